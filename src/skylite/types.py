@@ -1,0 +1,71 @@
+"""The data that flows: prompts, completions, rollouts. No torch here; both sides of the process border import it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict
+
+
+class Message(TypedDict):
+    """One chat turn."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One row of a prepared parquet file."""
+
+    id: str
+    """Unique in its data set, e.g. "gsm8k/train/17"; metrics and errors name it."""
+    messages: list[Message]
+    """Chat turns: system text, worked examples as user/assistant pairs, the question (a user turn) last."""
+    answer: str
+    """Ground truth in the form the reward function expects; `skylite prepare` has checked that it scores 1.0."""
+    source: str
+    """Data set name, e.g. "gsm8k" or "gsm8k-stand-in"."""
+    grade: int = 0
+    """Number of reasoning steps, 0 where unknown."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What the reward needs besides the answer (a reasoning-gym entry, say); JSON in the file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What vLLM sampled. Token ids are kept as returned and never re-tokenised."""
+
+    token_ids: list[int]
+    """[C] the end-of-turn token included when it was sampled."""
+    logprobs: list[float]
+    """[C] of the sampling policy, natural log, at the sampling temperature."""
+    text: str
+    finish_reason: Literal["stop", "length"]
+    adapter_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """A prompt, one completion of it and what it earned."""
+
+    prompt: Prompt
+    prompt_token_ids: list[int]
+    """[P]"""
+    completion: Completion
+    reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutGroup:
+    """`group_size` rollouts of one prompt: the unit advantages are computed over."""
+
+    rollouts: tuple[Rollout, ...]
+    """[G]"""
+
+
+@dataclass(frozen=True, slots=True)
+class CanarySequence:
+    """A fixed token sequence that trainer and engine both score after every sync."""
+
+    token_ids: list[int]
+    """[L], L >= 2; token 0 is context only, so L - 1 logprobs are compared."""
