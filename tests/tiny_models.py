@@ -1,0 +1,82 @@
+"""Tiny random models made on the fly: the real architectures of transformers with hidden size 64, no network needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma", "mistral")
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
+VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
+"""One token a byte (ids 0 to 255), then the special tokens."""
+EOS_TOKEN = "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tiny_model(folder: Path, family: str = "llama", seed: int = 0) -> Path:
+    """A random float32 model of `family` (see FAMILIES) with its tokenizer, saved in `folder`, which is returned.
+
+    Two layers, hidden size 64, two heads of 32 (the smallest that vLLM's CPU attention takes), one KV head. The weights are
+    larger than usual (std 0.1), so that the distributions differ clearly from uniform and from prompt to prompt.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = tiny_tokenizer()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def tiny_config(family: str) -> Any:
+    """The transformers config of a tiny model; Qwen2 and Gemma tie their embeddings, as the real ones do."""
+    import transformers
+
+    classes = {
+        "llama": transformers.LlamaConfig,
+        "qwen2": transformers.Qwen2Config,
+        "qwen3": transformers.Qwen3Config,
+        "gemma": transformers.GemmaConfig,
+        "mistral": transformers.MistralConfig,
+    }
+    return classes[family](
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=1024,
+        initializer_range=0.1,
+        tie_word_embeddings=family in ("qwen2", "gemma"),
+        bos_token_id=None,
+        eos_token_id=_special_id(EOS_TOKEN),
+        pad_token_id=_special_id("<|pad|>"),
+    )
+
+
+def tiny_tokenizer() -> Any:
+    """A tokenizer with one token a byte and a ChatML chat template; every text encodes and decodes without loss."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    names = {"eos_token": EOS_TOKEN, "pad_token": "<|pad|>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHAT_TEMPLATE, clean_up_tokenization_spaces=False, **names)
+
+
+def _special_id(token: str) -> int:
+    return 256 + SPECIAL_TOKENS.index(token)
