@@ -74,6 +74,16 @@ class RunDir:
         return self.root / "canary.json"
 
     @property
+    def stop_path(self) -> Path:
+        """Its presence asks the trainer to write a checkpoint and end."""
+        return self.root / "stop"
+
+    @property
+    def trainer_error_path(self) -> Path:
+        """{"what", "hint", "rank"} of the rank that failed."""
+        return self.logs / "trainer-error.json"
+
+    @property
     def rollouts(self) -> Path:
         return self.root / "rollouts"
 

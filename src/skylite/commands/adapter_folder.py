@@ -1,0 +1,61 @@
+"""What `eval` and `serve` are pointed at: a run, or a PEFT adapter folder of ours or anybody's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from skylite.config import RunConfig, read_run_config
+from skylite.errors import ConfigError, ModelError
+from skylite.run.run_dir import AdapterVersion, RunDir, published_versions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """An adapter to serve and the base model under it."""
+
+    adapter: AdapterVersion
+    base_model: str
+    """Name or folder, as recorded with the adapter."""
+    rank: int
+    target_modules: list[str] | None
+    """Module names, None where the adapter gives a pattern."""
+    run: RunDir | None
+    run_config: RunConfig | None
+
+
+def find_adapter(target: Path, step: int | None) -> Served:
+    """The adapter of a run (its newest, or that of `step`) or of an adapter folder. Raises ConfigError or ModelError in words."""
+    if (target / "adapter_config.json").is_file():
+        if step is not None:
+            raise ConfigError(f"--step {step} chooses a version of a run, but {target} is an adapter folder.", "Leave --step away.")
+        return _served(AdapterVersion(_version_of(target), target.resolve()), None, None)
+    run = RunDir(target.resolve())
+    config = read_run_config(run.config_path)
+    versions = published_versions(Path(config.resolved.lora_sync_path))
+    chosen = [v for v in versions if step is None or v.version == step]
+    if not chosen:
+        have = ", ".join(str(v.version) for v in versions) or "none"
+        raise ConfigError(f"{target} has no adapter of step {step if step is not None else 'any'} (published and kept: {have}).", "Choose one of those.")
+    return _served(chosen[-1], run, config)
+
+
+def _served(adapter: AdapterVersion, run: RunDir | None, config: RunConfig | None) -> Served:
+    path = adapter.path / "adapter_config.json"
+    try:
+        peft = json.loads(path.read_text(encoding="utf-8"))
+        rank, base, modules = int(peft["r"]), peft["base_model_name_or_path"], peft["target_modules"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{path} is not a PEFT LoRA configuration: {type(error).__name__} {error}.", "Give a folder saved by skylite or PEFT.") from None
+    if not adapter.weights_path.is_file():
+        raise ModelError(f"{adapter.path} has no adapter_model.safetensors.", "Give a complete adapter folder.")
+    base_model = config.resolved.model_path if config is not None else str(base)
+    return Served(adapter=adapter, base_model=base_model, rank=rank, target_modules=modules if isinstance(modules, list) else None,
+                  run=run, run_config=config)  # fmt: skip
+
+
+def _version_of(folder: Path) -> int:
+    """The version in a published folder's name, 0 for any other adapter folder."""
+    tail = folder.resolve().name.removeprefix("policy-v")
+    return int(tail) if tail.isdigit() else 0

@@ -1,0 +1,175 @@
+"""`skylite eval`: pass@1 of a run's adapter, any adapter, or the base, through vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skylite.commands.adapter_folder import Served, find_adapter
+from skylite.config import TrainConfig, load_config
+from skylite.data.prompt_file import PromptFileInfo, read_prompts
+from skylite.errors import ConfigError
+from skylite.evaluation.evaluate import EvalResult, evaluate as score_problems, write_results
+from skylite.launch.machine import choose_device, choose_dtype
+from skylite.launch.supervisor import Supervisor
+from skylite.launch.vllm_server import EngineSpec
+from skylite.models import resolve_model
+from skylite.orchestrator.engine_set import served as serving
+from skylite.rewards.pool import RewardPool
+from skylite.rollout.tokenizer import encode_prompts, load_tokenizer
+from skylite.run.files import write_json
+from skylite.types import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalFlags:
+    """The flags of `skylite eval`."""
+
+    target: Path | None
+    base: bool
+    model: str | None
+    data: Path | None
+    split: str
+    limit: int | None
+    n: int
+    step: int | None
+    seed: int
+    settings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalPlan:
+    """What is evaluated, on what, where the results go."""
+
+    adapter: Served | None
+    model_name: str
+    config: TrainConfig
+    prompts: list[Prompt]
+    reward: str
+    out: Path
+    label: str
+
+
+def evaluate(flags: EvalFlags) -> None:
+    """Evaluate and print; results go to RUN/evals, or ./evals without a run."""
+    plan = plan_eval(flags)
+    result = asyncio.run(run_eval(plan, flags))
+    stem = f"{plan.label}-{flags.split}-{'greedy' if flags.n == 1 else f'mean{flags.n}'}"
+    write_results(plan.out / f"{stem}.parquet", result)
+    write_json(plan.out / f"{stem}.json", summary(plan, flags, result))
+    kind = "greedy pass@1" if flags.n == 1 else f"sampled accuracy (T 1, mean of {flags.n})"
+    print(f"{plan.label} on {flags.split}: {kind} {result.accuracy}, {result.completion_tokens_mean:.1f} tokens a completion, "
+          f"{100 * result.truncated_frac:.1f} % truncated")  # fmt: skip
+    print(f"per-problem results: {plan.out / stem}.parquet")
+
+
+def plan_eval(flags: EvalFlags) -> EvalPlan:
+    """Check the flags against each other and the disk. Raises SkyliteError subclasses."""
+    if flags.base and flags.target is not None:
+        raise ConfigError("--base evaluates the model without an adapter, but an adapter or run was given too.", "Give one of the two; --base takes --model.")
+    if not flags.base and flags.target is None:
+        raise ConfigError("Nothing to evaluate: no run, no adapter folder, no --base.", "E.g. `skylite eval runs/my-run`.")
+    adapter = None if flags.base else find_adapter(_required(flags.target), flags.step)
+    recorded = adapter.run_config.config if adapter is not None and adapter.run_config is not None else None
+    config = load_config(None, {}, flags.settings) if recorded is None else merged(recorded, flags.settings)
+    data = flags.data or Path(config.data.path)
+    prompts, info = _problems(data, flags, config)
+    model_name = flags.model or (adapter.base_model if adapter is not None else config.model.name)
+    run = adapter.run if adapter is not None else None
+    label = "base" if adapter is None else adapter.adapter.name
+    return EvalPlan(adapter=adapter, model_name=model_name, config=config, prompts=prompts, reward=config.reward.function or info.reward,
+                    out=run.evals if run is not None else Path("evals"), label=label)  # fmt: skip
+
+
+def merged(recorded: TrainConfig, settings: tuple[str, ...]) -> TrainConfig:
+    """The run's settings with `--set` on top."""
+    flat: dict[str, Any] = {}
+    for section, value in recorded.model_dump(mode="json").items():
+        flat |= {f"{section}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {section: value}
+    return load_config(None, flat, settings)
+
+
+async def run_eval(plan: EvalPlan, flags: EvalFlags) -> EvalResult:
+    """Start one engine, score, end it."""
+    print(f"skylite: evaluating {plan.label} of {plan.model_name} on {len(plan.prompts)} problems; starting vLLM", file=sys.stderr, flush=True)
+    model = resolve_model(plan.model_name)
+    tokenizer = load_tokenizer(model.path)
+    rollout = plan.config.rollout
+    token_ids = encode_prompts(tokenizer, plan.prompts, rollout.max_prompt_tokens)
+    pool = RewardPool(plan.reward, plan.config.reward.num_workers)
+    try:
+        async with Supervisor() as supervisor:
+            with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
+                spec = _engine(plan, model.path, Path(folder))
+                work = asyncio.ensure_future(_score(plan, flags, spec, supervisor, pool, token_ids, tokenizer.stop_token_ids))
+                watching = asyncio.ensure_future(supervisor.watch())
+                await asyncio.wait({work, watching}, return_when=asyncio.FIRST_COMPLETED)
+                if not work.done():
+                    work.cancel()
+                    watching.result()
+                watching.cancel()
+                return work.result()
+    finally:
+        pool.close()
+
+
+async def _score(
+    plan: EvalPlan, flags: EvalFlags, spec: EngineSpec, supervisor: Supervisor, pool: RewardPool, token_ids: dict[str, list[int]],
+    stop_token_ids: tuple[int, ...],
+) -> EvalResult:  # fmt: skip
+    logs = Path(spec.uds).parent
+    async with serving([spec], logs, supervisor, plan.config.engine.start_timeout_s) as clients:
+        name, version = str(spec.model_path), 0
+        if plan.adapter is not None:
+            await clients[0].load_adapter(plan.adapter.adapter)
+            name, version = plan.adapter.adapter.name, plan.adapter.adapter.version
+        return await score_problems(
+            clients, name, version, plan.prompts, token_ids, pool,
+            n=flags.n, temperature=0.0 if flags.n == 1 else 1.0, max_tokens=plan.config.rollout.max_completion_tokens,
+            stop_token_ids=stop_token_ids, seed=flags.seed,
+        )  # fmt: skip
+
+
+def _engine(plan: EvalPlan, model_path: Path, folder: Path) -> EngineSpec:
+    device = choose_device()
+    config = plan.config
+    return EngineSpec(
+        name="vllm-eval",
+        model_path=model_path,
+        device=device,
+        dtype=choose_dtype(config.model.dtype, device)[0],
+        uds=folder / "vllm.sock",
+        max_lora_rank=plan.adapter.rank if plan.adapter is not None else 1,
+        target_modules=plan.adapter.target_modules if plan.adapter is not None else None,
+        max_model_len=config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens,
+        max_num_seqs=config.engine.max_num_seqs,
+        kv_cache_gib=config.engine.kv_cache_gib,
+        gpu_memory_utilization=config.engine.gpu_memory_utilization,
+        cpu_lora_kernels=config.engine.cpu_lora_kernels,
+        enable_lora=plan.adapter is not None,
+    )
+
+
+def _problems(data: Path, flags: EvalFlags, config: TrainConfig) -> tuple[list[Prompt], PromptFileInfo]:
+    prompts, info = read_prompts(data / f"{flags.split}.parquet", grades=tuple(config.data.grades))
+    return prompts[: flags.limit], info
+
+
+def _required(target: Path | None) -> Path:
+    assert target is not None, "checked by the caller"
+    return target
+
+
+def summary(plan: EvalPlan, flags: EvalFlags, result: EvalResult) -> dict[str, Any]:
+    """What was evaluated, on what, how, and the numbers."""
+    accuracy = result.accuracy
+    return {
+        "adapter": plan.label, "model": plan.model_name, "data": str(flags.data or plan.config.data.path), "split": flags.split,
+        "grades": plan.config.data.grades, "problems": accuracy.num_problems, "n": flags.n, "temperature": result.temperature,
+        "accuracy": accuracy.mean, "low": accuracy.low, "high": accuracy.high, "standard_error": accuracy.standard_error,
+        "completion_tokens_mean": result.completion_tokens_mean, "truncated_frac": result.truncated_frac, "seed": flags.seed,
+    }  # fmt: skip

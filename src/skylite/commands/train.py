@@ -1,0 +1,91 @@
+"""`skylite train`: flags to a checked plan to a run."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skylite.commands.defaults import default_recipe, find_recipe, prepare_default_data
+from skylite.config import TrainConfig, load_config
+from skylite.errors import ConfigError
+from skylite.run.run_dir import RunDir
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainFlags:
+    """The named flags of `skylite train`; None where not given. Each is an alias of one setting."""
+
+    recipe: str | None
+    model: str | None
+    data: Path | None
+    rank: int | None
+    alpha: float | None
+    steps: int | None
+    lr: float | None
+    group_size: int | None
+    seed: int | None
+    settings: tuple[str, ...]
+
+    def overrides(self) -> dict[str, Any]:
+        """Dotted setting -> value, for the flags given."""
+        named = {
+            "model.name": self.model,
+            "data.path": None if self.data is None else str(self.data),
+            "lora.rank": self.rank,
+            "lora.alpha": self.alpha,
+            "num_steps": self.steps,
+            "optim.lr": self.lr,
+            "rollout.group_size": self.group_size,
+            "seed": self.seed,
+        }
+        return {key: value for key, value in named.items() if value is not None}
+
+
+def train(flags: TrainFlags, *, run: Path | None, resume: Path | None, dry_run: bool) -> None:
+    """Run the command. Raises SkyliteError subclasses; a clean stop by Ctrl-C exits 130."""
+    from skylite.orchestrator.plan import RunPlan, plan_resume, plan_run, write_run
+    from skylite.orchestrator.services import run_session
+
+    plan: RunPlan
+    if resume is not None:
+        _refuse_flags_on_resume(flags, run)
+        plan = plan_resume(RunDir(resume.resolve()), flags.steps, say)
+    else:
+        recipe = find_recipe(flags.recipe) if flags.recipe else default_recipe(say)
+        config = load_config(recipe, flags.overrides(), flags.settings)
+        if flags.recipe is None and flags.data is None:
+            prepare_default_data(Path(config.data.path), say)
+        plan = plan_run(config, RunDir((run or _new_run(recipe)).resolve()), say)
+        if dry_run:
+            print_settings(config)
+            return
+        write_run(plan)
+    finished = asyncio.run(run_session(plan, resume=resume is not None))
+    if not finished:
+        sys.exit(130)
+
+
+def say(text: str) -> None:
+    """A note to the user, before there is a screen."""
+    print(f"skylite: {text}", file=sys.stderr, flush=True)
+
+
+def print_settings(config: TrainConfig) -> None:
+    """The resolved settings as JSON on stdout."""
+    print(config.model_dump_json(indent=1))
+
+
+def _new_run(recipe: Path) -> Path:
+    return Path("runs") / f"{recipe.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _refuse_flags_on_resume(flags: TrainFlags, run: Path | None) -> None:
+    """A resumed run keeps its settings: only --steps may change."""
+    given = [k for k in flags.overrides() if k != "num_steps"] + list(flags.settings) + (["--recipe"] if flags.recipe else [])
+    given += ["--run"] if run else []
+    if given:
+        raise ConfigError(f"--resume goes on with the run's own settings, but {', '.join(given)} was given too.", "Only --steps may go with it.")

@@ -1,0 +1,89 @@
+"""pass@1 of a served model on prepared problems."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from skylite.evaluation.interval import Accuracy, accuracy_of
+from skylite.rollout.client import Sampling, VllmClient
+from skylite.rollout.collect import Scorer, collect_group, gather_all, request_seed
+from skylite.run.files import atomic_file
+from skylite.types import Prompt, RolloutGroup
+
+MAX_REQUESTS_IN_FLIGHT = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalResult:
+    """Scores of one served model on one set of problems."""
+
+    model: str
+    temperature: float
+    accuracy: Accuracy
+    completion_tokens_mean: float
+    truncated_frac: float
+    groups: Sequence[RolloutGroup]
+
+
+async def evaluate(
+    clients: Sequence[VllmClient],
+    model: str,
+    version: int,
+    prompts: Sequence[Prompt],
+    token_ids: dict[str, list[int]],
+    scorer: Scorer,
+    *,
+    n: int,
+    temperature: float,
+    max_tokens: int,
+    stop_token_ids: tuple[int, ...],
+    seed: int,
+) -> EvalResult:
+    """Sample `n` completions a problem (temperature 0: greedy) from `model` and score them."""
+    slots = asyncio.Semaphore(MAX_REQUESTS_IN_FLIGHT)
+
+    async def one(index: int, prompt: Prompt) -> RolloutGroup:
+        sampling = Sampling(
+            temperature=temperature, max_tokens=max_tokens, stop_token_ids=stop_token_ids, seed=request_seed(seed, -1, index)
+        )
+        async with slots:
+            return await collect_group(clients[index % len(clients)], model, version, prompt, token_ids[prompt.id], n, sampling, scorer)
+
+    groups = await gather_all([asyncio.create_task(one(i, p)) for i, p in enumerate(prompts)])
+    completions = [r.completion for g in groups for r in g.rollouts]
+    return EvalResult(
+        model=model,
+        temperature=temperature,
+        accuracy=accuracy_of([[r.reward for r in g.rollouts] for g in groups]),
+        completion_tokens_mean=sum(len(c.token_ids) for c in completions) / len(completions),
+        truncated_frac=sum(c.finish_reason == "length" for c in completions) / len(completions),
+        groups=groups,
+    )
+
+
+def write_results(path: Path, result: EvalResult) -> None:
+    """One row a completion: problem, what was said, its score."""
+    rows = [
+        {
+            "prompt_id": r.prompt.id,
+            "grade": r.prompt.grade,
+            "question": r.prompt.messages[-1]["content"],
+            "answer": r.prompt.answer,
+            "completion": r.completion.text,
+            "reward": r.reward,
+            "tokens": len(r.completion.token_ids),
+            "finish_reason": r.completion.finish_reason,
+            "model": result.model,
+            "temperature": result.temperature,
+        }
+        for g in result.groups
+        for r in g.rollouts
+    ]
+    with atomic_file(path) as temporary:
+        pq.write_table(pa.Table.from_pylist(rows), temporary, compression="zstd")

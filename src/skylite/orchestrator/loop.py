@@ -1,0 +1,136 @@
+"""The steps of a run as the parent sees them: sample with version k - 1, hand over, take version k, prove it, record it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skylite.data.order import prompts_for_step
+from skylite.evaluation.evaluate import EvalResult, evaluate, write_results
+from skylite.orchestrator.plan import RunPlan
+from skylite.orchestrator.record import completion_view, step_metrics
+from skylite.rollout.client import Sampling
+from skylite.rollout.collect import Scorer, collect_group, gather_all, request_seed
+from skylite.rollout.engines import Engines, SyncReport, remove_old_versions
+from skylite.rollout.tokenizer import ChatTokenizer, encode_prompts
+from skylite.run.metrics import append_metrics
+from skylite.run.rollout_file import write_rollouts
+from skylite.run.run_dir import AdapterVersion, RunDir, adapter_name, published_versions
+from skylite.types import RolloutGroup
+from skylite.ui.dashboard import Screen
+
+POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """What a running orchestrator works with; the resources are owned by `services.run_session`."""
+
+    plan: RunPlan
+    engines: Engines
+    scorer: Scorer
+    tokenizer: ChatTokenizer
+    screen: Screen
+
+
+async def run_steps(session: Session) -> None:
+    """Every remaining step, with the evaluations before and after."""
+    plan = session.plan
+    await use_version(session, plan.first_step - 1)
+    if plan.first_step == 1:
+        await held_out_accuracy(session, "before", version=0)
+    for step in range(plan.first_step, plan.config.num_steps + 1):
+        await run_step(session, step)
+    await held_out_accuracy(session, "after", version=plan.config.num_steps)
+
+
+async def run_step(session: Session, step: int) -> None:
+    """Sample, score, hand over, wait for the update, sync, record."""
+    plan, started = session.plan, time.monotonic()
+    session.screen.phase("sampling", f"step {step} of {plan.config.num_steps}")
+    groups = await sample_step(session, step)
+    sampled = time.monotonic()
+    write_rollouts(plan.run.rollout_path(step), groups)
+    session.screen.phase("training", f"step {step} of {plan.config.num_steps}")
+    update = await wait_for_update(plan.run, step)
+    session.screen.phase("syncing", adapter_name(step))
+    report = await use_version(session, step)
+    metrics = step_metrics(step, groups, update, report, rollout_s=sampled - started, step_s=time.monotonic() - started)
+    append_metrics(plan.run.metrics_path, metrics)
+    session.screen.step(metrics, completion_view(groups))
+    clean_up_versions(session, step)
+
+
+async def sample_step(session: Session, step: int) -> list[RolloutGroup]:
+    """The step's rollout groups, sampled from the version the engines serve."""
+    plan, adapter = session.plan, session.engines.current
+    assert adapter is not None, "a version is loaded before the first step"
+    rollout = plan.config.rollout
+    prompts = prompts_for_step(plan.train, step, rollout.prompts_per_step, plan.config.seed)
+    token_ids = encode_prompts(session.tokenizer, prompts, rollout.max_prompt_tokens)
+    tasks = []
+    for index, prompt in enumerate(prompts):
+        sampling = Sampling(
+            temperature=rollout.temperature,
+            max_tokens=rollout.max_completion_tokens,
+            stop_token_ids=session.tokenizer.stop_token_ids,
+            seed=request_seed(plan.config.seed, step, index),
+        )
+        client, ids = session.engines.client_for(index), token_ids[prompt.id]
+        group = collect_group(client, adapter.name, adapter.version, prompt, ids, rollout.group_size, sampling, session.scorer)
+        tasks.append(asyncio.create_task(group))
+    return await gather_all(tasks)
+
+
+async def wait_for_update(run: RunDir, step: int) -> dict[str, Any]:
+    """The trainer's metrics of `step`; its adapter is complete by then. The supervisor raises if the trainer ends instead."""
+    while not run.update_path(step).exists():
+        await asyncio.sleep(POLL_S)
+    metrics: dict[str, Any] = run.read_json(run.update_path(step))["metrics"]
+    return metrics
+
+
+async def use_version(session: Session, version: int) -> SyncReport:
+    """Bring every engine to `version`, proven."""
+    await wait_for_update(session.plan.run, version)
+    return await session.engines.use(AdapterVersion(version, adapters_folder(session) / adapter_name(version)))
+
+
+def adapters_folder(session: Session) -> Path:
+    """Where the trainer publishes."""
+    return Path(session.plan.resolved.lora_sync_path)
+
+
+def clean_up_versions(session: Session, step: int) -> None:
+    """Keep v0, the last few, and those that checkpoints go on from."""
+    checkpoints = [int(p.name.removeprefix("step-")) for p in session.plan.run.checkpoints.glob("step-*")]
+    remove_old_versions(published_versions(adapters_folder(session)), step, session.plan.config.sync.keep_last, keep=checkpoints)
+
+
+async def held_out_accuracy(session: Session, label: str, version: int) -> EvalResult | None:
+    """Greedy pass@1 on the held-out problems, shown and kept in evals/; None when the run has none."""
+    plan = session.plan
+    if not plan.held_out:
+        return None
+    session.screen.phase("evaluating", f"{label}: {len(plan.held_out)} held-out problems")
+    result = await evaluate(
+        session.engines.clients,
+        adapter_name(version),
+        version,
+        plan.held_out,
+        encode_prompts(session.tokenizer, plan.held_out, plan.config.rollout.max_prompt_tokens),
+        session.scorer,
+        n=1,
+        temperature=0.0,
+        max_tokens=plan.config.rollout.max_completion_tokens,
+        stop_token_ids=session.tokenizer.stop_token_ids,
+        seed=plan.config.seed,
+    )
+    write_results(plan.run.evals / f"{label}-v{version:06d}.parquet", result)
+    session.screen.evaluation(label, f"greedy pass@1 {result.accuracy}")
+    return result
+
+

@@ -1,0 +1,119 @@
+"""From flags to a run directory: everything that can be refused is refused here, before a process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import skylite
+from skylite.config import LORA_LITERATURE_FLOOR_LR, Resolved, RunConfig, TrainConfig, read_run_config
+from skylite.data.prompt_file import PromptFileInfo, read_prompts
+from skylite.errors import ConfigError
+from skylite.launch.machine import choose_device, choose_dtype
+from skylite.models import resolve_model
+from skylite.rewards import load_reward
+from skylite.run.files import write_json
+from skylite.run.run_dir import RunDir
+from skylite.types import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """A checked run: what the orchestrator needs besides the children."""
+
+    run: RunDir
+    config: TrainConfig
+    resolved: Resolved
+    train: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+    """The first eval.limit problems of eval.split."""
+    reward: str
+    """Spec of the reward function."""
+    first_step: int
+    """1, or the step after the checkpoint a resumed run continues from."""
+
+
+def plan_run(config: TrainConfig, run: RunDir, say: Callable[[str], None]) -> RunPlan:
+    """Check data, reward, model and machine. Nothing is written. Raises SkyliteError subclasses."""
+    notes: list[str] = []
+
+    def note(text: str) -> None:
+        if text:
+            notes.append(text)
+            say(text)
+
+    train, info = read_split(config, "train")
+    held_out = read_split(config, config.eval.split)[0][: config.eval.limit] if config.eval.limit else []
+    note(data_note(config, info, len(train)))
+    reward = config.reward.function or info.reward
+    load_reward(reward)
+    device = choose_device()
+    dtype, dtype_note = choose_dtype(config.model.dtype, device)
+    note(dtype_note)
+    if config.lora.vllm_rank != config.lora.rank:
+        note(f"vLLM is started for LoRA rank {config.lora.vllm_rank}, the smallest it allows that holds rank {config.lora.rank}")
+    if config.optim.lr < LORA_LITERATURE_FLOOR_LR:
+        note(f"warning: optim.lr={config.optim.lr:g} is under {LORA_LITERATURE_FLOOR_LR:g}; LoRA hardly learns at such rates (1e-5 to 5e-4 is usual)")
+    model = resolve_model(config.model.name)
+    note(model.note)
+    resolved = Resolved(
+        model_path=str(model.path),
+        model_fingerprint=model.fingerprint,
+        dtype=dtype,
+        device=device,
+        lora_sync_path=str(Path(config.lora.lora_sync_path or run.default_adapters).resolve()),
+        notes=notes,
+    )
+    return RunPlan(run=run, config=config, resolved=resolved, train=train, held_out=held_out, reward=reward, first_step=1)
+
+
+def read_split(config: TrainConfig, split: str) -> tuple[list[Prompt], PromptFileInfo]:
+    """Prompts of a split at the configured grades. Raises DataError."""
+    return read_prompts(Path(config.data.path) / f"{split}.parquet", grades=tuple(config.data.grades))
+
+
+def data_note(config: TrainConfig, info: PromptFileInfo, count: int) -> str:
+    """What the run trains on, in words; recorded in the run."""
+    grades = f", grades {config.data.grades}" if config.data.grades else ""
+    return f"data: {info.dataset} ({info.source_kind}: {info.source}){grades}, {count} training problems, reward {info.reward}"
+
+
+def write_run(plan: RunPlan) -> None:
+    """Create the run directory and its config.json. Raises ConfigError when the folder holds a run already."""
+    if plan.run.config_path.exists():
+        raise ConfigError(f"{plan.run.root} holds a run already.", f"Use --resume {plan.run.root} to go on with it, or another --run folder.")
+    for folder in (plan.run.rollouts, plan.run.updates, plan.run.checkpoints, plan.run.logs, Path(plan.resolved.lora_sync_path)):
+        folder.mkdir(parents=True, exist_ok=True)
+    _write_config(plan)
+
+
+def plan_resume(run: RunDir, num_steps: int | None, say: Callable[[str], None]) -> RunPlan:
+    """The plan of an existing run that goes on from its last checkpoint, to `num_steps` in all when given."""
+    recorded = read_run_config(run.config_path)
+    config = recorded.config.model_copy(update={"num_steps": num_steps or recorded.config.num_steps})
+    done = last_checkpoint_step(run)
+    if done is None:
+        raise ConfigError(f"{run.root} has no checkpoint to resume from.", "Start it anew with `skylite train`.")
+    if done >= config.num_steps:
+        raise ConfigError(f"{run.root} is at step {done} of {config.num_steps} already.", f"Give more steps, e.g. --steps {done + 10}.")
+    train, info = read_split(config, "train")
+    held_out = read_split(config, config.eval.split)[0][: config.eval.limit] if config.eval.limit else []
+    say(f"resuming {run.root} after step {done} of {config.num_steps}")
+    plan = RunPlan(
+        run=run, config=config, resolved=recorded.resolved, train=train, held_out=held_out,
+        reward=config.reward.function or info.reward, first_step=done + 1,
+    )  # fmt: skip
+    _write_config(plan)
+    return plan
+
+
+def last_checkpoint_step(run: RunDir) -> int | None:
+    """The newest complete checkpoint's step, None without one."""
+    steps = [int(p.name.removeprefix("step-")) for p in run.checkpoints.glob("step-*") if p.is_dir()]
+    return max(steps, default=None)
+
+
+def _write_config(plan: RunPlan) -> None:
+    value = RunConfig(skylite_version=skylite.__version__, config=plan.config, resolved=plan.resolved)
+    write_json(plan.run.config_path, value.model_dump(mode="json"))

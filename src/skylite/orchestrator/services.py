@@ -1,0 +1,129 @@
+"""A run's resources, in order: locks, screen, trainer, engines, reward workers; and their end, whatever ends the run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from skylite.errors import ChildDied, RunFailed, SkyliteError
+from skylite.launch.processes import ProcessSpec
+from skylite.launch.supervisor import Supervisor
+from skylite.launch.torchrun import trainer_command, trainer_env
+from skylite.orchestrator.engine_set import open_engines
+from skylite.orchestrator.loop import Session, run_steps, wait_for_update
+from skylite.orchestrator.plan import RunPlan
+from skylite.rewards.pool import RewardPool
+from skylite.rollout.canary import DEFAULT_TOLERANCE, canary_sequences
+from skylite.rollout.engines import Engines
+from skylite.rollout.tokenizer import load_tokenizer
+from skylite.run.files import write_json
+from skylite.run.lock import lock_folder
+from skylite.run.manifest import read_manifest
+from skylite.run.run_dir import adapter_name
+from skylite.ui.closing import finished_text, kept_text
+from skylite.ui.dashboard import Screen
+
+TRAINER = "trainer"
+STOP_GRACE_S = 8.0
+"""What a Ctrl-C waits for the trainer to write its checkpoint before everything is ended."""
+FAILURE_GRACE_S = 6.0
+"""How long a broken request waits for the news that a process has ended, which explains it better."""
+
+
+async def run_session(plan: RunPlan, *, resume: bool) -> bool:
+    """Run all steps. Returns whether the run finished: False after a clean stop. Raises RunFailed subclasses."""
+    plan.run.stop_path.unlink(missing_ok=True)
+    plan.run.trainer_error_path.unlink(missing_ok=True)
+    with lock_folder(plan.run.root), lock_folder(Path(plan.resolved.lora_sync_path)), Screen(plan.config.num_steps) as screen:
+        stop = _stop_event()
+        async with Supervisor() as supervisor:
+            try:
+                finished = await _first_of(_run(plan, supervisor, screen, resume), supervisor, stop)
+            except SkyliteError as error:
+                screen.phase("failed", "")
+                raise _explained(plan, error) from None
+            if not finished:
+                screen.phase("stopping", "the trainer writes its checkpoint")
+                await _stop_trainer(plan, supervisor)
+        screen.phase("done" if finished else "stopped", "")
+        screen.say(finished_text(plan.run) if finished else kept_text(plan.run))
+    return finished
+
+
+async def _run(plan: RunPlan, supervisor: Supervisor, screen: Screen, resume: bool) -> None:
+    """Bring everything up, then every step."""
+    screen.phase("starting", "tokenizer")
+    tokenizer = await asyncio.to_thread(load_tokenizer, Path(plan.resolved.model_path))
+    if tokenizer.note:
+        screen.say(tokenizer.note)
+    write_json(plan.run.canary_path, {"sequences": canary_sequences(tokenizer, plan.train)})
+    screen.phase("starting", f"trainer: {plan.config.trainer.num_ranks} rank(s)")
+    supervisor.start(_trainer_spec(plan, resume))
+    tolerance = plan.config.sync.canary_tolerance or DEFAULT_TOLERANCE[plan.resolved.dtype]
+    async with contextlib.AsyncExitStack() as stack:
+        pool = RewardPool(plan.reward, plan.config.reward.num_workers)
+        stack.callback(pool.close)
+        start = plan.first_step - 1
+        await wait_for_update(plan.run, start)
+        screen.phase("starting", f"vLLM: {plan.config.engine.num_engines} engine(s)")
+        manifest = read_manifest(Path(plan.resolved.lora_sync_path) / adapter_name(start))
+        clients = await stack.enter_async_context(open_engines(plan, manifest, supervisor))
+        engines = Engines(clients, tolerance)
+        await run_steps(Session(plan=plan, engines=engines, scorer=pool, tokenizer=tokenizer, screen=screen))
+        await supervisor.wait_exit(TRAINER)
+
+
+def _trainer_spec(plan: RunPlan, resume: bool) -> ProcessSpec:
+    trainer = plan.config.trainer
+    return ProcessSpec(
+        name=TRAINER,
+        argv=trainer_command(plan.run.root, trainer.num_ranks, resume=resume),
+        env=trainer_env(trainer.num_ranks, trainer.num_threads),
+        log_path=plan.run.log_path(TRAINER),
+    )
+
+
+async def _first_of(work: Coroutine[Any, Any, None], supervisor: Supervisor, stop: asyncio.Event) -> bool:
+    """The work's end, a child's death or a stop, whichever comes first; True when the work is done."""
+    running, watching, stopping = (asyncio.ensure_future(x) for x in (work, supervisor.watch(), stop.wait()))
+    try:
+        await asyncio.wait({running, watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if running.done() and isinstance(running.exception(), RunFailed):
+            await asyncio.wait({watching}, timeout=FAILURE_GRACE_S)
+        if watching.done():
+            watching.result()
+        if running.done():
+            running.result()
+        return running.done()
+    finally:
+        for task in (running, watching, stopping):
+            task.cancel()
+        await asyncio.gather(running, watching, stopping, return_exceptions=True)
+
+
+async def _stop_trainer(plan: RunPlan, supervisor: Supervisor) -> None:
+    """Ask the trainer for a checkpoint and its end; the supervisor ends what is left."""
+    plan.run.stop_path.touch()
+    with contextlib.suppress(asyncio.TimeoutError, ChildDied):
+        await asyncio.wait_for(supervisor.wait_exit(TRAINER), STOP_GRACE_S)
+
+
+def _explained(plan: RunPlan, error: SkyliteError) -> SkyliteError:
+    """The error with the rank's own reason where the trainer left one, and with what was kept."""
+    if isinstance(error, ChildDied) and plan.run.trainer_error_path.exists():
+        reason = plan.run.read_json(plan.run.trainer_error_path)
+        error = RunFailed(f"The trainer stopped: {reason['what']}", str(reason["hint"]))
+    error.args = (f"{error} {kept_text(plan.run)}",)
+    return error
+
+
+def _stop_event() -> asyncio.Event:
+    """Set by Ctrl-C or SIGTERM."""
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop

@@ -1,0 +1,87 @@
+"""Bad settings are refused all at once, in plain words; good ones arrive."""
+
+from pathlib import Path
+
+import pytest
+
+from skylite.config import VLLM_LORA_RANKS, TrainConfig, load_config, parse_value
+from skylite.errors import ConfigError
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
+def test_every_recipe_loads(recipe: Path) -> None:
+    assert load_config(recipe, {}).num_steps >= 1
+
+
+def test_there_are_recipes() -> None:
+    assert {"gsm8k", "gsm8k_cpu"} <= {p.stem for p in RECIPES}
+
+
+def test_every_problem_is_named_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, {"lora.rank": 0}, ["lora.rnk=3", "foo", "rollout.group_size=abc", "nosuch.x=1"])
+    text = str(caught.value)
+    assert "4 problem" in text or "5 problem" in text
+    for part in ("lora.rank=0", "did you mean rank?", "--set foo", "rollout.group_size='abc'", "nosuch"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ("lora.use_dora=true", "DoRA"),
+        ('lora.bias="all"', "biases"),
+        ('lora.modules_to_save=["lm_head"]', "modules_to_save"),
+        ("lora.init=pissa", "PiSSA"),
+        ("lora.init=olora", "base weights"),
+        ("lora.rank=513", "512"),
+    ],
+)
+def test_what_vllm_cannot_serve_is_refused_with_the_reason(setting: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load_config(None, {}, [setting])
+
+
+@pytest.mark.parametrize(("rank", "served"), [(1, 1), (2, 8), (8, 8), (12, 16), (32, 32), (33, 64), (300, 320), (512, 512)])
+def test_the_rank_is_rounded_up_to_one_vllm_allows(rank: int, served: int) -> None:
+    assert load_config(None, {"lora.rank": rank}).lora.vllm_rank == served
+    assert served in VLLM_LORA_RANKS
+
+
+def test_groups_of_one_are_refused() -> None:
+    with pytest.raises(ConfigError, match="every advantage is 0"):
+        load_config(None, {"rollout.group_size": 1})
+
+
+def test_mini_batches_hold_whole_groups() -> None:
+    with pytest.raises(ConfigError, match="must divide"):
+        load_config(None, {"grpo.updates_per_step": 3, "rollout.prompts_per_step": 8})
+    assert load_config(None, {"grpo.updates_per_step": 4, "rollout.prompts_per_step": 8}).grpo.updates_per_step == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("3", 3), ("1e-4", 1e-4), ("true", True), ("none", None), ("abc", "abc"), ('["q", "v"]', ["q", "v"]), ('"3"', "3")]
+)
+def test_set_values_are_toml_and_bare_words_are_strings(text: str, value: object) -> None:
+    assert parse_value(text) == value
+
+
+def test_flags_win_over_the_recipe_and_set_wins_over_flags(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text("num_steps = 7\n[lora]\nrank = 4\nalpha = 8\n")
+    config = load_config(recipe, {"lora.rank": 16}, ["lora.rank=64"])
+    assert (config.num_steps, config.lora.rank, config.lora.alpha) == (7, 64, 8)
+
+
+@pytest.mark.parametrize("text", ["num_steps = ", "[lora\nrank=3", "\x00"])
+def test_a_broken_recipe_is_one_sentence(tmp_path: Path, text: str) -> None:
+    (tmp_path / "r.toml").write_text(text)
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_config(tmp_path / "r.toml", {})
+
+
+def test_the_config_survives_json() -> None:
+    config = load_config(None, {"lora.target_modules": ["q_proj"], "grpo.importance_cap": None})
+    assert TrainConfig.model_validate_json(config.model_dump_json()) == config
