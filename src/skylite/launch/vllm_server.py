@@ -1,0 +1,147 @@
+"""vLLM's command line and environment: the only file that knows its flags.
+
+The CPU settings are the fastest that benchmarks/lora_sampling.py measured; docs of each stand at its constant.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from skylite.vllm_plugin import SWITCH
+
+BASE_NAME = "base"
+"""Served name of the model without an adapter."""
+CPU_BLOCK_SIZE = 32
+"""Tokens a KV cache block. Only whole blocks are shared between samples of a prompt, and vLLM's CPU default is 128."""
+INTEL_OPENMP = "libiomp5.so"
+"""Of pip's intel-openmp, which the cpu extra brings; it lies in the environment's lib folder."""
+
+CPU_BATCHED_TOKENS = 2048
+"""Tokens of one forward pass, as vLLM chooses for CPU servers; never less than a whole prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """One vLLM server."""
+
+    name: str
+    """As logs and errors call it."""
+    model_path: Path
+    """Local folder."""
+    device: Literal["cpu", "cuda"]
+    dtype: Literal["bfloat16", "float32"]
+    uds: Path
+    """Unix socket it serves on. Its folder should be 0700: some of vLLM's routes ignore an API key."""
+    max_lora_rank: int
+    """One of vLLM's sizes (config.VLLM_LORA_RANKS)."""
+    target_modules: list[str] | None
+    """Module names the adapters change; None makes vLLM reserve LoRA for every layer, embeddings included, which costs speed."""
+    max_loras: int
+    """Adapters that can be in one batch."""
+    max_cpu_loras: int
+    """Adapters kept in memory; above max_loras, or an evicted one is read from disk again."""
+    max_model_len: int
+    """Prompt and completion tokens together."""
+    max_num_seqs: int
+    kv_cache_gib: float
+    """CPU only."""
+    gpu_memory_utilization: float
+    """GPU only."""
+    cpu_lora_kernels: bool
+    """CPU only: skylite's LoRA kernels instead of stock vLLM's."""
+    enable_lora: bool
+    seed: int
+    gpus: tuple[int, ...] = ()
+    """Device indices; empty: those the environment shows."""
+
+
+def engine_command(spec: EngineSpec) -> list[str]:
+    """The argument vector that starts the server."""
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(spec.model_path), "--served-model-name", BASE_NAME, "--uds", str(spec.uds)]
+    command += ["--dtype", spec.dtype, "--seed", str(spec.seed)]
+    command += ["--max-model-len", str(spec.max_model_len), "--max-num-seqs", str(spec.max_num_seqs)]
+    # "vllm": sampling defaults come from the request alone, not from the model's generation_config.json.
+    command += ["--generation-config", "vllm", "--enable-prefix-caching"]
+    command += ["--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"]
+    return command + _memory_flags(spec) + (_lora_flags(spec) if spec.enable_lora else [])
+
+
+def engine_env(spec: EngineSpec, base_env: Mapping[str, str]) -> dict[str, str]:
+    """`base_env` and what vLLM needs on top of it."""
+    env = {
+        **base_env,
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if spec.enable_lora:
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if spec.device == "cpu":
+        env |= _cpu_env(spec, base_env)
+    if spec.gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.gpus))
+    return env
+
+
+def engine_notes(spec: EngineSpec) -> list[str]:
+    """What makes this server slower than it could be, in words for the user; empty when nothing does."""
+    if spec.device != "cpu":
+        return []
+    notes = []
+    if intel_openmp() is None:
+        notes.append(f"{INTEL_OPENMP} was not found, so vLLM samples about a tenth slower; `pip install intel-openmp` brings it.")
+    if spec.enable_lora and not spec.cpu_lora_kernels:
+        notes.append("engine.cpu_lora_kernels=false: LoRA sampling is several times slower, and base requests in a mixed batch are wrong.")
+    return notes
+
+
+def intel_openmp() -> Path | None:
+    """The Intel OpenMP runtime of this Python environment, if it has one."""
+    library = Path(sys.prefix, "lib", INTEL_OPENMP)
+    return library if library.is_file() else None
+
+
+def cpu_cores() -> list[int]:
+    """The first hardware thread of every core this process may run on: matrix products gain nothing from a core's second one."""
+    allowed = os.sched_getaffinity(0)
+    return sorted({min(_siblings(cpu) & allowed) for cpu in allowed})
+
+
+def _siblings(cpu: int) -> set[int]:
+    path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+    if not path.exists():
+        return {cpu}
+    found = {cpu}
+    for part in path.read_text(encoding="ascii").strip().split(","):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def _memory_flags(spec: EngineSpec) -> list[str]:
+    if spec.device == "cpu":
+        return ["--block-size", str(CPU_BLOCK_SIZE), "--kv-cache-memory-bytes", str(int(spec.kv_cache_gib * 2**30))]
+    return ["--gpu-memory-utilization", str(spec.gpu_memory_utilization)]
+
+
+def _lora_flags(spec: EngineSpec) -> list[str]:
+    flags = ["--enable-lora", "--max-lora-rank", str(spec.max_lora_rank)]
+    flags += ["--max-loras", str(spec.max_loras), "--max-cpu-loras", str(spec.max_cpu_loras)]
+    return flags + (["--lora-target-modules", *spec.target_modules] if spec.target_modules else [])
+
+
+def _cpu_env(spec: EngineSpec, base_env: Mapping[str, str]) -> dict[str, str]:
+    # All cores by number: "auto" keeps one for the scheduler, half of a small machine.
+    env = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpu_cores()))}
+    env[SWITCH] = "1" if spec.cpu_lora_kernels else "0"
+    library = intel_openmp()
+    if library is not None:
+        given = base_env.get("LD_PRELOAD", os.environ.get("LD_PRELOAD", ""))
+        env["LD_PRELOAD"] = f"{library}:{given}".rstrip(":")
+    return env

@@ -1,0 +1,70 @@
+"""The wrapper that vLLM's LoRA layers call on CPU. Imported by vLLM alone, through the name that `register` gives it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+from skylite.vllm_plugin.lora_math import RowGroup, add_expanded, add_lora, group_rows
+
+
+class DensePunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]  # vLLM is untyped to mypy
+    """Same results as one adapter at a time: every slot's rows by dense products, base rows untouched.
+
+    The row groups are made once a step in `update_metadata`, not in each of the model's layers.
+    """
+
+    _token_groups: tuple[RowGroup, ...] = ()
+    _sampler_groups: tuple[RowGroup, ...] = ()
+
+    def update_metadata(self, mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **kwargs: Any) -> None:
+        """Take the step's mapping of rows to adapters."""
+        super().update_metadata(mapping, lora_index_to_id, max_loras, vocab_size, **kwargs)
+        self._token_groups = group_rows(self.token_lora_indices.tolist())
+        self._sampler_groups = group_rows(self.sampler_indices.tolist())
+
+    def add_lora_linear(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: tuple[torch.Tensor, ...],
+        lora_b_stacked: tuple[torch.Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        **kwargs: Any,
+    ) -> None:
+        """y [T, sum(output_slices)] += LoRA of x [T, I], slice by slice (q, k, v or gate, up in one layer)."""
+        if not self._token_groups:
+            return
+        y = y.view(-1, y.shape[-1])
+        x = x.view(-1, x.shape[-1])
+        start = 0
+        for width, a, b in zip(output_slices, lora_a_stacked, lora_b_stacked, strict=True):
+            add_lora(y.narrow(1, start, width), x, a, b, self._token_groups, scale)
+            start += width
+
+    def add_lora_embedding(self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """y [T, H] += x [T, R] B^T, x being the rows of A that vLLM has looked up already."""
+        for group in self._token_groups:
+            add_expanded(y, x[group.rows], lora_b_stacked, group)
+
+    def add_lora_logits(
+        self, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: torch.Tensor, lora_b_stacked: torch.Tensor, scale: float, **kwargs: Any
+    ) -> None:
+        """y [N, V] += LoRA of x [N, H], for the positions that are sampled from.
+
+        Raises NotImplementedError for prompt logprobs in a batch of several adapters: vLLM does not say whose rows those are.
+        """
+        y = y.view(-1, y.shape[-1])
+        x = x.view(-1, x.shape[-1])
+        add_lora(y, x, lora_a_stacked, lora_b_stacked, self._logit_groups(x.shape[0]), scale)
+
+    def _logit_groups(self, num_rows: int) -> tuple[RowGroup, ...]:
+        slots = self.sampler_indices
+        if num_rows == len(slots):
+            return self._sampler_groups
+        if bool((slots == slots[0]).all()):
+            return group_rows([int(slots[0])] * num_rows)
+        raise NotImplementedError("prompt_logprobs with a LoRA on lm_head need a batch of one adapter; send them while nothing else runs.")

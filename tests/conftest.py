@@ -1,0 +1,24 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engines import EngineServer, running_server
+from tests.tiny_models import make_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny random Llama with a tokenizer. Read only."""
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="session")
+def vllm_server(tiny_llama: Path) -> Iterator[EngineServer]:
+    """One vLLM CPU server of the tiny Llama for the whole session. Give adapters names of your own: a name is for ever."""
+    with running_server(tiny_llama) as server:
+        yield server

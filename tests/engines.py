@@ -1,0 +1,148 @@
+"""A real vLLM CPU server for tests, and random PEFT adapters to load into it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from skylite.launch.processes import Child, ProcessSpec, died, kill, poll, start
+from skylite.launch.vllm_server import BASE_NAME, EngineSpec, engine_command, engine_env
+
+TARGET_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+MAX_LORA_RANK = 8
+START_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A completion: what was sampled and its logprobs."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request: greedy, of exactly `max_tokens` tokens. A `salt` keeps it from sharing cache blocks with requests of another salt."""
+
+    model: str
+    prompt: list[int]
+    max_tokens: int = 48
+    salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineServer:
+    """A running server. `http` talks to it over its Unix socket."""
+
+    model_path: Path
+    uds: Path
+    http: httpx.Client
+    base: str = BASE_NAME
+
+    def load(self, name: str, path: Path) -> httpx.Response:
+        """POST /v1/load_lora_adapter."""
+        return self.http.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path)})
+
+    def unload(self, name: str) -> httpx.Response:
+        """POST /v1/unload_lora_adapter."""
+        return self.http.post("/v1/unload_lora_adapter", json={"lora_name": name})
+
+    def ask(self, ask: Ask) -> Answer:
+        """The answer to one request; any HTTP error raises."""
+        body: dict[str, Any] = {"model": ask.model, "prompt": ask.prompt, "max_tokens": ask.max_tokens, "temperature": 0.0}
+        body |= {"ignore_eos": True, "logprobs": 0, "return_token_ids": True} | ({"cache_salt": ask.salt} if ask.salt else {})
+        reply = self.http.post("/v1/completions", json=body).raise_for_status().json()
+        choice = reply["choices"][0]
+        return Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"])
+
+    def ask_together(self, asks: Sequence[Ask]) -> list[Answer]:
+        """The answers to requests sent at once, so that vLLM decodes them in one batch."""
+        with ThreadPoolExecutor(len(asks)) as pool:
+            return list(pool.map(self.ask, asks))
+
+
+@contextmanager
+def running_server(model_path: Path, *, cpu_lora_kernels: bool = True, target_modules: list[str] | None = None) -> Iterator[EngineServer]:
+    """Start a server for a tiny model (two adapters in a batch, rank up to 8), yield it when it serves, kill it at the end."""
+    with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
+        spec = EngineSpec(
+            name="vllm-test",
+            model_path=model_path,
+            device="cpu",
+            dtype="float32",
+            uds=Path(folder, "vllm.sock"),
+            max_lora_rank=MAX_LORA_RANK,
+            target_modules=target_modules or TARGET_MODULES,
+            max_loras=2,
+            max_cpu_loras=3,
+            max_model_len=1024,
+            max_num_seqs=32,
+            kv_cache_gib=0.25,
+            gpu_memory_utilization=0.5,
+            cpu_lora_kernels=cpu_lora_kernels,
+            enable_lora=True,
+            seed=0,
+        )
+        child = start(ProcessSpec(name=spec.name, argv=engine_command(spec), env=engine_env(spec, {}), log_path=Path(folder, "vllm.log")))
+        transport = httpx.HTTPTransport(uds=str(spec.uds), limits=httpx.Limits(max_connections=None))
+        try:
+            with httpx.Client(transport=transport, base_url="http://engine", timeout=120.0) as http:
+                _wait_ready(child, http)
+                yield EngineServer(model_path, spec.uds, http)
+        finally:
+            kill(child)
+
+
+def write_random_adapter(
+    folder: Path, model_path: Path, *, rank: int = 4, seed: int = 1, scale: float = 0.5, target_modules: Sequence[str] = TARGET_MODULES
+) -> Path:
+    """A PEFT folder with Gaussian A and B (B is not zero), alpha = 2 * rank; `scale` is the update's size relative to random weights'."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in sorted(load_file(model_path / "model.safetensors").items()):
+        module = name.removesuffix(".weight")
+        if module.rpartition(".")[2] in target_modules:
+            rows, columns = weight.shape
+            tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(rank, columns, generator=generator) / columns**0.5
+            tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(rows, rank, generator=generator) * (scale / rank**0.5)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model_path),
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": list(target_modules),
+    }
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def _wait_ready(child: Child, http: httpx.Client) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        if poll(child) is not None:
+            error = died(child)
+            raise RuntimeError(f"{error}\n{error.log_tail}")
+        try:
+            if http.get("/health").status_code == httpx.codes.OK:
+                return
+        except httpx.TransportError:
+            pass
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"vLLM did not serve within {START_TIMEOUT_S:.0f} s:\n{died(child).log_tail}")
+        time.sleep(0.2)
