@@ -1,0 +1,166 @@
+"""From a step's samples to micro-batches: who trains on what, in how many passes, and as which tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from skylite.config import GrpoConfig
+from skylite.errors import DataError
+from skylite.grpo.advantages import equal_reward_groups, group_advantages
+from skylite.grpo.tree import build_tree, shared_length, tree_layout
+from skylite.run.rollout_file import TrainSample
+
+Packing = Literal["tree", "padded"]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredSample:
+    """A sample and how good it is within its group."""
+
+    sample: TrainSample
+    advantage: float
+    informative: bool
+    """False when its whole group earned the same: the advantage is exactly 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedTokens:
+    """Sequences as one model call. C: completion tokens of all of them, sequence by sequence."""
+
+    inputs: dict[str, Any]
+    """Keyword arguments of the model."""
+    rows: Tensor
+    """[C] row of the flattened logits that predicts the token."""
+    targets: Tensor
+    """[C] the token."""
+    num_nodes: int
+    """Tokens the model really computes, padding included."""
+
+
+def score_groups(samples: Sequence[TrainSample], config: GrpoConfig) -> list[list[ScoredSample]]:
+    """The samples by group, with advantages. Raises DataError when groups differ in size or a sample is empty."""
+    groups = [list(g) for _, g in groupby(sorted(samples, key=lambda s: s.group), key=lambda s: s.group)]
+    sizes = {len(g) for g in groups}
+    if len(sizes) != 1 or any(not s.prompt_token_ids or not s.completion_token_ids for s in samples):
+        raise DataError(
+            f"The rollouts have groups of {sorted(sizes)} samples, or a sample without tokens; every group must have the same size.",
+            "Delete the rollout file; the step is sampled again on resume.",
+        )
+    rewards = torch.tensor([[s.reward for s in g] for g in groups])
+    advantages = group_advantages(rewards, normalize_std=config.normalize_std).tolist()
+    equal = equal_reward_groups(rewards).tolist()
+    return [
+        [ScoredSample(s, a, not same) for s, a in zip(g, row, strict=True)] for g, row, same in zip(groups, advantages, equal, strict=True)
+    ]
+
+
+def plan_micro_batches(samples: Sequence[ScoredSample], budget: int, dp_size: int) -> list[list[list[ScoredSample]]]:
+    """[dp_size][M] micro-batches of samples, the same number M for every rank, the largest first; some may be empty.
+
+    A micro-batch holds at most `budget` unique tokens (one sample that is longer still goes alone). Siblings stay together unless
+    their group alone exceeds the budget. Deterministic, so that every rank finds the same plan without talking.
+    """
+    if not samples:
+        return [[] for _ in range(dp_size)]
+    prefix = _common_prefix(samples)
+    units = sorted(_units(samples, budget, prefix), key=lambda u: -u[0])
+    num_bins = dp_size
+    while True:
+        bins = _fill(units, num_bins)
+        if max(load for load, _ in bins) + prefix <= budget or max(len(content) for _, content in bins) == 1:
+            break
+        num_bins += dp_size
+    ordered = [[s for unit in content for s in unit] for _, content in sorted(bins, key=lambda b: -b[0])]
+    return [ordered[rank::dp_size] for rank in range(dp_size)]
+
+
+def pack(
+    prompts: Sequence[list[int]], completions: Sequence[list[int]], groups: Sequence[int], packing: Packing, device: torch.device
+) -> PackedTokens:
+    """Sequences as one model call; none at all gives a one-token call that selects nothing (a rank with nothing left to do)."""
+    return pack_tree(prompts, completions, groups, device) if packing == "tree" else pack_padded(prompts, completions, device)
+
+
+def pack_tree(prompts: Sequence[list[int]], completions: Sequence[list[int]], groups: Sequence[int], device: torch.device) -> PackedTokens:
+    """One row that holds the prefix tree; the model must run with the attention function "skylite_tree"."""
+    sequences = [(p + c)[:-1] for p, c in zip(prompts, completions, strict=True)]
+    tree = build_tree(sequences or [[0]], groups or [0])
+    predictors = [path[len(p) - 1 :] for p, path in zip(prompts, tree.paths, strict=False)]
+    nodes, rows = np.unique(np.concatenate(predictors or [np.zeros(0, dtype=np.int64)]), return_inverse=True)
+    inputs = {
+        "input_ids": torch.from_numpy(tree.token_ids)[None].to(device),
+        "position_ids": torch.from_numpy(tree.depths)[None].to(device),
+        "logits_to_keep": torch.from_numpy(nodes if len(nodes) else np.zeros(1, dtype=np.int64)).to(device),
+        "tree": tree_layout(tree, device),
+    }
+    return PackedTokens(
+        inputs=inputs, rows=torch.from_numpy(rows).to(device), targets=_targets(completions, device), num_nodes=len(tree.token_ids)
+    )
+
+
+def pack_padded(prompts: Sequence[list[int]], completions: Sequence[list[int]], device: torch.device) -> PackedTokens:
+    """One right-padded row a sample: for models whose attention cannot be told of a tree."""
+    sequences = [(p + c)[:-1] for p, c in zip(prompts, completions, strict=True)] or [[0]]
+    longest = max(map(len, sequences))
+    first = min((len(p) - 1 for p in prompts), default=0)
+    kept = longest - first
+    rows = [
+        b * kept + np.arange(len(p) - 1 - first, len(p) - 1 - first + len(c))
+        for b, (p, c) in enumerate(zip(prompts, completions, strict=True))
+    ]
+    inputs = {
+        "input_ids": torch.tensor([s + [0] * (longest - len(s)) for s in sequences], device=device),
+        "attention_mask": torch.tensor([[1] * len(s) + [0] * (longest - len(s)) for s in sequences], device=device),
+        "logits_to_keep": torch.arange(first, longest, device=device),
+    }
+    flat = np.concatenate(rows or [np.zeros(0, dtype=np.int64)])
+    return PackedTokens(
+        inputs=inputs, rows=torch.from_numpy(flat).to(device), targets=_targets(completions, device), num_nodes=longest * len(sequences)
+    )
+
+
+def _targets(completions: Sequence[list[int]], device: torch.device) -> Tensor:
+    return torch.tensor([token for c in completions for token in c], dtype=torch.int64, device=device)
+
+
+def _sequence(sample: TrainSample) -> list[int]:
+    return sample.prompt_token_ids + sample.completion_token_ids
+
+
+def _common_prefix(samples: Sequence[ScoredSample]) -> int:
+    prompts = [s.sample.prompt_token_ids for s in samples]
+    low, high = min(prompts), max(prompts)
+    return next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
+
+
+def _units(samples: Sequence[ScoredSample], budget: int, prefix: int) -> list[tuple[int, list[ScoredSample]]]:
+    """(tokens besides the prefix, samples) that are not cut: groups, or runs of siblings of a group over the budget."""
+    units: list[tuple[int, list[ScoredSample]]] = []
+    ordered = sorted((s.sample.group, _sequence(s.sample), i) for i, s in enumerate(samples))
+    previous, previous_group = np.empty(0, dtype=np.int64), None
+    for group, tokens, index in ordered:
+        sequence = np.asarray(tokens, dtype=np.int64)
+        new = len(sequence) - shared_length(previous, sequence)
+        if group == previous_group and prefix + units[-1][0] + new <= budget:
+            units[-1] = (units[-1][0] + new, [*units[-1][1], samples[index]])
+        else:
+            units.append((len(sequence) - prefix, [samples[index]]))
+        previous, previous_group = sequence, group
+    return units
+
+
+def _fill(units: list[tuple[int, list[ScoredSample]]], num_bins: int) -> list[tuple[int, list[list[ScoredSample]]]]:
+    """Longest-processing-time rule: each unit, largest first, goes to the emptiest bin."""
+    bins: list[tuple[int, list[list[ScoredSample]]]] = [(0, []) for _ in range(num_bins)]
+    for size, unit in units:
+        index = min(range(num_bins), key=lambda i: bins[i][0])
+        load, content = bins[index]
+        bins[index] = (load + size, [*content, unit])
+    return bins

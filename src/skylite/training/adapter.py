@@ -1,0 +1,123 @@
+"""The adapter on its way out: gather, canary, publish. The only file that writes to `lora_sync_path`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from skylite.config import RunConfig
+from skylite.errors import SyncFailed
+from skylite.grpo.batch import pack
+from skylite.run.files import atomic_folder, sha256_file
+from skylite.run.manifest import Canary, Manifest
+from skylite.run.run_dir import AdapterVersion, adapter_name
+from skylite.training.policy import Policy, score
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What was written."""
+
+    adapter: AdapterVersion
+    num_bytes: int
+
+
+def adapter_tensors(policy: Policy) -> dict[str, Tensor]:
+    """The trainable parameters alone, by PEFT's file names, on the CPU, in the type vLLM computes with.
+
+    LoRA is whole on every rank, so nothing is gathered from the others, and no base weight is ever materialised.
+    """
+    return {peft_file_name(n): p.detach().to("cpu", policy.dtype).contiguous() for n, p in policy.lora.items()}
+
+
+def peft_file_name(parameter: str) -> str:
+    """`...q_proj.lora_A.default.weight` -> `...q_proj.lora_A.weight`: PEFT leaves the adapter's name out of its files."""
+    return parameter.replace(".default.weight", ".weight").removesuffix(".default")
+
+
+def canary_logprobs(policy: Policy, sequences: Sequence[list[int]]) -> list[list[float]]:
+    """[S][L - 1] logprobs at temperature 1 of every token but the first. All ranks must call it together."""
+    tokens = pack([s[:1] for s in sequences], [s[1:] for s in sequences], range(len(sequences)), policy.packing, policy.device)
+    with torch.no_grad():
+        logprobs, _ = score(policy, tokens, temperature=1.0)
+    return [part.tolist() for part in torch.split(logprobs, [len(s) - 1 for s in sequences])]
+
+
+def base_canary_logprobs(policy: Policy, sequences: Sequence[list[int]]) -> list[list[float]]:
+    """The same with the adapter off."""
+    with policy.model.disable_adapter():
+        return canary_logprobs(policy, sequences)
+
+
+def b_norm(policy: Policy) -> float:
+    """Frobenius norm of all B matrices together: 0 at the start, so its growth is how far the policy has moved."""
+    return float(torch.stack([p.detach().norm() for n, p in policy.lora.items() if ".lora_B." in n or ".lora_embedding_B." in n]).norm())
+
+
+def publish(policy: Policy, run_config: RunConfig, version: int, canary: Canary) -> Published:
+    """Write `policy-v000012/` whole, or find it there with the same weights (a resumed run). Raises SyncFailed when it differs."""
+    adapter = AdapterVersion(version, Path(run_config.resolved.lora_sync_path) / adapter_name(version))
+    weights = save(adapter_tensors(policy), metadata={"format": "pt"})
+    digest = hashlib.sha256(weights).hexdigest()
+    if adapter.path.exists():
+        _require_same(adapter, digest)
+        return Published(adapter, len(weights))
+    manifest = _manifest(policy, run_config, version, canary, digest, len(weights))
+    with atomic_folder(adapter.path) as folder:
+        (folder / adapter.weights_path.name).write_bytes(weights)
+        (folder / "adapter_config.json").write_text(_peft_json(policy, run_config), encoding="utf-8")
+        (folder / adapter.manifest_path.name).write_text(manifest.model_dump_json(), encoding="utf-8")
+    return Published(adapter, len(weights))
+
+
+def _require_same(adapter: AdapterVersion, digest: str) -> None:
+    if not adapter.weights_path.is_file() or sha256_file(adapter.weights_path) != digest:
+        raise SyncFailed(
+            f"{adapter.path} exists already with other weights; a published adapter is never rewritten.",
+            "Move that folder away, or set another lora.lora_sync_path.",
+        )
+
+
+def _manifest(policy: Policy, run_config: RunConfig, version: int, canary: Canary, digest: str, num_bytes: int) -> Manifest:
+    lora, resolved = run_config.config.lora, run_config.resolved
+    return Manifest(
+        version=version,
+        step=version,
+        parent=version - 1 if version else None,
+        weights_sha256=digest,
+        weights_bytes=num_bytes,
+        base_model=run_config.config.model.name,
+        base_fingerprint=resolved.model_fingerprint,
+        rank=lora.rank,
+        alpha=lora.alpha,
+        dtype=resolved.dtype,
+        target_modules=policy.target_modules,
+        canary=canary,
+    )
+
+
+def _peft_json(policy: Policy, run_config: RunConfig) -> str:
+    """adapter_config.json; only what PEFT and vLLM need, so that no default of this PEFT version is frozen into the file."""
+    lora = run_config.config.lora
+    return json.dumps(
+        {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": run_config.resolved.model_path,
+            "r": lora.rank,
+            "lora_alpha": lora.alpha,
+            "lora_dropout": lora.dropout,
+            "use_rslora": lora.use_rslora,
+            "target_modules": policy.target_modules,
+            "bias": "none",
+            "inference_mode": True,
+        },
+        indent=1,
+    )

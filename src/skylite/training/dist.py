@@ -1,0 +1,68 @@
+"""The process group of the trainer, as one small value."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+COLLECTIVE_TIMEOUT_S = 600.0
+"""Ranks only meet in collectives that all of them are about to reach (never while one waits for rollouts), so this is a hang."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dist:
+    """This rank among the others. With one process there is a group of one, so that no code needs a special case."""
+
+    dp_rank: int
+    dp_size: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    @property
+    def is_first(self) -> bool:
+        return self.dp_rank == 0
+
+    def sum_(self, values: Tensor) -> Tensor:
+        """Sum in place over the ranks."""
+        torch_dist.all_reduce(values)
+        return values
+
+    def max_(self, values: Tensor) -> Tensor:
+        """Maximum in place over the ranks."""
+        torch_dist.all_reduce(values, torch_dist.ReduceOp.MAX)
+        return values
+
+    def from_first_(self, values: Tensor) -> Tensor:
+        """Overwrite with rank 0's values."""
+        torch_dist.broadcast(values, src=0)
+        return values
+
+
+@contextmanager
+def process_group(device_type: Literal["cpu", "cuda"]) -> Iterator[Dist]:
+    """Join the group that torchrun's environment describes; gloo on CPU, nccl on CUDA."""
+    dp_rank, dp_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device(device_type, int(os.environ["LOCAL_RANK"])) if device_type == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    torch_dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+    mesh = init_device_mesh(device.type, (dp_size,), mesh_dim_names=("dp",))
+    yield Dist(dp_rank, dp_size, device, mesh)
+    # Not in a finally: after a failure the other ranks do not take part, and leaving politely would hang.
+    torch_dist.destroy_process_group()
+
+
+def set_threads(num_threads: int | None) -> None:
+    """CPU threads of this rank: as configured, else the usable cores divided by the ranks of this machine."""
+    ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    torch.set_num_threads(num_threads or max(1, len(os.sched_getaffinity(0)) // ranks))

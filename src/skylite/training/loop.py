@@ -1,0 +1,141 @@
+"""The trainer's loop: rollouts in, adapter versions out, joined with the rest of the run by files alone."""
+
+from __future__ import annotations
+
+import resource
+import time
+from dataclasses import dataclass, replace
+
+import torch
+
+from skylite.config import RunConfig, TrainConfig
+from skylite.run.files import write_json
+from skylite.run.manifest import Canary
+from skylite.run.rollout_file import TrainSample, read_rollouts
+from skylite.run.run_dir import RunDir
+from skylite.training.adapter import b_norm, base_canary_logprobs, canary_logprobs, publish
+from skylite.training.checkpoint import checkpoint_folders, load_checkpoint, save_checkpoint
+from skylite.training.dist import Dist
+from skylite.training.policy import Policy, choose_packing, load_policy
+from skylite.training.step import train_step
+
+POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainer:
+    """Everything a step needs; built once by `start`."""
+
+    run: RunDir
+    run_config: RunConfig
+    dist: Dist
+    policy: Policy
+    optimizer: torch.optim.AdamW
+    canary_sequences: list[list[int]]
+    base_logprobs: list[list[float]]
+    """The canary with the adapter off; the base never changes."""
+
+    @property
+    def config(self) -> TrainConfig:
+        return self.run_config.config
+
+
+def train(run: RunDir, run_config: RunConfig, dist: Dist, resume: bool) -> None:
+    """Publish the first version, then learn from every rollout file as it appears, until the last step or a stop request."""
+    trainer = start(run, run_config, dist)
+    checkpoint = trainer.config.checkpoint
+    done = restore(trainer) if resume else 0
+    record(trainer, done, {"resumed": True} if done else {}, publish_version(trainer, done))
+    for step in range(done + 1, trainer.config.num_steps + 1):
+        waited = time.monotonic()
+        samples = wait_for_rollouts(trainer, step)
+        if samples is None:
+            break
+        started = time.monotonic()
+        metrics = {"time/wait_s": started - waited} | train_step(trainer.policy, trainer.optimizer, samples, step, trainer.config, dist)
+        metrics |= {"time/train_s": time.monotonic() - started} | publish_version(trainer, step)
+        done = step
+        if step % checkpoint.every == 0 or step == trainer.config.num_steps:
+            metrics |= checkpoint_step(trainer, step)
+        record(trainer, step, {}, metrics)
+    checkpoint_step(trainer, done)
+
+
+def start(run: RunDir, run_config: RunConfig, dist: Dist) -> Trainer:
+    """Load and shard the model, choose how samples are packed, score the canary with the base."""
+    config = run_config.config
+    sequences: list[list[int]] = run.read_json(run.canary_path)["sequences"]
+    policy = load_policy(run_config.resolved, config.lora, config.seed, dist)
+    packing, reason = choose_packing(policy, max(sequences, key=len))
+    if dist.is_first:
+        print(f"packing: {packing}; {reason}", flush=True)
+    policy = replace(policy, packing=packing)
+    optim = config.optim
+    optimizer = torch.optim.AdamW(
+        list(policy.lora.values()), lr=optim.lr, betas=(optim.beta1, optim.beta2), weight_decay=optim.weight_decay, fused=True
+    )
+    return Trainer(
+        run=run,
+        run_config=run_config,
+        dist=dist,
+        policy=policy,
+        optimizer=optimizer,
+        canary_sequences=sequences,
+        base_logprobs=base_canary_logprobs(policy, sequences),
+    )
+
+
+def restore(trainer: Trainer) -> int:
+    """Go back to the newest checkpoint; its step, or 0 when there is none yet."""
+    folders = checkpoint_folders(trainer.run)
+    return load_checkpoint(folders[-1], trainer.policy, trainer.optimizer) if folders else 0
+
+
+def wait_for_rollouts(trainer: Trainer, step: int) -> list[TrainSample] | None:
+    """The samples of `step` once their file is there, or None on a stop request.
+
+    Every rank looks at the disk for itself, because waiting in a collective would run into its timeout; what was seen first can
+    differ between ranks, so rank 0's answer counts.
+    """
+    path, stop = trainer.run.rollout_path(step), trainer.run.stop_path
+    while not (path.exists() or stop.exists()):
+        time.sleep(POLL_S)
+    stopping = torch.tensor([float(stop.exists())], device=trainer.dist.device)
+    return None if trainer.dist.from_first_(stopping).item() else read_rollouts(path)
+
+
+def publish_version(trainer: Trainer, version: int) -> dict[str, float]:
+    """Score the canary (all ranks), write the adapter (rank 0). Returns metrics."""
+    started = time.monotonic()
+    logprobs = canary_logprobs(trainer.policy, trainer.canary_sequences)
+    scored = time.monotonic()
+    metrics = {"time/canary_s": scored - started, "adapter/b_norm": b_norm(trainer.policy)}
+    if trainer.dist.is_first:
+        canary = Canary(sequences=trainer.canary_sequences, policy_logprobs=logprobs, base_logprobs=trainer.base_logprobs)
+        published = publish(trainer.policy, trainer.run_config, version, canary)
+        metrics |= {"adapter/bytes": float(published.num_bytes), "time/publish_s": time.monotonic() - scored}
+    return metrics
+
+
+def checkpoint_step(trainer: Trainer, step: int) -> dict[str, float]:
+    """Write the checkpoint of `step` unless it is there (rank 0). Returns metrics."""
+    started = time.monotonic()
+    if trainer.dist.is_first:
+        config = trainer.config
+        save_checkpoint(trainer.run, step, config.seed, trainer.policy, trainer.optimizer, config.checkpoint.keep_last)
+    return {"time/checkpoint_s": time.monotonic() - started}
+
+
+def record(trainer: Trainer, step: int, facts: dict[str, bool | str], metrics: dict[str, float]) -> None:
+    """Tell the parent, last of all: whoever sees this file finds the adapter complete."""
+    peak = torch.tensor([peak_rss_bytes()], device=trainer.dist.device, dtype=torch.float64)
+    peak_bytes = float(trainer.dist.max_(peak).item())
+    if trainer.dist.is_first:
+        facts = facts | {"packing": trainer.policy.packing}
+        body = {"step": step, "version": step, **facts, "metrics": metrics | {"mem/rss_peak_bytes": peak_bytes}}
+        write_json(trainer.run.update_path(step), body)
+
+
+def peak_rss_bytes() -> float:
+    """Largest resident memory of this process so far (getrusage counts KiB on Linux)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0

@@ -1,0 +1,177 @@
+"""The policy: a frozen base model sharded with FSDP2, and LoRA matrices that every rank holds whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft import PeftModel, get_peft_model
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+
+from skylite.config import LoraConfig, Resolved
+from skylite.errors import ModelError
+from skylite.grpo.batch import PackedTokens, Packing, pack_padded, pack_tree
+from skylite.grpo.logprobs import token_logprobs
+from skylite.grpo.tree import TreeLayout, tree_attention
+from skylite.training.dist import Dist
+from skylite.training.targets import adapted_modules, short_names
+
+TREE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+"""Largest logprob difference, tree against padded, of a model that understands trees. Wrong masks differ by whole nats."""
+
+HARMLESS = {"position_ids", "cache_position", "position_embeddings"}
+"""What models pass on to their attention function although rotary embedding has used it already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """The model under training and what the loop needs to know of it."""
+
+    model: PeftModel
+    lora: dict[str, nn.Parameter]
+    """Trainable parameters by name, sorted; fp32, the same on every rank. Their `.grad` are views of `grads`."""
+    grads: Tensor
+    """All LoRA gradients, flat: one all-reduce, one norm."""
+    target_modules: list[str]
+    """As adapter_config.json names them."""
+    dtype: torch.dtype
+    """Compute type."""
+    packing: Packing
+    device: torch.device
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """In bf16 the fp32 LoRA matrices are used rounded to bf16: exactly what is published and what vLLM computes with."""
+        return torch.autocast(self.device.type, torch.bfloat16) if self.dtype == torch.bfloat16 else nullcontext()
+
+
+def load_policy(resolved: Resolved, lora: LoraConfig, seed: int, dist: Dist) -> Policy:
+    """Load, adapt, shard. Every rank calls it; the LoRA initialisation is rank 0's. Raises ModelError."""
+    dtype = torch.float32 if resolved.dtype == "float32" else torch.bfloat16
+    base = load_base(resolved.model_path, dtype).to(dist.device)
+    chosen = adapted_modules(base, lora)
+    names = short_names(base, chosen)
+    layers = decoder_layers(base)
+    torch.manual_seed(seed)
+    model = get_peft_model(base, _peft_config(lora, chosen))
+    model.eval()
+    params = dict(sorted((n, p) for n, p in model.named_parameters() if p.requires_grad))
+    for param in params.values():
+        dist.from_first_(param.data)
+    _shard(model, layers, set(params.values()), dist)
+    grads = _flat_grads(list(params.values()))
+    return Policy(model=model, lora=params, grads=grads, target_modules=names, dtype=dtype, packing="padded", device=dist.device)
+
+
+def load_base(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a local folder, with our attention. Raises ModelError when it is missing, damaged or incomplete."""
+    AttentionInterface.register("skylite_tree", _tree_attention)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, output_loading_info=True)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        what = f"{path} cannot be loaded as a causal language model: {error}"
+        raise ModelError(what, "Check the folder, or give another --model.") from error
+    if info["missing_keys"]:
+        some = ", ".join(sorted(info["missing_keys"])[:3])
+        what = f"{path} lacks {len(info['missing_keys'])} weights of {type(model).__name__}: {some}."
+        raise ModelError(what, "The download is incomplete; fetch it again.")
+    return model
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The repeated blocks of the model: the members of its longest ModuleList."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    if not lists:
+        raise ModelError(f"{type(model).__name__} has no list of decoder layers to shard.", "Use a decoder-only model of transformers.")
+    return list(max(lists, key=lambda modules: len(modules)))
+
+
+def score(policy: Policy, tokens: PackedTokens, temperature: float) -> tuple[Tensor, Tensor]:
+    """Logprobs [C] float32 of the completion tokens under the policy, and the entropies [C] there (no gradient)."""
+    with policy.autocast():
+        logits = policy.model(**tokens.inputs, use_cache=False).logits
+    return token_logprobs(logits.flatten(0, 1), tokens.rows, tokens.targets, temperature)
+
+
+@contextmanager
+def lora_dropout(policy: Policy, active: bool) -> Iterator[None]:
+    """Switch the adapter's dropout, and nothing else, to training mode."""
+    dropouts = [m for n, m in policy.model.named_modules() if ".lora_dropout." in n]
+    for module in dropouts:
+        module.train(active)
+    try:
+        yield
+    finally:
+        for module in dropouts:
+            module.eval()
+
+
+def choose_packing(policy: Policy, probe: list[int]) -> tuple[Packing, str]:
+    """Tree packing if this model provably understands it, else padding; and the reason in words.
+
+    Scores two branches after a common stem both ways. A model with a recurrent state or its own attention code gives other
+    numbers, or does not take the arguments at all.
+    """
+    stem = probe[: max(1, len(probe) // 2)]
+    branches = [probe[len(stem) :], probe[:0:-1]]
+    device = policy.device
+    with torch.no_grad():
+        policy.model.base_model.model.set_attn_implementation("sdpa")
+        padded, _ = score(policy, pack_padded([stem, stem], branches, device), 1.0)
+        policy.model.base_model.model.set_attn_implementation("skylite_tree")
+        try:
+            tree, _ = score(policy, pack_tree([stem, stem], branches, [0, 0], device), 1.0)
+        except TypeError as error:
+            reason = f"the model takes no tree: {error}"
+        else:
+            gap = float((tree - padded).abs().max())
+            if gap <= TREE_TOLERANCE[policy.dtype]:
+                return "tree", f"tree and padded logprobs agree to {gap:.1e}"
+            reason = f"tree and padded logprobs differ by {gap:.3g}"
+    policy.model.base_model.model.set_attn_implementation("sdpa")
+    return "padded", reason
+
+
+def _peft_config(lora: LoraConfig, chosen: list[str]) -> PeftLoraConfig:
+    return PeftLoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=chosen,
+        use_rslora=lora.use_rslora,
+        init_lora_weights=True if lora.init == "default" else lora.init,
+    )
+
+
+def _shard(model: PeftModel, layers: list[nn.Module], lora: set[nn.Parameter], dist: Dist) -> None:
+    """FSDP2 on each decoder layer and the root. A lone rank gathers once and keeps: there is nobody to share with."""
+    alone = dist.dp_size == 1
+    for module in [*layers, model]:
+        fully_shard(module, mesh=dist.mesh, reshard_after_forward=not alone, ignored_params=lora)
+
+
+def _flat_grads(params: list[nn.Parameter]) -> Tensor:
+    """Give each parameter a gradient that is a view of one flat tensor; autograd then accumulates into it in place."""
+    flat = torch.zeros(sum(p.numel() for p in params), device=params[0].device)
+    for param, view in zip(params, torch.split(flat, [p.numel() for p in params]), strict=True):
+        param.grad = view.view_as(param)
+    return flat
+
+
+def _tree_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """transformers' attention interface for `tree_attention`; an argument we do not know is an error, never ignored."""
+    tree: TreeLayout = kwargs.pop("tree")
+    scaling, window, softcap = kwargs.pop("scaling"), kwargs.pop("sliding_window", None), kwargs.pop("softcap", None)
+    unknown = [k for k, v in kwargs.items() if k not in HARMLESS and (isinstance(v, Tensor) or v)]
+    if unknown or attention_mask is not None:
+        raise TypeError(f"tree attention does not know {unknown or 'attention_mask'}")
+    return tree_attention(query, key, value, tree, scaling=scaling, window=window, softcap=softcap).contiguous(), None
