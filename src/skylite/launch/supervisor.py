@@ -41,6 +41,10 @@ class Supervisor:
         for child in sorted(ended, key=lambda c: poll(c) == 0):
             raise died(child)
 
+    def pids(self) -> dict[str, int]:
+        """Name to process group of the children that run."""
+        return {name: child.pid for name, child in self._children.items() if poll(child) is None}
+
     async def watch(self) -> NoReturn:
         """Raise ChildDied soon (POLL_S) after a child has ended."""
         while True:

@@ -1,0 +1,54 @@
+"""The last lines of a log, as a person should see them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from skylite.launch.processes import TAIL_BYTES, log_tail
+
+TORCHRUN = """\
+W1121 05:50:01.1 100 torch/distributed/run.py:851] Setting OMP_NUM_THREADS
+loading
+[rank0]: Traceback (most recent call last):
+[rank0]: ValueError: the reason
+W1121 05:50:02.1 100 torch/distributed/elastic/multiprocessing/api.py:1010] Sending process 102 closing signal SIGTERM
+E1121 05:50:02.2 100 torch/distributed/elastic/multiprocessing/api.py:984] failed (exitcode: 1) local_rank: 0 (pid: 101)
+Traceback (most recent call last):
+  File "torch/distributed/run.py", line 1, in main
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+"""
+
+
+def tail(folder: Path, text: str, lines: int = 15, start: int = 0) -> list[str]:
+    path = folder / "x.log"
+    path.write_bytes(text.encode())
+    return log_tail(path, lines, start).splitlines()
+
+
+def test_the_last_lines_without_blank_ones(tmp_path: Path) -> None:
+    assert tail(tmp_path, "a\n\nb\n \nc\n", 2) == ["b", "c"]
+    assert tail(tmp_path, "") == []
+    assert log_tail(tmp_path / "none.log", 5) == ""
+
+
+def test_colours_and_progress_bars_are_flattened(tmp_path: Path) -> None:
+    assert tail(tmp_path, "\x1b[31mred\x1b[0m\n10%\r50%\r100%\nend\r\n\x07") == ["red", "100%", "end"]
+
+
+def test_torchruns_own_summary_does_not_hide_the_traceback(tmp_path: Path) -> None:
+    assert tail(tmp_path, TORCHRUN)[-1] == "[rank0]: ValueError: the reason"
+    assert tail(tmp_path, TORCHRUN)[0] == "loading"
+
+
+def test_lines_of_an_earlier_run_are_left_out(tmp_path: Path) -> None:
+    assert tail(tmp_path, TORCHRUN + "killed later\n", start=len(TORCHRUN)) == ["killed later"]
+
+
+def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
+    assert tail(tmp_path, "x" * (2 * TAIL_BYTES) + "\nend\n")[-1] == "end"
+    assert all(len(line) < 600 for line in tail(tmp_path, "x" * (2 * TAIL_BYTES) + "\nend\n"))
+
+
+def test_bytes_that_are_no_text_do_no_harm(tmp_path: Path) -> None:
+    (tmp_path / "b.log").write_bytes(b"\xff\xfe ok\n")
+    assert log_tail(tmp_path / "b.log", 1).endswith("ok")
