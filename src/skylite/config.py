@@ -200,7 +200,9 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def groups_can_be_compared(self) -> Self:
         if self.rollout.group_size < 2:
-            raise ValueError("rollout.group_size=1 leaves nothing to compare a completion with (every advantage is 0); use 2 or more, 8 is usual.")
+            raise ValueError(
+                "rollout.group_size=1 leaves nothing to compare a completion with (every advantage is 0); use 2 or more, 8 is usual."
+            )
         if self.rollout.prompts_per_step % self.grpo.updates_per_step:
             raise ValueError(
                 f"grpo.updates_per_step={self.grpo.updates_per_step} must divide rollout.prompts_per_step={self.rollout.prompts_per_step}, "
@@ -215,7 +217,7 @@ class Resolved(Section):
     model_path: str
     """Local folder with config, tokenizer and safetensors."""
     model_fingerprint: str
-    """sha256 over the weight files' names, sizes and headers and the model config."""
+    """sha256 over the model config and the weight files' names, sizes, headers and evenly spaced samples of their data."""
     dtype: Literal["bfloat16", "float32"]
     device: Literal["cpu", "cuda"]
     lora_sync_path: str
@@ -251,7 +253,7 @@ def load_config(recipe: Path | None, overrides: Mapping[str, Any], settings: Seq
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals or not key.strip():
-            problems.append(f'--set {setting}: expected a.b=value, e.g. --set rollout.group_size=16')
+            problems.append(f"--set {setting}: expected a.b=value, e.g. --set rollout.group_size=16")
             continue
         _put(tree, key.strip(), parse_value(text.strip()), problems)
     try:
@@ -289,7 +291,9 @@ def read_run_config(path: Path) -> RunConfig:
     try:
         return RunConfig.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
-        raise ConfigError(f"{path.parent} is not a skylite run: config.json is missing.", "Give a folder made by `skylite train`.") from None
+        raise ConfigError(
+            f"{path.parent} is not a skylite run: config.json is missing.", "Give a folder made by `skylite train`."
+        ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is not a run configuration: {error}.", "The run is damaged; start a new one.") from None
 
@@ -317,7 +321,7 @@ def _plain(error: Any) -> str:
 
 
 def _closest(location: tuple[str, ...]) -> str:
-    """", did you mean ...?" for a misspelt key."""
+    """ ", did you mean ...?" for a misspelt key."""
     from difflib import get_close_matches
 
     section: Any = TrainConfig
