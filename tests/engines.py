@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
+from safetensors.torch import load_file, save_file
 
 from skylite.launch.processes import Child, ProcessSpec, died, kill, poll, start
 from skylite.launch.vllm_server import BASE_NAME, EngineSpec, engine_command, engine_env
@@ -107,17 +109,12 @@ def write_random_adapter(
     folder: Path, model_path: Path, *, rank: int = 4, seed: int = 1, scale: float = 0.5, target_modules: Sequence[str] = TARGET_MODULES
 ) -> Path:
     """A PEFT folder with Gaussian A and B (B is not zero), alpha = 2 * rank; `scale` is the update's size relative to random weights'."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in sorted(load_file(model_path / "model.safetensors").items()):
         module = name.removesuffix(".weight")
         if module.rpartition(".")[2] in target_modules:
-            rows, columns = weight.shape
-            tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(rank, columns, generator=generator) / columns**0.5
-            tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(rows, rank, generator=generator) * (scale / rank**0.5)
+            tensors |= _random_pair(f"base_model.model.{module}", weight.shape, rank, scale, generator)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -130,6 +127,16 @@ def write_random_adapter(
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
+
+
+def _random_pair(module: str, shape: Sequence[int], rank: int, scale: float, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """PEFT's two tensors of one layer; an embedding's weight is [vocabulary, hidden], and its A is looked up by token."""
+    embedding = module.endswith("embed_tokens")
+    outputs, inputs = reversed(shape) if embedding else shape
+    a = torch.randn(rank, inputs, generator=generator) / (1.0 if embedding else inputs**0.5)
+    b = torch.randn(outputs, rank, generator=generator) * (scale / rank**0.5)
+    names = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A.weight", "lora_B.weight")
+    return {f"{module}.{names[0]}": a, f"{module}.{names[1]}": b}
 
 
 def _wait_ready(child: Child, http: httpx.Client) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from skylite.launch.machine import cpu_cores
 from skylite.vllm_plugin import SWITCH
 
 BASE_NAME = "base"
@@ -107,10 +108,10 @@ def intel_openmp() -> Path | None:
     return library if library.is_file() else None
 
 
-def cpu_cores() -> list[int]:
-    """The first hardware thread of every core this process may run on: matrix products gain nothing from a core's second one."""
+def worker_cpus() -> list[int]:
+    """The first hardware thread of every core this process may use: matrix products gain nothing from a core's second one."""
     allowed = os.sched_getaffinity(0)
-    return sorted({min(_siblings(cpu) & allowed) for cpu in allowed})
+    return sorted({min(_siblings(cpu) & allowed) for cpu in allowed})[: cpu_cores()]
 
 
 def _siblings(cpu: int) -> set[int]:
@@ -126,7 +127,9 @@ def _siblings(cpu: int) -> set[int]:
 
 def _memory_flags(spec: EngineSpec) -> list[str]:
     if spec.device == "cpu":
-        return ["--block-size", str(CPU_BLOCK_SIZE), "--kv-cache-memory-bytes", str(int(spec.kv_cache_gib * 2**30))]
+        flags = ["--block-size", str(CPU_BLOCK_SIZE), "--kv-cache-memory-bytes", str(int(spec.kv_cache_gib * 2**30))]
+        # A seeded request whose prefill is cut in two kills vLLM 0.32's CPU engine ("CPU Generator does not use offset").
+        return [*flags, "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(CPU_BATCHED_TOKENS, spec.max_model_len))]
     return ["--gpu-memory-utilization", str(spec.gpu_memory_utilization)]
 
 
@@ -138,10 +141,10 @@ def _lora_flags(spec: EngineSpec) -> list[str]:
 
 def _cpu_env(spec: EngineSpec, base_env: Mapping[str, str]) -> dict[str, str]:
     # All cores by number: "auto" keeps one for the scheduler, half of a small machine.
-    env = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpu_cores()))}
+    env = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, worker_cpus()))}
     env[SWITCH] = "1" if spec.cpu_lora_kernels else "0"
-    library = intel_openmp()
-    if library is not None:
-        given = base_env.get("LD_PRELOAD", os.environ.get("LD_PRELOAD", ""))
+    library, given = intel_openmp(), base_env.get("LD_PRELOAD", os.environ.get("LD_PRELOAD", ""))
+    # Two OpenMP runtimes in one process do not get along (vLLM refuses it), so one that the user preloads stays.
+    if library is not None and not any(runtime in given for runtime in ("libgomp", "libomp", "libiomp")):
         env["LD_PRELOAD"] = f"{library}:{given}".rstrip(":")
     return env

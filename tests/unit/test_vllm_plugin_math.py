@@ -1,0 +1,116 @@
+"""The plugin's LoRA arithmetic against one row at a time, written out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from skylite.vllm_plugin.lora_math import BASE, add_expanded, add_lora, group_rows
+
+SLOTS = {
+    "one adapter": [0, 0, 0, 0, 0],
+    "base only": [BASE] * 5,
+    "last slot and base": [1, BASE, 1, 1, BASE],
+    "two versions and base, interleaved": [0, 1, BASE, 1, 0, BASE, 2, 0],
+    "runs": [0, 0, BASE, BASE, 1, 1, 1],
+    "one row": [2],
+}
+
+
+def naive(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, slots: list[int], scale: float) -> torch.Tensor:
+    """Row by row: y_t + scale * B A x_t of the row's own adapter, base rows as they were."""
+    rows = [row if s == BASE else row + scale * (b[s, 0] @ (a[s, 0] @ x[t])) for t, (row, s) in enumerate(zip(y, slots, strict=True))]
+    return torch.stack(rows)
+
+
+def matrices(inputs: int, outputs: int, rank: int = 3, num_slots: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    """a [S, 1, R, I] and b [S, 1, O, R] of random adapters."""
+    return torch.randn(num_slots, 1, rank, inputs, dtype=torch.float64), torch.randn(num_slots, 1, outputs, rank, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+@pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS.keys())
+def test_every_row_gets_its_own_adapter(slots: list[int], scale: float) -> None:
+    torch.manual_seed(0)
+    a, b = matrices(6, 5)
+    x, y = torch.randn(len(slots), 6, dtype=torch.float64), torch.randn(len(slots), 5, dtype=torch.float64)
+    expected = naive(y, x, a, b, slots, scale)
+    add_lora(y, x, a, b, group_rows(slots), scale)
+    torch.testing.assert_close(y, expected)
+
+
+def test_base_rows_are_bit_for_bit_untouched() -> None:
+    torch.manual_seed(0)
+    slots = [1, BASE, 0, BASE, 1]
+    a, b = matrices(6, 5)
+    x, y = torch.randn(5, 6, dtype=torch.float64), torch.randn(5, 5, dtype=torch.float64)
+    before = y.clone()
+    add_lora(y, x, a, b, group_rows(slots))
+    base = torch.tensor([s == BASE for s in slots])
+    assert torch.equal(y[base], before[base])
+    assert not (y[~base] == before[~base]).all(dim=1).any()
+
+
+@pytest.mark.parametrize("slots", [[0, 0, 0, 0], [0, BASE, 1, 0]], ids=["one adapter", "mixed"])
+def test_a_view_of_columns_is_written_in_place(slots: list[int]) -> None:
+    """q, k and v share one output tensor; each is a range of its columns."""
+    torch.manual_seed(0)
+    a, b = matrices(6, 5)
+    x, whole = torch.randn(4, 6, dtype=torch.float64), torch.randn(4, 12, dtype=torch.float64)
+    expected = whole.clone()
+    expected[:, 4:9] = naive(whole[:, 4:9], x, a, b, slots, 1.0)
+    add_lora(whole.narrow(1, 4, 5), x, a, b, group_rows(slots))
+    torch.testing.assert_close(whole, expected)
+
+
+@pytest.mark.parametrize("width", [4, 8], ids=["layer narrower than the adapter", "layer padded"])
+def test_padding_of_either_side_is_left_alone(width: int) -> None:
+    torch.manual_seed(0)
+    a, b = matrices(6, 5)
+    x, y = torch.randn(2, 6, dtype=torch.float64), torch.zeros(2, width, dtype=torch.float64)
+    expected = torch.zeros(2, 8, dtype=torch.float64)
+    expected[:, :5] = naive(torch.zeros(2, 5, dtype=torch.float64), x, a, b, [1, 1], 1.0)
+    add_lora(y, x, a, b, group_rows([1, 1]))
+    torch.testing.assert_close(y[:, :5], expected[:, : min(width, 5)])
+    assert not y[:, 5:].any()
+
+
+def test_wider_logits_than_the_adapter_are_added_to_in_their_own_type() -> None:
+    torch.manual_seed(0)
+    a, b = (m.to(torch.bfloat16) for m in matrices(6, 5))
+    x, y = torch.randn(3, 6).to(torch.bfloat16), torch.zeros(3, 5, dtype=torch.float32)
+    slots = [0, BASE, 1]
+    expected = naive(y, x.float(), a.float(), b.float(), slots, 1.0)
+    add_lora(y, x, a, b, group_rows(slots))
+    torch.testing.assert_close(y, expected, rtol=0.02, atol=0.02)
+
+
+def test_an_embedding_is_only_expanded() -> None:
+    """vLLM looks the rows of A up by token itself and hands them over."""
+    torch.manual_seed(0)
+    _, b = matrices(6, 5)
+    rows_of_a, y = torch.randn(3, 3, dtype=torch.float64), torch.zeros(3, 5, dtype=torch.float64)
+    for group in group_rows([2, BASE, 0]):
+        add_expanded(y, rows_of_a[group.rows], b, group)
+    torch.testing.assert_close(y, torch.stack([b[2, 0] @ rows_of_a[0], torch.zeros(5, dtype=torch.float64), b[0, 0] @ rows_of_a[2]]))
+
+
+def test_groups_hold_every_adapter_row_once_and_runs_as_slices() -> None:
+    groups = group_rows([1, 1, BASE, 0, BASE, 0])
+    assert [g.slot for g in groups] == [0, 1]
+    assert isinstance(groups[0].rows, torch.Tensor)
+    assert groups[0].rows.tolist() == [3, 5]
+    assert groups[1].rows == slice(0, 2)
+    assert group_rows([BASE, BASE]) == ()
+
+
+def test_register_imports_nothing_while_switched_off() -> None:
+    """vLLM loads the plugin in every program of the environment; without the switch that must cost nothing and change nothing."""
+    code = (
+        "import os, sys; os.environ.pop('SKYLITE_CPU_LORA', None); import skylite.vllm_plugin as plugin; plugin.register(); "
+        "print({'vllm', 'torch'} & set(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "set()"

@@ -1,0 +1,81 @@
+"""vLLM's command line and environment, as far as something would go wrong without a sound."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+
+from skylite.launch import vllm_server
+from skylite.launch.vllm_server import EngineSpec, engine_command, engine_env, engine_notes
+
+SPEC = EngineSpec(
+    name="vllm-0",
+    model_path=Path("model"),
+    device="cpu",
+    dtype="float32",
+    uds=Path("run/vllm.sock"),
+    max_lora_rank=32,
+    target_modules=["q_proj", "v_proj"],
+    max_loras=2,
+    max_cpu_loras=3,
+    max_model_len=512,
+    max_num_seqs=64,
+    kv_cache_gib=0.5,
+    gpu_memory_utilization=0.4,
+    cpu_lora_kernels=True,
+    enable_lora=True,
+    seed=7,
+)
+
+
+def test_half_a_gib_of_cache_is_half_a_gib() -> None:
+    """VLLM_CPU_KVCACHE_SPACE takes whole GiB only, so it must not be used."""
+    command = engine_command(SPEC)
+    assert command[command.index("--kv-cache-memory-bytes") + 1] == str(2**29)
+    assert "VLLM_CPU_KVCACHE_SPACE" not in engine_env(SPEC, {})
+
+
+def test_gpu_server_gets_no_cpu_settings() -> None:
+    spec = dataclasses.replace(SPEC, device="cuda", dtype="bfloat16", gpus=(2, 3))
+    command, env = engine_command(spec), engine_env(spec, {})
+    assert "--block-size" not in command
+    assert command[command.index("--gpu-memory-utilization") + 1] == "0.4"
+    assert env["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert not {"SKYLITE_CPU_LORA", "VLLM_CPU_OMP_THREADS_BIND", "LD_PRELOAD"} & set(env)
+
+
+def test_adapters_cannot_be_loaded_into_a_server_without_lora() -> None:
+    spec = dataclasses.replace(SPEC, enable_lora=False)
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in engine_env(spec, {})
+    assert not [flag for flag in engine_command(spec) if "lora" in flag]
+
+
+def test_switching_the_kernels_off_overrides_the_surrounding_environment() -> None:
+    spec = dataclasses.replace(SPEC, cpu_lora_kernels=False)
+    assert engine_env(spec, {"SKYLITE_CPU_LORA": "1"})["SKYLITE_CPU_LORA"] == "0"
+    assert any("cpu_lora_kernels" in note for note in engine_notes(spec))
+
+
+def test_threads_go_to_the_cores_this_process_may_use() -> None:
+    allowed = os.sched_getaffinity(0)
+    one = {min(allowed)}
+    os.sched_setaffinity(0, one)
+    try:
+        assert engine_env(SPEC, {})["VLLM_CPU_OMP_THREADS_BIND"] == str(min(allowed))
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def test_openmp_is_preloaded_before_what_the_user_preloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lib").mkdir()
+    monkeypatch.setattr(vllm_server.sys, "prefix", str(tmp_path))
+    assert engine_env(SPEC, {"LD_PRELOAD": "/lib/own.so"}).get("LD_PRELOAD") == "/lib/own.so"
+    assert any("intel-openmp" in note for note in engine_notes(SPEC))
+    library = tmp_path / "lib" / "libiomp5.so"
+    library.touch()
+    assert engine_env(SPEC, {"LD_PRELOAD": "/lib/own.so"})["LD_PRELOAD"] == f"{library}:/lib/own.so"
+    assert engine_env(SPEC, {"LD_PRELOAD": ""})["LD_PRELOAD"] == str(library)
+    assert engine_env(SPEC, {"LD_PRELOAD": "/lib/libgomp.so.1"})["LD_PRELOAD"] == "/lib/libgomp.so.1"
