@@ -59,7 +59,8 @@ def train(
     settings: Settings = None,
 ) -> None:
     """Train: sample with vLLM, score, update with FSDP2, publish the adapter, hot-reload it, prove it; every step."""
-    from skylite.commands.train import TrainFlags, train as run_train
+    from skylite.commands.train import TrainFlags
+    from skylite.commands.train import train as run_train
 
     flags = TrainFlags(recipe=recipe, model=model, data=data, rank=rank, alpha=alpha, steps=steps, lr=lr, group_size=group_size,
                        seed=seed, settings=tuple(settings or ()))  # fmt: skip
@@ -80,7 +81,8 @@ def evaluate(
     settings: Settings = None,
 ) -> None:
     """pass@1 on held-out problems through vLLM, with a 95 % interval; per-problem results in parquet."""
-    from skylite.commands.evaluate import EvalFlags, evaluate as run_eval
+    from skylite.commands.evaluate import EvalFlags
+    from skylite.commands.evaluate import evaluate as run_eval
 
     run_eval(EvalFlags(target=target, base=base, model=model, data=data, split=split, limit=limit, n=n, step=step, seed=seed,
                        settings=tuple(settings or ())))  # fmt: skip

@@ -37,7 +37,9 @@ def find_adapter(target: Path, step: int | None) -> Served:
     chosen = [v for v in versions if step is None or v.version == step]
     if not chosen:
         have = ", ".join(str(v.version) for v in versions) or "none"
-        raise ConfigError(f"{target} has no adapter of step {step if step is not None else 'any'} (published and kept: {have}).", "Choose one of those.")
+        raise ConfigError(
+            f"{target} has no adapter of step {step if step is not None else 'any'} (published and kept: {have}).", "Choose one of those."
+        )
     return _served(chosen[-1], run, config)
 
 
@@ -47,7 +49,9 @@ def _served(adapter: AdapterVersion, run: RunDir | None, config: RunConfig | Non
         peft = json.loads(path.read_text(encoding="utf-8"))
         rank, base, modules = int(peft["r"]), peft["base_model_name_or_path"], peft["target_modules"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{path} is not a PEFT LoRA configuration: {type(error).__name__} {error}.", "Give a folder saved by skylite or PEFT.") from None
+        raise ModelError(
+            f"{path} is not a PEFT LoRA configuration: {type(error).__name__} {error}.", "Give a folder saved by skylite or PEFT."
+        ) from None
     if not adapter.weights_path.is_file():
         raise ModelError(f"{adapter.path} has no adapter_model.safetensors.", "Give a complete adapter folder.")
     base_model = config.resolved.model_path if config is not None else str(base)

@@ -13,7 +13,8 @@ from skylite.commands.adapter_folder import Served, find_adapter
 from skylite.config import TrainConfig, load_config
 from skylite.data.prompt_file import PromptFileInfo, read_prompts
 from skylite.errors import ConfigError
-from skylite.evaluation.evaluate import EvalResult, evaluate as score_problems, write_results
+from skylite.evaluation.evaluate import EvalResult, write_results
+from skylite.evaluation.evaluate import evaluate as score_problems
 from skylite.launch.machine import choose_device, choose_dtype
 from skylite.launch.supervisor import Supervisor
 from skylite.launch.vllm_server import EngineSpec
@@ -70,7 +71,10 @@ def evaluate(flags: EvalFlags) -> None:
 def plan_eval(flags: EvalFlags) -> EvalPlan:
     """Check the flags against each other and the disk. Raises SkyliteError subclasses."""
     if flags.base and flags.target is not None:
-        raise ConfigError("--base evaluates the model without an adapter, but an adapter or run was given too.", "Give one of the two; --base takes --model.")
+        raise ConfigError(
+            "--base evaluates the model without an adapter, but an adapter or run was given too.",
+            "Give one of the two; --base takes --model.",
+        )
     if not flags.base and flags.target is None:
         raise ConfigError("Nothing to evaluate: no run, no adapter folder, no --base.", "E.g. `skylite eval runs/my-run`.")
     adapter = None if flags.base else find_adapter(_required(flags.target), flags.step)
@@ -95,7 +99,9 @@ def merged(recorded: TrainConfig, settings: tuple[str, ...]) -> TrainConfig:
 
 async def run_eval(plan: EvalPlan, flags: EvalFlags) -> EvalResult:
     """Start one engine, score, end it."""
-    print(f"skylite: evaluating {plan.label} of {plan.model_name} on {len(plan.prompts)} problems; starting vLLM", file=sys.stderr, flush=True)
+    print(
+        f"skylite: evaluating {plan.label} of {plan.model_name} on {len(plan.prompts)} problems; starting vLLM", file=sys.stderr, flush=True
+    )
     model = resolve_model(plan.model_name)
     tokenizer = load_tokenizer(model.path)
     rollout = plan.config.rollout

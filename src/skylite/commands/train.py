@@ -88,4 +88,6 @@ def _refuse_flags_on_resume(flags: TrainFlags, run: Path | None) -> None:
     given = [k for k in flags.overrides() if k != "num_steps"] + list(flags.settings) + (["--recipe"] if flags.recipe else [])
     given += ["--run"] if run else []
     if given:
-        raise ConfigError(f"--resume goes on with the run's own settings, but {', '.join(given)} was given too.", "Only --steps may go with it.")
+        raise ConfigError(
+            f"--resume goes on with the run's own settings, but {', '.join(given)} was given too.", "Only --steps may go with it."
+        )

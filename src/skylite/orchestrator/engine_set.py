@@ -32,7 +32,9 @@ async def open_engines(plan: RunPlan, manifest: Manifest, supervisor: Supervisor
 async def served(specs: list[EngineSpec], logs: Path, supervisor: Supervisor, timeout_s: float) -> AsyncIterator[list[VllmClient]]:
     """Start engines and yield ready clients."""
     for spec in specs:
-        supervisor.start(ProcessSpec(name=spec.name, argv=engine_command(spec), env=engine_env(spec, {}), log_path=logs / f"{spec.name}.log"))
+        supervisor.start(
+            ProcessSpec(name=spec.name, argv=engine_command(spec), env=engine_env(spec, {}), log_path=logs / f"{spec.name}.log")
+        )
     clients = [VllmClient(spec.name, Path(spec.uds)) for spec in specs]
     try:
         await asyncio.gather(*(c.wait_ready(timeout_s) for c in clients))

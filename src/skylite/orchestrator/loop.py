@@ -132,5 +132,3 @@ async def held_out_accuracy(session: Session, label: str, version: int) -> EvalR
     write_results(plan.run.evals / f"{label}-v{version:06d}.parquet", result)
     session.screen.evaluation(label, f"greedy pass@1 {result.accuracy}")
     return result
-
-

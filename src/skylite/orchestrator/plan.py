@@ -54,7 +54,9 @@ def plan_run(config: TrainConfig, run: RunDir, say: Callable[[str], None]) -> Ru
     if config.lora.vllm_rank != config.lora.rank:
         note(f"vLLM is started for LoRA rank {config.lora.vllm_rank}, the smallest it allows that holds rank {config.lora.rank}")
     if config.optim.lr < LORA_LITERATURE_FLOOR_LR:
-        note(f"warning: optim.lr={config.optim.lr:g} is under {LORA_LITERATURE_FLOOR_LR:g}; LoRA hardly learns at such rates (1e-5 to 5e-4 is usual)")
+        note(
+            f"warning: optim.lr={config.optim.lr:g} is under {LORA_LITERATURE_FLOOR_LR:g}; LoRA hardly learns at such rates"
+        )
     model = resolve_model(config.model.name)
     note(model.note)
     resolved = Resolved(
@@ -82,7 +84,9 @@ def data_note(config: TrainConfig, info: PromptFileInfo, count: int) -> str:
 def write_run(plan: RunPlan) -> None:
     """Create the run directory and its config.json. Raises ConfigError when the folder holds a run already."""
     if plan.run.config_path.exists():
-        raise ConfigError(f"{plan.run.root} holds a run already.", f"Use --resume {plan.run.root} to go on with it, or another --run folder.")
+        raise ConfigError(
+            f"{plan.run.root} holds a run already.", f"Use --resume {plan.run.root} to go on with it, or another --run folder."
+        )
     for folder in (plan.run.rollouts, plan.run.updates, plan.run.checkpoints, plan.run.logs, Path(plan.resolved.lora_sync_path)):
         folder.mkdir(parents=True, exist_ok=True)
     _write_config(plan)

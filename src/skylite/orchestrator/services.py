@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from skylite.errors import ChildDied, RunFailed, SkyliteError
+from skylite.launch.machine import cpu_cores
 from skylite.launch.processes import ProcessSpec
 from skylite.launch.supervisor import Supervisor
 from skylite.launch.torchrun import trainer_command, trainer_env
@@ -24,7 +25,7 @@ from skylite.run.files import write_json
 from skylite.run.lock import lock_folder
 from skylite.run.manifest import read_manifest
 from skylite.run.run_dir import adapter_name
-from skylite.ui.closing import finished_text, kept_text
+from skylite.ui.closing import finished_text, stopped_text
 from skylite.ui.dashboard import Screen
 
 TRAINER = "trainer"
@@ -50,7 +51,7 @@ async def run_session(plan: RunPlan, *, resume: bool) -> bool:
                 screen.phase("stopping", "the trainer writes its checkpoint")
                 await _stop_trainer(plan, supervisor)
         screen.phase("done" if finished else "stopped", "")
-        screen.say(finished_text(plan.run) if finished else kept_text(plan.run))
+        screen.say(_closing(plan, finished))
     return finished
 
 
@@ -82,8 +83,9 @@ def _trainer_spec(plan: RunPlan, resume: bool) -> ProcessSpec:
     return ProcessSpec(
         name=TRAINER,
         argv=trainer_command(plan.run.root, trainer.num_ranks, resume=resume),
-        env=trainer_env(trainer.num_ranks, trainer.num_threads),
+        env=trainer_env(trainer.num_threads or max(1, cpu_cores() // trainer.num_ranks)),
         log_path=plan.run.log_path(TRAINER),
+        is_done=plan.run.update_path(plan.config.num_steps).exists,
     )
 
 
@@ -117,7 +119,7 @@ def _explained(plan: RunPlan, error: SkyliteError) -> SkyliteError:
     if isinstance(error, ChildDied) and plan.run.trainer_error_path.exists():
         reason = plan.run.read_json(plan.run.trainer_error_path)
         error = RunFailed(f"The trainer stopped: {reason['what']}", str(reason["hint"]))
-    error.args = (f"{error} {kept_text(plan.run)}",)
+    error.args = (f"{error}\n{_closing(plan, finished=False)}",)
     return error
 
 
@@ -127,3 +129,8 @@ def _stop_event() -> asyncio.Event:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     return stop
+
+
+def _closing(plan: RunPlan, finished: bool) -> str:
+    adapters = Path(plan.resolved.lora_sync_path)
+    return finished_text(plan.run, adapters) if finished else stopped_text(plan.run, adapters)

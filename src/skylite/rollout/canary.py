@@ -64,20 +64,24 @@ def judge(name: str, engine: str, reading: CanaryReading, tolerance: float) -> N
     """
     if not reading.gap_max <= tolerance:
         raise SyncFailed(
-            f"{engine} does not sample the adapter {name} that the trainer published: canary logprobs differ by up to {reading.gap_max:.4f} "
-            f"(tolerance {tolerance:g}; the adapter is {reading.base_distance:.4f} from the base).",
+            f"{engine} does not sample the adapter {name} that the trainer published: canary logprobs differ by up to "
+            f"{reading.gap_max:.4f} (tolerance {tolerance:g}; the adapter is {reading.base_distance:.4f} from the base).",
             "The engine serves other weights than the trainer holds, or sync.canary_tolerance is too tight for this model.",
         )
     if reading.base_distance > 4 * reading.gap_mean and not 0.5 < reading.projection < 1.5:
         raise SyncFailed(
-            f"{engine} answers as the frozen base and not as {name}: the canary moved {reading.projection:.2f} of the way from base to adapter "
-            "(1.00 expected).",
+            f"{engine} answers as the frozen base and not as {name}: the canary moved {reading.projection:.2f} of the way "
+            "from base to adapter (1.00 expected).",
             "The adapter's tensors were not applied; see the engine's log.",
         )
 
 
 async def read_canary(
-    client: VllmClient, adapter: AdapterVersion, sequences: Sequence[Sequence[int]], policy: Sequence[Sequence[float]], base: Sequence[Sequence[float]]
+    client: VllmClient,
+    adapter: AdapterVersion,
+    sequences: Sequence[Sequence[int]],
+    policy: Sequence[Sequence[float]],
+    base: Sequence[Sequence[float]],
 ) -> CanaryReading:
     """Ask the engine for the canary's logprobs under the adapter's name and compare."""
     engine: list[float] = []

@@ -56,7 +56,9 @@ class VllmClient:
         deadline = asyncio.get_running_loop().time() + timeout_s
         while not await self.is_ready():
             if asyncio.get_running_loop().time() > deadline:
-                raise RunFailed(f"{self.name} did not serve within {timeout_s:.0f} s.", f"Read logs/{self.name}.log, or raise engine.start_timeout_s.")
+                raise RunFailed(
+                    f"{self.name} did not serve within {timeout_s:.0f} s.", f"Read logs/{self.name}.log, or raise engine.start_timeout_s."
+                )
             await asyncio.sleep(0.2)
 
     async def generate(self, model: str, prompt_token_ids: Sequence[int], n: int, sampling: Sampling, version: int) -> list[Completion]:

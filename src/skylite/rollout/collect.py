@@ -10,7 +10,6 @@ from typing import Protocol, TypeVar
 from skylite.rollout.client import Sampling, VllmClient
 from skylite.types import Prompt, Rollout, RolloutGroup
 
-
 T = TypeVar("T")
 
 

@@ -94,5 +94,3 @@ def remove_old_versions(adapters: Sequence[AdapterVersion], newest: int, keep_la
     for adapter in old:
         shutil.rmtree(adapter.path)
     return old
-
-

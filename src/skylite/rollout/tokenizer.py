@@ -45,7 +45,9 @@ def load_tokenizer(model_path: Path) -> ChatTokenizer:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(model_path))
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"The tokenizer of {model_path} cannot be loaded: {error}.", "Give a folder that holds its tokenizer files.") from None
+        raise ModelError(
+            f"The tokenizer of {model_path} cannot be loaded: {error}.", "Give a folder that holds its tokenizer files."
+        ) from None
     note = ""
     if not tokenizer.chat_template:
         tokenizer.chat_template = PLAIN_TEMPLATE
