@@ -17,6 +17,13 @@ VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 LORA_LITERATURE_FLOOR_LR = 5e-6
 
 
+def served_rank(rank: int) -> int:
+    """The smallest --max-lora-rank vLLM allows that holds `rank`. Raises ConfigError over the largest."""
+    if rank > VLLM_LORA_RANKS[-1]:
+        raise ConfigError(f"LoRA rank {rank} is over {VLLM_LORA_RANKS[-1]}, the largest that vLLM serves.", "Train with a smaller rank.")
+    return next(r for r in VLLM_LORA_RANKS if r >= rank)
+
+
 class Section(BaseModel):
     """Frozen, and an unknown key is an error."""
 
@@ -84,7 +91,7 @@ class LoraConfig(Section):
     @property
     def vllm_rank(self) -> int:
         """The smallest rank vLLM allows that holds ours."""
-        return next(r for r in VLLM_LORA_RANKS if r >= self.rank)
+        return served_rank(self.rank)
 
 
 class RolloutConfig(Section):

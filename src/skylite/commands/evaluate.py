@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from skylite.commands.adapter_folder import Served, find_adapter
+from skylite.commands.single_engine import single_engine
 from skylite.config import TrainConfig, load_config
 from skylite.data.prompt_file import PromptFileInfo, read_prompts
 from skylite.errors import ConfigError
 from skylite.evaluation.evaluate import EvalResult, write_results
 from skylite.evaluation.evaluate import evaluate as score_problems
-from skylite.launch.machine import choose_device, choose_dtype
 from skylite.launch.supervisor import Supervisor
-from skylite.launch.vllm_server import EngineSpec
+from skylite.launch.vllm_server import BASE_NAME, EngineSpec
 from skylite.models import resolve_model
 from skylite.orchestrator.engine_set import served as serving
 from skylite.rewards.pool import RewardPool
@@ -110,7 +110,7 @@ async def run_eval(plan: EvalPlan, flags: EvalFlags) -> EvalResult:
     try:
         async with Supervisor() as supervisor:
             with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
-                spec = _engine(plan, model.path, Path(folder))
+                spec = single_engine(plan.config, plan.adapter, model.path, Path(folder) / "vllm.sock")
                 work = asyncio.ensure_future(_score(plan, flags, spec, supervisor, pool, token_ids, tokenizer.stop_token_ids))
                 watching = asyncio.ensure_future(supervisor.watch())
                 await asyncio.wait({work, watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -129,7 +129,7 @@ async def _score(
 ) -> EvalResult:  # fmt: skip
     logs = Path(spec.uds).parent
     async with serving([spec], logs, supervisor, plan.config.engine.start_timeout_s) as clients:
-        name, version = str(spec.model_path), 0
+        name, version = BASE_NAME, 0
         if plan.adapter is not None:
             await clients[0].load_adapter(plan.adapter.adapter)
             name, version = plan.adapter.adapter.name, plan.adapter.adapter.version
@@ -138,26 +138,6 @@ async def _score(
             n=flags.n, temperature=0.0 if flags.n == 1 else 1.0, max_tokens=plan.config.rollout.max_completion_tokens,
             stop_token_ids=stop_token_ids, seed=flags.seed,
         )  # fmt: skip
-
-
-def _engine(plan: EvalPlan, model_path: Path, folder: Path) -> EngineSpec:
-    device = choose_device()
-    config = plan.config
-    return EngineSpec(
-        name="vllm-eval",
-        model_path=model_path,
-        device=device,
-        dtype=choose_dtype(config.model.dtype, device)[0],
-        uds=folder / "vllm.sock",
-        max_lora_rank=plan.adapter.rank if plan.adapter is not None else 1,
-        target_modules=plan.adapter.target_modules if plan.adapter is not None else None,
-        max_model_len=config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens,
-        max_num_seqs=config.engine.max_num_seqs,
-        kv_cache_gib=config.engine.kv_cache_gib,
-        gpu_memory_utilization=config.engine.gpu_memory_utilization,
-        cpu_lora_kernels=config.engine.cpu_lora_kernels,
-        enable_lora=plan.adapter is not None,
-    )
 
 
 def _problems(data: Path, flags: EvalFlags, config: TrainConfig) -> tuple[list[Prompt], PromptFileInfo]:

@@ -73,6 +73,14 @@ def engine_command(spec: EngineSpec) -> list[str]:
     return command + _memory_flags(spec) + (_lora_flags(spec) if spec.enable_lora else [])
 
 
+def serve_command(spec: EngineSpec, *, adapter_name: str, adapter_path: Path, port: int) -> list[str]:
+    """A server for people: one fixed adapter, on 127.0.0.1 instead of the socket."""
+    command = engine_command(spec)
+    at = command.index("--uds")
+    lora = ["--lora-modules", f"{adapter_name}={adapter_path}"]
+    return [*command[:at], *command[at + 2 :], "--host", "127.0.0.1", "--port", str(port), *lora]
+
+
 def engine_env(spec: EngineSpec, base_env: Mapping[str, str]) -> dict[str, str]:
     """`base_env` and what vLLM needs on top of it."""
     env = {

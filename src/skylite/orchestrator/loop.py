@@ -11,6 +11,7 @@ from typing import Any
 from skylite.data.order import prompts_for_step
 from skylite.evaluation.evaluate import EvalResult, evaluate, write_results
 from skylite.orchestrator.plan import RunPlan
+from skylite.orchestrator.progress import Progress
 from skylite.orchestrator.record import completion_view, step_metrics
 from skylite.rollout.client import Sampling
 from skylite.rollout.collect import Scorer, collect_group, gather_all, request_seed
@@ -20,7 +21,6 @@ from skylite.run.metrics import append_metrics
 from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import AdapterVersion, RunDir, adapter_name, published_versions
 from skylite.types import RolloutGroup
-from skylite.ui.dashboard import Screen
 
 POLL_S = 0.02
 
@@ -33,7 +33,7 @@ class Session:
     engines: Engines
     scorer: Scorer
     tokenizer: ChatTokenizer
-    screen: Screen
+    progress: Progress
 
 
 async def run_steps(session: Session) -> None:
@@ -50,17 +50,18 @@ async def run_steps(session: Session) -> None:
 async def run_step(session: Session, step: int) -> None:
     """Sample, score, hand over, wait for the update, sync, record."""
     plan, started = session.plan, time.monotonic()
-    session.screen.phase("sampling", f"step {step} of {plan.config.num_steps}")
+    session.progress.step = step
+    session.progress.phase("sampling", f"step {step} of {plan.config.num_steps}")
     groups = await sample_step(session, step)
     sampled = time.monotonic()
     write_rollouts(plan.run.rollout_path(step), groups)
-    session.screen.phase("training", f"step {step} of {plan.config.num_steps}")
+    session.progress.phase("training", f"step {step} of {plan.config.num_steps}")
     update = await wait_for_update(plan.run, step)
-    session.screen.phase("syncing", adapter_name(step))
+    session.progress.phase("syncing", adapter_name(step))
     report = await use_version(session, step)
     metrics = step_metrics(step, groups, update, report, rollout_s=sampled - started, step_s=time.monotonic() - started)
     append_metrics(plan.run.metrics_path, metrics)
-    session.screen.step(metrics, completion_view(groups))
+    session.progress.screen.step(metrics, completion_view(groups))
     clean_up_versions(session, step)
 
 
@@ -96,7 +97,9 @@ async def wait_for_update(run: RunDir, step: int) -> dict[str, Any]:
 async def use_version(session: Session, version: int) -> SyncReport:
     """Bring every engine to `version`, proven."""
     await wait_for_update(session.plan.run, version)
-    return await session.engines.use(AdapterVersion(version, adapters_folder(session) / adapter_name(version)))
+    report = await session.engines.use(AdapterVersion(version, adapters_folder(session) / adapter_name(version)))
+    session.progress.adapter_version = version
+    return report
 
 
 def adapters_folder(session: Session) -> Path:
@@ -115,7 +118,7 @@ async def held_out_accuracy(session: Session, label: str, version: int) -> EvalR
     plan = session.plan
     if not plan.held_out:
         return None
-    session.screen.phase("evaluating", f"{label}: {len(plan.held_out)} held-out problems")
+    session.progress.phase("evaluating", f"{label}: {len(plan.held_out)} held-out problems")
     result = await evaluate(
         session.engines.clients,
         adapter_name(version),
@@ -130,5 +133,5 @@ async def held_out_accuracy(session: Session, label: str, version: int) -> EvalR
         seed=plan.config.seed,
     )
     write_results(plan.run.evals / f"{label}-v{version:06d}.parquet", result)
-    session.screen.evaluation(label, f"greedy pass@1 {result.accuracy}")
+    session.progress.screen.evaluation(label, f"greedy pass@1 {result.accuracy}")
     return result

@@ -24,6 +24,7 @@ def step_metrics(
         "adapter/version": step,
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
+        "reward/right_frac": statistics.fmean(r == 1.0 for r in rewards),
         "completion/tokens_mean": statistics.fmean(tokens),
         "completion/truncated_frac": statistics.fmean(r.completion.finish_reason == "length" for r in rollouts),
         "perf/completion_tokens_per_s": sum(tokens) / rollout_s,

@@ -17,6 +17,7 @@ from skylite.launch.torchrun import trainer_command, trainer_env
 from skylite.orchestrator.engine_set import open_engines
 from skylite.orchestrator.loop import Session, run_steps, wait_for_update
 from skylite.orchestrator.plan import RunPlan
+from skylite.orchestrator.progress import Progress
 from skylite.rewards.pool import RewardPool
 from skylite.rollout.canary import DEFAULT_TOLERANCE, canary_sequences
 from skylite.rollout.engines import Engines
@@ -42,27 +43,29 @@ async def run_session(plan: RunPlan, *, resume: bool) -> bool:
     with lock_folder(plan.run.root), lock_folder(Path(plan.resolved.lora_sync_path)), Screen(plan.config.num_steps) as screen:
         stop = _stop_event()
         async with Supervisor() as supervisor:
+            progress = Progress(plan.run, plan.config.num_steps, screen, supervisor.pids, step=plan.first_step - 1)
             try:
-                finished = await _first_of(_run(plan, supervisor, screen, resume), supervisor, stop)
+                finished = await _first_of(_run(plan, supervisor, progress, resume), supervisor, stop)
+                if not finished:
+                    progress.phase("stopping", "the trainer writes its checkpoint")
+                    await _stop_trainer(plan, supervisor)
             except SkyliteError as error:
-                screen.phase("failed", "")
-                raise _explained(plan, error) from None
-            if not finished:
-                screen.phase("stopping", "the trainer writes its checkpoint")
-                await _stop_trainer(plan, supervisor)
-        screen.phase("done" if finished else "stopped", "")
+                explained = _explained(plan, error)
+                progress.phase("failed", error=str(explained))
+                raise explained from None
+        progress.phase("done" if finished else "stopped")
         screen.say(_closing(plan, finished))
     return finished
 
 
-async def _run(plan: RunPlan, supervisor: Supervisor, screen: Screen, resume: bool) -> None:
+async def _run(plan: RunPlan, supervisor: Supervisor, progress: Progress, resume: bool) -> None:
     """Bring everything up, then every step."""
-    screen.phase("starting", "tokenizer")
+    progress.phase("starting", "tokenizer")
     tokenizer = await asyncio.to_thread(load_tokenizer, Path(plan.resolved.model_path))
     if tokenizer.note:
-        screen.say(tokenizer.note)
+        progress.screen.say(tokenizer.note)
     write_json(plan.run.canary_path, {"sequences": canary_sequences(tokenizer, plan.train)})
-    screen.phase("starting", f"trainer: {plan.config.trainer.num_ranks} rank(s)")
+    progress.phase("starting", f"trainer: {plan.config.trainer.num_ranks} rank(s)")
     supervisor.start(_trainer_spec(plan, resume))
     tolerance = plan.config.sync.canary_tolerance or DEFAULT_TOLERANCE[plan.resolved.dtype]
     async with contextlib.AsyncExitStack() as stack:
@@ -70,11 +73,11 @@ async def _run(plan: RunPlan, supervisor: Supervisor, screen: Screen, resume: bo
         stack.callback(pool.close)
         start = plan.first_step - 1
         await wait_for_update(plan.run, start)
-        screen.phase("starting", f"vLLM: {plan.config.engine.num_engines} engine(s)")
+        progress.phase("starting", f"vLLM: {plan.config.engine.num_engines} engine(s)")
         manifest = read_manifest(Path(plan.resolved.lora_sync_path) / adapter_name(start))
         clients = await stack.enter_async_context(open_engines(plan, manifest, supervisor))
         engines = Engines(clients, tolerance)
-        await run_steps(Session(plan=plan, engines=engines, scorer=pool, tokenizer=tokenizer, screen=screen))
+        await run_steps(Session(plan=plan, engines=engines, scorer=pool, tokenizer=tokenizer, progress=progress))
         await supervisor.wait_exit(TRAINER)
 
 

@@ -1,0 +1,32 @@
+"""Where the run is: told to the person (screen) and to whoever looks from outside (status.json) in one call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from skylite.run.run_dir import RunDir
+from skylite.run.status import Phase, Status, write_status
+from skylite.ui.dashboard import Screen
+
+
+@dataclass(slots=True)
+class Progress:
+    """The run's state machine. `step` and `adapter_version` are set by the loop as they change."""
+
+    run: RunDir
+    num_steps: int
+    screen: Screen
+    child_pids: Callable[[], Mapping[str, int]]
+    step: int = 0
+    adapter_version: int | None = None
+
+    def phase(self, phase: Phase, detail: str = "", error: str | None = None) -> None:
+        """Enter a phase."""
+        self.screen.phase(phase, detail)
+        pids = {"skylite": os.getpid(), **self.child_pids()}
+        write_status(
+            self.run.status_path,
+            Status(phase=phase, step=self.step, num_steps=self.num_steps, adapter_version=self.adapter_version, pids=pids, error=error),
+        )
