@@ -1,0 +1,42 @@
+"""Numbers as bars of text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+def resample(values: Sequence[float], width: int) -> list[float]:
+    """At most `width` values that stand for the whole series: means over equal stretches of it."""
+    n = len(values)
+    if n <= width:
+        return list(values)
+    edges = [n * k // width for k in range(width + 1)]
+    return [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+
+
+def curve(values: Sequence[float], width: int, height: int) -> list[str]:
+    """`height` lines, top first, of at most `width` columns. The scale is 0 to 1, wider where values lie outside.
+
+    The lowest value still shows the thinnest bar, so that a zero is told from a step that has not been; a value that is no number is
+    left blank.
+    """
+    finite = [v for v in values if math.isfinite(v)]
+    low, high = min([0.0, *finite]), max([1.0, *finite])
+    levels = [max(1, round(8 * height * (v - low) / (high - low))) if math.isfinite(v) else 0 for v in resample(values, width)]
+    return ["".join(BLOCKS[min(8, max(0, level - 8 * row))] for level in levels) for row in range(height - 1, -1, -1)]
+
+
+def shares(parts: Sequence[float], width: int) -> list[int]:
+    """`width` columns dealt out in proportion to `parts` (largest remainder), so that they add up."""
+    total = math.fsum(parts)
+    if not total > 0:
+        return [0] * len(parts)
+    exact = [width * p / total for p in parts]
+    dealt = [int(x) for x in exact]
+    for k in sorted(range(len(parts)), key=lambda k: dealt[k] - exact[k])[: width - sum(dealt)]:
+        dealt[k] += 1
+    return dealt

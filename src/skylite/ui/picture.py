@@ -1,0 +1,85 @@
+"""The page of a run as an SVG picture, drawn from what the run wrote.
+
+python -m skylite.ui.picture RUN OUT.svg [COLUMNS ROWS]
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+from rich.console import Console
+
+from skylite.config import read_run_config
+from skylite.errors import DataError
+from skylite.evaluation.interval import accuracy_of
+from skylite.run.metrics import read_metrics
+from skylite.run.run_dir import RunDir
+from skylite.ui.page import CompletionView, Page, ScreenState
+
+COLUMNS, ROWS = 100, 36
+
+
+def main(arguments: list[str]) -> None:
+    run, out, *size = arguments
+    columns, rows = (int(size[0]), int(size[1])) if size else (COLUMNS, ROWS)
+    config = read_run_config(Path(run) / "config.json").config
+    console = Console(record=True, width=columns, height=rows, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    console.print(Page(state_of(RunDir(Path(run)), config.num_steps)))
+    console.save_svg(out, title=f"skylite train --rank {config.lora.rank} --alpha {config.lora.alpha:g}")
+
+
+def state_of(run: RunDir, num_steps: int) -> ScreenState:
+    """The screen as it was after the last recorded step. Raises DataError for a run without one."""
+    history = [_with_nan(m) for m in read_metrics(run.metrics_path)]
+    if not history:
+        raise DataError(f"{run.metrics_path} holds no step yet.", "Wait for the run's first step.")
+    last = int(history[-1]["step"])
+    finished = last >= num_steps
+    state = ScreenState(
+        num_steps,
+        phase="done" if finished else "training",
+        detail="" if finished else f"step {last + 1} of {num_steps}",
+        history=history,
+        sample=_sample(run.rollout_path(last)),
+        evaluations={label: text for label in ("before", "after") for text in _evaluation(run, label)},
+    )
+    # Only the steps' own time is on record, not the start of the processes.
+    state.started -= sum(m["time/step_s"] for m in history)
+    return state
+
+
+def _with_nan(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON's null back to a number that is none."""
+    return {key: math.nan if value is None else value for key, value in metrics.items()}
+
+
+def _sample(path: Path) -> CompletionView | None:
+    """A right completion of a group that holds wrong ones too, if there is one."""
+    if not path.is_file():
+        return None
+    rows = pq.read_table(path, columns=["group", "question", "completion", "answer", "reward"]).to_pylist()
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row["group"], []).append(row)
+    mixed = next((g for g in groups.values() if len({r["reward"] for r in g}) > 1), rows)
+    best = max(mixed, key=lambda r: float(r["reward"]))
+    return CompletionView(question=best["question"], completion=best["completion"], reward=best["reward"], answer=best["answer"])
+
+
+def _evaluation(run: RunDir, label: str) -> list[str]:
+    """The result of the run's own greedy evaluation in words; empty when it made none."""
+    found = sorted(run.evals.glob(f"{label}-v*.parquet"))
+    if not found:
+        return []
+    rewards = pq.read_table(found[-1], columns=["reward"])["reward"].to_pylist()
+    return [f"greedy pass@1 {accuracy_of([[float(r)] for r in rewards])}"]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

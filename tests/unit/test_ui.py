@@ -1,0 +1,203 @@
+"""What a person sees, drawn into consoles of given sizes."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from skylite.config import Resolved, RunConfig, TrainConfig
+from skylite.run.files import write_json
+from skylite.run.metrics import append_metrics
+from skylite.run.rollout_file import write_rollouts
+from skylite.run.run_dir import RunDir
+from skylite.types import Completion, Prompt, Rollout, RolloutGroup
+from skylite.ui import picture
+from skylite.ui.closing import finished_text, stopped_text
+from skylite.ui.curve import curve, resample, shares
+from skylite.ui.dashboard import Screen
+from skylite.ui.page import CompletionView, Page, ScreenState, minutes, wrapped
+
+SIZES = [(80, 24), (120, 40), (60, 16), (200, 60), (40, 10)]
+SAMPLE = CompletionView(question="Nora has 12 apples. " * 9 + "How many?", completion="12 + 7 = 19\n#### 19", reward=1.0, answer="19")
+EVALUATION = "greedy pass@1 31.4 % (95 % interval 27.5 to 35.6, 512 problems)"
+
+
+def step(number: int, reward: float = 0.5) -> dict[str, Any]:
+    return {
+        "step": number,
+        "adapter/version": number,
+        "reward/mean": reward,
+        "reward/right_frac": reward,
+        "completion/tokens_mean": 63.21,
+        "completion/truncated_frac": 0.02,
+        "perf/completion_tokens_per_s": 812.3,
+        "time/rollout_s": 6.0,
+        "time/train_s": 3.0,
+        "time/publish_s": 0.25,
+        "time/load_s": 0.25,
+        "time/canary_s": 0.5,
+        "time/step_s": 10.0,
+        "policy/entropy": 0.4123,
+        "canary/gap_max": 3.2e-5,
+        "mismatch/logprob_diff_mean": 2.1e-6,
+    }
+
+
+def state(num_done: int = 12, num_steps: int = 24, sample: CompletionView | None = SAMPLE) -> ScreenState:
+    history = [step(k, k / num_steps) for k in range(1, num_done + 1)]
+    return ScreenState(num_steps, phase="sampling", detail="step 13", history=history, sample=sample, evaluations={"before": EVALUATION})
+
+
+def drawn(shown: ScreenState, width: int, height: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
+    console.print(Page(shown))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+@pytest.mark.parametrize("num_done", [0, 1, 12, 24])
+def test_the_page_fits_every_size(width: int, height: int, num_done: int) -> None:
+    lines = drawn(state(num_done), width, height)
+    assert len(lines) < height
+    assert {cell_len(line) for line in lines} == {width}
+
+
+def test_everything_is_on_a_small_terminal() -> None:
+    text = "\n".join(drawn(state(), 80, 24))
+    for part in ("sampling  step 13", "12 of 24 steps", "about 2:00 to go", "0.500", "50.0 % of this step's completions", "812 tokens/s",
+                 "63.2 tokens", "entropy 0.412", "sample 60 %", "train 30 %", "sync 10 %", "v12", "canary gap 3.2e-05", EVALUATION,
+                 "How many?", "#### 19", "reward 1, answer 19"):  # fmt: skip
+        assert part in text, f"{part!r} is missing in\n{text}"
+
+
+def test_the_height_stays_when_completions_get_longer() -> None:
+    long = CompletionView(question="Q", completion="word " * 2000, reward=0.0, answer="1")
+    for width, height in SIZES:
+        assert len(drawn(state(), width, height)) == len(drawn(state(sample=long), width, height))
+
+
+def test_hostile_text_neither_breaks_the_frame_nor_drives_the_terminal() -> None:
+    evil = "\x1b[2J\x1b[31m[bold]x[/bold]\r\n\t\u202eabc\x00" + "日本" * 200 + "e\u0301" * 50 + "a" * 500
+    lines = drawn(state(sample=CompletionView(question=evil, completion=evil, reward=0.0, answer=evil)), 80, 24)
+    assert {cell_len(line) for line in lines} == {80}
+    assert not set("\x1b\r\t\x00\u202e") & set("".join(lines))
+    assert "[bold]x[/bold]" in "\n".join(lines)
+
+
+def test_numbers_that_are_none_are_shown_as_such() -> None:
+    shown = state()
+    shown.history = [*shown.history, step(13, math.nan)]
+    assert "nan" in "\n".join(drawn(shown, 80, 24))
+
+
+def test_a_curve_rises_with_its_values() -> None:
+    assert curve([0.0, 0.5, 1.0], 10, 1) == ["▁▄█"]
+    assert curve([0.0, 0.5, 1.0], 10, 2) == ["  █", "▁██"]
+    assert curve([-1.0, 3.0], 10, 1) == ["▁█"], "the scale widens"
+    assert curve([math.nan, 1.0], 10, 1) == [" █"]
+
+
+def test_a_long_series_is_averaged_over_its_whole_length() -> None:
+    assert resample([0, 1, 2, 3, 4, 5], 3) == [0.5, 2.5, 4.5]
+    assert resample([1, 2], 5) == [1, 2]
+    assert len(resample(list(range(1000)), 37)) == 37
+
+
+def test_shares_add_up() -> None:
+    assert shares([1, 1, 1], 10) == [4, 3, 3]
+    assert shares([6, 3, 1], 10) == [6, 3, 1]
+    assert shares([0, 0], 10) == [0, 0]
+    assert sum(shares([0.52, 0.44, 0.02, 0.02], 17)) == 17
+
+
+def test_words_wrap_and_long_words_are_cut() -> None:
+    assert wrapped("one two three\n\nfour", 7) == ["one two", "three", "four"]
+    assert wrapped("abcdefgh ij", 3) == ["abc", "def", "gh", "ij"]
+    assert wrapped("日本日本", 4) == ["日本", "日本"]
+
+
+def test_times_read_as_clocks() -> None:
+    assert [minutes(s) for s in (0, 61.9, 3723)] == ["0:00", "1:01", "1:02:03"]
+
+
+def test_without_a_terminal_there_is_one_line_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    out = io.StringIO()
+    with Screen(24, Console(file=out, width=40)) as screen:
+        screen.phase("starting", "vLLM")
+        screen.phase("sampling", "step 1 of 24")
+        screen.step(step(1), SAMPLE)
+        screen.evaluation("before", EVALUATION)
+        screen.say("a note with [brackets] :smile:")
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "starting vLLM"
+    assert lines[1].startswith("step 1/24  reward 0.500  right 50.0 %")
+    assert lines[2:] == [f"held out, before: {EVALUATION}", "a note with [brackets] :smile:"]
+    assert "\x1b" not in out.getvalue()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_on_a_terminal_notes_stay_above_the_page() -> None:
+    out = io.StringIO()
+    with Screen(24, Console(file=out, width=80, height=24, force_terminal=True, color_system=None), history=[step(1)]) as screen:
+        screen.step(step(2), SAMPLE)
+        screen.say("a note")
+    text = out.getvalue()
+    assert text.index("a note") < text.rindex("2 of 24 steps")
+
+
+def test_the_closing_text_gives_the_commands(tmp_path: Path) -> None:
+    run, adapters = RunDir(tmp_path / "my run"), tmp_path / "adapters"
+    assert "none was published" in stopped_text(run, adapters)
+    assert "no checkpoint yet" in stopped_text(run, adapters)
+    (adapters / "policy-v000007").mkdir(parents=True)
+    run.checkpoint_path(7).mkdir(parents=True)
+    text = finished_text(run, adapters, {"before": "31 %", "after": "62 %"})
+    quoted = f"'{run.root}'"
+    for part in (str(adapters / "policy-v000007"), f"skylite eval {quoted}", f"skylite serve {quoted}", "31 %", "62 %",
+                 f"skylite train --resume {quoted} --steps N"):  # fmt: skip
+        assert part in text
+    assert "Kept: checkpoint step-000007." in stopped_text(run, adapters)
+
+
+def test_paths_below_the_working_folder_are_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "a" / "adapters" / "policy-v000001").mkdir(parents=True)
+    run = RunDir(tmp_path / "runs" / "a")
+    assert "skylite eval runs/a\n" in finished_text(run, run.default_adapters)
+
+
+def test_a_picture_is_drawn_from_what_a_run_wrote(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    resolved = Resolved(model_path="m", model_fingerprint="f", dtype="float32", device="cpu", lora_sync_path="a")
+    config = RunConfig(skylite_version="1", config=TrainConfig(num_steps=2), resolved=resolved)
+    write_json(run.config_path, config.model_dump(mode="json"))
+    for number in (1, 2):
+        append_metrics(run.metrics_path, step(number, number / 4))
+    write_rollouts(run.rollout_path(2), [group()])
+    picture.main([str(run.root), str(tmp_path / "run.svg")])
+    svg = (tmp_path / "run.svg").read_text()
+    words = svg.replace("&#160;", " ")
+    for part in ("2 of 2 steps", "####", "first 0.250", "--rank 32"):
+        assert part in words
+
+
+def group() -> RolloutGroup:
+    prompt = Prompt(id="p", messages=[{"role": "user", "content": "How many?"}], answer="19", source="s")
+    texts = (("nothing", 0.0), ("#### 19", 1.0))
+    rollouts = [
+        Rollout(
+            prompt=prompt,
+            prompt_token_ids=[1],
+            completion=Completion(token_ids=[2], logprobs=[-0.5], text=text, finish_reason="stop", adapter_version=1),
+            reward=reward,
+        )
+        for text, reward in texts
+    ]
+    return RolloutGroup(tuple(rollouts))
