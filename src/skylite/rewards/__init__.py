@@ -1,0 +1,105 @@
+"""Reward functions: (prompt, completion text) -> float. A reference answer scores 1.0; `skylite prepare` checks that on every row."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from skylite.errors import ConfigError, DataError, RunFailed
+from skylite.types import Prompt
+
+RewardFn = Callable[[Prompt, str], float]
+"""(prompt, completion) -> a finite number. A completion that cannot be understood earns 0.0; a raised exception ends the run."""
+
+BUILT_IN = ("gsm8k", "math", "format", "reasoning-gym")
+
+
+def load_reward(spec: str, example: Prompt | None = None) -> RewardFn:
+    """The function behind a spec: one of BUILT_IN or FILE.py:function.
+
+    With `example` it is called once, on the example's own answer, so that a broken plug-in shows before anything starts.
+    Raises ConfigError.
+    """
+    reward = _built_in(spec) if spec in BUILT_IN else _plug_in(spec)
+    if example is not None:
+        try:
+            score(reward, example, reference_completion(spec, example.answer))
+        except RunFailed as error:
+            raise ConfigError(f"The reward {spec} does not work: {error.what}", error.hint) from error
+    return reward
+
+
+def score(reward: RewardFn, prompt: Prompt, completion: str) -> float:
+    """The reward of one completion. Raises RunFailed with the prompt's id when the function raises or returns no finite number."""
+    try:
+        value = reward(prompt, completion)
+    except Exception as error:
+        raise RunFailed(
+            f"The reward function raised {type(error).__name__}: {error} (prompt {prompt.id}, completion {completion[:80]!r}).",
+            "A reward must return a number for every completion; correct it.",
+        ) from error
+    if isinstance(value, bool | int | float) and math.isfinite(value):
+        return float(value)
+    raise RunFailed(
+        f"The reward function returned {value!r} for prompt {prompt.id} (completion {completion[:80]!r}).",
+        "A reward must return a finite number.",
+    )
+
+
+def reference_completion(spec: str, answer: str) -> str:
+    """A perfect completion made of the answer alone, in the form the reward looks for; a plug-in gets the answer itself."""
+    if spec in ("gsm8k", "format"):
+        return answer if "####" in answer else f"#### {answer}"
+    if spec == "math":
+        return f"\\boxed{{{answer}}}"
+    return f"<answer>{answer}</answer>" if spec == "reasoning-gym" else answer
+
+
+def resolve_spec(spec: str) -> str:
+    """The spec with an absolute file path, so that it means the same from another folder."""
+    if spec in BUILT_IN:
+        return spec
+    file, _, function = spec.rpartition(":")
+    return f"{Path(file).resolve()}:{function}"
+
+
+def _built_in(spec: str) -> RewardFn:
+    if spec == "math":
+        from skylite.rewards.math import math_reward
+
+        return math_reward
+    if spec == "reasoning-gym":
+        from skylite.rewards.reasoning_gym import reasoning_gym_reward
+
+        return reasoning_gym_reward
+    from skylite.rewards.gsm8k import format_reward, gsm8k_reward
+
+    return gsm8k_reward if spec == "gsm8k" else format_reward
+
+
+def _plug_in(spec: str) -> RewardFn:
+    from skylite.data.dataset_module import import_file
+
+    file, colon, name = spec.rpartition(":")
+    if not colon or not file.endswith(".py") or not name:
+        raise ConfigError(f"There is no reward {spec!r}.", f"Use one of {', '.join(BUILT_IN)}, or FILE.py:function.")
+    path = Path(file)
+    if not path.is_file():
+        raise ConfigError(f"The reward file {file} does not exist.", "Give FILE.py:function with a path from here.")
+    try:
+        module = import_file(path, "reward file")
+    except DataError as error:
+        raise ConfigError(error.what, error.hint) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"{file} has no function {name!r}.", "Define it: def NAME(prompt, completion) -> float.")
+    try:
+        inspect.signature(function).bind(None, None)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{name} in {file} cannot be called with (prompt, completion): {error}.", "Define it: def NAME(prompt, completion) -> float."
+        ) from None
+    return partial(function)

@@ -1,0 +1,189 @@
+"""`skylite prepare`: rows from somewhere become train.parquet, validation.parquet and test.parquet, every row checked."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from skylite.data.drafts import SPLITS, DraftSet, check_drafts
+from skylite.data.prompt_file import PromptFileInfo, write_prompts
+from skylite.data.sources import READABLE
+from skylite.errors import ConfigError, DataError
+from skylite.rewards import load_reward, resolve_spec
+from skylite.run.files import fsync_path, temporary_sibling
+from skylite.types import Prompt
+
+_T = TypeVar("_T")
+PROCEDURAL = "reasoning-gym:"
+CHECK_CHUNK = 64
+"""Rows between two movements of the progress bar."""
+
+
+def prepare(
+    target: str,
+    *,
+    out: Path | None = None,
+    source: Path | None = None,
+    stand_in: bool = False,
+    first_source: bool = False,
+    grades: Sequence[int] = (),
+    question: str | None = None,
+    answer: str | None = None,
+    reward: str | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+) -> Path:
+    """Prepare a data set, a reasoning-gym task or a user's file; returns the folder. Raises DataError, ConfigError: nothing is written."""
+    named: dict[str, object] = {"--source": source, "--stand-in": stand_in, "--first-source": first_source, "--grades": grades}
+    own: dict[str, object] = {"--question": question, "--answer": answer, "--reward": reward}
+    if target.startswith(PROCEDURAL):
+        _refuse(named | own, "reasoning-gym tasks")
+        drafts = _procedural(target.removeprefix(PROCEDURAL), limit, seed)
+    elif target.endswith(READABLE):
+        _refuse(named, "a file of your own")
+        drafts = _own_file(Path(target), question, answer, reward, limit, seed)
+    else:
+        _refuse(own, "a data set with a data_prep file (its columns and reward are in that file)")
+        if stand_in and (source is not None or first_source):
+            raise ConfigError("--stand-in cannot go with --source or --first-source.", "Drop one of them.")
+        drafts = _named(target, source, stand_in, first_source, grades, limit, seed)
+    prompts = _check(drafts)
+    folder = out if out is not None else Path("data") / drafts.dataset
+    infos = _infos(drafts, limit=limit, seed=seed, made_by=_command(target, named | own | {"--limit": limit, "--seed": seed}))
+    _replace_folder(folder, prompts, infos)
+    counts = ", ".join(f"{len(prompts[split])} {split}" for split in SPLITS)
+    print(f"wrote {folder}: {counts}; every reference answer scores 1.0 under the reward {drafts.reward}", flush=True)
+    return folder
+
+
+def _named(
+    target: str, source: Path | None, stand_in: bool, first_source: bool, grades: Sequence[int], limit: int | None, seed: int
+) -> DraftSet:
+    from skylite.data.dataset_module import load_dataset
+    from skylite.data.named import draft_named
+
+    return draft_named(
+        load_dataset(target), source=source, stand_in=stand_in, first_source=first_source, grades=grades, limit=limit, seed=seed, say=_say
+    )  # fmt: skip
+
+
+def _procedural(task: str, limit: int | None, seed: int) -> DraftSet:
+    from skylite.data.procedural import draft_task
+
+    drafts = draft_task(task, limit=limit, seed=seed, track=_track)
+    for note in drafts.notes:
+        _say(note)
+    return drafts
+
+
+def _own_file(path: Path, question: str | None, answer: str | None, reward: str | None, limit: int | None, seed: int) -> DraftSet:
+    from skylite.data.own_file import draft_own_file
+
+    if question is None or answer is None or reward is None:
+        missing = [n for n, v in (("--question", question), ("--answer", answer), ("--reward", reward)) if v is None]
+        raise ConfigError(f"{path} needs {' and '.join(missing)}.", "Example: --question question --answer answer --reward gsm8k.")
+    if reward == "reasoning-gym":
+        raise ConfigError("The reward reasoning-gym scores reasoning-gym's own entries only.", "Use gsm8k, math or FILE.py:function.")
+    load_reward(reward)
+    drafts = draft_own_file(path, question=question, answer=answer, reward=resolve_spec(reward), limit=limit, seed=seed)
+    for note in drafts.notes:
+        _say(note)
+    return drafts
+
+
+def _check(drafts: DraftSet) -> dict[str, list[Prompt]]:
+    reward = load_reward(drafts.reward)
+    prompts: dict[str, list[Prompt]] = {split: [] for split in SPLITS}
+    chunks = [
+        (split, rows[start : start + CHECK_CHUNK]) for split, rows in drafts.splits.items() for start in range(0, len(rows), CHECK_CHUNK)
+    ]
+    for split, chunk in _track(chunks, "checking that every reference answer scores 1.0"):
+        prompts[split] += check_drafts(chunk, drafts.reward, reward)
+    return prompts
+
+
+def _infos(drafts: DraftSet, *, limit: int | None, seed: int, made_by: str) -> dict[str, PromptFileInfo]:
+    return {
+        split: PromptFileInfo(
+            dataset=drafts.dataset, source_kind=table.kind, source=table.source, source_sha256=table.sha256, count=len(table.rows),
+            seed=seed, split=split, reward=drafts.reward, system=drafts.system, examples=drafts.examples,
+            limit=limit if split == "train" else None, made_by=made_by, notes="; ".join(drafts.notes),
+        )
+        for split in SPLITS
+        for table in [drafts.tables[split]]
+    }  # fmt: skip
+
+
+def _replace_folder(folder: Path, prompts: dict[str, list[Prompt]], infos: dict[str, PromptFileInfo]) -> None:
+    """Write the three files beside `folder` and swap them in whole; what was there before is deleted only then."""
+    files = {f"{split}.parquet" for split in SPLITS}
+    if folder.exists() and not folder.is_dir():
+        raise DataError(f"{folder} is a file, not a folder.", "Choose another --out.")
+    foreign = sorted(p.name for p in folder.iterdir() if p.name not in files) if folder.is_dir() else []
+    if foreign:
+        raise DataError(f"{folder} holds other files ({', '.join(foreign[:3])}); it would be replaced as a whole.", "Choose another --out.")
+    try:
+        _write_and_swap(folder, prompts, infos)
+    except OSError as error:
+        raise DataError(f"{folder} cannot be written: {error.strerror or error}.", "Choose another --out or make room.") from None
+
+
+def _write_and_swap(folder: Path, prompts: dict[str, list[Prompt]], infos: dict[str, PromptFileInfo]) -> None:
+    folder = folder.absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = temporary_sibling(folder)
+    old = fresh.with_name(f"{fresh.name}-old")
+    shutil.rmtree(fresh, ignore_errors=True)
+    try:
+        for split in SPLITS:
+            write_prompts(fresh / f"{split}.parquet", prompts[split], infos[split])
+        fsync_path(fresh)
+        if folder.exists():
+            os.rename(folder, old)
+        try:
+            os.rename(fresh, folder)
+        except OSError:
+            with suppress(FileNotFoundError):
+                os.rename(old, folder)
+            raise
+        fsync_path(folder.parent)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _refuse(flags: dict[str, object], what: str) -> None:
+    given = [name for name, value in flags.items() if value not in (None, False, ()) and value != []]
+    if given:
+        raise ConfigError(f"{' and '.join(given)} mean nothing for {what}.", "Leave them out.")
+
+
+def _command(target: str, flags: dict[str, object]) -> str:
+    words = [f"skylite prepare {target}"]
+    for name, value in flags.items():
+        if value is True:
+            words.append(name)
+        elif isinstance(value, tuple | list) and value:
+            words.append(f"{name} {','.join(map(str, value))}")
+        elif value is not None and not isinstance(value, bool | tuple | list):
+            words.append(f"{name} {value}")
+    return " ".join(words)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _track(items: Sequence[_T], description: str) -> Iterable[_T]:
+    """The items, with a progress bar on stderr when that is a terminal."""
+    if not sys.stderr.isatty():
+        return items
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(items, description, console=Console(stderr=True), transient=True)

@@ -1,0 +1,28 @@
+"""Which prompts a step trains on: a pure function of seed and step, so that a resumed run needs no cursor."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from skylite.errors import DataError
+from skylite.types import Prompt
+
+
+def prompts_for_step(prompts: Sequence[Prompt], step: int, per_step: int, seed: int) -> list[Prompt]:
+    """The `per_step` distinct prompts of a 1-based step.
+
+    Every epoch is a fresh permutation, walked without replacement. When per_step does not divide the number of prompts, the
+    remainder of each permutation is left out (other prompts each epoch), so that no step holds a prompt twice.
+    Raises DataError when there are fewer prompts than a step takes.
+    """
+    steps_per_epoch = len(prompts) // per_step
+    if steps_per_epoch == 0:
+        raise DataError(
+            f"A step takes {per_step} distinct prompts, but the data set has {len(prompts)}.",
+            "Lower rollout.prompts_per_step, allow more data.grades, or prepare more rows.",
+        )
+    epoch, position = divmod(step - 1, steps_per_epoch)
+    order = list(range(len(prompts)))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return [prompts[i] for i in order[position * per_step : (position + 1) * per_step]]

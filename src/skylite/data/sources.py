@@ -1,0 +1,166 @@
+"""Raw rows out of .jsonl, .csv and .parquet files and out of the hub, each row knowing its place for error messages."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from skylite.data.prompt_file import SourceKind
+from skylite.errors import DataError
+from skylite.run.files import sha256_file
+
+READABLE = (".jsonl", ".csv", ".parquet")
+HUB_TIMEOUT_S = 10.0
+
+
+class HubError(DataError):
+    """The hub did not answer, or does not have the file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One raw row."""
+
+    index: int
+    """0-based position in its file; part of the prompt's id."""
+    where: str
+    """"train.jsonl line 17": how an error names the row."""
+    values: dict[str, Any]
+
+    def text(self, column: str) -> str:
+        """The stripped text of a column. Raises DataError when it is missing or empty."""
+        if column not in self.values:
+            raise DataError(f"{self.where} has no column {column!r}; it has {', '.join(map(repr, self.values))}.")
+        value = self.values[column]
+        text = "" if value is None else str(value).strip()
+        if not text:
+            raise DataError(f"{self.where} has an empty {column!r}.", "Fill it in or delete the row.")
+        return text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """The raw rows of one split and where they come from."""
+
+    rows: Sequence[Row]
+    kind: SourceKind
+    source: str
+    sha256: str
+
+
+def read_table(path: Path, kind: SourceKind = "file") -> Table:
+    """All rows of a .jsonl, .csv or .parquet file. Raises DataError that names file, line and reason."""
+    readers = {".jsonl": _jsonl_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}
+    reader = readers.get(path.suffix)
+    if reader is None:
+        raise DataError(f"{path} is not a {', '.join(READABLE[:-1])} or {READABLE[-1]} file.")
+    if not path.is_file():
+        raise DataError(f"{path} does not exist." if not path.exists() else f"{path} is not a file.", "Check the path.")
+    try:
+        rows = list(reader(path))
+        digest = sha256_file(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text (byte {error.start}).", "Save it as UTF-8.") from None
+    if not rows:
+        raise DataError(f"{path} has no rows.")
+    return Table(rows=rows, kind=kind, source=str(path), sha256=digest)
+
+
+def hub_table(repository: str, file: str) -> Table:
+    """A parquet file of a hub data set, out of the local hub cache where it is there. Raises HubError within seconds."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    cached = try_to_load_from_cache(repository, file, repo_type="dataset")
+    if not isinstance(cached, str):
+        _ask_hub(repository)
+        try:
+            cached = hf_hub_download(repository, file, repo_type="dataset", etag_timeout=HUB_TIMEOUT_S)
+        except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+            raise HubError(f"The hub did not give {repository}/{file}: {_first_line(error)}.") from None
+    return replace(read_table(Path(cached), "hub"), source=f"{repository}/{file}")
+
+
+def hold_out(table: Table, count: int, seed: int) -> tuple[Table, Table]:
+    """(rest, held out): `count` rows, a tenth of a small table at most, by a seed that no option changes. File order is kept."""
+    count = min(count, max(1, len(table.rows) // 10))
+    if len(table.rows) < 2:
+        raise DataError(f"{table.source} has {len(table.rows)} row(s); two or more are needed to hold some out.")
+    chosen = set(random.Random(seed).sample(range(len(table.rows)), count))
+    rest = [row for i, row in enumerate(table.rows) if i not in chosen]
+    return replace(table, rows=rest), replace(table, rows=[table.rows[i] for i in sorted(chosen)])
+
+
+def generated_table(rows: Iterable[dict[str, Any]], kind: SourceKind, source: str) -> Table:
+    """Rows that a generator made; the sha256 is that of their JSON lines."""
+    rows = list(rows)
+    digest = sha256("".join(json.dumps(row, sort_keys=True, default=str) + "\n" for row in rows).encode()).hexdigest()
+    numbered = [Row(index=i, where=f"{source} row {i + 1}", values=row) for i, row in enumerate(rows)]
+    return Table(rows=numbered, kind=kind, source=source, sha256=digest)
+
+
+def _jsonl_rows(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8") as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            where = f"{path} line {number}"
+            try:
+                values = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{where} is not JSON: {error}.", "Correct or delete that line.") from None
+            if not isinstance(values, dict):
+                raise DataError(f"{where} holds {type(values).__name__}, not a JSON object.", "Correct or delete that line.")
+            yield Row(index=number - 1, where=where, values=values)
+
+
+def _csv_rows(path: Path) -> Iterator[Row]:
+    # utf-8-sig: spreadsheets write a byte order mark, which would become part of the first column's name.
+    with path.open(encoding="utf-8-sig", newline="") as stream:
+        reader = csv.DictReader(stream, strict=True)
+        try:
+            for index, values in enumerate(reader):
+                where = f"{path} line {reader.line_num}"
+                if None in values or None in values.values():
+                    wanted = len(reader.fieldnames or [])
+                    raise DataError(f"{where} does not have {wanted} fields like the first line.", "Correct that line.")
+                yield Row(index=index, where=where, values=dict(values))
+        except csv.Error as error:
+            raise DataError(f"{path} line {reader.line_num} is not CSV: {error}.", "Correct that line.") from None
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path, partitioning=None)
+    except pa.ArrowException as error:
+        raise DataError(f"{path} is not a parquet file: {_first_line(error)}.") from None
+    for index, values in enumerate(table.to_pylist()):
+        yield Row(index=index, where=f"{path} row {index + 1}", values=values)
+
+
+def _ask_hub(repository: str) -> None:
+    """One quick question first: without a network the hub client retries for half a minute."""
+    import httpx
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        raise HubError("The hub is not asked, because HF_HUB_OFFLINE is set.")
+    try:
+        httpx.head(f"{constants.ENDPOINT}/datasets/{repository}", timeout=HUB_TIMEOUT_S)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise HubError(f"The hub {constants.ENDPOINT} cannot be reached: {_first_line(error)}.") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

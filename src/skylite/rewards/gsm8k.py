@@ -1,0 +1,46 @@
+"""GSM8K's own rule: the number after the last `####` is the answer (arXiv 2110.14168, section 2)."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from skylite.types import Prompt
+
+MARK = "####"
+_NUMBER = re.compile(
+    r"""[ \t]*
+        (?P<before>-?) [ \t]* [$\u20ac\u00a3]? [ \t]*      # -$5 and $-5 are the same amount
+        (?P<sign>[-+]?)
+        (?P<digits>[0-9]{1,3}(?:,[0-9]{3})+ (?![0-9]) | [0-9]+)?
+        (?P<decimals>\.[0-9]+)?
+        (?P<rest>[^\n]*)""",
+    re.VERBOSE,
+)
+_LONGEST = 40
+"""Characters of a number; Python refuses to convert thousands of digits."""
+
+
+def gsm8k_reward(prompt: Prompt, completion: str) -> float:
+    """1.0 when the number after the last `####` equals the answer exactly (as numbers: 1,080.0 is 1080), else 0.0."""
+    found = final_number(completion)
+    return float(found is not None and found == final_number(f"{MARK} {prompt.answer}"))
+
+
+def format_reward(prompt: Prompt, completion: str) -> float:
+    """1.0 when there is a number after the last `####`, right or wrong."""
+    return float(final_number(completion) is not None)
+
+
+def final_number(text: str) -> Fraction | None:
+    """The number after the last `####`: thousands commas, a currency sign, a percent sign and a unit are allowed, a second
+    number in the line is not (`72 / 3` is no answer). None where there is no such number."""
+    _, mark, tail = text.rpartition(MARK)
+    match = _NUMBER.match(tail) if mark else None
+    if match is None or (match["digits"] is None and match["decimals"] is None) or re.search("[0-9]", match["rest"]):
+        return None
+    digits = (match["digits"] or "0").replace(",", "") + (match["decimals"] or "")
+    if len(digits) > _LONGEST:
+        return None
+    value = Fraction(digits)
+    return -value if "-" in (match["before"], match["sign"]) else value

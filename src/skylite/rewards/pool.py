@@ -1,0 +1,81 @@
+"""Reward functions in processes of their own: they may be slow, run sympy, or hang, and the event loop must not wait for them."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import multiprocessing
+import os
+import signal
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import resource_tracker
+
+from skylite.errors import ChildDied, RunFailed
+from skylite.rewards import RewardFn, load_reward, score
+from skylite.types import Prompt
+
+TIMEOUT_S = 600.0
+"""For one call of `score`, all of its items together."""
+_PR_SET_PDEATHSIG = 1
+_reward: RewardFn | None = None
+
+
+class RewardPool:
+    """Worker processes that hold one reward function. They ignore Ctrl-C (the parent decides) and die with the parent."""
+
+    def __init__(self, spec: str, num_workers: int = 1) -> None:
+        """Start the workers. Raises ConfigError when the reward cannot be loaded."""
+        load_reward(spec)
+        context = multiprocessing.get_context("spawn")
+        self._executor = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start_worker, initargs=(spec, os.getpid()))
+        before = set(multiprocessing.active_children())
+        # A worker that is still importing would die of Ctrl-C with a traceback: it is started with SIGINT blocked.
+        resource_tracker.ensure_running()  # its own start unblocks SIGINT
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            for _ in range(num_workers):
+                self._executor.submit(os.getpid)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        self._workers = set(multiprocessing.active_children()) - before
+
+    async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[float]:
+        """One reward a (prompt, completion text), in order.
+
+        Raises RunFailed with the prompt's id when the reward function raises, returns no finite number or takes too long, and
+        ChildDied when a worker ended.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            futures = [loop.run_in_executor(self._executor, _score_here, prompt, completion) for prompt, completion in items]
+            async with asyncio.timeout(TIMEOUT_S):
+                return list(await asyncio.gather(*futures))
+        except BrokenProcessPool:
+            raise ChildDied("A reward worker ended while it scored.", "Was it killed, or out of memory? Go on with --resume.") from None
+        except TimeoutError:
+            waiting = next(prompt.id for (prompt, _), future in zip(items, futures, strict=True) if not future.done() or future.cancelled())
+            raise RunFailed(f"Scoring took longer than {TIMEOUT_S:.0f} s; prompt {waiting} is not scored.", "Correct the reward.") from None
+
+    def close(self) -> None:
+        """End the workers, a hanging one too."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
+            worker.kill()
+            worker.join()
+
+
+def _start_worker(spec: str, parent: int) -> None:
+    global _reward
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it was gone before the line above
+        os._exit(1)
+    _reward = load_reward(spec)
+
+
+def _score_here(prompt: Prompt, completion: str) -> float:
+    if _reward is None:
+        raise RuntimeError("the worker was not started by _start_worker")
+    return score(_reward, prompt, completion)
