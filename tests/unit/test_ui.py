@@ -12,6 +12,9 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from skylite.config import Resolved, RunConfig, TrainConfig
+from skylite.orchestrator.record import completion_view, step_metrics
+from skylite.rollout.canary import CanaryReading
+from skylite.rollout.engines import SyncReport
 from skylite.run.files import write_json
 from skylite.run.metrics import append_metrics
 from skylite.run.rollout_file import write_rollouts
@@ -150,6 +153,24 @@ def test_on_a_terminal_notes_stay_above_the_page() -> None:
         screen.say("a note")
     text = out.getvalue()
     assert text.index("a note") < text.rindex("2 of 24 steps")
+
+
+def test_what_is_said_after_the_end_stands_below_the_page() -> None:
+    out = io.StringIO()
+    with Screen(24, Console(file=out, width=80, height=24, force_terminal=True, color_system=None)) as screen:
+        screen.step(step(1), SAMPLE)
+        screen.phase("done", "")
+        screen.say("where things are")
+    assert out.getvalue().rindex("1 of 24 steps") < out.getvalue().index("where things are")
+
+
+def test_the_page_finds_every_number_it_shows_in_what_the_orchestrator_records() -> None:
+    """The trainer's half is listed here; `step_metrics` makes the other."""
+    update = {k: step(1)[k] for k in ("time/train_s", "time/publish_s", "time/canary_s", "policy/entropy", "mismatch/logprob_diff_mean")}
+    canary = CanaryReading(gap_max=1e-5, gap_mean=1e-6, base_distance=0.1, projection=1.0)
+    recorded = step_metrics(1, [group()], update, SyncReport(load_s=0.1, canary_s=0.1, canary=canary), rollout_s=5.0, step_s=9.0)
+    shown = ScreenState(1, history=[recorded], sample=completion_view([group()]))
+    assert "50.0 % of this step's completions are right" in "\n".join(drawn(shown, 80, 24))
 
 
 def test_the_closing_text_gives_the_commands(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.live import Live
 
-from skylite.ui.page import CompletionView, Page, ScreenState
+from skylite.ui.page import ENDS, CompletionView, Page, ScreenState
 
 EVERY_STEP = ("sampling", "training", "syncing")
 """Phases that come in every step: shown live, too many for a log."""
@@ -36,8 +36,11 @@ class Screen:
             self._live.stop()
 
     def phase(self, name: str, detail: str) -> None:
-        """What happens now, e.g. phase("sampling", "step 3 of 24")."""
+        """What happens now, e.g. phase("sampling", "step 3 of 24"). An end (done, stopped, failed) leaves the page as it is, and what
+        is said after that stands below it, where the eye is."""
         self.state.phase, self.state.detail = name, detail
+        if self._is_live and name in ENDS:
+            self._live.stop()
         if not self._is_live and name not in EVERY_STEP:
             self.say(f"{name} {detail}".strip())
 

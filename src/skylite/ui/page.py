@@ -16,7 +16,7 @@ from skylite.ui.curve import curve, shares
 
 LABEL_WIDTH = 11
 MAX_ROWS = 34
-COMPLETION_ROWS = 12
+COMPLETION_ROWS = 9
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 TALL = 30
 """Rows from which on the reward curve gets several lines."""

@@ -22,7 +22,7 @@ from skylite.run.metrics import read_metrics
 from skylite.run.run_dir import RunDir
 from skylite.ui.page import CompletionView, Page, ScreenState
 
-COLUMNS, ROWS = 100, 36
+COLUMNS, ROWS = 100, 31
 
 
 def main(arguments: list[str]) -> None:
