@@ -68,25 +68,44 @@ class LoraConfig(Section):
     modules_to_save: list[str] = []
     """Refused unless empty: vLLM cannot serve fully trained modules."""
 
-    @model_validator(mode="after")
-    def vllm_can_serve(self) -> Self:
-        if self.rank > VLLM_LORA_RANKS[-1]:
-            raise ValueError(f"rank={self.rank} is over {VLLM_LORA_RANKS[-1]}, the largest that vLLM serves; use a smaller rank.")
-        if self.use_dora:
-            raise ValueError("use_dora=true cannot be served: vLLM refuses DoRA adapters; leave it false (use_rslora=true works).")
-        if self.bias != "none":
-            raise ValueError(f'bias="{self.bias}" cannot be served: vLLM refuses adapters with biases; leave it "none".')
-        if self.modules_to_save:
+    # One validator a field and not one for the section: each speaks even when another key of the section is wrong.
+    @field_validator("rank")
+    @classmethod
+    def rank_fits_vllm(cls, rank: int) -> int:
+        if rank > VLLM_LORA_RANKS[-1]:
+            raise ValueError(f"{rank} is over {VLLM_LORA_RANKS[-1]}, the largest rank that vLLM serves; use a smaller one.")
+        return rank
+
+    @field_validator("use_dora")
+    @classmethod
+    def no_dora(cls, use_dora: bool) -> bool:
+        if use_dora:
+            raise ValueError("true cannot be served: vLLM refuses DoRA adapters; leave it false (use_rslora=true works).")
+        return use_dora
+
+    @field_validator("bias")
+    @classmethod
+    def no_bias(cls, bias: str) -> str:
+        if bias != "none":
+            raise ValueError(f'"{bias}" cannot be served: vLLM refuses adapters with biases; leave it "none".')
+        return bias
+
+    @field_validator("modules_to_save")
+    @classmethod
+    def no_modules_to_save(cls, modules: list[str]) -> list[str]:
+        if modules:
+            raise ValueError(f"{modules} cannot be served: only LoRA matrices travel to vLLM; name the modules in target_modules instead.")
+        return modules
+
+    @field_validator("init")
+    @classmethod
+    def init_leaves_the_base(cls, init: str) -> str:
+        if init not in ("default", "gaussian", "orthogonal"):
             raise ValueError(
-                f"modules_to_save={self.modules_to_save} cannot be served: only LoRA matrices travel to vLLM; leave it empty and "
-                "name the modules in target_modules instead."
+                f'"{init}" is refused: PiSSA, OLoRA, CorDA, LoftQ and EVA change or presume changed base weights, which vLLM does not '
+                "have; use default, gaussian or orthogonal."
             )
-        if self.init not in ("default", "gaussian", "orthogonal"):
-            raise ValueError(
-                f'init="{self.init}" is refused: PiSSA, OLoRA, CorDA, LoftQ and EVA change or presume changed base weights, which vLLM '
-                "does not have; use default, gaussian or orthogonal."
-            )
-        return self
+        return init
 
     @property
     def vllm_rank(self) -> int:

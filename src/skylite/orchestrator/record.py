@@ -8,7 +8,7 @@ from typing import Any
 
 from skylite.rollout.engines import SyncReport
 from skylite.types import RolloutGroup
-from skylite.ui.dashboard import CompletionView
+from skylite.ui.page import CompletionView
 
 
 def step_metrics(

@@ -1,0 +1,106 @@
+"""Bad input: exit code 2, one clear sentence, no traceback, nothing written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.project import Project
+
+pytestmark = pytest.mark.e2e
+
+
+def refused(project: Project, *args: str) -> str:
+    """What `skylite ARGS` says on stderr; asserts that it refuses in words."""
+    done = project.run(*args, timeout_s=120)
+    assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
+    assert "Traceback" not in done.stderr + done.stdout
+    return done.stderr
+
+
+def test_unknown_settings_and_bad_values_all_at_once(project: Project) -> None:
+    said = refused(
+        project, *project.train_args("x", 1, "--set", "lora.rnk=3", "--set", "grpo.clip_eps_low=7", "--set", "lora.use_dora=true")
+    )
+    for part in ("did you mean rank?", "clip_eps_low", "DoRA"):
+        assert part in said
+    assert not (project.root / "x").exists()
+
+
+@pytest.mark.parametrize("content", [b"not parquet at all", b"PAR1\x00\x00PAR1", b""])
+def test_a_malformed_parquet_file(project: Project, tmp_path: Path, content: bytes) -> None:
+    for split in ("train", "validation", "test"):
+        (tmp_path / f"{split}.parquet").write_bytes(content)
+    assert "parquet" in refused(
+        project, "train", "--recipe", "gsm8k_cpu", "--data", str(tmp_path), "--model", str(project.model), "--run", "x"
+    )
+    assert not (project.root / "x").exists()
+
+
+def test_a_broken_jsonl_line_is_named(project: Project, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"q": "1+1", "a": "2"}\n{"q": "broken\n')
+    said = refused(project, "prepare", str(bad), "--question", "q", "--answer", "a", "--reward", "math", "--out", str(tmp_path / "out"))
+    assert "bad.jsonl, line 2" in said or "bad.jsonl:2" in said or "line 2" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_broken_recipe(project: Project, tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text("num_steps = = 3")
+    assert "not valid TOML" in refused(project, "train", "--recipe", str(tmp_path / "r.toml"))
+    assert "no recipe 'nosuch'" in refused(project, "train", "--recipe", "nosuch")
+
+
+@pytest.mark.parametrize("damage", ["no config", "broken config", "no weights", "truncated weights", "not causal", "no tokenizer"])
+def test_a_damaged_model_folder(project: Project, tmp_path: Path, damage: str) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in project.model.iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    if damage == "no config":
+        (model / "config.json").unlink()
+    elif damage == "broken config":
+        (model / "config.json").write_text("{")
+    elif damage == "no weights":
+        (model / "model.safetensors").unlink()
+    elif damage == "truncated weights":
+        whole = (model / "model.safetensors").read_bytes()
+        (model / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    elif damage == "not causal":
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForSequenceClassification"]}))
+    else:
+        (model / "tokenizer.json").unlink()
+    said = refused(
+        project, "train", "--recipe", "gsm8k_cpu", "--data", "data", "--set", "data.grades=[]", "--model", str(model), "--run", "x"
+    )
+    assert str(model) in said
+    assert not (project.root / "x").exists()
+
+
+def test_a_damaged_adapter_folder(project: Project, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    assert "not a skylite run" in refused(project, "eval", str(adapter))
+    (adapter / "adapter_config.json").write_text("{}")
+    assert "not a PEFT LoRA configuration" in refused(project, "eval", str(adapter), "--data", "data")
+    assert "not a PEFT LoRA configuration" in refused(project, "serve", str(adapter))
+
+
+def test_eval_needs_something_to_evaluate(project: Project) -> None:
+    assert "Nothing to evaluate" in refused(project, "eval")
+    assert "without an adapter" in refused(project, "eval", "run", "--base")
+
+
+def test_resume_takes_no_other_settings(project: Project) -> None:
+    assert "Only --steps" in refused(project, "train", "--resume", "run", "--lr", "1e-3")
+    assert "not a skylite run" in refused(project, "train", "--resume", "data")
+
+
+def test_a_dry_run_starts_and_writes_nothing(project: Project) -> None:
+    done = project.run(*project.train_args("dry", 3, "--dry-run"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["num_steps"] == 3
+    assert not (project.root / "dry").exists()

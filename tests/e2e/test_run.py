@@ -1,0 +1,143 @@
+"""The whole program on real parts: prepare, train, stop, resume; then each process killed in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.numpy import load_file
+
+from skylite.run.manifest import read_manifest
+from tests.e2e.project import Project, descendants, torn
+
+pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.dist]
+DEADLINE_S = 240.0
+
+
+@contextlib.contextmanager
+def running(project: Project, *args: str) -> Iterator[subprocess.Popen[str]]:
+    """A skylite process that is gone, with all its descendants, after the block, whatever the test found."""
+    process = project.start(*args)
+    below: list[psutil.Process] = []
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            below = descendants(process.pid)
+            process.kill()
+        process.wait()
+        for child in below:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+
+
+def wait_for_step(project: Project, process: subprocess.Popen[str], run: str, step: int) -> None:
+    """Until metrics.jsonl has `step`."""
+    deadline = time.monotonic() + DEADLINE_S
+    while len(project.metrics(run)) < step:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, f"step {step} did not come"
+        time.sleep(0.05)
+
+
+def wait_gone(processes: list[psutil.Process], timeout_s: float = 15.0) -> list[psutil.Process]:
+    """Those that still live after `timeout_s`."""
+    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+    return [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_run_trains_syncs_and_proves_every_step_then_stops_and_resumes(project: Project) -> None:
+    with running(project, *project.train_args("run", 40)) as process:
+        wait_for_step(project, process, "run", 3)
+        children = descendants(process.pid)
+        asked = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+        assert time.monotonic() - asked < 20, "a stop takes seconds"
+    assert process.returncode == 130, output
+    assert wait_gone(children) == []
+    assert "Traceback" not in output
+    assert project.status("run")["phase"] == "stopped"
+    done = int(sorted((project.root / "run" / "checkpoints").iterdir())[-1].name.removeprefix("step-"))
+    assert done >= 3
+    assert f"step-{done:06d}" in output
+    check_metrics(project, "run")
+
+    resumed = project.run("train", "--resume", "run", "--steps", str(done + 2), timeout_s=DEADLINE_S)
+    assert resumed.returncode == 0, resumed.stderr
+    steps = [m["step"] for m in project.metrics("run")]
+    assert steps[-2:] == [done + 1, done + 2]
+    assert project.status("run")["phase"] == "done"
+    assert sorted((project.root / "run" / "evals").glob("after-*.parquet"))
+
+
+def check_metrics(project: Project, run: str) -> None:
+    """Every step has its numbers, and they are sane."""
+    for line in project.metrics(run):
+        for key in ("time/publish_s", "time/load_s", "adapter/bytes", "canary/gap_max", "mismatch/logprob_diff_mean", "reward/mean"):
+            assert math.isfinite(line[key]), key
+        assert line["canary/gap_max"] < 0.002
+        assert line["canary/projection"] == pytest.approx(1.0, abs=0.05)
+        assert line["mismatch/logprob_diff_mean"] < 1e-3
+    adapters = sorted((project.root / run / "adapters").glob("policy-v*"))
+    assert adapters[0].name == "policy-v000000"
+    last = read_manifest(adapters[-1])
+    assert last.parent == last.version - 1
+    weights = load_file(adapters[-1] / "adapter_model.safetensors")
+    assert any(abs(v).max() > 0 for k, v in weights.items() if "lora_B" in k)
+
+
+@pytest.mark.parametrize("victim", ["trainer", "vllm"])
+def test_a_killed_child_ends_the_run_with_its_reason(project: Project, victim: str) -> None:
+    run = f"killed-{victim}"
+    with running(project, *project.train_args(run, 60)) as process:
+        wait_for_step(project, process, run, 1)
+        children = descendants(process.pid)
+        mark = "skylite.training.worker" if victim == "trainer" else "vllm.entrypoints.openai.api_server"
+        target = next(
+            p
+            for p in reversed(children)
+            if mark in p.cmdline() and "torch.distributed.run" not in p.cmdline() and "guard.py" not in " ".join(p.cmdline()[:6])
+        )
+        target.send_signal(signal.SIGKILL)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, output
+    assert "Traceback (most recent call last)" not in output.split("The last lines of its log")[0]
+    assert ("trainer" if victim == "trainer" else "vllm-0") in output
+    assert wait_gone(children) == []
+    assert torn(project.root / run) == []
+    assert project.status(run)["phase"] == "failed"
+
+
+def test_a_killed_parent_leaves_nothing_behind(project: Project) -> None:
+    with running(project, *project.train_args("killed-parent", 60)) as process:
+        wait_for_step(project, process, "killed-parent", 1)
+        children = descendants(process.pid)
+        assert len(children) >= 4
+        process.kill()
+        process.wait()
+        assert wait_gone(children) == []
+    assert torn(project.root / "killed-parent") == []
+    lines = (project.root / "killed-parent" / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) >= 1
+
+
+def test_two_runs_cannot_share_a_sync_folder(project: Project, tmp_path: Path) -> None:
+    shared = f"lora.lora_sync_path={tmp_path / 'sync'}"
+    with running(project, *project.train_args("first", 60, "--set", shared)) as process:
+        deadline = time.monotonic() + 60
+        while not (project.root / "first" / "status.json").exists():
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.05)
+        second = project.run(*project.train_args("second", 1, "--set", shared))
+    assert second.returncode == 2
+    assert "another live run" in second.stderr
+    assert "Traceback" not in second.stderr
