@@ -18,6 +18,7 @@ from skylite.orchestrator.engine_set import open_engines
 from skylite.orchestrator.loop import Session, run_steps, wait_for_update
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.progress import Progress
+from skylite.orchestrator.resume import forget_after
 from skylite.rewards.pool import RewardPool
 from skylite.rollout.canary import DEFAULT_TOLERANCE, canary_sequences
 from skylite.rollout.engines import Engines
@@ -25,6 +26,7 @@ from skylite.rollout.tokenizer import load_tokenizer
 from skylite.run.files import write_json
 from skylite.run.lock import lock_folder
 from skylite.run.manifest import read_manifest
+from skylite.run.metrics import read_metrics
 from skylite.run.run_dir import adapter_name
 from skylite.ui.closing import finished_text, stopped_text
 from skylite.ui.dashboard import Screen
@@ -40,7 +42,11 @@ async def run_session(plan: RunPlan, *, resume: bool) -> bool:
     """Run all steps. Returns whether the run finished: False after a clean stop. Raises RunFailed subclasses."""
     plan.run.stop_path.unlink(missing_ok=True)
     plan.run.trainer_error_path.unlink(missing_ok=True)
-    with lock_folder(plan.run.root), lock_folder(Path(plan.resolved.lora_sync_path)), Screen(plan.config.num_steps) as screen:
+    with (
+        lock_folder(plan.run.root),
+        lock_folder(Path(plan.resolved.lora_sync_path)),
+        Screen(plan.config.num_steps, history=read_metrics(plan.run.metrics_path)) as screen,
+    ):
         stop = _stop_event()
         async with Supervisor() as supervisor:
             progress = Progress(plan.run, plan.config.num_steps, screen, supervisor.pids, step=plan.first_step - 1)
@@ -54,7 +60,7 @@ async def run_session(plan: RunPlan, *, resume: bool) -> bool:
                 progress.phase("failed", error=str(explained))
                 raise explained from None
         progress.phase("done" if finished else "stopped")
-        screen.say(_closing(plan, finished))
+        screen.say(finished_text(plan.run, adapters, screen.state.evaluations) if finished else stopped_text(plan.run, adapters))
     return finished
 
 
@@ -122,7 +128,7 @@ def _explained(plan: RunPlan, error: SkyliteError) -> SkyliteError:
     if isinstance(error, ChildDied) and plan.run.trainer_error_path.exists():
         reason = plan.run.read_json(plan.run.trainer_error_path)
         error = RunFailed(f"The trainer stopped: {reason['what']}", str(reason["hint"]))
-    error.args = (f"{error}\n{_closing(plan, finished=False)}",)
+    error.args = (f"{error}\n{stopped_text(plan.run, Path(plan.resolved.lora_sync_path))}",)
     return error
 
 
@@ -132,8 +138,3 @@ def _stop_event() -> asyncio.Event:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     return stop
-
-
-def _closing(plan: RunPlan, finished: bool) -> str:
-    adapters = Path(plan.resolved.lora_sync_path)
-    return finished_text(plan.run, adapters) if finished else stopped_text(plan.run, adapters)
