@@ -55,7 +55,7 @@ def plan_run(config: TrainConfig, run: RunDir, say: Callable[[str], None]) -> Ru
         note(f"vLLM is started for LoRA rank {config.lora.vllm_rank}, the smallest it allows that holds rank {config.lora.rank}")
     if config.optim.lr < LORA_LITERATURE_FLOOR_LR:
         note(f"warning: optim.lr={config.optim.lr:g} is under {LORA_LITERATURE_FLOOR_LR:g}; LoRA hardly learns at such rates")
-    model = resolve_model(config.model.name)
+    model = resolve_model(config.model.name, say=say)
     note(model.note)
     resolved = Resolved(
         model_path=str(model.path),

@@ -40,27 +40,32 @@ FAILURE_GRACE_S = 6.0
 
 async def run_session(plan: RunPlan, *, resume: bool) -> bool:
     """Run all steps. Returns whether the run finished: False after a clean stop. Raises RunFailed subclasses."""
-    plan.run.stop_path.unlink(missing_ok=True)
-    plan.run.trainer_error_path.unlink(missing_ok=True)
-    with (
-        lock_folder(plan.run.root),
-        lock_folder(Path(plan.resolved.lora_sync_path)),
-        Screen(plan.config.num_steps, history=read_metrics(plan.run.metrics_path)) as screen,
-    ):
-        stop = _stop_event()
-        async with Supervisor() as supervisor:
-            progress = Progress(plan.run, plan.config.num_steps, screen, supervisor.pids, step=plan.first_step - 1)
-            try:
-                finished = await _first_of(_run(plan, supervisor, progress, resume), supervisor, stop)
-                if not finished:
-                    progress.phase("stopping", "the trainer writes its checkpoint")
-                    await _stop_trainer(plan, supervisor)
-            except SkyliteError as error:
-                explained = _explained(plan, error)
-                progress.phase("failed", error=str(explained))
-                raise explained from None
-        progress.phase("done" if finished else "stopped")
-        screen.say(finished_text(plan.run, adapters, screen.state.evaluations) if finished else stopped_text(plan.run, adapters))
+    adapters = Path(plan.resolved.lora_sync_path)
+    with lock_folder(plan.run.root), lock_folder(adapters):
+        plan.run.stop_path.unlink(missing_ok=True)
+        plan.run.trainer_error_path.unlink(missing_ok=True)
+        if resume:
+            forget_after(plan.run, adapters, plan.first_step - 1)
+        with Screen(plan.config.num_steps, history=read_metrics(plan.run.metrics_path)) as screen:
+            return await _supervised(plan, screen, adapters, resume)
+
+
+async def _supervised(plan: RunPlan, screen: Screen, adapters: Path, resume: bool) -> bool:
+    """The run under a supervisor, in folders that are ours, until it is done, stopped or failed."""
+    stop = _stop_event()
+    async with Supervisor() as supervisor:
+        progress = Progress(plan.run, plan.config.num_steps, screen, supervisor.pids, step=plan.first_step - 1)
+        try:
+            finished = await _first_of(_run(plan, supervisor, progress, resume), supervisor, stop)
+            if not finished:
+                progress.phase("stopping", "the trainer writes its checkpoint")
+                await _stop_trainer(plan, supervisor)
+        except SkyliteError as error:
+            explained = _explained(plan, error)
+            progress.phase("failed", error=str(explained))
+            raise explained from None
+    progress.phase("done" if finished else "stopped")
+    screen.say(finished_text(plan.run, adapters, screen.state.evaluations) if finished else stopped_text(plan.run, adapters))
     return finished
 
 
