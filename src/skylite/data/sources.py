@@ -134,7 +134,7 @@ def _csv_rows(path: Path) -> Iterator[Row]:
                     raise DataError(f"{where} does not have {wanted} fields like the first line.", "Correct that line.")
                 yield Row(index=index, where=where, values=dict(values))
         except csv.Error as error:
-            raise DataError(f"{path} line {reader.line_num} is not CSV: {error}.", "Correct that line.") from None
+            raise DataError(f"{path} line {reader.reader.line_num} is not CSV: {error}.", "Correct that line.") from None
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable
 from functools import partial
+from math import isfinite  # not `import math`: the submodule of that name would take its place
 from pathlib import Path
 
 from skylite.errors import ConfigError, DataError, RunFailed
@@ -41,7 +41,7 @@ def score(reward: RewardFn, prompt: Prompt, completion: str) -> float:
             f"The reward function raised {type(error).__name__}: {error} (prompt {prompt.id}, completion {completion[:80]!r}).",
             "A reward must return a number for every completion; correct it.",
         ) from error
-    if isinstance(value, bool | int | float) and math.isfinite(value):
+    if isinstance(value, bool | int | float) and isfinite(value):
         return float(value)
     raise RunFailed(
         f"The reward function returned {value!r} for prompt {prompt.id} (completion {completion[:80]!r}).",

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from skylite.data.dataset_module import load_dataset
+from skylite.errors import DataError
+from skylite.rewards import load_reward
+
+FILES = sorted((Path(__file__).parents[2] / "data_prep").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
+def test_every_data_prep_file_loads_and_makes_prompts(path: Path) -> None:
+    module = load_dataset(str(path))
+    load_reward(module.reward)
+    assert load_dataset(path.stem).name == module.name
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 100
+    if module.stand_in_rows is not None:
+        row = module.stand_in_rows("test", 0, (), None).rows[0]
+        made = module.to_prompt(row, "x/test/0")
+        assert made.id == "x/test/0"
+        assert made.messages[-1]["role"] == "user"
+        assert made.messages[1:-1] == module.examples
+        assert load_reward(module.reward)(made, module.reference(row)) == 1.0
+
+
+def test_there_is_a_gsm8k_file() -> None:
+    assert "gsm8k.py" in [p.name for p in FILES]
+
+
+def test_worked_examples_have_the_form_and_no_annotations() -> None:
+    examples = load_dataset("gsm8k").examples
+    answers = [turn["content"] for turn in examples if turn["role"] == "assistant"]
+    assert len(answers) == 3
+    assert all("\n#### " in a and "<<" not in a for a in answers)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("x = (", "cannot be imported: SyntaxError"),
+        ("NAME = 'x'", "does not define SYSTEM"),
+        ("NAME = SYSTEM = 'x'; REWARD = 3; EXAMPLES = []; load_rows = to_prompt = reference = print", "REWARD in .* is int, not text"),
+        ("NAME = SYSTEM = REWARD = 'x'; EXAMPLES = []; load_rows = to_prompt = 1; reference = print", "load_rows in .* not a function"),
+        ("NAME = SYSTEM = REWARD = 'x'; EXAMPLES = [1, 2]; load_rows = to_prompt = reference = print", r"EXAMPLES\[0\]"),
+    ],
+)
+def test_a_broken_file_is_refused_with_the_reason(tmp_path: Path, text: str, reason: str) -> None:
+    (tmp_path / "mine.py").write_text(text, encoding="utf-8")
+    with pytest.raises(DataError, match=reason):
+        load_dataset(str(tmp_path / "mine.py"))
+
+
+def test_unknown_names_list_the_known_ones() -> None:
+    with pytest.raises(DataError, match=r"no data set 'gsm9k'.*gsm8k"):
+        load_dataset("gsm9k")
+    with pytest.raises(DataError, match=r"nowhere\.py does not exist"):
+        load_dataset("nowhere.py")
+
+
+def test_a_file_in_the_working_folder_is_found_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data_prep").mkdir()
+    (tmp_path / "data_prep" / "gsm8k.py").write_text(FILES[0].read_text(encoding="utf-8").replace('NAME = "gsm8k"', 'NAME = "mine"'))
+    monkeypatch.chdir(tmp_path)
+    assert load_dataset("gsm8k").name == "mine"

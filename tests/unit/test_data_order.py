@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import pytest
+
+from skylite.data.order import prompts_for_step
+from skylite.errors import DataError
+from tests.unit.data_cases import prompt
+
+PROMPTS = [prompt(id=str(i)) for i in range(12)]
+
+
+def ids(step: int, per_step: int, seed: int = 0, count: int = 12) -> list[str]:
+    return [p.id for p in prompts_for_step(PROMPTS[:count], step, per_step, seed)]
+
+
+def test_an_epoch_is_a_permutation_and_epochs_differ() -> None:
+    epochs = [[i for step in range(1 + 3 * e, 4 + 3 * e) for i in ids(step, 4)] for e in range(3)]
+    for epoch in epochs:
+        assert sorted(epoch) == sorted(p.id for p in PROMPTS)
+    assert len({tuple(e) for e in epochs}) == 3
+
+
+def test_a_step_depends_on_seed_and_step_alone() -> None:
+    assert ids(5, 4) == ids(5, 4)
+    assert ids(5, 4) != ids(6, 4)
+    assert ids(5, 4, seed=0) != ids(5, 4, seed=1)
+
+
+def test_no_step_holds_a_prompt_twice_when_the_rest_is_short() -> None:
+    for step in range(1, 30):
+        assert len(set(ids(step, 5))) == 5
+    assert len({i for step in range(1, 30) for i in ids(step, 5)}) == 12
+
+
+def test_fewer_prompts_than_a_step_takes() -> None:
+    with pytest.raises(DataError, match="takes 4 distinct prompts, but the data set has 3"):
+        ids(1, 4, count=3)

@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from skylite.commands.prepare import prepare
+from skylite.data.procedural import draft_task
+from skylite.data.prompt_file import PromptFileInfo, read_prompts
+from skylite.errors import ConfigError, DataError, SkyliteError
+from skylite.types import Prompt
+from tests.unit.data_cases import RELEASED, gsm8k_folder
+
+SPLITS = ("train", "validation", "test")
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The hub client's own switch (read at import) and an empty cache: no test asks a network."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+
+
+def read(folder: Path) -> dict[str, tuple[list[Prompt], PromptFileInfo]]:
+    assert sorted(p.name for p in folder.iterdir()) == sorted(f"{s}.parquet" for s in SPLITS)
+    return {split: read_prompts(folder / f"{split}.parquet") for split in SPLITS}
+
+
+def own_file(path: Path, rows: list[dict[str, str]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def sums(count: int) -> list[dict[str, str]]:
+    return [{"q": f"What is {i} + 1?", "a": str(i + 1)} for i in range(count)]
+
+
+def test_gsm8k_from_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = prepare("gsm8k", source=gsm8k_folder(tmp_path / "raw"))
+    assert folder == Path("data/gsm8k")
+    splits = read(folder)
+    assert [len(splits[s][0]) for s in SPLITS] == [54, 6, 10]
+    everything = [p for s in SPLITS for p in splits[s][0]]
+    assert len({p.id for p in everything}) == 70
+    assert all(p.source == "gsm8k" and "####" not in p.answer for p in everything)
+    assert sum(p.grade >= 1 for p in everything) > 60  # a few released answers have no annotations
+    info = splits["validation"][1]
+    assert (info.source_kind, info.reward, info.count, info.split) == ("folder", "gsm8k", 6, "validation")
+    assert info.notes in capsys.readouterr().out
+    assert info.made_by == f"skylite prepare gsm8k --source {tmp_path / 'raw'} --seed 0"
+
+
+def test_validation_is_the_same_whatever_the_seed(tmp_path: Path) -> None:
+    raw = gsm8k_folder(tmp_path / "raw")
+    one = read(prepare("gsm8k", source=raw, seed=1, limit=20, out=tmp_path / "one"))
+    two = read(prepare("gsm8k", source=raw, seed=2, limit=20, out=tmp_path / "two"))
+    assert one["validation"][0] == two["validation"][0]
+    assert one["train"][0] != two["train"][0]
+    assert len(one["train"][0]) == one["train"][1].limit == 20
+    assert not {p.id for p in one["train"][0]} & {p.id for p in one["validation"][0]}
+
+
+@pytest.mark.skipif(not RELEASED.is_dir(), reason="the released GSM8K files are not beside this checkout")
+def test_all_of_gsm8k(tmp_path: Path) -> None:
+    splits = read(prepare("gsm8k", source=RELEASED))
+    assert [len(splits[s][0]) for s in SPLITS] == [6961, 512, 1319]
+
+
+def test_first_source_falls_back_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = gsm8k_folder(tmp_path / "raw")
+    info = read(prepare("gsm8k", first_source=True, source=raw))["train"][1]
+    assert info.source_kind == "folder"
+    assert "not from the hub" in info.notes
+    info = read(prepare("gsm8k", first_source=True, source=tmp_path / "nowhere", limit=8))["train"][1]
+    assert (info.source_kind, info.dataset) == ("stand-in", "gsm8k-stand-in")
+    assert "not from the hub" in info.notes
+    assert "nowhere is not one" in info.notes
+    assert "generated stand-in, the only one left" in capsys.readouterr().out
+
+
+def test_stand_in_has_its_own_name_and_no_overlap() -> None:
+    folder = prepare("gsm8k", stand_in=True, grades=[1, 2], limit=40)
+    assert folder == Path("data/gsm8k-stand-in")
+    splits = read(folder)
+    assert [len(splits[s][0]) for s in SPLITS] == [40, 512, 1024]
+    questions = [p.messages[-1]["content"] for s in SPLITS for p in splits[s][0]]
+    assert len(set(questions)) == len(questions)
+    assert {p.grade for p in splits["train"][0]} == {1, 2}
+    assert {p.source for p in splits["train"][0]} == {"gsm8k-stand-in"}
+
+
+def test_without_a_hub_the_two_ways_are_told() -> None:
+    with pytest.raises(DataError, match="Give --source FOLDER with the released files, or --stand-in"):
+        prepare("gsm8k")
+    assert not Path("data").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (
+            '{"question": "1 + 1?", "answer": "two\\n#### two"}',
+            r"line 2: its reference answer scores 0 instead of 1.0 under the reward gsm8k",
+        ),
+        ('{"question": "1 + 1?", "answer": "2"}', r"line 2: the answer has no '####'"),
+        ('{"question": "1 + 1?"}', r"line 2 has no column 'answer'; it has 'question'"),
+        ('{"question": "", "answer": "#### 2"}', r"line 2 has an empty 'question'"),
+        ("{oops", r"line 2 is not JSON"),
+    ],
+)
+def test_a_bad_row_is_named_and_nothing_is_written(tmp_path: Path, line: str, reason: str) -> None:
+    raw = gsm8k_folder(tmp_path / "raw")
+    first, _, *rest = (raw / "test.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    (raw / "test.jsonl").write_text("".join([first, line + "\n", *rest]), encoding="utf-8")
+    with pytest.raises(DataError, match=reason) as error:
+        prepare("gsm8k", source=raw, out=tmp_path / "out")
+    assert str(raw / "test.jsonl") in str(error.value)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["raw"]
+
+
+def test_own_file_is_split_by_question(tmp_path: Path) -> None:
+    path = own_file(tmp_path / "mine.jsonl", [*sums(100), *sums(100)])
+    splits = read(prepare(str(path), question="q", answer="a", reward="gsm8k"))
+    assert [len(splits[s][0]) for s in SPLITS] == [180, 10, 10]
+    questions = [{p.messages[-1]["content"] for p in splits[s][0]} for s in SPLITS]
+    assert len(set.union(*questions)) == 100 == sum(map(len, questions))
+    again = read(prepare(str(path), question="q", answer="a", reward="gsm8k", seed=1, out=tmp_path / "again"))
+    assert again["test"][0] != splits["test"][0]
+
+
+def test_own_csv_with_math_reward(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text("q,a\n" + "".join(f"half of {i}?,\\frac{{{i}}}{{2}}\n" for i in range(1, 21)), encoding="utf-8")
+    train, info = read(prepare(str(path), question="q", answer="a", reward="math"))["train"]
+    assert "\\boxed" in train[0].messages[0]["content"]
+    assert info.reward == "math"
+
+
+def test_own_file_with_a_plug_in_reward(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def reward(prompt, completion):\n    return float(completion == prompt.answer)\n", encoding="utf-8")
+    path = own_file(tmp_path / "mine.jsonl", sums(10))
+    info = read(prepare(str(path), question="q", answer="a", reward="mine.py:reward"))["train"][1]
+    assert info.reward == f"{tmp_path / 'mine.py'}:reward"
+
+
+@pytest.mark.parametrize(
+    ("change", "reward", "reason"),
+    [
+        ({"a": "many"}, "gsm8k", "mine.jsonl line 4: its reference answer scores 0 instead of 1.0"),
+        ({"a": "many of them"}, "math", "mine.jsonl line 4: The answer 'many of them' is not a number or a formula"),
+        ({"a": ""}, "math", "mine.jsonl line 4 has an empty 'a'"),
+    ],
+)
+def test_own_bad_row_is_named(tmp_path: Path, change: dict[str, str], reward: str, reason: str) -> None:
+    rows = sums(10)
+    rows[3] |= change
+    with pytest.raises(DataError, match=reason):
+        prepare(str(own_file(tmp_path / "mine.jsonl", rows)), question="q", answer="a", reward=reward)
+    assert not Path("data").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"target": "mine.jsonl"}, "needs --question and --answer and --reward"),
+        ({"target": "mine.jsonl", "question": "x", "answer": "a", "reward": "math"}, "no column 'x'; it has 'q', 'a'"),
+        ({"target": "mine.jsonl", "question": "q", "answer": "a", "reward": "maths"}, "no reward 'maths'"),
+        ({"target": "mine.jsonl", "question": "q", "answer": "a", "reward": "reasoning-gym"}, "own entries only"),
+        ({"target": "mine.jsonl", "stand_in": True}, "--stand-in mean nothing"),
+        ({"target": "none.jsonl", "question": "q", "answer": "a", "reward": "math"}, "none.jsonl does not exist"),
+        ({"target": "gsm8k", "reward": "math"}, "--reward mean nothing"),
+        ({"target": "gsm8k", "stand_in": True, "first_source": True}, "cannot go with"),
+        ({"target": "gsm8k", "stand_in": True, "grades": [7]}, "no grade"),
+        ({"target": "gsm8k", "source": Path("nowhere")}, "nowhere is not a folder"),
+        ({"target": "gsm8k", "stand_in": True, "out": Path("mine.jsonl")}, "is a file, not a folder"),
+        ({"target": "gsm8k", "stand_in": True, "out": Path(".")}, "holds other files"),
+        ({"target": "reasoning-gym:nothing"}, "no task 'nothing'"),
+        ({"target": "nothing"}, "no data set 'nothing'"),
+    ],
+)
+def test_what_cannot_be_done_is_one_sentence(tmp_path: Path, arguments: dict[str, object], reason: str) -> None:
+    own_file(tmp_path / "mine.jsonl", sums(10))
+    with pytest.raises(SkyliteError, match=reason) as error:
+        prepare(**arguments)  # type: ignore[arg-type]
+    assert error.value.exit_code == 2
+    assert "\n" not in str(error.value)
+    assert [p.name for p in tmp_path.iterdir()] == ["mine.jsonl"]
+
+
+def test_prepared_files_are_replaced_as_a_whole(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    prepare("gsm8k", source=gsm8k_folder(tmp_path / "raw"), out=out)
+    prepare("gsm8k", stand_in=True, grades=[1], limit=16, out=out)
+    assert {info.dataset for _, info in read(out).values()} == {"gsm8k-stand-in"}
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    (tmp_path / "raw" / "test.jsonl").write_text("{oops", encoding="utf-8")
+    with pytest.raises(DataError):
+        prepare("gsm8k", source=tmp_path / "raw", out=out)
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "raw"]
+
+
+def test_same_arguments_same_bytes(tmp_path: Path) -> None:
+    folders = [prepare("gsm8k", stand_in=True, limit=16, seed=4, out=tmp_path / name) for name in ("one", "two")]
+    assert read(folders[0]) == read(folders[1])
+
+
+@pytest.mark.parametrize("task", ["chain_sum", "graph_color", "arc_agi"])
+def test_reasoning_gym_task(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("reasoning_gym")
+    monkeypatch.setattr("skylite.data.procedural.ROWS", {"test": 4, "validation": 2, "train": 8})
+    splits = read(prepare(f"reasoning-gym:{task}", limit=6))
+    assert [len(splits[s][0]) for s in SPLITS] == [6, 2, 4]
+    assert splits["train"][1].reward == "reasoning-gym"
+    assert "<answer>" in splits["train"][0][0].messages[0]["content"]
+
+
+@pytest.mark.parametrize("task", ["rush_hour", "composite"])
+def test_a_task_that_cannot_be_checked_is_refused(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("reasoning_gym")
+    monkeypatch.setattr("skylite.data.procedural.ROWS", {"test": 1, "validation": 1, "train": 1})
+    with pytest.raises((ConfigError, DataError), match=f"reasoning-gym task {task}"):
+        draft_task(task, limit=None, seed=0, track=lambda items, _: items)

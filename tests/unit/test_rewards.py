@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from skylite.errors import ConfigError, DataError, RunFailed
+from skylite.rewards import load_reward, reference_completion, resolve_spec, score
+from skylite.rewards.gsm8k import final_number
+from skylite.rewards.math import parse_truth
+from skylite.rewards.reasoning_gym import from_json, to_json
+from tests.unit.data_cases import RELEASED, prompt
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("3 + 4 = 7\n#### 7", 7),
+        ("#### 1,080", 1080),
+        ("#### $1,234.50", Fraction(2469, 2)),
+        ("####-$5", -5),
+        ("#### $-5", -5),
+        ("#### 72%", 72),
+        ("#### 72 apples.", 72),
+        ("#### .5", Fraction(1, 2)),
+        ("#### 7.\nuser: 8", 7),
+        ("#### 1\n#### 2", 2),
+        ("7", None),
+        ("The answer is 7.", None),
+        ("####", None),
+        ("#### seven", None),
+        ("####\n7", None),
+        ("#### 14 / 2", None),
+        ("#### 3 + 4 = 7", None),
+        ("#### 1,08", None),
+        ("#### 7 8", None),
+        ("#### " + "9" * 5000, None),
+        ("", None),
+    ],
+)
+def test_number_after_the_last_mark(text: str, number: int | Fraction | None) -> None:
+    assert final_number(text) == number
+
+
+def test_gsm8k_compares_numbers_not_text() -> None:
+    reward = load_reward("gsm8k")
+    assert reward(prompt(answer="1080"), "so\n#### 1,080.00") == 1.0
+    assert reward(prompt(answer="1080"), "so\n#### 1,081") == 0.0
+    assert reward(prompt(answer="1080"), "1080") == 0.0
+    assert reward(prompt(answer="unknown"), "nothing here") == 0.0
+
+
+def test_format_ignores_whether_the_number_is_right() -> None:
+    reward = load_reward("format")
+    assert [reward(prompt(), text) for text in ("#### 8", "8", "#### many")] == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.skipif(not RELEASED.is_dir(), reason="the released GSM8K files are not beside this checkout")
+def test_every_released_gsm8k_answer_is_a_number() -> None:
+    for name in ("train", "test"):
+        for line in (RELEASED / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
+            assert final_number(json.loads(line)["answer"]) is not None
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion", "value"),
+    [
+        ("1/2", "so \\boxed{\\frac{1}{2}}", 1.0),
+        ("\\frac{1}{2}", "The answer is 0.5", 1.0),
+        ("x^2+1", "\\boxed{1+x^2}", 1.0),
+        ("x^2+1", "\\boxed{x^2-1}", 0.0),
+        ("7", "1, 2, 3 and so \\boxed{7}", 1.0),
+        ("7", "I do not know", 0.0),
+        ("7", "\\boxed{\\frac{}{", 0.0),
+        ("7", "", 0.0),
+    ],
+)
+def test_math_compares_formulas(answer: str, completion: str, value: float) -> None:
+    assert load_reward("math")(prompt(answer=answer), completion) == value
+
+
+@pytest.mark.parametrize("answer", ["no solution exists", "", "unknown"])
+def test_math_refuses_prose_as_ground_truth(answer: str) -> None:
+    with pytest.raises(DataError, match="not a number or a formula"):
+        parse_truth(answer)
+
+
+def test_entries_survive_json() -> None:
+    entry = {"a": (1, (2, [3.5, None])), "b": {1: "x", 2: {"y": (True,)}}, "c": [], "d": {}}
+    back = from_json(json.loads(json.dumps(to_json(entry))))
+    assert back == entry
+    assert isinstance(back["a"], tuple)
+    assert list(back["b"]) == [1, 2]
+
+
+def test_reasoning_gym_scores_the_last_answer_and_bad_ones_zero() -> None:
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    entry = reasoning_gym.create_dataset("prime_factorization", seed=1, size=1)[0]
+    asked = prompt(answer=entry["answer"], extra={"task": "prime_factorization", "entry": to_json(entry)})
+    reward = load_reward("reasoning-gym")
+    assert reward(asked, f"<answer>1</answer> no, <answer> {entry['answer']} </answer>") == 1.0
+    assert reward(asked, entry["answer"]) == 0.0
+    assert reward(asked, "<answer>(((</answer>") == 0.0  # this task's scorer raises on it
+
+
+def test_reasoning_gym_does_not_hide_a_broken_entry() -> None:
+    pytest.importorskip("reasoning_gym")
+    asked = prompt(extra={"task": "prime_factorization", "entry": {}})
+    with pytest.raises(KeyError):
+        load_reward("reasoning-gym")(asked, "<answer>7</answer>")
+
+
+def plug_in(folder: Path, text: str) -> str:
+    (folder / "mine.py").write_text(text, encoding="utf-8")
+    return f"{folder / 'mine.py'}:reward"
+
+
+def test_plug_in_is_called_with_prompt_and_completion(tmp_path: Path) -> None:
+    spec = plug_in(tmp_path, "def reward(prompt, completion):\n    return 0.5 * (prompt.answer in completion)\n")
+    assert score(load_reward(spec, prompt()), prompt(), "7!") == 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("def reward(prompt, completion:", "cannot be imported: SyntaxError"),
+        ("import nowhere_to_be_found", "cannot be imported: ModuleNotFoundError"),
+        ("def other(prompt, completion): return 1.0", "has no function 'reward'"),
+        ("reward = 3", "has no function 'reward'"),
+        ("def reward(prompt): return 1.0", "cannot be called with"),
+        ("def reward(prompt, completion): return None", "returned None for prompt t/train/0"),
+        ("def reward(prompt, completion): return float('nan')", "returned nan for prompt t/train/0"),
+        ("def reward(prompt, completion): raise KeyError('x')", "raised KeyError: 'x' .prompt t/train/0"),
+    ],
+)
+def test_broken_plug_in_is_refused_at_load(tmp_path: Path, text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load_reward(plug_in(tmp_path, text), prompt())
+
+
+@pytest.mark.parametrize("spec", ["gsm9k", "nowhere.py:reward", "mine.txt:reward", "mine.py:", ""])
+def test_unknown_spec_is_refused(spec: str) -> None:
+    with pytest.raises(ConfigError):
+        load_reward(spec)
+
+
+def test_an_exception_is_never_a_zero() -> None:
+    def reward(prompt: object, completion: str) -> float:
+        raise ValueError("odd")
+
+    with pytest.raises(RunFailed, match=r"ValueError: odd .prompt t/train/0"):
+        score(reward, prompt(), "text")
+
+
+@pytest.mark.parametrize(("spec", "answer"), [("gsm8k", "1,080"), ("gsm8k", "so 7\n#### 7"), ("math", "x+1"), ("format", "3")])
+def test_reference_completion_scores_one(spec: str, answer: str) -> None:
+    asked = prompt(answer=answer.rpartition("####")[2].strip())
+    assert load_reward(spec)(asked, reference_completion(spec, answer)) == 1.0
+
+
+def test_resolved_spec_does_not_depend_on_the_folder() -> None:
+    assert resolve_spec("gsm8k") == "gsm8k"
+    assert resolve_spec("sub/mine.py:reward") == f"{Path.cwd()}/sub/mine.py:reward"

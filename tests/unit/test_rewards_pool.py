@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from skylite.errors import ChildDied, ConfigError, RunFailed
+from skylite.rewards.pool import RewardPool
+from tests.unit.data_cases import prompt
+
+PLUG_IN = """
+import os, time
+def reward(prompt, completion):
+    if completion == "raise": raise LookupError("odd one")
+    if completion == "die": os._exit(3)
+    if completion == "hang": time.sleep(600)
+    return float(os.getpid()) if completion == "pid" else float(completion)
+"""
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> str:
+    (tmp_path / "mine.py").write_text(PLUG_IN, encoding="utf-8")
+    return f"{tmp_path / 'mine.py'}:reward"
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_dead(pid: int) -> None:
+    deadline = time.monotonic() + 20
+    while alive(pid):
+        assert time.monotonic() < deadline, f"process {pid} is still there"
+        time.sleep(0.05)
+
+
+def test_scores_in_order_and_names_the_prompt_of_an_exception(spec: str) -> None:
+    pool = RewardPool(spec, 2)
+    try:
+        items = [(prompt(id=f"t/{i}"), str(i)) for i in range(40)]
+        assert asyncio.run(pool.score(items)) == [float(i) for i in range(40)]
+        with pytest.raises(RunFailed, match=r"LookupError: odd one .prompt t/bad"):
+            asyncio.run(pool.score([(prompt(id="t/good"), "1"), (prompt(id="t/bad"), "raise")]))
+        assert asyncio.run(pool.score(items[:2])) == [0.0, 1.0]
+    finally:
+        pool.close()
+
+
+def test_a_worker_that_ends_is_an_error_not_a_score(spec: str) -> None:
+    pool = RewardPool(spec, 1)
+    try:
+        with pytest.raises(ChildDied, match="reward worker ended"):
+            asyncio.run(pool.score([(prompt(), "die")]))
+    finally:
+        pool.close()
+
+
+def test_close_ends_a_hanging_worker(spec: str) -> None:
+    pool = RewardPool(spec, 1)
+    pid = int(asyncio.run(pool.score([(prompt(), "pid")]))[0])
+
+    async def hang() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(pool.score([(prompt(), "hang")]), timeout=0.5)
+
+    asyncio.run(hang())
+    os.kill(pid, signal.SIGINT)  # Ctrl-C reaches the whole process group; a worker leaves it to the parent
+    assert alive(pid)
+    started = time.monotonic()
+    pool.close()
+    assert time.monotonic() - started < 5
+    assert not alive(pid)
+
+
+def test_unknown_reward_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="There is no reward 'nothing'"):
+        RewardPool("nothing", 1)
+
+
+PARENT = """
+import asyncio, sys, time
+from skylite.rewards.pool import RewardPool
+from skylite.types import Prompt
+if __name__ == "__main__":
+    pool = RewardPool(sys.argv[1], 1)
+    asked = Prompt(id="t", messages=[], answer="", source="")
+    print(int(asyncio.run(pool.score([(asked, "pid")]))[0]), flush=True)
+    time.sleep(600)
+"""
+
+
+def test_workers_die_with_a_killed_parent(spec: str, tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT, encoding="utf-8")
+    with subprocess.Popen([sys.executable, str(script), spec], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert alive(pid)
+        parent.kill()
+        parent.wait()
+    wait_until_dead(pid)
