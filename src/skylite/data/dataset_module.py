@@ -12,15 +12,14 @@ stand_in_rows optional, (split, seed, grades, limit) -> Table: generated rows in
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import skylite
 from skylite.data.sources import Row, Table
 from skylite.errors import DataError
+from skylite.plugin_file import import_file
 from skylite.types import Message, Prompt
 
 StandInRows = Callable[[str, int, Sequence[int], int | None], Table]
@@ -85,19 +84,6 @@ def load_dataset(target: str) -> DatasetModule:
         path=path, name=module.NAME, system=module.SYSTEM, examples=module.EXAMPLES, reward=module.REWARD, load_rows=module.load_rows,
         to_prompt=module.to_prompt, reference=module.reference, stand_in_rows=stand_in,
     )  # fmt: skip
-
-
-def import_file(path: Path, what: str) -> ModuleType:
-    """Run a Python file as a module of its own. Raises DataError with the file's own error."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise DataError(f"The {what} {path} is not a Python file.")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise DataError(f"The {what} {path} cannot be imported: {type(error).__name__}: {error}.", "Correct that file.") from error
-    return module
 
 
 def _check_examples(path: Path, examples: object) -> None:

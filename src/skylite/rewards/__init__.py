@@ -9,6 +9,7 @@ from math import isfinite  # not `import math`: the submodule of that name would
 from pathlib import Path
 
 from skylite.errors import ConfigError, DataError, RunFailed
+from skylite.plugin_file import import_file
 from skylite.types import Prompt
 
 RewardFn = Callable[[Prompt, str], float]
@@ -81,8 +82,6 @@ def _built_in(spec: str) -> RewardFn:
 
 
 def _plug_in(spec: str) -> RewardFn:
-    from skylite.data.dataset_module import import_file
-
     file, colon, name = spec.rpartition(":")
     if not colon or not file.endswith(".py") or not name:
         raise ConfigError(f"There is no reward {spec!r}.", f"Use one of {', '.join(BUILT_IN)}, or FILE.py:function.")
