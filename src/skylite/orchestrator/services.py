@@ -133,6 +133,9 @@ def _explained(plan: RunPlan, error: SkyliteError) -> SkyliteError:
     if isinstance(error, ChildDied) and plan.run.trainer_error_path.exists():
         reason = plan.run.read_json(plan.run.trainer_error_path)
         error = RunFailed(f"The trainer stopped: {reason['what']}", str(reason["hint"]))
+    elif isinstance(error, ChildDied) and error.what.startswith(TRAINER) and "Traceback" not in error.log_tail:
+        killed = "A rank ended without an error of its own: it was killed, by hand or by the kernel for lack of memory."
+        error = ChildDied(f"{error.what} {killed}", error.hint, error.log_tail)
     error.args = (f"{error}\n{stopped_text(plan.run, Path(plan.resolved.lora_sync_path))}",)
     return error
 
