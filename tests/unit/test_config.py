@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from skylite.config import VLLM_LORA_RANKS, TrainConfig, load_config, parse_value
+from skylite.config import VLLM_LORA_RANKS, TrainConfig
+from skylite.config_files import load_config, parse_value
 from skylite.errors import ConfigError
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))

@@ -11,7 +11,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "skylite"
 HEAVY = {"torch", "transformers", "vllm", "peft", "reasoning_gym", "math_verify"}
-LEAVES = {"config", "types", "errors", "run", "plugin_file"}
+LEAVES = {"config", "types", "errors", "run", "plugin_file", "config_files"}
 MAY_IMPORT = {
     "cli": {"commands", "errors"},
     "commands": {"orchestrator", "rollout", "evaluation", "launch", "data", "rewards", "models"} | LEAVES,
@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "vllm_plugin": set(),
     "run": LEAVES,
     "config": {"errors"},
+    "config_files": {"config", "errors"},
     "types": set(),
     "plugin_file": {"errors"},
     "errors": set(),

@@ -6,7 +6,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from skylite.config import RunConfig, read_run_config
+from skylite.config import RunConfig
+from skylite.config_files import read_run_config
 from skylite.errors import ConfigError, ModelError
 from skylite.run.run_dir import AdapterVersion, RunDir, published_versions
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from skylite.commands.adapter_folder import Served, find_adapter
 from skylite.commands.single_engine import single_engine
-from skylite.config import TrainConfig, load_config
+from skylite.config import TrainConfig
+from skylite.config_files import load_config
 from skylite.data.prompt_file import PromptFileInfo, read_prompts
 from skylite.errors import ConfigError
 from skylite.evaluation.evaluate import EvalResult, write_results

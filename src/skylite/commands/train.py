@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from skylite.commands.defaults import default_recipe, find_recipe, prepare_default_data
-from skylite.config import TrainConfig, load_config
+from skylite.config import TrainConfig
+from skylite.config_files import load_config
 from skylite.errors import ConfigError
 from skylite.run.run_dir import RunDir
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import skylite
-from skylite.config import LORA_LITERATURE_FLOOR_LR, Resolved, RunConfig, TrainConfig, read_run_config
+from skylite.config import LORA_LITERATURE_FLOOR_LR, Resolved, RunConfig, TrainConfig
+from skylite.config_files import read_run_config
 from skylite.data.prompt_file import PromptFileInfo, read_prompts
 from skylite.errors import ConfigError
 from skylite.launch.machine import choose_device, choose_dtype

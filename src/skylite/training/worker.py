@@ -12,7 +12,7 @@ import signal
 import sys
 from pathlib import Path
 
-from skylite.config import read_run_config
+from skylite.config_files import read_run_config
 from skylite.errors import SkyliteError
 from skylite.run.files import write_json
 from skylite.run.run_dir import RunDir

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow.parquet as pq
 from rich.console import Console
 
-from skylite.config import read_run_config
+from skylite.config_files import read_run_config
 from skylite.errors import DataError
 from skylite.evaluation.interval import accuracy_of
 from skylite.run.metrics import read_metrics
