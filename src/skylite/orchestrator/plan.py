@@ -48,7 +48,7 @@ def plan_run(config: TrainConfig, run: RunDir, say: Callable[[str], None]) -> Ru
     held_out = read_split(config, config.eval.split)[0][: config.eval.limit] if config.eval.limit else []
     note(data_note(config, info, len(train)))
     reward = config.reward.function or info.reward
-    load_reward(reward)
+    load_reward(reward, train[0])
     device = choose_device()
     dtype, dtype_note = choose_dtype(config.model.dtype, device)
     note(dtype_note)
