@@ -1,0 +1,97 @@
+"""The prefix tree: what is shared, what sees what, and how a batch is cut."""
+
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from skylite.config import GrpoConfig
+from skylite.grpo.batch import plan_micro_batches, score_groups
+from skylite.grpo.tree import build_tree, tree_attention, tree_layout
+from tests.reference import random_samples
+
+
+def test_shared_tokens_become_one_node():
+    tree = build_tree([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 4]], families=[0, 0, 1])
+    # 1 2 | 3 4 5 | 6 4: the shared prefix, the block of family 0 (3 is shared), the block of family 1
+    assert tree.block_sizes == [2, 3, 2]
+    assert tree.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 4]
+    assert tree.depths.tolist() == [0, 1, 2, 3, 3, 2, 3]
+    assert [p.tolist() for p in tree.paths] == [[0, 1, 2, 3], [0, 1, 2, 4], [0, 1, 5, 6]]
+
+
+def test_a_node_sees_itself_and_its_ancestors_only():
+    rng = random.Random(0)
+    sequences = [[rng.randrange(3) for _ in range(rng.randrange(1, 9))] for _ in range(20)]
+    tree = build_tree(sequences, families=[i % 4 for i in range(20)])
+    bounds = np.cumsum([0, *tree.block_sizes])
+    prefix = tree.block_sizes[0]
+    sees = np.zeros((len(tree.token_ids),) * 2, dtype=bool)
+    sees[:prefix, :prefix] = np.tri(prefix)
+    for start, end, mask in zip(bounds[1:], bounds[2:], tree.block_masks, strict=False):
+        sees[start:end, :prefix], sees[start:end, start:end] = mask[:, :prefix], mask[:, prefix:]
+    for sequence, path in zip(sequences, tree.paths, strict=True):
+        assert tree.token_ids[path].tolist() == sequence
+        for position, node in enumerate(path):
+            assert np.flatnonzero(sees[node]).tolist() == sorted(path[: position + 1].tolist())
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (None, 2.0), (3, 2.0)])
+def test_attention_over_blocks_equals_attention_over_each_path(window, softcap):
+    torch.manual_seed(0)
+    tree = build_tree([[1, 2, 3, 4, 9], [1, 2, 3, 5], [1, 2, 6, 4, 4, 4]], families=[0, 0, 1])
+    num_nodes = len(tree.token_ids)
+    query, key, value = torch.randn(1, 4, num_nodes, 8), torch.randn(1, 2, num_nodes, 8), torch.randn(1, 2, num_nodes, 8)
+    layout = tree_layout(tree, torch.device("cpu"))
+    out = tree_attention(query, key, value, layout, scaling=0.3, window=window, softcap=softcap)
+    for path in map(torch.from_numpy, tree.paths):
+        for head in range(4):
+            scores = query[0, head, path] @ key[0, head // 2, path].T * 0.3
+            scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+            distance = torch.arange(len(path))[:, None] - torch.arange(len(path))
+            hidden = (distance < 0) | (distance >= (window or 99))
+            expected = scores.masked_fill(hidden, float("-inf")).softmax(1) @ value[0, head // 2, path]
+            assert torch.allclose(out[0, path, head], expected, atol=1e-5)
+
+
+def test_a_large_step_is_laid_out_in_a_moment():
+    rng = random.Random(0)
+    shared = [rng.randrange(1000) for _ in range(200)]
+    prompts = [shared + [rng.randrange(1000) for _ in range(60)] for _ in range(64)]
+    sequences = [p + [rng.randrange(1000) for _ in range(50)] for p in prompts for _ in range(8)]
+    started = time.process_time()
+    tree = build_tree(sequences, families=[i // 8 for i in range(512)])
+    assert len(tree.token_ids) <= 200 + 64 * 60 + 512 * 50
+    assert time.process_time() - started < 0.5
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 3])
+@pytest.mark.parametrize("budget", [16, 40, 90, 4096])
+def test_every_sample_is_trained_once_and_ranks_run_the_same_number(dp_size, budget):
+    samples = [s for g in score_groups(random_samples(0, num_groups=5), GrpoConfig()) for s in g]
+    plan = plan_micro_batches(samples, budget, dp_size)
+    assert len({len(rank) for rank in plan}) == 1
+    planned = [id(s) for rank in plan for micro in rank for s in micro]
+    assert sorted(planned) == sorted(map(id, samples))
+    assert plan == plan_micro_batches(samples, budget, dp_size)
+    for micro in (m for rank in plan for m in rank if len(m) > 1):
+        sequences = [m.sample.prompt_token_ids + m.sample.completion_token_ids for m in micro]
+        assert len(build_tree(sequences, [m.sample.group for m in micro]).token_ids) <= budget
+
+
+def test_ranks_get_similar_work_and_the_largest_comes_first():
+    samples = [s for g in score_groups(random_samples(1, num_groups=8), GrpoConfig()) for s in g]
+    plan = plan_micro_batches(samples, 80, 2)
+
+    def size(micro):
+        return len(
+            build_tree(
+                [m.sample.prompt_token_ids + m.sample.completion_token_ids for m in micro], [m.sample.group for m in micro]
+            ).token_ids
+        )
+
+    sizes = [[size(m) for m in rank] for rank in plan]
+    assert all(max(rank) - rank[0] <= 12 for rank in sizes)
+    assert abs(sum(sizes[0]) - sum(sizes[1])) <= 0.25 * sum(sizes[0])
