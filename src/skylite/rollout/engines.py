@@ -59,11 +59,6 @@ class Engines:
         self.current = adapter
         return SyncReport(load_s=loaded - started, canary_s=proven - loaded, canary=max(readings, key=lambda r: r.gap_max))
 
-    async def restore(self, client: VllmClient) -> None:
-        """Give a restarted engine the current version before it is asked for anything."""
-        if self.current is not None:
-            await client.load_adapter(self.current)
-
     def client_for(self, index: int) -> VllmClient:
         """Engines take prompts in turn."""
         return self.clients[index % len(self.clients)]
