@@ -127,7 +127,9 @@ class RunDir:
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise ConfigError(f"{self.root} is not a skylite run: {path.name} is missing.", "Give a folder made by `skylite train`.") from None
+            raise ConfigError(
+                f"{self.root} is not a skylite run: {path.name} is missing.", "Give a folder made by `skylite train`."
+            ) from None
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} cannot be read as JSON: {error}.", "The run is damaged; start a new one.") from None
         if not isinstance(value, dict):
