@@ -1,0 +1,177 @@
+"""The trainer under real torchrun (gloo): one and two ranks, resume, a stop request, a rank that fails or is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from skylite.config_files import read_run_config
+from skylite.launch.torchrun import trainer_command, trainer_env
+from skylite.run.files import write_json
+from skylite.run.manifest import read_manifest
+from skylite.run.run_dir import RunDir, adapter_name
+from tests.reference import make_run, random_samples, settings, write_samples
+
+pytestmark = pytest.mark.dist
+TIMEOUT_S = 180.0
+STEPS = {step: random_samples(step) for step in (1, 2, 3)}
+
+
+@contextlib.contextmanager
+def trainer(run: RunDir, num_ranks: int, resume: bool = False) -> Iterator[subprocess.Popen[str]]:
+    """torchrun on a run directory, in a session of its own that is gone after the block."""
+    process = subprocess.Popen(
+        trainer_command(run.root, num_ranks, resume=resume),
+        env={**os.environ, **trainer_env(1)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def finish(run: RunDir, num_ranks: int, resume: bool = False) -> None:
+    """Run the trainer to its end; it must end well."""
+    with trainer(run, num_ranks, resume) as process:
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == 0, output
+
+
+def weights(run: RunDir, version: int) -> dict[str, np.ndarray]:
+    """The published tensors of a version."""
+    return load_file(run.default_adapters / adapter_name(version) / "adapter_model.safetensors")
+
+
+def largest_difference(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
+    """max |a - b| over all tensors, which must have the same names."""
+    assert a.keys() == b.keys()
+    return max(float(np.abs(a[k] - b[k]).max()) for k in a)
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    """Until the file is there."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, f"{path} did not come"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> RunDir:
+    """Three steps in one process: what the others are compared with."""
+    run = make_run(tmp_path_factory.mktemp("straight"), tiny_llama, settings(checkpoint={"every": 2}), STEPS)
+    finish(run, 1)
+    return run
+
+
+def test_two_ranks_give_the_update_of_one(straight: RunDir, tmp_path: Path, tiny_llama: Path) -> None:
+    run = make_run(tmp_path / "two", tiny_llama, settings(), STEPS)
+    finish(run, 2)
+    assert largest_difference(weights(run, 0), weights(straight, 0)) == 0.0
+    moved = largest_difference(weights(straight, 3), weights(straight, 0))
+    assert largest_difference(weights(run, 3), weights(straight, 3)) < 1e-3 * moved
+    one, two = (r.read_json(r.update_path(3))["metrics"] for r in (straight, run))
+    for key in ("loss/policy", "optim/grad_norm", "policy/entropy", "mismatch/logprob_diff_max", "tokens/completion"):
+        assert two[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6), key
+
+
+def test_every_version_is_published_whole_before_it_is_announced(straight: RunDir) -> None:
+    parents = []
+    for version in range(4):
+        folder = straight.default_adapters / adapter_name(version)
+        parents.append(read_manifest(folder).parent)
+        assert folder.stat().st_mtime_ns <= straight.update_path(version).stat().st_mtime_ns
+    assert parents == [None, 0, 1, 2]
+    assert all(np.all(v == 0) for k, v in weights(straight, 0).items() if "lora_B" in k)
+    assert any(np.any(v != 0) for k, v in weights(straight, 1).items() if "lora_B" in k)
+
+
+def test_peft_loads_a_published_adapter_and_gives_the_manifests_logprobs(straight: RunDir, tiny_llama: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    folder = straight.default_adapters / adapter_name(3)
+    canary = read_manifest(folder).canary
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32), str(folder))
+    for ids, expected in zip(canary.sequences, canary.policy_logprobs, strict=True):
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(input_ids=torch.tensor([ids])).logits[0], dim=-1)
+        found = [float(logprobs[t - 1, ids[t]]) for t in range(1, len(ids))]
+        assert found == pytest.approx(expected, abs=1e-4)
+    assert canary.policy_logprobs != canary.base_logprobs
+
+
+def test_resume_after_a_kill_equals_the_straight_run(straight: RunDir, tmp_path: Path, tiny_llama: Path) -> None:
+    run = make_run(tmp_path / "resumed", tiny_llama, settings(checkpoint={"every": 2}), {s: STEPS[s] for s in (1, 2)})
+    with trainer(run, 1) as process:
+        wait_for(run.update_path(2), process)
+        os.killpg(process.pid, signal.SIGKILL)
+    assert [p.name for p in run.checkpoints.iterdir()] == ["step-000002"]
+    write_samples(run.rollout_path(3), STEPS[3])
+    run.update_path(2).unlink()
+    finish(run, 1, resume=True)
+    assert run.read_json(run.update_path(2))["resumed"] is True
+    assert largest_difference(weights(run, 3), weights(straight, 3)) < 1e-6
+
+
+def test_a_stop_request_writes_a_checkpoint_of_the_last_step_and_ends_well(tmp_path: Path, tiny_llama: Path) -> None:
+    run = make_run(tmp_path / "stopped", tiny_llama, settings(), {1: STEPS[1]})
+    with trainer(run, 2) as process:
+        wait_for(run.update_path(1), process)
+        run.stop_path.touch()
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == 0, output
+    assert [p.name for p in run.checkpoints.iterdir()] == ["step-000001"]
+    assert not run.update_path(2).exists()
+
+
+def test_a_gradient_that_is_not_finite_ends_both_ranks_with_the_reason(tmp_path: Path, tiny_llama: Path) -> None:
+    run = make_run(tmp_path / "diverged", tiny_llama, settings(optim={"lr": 1e30}), STEPS)
+    with trainer(run, 2) as process:
+        process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == 1
+    reason = json.loads(run.trainer_error_path.read_text())
+    assert "not finite" in reason["what"]
+    assert "optim.lr" in reason["hint"]
+
+
+def test_a_model_that_is_not_there_is_one_sentence_from_the_rank(tmp_path: Path, tiny_llama: Path) -> None:
+    run = make_run(tmp_path / "missing", tiny_llama, settings(), STEPS)
+    config = read_run_config(run.config_path)
+    missing = config.model_copy(update={"resolved": config.resolved.model_copy(update={"model_path": str(tmp_path / "nowhere")})})
+    write_json(run.config_path, missing.model_dump(mode="json"))
+    with trainer(run, 1) as process:
+        process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == 1
+    assert "nowhere" in json.loads(run.trainer_error_path.read_text())["what"]
+
+
+def test_ranks_die_with_a_killed_torchrun(tmp_path: Path, tiny_llama: Path) -> None:
+    run = make_run(tmp_path / "orphans", tiny_llama, settings(), {1: STEPS[1]})
+    with trainer(run, 2) as process:
+        wait_for(run.update_path(1), process)
+        ranks = psutil.Process(process.pid).children(recursive=True)
+        assert len(ranks) >= 2
+        process.kill()
+        process.wait()
+        _, alive = psutil.wait_procs(ranks, timeout=15)
+    assert [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
