@@ -36,7 +36,6 @@ from skylite.run.files import write_json
 from skylite.run.run_dir import adapter_name
 
 NUM_REQUESTS = 64
-NUM_TOKENS = 64
 ADAPTER = adapter_name(1)
 TARGET_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 QUESTION = (
@@ -78,7 +77,7 @@ def main() -> None:
         "dtype": args.dtype,
         "rank": args.rank,
         "requests": NUM_REQUESTS,
-        "tokens_a_request": NUM_TOKENS,
+        "tokens_a_request": args.tokens,
         "mean_prompt_tokens": statistics.mean(map(len, prompts)),
         "servers": {variant.name: summary(rates[variant.name], rates[variants[0].name], variant) for variant in variants},
     }
@@ -93,6 +92,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--pairs", type=int, default=5, help="rounds: base and LoRA once each, order alternating")
+    parser.add_argument("--tokens", type=int, default=64, help="completion tokens a request")
     parser.add_argument("--stock", action="store_true", help="also measure vLLM's own LoRA kernels")
     parser.add_argument("--variant", action="append", default=[], help='"NAME: KEY=VALUE KEY= --flag value"; another server to compare')
     parser.add_argument("--out", type=Path, help="JSON file to write")
@@ -145,16 +145,16 @@ def measure(
         for index in range(args.pairs + 1):
             for name, http in servers.items():
                 order = [BASE_NAME, ADAPTER] if index % 2 else [ADAPTER, BASE_NAME]
-                speed = {model: sample(http, model, prompts, f"round {index}") for model in order}
+                speed = {model: sample(http, model, prompts, args.tokens, f"round {index}") for model in order}
                 print(f"{name} round {index}: base {speed[BASE_NAME]:.1f} tok/s, LoRA {speed[ADAPTER]:.1f} tok/s", flush=True)
                 if index > 0:
                     rates[name].append(Rate(speed[BASE_NAME], speed[ADAPTER]))
     return rates
 
 
-def sample(http: httpx.Client, model: str, prompts: list[list[int]], salt: str) -> float:
+def sample(http: httpx.Client, model: str, prompts: list[list[int]], max_tokens: int, salt: str) -> float:
     """Completion tokens a second for all prompts at once. The salt keeps the prompts from coming out of the prefix cache."""
-    body = {"model": model, "prompt": prompts, "max_tokens": NUM_TOKENS, "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
+    body = {"model": model, "prompt": prompts, "max_tokens": max_tokens, "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
     started = time.perf_counter()
     reply = http.post("/v1/completions", json=body | {"return_token_ids": True, "cache_salt": salt}).raise_for_status().json()
     seconds = time.perf_counter() - started
@@ -193,7 +193,7 @@ def engine_spec(variant: Variant, args: argparse.Namespace, folder: Path) -> Eng
         max_cpu_loras=3,
         max_model_len=512,
         max_num_seqs=128,
-        kv_cache_gib=1.0,
+        kv_cache_gib=0.5,
         gpu_memory_utilization=0.5,
         cpu_lora_kernels=variant.cpu_lora_kernels,
         enable_lora=True,
