@@ -1,6 +1,6 @@
 """vLLM's command line and environment: the only file that knows its flags.
 
-All cores bound by number, blocks of 32 and the Intel OpenMP runtime were the fastest of the CPU settings on a Zen 4 machine in bfloat16;
+Binding all cores by number and the Intel OpenMP runtime were the fastest of the CPU settings on a Zen 4 machine in bfloat16;
 benchmarks/lora_sampling.py --variant compares others on the machine at hand.
 """
 
