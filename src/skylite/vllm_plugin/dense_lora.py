@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn import functional
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-from skylite.vllm_plugin.lora_math import RowGroup, add_expanded, add_lora, group_rows
+from skylite.vllm_plugin.lora_math import RowGroup, add_expanded, add_lora, group_rows, join_slices
 
 
 class DensePunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]  # vLLM is untyped to mypy
@@ -40,10 +41,14 @@ class DensePunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]  # vLLM is 
             return
         y = y.view(-1, y.shape[-1])
         x = x.view(-1, x.shape[-1])
-        start = 0
-        for width, a, b in zip(output_slices, lora_a_stacked, lora_b_stacked, strict=True):
-            add_lora(y.narrow(1, start, width), x, a, b, self._token_groups, scale)
-            start += width
+        rank = lora_a_stacked[0].shape[2]
+        shrink = join_slices(lora_a_stacked)
+        for group in self._token_groups:
+            shrunk = functional.linear(x[group.rows], shrink[group.slot]).split(rank, dim=1)
+            start = 0
+            for width, part, b in zip(output_slices, shrunk, lora_b_stacked, strict=True):
+                add_expanded(y.narrow(1, start, width), part, b, group, scale)
+                start += width
 
     def add_lora_embedding(self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """y [T, H] += x [T, R] B^T, x being the rows of A that vLLM has looked up already."""

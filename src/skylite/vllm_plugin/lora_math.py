@@ -43,6 +43,23 @@ def add_lora(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
         add_expanded(y, functional.linear(x[group.rows], a[group.slot, 0]), b, group, scale)
 
 
+def join_slices(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The A matrices of a fused layer's slices (q, k, v or gate, up) as one [S, n R, I], so that one product shrinks for all.
+
+    Args:
+        parts: n tensors [S, 1, R, I]. The first call moves them into common storage: they stay the same tensors, vLLM goes on
+            writing adapters into them, and what is returned sees it.
+    """
+    slots, _, rank, width = parts[0].shape
+    storage = parts[0].untyped_storage()
+    if any(p.untyped_storage().data_ptr() != storage.data_ptr() for p in parts):
+        joined = torch.cat(list(parts), dim=1)
+        for index, part in enumerate(parts):
+            part.set_(joined[:, index : index + 1])
+    n = len(parts)
+    return parts[0].as_strided((slots, n * rank, width), (n * rank * width, width, 1), 0)
+
+
 def add_expanded(y: torch.Tensor, shrunk: torch.Tensor, b: torch.Tensor, group: RowGroup, scale: float = 1.0) -> None:
     """y[rows] += scale * shrunk B[slot]^T in place.
 
