@@ -32,8 +32,8 @@ from skylite.ui.closing import finished_text, stopped_text
 from skylite.ui.dashboard import Screen
 
 TRAINER = "trainer"
-STOP_GRACE_S = 8.0
-"""What a Ctrl-C waits for the trainer to write its checkpoint before everything is ended."""
+STOP_GRACE_S = 20.0
+"""What a Ctrl-C waits for the trainer to end its step and write its checkpoint before everything is ended."""
 FAILURE_GRACE_S = 6.0
 """How long a broken request waits for the news that a process has ended, which explains it better."""
 
