@@ -25,6 +25,9 @@ PROMPT = list(b"Natalia sold clips to 48 of her friends in April, and then she s
 _NUMBERS = count()
 
 
+MAX_ROUNDS = 8
+
+
 @dataclass(frozen=True, slots=True)
 class Version:
     """A loaded adapter."""
@@ -89,12 +92,20 @@ def test_mixed_batch_gives_each_request_what_it_gets_alone(server: EngineServer,
 
 
 def test_stock_kernels_give_base_requests_an_adapters_answer(stock_server: EngineServer, tmp_path: Path) -> None:
-    """The fault that the plugin is there for. When this fails, vLLM is mended and the plugin is for speed alone."""
+    """The fault that the plugin is there for. When this fails, vLLM is mended and the plugin is for speed alone.
+
+    Several rounds, because whether a base request meets an adapter's in a step is up to the server's timing.
+    """
     one, two = publish(stock_server, tmp_path, seed=1), publish(stock_server, tmp_path, seed=2)
-    mixed, alone = mixed_and_alone(stock_server, [stock_server.base, one.name, two.name])
-    wrong = [gap(m, a) > DIFFERENT for m, a in zip(mixed, alone, strict=True)]
-    assert any(wrong[0::3]), "no base request was changed by the adapters it shared batches with"
-    assert not any(wrong[1::3] + wrong[2::3])
+    wrong_base = False
+    for _ in range(MAX_ROUNDS):
+        mixed, alone = mixed_and_alone(stock_server, [stock_server.base, one.name, two.name])
+        wrong = [gap(m, a) > DIFFERENT for m, a in zip(mixed, alone, strict=True)]
+        assert not any(wrong[1::3] + wrong[2::3])
+        wrong_base = wrong_base or any(wrong[0::3])
+        if wrong_base:
+            break
+    assert wrong_base, "no base request was changed by the adapters it shared batches with"
 
 
 def test_plugin_and_stock_kernels_agree_on_one_adapter(server: EngineServer, stock_server: EngineServer, tmp_path: Path) -> None:

@@ -37,12 +37,3 @@ def register() -> None:
         return
     # The only hook vLLM has for this: the name it later resolves to the wrapper class.
     CpuPlatform.get_punica_wrapper = classmethod(lambda cls: WRAPPER)
-    _sleep_while_waiting()
-
-
-def _sleep_while_waiting() -> None:
-    """Let vLLM's processes sleep until they are notified, where stock spins for a second: a spinning scheduler takes its core from
-    the worker's threads, and every matrix product waits for the slowest of them."""
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
-
-    SpinCondition.__init__.__defaults__ = (0.0,)
