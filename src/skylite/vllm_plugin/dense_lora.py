@@ -44,10 +44,10 @@ class DensePunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]  # vLLM is 
         rank = lora_a_stacked[0].shape[2]
         shrink = join_slices(lora_a_stacked)
         for group in self._token_groups:
-            shrunk = functional.linear(x[group.rows], shrink[group.slot]).split(rank, dim=1)
+            shrunk = functional.linear(x[group.rows], shrink[group.slot])
             start = 0
-            for width, part, b in zip(output_slices, shrunk, lora_b_stacked, strict=True):
-                add_expanded(y.narrow(1, start, width), part, b, group, scale)
+            for index, (width, b) in enumerate(zip(output_slices, lora_b_stacked, strict=True)):
+                add_expanded(y.narrow(1, start, width), shrunk.narrow(1, index * rank, rank), b, group, scale)
                 start += width
 
     def add_lora_embedding(self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, *args: Any, **kwargs: Any) -> None:

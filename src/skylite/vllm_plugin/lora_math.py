@@ -55,7 +55,8 @@ def join_slices(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     if any(p.untyped_storage().data_ptr() != storage.data_ptr() for p in parts):
         joined = torch.cat(list(parts), dim=1)
         for index, part in enumerate(parts):
-            part.set_(joined[:, index : index + 1])
+            view = joined[:, index : index + 1]
+            part.set_(view.untyped_storage(), view.storage_offset(), view.size(), view.stride())
     n = len(parts)
     return parts[0].as_strided((slots, n * rank, width), (n * rank * width, width, 1), 0)
 
