@@ -184,7 +184,6 @@ class SyncConfig(Section):
     """Adapter folders kept besides v0 and the newest checkpoints'."""
     canary_tolerance: float | None = Field(None, gt=0)
     """Largest allowed |trainer - engine| logprob on the canary; default by dtype, from measured runs (docs/architecture.md)."""
-    timeout_s: float = Field(120.0, gt=0)
 
 
 class CheckpointConfig(Section):

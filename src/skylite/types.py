@@ -61,11 +61,3 @@ class RolloutGroup:
 
     rollouts: tuple[Rollout, ...]
     """[G]"""
-
-
-@dataclass(frozen=True, slots=True)
-class CanarySequence:
-    """A fixed token sequence that trainer and engine both score after every sync."""
-
-    token_ids: list[int]
-    """[L], L >= 2; token 0 is context only, so L - 1 logprobs are compared."""

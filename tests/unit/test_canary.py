@@ -25,7 +25,7 @@ def test_an_engine_that_serves_the_base_is_refused() -> None:
         judge("policy-v000001", "vllm-0", compare(BASE, POLICY, BASE), 0.002)
 
 
-def test_the_base_is_refused_even_within_a_wide_tolerance() -> None:
+def test_the_projection_is_the_share_of_the_way_from_base_to_adapter() -> None:
     reading = compare([b + 0.01 for b in BASE], POLICY, BASE)
     assert reading.gap_max < 0.5
     near = compare([-1.38, -1.81, -0.88], [-1.0, -2.0, -0.5], BASE)

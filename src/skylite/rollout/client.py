@@ -112,11 +112,6 @@ class VllmClient:
         if reply.status_code != httpx.codes.OK:
             raise SyncFailed(f"{self.name} could not unload adapter {name}: {_reason(reply)}")
 
-    async def served_models(self) -> list[str]:
-        """Names the engine answers to."""
-        reply = await self._http.get("/v1/models")
-        return [str(model["id"]) for model in reply.json()["data"]]
-
     async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         try:
             reply = await self._http.post(path, json=body)
