@@ -7,6 +7,8 @@ GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/nul
 TORCH := 2.13.0
 # CPU builds of torch live on PyTorch's own index; it is asked only where pip does not find one by itself.
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
+# The tests compare formulas with these; they stay out of site-packages and bring nothing along (tests/unit/peer_code.py).
+PEERS := verl==0.9.1 skyrl==0.3.0
 DATA ?=
 SOURCE ?=
 RUN ?= runs/lora-gsm8k-$(shell date +%Y%m%d-%H%M%S)
@@ -69,4 +71,5 @@ ifeq ($(GPU),)
 else
 	$(BIN)/pip install --quiet -e ".[gpu,dev]"
 endif
+	$(BIN)/pip install --quiet --no-deps --no-compile --upgrade --target $(VENV)/peers $(PEERS)
 	touch $@

@@ -1,4 +1,4 @@
-"""GRPO as plainly as it can be written: one process, one sample at a time, no packing, no tricks. And helpers of the trainer's tests."""
+"""Every algorithm as plainly as it can be written: one process, one sample at a time, no packing, no tricks. And tests' helpers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import random
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from skylite.config import GrpoConfig, Resolved, RunConfig, TrainConfig
+from skylite.config import Resolved, RunConfig, TrainConfig
+from skylite.config_algorithm import AlgorithmConfig, ImportanceConfig
 from skylite.run.rollout_file import ROLLOUT_SCHEMA, TrainSample
 from skylite.run.run_dir import RunDir
 from skylite.training.dist import Dist, process_group
@@ -24,43 +26,195 @@ from skylite.training.dist import Dist, process_group
 VOCAB = 256
 
 
-def reference_advantages(samples: Sequence[TrainSample], config: GrpoConfig) -> list[float]:
-    """One number a sample, with the standard library alone."""
-    advantages = []
-    for sample in samples:
-        rewards = [s.reward for s in samples if s.group == sample.group]
-        mean = sum(rewards) / len(rewards)
-        std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
-        advantages.append((sample.reward - mean) / (std + 1e-6 if config.normalize_std else 1.0))
-    return advantages
+@dataclass(frozen=True)
+class Before:
+    """What the plain form knows of a sample before the first update: lists and tensors of its C completion tokens."""
+
+    old: torch.Tensor
+    entropies: torch.Tensor
+    ref: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+
+
+def reference_advantages(samples: Sequence[TrainSample], config: TrainConfig, before: Sequence[Before]) -> list[list[float]]:
+    """A number a token of each sample, with the standard library alone."""
+    a = config.algorithm
+    penalties = [_kl_penalty(b, a) for b in before]
+    if a.advantage in ("gae", "reinforce++"):
+        rows = [_token_advantages(s, p, b, a) for s, p, b in zip(samples, penalties, before, strict=True)]
+        return _whitened(rows, [_is_counted(s, samples, config) for s in samples])
+    rewards = [s.reward - sum(p) for s, p in zip(samples, penalties, strict=True)]
+    numbers = [_group_advantage(i, samples, rewards, a.advantage) for i in range(len(samples))]
+    rows = [[x] * len(s.completion_token_ids) for x, s in zip(numbers, samples, strict=True)]
+    return _whitened(rows, [True] * len(rows)) if a.advantage == "reinforce++-baseline" else rows
+
+
+def _group_advantage(index: int, samples: Sequence[TrainSample], rewards: list[float], kind: str) -> float:
+    group = [i for i, s in enumerate(samples) if s.group == samples[index].group]
+    mine, others = rewards[index], [rewards[i] for i in group if i != index]
+    mean = sum(rewards[i] for i in group) / len(group)
+    if all(rewards[i] == mine for i in group):
+        return 0.0
+    if kind == "rloo":
+        return mine - sum(others) / len(others)
+    if kind == "opo":
+        lengths = [len(samples[i].completion_token_ids) for i in group]
+        return mine - sum(n * rewards[i] for n, i in zip(lengths, group, strict=True)) / sum(lengths)
+    if kind == "maxrl":
+        return (mine - mean) / (mean + 1e-6)
+    if kind == "grpo":
+        return (mine - mean) / (math.sqrt(sum((rewards[i] - mean) ** 2 for i in group) / (len(group) - 1)) + 1e-6)
+    return mine - mean
+
+
+def _token_advantages(sample: TrainSample, penalty: list[float], before: Before, a: AlgorithmConfig) -> list[float]:
+    rewards = [-p for p in penalty]
+    rewards[-1] += sample.reward
+    values = [0.0] * len(rewards) if before.values is None else before.values.tolist()
+    lam, found, following, after = (a.gae_lambda if a.uses_critic else 1.0), [], 0.0, 0.0
+    for reward, value in zip(reversed(rewards), reversed(values), strict=True):
+        found.append(reward + a.gamma * following - value + a.gamma * lam * after)
+        following, after = value, found[-1]
+    return found[::-1]
+
+
+def _whitened(rows: list[list[float]], counted: list[bool]) -> list[list[float]]:
+    flat = [x for row, c in zip(rows, counted, strict=True) if c for x in row]
+    mean = sum(flat) / len(flat)
+    std = math.sqrt(sum((x - mean) ** 2 for x in flat) / (len(flat) - 1) + 1e-8)
+    return [[(x - mean) / std for x in row] for row in rows]
+
+
+def _kl_penalty(before: Before, a: AlgorithmConfig) -> list[float]:
+    if before.ref is None or a.kl_in != "reward":
+        return [0.0] * len(before.old)
+    return [a.kl_coef * _kl(float(p), float(r), a.kl_estimator) for p, r in zip(before.old, before.ref, strict=True)]
+
+
+def _kl(policy: Any, ref: Any, estimator: str) -> Any:
+    x = ref - policy
+    exp = torch.exp if isinstance(x, torch.Tensor) else math.exp
+    return {"k1": lambda: -x, "k2": lambda: x * x / 2, "k3": lambda: exp(x) - x - 1}[estimator]()
+
+
+def _is_counted(sample: TrainSample, samples: Sequence[TrainSample], config: TrainConfig) -> bool:
+    same = len({s.reward for s in samples if s.group == sample.group}) == 1
+    return not (same and config.algorithm.equal_groups != "keep") and not (sample.truncated and config.algorithm.mask_truncated)
 
 
 def reference_logprobs(model: Any, sample: TrainSample, temperature: float) -> torch.Tensor:
     """[C] through the whole log softmax of a forward pass of this sample alone."""
+    return reference_scores(model, sample, temperature)[0]
+
+
+def reference_scores(model: Any, sample: TrainSample, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprobs [C] and entropies [C]."""
     ids = sample.prompt_token_ids + sample.completion_token_ids
     logits = model(input_ids=torch.tensor([ids])).logits[0].float() / temperature
     first = len(sample.prompt_token_ids)
-    return torch.stack([torch.log_softmax(logits[t - 1], dim=0)[ids[t]] for t in range(first, len(ids))])
+    table = torch.log_softmax(logits[first - 1 : -1], dim=1)
+    return table[torch.arange(len(ids) - first), torch.tensor(ids[first:])], -(table.exp() * table).sum(dim=1)
 
 
-def reference_loss(model: Any, samples: Sequence[TrainSample], config: TrainConfig, old: Sequence[torch.Tensor] | None) -> torch.Tensor:
-    """The loss of one mini-batch. `old`: logprobs before the first update; None: this is the first."""
-    grpo, total = config.grpo, 0.0
-    num_tokens = sum(len(s.completion_token_ids) for s in samples)
-    for index, (sample, advantage) in enumerate(zip(samples, reference_advantages(samples, grpo), strict=True)):
-        policy = reference_logprobs(model, sample, config.rollout.temperature)
-        before = policy.detach() if old is None else old[index]
-        ratio = torch.exp(policy - before)
-        clipped = torch.clamp(ratio, 1 - grpo.clip_eps_low, 1 + grpo.clip_eps_high)
-        weight = torch.exp(before - torch.tensor(sample.rollout_logprobs))
-        weight = torch.ones_like(weight) if grpo.importance_cap is None else torch.clamp(weight, max=grpo.importance_cap)
-        token_losses = -weight * torch.minimum(ratio * advantage, clipped * advantage)
-        if grpo.kl_coef > 0:
-            with torch.no_grad(), model.disable_adapter():
+def reference_loss(
+    model: Any, samples: Sequence[TrainSample], part: range, config: TrainConfig, before: Sequence[Before] | None = None
+) -> torch.Tensor:
+    """The loss of the mini-batch samples[part]. `before`: of every sample, before the first update; None: this is the first."""
+    a, temperature = config.algorithm, config.rollout.temperature
+    scores = {i: reference_scores(model, samples[i], temperature) for i in part}
+    if before is None:
+        before = reference_before(model, samples, config)
+    advantages = reference_advantages(samples, config, before)
+    counted = [i for i in part if _is_counted(samples[i], samples, config)]
+    lengths = {i: len(samples[i].completion_token_ids) for i in part}
+    chosen = _chosen_tokens(scores, before, advantages, counted, config)
+    threshold = torch.quantile(torch.cat([scores[i][1].detach() for i in counted]).double(), 1 - a.top_entropy_quantile)
+    total: Any = 0.0
+    for i in counted:
+        policy, entropy = scores[i]
+        weight = {
+            "token-mean": 1 / sum(lengths[j] for j in counted),
+            "seq-mean-token-sum": 1 / len(counted),
+            "seq-mean-token-mean": 1 / len(counted) / lengths[i],
+            "fixed-length": 1 / len(counted) / config.rollout.max_completion_tokens,
+        }[a.aggregation]
+        losses = _token_losses(policy, before[i].old, torch.tensor(advantages[i]), chosen.get(i), a)
+        losses = losses * _importance(before[i].old, torch.tensor(samples[i].rollout_logprobs), config.importance)
+        losses = losses * (entropy.detach().double() >= threshold)
+        if a.uses_ref and a.kl_in == "loss":
+            losses = losses + a.kl_coef * _kl(policy, before[i].ref, a.kl_estimator)
+        total = total + weight * losses.sum() - a.entropy_coef * entropy.sum() / sum(lengths[j] for j in counted)
+    return total
+
+
+@torch.no_grad()
+def reference_before(
+    model: Any, samples: Sequence[TrainSample], config: TrainConfig, values: Sequence[torch.Tensor] | None = None
+) -> list[Before]:
+    """Every sample under the policy as it is, and under the base where a KL needs it."""
+    found = []
+    for index, sample in enumerate(samples):
+        old, entropies = reference_scores(model, sample, config.rollout.temperature)
+        ref = None
+        if config.algorithm.uses_ref:
+            with model.disable_adapter():
                 ref = reference_logprobs(model, sample, config.rollout.temperature)
-            token_losses = token_losses + grpo.kl_coef * (torch.exp(ref - policy) - (ref - policy) - 1)
-        total = total + token_losses.sum()
-    return total / num_tokens
+        found.append(Before(old, entropies, ref, None if values is None else values[index]))
+    return found
+
+
+def _token_losses(
+    policy: torch.Tensor, old: torch.Tensor, adv: torch.Tensor, chosen: torch.Tensor | None, a: AlgorithmConfig
+) -> torch.Tensor:
+    low, high, ratio = 1 - a.clip_eps_low, 1 + a.clip_eps_high, torch.exp(policy - old)
+    clipped = -torch.min(ratio * adv, torch.clamp(ratio, low, high) * adv)
+    if a.policy_loss == "gspo":
+        whole = torch.exp((policy - old).mean())
+        return -torch.min(whole * adv, torch.clamp(whole, low, high) * adv)
+    if a.policy_loss == "cispo":
+        return -torch.clamp(ratio, low, high).detach() * adv * policy
+    if a.policy_loss == "sapo":
+        tau = torch.tensor([a.sapo_tau_pos if x > 0 else a.sapo_tau_neg for x in adv.tolist()])
+        return -4 / tau / (1 + torch.exp(-tau * (ratio - 1))) * adv
+    if a.policy_loss == "dual_clip":
+        return torch.where(adv < 0, torch.min(clipped, -a.dual_clip * adv), clipped)
+    if a.policy_loss == "kl_cov":
+        assert chosen is not None
+        return -ratio * adv + a.kl_cov_coef * (policy - old).abs() * chosen
+    return clipped if chosen is None else clipped * ~chosen
+
+
+def _chosen_tokens(
+    scores: dict[int, Any], before: Sequence[Before], advantages: list[list[float]], counted: list[int], config: TrainConfig
+) -> dict[int, torch.Tensor]:
+    """By covariance. clip_cov: all candidates, so the tests leave no room for chance (cov_frac = 1)."""
+    a = config.algorithm
+    if not a.selects_by_cov:
+        return {}
+    policy = torch.cat([scores[i][0].detach() for i in counted]).double()
+    adv = torch.tensor([x for i in counted for x in advantages[i]]).double()
+    cov = (adv - adv.mean()) * (policy - policy.mean())
+    if a.policy_loss == "kl_cov":
+        chosen = torch.zeros(len(cov), dtype=torch.bool)
+        chosen[cov.argsort(descending=True)[: max(1, int(a.cov_frac * len(cov)))]] = True
+    else:
+        ratio = torch.exp(policy - torch.cat([before[i].old for i in counted]))
+        out = torch.clamp(ratio, 1 - a.clip_eps_low, 1 + a.clip_eps_high) * adv < ratio * adv
+        chosen = (cov > a.clip_cov_low) & (cov < a.clip_cov_high) & ~out
+    return dict(zip(counted, torch.split(chosen, [len(advantages[i]) for i in counted]), strict=True))
+
+
+def _importance(old: torch.Tensor, rollout: torch.Tensor, config: ImportanceConfig) -> torch.Tensor:
+    gap = (old - rollout).sum().expand(len(old)) if config.level == "sequence" else old - rollout
+    weight = torch.exp(gap)
+    if config.mode == "none":
+        weight = torch.ones_like(weight)
+    elif config.mode == "truncate":
+        weight = weight.clamp(max=config.cap)
+    else:
+        weight = weight * ((weight <= config.cap) & (weight >= config.floor))
+    mismatch = (torch.exp(old - rollout) - (old - rollout) - 1).mean()
+    return weight * 0 if config.reject_kl is not None and mismatch > config.reject_kl else weight
 
 
 def random_samples(seed: int, num_groups: int = 4, group_size: int = 4, shared: int = 12) -> list[TrainSample]:
@@ -83,7 +237,7 @@ def random_samples(seed: int, num_groups: int = 4, group_size: int = 4, shared: 
                     completion_token_ids=completion,
                     rollout_logprobs=logprobs,
                     reward=reward,
-                    truncated=False,
+                    truncated=group == 2 and index == 1,
                 )
             )
     return samples
@@ -129,6 +283,7 @@ def write_samples(path: Path, samples: Sequence[TrainSample]) -> None:
             "completion_token_ids": s.completion_token_ids,
             "rollout_logprobs": s.rollout_logprobs,
             "reward": s.reward,
+            "penalty": 0.0,
             "finish_reason": "stop",
             "adapter_version": 0,
             "question": "",

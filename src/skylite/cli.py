@@ -53,6 +53,7 @@ def train(
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
     group_size: Annotated[int | None, typer.Option(help="Completions a prompt.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of data order, sampling and initialisation.")] = None,
+    from_adapter: Annotated[Path | None, typer.Option(help="Warm start: adapter folder that version 0 begins as.")] = None,
     run: Annotated[Path | None, typer.Option(help="Run folder; default runs/RECIPE-DATE.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with this run from its last checkpoint.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the resolved settings, start nothing.")] = False,
@@ -63,7 +64,7 @@ def train(
     from skylite.commands.train import train as run_train
 
     flags = TrainFlags(recipe=recipe, model=model, data=data, rank=rank, alpha=alpha, steps=steps, lr=lr, group_size=group_size,
-                       seed=seed, settings=tuple(settings or ()))  # fmt: skip
+                       seed=seed, from_adapter=from_adapter, settings=tuple(settings or ()))  # fmt: skip
     run_train(flags, run=run, resume=resume, dry_run=dry_run)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from skylite.config_algorithm import AlgorithmConfig, CriticConfig, ImportanceConfig
+from skylite.config_section import Section
 from skylite.errors import ConfigError
 
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -18,12 +20,6 @@ def served_rank(rank: int) -> int:
     if rank > VLLM_LORA_RANKS[-1]:
         raise ConfigError(f"LoRA rank {rank} is over {VLLM_LORA_RANKS[-1]}, the largest that vLLM serves.", "Train with a smaller rank.")
     return next(r for r in VLLM_LORA_RANKS if r >= rank)
-
-
-class Section(BaseModel):
-    """Frozen, and an unknown key is an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -55,6 +51,8 @@ class LoraConfig(Section):
     """Folder the adapters are published in; default: adapters/ in the run. A /dev/shm folder is the fastest."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank) (arXiv 2312.03732)."""
+    from_adapter: str | None = None
+    """Warm start: folder with adapter_model.safetensors and adapter_config.json that version 0 begins as."""
     init: str = "default"
     """default (Kaiming A, zero B), gaussian or orthogonal: those that leave the base weights unchanged."""
     use_dora: bool = False
@@ -116,6 +114,10 @@ class RolloutConfig(Section):
     """Completions of each prompt; advantages are computed within this group."""
     temperature: float = Field(1.0, gt=0, le=5)
     """Sampling temperature; the trainer applies the same to its logits."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling; the importance weights correct for what it leaves out of the distribution."""
+    top_k: int = Field(0, ge=0)
+    """Sample among the k likeliest tokens; 0: all."""
     max_prompt_tokens: int = Field(1024, ge=1)
     """A longer prompt is an error that names the row."""
     max_completion_tokens: int = Field(256, ge=1)
@@ -129,21 +131,6 @@ class RewardConfig(Section):
     """Processes that score completions."""
 
 
-class GrpoConfig(Section):
-    normalize_std: bool = True
-    """Divide a group's centred rewards by their standard deviation (arXiv 2402.03300, 4.1.2); false: Dr. GRPO."""
-    clip_eps_low: float = Field(0.2, ge=0, lt=1)
-    """The probability ratio is clipped below at 1 - clip_eps_low."""
-    clip_eps_high: float = Field(0.2, ge=0)
-    """... and above at 1 + clip_eps_high; 0.28 is DAPO's clip-higher (arXiv 2503.14476, eq. 10)."""
-    kl_coef: float = Field(0.0, ge=0)
-    """Weight of the k3 KL estimate to the base model (adapter off) in the loss."""
-    updates_per_step: int = Field(1, ge=1)
-    """Optimizer updates a step: the batch is cut into this many mini-batches of whole groups."""
-    importance_cap: float | None = Field(2.0, gt=0)
-    """Truncated importance sampling of trainer over rollout probability, a token; `--set grpo.importance_cap=none` turns it off."""
-
-
 class OptimConfig(Section):
     lr: float = Field(2e-5, gt=0)
     """LoRA wants about ten times the rate of full fine-tuning; under 5e-6 gets a warning."""
@@ -153,6 +140,8 @@ class OptimConfig(Section):
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.99, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0)
+    lora_plus_ratio: float = Field(1.0, gt=0)
+    """LoRA+ (arXiv 2402.12354): B learns at this many times the rate of A."""
     max_grad_norm: float = Field(1.0, gt=0)
 
 
@@ -210,7 +199,9 @@ class TrainConfig(Section):
     lora: LoraConfig = LoraConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
-    grpo: GrpoConfig = GrpoConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    importance: ImportanceConfig = ImportanceConfig()
+    critic: CriticConfig = CriticConfig()
     optim: OptimConfig = OptimConfig()
     trainer: TrainerConfig = TrainerConfig()
     engine: EngineConfig = EngineConfig()
@@ -220,14 +211,15 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def groups_can_be_compared(self) -> Self:
-        if self.rollout.group_size < 2:
+        if self.rollout.group_size < 2 and self.algorithm.compares_groups:
             raise ValueError(
-                "rollout.group_size=1 leaves nothing to compare a completion with (every advantage is 0); use 2 or more, 8 is usual."
+                f"rollout.group_size=1 leaves algorithm.name={self.algorithm.name} nothing to compare a completion with (every advantage "
+                "is 0); use 2 or more, 8 is usual."
             )
-        if self.rollout.prompts_per_step % self.grpo.updates_per_step:
+        if self.rollout.prompts_per_step % self.algorithm.updates_per_step:
             raise ValueError(
-                f"grpo.updates_per_step={self.grpo.updates_per_step} must divide rollout.prompts_per_step={self.rollout.prompts_per_step}, "
-                "so that every mini-batch holds whole groups."
+                f"algorithm.updates_per_step={self.algorithm.updates_per_step} must divide "
+                f"rollout.prompts_per_step={self.rollout.prompts_per_step}, so that every mini-batch holds whole groups."
             )
         return self
 
@@ -243,6 +235,8 @@ class Resolved(Section):
     device: Literal["cpu", "cuda"]
     lora_sync_path: str
     """Absolute folder the adapters are published in."""
+    warm_start: str | None = None
+    """The run's own copy of lora.from_adapter."""
     notes: list[str] = []
     """Substitutions and choices made, in words, as they were said to the user."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
@@ -53,6 +54,14 @@ class Rollout:
     """[P]"""
     completion: Completion
     reward: float
+    """What the reward function gave."""
+    penalty: float = 0.0
+    """<= 0; added to the reward for training, left out of every score that is shown."""
+
+    @property
+    def train_reward(self) -> float:
+        """What is learned from."""
+        return self.reward + self.penalty
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +70,8 @@ class RolloutGroup:
 
     rollouts: tuple[Rollout, ...]
     """[G]"""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all earned the same, as float32, which the trainer compares: such a group has no gradient."""
+        return len(set(array("f", (r.train_reward for r in self.rollouts)))) == 1

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.project import Project
+from tests.engines import write_random_adapter
 
 pytestmark = pytest.mark.e2e
 
@@ -22,7 +23,7 @@ def refused(project: Project, *args: str) -> str:
 
 def test_unknown_settings_and_bad_values_all_at_once(project: Project) -> None:
     said = refused(
-        project, *project.train_args("x", 1, "--set", "lora.rnk=3", "--set", "grpo.clip_eps_low=7", "--set", "lora.use_dora=true")
+        project, *project.train_args("x", 1, "--set", "lora.rnk=3", "--set", "algorithm.clip_eps_low=7", "--set", "lora.use_dora=true")
     )
     for part in ("did you mean rank?", "clip_eps_low", "DoRA"):
         assert part in said
@@ -97,6 +98,14 @@ def test_eval_needs_something_to_evaluate(project: Project) -> None:
 def test_resume_takes_no_other_settings(project: Project) -> None:
     assert "Only --steps" in refused(project, "train", "--resume", "run", "--lr", "1e-3")
     assert "not a skylite run" in refused(project, "train", "--resume", "data")
+
+
+def test_a_warm_start_that_does_not_fit(project: Project, tmp_path: Path) -> None:
+    adapter = write_random_adapter(tmp_path / "adapter", project.model, rank=4)
+    assert "Give --rank 4 --alpha 8." in refused(project, *project.train_args("x", 1, "--from-adapter", str(adapter)))
+    assert "no adapter folder" in refused(project, *project.train_args("x", 1, "--from-adapter", str(tmp_path)))
+    assert "cannot go together" in refused(project, "train", "--resume", "run", "--from-adapter", str(adapter))
+    assert not (project.root / "x").exists()
 
 
 def test_a_dry_run_starts_and_writes_nothing(project: Project) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shutil
 import signal
 import socket
 import subprocess
@@ -96,6 +97,26 @@ def check_metrics(project: Project, run: str) -> None:
     assert last.parent == last.version - 1
     weights = load_file(adapters[-1] / "adapter_model.safetensors")
     assert any(abs(v).max() > 0 for k, v in weights.items() if "lora_B" in k)
+
+
+def test_a_second_stage_begins_as_the_first_ended(project: Project) -> None:
+    """Warm start, at another temperature: the trainer's logprobs must still be vLLM's. The first stage's folder may go."""
+    first = project.run(*project.train_args("stage-one", 2, "--set", "eval.limit=0"), timeout_s=DEADLINE_S)
+    assert first.returncode == 0, first.stderr
+    given = project.root / "stage-one" / "adapters" / "policy-v000002"
+    settings = ("--set", "eval.limit=0", "--set", "rollout.temperature=0.7", "--set", "checkpoint.every=1")
+    second = project.run(*project.train_args("stage-two", 1, "--from-adapter", str(given), *settings), timeout_s=DEADLINE_S)
+    assert second.returncode == 0, second.stderr
+    assert f"warm start from {given} (rank 8, alpha 16, policy-v000002)" in second.stderr
+    start, end = (load_file(folder / "adapter_model.safetensors") for folder in (project.root / "stage-two/adapters/policy-v000000", given))
+    assert start.keys() == end.keys()
+    assert all((start[name] == end[name]).all() for name in end)
+
+    shutil.rmtree(project.root / "stage-one")
+    resumed = project.run("train", "--resume", "stage-two", "--steps", "2", timeout_s=DEADLINE_S)
+    assert resumed.returncode == 0, resumed.stderr
+    assert len(project.metrics("stage-two")) == 2
+    check_metrics(project, "stage-two")
 
 
 @pytest.mark.parametrize("victim", ["trainer", "vllm"])

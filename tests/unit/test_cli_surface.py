@@ -9,8 +9,8 @@ from skylite.cli import app
 FLAGS = {
     "prepare": {"--out", "--source", "--stand-in", "--first-source", "--grades", "--question", "--answer", "--reward", "--limit", "--seed"},
     "train": {
-        "--recipe", "--model", "--data", "--rank", "--alpha", "--steps", "--lr", "--group-size", "--seed", "--run", "--resume", "--dry-run",
-        "--set",
+        "--recipe", "--model", "--data", "--rank", "--alpha", "--steps", "--lr", "--group-size", "--seed", "--from-adapter", "--run",
+        "--resume", "--dry-run", "--set",
     },
     "eval": {"--base", "--model", "--data", "--split", "--limit", "--n", "--step", "--seed", "--set"},
     "serve": {"--model", "--step", "--port"},

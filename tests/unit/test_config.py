@@ -58,8 +58,8 @@ def test_groups_of_one_are_refused() -> None:
 
 def test_mini_batches_hold_whole_groups() -> None:
     with pytest.raises(ConfigError, match="must divide"):
-        load_config(None, {"grpo.updates_per_step": 3, "rollout.prompts_per_step": 8})
-    assert load_config(None, {"grpo.updates_per_step": 4, "rollout.prompts_per_step": 8}).grpo.updates_per_step == 4
+        load_config(None, {"algorithm.updates_per_step": 3, "rollout.prompts_per_step": 8})
+    assert load_config(None, {"algorithm.updates_per_step": 4, "rollout.prompts_per_step": 8}).algorithm.updates_per_step == 4
 
 
 @pytest.mark.parametrize(
@@ -84,5 +84,18 @@ def test_a_broken_recipe_is_one_sentence(tmp_path: Path, text: str) -> None:
 
 
 def test_the_config_survives_json() -> None:
-    config = load_config(None, {"lora.target_modules": ["q_proj"], "grpo.importance_cap": None})
+    config = load_config(None, {"lora.target_modules": ["q_proj"], "importance.reject_kl": None})
     assert TrainConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_a_name_chooses_an_algorithm_and_what_is_set_beside_it_wins() -> None:
+    dapo = load_config(None, {}, ["algorithm.name=dapo", "algorithm.overlong_buffer_frac=0.0"]).algorithm
+    assert (dapo.clip_eps_high, dapo.equal_groups, dapo.overlong_buffer_frac) == (0.28, "resample", 0.0)
+    ppo = load_config(None, {"rollout.group_size": 1}, ["algorithm.name=ppo"])
+    assert (ppo.algorithm.advantage, ppo.rollout.group_size) == ("gae", 1)
+    with pytest.raises(ConfigError, match=r"dapoo.*is no algorithm; there are grpo, bnpo"):
+        load_config(None, {}, ["algorithm.name=dapoo"])
+    with pytest.raises(ConfigError, match=r"leaves algorithm\.name=rloo nothing to compare"):
+        load_config(None, {"rollout.group_size": 1}, ["algorithm.name=rloo"])
+    with pytest.raises(ConfigError, match="maxrl divides by a group's mean reward"):
+        load_config(None, {}, ["algorithm.name=maxrl", "algorithm.overlong_buffer_frac=0.2"])

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from skylite.data.order import prompts_for_step
+from skylite.data.order import prompts_for_round, prompts_for_step
 from skylite.errors import DataError
 from tests.unit.data_cases import prompt
 
@@ -35,3 +35,22 @@ def test_no_step_holds_a_prompt_twice_when_the_rest_is_short() -> None:
 def test_fewer_prompts_than_a_step_takes() -> None:
     with pytest.raises(DataError, match="takes 4 distinct prompts, but the data set has 3"):
         ids(1, 4, count=3)
+
+
+def test_rounds_of_a_step_hold_every_other_prompt_once() -> None:
+    rounds = [[p.id for p in prompts_for_round(PROMPTS, 2, r, 5, seed=0)] for r in (1, 2, 3)]
+    assert [len(r) for r in rounds] == [5, 2, 0]
+    assert sorted(ids(2, 5) + rounds[0] + rounds[1]) == sorted(p.id for p in PROMPTS)
+
+
+def test_a_round_depends_on_seed_step_and_round_alone() -> None:
+    def first(step: int, seed: int) -> list[str]:
+        return [p.id for p in prompts_for_round(PROMPTS, step, 1, 4, seed)]
+
+    assert first(1, 0) == first(1, 0)
+    assert first(1, 0) != first(1, 1)
+    orders: dict[frozenset[str], set[tuple[str, ...]]] = {}
+    for step in range(1, 60):
+        rest = tuple(p.id for p in prompts_for_round(PROMPTS[:5], step, 1, 3, 0))
+        orders.setdefault(frozenset(rest), set()).add(rest)
+    assert any(len(found) > 1 for found in orders.values()), "every step that leaves the same prompts takes them in the same order"

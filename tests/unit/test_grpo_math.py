@@ -1,54 +1,59 @@
-"""Advantages, loss and logprobs against numbers worked out by hand."""
+"""GRPO from rewards to a loss, logprobs, packing and schedules, against numbers worked out by hand. The other algorithms:
+test_algorithms.py."""
 
 import math
 
 import pytest
 import torch
 
-from skylite.config import GrpoConfig
-from skylite.grpo.advantages import equal_reward_groups, group_advantages
-from skylite.grpo.batch import pack_padded, pack_tree, score_groups
+from skylite.config import OptimConfig
+from skylite.config_algorithm import AlgorithmConfig, ImportanceConfig
+from skylite.errors import DataError
+from skylite.grpo.advantages import dr_grpo, equal_reward_groups, grpo
+from skylite.grpo.batch import arrange, pack_padded, pack_tree
+from skylite.grpo.importance import importance_weights
+from skylite.grpo.kl import k3
 from skylite.grpo.logprobs import token_logprobs
-from skylite.grpo.losses import LossInputs, k3_kl, policy_loss
+from skylite.grpo.losses import AGGREGATIONS, POLICY_LOSSES, BatchSize, LossInputs
 from skylite.run.rollout_file import TrainSample
-from skylite.training.schedule import learning_rate
-from tests.reference import settings
+from skylite.training.schedule import rate_factor
 
 CPU = torch.device("cpu")
 
 
 def loss_of(
-    ratio: float, advantage: float, *, weight_log: float = 0.0, ref: float | None = None, **grpo: float | None
+    ratio: float, advantage: float, *, weight_log: float = 0.0, importance: str = "truncate", num_tokens: int = 1, **algorithm: float
 ) -> tuple[float, float]:
-    """Loss and its derivative by the policy's logprob for one token whose old logprob is -1."""
-    old = torch.tensor([-1.0])
+    """Loss and its derivative by the policy's logprob for one token whose old logprob is -1, in a batch of `num_tokens`."""
+    old, sequences = torch.tensor([-1.0]), torch.tensor([0])
     policy = (old + math.log(ratio)).requires_grad_()
-    inputs = LossInputs(
-        policy_logprobs=policy,
-        old_logprobs=old,
-        rollout_logprobs=old - weight_log,
-        advantages=torch.tensor([advantage]),
-        ref_logprobs=None if ref is None else torch.tensor([ref]),
-    )
-    loss = policy_loss(inputs, GrpoConfig(**grpo), num_loss_tokens=1).loss
+    config = AlgorithmConfig(**algorithm)
+    x = LossInputs(policy_logprobs=policy, old_logprobs=old, advantages=torch.tensor([advantage]), sequences=sequences, num_sequences=1)
+    weights, _ = importance_weights(old, old - weight_log, sequences, 1, ImportanceConfig(mode=importance))
+    token_weight = AGGREGATIONS[config.aggregation](1, BatchSize(num_tokens, num_tokens, 256))
+    loss = (POLICY_LOSSES[config.policy_loss](x, config) * weights * token_weight).sum()
     loss.backward()
     return loss.item(), policy.grad.item()
 
 
+def sample(group: int) -> TrainSample:
+    return TrainSample(group=group, prompt_token_ids=[1], completion_token_ids=[2], rollout_logprobs=[-1.0], reward=0.0, truncated=False)
+
+
 def test_advantages_of_one_right_answer_in_four():
     # mean 0.25, sample standard deviation 0.5: (1 - 0.25) / 0.5 = 1.5 and -0.25 / 0.5 = -0.5
-    advantages = group_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0]]))
+    advantages = grpo(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), torch.ones(1, 4))
     assert advantages[0].tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5], rel=1e-5)
 
 
 def test_advantages_without_the_standard_deviation():
-    assert group_advantages(torch.tensor([[3.0, 1.0]]), normalize_std=False)[0].tolist() == [1.0, -1.0]
+    assert dr_grpo(torch.tensor([[3.0, 1.0]]), torch.ones(1, 2))[0].tolist() == [1.0, -1.0]
 
 
 def test_equal_rewards_give_exact_zeros_whatever_the_rounding_of_their_mean():
     rewards = torch.full((1, 7), 0.1)
     assert (rewards - rewards.mean()).abs().max() > 0  # the trap is there
-    assert group_advantages(rewards).tolist() == [[0.0] * 7]
+    assert grpo(rewards, torch.ones(1, 7)).tolist() == [[0.0] * 7]
     assert equal_reward_groups(torch.tensor([[1.0, 1.0], [1.0, 0.0]])).tolist() == [True, False]
 
 
@@ -77,39 +82,46 @@ def test_clip_higher_moves_the_upper_bound_alone():
 
 
 def test_importance_weight_is_capped_and_can_be_off():
-    assert loss_of(1.0, 1.0, weight_log=math.log(1.5))[0] == pytest.approx(-1.5)
-    assert loss_of(1.0, 1.0, weight_log=math.log(7.0))[0] == pytest.approx(-2.0)
-    assert loss_of(1.0, 1.0, weight_log=math.log(7.0), importance_cap=None)[0] == pytest.approx(-1.0)
+    assert loss_of(1.0, 1.0, weight_log=math.log(1.5)) == pytest.approx((-1.5, -1.5))
+    assert loss_of(1.0, 1.0, weight_log=math.log(7.0)) == pytest.approx((-2.0, -2.0))
+    assert loss_of(1.0, 1.0, weight_log=math.log(7.0), importance="none")[0] == pytest.approx(-1.0)
 
 
 def test_k3_kl_by_hand():
-    # policy 0.5, reference 0.25: 0.5 - log 0.5 - 1 = 0.1931
-    assert k3_kl(torch.tensor([0.5]).log(), torch.tensor([0.25]).log()).item() == pytest.approx(0.5 + math.log(2) - 1)
-    loss, slope = loss_of(1.0, 0.0, ref=-1.0 - math.log(2), kl_coef=0.1)
-    assert loss == pytest.approx(0.1 * (0.5 + math.log(2) - 1))
-    assert slope == pytest.approx(0.1 * (1 - 0.5))  # d k3 / d policy = 1 - exp(ref - policy)
+    # policy 0.5, reference 0.25: 0.5 - log 0.5 - 1 = 0.1931; its derivative by the policy: 1 - ref / policy = 0.5
+    policy = torch.tensor([0.5]).log().requires_grad_()
+    kl = k3(policy, torch.tensor([0.25]).log())
+    kl.sum().backward()
+    assert (kl.item(), policy.grad.item()) == pytest.approx((0.5 + math.log(2) - 1, 0.5))
 
 
 def test_the_loss_is_divided_by_the_global_token_count():
-    logprobs = torch.zeros(3)
-    inputs = LossInputs(policy_logprobs=logprobs, old_logprobs=logprobs, rollout_logprobs=logprobs, advantages=torch.ones(3))
-    assert policy_loss(inputs, GrpoConfig(), num_loss_tokens=12).loss.item() == pytest.approx(-3 / 12)
+    assert loss_of(1.0, 3.0, num_tokens=12) == pytest.approx((-3 / 12, -3 / 12))
 
 
-def test_token_logprobs_equal_log_softmax_and_its_gradient():
+@pytest.mark.parametrize("wanted", ["logprobs", "entropy", "both"])
+@pytest.mark.parametrize("chunk_elements", [1 << 24, 22])
+def test_token_logprobs_and_entropy_equal_log_softmax_and_its_gradient(monkeypatch, wanted, chunk_elements):
+    # 22 elements: two of the five rows a chunk, the last one alone. Row 3 is named twice.
+    monkeypatch.setattr("skylite.grpo.logprobs.ROW_CHUNK_ELEMENTS", chunk_elements)
     torch.manual_seed(0)
-    logits = torch.randn(5, 11)
+    logits = 3 * torch.randn(5, 11)
     rows, targets = torch.tensor([0, 3, 3, 4]), torch.tensor([2, 0, 7, 7])
+    of_logprobs = torch.tensor([1.0, -2.0, 0.5, 3.0]) * (wanted != "entropy")
+    of_entropy = torch.tensor([2.0, 0.5, -1.0, 4.0]) * (wanted != "logprobs")
     mine, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    weights = torch.tensor([1.0, -2.0, 0.5, 3.0])
+
     got, entropy = token_logprobs(mine * 1.0, rows, targets, temperature=0.7)
-    (got * weights).sum().backward()
+    wants = {"logprobs": (got * of_logprobs).sum(), "entropy": (entropy * of_entropy).sum()}
+    (sum(wants.values()) if wanted == "both" else wants[wanted]).backward()
     table = torch.log_softmax(plain / 0.7, dim=1)
-    (table[rows, targets] * weights).sum().backward()
-    assert torch.allclose(got, table[rows, targets], atol=1e-6)
-    assert torch.allclose(entropy, -(table.exp() * table).sum(1)[rows], atol=1e-6)
-    assert torch.allclose(mine.grad, plain.grad, atol=1e-6)
-    assert not entropy.requires_grad
+    plain_entropy = -(table.exp() * table).sum(1)
+    (table[rows, targets] @ of_logprobs + plain_entropy[rows] @ of_entropy).backward()
+
+    assert torch.allclose(got, table[rows, targets], atol=1e-5)
+    assert torch.allclose(entropy, plain_entropy[rows], atol=1e-5)
+    assert mine.grad.abs().max() > 0.1
+    assert torch.allclose(mine.grad, plain.grad, atol=1e-5)
 
 
 @pytest.mark.parametrize("pack", [lambda p, c: pack_padded([p], [c], CPU), lambda p, c: pack_tree([p], [c], [0], CPU)])
@@ -120,22 +132,27 @@ def test_each_completion_token_is_predicted_by_the_token_before_it(pack):
     kept = tokens.inputs["logits_to_keep"][tokens.rows].tolist()
     assert [tokens.inputs["input_ids"][0, k].item() for k in kept] == [8, 9, 10]
     assert tokens.targets.tolist() == [9, 10, 11]
+    assert (tokens.sequences.tolist(), tokens.num_sequences) == ([0, 0, 0], 1)
+
+
+def test_samples_are_arranged_by_group():
+    batch = arrange([sample(4), sample(2), sample(4), sample(2)])
+    assert [[s.group for s in g] for g in batch.groups] == [[2, 2], [4, 4]]
+    assert (batch.rewards.tolist(), batch.lengths.tolist(), batch.equal) == ([[0.0] * 2] * 2, [[1.0] * 2] * 2, [True, True])
 
 
 def test_a_group_of_another_size_is_refused():
-    from skylite.errors import DataError
-
-    sample = TrainSample(group=0, prompt_token_ids=[1], completion_token_ids=[2], rollout_logprobs=[-1.0], reward=0.0, truncated=False)
-    other = TrainSample(group=1, prompt_token_ids=[1], completion_token_ids=[2], rollout_logprobs=[-1.0], reward=0.0, truncated=False)
     with pytest.raises(DataError, match="same size"):
-        score_groups([sample, sample, other], GrpoConfig())
+        arrange([sample(0), sample(0), sample(1)])
 
 
 def test_learning_rate_schedules():
     def rates(schedule: str, warmup: int = 0) -> list[float]:
-        config = settings(optim={"lr": 1.0, "schedule": schedule, "warmup_steps": warmup}).optim
-        return [learning_rate(step, 4, config) for step in (1, 2, 3, 4)]
+        config = OptimConfig(schedule=schedule, warmup_steps=warmup)
+        return [rate_factor(step, 4, config) for step in (1, 2, 3, 4)]
 
     assert rates("constant", 2) == [0.5, 1.0, 1.0, 1.0]
     assert rates("linear") == [1.0, 0.75, 0.5, 0.25]
+    assert rates("linear", 2) == [0.5, 1.0, 1.0, 0.5]
+    # (1 + cos(k pi / 4)) / 2 for k = 0 .. 3
     assert rates("cosine") == pytest.approx([1.0, 0.8535534, 0.5, 0.1464466])

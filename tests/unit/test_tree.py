@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from skylite.config import GrpoConfig
-from skylite.grpo.batch import plan_micro_batches, score_groups
+from skylite.grpo.batch import Item, plan_micro_batches
 from skylite.grpo.tree import build_tree, tree_attention, tree_layout
 from tests.reference import random_samples
 
@@ -67,10 +66,15 @@ def test_a_large_step_is_laid_out_in_a_moment():
     assert time.process_time() - started < 0.5
 
 
+def items(seed, num_groups):
+    samples = random_samples(seed, num_groups)
+    return [Item(sample=s, row=s.group, column=0, number=i, token_weight=1.0) for i, s in enumerate(samples)]
+
+
 @pytest.mark.parametrize("dp_size", [1, 2, 3])
 @pytest.mark.parametrize("budget", [16, 40, 90, 4096])
 def test_every_sample_is_trained_once_and_ranks_run_the_same_number(dp_size, budget):
-    samples = [s for g in score_groups(random_samples(0, num_groups=5), GrpoConfig()) for s in g]
+    samples = items(0, num_groups=5)
     plan = plan_micro_batches(samples, budget, dp_size)
     assert len({len(rank) for rank in plan}) == 1
     planned = [id(s) for rank in plan for micro in rank for s in micro]
@@ -82,7 +86,7 @@ def test_every_sample_is_trained_once_and_ranks_run_the_same_number(dp_size, bud
 
 
 def test_ranks_get_similar_work_and_the_largest_comes_first():
-    samples = [s for g in score_groups(random_samples(1, num_groups=8), GrpoConfig()) for s in g]
+    samples = items(1, num_groups=8)
     plan = plan_micro_batches(samples, 80, 2)
 
     def size(micro):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from skylite.launch import vllm_server
-from skylite.launch.vllm_server import EngineSpec, engine_command, engine_env, engine_notes
+from skylite.launch.vllm_server import EngineSpec, engine_command, engine_env, engine_notes, serve_command
 
 SPEC = EngineSpec(
     name="vllm-0",
@@ -53,10 +53,19 @@ def test_adapters_cannot_be_loaded_into_a_server_without_lora() -> None:
     assert not [flag for flag in engine_command(spec) if "lora" in flag]
 
 
+def test_our_engines_give_the_logprobs_tokens_were_drawn_with_and_a_server_for_people_vllms_own() -> None:
+    command = engine_command(SPEC)
+    assert command[command.index("--logprobs-mode") + 1] == "processed_logprobs"
+    assert command[command.index("--uds") + 1] == "run/vllm.sock"
+    served = serve_command(SPEC, adapter_name="policy-v000001", adapter_path=Path("a"), port=8000)
+    assert not {"--logprobs-mode", "--uds"} & set(served)
+    assert served[served.index("--host") + 1] == "127.0.0.1"
+
+
 def test_switching_the_kernels_off_overrides_the_surrounding_environment() -> None:
     spec = dataclasses.replace(SPEC, cpu_lora_kernels=False)
     assert engine_env(spec, {"SKYLITE_CPU_LORA": "1"})["SKYLITE_CPU_LORA"] == "0"
-    assert any("cpu_lora_kernels" in note for note in engine_notes(spec))
+    assert any("cpu_lora_kernels" in note for note in engine_notes("cpu", cpu_lora_kernels=False))
 
 
 def test_threads_go_to_the_cores_this_process_may_use() -> None:
@@ -73,7 +82,7 @@ def test_openmp_is_preloaded_before_what_the_user_preloads(tmp_path: Path, monke
     (tmp_path / "lib").mkdir()
     monkeypatch.setattr(vllm_server.sys, "prefix", str(tmp_path))
     assert engine_env(SPEC, {"LD_PRELOAD": "/lib/own.so"}).get("LD_PRELOAD") == "/lib/own.so"
-    assert any("intel-openmp" in note for note in engine_notes(SPEC))
+    assert any("intel-openmp" in note for note in engine_notes("cpu", cpu_lora_kernels=True))
     library = tmp_path / "lib" / "libiomp5.so"
     library.touch()
     assert engine_env(SPEC, {"LD_PRELOAD": "/lib/own.so"})["LD_PRELOAD"] == f"{library}:/lib/own.so"

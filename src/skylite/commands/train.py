@@ -29,6 +29,7 @@ class TrainFlags:
     lr: float | None
     group_size: int | None
     seed: int | None
+    from_adapter: Path | None
     settings: tuple[str, ...]
 
     def overrides(self) -> dict[str, Any]:
@@ -42,6 +43,7 @@ class TrainFlags:
             "optim.lr": self.lr,
             "rollout.group_size": self.group_size,
             "seed": self.seed,
+            "lora.from_adapter": None if self.from_adapter is None else str(self.from_adapter),
         }
         return {key: value for key, value in named.items() if value is not None}
 
@@ -86,6 +88,11 @@ def _new_run(recipe: Path) -> Path:
 
 def _refuse_flags_on_resume(flags: TrainFlags, run: Path | None) -> None:
     """A resumed run keeps its settings: only --steps may change."""
+    if flags.from_adapter is not None:
+        raise ConfigError(
+            "--from-adapter begins a new run with an adapter's weights, --resume goes on with a run as it was: they cannot go together.",
+            "Give one of the two.",
+        )
     given = [k for k in flags.overrides() if k != "num_steps"] + list(flags.settings) + (["--recipe"] if flags.recipe else [])
     given += ["--run"] if run else []
     if given:

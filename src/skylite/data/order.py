@@ -26,3 +26,14 @@ def prompts_for_step(prompts: Sequence[Prompt], step: int, per_step: int, seed: 
     order = list(range(len(prompts)))
     random.Random(f"{seed}/{epoch}").shuffle(order)
     return [prompts[i] for i in order[position * per_step : (position + 1) * per_step]]
+
+
+def prompts_for_round(prompts: Sequence[Prompt], step: int, round_number: int, per_step: int, seed: int) -> list[Prompt]:
+    """New prompts for round 1, 2, ... of a step that replaces groups: none of the step's own, none of another round's.
+
+    At most `per_step`; fewer, and at last none, when the data set runs out.
+    """
+    used = {p.id for p in prompts_for_step(prompts, step, per_step, seed)}
+    rest = [p for p in prompts if p.id not in used]
+    random.Random(f"{seed}/resample/{step}").shuffle(rest)
+    return rest[(round_number - 1) * per_step : round_number * per_step]

@@ -50,8 +50,9 @@ async def evaluate(
 
     async def one(index: int, prompt: Prompt) -> RolloutGroup:
         sampling = Sampling(
-            temperature=temperature, max_tokens=max_tokens, stop_token_ids=stop_token_ids, seed=request_seed(seed, -1, index)
-        )
+            temperature=temperature, top_p=1.0, top_k=0, max_tokens=max_tokens, stop_token_ids=stop_token_ids,
+            seed=request_seed(seed, -1, index),
+        )  # fmt: skip
         async with slots:
             return await collect_group(clients[index % len(clients)], model, version, prompt, token_ids[prompt.id], n, sampling, scorer)
 

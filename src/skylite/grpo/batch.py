@@ -11,23 +11,40 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skylite.config import GrpoConfig
 from skylite.errors import DataError
-from skylite.grpo.advantages import equal_reward_groups, group_advantages
+from skylite.grpo.advantages import equal_reward_groups
 from skylite.grpo.tree import build_tree, shared_length, tree_layout
 from skylite.run.rollout_file import TrainSample
 
 Packing = Literal["tree", "padded"]
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredSample:
-    """A sample and how good it is within its group."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """A step's samples by group: N groups of G, in file order."""
+
+    groups: list[list[TrainSample]]
+    rewards: Tensor
+    """[N, G]"""
+    lengths: Tensor
+    """[N, G] completion tokens, float."""
+    equal: list[bool]
+    """[N] groups whose rewards are all the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """A sample on its way into a micro-batch."""
 
     sample: TrainSample
-    advantage: float
-    informative: bool
-    """False when its whole group earned the same: the advantage is exactly 0."""
+    row: int
+    """Its group's row in `Batch`, ..."""
+    column: int
+    """... and its place there."""
+    number: int
+    """Its place in the whole step."""
+    token_weight: float
+    """What the loss of each of its tokens is multiplied by; 0: it is computed, but not learned from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +57,15 @@ class PackedTokens:
     """[C] row of the flattened logits that predicts the token."""
     targets: Tensor
     """[C] the token."""
+    sequences: Tensor
+    """[C] which sequence the token belongs to."""
+    num_sequences: int
     num_nodes: int
     """Tokens the model really computes, padding included."""
 
 
-def score_groups(samples: Sequence[TrainSample], config: GrpoConfig) -> list[list[ScoredSample]]:
-    """The samples by group, with advantages. Raises DataError when groups differ in size or a sample is empty."""
+def arrange(samples: Sequence[TrainSample]) -> Batch:
+    """The samples by group. Raises DataError when groups differ in size or a sample is empty."""
     groups = [list(g) for _, g in groupby(sorted(samples, key=lambda s: s.group), key=lambda s: s.group)]
     sizes = {len(g) for g in groups}
     if len(sizes) != 1 or any(not s.prompt_token_ids or not s.completion_token_ids for s in samples):
@@ -54,14 +74,11 @@ def score_groups(samples: Sequence[TrainSample], config: GrpoConfig) -> list[lis
             "Delete the rollout file; the step is sampled again on resume.",
         )
     rewards = torch.tensor([[s.reward for s in g] for g in groups])
-    advantages = group_advantages(rewards, normalize_std=config.normalize_std).tolist()
-    equal = equal_reward_groups(rewards).tolist()
-    return [
-        [ScoredSample(s, a, not same) for s, a in zip(g, row, strict=True)] for g, row, same in zip(groups, advantages, equal, strict=True)
-    ]
+    lengths = torch.tensor([[float(len(s.completion_token_ids)) for s in g] for g in groups])
+    return Batch(groups=groups, rewards=rewards, lengths=lengths, equal=equal_reward_groups(rewards).tolist())
 
 
-def plan_micro_batches(samples: Sequence[ScoredSample], budget: int, dp_size: int) -> list[list[list[ScoredSample]]]:
+def plan_micro_batches(samples: Sequence[Item], budget: int, dp_size: int) -> list[list[list[Item]]]:
     """[dp_size][M] micro-batches of samples, the same number M for every rank, the largest first; some may be empty.
 
     A micro-batch holds at most `budget` unique tokens (one sample that is longer still goes alone). Siblings stay together unless
@@ -100,9 +117,7 @@ def pack_tree(prompts: Sequence[list[int]], completions: Sequence[list[int]], gr
         "logits_to_keep": torch.from_numpy(nodes if len(nodes) else np.zeros(1, dtype=np.int64)).to(device),
         "tree": tree_layout(tree, device),
     }
-    return PackedTokens(
-        inputs=inputs, rows=torch.from_numpy(rows).to(device), targets=_targets(completions, device), num_nodes=len(tree.token_ids)
-    )
+    return _packed(inputs, rows, completions, len(tree.token_ids), device)
 
 
 def pack_padded(prompts: Sequence[list[int]], completions: Sequence[list[int]], device: torch.device) -> PackedTokens:
@@ -121,28 +136,34 @@ def pack_padded(prompts: Sequence[list[int]], completions: Sequence[list[int]], 
         "logits_to_keep": torch.arange(first, longest, device=device),
     }
     flat = np.concatenate(rows or [np.zeros(0, dtype=np.int64)])
+    return _packed(inputs, flat, completions, longest * len(sequences), device)
+
+
+def _packed(inputs: dict[str, Any], rows: Any, completions: Sequence[list[int]], num_nodes: int, device: torch.device) -> PackedTokens:
+    lengths = torch.tensor([len(c) for c in completions], dtype=torch.int64)
     return PackedTokens(
-        inputs=inputs, rows=torch.from_numpy(flat).to(device), targets=_targets(completions, device), num_nodes=longest * len(sequences)
+        inputs=inputs,
+        rows=torch.from_numpy(rows).to(device),
+        targets=torch.tensor([token for c in completions for token in c], dtype=torch.int64, device=device),
+        sequences=torch.repeat_interleave(torch.arange(len(completions)), lengths).to(device),
+        num_sequences=len(completions),
+        num_nodes=num_nodes,
     )
-
-
-def _targets(completions: Sequence[list[int]], device: torch.device) -> Tensor:
-    return torch.tensor([token for c in completions for token in c], dtype=torch.int64, device=device)
 
 
 def _sequence(sample: TrainSample) -> list[int]:
     return sample.prompt_token_ids + sample.completion_token_ids
 
 
-def _common_prefix(samples: Sequence[ScoredSample]) -> int:
+def _common_prefix(samples: Sequence[Item]) -> int:
     prompts = [s.sample.prompt_token_ids for s in samples]
     low, high = min(prompts), max(prompts)
     return next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
 
 
-def _units(samples: Sequence[ScoredSample], budget: int, prefix: int) -> list[tuple[int, list[ScoredSample]]]:
+def _units(samples: Sequence[Item], budget: int, prefix: int) -> list[tuple[int, list[Item]]]:
     """(tokens besides the prefix, samples) that are not cut: groups, or runs of siblings of a group over the budget."""
-    units: list[tuple[int, list[ScoredSample]]] = []
+    units: list[tuple[int, list[Item]]] = []
     ordered = sorted((s.sample.group, _sequence(s.sample), i) for i, s in enumerate(samples))
     previous, previous_group = np.empty(0, dtype=np.int64), None
     for group, tokens, index in ordered:
@@ -156,9 +177,9 @@ def _units(samples: Sequence[ScoredSample], budget: int, prefix: int) -> list[tu
     return units
 
 
-def _fill(units: list[tuple[int, list[ScoredSample]]], num_bins: int) -> list[tuple[int, list[list[ScoredSample]]]]:
+def _fill(units: list[tuple[int, list[Item]]], num_bins: int) -> list[tuple[int, list[list[Item]]]]:
     """Longest-processing-time rule: each unit, largest first, goes to the emptiest bin."""
-    bins: list[tuple[int, list[list[ScoredSample]]]] = [(0, []) for _ in range(num_bins)]
+    bins: list[tuple[int, list[list[Item]]]] = [(0, []) for _ in range(num_bins)]
     for size, unit in units:
         index = min(range(num_bins), key=lambda i: bins[i][0])
         load, content = bins[index]

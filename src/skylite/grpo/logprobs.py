@@ -12,7 +12,7 @@ ROW_CHUNK_ELEMENTS = 1 << 24
 
 
 def token_logprobs(logits: Tensor, rows: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """log softmax(logits[rows] / temperature)[targets] [C], and the entropy [C] in nats of those distributions (no gradient).
+    """log softmax(logits[rows] / temperature)[targets] [C], and the entropy [C] in nats of those distributions, both with gradient.
 
     logits [N, V] in any float type, rows [C] and targets [C] int64; a row may be named several times (siblings in a prefix tree
     share the row that predicts them). The result is float32. Backward overwrites `logits` with its own gradient to save a second
@@ -35,22 +35,31 @@ class _TokenLogprobs(torch.autograd.Function):
             probs = torch.exp(scaled - normalizers[part, None])
             entropies[part] = normalizers[part] - torch.linalg.vecdot(probs, scaled)
         chosen = logits[rows, targets].float() / temperature - normalizers[rows]
-        ctx.save_for_backward(logits, rows, targets, normalizers)
+        ctx.save_for_backward(logits, rows, targets, normalizers, entropies)
         ctx.temperature = temperature
-        entropy = entropies[rows]
-        ctx.mark_non_differentiable(entropy)
-        return chosen, entropy
+        ctx.set_materialize_grads(False)
+        return chosen, entropies[rows]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_chosen: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, rows, targets, normalizers = ctx.saved_tensors
-        row_grads = torch.zeros_like(normalizers).index_add_(0, rows, grad_chosen) / ctx.temperature
+    def backward(ctx: Any, grad_chosen: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor, None, None, None]:
+        logits, rows, targets, normalizers, entropies = ctx.saved_tensors
+        size, temperature = len(normalizers), ctx.temperature
+        grad_chosen = torch.zeros_like(rows, dtype=torch.float32) if grad_chosen is None else grad_chosen
+        chosen_rows = _by_row(grad_chosen / temperature, rows, size)
+        entropy_rows = None if grad_entropy is None else _by_row(grad_entropy / temperature, rows, size)
         for part in _row_chunks(logits):
-            probs = torch.exp(logits[part].float() / ctx.temperature - normalizers[part, None])
-            logits[part] = probs.mul_(-row_grads[part, None]).to(logits.dtype)
+            log_probs = logits[part].float() / ctx.temperature - normalizers[part, None]
+            slope = -chosen_rows[part, None]
+            if entropy_rows is not None:  # dH / dlogit = -p (log p + H)
+                slope = slope - entropy_rows[part, None] * (log_probs + entropies[part, None])
+            logits[part] = torch.exp(log_probs).mul_(slope).to(logits.dtype)
         logits.index_put_((rows, targets), (grad_chosen / ctx.temperature).to(logits.dtype), accumulate=True)
         return logits, None, None, None
+
+
+def _by_row(values: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+    return values.new_zeros(num_rows).index_add_(0, rows, values)
 
 
 def _row_chunks(logits: Tensor) -> list[slice]:

@@ -63,23 +63,26 @@ class EngineSpec:
 
 
 def engine_command(spec: EngineSpec) -> list[str]:
-    """The argument vector that starts the server."""
+    """The argument vector that starts a server for us, on its socket."""
+    # vLLM's default is logprobs before temperature, top-p and top-k: not those of the distribution that tokens were drawn from.
+    return [*_server_command(spec), "--uds", str(spec.uds), "--logprobs-mode", "processed_logprobs"]
+
+
+def serve_command(spec: EngineSpec, *, adapter_name: str, adapter_path: Path, port: int) -> list[str]:
+    """A server for people: one fixed adapter, on 127.0.0.1 instead of the socket, vLLM's own kind of logprobs."""
+    lora = ["--lora-modules", f"{adapter_name}={adapter_path}"]
+    return [*_server_command(spec), "--host", "127.0.0.1", "--port", str(port), *lora]
+
+
+def _server_command(spec: EngineSpec) -> list[str]:
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(spec.model_path), "--served-model-name", BASE_NAME, "--uds", str(spec.uds)]
+    command += ["--model", str(spec.model_path), "--served-model-name", BASE_NAME]
     command += ["--dtype", spec.dtype, "--seed", str(spec.seed)]
     command += ["--max-model-len", str(spec.max_model_len), "--max-num-seqs", str(spec.max_num_seqs)]
     # "vllm": sampling defaults come from the request alone, not from the model's generation_config.json.
     command += ["--generation-config", "vllm", "--enable-prefix-caching"]
     command += ["--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"]
     return command + _memory_flags(spec) + (_lora_flags(spec) if spec.enable_lora else [])
-
-
-def serve_command(spec: EngineSpec, *, adapter_name: str, adapter_path: Path, port: int) -> list[str]:
-    """A server for people: one fixed adapter, on 127.0.0.1 instead of the socket."""
-    command = engine_command(spec)
-    at = command.index("--uds")
-    lora = ["--lora-modules", f"{adapter_name}={adapter_path}"]
-    return [*command[:at], *command[at + 2 :], "--host", "127.0.0.1", "--port", str(port), *lora]
 
 
 def engine_env(spec: EngineSpec, base_env: Mapping[str, str]) -> dict[str, str]:
@@ -99,14 +102,14 @@ def engine_env(spec: EngineSpec, base_env: Mapping[str, str]) -> dict[str, str]:
     return env
 
 
-def engine_notes(spec: EngineSpec) -> list[str]:
-    """What makes this server slower than it could be, in words for the user; empty when nothing does."""
-    if spec.device != "cpu":
+def engine_notes(device: str, *, cpu_lora_kernels: bool) -> list[str]:
+    """What makes a LoRA server slower than it could be, in words for the user; empty when nothing does."""
+    if device != "cpu":
         return []
     notes = []
     if intel_openmp() is None:
         notes.append(f"{INTEL_OPENMP} was not found, so vLLM may sample slower; `pip install intel-openmp` brings it.")
-    if spec.enable_lora and not spec.cpu_lora_kernels:
+    if not cpu_lora_kernels:
         notes.append("engine.cpu_lora_kernels=false: LoRA sampling is several times slower, and base requests in a mixed batch are wrong.")
     return notes
 

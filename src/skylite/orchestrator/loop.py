@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from skylite.data.order import prompts_for_step
+from skylite.data.order import prompts_for_round, prompts_for_step
 from skylite.evaluation.evaluate import EvalResult, evaluate, write_results
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.progress import Progress
 from skylite.orchestrator.record import completion_view, step_metrics
+from skylite.orchestrator.resample import SampledStep, replace_equal_groups
+from skylite.rewards.shaping import overlong_penalty
 from skylite.rollout.client import Sampling
 from skylite.rollout.collect import Scorer, collect_group, gather_all, request_seed
 from skylite.rollout.engines import Engines, SyncReport, remove_old_versions
@@ -20,7 +24,7 @@ from skylite.rollout.tokenizer import ChatTokenizer, encode_prompts
 from skylite.run.metrics import append_metrics
 from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import AdapterVersion, RunDir, adapter_name, published_versions
-from skylite.types import RolloutGroup
+from skylite.types import Prompt, RolloutGroup
 
 POLL_S = 0.02
 
@@ -52,36 +56,62 @@ async def run_step(session: Session, step: int) -> None:
     plan, started = session.plan, time.monotonic()
     session.progress.step = step
     session.progress.phase("sampling", f"step {step} of {plan.config.num_steps}")
-    groups = await sample_step(session, step)
-    sampled = time.monotonic()
-    write_rollouts(plan.run.rollout_path(step), groups)
+    sampled = await sample_step(session, step)
+    rollout_s = time.monotonic() - started
+    write_rollouts(plan.run.rollout_path(step), sampled.groups)
     session.progress.phase("training", f"step {step} of {plan.config.num_steps}")
     update = await wait_for_update(plan.run, step)
     session.progress.phase("syncing", adapter_name(step))
     report = await use_version(session, step)
-    metrics = step_metrics(step, groups, update, report, rollout_s=sampled - started, step_s=time.monotonic() - started)
+    metrics = step_metrics(step, sampled, update, report, rollout_s=rollout_s, step_s=time.monotonic() - started)
     append_metrics(plan.run.metrics_path, metrics)
-    session.progress.screen.step(metrics, completion_view(groups))
+    session.progress.screen.step(metrics, completion_view(sampled.groups))
     clean_up_versions(session, step)
 
 
-async def sample_step(session: Session, step: int) -> list[RolloutGroup]:
+async def sample_step(session: Session, step: int) -> SampledStep:
     """The step's rollout groups, sampled from the version the engines serve."""
+    config, train = session.plan.config, session.plan.train
+    algorithm, per_step = config.algorithm, config.rollout.prompts_per_step
+    first = await sample_groups(session, step, prompts_for_step(train, step, per_step, config.seed), first_index=0)
+    if algorithm.equal_groups != "resample":
+        return SampledStep(groups=first)
+
+    async def sample_more(round_number: int, count: int) -> list[RolloutGroup]:
+        prompts = prompts_for_round(train, step, round_number, per_step, config.seed)[:count]
+        session.progress.phase("sampling", f"step {step} of {config.num_steps}, {count} groups with equal rewards are replaced")
+        return await sample_groups(session, step, prompts, first_index=round_number * per_step)
+
+    sampled = await replace_equal_groups(first, sample_more, algorithm.max_resample_rounds)
+    if sampled.missing:
+        session.progress.screen.say(
+            f"step {step}: {sampled.missing} of {per_step} groups still have equal rewards after {len(sampled.left_out)} more were sampled "
+            "(algorithm.max_resample_rounds); they are dropped"
+        )
+    return sampled
+
+
+async def sample_groups(session: Session, step: int, prompts: Sequence[Prompt], first_index: int) -> list[RolloutGroup]:
+    """A group of each prompt. Prompts are numbered from `first_index` within the step: their seeds depend on it."""
     plan, adapter = session.plan, session.engines.current
     assert adapter is not None, "a version is loaded before the first step"
     rollout = plan.config.rollout
-    prompts = prompts_for_step(plan.train, step, rollout.prompts_per_step, plan.config.seed)
+    penalty = partial(
+        overlong_penalty, max_completion_tokens=rollout.max_completion_tokens, buffer_frac=plan.config.algorithm.overlong_buffer_frac
+    )
     token_ids = encode_prompts(session.tokenizer, prompts, rollout.max_prompt_tokens)
     tasks = []
-    for index, prompt in enumerate(prompts):
+    for index, prompt in enumerate(prompts, first_index):
         sampling = Sampling(
             temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
             max_tokens=rollout.max_completion_tokens,
             stop_token_ids=session.tokenizer.stop_token_ids,
             seed=request_seed(plan.config.seed, step, index),
         )
         client, ids = session.engines.client_for(index), token_ids[prompt.id]
-        group = collect_group(client, adapter.name, adapter.version, prompt, ids, rollout.group_size, sampling, session.scorer)
+        group = collect_group(client, adapter.name, adapter.version, prompt, ids, rollout.group_size, sampling, session.scorer, penalty)
         tasks.append(asyncio.create_task(group))
     return await gather_all(tasks)
 

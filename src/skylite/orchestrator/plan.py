@@ -12,7 +12,9 @@ from skylite.config_files import read_run_config
 from skylite.data.prompt_file import PromptFileInfo, read_prompts
 from skylite.errors import ConfigError
 from skylite.launch.machine import choose_device, choose_dtype
+from skylite.launch.vllm_server import engine_notes
 from skylite.models import resolve_model
+from skylite.orchestrator.warm_start import copy_warm_start, plan_warm_start
 from skylite.rewards import load_reward
 from skylite.run.files import write_json
 from skylite.run.run_dir import RunDir
@@ -56,14 +58,19 @@ def plan_run(config: TrainConfig, run: RunDir, say: Callable[[str], None]) -> Ru
         note(f"vLLM is started for LoRA rank {config.lora.vllm_rank}, the smallest it allows that holds rank {config.lora.rank}")
     if config.optim.lr < LORA_LITERATURE_FLOOR_LR:
         note(f"warning: optim.lr={config.optim.lr:g} is under {LORA_LITERATURE_FLOOR_LR:g}; LoRA hardly learns at such rates")
+    for text in engine_notes(device, cpu_lora_kernels=config.engine.cpu_lora_kernels):
+        note(text)
     model = resolve_model(config.model.name, say=say)
     note(model.note)
+    if config.lora.from_adapter is not None:
+        plan_warm_start(config, model.path, model.fingerprint, note)
     resolved = Resolved(
         model_path=str(model.path),
         model_fingerprint=model.fingerprint,
         dtype=dtype,
         device=device,
         lora_sync_path=str(Path(config.lora.lora_sync_path or run.default_adapters).resolve()),
+        warm_start=str(run.warm_start) if config.lora.from_adapter is not None else None,
         notes=notes,
     )
     return RunPlan(run=run, config=config, resolved=resolved, train=train, held_out=held_out, reward=reward, first_step=1)
@@ -81,11 +88,13 @@ def data_note(config: TrainConfig, info: PromptFileInfo, count: int) -> str:
 
 
 def write_run(plan: RunPlan) -> None:
-    """Create the run directory and its config.json. Raises ConfigError when the folder holds a run already."""
+    """Create the run directory, its copy of a warm start, and its config.json. Raises ConfigError when the folder holds a run already."""
     if plan.run.config_path.exists():
         raise ConfigError(
             f"{plan.run.root} holds a run already.", f"Use --resume {plan.run.root} to go on with it, or another --run folder."
         )
+    if plan.config.lora.from_adapter is not None:
+        copy_warm_start(Path(plan.config.lora.from_adapter).expanduser(), plan.run)
     for folder in (plan.run.rollouts, plan.run.updates, plan.run.checkpoints, plan.run.logs, Path(plan.resolved.lora_sync_path)):
         folder.mkdir(parents=True, exist_ok=True)
     _write_config(plan)
@@ -103,8 +112,10 @@ def plan_resume(run: RunDir, num_steps: int | None, say: Callable[[str], None]) 
     train, info = read_split(config, "train")
     held_out = read_split(config, config.eval.split)[0][: config.eval.limit] if config.eval.limit else []
     say(f"resuming {run.root} after step {done} of {config.num_steps}")
+    # The run may have been moved, and its copy of a warm start with it.
+    resolved = recorded.resolved.model_copy(update={"warm_start": str(run.warm_start) if recorded.resolved.warm_start else None})
     plan = RunPlan(
-        run=run, config=config, resolved=recorded.resolved, train=train, held_out=held_out,
+        run=run, config=config, resolved=resolved, train=train, held_out=held_out,
         reward=config.reward.function or info.reward, first_step=done + 1,
     )  # fmt: skip
     _write_config(plan)

@@ -14,8 +14,7 @@ from skylite.launch.machine import cpu_cores
 from skylite.launch.processes import ProcessSpec
 from skylite.launch.supervisor import Supervisor
 from skylite.launch.torchrun import trainer_command, trainer_env
-from skylite.launch.vllm_server import engine_notes
-from skylite.orchestrator.engine_set import engine_spec, open_engines
+from skylite.orchestrator.engine_set import open_engines
 from skylite.orchestrator.loop import Session, run_steps, wait_for_update
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.progress import Progress
@@ -87,8 +86,6 @@ async def _run(plan: RunPlan, supervisor: Supervisor, progress: Progress, resume
         await wait_for_update(plan.run, start)
         progress.phase("starting", f"vLLM: {plan.config.engine.num_engines} engine(s)")
         manifest = read_manifest(Path(plan.resolved.lora_sync_path) / adapter_name(start))
-        for note in engine_notes(engine_spec(plan, manifest, 0, plan.run.root)):
-            progress.screen.say(note)
         clients = await stack.enter_async_context(open_engines(plan, manifest, supervisor))
         engines = Engines(clients, tolerance)
         await run_steps(Session(plan=plan, engines=engines, scorer=pool, tokenizer=tokenizer, progress=progress))

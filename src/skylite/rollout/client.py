@@ -24,6 +24,10 @@ class Sampling:
 
     temperature: float
     """0 is greedy."""
+    top_p: float
+    """Sample among the likeliest tokens that hold this share together; 1: all."""
+    top_k: int
+    """Sample among this many likeliest tokens; 0: all."""
     max_tokens: int
     stop_token_ids: tuple[int, ...]
     """End-of-turn tokens of the model."""
@@ -78,8 +82,8 @@ class VllmClient:
                 "n": n,
                 "max_tokens": sampling.max_tokens,
                 "temperature": sampling.temperature,
-                "top_p": 1.0,
-                "top_k": 0,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
                 "min_p": 0.0,
                 "repetition_penalty": 1.0,
                 "presence_penalty": 0.0,

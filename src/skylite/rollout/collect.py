@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from skylite.rollout.client import Sampling, VllmClient
@@ -27,14 +27,22 @@ def request_seed(seed: int, step: int, index: int) -> int:
 
 
 async def collect_group(
-    client: VllmClient, model: str, version: int, prompt: Prompt, prompt_token_ids: list[int], n: int, sampling: Sampling, scorer: Scorer
+    client: VllmClient,
+    model: str,
+    version: int,
+    prompt: Prompt,
+    prompt_token_ids: list[int],
+    n: int,
+    sampling: Sampling,
+    scorer: Scorer,
+    penalty: Callable[[int], float] = lambda length: 0.0,
 ) -> RolloutGroup:
-    """Sample `n` completions of one prompt and score them."""
+    """Sample `n` completions of one prompt and score them. `penalty`: completion tokens -> what is added for training, <= 0."""
     completions = await client.generate(model, prompt_token_ids, n, sampling, version)
     rewards = await scorer.score([(prompt, c.text) for c in completions])
     return RolloutGroup(
         tuple(
-            Rollout(prompt=prompt, prompt_token_ids=prompt_token_ids, completion=c, reward=r)
+            Rollout(prompt=prompt, prompt_token_ids=prompt_token_ids, completion=c, reward=r, penalty=penalty(len(c.token_ids)))
             for c, r in zip(completions, rewards, strict=True)
         )
     )

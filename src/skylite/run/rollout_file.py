@@ -20,7 +20,9 @@ ROLLOUT_SCHEMA = pa.schema(
         ("prompt_token_ids", pa.list_(pa.int32())),
         ("completion_token_ids", pa.list_(pa.int32())),
         ("rollout_logprobs", pa.list_(pa.float32())),
-        ("reward", pa.float32()),
+        # float64, so that the trainer rounds their sum as `RolloutGroup.is_equal` does.
+        ("reward", pa.float64()),
+        ("penalty", pa.float64()),
         ("finish_reason", pa.string()),
         ("adapter_version", pa.int32()),
         ("question", pa.string()),
@@ -43,6 +45,7 @@ class TrainSample:
     rollout_logprobs: list[float]
     """[C]"""
     reward: float
+    """What is learned from: the score plus the penalty."""
     truncated: bool
     """The completion ended for length."""
 
@@ -57,6 +60,7 @@ def write_rollouts(path: Path, groups: Sequence[RolloutGroup]) -> None:
             "completion_token_ids": r.completion.token_ids,
             "rollout_logprobs": r.completion.logprobs,
             "reward": r.reward,
+            "penalty": r.penalty,
             "finish_reason": r.completion.finish_reason,
             "adapter_version": r.completion.adapter_version,
             "question": r.prompt.messages[-1]["content"],
@@ -82,7 +86,7 @@ def read_rollouts(path: Path) -> list[TrainSample]:
             prompt_token_ids=row["prompt_token_ids"],
             completion_token_ids=row["completion_token_ids"],
             rollout_logprobs=row["rollout_logprobs"],
-            reward=row["reward"],
+            reward=row["reward"] + row["penalty"],
             truncated=row["finish_reason"] == "length",
         )
         for row in rows

@@ -104,6 +104,11 @@ class RunDir:
         return self.root / "evals"
 
     @property
+    def warm_start(self) -> Path:
+        """The adapter that version 0 begins as, copied here so that a resumed run does not depend on where it came from."""
+        return self.root / "warm_start"
+
+    @property
     def default_adapters(self) -> Path:
         """`lora.lora_sync_path` unless the user sets another."""
         return self.root / "adapters"

@@ -13,12 +13,15 @@ from safetensors.torch import save
 from torch import Tensor
 
 from skylite.config import RunConfig
-from skylite.errors import SyncFailed
+from skylite.errors import SyncFailed, TrainingDiverged
 from skylite.grpo.batch import pack
+from skylite.grpo.kl import k3
 from skylite.run.files import atomic_folder, sha256_file
 from skylite.run.manifest import Canary, Manifest
 from skylite.run.run_dir import AdapterVersion, adapter_name
-from skylite.training.policy import Policy, score
+from skylite.training.learner import is_b_matrix
+from skylite.training.policy import Policy, reference_policy, score
+from skylite.training.warm_start import peft_file_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +40,6 @@ def adapter_tensors(policy: Policy) -> dict[str, Tensor]:
     return {peft_file_name(n): p.detach().to("cpu", policy.dtype).contiguous() for n, p in policy.lora.items()}
 
 
-def peft_file_name(parameter: str) -> str:
-    """`...q_proj.lora_A.default.weight` -> `...q_proj.lora_A.weight`: PEFT leaves the adapter's name out of its files."""
-    return parameter.replace(".default.weight", ".weight").removesuffix(".default")
-
-
 def canary_logprobs(policy: Policy, sequences: Sequence[list[int]]) -> list[list[float]]:
     """[S][L - 1] logprobs at temperature 1 of every token but the first. All ranks must call it together."""
     tokens = pack([s[:1] for s in sequences], [s[1:] for s in sequences], range(len(sequences)), policy.packing, policy.device)
@@ -56,9 +54,26 @@ def base_canary_logprobs(policy: Policy, sequences: Sequence[list[int]]) -> list
         return canary_logprobs(policy, sequences)
 
 
+def check_reference(policy: Policy, sequences: Sequence[list[int]], must_agree: bool) -> float:
+    """KL (k3, mean over the canary's tokens) of the policy to its reference before anything was learned.
+
+    Raises TrainingDiverged when `must_agree` and it is not exactly 0: the run would be pulled towards something else than its start.
+    """
+    own = [x for row in canary_logprobs(policy, sequences) for x in row]
+    with reference_policy(policy):
+        ref = [x for row in canary_logprobs(policy, sequences) for x in row]
+    found = float(k3(torch.tensor(own), torch.tensor(ref)).mean())
+    if must_agree and own != ref:
+        raise TrainingDiverged(
+            f"The KL to the reference is {found:.3g} before the first step and must be 0: the reference is not the policy's start.",
+            "This is a fault of the model's code or of skylite; set algorithm.kl_coef=0 to train without a reference.",
+        )
+    return found
+
+
 def b_norm(policy: Policy) -> float:
     """Frobenius norm of all B matrices together: 0 at the start, so its growth is how far the policy has moved."""
-    return float(torch.stack([p.detach().norm() for n, p in policy.lora.items() if ".lora_B." in n or ".lora_embedding_B." in n]).norm())
+    return float(torch.stack([p.detach().norm() for n, p in policy.lora.items() if is_b_matrix(n)]).norm())
 
 
 def publish(policy: Policy, run_config: RunConfig, version: int, canary: Canary) -> Published:

@@ -41,6 +41,16 @@ class Dist:
         torch_dist.all_reduce(values, torch_dist.ReduceOp.MAX)
         return values
 
+    def gather(self, values: Tensor) -> Tensor:
+        """[C] of this rank (C may differ between ranks) -> all of them, rank after rank."""
+        sizes = torch.zeros(self.dp_size, dtype=torch.int64, device=self.device)
+        sizes[self.dp_rank] = len(values)
+        counts = self.sum_(sizes).tolist()
+        padded = torch.nn.functional.pad(values, (0, max(counts) - len(values)))
+        parts = [torch.empty_like(padded) for _ in counts]
+        torch_dist.all_gather(parts, padded)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
     def from_first_(self, values: Tensor) -> Tensor:
         """Overwrite with rank 0's values."""
         torch_dist.broadcast(values, src=0)

@@ -13,9 +13,11 @@ from skylite.run.files import write_json
 from skylite.run.manifest import Canary
 from skylite.run.rollout_file import TrainSample, read_rollouts
 from skylite.run.run_dir import RunDir
-from skylite.training.adapter import b_norm, base_canary_logprobs, canary_logprobs, publish
+from skylite.training.adapter import b_norm, base_canary_logprobs, canary_logprobs, check_reference, publish
 from skylite.training.checkpoint import checkpoint_folders, load_checkpoint, save_checkpoint
+from skylite.training.critic import Critic, make_critic
 from skylite.training.dist import Dist
+from skylite.training.learner import Learner, make_learner
 from skylite.training.policy import Policy, choose_packing, load_policy
 from skylite.training.step import train_step
 
@@ -30,7 +32,8 @@ class Trainer:
     run_config: RunConfig
     dist: Dist
     policy: Policy
-    optimizer: torch.optim.AdamW
+    learner: Learner
+    critic: Critic | None
     canary_sequences: list[list[int]]
     base_logprobs: list[list[float]]
     """The canary with the adapter off; the base never changes."""
@@ -38,6 +41,10 @@ class Trainer:
     @property
     def config(self) -> TrainConfig:
         return self.run_config.config
+
+    @property
+    def learners(self) -> list[Learner]:
+        return [self.learner, *([self.critic.learner] if self.critic else [])]
 
 
 def train(run: RunDir, run_config: RunConfig, dist: Dist, resume: bool) -> None:
@@ -52,8 +59,8 @@ def train(run: RunDir, run_config: RunConfig, dist: Dist, resume: bool) -> None:
         if samples is None:
             break
         started = time.monotonic()
-        metrics = {"time/wait_s": started - waited} | train_step(trainer.policy, trainer.optimizer, samples, step, trainer.config, dist)
-        metrics |= {"time/train_s": time.monotonic() - started} | publish_version(trainer, step)
+        learned = train_step(trainer.policy, trainer.learner, samples, step, trainer.config, dist, trainer.critic)
+        metrics = learned | {"time/wait_s": started - waited, "time/train_s": time.monotonic() - started} | publish_version(trainer, step)
         done = step
         if step % checkpoint.every == 0 or step == trainer.config.num_steps:
             metrics |= checkpoint_step(trainer, step)
@@ -65,21 +72,23 @@ def start(run: RunDir, run_config: RunConfig, dist: Dist) -> Trainer:
     """Load and shard the model, choose how samples are packed, score the canary with the base."""
     config = run_config.config
     sequences: list[list[int]] = run.read_json(run.canary_path)["sequences"]
-    policy = load_policy(run_config.resolved, config.lora, config.seed, dist)
+    policy = load_policy(run_config.resolved, config, dist)
     packing, reason = choose_packing(policy, max(sequences, key=len))
+    policy = replace(policy, packing=packing)
     if dist.is_first:
         print(f"packing: {packing}; {reason}", flush=True)
-    policy = replace(policy, packing=packing)
+    if config.algorithm.uses_ref:
+        found = check_reference(policy, sequences, must_agree=config.algorithm.kl_ref == "init" or config.lora.from_adapter is None)
+        if dist.is_first:
+            print(f"KL to the reference at the start: {found:.3g}", flush=True)
     optim = config.optim
-    optimizer = torch.optim.AdamW(
-        list(policy.lora.values()), lr=optim.lr, betas=(optim.beta1, optim.beta2), weight_decay=optim.weight_decay, fused=True
-    )
     return Trainer(
         run=run,
         run_config=run_config,
         dist=dist,
         policy=policy,
-        optimizer=optimizer,
+        learner=make_learner("policy", policy.lora, optim.lr, optim.max_grad_norm, optim, optim.lora_plus_ratio),
+        critic=make_critic(policy, config, dist) if config.algorithm.uses_critic else None,
         canary_sequences=sequences,
         base_logprobs=base_canary_logprobs(policy, sequences),
     )
@@ -88,7 +97,7 @@ def start(run: RunDir, run_config: RunConfig, dist: Dist) -> Trainer:
 def restore(trainer: Trainer) -> int:
     """Go back to the newest checkpoint; its step, or 0 when there is none yet."""
     folders = checkpoint_folders(trainer.run)
-    return load_checkpoint(folders[-1], trainer.policy, trainer.optimizer) if folders else 0
+    return load_checkpoint(folders[-1], trainer.learners) if folders else 0
 
 
 def wait_for_rollouts(trainer: Trainer, step: int) -> list[TrainSample] | None:
@@ -122,7 +131,7 @@ def checkpoint_step(trainer: Trainer, step: int) -> dict[str, float]:
     started = time.monotonic()
     if trainer.dist.is_first:
         config = trainer.config
-        save_checkpoint(trainer.run, step, config.seed, trainer.policy, trainer.optimizer, config.checkpoint.keep_last)
+        save_checkpoint(trainer.run, step, config.seed, trainer.learners, config.checkpoint.keep_last)
     return {"time/checkpoint_s": time.monotonic() - started}
 
 

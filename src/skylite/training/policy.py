@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,16 +16,20 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
-from skylite.config import LoraConfig, Resolved
+from skylite.config import LoraConfig, Resolved, TrainConfig
 from skylite.errors import ModelError
 from skylite.grpo.batch import PackedTokens, Packing, pack
 from skylite.grpo.logprobs import token_logprobs
 from skylite.grpo.tree import TreeLayout, tree_attention
 from skylite.training.dist import Dist
 from skylite.training.targets import adapted_modules, short_names
+from skylite.training.warm_start import load_adapter_file
 
 TREE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 """Mean logprob difference, tree against padded rows, of a model that understands trees. Wrong masks differ by tenths of nats."""
+
+POLICY, REF, CRITIC = "default", "ref", "critic"
+"""Adapters on the one frozen base: the policy's own, a frozen copy of its start, the value function's."""
 
 HARMLESS = {"position_ids", "cache_position", "position_embeddings"}
 """What models pass on to their attention function although rotary embedding has used it already."""
@@ -36,9 +41,7 @@ class Policy:
 
     model: PeftModel
     lora: dict[str, nn.Parameter]
-    """Trainable parameters by name, sorted; fp32, the same on every rank. Their `.grad` are views of `grads`."""
-    grads: Tensor
-    """All LoRA gradients, flat: one all-reduce, one norm."""
+    """The policy's trainable parameters by name, sorted; fp32, the same on every rank."""
     target_modules: list[str]
     """As adapter_config.json names them."""
     dtype: torch.dtype
@@ -51,25 +54,31 @@ class Policy:
         return torch.autocast(self.device.type, torch.bfloat16) if self.dtype == torch.bfloat16 else nullcontext()
 
 
-def load_policy(resolved: Resolved, lora: LoraConfig, seed: int, dist: Dist) -> Policy:
+def load_policy(resolved: Resolved, config: TrainConfig, dist: Dist) -> Policy:
     """Load, adapt, shard. Every rank calls it; the LoRA initialisation is rank 0's. Raises ModelError."""
     dtype = torch.float32 if resolved.dtype == "float32" else torch.bfloat16
     base = load_base(resolved.model_path, dtype).to(dist.device)
-    chosen = adapted_modules(base, lora)
+    chosen = adapted_modules(base, config.lora)
     names = short_names(base, chosen)
     layers = decoder_layers(base)
-    torch.manual_seed(seed)
-    try:
-        model = get_peft_model(base, _peft_config(lora, chosen))
-    except ValueError as error:
-        raise ModelError(f"PEFT cannot adapt {type(base).__name__}: {error}", "Name other modules in lora.target_modules.") from error
+    torch.manual_seed(config.seed)
+    model = _adapt(base, _peft_config(config.lora, chosen), config, chosen)
     model.eval()
-    params = dict(sorted((n, p) for n, p in model.named_parameters() if p.requires_grad))
+    params = adapter_params(model, POLICY)
+    if resolved.warm_start is not None:
+        load_adapter_file(Path(resolved.warm_start), params)
     for param in params.values():
         dist.from_first_(param.data)
-    _shard(model, layers, set(params.values()), dist)
-    grads = _flat_grads(list(params.values()))
-    return Policy(model=model, lora=params, grads=grads, target_modules=names, dtype=dtype, packing="padded", device=dist.device)
+    if REF in model.peft_config:
+        for own, ref in zip(params.values(), adapter_params(model, REF).values(), strict=True):
+            ref.data.copy_(own.data)
+    _shard(model, layers, {p for n, p in model.named_parameters() if is_adapter(n)}, dist)
+    return Policy(model=model, lora=params, target_modules=names, dtype=dtype, packing="padded", device=dist.device)
+
+
+def needs_ref_copy(config: TrainConfig) -> bool:
+    """Whether the KL's reference is an adapter of its own. Without a warm start the start is the base: the adapter off."""
+    return config.algorithm.uses_ref and config.algorithm.kl_ref == "init" and config.lora.from_adapter is not None
 
 
 def load_base(path: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -96,16 +105,51 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def score(policy: Policy, tokens: PackedTokens, temperature: float) -> tuple[Tensor, Tensor]:
-    """Logprobs [C] float32 of the completion tokens under the policy, and the entropies [C] there (no gradient)."""
+    """Logprobs [C] float32 of the completion tokens under the policy, and the entropies [C] in nats of what they were drawn from."""
     with policy.autocast():
         logits = policy.model(**tokens.inputs, use_cache=False).logits
     return token_logprobs(logits.flatten(0, 1), tokens.rows, tokens.targets, temperature)
 
 
+def adapter_params(model: PeftModel, adapter: str) -> dict[str, nn.Parameter]:
+    """The parameters of one adapter by name, sorted."""
+    return dict(sorted((n, p) for n, p in model.named_parameters() if is_adapter(n) and adapter in n.split(".")[-2:]))
+
+
+def is_adapter(parameter: str) -> bool:
+    """Whether a parameter belongs to any LoRA adapter."""
+    return ".lora_" in parameter
+
+
+@contextmanager
+def using_adapter(policy: Policy, adapter: str) -> Iterator[None]:
+    """Run the model with another of its adapters; the gradients of a pass may be taken after the block."""
+    _switch(policy.model, adapter)
+    try:
+        yield
+    finally:
+        _switch(policy.model, POLICY)
+
+
+def _switch(model: PeftModel, adapter: str) -> None:
+    """PEFT freezes what it switches off, and autograd then drops the gradients of a pass that is not yet taken back: thaw it again."""
+    model.set_adapter(adapter)
+    for name, param in model.named_parameters():
+        if is_adapter(name) and REF not in name.split(".")[-2:]:
+            param.requires_grad_(True)
+
+
+@contextmanager
+def reference_policy(policy: Policy) -> Iterator[None]:
+    """Run the model as the KL's reference: the frozen copy of the start where there is one, else the base alone."""
+    with using_adapter(policy, REF) if REF in policy.model.peft_config else policy.model.disable_adapter():
+        yield
+
+
 @contextmanager
 def lora_dropout(policy: Policy, active: bool) -> Iterator[None]:
     """Switch the adapter's dropout, and nothing else, to training mode."""
-    dropouts = [m for n, m in policy.model.named_modules() if ".lora_dropout." in n]
+    dropouts = [m for n, m in policy.model.named_modules() if n.endswith(f".lora_dropout.{POLICY}")]
     for module in dropouts:
         module.train(active)
     try:
@@ -144,6 +188,22 @@ def _probe_logprobs(policy: Policy, probe: list[int], packing: Packing) -> Tenso
     return score(policy, pack([stem, stem], branches, [0, 0], packing, policy.device), temperature=1.0)[0]
 
 
+def _adapt(base: PreTrainedModel, own: PeftLoraConfig, config: TrainConfig, chosen: list[str]) -> PeftModel:
+    """The model with the policy's adapter, and those of reference and critic where the algorithm has them."""
+    try:
+        model = get_peft_model(base, own, adapter_name=POLICY)
+    except ValueError as error:
+        raise ModelError(f"PEFT cannot adapt {type(base).__name__}: {error}", "Name other modules in lora.target_modules.") from error
+    if needs_ref_copy(config):
+        model.add_adapter(REF, _peft_config(config.lora.model_copy(update={"dropout": 0.0}), chosen))
+    if config.algorithm.uses_critic:
+        critic = config.critic
+        lora = LoraConfig(rank=critic.rank, alpha=critic.alpha, use_rslora=config.lora.use_rslora)
+        model.add_adapter(CRITIC, _peft_config(lora, chosen))
+    _switch(model, POLICY)
+    return model
+
+
 def _peft_config(lora: LoraConfig, chosen: list[str]) -> PeftLoraConfig:
     return PeftLoraConfig(
         task_type="CAUSAL_LM",
@@ -161,14 +221,6 @@ def _shard(model: PeftModel, layers: list[nn.Module], lora: set[nn.Parameter], d
     alone = dist.dp_size == 1
     for module in [*layers, model]:
         fully_shard(module, mesh=dist.mesh, reshard_after_forward=not alone, ignored_params=lora)
-
-
-def _flat_grads(params: list[nn.Parameter]) -> Tensor:
-    """Give each parameter a gradient that is a view of one flat tensor; autograd then accumulates into it in place."""
-    flat = torch.zeros(sum(p.numel() for p in params), device=params[0].device)
-    for param, view in zip(params, torch.split(flat, [p.numel() for p in params]), strict=True):
-        param.grad = view.view_as(param)
-    return flat
 
 
 def _tree_attention(

@@ -1,0 +1,83 @@
+"""PPO's critic: a second adapter on the policy's own frozen base and a linear head, so that it costs an adapter and not a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from skylite.config import TrainConfig
+from skylite.config_algorithm import CriticConfig
+from skylite.grpo.batch import PackedTokens
+from skylite.training.dist import Dist
+from skylite.training.learner import Learner, make_learner
+from skylite.training.policy import CRITIC, Policy, adapter_params, using_adapter
+
+
+class ValueHead(nn.Module):
+    """hidden [..., H] -> value [..., 1], in fp32 whatever autocast says. It starts at zero, so the first values are 0."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(hidden_size))
+        self.bias = nn.Parameter(torch.zeros(1))
+        self.values: Tensor | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The values are also kept in `self.values`: some models bend what their head returns (Gemma 2's score cap)."""
+        self.values = (hidden.float() * self.weight).sum(dim=-1, keepdim=True) + self.bias
+        return self.values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Critic:
+    """The value function and what trains it."""
+
+    head: ValueHead
+    learner: Learner
+    config: CriticConfig
+
+
+def make_critic(policy: Policy, config: TrainConfig, dist: Dist) -> Critic:
+    """The critic of a policy that was loaded with a critic adapter. Every rank calls it."""
+    hidden_size = policy.model.get_base_model().get_input_embeddings().embedding_dim
+    head = ValueHead(output_width(policy, hidden_size)).to(policy.device)
+    params = {**adapter_params(policy.model, CRITIC), **{f"value_head.{n}": p for n, p in head.named_parameters()}}
+    for param in params.values():
+        param.requires_grad_(True)
+        dist.from_first_(param.data)
+    learner = make_learner("critic", params, config.critic.lr, config.critic.max_grad_norm, config.optim)
+    return Critic(head=head, learner=learner, config=config.critic)
+
+
+def output_width(policy: Policy, default: int) -> int:
+    """Width of the hidden state that the language-model head takes."""
+    head = policy.model.get_base_model().get_output_embeddings()
+    return int(getattr(head, "in_features", default))
+
+
+def predict_values(policy: Policy, critic: Critic, tokens: PackedTokens) -> Tensor:
+    """Values [C] float32 of the states in which each completion token was chosen."""
+    base: PreTrainedModel = policy.model.get_base_model()
+    with using_adapter(policy, CRITIC), _head_of(base, critic.head), policy.autocast():
+        outputs: Tensor = policy.model(**tokens.inputs, use_cache=False).logits
+        values = critic.head.values
+    assert values is not None
+    critic.head.values = None
+    # The model's own output keeps its place in the graph: FSDP hangs its backward on it.
+    return (values + 0.0 * outputs.float()).flatten()[tokens.rows]
+
+
+@contextmanager
+def _head_of(base: PreTrainedModel, head: nn.Module) -> Iterator[None]:
+    """Let the model end in `head` instead of its vocabulary."""
+    own = base.get_output_embeddings()
+    base.set_output_embeddings(head)
+    try:
+        yield
+    finally:
+        base.set_output_embeddings(own)

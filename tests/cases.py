@@ -1,0 +1,102 @@
+"""Every algorithm as the trainer's tests run it: settings, a policy whose B matrices are not zero, one step, the plain reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel
+from transformers import AutoModelForCausalLM
+
+from skylite.config import TrainConfig
+from skylite.config_algorithm import PRESETS
+from skylite.grpo.batch import Packing
+from skylite.training.dist import Dist
+from skylite.training.learner import Learner, make_learner
+from skylite.training.policy import Policy, choose_packing, load_policy
+from skylite.training.step import train_step
+from tests.reference import random_samples, reference_loss, resolved
+
+PROBE = list(range(20, 40))
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    **{name: {"name": name} for name in PRESETS if name not in ("ppo", "clip_cov", "kl_cov", "dapo")},
+    "dapo": {"name": "dapo", "equal_groups": "drop", "mask_truncated": True},
+    "grpo paper": {"aggregation": "seq-mean-token-mean", "kl_coef": 0.1, "kl_estimator": "k1"},
+    "dual_clip": {"policy_loss": "dual_clip", "dual_clip": 1.5},
+    "clip_cov": {"name": "clip_cov", "cov_frac": 1.0, "clip_cov_low": 0.05},
+    "kl_cov": {"name": "kl_cov", "cov_frac": 0.2},
+    "k2 in the reward": {"kl_in": "reward", "kl_coef": 0.2, "kl_estimator": "k2"},
+    "reinforce++, discounted, k1 in the reward": {
+        "name": "reinforce++",
+        "gamma": 0.9,
+        "kl_in": "reward",
+        "kl_coef": 0.2,
+        "kl_estimator": "k1",
+    },
+    "entropy bonus": {"entropy_coef": 0.05},
+    "top entropy": {"top_entropy_quantile": 0.3, "mask_truncated": True},
+    "drop": {"equal_groups": "drop"},
+}
+IMPORTANCE: dict[str, dict[str, Any]] = {
+    "mask a token": {"mode": "mask", "cap": 2.0, "floor": 0.3},
+    "truncate a completion": {"level": "sequence", "cap": 1.5},
+    "none": {"mode": "none"},
+    "reject": {"reject_kl": 0.6},
+}
+
+
+def policy_of(model: Path, config: TrainConfig, dist: Dist, packing: Packing | None = None) -> Policy:
+    """A policy whose B matrices are not zero, packed as its model allows or as told."""
+    policy = load_policy(resolved(model, model), config, dist)
+    generator = torch.Generator().manual_seed(1)
+    for name, param in policy.lora.items():
+        if "lora_B" in name:
+            param.data.normal_(std=0.05, generator=generator)
+    chosen, _ = choose_packing(policy, PROBE)
+    if packing == "padded":
+        policy.model.get_base_model().set_attn_implementation("eager")
+    return replace(policy, packing=packing or chosen)
+
+
+def learner_of(policy: Policy, config: TrainConfig) -> Learner:
+    optim = config.optim
+    return make_learner("policy", policy.lora, optim.lr, optim.max_grad_norm, optim, optim.lora_plus_ratio)
+
+
+def plain_model(model: Path, policy: Policy, config: TrainConfig) -> Any:
+    """The same weights in an ordinary PEFT model, unsharded, with transformers' own attention."""
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    plain = PeftModel(base, LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=policy.target_modules)).eval()
+    for name, param in plain.named_parameters():
+        if param.requires_grad:
+            param.data.copy_(policy.lora[name].data)
+    return plain
+
+
+def gradients_after_step(policy: Policy, config: TrainConfig, dist: Dist, seed: int = 0) -> tuple[torch.Tensor, dict[str, float]]:
+    before = {n: p.detach().clone() for n, p in policy.lora.items()}
+    learner = learner_of(policy, config)
+    metrics = train_step(policy, learner, random_samples(seed), 1, config, dist)
+    for name, param in policy.lora.items():
+        param.data.copy_(before[name])
+    return learner.grads.clone(), metrics
+
+
+def reference_gradient(plain: Any, policy: Policy, config: TrainConfig) -> torch.Tensor:
+    """[P] flat, in the order of the policy's parameters, of the first update."""
+    samples = random_samples(0)
+    reference_loss(plain, samples, range(len(samples)), config).backward()
+    return flat_gradient(plain, policy)
+
+
+def flat_gradient(plain: Any, policy: Policy) -> torch.Tensor:
+    parameters = dict(plain.named_parameters())
+    return torch.cat([parameters[n].grad.flatten() for n in policy.lora])
+
+
+def relative_difference(got: torch.Tensor, expected: torch.Tensor) -> float:
+    assert expected.norm() > 1e-3
+    return float((got - expected).norm() / expected.norm())

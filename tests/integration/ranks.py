@@ -1,0 +1,41 @@
+"""`torchrun -m tests.integration.ranks MODEL OUT`: the gradient of every algorithm on these ranks, into OUT (rank 0 writes)."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from skylite.training.critic import make_critic
+from skylite.training.dist import process_group, set_threads
+from skylite.training.step import train_step
+from tests.cases import ALGORITHMS, IMPORTANCE, learner_of, policy_of
+from tests.reference import random_samples, settings
+
+CASES = {**{n: {"algorithm": a} for n, a in ALGORITHMS.items()}, **{n: {"importance": i} for n, i in IMPORTANCE.items()}}
+CASES["ppo"] = {"algorithm": {"name": "ppo", "gae_lambda": 0.9}, "critic": {"rank": 3, "max_grad_norm": 1e9}}
+CASES["two updates"] = {"algorithm": {"updates_per_step": 2}}
+
+
+def main(model: Path, out: Path) -> None:
+    set_threads(1)
+    with process_group("cpu") as dist:
+        found = {}
+        for name, sections in CASES.items():
+            config = settings(**sections, trainer={"tokens_per_micro_batch": 60})
+            policy = policy_of(model, config, dist)
+            learner, critic = learner_of(policy, config), None
+            if config.algorithm.uses_critic:
+                critic = make_critic(policy, config, dist)
+                critic.head.weight.data.fill_(0.01)
+            samples = [replace(s) for s in random_samples(0)]
+            metrics = train_step(policy, learner, samples, 1, config, dist, critic)
+            found[name] = {"grads": learner.grads, "metrics": metrics, "critic": None if critic is None else critic.learner.grads}
+        if dist.is_first:
+            torch.save(found, out)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

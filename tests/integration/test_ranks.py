@@ -1,0 +1,54 @@
+"""Every algorithm on one and on two torchrun ranks: the same gradients and metrics, and those of the plain reference."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cases import plain_model, policy_of, reference_gradient, relative_difference
+from tests.integration.ranks import CASES
+from tests.reference import lone_rank, settings
+
+pytestmark = pytest.mark.dist
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def by_ranks(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> dict[int, Any]:
+    """What `ranks.py` finds with 1 and 2 processes."""
+    found = {}
+    for num_ranks in (1, 2):
+        out = tmp_path_factory.mktemp("ranks") / "found.pt"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+        command += ["-m", "tests.integration.ranks", str(tiny_llama), str(out)]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found[num_ranks] = torch.load(out, weights_only=True)
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_give_the_gradient_and_the_metrics_of_one(name: str, by_ranks: dict[int, Any]) -> None:
+    one, two = by_ranks[1][name], by_ranks[2][name]
+    assert relative_difference(two["grads"], one["grads"]) < 1e-5
+    if one["critic"] is not None:
+        assert relative_difference(two["critic"], one["critic"]) < 1e-5
+    assert one["metrics"].keys() == two["metrics"].keys()
+    for key in one["metrics"].keys() - {"tokens/unique"}:  # two ranks hold the shared prefix twice
+        assert two["metrics"][key] == pytest.approx(one["metrics"][key], rel=1e-4, abs=1e-6), key
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n not in ("ppo", "two updates")])
+def test_two_ranks_give_the_gradient_of_the_plain_reference(name: str, by_ranks: dict[int, Any], tiny_llama: Path) -> None:
+    config = settings(**CASES[name])
+    with lone_rank() as dist:
+        policy = policy_of(tiny_llama, config, dist)
+        expected = reference_gradient(plain_model(tiny_llama, policy, config), policy, config)
+    assert relative_difference(by_ranks[2][name]["grads"], expected) < 1e-5

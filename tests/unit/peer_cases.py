@@ -1,0 +1,199 @@
+"""Random tensors for the comparisons of test_peers.py, and our loss on them. [B, T]: padded, as other people's code takes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from skylite.config import TrainConfig
+from skylite.grpo.batch import PackedTokens
+from skylite.grpo.losses import AGGREGATIONS, BatchSize, LossInputs, is_clipped
+from skylite.grpo.selection import clip_cov_selection, covariances, entropy_threshold, kl_cov_selection
+from skylite.run.rollout_file import TrainSample
+from skylite.training.micro_batch import MicroBatch
+from skylite.training.step import micro_batch_loss
+
+TOLERANCE = 1e-6
+MAX_TOKENS = 40
+GROUP = 4
+ALONE: Any = SimpleNamespace(dp_rank=0, dp_size=1, device=torch.device("cpu"), sum_=lambda x: x, gather=lambda x: x)
+"""A Dist of one process."""
+SHAPES = [
+    (4, 1, 0, torch.float64),
+    (4, 7, 1, torch.float64),
+    (12, 33, 2, torch.float64),
+    (64, 40, 3, torch.float64),
+    (4, 7, 4, torch.float32),
+    (12, 33, 5, torch.float32),
+    (64, 40, 6, torch.float32),
+]
+"""Completions, tokens of the longest, seed, type."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Random tensors, [B, T] but for `rewards` and `advantages` [B]: whole groups of GROUP."""
+
+    mask: Tensor
+    policy: Tensor
+    old: Tensor
+    rollout: Tensor
+    ref: Tensor
+    entropies: Tensor
+    values: Tensor
+    rewards: Tensor
+    advantages: Tensor
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.mask.sum(dim=1)
+
+    @property
+    def sequences(self) -> Tensor:
+        return torch.repeat_interleave(torch.arange(len(self.mask)), self.lengths)
+
+    @property
+    def float_mask(self) -> Tensor:
+        return self.mask.to(self.policy.dtype)
+
+    @property
+    def groups(self) -> np.ndarray:
+        return np.arange(len(self.mask)) // GROUP
+
+    @property
+    def token_advantages(self) -> Tensor:
+        return self.advantages[:, None].expand_as(self.mask)
+
+    @property
+    def token_rewards(self) -> Tensor:
+        """[B, T]: a number at every token, as with a KL in the reward; the reward at the last."""
+        last = torch.arange(self.mask.shape[1]) == self.lengths[:, None] - 1
+        return 0.1 * (self.ref - self.old) * self.mask + last * self.rewards[:, None]
+
+
+def shape_id(shape: tuple[int, int, int, torch.dtype]) -> str:
+    return f"{shape[0]}x{shape[1]}-seed{shape[2]}-{str(shape[3]).removeprefix('torch.')}"
+
+
+def make_case(batch: int, tokens: int, seed: int, dtype: torch.dtype) -> Case:
+    """Ratios far on both sides of every bound, completions of every length from one token on, a group of equal rewards."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    lengths = torch.randint(1, tokens + 1, (batch,), generator=generator)
+    lengths[0] = tokens
+    old = -2 * normal(batch, tokens).abs() - 0.01
+    rewards = torch.randint(0, 9, (batch,), generator=generator).double() / 4
+    rewards[:GROUP] = torch.tensor([0.25, 2.0, 0.0, 1.0])
+    if batch > GROUP:
+        rewards[-GROUP:] = 0.7
+    tensors = {
+        "policy": old + 0.5 * normal(batch, tokens),
+        "old": old,
+        "ref": old + 0.5 * normal(batch, tokens),
+        "entropies": 2 * normal(batch, tokens).abs().float(),  # TRL looks for its quantile in float32 ...
+        "rollout": (old + 0.6 * normal(batch, tokens)).float(),  # ... and reads what vLLM says in it
+        "values": normal(batch, tokens),
+        "rewards": rewards,
+        "advantages": normal(batch),
+    }
+    mask = torch.arange(tokens) < lengths[:, None]
+    return Case(mask=mask, **{name: tensor.to(dtype) for name, tensor in tensors.items()})
+
+
+def assert_same(mine: Tensor, theirs: Tensor) -> None:
+    """Equal to TOLERANCE, relative to the largest entry of theirs: a small entry is a difference of large ones."""
+    assert mine.shape == theirs.shape
+    assert mine.isfinite().all()
+    assert (mine - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
+
+
+@dataclass(frozen=True)
+class Result:
+    """A loss and its gradients by policy logprobs and entropies [C]."""
+
+    loss: Tensor
+    by_policy: Tensor
+    by_entropies: Tensor
+    sums: dict[str, Tensor]
+
+
+def result_of(loss: Tensor, policy: Tensor, entropies: Tensor, sums: dict[str, Tensor] | None = None) -> Result:
+    grads = torch.autograd.grad(loss, [policy, entropies], allow_unused=True)
+    by_policy, by_entropies = (torch.zeros_like(x) if g is None else g for g, x in zip(grads, (policy, entropies), strict=True))
+    return Result(loss.detach(), by_policy, by_entropies, sums or {})
+
+
+def assert_same_result(mine: Result, theirs: Result, mask: Tensor) -> None:
+    """`theirs` is padded."""
+    assert_same(mine.by_policy, theirs.by_policy[mask])
+    assert_same(mine.by_entropies, theirs.by_entropies[mask])
+    # A loss is a sum of terms of both signs: as exact as those are, and they are as large as their gradients.
+    scale = max(theirs.loss.abs(), theirs.by_policy.abs().sum() if theirs.loss.dtype == torch.float32 else 0)
+    assert (mine.loss - theirs.loss).abs() <= TOLERANCE * scale
+    assert theirs.loss != 0
+
+
+def ours(case: Case, importance: dict[str, Any] | None = None, **algorithm: Any) -> Result:
+    """Through `micro_batch_loss`, one micro-batch; tokens are chosen as `look` does it."""
+    config = TrainConfig.model_validate(
+        {"algorithm": algorithm, "importance": importance or {"mode": "none"}, "rollout": {"max_completion_tokens": MAX_TOKENS}}
+    )
+    mask, settings = case.mask, config.algorithm
+    size = BatchSize(int(mask.sum()), len(mask), MAX_TOKENS)
+    weights = torch.tensor([AGGREGATIONS[settings.aggregation](int(n), size) for n in case.lengths], dtype=case.policy.dtype)
+    policy, entropies = (x[mask].requires_grad_() for x in (case.policy, case.entropies))
+    micro = MicroBatch(
+        items=[],
+        tokens=packed(case),
+        keys=torch.arange(size.num_tokens),
+        token_weights=weights[case.sequences],
+        rollout_logprobs=case.rollout[mask],
+        advantages=case.advantages[case.sequences],
+        old_logprobs=case.old[mask],
+    )
+    if settings.top_entropy_quantile < 1:
+        micro.entropy_mask = entropies.detach() >= entropy_threshold(entropies.detach(), settings.top_entropy_quantile)
+    if settings.selects_by_cov:
+        micro.selected = chosen_by_cov(micro, policy.detach(), config)
+    ref = case.ref[mask] if settings.uses_ref else None
+    loss, sums = micro_batch_loss(micro, policy, entropies, ref, size.num_tokens, config)
+    return result_of(loss, policy, entropies, sums)
+
+
+def packed(case: Case) -> PackedTokens:
+    nothing = torch.zeros(int(case.mask.sum()), dtype=torch.int64)
+    return PackedTokens(inputs={}, rows=nothing, targets=nothing, sequences=case.sequences, num_sequences=len(case.mask), num_nodes=0)
+
+
+def chosen_by_cov(micro: MicroBatch, policy: Tensor, config: TrainConfig) -> Tensor:
+    """With the dice of `torch.manual_seed(0)`."""
+    assert micro.old_logprobs is not None
+    algorithm, cov = config.algorithm, covariances(micro.advantages, policy)
+    if algorithm.policy_loss == "kl_cov":
+        return kl_cov_selection(cov, algorithm.cov_frac)
+    x = LossInputs(
+        policy_logprobs=policy, old_logprobs=micro.old_logprobs, advantages=micro.advantages,
+        sequences=micro.tokens.sequences, num_sequences=micro.tokens.num_sequences,
+    )  # fmt: skip
+    bounds = algorithm.clip_cov_low, algorithm.clip_cov_high
+    return clip_cov_selection(cov, is_clipped(x, algorithm), algorithm.cov_frac, *bounds, torch.Generator().manual_seed(0))
+
+
+def samples_of(case: Case) -> list[TrainSample]:
+    """Truncated are the completions of odd length, as in `trl_step`. No two begin alike."""
+    rows = zip(case.groups.tolist(), case.lengths.tolist(), case.rewards.tolist(), case.rollout, case.mask, strict=True)
+    return [
+        TrainSample(
+            group=group, prompt_token_ids=[5], completion_token_ids=[1000 + n] * length, rollout_logprobs=logprobs[keep].tolist(),
+            reward=reward, truncated=length % 2 == 1,
+        )
+        for n, (group, length, reward, logprobs, keep) in enumerate(rows)
+    ]  # fmt: skip

@@ -1,0 +1,122 @@
+"""Implementations that we did not write, as they were published: TRL, verl and SkyRL. Development dependencies (Makefile, pyproject.toml).
+
+TRL is an ordinary package. verl and SkyRL would drag in Ray, other versions of what we use and much more, so `make setup` puts their
+wheels alone into the folder `peers` of the environment, where nothing else finds them. Their files of formulas are run unchanged;
+the packages they import for transport, configuration and logging are replaced by names without content while they load.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+PEERS = Path(sys.prefix) / "peers"
+VERSIONS = {"trl": "1.16.0", "verl": "0.9.1", "skyrl": "0.3.0"}
+
+
+class VerlConfig(SimpleNamespace):
+    """The fields of verl's ActorConfig that its losses read."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return getattr(self, name, default)
+
+
+def load_trl() -> SimpleNamespace:
+    """TRL's GRPO trainer and its overlong punishment."""
+    _require("trl", [])
+    from trl import import_utils
+
+    with pytest.MonkeyPatch.context() as patch:
+        # TRL imports vLLM where it finds it, which takes as long as all these tests and has no part in the formulas.
+        patch.setattr(import_utils, "is_vllm_available", lambda *_, **__: False)
+        trainer = importlib.import_module("trl.trainer.grpo_trainer")
+        rewards = importlib.import_module("trl.rewards")
+    return SimpleNamespace(trainer=trainer, overlong=rewards.get_soft_overlong_punishment)
+
+
+def load_verl() -> SimpleNamespace:
+    """verl's advantages and losses (`core`) and its importance weights (`corrections`)."""
+    _require("verl", [str(PEERS)])
+    stand_ins = {
+        "omegaconf": {"DictConfig": object, "ListConfig": object, "OmegaConf": object},
+        "tensordict": {"TensorDict": type("TensorDict", (), {})},
+        "verl.protocol": {"DataProto": object},
+        "verl.workers.config": {"ActorConfig": VerlConfig},
+        "verl.workers.config.actor": {"PolicyLossConfig": object},
+    }
+    with _only_while_loading(["verl", "verl.trainer", "verl.trainer.ppo", "verl.workers"], stand_ins):
+        core = importlib.import_module("verl.trainer.ppo.core_algos")
+        corrections = importlib.import_module("verl.trainer.ppo.rollout_corr_helper")
+    return SimpleNamespace(core=core, corrections=corrections)
+
+
+def load_skyrl() -> ModuleType:
+    """SkyRL's advantages and losses."""
+    _require("skyrl", [str(PEERS)])
+    annotation = type("Annotation", (), {"__class_getitem__": classmethod(lambda cls, _: object)})
+    stand_ins = {
+        "ray": {"remote": lambda actor: actor, "is_initialized": lambda: False},
+        "omegaconf": {"DictConfig": object},
+        "jaxtyping": {"Float": annotation, "Integer": annotation},
+        "loguru": {"logger": None},
+        "skyrl.train": {},
+        "skyrl.train.config": {"AlgorithmConfig": object},
+    }
+    bare = ["skyrl", "skyrl.backends", "skyrl.backends.skyrl_train", "skyrl.backends.skyrl_train.utils"]
+    with _only_while_loading(bare, stand_ins):
+        return importlib.import_module("skyrl.backends.skyrl_train.utils.ppo_utils")
+
+
+class OneProcess:
+    """accelerate's Accelerator in a program of one process."""
+
+    num_processes = 1
+    process_index = 0
+    sync_gradients = True
+    device = torch.device("cpu")
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
+        return tensor
+
+    def pad_across_processes(self, tensor: torch.Tensor, dim: int, pad_index: float) -> torch.Tensor:
+        return tensor
+
+
+def _require(name: str, path: list[str]) -> None:
+    found = [d.version for d in importlib.metadata.distributions(name=name, **({"path": path} if path else {}))]
+    if VERSIONS[name] not in found:
+        where = path[0] if path else sys.prefix
+        pytest.fail(f"{name} {VERSIONS[name]} is not installed in {where}, and the formulas are compared with it; run `make setup`.")
+
+
+@contextmanager
+def _only_while_loading(bare: list[str], stand_ins: dict[str, dict[str, Any]]) -> Iterator[None]:
+    """Packages of PEERS whose __init__ is not run (`bare`), and modules with given names alone; afterwards sys.modules is as before."""
+    before = dict(sys.modules)
+    packages = {name.partition(".")[0] for name in [*bare, *stand_ins]}
+    for name in [n for n in sys.modules if n.partition(".")[0] in packages]:
+        del sys.modules[name]
+    for name in bare:
+        sys.modules[name] = ModuleType(name)
+        sys.modules[name].__path__ = [str(PEERS.joinpath(*name.split(".")))]
+    for name, names in stand_ins.items():
+        sys.modules[name] = ModuleType(name)
+        vars(sys.modules[name]).update(names)
+    try:
+        yield
+    finally:
+        for name in [n for n in sys.modules if n.partition(".")[0] in packages]:
+            del sys.modules[name]
+        sys.modules.update({n: m for n, m in before.items() if n.partition(".")[0] in packages})

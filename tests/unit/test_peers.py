@@ -1,0 +1,279 @@
+"""The same tensors into our code and into verl's and SkyRL's: the same advantages, weights, losses and gradients come out.
+
+Theirs are padded [B, T] with a mask, and the padding holds rubbish; ours are the completions' tokens in a row [C]. Ours go through
+`micro_batch_loss`, which is what a step runs. Other people's code: peer_code.py. TRL: test_peers_trl.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from skylite.config import TrainConfig
+from skylite.grpo.advantages import GROUP_ADVANTAGES
+from skylite.grpo.batch import Item, arrange
+from skylite.grpo.importance import importance_weights
+from skylite.grpo.kl import KL_ESTIMATORS
+from skylite.grpo.losses import AGGREGATIONS, POLICY_LOSSES, value_loss
+from skylite.training.credit import assign_advantages
+from skylite.training.micro_batch import MicroBatch
+from tests.unit.peer_cases import (
+    ALONE,
+    GROUP,
+    MAX_TOKENS,
+    SHAPES,
+    TOLERANCE,
+    Case,
+    Result,
+    assert_same,
+    assert_same_result,
+    make_case,
+    ours,
+    packed,
+    result_of,
+    samples_of,
+    shape_id,
+)
+from tests.unit.peer_code import VerlConfig, load_skyrl, load_verl
+
+
+@pytest.fixture(scope="module")
+def verl() -> SimpleNamespace:
+    return load_verl()
+
+
+@pytest.fixture(scope="module")
+def skyrl() -> ModuleType:
+    return load_skyrl()
+
+
+@pytest.fixture(params=SHAPES, ids=shape_id)
+def case(request: pytest.FixtureRequest) -> Case:
+    return make_case(*request.param)
+
+
+def verl_group_advantages(verl: SimpleNamespace, name: str, token_rewards: Tensor, case: Case) -> Tensor:
+    core = verl.core
+    function, more = {
+        "grpo": (core.compute_grpo_outcome_advantage, {}),
+        "dr_grpo": (core.compute_grpo_outcome_advantage, {"norm_adv_by_std_in_grpo": False}),
+        "rloo": (core.compute_rloo_outcome_advantage, {}),
+        "opo": (core.compute_opo_outcome_advantage, {}),
+        "reinforce++-baseline": (core.compute_reinforce_plus_plus_baseline_outcome_advantage, {}),
+    }[name]
+    advantages: Tensor = function(token_rewards, case.float_mask, index=case.groups, **more)[0]
+    return advantages
+
+
+def group_advantages(name: str, case: Case) -> Tensor:
+    """Ours, [C]."""
+    grid = (-1, GROUP)
+    advantages = GROUP_ADVANTAGES[name](case.rewards.view(grid), case.lengths.view(grid).to(case.rewards.dtype))
+    return advantages.flatten()[case.sequences]
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "reinforce++-baseline"])
+def test_verl_group_advantages(verl, case, name):
+    at_the_end = torch.zeros_like(case.policy)
+    at_the_end[torch.arange(len(case.mask)), case.lengths - 1] = case.rewards
+    theirs = verl_group_advantages(verl, name, at_the_end, case)
+    assert_same(group_advantages(name, case), theirs[case.mask])
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "reinforce++-baseline"])
+def test_verl_group_advantages_with_the_kl_in_the_reward(verl, name):
+    case = make_case(12, 33, 8, torch.float32)
+    theirs = verl_group_advantages(verl, name, case.token_rewards, case)
+    micro = micro_for_credit(case, None)
+    config = TrainConfig.model_validate({"algorithm": {"advantage": name, "kl_coef": 0.1, "kl_in": "reward"}})
+    assign_advantages(arrange(samples_of(case)), [micro], config, ALONE)
+    assert_same(micro.advantages, theirs[case.mask])
+
+
+def micro_for_credit(case: Case, values: Tensor | None) -> MicroBatch:
+    items = [Item(sample=s, row=n // GROUP, column=n % GROUP, number=n, token_weight=1.0) for n, s in enumerate(samples_of(case))]
+    count = int(case.mask.sum())
+    return MicroBatch(
+        items=items, tokens=packed(case), keys=torch.arange(count), token_weights=torch.ones(count),
+        rollout_logprobs=case.rollout[case.mask],
+        advantages=torch.zeros(count, dtype=case.policy.dtype), kl_penalty=0.1 * (case.old - case.ref)[case.mask], values=values,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_verl_reinforce_plus_plus(verl, case, gamma):
+    theirs, _ = verl.core.compute_reinforce_plus_plus_outcome_advantage(
+        case.token_rewards, case.float_mask, config=SimpleNamespace(gamma=gamma)
+    )
+    micro = micro_for_credit(case, None)
+    config = TrainConfig.model_validate({"algorithm": {"name": "reinforce++", "gamma": gamma}})
+    assign_advantages(arrange(samples_of(case)), [micro], config, ALONE)
+    assert_same(micro.advantages, theirs[case.mask])
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
+def test_verl_gae(verl, case, gamma, lam):
+    theirs, returns = verl.core.compute_gae_advantage_return(case.token_rewards, case.values, case.float_mask, gamma, lam)
+    micro = micro_for_credit(case, case.values[case.mask])
+    config = TrainConfig.model_validate({"algorithm": {"name": "ppo", "gamma": gamma, "gae_lambda": lam}})
+    assign_advantages(arrange(samples_of(case)), [micro], config, ALONE)
+    assert micro.returns is not None
+    assert_same(micro.advantages, theirs[case.mask])
+    assert_same(micro.returns, returns[case.mask])
+
+
+VERL_AGGREGATION = {
+    "token-mean": "token-mean",
+    "seq-mean-token-sum": "seq-mean-token-sum",
+    "seq-mean-token-mean": "seq-mean-token-mean",
+    "fixed-length": "seq-mean-token-sum-norm",
+}
+
+
+def verl_loss(
+    verl: SimpleNamespace, case: Case, name: str, aggregation: str, weights: Tensor | None = None, **settings: Any
+) -> tuple[Result, dict[str, float]]:
+    """A registered policy loss of verl on our tensors, and its metrics."""
+    chosen = {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.0, "clip_cov_ub": 9.0, "kl_cov_ratio": 0.1, "ppo_kl_coef": 0.7}
+    plain = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 1e9, "tau_pos": 1.0, "tau_neg": 1.05}
+    policy_loss = SimpleNamespace(**chosen | settings.pop("policy_loss", {}))
+    sizes = {"loss_scale_factor": MAX_TOKENS}
+    config = VerlConfig(**plain | settings, policy_loss=policy_loss, global_batch_info=sizes)
+    policy = case.policy.clone().requires_grad_()
+    torch.manual_seed(0)
+    loss, metrics = verl.core.get_policy_loss_fn(name)(
+        case.old, policy, case.token_advantages, case.float_mask, VERL_AGGREGATION[aggregation], config, weights
+    )
+    return result_of(loss, policy, case.entropies.clone().requires_grad_()), metrics
+
+
+@pytest.mark.parametrize("aggregation", list(VERL_AGGREGATION))
+@pytest.mark.parametrize(
+    ("name", "settings", "algorithm"),
+    [
+        ("vanilla", {}, {}),
+        ("vanilla", {"clip_ratio_low": 0.1, "clip_ratio_high": 0.4}, {"clip_eps_low": 0.1, "clip_eps_high": 0.4}),
+        ("vanilla", {"clip_ratio_c": 1.3}, {"policy_loss": "dual_clip", "dual_clip": 1.3}),
+        ("gspo", {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}, {"name": "gspo"}),
+        ("cispo", {"clip_ratio_low": 1.0, "clip_ratio_high": 0.5}, {"name": "cispo", "clip_eps_high": 0.5}),
+        ("clip_cov", {}, {"name": "clip_cov", "cov_frac": 1.0, "clip_cov_low": 0.0, "clip_cov_high": 9.0}),
+        (
+            "clip_cov",
+            {"policy_loss": {"clip_cov_ratio": 0.05}},
+            {"name": "clip_cov", "cov_frac": 0.05, "clip_cov_low": 0.0, "clip_cov_high": 9.0},
+        ),
+        ("kl_cov", {}, {"name": "kl_cov", "cov_frac": 0.1, "kl_cov_coef": 0.7}),
+    ],
+    ids=["clip", "clip-higher", "dual_clip", "gspo", "cispo", "clip_cov-all", "clip_cov-drawn", "kl_cov"],
+)
+def test_verl_losses_under_every_aggregation(verl, case, name, settings, algorithm, aggregation):
+    theirs, _ = verl_loss(verl, case, name, aggregation, **settings)
+    assert_same_result(ours(case, **algorithm | {"aggregation": aggregation}), theirs, case.mask)
+
+
+def test_verl_sapo(verl, case):
+    theirs, _ = verl_loss(verl, case, "sapo", "seq-mean-token-mean", tau_pos=0.8, tau_neg=2.0)
+    assert_same_result(ours(case, name="sapo", sapo_tau_pos=0.8, sapo_tau_neg=2.0), theirs, case.mask)
+
+
+@pytest.mark.parametrize(("name", "algorithm"), [("vanilla", {}), ("gspo", {"policy_loss": "gspo"})])
+def test_verl_counts_the_same_tokens_as_clipped(verl, case, name, algorithm):
+    _, metrics = verl_loss(verl, case, name, "token-mean")
+    share = ours(case, **algorithm).sums["policy/clipped_frac"] / case.mask.sum()
+    assert float(share) == pytest.approx(metrics["actor/pg_clipfrac"], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
+def test_verl_kl_estimators(verl, case, name):
+    mine, theirs = case.policy[case.mask].requires_grad_(), case.policy[case.mask].requires_grad_()
+    ref = case.ref[case.mask]
+    my_kl, their_kl = KL_ESTIMATORS[name](mine, ref), verl.core.kl_penalty(theirs, ref, name)
+    assert_same(my_kl.detach(), their_kl.detach())
+    my_kl.sum().backward()
+    their_kl.sum().backward()
+    assert_same(mine.grad, theirs.grad)
+
+
+def test_verl_value_loss(verl, case):
+    returns = case.values + case.policy
+    old = case.values + 0.4 * (case.ref - case.old)
+    theirs = case.values.clone().requires_grad_()
+    their_loss, _ = verl.core.compute_value_loss(theirs, returns, old, case.float_mask, 0.1)
+    their_loss.backward()
+    mine = case.values[case.mask].requires_grad_()
+    my_loss = value_loss(mine, old[case.mask], returns[case.mask], 0.1).mean()
+    my_loss.backward()
+    assert_same(my_loss.detach(), their_loss.detach())
+    assert_same(mine.grad, theirs.grad[case.mask])
+
+
+@pytest.mark.parametrize(
+    ("level", "threshold", "settings"),
+    [
+        ("token", 1.4, {"cap": 1.4}),
+        ("token", "0.7_1.4", {"mode": "mask", "cap": 1.4, "floor": 0.7}),
+        ("sequence", 1.4, {"cap": 1.4}),
+        ("sequence", "0.1_3", {"mode": "mask", "cap": 3.0, "floor": 0.1}),
+    ],
+    ids=["token-truncate", "token-mask", "sequence-truncate", "sequence-mask"],
+)
+def test_verl_importance_weights_in_the_loss(verl, case, level, threshold, settings):
+    weights, metrics = verl.corrections.compute_rollout_correction_weights(case.old - case.rollout, case.float_mask, level, threshold)
+    theirs, _ = verl_loss(verl, case, "vanilla", "token-mean", weights)
+    mine = ours(case, {"level": level, **settings})
+    assert_same_result(mine, theirs, case.mask)
+    if level == "token":
+        low = metrics["rollout_is_ratio_fraction_low"] if "floor" in settings else 0
+        changed = mine.sums["mismatch/importance_changed_frac"] / case.mask.sum()
+        assert float(changed) == pytest.approx(metrics["rollout_is_ratio_fraction_high"] + low, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("limit", [0.1, 0.2, 0.4])
+def test_verl_rejects_the_same_completions(verl, case, limit):
+    kept, _ = verl.corrections.compute_rollout_rejection_mask(case.old - case.rollout, case.float_mask, "seq_mean_k3", limit)
+    config = TrainConfig.model_validate({"importance": {"mode": "none", "reject_kl": limit}}).importance
+    weights, _ = importance_weights(case.old[case.mask], case.rollout[case.mask], case.sequences, len(case.mask), config)
+    assert weights.tolist() == kept[case.mask].tolist()
+
+
+def test_verl_mismatch_metrics(verl, case):
+    sums = ours(case).sums
+    kl = verl.corrections.compute_offpolicy_metrics(case.old, case.rollout, case.float_mask)["k3_kl"]
+    assert float(sums["mismatch/kl"] / case.mask.sum()) == pytest.approx(kl, rel=TOLERANCE)
+    _, metrics = verl.corrections.compute_rollout_correction_weights(case.old - case.rollout, case.float_mask, "token", 1e9)
+    share = sums["ess/weights"] ** 2 / (case.mask.sum() * sums["ess/squares"])
+    assert float(share) == pytest.approx(metrics["rollout_is_eff_sample_size"], rel=TOLERANCE)
+
+
+def test_skyrl_maxrl(skyrl, case):
+    rewards = torch.zeros_like(case.policy)
+    rewards[:, 0] = case.rewards
+    theirs, _ = skyrl.compute_maxrl_advantage(rewards, case.float_mask, case.groups)
+    assert_same(group_advantages("maxrl", case), theirs[case.mask])
+
+
+def test_every_advantage_and_loss_has_a_peer():
+    """What is compared above, by our names: a new algorithm fails here until it is compared too."""
+    assert set(GROUP_ADVANTAGES) == {"grpo", "dr_grpo", "rloo", "opo", "reinforce++-baseline", "maxrl"}
+    assert set(POLICY_LOSSES) == {"clip", "dual_clip", "gspo", "cispo", "sapo", "clip_cov", "kl_cov"}
+    assert set(AGGREGATIONS) == set(VERL_AGGREGATION)
+    assert set(KL_ESTIMATORS) == {"k1", "k2", "k3"}
+
+
+def test_no_stand_in_stays_behind(verl, skyrl):
+    stand_ins = {"verl", "skyrl", "ray", "jaxtyping", "omegaconf", "tensordict", "loguru"}
+    empty = {name for name, module in sys.modules.items() if getattr(module, "__file__", None) is None}
+    assert not [name for name in empty if name.partition(".")[0] in stand_ins]
+    assert not [name for name in sys.modules if name.partition(".")[0] in ("verl", "skyrl")]
+
+
+def test_a_missing_peer_is_said(monkeypatch, tmp_path):
+    monkeypatch.setattr("tests.unit.peer_code.PEERS", tmp_path)
+    for name, load in (("verl", load_verl), ("skyrl", load_skyrl)):
+        with pytest.raises(pytest.fail.Exception, match=rf"{name} .* is not installed in .*; run `make setup`"):
+            load()

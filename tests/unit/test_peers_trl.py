@@ -1,0 +1,212 @@
+"""The same tensors into our code and into TRL's GRPO trainer: the same weights, losses and gradients come out. See also test_peers.py."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from skylite.config import TrainConfig
+from skylite.grpo.batch import arrange
+from skylite.rewards.shaping import overlong_penalty
+from skylite.training.credit import known_advantages
+from skylite.training.micro_batch import mini_batches
+from skylite.training.step import micro_batch_loss
+from tests.unit.peer_cases import (
+    ALONE,
+    GROUP,
+    MAX_TOKENS,
+    SHAPES,
+    TOLERANCE,
+    Case,
+    Result,
+    assert_same_result,
+    make_case,
+    ours,
+    result_of,
+    samples_of,
+    shape_id,
+)
+from tests.unit.peer_code import OneProcess, load_trl
+
+
+@pytest.fixture(scope="module")
+def trl() -> SimpleNamespace:
+    return load_trl()
+
+
+@pytest.fixture(params=SHAPES, ids=shape_id)
+def case(request: pytest.FixtureRequest) -> Case:
+    return make_case(*request.param)
+
+
+def trl_trainer(trl: SimpleNamespace, **settings: Any) -> Any:
+    """A GRPOTrainer that was never set up: just what its loss reads, as its own defaults have it."""
+    config = trl.trainer.GRPOConfig
+    default = {name: config.__dataclass_fields__[name].default for name in ("sapo_temperature_pos", "sapo_temperature_neg")}
+    args = {**default, "delta": None, "use_bias_correction_kl": False, "steps_per_generation": 1, **settings.pop("args", {})}
+    trainer = object.__new__(trl.trainer.GRPOTrainer)
+    model = torch.nn.Linear(1, 1)
+    vars(model)["is_gradient_checkpointing"] = False
+    vars(trainer).update(
+        {
+            "model": model, "accelerator": OneProcess(), "args": SimpleNamespace(**args), "aux_loss_enabled": False,
+            "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "importance_sampling_level": "token", "beta": 0.0,
+            "epsilon_low": 0.2, "epsilon_high": 0.2, "use_vllm": False, "vllm_importance_sampling_correction": False,
+            "current_gradient_accumulation_steps": 1, "max_completion_length": MAX_TOKENS, "use_adaptive_entropy": False,
+            "entropy_coef": 0.0, "_entropy_bonus_enabled": False, "_metrics": {"train": defaultdict(list)},
+        }
+        | settings
+    )  # fmt: skip
+    return trainer
+
+
+def trl_loss(trl: SimpleNamespace, case: Case, ratio: Tensor | None = None, **settings: Any) -> tuple[Result, dict[str, list[float]]]:
+    """GRPOTrainer._compute_loss on our tensors, and what it logged."""
+    trainer = trl_trainer(trl, **settings)
+    policy, entropies = case.policy.clone().requires_grad_(), case.entropies.clone().requires_grad_()
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (policy, entropies, None)
+    ids = torch.zeros(case.mask.shape, dtype=torch.int64)
+    inputs = {
+        "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1] + 1, "completion_ids": ids, "completion_mask": case.mask.long(),
+        "advantages": case.advantages, "old_per_token_logps": case.old, "ref_per_token_logps": case.ref,
+        "num_items_in_batch": case.mask.sum(), "importance_sampling_ratio": ratio,
+    }  # fmt: skip
+    return result_of(trainer._compute_loss(trainer.model, inputs), policy, entropies), trainer._metrics["train"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [
+        ({"aggregation": "seq-mean-token-mean"}, {"loss_type": "grpo"}),
+        ({"name": "bnpo"}, {"loss_type": "bnpo"}),
+        ({"name": "dr_grpo"}, {"loss_type": "dr_grpo"}),
+        ({"name": "dapo"}, {"loss_type": "dapo", "epsilon_high": 0.28}),
+        ({"name": "cispo"}, {"loss_type": "cispo", "epsilon_high": 5.0}),
+        ({"name": "cispo", "clip_eps_high": 0.5}, {"loss_type": "cispo", "epsilon_high": 1.5}),
+        ({"name": "sapo"}, {"loss_type": "sapo"}),
+        (
+            {"name": "sapo", "sapo_tau_pos": 0.5, "sapo_tau_neg": 3.0},
+            {"loss_type": "sapo", "args": {"sapo_temperature_pos": 0.5, "sapo_temperature_neg": 3.0}},
+        ),
+        ({"name": "gspo"}, {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4}),
+        ({"name": "gspo", "clip_eps_low": 0.2, "clip_eps_high": 0.2}, {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
+        ({"policy_loss": "dual_clip", "dual_clip": 1.5}, {"loss_type": "bnpo", "args": {"delta": 1.5}}),
+        ({"aggregation": "seq-mean-token-sum", "policy_loss": "gspo"}, {"loss_type": "luspo", "importance_sampling_level": "sequence"}),
+    ],
+    ids=lambda x: "-".join(map(str, x.values())),
+)
+def test_trl_losses(trl, case, algorithm, settings):
+    if settings["loss_type"] == "luspo":  # TRL keeps one loss a completion there, times its mask
+        case = replace(case, mask=torch.ones_like(case.mask))
+    theirs, _ = trl_loss(trl, case, **settings)
+    assert_same_result(ours(case, **algorithm), theirs, case.mask)
+
+
+@pytest.mark.parametrize("aggregation", ["seq-mean-token-mean", "token-mean"])
+def test_trl_kl_in_the_loss(trl, case, aggregation):
+    loss_type = {"seq-mean-token-mean": "grpo", "token-mean": "bnpo"}[aggregation]
+    theirs, logged = trl_loss(trl, case, loss_type=loss_type, beta=0.3)
+    mine = ours(case, kl_coef=0.3, kl_estimator="k3", aggregation=aggregation)
+    assert_same_result(mine, theirs, case.mask)
+    assert float(mine.sums["policy/kl_ref"] / case.mask.sum()) == pytest.approx(logged["kl"][0], rel=TOLERANCE)
+
+
+def test_trl_entropy_bonus_and_what_is_clipped(trl, case):
+    theirs, logged = trl_loss(trl, case, loss_type="bnpo", entropy_coef=0.2, _entropy_bonus_enabled=True)
+    mine = ours(case, entropy_coef=0.2)
+    assert_same_result(mine, theirs, case.mask)
+    assert mine.by_entropies.abs().min() > 0
+    num_tokens = int(case.mask.sum())
+    assert float(mine.sums["policy/entropy"] / num_tokens) == pytest.approx(logged["entropy"][0], rel=TOLERANCE)
+    assert float(mine.sums["policy/clipped_frac"] / num_tokens) == pytest.approx(logged["clip_ratio/region_mean"][0], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("quantile", [0.8, 0.2, 0.05])
+def test_trl_top_entropy_tokens_alone_get_the_policy_loss(trl, case, quantile):
+    theirs, _ = trl_loss(trl, case, loss_type="bnpo", beta=0.1, top_entropy_quantile=quantile)
+    assert_same_result(ours(case, kl_coef=0.1, top_entropy_quantile=quantile), theirs, case.mask)
+
+
+def test_trl_overlong_punishment(trl):
+    for longest, buffer in ((100, 20), (64, 16), (50, 50), (10, 1)):
+        theirs = trl.overlong(longest, buffer)([[0] * n for n in range(longest + 5)])
+        assert [overlong_penalty(n, longest, buffer / longest) for n in range(longest + 5)] == pytest.approx(theirs, abs=1e-12)
+
+
+def trl_step(trl: SimpleNamespace, case: Case, patch: pytest.MonkeyPatch, **settings: Any) -> dict[str, Any]:
+    """GRPOTrainer._generate_and_score_completions with our completions, logprobs and rewards: from rewards to what its loss is given.
+
+    Token ids: 0 pads, 1 ends; completions of odd length do not end.
+    """
+    patch.setattr(trl.trainer, "gather_object", lambda x: x)
+    completions = [[7] * (n - 1) + [7 if n % 2 else 1] for n in case.lengths.tolist()]
+    logprobs = [row[keep].tolist() for row, keep in zip(case.rollout, case.mask, strict=True)]
+    trainer = trl_trainer(
+        trl, environment_factories=None, environments=None, tools=None, _tokenizer=SimpleNamespace(pad_token_id=0), eos_token_ids=[1],
+        pad_to_multiple_of=None, use_vllm=True, vllm_importance_sampling_correction=True, num_iterations=1, num_generations=GROUP,
+        args={"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "gradient_checkpointing_kwargs": None},
+        multi_objective_aggregation="sum_then_normalize", reward_weights=torch.ones(1), reward_func_names=["reward"],
+        _pending_extra_logs={}, _pending_metrics={}, _logs=defaultdict(list, {"rewards": defaultdict(list)}), log_multimodal=False,
+        **settings,
+    )  # fmt: skip
+    trainer._generate = lambda prompts: ([[5]] * len(prompts), completions, None, [""] * len(prompts), logprobs, {}, None, None)
+    trainer._calculate_rewards = lambda *_: case.rewards[:, None]
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (case.old, None, None)
+    inputs: dict[str, Any] = trainer._generate_and_score_completions([{"prompt": ""}] * len(case.mask))
+    return inputs
+
+
+@pytest.mark.parametrize(("level", "mode"), [(a, b) for a in ("token", "sequence") for b in ("truncate", "mask")])
+def test_trl_importance_weights_in_the_loss(trl, case, monkeypatch, level, mode):
+    low, cap = (0.5, 1.5) if level == "token" else (0.1, 3.0)
+    floor = low if mode == "mask" else None
+    inputs = trl_step(
+        trl, case, monkeypatch, mask_truncated_completions=False, scale_rewards="none", vllm_importance_sampling_mode=f"{level}_{mode}",
+        vllm_importance_sampling_clip_min=floor, vllm_importance_sampling_clip_max=cap,
+    )  # fmt: skip
+    case = replace(case, advantages=inputs["advantages"])
+    ratio = inputs["importance_sampling_ratio"]
+    theirs, _ = trl_loss(trl, case, ratio, loss_type="bnpo", use_vllm=True, vllm_importance_sampling_correction=True)
+    weights = {"level": level, "mode": mode, "cap": cap, "floor": floor or 0.0}
+    assert_same_result(ours(case, weights), theirs, case.mask)
+
+
+@pytest.mark.parametrize("mask_truncated", [False, True])
+def test_trl_from_rewards_to_gradients(trl, monkeypatch, mask_truncated):
+    """A whole step: groups, advantages, micro-batches, weights, loss; ours cut into several micro-batches, all in float32."""
+    case = make_case(12, 33, 7, torch.float32)
+    inputs = trl_step(
+        trl, case, monkeypatch, mask_truncated_completions=mask_truncated, scale_rewards="none",
+        vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_min=None, vllm_importance_sampling_clip_max=2.0,
+    )  # fmt: skip
+    trainer = trl_trainer(trl, loss_type="dapo", use_vllm=True, vllm_importance_sampling_correction=True)
+    leaf = case.policy.clone().requires_grad_()
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (leaf, case.entropies, None)
+    theirs = result_of(trainer._compute_loss(trainer.model, inputs), leaf, case.entropies.clone().requires_grad_())
+
+    config = TrainConfig.model_validate(
+        {"algorithm": {"advantage": "dr_grpo", "mask_truncated": mask_truncated}, "trainer": {"tokens_per_micro_batch": 64}}
+    )
+    batch = arrange(samples_of(case))
+    known = known_advantages(batch, config.algorithm)
+    assert known is not None
+    policy: Any = SimpleNamespace(packing="padded", device=torch.device("cpu"))
+    (mini,) = mini_batches(batch, known, policy, config, ALONE)
+    assert len(mini.micro_batches) >= 2
+    loss, grads = torch.tensor(0.0), torch.zeros_like(case.policy)
+    for micro in mini.micro_batches:
+        numbers = [item.number for item in micro.items]
+        logprobs = torch.cat([case.policy[n][case.mask[n]] for n in numbers]).requires_grad_()
+        micro.old_logprobs = torch.cat([case.old[n][case.mask[n]] for n in numbers])
+        part, _ = micro_batch_loss(micro, logprobs, torch.zeros_like(logprobs), None, mini.size.num_tokens, config)
+        part.backward()
+        loss += part.detach()
+        for n, grad in zip(numbers, torch.split(logprobs.grad, case.lengths[numbers].tolist()), strict=True):
+            grads[n, : len(grad)] = grad
+    assert_same_result(Result(loss, grads[case.mask], torch.zeros(int(case.mask.sum())), {}), theirs, case.mask)

@@ -1,0 +1,198 @@
+"""A warm start is checked in words before anything is written, and the run then owns its copy."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from skylite.commands.train import TrainFlags, train
+from skylite.config import TrainConfig
+from skylite.config_files import read_run_config
+from skylite.data.prompt_file import PromptFileInfo, write_prompts
+from skylite.errors import ConfigError, ModelError
+from skylite.models.resolve import check_folder
+from skylite.orchestrator.plan import plan_resume, plan_run, write_run
+from skylite.run.files import sha256_file
+from skylite.run.manifest import Canary, Manifest
+from skylite.run.run_dir import RunDir
+from tests.unit.data_cases import prompt
+
+LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+def make_model(folder: Path, seed: int = 0) -> Path:
+    """What the parent looks at of a model; nothing loads it."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"architectures": ["TestForCausalLM"]}))
+    (folder / "tokenizer.json").write_text("{}")
+    save_file({"w": np.random.default_rng(seed).random((64, 64), dtype=np.float32)}, folder / "model.safetensors")
+    return folder
+
+
+def make_adapter(folder: Path, base: str, rank: int = 4, **changes: Any) -> Path:
+    """A PEFT folder with one adapted module; `changes` go into adapter_config.json."""
+    folder.mkdir()
+    peft = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none", "base_model_name_or_path": base} | changes
+    (folder / "adapter_config.json").write_text(json.dumps(peft))
+    tensors = {f"{LAYER}.lora_A.weight": np.ones((rank, 8), np.float32), f"{LAYER}.lora_B.weight": np.ones((6, rank), np.float32)}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def publish(adapter: Path, fingerprint: str) -> Path:
+    """Give an adapter folder skylite's manifest."""
+    weights = adapter / "adapter_model.safetensors"
+    manifest = Manifest(
+        version=60, step=60, parent=59, weights_sha256=sha256_file(weights), weights_bytes=weights.stat().st_size, base_model="the-base",
+        base_fingerprint=fingerprint, rank=4, alpha=8.0, dtype="float32", target_modules=["q_proj"],
+        canary=Canary(sequences=[[1, 2]], policy_logprobs=[[-1.0]], base_logprobs=[[-1.0]]),
+    )  # fmt: skip
+    (adapter / "manifest.json").write_text(manifest.model_dump_json())
+    return adapter
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A model, and data for it."""
+    make_model(tmp_path / "model")
+    info = PromptFileInfo(dataset="t", source_kind="generated", source="t", source_sha256="0", count=1, seed=0, split="train",
+                          reward="math", system="", examples=[])  # fmt: skip
+    write_prompts(tmp_path / "data" / "train.parquet", [prompt()], info)
+    return tmp_path
+
+
+def config(root: Path, adapter: Path, rank: int = 4, alpha: float = 8.0, use_rslora: bool = False, **algorithm: Any) -> TrainConfig:
+    lora = {"rank": rank, "alpha": alpha, "use_rslora": use_rslora, "from_adapter": str(adapter)}
+    sections = {"model": {"name": str(root / "model")}, "data": {"path": str(root / "data")}, "lora": lora, "algorithm": algorithm}
+    return TrainConfig.model_validate(sections)
+
+
+def refusal(root: Path, adapter: Path, **settings: Any) -> str:
+    """What plan_run says; asserts that nothing is written."""
+    before = sorted(root.rglob("*"))
+    with pytest.raises((ConfigError, ModelError)) as caught:
+        plan_run(config(root, adapter, **settings), RunDir(root / "run"), lambda _: None)
+    assert sorted(root.rglob("*")) == before
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"rank": 32, "alpha": 8.0}, ["rank 4, and this run 32", "--rank 4 --alpha 8."]),
+        ({"alpha": 8.5}, ["alpha 8, and this run 8.5", "--rank 4 --alpha 8."]),
+        ({"rank": 8, "alpha": 16.0}, ["rank 4, and this run 8, alpha 8, and this run 16"]),
+        ({"use_rslora": True}, ["use_rslora false, and this run true", "--set lora.use_rslora=false"]),
+    ],
+)
+def test_other_settings_than_the_adapters_name_the_flags_to_give(root: Path, settings: dict[str, Any], parts: list[str]) -> None:
+    said = refusal(root, make_adapter(root / "adapter", "model"), **settings)
+    for part in parts:
+        assert part in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"peft_type": "IA3"}, "peft_type is IA3"),
+        ({"use_dora": True}, "DoRA"),
+        ({"bias": "all"}, "trained biases"),
+        ({"modules_to_save": ["lm_head"]}, "fully trained modules"),
+        ({"rank_pattern": {"q_proj": 8}}, "differ from layer to layer"),
+        ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4 fits a changed base"),
+        ({"r": "many"}, "is not a PEFT LoRA configuration"),
+        ({"r": 8}, "matrices of rank [4], its adapter_config.json says 8"),
+    ],
+)
+def test_what_is_not_plain_lora_is_refused(root: Path, changes: dict[str, Any], part: str) -> None:
+    assert part in refusal(root, make_adapter(root / "adapter", "model", **changes))
+
+
+def test_an_incomplete_or_damaged_folder_is_refused(root: Path) -> None:
+    adapter = make_adapter(root / "adapter", "model")
+    weights = adapter / "adapter_model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-4])
+    assert "cut short" in refusal(root, adapter)
+    save_file({"model.embed_tokens.weight": np.ones((3, 4), np.float32)}, weights)
+    assert "model.embed_tokens.weight [3, 4], which is no LoRA matrix" in refusal(root, adapter)
+    weights.unlink()
+    assert "adapter_model.safetensors is missing" in refusal(root, adapter)
+    assert "adapter_config.json is missing" in refusal(root, root / "nothing here")
+
+
+def test_a_published_adapter_must_be_of_this_base_and_unchanged(root: Path) -> None:
+    adapter = publish(make_adapter(root / "adapter", "elsewhere"), check_folder(root / "model", "").fingerprint)
+    notes: list[str] = []
+    plan_run(config(root, adapter), RunDir(root / "run"), notes.append)
+    assert any(f"warm start from {adapter} (rank 4, alpha 8, policy-v000060)" in note for note in notes)
+    assert not any("elsewhere" in note for note in notes), "the fingerprint says more than the path"
+
+    other = publish(make_adapter(root / "other", "model"), check_folder(make_model(root / "model 2", seed=1), "").fingerprint)
+    assert "was trained on the-base" in refusal(root, other)
+
+    weights = adapter / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    assert "sha256" in refusal(root, adapter)
+
+
+def test_a_foreign_adapter_of_another_base_name_is_taken_with_a_note(root: Path) -> None:
+    adapter, notes = make_adapter(root / "adapter", "/somebody/else/model"), []
+    plan = plan_run(config(root, adapter), RunDir(root / "run"), notes.append)
+    assert any("/somebody/else/model" in note for note in plan.resolved.notes)
+    assert set(plan.resolved.notes) <= set(notes)
+    same = make_adapter(root / "same", str(root / "model"))
+    assert not any("taken for the same" in n for n in plan_run(config(root, same), RunDir(root / "run"), lambda _: None).resolved.notes)
+
+
+def test_a_kl_that_pulls_away_from_the_start_is_said(root: Path) -> None:
+    adapter = make_adapter(root / "adapter", "model")
+    for ref, warned in (("base", True), ("init", False)):
+        plan = plan_run(config(root, adapter, kl_coef=0.1, kl_ref=ref), RunDir(root / "run"), lambda _: None)
+        assert any("pulls a warm start back to the base" in note for note in plan.resolved.notes) == warned
+
+
+def test_the_run_owns_a_copy_and_goes_on_without_the_folder_it_came_from(root: Path) -> None:
+    adapter = publish(make_adapter(root / "adapter", "model"), check_folder(root / "model", "").fingerprint)
+    files = {p.name: p.read_bytes() for p in adapter.iterdir()}
+    run = RunDir(root / "run")
+    write_run(plan_run(config(root, adapter), run, lambda _: None))
+    shutil.rmtree(adapter)
+    assert {p.name: p.read_bytes() for p in run.warm_start.iterdir()} == files
+    assert read_run_config(run.config_path).resolved.warm_start == str(run.warm_start)
+
+    moved = RunDir(run.root.rename(root / "moved"))
+    moved.checkpoint_path(1).mkdir()
+    assert plan_resume(moved, None, lambda _: None).resolved.warm_start == str(moved.warm_start)
+
+
+def test_a_run_without_a_warm_start_has_none(root: Path) -> None:
+    cold = config(root, root).model_copy(update={"lora": TrainConfig().lora})
+    run = RunDir(root / "run")
+    write_run(plan_run(cold, run, lambda _: None))
+    assert not run.warm_start.exists()
+    assert read_run_config(run.config_path).resolved.warm_start is None
+
+
+def test_what_lies_in_the_way_of_the_copy_is_never_deleted(root: Path) -> None:
+    run = RunDir(root / "run")
+    run.warm_start.mkdir(parents=True)
+    (run.warm_start / "mine").touch()
+    plan = plan_run(config(root, make_adapter(root / "adapter", "model")), run, lambda _: None)
+    with pytest.raises(ConfigError, match="exists already"):
+        write_run(plan)
+    assert [p.name for p in run.root.rglob("*")] == ["warm_start", "mine"]
+
+
+def test_a_warm_start_is_no_resume(tmp_path: Path) -> None:
+    flags = TrainFlags(recipe=None, model=None, data=None, rank=None, alpha=None, steps=None, lr=None, group_size=None, seed=None,
+                       from_adapter=tmp_path / "adapter", settings=())  # fmt: skip
+    assert flags.overrides() == {"lora.from_adapter": str(tmp_path / "adapter")}
+    with pytest.raises(ConfigError, match=r"--from-adapter begins a new run .* they cannot go together"):
+        train(flags, run=None, resume=tmp_path / "run", dry_run=False)
