@@ -118,8 +118,8 @@ class AlgorithmConfig(Section):
     def maxrl_divides_by_positive_means(self) -> Self:
         if self.advantage == "maxrl" and (self.overlong_buffer_frac > 0 or (self.kl_coef > 0 and self.kl_in == "reward")):
             raise ValueError(
-                "maxrl divides by a group's mean reward, which overlong_buffer_frac and kl_in=reward can turn negative: leave the first at 0 "
-                "and the KL in the loss."
+                "maxrl divides by a group's mean reward, which overlong_buffer_frac and kl_in=reward can turn negative: leave the first "
+                "at 0 and the KL in the loss."
             )
         return self
 
