@@ -15,7 +15,7 @@ from skylite.config_algorithm import PRESETS
 from skylite.grpo.batch import Packing
 from skylite.training.dist import Dist
 from skylite.training.learner import Learner, make_learner
-from skylite.training.policy import Policy, choose_packing, load_policy
+from skylite.training.policy import Policy, choose_passes, load_policy
 from skylite.training.step import train_step
 from tests.reference import random_samples, reference_loss, resolved
 
@@ -55,10 +55,10 @@ def policy_of(model: Path, config: TrainConfig, dist: Dist, packing: Packing | N
     for name, param in policy.lora.items():
         if "lora_B" in name:
             param.data.normal_(std=0.05, generator=generator)
-    chosen, _ = choose_packing(policy, PROBE)
+    policy, _ = choose_passes(policy, PROBE)
     if packing == "padded":
         policy.model.get_base_model().set_attn_implementation("eager")
-    return replace(policy, packing=packing or chosen)
+    return replace(policy, packing=packing or policy.packing)
 
 
 def learner_of(policy: Policy, config: TrainConfig) -> Learner:

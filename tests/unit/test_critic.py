@@ -21,7 +21,7 @@ from skylite.training.checkpoint import load_checkpoint, save_checkpoint
 from skylite.training.critic import Critic, make_critic, predict_values
 from skylite.training.dist import Dist
 from skylite.training.learner import Learner, make_learner
-from skylite.training.policy import Policy, choose_packing, load_policy
+from skylite.training.policy import Policy, choose_passes, load_policy
 from skylite.training.step import train_step
 from tests.reference import lone_rank, random_samples, reference_before, reference_loss, resolved, settings
 from tests.tiny_models import FAMILIES, make_tiny_model
@@ -50,7 +50,7 @@ def parts(model: Path, config: TrainConfig, dist: Dist) -> tuple[Policy, Learner
     for name, param in [*policy.lora.items(), *critic.learner.params.items()]:
         if "lora_B" in name or "value_head" in name:
             param.data.normal_(std=0.05, generator=generator)
-    policy = replace(policy, packing=choose_packing(policy, PROBE)[0])
+    policy, _ = choose_passes(policy, PROBE)
     return policy, make_learner("policy", policy.lora, 1e-3, 1e9, config.optim), critic
 
 
@@ -137,7 +137,7 @@ def test_values_start_at_zero_and_learn_the_return(tiny_llama: Path, dist: Dist)
     samples = [replace(s, reward=float(s.group % 2)) for s in SAMPLES]
     policy = load_policy(resolved(tiny_llama, tiny_llama), config, dist)
     critic = make_critic(policy, config, dist)
-    policy = replace(policy, packing=choose_packing(policy, PROBE)[0])
+    policy, _ = choose_passes(policy, PROBE)
     learner = make_learner("policy", policy.lora, 1e-9, 1.0, config.optim)
     assert predict_values(policy, critic, _tokens(policy)).abs().max() == 0
     history = [train_step(policy, learner, samples, step, config, dist, critic) for step in range(1, 41)]

@@ -13,7 +13,7 @@ from skylite.grpo.advantages import dr_grpo, equal_reward_groups, grpo
 from skylite.grpo.batch import arrange, pack_padded, pack_tree
 from skylite.grpo.importance import importance_weights
 from skylite.grpo.kl import k3
-from skylite.grpo.logprobs import token_logprobs
+from skylite.grpo.logprobs import head_logprobs, token_logprobs
 from skylite.grpo.losses import AGGREGATIONS, POLICY_LOSSES, BatchSize, LossInputs
 from skylite.run.rollout_file import TrainSample
 from skylite.training.schedule import rate_factor
@@ -156,3 +156,23 @@ def test_learning_rate_schedules():
     assert rates("linear", 2) == [0.5, 1.0, 1.0, 0.5]
     # (1 + cos(k pi / 4)) / 2 for k = 0 .. 3
     assert rates("cosine") == pytest.approx([1.0, 0.8535534, 0.5, 0.1464466])
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("chunk", [300, 300 * 7, 1 << 22], ids=["row by row", "seven rows", "all rows"])
+def test_logprobs_out_of_hidden_states_equal_those_out_of_logits(softcap, chunk, monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr("skylite.grpo.logprobs.HEAD_CHUNK_ELEMENTS", chunk)
+    hidden, weight, bias = torch.randn(50, 16), torch.randn(300, 16), torch.randn(300)
+    rows, targets = torch.randint(0, 50, (80,)), torch.randint(0, 300, (80,))
+    on_logprobs, on_entropies = torch.randn(80), torch.randn(80)
+    mine, plain = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    got, entropy = head_logprobs(mine, weight, bias, rows, targets, temperature=0.7, softcap=softcap)
+    ((got * on_logprobs).sum() + (entropy * on_entropies).sum()).backward()
+    scores = plain @ weight.T + bias
+    table = torch.log_softmax((scores if softcap is None else torch.tanh(scores / softcap) * softcap) / 0.7, dim=1)
+    expected, expected_entropy = table[rows, targets], -(table.exp() * table).sum(1)[rows]
+    ((expected * on_logprobs).sum() + (expected_entropy * on_entropies).sum()).backward()
+    assert torch.allclose(got, expected, atol=1e-5)
+    assert torch.allclose(entropy, expected_entropy, atol=1e-5)
+    assert torch.allclose(mine.grad, plain.grad, atol=1e-5)

@@ -21,7 +21,7 @@ from skylite.errors import ModelError, TrainingDiverged
 from skylite.grpo.batch import Packing
 from skylite.training.adapter import adapter_tensors
 from skylite.training.dist import Dist
-from skylite.training.policy import choose_packing, load_policy
+from skylite.training.policy import choose_passes, load_policy
 from skylite.training.step import train_step
 from tests.cases import (
     ALGORITHMS,
@@ -96,6 +96,35 @@ def test_the_order_of_the_samples_does_not_matter(order: int, tiny_llama: Path, 
     assert relative_difference(learner.grads, expected) < 1e-5
 
 
+def bent_logits_model(folder: Path) -> Path:
+    """A Gemma 2, whose logits go through a tanh; so steep here that it matters."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.Gemma2Config(vocab_size=260, head_dim=16, initializer_range=0.1, final_logit_softcapping=2.0, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "gemma2"])
+def test_logits_in_chunks_and_whole_give_the_same_gradient(family: str, tmp_path: Path, dist: Dist):
+    folder = tmp_path / "model"
+    policy = policy_of(bent_logits_model(folder) if family == "gemma2" else make_tiny_model(folder, family), settings(), dist)
+    assert policy.head is not None, "this family's head is linear"
+    whole, _ = gradients_after_step(replace(policy, head=None), settings(), dist)
+    chunked, _ = gradients_after_step(policy, settings(), dist)
+    assert relative_difference(chunked, whole) < 1e-5
+
+
+def test_a_head_with_a_twist_of_its_own_gets_all_its_logits(tmp_path: Path, dist: Dist):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    granite = transformers.GraniteConfig(vocab_size=260, initializer_range=0.1, logits_scaling=8.0, **sizes)
+    AutoModelForCausalLM.from_config(granite).save_pretrained(tmp_path)
+    policy, reasons = choose_passes(load_policy(resolved(tmp_path, tmp_path), settings(), dist), PROBE)
+    assert policy.head is None
+    assert "head in chunks: False" in reasons[0]
+
+
 def test_a_tree_is_chosen_for_each_family_and_computes_fewer_tokens(tmp_path: Path, dist: Dist):
     for family in FAMILIES:
         policy = policy_of(make_tiny_model(tmp_path / family, family), settings(), dist)
@@ -109,9 +138,9 @@ def test_a_model_with_attention_of_its_own_is_padded_and_said_so(tmp_path: Path,
     bloom = transformers.BloomConfig(vocab_size=260, hidden_size=64, n_layer=2, n_head=2, initializer_range=0.1)
     AutoModelForCausalLM.from_config(bloom).save_pretrained(tmp_path)
     policy = load_policy(resolved(tmp_path, tmp_path), settings(), dist)
-    packing, reason = choose_packing(policy, PROBE)
-    assert packing == "padded"
-    assert "differ" in reason or "takes no tree" in reason
+    policy, reasons = choose_passes(policy, PROBE)
+    assert policy.packing == "padded"
+    assert "packing: padded; " in reasons[-1]
 
 
 def test_metrics_equal_the_plain_reference(tiny_llama: Path, dist: Dist):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +12,7 @@ from skylite.config import TrainConfig
 from skylite.config_algorithm import CriticConfig
 from skylite.grpo.batch import PackedTokens
 from skylite.training.dist import Dist
+from skylite.training.head import head_of, tied_to
 from skylite.training.learner import Learner, make_learner
 from skylite.training.policy import CRITIC, Policy, adapter_params, using_adapter
 
@@ -63,21 +62,9 @@ def output_width(policy: Policy, default: int) -> int:
 def predict_values(policy: Policy, critic: Critic, tokens: PackedTokens) -> Tensor:
     """Values [C] float32 of the states in which each completion token was chosen."""
     base: PreTrainedModel = policy.model.get_base_model()
-    with using_adapter(policy, CRITIC), _head_of(base, critic.head), policy.autocast():
+    with using_adapter(policy, CRITIC), head_of(base, critic.head), policy.autocast():
         outputs: Tensor = policy.model(**tokens.inputs, use_cache=False).logits
         values = critic.head.values
     assert values is not None
     critic.head.values = None
-    # The model's own output keeps its place in the graph: FSDP hangs its backward on it.
-    return (values + 0.0 * outputs.float()).flatten()[tokens.rows]
-
-
-@contextmanager
-def _head_of(base: PreTrainedModel, head: nn.Module) -> Iterator[None]:
-    """Let the model end in `head` instead of its vocabulary."""
-    own = base.get_output_embeddings()
-    base.set_output_embeddings(head)
-    try:
-        yield
-    finally:
-        base.set_output_embeddings(own)
+    return tied_to(values, outputs).flatten()[tokens.rows]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -18,7 +18,7 @@ from skylite.training.checkpoint import checkpoint_folders, load_checkpoint, sav
 from skylite.training.critic import Critic, make_critic
 from skylite.training.dist import Dist
 from skylite.training.learner import Learner, make_learner
-from skylite.training.policy import Policy, choose_packing, load_policy
+from skylite.training.policy import Policy, choose_passes, load_policy
 from skylite.training.step import train_step
 
 POLL_S = 0.02
@@ -73,10 +73,9 @@ def start(run: RunDir, run_config: RunConfig, dist: Dist) -> Trainer:
     config = run_config.config
     sequences: list[list[int]] = run.read_json(run.canary_path)["sequences"]
     policy = load_policy(run_config.resolved, config, dist)
-    packing, reason = choose_packing(policy, max(sequences, key=len))
-    policy = replace(policy, packing=packing)
+    policy, reasons = choose_passes(policy, max(sequences, key=len))
     if dist.is_first:
-        print(f"packing: {packing}; {reason}", flush=True)
+        print("\n".join(reasons), flush=True)
     if config.algorithm.uses_ref:
         found = check_reference(policy, sequences, must_agree=config.algorithm.kl_ref == "init" or config.lora.from_adapter is None)
         if dist.is_first:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,12 @@ from skylite.grpo.batch import PackedTokens, Packing, pack
 from skylite.grpo.logprobs import token_logprobs
 from skylite.grpo.tree import TreeLayout, tree_attention
 from skylite.training.dist import Dist
+from skylite.training.head import plain_head, score_in_chunks
 from skylite.training.targets import adapted_modules, short_names
 from skylite.training.warm_start import load_adapter_file
 
-TREE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
-"""Mean logprob difference, tree against padded rows, of a model that understands trees. Wrong masks differ by tenths of nats."""
+SHORTCUT_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
+"""Mean logprob difference to the plain form that rounding explains. Wrong masks, or a head with a twist, differ by tenths of nats."""
 
 POLICY, REF, CRITIC = "default", "ref", "critic"
 """Adapters on the one frozen base: the policy's own, a frozen copy of its start, the value function's."""
@@ -47,6 +48,8 @@ class Policy:
     dtype: torch.dtype
     """Compute type."""
     packing: Packing
+    head: nn.Linear | None
+    """The vocabulary head where logprobs are made of hidden states a few rows at a time; None: the model makes all logits."""
     device: torch.device
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -73,7 +76,7 @@ def load_policy(resolved: Resolved, config: TrainConfig, dist: Dist) -> Policy:
         for own, ref in zip(params.values(), adapter_params(model, REF).values(), strict=True):
             ref.data.copy_(own.data)
     _shard(model, layers, {p for n, p in model.named_parameters() if is_adapter(n)}, dist)
-    return Policy(model=model, lora=params, target_modules=names, dtype=dtype, packing="padded", device=dist.device)
+    return Policy(model=model, lora=params, target_modules=names, dtype=dtype, packing="padded", head=None, device=dist.device)
 
 
 def needs_ref_copy(config: TrainConfig) -> bool:
@@ -107,6 +110,8 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 def score(policy: Policy, tokens: PackedTokens, temperature: float) -> tuple[Tensor, Tensor]:
     """Logprobs [C] float32 of the completion tokens under the policy, and the entropies [C] in nats of what they were drawn from."""
     with policy.autocast():
+        if policy.head is not None:
+            return score_in_chunks(policy.model, policy.model.get_base_model(), policy.head, tokens, temperature)
         logits = policy.model(**tokens.inputs, use_cache=False).logits
     return token_logprobs(logits.flatten(0, 1), tokens.rows, tokens.targets, temperature)
 
@@ -159,33 +164,42 @@ def lora_dropout(policy: Policy, active: bool) -> Iterator[None]:
             module.eval()
 
 
-def choose_packing(policy: Policy, probe: list[int]) -> tuple[Packing, str]:
-    """Tree packing if this model provably understands it, else padding; and the reason in words. Leaves the model set up for it.
+def choose_passes(policy: Policy, probe: list[int]) -> tuple[Policy, list[str]]:
+    """The policy with the cheapest packing and head that its model provably understands, and the reasons in words.
 
-    Scores two branches after a common stem both ways. A model with a recurrent state or its own attention code gives other
-    numbers, or does not take the arguments at all. Padding uses the model's own (eager) attention code: it is slow, but the only
-    one that is right for every model (transformers' sdpa ignores Gemma 2's score cap, say).
+    The probe is scored with padded rows, the model's own (eager) attention and all logits first: slow, but right for every model
+    (transformers' sdpa ignores Gemma 2's score cap, say). Each shortcut is kept where it gives the same.
     """
     base: PreTrainedModel = policy.model.get_base_model()
     base.set_attn_implementation("eager")
-    padded = _probe_logprobs(policy, probe, "padded")
+    plain = _probe_logprobs(policy, probe)
+    reasons, head = [], plain_head(base)
+    if head is not None:
+        gap, reason = _gap(replace(policy, head=head), probe, plain)
+        policy = replace(policy, head=head if gap <= SHORTCUT_TOLERANCE[policy.dtype] else None)
+        reasons.append(f"head in chunks: {policy.head is not None}; {reason}")
+    base.set_attn_implementation("skylite_tree")
+    gap, reason = _gap(replace(policy, packing="tree"), probe, plain)
+    policy = replace(policy, packing="tree" if gap <= SHORTCUT_TOLERANCE[policy.dtype] else "padded")
+    if policy.packing == "padded":
+        base.set_attn_implementation("eager")
+    return policy, [*reasons, f"packing: {policy.packing}; {reason}"]
+
+
+def _gap(policy: Policy, probe: list[int], plain: Tensor) -> tuple[float, str]:
+    """Mean |logprob difference| to the plain form, infinite where the model cannot do it; and the same in words."""
     try:
-        base.set_attn_implementation("skylite_tree")
-        gap = float((_probe_logprobs(policy, probe, "tree") - padded).abs().mean())
-        reason = f"logprobs of tree and padded rows differ by {gap:.1e} on average"
+        gap = float((_probe_logprobs(policy, probe) - plain).abs().mean())
     except (TypeError, ValueError, KeyError) as error:
-        gap, reason = float("inf"), f"the model takes no tree: {error}"
-    if gap <= TREE_TOLERANCE[policy.dtype]:
-        return "tree", reason
-    base.set_attn_implementation("eager")
-    return "padded", reason
+        return float("inf"), f"the model does not take it: {error}"
+    return gap, f"logprobs differ from the plain form's by {gap:.1e} on average"
 
 
 @torch.no_grad()
-def _probe_logprobs(policy: Policy, probe: list[int], packing: Packing) -> Tensor:
+def _probe_logprobs(policy: Policy, probe: list[int]) -> Tensor:
     stem = probe[: max(1, len(probe) // 2)]
     branches = [probe[len(stem) :], probe[:0:-1]]
-    return score(policy, pack([stem, stem], branches, [0, 0], packing, policy.device), temperature=1.0)[0]
+    return score(policy, pack([stem, stem], branches, [0, 0], policy.packing, policy.device), temperature=1.0)[0]
 
 
 def _adapt(base: PreTrainedModel, own: PeftLoraConfig, config: TrainConfig, chosen: list[str]) -> PeftModel:
