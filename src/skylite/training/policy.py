@@ -231,10 +231,11 @@ def _peft_config(lora: LoraConfig, chosen: list[str]) -> PeftLoraConfig:
 
 
 def _shard(model: PeftModel, layers: list[nn.Module], lora: set[nn.Parameter], dist: Dist) -> None:
-    """FSDP2 on each decoder layer and the root. A lone rank gathers once and keeps: there is nobody to share with."""
-    alone = dist.dp_size == 1
+    """FSDP2 on each decoder layer and the root. A lone rank has nobody to share with, and FSDP would hold its base twice."""
+    if dist.dp_size == 1:
+        return
     for module in [*layers, model]:
-        fully_shard(module, mesh=dist.mesh, reshard_after_forward=not alone, ignored_params=lora)
+        fully_shard(module, mesh=dist.mesh, reshard_after_forward=True, ignored_params=lora)
 
 
 def _tree_attention(

@@ -1,0 +1,191 @@
+"""The train phase alone, on made-up samples of given sizes: seconds, tokens, peak memory, and the share of the machine's matrix peak.
+
+    python benchmarks/train_phase.py --model smollm2-135m
+    python benchmarks/train_phase.py --model smollm2-135m --prompts 4 --group-size 8 16 --completion 128 512 --rank 8 128 --out FILE
+    python benchmarks/train_phase.py --model smollm2-135m --packing tree padded        (with and without sharing the prompt)
+
+Every combination of the lists runs in a process of its own, so that its peak memory is its own; `--ranks 2` puts torchrun around it.
+
+The share (model FLOPs utilisation) is arithmetic: forward and backward through frozen weights take 4 FLOP a weight and token that goes
+through them (2 forward, 2 for the gradient of the input; none for that of the weight), LoRA's own 6 a weight and token, attention left
+out; divided by seconds and by the rate of a [2048, 1024] x [1024, 4096] product on the same threads, measured in the same process before
+and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+AXES = ("prompts", "group_size", "prompt", "completion", "rank", "budget", "packing")
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.inner:
+        inner(args)
+        return
+    rows = []
+    for values in itertools.product(*(getattr(args, axis) for axis in AXES)):
+        rows.append(in_own_process(args, dict(zip(AXES, values, strict=True))))
+        print(json.dumps(rows[-1]), flush=True)
+    if args.out:
+        args.out.write_text(json.dumps({"command": " ".join(sys.argv), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="smollm2-135m or a model folder")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    for axis, default in (("prompts", 4), ("group-size", 8), ("prompt", 106), ("completion", 128), ("rank", 32), ("budget", 2048)):
+        parser.add_argument(f"--{axis}", nargs="+", type=int, default=[default])
+    parser.add_argument("--packing", nargs="+", choices=["tree", "padded"], default=["tree"])
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=4, help="the first is not counted")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def in_own_process(args: argparse.Namespace, axes: dict[str, Any]) -> dict[str, Any]:
+    from skylite.launch.machine import cpu_cores
+    from skylite.launch.torchrun import trainer_env
+
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in axes.items()]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}", __file__, "--inner"]
+    command += ["--model", args.model, "--dtype", args.dtype, f"--steps={args.steps}", *flags]
+    env = os.environ | trainer_env(max(1, cpu_cores() // args.ranks))
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return axes | {"ranks": args.ranks} | found
+
+
+def inner(args: argparse.Namespace) -> None:
+    """One combination, in a rank."""
+    import torch
+
+    from skylite.models import resolve_model
+    from skylite.training.dist import process_group, set_threads
+    from skylite.training.learner import make_learner
+    from skylite.training.policy import choose_passes, load_policy
+    from skylite.training.step import train_step
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    set_threads(None)
+    with process_group(device) as dist:
+        config, where = settings(args, str(resolve_model(args.model, say=lambda _: None).path), device)
+        policy, _ = choose_passes(load_policy(where, config, dist), list(range(20, 60)))
+        if args.packing == ["padded"]:
+            policy.model.get_base_model().set_attn_implementation("sdpa")
+            policy = replace(policy, packing="padded")
+        learner = make_learner("policy", policy.lora, config.optim.lr, config.optim.max_grad_norm, config.optim)
+        weights = count_weights(policy)
+        loaded, peak, seconds = rss_gib("now"), [matrix_peak(policy)], []
+        for step in range(1, args.steps + 1):
+            samples = made_up(args, step)
+            started = time.perf_counter()
+            metrics = train_step(policy, learner, samples, step, config, dist)
+            seconds.append(time.perf_counter() - started)
+        peak.append(matrix_peak(policy))
+        median = statistics.median(seconds[1:])
+        flop = work(weights, metrics, args.packing == ["tree"])
+        rate = statistics.mean(peak)
+        found = {
+            "seconds": round(median, 3),
+            "tokens_total": metrics["tokens/total"],
+            "tokens_computed": metrics["tokens/unique"],
+            "peak_gib": round(rss_gib("peak"), 2),
+            "loaded_gib": round(loaded, 2),
+            "matrix_gflops": round(rate / 1e9, 1),
+            "mfu": round(flop / median / dist.dp_size / rate, 3),
+        }
+        if dist.is_first:
+            print(json.dumps(found))
+
+
+def settings(args: argparse.Namespace, model: str, device: str) -> Any:
+    from skylite.config import Resolved, TrainConfig
+
+    config = TrainConfig.model_validate(
+        {
+            "num_steps": args.steps,
+            "lora": {"rank": args.rank[0], "alpha": 32},
+            "rollout": {"prompts_per_step": args.prompts[0], "group_size": args.group_size[0], "max_completion_tokens": args.completion[0]},
+            "trainer": {"tokens_per_micro_batch": args.budget[0]},
+        }
+    )
+    return config, Resolved(model_path=model, model_fingerprint="", dtype=args.dtype, device=device, lora_sync_path="")
+
+
+def made_up(args: argparse.Namespace, seed: int) -> list[Any]:
+    """Samples of random tokens; one in each group is right, so that every group has a gradient."""
+    from skylite.run.rollout_file import TrainSample
+
+    rng = random.Random(seed)
+    samples = []
+    for group in range(args.prompts[0]):
+        prompt = [rng.randrange(1000, 20000) for _ in range(args.prompt[0])]
+        for index in range(args.group_size[0]):
+            completion = [rng.randrange(1000, 20000) for _ in range(args.completion[0])]
+            samples.append(
+                TrainSample(
+                    group=group,
+                    prompt_token_ids=prompt,
+                    completion_token_ids=completion,
+                    rollout_logprobs=[-10.0] * len(completion),
+                    reward=float(index == 0),
+                    truncated=False,
+                )
+            )
+    return samples
+
+
+def count_weights(policy: Any) -> dict[str, int]:
+    """Weights that every token goes through, those of the head (completion tokens alone), and LoRA's."""
+    base = policy.model.get_base_model()
+    head = base.get_output_embeddings().weight.numel()
+    embedding = base.get_input_embeddings().weight.numel()
+    tied = base.config.get_text_config().tie_word_embeddings
+    total = sum(p.numel() for n, p in policy.model.named_parameters() if ".lora_" not in n)
+    return {"body": total - embedding - (0 if tied else head), "head": head, "lora": sum(p.numel() for p in policy.lora.values())}
+
+
+def work(weights: dict[str, int], metrics: dict[str, float], is_tree: bool) -> float:
+    """FLOP of a step over all ranks. The head is counted for forward and backward once; that we make its product twice is our loss."""
+    tokens = metrics["tokens/unique"] if is_tree else metrics["tokens/total"]
+    return 4.0 * weights["body"] * tokens + 4.0 * weights["head"] * metrics["tokens/completion"] + 6.0 * weights["lora"] * tokens
+
+
+def matrix_peak(policy: Any) -> float:
+    """FLOP a second of a large matrix product, the best of ten."""
+    import torch
+
+    a = torch.randn(2048, 1024, dtype=policy.dtype, device=policy.device)
+    b = torch.randn(1024, 4096, dtype=policy.dtype, device=policy.device)
+    best = float("inf")
+    for _ in range(10):
+        started = time.perf_counter()
+        (a @ b)[0, 0].item()
+        best = min(best, time.perf_counter() - started)
+    return 2 * 2048 * 1024 * 4096 / best
+
+
+def rss_gib(which: str) -> float:
+    if which == "peak":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize() / 2**30
+
+
+if __name__ == "__main__":
+    main()
