@@ -28,7 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-AXES = ("prompts", "group_size", "prompt", "completion", "rank", "budget", "packing")
+AXES = ("prompts", "group_size", "prompt", "completion", "rank", "budget", "packing", "checkpointing")
 
 
 def main() -> None:
@@ -51,6 +51,7 @@ def parse_arguments() -> argparse.Namespace:
     for axis, default in (("prompts", 4), ("group-size", 8), ("prompt", 106), ("completion", 128), ("rank", 32), ("budget", 2048)):
         parser.add_argument(f"--{axis}", nargs="+", type=int, default=[default])
     parser.add_argument("--packing", nargs="+", choices=["tree", "padded"], default=["tree"])
+    parser.add_argument("--checkpointing", nargs="+", choices=["none", "selective", "full"], default=["none"])
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--steps", type=int, default=4, help="the first is not counted")
     parser.add_argument("--out", type=Path)
@@ -122,7 +123,7 @@ def settings(args: argparse.Namespace, model: str, device: str) -> Any:
             "num_steps": args.steps,
             "lora": {"rank": args.rank[0], "alpha": 32},
             "rollout": {"prompts_per_step": args.prompts[0], "group_size": args.group_size[0], "max_completion_tokens": args.completion[0]},
-            "trainer": {"tokens_per_micro_batch": args.budget[0]},
+            "trainer": {"tokens_per_micro_batch": args.budget[0], "checkpointing": args.checkpointing[0]},
         }
     )
     return config, Resolved(model_path=model, model_fingerprint="", dtype=args.dtype, device=device, lora_sync_path="")

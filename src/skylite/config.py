@@ -150,6 +150,8 @@ class TrainerConfig(Section):
     """torchrun processes; on GPUs one each."""
     tokens_per_micro_batch: int = Field(4096, ge=16)
     """Unique tokens a forward pass holds: shared prefixes count once."""
+    checkpointing: Literal["none", "selective", "full"] = "none"
+    """Activations made again in backward: none; selective: all but attention and the base's products; full: all but layer inputs."""
     num_threads: int | None = Field(None, ge=1)
     """CPU threads a rank; default: cores divided by ranks."""
 

@@ -115,6 +115,25 @@ def test_logits_in_chunks_and_whole_give_the_same_gradient(family: str, tmp_path
     assert relative_difference(chunked, whole) < 1e-5
 
 
+@pytest.mark.parametrize("packing", ["tree", "padded"])
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_recomputed_activations_give_the_same_gradient_and_keep_less(mode: str, packing: Packing, tmp_path: Path, dist: Dist):
+    model = make_tiny_model(tmp_path / "model", "llama")
+    kept: dict[str, int] = {}
+
+    def gradient(checkpointing: str) -> torch.Tensor:
+        config = settings(trainer={"checkpointing": checkpointing}, lora={"dropout": 0.2})
+        policy = policy_of(model, config, dist, packing)
+        seen: dict[int, int] = {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (seen.update({t.data_ptr(): t.nbytes}), t)[1], lambda t: t):
+            found, _ = gradients_after_step(policy, config, dist)
+        kept[checkpointing] = sum(seen.values())
+        return found
+
+    assert relative_difference(gradient(mode), gradient("none")) < 1e-6
+    assert kept[mode] < 0.75 * kept["none"]
+
+
 def test_a_head_with_a_twist_of_its_own_gets_all_its_logits(tmp_path: Path, dist: Dist):
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -21,6 +21,7 @@ from skylite.errors import ModelError
 from skylite.grpo.batch import PackedTokens, Packing, pack
 from skylite.grpo.logprobs import token_logprobs
 from skylite.grpo.tree import TreeLayout, tree_attention
+from skylite.training.activations import keep_less
 from skylite.training.dist import Dist
 from skylite.training.head import plain_head, score_in_chunks
 from skylite.training.targets import adapted_modules, short_names
@@ -75,6 +76,7 @@ def load_policy(resolved: Resolved, config: TrainConfig, dist: Dist) -> Policy:
     if REF in model.peft_config:
         for own, ref in zip(params.values(), adapter_params(model, REF).values(), strict=True):
             ref.data.copy_(own.data)
+    keep_less(layers, config.trainer.checkpointing, config.lora.rank, has_dropout=config.lora.dropout > 0)
     _shard(model, layers, {p for n, p in model.named_parameters() if is_adapter(n)}, dist)
     return Policy(model=model, lora=params, target_modules=names, dtype=dtype, packing="padded", head=None, device=dist.device)
 

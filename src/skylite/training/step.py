@@ -69,10 +69,10 @@ def learn(policy: Policy, learner: Learner, mini_batch: MiniBatch, config: Train
         # With the KL in the loss its reference is asked here, so that only one micro-batch of it is held.
         in_loss = config.algorithm.uses_ref and not kl_in_reward(config.algorithm)
         ref = ref_logprobs(policy, micro, config) if in_loss else None
-        with lora_dropout(policy, active=True):
+        with lora_dropout(policy, active=True):  # backward too: it may make activations again
             logprobs, entropies = score(policy, micro.tokens, config.rollout.temperature)
-        loss, sums = micro_batch_loss(micro, logprobs, entropies, ref, mini_batch.size.num_tokens, config)
-        loss.backward()  # type: ignore[no-untyped-call]
+            loss, sums = micro_batch_loss(micro, logprobs, entropies, ref, mini_batch.size.num_tokens, config)
+            loss.backward()  # type: ignore[no-untyped-call]
         totals.add(sums | {"tokens/unique": torch.tensor(micro.tokens.num_nodes)})
         totals.see_worst(micro, logprobs.detach())
 
