@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from skylite.launch import vllm_server
+from skylite.launch.torchrun import trainer_env
 from skylite.launch.vllm_server import EngineSpec, engine_command, engine_env, engine_notes, serve_command
 
 SPEC = EngineSpec(
@@ -80,7 +82,7 @@ def test_threads_go_to_the_cores_this_process_may_use() -> None:
 
 def test_openmp_is_preloaded_before_what_the_user_preloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "lib").mkdir()
-    monkeypatch.setattr(vllm_server.sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
     assert engine_env(SPEC, {"LD_PRELOAD": "/lib/own.so"}).get("LD_PRELOAD") == "/lib/own.so"
     assert any("intel-openmp" in note for note in engine_notes("cpu", cpu_lora_kernels=True))
     library = tmp_path / "lib" / "libiomp5.so"
@@ -88,3 +90,24 @@ def test_openmp_is_preloaded_before_what_the_user_preloads(tmp_path: Path, monke
     assert engine_env(SPEC, {"LD_PRELOAD": "/lib/own.so"})["LD_PRELOAD"] == f"{library}:/lib/own.so"
     assert engine_env(SPEC, {"LD_PRELOAD": ""})["LD_PRELOAD"] == str(library)
     assert engine_env(SPEC, {"LD_PRELOAD": "/lib/libgomp.so.1"})["LD_PRELOAD"] == "/lib/libgomp.so.1"
+
+
+def test_the_trainer_preloads_an_allocator_that_reuses_what_it_frees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setenv("LD_PRELOAD", "/lib/own.so")
+    assert "LD_PRELOAD" not in trainer_env(2)
+    assert trainer_env(2)["MALLOC_MMAP_MAX_"] == "0"
+    (tmp_path / "lib").mkdir()
+    libraries = [tmp_path / "lib" / name for name in ("libtbbmalloc.so.2", "libtbbmalloc_proxy.so.2")]
+    for library in libraries:
+        assert "LD_PRELOAD" not in trainer_env(2)
+        library.touch()
+    assert trainer_env(2)["LD_PRELOAD"] == f"{libraries[0]}:{libraries[1]}:/lib/own.so"
+    monkeypatch.setenv("LD_PRELOAD", "/lib/libjemalloc.so.2")
+    assert "LD_PRELOAD" not in trainer_env(2)
+
+
+def test_the_allocator_that_pip_brought_really_serves_a_child() -> None:
+    code = "print('libtbbmalloc_proxy' in open('/proc/self/maps').read())"
+    child = subprocess.run([sys.executable, "-c", code], env={**os.environ, **trainer_env(1)}, capture_output=True, text=True, check=True)
+    assert (child.stdout.strip(), child.stderr) == ("True", "")

@@ -5,8 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from skylite.launch.libraries import TBB_MALLOC, preloading
+
+# glibc before 2.38 does not reuse a freed block for an aligned one of the same size, and torch aligns: a forward pass takes twice the
+# memory that it keeps. TBB's allocator does, and keeps freed memory too (docs/architecture.md, "Trainer").
 ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "17179869184", "MALLOC_TOP_PAD_": "268435456"}
-"""glibc keeps freed memory: a training step reuses the same buffers, and touching fresh pages is slow (benchmarks/README.md)."""
+"""Where TBB's is missing glibc at least keeps freed memory: a step reuses the same buffers, and touching fresh pages is slow."""
 
 
 def trainer_command(run: Path, num_ranks: int, *, resume: bool) -> list[str]:
@@ -24,4 +28,5 @@ def trainer_env(num_threads: int) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
         **ALLOCATOR,
+        **preloading(TBB_MALLOC, {}, "malloc"),
     }

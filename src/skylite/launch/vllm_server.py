@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from skylite.launch.libraries import INTEL_OPENMP, has_library, preloading
 from skylite.launch.machine import cpu_cores
 from skylite.vllm_plugin import SWITCH
 
@@ -20,7 +21,6 @@ BASE_NAME = "base"
 """Served name of the model without an adapter."""
 CPU_BLOCK_SIZE = 32
 """Tokens a KV cache block. Only whole blocks are shared between samples of a prompt, and vLLM's CPU default is 128."""
-INTEL_OPENMP = "libiomp5.so"
 """Of pip's intel-openmp, which the cpu extra brings; it lies in the environment's lib folder."""
 
 CPU_BATCHED_TOKENS = 2048
@@ -107,17 +107,11 @@ def engine_notes(device: str, *, cpu_lora_kernels: bool) -> list[str]:
     if device != "cpu":
         return []
     notes = []
-    if intel_openmp() is None:
+    if not has_library(INTEL_OPENMP):
         notes.append(f"{INTEL_OPENMP} was not found, so vLLM may sample slower; `pip install intel-openmp` brings it.")
     if not cpu_lora_kernels:
         notes.append("engine.cpu_lora_kernels=false: LoRA sampling is several times slower, and base requests in a mixed batch are wrong.")
     return notes
-
-
-def intel_openmp() -> Path | None:
-    """The Intel OpenMP runtime of this Python environment, if it has one."""
-    library = Path(sys.prefix, "lib", INTEL_OPENMP)
-    return library if library.is_file() else None
 
 
 def worker_cpus() -> list[int]:
@@ -155,8 +149,5 @@ def _cpu_env(spec: EngineSpec, base_env: Mapping[str, str]) -> dict[str, str]:
     # All cores by number: "auto" keeps one for the scheduler, half of a small machine.
     env = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, worker_cpus()))}
     env[SWITCH] = "1" if spec.cpu_lora_kernels else "0"
-    library, given = intel_openmp(), base_env.get("LD_PRELOAD", os.environ.get("LD_PRELOAD", ""))
     # Two OpenMP runtimes in one process do not get along (vLLM refuses it), so one that the user preloads stays.
-    if library is not None and not any(runtime in given for runtime in ("libgomp", "libomp", "libiomp")):
-        env["LD_PRELOAD"] = f"{library}:{given}".rstrip(":")
-    return env
+    return env | preloading([INTEL_OPENMP], base_env, "libgomp", "libomp", "libiomp")
