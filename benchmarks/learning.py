@@ -34,6 +34,7 @@ def main() -> None:
     train.add_argument("--runs", type=Path, required=True)
     train.add_argument("--algorithms", nargs="+", default=ALGORITHMS)
     train.add_argument("--seeds", nargs="+", type=int, default=[0])
+    train.add_argument("--steps", type=int, default=20)
     train.set_defaults(run=train_all)
     collect = commands.add_parser("collect")
     collect.add_argument("runs", nargs="+", type=Path)
@@ -57,7 +58,7 @@ def train_all(args: argparse.Namespace) -> None:
             if run.exists():
                 continue
             command = ["skylite", "train", "--recipe", "gsm8k_cpu", "--data", str(args.data), "--rank", "32", "--alpha", "32"]
-            command += ["--seed", str(seed), "--run", str(run), "--set", f"algorithm.name={algorithm}"]
+            command += ["--seed", str(seed), "--steps", str(args.steps), "--run", str(run), "--set", f"algorithm.name={algorithm}"]
             done = subprocess.run([str(Path(sys.executable).with_name("skylite")), *command[1:]], check=False)
             write_json(run / "learning.json", {"commit": commit, "command": " ".join(command), "exit_code": done.returncode})
 
@@ -77,7 +78,7 @@ def row(run: RunDir, machine: str) -> dict[str, Any]:
         "commit": made.get("commit"),
         "command": made.get("command"),
         "machine": machine,
-        "reward_mean": [round(m["reward/mean"], 4) for m in metrics],
+        "reward_mean": [round(m.get("reward/sampled_mean", m["reward/mean"]), 4) for m in metrics],
         "entropy": [round(m["policy/entropy"], 4) for m in metrics],
         "completion_tokens_mean": [round(m["completion/tokens_mean"], 1) for m in metrics],
     }
