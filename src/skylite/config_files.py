@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from skylite import __version__
 from skylite.config import RunConfig, TrainConfig
 from skylite.errors import ConfigError
 
@@ -61,12 +62,19 @@ def parse_value(text: str) -> Any:
 
 
 def read_run_config(path: Path) -> RunConfig:
-    """run/config.json. Raises ConfigError when it is missing or damaged."""
+    """run/config.json. Raises ConfigError when it is missing, damaged, or of a skylite with other settings."""
     try:
-        return RunConfig.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        return RunConfig.model_validate(tree)
     except FileNotFoundError:
         raise ConfigError(
             f"{path.parent} is not a skylite run: config.json is missing.", "Give a folder made by `skylite train`."
+        ) from None
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
+        raise ConfigError(
+            f"{path} does not fit this skylite ({__version__}): {problems}.",
+            "It was made by another version, or changed by hand; use that version for it, or start a new run.",
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is not a run configuration: {error}.", "The run is damaged; start a new one.") from None

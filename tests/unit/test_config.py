@@ -1,11 +1,12 @@
 """Bad settings are refused all at once, in plain words; good ones arrive."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from skylite.config import VLLM_LORA_RANKS, TrainConfig
-from skylite.config_files import load_config, parse_value
+from skylite.config_files import load_config, parse_value, read_run_config
 from skylite.errors import ConfigError
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
@@ -99,3 +100,14 @@ def test_a_name_chooses_an_algorithm_and_what_is_set_beside_it_wins() -> None:
         load_config(None, {"rollout.group_size": 1}, ["algorithm.name=rloo"])
     with pytest.raises(ConfigError, match="maxrl divides by a group's mean reward"):
         load_config(None, {}, ["algorithm.name=maxrl", "algorithm.overlong_buffer_frac=0.2"])
+
+
+def test_a_run_of_another_version_is_not_called_damaged(tmp_path: Path) -> None:
+    resolved = {"model_path": "m", "model_fingerprint": "f", "dtype": "float32", "device": "cpu", "lora_sync_path": "s"}
+    tree = {"skylite_version": "0", "config": {"grpo": {"kl_coef": 0.0}}, "resolved": resolved}
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    with pytest.raises(ConfigError, match=r"does not fit this skylite .*config\.grpo.*made by another version"):
+        read_run_config(tmp_path / "config.json")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="damaged"):
+        read_run_config(tmp_path / "config.json")

@@ -1,0 +1,265 @@
+"""A whole step against TRL's GRPOTrainer with PEFT, same work in one run: 4 GSM8K prompts x 8 completions of at most 128 tokens, r 32, T 1.
+
+    python benchmarks/step_vs_trl.py --gsm8k FOLDER_WITH_train.jsonl --out benchmarks/results/step_vs_trl.json
+
+Both sides get the same model, the same questions in the same words, the same type of number and the same threads. TRL samples with
+transformers' generate, as it does without a GPU; --trl-checkpointing gives it its default, activation checkpointing. The sides take turns
+(--rounds), each in a process of its own. The first step of each is left out. Ratios are TRL's median over ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from skylite.data.prompt_file import read_prompts
+from skylite.launch.machine import cpu_cores
+from skylite.models import resolve_model
+from skylite.run.files import write_json
+from skylite.run.metrics import read_metrics
+from skylite.run.run_dir import RunDir, adapter_name
+
+NUM_QUESTIONS = 64
+
+
+def main() -> None:
+    args = parse_arguments()
+    model = resolve_model(args.model, say=print).path
+    if args.inner:
+        trl_steps(args, model)
+        return
+    with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
+        data = prepare(args.gsm8k, Path(folder))
+        ours: list[dict[str, float]] = []
+        theirs: list[dict[str, float]] = []
+        for index in range(args.rounds):
+            ours += skylite_steps(args, data, Path(folder, f"run{index}"))
+            theirs += in_own_process(args, data)
+            print(json.dumps(compared(ours, theirs), indent=1), flush=True)
+        io = plain_io(Path(folder, "run0"))
+    result = {**compared(ours, theirs), **sync(ours, io), **about(args), "skylite_steps": ours, "trl_steps": theirs}
+    print(json.dumps({k: v for k, v in result.items() if not isinstance(v, list)}, indent=1))
+    if args.out:
+        write_json(args.out, result)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gsm8k", type=Path, required=True, help="folder with train.jsonl as released")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=3, help="a round and side; the first is not counted")
+    parser.add_argument("--budget", type=int, default=1200, help="our trainer.tokens_per_micro_batch")
+    parser.add_argument("--checkpointing", choices=["none", "selective", "full"], default="selective", help="ours")
+    parser.add_argument("--trl-micro", type=int, default=8, help="TRL's per_device_train_batch_size")
+    parser.add_argument("--trl-checkpointing", action="store_true")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--inner", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def prepare(gsm8k: Path, folder: Path) -> Path:
+    """The questions as a prepared data set: system text and question, which both sides ask in these words."""
+    questions = folder / "questions.jsonl"
+    lines = (gsm8k / "train.jsonl").read_text(encoding="utf-8").splitlines()[:NUM_QUESTIONS]
+    questions.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    out = folder / "data"
+    command = [skylite(), "prepare", str(questions), "--question", "question", "--answer", "answer", "--reward", "gsm8k", "--out", str(out)]
+    subprocess.run(command, check=True)
+    return out
+
+
+def skylite() -> str:
+    return str(Path(sys.executable).with_name("skylite"))
+
+
+def skylite_steps(args: argparse.Namespace, data: Path, run: Path) -> list[dict[str, float]]:
+    """Our steps but the first."""
+    settings = {
+        "model.name": args.model, "model.dtype": args.dtype, "rollout.prompts_per_step": 4, "rollout.group_size": 8,
+        "rollout.max_completion_tokens": 128, "rollout.max_prompt_tokens": 512, "optim.lr": 1e-4, "engine.kv_cache_gib": 0.5,
+        "trainer.tokens_per_micro_batch": args.budget, "trainer.checkpointing": args.checkpointing, "num_steps": args.steps,
+        # Most groups earn nothing here. They would not be computed, and TRL computes them: so are ours.
+        "algorithm.entropy_coef": 1e-12,
+    }  # fmt: skip
+    recipe = run.with_suffix(".toml")
+    recipe.write_text("", encoding="utf-8")
+    command = [skylite(), "train", "--recipe", str(recipe), "--data", str(data), "--rank", "32", "--alpha", "32", "--run", str(run)]
+    subprocess.run([*command, *(x for k, v in settings.items() for x in ("--set", f"{k}={v}"))], check=True)
+    metrics = read_metrics(RunDir(run).metrics_path)[1:]
+    return [
+        {
+            "step_s": m["time/step_s"],
+            "sample_s": m["time/rollout_s"],
+            "train_s": m["time/train_s"],
+            "publish_s": m["time/publish_s"],
+            "load_s": m["time/load_s"],
+            "canary_s": m["time/canary_s"],
+            "completion_tokens": m["tokens/completion"],
+            "tokens_total": m["tokens/total"],
+            "tokens_computed": m["tokens/unique"],
+            "peak_gib": m["mem/rss_peak_bytes"] / 2**30,
+        }
+        for m in metrics
+    ]
+
+
+def in_own_process(args: argparse.Namespace, data: Path) -> list[dict[str, float]]:
+    command = [
+        sys.executable,
+        __file__,
+        "--inner",
+        str(data),
+        "--gsm8k",
+        str(args.gsm8k),
+        "--model",
+        args.model,
+        "--dtype",
+        args.dtype,
+    ]
+    command += [
+        "--steps",
+        str(args.steps),
+        "--trl-micro",
+        str(args.trl_micro),
+        *(["--trl-checkpointing"] if args.trl_checkpointing else []),
+    ]
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(cpu_cores())}
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    steps: list[dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
+    return steps[1:]
+
+
+def trl_steps(args: argparse.Namespace, model: Path) -> None:
+    """TRL's side; prints its steps as JSON."""
+    import re
+
+    import datasets
+    import peft
+    import transformers
+    import trl
+
+    prompts, _ = read_prompts(args.inner / "train.parquet")
+    data = datasets.Dataset.from_list([{"prompt": p.messages, "gold": p.answer} for p in prompts])
+
+    def reward(completions: list[Any], gold: list[str], **_: Any) -> list[float]:
+        found = [re.findall(r"####\s*(-?[\d,.]+)", c[0]["content"]) for c in completions]
+        return [float(bool(f) and f[-1] == g) for f, g in zip(found, gold, strict=True)]
+
+    class Clock(transformers.TrainerCallback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.steps: list[dict[str, float]] = []
+            self.sample_s = 0.0
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.started, self.sample_s = time.perf_counter(), 0.0
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            seconds = time.perf_counter() - self.started
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+            self.steps.append(
+                {
+                    "step_s": seconds,
+                    "sample_s": self.sample_s,
+                    "train_s": seconds - self.sample_s,
+                    "completion_tokens": self.tokens,
+                    "peak_gib": peak,
+                }
+            )
+
+    clock = Clock()
+
+    class Timed(trl.GRPOTrainer):  # type: ignore[misc]
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            started = time.perf_counter()
+            found = super()._generate_and_score_completions(inputs)
+            clock.sample_s += time.perf_counter() - started
+            clock.tokens = float(found["completion_mask"].sum())
+            return found
+
+    config = trl.GRPOConfig(
+        output_dir=str(args.inner.parent / "trl"), use_cpu=True, bf16=args.dtype == "bfloat16", fp16=False,
+        gradient_checkpointing=args.trl_checkpointing, per_device_train_batch_size=args.trl_micro,
+        gradient_accumulation_steps=32 // args.trl_micro, num_generations=8, max_completion_length=128, learning_rate=1e-4,
+        lr_scheduler_type="constant", beta=0.0, temperature=1.0, max_steps=args.steps, save_strategy="no", report_to=[], use_vllm=False,
+        disable_tqdm=True, model_init_kwargs={"dtype": args.dtype},
+    )  # fmt: skip
+    lora = peft.LoraConfig(r=32, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    Timed(model=str(model), reward_funcs=reward, args=config, train_dataset=data, peft_config=lora, callbacks=[clock]).train()
+    print("\n" + json.dumps(clock.steps))
+
+
+def compared(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> dict[str, float]:
+    """Ratios of medians; tokens beside them, because each side draws its own completions."""
+
+    def median(steps: list[dict[str, float]], key: str) -> float:
+        return statistics.median(s[key] for s in steps)
+
+    tokens = median(theirs, "completion_tokens") / median(ours, "completion_tokens")
+    return {
+        "step_ratio": round(median(theirs, "step_s") / median(ours, "step_s"), 2),
+        "train_ratio": round(median(theirs, "train_s") / median(ours, "train_s"), 2),
+        "sample_ratio": round(median(theirs, "sample_s") / median(ours, "sample_s"), 2),
+        "completion_tokens_ratio": round(tokens, 3),
+        "trainer_peak_gib": round(max(s["peak_gib"] for s in ours), 2),
+        "trl_peak_gib": round(max(s["peak_gib"] for s in theirs), 2),
+        "overhead_share": round(statistics.median(1 - parts(s) / s["step_s"] for s in ours), 4),
+    }
+
+
+def parts(step: dict[str, float]) -> float:
+    """Seconds of a step that are sampling, training or sync."""
+    return sum(step[k] for k in ("sample_s", "train_s", "publish_s", "load_s", "canary_s"))
+
+
+def plain_io(run: Path) -> float:
+    """Seconds to write (fsync) and read the bytes of an adapter plainly, in the same place; median of 5."""
+    data = (run / "adapters" / adapter_name(1) / "adapter_model.safetensors").read_bytes()
+    path, seconds = run / "plain.bin", []
+    for _ in range(5):
+        started = time.perf_counter()
+        with path.open("wb") as file:
+            file.write(data)
+            os.fsync(file.fileno())
+        path.read_bytes()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def sync(ours: list[dict[str, float]], io: float) -> dict[str, float]:
+    seconds = statistics.median(s["publish_s"] + s["load_s"] for s in ours)
+    share = statistics.median((s["publish_s"] + s["load_s"]) / s["step_s"] for s in ours)
+    return {
+        "sync_share": round(share, 4),
+        "sync_s": round(seconds, 3),
+        "plain_io_s": round(io, 3),
+        "sync_vs_plain_io": round(seconds / io, 2),
+    }
+
+
+def about(args: argparse.Namespace) -> dict[str, Any]:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    names = [
+        line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text(encoding="ascii").splitlines() if "model name" in line
+    ]
+    return {
+        "commit": commit,
+        "command": " ".join(["python", *sys.argv]),
+        "machine": f"{cpu_cores()} cores {names[0] if names else 'unknown'}, load average {os.getloadavg()[0]:.1f}",
+        "dtype": args.dtype,
+        "checkpointing": args.checkpointing,
+    }
+
+
+if __name__ == "__main__":
+    main()
