@@ -26,7 +26,7 @@ RECIPE := $(if $(GPU),gsm8k,gsm8k_cpu_real)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lora-gsm8k check test test-unit test-dist test-vllm test-e2e clean
+.PHONY: help setup lora-gsm8k check test test-unit test-dist test-vllm test-e2e gpu-check clean
 
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -56,6 +56,9 @@ test-vllm: $(READY) ## a real vLLM CPU server
 
 test-e2e: $(READY) ## the whole program through its command line
 	$(BIN)/python -m pytest -m e2e
+
+gpu-check: $(READY) ## on a GPU: the loop and the train phase at real shapes, into benchmarks/results/gpu.json
+	$(BIN)/python benchmarks/gpu_check.py --out benchmarks/results/gpu.json
 
 clean: ## remove .venv and caches (data/ and runs/ stay)
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -54,6 +54,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--checkpointing", nargs="+", choices=["none", "selective", "full"], default=["none"])
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--steps", type=int, default=4, help="the first is not counted")
+    parser.add_argument("--vocab", type=int, default=20000, help="made-up tokens are drawn below this")
+    parser.add_argument("--publish", action="store_true", help="also time the adapter's way to the disk")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -65,7 +67,8 @@ def in_own_process(args: argparse.Namespace, axes: dict[str, Any]) -> dict[str, 
 
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in axes.items()]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}", __file__, "--inner"]
-    command += ["--model", args.model, "--dtype", args.dtype, f"--steps={args.steps}", *flags]
+    command += ["--model", args.model, "--dtype", args.dtype, f"--steps={args.steps}", f"--vocab={args.vocab}", *flags]
+    command += ["--publish"] if args.publish else []
     env = os.environ | trainer_env(max(1, cpu_cores() // args.ranks))
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -85,7 +88,9 @@ def inner(args: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     set_threads(None)
     with process_group(device) as dist:
-        config, where = settings(args, str(resolve_model(args.model, say=lambda _: None).path), device)
+        # A folder is taken as it is: random weights have no tokenizer.
+        folder = args.model if Path(args.model).is_dir() else str(resolve_model(args.model, say=lambda _: None).path)
+        config, where = settings(args, folder, device)
         policy, _ = choose_passes(load_policy(where, config, dist), list(range(20, 60)))
         if args.packing == ["padded"]:
             policy.model.get_base_model().set_attn_implementation("sdpa")
@@ -106,11 +111,14 @@ def inner(args: argparse.Namespace) -> None:
             "seconds": round(median, 3),
             "tokens_total": metrics["tokens/total"],
             "tokens_computed": metrics["tokens/unique"],
-            "peak_gib": round(rss_gib("peak"), 2),
+            "tokens_per_s": round(metrics["tokens/total"] / median, 1),
+            "peak_gib": round(peak_gib(policy), 2),
             "loaded_gib": round(loaded, 2),
             "matrix_gflops": round(rate / 1e9, 1),
             "mfu": round(flop / median / dist.dp_size / rate, 3),
         }
+        if args.publish:
+            found |= published(policy, config, where)
         if dist.is_first:
             print(json.dumps(found))
 
@@ -136,9 +144,9 @@ def made_up(args: argparse.Namespace, seed: int) -> list[Any]:
     rng = random.Random(seed)
     samples = []
     for group in range(args.prompts[0]):
-        prompt = [rng.randrange(1000, 20000) for _ in range(args.prompt[0])]
+        prompt = [rng.randrange(args.vocab) for _ in range(args.prompt[0])]
         for index in range(args.group_size[0]):
-            completion = [rng.randrange(1000, 20000) for _ in range(args.completion[0])]
+            completion = [rng.randrange(args.vocab) for _ in range(args.completion[0])]
             samples.append(
                 TrainSample(
                     group=group,
@@ -180,6 +188,28 @@ def matrix_peak(policy: Any) -> float:
         (a @ b)[0, 0].item()
         best = min(best, time.perf_counter() - started)
     return 2 * 2048 * 1024 * 4096 / best
+
+
+def published(policy: Any, config: Any, where: Any) -> dict[str, float]:
+    """Seconds and bytes of a publish into a folder of its own."""
+    import tempfile
+
+    from skylite.config import RunConfig
+    from skylite.run.manifest import Canary
+    from skylite.training.adapter import publish
+
+    with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
+        run_config = RunConfig(skylite_version="benchmark", config=config, resolved=where.model_copy(update={"lora_sync_path": folder}))
+        started = time.perf_counter()
+        done = publish(policy, run_config, 0, Canary(sequences=[], policy_logprobs=[], base_logprobs=[]))
+        return {"publish_s": round(time.perf_counter() - started, 3), "adapter_mb": round(done.num_bytes / 1e6, 1)}
+
+
+def peak_gib(policy: Any) -> float:
+    """Of the device that computes: the GPU's own count, or this process's memory."""
+    import torch
+
+    return torch.cuda.max_memory_allocated() / 2**30 if policy.device.type == "cuda" else rss_gib("peak")
 
 
 def rss_gib(which: str) -> float:
