@@ -35,6 +35,7 @@ def main() -> None:
     train.add_argument("--algorithms", nargs="+", default=ALGORITHMS)
     train.add_argument("--seeds", nargs="+", type=int, default=[0])
     train.add_argument("--steps", type=int, default=20)
+    train.add_argument("--set", nargs="*", default=[], help="further settings, as with skylite train --set")
     train.set_defaults(run=train_all)
     collect = commands.add_parser("collect")
     collect.add_argument("runs", nargs="+", type=Path)
@@ -59,6 +60,7 @@ def train_all(args: argparse.Namespace) -> None:
                 continue
             command = ["skylite", "train", "--recipe", "gsm8k_cpu", "--data", str(args.data), "--rank", "32", "--alpha", "32"]
             command += ["--seed", str(seed), "--steps", str(args.steps), "--run", str(run), "--set", f"algorithm.name={algorithm}"]
+            command += [word for setting in args.set for word in ("--set", setting)]
             done = subprocess.run([str(Path(sys.executable).with_name("skylite")), *command[1:]], check=False)
             write_json(run / "learning.json", {"commit": commit, "command": " ".join(command), "exit_code": done.returncode})
 
