@@ -66,15 +66,20 @@ def learn(policy: Policy, learner: Learner, mini_batch: MiniBatch, config: Train
     """Forward and backward of every micro-batch into `learner.grads`."""
     learner.grads.zero_()
     for micro in mini_batch.micro_batches:
-        # With the KL in the loss its reference is asked here, so that only one micro-batch of it is held.
-        in_loss = config.algorithm.uses_ref and not kl_in_reward(config.algorithm)
-        ref = ref_logprobs(policy, micro, config) if in_loss else None
-        with lora_dropout(policy, active=True):  # backward too: it may make activations again
-            logprobs, entropies = score(policy, micro.tokens, config.rollout.temperature)
-            loss, sums = micro_batch_loss(micro, logprobs, entropies, ref, mini_batch.size.num_tokens, config)
-            loss.backward()  # type: ignore[no-untyped-call]
-        totals.add(sums | {"tokens/unique": torch.tensor(micro.tokens.num_nodes)})
-        totals.see_worst(micro, logprobs.detach())
+        learn_from(policy, micro, mini_batch.size.num_tokens, config, totals)
+
+
+def learn_from(policy: Policy, micro: MicroBatch, num_tokens: int, config: TrainConfig, totals: Totals) -> None:
+    """One forward and backward; a function of its own, so that nothing of its graph is alive when the next one begins."""
+    # With the KL in the loss its reference is asked here, so that only one micro-batch of it is held.
+    in_loss = config.algorithm.uses_ref and not kl_in_reward(config.algorithm)
+    ref = ref_logprobs(policy, micro, config) if in_loss else None
+    with lora_dropout(policy, active=True):  # backward too: it may make activations again
+        logprobs, entropies = score(policy, micro.tokens, config.rollout.temperature)
+        loss, sums = micro_batch_loss(micro, logprobs, entropies, ref, num_tokens, config)
+        loss.backward()  # type: ignore[no-untyped-call]
+    totals.add(sums | {"tokens/unique": torch.tensor(micro.tokens.num_nodes)})
+    totals.see_worst(micro, logprobs.detach())
 
 
 def micro_batch_loss(
