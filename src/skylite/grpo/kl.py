@@ -21,7 +21,7 @@ def k2(policy_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def k3(policy_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """ref / policy - log(ref / policy) - 1: unbiased and never negative (DeepSeekMath, arXiv 2402.03300, eq. 4)."""
     log_ratio = ref_logprobs - policy_logprobs
-    return torch.exp(log_ratio) - log_ratio - 1
+    return torch.expm1(log_ratio) - log_ratio  # expm1: exp(x) - 1 loses every digit where the policies are close
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
