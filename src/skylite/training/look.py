@@ -18,17 +18,24 @@ from skylite.training.policy import Policy, reference_policy, score
 
 
 def must_look(config: TrainConfig) -> bool:
-    """Whether the training pass alone does not tell enough. With one update and a plain loss it does: old is policy."""
+    """Whether the training pass alone does not tell enough."""
+    return needs_old(config) or config.algorithm.uses_critic
+
+
+def needs_old(config: TrainConfig) -> bool:
+    """Whether logprobs are needed before the training pass. With one update and a plain loss they are not: old is policy."""
     algorithm = config.algorithm
     chooses = algorithm.selects_by_cov or algorithm.top_entropy_quantile < 1
-    return algorithm.updates_per_step > 1 or chooses or algorithm.uses_critic or kl_in_reward(algorithm)
+    return algorithm.updates_per_step > 1 or chooses or kl_in_reward(algorithm)
 
 
 @torch.no_grad()
 def look(policy: Policy, critic: Critic | None, micro: MicroBatch, config: TrainConfig) -> None:
     """Fill in what the step needs to know of a micro-batch before its first update."""
-    micro.old_logprobs, micro.entropies = score(policy, micro.tokens, config.rollout.temperature)
+    if needs_old(config):
+        micro.old_logprobs, micro.entropies = score(policy, micro.tokens, config.rollout.temperature)
     if kl_in_reward(config.algorithm):
+        assert micro.old_logprobs is not None
         estimate = KL_ESTIMATORS[config.algorithm.kl_estimator]
         micro.kl_penalty = config.algorithm.kl_coef * estimate(micro.old_logprobs, ref_logprobs(policy, micro, config))
     if critic is not None:
