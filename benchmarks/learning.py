@@ -76,6 +76,7 @@ def row(run: RunDir, machine: str) -> dict[str, Any]:
         "steps": len(metrics),
         "accuracy_before": accuracy(run, "before"),
         "accuracy_after": accuracy(run, "after"),
+        "problems": config.eval.limit,
         "minutes": round(sum(m["time/step_s"] for m in metrics) / 60, 2),
         "commit": made.get("commit"),
         "command": made.get("command"),
