@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from skylite.config_files import read_run_config
 from skylite.errors import SkyliteError
@@ -20,22 +21,25 @@ from skylite.run.run_dir import RunDir
 PR_SET_PDEATHSIG = 1
 
 
-def main() -> int:
-    """Train until done, stopped or failed. Returns the exit code."""
+def main() -> NoReturn:
+    """Train until done, stopped or failed, and end the process with 0 or 1."""
     die_with_parent()
     parser = argparse.ArgumentParser(prog="skylite.training.worker")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--resume", action="store_true")
     arguments = parser.parse_args()
     run = RunDir(arguments.run_dir.resolve())
+    code = 0
     try:
         work(run, resume=arguments.resume)
     except SkyliteError as error:
         report(run, error)
-        # Not sys.exit: torch would wait at the end for peers that are stuck in a collective with us.
-        sys.stdout.flush()
-        os._exit(1)
-    return 0
+        code = 1
+    # Not sys.exit: after a failure torch would wait at the end for peers that are stuck in a collective with us, and after a good run
+    # a thread of gloo that still runs while C++ takes itself apart aborts the process now and then. All that matters is on disk.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def work(run: RunDir, resume: bool) -> None:
@@ -65,4 +69,4 @@ def die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
