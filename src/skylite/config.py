@@ -173,6 +173,8 @@ class EngineConfig(Section):
 class SyncConfig(Section):
     keep_last: int = Field(3, ge=2)
     """Adapter folders kept besides v0 and the newest checkpoints'."""
+    keep_every: int = Field(0, ge=0)
+    """Keep every N-th adapter as a history; 0: none."""
     canary_tolerance: float | None = Field(None, gt=0)
     """Largest allowed |trainer - engine| logprob on the canary; default by dtype, from measured runs (docs/architecture.md)."""
 
@@ -181,12 +183,17 @@ class CheckpointConfig(Section):
     every: int = Field(10, ge=1)
     """Steps between checkpoints; the last step and a clean stop always write one."""
     keep_last: int = Field(2, ge=1)
+    """The newest checkpoints kept."""
+    keep_best: int = Field(0, ge=0)
+    """Checkpoints of the highest held-out accuracy kept besides; needs eval.every."""
 
 
 class EvalConfig(Section):
     split: Literal["train", "validation", "test"] = "test"
     limit: int = Field(0, ge=0)
     """Held-out problems scored greedily before and after the run; 0: none."""
+    every: int = Field(0, ge=0)
+    """Score them every N steps too; 0: only before and after."""
 
 
 class TrainConfig(Section):
@@ -222,6 +229,16 @@ class TrainConfig(Section):
             raise ValueError(
                 f"algorithm.updates_per_step={self.algorithm.updates_per_step} must divide "
                 f"rollout.prompts_per_step={self.rollout.prompts_per_step}, so that every mini-batch holds whole groups."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def the_best_can_be_known(self) -> Self:
+        if self.checkpoint.keep_best and (not self.eval.limit or not self.eval.every or self.eval.every % self.checkpoint.every):
+            raise ValueError(
+                f"checkpoint.keep_best={self.checkpoint.keep_best} needs a held-out score of checkpoints; eval.limit={self.eval.limit}, "
+                f"eval.every={self.eval.every} and checkpoint.every={self.checkpoint.every} give none. Set eval.limit, and eval.every to "
+                "a multiple of checkpoint.every."
             )
         return self
 

@@ -17,7 +17,7 @@ from skylite.config import TrainConfig
 from skylite.grpo.advantages import gae
 from skylite.grpo.batch import PackedTokens, pack
 from skylite.run.run_dir import RunDir
-from skylite.training.checkpoint import load_checkpoint, save_checkpoint
+from skylite.training.checkpoint import load_checkpoint, random_states, save_checkpoint
 from skylite.training.critic import Critic, make_critic, predict_values
 from skylite.training.dist import Dist
 from skylite.training.learner import Learner, make_learner
@@ -155,10 +155,10 @@ def test_a_checkpoint_brings_the_critic_back(tiny_llama: Path, tmp_path: Path, d
     run = RunDir(tmp_path)
     run.checkpoints.mkdir()
     train_step(policy, learner, SAMPLES, 1, config, dist, critic)
-    save_checkpoint(run, 1, 0, [learner, critic.learner], keep_last=1)
+    save_checkpoint(run, 1, config, [learner, critic.learner], random_states(dist))
     train_step(policy, learner, SAMPLES, 2, config, dist, critic)
     again_policy, again_learner, again_critic = parts(tiny_llama, config, dist)
-    assert load_checkpoint(run.checkpoint_path(1), [again_learner, again_critic.learner]) == 1
+    assert load_checkpoint(run.checkpoint_path(1), [again_learner, again_critic.learner], dist) == 1
     train_step(again_policy, again_learner, SAMPLES, 2, config, dist, again_critic)
     for name, param in [*policy.lora.items(), *critic.learner.params.items()]:
         again = {**again_policy.lora, **again_critic.learner.params}[name]

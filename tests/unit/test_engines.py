@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from skylite.errors import ModelError, SyncFailed
-from skylite.rollout.engines import Engines, remove_old_versions
+from skylite.rollout.engines import Engines
 from skylite.run.files import sha256_file
 from skylite.run.manifest import Canary, Manifest
-from skylite.run.run_dir import AdapterVersion, adapter_name, published_versions
+from skylite.run.run_dir import AdapterVersion, adapter_name
 
 POLICY, BASE = [-1.0, -2.0], [-1.5, -2.5]
 
@@ -106,10 +106,3 @@ def test_weights_that_were_changed_after_the_publish_are_never_loaded(tmp_path: 
     with pytest.raises(ModelError, match="sha256"):
         asyncio.run(engines.use(adapter))
     assert events == []
-
-
-def test_clean_up_keeps_the_first_the_last_and_those_of_checkpoints(tmp_path: Path) -> None:
-    for version in range(8):
-        publish(tmp_path, version)
-    remove_old_versions(published_versions(tmp_path), newest=7, keep_last=3, keep=[4])
-    assert [a.version for a in published_versions(tmp_path)] == [0, 4, 5, 6, 7]

@@ -14,7 +14,7 @@ from skylite.config import Resolved, TrainConfig
 from skylite.errors import ModelError, TrainingDiverged
 from skylite.run.run_dir import RunDir
 from skylite.training.adapter import adapter_tensors, canary_logprobs, check_reference
-from skylite.training.checkpoint import load_checkpoint, save_checkpoint
+from skylite.training.checkpoint import load_checkpoint, random_states, save_checkpoint
 from skylite.training.dist import Dist
 from skylite.training.policy import REF, Policy, adapter_params, load_policy
 from skylite.training.step import train_step
@@ -65,11 +65,11 @@ def test_a_checkpoint_restores_both_rates_of_lora_plus(tiny_llama: Path, tmp_pat
     learner, run = learner_of(policy, config), RunDir(tmp_path)
     run.checkpoints.mkdir()
     train_step(policy, learner, random_samples(0), 1, config, dist)
-    save_checkpoint(run, 1, 0, [learner], keep_last=1)
+    save_checkpoint(run, 1, config, [learner], random_states(dist))
     train_step(policy, learner, random_samples(1), 2, config, dist)
     again = policy_of(tiny_llama, config, dist)
     again_learner = learner_of(again, config)
-    load_checkpoint(run.checkpoint_path(1), [again_learner])
+    load_checkpoint(run.checkpoint_path(1), [again_learner], dist)
     train_step(again, again_learner, random_samples(1), 2, config, dist)
     assert all(torch.equal(p, again.lora[n]) for n, p in policy.lora.items())
 

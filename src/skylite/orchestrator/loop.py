@@ -19,11 +19,12 @@ from skylite.orchestrator.resample import SampledStep, replace_equal_groups
 from skylite.rewards.shaping import overlong_penalty
 from skylite.rollout.client import Sampling
 from skylite.rollout.collect import Scorer, collect_group, gather_all, request_seed
-from skylite.rollout.engines import Engines, SyncReport, remove_old_versions
+from skylite.rollout.engines import Engines, SyncReport
 from skylite.rollout.tokenizer import ChatTokenizer, encode_prompts
 from skylite.run.metrics import append_metrics
+from skylite.run.retention import Label, clean_up, write_score
 from skylite.run.rollout_file import write_rollouts
-from skylite.run.run_dir import AdapterVersion, RunDir, adapter_name, published_versions
+from skylite.run.run_dir import AdapterVersion, RunDir, adapter_name
 from skylite.types import Prompt, RolloutGroup
 
 POLL_S = 0.02
@@ -48,6 +49,9 @@ async def run_steps(session: Session) -> None:
         await held_out_accuracy(session, "before", version=0)
     for step in range(plan.first_step, plan.config.num_steps + 1):
         await run_step(session, step)
+        if plan.config.eval.every and step % plan.config.eval.every == 0 and step < plan.config.num_steps:
+            await held_out_accuracy(session, "step", version=step)
+        clean_up(plan.run, adapters_folder(session), step, plan.config)
     await held_out_accuracy(session, "after", version=plan.config.num_steps)
 
 
@@ -66,7 +70,6 @@ async def run_step(session: Session, step: int) -> None:
     metrics = step_metrics(step, sampled, update, report, rollout_s=rollout_s, step_s=time.monotonic() - started)
     append_metrics(plan.run.metrics_path, metrics)
     session.progress.screen.step(metrics, completion_view(sampled.groups))
-    clean_up_versions(session, step)
 
 
 async def sample_step(session: Session, step: int) -> SampledStep:
@@ -137,13 +140,7 @@ def adapters_folder(session: Session) -> Path:
     return Path(session.plan.resolved.lora_sync_path)
 
 
-def clean_up_versions(session: Session, step: int) -> None:
-    """Keep v0, the last few, and those that checkpoints go on from."""
-    checkpoints = [int(p.name.removeprefix("step-")) for p in session.plan.run.checkpoints.glob("step-*")]
-    remove_old_versions(published_versions(adapters_folder(session)), step, session.plan.config.sync.keep_last, keep=checkpoints)
-
-
-async def held_out_accuracy(session: Session, label: str, version: int) -> EvalResult | None:
+async def held_out_accuracy(session: Session, label: Label, version: int) -> EvalResult | None:
     """Greedy pass@1 on the held-out problems, shown and kept in evals/; None when the run has none."""
     plan = session.plan
     if not plan.held_out:
@@ -163,5 +160,7 @@ async def held_out_accuracy(session: Session, label: str, version: int) -> EvalR
         seed=plan.config.seed,
     )
     write_results(plan.run.evals / f"{label}-v{version:06d}.parquet", result)
-    session.progress.screen.evaluation(label, f"greedy pass@1 {result.accuracy}")
+    write_score(plan.run, label, version, result.accuracy.mean, plan.config.eval)
+    when = f"step {version}: " if label == "step" else ""
+    session.progress.screen.evaluation(label, f"{when}greedy pass@1 {result.accuracy}")
     return result

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,14 +77,3 @@ class Engines:
 
     async def _unload_everywhere(self, adapter: AdapterVersion) -> None:
         await asyncio.gather(*(c.unload_adapter(adapter.name) for c in self.clients))
-
-
-def remove_old_versions(adapters: Sequence[AdapterVersion], newest: int, keep_last: int, keep: Sequence[int] = ()) -> list[AdapterVersion]:
-    """Delete adapter folders but v0, the last `keep_last` up to `newest`, and those in `keep`. Returns what was deleted.
-
-    Runs a step after the unload: vLLM re-reads an evicted adapter from its folder, and a missing one kills the engine.
-    """
-    old = [a for a in adapters if 0 < a.version <= newest - keep_last and a.version not in keep]
-    for adapter in old:
-        shutil.rmtree(adapter.path)
-    return old

@@ -1,10 +1,13 @@
-"""Checkpoints: each learner's parameters in fp32 and AdamW's moments, and the step, as one atomic folder of safetensors and JSON."""
+"""Checkpoints: each learner's parameters in fp32, AdamW's moments, every rank's random state, and where the run is; safetensors and JSON.
+
+The adapter is whole on every rank (training/policy.py), so rank 0 writes it all and any number of ranks can go on from it.
+"""
 
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,44 +16,64 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import skylite
+from skylite.config import TrainConfig
 from skylite.errors import ModelError
-from skylite.run.files import atomic_folder, temporary_sibling
+from skylite.run.checkpoint_folder import seal_checkpoint, verify_checkpoint
+from skylite.run.files import atomic_folder
 from skylite.run.run_dir import RunDir
+from skylite.training.dist import Dist
 from skylite.training.learner import Learner
 
-FORMAT = 2
 MOMENTS = ("exp_avg", "exp_avg_sq")
+LIBRARIES = ("torch", "transformers", "peft", "safetensors")
+RANDOM_STATE = "random-state.safetensors"
 
 
-def save_checkpoint(run: RunDir, step: int, seed: int, learners: Sequence[Learner], keep_last: int) -> None:
-    """Write `checkpoints/step-000010/` unless it is there, then drop the oldest beyond `keep_last`. Rank 0 only: it holds everything."""
+def save_checkpoint(run: RunDir, step: int, config: TrainConfig, learners: Sequence[Learner], random_state: Mapping[str, Tensor]) -> None:
+    """Write `checkpoints/step-000010/` unless it is there. Rank 0 only: it holds everything. The parent removes old ones."""
     path = run.checkpoint_path(step)
-    if not path.exists():
-        with atomic_folder(path) as folder:
-            for learner in learners:
-                save_file({n: p.detach().cpu().contiguous() for n, p in learner.params.items()}, folder / f"{learner.name}.safetensors")
-                save_file(_moments(learner), folder / f"{learner.name}-optimizer.safetensors")
-            # The random state is no tensor: dropout is seeded from (seed, step, rank) at every step.
-            state = {"format": FORMAT, "step": step, "seed": seed, "optimizer_updates": _num_updates(learners[0])}
-            (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-    for old in checkpoint_folders(run)[:-keep_last]:
-        doomed = temporary_sibling(old)
-        old.rename(doomed)  # first out of sight, so that a kill halfway leaves no torn checkpoint under a good name
-        shutil.rmtree(doomed)
+    if path.exists():
+        return
+    with atomic_folder(path) as folder:
+        for learner in learners:
+            save_file({n: p.detach().cpu().contiguous() for n, p in learner.params.items()}, folder / f"{learner.name}.safetensors")
+            save_file(_moments(learner), folder / f"{learner.name}-optimizer.safetensors")
+        save_file(dict(random_state), folder / RANDOM_STATE)
+        state = {
+            "step": step,
+            "adapter_version": step,
+            # Prompts and learning rate are functions of (seed, step): the step is their cursor.
+            "next_step": step + 1,
+            "optimizer_updates": {x.name: _num_updates(x) for x in learners},
+            "num_ranks": len(random_state),
+            "versions": {"skylite": skylite.__version__, **{name: version(name) for name in LIBRARIES}},
+            "config": config.model_dump(mode="json"),
+        }
+        (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+        seal_checkpoint(folder, step)
 
 
-def checkpoint_folders(run: RunDir) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    return sorted(run.checkpoints.glob("step-*"), key=lambda p: int(p.name.removeprefix("step-")))
+def random_states(dist: Dist) -> dict[str, Tensor]:
+    """Each rank's generator by `rank-0`, uint8 on the CPU. Every rank calls it.
+
+    Every step seeds it anew from (seed, step, rank), so that nothing hangs on it today; it is kept so that this may change.
+    """
+    own = torch.cuda.get_rng_state(dist.device) if dist.device.type == "cuda" else torch.get_rng_state()
+    states = dist.gather(own.to(dist.device)).view(dist.dp_size, -1).cpu()
+    return {f"rank-{rank}": state.clone() for rank, state in enumerate(states)}
 
 
-def load_checkpoint(folder: Path, learners: Sequence[Learner]) -> int:
-    """Put a checkpoint into the learners; returns its step. Raises ModelError when it does not fit or is damaged."""
+def load_checkpoint(folder: Path, learners: Sequence[Learner], dist: Dist) -> int:
+    """Put a checkpoint into the learners; returns its step. Raises ModelError when it is damaged or does not fit."""
+    verify_checkpoint(folder)
     try:
         files = [(load_file(folder / f"{x.name}.safetensors"), load_file(folder / f"{x.name}-optimizer.safetensors")) for x in learners]
+        random_state = load_file(folder / RANDOM_STATE)
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ModelError(f"The checkpoint {folder} cannot be read: {error}.", "Delete it; the one before it is used then.") from None
+        step, updates = int(state["step"]), {x.name: int(state["optimizer_updates"][x.name]) for x in learners}
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ModelError(f"The checkpoint {folder} cannot be read: {error}.", "Go on from an older one: --resume RUN --at STEP.") from None
     for learner, (weights, _) in zip(learners, files, strict=True):
         if {n: t.shape for n, t in weights.items()} != {n: p.shape for n, p in learner.params.items()}:
             raise ModelError(
@@ -59,8 +82,11 @@ def load_checkpoint(folder: Path, learners: Sequence[Learner]) -> int:
     for learner, (weights, moments) in zip(learners, files, strict=True):
         for name, param in learner.params.items():
             param.data.copy_(weights[name])
-        _restore_optimizer(learner, moments, int(state["optimizer_updates"]))
-    return int(state["step"])
+        _restore_optimizer(learner, moments, updates[learner.name])
+    own = random_state.get(f"rank-{dist.dp_rank}")
+    if own is not None and len(random_state) == dist.dp_size:
+        torch.cuda.set_rng_state(own, dist.device) if dist.device.type == "cuda" else torch.set_rng_state(own)
+    return step
 
 
 def _moments(learner: Learner) -> dict[str, Tensor]:

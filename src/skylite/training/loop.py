@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from skylite.config import RunConfig, TrainConfig
+from skylite.run.checkpoint_folder import checkpoint_steps
 from skylite.run.files import write_json
 from skylite.run.manifest import Canary
 from skylite.run.rollout_file import TrainSample, read_rollouts
 from skylite.run.run_dir import RunDir
 from skylite.training.adapter import b_norm, base_canary_logprobs, canary_logprobs, check_reference, publish
-from skylite.training.checkpoint import checkpoint_folders, load_checkpoint, save_checkpoint
+from skylite.training.checkpoint import load_checkpoint, random_states, save_checkpoint
 from skylite.training.critic import Critic, make_critic
 from skylite.training.dist import Dist
 from skylite.training.learner import Learner, make_learner
@@ -95,8 +96,8 @@ def start(run: RunDir, run_config: RunConfig, dist: Dist) -> Trainer:
 
 def restore(trainer: Trainer) -> int:
     """Go back to the newest checkpoint; its step, or 0 when there is none yet."""
-    folders = checkpoint_folders(trainer.run)
-    return load_checkpoint(folders[-1], trainer.learners) if folders else 0
+    steps = checkpoint_steps(trainer.run)
+    return load_checkpoint(trainer.run.checkpoint_path(steps[-1]), trainer.learners, trainer.dist) if steps else 0
 
 
 def wait_for_rollouts(trainer: Trainer, step: int) -> list[TrainSample] | None:
@@ -126,11 +127,11 @@ def publish_version(trainer: Trainer, version: int) -> dict[str, float]:
 
 
 def checkpoint_step(trainer: Trainer, step: int) -> dict[str, float]:
-    """Write the checkpoint of `step` unless it is there (rank 0). Returns metrics."""
+    """Write the checkpoint of `step` unless it is there (rank 0, with every rank's random state). Returns metrics."""
     started = time.monotonic()
+    random_state = random_states(trainer.dist)
     if trainer.dist.is_first:
-        config = trainer.config
-        save_checkpoint(trainer.run, step, config.seed, trainer.learners, config.checkpoint.keep_last)
+        save_checkpoint(trainer.run, step, trainer.config, trainer.learners, random_state)
     return {"time/checkpoint_s": time.monotonic() - started}
 
 

@@ -1,0 +1,69 @@
+"""A checkpoint that is not whole is named and passed over; the next older one is used."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from skylite.errors import ConfigError, ModelError
+from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint, seal_checkpoint, verify_checkpoint
+from skylite.run.run_dir import RunDir
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut short": (lambda f: (f / "policy.safetensors").write_bytes(b"weight"), "policy.safetensors has 6 bytes, the manifest says 7"),
+    "a changed byte": (lambda f: (f / "policy.safetensors").write_bytes(b"weighty"), "policy.safetensors has sha256"),
+    "a missing file": (lambda f: (f / "state.json").unlink(), "state.json cannot be read"),
+    "no manifest": (lambda f: (f / "manifest.json").unlink(), "has no manifest.json"),
+    "a torn manifest": (lambda f: (f / "manifest.json").write_text('{"format": 3, "st'), "cannot be read"),
+}
+
+
+def make(run: RunDir, *steps: int) -> None:
+    for step in steps:
+        folder = run.checkpoint_path(step)
+        folder.mkdir(parents=True)
+        (folder / "policy.safetensors").write_bytes(b"weights")
+        (folder / "state.json").write_text("{}")
+        seal_checkpoint(folder, step)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_older_one_used(damage: str, tmp_path: Path) -> None:
+    run, said = RunDir(tmp_path), []
+    make(run, 10, 20)
+    harm, words = DAMAGES[damage]
+    harm(run.checkpoint_path(20))
+    assert choose_checkpoint(run, None, said.append) == 10
+    assert len(said) == 1
+    assert "step-000020" in said[0]
+    assert words in said[0]
+    with pytest.raises(ModelError, match="step-000020"):
+        choose_checkpoint(run, 20, said.append)
+
+
+def test_a_checkpoint_under_another_steps_name_is_refused(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    make(run, 10)
+    shutil.copytree(run.checkpoint_path(10), run.checkpoint_path(30))
+    with pytest.raises(ModelError, match=r"step 10, and .* step 30"):
+        verify_checkpoint(run.checkpoint_path(30))
+
+
+def test_the_step_asked_for_must_be_there(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    make(run, 10, 20)
+    assert choose_checkpoint(run, 10, print) == 10
+    assert choose_checkpoint(run, 0, print) == 0
+    with pytest.raises(ConfigError, match="no checkpoint of step 15; it can go on from step 0, 10, 20"):
+        choose_checkpoint(run, 15, print)
+
+
+def test_without_a_checkpoint_the_run_goes_on_from_its_start(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.checkpoints.mkdir()
+    (run.checkpoints / ".step-000010.tmp-77").mkdir()
+    assert checkpoint_steps(run) == []
+    assert choose_checkpoint(run, None, print) == 0
