@@ -201,7 +201,7 @@ def published(policy: Any, config: Any, where: Any) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
         run_config = RunConfig(skylite_version="benchmark", config=config, resolved=where.model_copy(update={"lora_sync_path": folder}))
         started = time.perf_counter()
-        done = publish(policy, run_config, 0, Canary(sequences=[], policy_logprobs=[], base_logprobs=[]))
+        done = publish(policy, run_config, 0, lambda: Canary(sequences=[], policy_logprobs=[], base_logprobs=[]))
         return {"publish_s": round(time.perf_counter() - started, 3), "adapter_mb": round(done.num_bytes / 1e6, 1)}
 
 

@@ -122,6 +122,8 @@ class RolloutConfig(Section):
     """A longer prompt is an error that names the row."""
     max_completion_tokens: int = Field(256, ge=1)
     """Sampling ends here; such a completion counts as truncated."""
+    max_staleness: int = Field(0, ge=0, le=1)
+    """0: strictly on-policy; 1: step k + 1 is sampled while step k trains, so from the version before the newest."""
 
 
 class RewardConfig(Section):
@@ -217,6 +219,15 @@ class TrainConfig(Section):
     sync: SyncConfig = SyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
+
+    @model_validator(mode="after")
+    def staleness_is_corrected(self) -> Self:
+        if self.rollout.max_staleness and self.importance.mode == "none":
+            raise ValueError(
+                f"rollout.max_staleness={self.rollout.max_staleness} trains on completions of an older version, and importance.mode=none "
+                "would not correct for that; use importance.mode=truncate or mask, or rollout.max_staleness=0."
+            )
+        return self
 
     @model_validator(mode="after")
     def groups_can_be_compared(self) -> Self:

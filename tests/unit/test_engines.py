@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from skylite.errors import ModelError, SyncFailed
+from skylite.rollout.canary import CanaryReading
 from skylite.rollout.engines import Engines
 from skylite.run.files import sha256_file
 from skylite.run.manifest import Canary, Manifest
@@ -51,22 +52,33 @@ def publish(folder: Path, version: int) -> AdapterVersion:
     return adapter
 
 
+async def take(engines: Engines, adapter: AdapterVersion) -> CanaryReading:
+    """What an on-policy step does: load, prove, and the version before goes."""
+    await engines.load(adapter)
+    reading = await engines.prove(adapter)
+    await engines.retire(before=adapter.version)
+    return reading
+
+
+def versions(engines: Engines) -> list[int]:
+    return [a.version for a in engines.loaded]
+
+
 def test_a_version_is_loaded_everywhere_then_proven_then_the_old_one_goes(tmp_path: Path) -> None:
     events: list[str] = []
     engines = Engines([RecordingEngine("a", events), RecordingEngine("b", events)], tolerance=0.002)  # type: ignore[list-item]
-    asyncio.run(engines.use(publish(tmp_path, 0)))
+    asyncio.run(take(engines, publish(tmp_path, 0)))
     events.clear()
-    report = asyncio.run(engines.use(publish(tmp_path, 1)))
+    reading = asyncio.run(take(engines, publish(tmp_path, 1)))
     assert events == ["a load 1", "b load 1", "a canary 1", "b canary 1", "a unload 0", "b unload 0"]
-    assert report.canary.gap_max == 0.0
-    assert engines.current is not None
-    assert engines.current.version == 1
+    assert reading.gap_max == 0.0
+    assert versions(engines) == [1]
 
 
 def test_one_refusal_is_undone_on_the_other_engine_and_tried_once_more(tmp_path: Path) -> None:
     events: list[str] = []
     engines = Engines([RecordingEngine("a", events), RecordingEngine("b", events, refuse=1)], tolerance=0.002)  # type: ignore[list-item]
-    asyncio.run(engines.use(publish(tmp_path, 0)))
+    asyncio.run(take(engines, publish(tmp_path, 0)))
     assert events == ["a load 0", "b load 0", "a unload 0", "a load 0", "b load 0", "a canary 0", "b canary 0"]
 
 
@@ -74,35 +86,44 @@ def test_a_second_refusal_stops_with_every_engine_on_the_old_version(tmp_path: P
     events: list[str] = []
     a, b = RecordingEngine("a", events), RecordingEngine("b", events)
     engines = Engines([a, b], tolerance=0.002)  # type: ignore[list-item]
-    asyncio.run(engines.use(publish(tmp_path, 0)))
+    asyncio.run(take(engines, publish(tmp_path, 0)))
     events.clear()
     b.refuse = 2
     with pytest.raises(SyncFailed, match="b refused adapter policy-v000001: no slot"):
-        asyncio.run(engines.use(publish(tmp_path, 1)))
+        asyncio.run(take(engines, publish(tmp_path, 1)))
     assert events == ["a load 1", "b load 1", "a unload 1", "a load 1", "b load 1", "a unload 1"]
-    assert engines.current is not None
-    assert engines.current.version == 0
+    assert versions(engines) == [0]
 
 
 def test_an_engine_that_serves_the_base_stops_the_run_and_keeps_the_old_version(tmp_path: Path) -> None:
     events: list[str] = []
     a, b = RecordingEngine("a", events), RecordingEngine("b", events)
     engines = Engines([a, b], tolerance=0.002)  # type: ignore[list-item]
-    asyncio.run(engines.use(publish(tmp_path, 0)))
+    asyncio.run(take(engines, publish(tmp_path, 0)))
     b.answers = BASE
     events.clear()
     with pytest.raises(SyncFailed, match="b does not sample the adapter policy-v000001"):
-        asyncio.run(engines.use(publish(tmp_path, 1)))
+        asyncio.run(take(engines, publish(tmp_path, 1)))
     assert events[-2:] == ["a unload 1", "b unload 1"]
-    assert engines.current is not None
-    assert engines.current.version == 0
+    assert versions(engines) == [0]
 
 
-def test_weights_that_were_changed_after_the_publish_are_never_loaded(tmp_path: Path) -> None:
+def test_weights_that_were_changed_after_the_publish_are_never_proven(tmp_path: Path) -> None:
     events: list[str] = []
     engines = Engines([RecordingEngine("a", events)], tolerance=0.002)  # type: ignore[list-item]
     adapter = publish(tmp_path, 0)
     adapter.weights_path.write_bytes(b"weights X")
     with pytest.raises(ModelError, match="sha256"):
-        asyncio.run(engines.use(adapter))
-    assert events == []
+        asyncio.run(take(engines, adapter))
+    assert events == ["a load 0", "a unload 0"]
+    assert versions(engines) == []
+
+
+def test_the_version_before_stays_until_it_is_retired(tmp_path: Path) -> None:
+    events: list[str] = []
+    engines = Engines([RecordingEngine("a", events)], tolerance=0.002)  # type: ignore[list-item]
+    asyncio.run(take(engines, publish(tmp_path, 0)))
+    asyncio.run(engines.load(publish(tmp_path, 1)))
+    assert (versions(engines), events[-1]) == ([0, 1], "a load 1")
+    assert [a.version for a in asyncio.run(engines.retire(before=1))] == [0]
+    assert (versions(engines), events[-1]) == ([1], "a unload 0")

@@ -11,7 +11,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "skylite"
 HEAVY = {"torch", "transformers", "vllm", "peft", "reasoning_gym", "math_verify"}
-LEAVES = {"config", "types", "errors", "run", "plugin_file", "config_files"}
+LEAVES = {"config", "types", "errors", "run", "plugin_file", "config_files", "lora_modules"}
 MAY_IMPORT = {
     "cli": {"commands", "errors"},
     "commands": {"orchestrator", "rollout", "evaluation", "launch", "data", "rewards", "models"} | LEAVES,
@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "config_files": {"config", "errors"},
     "types": set(),
     "plugin_file": {"errors"},
+    "lora_modules": set(),
     "errors": set(),
 }
 LIGHT = [p for p in sorted(SOURCE.rglob("*.py")) if p.relative_to(SOURCE).parts[0] not in ("training", "grpo", "vllm_plugin")]

@@ -13,11 +13,12 @@ import pytest
 from rich.console import Console
 
 from skylite.config import Resolved, TrainConfig
-from skylite.orchestrator.loop import Session, sample_step
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.progress import Progress
-from skylite.orchestrator.record import step_metrics
+from skylite.orchestrator.record import StepTimes, step_metrics
 from skylite.orchestrator.resample import SampledStep, replace_equal_groups
+from skylite.orchestrator.sampling import sample_step
+from skylite.orchestrator.session import Session
 from skylite.rewards.shaping import overlong_penalty
 from skylite.rollout.canary import CanaryReading
 from skylite.rollout.client import Sampling
@@ -151,12 +152,12 @@ def sampled_step(
     screen = Screen(9, Console(file=said, width=400))
     session = Session(
         plan=plan,
-        engines=Engines([engine], 0.1, current=AdapterVersion(2, folder)),  # type: ignore[list-item]
+        engines=Engines([engine], 0.1),  # type: ignore[list-item]
         scorer=FakeScorer(informative),
         tokenizer=ChatTokenizer(NumberTokenizer(), (5,), ""),
         progress=Progress(run, 9, screen, dict),
     )
-    return asyncio.run(sample_step(session, 3)), engine, said.getvalue()
+    return asyncio.run(sample_step(session, 3, AdapterVersion(2, folder))), engine, said.getvalue()
 
 
 RESAMPLE = {"equal_groups": "resample", "max_resample_rounds": 2}
@@ -186,7 +187,7 @@ def test_what_could_not_be_replaced_is_said_and_recorded(tmp_path: Path) -> None
     assert "step 3: 4 of 4 groups still have equal rewards after 8 more were sampled" in said
     update = {"time/publish_s": 0.0, "time/canary_s": 0.0}
     canary = CanaryReading(gap_max=0.0, gap_mean=0.0, base_distance=0.0, projection=1.0)
-    metrics = step_metrics(3, sampled, update, SyncReport(load_s=0.1, canary_s=0.1, canary=canary), rollout_s=2.0, step_s=3.0)
+    metrics = step_metrics(3, sampled, update, SyncReport(load_s=0.1, canary_s=0.1, canary=canary), StepTimes(rollout_s=2.0, step_s=3.0))
     assert (metrics["groups/resampled"], metrics["groups/equal_sampled_frac"], metrics["groups/missing"]) == (8, 1.0, 4)
     assert metrics["perf/completion_tokens_per_s"] == sum(2 * (i + 1) for i, _ in engine.requests) / 2.0
 
@@ -201,7 +202,7 @@ def test_rewards_are_reported_raw_and_of_all_that_was_sampled() -> None:
     step = SampledStep(groups=[group("a", 0.0, 1.0, penalties=[0.0, -0.5])], left_out=[group("b", 1.0, 1.0, tokens=3)])
     update = {"time/publish_s": 0.0, "time/canary_s": 0.0}
     canary = CanaryReading(gap_max=0.0, gap_mean=0.0, base_distance=0.0, projection=1.0)
-    metrics = step_metrics(1, step, update, SyncReport(load_s=0.1, canary_s=0.1, canary=canary), rollout_s=2.0, step_s=3.0)
+    metrics = step_metrics(1, step, update, SyncReport(load_s=0.1, canary_s=0.1, canary=canary), StepTimes(rollout_s=2.0, step_s=3.0))
     assert (metrics["reward/mean"], metrics["reward/sampled_mean"], metrics["reward/penalty_mean"]) == (0.5, 0.75, -0.25)
     assert metrics["completion/tokens_mean"] == 1.0
     assert metrics["perf/completion_tokens_per_s"] == (2 + 6) / 2.0

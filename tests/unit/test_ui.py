@@ -12,7 +12,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from skylite.config import Resolved, RunConfig, TrainConfig
-from skylite.orchestrator.record import completion_view, step_metrics
+from skylite.orchestrator.record import StepTimes, completion_view, step_metrics
 from skylite.orchestrator.resample import SampledStep
 from skylite.rollout.canary import CanaryReading
 from skylite.rollout.engines import SyncReport
@@ -170,7 +170,7 @@ def test_the_page_finds_every_number_it_shows_in_what_the_orchestrator_records()
     update = {k: step(1)[k] for k in ("time/train_s", "time/publish_s", "time/canary_s", "policy/entropy", "mismatch/logprob_diff_mean")}
     canary = CanaryReading(gap_max=1e-5, gap_mean=1e-6, base_distance=0.1, projection=1.0)
     report = SyncReport(load_s=0.1, canary_s=0.1, canary=canary)
-    recorded = step_metrics(1, SampledStep(groups=[group()]), update, report, rollout_s=5.0, step_s=9.0)
+    recorded = step_metrics(1, SampledStep(groups=[group()]), update, report, StepTimes(rollout_s=5.0, step_s=9.0))
     shown = ScreenState(1, history=[recorded], sample=completion_view([group()]))
     assert "50.0 % of this step's completions are right" in "\n".join(drawn(shown, 80, 24))
 

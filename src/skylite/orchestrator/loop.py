@@ -1,143 +1,191 @@
-"""The steps of a run as the parent sees them: sample with version k - 1, hand over, take version k, prove it, record it."""
+"""The steps of a run as the parent sees them: sample, hand over, take the new version, prove it, record; sampling one step ahead if asked.
+
+Two tasks. `sample_steps` samples step after step, each as soon as the version it is sampled from is loaded, and hands the rollout file
+to the trainer. `follow_training` takes each new version, proves it and records the step. On-policy they wait for each other in turn;
+with rollout.max_staleness = 1 the version for step k + 1 is there before step k is trained, and they overlap.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-from skylite.data.order import prompts_for_round, prompts_for_step
 from skylite.evaluation.evaluate import EvalResult, evaluate, write_results
-from skylite.orchestrator.plan import RunPlan
-from skylite.orchestrator.progress import Progress
-from skylite.orchestrator.record import completion_view, step_metrics
-from skylite.orchestrator.resample import SampledStep, replace_equal_groups
-from skylite.rewards.shaping import overlong_penalty
-from skylite.rollout.client import Sampling
-from skylite.rollout.collect import Scorer, collect_group, gather_all, request_seed
-from skylite.rollout.engines import Engines, SyncReport
-from skylite.rollout.tokenizer import ChatTokenizer, encode_prompts
+from skylite.orchestrator.record import StepTimes, completion_view, step_metrics
+from skylite.orchestrator.resample import SampledStep
+from skylite.orchestrator.sampling import sample_step
+from skylite.orchestrator.session import Session
+from skylite.orchestrator.timeline import Span, covered_s
+from skylite.rollout.collect import gather_all
+from skylite.rollout.engines import SyncReport
+from skylite.rollout.tokenizer import encode_prompts
 from skylite.run.metrics import append_metrics
 from skylite.run.retention import Label, clean_up, write_score
 from skylite.run.rollout_file import write_rollouts
-from skylite.run.run_dir import AdapterVersion, RunDir, adapter_name
-from skylite.types import Prompt, RolloutGroup
+from skylite.run.run_dir import AdapterVersion, RunDir, adapter_name, sampling_version
 
-POLL_S = 0.02
+POLL_S = 0.005
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Session:
-    """What a running orchestrator works with; the resources are owned by `services.run_session`."""
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What the trainer says of a version that it has published."""
 
-    plan: RunPlan
-    engines: Engines
-    scorer: Scorer
-    tokenizer: ChatTokenizer
-    progress: Progress
+    metrics: dict[str, Any]
+    trained: Span
+    """When it computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A version that every engine has loaded, and its proof, which may still be under way."""
+
+    adapter: AdapterVersion
+    proof: asyncio.Task[SyncReport]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What the two tasks of a run pass each other."""
+
+    versions: asyncio.Queue[Loaded] = field(default_factory=asyncio.Queue)
+    """In order, for `sample_steps`."""
+    samples: asyncio.Queue[SampledStep] = field(default_factory=asyncio.Queue)
+    """Steps whose rollout file is written, in order, for `follow_training`."""
+    sampling: dict[int, Span] = field(default_factory=dict)
+    """Step -> when it was sampled; without an end while it is."""
 
 
 async def run_steps(session: Session) -> None:
-    """Every remaining step, with the evaluations before and after."""
-    plan = session.plan
-    await use_version(session, plan.first_step - 1)
+    """Every remaining step, with the evaluations before, between and after."""
+    plan, exchange = session.plan, Exchange()
+    await wait_for_update(plan.run, plan.first_step - 1)
+    for version in versions_at_start(session):
+        loaded = await take_version(session, version)
+        await loaded.proof
+        exchange.versions.put_nowait(loaded)
     if plan.first_step == 1:
         await held_out_accuracy(session, "before", version=0)
-    for step in range(plan.first_step, plan.config.num_steps + 1):
-        await run_step(session, step)
-        if plan.config.eval.every and step % plan.config.eval.every == 0 and step < plan.config.num_steps:
-            await held_out_accuracy(session, "step", version=step)
-        clean_up(plan.run, adapters_folder(session), step, plan.config)
+    tasks = (sample_steps(session, exchange), follow_training(session, exchange))
+    await gather_all([asyncio.create_task(task) for task in tasks])
+    await retire_versions(session, before=plan.config.num_steps)
     await held_out_accuracy(session, "after", version=plan.config.num_steps)
 
 
-async def run_step(session: Session, step: int) -> None:
-    """Sample, score, hand over, wait for the update, sync, record."""
-    plan, started = session.plan, time.monotonic()
-    session.progress.step = step
-    session.progress.phase("sampling", f"step {step} of {plan.config.num_steps}")
-    sampled = await sample_step(session, step)
-    rollout_s = time.monotonic() - started
-    write_rollouts(plan.run.rollout_path(step), sampled.groups)
-    session.progress.phase("training", f"step {step} of {plan.config.num_steps}")
-    update = await wait_for_update(plan.run, step)
-    session.progress.phase("syncing", adapter_name(step))
-    report = await use_version(session, step)
-    metrics = step_metrics(step, sampled, update, report, rollout_s=rollout_s, step_s=time.monotonic() - started)
-    append_metrics(plan.run.metrics_path, metrics)
-    session.progress.screen.step(metrics, completion_view(sampled.groups))
+async def sample_steps(session: Session, exchange: Exchange) -> None:
+    """Sample every step in order and write its rollout file. No completion of a version that is not proven reaches the trainer."""
+    plan, progress = session.plan, session.progress
+    source = await exchange.versions.get()
+    for step in range(plan.first_step, plan.config.num_steps + 1):
+        while source.adapter.version < sampling_version(step, plan.config.rollout.max_staleness):
+            source = await exchange.versions.get()
+        version, started = source.adapter.version, time.monotonic()
+        exchange.sampling[step] = (started, math.inf)
+        progress.event("sampling_started", step=step, version=version)
+        # Older versions have no request left, because all of those were of steps before.
+        sampled, _ = await asyncio.gather(sample_step(session, step, source.adapter), retire_versions(session, before=version))
+        exchange.sampling[step] = (started, time.monotonic())
+        progress.event("sampling_ended", step=step, version=version)
+        await source.proof
+        write_rollouts(plan.run.rollout_path(step), sampled.groups)
+        progress.event("rollouts_written", step=step, version=version)
+        exchange.samples.put_nowait(sampled)
+    await retire_versions(session, before=source.adapter.version + 1)
 
 
-async def sample_step(session: Session, step: int) -> SampledStep:
-    """The step's rollout groups, sampled from the version the engines serve."""
-    config, train = session.plan.config, session.plan.train
-    algorithm, per_step = config.algorithm, config.rollout.prompts_per_step
-    first = await sample_groups(session, step, prompts_for_step(train, step, per_step, config.seed), first_index=0)
-    if algorithm.equal_groups != "resample":
-        return SampledStep(groups=first)
+async def follow_training(session: Session, exchange: Exchange) -> None:
+    """Take every new version as it comes, and record its step."""
+    plan, progress, recorded = session.plan, session.progress, time.monotonic()
+    trained: dict[int, Span] = {}
+    for step in range(plan.first_step, plan.config.num_steps + 1):
+        progress.step = step
+        progress.phase("sampling", f"step {step} of {plan.config.num_steps}")
+        sampled = await exchange.samples.get()
+        progress.phase("training", f"step {step} of {plan.config.num_steps}")
+        update = await wait_for_update(plan.run, step)
+        progress.event("update_seen", step=step)
+        progress.phase("syncing", adapter_name(step))
+        loaded = await take_version(session, step)
+        is_evaluated = plan.config.eval.every > 0 and step % plan.config.eval.every == 0 and step < plan.config.num_steps
+        if not is_evaluated:
+            exchange.versions.put_nowait(loaded)
+        sync_s = time.monotonic() - update.trained[1]
+        report = await loaded.proof
+        trained[step], now = update.trained, time.monotonic()
+        times = step_times((recorded, now), exchange.sampling, trained, step, sync_s)
+        recorded = now
+        metrics = step_metrics(step, sampled, update.metrics, report, times)
+        append_metrics(plan.run.metrics_path, metrics)
+        progress.screen.step(metrics, completion_view(sampled.groups))
+        if is_evaluated:  # before anything is sampled from it; no part of a step's time
+            await held_out_accuracy(session, "step", version=step)
+            exchange.versions.put_nowait(loaded)
+            recorded = time.monotonic()
+        await asyncio.to_thread(clean_up, plan.run, session.adapters, step, plan.config)
 
-    async def sample_more(round_number: int, count: int) -> list[RolloutGroup]:
-        prompts = prompts_for_round(train, step, round_number, per_step, config.seed)[:count]
-        session.progress.phase("sampling", f"step {step} of {config.num_steps}, {count} groups with equal rewards are replaced")
-        return await sample_groups(session, step, prompts, first_index=round_number * per_step)
 
-    sampled = await replace_equal_groups(first, sample_more, algorithm.max_resample_rounds)
-    if sampled.missing:
-        session.progress.screen.say(
-            f"step {step}: {sampled.missing} of {per_step} groups still have equal rewards after {len(sampled.left_out)} more were sampled "
-            "(algorithm.max_resample_rounds); they are dropped"
-        )
-    return sampled
-
-
-async def sample_groups(session: Session, step: int, prompts: Sequence[Prompt], first_index: int) -> list[RolloutGroup]:
-    """A group of each prompt. Prompts are numbered from `first_index` within the step: their seeds depend on it."""
-    plan, adapter = session.plan, session.engines.current
-    assert adapter is not None, "a version is loaded before the first step"
-    rollout = plan.config.rollout
-    penalty = partial(
-        overlong_penalty, max_completion_tokens=rollout.max_completion_tokens, buffer_frac=plan.config.algorithm.overlong_buffer_frac
+def step_times(window: Span, sampling: dict[int, Span], trained: dict[int, Span], step: int, sync_s: float) -> StepTimes:
+    """Seconds of a step that was recorded at the end of `window` and the step before at its start."""
+    spans = [span for of_step in (sampling, trained) for k, span in of_step.items() if k >= step - 1]
+    return StepTimes(
+        rollout_s=sampling[step][1] - sampling[step][0],
+        step_s=window[1] - window[0],
+        sync_s=sync_s,
+        overlap_s=covered_s(sampling[step], trained.values()),
+        overhead_s=window[1] - window[0] - covered_s(window, spans),
     )
-    token_ids = encode_prompts(session.tokenizer, prompts, rollout.max_prompt_tokens)
-    tasks = []
-    for index, prompt in enumerate(prompts, first_index):
-        sampling = Sampling(
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            max_tokens=rollout.max_completion_tokens,
-            stop_token_ids=session.tokenizer.stop_token_ids,
-            seed=request_seed(plan.config.seed, step, index),
+
+
+def versions_at_start(session: Session) -> list[int]:
+    """What is loaded before the first step, oldest first: the version that step is sampled from, and the newest.
+
+    After a resume the former is older when sampling ahead. Where it is gone (a lora_sync_path in memory, after a reboot), the first
+    step is sampled from the newest; its completions say so.
+    """
+    newest = session.plan.first_step - 1
+    source = sampling_version(session.plan.first_step, session.plan.config.rollout.max_staleness)
+    if not session.adapter(source).path.exists():
+        session.progress.screen.say(
+            f"{adapter_name(source)} is not in {session.adapters} any more: step {newest + 1} is sampled from {adapter_name(newest)}, "
+            "other than in a run that was not interrupted"
         )
-        client, ids = session.engines.client_for(index), token_ids[prompt.id]
-        group = collect_group(client, adapter.name, adapter.version, prompt, ids, rollout.group_size, sampling, session.scorer, penalty)
-        tasks.append(asyncio.create_task(group))
-    return await gather_all(tasks)
+        source = newest
+    return sorted({source, newest})
 
 
-async def wait_for_update(run: RunDir, step: int) -> dict[str, Any]:
-    """The trainer's metrics of `step`; its adapter is complete by then. The supervisor raises if the trainer ends instead."""
+async def wait_for_update(run: RunDir, step: int) -> Update:
+    """The trainer's word on `step`; its adapter is complete by then. The supervisor raises if the trainer ends instead."""
     while not run.update_path(step).exists():
         await asyncio.sleep(POLL_S)
-    metrics: dict[str, Any] = run.read_json(run.update_path(step))["metrics"]
-    return metrics
+    body = run.read_json(run.update_path(step))
+    started, ended = body["trained"]
+    return Update(body["metrics"], (started, ended))
 
 
-async def use_version(session: Session, version: int) -> SyncReport:
-    """Bring every engine to `version`, proven."""
-    await wait_for_update(session.plan.run, version)
-    report = await session.engines.use(AdapterVersion(version, adapters_folder(session) / adapter_name(version)))
+async def take_version(session: Session, version: int) -> Loaded:
+    """Load a published version on every engine; its proof goes on beside what comes next."""
+    adapter = session.adapter(version)
+    load_s = await session.engines.load(adapter)
+    session.progress.event("adapter_loaded", version=version)
     session.progress.adapter_version = version
-    return report
+    return Loaded(adapter, asyncio.create_task(prove_version(session, adapter, load_s)))
 
 
-def adapters_folder(session: Session) -> Path:
-    """Where the trainer publishes."""
-    return Path(session.plan.resolved.lora_sync_path)
+async def prove_version(session: Session, adapter: AdapterVersion, load_s: float) -> SyncReport:
+    """Hash and canary. Raises SyncFailed or ModelError."""
+    started = time.monotonic()
+    canary = await session.engines.prove(adapter)
+    session.progress.event("adapter_proven", version=adapter.version)
+    return SyncReport(load_s=load_s, canary_s=time.monotonic() - started, canary=canary)
+
+
+async def retire_versions(session: Session, before: int) -> None:
+    """Unload versions that no request names any more."""
+    for adapter in await session.engines.retire(before):
+        session.progress.event("adapter_unloaded", version=adapter.version)
 
 
 async def held_out_accuracy(session: Session, label: Label, version: int) -> EvalResult | None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from skylite.run.events import Event, append_event
 from skylite.run.run_dir import RunDir
 from skylite.run.status import Phase, Status, write_status
 from skylite.ui.dashboard import Screen
@@ -30,3 +31,7 @@ class Progress:
             self.run.status_path,
             Status(phase=phase, step=self.step, num_steps=self.num_steps, adapter_version=self.adapter_version, pids=pids, error=error),
         )
+
+    def event(self, event: Event, **facts: int) -> None:
+        """Record that something happened, with its time."""
+        append_event(self.run.events_path, event, **facts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from skylite.orchestrator.resample import SampledStep
@@ -12,14 +13,29 @@ from skylite.types import RolloutGroup
 from skylite.ui.page import CompletionView
 
 
-def step_metrics(
-    step: int, sampled: SampledStep, update: dict[str, Any], report: SyncReport, *, rollout_s: float, step_s: float
-) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Seconds of a step."""
+
+    rollout_s: float
+    """Its sampling."""
+    step_s: float
+    """From the record of the step before to its own."""
+    sync_s: float = 0.0
+    """From the end of its training until every engine holds the new version: canary of the trainer, files, load."""
+    overlap_s: float = 0.0
+    """Of its sampling, while the step before was trained."""
+    overhead_s: float = 0.0
+    """Of step_s, when nothing was sampled and nothing trained."""
+
+
+def step_metrics(step: int, sampled: SampledStep, update: dict[str, Any], report: SyncReport, times: StepTimes) -> dict[str, Any]:
     """One line of metrics.jsonl: rollout side, the trainer's own, and the sync. Rewards are raw scores, without penalties."""
     rollouts = [r for g in sampled.groups for r in g.rollouts]
     left_out = [r for g in sampled.left_out for r in g.rollouts]
     tokens = [len(r.completion.token_ids) for r in rollouts]
     rewards = [r.reward for r in rollouts]
+    staleness = [step - 1 - r.completion.adapter_version for r in rollouts]
     trainer_canary_s = update["time/canary_s"]
     return {
         "step": step,
@@ -35,14 +51,19 @@ def step_metrics(
         "groups/missing": sampled.missing,
         "completion/tokens_mean": statistics.fmean(tokens),
         "completion/truncated_frac": statistics.fmean(r.completion.finish_reason == "length" for r in rollouts),
-        "perf/completion_tokens_per_s": (sum(tokens) + sum(len(r.completion.token_ids) for r in left_out)) / rollout_s,
-        "time/rollout_s": rollout_s,
+        "perf/completion_tokens_per_s": (sum(tokens) + sum(len(r.completion.token_ids) for r in left_out)) / times.rollout_s,
+        "staleness/mean": statistics.fmean(staleness),
+        "staleness/max": max(staleness),
+        "time/rollout_s": times.rollout_s,
         "time/load_s": report.load_s,
-        "time/step_s": step_s,
+        "time/step_s": times.step_s,
+        "time/sync_s": times.sync_s,
+        "time/overlap_s": times.overlap_s,
+        "time/overhead_s": times.overhead_s,
         **report.canary.as_metrics(),
         **update,
         "time/canary_s": trainer_canary_s + report.canary_s,
-        "sync/publish_and_load_frac": (update["time/publish_s"] + report.load_s) / step_s,
+        "sync/publish_and_load_frac": (update["time/publish_s"] + report.load_s) / times.step_s,
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,16 @@ from skylite.launch.machine import cpu_cores
 from skylite.launch.processes import ProcessSpec
 from skylite.launch.supervisor import Supervisor
 from skylite.launch.torchrun import trainer_command, trainer_env
-from skylite.orchestrator.engine_set import open_engines
-from skylite.orchestrator.loop import Session, run_steps, wait_for_update
+from skylite.models import likely_target_modules
+from skylite.orchestrator.engine_set import open_engines, wait_ready
+from skylite.orchestrator.loop import run_steps, wait_for_update
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.progress import Progress
 from skylite.orchestrator.resume import forget_after
+from skylite.orchestrator.session import Session
 from skylite.rewards.pool import RewardPool
 from skylite.rollout.canary import DEFAULT_TOLERANCE, canary_sequences
+from skylite.rollout.client import VllmClient
 from skylite.rollout.engines import Engines
 from skylite.rollout.tokenizer import load_tokenizer
 from skylite.run.files import write_json
@@ -70,26 +73,48 @@ async def _supervised(plan: RunPlan, screen: Screen, adapters: Path, resume: boo
 
 
 async def _run(plan: RunPlan, supervisor: Supervisor, progress: Progress, resume: bool) -> None:
-    """Bring everything up, then every step."""
-    progress.phase("starting", "tokenizer")
-    tokenizer = await asyncio.to_thread(load_tokenizer, Path(plan.resolved.model_path))
-    if tokenizer.note:
-        progress.screen.say(tokenizer.note)
-    write_json(plan.run.canary_path, {"sequences": canary_sequences(tokenizer, plan.train)})
-    progress.phase("starting", f"trainer: {plan.config.trainer.num_ranks} rank(s)")
-    supervisor.start(_trainer_spec(plan, resume))
-    tolerance = plan.config.sync.canary_tolerance or DEFAULT_TOLERANCE[plan.resolved.dtype]
+    """Bring everything up side by side, then every step."""
+    progress.event("run_started")
+    progress.phase("starting", f"vLLM: {plan.config.engine.num_engines} engine(s); trainer: {plan.config.trainer.num_ranks} rank(s)")
+    plan.run.canary_path.unlink(missing_ok=True)  # the trainer waits for this attempt's
     async with contextlib.AsyncExitStack() as stack:
+        modules = likely_target_modules(Path(plan.resolved.model_path), plan.config.lora)
+        clients = await stack.enter_async_context(open_engines(plan, modules, supervisor))
+        progress.event("engines_started")
+        supervisor.start(_trainer_spec(plan, resume))
+        progress.event("trainer_started")
+        tokenizer = await asyncio.to_thread(load_tokenizer, Path(plan.resolved.model_path))
+        if tokenizer.note:
+            progress.screen.say(tokenizer.note)
+        write_json(plan.run.canary_path, {"sequences": canary_sequences(tokenizer, plan.train)})
+        progress.event("tokenizer_ready")
         pool = RewardPool(plan.reward, plan.config.reward.num_workers)
         stack.callback(pool.close)
-        start = plan.first_step - 1
-        await wait_for_update(plan.run, start)
-        progress.phase("starting", f"vLLM: {plan.config.engine.num_engines} engine(s)")
-        manifest = read_manifest(Path(plan.resolved.lora_sync_path) / adapter_name(start))
-        clients = await stack.enter_async_context(open_engines(plan, manifest, supervisor))
-        engines = Engines(clients, tolerance)
+        ready = await stack.enter_async_context(_ready_engines(plan, modules, clients, supervisor, progress))
+        progress.event("engines_ready")
+        engines = Engines(ready, plan.config.sync.canary_tolerance or DEFAULT_TOLERANCE[plan.resolved.dtype])
         await run_steps(Session(plan=plan, engines=engines, scorer=pool, tokenizer=tokenizer, progress=progress))
         await supervisor.wait_exit(TRAINER)
+
+
+@contextlib.asynccontextmanager
+async def _ready_engines(
+    plan: RunPlan, modules: list[str], clients: Sequence[VllmClient], supervisor: Supervisor, progress: Progress
+) -> AsyncIterator[Sequence[VllmClient]]:
+    """The engines once they serve for exactly the modules of the published adapter: anew where those were guessed wrong."""
+    start, timeout_s = plan.first_step - 1, plan.config.engine.start_timeout_s
+    await wait_for_update(plan.run, start)
+    published = read_manifest(Path(plan.resolved.lora_sync_path) / adapter_name(start), verify_hash=False).target_modules
+    if published == modules:
+        await wait_ready(clients, timeout_s)
+        yield clients
+        return
+    progress.screen.say(f"vLLM was started for LoRA on {', '.join(modules)}, and the adapter has {', '.join(published)}: it starts again")
+    for client in clients:
+        supervisor.stop_child(client.name)
+    async with open_engines(plan, published, supervisor) as others:
+        await wait_ready(others, timeout_s)
+        yield others
 
 
 def _trainer_spec(plan: RunPlan, resume: bool) -> ProcessSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,7 +85,5 @@ async def read_canary(
     base: Sequence[Sequence[float]],
 ) -> CanaryReading:
     """Ask the engine for the canary's logprobs under the adapter's name and compare."""
-    engine: list[float] = []
-    for ids in sequences:
-        engine += await client.prompt_logprobs(adapter.name, ids)
-    return compare(engine, [x for row in policy for x in row], [x for row in base for x in row])
+    rows = await asyncio.gather(*(client.prompt_logprobs(adapter.name, ids) for ids in sequences))
+    return compare([x for row in rows for x in row], [x for row in policy for x in row], [x for row in base for x in row])

@@ -1,13 +1,13 @@
-"""All engines of a run as one: a version is used only when every engine has it and has proven it."""
+"""All engines of a run as one: a version is loaded by every engine or by none, and what is sampled from it is used once it is proven."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from skylite.errors import SyncFailed
+from skylite.errors import ModelError, SyncFailed
 from skylite.rollout.canary import CanaryReading, judge, read_canary
 from skylite.rollout.client import VllmClient
 from skylite.run.manifest import read_manifest
@@ -27,36 +27,46 @@ class SyncReport:
 
 @dataclass(slots=True)
 class Engines:
-    """The engines and the version they all serve."""
+    """The engines and the versions they all serve."""
 
     clients: Sequence[VllmClient]
     tolerance: float
-    current: AdapterVersion | None = None
+    loaded: list[AdapterVersion] = field(default_factory=list)
+    """Oldest first. The one before the newest is there while requests name it."""
 
-    async def use(self, adapter: AdapterVersion) -> SyncReport:
-        """Load `adapter` on every engine, prove it with the canary, then unload the version before.
-
-        Raises SyncFailed when an engine refuses it twice or its canary disagrees; every engine then still serves `current`.
-        """
-        manifest = read_manifest(adapter.path)
+    async def load(self, adapter: AdapterVersion) -> float:
+        """Load `adapter` on every engine, beside what they serve. Returns seconds. Raises SyncFailed when an engine refuses it twice."""
         started = time.monotonic()
         await self._load_everywhere(adapter)
-        loaded = time.monotonic()
+        self.loaded.append(adapter)
+        return time.monotonic() - started
+
+    async def prove(self, adapter: AdapterVersion) -> CanaryReading:
+        """Check the weights' hash, and that every engine samples from them: the worst canary.
+
+        Raises ModelError or SyncFailed; every engine then serves what it did before this version was loaded.
+        """
         try:
-            readings = [
-                await read_canary(c, adapter, manifest.canary.sequences, manifest.canary.policy_logprobs, manifest.canary.base_logprobs)
-                for c in self.clients
-            ]
+            manifest = await asyncio.to_thread(read_manifest, adapter.path)
+            canary = manifest.canary
+            readings = await asyncio.gather(
+                *(read_canary(c, adapter, canary.sequences, canary.policy_logprobs, canary.base_logprobs) for c in self.clients)
+            )
             for client, reading in zip(self.clients, readings, strict=True):
                 judge(adapter.name, client.name, reading, self.tolerance)
-        except SyncFailed:
+        except (SyncFailed, ModelError):
+            self.loaded.remove(adapter)
             await self._unload_everywhere(adapter)
             raise
-        proven = time.monotonic()
-        if self.current is not None:
-            await self._unload_everywhere(self.current)
-        self.current = adapter
-        return SyncReport(load_s=loaded - started, canary_s=proven - loaded, canary=max(readings, key=lambda r: r.gap_max))
+        return max(readings, key=lambda r: r.gap_max)
+
+    async def retire(self, before: int) -> list[AdapterVersion]:
+        """Unload the versions older than `before`, which no request may name any more. Returns them."""
+        old = [a for a in self.loaded if a.version < before]
+        self.loaded = [a for a in self.loaded if a.version >= before]
+        for adapter in old:
+            await self._unload_everywhere(adapter)
+        return old
 
     def client_for(self, index: int) -> VllmClient:
         """Engines take prompts in turn."""

@@ -13,7 +13,7 @@ from skylite.config import CheckpointConfig, EvalConfig, SyncConfig, TrainConfig
 from skylite.errors import DataError
 from skylite.run.checkpoint_folder import checkpoint_steps
 from skylite.run.files import temporary_sibling, write_json
-from skylite.run.run_dir import RunDir, published_versions
+from skylite.run.run_dir import RunDir, published_versions, sampling_version
 
 Label = Literal["before", "step", "after"]
 """Held-out evaluations that a run makes itself."""
@@ -53,7 +53,9 @@ def clean_up(run: RunDir, lora_sync_path: Path, newest: int, config: TrainConfig
     old_steps = [s for s in steps if s not in held]
     freed = sum(_remove(run.checkpoint_path(s)) for s in old_steps)
     adapters = published_versions(lora_sync_path)
-    kept = kept_adapters([a.version for a in adapters], newest, config.sync, held)
+    # What a run resumed from a checkpoint is sampled from first, besides the checkpoint's own version.
+    sources = {sampling_version(step + 1, config.rollout.max_staleness) for step in held}
+    kept = kept_adapters([a.version for a in adapters], newest, config.sync, held | sources)
     old_adapters = [a for a in adapters if a.version not in kept]
     freed += sum(_remove(a.path) for a in old_adapters)
     return Removed([a.version for a in old_adapters], old_steps, freed)

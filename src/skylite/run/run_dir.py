@@ -43,6 +43,14 @@ def adapter_name(version: int) -> str:
     return f"policy-v{version:06d}"
 
 
+def sampling_version(step: int, max_staleness: int) -> int:
+    """The adapter version whose completions train step `step`: a function of the step alone, so that a resumed run samples the same.
+
+    On-policy that is step - 1. Sampling one step ahead it is the one before, but for step 1, before which there is nothing to train.
+    """
+    return max(0, step - 1 - max_staleness)
+
+
 def published_versions(lora_sync_path: Path) -> list[AdapterVersion]:
     """The complete adapter folders of `lora_sync_path`, oldest first."""
     found = [(_VERSION_NAME.fullmatch(p.name), p) for p in lora_sync_path.iterdir()] if lora_sync_path.is_dir() else []
@@ -67,6 +75,11 @@ class RunDir:
     @property
     def metrics_path(self) -> Path:
         return self.root / "metrics.jsonl"
+
+    @property
+    def events_path(self) -> Path:
+        """What the parent did and when (run/events.py)."""
+        return self.root / "events.jsonl"
 
     @property
     def canary_path(self) -> Path:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from skylite.config import RunConfig
@@ -22,6 +22,7 @@ from skylite.run.run_dir import AdapterVersion, adapter_name
 from skylite.training.learner import is_b_matrix
 from skylite.training.policy import Policy, reference_policy, score
 from skylite.training.warm_start import peft_file_name
+from skylite.training.weights_file import weights_sha256, write_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ class Published:
 
     adapter: AdapterVersion
     num_bytes: int
+    seconds: float
+    """Spent on the files; most of it beside the canary."""
 
 
 def adapter_tensors(policy: Policy) -> dict[str, Tensor]:
@@ -76,20 +79,32 @@ def b_norm(policy: Policy) -> float:
     return float(torch.stack([p.detach().norm() for n, p in policy.lora.items() if is_b_matrix(n)]).norm())
 
 
-def publish(policy: Policy, run_config: RunConfig, version: int, canary: Canary) -> Published:
-    """Write `policy-v000012/` whole, or find it there with the same weights (a resumed run). Raises SyncFailed when it differs."""
+def publish(policy: Policy, run_config: RunConfig, version: int, score_canary: Callable[[], Canary]) -> Published:
+    """Write `policy-v000012/` whole, or find it there with the same weights (a resumed run). Raises SyncFailed when it differs.
+
+    The weights are written and hashed in a thread while `score_canary` computes.
+    """
     adapter = AdapterVersion(version, Path(run_config.resolved.lora_sync_path) / adapter_name(version))
-    weights = save(adapter_tensors(policy), metadata={"format": "pt"})
-    digest = hashlib.sha256(weights).hexdigest()
+    tensors = adapter_tensors(policy)
     if adapter.path.exists():
-        _require_same(adapter, digest)
-        return Published(adapter, len(weights))
-    manifest = _manifest(policy, run_config, version, canary, digest, len(weights))
-    with atomic_folder(adapter.path) as folder:
-        (folder / adapter.weights_path.name).write_bytes(weights)
+        _require_same(adapter, weights_sha256(tensors))
+        score_canary()  # all ranks compute it together
+        return Published(adapter, adapter.weights_path.stat().st_size, 0.0)
+    with ThreadPoolExecutor(1) as pool, atomic_folder(adapter.path) as folder:
+        writing = pool.submit(_timed_write, folder / adapter.weights_path.name, tensors)
+        canary = score_canary()
+        digest, num_bytes, write_s = writing.result()
+        finishing = time.monotonic()
+        manifest = _manifest(policy, run_config, version, canary, digest, num_bytes)
         (folder / "adapter_config.json").write_text(_peft_json(policy, run_config), encoding="utf-8")
         (folder / adapter.manifest_path.name).write_text(manifest.model_dump_json(), encoding="utf-8")
-    return Published(adapter, len(weights))
+    return Published(adapter, num_bytes, write_s + time.monotonic() - finishing)
+
+
+def _timed_write(path: Path, tensors: dict[str, Tensor]) -> tuple[str, int, float]:
+    started = time.monotonic()
+    digest, num_bytes = write_weights(path, tensors)
+    return digest, num_bytes, time.monotonic() - started
 
 
 def _require_same(adapter: AdapterVersion, digest: str) -> None:

@@ -22,7 +22,7 @@ from skylite.training.learner import Learner, make_learner
 from skylite.training.policy import Policy, choose_passes, load_policy
 from skylite.training.step import train_step
 
-POLL_S = 0.02
+POLL_S = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,8 @@ def train(run: RunDir, run_config: RunConfig, dist: Dist, resume: bool) -> None:
     trainer = start(run, run_config, dist)
     checkpoint = trainer.config.checkpoint
     done = restore(trainer) if resume else 0
-    record(trainer, done, {"resumed": True} if done else {}, publish_version(trainer, done))
+    started = time.monotonic()
+    record(trainer, done, {"resumed": True} if done else {}, publish_version(trainer, done), (started, started))
     for step in range(done + 1, trainer.config.num_steps + 1):
         waited = time.monotonic()
         samples = wait_for_rollouts(trainer, step)
@@ -61,19 +62,20 @@ def train(run: RunDir, run_config: RunConfig, dist: Dist, resume: bool) -> None:
             break
         started = time.monotonic()
         learned = train_step(trainer.policy, trainer.learner, samples, step, trainer.config, dist, trainer.critic)
-        metrics = learned | {"time/wait_s": started - waited, "time/train_s": time.monotonic() - started} | publish_version(trainer, step)
+        trained = (started, time.monotonic())
+        metrics = learned | {"time/wait_s": started - waited, "time/train_s": trained[1] - started} | publish_version(trainer, step)
         done = step
         if step % checkpoint.every == 0 or step == trainer.config.num_steps:
             metrics |= checkpoint_step(trainer, step)
-        record(trainer, step, {}, metrics)
+        record(trainer, step, {}, metrics, trained)
     checkpoint_step(trainer, done)
 
 
 def start(run: RunDir, run_config: RunConfig, dist: Dist) -> Trainer:
     """Load and shard the model, choose how samples are packed, score the canary with the base."""
     config = run_config.config
-    sequences: list[list[int]] = run.read_json(run.canary_path)["sequences"]
     policy = load_policy(run_config.resolved, config, dist)
+    sequences = wait_for_canary(run)
     policy, reasons = choose_passes(policy, max(sequences, key=len))
     if dist.is_first:
         print("\n".join(reasons), flush=True)
@@ -92,6 +94,14 @@ def start(run: RunDir, run_config: RunConfig, dist: Dist) -> Trainer:
         canary_sequences=sequences,
         base_logprobs=base_canary_logprobs(policy, sequences),
     )
+
+
+def wait_for_canary(run: RunDir) -> list[list[int]]:
+    """The token sequences; the parent's tokenizer may still be loading."""
+    while not run.canary_path.exists():
+        time.sleep(POLL_S)
+    sequences: list[list[int]] = run.read_json(run.canary_path)["sequences"]
+    return sequences
 
 
 def restore(trainer: Trainer) -> int:
@@ -114,16 +124,22 @@ def wait_for_rollouts(trainer: Trainer, step: int) -> list[TrainSample] | None:
 
 
 def publish_version(trainer: Trainer, version: int) -> dict[str, float]:
-    """Score the canary (all ranks), write the adapter (rank 0). Returns metrics."""
+    """Score the canary (all ranks) while rank 0 writes the adapter. Returns metrics."""
     started = time.monotonic()
-    logprobs = canary_logprobs(trainer.policy, trainer.canary_sequences)
-    scored = time.monotonic()
-    metrics = {"time/canary_s": scored - started, "adapter/b_norm": b_norm(trainer.policy)}
+    metrics = {"adapter/b_norm": b_norm(trainer.policy)}
+
+    def score_canary() -> Canary:
+        scoring = time.monotonic()
+        logprobs = canary_logprobs(trainer.policy, trainer.canary_sequences)
+        metrics["time/canary_s"] = time.monotonic() - scoring
+        return Canary(sequences=trainer.canary_sequences, policy_logprobs=logprobs, base_logprobs=trainer.base_logprobs)
+
     if trainer.dist.is_first:
-        canary = Canary(sequences=trainer.canary_sequences, policy_logprobs=logprobs, base_logprobs=trainer.base_logprobs)
-        published = publish(trainer.policy, trainer.run_config, version, canary)
-        metrics |= {"adapter/bytes": float(published.num_bytes), "time/publish_s": time.monotonic() - scored}
-    return metrics
+        published = publish(trainer.policy, trainer.run_config, version, score_canary)
+        metrics |= {"adapter/bytes": float(published.num_bytes), "time/publish_s": published.seconds}
+    else:
+        score_canary()
+    return metrics | {"time/publish_and_canary_s": time.monotonic() - started}
 
 
 def checkpoint_step(trainer: Trainer, step: int) -> dict[str, float]:
@@ -135,13 +151,16 @@ def checkpoint_step(trainer: Trainer, step: int) -> dict[str, float]:
     return {"time/checkpoint_s": time.monotonic() - started}
 
 
-def record(trainer: Trainer, step: int, facts: dict[str, bool | str], metrics: dict[str, float]) -> None:
-    """Tell the parent, last of all: whoever sees this file finds the adapter complete."""
+def record(trainer: Trainer, step: int, facts: dict[str, bool | str], metrics: dict[str, float], trained: tuple[float, float]) -> None:
+    """Tell the parent, last of all: whoever sees this file finds the adapter complete.
+
+    `trained`: when the step was computed, in seconds of the monotonic clock, which is the same for all processes of a machine.
+    """
     peak = torch.tensor([peak_rss_bytes()], device=trainer.dist.device, dtype=torch.float64)
     peak_bytes = float(trainer.dist.max_(peak).item())
     if trainer.dist.is_first:
         facts = facts | {"packing": trainer.policy.packing}
-        body = {"step": step, "version": step, **facts, "metrics": metrics | {"mem/rss_peak_bytes": peak_bytes}}
+        body = {"step": step, "version": step, **facts, "trained": trained, "metrics": metrics | {"mem/rss_peak_bytes": peak_bytes}}
         write_json(trainer.run.update_path(step), body)
 
 

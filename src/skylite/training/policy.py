@@ -21,10 +21,11 @@ from skylite.errors import ModelError
 from skylite.grpo.batch import PackedTokens, Packing, pack
 from skylite.grpo.logprobs import token_logprobs
 from skylite.grpo.tree import TreeLayout, tree_attention
+from skylite.lora_modules import short_names
 from skylite.training.activations import keep_less
 from skylite.training.dist import Dist
 from skylite.training.head import plain_head, score_in_chunks
-from skylite.training.targets import adapted_modules, short_names
+from skylite.training.targets import adapted_modules
 from skylite.training.warm_start import load_adapter_file
 
 SHORTCUT_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
@@ -63,7 +64,7 @@ def load_policy(resolved: Resolved, config: TrainConfig, dist: Dist) -> Policy:
     dtype = torch.float32 if resolved.dtype == "float32" else torch.bfloat16
     base = load_base(resolved.model_path, dtype).to(dist.device)
     chosen = adapted_modules(base, config.lora)
-    names = short_names(base, chosen)
+    names = short_names((name for name, _ in base.named_modules()), chosen)
     layers = decoder_layers(base)
     torch.manual_seed(config.seed)
     model = _adapt(base, _peft_config(config.lora, chosen), config, chosen)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from skylite.config import LoraConfig
 from skylite.errors import ModelError
+from skylite.lora_modules import matches
 
 
 def adapted_modules(model: PreTrainedModel, config: LoraConfig) -> list[str]:
@@ -21,8 +19,8 @@ def adapted_modules(model: PreTrainedModel, config: LoraConfig) -> list[str]:
         chosen = {name for name in linear if model.get_submodule(name) is not head}
     else:
         embeddings = {name for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
-        chosen = {name for name in linear | embeddings if _matches(name, config.target_modules)}
-    chosen = {name for name in chosen if not _matches(name, config.exclude_modules)}
+        chosen = {name for name in linear | embeddings if matches(name, config.target_modules)}
+    chosen = {name for name in chosen if not matches(name, config.exclude_modules)}
     if not chosen:
         available = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
         raise ModelError(
@@ -31,15 +29,3 @@ def adapted_modules(model: PreTrainedModel, config: LoraConfig) -> list[str]:
             f"Its linear modules are named: {available}.",
         )
     return sorted(chosen)
-
-
-def short_names(model: nn.Module, chosen: Sequence[str]) -> list[str]:
-    """`chosen` for an adapter_config.json: the last name component where it selects exactly the chosen modules, else the full path."""
-    chosen_set = set(chosen)
-    unsure = {name.rpartition(".")[2] for name, _ in model.named_modules() if name not in chosen_set}
-    return sorted({suffix if (suffix := name.rpartition(".")[2]) not in unsure else name for name in chosen})
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    """A pattern is a module name (the end of the path) or a regular expression for the whole path."""
-    return any(name == p or name.endswith(f".{p}") or re.fullmatch(p, name) is not None for p in patterns)

@@ -1,0 +1,124 @@
+"""How long after `skylite train` the first rollout is asked for, against how long vLLM alone takes to start with the same flags.
+
+    python benchmarks/startup.py --out benchmarks/results/startup.json
+
+In turns, --rounds times: a plain vLLM start until /health answers; a run until its first rollout request (events.jsonl), from before
+the Python of either starts. The run loads its trainer meanwhile, publishes version 0 and proves it. Medians, and run over plain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from surroundings import about
+
+from skylite.config import TrainConfig
+from skylite.launch.processes import ProcessSpec, kill, start
+from skylite.launch.vllm_server import engine_command, engine_env
+from skylite.models import likely_target_modules
+from skylite.orchestrator.engine_set import engine_spec
+from skylite.orchestrator.plan import plan_run
+from skylite.rollout.client import VllmClient
+from skylite.run.events import read_events
+from skylite.run.files import write_json
+from skylite.run.run_dir import RunDir
+
+SKYLITE = [sys.executable, "-c", "from skylite.cli import main; main()"]
+DEADLINE_S = 600.0
+
+
+def main() -> None:
+    args = parse_arguments()
+    rounds: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
+        data = Path(folder, "data")
+        subprocess.run([*SKYLITE, "prepare", "gsm8k", "--stand-in", "--out", str(data)], check=True)
+        for index in range(args.rounds):
+            plain_s = asyncio.run(plain_start(args.model, data, Path(folder)))
+            rounds.append({"plain_s": plain_s, **run_start(args.model, data, Path(folder, f"run{index}"))})
+            print(json.dumps(rounds[-1]), flush=True)
+    result = summary(rounds) | about() | {"rounds": rounds}
+    print(json.dumps({k: v for k, v in result.items() if k != "rounds"}, indent=1))
+    if args.out:
+        write_json(args.out, result)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def settings(model: str, data: Path) -> dict[str, Any]:
+    """No held-out evaluation: it would come before the first rollout."""
+    return {"model": {"name": model}, "data": {"path": str(data)}, "engine": {"kv_cache_gib": 0.5}, "num_steps": 1}
+
+
+async def plain_start(model: str, data: Path, folder: Path) -> float:
+    """Seconds from the start of a vLLM server with a run's flags until it serves."""
+    plan = plan_run(TrainConfig.model_validate(settings(model, data)), RunDir(folder / "plain"), lambda _: None)
+    spec = engine_spec(plan, likely_target_modules(Path(plan.resolved.model_path), plan.config.lora), 0, folder)
+    started = time.monotonic()
+    child = start(ProcessSpec(name=spec.name, argv=engine_command(spec), env=engine_env(spec, {}), log_path=folder / "vllm.log"))
+    client = VllmClient(spec.name, spec.uds)
+    try:
+        await client.wait_ready(DEADLINE_S)
+        return time.monotonic() - started
+    finally:
+        await client.aclose()
+        kill(child)
+        spec.uds.unlink(missing_ok=True)
+
+
+def run_start(model: str, data: Path, run: Path) -> dict[str, float]:
+    """Seconds from the start of `skylite train` until each event up to the first rollout request."""
+    recipe = run.with_suffix(".toml")
+    recipe.write_text("", encoding="utf-8")
+    values = settings(model, data)
+    sets = [f"num_steps={values['num_steps']}", f"engine.kv_cache_gib={values['engine']['kv_cache_gib']}", f"model.name={model}"]
+    command = [*SKYLITE, "train", "--recipe", str(recipe), "--data", str(data), "--run", str(run)]
+    started = time.monotonic()
+    process = subprocess.Popen([*command, *(word for value in sets for word in ("--set", value))], stderr=subprocess.DEVNULL)
+    try:
+        while (seconds := event_times(RunDir(run), started)).get("sampling_started") is None:
+            if process.poll() is not None or time.monotonic() - started > DEADLINE_S:
+                raise RuntimeError(f"the run came to no rollout request: {seconds}")
+            time.sleep(0.1)
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait()
+    return {f"{event}_s": round(at, 3) for event, at in seconds.items()}
+
+
+def event_times(run: RunDir, started: float) -> dict[str, float]:
+    """First occurrence of each event so far."""
+    found: dict[str, float] = {}
+    for event in read_events(run.events_path) if run.events_path.exists() else []:
+        found.setdefault(event["event"], event["monotonic"] - started)
+    return found
+
+
+def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    plain, first = (statistics.median(r[key] for r in rounds) for key in ("plain_s", "sampling_started_s"))
+    return {
+        "vllm_alone_s": round(plain, 2),
+        "first_request_s": round(first, 2),
+        "startup_ratio": round(first / plain, 3),
+        "startup_ratio_of_rounds": round(statistics.median(r["sampling_started_s"] / r["plain_s"] for r in rounds), 3),
+    }
+
+
+if __name__ == "__main__":
+    main()

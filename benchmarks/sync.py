@@ -1,0 +1,128 @@
+"""What a step costs besides sampling and training: the sync against plain file I/O of the same bytes, its share, the orchestration's share.
+
+    python benchmarks/sync.py --gsm8k FOLDER_WITH_train.jsonl --out benchmarks/results/sync.json
+    python benchmarks/sync.py --gsm8k FOLDER_WITH_train.jsonl --set rollout.max_staleness=1 --out benchmarks/results/ahead.json
+
+One run of 4 prompts x 8 completions of at most 128 tokens, rank 32 (without --gsm8k: generated problems, which are answered shorter). Its
+metrics but those of the first step, medians. Plain I/O: write and fsync, then read, the bytes of one of its adapters in the same folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from surroundings import about
+
+from skylite.run.files import write_json
+from skylite.run.metrics import read_metrics
+from skylite.run.run_dir import RunDir, published_versions
+
+SKYLITE = [sys.executable, "-c", "from skylite.cli import main; main()"]
+REPEATS = 9
+
+
+def main() -> None:
+    args = parse_arguments()
+    with tempfile.TemporaryDirectory(prefix="skylite-", dir=args.folder) as folder:
+        run = RunDir(Path(folder, "run"))
+        train(args, prepare(args.gsm8k, Path(folder)), run)
+        steps = read_metrics(run.metrics_path)[1:]
+        plain = plain_io(published_versions(run.default_adapters)[-1].weights_path)
+    result = summary(steps, plain) | about() | {"plain_io": plain, "steps": [kept(s) for s in steps]}
+    print(json.dumps({k: v for k, v in result.items() if not isinstance(v, list)}, indent=1))
+    if args.out:
+        write_json(args.out, result)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gsm8k", type=Path, help="folder with train.jsonl as released")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--set", action="append", default=[], help="further settings of the run")
+    parser.add_argument("--folder", type=Path, help="where the run lies; default: the system's folder for temporary files")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def prepare(gsm8k: Path | None, folder: Path) -> Path:
+    """A prepared data set."""
+    what = ["gsm8k", "--stand-in"] if gsm8k is None else ["gsm8k", "--source", str(gsm8k)]
+    subprocess.run([*SKYLITE, "prepare", *what, "--out", str(folder / "data")], check=True)
+    return folder / "data"
+
+
+def train(args: argparse.Namespace, data: Path, run: RunDir) -> None:
+    settings = {
+        "model.name": args.model, "num_steps": args.steps, "rollout.prompts_per_step": 4, "rollout.group_size": 8,
+        "rollout.max_completion_tokens": 128, "lora.rank": 32, "optim.lr": 1e-4, "engine.kv_cache_gib": 0.5,
+        # Most groups earn nothing on GSM8K here; with this they are computed all the same, as groups that do would be.
+        "algorithm.entropy_coef": 1e-12,
+    }  # fmt: skip
+    recipe = run.root.with_suffix(".toml")
+    recipe.write_text("", encoding="utf-8")
+    words = [word for setting in [*(f"{k}={v}" for k, v in settings.items()), *args.set] for word in ("--set", setting)]
+    subprocess.run([*SKYLITE, "train", "--recipe", str(recipe), "--data", str(data), "--run", str(run.root), *words], check=True)
+
+
+def plain_io(weights: Path) -> dict[str, float]:
+    """Median seconds to write (fsync) and to read the bytes of a file, beside it."""
+    data, path = weights.read_bytes(), weights.with_name("plain.bin")
+    written, read = [], []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        with path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        wrote = time.perf_counter()
+        path.read_bytes()
+        written.append(wrote - started)
+        read.append(time.perf_counter() - wrote)
+        path.unlink()
+    return {"write_s": statistics.median(written), "read_s": statistics.median(read), "bytes": len(data)}
+
+
+def kept(step: dict[str, Any]) -> dict[str, float]:
+    return {k: v for k, v in step.items() if k.startswith(("time/", "staleness/")) or k in ("step", "tokens/completion")}
+
+
+def summary(steps: list[dict[str, Any]], plain: dict[str, float]) -> dict[str, float]:
+    """`sync_s` counts writing and loading the adapter; the trainer's canary runs beside the writing, `until_loaded_s` has both."""
+
+    def median(*keys: str) -> float:
+        return statistics.median(sum(s[k] for k in keys) for s in steps)
+
+    def share(*keys: str) -> float:
+        return round(statistics.median(sum(s[k] for k in keys) / s["time/step_s"] for s in steps), 4)
+
+    sync, plain_s = median("time/publish_s", "time/load_s"), plain["write_s"] + plain["read_s"]
+    longer = statistics.median(max(s["time/rollout_s"], s["time/train_s"]) for s in steps)
+    return {
+        "step_s": round(median("time/step_s"), 3),
+        "sample_s": round(median("time/rollout_s"), 3),
+        "train_s": round(median("time/train_s"), 3),
+        "publish_s": round(median("time/publish_s"), 4),
+        "load_s": round(median("time/load_s"), 4),
+        "until_loaded_s": round(median("time/sync_s"), 4),
+        "plain_io_s": round(plain_s, 4),
+        "sync_vs_plain_io": round(sync / plain_s, 2),
+        "sync_share": share("time/publish_s", "time/load_s"),
+        "until_loaded_share": share("time/sync_s"),
+        "overhead_share": share("time/overhead_s"),
+        "overlap_s": round(median("time/overlap_s"), 3),
+        "step_vs_longer_phase": round(median("time/step_s") / longer, 3),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""What a step samples: its prompts' groups from one adapter version, scored; more prompts where groups are replaced."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+
+from skylite.data.order import prompts_for_round, prompts_for_step
+from skylite.orchestrator.resample import SampledStep, replace_equal_groups
+from skylite.orchestrator.session import Session
+from skylite.rewards.shaping import overlong_penalty
+from skylite.rollout.client import Sampling
+from skylite.rollout.collect import collect_group, gather_all, request_seed
+from skylite.rollout.tokenizer import encode_prompts
+from skylite.run.run_dir import AdapterVersion
+from skylite.types import Prompt, RolloutGroup
+
+
+async def sample_step(session: Session, step: int, adapter: AdapterVersion) -> SampledStep:
+    """The step's rollout groups, sampled from `adapter`, which the engines serve."""
+    config, train = session.plan.config, session.plan.train
+    algorithm, per_step = config.algorithm, config.rollout.prompts_per_step
+    first = await sample_groups(session, step, adapter, prompts_for_step(train, step, per_step, config.seed), first_index=0)
+    if algorithm.equal_groups != "resample":
+        return SampledStep(groups=first)
+
+    async def sample_more(round_number: int, count: int) -> list[RolloutGroup]:
+        prompts = prompts_for_round(train, step, round_number, per_step, config.seed)[:count]
+        if step == session.progress.step:  # else it is sampled ahead, and what is under way is another step
+            session.progress.phase("sampling", f"step {step} of {config.num_steps}, {count} groups with equal rewards are replaced")
+        return await sample_groups(session, step, adapter, prompts, first_index=round_number * per_step)
+
+    sampled = await replace_equal_groups(first, sample_more, algorithm.max_resample_rounds)
+    if sampled.missing:
+        session.progress.screen.say(
+            f"step {step}: {sampled.missing} of {per_step} groups still have equal rewards after {len(sampled.left_out)} more were sampled "
+            "(algorithm.max_resample_rounds); they are dropped"
+        )
+    return sampled
+
+
+async def sample_groups(
+    session: Session, step: int, adapter: AdapterVersion, prompts: Sequence[Prompt], first_index: int
+) -> list[RolloutGroup]:
+    """A group of each prompt. Prompts are numbered from `first_index` within the step: their seeds depend on it."""
+    plan, rollout = session.plan, session.plan.config.rollout
+    penalty = partial(
+        overlong_penalty, max_completion_tokens=rollout.max_completion_tokens, buffer_frac=plan.config.algorithm.overlong_buffer_frac
+    )
+    token_ids = encode_prompts(session.tokenizer, prompts, rollout.max_prompt_tokens)
+    tasks = []
+    for index, prompt in enumerate(prompts, first_index):
+        sampling = Sampling(
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            max_tokens=rollout.max_completion_tokens,
+            stop_token_ids=session.tokenizer.stop_token_ids,
+            seed=request_seed(plan.config.seed, step, index),
+        )
+        client, ids = session.engines.client_for(index), token_ids[prompt.id]
+        group = collect_group(client, adapter.name, adapter.version, prompt, ids, rollout.group_size, sampling, session.scorer, penalty)
+        tasks.append(asyncio.create_task(group))
+    return await gather_all(tasks)

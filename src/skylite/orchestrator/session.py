@@ -1,0 +1,33 @@
+"""What a running orchestrator works with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from skylite.orchestrator.plan import RunPlan
+from skylite.orchestrator.progress import Progress
+from skylite.rollout.collect import Scorer
+from skylite.rollout.engines import Engines
+from skylite.rollout.tokenizer import ChatTokenizer
+from skylite.run.run_dir import AdapterVersion, adapter_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """The resources are owned by `services.run_session`."""
+
+    plan: RunPlan
+    engines: Engines
+    scorer: Scorer
+    tokenizer: ChatTokenizer
+    progress: Progress
+
+    @property
+    def adapters(self) -> Path:
+        """Where the trainer publishes."""
+        return Path(self.plan.resolved.lora_sync_path)
+
+    def adapter(self, version: int) -> AdapterVersion:
+        """A version as it is, or will be, published."""
+        return AdapterVersion(version, self.adapters / adapter_name(version))

@@ -1,0 +1,44 @@
+"""The modules that vLLM is started for, out of file headers, are those that the trainer then adapts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skylite.config import LoraConfig
+from skylite.lora_modules import short_names
+from skylite.models import likely_target_modules
+from skylite.training.targets import adapted_modules
+from tests.tiny_models import FAMILIES, make_tiny_model
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "without one": {"exclude_modules": ["down_proj"]},
+    "by name": {"target_modules": ["q_proj", "v_proj"]},
+    "by path": {"target_modules": [r"model\.layers\.1\..*_proj"]},
+    "embedding": {"target_modules": ["embed_tokens", "o_proj"]},
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / request.param, request.param)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_headers_name_the_modules_that_the_trainer_adapts(model_path: Path, name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = LoraConfig.model_validate(SETTINGS[name])
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    trainers = short_names((n for n, _ in model.named_modules()), adapted_modules(model, config))
+    assert likely_target_modules(model_path, config) == trainers
+    assert trainers
+
+
+def test_a_short_name_selects_exactly_the_chosen() -> None:
+    modules = ["a.0.q", "a.1.q", "a.0.k", "b.q"]
+    assert short_names(modules, ["a.0.q", "a.1.q", "b.q"]) == ["q"]
+    assert short_names(modules, ["a.0.q", "a.0.k"]) == ["a.0.q", "k"]
