@@ -30,15 +30,20 @@ def temporary_sibling(path: Path) -> Path:
 
 
 @contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write; on success it becomes `path`, on any error it is removed and `path` is as before."""
+def atomic_file(path: Path, *, durable: bool = True) -> Iterator[Path]:
+    """Yield a temporary path to write; on success it becomes `path`, on any error it is removed and `path` is as before.
+
+    Not `durable` is for what a run that goes on after a power cut does not read: whole for every reader, but not waited for.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_sibling(path)
     try:
         yield temporary
-        fsync_path(temporary)
+        if durable:
+            fsync_path(temporary)
         os.replace(temporary, path)
-        fsync_path(path.parent)
+        if durable:
+            fsync_path(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -63,9 +68,9 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
     """Write JSON atomically."""
-    with atomic_file(path) as temporary:
+    with atomic_file(path, durable=durable) as temporary:
         temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

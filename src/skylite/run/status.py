@@ -34,7 +34,7 @@ class Status:
 
 def write_status(path: Path, status: Status) -> None:
     """Replace the file atomically."""
-    write_json(path, asdict(status))
+    write_json(path, asdict(status), durable=False)
 
 
 def read_status(path: Path) -> Status:

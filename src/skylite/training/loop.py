@@ -161,7 +161,7 @@ def record(trainer: Trainer, step: int, facts: dict[str, bool | str], metrics: d
     if trainer.dist.is_first:
         facts = facts | {"packing": trainer.policy.packing}
         body = {"step": step, "version": step, **facts, "trained": trained, "metrics": metrics | {"mem/rss_peak_bytes": peak_bytes}}
-        write_json(trainer.run.update_path(step), body)
+        write_json(trainer.run.update_path(step), body, durable=False)  # a resumed run puts it away
 
 
 def peak_rss_bytes() -> float:
