@@ -156,6 +156,8 @@ class TrainerConfig(Section):
     """Activations made again in backward: none; selective: all but attention and the base's products; full: all but layer inputs."""
     num_threads: int | None = Field(None, ge=1)
     """CPU threads a rank; default: cores divided by ranks."""
+    deterministic: bool = False
+    """Only algorithms that give the same bits every time, and a recorded number of threads: a resumed run equals an undisturbed one."""
 
 
 class EngineConfig(Section):
@@ -261,6 +263,8 @@ class Resolved(Section):
     """Local folder with config, tokenizer and safetensors."""
     model_fingerprint: str
     """sha256 over the model config and the weight files' names, sizes, headers and evenly spaced samples of their data."""
+    data_sha256: str | None = None
+    """Of train.parquet; None in runs of older versions."""
     dtype: Literal["bfloat16", "float32"]
     device: Literal["cpu", "cuda"]
     lora_sync_path: str

@@ -21,7 +21,16 @@ def load_config(recipe: Path | None, overrides: Mapping[str, Any], settings: Seq
 
     Raises ConfigError that names every unknown key and bad value at once.
     """
-    tree = read_recipe(recipe) if recipe is not None else {}
+    where = f" (recipe {recipe})" if recipe is not None else ""
+    return _validated(read_recipe(recipe) if recipe is not None else {}, overrides, settings, where)
+
+
+def change_config(config: TrainConfig, overrides: Mapping[str, Any], settings: Sequence[str]) -> TrainConfig:
+    """The same with some fields changed, given as for `load_config`, which says what is raised."""
+    return _validated(config.model_dump(mode="json"), overrides, settings, "")
+
+
+def _validated(tree: dict[str, Any], overrides: Mapping[str, Any], settings: Sequence[str], where: str) -> TrainConfig:
     problems: list[str] = []
     for key, value in overrides.items():
         _put(tree, key, value, problems)
@@ -36,7 +45,6 @@ def load_config(recipe: Path | None, overrides: Mapping[str, Any], settings: Seq
     except ValidationError as error:
         problems += [_plain(e) for e in error.errors()]
     if problems:
-        where = f" (recipe {recipe})" if recipe is not None else ""
         raise ConfigError(f"The configuration{where} has {len(problems)} problem(s):\n" + "\n".join(f"  - {p}" for p in problems))
     return config
 

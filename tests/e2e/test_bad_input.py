@@ -96,7 +96,8 @@ def test_eval_needs_something_to_evaluate(project: Project) -> None:
 
 
 def test_resume_takes_no_other_settings(project: Project) -> None:
-    assert "Only --steps" in refused(project, "train", "--resume", "run", "--lr", "1e-3")
+    assert "--recipe was given too" in refused(project, "train", "--resume", "run", "--recipe", "gsm8k")
+    assert "no run was given" in refused(project, *project.train_args("x", 1, "--at", "3"))
     assert "not a skylite run" in refused(project, "train", "--resume", "data")
 
 

@@ -1,78 +1,24 @@
-"""The trainer under real torchrun (gloo): one and two ranks, resume, a stop request, a rank that fails or is killed."""
+"""The trainer under real torchrun (gloo): one and two ranks, a stop request, a rank that fails or is killed."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from safetensors.numpy import load_file
 
 from skylite.config_files import read_run_config
-from skylite.launch.torchrun import trainer_command, trainer_env
 from skylite.run.files import write_json
 from skylite.run.manifest import read_manifest
 from skylite.run.run_dir import RunDir, adapter_name
-from tests.reference import make_run, random_samples, settings, write_samples
+from tests.integration.torchrun import TIMEOUT_S, finish, largest_difference, trainer, wait_for, weights
+from tests.reference import make_run, random_samples, settings
 
 pytestmark = pytest.mark.dist
-TIMEOUT_S = 180.0
 STEPS = {step: random_samples(step) for step in (1, 2, 3)}
-
-
-@contextlib.contextmanager
-def trainer(run: RunDir, num_ranks: int, resume: bool = False) -> Iterator[subprocess.Popen[str]]:
-    """torchrun on a run directory, in a session of its own that is gone after the block."""
-    process = subprocess.Popen(
-        trainer_command(run.root, num_ranks, resume=resume),
-        env={**os.environ, **trainer_env(1)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def finish(run: RunDir, num_ranks: int, resume: bool = False) -> None:
-    """Run the trainer to its end; it must end well."""
-    with trainer(run, num_ranks, resume) as process:
-        output, _ = process.communicate(timeout=TIMEOUT_S)
-        assert process.returncode == 0, output
-
-
-def weights(run: RunDir, version: int) -> dict[str, np.ndarray]:
-    """The published tensors of a version."""
-    return load_file(run.default_adapters / adapter_name(version) / "adapter_model.safetensors")
-
-
-def largest_difference(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
-    """max |a - b| over all tensors, which must have the same names."""
-    assert a.keys() == b.keys()
-    return max(float(np.abs(a[k] - b[k]).max()) for k in a)
-
-
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    """Until the file is there."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not path.exists():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, f"{path} did not come"
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -118,19 +64,6 @@ def test_peft_loads_a_published_adapter_and_gives_the_manifests_logprobs(straigh
         found = [float(logprobs[t - 1, ids[t]]) for t in range(1, len(ids))]
         assert found == pytest.approx(expected, abs=1e-4)
     assert canary.policy_logprobs != canary.base_logprobs
-
-
-def test_resume_after_a_kill_equals_the_straight_run(straight: RunDir, tmp_path: Path, tiny_llama: Path) -> None:
-    run = make_run(tmp_path / "resumed", tiny_llama, settings(checkpoint={"every": 2}), {s: STEPS[s] for s in (1, 2)})
-    with trainer(run, 1) as process:
-        wait_for(run.update_path(2), process)
-        os.killpg(process.pid, signal.SIGKILL)
-    assert [p.name for p in run.checkpoints.iterdir()] == ["step-000002"]
-    write_samples(run.rollout_path(3), STEPS[3])
-    run.update_path(2).unlink()
-    finish(run, 1, resume=True)
-    assert run.read_json(run.update_path(2))["resumed"] is True
-    assert largest_difference(weights(run, 3), weights(straight, 3)) < 1e-6
 
 
 def test_a_stop_request_writes_a_checkpoint_of_the_last_step_and_ends_well(tmp_path: Path, tiny_llama: Path) -> None:

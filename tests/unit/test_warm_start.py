@@ -17,7 +17,8 @@ from skylite.config_files import read_run_config
 from skylite.data.prompt_file import PromptFileInfo, write_prompts
 from skylite.errors import ConfigError, ModelError
 from skylite.models.resolve import check_folder
-from skylite.orchestrator.plan import plan_resume, plan_run, write_run
+from skylite.orchestrator.plan import plan_run, write_run
+from skylite.orchestrator.resume import plan_resume
 from skylite.run.files import sha256_file
 from skylite.run.manifest import Canary, Manifest
 from skylite.run.run_dir import RunDir
@@ -168,8 +169,8 @@ def test_the_run_owns_a_copy_and_goes_on_without_the_folder_it_came_from(root: P
     assert read_run_config(run.config_path).resolved.warm_start == str(run.warm_start)
 
     moved = RunDir(run.root.rename(root / "moved"))
-    moved.checkpoint_path(1).mkdir()
-    assert plan_resume(moved, None, lambda _: None).resolved.warm_start == str(moved.warm_start)
+    resolved = plan_resume(moved, lambda _: None).resolved
+    assert (resolved.warm_start, resolved.lora_sync_path) == (str(moved.warm_start), str(moved.default_adapters))
 
 
 def test_a_run_without_a_warm_start_has_none(root: Path) -> None:

@@ -48,16 +48,24 @@ class TrainFlags:
         return {key: value for key, value in named.items() if value is not None}
 
 
-def train(flags: TrainFlags, *, run: Path | None, resume: Path | None, dry_run: bool) -> None:
+def train(flags: TrainFlags, *, run: Path | None, resume: Path | None, dry_run: bool, at: int | None = None) -> None:
     """Run the command. Raises SkyliteError subclasses; a clean stop by Ctrl-C exits 130."""
-    from skylite.orchestrator.plan import RunPlan, plan_resume, plan_run, write_run
+    from skylite.orchestrator.plan import RunPlan, plan_run, write_run
+    from skylite.orchestrator.resume import plan_resume
     from skylite.orchestrator.services import run_session
 
     plan: RunPlan
     if resume is not None:
         _refuse_flags_on_resume(flags, run)
-        plan = plan_resume(RunDir(resume.resolve()), flags.steps, say)
+        plan = plan_resume(RunDir(resume.resolve()), say, overrides=flags.overrides(), settings=flags.settings, at=at)
+        if dry_run:
+            print_settings(plan.config)
+            return
     else:
+        if at is not None:
+            raise ConfigError(
+                f"--at {at} chooses a checkpoint of --resume RUN, and no run was given.", "Give --resume, or leave --at away."
+            )
         recipe = find_recipe(flags.recipe) if flags.recipe else default_recipe(say)
         config = load_config(recipe, flags.overrides(), flags.settings)
         if flags.recipe is None and flags.data is None:
@@ -87,15 +95,12 @@ def _new_run(recipe: Path) -> Path:
 
 
 def _refuse_flags_on_resume(flags: TrainFlags, run: Path | None) -> None:
-    """A resumed run keeps its settings: only --steps may change."""
+    """What begins a new run cannot go with --resume; of the settings orchestrator/resume_settings.py knows which may change."""
     if flags.from_adapter is not None:
         raise ConfigError(
             "--from-adapter begins a new run with an adapter's weights, --resume goes on with a run as it was: they cannot go together.",
             "Give one of the two.",
         )
-    given = [k for k in flags.overrides() if k != "num_steps"] + list(flags.settings) + (["--recipe"] if flags.recipe else [])
-    given += ["--run"] if run else []
+    given = (["--recipe"] if flags.recipe else []) + (["--run"] if run else [])
     if given:
-        raise ConfigError(
-            f"--resume goes on with the run's own settings, but {', '.join(given)} was given too.", "Only --steps may go with it."
-        )
+        raise ConfigError(f"--resume goes on with a run in its own folder, but {', '.join(given)} was given too.", "Leave it away.")

@@ -90,7 +90,8 @@ async def sample_steps(session: Session, exchange: Exchange) -> None:
         exchange.sampling[step] = (started, time.monotonic())
         progress.event("sampling_ended", step=step, version=version)
         await source.proof
-        write_rollouts(plan.run.rollout_path(step), sampled.groups)
+        if not sampled.stored:
+            write_rollouts(plan.run.rollout_path(step), sampled.groups)
         progress.event("rollouts_written", step=step, version=version)
         exchange.samples.put_nowait(sampled)
     await retire_versions(session, before=source.adapter.version + 1)

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import skylite
 from skylite.config import LORA_LITERATURE_FLOOR_LR, Resolved, RunConfig, TrainConfig
-from skylite.config_files import read_run_config
 from skylite.data.prompt_file import PromptFileInfo, read_prompts
 from skylite.errors import ConfigError
-from skylite.launch.machine import choose_device, choose_dtype
+from skylite.launch.machine import choose_device, choose_dtype, cpu_cores
 from skylite.launch.vllm_server import engine_notes
 from skylite.models import resolve_model
 from skylite.orchestrator.warm_start import copy_warm_start, plan_warm_start
 from skylite.rewards import load_reward
-from skylite.run.files import write_json
+from skylite.run.files import sha256_file, write_json
 from skylite.run.run_dir import RunDir
 from skylite.types import Prompt
 
@@ -35,6 +34,8 @@ class RunPlan:
     """Spec of the reward function."""
     first_step: int
     """1, or the step after the checkpoint a resumed run continues from."""
+    reuse_rollouts: bool = False
+    """A resumed run trains again on rollouts that were sampled after its checkpoint."""
 
 
 def plan_run(config: TrainConfig, run: RunDir, say: Callable[[str], None]) -> RunPlan:
@@ -47,7 +48,7 @@ def plan_run(config: TrainConfig, run: RunDir, say: Callable[[str], None]) -> Ru
             say(text)
 
     train, info = read_split(config, "train")
-    held_out = read_split(config, config.eval.split)[0][: config.eval.limit] if config.eval.limit else []
+    held_out = held_out_prompts(config)
     note(data_note(config, info, len(train)))
     reward = config.reward.function or info.reward
     load_reward(reward, train[0])
@@ -58,6 +59,9 @@ def plan_run(config: TrainConfig, run: RunDir, say: Callable[[str], None]) -> Ru
         note(f"vLLM is started for LoRA rank {config.lora.vllm_rank}, the smallest it allows that holds rank {config.lora.rank}")
     if config.optim.lr < LORA_LITERATURE_FLOOR_LR:
         note(f"warning: optim.lr={config.optim.lr:g} is under {LORA_LITERATURE_FLOOR_LR:g}; LoRA hardly learns at such rates")
+    if config.trainer.deterministic and config.trainer.num_threads is None:
+        config = with_threads(config, cpu_cores() // config.trainer.num_ranks)
+        note(f"deterministic: {config.trainer.num_threads} CPU threads a rank, wherever the run goes on")
     for text in engine_notes(device, cpu_lora_kernels=config.engine.cpu_lora_kernels):
         note(text)
     model = resolve_model(config.model.name, say=say)
@@ -67,6 +71,7 @@ def plan_run(config: TrainConfig, run: RunDir, say: Callable[[str], None]) -> Ru
     resolved = Resolved(
         model_path=str(model.path),
         model_fingerprint=model.fingerprint,
+        data_sha256=train_data_hash(config),
         dtype=dtype,
         device=device,
         lora_sync_path=str(Path(config.lora.lora_sync_path or run.default_adapters).resolve()),
@@ -79,6 +84,21 @@ def plan_run(config: TrainConfig, run: RunDir, say: Callable[[str], None]) -> Ru
 def read_split(config: TrainConfig, split: str) -> tuple[list[Prompt], PromptFileInfo]:
     """Prompts of a split at the configured grades. Raises DataError."""
     return read_prompts(Path(config.data.path) / f"{split}.parquet", grades=tuple(config.data.grades))
+
+
+def with_threads(config: TrainConfig, num_threads: int) -> TrainConfig:
+    """With a fixed number of CPU threads a rank: sums are rounded by how they are shared out."""
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"num_threads": max(1, num_threads)})})
+
+
+def held_out_prompts(config: TrainConfig) -> list[Prompt]:
+    """The first eval.limit problems of eval.split. Raises DataError."""
+    return read_split(config, config.eval.split)[0][: config.eval.limit] if config.eval.limit else []
+
+
+def train_data_hash(config: TrainConfig) -> str:
+    """sha256 of the training split: a run that goes on must find the same prompts in the same order."""
+    return sha256_file(Path(config.data.path) / "train.parquet")
 
 
 def data_note(config: TrainConfig, info: PromptFileInfo, count: int) -> str:
@@ -97,37 +117,10 @@ def write_run(plan: RunPlan) -> None:
         copy_warm_start(Path(plan.config.lora.from_adapter).expanduser(), plan.run)
     for folder in (plan.run.rollouts, plan.run.updates, plan.run.checkpoints, plan.run.logs, Path(plan.resolved.lora_sync_path)):
         folder.mkdir(parents=True, exist_ok=True)
-    _write_config(plan)
+    write_config(plan)
 
 
-def plan_resume(run: RunDir, num_steps: int | None, say: Callable[[str], None]) -> RunPlan:
-    """The plan of an existing run that goes on from its last checkpoint, to `num_steps` in all when given."""
-    recorded = read_run_config(run.config_path)
-    config = recorded.config.model_copy(update={"num_steps": num_steps or recorded.config.num_steps})
-    done = last_checkpoint_step(run)
-    if done is None:
-        raise ConfigError(f"{run.root} has no checkpoint to resume from.", "Start it anew with `skylite train`.")
-    if done >= config.num_steps:
-        raise ConfigError(f"{run.root} is at step {done} of {config.num_steps} already.", f"Give more steps, e.g. --steps {done + 10}.")
-    train, info = read_split(config, "train")
-    held_out = read_split(config, config.eval.split)[0][: config.eval.limit] if config.eval.limit else []
-    say(f"resuming {run.root} after step {done} of {config.num_steps}")
-    # The run may have been moved, and its copy of a warm start with it.
-    resolved = recorded.resolved.model_copy(update={"warm_start": str(run.warm_start) if recorded.resolved.warm_start else None})
-    plan = RunPlan(
-        run=run, config=config, resolved=resolved, train=train, held_out=held_out,
-        reward=config.reward.function or info.reward, first_step=done + 1,
-    )  # fmt: skip
-    _write_config(plan)
-    return plan
-
-
-def last_checkpoint_step(run: RunDir) -> int | None:
-    """The newest complete checkpoint's step, None without one."""
-    steps = [int(p.name.removeprefix("step-")) for p in run.checkpoints.glob("step-*") if p.is_dir()]
-    return max(steps, default=None)
-
-
-def _write_config(plan: RunPlan) -> None:
+def write_config(plan: RunPlan) -> None:
+    """Write config.json: what the children are told."""
     value = RunConfig(skylite_version=skylite.__version__, config=plan.config, resolved=plan.resolved)
     write_json(plan.run.config_path, value.model_dump(mode="json"))

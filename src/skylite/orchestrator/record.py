@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ def step_metrics(step: int, sampled: SampledStep, update: dict[str, Any], report
     rollouts = [r for g in sampled.groups for r in g.rollouts]
     left_out = [r for g in sampled.left_out for r in g.rollouts]
     tokens = [len(r.completion.token_ids) for r in rollouts]
+    num_sampled = sum(tokens) + sum(len(r.completion.token_ids) for r in left_out)
     rewards = [r.reward for r in rollouts]
     staleness = [step - 1 - r.completion.adapter_version for r in rollouts]
     trainer_canary_s = update["time/canary_s"]
@@ -51,7 +53,8 @@ def step_metrics(step: int, sampled: SampledStep, update: dict[str, Any], report
         "groups/missing": sampled.missing,
         "completion/tokens_mean": statistics.fmean(tokens),
         "completion/truncated_frac": statistics.fmean(r.completion.finish_reason == "length" for r in rollouts),
-        "perf/completion_tokens_per_s": (sum(tokens) + sum(len(r.completion.token_ids) for r in left_out)) / times.rollout_s,
+        "rollout/stored": float(sampled.stored),
+        "perf/completion_tokens_per_s": math.nan if sampled.stored else num_sampled / times.rollout_s,
         "staleness/mean": statistics.fmean(staleness),
         "staleness/max": max(staleness),
         "time/rollout_s": times.rollout_s,

@@ -18,6 +18,8 @@ class SampledStep:
     """Replaced by others, or sampled for nothing: each has equal rewards."""
     missing: int = 0
     """How many of `groups` should have been replaced and could not be; the trainer drops them."""
+    stored: bool = False
+    """Read from the step's rollout file, which is there already (a resumed run)."""
 
     @property
     def equal_frac(self) -> float:

@@ -1,33 +1,119 @@
-"""Going back to a checkpoint: what a dead attempt left beyond it is put away, so that no stale file is taken for a new one."""
+"""Going on with a run: from which checkpoint, with which settings, and what a dead attempt left beyond it is put away."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import skylite
+from skylite.config import Resolved, RunConfig, TrainConfig
+from skylite.config_files import change_config, read_run_config
+from skylite.errors import ConfigError, DataError
+from skylite.models.resolve import check_folder
+from skylite.orchestrator.plan import RunPlan, held_out_prompts, read_split, train_data_hash
+from skylite.orchestrator.resume_settings import check_changes
+from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint, step_of
 from skylite.run.files import TEMPORARY_MARK, atomic_file
 from skylite.run.metrics import read_metrics
+from skylite.run.retention import forget_scores_after
+from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir, published_versions
+from skylite.run.status import read_status
+
+Say = Callable[[str], None]
 
 
-def forget_after(run: RunDir, lora_sync_path: Path, step: int) -> int:
-    """Remove rollouts, updates, adapters and metrics of steps after `step`, and unfinished files. Returns how many steps went.
+def plan_resume(
+    run: RunDir, say: Say, *, overrides: Mapping[str, Any] | None = None, settings: Sequence[str] = (), at: int | None = None
+) -> RunPlan:
+    """The plan of an existing run that goes on from its newest whole checkpoint, or from that of step `at`. Nothing is written.
 
-    The update file of `step` goes too: the resumed trainer writes it again once its adapter stands, and the parent waits for that.
+    Raises ConfigError for a change that would give another run, for other data or another model, and when there is nothing left to do.
     """
-    for folder, first in ((run.rollouts, step + 1), (run.updates, step)):
-        for path in folder.glob("step-*"):
-            if int(path.stem.removeprefix("step-")) >= first:
-                path.unlink()
-    for adapter in published_versions(lora_sync_path):
-        if adapter.version > step:
-            shutil.rmtree(adapter.path)
-    for folder in (run.rollouts, run.updates, run.checkpoints, lora_sync_path):
+    recorded = read_run_config(run.config_path)
+    config = change_config(recorded.config, overrides or {}, settings)
+    check_changes(recorded.config, config, say)
+    train, info = read_split(config, "train")
+    _check_inputs(recorded, config)
+    done = choose_checkpoint(run, at, say)
+    _require_work(run, config, done)
+    say(f"resuming {run.root} after step {done} of {config.num_steps}" + ("" if done else ", from its start"))
+    if recorded.skylite_version != skylite.__version__:
+        say(f"warning: the run was made by skylite {recorded.skylite_version}, and this is {skylite.__version__}")
+    return RunPlan(
+        run=run, config=config, resolved=_where_it_is_now(run, recorded), train=train, held_out=held_out_prompts(config),
+        reward=config.reward.function or info.reward, first_step=done + 1, reuse_rollouts=at is None,
+    )  # fmt: skip
+
+
+def forget_after(run: RunDir, lora_sync_path: Path, step: int, say: Say, *, reuse_rollouts: bool) -> int:
+    """Remove what lies after `step` and unfinished files. Returns how many recorded steps go.
+
+    Rollouts that were sampled after it are kept where `reuse_rollouts`: a step is a function of its rollouts, so nothing is sampled
+    twice. The update file of `step` goes too: the resumed trainer writes it again once its adapter stands, and the parent waits for that.
+    """
+    kept = reusable_rollouts(run, step, say) if reuse_rollouts else 0
+    for folder, first in ((run.rollouts, step + 1 + kept), (run.updates, step)):
+        for path in (p for p in folder.glob("step-*") if step_of(p) >= first):
+            path.unlink()
+    for adapter in (a for a in published_versions(lora_sync_path) if a.version > step):
+        shutil.rmtree(adapter.path)
+    for later in (s for s in checkpoint_steps(run) if s > step):
+        shutil.rmtree(run.checkpoint_path(later))
+    forget_scores_after(run, step)
+    for folder in (run.rollouts, run.updates, run.checkpoints, run.evals, lora_sync_path):
         for leftover in folder.glob(f".*{TEMPORARY_MARK}*"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     lines = read_metrics(run.metrics_path)
-    kept = [line for line in lines if line["step"] <= step]
+    before = [line for line in lines if line["step"] <= step]
     with atomic_file(run.metrics_path) as temporary:
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-    return len(lines) - len(kept)
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in before), encoding="utf-8")
+    if kept:
+        say(f"steps {step + 1} to {step + kept} are trained again from their stored rollouts; nothing is sampled twice")
+    return len(lines) - len(before)
+
+
+def reusable_rollouts(run: RunDir, step: int, say: Say) -> int:
+    """How many steps right after `step` have a whole rollout file. Those of a step that went bad are sampled anew."""
+    count = 0
+    while (path := run.rollout_path(step + count + 1)).exists() and not any(run.bad.glob(f"{path.stem}*")):
+        try:
+            read_rollouts(path)
+        except DataError as error:
+            say(f"warning: {error.what} It is sampled again.")
+            break
+        count += 1
+    return count
+
+
+def _check_inputs(recorded: RunConfig, config: TrainConfig) -> None:
+    """Data and model are still those the run began with. Raises ConfigError."""
+    resolved = recorded.resolved
+    if resolved.data_sha256 is not None and train_data_hash(config) != resolved.data_sha256:
+        raise ConfigError(
+            f"{Path(config.data.path) / 'train.parquet'} is not the file that the run has been trained on (its sha256 is another).",
+            "Give --data the folder it has been moved to, or prepare it again as it was.",
+        )
+    if check_folder(Path(resolved.model_path), "").fingerprint != resolved.model_fingerprint:
+        raise ConfigError(
+            f"The model in {resolved.model_path} is not the one that the run has been trained on (its fingerprint is another).",
+            "Put the old one back, or start a new run.",
+        )
+
+
+def _require_work(run: RunDir, config: TrainConfig, done: int) -> None:
+    """Raise ConfigError when every step, and the evaluation after them, is done."""
+    is_finished = done == config.num_steps and run.status_path.exists() and read_status(run.status_path).phase == "done"
+    if done > config.num_steps or is_finished:
+        raise ConfigError(f"{run.root} is at step {done} of {config.num_steps} already.", f"Give more steps, e.g. --steps {done + 10}.")
+
+
+def _where_it_is_now(run: RunDir, recorded: RunConfig) -> Resolved:
+    """A run may have been moved, and its adapters and its copy of a warm start with it."""
+    update: dict[str, Any] = {"warm_start": str(run.warm_start) if recorded.resolved.warm_start else None}
+    if recorded.config.lora.lora_sync_path is None:
+        update["lora_sync_path"] = str(run.default_adapters.resolve())
+    return recorded.resolved.model_copy(update=update)

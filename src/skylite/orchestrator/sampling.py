@@ -13,12 +13,16 @@ from skylite.rewards.shaping import overlong_penalty
 from skylite.rollout.client import Sampling
 from skylite.rollout.collect import collect_group, gather_all, request_seed
 from skylite.rollout.tokenizer import encode_prompts
+from skylite.run.rollout_file import read_groups
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Prompt, RolloutGroup
 
 
 async def sample_step(session: Session, step: int, adapter: AdapterVersion) -> SampledStep:
-    """The step's rollout groups, sampled from `adapter`, which the engines serve."""
+    """The step's rollout groups, sampled from `adapter`, which the engines serve, or those that a resumed run has stored."""
+    stored = session.plan.run.rollout_path(step)
+    if stored.exists():
+        return SampledStep(groups=await asyncio.to_thread(read_groups, stored), stored=True)
     config, train = session.plan.config, session.plan.train
     algorithm, per_step = config.algorithm, config.rollout.prompts_per_step
     first = await sample_groups(session, step, adapter, prompts_for_step(train, step, per_step, config.seed), first_index=0)

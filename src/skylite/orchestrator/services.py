@@ -17,7 +17,7 @@ from skylite.launch.torchrun import trainer_command, trainer_env
 from skylite.models import likely_target_modules
 from skylite.orchestrator.engine_set import open_engines, wait_ready
 from skylite.orchestrator.loop import run_steps, wait_for_update
-from skylite.orchestrator.plan import RunPlan
+from skylite.orchestrator.plan import RunPlan, write_config
 from skylite.orchestrator.progress import Progress
 from skylite.orchestrator.resume import forget_after
 from skylite.orchestrator.session import Session
@@ -29,7 +29,7 @@ from skylite.rollout.tokenizer import load_tokenizer
 from skylite.run.files import write_json
 from skylite.run.lock import lock_folder
 from skylite.run.manifest import read_manifest
-from skylite.run.metrics import read_metrics
+from skylite.run.metrics import read_metrics, with_nan
 from skylite.run.run_dir import adapter_name
 from skylite.ui.closing import finished_text, stopped_text
 from skylite.ui.dashboard import Screen
@@ -47,9 +47,13 @@ async def run_session(plan: RunPlan, *, resume: bool) -> bool:
     with lock_folder(plan.run.root), lock_folder(adapters):
         plan.run.stop_path.unlink(missing_ok=True)
         plan.run.trainer_error_path.unlink(missing_ok=True)
+        notes: list[str] = []
         if resume:
-            forget_after(plan.run, adapters, plan.first_step - 1)
-        with Screen(plan.config.num_steps, history=read_metrics(plan.run.metrics_path)) as screen:
+            write_config(plan)
+            forget_after(plan.run, adapters, plan.first_step - 1, notes.append, reuse_rollouts=plan.reuse_rollouts)
+        with Screen(plan.config.num_steps, history=[with_nan(m) for m in read_metrics(plan.run.metrics_path)]) as screen:
+            for note in notes:
+                screen.say(note)
             return await _supervised(plan, screen, adapters, resume)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         steps = {k: m for k, m in steps.items() if m["step"] < metrics["step"]}
         steps[metrics["step"]] = metrics
     return list(steps.values())
+
+
+def with_nan(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON's null back to a number that is none, for whoever shows numbers."""
+    return {key: math.nan if value is None else value for key, value in metrics.items()}
 
 
 def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:

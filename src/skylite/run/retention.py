@@ -80,6 +80,14 @@ def held_out_scores(run: RunDir, config: EvalConfig) -> dict[int, float]:
     return scores
 
 
+def forget_scores_after(run: RunDir, version: int) -> None:
+    """Remove the run's own evaluations of versions after `version`."""
+    for label in get_args(Label):
+        for path in run.evals.glob(f"{label}-v*"):
+            if int(path.stem.removeprefix(f"{label}-v")) > version:
+                path.unlink()
+
+
 def _remove(folder: Path) -> int:
     """Delete a folder; its bytes. First out of sight, so that a kill halfway leaves nothing torn under a good name."""
     size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from skylite.errors import DataError
 from skylite.run.files import atomic_file
-from skylite.types import RolloutGroup
+from skylite.types import Completion, Message, Prompt, Rollout, RolloutGroup
 
 ROLLOUT_SCHEMA = pa.schema(
     [
@@ -76,10 +77,6 @@ def write_rollouts(path: Path, groups: Sequence[RolloutGroup]) -> None:
 
 def read_rollouts(path: Path) -> list[TrainSample]:
     """The samples of a step in file order. Raises DataError when the file is not a rollout file."""
-    try:
-        rows = pq.read_table(path, schema=ROLLOUT_SCHEMA).to_pylist()
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path} is not a rollout file: {error}.", "Delete it; the step is sampled again on resume.") from None
     return [
         TrainSample(
             group=row["group"],
@@ -89,5 +86,30 @@ def read_rollouts(path: Path) -> list[TrainSample]:
             reward=row["reward"] + row["penalty"],
             truncated=row["finish_reason"] == "length",
         )
-        for row in rows
+        for row in _rows(path)
     ]
+
+
+def read_groups(path: Path) -> list[RolloutGroup]:
+    """The groups of a step as they were written; of a prompt only id, question and answer. Raises DataError like `read_rollouts`."""
+    groups: dict[int, list[Rollout]] = {}
+    for row in _rows(path):
+        completion = Completion(
+            token_ids=row["completion_token_ids"], logprobs=row["rollout_logprobs"], text=row["completion"],
+            finish_reason=row["finish_reason"], adapter_version=row["adapter_version"],
+        )  # fmt: skip
+        question = [Message(role="user", content=row["question"])]
+        prompt = Prompt(id=row["prompt_id"], messages=question, answer=row["answer"], source="")
+        rollout = Rollout(
+            prompt=prompt, prompt_token_ids=row["prompt_token_ids"], completion=completion, reward=row["reward"], penalty=row["penalty"]
+        )
+        groups.setdefault(row["group"], []).append(rollout)
+    return [RolloutGroup(tuple(rollouts)) for rollouts in groups.values()]
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    try:
+        rows: list[dict[str, Any]] = pq.read_table(path, schema=ROLLOUT_SCHEMA).to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path} is not a rollout file: {error}.", "Delete it; the step is sampled again on resume.") from None
+    return rows

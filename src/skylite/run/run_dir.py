@@ -117,6 +117,11 @@ class RunDir:
         return self.root / "evals"
 
     @property
+    def bad(self) -> Path:
+        """Steps whose update was not applied: their rollouts and the reason."""
+        return self.root / "bad"
+
+    @property
     def warm_start(self) -> Path:
         """The adapter that version 0 begins as, copied here so that a resumed run does not depend on where it came from."""
         return self.root / "warm_start"

@@ -76,3 +76,9 @@ def set_threads(num_threads: int | None) -> None:
     """CPU threads of this rank: as configured, else the usable cores divided by the ranks of this machine."""
     ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     torch.set_num_threads(num_threads or max(1, len(os.sched_getaffinity(0)) // ranks))
+
+
+def make_deterministic() -> None:
+    """Only algorithms that give the same bits every time; torch raises RuntimeError where it has none. Before the first CUDA call."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS may choose another algorithm from run to run
+    torch.use_deterministic_algorithms(True)

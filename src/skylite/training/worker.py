@@ -45,10 +45,12 @@ def main() -> NoReturn:
 def work(run: RunDir, resume: bool) -> None:
     """Join the other ranks and run the loop."""
     run_config = read_run_config(run.config_path)
-    from skylite.training.dist import process_group, set_threads
+    from skylite.training.dist import make_deterministic, process_group, set_threads
     from skylite.training.loop import train
 
     set_threads(run_config.config.trainer.num_threads)
+    if run_config.config.trainer.deterministic:
+        make_deterministic()
     with process_group(run_config.resolved.device) as dist:
         train(run, run_config, dist, resume=resume)
 

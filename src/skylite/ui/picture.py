@@ -6,9 +6,7 @@ python -m skylite.ui.picture RUN OUT.svg [COLUMNS ROWS]
 from __future__ import annotations
 
 import io
-import math
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from rich.console import Console
 from skylite.config_files import read_run_config
 from skylite.errors import DataError
 from skylite.evaluation.interval import accuracy_of
-from skylite.run.metrics import read_metrics
+from skylite.run.metrics import read_metrics, with_nan
 from skylite.run.run_dir import RunDir
 from skylite.ui.page import CompletionView, Page, ScreenState
 
@@ -36,7 +34,7 @@ def main(arguments: list[str]) -> None:
 
 def state_of(run: RunDir, num_steps: int) -> ScreenState:
     """The screen as it was after the last recorded step. Raises DataError for a run without one."""
-    history = [_with_nan(m) for m in read_metrics(run.metrics_path)]
+    history = [with_nan(m) for m in read_metrics(run.metrics_path)]
     if not history:
         raise DataError(f"{run.metrics_path} holds no step yet.", "Wait for the run's first step.")
     last = int(history[-1]["step"])
@@ -52,11 +50,6 @@ def state_of(run: RunDir, num_steps: int) -> ScreenState:
     # Only the steps' own time is on record, not the start of the processes.
     state.started -= sum(m["time/step_s"] for m in history)
     return state
-
-
-def _with_nan(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON's null back to a number that is none."""
-    return {key: math.nan if value is None else value for key, value in metrics.items()}
 
 
 def _sample(path: Path) -> CompletionView | None:

@@ -1,0 +1,94 @@
+"""A run that was killed and goes on, under real torchrun: bit for bit on the ranks it had, up to rounding on others."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from skylite.errors import ModelError
+from skylite.orchestrator.resume import forget_after
+from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint, verify_checkpoint
+from skylite.run.run_dir import RunDir
+from tests.integration.torchrun import finish, largest_difference, trainer, wait_for, weights
+from tests.reference import make_run, random_samples, settings
+
+pytestmark = pytest.mark.dist
+STEPS = {step: random_samples(step) for step in (1, 2, 3, 4)}
+CONFIG = settings(
+    num_steps=4,
+    optim={"schedule": "cosine", "warmup_steps": 1},
+    algorithm={"updates_per_step": 2},
+    checkpoint={"every": 2},
+    trainer={"deterministic": True},
+)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> RunDir:
+    """Four steps that nothing disturbs."""
+    run = make_run(tmp_path_factory.mktemp("straight"), tiny_llama, CONFIG, STEPS)
+    finish(run, 1)
+    return run
+
+
+def go_on(run: RunDir, num_ranks: int, at: int | None = None) -> int:
+    """What the parent does before it starts the trainer again, then the trainer to its end; the step it began after."""
+    done = choose_checkpoint(run, at, print)
+    forget_after(run, run.default_adapters, done, print, reuse_rollouts=True)
+    finish(run, num_ranks, resume=True)
+    return done
+
+
+def copy_of(straight: RunDir, root: Path) -> RunDir:
+    """The run as if it had been made somewhere else."""
+    shutil.copytree(straight.root, root)
+    config = (root / "config.json").read_text().replace(str(straight.root), str(root))
+    (root / "config.json").write_text(config)
+    return RunDir(root)
+
+
+def test_a_killed_run_goes_on_bit_for_bit(straight: RunDir, tmp_path: Path, tiny_llama: Path) -> None:
+    run = make_run(tmp_path / "killed", tiny_llama, CONFIG, {s: STEPS[s] for s in (1, 2, 3)})
+    with trainer(run, 1) as process:
+        wait_for(run.update_path(3), process)
+        os.killpg(process.pid, signal.SIGKILL)
+    assert checkpoint_steps(run) == [2]
+    shutil.copy(straight.rollout_path(4), run.rollout_path(4))
+    assert go_on(run, 1) == 2
+    assert run.read_json(run.update_path(2))["resumed"] is True
+    for version in range(5):
+        assert largest_difference(weights(run, version), weights(straight, version)) == 0.0, version
+    verify_checkpoint(run.checkpoint_path(4))
+    for name in ("policy.safetensors", "policy-optimizer.safetensors", "random-state.safetensors"):
+        assert (run.checkpoint_path(4) / name).read_bytes() == (straight.checkpoint_path(4) / name).read_bytes(), name
+
+
+def test_one_rank_goes_on_as_two_and_two_as_one(straight: RunDir, tmp_path: Path) -> None:
+    run = copy_of(straight, tmp_path / "copy")
+    assert go_on(run, 2, at=2) == 2
+    state = run.read_json(run.checkpoint_path(4) / "state.json")
+    moved = largest_difference(weights(straight, 4), weights(straight, 2))
+    assert largest_difference(weights(run, 4), weights(straight, 4)) < 1e-3 * moved
+    assert (state["num_ranks"], state["optimizer_updates"]) == (2, {"policy": 8})
+    made_by_two = (run.default_adapters / "policy-v000004" / "manifest.json").stat().st_ino
+    assert go_on(run, 1, at=4) == 4
+    # A version that is there already is left alone when it is the same, and a SyncFailed when it is not.
+    assert (run.default_adapters / "policy-v000004" / "manifest.json").stat().st_ino == made_by_two
+
+
+def test_a_checkpoint_that_was_damaged_after_the_parent_looked_is_refused_by_the_trainer(straight: RunDir, tmp_path: Path) -> None:
+    run = copy_of(straight, tmp_path / "copy")
+    weights_file = run.checkpoint_path(4) / "policy-optimizer.safetensors"
+    content = bytearray(weights_file.read_bytes())
+    content[-1] ^= 1
+    weights_file.write_bytes(content)
+    with pytest.raises(ModelError, match="policy-optimizer"):
+        choose_checkpoint(run, 4, print)
+    with trainer(run, 1, resume=True) as process:
+        process.communicate(timeout=120)
+        assert process.returncode == 1
+    assert "policy-optimizer.safetensors has sha256" in run.read_json(run.trainer_error_path)["what"]
