@@ -200,6 +200,22 @@ class EvalConfig(Section):
     """Score them every N steps too; 0: only before and after."""
 
 
+class GuardsConfig(Section):
+    """What makes a step bad besides numbers that are not finite. Its update is not applied, and what it learned from is kept in bad/."""
+
+    on_bad: Literal["stop", "skip"] = "stop"
+    """Stop the run, or skip the step: the adapter as it is becomes the next version too."""
+    max_skips: int = Field(3, ge=1)
+    """After this many skipped steps in a row the run stops all the same."""
+    max_kl: float | None = Field(None, gt=0)
+    """Largest KL to the reference policy (algorithm.kl_ref), nats a token; needs algorithm.kl_coef > 0."""
+    max_mismatch_kl: float | None = Field(None, gt=0)
+    """Largest KL between vLLM's and the trainer's distributions (k3), nats a token."""
+    min_reward: float | None = None
+    """Reward collapse: the mean reward of every one of the last `min_reward_steps` steps is under this; none: not watched."""
+    min_reward_steps: int = Field(5, ge=1)
+
+
 class TrainConfig(Section):
     """Everything `skylite train` does. Written resolved into run/config.json."""
 
@@ -221,6 +237,7 @@ class TrainConfig(Section):
     sync: SyncConfig = SyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
+    guards: GuardsConfig = GuardsConfig()
 
     @model_validator(mode="after")
     def staleness_is_corrected(self) -> Self:
@@ -242,6 +259,15 @@ class TrainConfig(Section):
             raise ValueError(
                 f"algorithm.updates_per_step={self.algorithm.updates_per_step} must divide "
                 f"rollout.prompts_per_step={self.rollout.prompts_per_step}, so that every mini-batch holds whole groups."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def the_kl_is_measured(self) -> Self:
+        if self.guards.max_kl is not None and not self.algorithm.uses_ref:
+            raise ValueError(
+                f"guards.max_kl={self.guards.max_kl:g} limits the KL to the reference policy, which algorithm.kl_coef=0 does not measure; "
+                "set algorithm.kl_coef (1e-9 measures it without an effect)."
             )
         return self
 

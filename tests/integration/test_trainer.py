@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +86,20 @@ def test_a_gradient_that_is_not_finite_ends_both_ranks_with_the_reason(tmp_path:
     reason = json.loads(run.trainer_error_path.read_text())
     assert "not finite" in reason["what"]
     assert "optim.lr" in reason["hint"]
+    assert not run.update_path(1).exists()
+    assert sorted(p.name for p in (run.bad / "step-000001").iterdir()) == ["reason.json", "rollouts.parquet"]
+
+
+def test_a_bad_step_is_skipped_by_both_ranks_and_the_next_learns_again(straight: RunDir, tmp_path: Path, tiny_llama: Path) -> None:
+    poisoned = [replace(s, rollout_logprobs=[float("nan")] * len(s.rollout_logprobs)) for s in STEPS[2]]
+    run = make_run(tmp_path / "skipped", tiny_llama, settings(guards={"on_bad": "skip"}), {**STEPS, 2: poisoned})
+    finish(run, 2)
+    assert largest_difference(weights(run, 2), weights(run, 1)) == 0.0
+    assert largest_difference(weights(run, 3), weights(run, 2)) > 0.0
+    skipped = run.read_json(run.update_path(2))
+    assert skipped["skipped"].startswith("the sampler's logprob of token 0 of sample 0")
+    assert "skipped" not in run.read_json(run.update_path(3))
+    assert (run.bad / "step-000002" / "rollouts.parquet").read_bytes() == run.rollout_path(2).read_bytes()
 
 
 def test_a_model_that_is_not_there_is_one_sentence_from_the_rank(tmp_path: Path, tiny_llama: Path) -> None:

@@ -108,6 +108,9 @@ async def follow_training(session: Session, exchange: Exchange) -> None:
         progress.phase("training", f"step {step} of {plan.config.num_steps}")
         update = await wait_for_update(plan.run, step)
         progress.event("update_seen", step=step)
+        if "guard/reason" in update.metrics:
+            reason = update.metrics["guard/reason"]
+            progress.screen.say(f"step {step} is skipped, {adapter_name(step)} is the adapter before it: {reason} (kept in {plan.run.bad})")
         progress.phase("syncing", adapter_name(step))
         loaded = await take_version(session, step)
         is_evaluated = plan.config.eval.every > 0 and step % plan.config.eval.every == 0 and step < plan.config.num_steps
@@ -163,7 +166,8 @@ async def wait_for_update(run: RunDir, step: int) -> Update:
         await asyncio.sleep(POLL_S)
     body = run.read_json(run.update_path(step))
     started, ended = body["trained"]
-    return Update(body["metrics"], (started, ended))
+    skipped = {"guard/skipped": 1.0, "guard/reason": body["skipped"]} if "skipped" in body else {}
+    return Update(body["metrics"] | skipped, (started, ended))
 
 
 async def take_version(session: Session, version: int) -> Loaded:

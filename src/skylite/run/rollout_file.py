@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,9 +108,15 @@ def read_groups(path: Path) -> list[RolloutGroup]:
     return [RolloutGroup(tuple(rollouts)) for rollouts in groups.values()]
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
+def mean_reward(path: Path) -> float:
+    """The mean score of a step, without penalties. Raises DataError like `read_rollouts`."""
+    rewards = [row["reward"] for row in _rows(path, ["reward"])]
+    return math.fsum(rewards) / len(rewards)
+
+
+def _rows(path: Path, columns: list[str] | None = None) -> list[dict[str, Any]]:
     try:
-        rows: list[dict[str, Any]] = pq.read_table(path, schema=ROLLOUT_SCHEMA).to_pylist()
+        rows: list[dict[str, Any]] = pq.read_table(path, schema=ROLLOUT_SCHEMA, columns=columns).to_pylist()
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path} is not a rollout file: {error}.", "Delete it; the step is sampled again on resume.") from None
     return rows

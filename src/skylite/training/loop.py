@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from skylite.config import RunConfig, TrainConfig
+from skylite.errors import TrainingDiverged
 from skylite.run.checkpoint_folder import checkpoint_steps
 from skylite.run.files import write_json
 from skylite.run.manifest import Canary
 from skylite.run.rollout_file import TrainSample, read_rollouts
-from skylite.run.run_dir import RunDir
+from skylite.run.run_dir import RunDir, adapter_name
 from skylite.training.adapter import b_norm, base_canary_logprobs, canary_logprobs, check_reference, publish
 from skylite.training.checkpoint import load_checkpoint, random_states, save_checkpoint
 from skylite.training.critic import Critic, make_critic
 from skylite.training.dist import Dist
+from skylite.training.guards import (
+    collapse_fault,
+    keep_inputs,
+    learn_or_undo,
+    limit_fault,
+    parameter_fault,
+    sample_fault,
+    skips_before,
+)
 from skylite.training.learner import Learner, make_learner
 from skylite.training.policy import Policy, choose_passes, load_policy
 from skylite.training.step import train_step
@@ -48,6 +60,17 @@ class Trainer:
         return [self.learner, *([self.critic.learner] if self.critic else [])]
 
 
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """A step that was tried."""
+
+    metrics: dict[str, float]
+    fault: str
+    """What was bad about it, in words; empty: its updates stand and its version is published."""
+    span: tuple[float, float]
+    """When it was computed, in seconds of the monotonic clock."""
+
+
 def train(run: RunDir, run_config: RunConfig, dist: Dist, resume: bool) -> None:
     """Publish the first version, then learn from every rollout file as it appears, until the last step or a stop request."""
     trainer = start(run, run_config, dist)
@@ -60,14 +83,15 @@ def train(run: RunDir, run_config: RunConfig, dist: Dist, resume: bool) -> None:
         samples = wait_for_rollouts(trainer, step)
         if samples is None:
             break
-        started = time.monotonic()
-        learned = train_step(trainer.policy, trainer.learner, samples, step, trainer.config, dist, trainer.critic)
-        trained = (started, time.monotonic())
-        metrics = learned | {"time/wait_s": started - waited, "time/train_s": trained[1] - started} | publish_version(trainer, step)
+        learned = learn_guarded(trainer, samples, step)
+        metrics = learned.metrics | {"time/wait_s": learned.span[0] - waited, "time/train_s": learned.span[1] - learned.span[0]}
+        if learned.fault:
+            metrics |= skip_or_stop(trainer, step, learned.fault, metrics)
+            metrics |= publish_version(trainer, step)
         done = step
         if step % checkpoint.every == 0 or step == trainer.config.num_steps:
             metrics |= checkpoint_step(trainer, step)
-        record(trainer, step, {}, metrics, trained)
+        record(trainer, step, {"skipped": learned.fault} if learned.fault else {}, metrics, learned.span)
     checkpoint_step(trainer, done)
 
 
@@ -123,8 +147,49 @@ def wait_for_rollouts(trainer: Trainer, step: int) -> list[TrainSample] | None:
     return None if trainer.dist.from_first_(stopping).item() else read_rollouts(path)
 
 
+def learn_guarded(trainer: Trainer, samples: list[TrainSample], step: int) -> Learned:
+    """Learn from a step and publish its version, or neither: when something is bad, the learners are as before."""
+    guards, started = trainer.config.guards, time.monotonic()
+    if fault := sample_fault(samples) or collapse_fault(trainer.run, step, guards):
+        return Learned({}, fault, (started, started))
+    ended = started
+
+    def learn() -> dict[str, float]:
+        nonlocal ended
+        metrics = train_step(trainer.policy, trainer.learner, samples, step, trainer.config, trainer.dist, trainer.critic)
+        ended = time.monotonic()
+        return metrics
+
+    def find_fault(metrics: Mapping[str, float]) -> str:
+        return limit_fault(metrics, guards) or parameter_fault(trainer.learners)
+
+    metrics, fault = learn_or_undo(trainer.learners, trainer.dist, learn, find_fault, lambda: publish_version(trainer, step))
+    return Learned(metrics, fault, (started, ended))
+
+
+def skip_or_stop(trainer: Trainer, step: int, fault: str, metrics: dict[str, float]) -> dict[str, float]:
+    """Keep the inputs of a bad step, then go on (returns what metrics it still has) or raise TrainingDiverged, as configured."""
+    run, guards, dist = trainer.run, trainer.config.guards, trainer.dist
+    if dist.is_first:
+        keep_inputs(run, step, fault, metrics, guards)
+    skipped = skips_before(run, step)
+    if guards.on_bad == "stop" or skipped >= guards.max_skips:
+        checkpoint_step(trainer, step - 1)
+        dist.sum_(torch.zeros(1, device=dist.device))  # rank 0 has written: the first rank to fail ends all others
+        also = f", and {skipped} steps before it were skipped" if skipped else ""
+        raise TrainingDiverged(
+            f"Step {step} went bad: {fault}{also}. The update was not applied; what it learned from is in {run.bad}.",
+            "Go on with --resume, with --set guards.on_bad=skip to leave such steps out, or begin anew from its last adapter "
+            f"(--from-adapter) with a lower optim.lr (now {trainer.config.optim.lr:g}).",
+        )
+    return {name: metrics.get(name, math.nan) for name in ("policy/entropy", "mismatch/logprob_diff_mean")}
+
+
 def publish_version(trainer: Trainer, version: int) -> dict[str, float]:
-    """Score the canary (all ranks) while rank 0 writes the adapter. Returns metrics."""
+    """Score the canary (all ranks) while rank 0 writes the adapter. Returns metrics.
+
+    Raises TrainingDiverged, on every rank and with nothing published, when the policy gives no numbers.
+    """
     started = time.monotonic()
     metrics = {"adapter/b_norm": b_norm(trainer.policy)}
 
@@ -132,6 +197,8 @@ def publish_version(trainer: Trainer, version: int) -> dict[str, float]:
         scoring = time.monotonic()
         logprobs = canary_logprobs(trainer.policy, trainer.canary_sequences)
         metrics["time/canary_s"] = time.monotonic() - scoring
+        if not all(math.isfinite(x) for row in logprobs for x in row):  # on every rank: all score the same tokens
+            raise TrainingDiverged(f"the logprobs of {adapter_name(version)} on the canary are not finite", "")
         return Canary(sequences=trainer.canary_sequences, policy_logprobs=logprobs, base_logprobs=trainer.base_logprobs)
 
     if trainer.dist.is_first:

@@ -1,0 +1,137 @@
+"""Numbers that go bad: a step is learned from, or it leaves no trace in the learners and its inputs are kept."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from skylite.config import GuardsConfig
+from skylite.errors import TrainingDiverged
+from skylite.run.files import atomic_folder, write_json
+from skylite.run.rollout_file import TrainSample, mean_reward
+from skylite.run.run_dir import RunDir
+from skylite.training.dist import Dist
+from skylite.training.learner import Learner
+
+WATCHED = ("loss/policy", "critic/loss", "policy/entropy", "policy/kl_ref", "mismatch/kl", "optim/grad_norm", "critic/grad_norm")
+"""Metrics of which none may be infinite or no number."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a learner was before a step: parameters by name, AdamW's state by name."""
+
+    params: dict[str, Tensor]
+    moments: dict[str, dict[str, Tensor]]
+
+
+def state_of(learner: Learner) -> State:
+    """A copy of everything that an update changes."""
+    moments = {n: learner.optimizer.state[p] for n, p in learner.params.items() if p in learner.optimizer.state}
+    return State(
+        {n: p.detach().clone() for n, p in learner.params.items()},
+        {n: {k: v.clone() for k, v in values.items()} for n, values in moments.items()},
+    )
+
+
+def put_back(learner: Learner, state: State) -> None:
+    """Undo every update since `state_of`."""
+    for name, param in learner.params.items():
+        param.data.copy_(state.params[name])
+    learner.optimizer.state.clear()
+    learner.optimizer.state.update({learner.params[n]: dict(values) for n, values in state.moments.items()})
+
+
+def learn_or_undo(
+    learners: Sequence[Learner],
+    dist: Dist,
+    learn: Callable[[], dict[str, float]],
+    find_fault: Callable[[Mapping[str, float]], str],
+    publish: Callable[[], dict[str, float]],
+) -> tuple[dict[str, float], str]:
+    """Metrics of `learn` and then `publish`, and why the updates were undone; empty when they stand. All ranks decide alike.
+
+    Bad is what `find_fault` names on any rank, and a TrainingDiverged, which every rank raises: gradients are summed before they are
+    judged, and the canary is the same everywhere.
+    """
+    before = [state_of(x) for x in learners]
+    metrics: dict[str, float] = {}
+    try:
+        metrics = learn()
+        fault = find_fault(metrics)
+        if not dist.max_(torch.tensor([float(bool(fault))], device=dist.device)).item():
+            return metrics | publish(), ""
+    except TrainingDiverged as error:
+        fault = error.what
+    for learner, state in zip(learners, before, strict=True):
+        put_back(learner, state)
+    return metrics, fault or "another rank found a number that is not finite"
+
+
+def sample_fault(samples: Sequence[TrainSample]) -> str:
+    """The first number among a step's inputs that is none, in words."""
+    for index, sample in enumerate(samples):
+        if not math.isfinite(sample.reward):
+            return f"the reward of sample {index} (group {sample.group}) is {sample.reward}"
+        for place, logprob in enumerate(sample.rollout_logprobs):
+            if not math.isfinite(logprob):
+                return f"the sampler's logprob of token {place} of sample {index} (group {sample.group}) is {logprob}"
+    return ""
+
+
+def limit_fault(metrics: Mapping[str, float], guards: GuardsConfig) -> str:
+    """Which number of a step is not finite or over its limit, in words."""
+    for name in WATCHED:
+        if not math.isfinite(metrics.get(name, 0.0)):
+            return f"{name} is {metrics[name]}"
+    limits = {"policy/kl_ref": ("guards.max_kl", guards.max_kl), "mismatch/kl": ("guards.max_mismatch_kl", guards.max_mismatch_kl)}
+    for name, (setting, limit) in limits.items():
+        if limit is not None and metrics.get(name, 0.0) > limit:
+            return f"{name} is {metrics[name]:.4g}, over {setting}={limit:g}"
+    return ""
+
+
+def collapse_fault(run: RunDir, step: int, guards: GuardsConfig) -> str:
+    """Whether the mean reward of each of the last `min_reward_steps` steps was too low, in words."""
+    first = step - guards.min_reward_steps + 1
+    if guards.min_reward is None or first < 1:
+        return ""
+    paths = [run.rollout_path(k) for k in range(first, step + 1)]
+    means = [mean_reward(path) for path in paths if path.exists()]
+    if len(means) < len(paths) or max(means) >= guards.min_reward:
+        return ""
+    return f"the mean reward was under guards.min_reward={guards.min_reward:g} in steps {first} to {step} (last {means[-1]:.4g})"
+
+
+def parameter_fault(learners: Sequence[Learner]) -> str:
+    """Which parameters an update left without numbers, in words."""
+    for learner in learners:
+        if bad := [n for n, p in learner.params.items() if not bool(torch.isfinite(p).all())]:
+            return f"the update left {len(bad)} of the {learner.name}'s matrices not finite, first {bad[0]}"
+    return ""
+
+
+def keep_inputs(run: RunDir, step: int, reason: str, metrics: Mapping[str, float], guards: GuardsConfig) -> Path:
+    """Copy what a bad step learned from into `bad/step-000012`, with the reason. Rank 0 only. Returns the folder."""
+    name, number = run.rollout_path(step).stem, 1
+    while (path := run.bad / (name if number == 1 else f"{name}-{number}")).exists():
+        number += 1
+    with atomic_folder(path) as folder:
+        shutil.copyfile(run.rollout_path(step), folder / "rollouts.parquet")
+        numbers = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
+        write_json(folder / "reason.json", {"step": step, "reason": reason, "guards": guards.model_dump(mode="json"), "metrics": numbers})
+    return path
+
+
+def skips_before(run: RunDir, step: int) -> int:
+    """How many steps right before `step` were skipped."""
+    count = 0
+    while (path := run.update_path(step - 1 - count)).exists() and "skipped" in run.read_json(path):
+        count += 1
+    return count
