@@ -18,6 +18,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+sync_app = typer.Typer(help="The published adapters of a run.", no_args_is_help=True)
+app.add_typer(sync_app, name="sync")
+
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="Any other setting, TOML syntax; repeatable.")]
 
 
@@ -101,6 +105,41 @@ def serve(
     from skylite.commands.serve import serve as run_serve
 
     run_serve(target, model=model, step=step, port=port)
+
+
+@app.command()
+def replay(
+    target: RunFolder,
+    step: Annotated[int, typer.Option(min=1, help="The step to train again.")],
+) -> None:
+    """Train a step again from its stored rollouts and checkpoint: equal (exit 0), or the difference of each tensor (exit 1)."""
+    from skylite.commands.replay import replay as run_replay
+
+    run_replay(target, step)
+
+
+@sync_app.command("verify")
+def sync_verify(target: RunFolder) -> None:
+    """Hash every published adapter against its manifest and name the damaged ones (exit 1)."""
+    from skylite.commands.sync import verify
+
+    verify(target)
+
+
+@sync_app.command("list")
+def sync_list(target: RunFolder) -> None:
+    """Version, step, bytes, age and canary of every published adapter."""
+    from skylite.commands.sync import list_versions
+
+    list_versions(target)
+
+
+@sync_app.command("gc")
+def sync_gc(target: RunFolder) -> None:
+    """Remove adapters and checkpoints that the run's keep rules do not need, saying what."""
+    from skylite.commands.sync import gc
+
+    gc(target)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

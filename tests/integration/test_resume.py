@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from skylite.errors import ModelError
+from skylite.commands.replay import replay
+from skylite.errors import ConfigError, ModelError
 from skylite.orchestrator.resume import forget_after
 from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint, verify_checkpoint
-from skylite.run.run_dir import RunDir
+from skylite.run.run_dir import RunDir, published_versions
 from tests.integration.torchrun import finish, largest_difference, trainer, wait_for, weights
-from tests.reference import make_run, random_samples, settings
+from tests.reference import make_run, random_samples, settings, write_samples
 
 pytestmark = pytest.mark.dist
 STEPS = {step: random_samples(step) for step in (1, 2, 3, 4)}
@@ -92,3 +93,26 @@ def test_a_checkpoint_that_was_damaged_after_the_parent_looked_is_refused_by_the
         process.communicate(timeout=120)
         assert process.returncode == 1
     assert "policy-optimizer.safetensors has sha256" in run.read_json(run.trainer_error_path)["what"]
+
+
+def test_a_replayed_step_is_equal_and_one_with_other_rollouts_is_not(
+    straight: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replay(straight.root, 3)
+    assert capsys.readouterr().out.startswith("equal: step 3 again from checkpoint step-000002 gives the published adapter bit for bit")
+    run = copy_of(straight, tmp_path / "copy")
+    write_samples(run.rollout_path(3), random_samples(9))
+    with pytest.raises(SystemExit) as ended:
+        replay(run.root, 4)
+    assert ended.value.code == 1
+    assert "different: step 4 again from checkpoint step-000002" in capsys.readouterr().out
+    assert [a.version for a in published_versions(run.default_adapters)] == [0, 1, 2, 3, 4], "the run itself is only read"
+
+
+def test_a_step_whose_adapter_or_rollouts_are_gone_cannot_be_replayed(straight: RunDir, tmp_path: Path) -> None:
+    run = copy_of(straight, tmp_path / "copy")
+    with pytest.raises(ConfigError, match="holds no policy-v000007 to compare with"):
+        replay(run.root, 7)
+    run.rollout_path(3).unlink()
+    with pytest.raises(ConfigError, match="no rollouts of step 3, which step 4 is trained after"):
+        replay(run.root, 4)

@@ -204,7 +204,7 @@ def test_a_resumed_run_samples_as_one_that_was_not_interrupted(tmp_path: Path, s
     straight, engine, _ = run_of(tmp_path / "straight", staleness, 6)
     run, first, _ = run_of(tmp_path / "cut", staleness, 4)
     run.checkpoint_path(3).mkdir()
-    forget_after(run, run.default_adapters, 3)
+    forget_after(run, run.default_adapters, 3, print, reuse_rollouts=False)
     assert 4 not in sampled_from(run), "what the dead attempt sampled beyond the checkpoint is sampled again"
     _, second, said = run_of(tmp_path / "cut", staleness, 6, first_step=4)
     assert sampled_from(run) == sampled_from(straight)
@@ -214,7 +214,7 @@ def test_a_resumed_run_samples_as_one_that_was_not_interrupted(tmp_path: Path, s
 
 def test_a_resumed_run_whose_source_is_gone_says_so(tmp_path: Path) -> None:
     run, _, _ = run_of(tmp_path, 1, 4)
-    forget_after(run, run.default_adapters, 3)
+    forget_after(run, run.default_adapters, 3, print, reuse_rollouts=False)
     (run.default_adapters / "policy-v000002").rename(tmp_path / "gone")
     _, _, said = run_of(tmp_path, 1, 6, first_step=4)
     assert "policy-v000002 is not in" in said

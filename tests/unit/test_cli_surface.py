@@ -13,6 +13,8 @@ FLAGS = {
         "--resume", "--at", "--dry-run", "--set",
     },
     "eval": {"--base", "--model", "--data", "--split", "--limit", "--n", "--step", "--seed", "--set"},
+    "replay": {"--step"},
+    "sync": set(),
     "serve": {"--model", "--step", "--port"},
 }  # fmt: skip
 

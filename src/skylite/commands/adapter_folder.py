@@ -34,9 +34,7 @@ def find_adapter(target: Path, step: int | None) -> Served:
         return _served(AdapterVersion(_version_of(target), target.resolve()), None, None)
     run = RunDir(target.resolve())
     config = read_run_config(run.config_path)
-    # A run that was moved keeps its adapters with it; only a sync folder of the user's own stays where it was.
-    own = config.config.lora.lora_sync_path is not None
-    versions = published_versions(Path(config.resolved.lora_sync_path) if own else run.default_adapters)
+    versions = published_versions(run.adapters(config))
     chosen = [v for v in versions if step is None or v.version == step]
     if not chosen:
         have = ", ".join(str(v.version) for v in versions) or "none"

@@ -16,9 +16,9 @@ from skylite.models.resolve import check_folder
 from skylite.orchestrator.plan import RunPlan, held_out_prompts, read_split, train_data_hash
 from skylite.orchestrator.resume_settings import check_changes
 from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint, step_of
-from skylite.run.files import TEMPORARY_MARK, atomic_file
+from skylite.run.files import atomic_file
 from skylite.run.metrics import read_metrics
-from skylite.run.retention import forget_scores_after
+from skylite.run.retention import forget_scores_after, remove_leftovers
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir, published_versions
 from skylite.run.status import read_status
@@ -64,9 +64,7 @@ def forget_after(run: RunDir, lora_sync_path: Path, step: int, say: Say, *, reus
     for later in (s for s in checkpoint_steps(run) if s > step):
         shutil.rmtree(run.checkpoint_path(later))
     forget_scores_after(run, step)
-    for folder in (run.rollouts, run.updates, run.checkpoints, run.evals, lora_sync_path):
-        for leftover in folder.glob(f".*{TEMPORARY_MARK}*"):
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+    remove_leftovers((run.rollouts, run.updates, run.checkpoints, run.evals, run.bad, lora_sync_path))
     lines = read_metrics(run.metrics_path)
     before = [line for line in lines if line["step"] <= step]
     with atomic_file(run.metrics_path) as temporary:
@@ -113,7 +111,5 @@ def _require_work(run: RunDir, config: TrainConfig, done: int) -> None:
 
 def _where_it_is_now(run: RunDir, recorded: RunConfig) -> Resolved:
     """A run may have been moved, and its adapters and its copy of a warm start with it."""
-    update: dict[str, Any] = {"warm_start": str(run.warm_start) if recorded.resolved.warm_start else None}
-    if recorded.config.lora.lora_sync_path is None:
-        update["lora_sync_path"] = str(run.default_adapters.resolve())
+    update = {"warm_start": str(run.warm_start) if recorded.resolved.warm_start else None, "lora_sync_path": str(run.adapters(recorded))}
     return recorded.resolved.model_copy(update=update)

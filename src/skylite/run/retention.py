@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from skylite.config import CheckpointConfig, EvalConfig, SyncConfig, TrainConfig
 from skylite.errors import DataError
 from skylite.run.checkpoint_folder import checkpoint_steps
-from skylite.run.files import temporary_sibling, write_json
+from skylite.run.files import TEMPORARY_MARK, temporary_sibling, write_json
 from skylite.run.run_dir import RunDir, published_versions, sampling_version
 
 Label = Literal["before", "step", "after"]
@@ -86,6 +86,14 @@ def forget_scores_after(run: RunDir, version: int) -> None:
         for path in run.evals.glob(f"{label}-v*"):
             if int(path.stem.removeprefix(f"{label}-v")) > version:
                 path.unlink()
+
+
+def remove_leftovers(folders: Iterable[Path]) -> list[Path]:
+    """Delete what killed writers left unfinished. Returns it."""
+    found = [p for folder in folders for p in sorted(folder.glob(f".*{TEMPORARY_MARK}*"))]
+    for path in found:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return found
 
 
 def _remove(folder: Path) -> int:

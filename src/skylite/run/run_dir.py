@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skylite.config import RunConfig
 from skylite.errors import ConfigError
 
 _VERSION_NAME = re.compile(r"policy-v(\d{6,})")
@@ -130,6 +131,11 @@ class RunDir:
     def default_adapters(self) -> Path:
         """`lora.lora_sync_path` unless the user sets another."""
         return self.root / "adapters"
+
+    def adapters(self, recorded: RunConfig) -> Path:
+        """Where the run's adapters are now: they moved with the run, but for a sync folder of the user's own."""
+        own = recorded.config.lora.lora_sync_path is not None
+        return Path(recorded.resolved.lora_sync_path) if own else self.default_adapters.resolve()
 
     def rollout_path(self, step: int) -> Path:
         """Orchestrator -> trainer: the scored completions of a step."""

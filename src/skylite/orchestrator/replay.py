@@ -1,0 +1,129 @@
+"""A step again, from what is stored of it: its checkpoint, its rollouts, the same trainer, in a folder of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from skylite.config import RunConfig
+from skylite.config_files import read_run_config
+from skylite.errors import ChildDied, ConfigError, ModelError, RunFailed
+from skylite.launch.machine import cpu_cores
+from skylite.launch.processes import ProcessSpec
+from skylite.launch.supervisor import Supervisor
+from skylite.launch.torchrun import trainer_command, trainer_env
+from skylite.run.checkpoint_folder import checkpoint_steps, step_of, verify_checkpoint
+from skylite.run.files import write_json
+from skylite.run.manifest import read_manifest
+from skylite.run.run_dir import AdapterVersion, RunDir, adapter_name
+
+TRAINER = "trainer"
+POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """A step that was trained a second time."""
+
+    step: int
+    start: int
+    """Step of the checkpoint it was trained from; 0: the start of the run."""
+    num_tensors: int
+    differences: dict[str, float]
+    """Tensor to max |first - second|, for those that differ; empty when the step is the same bit for bit."""
+
+
+async def replay_step(run: RunDir, step: int) -> Replayed:
+    """Train `step` again and compare the adapter. The run is only read. Raises ConfigError when too little of it is stored."""
+    recorded = read_run_config(run.config_path)
+    original = stored_adapter(run, recorded, step)
+    start = newest_checkpoint_before(run, step)
+    missing = [k for k in range(start + 1, step + 1) if not run.rollout_path(k).exists()]
+    if missing:
+        raise ConfigError(f"{run.root} has no rollouts of step {missing[0]}, which step {step} is trained after.", "Replay another step.")
+    with tempfile.TemporaryDirectory(prefix="skylite-replay-") as folder:
+        again = copy_for_replay(run, recorded, RunDir(Path(folder)), start, step)
+        await _train(again, recorded, step)
+        return compare(step, start, original.weights_path, again.default_adapters / adapter_name(step) / original.weights_path.name)
+
+
+def stored_adapter(run: RunDir, recorded: RunConfig, step: int) -> AdapterVersion:
+    """The version that `step` published, whole. Raises ConfigError when it is not kept, ModelError when it is damaged."""
+    folder = run.adapters(recorded)
+    adapter = AdapterVersion(step, folder / adapter_name(step))
+    if step < 1 or not adapter.path.is_dir():
+        raise ConfigError(
+            f"{folder} holds no {adapter.name} to compare with: step {step} was not trained, or its adapter was cleaned up.",
+            "See `skylite sync list`; sync.keep_every keeps a history.",
+        )
+    read_manifest(adapter.path)
+    return adapter
+
+
+def newest_checkpoint_before(run: RunDir, step: int) -> int:
+    """The newest whole checkpoint's step before `step`; 0 when there is none."""
+    for found in reversed([s for s in checkpoint_steps(run) if s < step]):
+        try:
+            verify_checkpoint(run.checkpoint_path(found))
+        except ModelError:
+            continue  # what is replayed from is said in the result
+        return found
+    return 0
+
+
+def copy_for_replay(run: RunDir, recorded: RunConfig, again: RunDir, start: int, step: int) -> RunDir:
+    """A run directory in which the trainer finds itself after step `start`, with the rollouts up to `step`."""
+    for folder in (again.rollouts, again.updates, again.checkpoints, again.logs, again.default_adapters):
+        folder.mkdir(parents=True)
+    update = {"lora_sync_path": str(again.default_adapters), "warm_start": str(run.warm_start) if recorded.resolved.warm_start else None}
+    config = recorded.model_copy(update={"resolved": recorded.resolved.model_copy(update=update)})
+    write_json(again.config_path, config.model_dump(mode="json"))
+    shutil.copyfile(run.canary_path, again.canary_path)
+    if start:
+        again.checkpoint_path(start).symlink_to(run.checkpoint_path(start).resolve())
+    for path in (p for p in run.rollouts.glob("step-*") if step_of(p) <= step):
+        (again.rollouts / path.name).symlink_to(path.resolve())
+    for path in (p for p in run.updates.glob("step-*") if step_of(p) < start):
+        (again.updates / path.name).symlink_to(path.resolve())
+    return again
+
+
+def compare(step: int, start: int, first: Path, second: Path) -> Replayed:
+    """Both files' tensors, by name. Raises ModelError when they do not hold the same ones."""
+    import torch
+    from safetensors.torch import load_file
+
+    a, b = load_file(first), load_file(second)
+    if {n: t.shape for n, t in a.items()} != {n: t.shape for n, t in b.items()}:
+        raise ModelError(f"{first} holds other tensors than a replay of its step.", "The run's config.json was changed; use its own.")
+    differing = [n for n in sorted(a) if not torch.equal(a[n], b[n])]
+    differences = {n: float((a[n].double() - b[n].double()).abs().max()) for n in differing}
+    return Replayed(step=step, start=start, num_tensors=len(a), differences=differences)
+
+
+async def _train(run: RunDir, recorded: RunConfig, step: int) -> None:
+    """Run the trainer until `step` is published, then ask it to end."""
+    trainer = recorded.config.trainer
+    spec = ProcessSpec(
+        name=TRAINER,
+        argv=trainer_command(run.root, trainer.num_ranks, resume=True),
+        env=trainer_env(trainer.num_threads or max(1, cpu_cores() // trainer.num_ranks)),
+        log_path=run.log_path(TRAINER),
+        is_done=run.update_path(step).exists,
+    )
+    async with Supervisor() as supervisor:
+        supervisor.start(spec)
+        try:
+            while not run.update_path(step).exists():
+                supervisor.check()
+                await asyncio.sleep(POLL_S)
+            run.stop_path.touch()
+            await supervisor.wait_exit(TRAINER)
+        except ChildDied:
+            if not run.trainer_error_path.exists():
+                raise
+            reason = run.read_json(run.trainer_error_path)
+            raise RunFailed(f"The trainer stopped: {reason['what']}") from None
