@@ -170,6 +170,10 @@ class EngineConfig(Section):
     max_num_seqs: int = Field(128, ge=1)
     """Sequences decoded at once."""
     start_timeout_s: float = Field(600.0, gt=0)
+    stall_timeout_s: float = Field(60.0, gt=0)
+    """An engine that makes no token for so long, though asked for some, is killed and started again."""
+    max_restarts: int = Field(2, ge=0)
+    """How often each engine that died or hangs is started again within a run; then the run stops, resumable."""
     cpu_lora_kernels: bool = True
     """Use skylite's vLLM plugin on CPU; stock LoRA sampling is several times slower and wrong in mixed batches."""
 

@@ -119,19 +119,40 @@ def test_a_second_stage_begins_as_the_first_ended(project: Project) -> None:
     check_metrics(project, "stage-two")
 
 
+def command_of(processes: list[psutil.Process], mark: str) -> psutil.Process:
+    """The process that runs the module `mark` itself, not the guard or the agent that names it."""
+    return next(
+        p
+        for p in reversed(processes)
+        if mark in p.cmdline() and "torch.distributed.run" not in p.cmdline() and "guard.py" not in " ".join(p.cmdline()[:6])
+    )
+
+
+@pytest.mark.parametrize("order", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_engine_that_is_killed_or_hangs_is_started_again_and_the_run_goes_on(project: Project, order: signal.Signals) -> None:
+    run = f"engine-{order.name}"
+    with running(project, *project.train_args(run, 60, "--set", "eval.limit=0", "--set", "engine.stall_timeout_s=5")) as process:
+        wait_for_step(project, process, run, 1)
+        command_of(descendants(process.pid), "vllm.entrypoints.openai.api_server").children()[0].send_signal(order)
+        before = len(project.metrics(run))
+        wait_for_step(project, process, run, before + 3)
+        assert project.metrics(run)[-1]["restarts"] == 1
+        assert project.status(run)["restarts"] == {"vllm-0": 1}
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "It is started again (1 of engine.max_restarts=2)." in output
+    check_metrics(project, run)
+
+
 @pytest.mark.parametrize("victim", ["trainer", "vllm"])
 def test_a_killed_child_ends_the_run_with_its_reason(project: Project, victim: str) -> None:
     run = f"killed-{victim}"
-    with running(project, *project.train_args(run, 60)) as process:
+    with running(project, *project.train_args(run, 60, "--set", "engine.max_restarts=0")) as process:
         wait_for_step(project, process, run, 1)
         children = descendants(process.pid)
         mark = "skylite.training.worker" if victim == "trainer" else "vllm.entrypoints.openai.api_server"
-        target = next(
-            p
-            for p in reversed(children)
-            if mark in p.cmdline() and "torch.distributed.run" not in p.cmdline() and "guard.py" not in " ".join(p.cmdline()[:6])
-        )
-        target.send_signal(signal.SIGKILL)
+        command_of(children, mark).send_signal(signal.SIGKILL)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 1, output
     assert "Traceback (most recent call last)" not in output.split("The last lines of its log")[0]

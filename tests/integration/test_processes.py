@@ -29,6 +29,18 @@ open(sys.argv[1] + ".tmp", "w").write(" ".join(map(str, pids)))
 os.rename(sys.argv[1] + ".tmp", sys.argv[1])
 time.sleep(600)
 """
+RANKS = """
+import os, subprocess, sys, time
+# As vLLM's core: a child in our group. As torchrun's rank: one in a session of its own that has the kernel watch us.
+sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+rank = "import os, time; from skylite.run.lifetime import *; die_with_parent(int(os.environ[COMMAND_PID])); "
+rank += "print(1, flush=True); time.sleep(600)"
+last = subprocess.Popen([sys.executable, "-c", rank], start_new_session=True, stdout=-1)
+last.stdout.readline()
+open(sys.argv[1] + ".tmp", "w").write(f"{os.getpid()} {subprocess.Popen(sleep).pid} {last.pid} {last.pid}")
+os.rename(sys.argv[1] + ".tmp", sys.argv[1])
+time.sleep(600)
+"""
 STUBBORN = """
 import signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -121,6 +133,24 @@ def test_a_parent_that_is_killed_with_forked_workers_alive_still_takes_the_tree(
         assert_gone(pids)
     finally:
         os.kill(int((tmp_path / "worker").read_text()), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("deaths", ["guard parent", "parent guard", "stopped-guard parent"])
+def test_a_guard_that_cannot_act_when_the_parent_dies_is_not_needed(tmp_path: Path, deaths: str) -> None:
+    """Both killed in one instant, or the guard stopped before: the kernel ends the command's group, and that the ranks."""
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), RANKS])
+    pids = tree_pids(tmp_path)
+    processes = {"parent": parent.pid, "guard": int((tmp_path / "guard").read_text())}
+    for pid in processes.values():
+        os.kill(pid, signal.SIGSTOP)  # so that neither can react to the other's death
+    for name in deaths.split():
+        if name in processes:
+            os.kill(processes[name], signal.SIGKILL)
+    parent.wait()
+    assert_gone(pids)
+    if deaths == "stopped-guard parent":
+        os.kill(processes["guard"], signal.SIGCONT)
+    assert_gone([processes["guard"]])
 
 
 def test_kill_answers_when_the_guard_is_stopped(tmp_path: Path) -> None:

@@ -123,3 +123,36 @@ def test_ranks_die_with_a_killed_torchrun(tmp_path: Path, tiny_llama: Path) -> N
         process.wait()
         _, alive = psutil.wait_procs(ranks, timeout=15)
     assert [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+
+
+UNFORESEEN = """
+from skylite.training import worker
+
+def work(run, resume):
+    import torch
+    from skylite.training.dist import process_group
+    with process_group("cpu") as dist:
+        if dist.dp_rank == 1:
+            print(1 / 0)
+        dist.sum_(torch.ones(1))
+
+worker.work = work
+worker.main()
+"""
+
+
+def test_an_error_nobody_foresaw_ends_all_ranks_at_once_and_its_last_line_is_the_reason(tmp_path: Path) -> None:
+    """Rank 0 waits for rank 1 in a collective; its complaint about the lost peer comes second and must not hide the reason."""
+    run = RunDir(tmp_path)
+    (tmp_path / "work.py").write_text(UNFORESEEN)
+    command = trainer_command(run.root, 2, resume=False)
+    started = time.monotonic()
+    done = subprocess.run(
+        [*command[: command.index("-m", 2)], str(tmp_path / "work.py"), str(tmp_path)],
+        env={**os.environ, **trainer_env(1)}, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert time.monotonic() - started < 60
+    assert "print(1 / 0)" in done.stderr, "the rank's own traceback is in the log"
+    reason = json.loads(run.trainer_error_path.read_text())
+    assert (reason["what"], reason["rank"], reason["final"]) == ("ZeroDivisionError: division by zero", 1, False)

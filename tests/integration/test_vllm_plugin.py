@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from skylite.rollout.client import Sampling, VllmClient
+from skylite.rollout.engine import Engine
 from skylite.types import Completion
 from tests.engines import MAX_LORA_RANK, TARGET_MODULES, Answer, Ask, EngineServer, running_server, write_random_adapter
 
@@ -221,7 +222,7 @@ def sampled(server: EngineServer, sampling: Sampling) -> list[Completion]:
     """Eight completions of the base, through the client that runs use."""
 
     async def ask() -> list[Completion]:
-        client = VllmClient("vllm-test", server.uds)
+        client = Engine(VllmClient("vllm-test", server.uds))
         try:
             return await client.generate(server.base, PROMPT, 8, sampling, version=0)
         finally:

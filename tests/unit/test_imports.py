@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "ui": {"evaluation"} | LEAVES,
     "training": {"grpo"} | LEAVES,
     "grpo": LEAVES,
-    "vllm_plugin": set(),
+    "vllm_plugin": {"run"},
     "run": LEAVES,
     "config": {"errors"},
     "config_files": {"config", "errors"},

@@ -21,9 +21,12 @@ from skylite.launch.supervisor import Supervisor
 from skylite.launch.vllm_server import BASE_NAME, EngineSpec
 from skylite.models import resolve_model
 from skylite.orchestrator.engine_set import served as serving
+from skylite.orchestrator.keeper import Restarts
 from skylite.rewards.pool import RewardPool
+from skylite.rollout.client import VllmClient
 from skylite.rollout.tokenizer import encode_prompts, load_tokenizer
 from skylite.run.files import write_json
+from skylite.run.run_dir import AdapterVersion
 from skylite.types import Prompt
 
 
@@ -129,7 +132,10 @@ async def _score(
     stop_token_ids: tuple[int, ...],
 ) -> EvalResult:  # fmt: skip
     logs = Path(spec.uds).parent
-    async with serving([spec], logs, supervisor, plan.config.engine.start_timeout_s) as clients:
+    restarts = Restarts(
+        config=plan.config.engine, prove=_not_proven, tell=lambda _, sentence: print(f"skylite: {sentence}", file=sys.stderr)
+    )
+    async with serving([spec], logs, supervisor, restarts) as clients:
         name, version = BASE_NAME, 0
         if plan.adapter is not None:
             await clients[0].load_adapter(plan.adapter.adapter)
@@ -139,6 +145,10 @@ async def _score(
             n=flags.n, temperature=0.0 if flags.n == 1 else 1.0, max_tokens=plan.config.rollout.max_completion_tokens,
             stop_token_ids=stop_token_ids, seed=flags.seed,
         )  # fmt: skip
+
+
+async def _not_proven(client: VllmClient, adapter: AdapterVersion) -> None:
+    """An adapter folder from elsewhere has no canary."""
 
 
 def _problems(data: Path, flags: EvalFlags, config: TrainConfig) -> tuple[list[Prompt], PromptFileInfo]:

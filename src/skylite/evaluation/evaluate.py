@@ -11,8 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from skylite.evaluation.interval import Accuracy, accuracy_of
-from skylite.rollout.client import Sampling, VllmClient
+from skylite.rollout.client import Sampling
 from skylite.rollout.collect import Scorer, collect_group, gather_all, request_seed
+from skylite.rollout.engine import Engine
 from skylite.run.files import atomic_file
 from skylite.types import Prompt, RolloutGroup
 
@@ -32,7 +33,7 @@ class EvalResult:
 
 
 async def evaluate(
-    clients: Sequence[VllmClient],
+    clients: Sequence[Engine],
     model: str,
     version: int,
     prompts: Sequence[Prompt],

@@ -6,8 +6,19 @@ DESCRIPTOR is the read end of a pipe whose write end only the parent holds: it e
 vLLM's engine processes do not watch their parent, so somebody has to. This file imports the standard library alone and is run as
 a script: it starts in about 20 ms and takes 10 MB.
 
-The guard adopts every descendant that loses its own parent (PR_SET_CHILD_SUBREAPER), so a process that opened its own session is
-found too. SIGTERM and SIGINT are passed on to the command, which knows best how to end its children. When the command ends, what
+Three things hold, so that no order of deaths leaves a process behind:
+
+- The guard adopts every descendant that loses its own parent (PR_SET_CHILD_SUBREAPER), so a process that opened its own session is
+  found too.
+- The command leads a process group of its own and keeps the pipe's read end open, in which the kernel is told (O_ASYNC, F_SETSIG) to
+  send SIGKILL to that whole group when the pipe ends. That needs nobody to be awake: a guard that is stopped, or killed in the same
+  instant as the parent, changes nothing.
+- What a command starts in sessions of its own (torchrun's ranks) or what its main process may leave behind (vLLM's engine core) has
+  its kernel's word on its own parent's death (PR_SET_PDEATHSIG), checked against COMMAND_PID.
+
+The command itself has no PR_SET_PDEATHSIG on the guard: it would close the pipe before the pipe ends, and its group would live on.
+
+SIGTERM and SIGINT are passed on to the command, which knows best how to end its children. When the command ends, what
 it left behind gets GRACE_S to finish (multiprocessing's resource tracker frees shared memory then), and the guard ends the way the
 command did: same exit code, same signal.
 """
@@ -15,6 +26,7 @@ command did: same exit code, same signal.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import resource
 import select
@@ -23,7 +35,10 @@ import sys
 import time
 from typing import NoReturn
 
-PR_SET_PDEATHSIG = 1
+F_SETSIG = 10
+"""Linux; which signal O_ASYNC sends."""
+COMMAND_PID = "SKYLITE_COMMAND_PID"
+"""Environment variable of the command and its descendants: the command's process id and group."""
 PR_SET_CHILD_SUBREAPER = 36
 PASSED_ON = (signal.SIGTERM, signal.SIGINT)
 GRACE_S = 0.5
@@ -31,10 +46,9 @@ GRACE_S = 0.5
 
 def main() -> NoReturn:
     life_line, command = int(sys.argv[1]), sys.argv[2:]
-    os.set_inheritable(life_line, False)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     signals = _signal_pipe()
-    pid = _start(command)
+    pid = _start(command, life_line)
     status = _watch(pid, life_line, signals)
     if status is None:
         _kill_descendants()
@@ -60,22 +74,20 @@ def _signal_pipe() -> int:
     return read_end
 
 
-def _start(command: list[str]) -> int:
-    """Fork and execute; the command gets SIGKILL when the guard itself is killed."""
-    guard = os.getpid()
+def _start(command: list[str], life_line: int) -> int:
+    """Fork and execute."""
     # Blocked over the fork, so that a signal cannot reach the child while it still has the guard's handlers.
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     pid = os.fork()
     if pid == 0:
-        _execute(command, guard)
+        _execute(command, life_line)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     return pid
 
 
-def _execute(command: list[str], guard: int) -> NoReturn:
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != guard:
-        os._exit(1)
+def _execute(command: list[str], life_line: int) -> NoReturn:
+    _die_with_pipe(life_line)
+    os.environ[COMMAND_PID] = str(os.getpid())
     signal.set_wakeup_fd(-1)
     # Python ignores SIGPIPE and SIGXFSZ, and an ignored signal stays ignored over exec.
     for number in (*PASSED_ON, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
@@ -86,6 +98,17 @@ def _execute(command: list[str], guard: int) -> NoReturn:
     except OSError as error:
         print(f"{command[0]} cannot be started: {error.strerror}", file=sys.stderr, flush=True)
         os._exit(127)
+
+
+def _die_with_pipe(life_line: int) -> None:
+    """Lead a process group that the kernel kills when the pipe's last writer is gone."""
+    os.setpgid(0, 0)
+    fcntl.fcntl(life_line, fcntl.F_SETOWN, -os.getpid())
+    fcntl.fcntl(life_line, F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(life_line, fcntl.F_SETFL, fcntl.fcntl(life_line, fcntl.F_GETFL) | os.O_ASYNC)
+    os.set_inheritable(life_line, True)
+    if select.select([life_line], [], [], 0)[0]:  # it ended before the kernel was told
+        os._exit(1)
 
 
 def _watch(pid: int, life_line: int, signals: int) -> int | None:

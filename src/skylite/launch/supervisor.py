@@ -19,6 +19,8 @@ class Supervisor:
         self._stop_timeout_s = stop_timeout_s
         self._children: dict[str, Child] = {}
         self._may_finish: set[str] = set()
+        self._left_to_caller: set[str] = set()
+        self._failure: BaseException | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -34,9 +36,20 @@ class Supervisor:
         self._children[spec.name] = child
         return child
 
+    def leave_to_caller(self, name: str) -> None:
+        """From now on the end of this child is the caller's affair."""
+        self._left_to_caller.add(name)
+
+    def fail(self, error: BaseException) -> None:
+        """Let `check` and `watch` raise this: a caller to whom a child was left gives up."""
+        self._failure = self._failure or error
+
     def check(self) -> None:
-        """Raise ChildDied for a child that has ended, exit code 0 included, unless its spec says that it is done."""
-        ended = [c for c in self._children.values() if poll(c) is not None and not self._has_finished(c)]
+        """Raise ChildDied for a child that has ended, exit code 0 included, unless its spec says that it is done; or what `fail` got."""
+        if self._failure is not None:
+            raise self._failure
+        watched = [c for c in self._children.values() if c.name not in self._left_to_caller]
+        ended = [c for c in watched if poll(c) is not None and not self._has_finished(c)]
         # Several can end at once, one pulling down the next; the one that failed says more than the one that then left in order.
         for child in sorted(ended, key=lambda c: poll(c) == 0):
             raise died(child)
@@ -77,6 +90,7 @@ class Supervisor:
     def _forget(self, name: str) -> None:
         del self._children[name]
         self._may_finish.discard(name)
+        self._left_to_caller.discard(name)
 
 
 def _end(children: list[Child], timeout_s: float) -> None:

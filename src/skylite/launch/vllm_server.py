@@ -15,7 +15,7 @@ from typing import Literal
 
 from skylite.launch.libraries import INTEL_OPENMP, has_library, preloading
 from skylite.launch.machine import cpu_cores
-from skylite.vllm_plugin import SWITCH
+from skylite.vllm_plugin import SWITCH, lifetime
 
 BASE_NAME = "base"
 """Served name of the model without an adapter."""
@@ -92,6 +92,7 @@ def engine_env(spec: EngineSpec, base_env: Mapping[str, str]) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        lifetime.SWITCH: "1",
     }
     if spec.enable_lora:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"

@@ -6,53 +6,55 @@ import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
-from skylite.launch.processes import ProcessSpec
 from skylite.launch.supervisor import Supervisor
-from skylite.launch.vllm_server import EngineSpec, engine_command, engine_env
+from skylite.launch.vllm_server import EngineSpec
+from skylite.orchestrator.keeper import Keeper, Restarts
 from skylite.orchestrator.plan import RunPlan
-from skylite.rollout.client import VllmClient
+from skylite.rollout.engine import Engine
 
 MAX_LORAS = 2
 """Version k and, while requests of it are in flight, k + 1."""
 
 
 @asynccontextmanager
-async def open_engines(plan: RunPlan, target_modules: list[str], supervisor: Supervisor) -> AsyncIterator[list[VllmClient]]:
-    """Start the engines and yield their clients at once; `wait_ready` says when they serve. The supervisor ends the processes."""
+async def open_engines(plan: RunPlan, target_modules: list[str], supervisor: Supervisor, restarts: Restarts) -> AsyncIterator[list[Keeper]]:
+    """Start the engines and yield their keepers at once; `kept` says when they serve. The supervisor ends the processes."""
     with tempfile.TemporaryDirectory(prefix="skylite-") as sockets:
         specs = [engine_spec(plan, target_modules, index, Path(sockets)) for index in range(plan.config.engine.num_engines)]
-        async with started(specs, plan.run.logs, supervisor) as clients:
-            yield clients
+        yield [Keeper.start(spec, plan.run.logs, supervisor, restarts) for spec in specs]
 
 
 @asynccontextmanager
-async def started(specs: list[EngineSpec], logs: Path, supervisor: Supervisor) -> AsyncIterator[list[VllmClient]]:
-    """Start engines, yield their clients, close the connections at the end."""
-    for spec in specs:
-        supervisor.start(
-            ProcessSpec(name=spec.name, argv=engine_command(spec), env=engine_env(spec, {}), log_path=logs / f"{spec.name}.log")
-        )
-    clients = [VllmClient(spec.name, Path(spec.uds)) for spec in specs]
+async def kept(keepers: Sequence[Keeper], supervisor: Supervisor) -> AsyncIterator[list[Engine]]:
+    """The engines once all serve. Each is kept alive by itself; the supervisor gets the error of one that gives up."""
+    engines = await asyncio.gather(*(keeper.wait_ready() for keeper in keepers))
+    tasks = [asyncio.ensure_future(keeper.keep(engine)) for keeper, engine in zip(keepers, engines, strict=True)]
+    for task in tasks:
+        task.add_done_callback(partial(_gave_up, supervisor))
     try:
-        yield clients
+        yield engines
     finally:
-        for client in clients:
-            await client.aclose()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for engine in engines:
+            await engine.aclose()
+
+
+def _gave_up(supervisor: Supervisor, task: asyncio.Future[NoReturn]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        supervisor.fail(error)
 
 
 @asynccontextmanager
-async def served(specs: list[EngineSpec], logs: Path, supervisor: Supervisor, timeout_s: float) -> AsyncIterator[list[VllmClient]]:
-    """Start engines and yield ready clients."""
-    async with started(specs, logs, supervisor) as clients:
-        await wait_ready(clients, timeout_s)
-        yield clients
-
-
-async def wait_ready(clients: Sequence[VllmClient], timeout_s: float) -> None:
-    """Until all serve. Raises RunFailed."""
-    await asyncio.gather(*(c.wait_ready(timeout_s) for c in clients))
+async def served(specs: list[EngineSpec], logs: Path, supervisor: Supervisor, restarts: Restarts) -> AsyncIterator[list[Engine]]:
+    """Start engines and yield them when all serve."""
+    async with kept([Keeper.start(spec, logs, supervisor, restarts) for spec in specs], supervisor) as engines:
+        yield engines
 
 
 def engine_spec(plan: RunPlan, target_modules: list[str], index: int, sockets: Path) -> EngineSpec:

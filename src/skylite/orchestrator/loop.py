@@ -122,6 +122,7 @@ async def follow_training(session: Session, exchange: Exchange) -> None:
         times = step_times((recorded, now), exchange.sampling, trained, step, sync_s)
         recorded = now
         metrics = step_metrics(step, sampled, update.metrics, report, times)
+        metrics["restarts"] = sum(progress.restarts.values())
         append_metrics(plan.run.metrics_path, metrics)
         progress.screen.step(metrics, completion_view(sampled.groups))
         if is_evaluated:  # before anything is sampled from it; no part of a step's time

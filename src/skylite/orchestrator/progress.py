@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from skylite.run.events import Event, append_event
 from skylite.run.run_dir import RunDir
@@ -22,6 +22,8 @@ class Progress:
     child_pids: Callable[[], Mapping[str, int]]
     step: int = 0
     adapter_version: int | None = None
+    restarts: dict[str, int] = field(default_factory=dict)
+    """Child to how often it was started again."""
 
     def phase(self, phase: Phase, detail: str = "", error: str | None = None) -> None:
         """Enter a phase."""
@@ -29,9 +31,15 @@ class Progress:
         pids = {"skylite": os.getpid(), **self.child_pids()}
         write_status(
             self.run.status_path,
-            Status(phase=phase, step=self.step, num_steps=self.num_steps, adapter_version=self.adapter_version, pids=pids, error=error),
-        )
+            Status(phase=phase, step=self.step, num_steps=self.num_steps, adapter_version=self.adapter_version, pids=pids,
+                   restarts=self.restarts, error=error),
+        )  # fmt: skip
 
     def event(self, event: Event, **facts: int) -> None:
         """Record that something happened, with its time."""
         append_event(self.run.events_path, event, **facts)
+
+    def restarted(self, child: str, sentence: str) -> None:
+        """A child is started again: said, and counted in status.json and metrics.jsonl."""
+        self.restarts[child] = self.restarts.get(child, 0) + 1
+        self.screen.say(sentence)

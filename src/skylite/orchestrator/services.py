@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import AsyncIterator, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,16 @@ from skylite.launch.processes import ProcessSpec
 from skylite.launch.supervisor import Supervisor
 from skylite.launch.torchrun import trainer_command, trainer_env
 from skylite.models import likely_target_modules
-from skylite.orchestrator.engine_set import open_engines, wait_ready
+from skylite.orchestrator.engine_set import kept, open_engines
+from skylite.orchestrator.keeper import Keeper, Restarts
 from skylite.orchestrator.loop import run_steps, wait_for_update
 from skylite.orchestrator.plan import RunPlan, write_config
 from skylite.orchestrator.progress import Progress
 from skylite.orchestrator.resume import forget_after
 from skylite.orchestrator.session import Session
 from skylite.rewards.pool import RewardPool
-from skylite.rollout.canary import DEFAULT_TOLERANCE, canary_sequences
-from skylite.rollout.client import VllmClient
+from skylite.rollout.canary import DEFAULT_TOLERANCE, canary_sequences, prove_folder
+from skylite.rollout.engine import Engine
 from skylite.rollout.engines import Engines
 from skylite.rollout.tokenizer import load_tokenizer
 from skylite.run.files import write_json
@@ -83,7 +85,9 @@ async def _run(plan: RunPlan, supervisor: Supervisor, progress: Progress, resume
     plan.run.canary_path.unlink(missing_ok=True)  # the trainer waits for this attempt's
     async with contextlib.AsyncExitStack() as stack:
         modules = likely_target_modules(Path(plan.resolved.model_path), plan.config.lora)
-        clients = await stack.enter_async_context(open_engines(plan, modules, supervisor))
+        tolerance = plan.config.sync.canary_tolerance or DEFAULT_TOLERANCE[plan.resolved.dtype]
+        restarts = Restarts(config=plan.config.engine, prove=partial(prove_folder, tolerance=tolerance), tell=progress.restarted)
+        keepers = await stack.enter_async_context(open_engines(plan, modules, supervisor, restarts))
         progress.event("engines_started")
         supervisor.start(_trainer_spec(plan, resume))
         progress.event("trainer_started")
@@ -94,31 +98,30 @@ async def _run(plan: RunPlan, supervisor: Supervisor, progress: Progress, resume
         progress.event("tokenizer_ready")
         pool = RewardPool(plan.reward, plan.config.reward.num_workers)
         stack.callback(pool.close)
-        ready = await stack.enter_async_context(_ready_engines(plan, modules, clients, supervisor, progress))
+        ready = await stack.enter_async_context(_ready_engines(plan, modules, keepers, supervisor, progress))
         progress.event("engines_ready")
-        engines = Engines(ready, plan.config.sync.canary_tolerance or DEFAULT_TOLERANCE[plan.resolved.dtype])
+        engines = Engines(ready, tolerance)
         await run_steps(Session(plan=plan, engines=engines, scorer=pool, tokenizer=tokenizer, progress=progress))
         await supervisor.wait_exit(TRAINER)
 
 
 @contextlib.asynccontextmanager
 async def _ready_engines(
-    plan: RunPlan, modules: list[str], clients: Sequence[VllmClient], supervisor: Supervisor, progress: Progress
-) -> AsyncIterator[Sequence[VllmClient]]:
+    plan: RunPlan, modules: list[str], keepers: Sequence[Keeper], supervisor: Supervisor, progress: Progress
+) -> AsyncIterator[list[Engine]]:
     """The engines once they serve for exactly the modules of the published adapter: anew where those were guessed wrong."""
-    start, timeout_s = plan.first_step - 1, plan.config.engine.start_timeout_s
+    start = plan.first_step - 1
     await wait_for_update(plan.run, start)
     published = read_manifest(Path(plan.resolved.lora_sync_path) / adapter_name(start), verify_hash=False).target_modules
     if published == modules:
-        await wait_ready(clients, timeout_s)
-        yield clients
+        async with kept(keepers, supervisor) as engines:
+            yield engines
         return
     progress.screen.say(f"vLLM was started for LoRA on {', '.join(modules)}, and the adapter has {', '.join(published)}: it starts again")
-    for client in clients:
-        supervisor.stop_child(client.name)
-    async with open_engines(plan, published, supervisor) as others:
-        await wait_ready(others, timeout_s)
-        yield others
+    for keeper in keepers:
+        supervisor.stop_child(keeper.spec.name)
+    async with open_engines(plan, published, supervisor, keepers[0].restarts) as others, kept(others, supervisor) as engines:
+        yield engines
 
 
 def _trainer_spec(plan: RunPlan, resume: bool) -> ProcessSpec:

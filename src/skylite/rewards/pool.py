@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -14,11 +13,11 @@ from multiprocessing import resource_tracker
 
 from skylite.errors import ChildDied, RunFailed
 from skylite.rewards import RewardFn, load_reward, score
+from skylite.run.lifetime import die_with_parent
 from skylite.types import Prompt
 
 TIMEOUT_S = 600.0
 """For one call of `score`, all of its items together."""
-_PR_SET_PDEATHSIG = 1
 _reward: RewardFn | None = None
 
 
@@ -69,9 +68,7 @@ class RewardPool:
 def _start_worker(spec: str, parent: int) -> None:
     global _reward
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it was gone before the line above
-        os._exit(1)
+    die_with_parent(parent)
     _reward = load_reward(spec)
 
 

@@ -6,10 +6,11 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from skylite.errors import SyncFailed
-from skylite.rollout.client import VllmClient
 from skylite.rollout.tokenizer import ChatTokenizer
+from skylite.run.manifest import Canary, read_manifest
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Prompt
 
@@ -77,8 +78,31 @@ def judge(name: str, engine: str, reading: CanaryReading, tolerance: float) -> N
         )
 
 
+class Scoring(Protocol):
+    """What scores tokens (rollout.engine.Engine, rollout.client.VllmClient)."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def prompt_logprobs(self, model: str, token_ids: Sequence[int]) -> list[float]:
+        """[L - 1] logprobs of tokens 1.. of the sequence."""
+
+
+async def prove(client: Scoring, adapter: AdapterVersion, canary: Canary, tolerance: float) -> CanaryReading:
+    """Whether the engine samples what the trainer published. Raises SyncFailed."""
+    reading = await read_canary(client, adapter, canary.sequences, canary.policy_logprobs, canary.base_logprobs)
+    judge(adapter.name, client.name, reading, tolerance)
+    return reading
+
+
+async def prove_folder(client: Scoring, adapter: AdapterVersion, tolerance: float) -> CanaryReading:
+    """The same by the folder's own manifest. Raises ModelError when the weights were changed since they were published."""
+    manifest = await asyncio.to_thread(read_manifest, adapter.path)
+    return await prove(client, adapter, manifest.canary, tolerance)
+
+
 async def read_canary(
-    client: VllmClient,
+    client: Scoring,
     adapter: AdapterVersion,
     sequences: Sequence[Sequence[int]],
     policy: Sequence[Sequence[float]],

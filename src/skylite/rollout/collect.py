@@ -7,7 +7,8 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-from skylite.rollout.client import Sampling, VllmClient
+from skylite.rollout.client import Sampling
+from skylite.rollout.engine import Engine
 from skylite.types import Prompt, Rollout, RolloutGroup
 
 T = TypeVar("T")
@@ -27,7 +28,7 @@ def request_seed(seed: int, step: int, index: int) -> int:
 
 
 async def collect_group(
-    client: VllmClient,
+    client: Engine,
     model: str,
     version: int,
     prompt: Prompt,

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from skylite.errors import ModelError, SyncFailed
-from skylite.rollout.canary import CanaryReading, judge, read_canary
-from skylite.rollout.client import VllmClient
+from skylite.rollout.canary import CanaryReading, prove
+from skylite.rollout.engine import Engine
 from skylite.run.manifest import read_manifest
 from skylite.run.run_dir import AdapterVersion
 
@@ -29,7 +29,7 @@ class SyncReport:
 class Engines:
     """The engines and the versions they all serve."""
 
-    clients: Sequence[VllmClient]
+    clients: Sequence[Engine]
     tolerance: float
     loaded: list[AdapterVersion] = field(default_factory=list)
     """Oldest first. The one before the newest is there while requests name it."""
@@ -47,13 +47,8 @@ class Engines:
         Raises ModelError or SyncFailed; every engine then serves what it did before this version was loaded.
         """
         try:
-            manifest = await asyncio.to_thread(read_manifest, adapter.path)
-            canary = manifest.canary
-            readings = await asyncio.gather(
-                *(read_canary(c, adapter, canary.sequences, canary.policy_logprobs, canary.base_logprobs) for c in self.clients)
-            )
-            for client, reading in zip(self.clients, readings, strict=True):
-                judge(adapter.name, client.name, reading, self.tolerance)
+            canary = (await asyncio.to_thread(read_manifest, adapter.path)).canary
+            readings = await asyncio.gather(*(prove(c, adapter, canary, self.tolerance) for c in self.clients))
         except (SyncFailed, ModelError):
             self.loaded.remove(adapter)
             await self._unload_everywhere(adapter)
@@ -68,7 +63,7 @@ class Engines:
             await self._unload_everywhere(adapter)
         return old
 
-    def client_for(self, index: int) -> VllmClient:
+    def client_for(self, index: int) -> Engine:
         """Engines take prompts in turn."""
         return self.clients[index % len(self.clients)]
 

@@ -28,6 +28,8 @@ class Status:
     """What the engines serve; None before the first sync."""
     pids: Mapping[str, int] = field(default_factory=dict)
     """Name to process id: the parent and its children."""
+    restarts: Mapping[str, int] = field(default_factory=dict)
+    """Name of a child to how often it was started again, by this parent."""
     error: str | None = None
     updated_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 

@@ -1,45 +1,61 @@
 """`python -m torch.distributed.run --nproc-per-node N -m skylite.training.worker RUN_DIR [--resume]`: one trainer rank.
 
-torch is imported after the parent-death signal is set, so that there is hardly a moment in which a rank could be orphaned.
+torch is imported after the parent-death signal is set.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
-import signal
 import sys
+import traceback
 from pathlib import Path
+from types import TracebackType
 from typing import NoReturn
 
 from skylite.config_files import read_run_config
 from skylite.errors import SkyliteError
 from skylite.run.files import write_json
+from skylite.run.lifetime import COMMAND_PID, die_with_parent
 from skylite.run.run_dir import RunDir
-
-PR_SET_PDEATHSIG = 1
 
 
 def main() -> NoReturn:
     """Train until done, stopped or failed, and end the process with 0 or 1."""
-    die_with_parent()
+    # torchrun gives every rank a session of its own, so whoever ends torchrun's group does not reach it.
+    die_with_parent(int(os.environ.get(COMMAND_PID, os.getppid())))
     parser = argparse.ArgumentParser(prog="skylite.training.worker")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--resume", action="store_true")
     arguments = parser.parse_args()
     run = RunDir(arguments.run_dir.resolve())
-    code = 0
+    sys.excepthook = lambda kind, error, trace: end_with_traceback(run, kind, error, trace)
     try:
         work(run, resume=arguments.resume)
     except SkyliteError as error:
-        report(run, error)
-        code = 1
+        print(f"skylite: {error}", file=sys.stderr)
+        report(run, {"what": error.what, "hint": error.hint, "final": True})
+        end(1)
+    end(0)
+
+
+def end(code: int) -> NoReturn:
+    """End the process at once."""
     # Not sys.exit: after a failure torch would wait at the end for peers that are stuck in a collective with us, and after a good run
     # a thread of gloo that still runs while C++ takes itself apart aborts the process now and then. All that matters is on disk.
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.__stdout__, sys.__stderr__):
+        if stream is not None:
+            stream.flush()
     os._exit(code)
+
+
+def end_with_traceback(run: RunDir, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> NoReturn:
+    """For an error nobody foresaw: the traceback to the log, its last line to the parent, and the end, so that torchrun ends all ranks."""
+    # Not sys.stderr: torch calls this with a buffer in its place, which it would print after us.
+    traceback.print_exception(kind, error, trace, file=sys.__stderr__)
+    last_line = traceback.format_exception_only(kind, error)[-1].strip()
+    report(run, {"what": last_line, "hint": f"Its traceback is in {run.log_path('trainer')}.", "final": False})
+    end(1)
 
 
 def work(run: RunDir, resume: bool) -> None:
@@ -55,19 +71,13 @@ def work(run: RunDir, resume: bool) -> None:
         train(run, run_config, dist, resume=resume)
 
 
-def report(run: RunDir, error: SkyliteError) -> None:
-    """One line for the log, and a file for the parent to show."""
-    print(f"skylite: {error}", file=sys.stderr, flush=True)
-    write_json(run.trainer_error_path, {"what": error.what, "hint": error.hint, "rank": int(os.environ["RANK"])})
+def report(run: RunDir, reason: dict[str, str | bool]) -> None:
+    """Leave the reason for the parent to show, unless another rank has: what pulled this one down came first.
 
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when torchrun's agent ends, `kill -9` included."""
-    parent = os.getppid()
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it ended before the kernel knew
-        os._exit(1)
+    `final`: it would happen again.
+    """
+    if not run.trainer_error_path.exists():
+        write_json(run.trainer_error_path, {**reason, "rank": int(os.environ["RANK"])})
 
 
 if __name__ == "__main__":

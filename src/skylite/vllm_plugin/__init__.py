@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 
+from skylite.vllm_plugin.lifetime import die_with_starter
+
 SWITCH = "SKYLITE_CPU_LORA"
 """Environment variable that turns the plugin on when it is "1"; a plugin must not change vLLM for other programs."""
 TESTED_VLLM = "0.32."
@@ -17,6 +19,7 @@ WRAPPER = "skylite.vllm_plugin.dense_lora.DensePunicaWrapperCPU"
 
 def register() -> None:
     """Make vLLM's CPU platform name our LoRA wrapper. May be called any number of times; does nothing on other platforms."""
+    die_with_starter()
     if os.environ.get(SWITCH) != "1":
         return
     import vllm

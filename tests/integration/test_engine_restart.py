@@ -1,0 +1,192 @@
+"""An engine that dies or hangs is started again, as real processes (a stand-in for vLLM's server, tests/fakes): nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from skylite.config import EngineConfig
+from skylite.errors import ChildDied, RunFailed
+from skylite.launch.supervisor import Supervisor
+from skylite.launch.vllm_server import EngineSpec
+from skylite.orchestrator.engine_set import served
+from skylite.orchestrator.keeper import Restarts
+from skylite.rollout.canary import prove_folder
+from skylite.rollout.client import Sampling
+from skylite.rollout.engine import Engine
+from skylite.rollout.engines import Engines
+from skylite.run.run_dir import AdapterVersion
+from skylite.types import Completion
+from tests.unit.test_engines import publish
+from tests.unit.test_vllm_server import SPEC
+
+FAKES = Path(__file__).parents[1] / "fakes"
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=5, stop_token_ids=(), seed=40)
+
+
+@dataclass(slots=True)
+class Scene:
+    """Engines kept alive, and what was said of restarts."""
+
+    folder: Path
+    max_restarts: int = 1
+    said: list[str] = field(default_factory=list)
+
+    def order(self, name: str) -> None:
+        (self.folder / name).touch()
+
+    @asynccontextmanager
+    async def engines(self, supervisor: Supervisor, count: int = 1) -> AsyncIterator[list[Engine]]:
+        specs = [EngineSpec(**{**fields_of(SPEC), "name": f"vllm-{i}", "uds": self.folder / f"{i}.sock"}) for i in range(count)]
+        config = EngineConfig(stall_timeout_s=1.5, max_restarts=self.max_restarts, start_timeout_s=20)
+        restarts = Restarts(config=config, prove=partial(prove_folder, tolerance=0.01), tell=lambda _, sentence: self.said.append(sentence))
+        async with served(specs, self.folder / "logs", supervisor, restarts) as engines:
+            yield engines
+
+
+def fields_of(spec: EngineSpec) -> dict[str, object]:
+    return {name: getattr(spec, name) for name in spec.__slots__}
+
+
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    monkeypatch.setenv("FAKE_VLLM", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{FAKES}:{os.environ.get('PYTHONPATH', '')}")
+    return Scene(tmp_path)
+
+
+@contextmanager
+def no_process_left() -> Iterator[None]:
+    yield
+    assert [p for p in psutil.Process().children(recursive=True) if "api_server" in " ".join(p.cmdline())] == []
+
+
+async def load_proven(engines: list[Engine], adapter: AdapterVersion) -> None:
+    everyone = Engines(engines, 0.01)
+    await everyone.load(adapter)
+    await everyone.prove(adapter)
+
+
+async def sample(engine: Engine, adapter: AdapterVersion) -> list[Completion]:
+    return await engine.generate(adapter.name, [1, 2], 3, SAMPLING, adapter.version)
+
+
+@pytest.mark.parametrize(
+    ("order", "reason"),
+    [
+        ("die", "vllm-0 ended with exit code 7."),
+        ("hang", "vllm-0 made no token for 1.5 s while 1 requests waited and /health said it is fine."),
+        ("dead", "vllm-0 says that its engine is dead (/health: 503)."),
+    ],
+)
+def test_the_adapter_is_proven_again_and_the_request_gets_the_answer_it_would_have_got(scene: Scene, order: str, reason: str) -> None:
+    adapter = publish(scene.folder, 3)
+
+    async def run() -> tuple[list[Completion], list[Completion]]:
+        async with Supervisor() as supervisor, scene.engines(supervisor) as engines:
+            await load_proven(engines, adapter)
+            before = await sample(engines[0], adapter)
+            scene.order(order)
+            after = await asyncio.wait_for(sample(engines[0], adapter), 30)
+            supervisor.check()
+            return before, after
+
+    with no_process_left():
+        before, after = asyncio.run(run())
+    assert before == after
+    assert scene.said == [f"{reason} It is started again (1 of engine.max_restarts=1)."]
+
+
+def test_the_other_engine_goes_on_meanwhile(scene: Scene) -> None:
+    adapter = publish(scene.folder, 3)
+
+    async def run() -> None:
+        async with Supervisor() as supervisor, scene.engines(supervisor, count=2) as engines:
+            await load_proven(engines, adapter)
+            scene.order("hang")
+            waiting = asyncio.ensure_future(sample(engines[0], adapter))
+            await asyncio.sleep(0.2)
+            for _ in range(5):
+                await asyncio.wait_for(sample(engines[1], adapter), 1.0)
+            assert len(await asyncio.wait_for(waiting, 30)) == 3
+
+    asyncio.run(run())
+    assert len(scene.said) == 1
+
+
+def test_the_run_stops_with_the_reason_when_no_restart_is_left(scene: Scene) -> None:
+    adapter = publish(scene.folder, 3)
+
+    async def run() -> None:
+        async with Supervisor() as supervisor, scene.engines(supervisor) as engines:
+            await load_proven(engines, adapter)
+            scene.order("refuse to start")
+            scene.order("die")
+            asking = asyncio.ensure_future(sample(engines[0], adapter))
+            try:
+                await asyncio.wait_for(supervisor.watch(), 30)
+            finally:
+                asking.cancel()
+
+    with no_process_left(), pytest.raises(ChildDied, match="vllm-0 ended with exit code 1") as caught:
+        asyncio.run(run())
+    assert caught.value.log_tail.splitlines()[-1] == "the fake engine does not start"
+    assert len(scene.said) == 1
+
+
+def test_an_adapter_that_the_new_server_does_not_sample_is_never_used(scene: Scene) -> None:
+    adapter = publish(scene.folder, 3)
+
+    async def run() -> None:
+        async with Supervisor() as supervisor, scene.engines(supervisor) as engines:
+            await load_proven(engines, adapter)
+            manifest = adapter.manifest_path.read_text()
+            adapter.manifest_path.write_text(manifest.replace('"weights_sha256":"', '"weights_sha256":"0'))
+            scene.order("die")
+            asking = asyncio.ensure_future(sample(engines[0], adapter))
+            try:
+                await asyncio.wait_for(supervisor.watch(), 30)
+            finally:
+                asking.cancel()
+
+    with pytest.raises(Exception, match="sha256"):
+        asyncio.run(run())
+
+
+def test_a_short_group_is_completed_with_the_missing_samples_own_seeds(scene: Scene) -> None:
+    adapter = publish(scene.folder, 3)
+
+    async def run() -> tuple[list[Completion], list[Completion]]:
+        async with Supervisor() as supervisor, scene.engines(supervisor) as engines:
+            await load_proven(engines, adapter)
+            whole = await sample(engines[0], adapter)
+            scene.order("short")
+            return whole, await sample(engines[0], adapter)
+
+    whole, completed = asyncio.run(run())
+    assert completed == whole
+    assert len({c.text for c in whole}) == 3
+
+
+def test_a_server_that_ends_before_it_ever_served_is_not_tried_again(scene: Scene) -> None:
+    scene.order("refuse to start")
+
+    async def run() -> None:
+        async with Supervisor() as supervisor:
+            entering = asyncio.ensure_future(scene.engines(supervisor).__aenter__())
+            try:
+                await asyncio.wait_for(supervisor.watch(), 15)
+            finally:
+                entering.cancel()
+
+    with pytest.raises(RunFailed, match="exit code 1"):
+        asyncio.run(run())
+    assert scene.said == []
