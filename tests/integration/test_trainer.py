@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import pytest
 import torch
 
 from skylite.config_files import read_run_config
+from skylite.launch.torchrun import trainer_command, trainer_env
 from skylite.run.files import write_json
 from skylite.run.manifest import read_manifest
 from skylite.run.run_dir import RunDir, adapter_name
