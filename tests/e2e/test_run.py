@@ -147,6 +147,32 @@ def test_an_engine_that_is_killed_or_hangs_is_started_again_and_the_run_goes_on(
     check_metrics(project, run)
 
 
+def test_a_run_that_stops_in_time_and_goes_on_equals_one_that_never_stopped(project: Project) -> None:
+    """Deterministic, one request at a time: then the engine too gives the same bits, whatever it did before."""
+    settings = ("trainer.deterministic=true", "engine.max_num_seqs=1", "eval.limit=0", "checkpoint.every=2")
+    extra = [word for setting in settings for word in ("--set", setting)]
+    straight = project.run(*project.train_args("straight", 3, *extra), timeout_s=DEADLINE_S)
+    assert straight.returncode == 0, straight.stderr
+    stopped = project.run(*project.train_args("in-time", 3, *extra, "--max-hours", "0.0001"), timeout_s=DEADLINE_S)
+    assert stopped.returncode == 0, stopped.stderr
+    assert "--max-hours 0.0001: the next step" in stopped.stderr
+    assert [m["step"] for m in project.metrics("in-time")] == [1]
+    assert project.status("in-time")["phase"] == "stopped"
+
+    resumed = project.run("train", "--resume", "in-time", timeout_s=DEADLINE_S)
+    assert resumed.returncode == 0, resumed.stderr
+    assert [m["step"] for m in project.metrics("in-time")] == [1, 2, 3]
+    check_metrics(project, "in-time")
+    for version in range(4):
+        name = f"adapters/policy-v{version:06d}/adapter_model.safetensors"
+        assert (project.root / "in-time" / name).read_bytes() == (project.root / "straight" / name).read_bytes(), version
+
+    assert project.run("sync", "verify", "in-time").stdout == "4 of 4 published adapters are whole\n"
+    replayed = project.run("replay", "in-time", "--step", "2")
+    assert replayed.returncode == 0, replayed.stderr
+    assert replayed.stdout.startswith("equal: step 2 again from checkpoint step-000001 gives the published adapter bit for bit")
+
+
 @pytest.mark.parametrize("victim", ["trainer", "vllm"])
 def test_a_killed_child_ends_the_run_with_its_reason(project: Project, victim: str) -> None:
     run = f"killed-{victim}"

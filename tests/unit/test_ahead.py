@@ -23,6 +23,7 @@ from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.progress import Progress
 from skylite.orchestrator.resume import forget_after
 from skylite.orchestrator.session import Session
+from skylite.orchestrator.time_limit import TimeLimit
 from skylite.orchestrator.timeline import covered_s
 from skylite.rollout.client import Sampling
 from skylite.rollout.engines import Engines
@@ -112,7 +113,7 @@ async def fake_trainer(run: RunDir, first_step: int, num_steps: int, train_s: fl
 
 def run_of(
     root: Path, staleness: int, num_steps: int, *, first_step: int = 1, sample_s: float = 0.06, train_s: float = 0.06,
-    wrong_version: int | None = None,
+    wrong_version: int | None = None, limit: TimeLimit | None = None,
 ) -> tuple[RunDir, FakeEngine, str]:  # fmt: skip
     """A whole run: its folder, the engine, what was said."""
     run = RunDir(root)
@@ -131,14 +132,18 @@ def run_of(
         scorer=Half(),
         tokenizer=ChatTokenizer(NumberTokenizer(), (5,), ""),
         progress=Progress(run, num_steps, Screen(num_steps, Console(file=said, width=400)), dict),
+        limit=limit,
     )
 
     async def both() -> None:
         trainer = asyncio.create_task(fake_trainer(run, first_step, num_steps, train_s))
+        ends = [asyncio.create_task(run_steps(session)), *([asyncio.create_task(limit.stop.wait())] if limit else [])]
         try:
-            await run_steps(session)
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            done.pop().result()
         finally:
-            trainer.cancel()
+            for task in (trainer, *ends):
+                task.cancel()
 
     asyncio.run(both())
     return run, engine, said.getvalue()
@@ -166,6 +171,15 @@ def test_on_policy_a_step_is_sampled_from_the_version_before_it_and_nothing_over
     assert {m["staleness/max"] for m in metrics} == {0}
     assert max(m["time/overlap_s"] for m in metrics) == 0.0
     assert engine.names == ["policy-v000004"]
+
+
+def test_a_time_limit_ends_the_run_after_a_whole_step(tmp_path: Path) -> None:
+    limit = TimeLimit(hours=0.35 / 3600)
+    run, _, said = run_of(tmp_path, 0, 40, limit=limit)
+    steps = [m["step"] for m in read_metrics(run.metrics_path)]
+    assert 1 <= len(steps) < 10
+    assert "--max-hours 9.72222e-05: the next step" in said
+    assert not run.update_path(steps[-1] + 1).exists()
 
 
 @pytest.mark.parametrize(("sample_s", "train_s"), [(0.06, 0.06), (0.12, 0.02), (0.02, 0.12)], ids=["equal", "slow engine", "slow trainer"])

@@ -16,6 +16,7 @@ from skylite.orchestrator.plan import plan_run, write_run
 from skylite.orchestrator.resume import forget_after, plan_resume
 from skylite.orchestrator.resume_settings import check_changes
 from skylite.run.checkpoint_folder import checkpoint_steps, seal_checkpoint
+from skylite.run.metrics import read_metrics
 from skylite.run.run_dir import RunDir
 from skylite.run.status import Status, write_status
 from tests.reference import random_samples, settings, write_samples
@@ -162,3 +163,19 @@ def test_the_rollouts_of_a_step_that_went_bad_are_sampled_anew(tmp_path: Path) -
     (run.bad / "step-000004").mkdir(parents=True)
     forget_after(run, run.default_adapters, 3, print, reuse_rollouts=True)
     assert sorted(run.rollouts.iterdir()) == [run.rollout_path(s) for s in (1, 2, 3)]
+
+
+def test_a_finished_step_that_the_dead_parent_had_not_recorded_is_recorded(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    leave_behind(run)
+    keys = ("time/canary_s", "time/publish_s", "time/train_s", "policy/entropy")
+    for step in (3, 4):
+        run.update_path(step).write_text(json.dumps({"metrics": dict.fromkeys(keys, 0.5), "skipped": "loss/policy is nan"}))
+    run.metrics_path.write_text("".join(json.dumps({"step": s}) + "\n" for s in (1, 2)))
+    assert forget_after(run, run.default_adapters, 3, print, reuse_rollouts=False) == 0
+    *_, last = read_metrics(run.metrics_path)
+    rewards = [s.reward for s in random_samples(3)]
+    assert (last["step"], last["policy/entropy"], last["guard/reason"]) == (3, 0.5, "loss/policy is nan")
+    assert last["reward/mean"] == pytest.approx(sum(rewards) / len(rewards))
+    assert last["canary/gap_max"] is None, "no engine has proven it"
+    assert [m["step"] for m in read_metrics(run.metrics_path)] == [1, 2, 3]

@@ -48,11 +48,14 @@ class TrainFlags:
         return {key: value for key, value in named.items() if value is not None}
 
 
-def train(flags: TrainFlags, *, run: Path | None, resume: Path | None, dry_run: bool, at: int | None = None) -> None:
-    """Run the command. Raises SkyliteError subclasses; a clean stop by Ctrl-C exits 130."""
+def train(
+    flags: TrainFlags, *, run: Path | None, resume: Path | None, dry_run: bool, at: int | None = None, max_hours: float | None = None
+) -> None:
+    """Run the command. Raises SkyliteError subclasses; a clean stop by Ctrl-C exits 130, one that --max-hours asked for 0."""
     from skylite.orchestrator.plan import RunPlan, plan_run, write_run
     from skylite.orchestrator.resume import plan_resume
     from skylite.orchestrator.services import run_session
+    from skylite.orchestrator.time_limit import TimeLimit
 
     plan: RunPlan
     if resume is not None:
@@ -75,8 +78,9 @@ def train(flags: TrainFlags, *, run: Path | None, resume: Path | None, dry_run: 
             print_settings(config)
             return
         write_run(plan)
-    finished = asyncio.run(run_session(plan, resume=resume is not None))
-    if not finished:
+    limit = TimeLimit(max_hours) if max_hours is not None else None
+    finished = asyncio.run(run_session(plan, resume=resume is not None, limit=limit))
+    if not finished and not (limit is not None and limit.reached):
         sys.exit(130)
 
 

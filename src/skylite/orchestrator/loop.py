@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skylite.evaluation.evaluate import EvalResult, evaluate, write_results
-from skylite.orchestrator.record import StepTimes, completion_view, step_metrics
+from skylite.orchestrator.record import StepTimes, completion_view, step_metrics, trainer_metrics
 from skylite.orchestrator.resample import SampledStep
 from skylite.orchestrator.sampling import sample_step
 from skylite.orchestrator.session import Session
@@ -130,6 +130,9 @@ async def follow_training(session: Session, exchange: Exchange) -> None:
             exchange.versions.put_nowait(loaded)
             recorded = time.monotonic()
         await asyncio.to_thread(clean_up, plan.run, session.adapters, step, plan.config)
+        if session.limit is not None and step < plan.config.num_steps and session.limit.step_ended(times.step_s):
+            progress.screen.say(str(session.limit))
+            await asyncio.Event().wait()  # nothing more is begun: whoever waits for the limit ends this task
 
 
 def step_times(window: Span, sampling: dict[int, Span], trained: dict[int, Span], step: int, sync_s: float) -> StepTimes:
@@ -167,8 +170,7 @@ async def wait_for_update(run: RunDir, step: int) -> Update:
         await asyncio.sleep(POLL_S)
     body = run.read_json(run.update_path(step))
     started, ended = body["trained"]
-    skipped = {"guard/skipped": 1.0, "guard/reason": body["skipped"]} if "skipped" in body else {}
-    return Update(body["metrics"] | skipped, (started, ended))
+    return Update(trainer_metrics(body), (started, ended))
 
 
 async def take_version(session: Session, version: int) -> Loaded:

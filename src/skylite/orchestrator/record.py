@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from skylite.orchestrator.resample import SampledStep
+from skylite.rollout.canary import CanaryReading
 from skylite.rollout.engines import SyncReport
 from skylite.types import RolloutGroup
 from skylite.ui.page import CompletionView
@@ -68,6 +69,21 @@ def step_metrics(step: int, sampled: SampledStep, update: dict[str, Any], report
         "time/canary_s": trainer_canary_s + report.canary_s,
         "sync/publish_and_load_frac": (update["time/publish_s"] + report.load_s) / times.step_s,
     }
+
+
+def trainer_metrics(update: Mapping[str, Any]) -> dict[str, Any]:
+    """The trainer's part of a step's metrics, out of its update file; a step that was skipped says why."""
+    skipped = {"guard/skipped": 1.0, "guard/reason": update["skipped"]} if "skipped" in update else {}
+    return {**update["metrics"], **skipped}
+
+
+def recovered_metrics(step: int, groups: Sequence[RolloutGroup], update: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics of a step that was finished when the parent died before it wrote them; what only the parent had seen is nan."""
+    nan = math.nan
+    unseen = CanaryReading(gap_max=nan, gap_mean=nan, base_distance=nan, projection=nan)
+    report = SyncReport(load_s=nan, canary_s=nan, canary=unseen)
+    times = StepTimes(rollout_s=nan, step_s=nan, sync_s=nan, overlap_s=nan, overhead_s=nan)
+    return step_metrics(step, SampledStep(groups=groups, stored=True), trainer_metrics(update), report, times)
 
 
 def completion_view(groups: Sequence[RolloutGroup]) -> CompletionView:

@@ -14,12 +14,13 @@ from skylite.config_files import change_config, read_run_config
 from skylite.errors import ConfigError, DataError
 from skylite.models.resolve import check_folder
 from skylite.orchestrator.plan import RunPlan, held_out_prompts, read_split, train_data_hash
+from skylite.orchestrator.record import recovered_metrics
 from skylite.orchestrator.resume_settings import check_changes
 from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint, step_of
 from skylite.run.files import atomic_file
-from skylite.run.metrics import read_metrics
+from skylite.run.metrics import append_metrics, read_metrics
 from skylite.run.retention import forget_scores_after, remove_leftovers
-from skylite.run.rollout_file import read_rollouts
+from skylite.run.rollout_file import read_groups, read_rollouts
 from skylite.run.run_dir import RunDir, published_versions
 from skylite.run.status import read_status
 
@@ -55,6 +56,9 @@ def forget_after(run: RunDir, lora_sync_path: Path, step: int, say: Say, *, reus
     Rollouts that were sampled after it are kept where `reuse_rollouts`: a step is a function of its rollouts, so nothing is sampled
     twice. The update file of `step` goes too: the resumed trainer writes it again once its adapter stands, and the parent waits for that.
     """
+    lines = read_metrics(run.metrics_path)
+    before = [line for line in lines if line["step"] <= step]
+    recovered = recover_records(run, before[-1]["step"] if before else 0, step)
     kept = reusable_rollouts(run, step, say) if reuse_rollouts else 0
     for folder, first in ((run.rollouts, step + 1 + kept), (run.updates, step)):
         for path in (p for p in folder.glob("step-*") if step_of(p) >= first):
@@ -65,13 +69,20 @@ def forget_after(run: RunDir, lora_sync_path: Path, step: int, say: Say, *, reus
         shutil.rmtree(run.checkpoint_path(later))
     forget_scores_after(run, step)
     remove_leftovers((run.rollouts, run.updates, run.checkpoints, run.evals, run.bad, lora_sync_path))
-    lines = read_metrics(run.metrics_path)
-    before = [line for line in lines if line["step"] <= step]
     with atomic_file(run.metrics_path) as temporary:
         temporary.write_text("".join(json.dumps(line) + "\n" for line in before), encoding="utf-8")
+    for line in recovered:
+        append_metrics(run.metrics_path, line)
     if kept:
         say(f"steps {step + 1} to {step + kept} are trained again from their stored rollouts; nothing is sampled twice")
     return len(lines) - len(before)
+
+
+def recover_records(run: RunDir, recorded: int, done: int) -> list[dict[str, Any]]:
+    """Metrics of the steps after `recorded` up to `done` that the trainer had finished when the parent died before it recorded them."""
+    steps = [k for k in range(recorded + 1, done + 1) if run.update_path(k).exists() and run.rollout_path(k).exists()]
+    updates = {k: run.read_json(run.update_path(k)) for k in steps}
+    return [recovered_metrics(k, read_groups(run.rollout_path(k)), update) for k, update in updates.items() if "metrics" in update]
 
 
 def reusable_rollouts(run: RunDir, step: int, say: Say) -> int:

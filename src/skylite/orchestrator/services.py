@@ -23,6 +23,7 @@ from skylite.orchestrator.plan import RunPlan, write_config
 from skylite.orchestrator.progress import Progress
 from skylite.orchestrator.resume import forget_after
 from skylite.orchestrator.session import Session
+from skylite.orchestrator.time_limit import TimeLimit
 from skylite.rewards.pool import RewardPool
 from skylite.rollout.canary import DEFAULT_TOLERANCE, canary_sequences, prove_folder
 from skylite.rollout.engine import Engine
@@ -43,8 +44,8 @@ FAILURE_GRACE_S = 6.0
 """How long a broken request waits for the news that a process has ended, which explains it better."""
 
 
-async def run_session(plan: RunPlan, *, resume: bool) -> bool:
-    """Run all steps. Returns whether the run finished: False after a clean stop. Raises RunFailed subclasses."""
+async def run_session(plan: RunPlan, *, resume: bool, limit: TimeLimit | None = None) -> bool:
+    """Run all steps. Returns whether the run finished: False after a clean stop, by a signal or by `limit`. Raises RunFailed subclasses."""
     adapters = Path(plan.resolved.lora_sync_path)
     with lock_folder(plan.run.root), lock_folder(adapters):
         plan.run.stop_path.unlink(missing_ok=True)
@@ -56,16 +57,16 @@ async def run_session(plan: RunPlan, *, resume: bool) -> bool:
         with Screen(plan.config.num_steps, history=[with_nan(m) for m in read_metrics(plan.run.metrics_path)]) as screen:
             for note in notes:
                 screen.say(note)
-            return await _supervised(plan, screen, adapters, resume)
+            return await _supervised(plan, screen, adapters, resume, limit)
 
 
-async def _supervised(plan: RunPlan, screen: Screen, adapters: Path, resume: bool) -> bool:
+async def _supervised(plan: RunPlan, screen: Screen, adapters: Path, resume: bool, limit: TimeLimit | None) -> bool:
     """The run under a supervisor, in folders that are ours, until it is done, stopped or failed."""
-    stop = _stop_event()
+    stop = _stop_event(limit.stop if limit is not None else asyncio.Event())
     async with Supervisor() as supervisor:
         progress = Progress(plan.run, plan.config.num_steps, screen, supervisor.pids, step=plan.first_step - 1)
         try:
-            finished = await _first_of(_run(plan, supervisor, progress, resume), supervisor, stop)
+            finished = await _first_of(_run(plan, supervisor, progress, resume, limit), supervisor, stop)
             if not finished:
                 progress.phase("stopping", "the trainer writes its checkpoint")
                 await _stop_trainer(plan, supervisor)
@@ -78,7 +79,7 @@ async def _supervised(plan: RunPlan, screen: Screen, adapters: Path, resume: boo
     return finished
 
 
-async def _run(plan: RunPlan, supervisor: Supervisor, progress: Progress, resume: bool) -> None:
+async def _run(plan: RunPlan, supervisor: Supervisor, progress: Progress, resume: bool, limit: TimeLimit | None) -> None:
     """Bring everything up side by side, then every step."""
     progress.event("run_started")
     progress.phase("starting", f"vLLM: {plan.config.engine.num_engines} engine(s); trainer: {plan.config.trainer.num_ranks} rank(s)")
@@ -101,7 +102,7 @@ async def _run(plan: RunPlan, supervisor: Supervisor, progress: Progress, resume
         ready = await stack.enter_async_context(_ready_engines(plan, modules, keepers, supervisor, progress))
         progress.event("engines_ready")
         engines = Engines(ready, tolerance)
-        await run_steps(Session(plan=plan, engines=engines, scorer=pool, tokenizer=tokenizer, progress=progress))
+        await run_steps(Session(plan=plan, engines=engines, scorer=pool, tokenizer=tokenizer, progress=progress, limit=limit))
         await supervisor.wait_exit(TRAINER)
 
 
@@ -172,9 +173,8 @@ def _explained(plan: RunPlan, error: SkyliteError) -> SkyliteError:
     return error
 
 
-def _stop_event() -> asyncio.Event:
-    """Set by Ctrl-C or SIGTERM."""
-    stop = asyncio.Event()
+def _stop_event(stop: asyncio.Event) -> asyncio.Event:
+    """The event, set by Ctrl-C or SIGTERM too."""
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     return stop

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.progress import Progress
+from skylite.orchestrator.time_limit import TimeLimit
 from skylite.rollout.collect import Scorer
 from skylite.rollout.engines import Engines
 from skylite.rollout.tokenizer import ChatTokenizer
@@ -22,6 +23,7 @@ class Session:
     scorer: Scorer
     tokenizer: ChatTokenizer
     progress: Progress
+    limit: TimeLimit | None = None
 
     @property
     def adapters(self) -> Path:
