@@ -18,10 +18,9 @@ def finished_text(run: RunDir, adapters: Path, evaluations: Mapping[str, str] | 
 def stopped_text(run: RunDir, adapters: Path) -> str:
     """The run was stopped by the user, or failed: what was kept."""
     checkpoints = sorted(p.name for p in run.checkpoints.glob("step-*"))
-    if not checkpoints:
-        return "\n".join(["There is no checkpoint yet to resume from.", *_adapter(run, adapters), f"  logs      {_name(run.logs)}"])
+    kept = f"Kept: checkpoint {checkpoints[-1]}." if checkpoints else "There is no checkpoint yet: it goes on from its start."
     resume = f"  resume    skylite train --resume {_name(run.root)}"
-    return "\n".join([f"Kept: checkpoint {checkpoints[-1]}.", *_adapter(run, adapters), resume, f"  logs      {_name(run.logs)}"])
+    return "\n".join([kept, *_adapter(run, adapters), resume, f"  logs      {_name(run.logs)}"])
 
 
 def _adapter(run: RunDir, adapters: Path) -> list[str]:
