@@ -8,7 +8,18 @@ from typing import Any
 from skylite.config import TrainConfig
 from skylite.errors import ConfigError
 
-HARMLESS = ("checkpoint", "eval", "guards", "sync", "reward.num_workers", "engine.start_timeout_s", "num_steps", "data.path")
+HARMLESS = (
+    "checkpoint",
+    "eval",
+    "guards",
+    "sync",
+    "reward.num_workers",
+    "engine.start_timeout_s",
+    "engine.stall_timeout_s",
+    "engine.max_restarts",
+    "num_steps",
+    "data.path",
+)
 """Sections and fields that no number of a step depends on. data.path: the file itself is compared by its hash."""
 ROUNDING = (
     "trainer.num_ranks",
