@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,28 @@ async def open_engines(plan: RunPlan, target_modules: list[str], supervisor: Sup
     with tempfile.TemporaryDirectory(prefix="skylite-") as sockets:
         specs = [engine_spec(plan, target_modules, index, Path(sockets)) for index in range(plan.config.engine.num_engines)]
         yield [Keeper.start(spec, plan.run.logs, supervisor, restarts) for spec in specs]
+
+
+@asynccontextmanager
+async def ready_engines(
+    plan: RunPlan,
+    keepers: Sequence[Keeper],
+    supervisor: Supervisor,
+    *,
+    started_for: list[str],
+    wanted: list[str],
+    say: Callable[[str], None],
+) -> AsyncIterator[list[Engine]]:
+    """The engines when they serve, for exactly the `wanted` modules: started again where they were `started_for` others."""
+    if started_for == wanted:
+        async with kept(keepers, supervisor) as engines:
+            yield engines
+        return
+    say(f"vLLM was started for LoRA on {', '.join(started_for)}, and the adapter is on {', '.join(wanted)}: it is started again")
+    for keeper in keepers:
+        supervisor.stop_child(keeper.spec.name)
+    async with open_engines(plan, wanted, supervisor, keepers[0].restarts) as others, kept(others, supervisor) as engines:
+        yield engines
 
 
 @asynccontextmanager

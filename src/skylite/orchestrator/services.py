@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ from skylite.launch.processes import ProcessSpec
 from skylite.launch.supervisor import Supervisor
 from skylite.launch.torchrun import trainer_command, trainer_env
 from skylite.models import likely_target_modules
-from skylite.orchestrator.engine_set import kept, open_engines
-from skylite.orchestrator.keeper import Keeper, Restarts
+from skylite.orchestrator.engine_set import open_engines, ready_engines
+from skylite.orchestrator.keeper import Restarts
 from skylite.orchestrator.loop import run_steps, wait_for_update
 from skylite.orchestrator.plan import RunPlan, write_config
 from skylite.orchestrator.progress import Progress
@@ -26,7 +26,6 @@ from skylite.orchestrator.session import Session
 from skylite.orchestrator.time_limit import TimeLimit
 from skylite.rewards.pool import RewardPool
 from skylite.rollout.canary import DEFAULT_TOLERANCE, canary_sequences, prove_folder
-from skylite.rollout.engine import Engine
 from skylite.rollout.engines import Engines
 from skylite.rollout.tokenizer import load_tokenizer
 from skylite.run.files import write_json
@@ -99,30 +98,16 @@ async def _run(plan: RunPlan, supervisor: Supervisor, progress: Progress, resume
         progress.event("tokenizer_ready")
         pool = RewardPool(plan.reward, plan.config.reward.num_workers)
         stack.callback(pool.close)
-        ready = await stack.enter_async_context(_ready_engines(plan, modules, keepers, supervisor, progress))
+        start = plan.first_step - 1
+        await wait_for_update(plan.run, start)
+        published = read_manifest(Path(plan.resolved.lora_sync_path) / adapter_name(start), verify_hash=False).target_modules
+        ready = await stack.enter_async_context(
+            ready_engines(plan, keepers, supervisor, started_for=modules, wanted=published, say=progress.screen.say)
+        )
         progress.event("engines_ready")
         engines = Engines(ready, tolerance)
         await run_steps(Session(plan=plan, engines=engines, scorer=pool, tokenizer=tokenizer, progress=progress, limit=limit))
         await supervisor.wait_exit(TRAINER)
-
-
-@contextlib.asynccontextmanager
-async def _ready_engines(
-    plan: RunPlan, modules: list[str], keepers: Sequence[Keeper], supervisor: Supervisor, progress: Progress
-) -> AsyncIterator[list[Engine]]:
-    """The engines once they serve for exactly the modules of the published adapter: anew where those were guessed wrong."""
-    start = plan.first_step - 1
-    await wait_for_update(plan.run, start)
-    published = read_manifest(Path(plan.resolved.lora_sync_path) / adapter_name(start), verify_hash=False).target_modules
-    if published == modules:
-        async with kept(keepers, supervisor) as engines:
-            yield engines
-        return
-    progress.screen.say(f"vLLM was started for LoRA on {', '.join(modules)}, and the adapter has {', '.join(published)}: it starts again")
-    for keeper in keepers:
-        supervisor.stop_child(keeper.spec.name)
-    async with open_engines(plan, published, supervisor, keepers[0].restarts) as others, kept(others, supervisor) as engines:
-        yield engines
 
 
 def _trainer_spec(plan: RunPlan, resume: bool) -> ProcessSpec:
