@@ -63,5 +63,5 @@ def test_engines_serve_for_exactly_the_adapters_modules(plan: RunPlan, wanted: l
     assert asyncio.run(bring_up())
     lines = [line for line in plan.run.log_path("vllm-0").read_text().splitlines() if line.startswith("ARGV")]
     assert " ".join(["--lora-target-modules", *wanted]) in lines[-1]
-    assert (len(lines), len(said)) == (starts, starts - 1)
+    assert len(said) == starts - 1
     assert all("k_proj" in text for text in said)
