@@ -47,7 +47,7 @@ class Loaded:
     proof: asyncio.Task[SyncReport]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Exchange:
     """What the two tasks of a run pass each other."""
 
@@ -57,14 +57,26 @@ class Exchange:
     """Steps whose rollout file is written, in order, for `follow_training`."""
     sampling: dict[int, Span] = field(default_factory=dict)
     """Step -> when it was sampled; without an end while it is."""
+    newest: Loaded | None = None
 
 
 async def run_steps(session: Session) -> None:
     """Every remaining step, with the evaluations before, between and after."""
-    plan, exchange = session.plan, Exchange()
+    exchange = Exchange()
+    try:
+        await _run_steps(session, exchange)
+    finally:
+        # A proof that nobody waits for any more would report its end, and its engine's, on its own.
+        if exchange.newest is not None:
+            exchange.newest.proof.cancel()
+            await asyncio.gather(exchange.newest.proof, return_exceptions=True)
+
+
+async def _run_steps(session: Session, exchange: Exchange) -> None:
+    plan = session.plan
     await wait_for_update(plan.run, plan.first_step - 1)
     for version in versions_at_start(session):
-        loaded = await take_version(session, version)
+        loaded = await take_version(session, exchange, version)
         await loaded.proof
         exchange.versions.put_nowait(loaded)
     if plan.first_step == 1:
@@ -112,7 +124,7 @@ async def follow_training(session: Session, exchange: Exchange) -> None:
             reason = update.metrics["guard/reason"]
             progress.screen.say(f"step {step} is skipped, {adapter_name(step)} is the adapter before it: {reason} (kept in {plan.run.bad})")
         progress.phase("syncing", adapter_name(step))
-        loaded = await take_version(session, step)
+        loaded = await take_version(session, exchange, step)
         is_evaluated = plan.config.eval.every > 0 and step % plan.config.eval.every == 0 and step < plan.config.num_steps
         if not is_evaluated:
             exchange.versions.put_nowait(loaded)
@@ -173,13 +185,14 @@ async def wait_for_update(run: RunDir, step: int) -> Update:
     return Update(trainer_metrics(body), (started, ended))
 
 
-async def take_version(session: Session, version: int) -> Loaded:
+async def take_version(session: Session, exchange: Exchange, version: int) -> Loaded:
     """Load a published version on every engine; its proof goes on beside what comes next."""
     adapter = session.adapter(version)
     load_s = await session.engines.load(adapter)
     session.progress.event("adapter_loaded", version=version)
     session.progress.adapter_version = version
-    return Loaded(adapter, asyncio.create_task(prove_version(session, adapter, load_s)))
+    exchange.newest = Loaded(adapter, asyncio.create_task(prove_version(session, adapter, load_s)))
+    return exchange.newest
 
 
 async def prove_version(session: Session, adapter: AdapterVersion, load_s: float) -> SyncReport:
