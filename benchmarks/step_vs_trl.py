@@ -105,6 +105,7 @@ def skylite_steps(args: argparse.Namespace, data: Path, run: Path) -> list[dict[
             "publish_s": m["time/publish_s"],
             "load_s": m["time/load_s"],
             "canary_s": m["time/canary_s"],
+            "overhead_s": m["time/overhead_s"],
             "completion_tokens": m["tokens/completion"],
             "tokens_total": m["tokens/total"],
             "tokens_computed": m["tokens/unique"],
@@ -213,13 +214,8 @@ def compared(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> di
         "completion_tokens_ratio": round(tokens, 3),
         "trainer_peak_gib": round(max(s["peak_gib"] for s in ours), 2),
         "trl_peak_gib": round(max(s["peak_gib"] for s in theirs), 2),
-        "overhead_share": round(statistics.median(1 - parts(s) / s["step_s"] for s in ours), 4),
+        "overhead_share": round(statistics.median(s["overhead_s"] / s["step_s"] for s in ours), 4),
     }
-
-
-def parts(step: dict[str, float]) -> float:
-    """Seconds of a step that are sampling, training or sync."""
-    return sum(step[k] for k in ("sample_s", "train_s", "publish_s", "load_s", "canary_s"))
 
 
 def plain_io(run: Path) -> float:
