@@ -157,7 +157,7 @@ class TrainerConfig(Section):
     num_threads: int | None = Field(None, ge=1)
     """CPU threads a rank; default: cores divided by ranks."""
     deterministic: bool = False
-    """Only algorithms that give the same bits every time, and a recorded number of threads: a resumed run equals an undisturbed one."""
+    """Only algorithms that give the same bits every time (torch raises where a GPU has none), and a recorded number of threads."""
 
 
 class EngineConfig(Section):

@@ -173,6 +173,12 @@ def test_on_policy_a_step_is_sampled_from_the_version_before_it_and_nothing_over
     assert engine.names == ["policy-v000004"]
 
 
+def test_after_the_last_step_the_newest_version_stays_for_what_comes_after(tmp_path: Path) -> None:
+    run, engine, _ = run_of(tmp_path, 0, 4, first_step=5)
+    assert engine.names == ["policy-v000004"]
+    assert read_metrics(run.metrics_path) == []
+
+
 def test_a_time_limit_ends_the_run_after_a_whole_step(tmp_path: Path) -> None:
     limit = TimeLimit(hours=0.35 / 3600)
     run, _, said = run_of(tmp_path, 0, 40, limit=limit)
@@ -224,6 +230,21 @@ def test_a_resumed_run_samples_as_one_that_was_not_interrupted(tmp_path: Path, s
     assert sampled_from(run) == sampled_from(straight)
     assert first.requests[:6] + second.requests == engine.requests
     assert "not interrupted" not in said
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_what_was_sampled_beyond_the_checkpoint_is_trained_again_and_not_sampled_again(tmp_path: Path, staleness: int) -> None:
+    straight, engine, _ = run_of(tmp_path / "straight", staleness, 7)
+    run, _, _ = run_of(tmp_path / "cut", staleness, 5)
+    stored = {k: run.rollout_path(k).read_bytes() for k in (4, 5)}
+    forget_after(run, run.default_adapters, 3, print, reuse_rollouts=True)
+    _, second, _ = run_of(tmp_path / "cut", staleness, 7, first_step=4)
+    assert second.requests == engine.requests[10:], "two prompts a step: steps 6 and 7 only"
+    assert {k: run.rollout_path(k).read_bytes() for k in (4, 5)} == stored
+    assert [m["rollout/stored"] for m in read_metrics(run.metrics_path)] == [0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0]
+    keys = ("step", "reward/mean", "staleness/max", "completion/tokens_mean")
+    found, expected = ([{k: m[k] for k in keys} for m in read_metrics(r.metrics_path)] for r in (run, straight))
+    assert found == expected
 
 
 def test_a_resumed_run_whose_source_is_gone_says_so(tmp_path: Path) -> None:

@@ -44,6 +44,16 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_used(damage: str, tmp_p
         choose_checkpoint(run, 20, said.append)
 
 
+def test_when_none_is_whole_nothing_is_begun_unasked(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    make(run, 10, 20)
+    for step in (10, 20):
+        (run.checkpoint_path(step) / "state.json").unlink()
+    with pytest.raises(ModelError, match=r"None of the 2 checkpoints .* Give --at 0"):
+        choose_checkpoint(run, None, print)
+    assert choose_checkpoint(run, 0, print) == 0
+
+
 def test_a_checkpoint_under_another_steps_name_is_refused(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     make(run, 10)

@@ -75,7 +75,7 @@ def train(
             prepare_default_data(Path(config.data.path), say)
         plan = plan_run(config, RunDir((run or _new_run(recipe)).resolve()), say)
         if dry_run:
-            print_settings(config)
+            print_settings(plan.config)
             return
         write_run(plan)
     limit = TimeLimit(max_hours) if max_hours is not None else None

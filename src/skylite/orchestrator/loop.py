@@ -81,8 +81,9 @@ async def _run_steps(session: Session, exchange: Exchange) -> None:
         exchange.versions.put_nowait(loaded)
     if plan.first_step == 1:
         await held_out_accuracy(session, "before", version=0)
-    tasks = (sample_steps(session, exchange), follow_training(session, exchange))
-    await gather_all([asyncio.create_task(task) for task in tasks])
+    if plan.first_step <= plan.config.num_steps:  # else the run died after its last step, and only what comes after it is left
+        tasks = (sample_steps(session, exchange), follow_training(session, exchange))
+        await gather_all([asyncio.create_task(task) for task in tasks])
     await retire_versions(session, before=plan.config.num_steps)
     await held_out_accuracy(session, "after", version=plan.config.num_steps)
 

@@ -74,7 +74,8 @@ def checkpoint_steps(run: RunDir) -> list[int]:
 def choose_checkpoint(run: RunDir, at: int | None, say: Callable[[str], None]) -> int:
     """The step to go on from: the newest whole checkpoint, or `at`; 0, the start of the run, when there is none.
 
-    A damaged one is said aloud and passed over; asked for by `at` it is a ModelError. Raises ConfigError when `at` has no checkpoint.
+    A damaged one is said aloud and passed over; asked for by `at`, or when no other is left, it is a ModelError: all that was trained is
+    not thrown away unasked. Raises ConfigError when `at` has no checkpoint.
     """
     steps = checkpoint_steps(run)
     if at is not None:
@@ -91,6 +92,10 @@ def choose_checkpoint(run: RunDir, at: int | None, say: Callable[[str], None]) -
             say(f"warning: {error.what} It is passed over.")
         else:
             return step
+    if steps:
+        raise ModelError(
+            f"None of the {len(steps)} checkpoints of {run.root} is whole.", "Give --at 0 to begin again from the run's start."
+        )
     return 0
 
 
