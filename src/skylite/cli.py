@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from skylite.errors import SkyliteError
+from skylite.errors import SkyliteError, write_failed
 
 app = typer.Typer(
     name="skylite",
@@ -160,3 +160,7 @@ def main() -> None:
         if log_tail:
             print(f"\nThe last lines of its log:\n{log_tail}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:
+        # Nearly every write says for itself what it was doing; this is for the rest (a folder made, an old file removed).
+        print(f"skylite: {write_failed(error)}", file=sys.stderr)
+        sys.exit(1)

@@ -9,9 +9,29 @@ RunFailed                 a run that had started stopped; exit code 1
 |- EngineFailed           an engine did not answer a request in time, or not in a usable way; another attempt may do
 |- SyncFailed             an engine did not load the adapter, or does not sample it (canary)
 |- TrainingDiverged       loss or gradient is not finite; the update was not applied
+|- WriteFailed            the disk refused a write; what was there before is whole
 """
 
 from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+_WRITE_HINTS = {
+    errno.ENOSPC: "Make room on that disk.",
+    errno.EDQUOT: "Make room within your quota.",
+    errno.EACCES: "Make that path writable for you.",
+    errno.EPERM: "Make that path writable for you.",
+    errno.EROFS: "It is mounted read-only; mount it writable, or copy the run to another disk.",
+    errno.EIO: "The disk failed; see the kernel's log, and copy the run to another one.",
+    errno.EMFILE: "Raise the limit of open files (ulimit -n).",
+    errno.ENFILE: "Raise the machine's limit of open files.",
+    errno.EINVAL: "Choose a name that the file system takes.",
+    errno.ENAMETOOLONG: "Choose a shorter name.",
+    errno.ENOTDIR: "Choose a path whose parents are folders.",
+    errno.EISDIR: "Move that folder away.",
+}
 
 
 class SkyliteError(Exception):
@@ -63,5 +83,21 @@ class SyncFailed(RunFailed):
     """An engine did not load the published adapter, or does not sample from it."""
 
 
+class WriteFailed(RunFailed):
+    """A file or folder could not be written; the state before is whole, and nothing torn is visible under a final name."""
+
+
 class TrainingDiverged(RunFailed):
     """The loss or the gradient is not finite."""
+
+
+def write_failed(error: OSError, path: Path | None = None) -> WriteFailed:
+    """What, where, why and what to do about an OSError; `path` when it is not the error's own."""
+    where = path if path is not None else error.filename
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    code = f" ({errno.errorcode[error.errno]})" if error.errno is not None and error.errno in errno.errorcode else ""
+    other = f", at {error.filename}" if error.filename is not None and path is not None and str(error.filename) != str(path) else ""
+    return WriteFailed(
+        f"{where or 'A file'} could not be written: {reason}{code}{other}. What was there before is whole.",
+        _WRITE_HINTS.get(error.errno or 0, "Check the disk and the path's permissions."),
+    )

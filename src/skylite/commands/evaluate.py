@@ -22,6 +22,7 @@ from skylite.launch.vllm_server import BASE_NAME, EngineSpec
 from skylite.models import resolve_model
 from skylite.orchestrator.engine_set import served as serving
 from skylite.orchestrator.keeper import Restarts
+from skylite.rewards.named import names_reward, remember, require_named
 from skylite.rewards.pool import RewardPool
 from skylite.rollout.client import VllmClient
 from skylite.rollout.tokenizer import encode_prompts, load_tokenizer
@@ -86,10 +87,14 @@ def plan_eval(flags: EvalFlags) -> EvalPlan:
     config = load_config(None, {}, flags.settings) if recorded is None else merged(recorded, flags.settings)
     data = flags.data or Path(config.data.path)
     prompts, info = _problems(data, flags, config)
+    reward = config.reward.function or info.reward
+    remember(reward) if names_reward(flags.settings) else require_named(
+        reward, data if config.reward.function is None else _required(flags.target), _say
+    )
     model_name = flags.model or (adapter.base_model if adapter is not None else config.model.name)
     run = adapter.run if adapter is not None else None
     label = "base" if adapter is None else adapter.adapter.name
-    return EvalPlan(adapter=adapter, model_name=model_name, config=config, prompts=prompts, reward=config.reward.function or info.reward,
+    return EvalPlan(adapter=adapter, model_name=model_name, config=config, prompts=prompts, reward=reward,
                     out=run.evals if run is not None else Path("evals"), label=label)  # fmt: skip
 
 
@@ -154,6 +159,10 @@ async def _not_proven(client: VllmClient, adapter: AdapterVersion) -> None:
 def _problems(data: Path, flags: EvalFlags, config: TrainConfig) -> tuple[list[Prompt], PromptFileInfo]:
     prompts, info = read_prompts(data / f"{flags.split}.parquet", grades=tuple(config.data.grades))
     return prompts[: flags.limit], info
+
+
+def _say(text: str) -> None:
+    print(f"skylite: {text}", file=sys.stderr, flush=True)
 
 
 def _required(target: Path | None) -> Path:

@@ -6,16 +6,16 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
 from skylite.data.drafts import SPLITS, DraftSet, check_drafts
 from skylite.data.prompt_file import PromptFileInfo, write_prompts
 from skylite.data.sources import READABLE
-from skylite.errors import ConfigError, DataError
+from skylite.errors import ConfigError, DataError, WriteFailed
 from skylite.rewards import load_reward, resolve_spec
-from skylite.run.files import fsync_path, temporary_sibling
+from skylite.rewards.named import remember
+from skylite.run.files import exchange, fsync_path, temporary_sibling
 from skylite.types import Prompt
 
 _T = TypeVar("_T")
@@ -90,6 +90,7 @@ def _own_file(path: Path, question: str | None, answer: str | None, reward: str 
     if reward == "reasoning-gym":
         raise ConfigError("The reward reasoning-gym scores reasoning-gym's own entries only.", "Use gsm8k, math or FILE.py:function.")
     load_reward(reward)
+    remember(reward)
     drafts = draft_own_file(path, question=question, answer=answer, reward=resolve_spec(reward), limit=limit, seed=seed)
     for note in drafts.notes:
         _say(note)
@@ -129,32 +130,27 @@ def _replace_folder(folder: Path, prompts: dict[str, list[Prompt]], infos: dict[
         raise DataError(f"{folder} holds other files ({', '.join(foreign[:3])}); it would be replaced as a whole.", "Choose another --out.")
     try:
         _write_and_swap(folder, prompts, infos)
-    except OSError as error:
-        raise DataError(f"{folder} cannot be written: {error.strerror or error}.", "Choose another --out or make room.") from None
+    except (OSError, WriteFailed) as error:
+        reason = (error.strerror or str(error)) if isinstance(error, OSError) else error.what.rstrip(".")
+        raise DataError(f"{folder} cannot be written: {reason}.", "Choose another --out or make room.") from None
 
 
 def _write_and_swap(folder: Path, prompts: dict[str, list[Prompt]], infos: dict[str, PromptFileInfo]) -> None:
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = temporary_sibling(folder)
-    old = fresh.with_name(f"{fresh.name}-old")
     shutil.rmtree(fresh, ignore_errors=True)
     try:
         for split in SPLITS:
             write_prompts(fresh / f"{split}.parquet", prompts[split], infos[split])
         fsync_path(fresh)
         if folder.exists():
-            os.rename(folder, old)
-        try:
+            exchange(fresh, folder)
+        else:
             os.rename(fresh, folder)
-        except OSError:
-            with suppress(FileNotFoundError):
-                os.rename(old, folder)
-            raise
         fsync_path(folder.parent)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def _refuse(flags: dict[str, object], what: str) -> None:

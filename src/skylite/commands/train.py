@@ -54,6 +54,7 @@ def train(
     """Run the command. Raises SkyliteError subclasses; a clean stop by Ctrl-C exits 130, one that --max-hours asked for 0."""
     from skylite.orchestrator.plan import RunPlan, plan_run, write_run
     from skylite.orchestrator.resume import plan_resume
+    from skylite.orchestrator.room import check_room
     from skylite.orchestrator.services import run_session
     from skylite.orchestrator.time_limit import TimeLimit
 
@@ -64,6 +65,7 @@ def train(
         if dry_run:
             print_settings(plan.config)
             return
+        check_room(plan.run, plan.config, plan.resolved, say)
     else:
         if at is not None:
             raise ConfigError(
@@ -74,6 +76,7 @@ def train(
         if flags.recipe is None and flags.data is None:
             prepare_default_data(Path(config.data.path), say)
         plan = plan_run(config, RunDir((run or _new_run(recipe)).resolve()), say)
+        check_room(plan.run, plan.config, plan.resolved, say)
         if dry_run:
             print_settings(plan.config)
             return

@@ -80,8 +80,9 @@ def write_prompts(path: Path, prompts: Sequence[Prompt], info: PromptFileInfo) -
         for p in prompts
     ]
     footer = {FOOTER_KEY: json.dumps(asdict(info), ensure_ascii=False).encode()}
-    with atomic_file(path) as temporary:
-        pq.write_table(pa.Table.from_pylist(rows, schema=PROMPT_SCHEMA.with_metadata(footer)), temporary, compression="zstd")
+    table = pa.Table.from_pylist(rows, schema=PROMPT_SCHEMA.with_metadata(footer))
+    with atomic_file(path, table.nbytes) as temporary:
+        pq.write_table(table, temporary, compression="zstd")
 
 
 def read_prompts(path: Path, grades: Sequence[int] = ()) -> tuple[list[Prompt], PromptFileInfo]:

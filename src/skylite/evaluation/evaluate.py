@@ -87,5 +87,6 @@ def write_results(path: Path, result: EvalResult) -> None:
         for g in result.groups
         for r in g.rollouts
     ]
-    with atomic_file(path) as temporary:
-        pq.write_table(pa.Table.from_pylist(rows), temporary, compression="zstd")
+    table = pa.Table.from_pylist(rows)
+    with atomic_file(path, table.nbytes) as temporary:
+        pq.write_table(table, temporary, compression="zstd")

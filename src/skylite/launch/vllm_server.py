@@ -7,6 +7,7 @@ benchmarks/lora_sampling.py --variant compares others on the machine at hand.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ CPU_BLOCK_SIZE = 32
 """Tokens a KV cache block. Only whole blocks are shared between samples of a prompt, and vLLM's CPU default is 128."""
 """Of pip's intel-openmp, which the cpu extra brings; it lies in the environment's lib folder."""
 
+STAND_IN = "SKYLITE_ENGINE_COMMAND"
+"""For tests alone: a command that is started instead of vLLM, with --uds (docs/architecture.md, "Torture"). The run says so."""
 CPU_BATCHED_TOKENS = 2048
 """Tokens of one forward pass, as vLLM chooses for CPU servers; never less than a whole prompt."""
 
@@ -64,6 +67,8 @@ class EngineSpec:
 
 def engine_command(spec: EngineSpec) -> list[str]:
     """The argument vector that starts a server for us, on its socket."""
+    if stand_in := os.environ.get(STAND_IN):
+        return [*shlex.split(stand_in), "--uds", str(spec.uds)]
     # vLLM's default is logprobs before temperature, top-p and top-k: not those of the distribution that tokens were drawn from.
     return [*_server_command(spec), "--uds", str(spec.uds), "--logprobs-mode", "processed_logprobs"]
 
@@ -105,9 +110,11 @@ def engine_env(spec: EngineSpec, base_env: Mapping[str, str]) -> dict[str, str]:
 
 def engine_notes(device: str, *, cpu_lora_kernels: bool) -> list[str]:
     """What makes a LoRA server slower than it could be, in words for the user; empty when nothing does."""
-    if device != "cpu":
-        return []
     notes = []
+    if stand_in := os.environ.get(STAND_IN):
+        notes.append(f"warning: {STAND_IN} is set: {stand_in} samples instead of vLLM; this is for tests alone")
+    if device != "cpu":
+        return notes
     if not has_library(INTEL_OPENMP):
         notes.append(f"{INTEL_OPENMP} was not found, so vLLM may sample slower; `pip install intel-openmp` brings it.")
     if not cpu_lora_kernels:

@@ -15,6 +15,8 @@ from skylite.launch.vllm_server import engine_notes
 from skylite.models import resolve_model
 from skylite.orchestrator.warm_start import copy_warm_start, plan_warm_start
 from skylite.rewards import load_reward
+from skylite.rewards.named import remember, require_named
+from skylite.run.disk import writing
 from skylite.run.files import sha256_file, write_json
 from skylite.run.run_dir import RunDir
 from skylite.types import Prompt
@@ -50,7 +52,7 @@ def plan_run(config: TrainConfig, run: RunDir, say: Callable[[str], None]) -> Ru
     train, info = read_split(config, "train")
     held_out = held_out_prompts(config)
     note(data_note(config, info, len(train)))
-    reward = config.reward.function or info.reward
+    reward = chosen_reward(config, info, note)
     load_reward(reward, train[0])
     device = choose_device()
     dtype, dtype_note = choose_dtype(config.model.dtype, device)
@@ -101,6 +103,15 @@ def train_data_hash(config: TrainConfig) -> str:
     return sha256_file(Path(config.data.path) / "train.parquet")
 
 
+def chosen_reward(config: TrainConfig, info: PromptFileInfo, say: Callable[[str], None]) -> str:
+    """The reward's spec: the settings', which is the user's word, or the data's. Raises ConfigError for a program that nobody named."""
+    if config.reward.function is not None:
+        remember(config.reward.function)
+        return config.reward.function
+    require_named(info.reward, Path(config.data.path), say)
+    return info.reward
+
+
 def data_note(config: TrainConfig, info: PromptFileInfo, count: int) -> str:
     """What the run trains on, in words; recorded in the run."""
     grades = f", grades {config.data.grades}" if config.data.grades else ""
@@ -116,7 +127,8 @@ def write_run(plan: RunPlan) -> None:
     if plan.config.lora.from_adapter is not None:
         copy_warm_start(Path(plan.config.lora.from_adapter).expanduser(), plan.run)
     for folder in (plan.run.rollouts, plan.run.updates, plan.run.checkpoints, plan.run.logs, Path(plan.resolved.lora_sync_path)):
-        folder.mkdir(parents=True, exist_ok=True)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
     write_config(plan)
 
 

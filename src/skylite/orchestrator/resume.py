@@ -16,6 +16,7 @@ from skylite.models.resolve import check_folder
 from skylite.orchestrator.plan import RunPlan, held_out_prompts, read_split, train_data_hash
 from skylite.orchestrator.record import recovered_metrics
 from skylite.orchestrator.resume_settings import check_changes
+from skylite.rewards.named import names_reward, remember, require_named
 from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint, step_of
 from skylite.run.files import atomic_file
 from skylite.run.metrics import append_metrics, read_metrics
@@ -36,8 +37,14 @@ def plan_resume(
     """
     recorded = read_run_config(run.config_path)
     config = change_config(recorded.config, overrides or {}, settings)
-    check_changes(recorded.config, config, say)
     train, info = read_split(config, "train")
+    reward = recorded.config.reward.function or info.reward
+    if names_reward(settings) and config.reward.function == reward:
+        # No change: the user says that this program may run.
+        remember(reward)
+        config = config.model_copy(update={"reward": config.reward.model_copy(update={"function": recorded.config.reward.function})})
+    check_changes(recorded.config, config, say)
+    require_named(reward, run.config_path if recorded.config.reward.function else Path(config.data.path), say)
     _check_inputs(recorded, config)
     done = choose_checkpoint(run, at, say)
     _require_work(run, config, done)
@@ -46,7 +53,7 @@ def plan_resume(
         say(f"warning: the run was made by skylite {recorded.skylite_version}, and this is {skylite.__version__}")
     return RunPlan(
         run=run, config=config, resolved=_where_it_is_now(run, recorded), train=train, held_out=held_out_prompts(config),
-        reward=config.reward.function or info.reward, first_step=done + 1, reuse_rollouts=at is None,
+        reward=reward, first_step=done + 1, reuse_rollouts=at is None,
     )  # fmt: skip
 
 

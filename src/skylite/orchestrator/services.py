@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from skylite.errors import ChildDied, RunFailed, SkyliteError
+from skylite.errors import ChildDied, RunFailed, SkyliteError, WriteFailed, write_failed
 from skylite.launch.machine import cpu_cores
 from skylite.launch.processes import ProcessSpec
 from skylite.launch.supervisor import Supervisor
@@ -69,9 +69,11 @@ async def _supervised(plan: RunPlan, screen: Screen, adapters: Path, resume: boo
             if not finished:
                 progress.phase("stopping", "the trainer writes its checkpoint")
                 await _stop_trainer(plan, supervisor)
-        except SkyliteError as error:
-            explained = _explained(plan, error)
-            progress.phase("failed", error=str(explained))
+        except (SkyliteError, OSError) as error:
+            explained = _explained(plan, write_failed(error) if isinstance(error, OSError) else error)
+            # A disk that refuses the status as well must not hide why the run ended.
+            with contextlib.suppress(WriteFailed):
+                progress.phase("failed", error=str(explained))
             raise explained from None
     progress.phase("done" if finished else "stopped")
     screen.say(finished_text(plan.run, adapters, screen.state.evaluations) if finished else stopped_text(plan.run, adapters))

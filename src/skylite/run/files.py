@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from skylite.errors import WriteFailed
+from skylite.run.disk import require_space, writing
+
 TEMPORARY_MARK = ".tmp-"
 """Every unfinished file or folder carries this mark in its name; a reader may ignore, and a sweep may delete, those."""
+
+
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+"""Of <fcntl.h> and <linux/fs.h>."""
 
 
 def fsync_path(path: Path) -> None:
@@ -30,42 +39,87 @@ def temporary_sibling(path: Path) -> Path:
 
 
 @contextmanager
-def atomic_file(path: Path, *, durable: bool = True) -> Iterator[Path]:
+def atomic_file(path: Path, num_bytes: int = 0, *, durable: bool = True) -> Iterator[Path]:
     """Yield a temporary path to write; on success it becomes `path`, on any error it is removed and `path` is as before.
 
-    Not `durable` is for what a run that goes on after a power cut does not read: whole for every reader, but not waited for.
+    Args:
+        num_bytes: about what will be written. The disk is asked for that much room first; 0 (small files) may use the reserve.
+        durable: False is for what a run that goes on after a power cut does not read: whole for every reader, but not waited for.
+
+    Raises WriteFailed when the disk refuses.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = temporary_sibling(path)
-    try:
-        yield temporary
-        if durable:
-            fsync_path(temporary)
-        os.replace(temporary, path)
-        if durable:
-            fsync_path(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if num_bytes:
+            require_space(path, num_bytes)
+        temporary = temporary_sibling(path)
+        try:
+            yield temporary
+            if durable:
+                fsync_path(temporary)
+            os.replace(temporary, path)
+            if durable:
+                fsync_path(path.parent)
+        finally:
+            _remove_file(temporary)
 
 
 @contextmanager
-def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder to fill; on success it becomes `path` (which must not exist), on any error it is removed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = temporary_sibling(path)
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    try:
-        yield temporary
-        for file in temporary.rglob("*"):
-            fsync_path(file)
-        fsync_path(temporary)
-        if path.exists():
-            raise FileExistsError(f"{path} exists already; a published folder is never rewritten")
-        os.rename(temporary, path)
-        fsync_path(path.parent)
-    finally:
+def atomic_folder(path: Path, num_bytes: int = 0) -> Iterator[Path]:
+    """Yield a temporary folder to fill; on success it becomes `path` (which must not exist), on any error it is removed.
+
+    Args:
+        num_bytes: as for `atomic_file`.
+
+    Raises WriteFailed when the disk refuses, or `path` is there already.
+    """
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if num_bytes:
+            require_space(path, num_bytes)
+        temporary = temporary_sibling(path)
         shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        try:
+            yield temporary
+            for file in temporary.rglob("*"):
+                fsync_path(file)
+            fsync_path(temporary)
+            if path.exists():
+                raise WriteFailed(f"{path} exists already; a published folder is never rewritten.", "Move it away.")
+            os.rename(temporary, path)
+            fsync_path(path.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Let two paths of a file system change places in one step, so that there is no moment without either. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0:
+        return
+    number = ctypes.get_errno()
+    if number not in (errno.EINVAL, errno.ENOSYS):
+        raise OSError(number, os.strerror(number), str(other))
+    _exchange_in_turn(one, other)
+
+
+def _exchange_in_turn(one: Path, other: Path) -> None:
+    """For a file system that cannot do it at once (NFS, say): a kill in between leaves `other` under a marked name beside it."""
+    aside = other.with_name(f"{temporary_sibling(other).name}-old")
+    os.rename(other, aside)
+    try:
+        os.rename(one, other)
+    except OSError:
+        os.rename(aside, other)
+        raise
+    os.rename(aside, one)
+
+
+def _remove_file(path: Path) -> None:
+    """A leftover that cannot be removed keeps its mark, so nobody takes it for more; why the write failed is what matters then."""
+    with suppress(OSError):
+        path.unlink()
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:

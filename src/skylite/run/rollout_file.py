@@ -72,8 +72,9 @@ def write_rollouts(path: Path, groups: Sequence[RolloutGroup]) -> None:
         for index, group in enumerate(groups)
         for r in group.rollouts
     ]
-    with atomic_file(path) as temporary:
-        pq.write_table(pa.Table.from_pylist(rows, schema=ROLLOUT_SCHEMA), temporary, compression="zstd")
+    table = pa.Table.from_pylist(rows, schema=ROLLOUT_SCHEMA)
+    with atomic_file(path, table.nbytes) as temporary:
+        pq.write_table(table, temporary, compression="zstd")
 
 
 def read_rollouts(path: Path) -> list[TrainSample]:

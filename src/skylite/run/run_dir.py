@@ -53,9 +53,13 @@ def sampling_version(step: int, max_staleness: int) -> int:
 
 
 def published_versions(lora_sync_path: Path) -> list[AdapterVersion]:
-    """The complete adapter folders of `lora_sync_path`, oldest first."""
-    found = [(_VERSION_NAME.fullmatch(p.name), p) for p in lora_sync_path.iterdir()] if lora_sync_path.is_dir() else []
-    return sorted(AdapterVersion(int(m.group(1)), p.resolve()) for m, p in found if m is not None)
+    """The complete adapter folders of `lora_sync_path`, oldest first; their paths are absolute and directly below it.
+
+    A link is no folder of ours: what it points to, in a run that somebody gave away, must be neither served nor cleaned up.
+    """
+    folder = lora_sync_path.resolve()
+    found = [(_VERSION_NAME.fullmatch(p.name), p) for p in folder.iterdir()] if folder.is_dir() else []
+    return sorted(AdapterVersion(int(m.group(1)), p) for m, p in found if m is not None and p.is_dir() and not p.is_symlink())
 
 
 @dataclass(frozen=True, slots=True)

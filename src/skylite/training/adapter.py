@@ -90,7 +90,7 @@ def publish(policy: Policy, run_config: RunConfig, version: int, score_canary: C
         _require_same(adapter, weights_sha256(tensors))
         score_canary()  # all ranks compute it together
         return Published(adapter, adapter.weights_path.stat().st_size, 0.0)
-    with ThreadPoolExecutor(1) as pool, atomic_folder(adapter.path) as folder:
+    with ThreadPoolExecutor(1) as pool, atomic_folder(adapter.path, sum(t.nbytes for t in tensors.values())) as folder:
         writing = pool.submit(_timed_write, folder / adapter.weights_path.name, tensors)
         canary = score_canary()
         digest, num_bytes, write_s = writing.result()

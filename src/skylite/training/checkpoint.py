@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 import skylite
@@ -24,6 +24,7 @@ from skylite.run.files import atomic_folder
 from skylite.run.run_dir import RunDir
 from skylite.training.dist import Dist
 from skylite.training.learner import Learner
+from skylite.training.tensor_file import save_tensors
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LIBRARIES = ("torch", "transformers", "peft", "safetensors")
@@ -35,11 +36,11 @@ def save_checkpoint(run: RunDir, step: int, config: TrainConfig, learners: Seque
     path = run.checkpoint_path(step)
     if path.exists():
         return
-    with atomic_folder(path) as folder:
+    with atomic_folder(path, checkpoint_bytes(learners)) as folder:
         for learner in learners:
-            save_file({n: p.detach().cpu().contiguous() for n, p in learner.params.items()}, folder / f"{learner.name}.safetensors")
-            save_file(_moments(learner), folder / f"{learner.name}-optimizer.safetensors")
-        save_file(dict(random_state), folder / RANDOM_STATE)
+            save_tensors(folder / f"{learner.name}.safetensors", {n: p.detach() for n, p in learner.params.items()})
+            save_tensors(folder / f"{learner.name}-optimizer.safetensors", _moments(learner))
+        save_tensors(folder / RANDOM_STATE, random_state)
         state = {
             "step": step,
             "adapter_version": step,
@@ -52,6 +53,11 @@ def save_checkpoint(run: RunDir, step: int, config: TrainConfig, learners: Seque
         }
         (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
         seal_checkpoint(folder, step)
+
+
+def checkpoint_bytes(learners: Sequence[Learner]) -> int:
+    """What a checkpoint takes: parameters and both moments of each learner."""
+    return sum((1 + len(MOMENTS)) * p.numel() * p.element_size() for learner in learners for p in learner.params.values())
 
 
 def random_states(dist: Dist) -> dict[str, Tensor]:

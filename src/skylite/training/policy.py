@@ -91,7 +91,9 @@ def load_base(path: str, dtype: torch.dtype) -> PreTrainedModel:
     """The model of a local folder, with our attention. Raises ModelError when it is missing, damaged or incomplete."""
     AttentionInterface.register("skylite_tree", _tree_attention)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, output_loading_info=True)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+        )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         what = f"{path} cannot be loaded as a causal language model: {error}"
         raise ModelError(what, "Check the folder, or give another --model.") from error

@@ -9,12 +9,13 @@ import argparse
 import os
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
 from skylite.config_files import read_run_config
-from skylite.errors import SkyliteError
+from skylite.errors import SkyliteError, WriteFailed
 from skylite.run.files import write_json
 from skylite.run.lifetime import COMMAND_PID, die_with_parent
 from skylite.run.run_dir import RunDir
@@ -76,8 +77,10 @@ def report(run: RunDir, reason: dict[str, str | bool]) -> None:
 
     `final`: it would happen again.
     """
-    if not run.trainer_error_path.exists():
-        write_json(run.trainer_error_path, {**reason, "rank": int(os.environ["RANK"])})
+    # A disk that is full refuses this too; the log's last lines, which the parent shows then, say the same.
+    with suppress(WriteFailed):
+        if not run.trainer_error_path.exists():
+            write_json(run.trainer_error_path, {**reason, "rank": int(os.environ["RANK"])})
 
 
 if __name__ == "__main__":

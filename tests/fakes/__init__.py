@@ -1,0 +1,1 @@
+"""Stand-ins that are real processes."""

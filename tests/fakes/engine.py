@@ -1,0 +1,137 @@
+"""A stand-in for a vLLM server: a real process on the same Unix socket, with the requests and replies that skylite uses. Starts at once.
+
+    SKYLITE_ENGINE_COMMAND="python -m tests.fakes.engine" skylite train ...
+
+It answers deterministically, as a function of the adapter's weights, the prompt and the seed: so whatever differs in one adapter is in
+everything after it. The canary's logprobs are read from the adapter's own manifest: this proves the run's machinery, not the sampling.
+ENGINE_DELAY_S makes a completion take that long, ENGINE_LOAD_DELAY_S the load of an adapter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import socket
+import socketserver
+import string
+import threading
+import time
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+LETTERS = string.ascii_letters + string.digits + " .,"
+DELAY_S = float(os.environ.get("ENGINE_DELAY_S", "0"))
+LOAD_DELAY_S = float(os.environ.get("ENGINE_LOAD_DELAY_S", "0"))
+
+
+class Served:
+    """The adapters that are loaded, and how many tokens were made."""
+
+    def __init__(self) -> None:
+        self.folders: dict[str, Path] = {}
+        self.tokens = 0
+        self.lock = threading.Lock()
+
+    def load(self, body: dict[str, Any]) -> None:
+        folder = Path(body["lora_path"])
+        if not (folder / "adapter_model.safetensors").is_file():
+            raise LookupError(f"no adapter in {folder}")
+        time.sleep(LOAD_DELAY_S)
+        self.folders[body["lora_name"]] = folder
+
+    def unload(self, body: dict[str, Any]) -> None:
+        if self.folders.pop(body["lora_name"], None) is None:
+            raise LookupError(f"{body['lora_name']} is not loaded")
+
+    def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        model = body["model"]
+        if model != "base" and model not in self.folders:
+            raise LookupError(f"The model `{model}` does not exist.")
+        if "prompt_logprobs" in body:
+            choices = [{"index": 0, "text": "", "prompt_logprobs": self.scored(model, body["prompt"])}]
+        else:
+            time.sleep(DELAY_S)
+            choices = [self.sampled(model, body, index) for index in range(body["n"])]
+        with self.lock:
+            self.tokens += sum(len(c.get("token_ids", ())) for c in choices) + len(body["prompt"])
+        return {"model": model, "choices": choices}
+
+    def sampled(self, model: str, body: dict[str, Any], index: int) -> dict[str, Any]:
+        """Letters and token ids out of a hash: what they say to each other is of no interest to a run."""
+        weights = b"" if model == "base" else (self.folders[model] / "adapter_model.safetensors").read_bytes()
+        seed = hashlib.sha256(weights + json.dumps([body["prompt"], body["seed"] + index]).encode()).hexdigest()
+        rng = random.Random(seed)
+        count = rng.randrange(2, body["max_tokens"] + 1)
+        full = count == body["max_tokens"]
+        return {
+            "index": index,
+            "text": "".join(rng.choices(LETTERS, k=count)),
+            "token_ids": [rng.randrange(256) for _ in range(count)],
+            "logprobs": {"token_logprobs": [-5.5 + rng.uniform(-0.5, 0.5) for _ in range(count)]},
+            "finish_reason": "length" if full else "stop",
+        }
+
+    def scored(self, model: str, prompt: list[int]) -> list[dict[str, dict[str, float]] | None]:
+        canary = json.loads((self.folders[model] / "manifest.json").read_bytes())["canary"]
+        logprobs = dict(zip(map(tuple, canary["sequences"]), canary["policy_logprobs"], strict=True))[tuple(prompt)]
+        return [None, *({str(token): {"logprob": value}} for token, value in zip(prompt[1:], logprobs, strict=True))]
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection; kept open between requests, as vLLM does."""
+
+    protocol_version = "HTTP/1.1"
+    served = Served()
+
+    def address_string(self) -> str:
+        return "unix"
+
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        """Say nothing a request."""
+
+    def do_GET(self) -> None:
+        text = f"vllm:prompt_tokens_total 0\nvllm:generation_tokens_total {self.served.tokens}\n" if self.path == "/metrics" else ""
+        self.answer(HTTPStatus.OK, text.encode())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        try:
+            if self.path == "/v1/completions":
+                self.answer(HTTPStatus.OK, json.dumps(self.served.complete(body)).encode())
+                return
+            {"/v1/load_lora_adapter": self.served.load, "/v1/unload_lora_adapter": self.served.unload}[self.path](body)
+            self.answer(HTTPStatus.OK, b"{}")
+        except LookupError as error:
+            self.answer(HTTPStatus.NOT_FOUND, json.dumps({"error": {"message": str(error)}}).encode())
+
+    def answer(self, status: HTTPStatus, content: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+
+class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    """A thread a connection."""
+
+    daemon_threads = True
+    request_queue_size = socket.SOMAXCONN
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--uds", type=Path, required=True)
+    arguments, _ = parser.parse_known_args()
+    arguments.uds.unlink(missing_ok=True)
+    with Server(str(arguments.uds), Handler) as server:
+        server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

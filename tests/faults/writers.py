@@ -1,0 +1,148 @@
+"""`python -m tests.faults.writers MODEL`: a process that runs one of skylite's own writers a line of stdin, each in a fork of its own.
+
+In: {"writer": name, "folder": path}. Out: {"code": exit code as of the command line, "said": message, "kind": exception class}.
+The fork is what dies or fails; torch is imported once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from skylite.commands.prepare import prepare
+from skylite.config import RunConfig
+from skylite.errors import SkyliteError
+from skylite.evaluation.evaluate import EvalResult, write_results
+from skylite.evaluation.interval import accuracy_of
+from skylite.orchestrator.plan import RunPlan, write_run
+from skylite.orchestrator.warm_start import copy_warm_start
+from skylite.run.files import write_json
+from skylite.run.lock import lock_folder
+from skylite.run.manifest import Canary
+from skylite.run.metrics import append_metrics
+from skylite.run.rollout_file import write_rollouts
+from skylite.run.run_dir import RunDir
+from skylite.run.status import Status, write_status
+from skylite.training.adapter import publish
+from skylite.training.checkpoint import save_checkpoint
+from skylite.training.learner import Learner
+from skylite.training.policy import Policy
+from skylite.types import Completion, Prompt, Rollout, RolloutGroup
+from tests.cases import learner_of, policy_of
+from tests.engines import write_random_adapter
+from tests.reference import lone_rank, resolved, settings
+
+CANARY = Canary(sequences=[[1, 2, 3]], policy_logprobs=[[-1.0, -2.0]], base_logprobs=[[-1.5, -2.5]])
+
+
+def groups(version: int) -> list[RolloutGroup]:
+    """Enough text that a file takes several writes."""
+    prompt = Prompt(id=f"p/{version}", messages=[{"role": "user", "content": "say x"}], answer="x", source="test")
+    ids = [(i * 7919 + version) % 256 for i in range(2000)]
+    completion = Completion(token_ids=ids, logprobs=[-i / 7 for i in range(2000)], text="x", finish_reason="stop", adapter_version=version)
+    rollout = Rollout(prompt=prompt, prompt_token_ids=[1, 2], completion=completion, reward=1.0)
+    return [RolloutGroup((rollout, replace(rollout, reward=0.0)))] * 4
+
+
+def results(version: int) -> EvalResult:
+    return EvalResult(model=f"m{version}", temperature=0.0, accuracy=accuracy_of([[1.0, 0.0]]), completion_tokens_mean=1.0,
+                      truncated_frac=0.0, groups=groups(version))  # fmt: skip
+
+
+def rows(folder: Path, version: int) -> Path:
+    path = folder / f"rows-{version}.jsonl"
+    path.write_text("".join(json.dumps({"q": f"{i} + {version}?", "a": str(i + version)}) + "\n" for i in range(60)))
+    return path
+
+
+def writers(policy: Policy, learner: Learner, model: Path) -> dict[str, Callable[[Path, int], Any]]:
+    """By name: write `version` 1 or 2 of something into a folder, over or beside what is there."""
+
+    def config(folder: Path) -> RunConfig:
+        return RunConfig(skylite_version="test", config=settings(), resolved=resolved(model, folder))
+
+    def plan(folder: Path) -> RunPlan:
+        prompt = groups(0)[0].rollouts[0].prompt
+        return RunPlan(run=RunDir(folder / "run"), config=settings(), resolved=resolved(model, model.parent / "sync"), train=[prompt],
+                       held_out=[], reward="math", first_step=1)  # fmt: skip
+
+    def status(folder: Path, v: int) -> None:
+        write_status(folder / "status.json", Status(phase="sampling", step=v, num_steps=9, adapter_version=v, updated_at="then"))
+
+    def lock(folder: Path, v: int) -> None:
+        with lock_folder(folder / f"locked-{v}"):
+            pass
+
+    return {
+        "publish": lambda folder, v: publish(policy, config(folder), v, lambda: CANARY),
+        "checkpoint": lambda folder, v: checkpoint(RunDir(folder), v, learner),
+        "rollouts": lambda folder, v: write_rollouts(RunDir(folder).rollout_path(v), groups(v)),
+        "metrics": lambda folder, v: append_metrics(folder / "metrics.jsonl", {"step": v, "text": "x" * 9000}),
+        "status": status,
+        "config": lambda folder, v: write_run(plan(folder / str(v))),
+        "update": lambda folder, v: write_json(RunDir(folder).update_path(v), {"step": v, "metrics": {"x": "y" * 20000}}),
+        "prepare": lambda folder, v: prepare(str(rows(model.parent, v)), out=folder / "data", question="q", answer="a", reward="math"),
+        "eval": lambda folder, v: write_results(folder / "greedy.parquet", results(v)),
+        "warm start": lambda folder, v: copy_warm_start(model.parent / "adapter", RunDir(folder / str(v))),
+        "lock": lock,
+    }
+
+
+def checkpoint(run: RunDir, step: int, learner: Learner) -> None:
+    save_checkpoint(run, step, settings(), [learner], {"rank-0": torch.zeros(64, dtype=torch.uint8)})
+
+
+def in_a_fork(work: Callable[[], Any]) -> dict[str, Any]:
+    """What became of `work` in a child of this process."""
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(write_end, json.dumps(outcome(work)).encode()[:60000])
+        os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as stream:
+        said = stream.read()
+    os.waitpid(pid, 0)
+    answer: dict[str, Any] = json.loads(said)
+    return answer
+
+
+def outcome(work: Callable[[], Any]) -> dict[str, Any]:
+    sys.stdout = sys.stderr
+    try:
+        work()
+    except SkyliteError as error:
+        return {"code": error.exit_code, "said": str(error), "kind": type(error).__name__}
+    except BaseException as error:  # noqa: BLE001 whatever else comes out is the test's finding
+        return {"code": -1, "said": traceback.format_exc()[-3000:], "kind": type(error).__name__}
+    return {"code": 0, "said": "", "kind": ""}
+
+
+def main() -> None:
+    model = Path(sys.argv[1])
+    write_random_adapter(model.parent / "adapter", model)
+    torch.set_num_threads(1)
+    with lone_rank() as dist:
+        policy = policy_of(model, settings(), dist)
+        learner = learner_of(policy, settings())
+        learner.grads.fill_(0.5)
+        learner.update(dist, 1)
+        table = writers(policy, learner, model)
+        print(json.dumps(sorted(table)), flush=True)
+        for line in sys.stdin:
+            asked = json.loads(line)
+            answer = in_a_fork(lambda asked=asked: table[asked["writer"]](Path(asked["folder"]), asked["version"]))  # type: ignore[misc]
+            print(json.dumps(answer), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

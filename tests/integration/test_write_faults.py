@@ -1,0 +1,142 @@
+"""Every write of skylite's, failed at every call it makes, by a file system layer under the real process (tests/faults)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skylite.run.files import TEMPORARY_MARK
+from tests.faults.layer import FAULTS, OPEN, RENAME, SHORT, WRITE, Fault, Layer
+
+WRITERS = ("checkpoint", "config", "eval", "lock", "metrics", "prepare", "publish", "rollouts", "status", "update", "warm start")
+MAX_CALLS = 200
+"""A writer that makes more calls than this is not what we think it is."""
+
+
+class Writers:
+    """The process of tests/faults/writers.py, and the layer under it."""
+
+    def __init__(self, process: subprocess.Popen[str], layer: Layer) -> None:
+        self.process, self.layer = process, layer
+
+    def write(self, writer: str, folder: Path, version: int) -> dict[str, Any]:
+        """Run a writer in a fork and hear what became of it."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"writer": writer, "folder": str(folder), "version": version}) + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def answer(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the writers' process ended"
+        return json.loads(line)
+
+
+@pytest.fixture(scope="module")
+def writers(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Iterator[Writers]:
+    folder = tmp_path_factory.mktemp("writers")
+    model = folder / "model"
+    shutil.copytree(tiny_llama, model)
+    layer = Layer(folder)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.faults.writers", str(model)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **layer.env},
+        cwd=Path(__file__).parents[2],
+    )
+    found = Writers(process, layer)
+    try:
+        assert tuple(found.answer()) == WRITERS
+        yield found
+    finally:
+        process.kill()
+        process.wait()
+
+
+def visible(folder: Path) -> dict[str, str]:
+    """Path to sha256 of every file under a final name; a folder on the way counts as soon as it is there, an empty one not."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != ".skylite.lock")
+    kept = [p for p in files if not any(TEMPORARY_MARK in part for part in p.relative_to(folder).parts)]
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in kept}
+
+
+def leftovers(folder: Path) -> list[Path]:
+    return [p for p in folder.rglob("*") if TEMPORARY_MARK in p.name]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_write_that_fails_at_any_call_leaves_the_state_before_or_after(
+    writers: Writers, tmp_path: Path, writer: str, fault: Fault
+) -> None:
+    before, after, fired = prepared(writers, tmp_path, writer)
+    for target in range(1, MAX_CALLS):
+        folder = fresh(tmp_path, "case")
+        writers.layer.arm(folder, target, fault)
+        answer = writers.write(writer, folder, 2)
+        hit, calls = writers.layer.state.fired, writers.layer.state.count
+        writers.layer.disarm()
+        what = f"{writer}, call {target}: {answer}"
+        if not hit:
+            assert answer["code"] == 0, what
+            assert calls < target
+            break
+        fired += 1
+        check(answer, folder, before, after, what)
+        if answer["code"] == 0:
+            continue
+        again = writers.write(writer, folder, 2)
+        assert again["code"] == 0 or "already" in again["said"], f"{what}; again: {again}"
+        assert visible(folder) == after, what
+    else:
+        pytest.fail(f"{writer} made more than {MAX_CALLS} calls")
+    assert fired > 0 or not touches(writer, fault), "the layer saw nothing: it does not cover this writer"
+
+
+def prepared(writers: Writers, tmp_path: Path, writer: str) -> tuple[dict[str, str], dict[str, str], int]:
+    """The state before (version 1 stands) and after an undisturbed write of version 2."""
+    writers.layer.disarm()
+    (tmp_path / "before").mkdir()
+    assert writers.write(writer, tmp_path / "before", 1)["code"] == 0
+    folder = fresh(tmp_path, "undisturbed")
+    assert writers.write(writer, folder, 2)["code"] == 0
+    return visible(tmp_path / "before"), visible(folder), 0
+
+
+def fresh(tmp_path: Path, name: str) -> Path:
+    """A copy of the state before."""
+    folder = tmp_path / name
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(tmp_path / "before", folder)
+    return folder
+
+
+def check(answer: dict[str, Any], folder: Path, before: dict[str, str], after: dict[str, str], what: str) -> None:
+    assert answer["code"] in (0, 1, 2), what
+    found = visible(folder)
+    if answer["code"] == 0:
+        assert found == after, what
+    else:
+        assert found in (before, after), what
+        assert str(folder) in answer["said"], what
+        assert "\n" not in answer["said"].strip(), what
+    assert leftovers(folder) == [], what
+
+
+def touches(writer: str, fault: Fault) -> bool:
+    """Whether the writer makes calls of the fault's kind at all."""
+    if writer == "lock":
+        return fault.ops & (OPEN | WRITE) != 0
+    return not (writer == "metrics" and fault.ops == RENAME) and not (fault.kind == SHORT and fault.ops != WRITE)

@@ -1,0 +1,125 @@
+"""Generated damage: to the bytes of a file, to the tree of a JSON document; and skylite's command line called in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+import traceback
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+
+from skylite.cli import main
+
+ODD_VALUES: list[Any] = [
+    None, True, False, 0, -1, 1, 10**30, -(10**30), 0.5, float("nan"), float("inf"), -1e308, "", " ", "x", "\x00", "../..", "/dev/null",
+    "\ud800", "none", "a" * 5000, [], [None], [[]], [1, "x"], {}, {"": None}, {"x": {"x": {}}}, "FILE.py:function", "1e400",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """How a command ended and what it printed, both streams together."""
+
+    code: int
+    said: str
+
+
+def call(args: list[str]) -> Reply:
+    """`skylite ARGS` through its own `main`, in this process."""
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        patch.setattr(sys, "argv", ["skylite", *args])
+        try:
+            main()
+        except SystemExit as end:
+            return Reply(int(end.code or 0), said.getvalue())
+        except Exception:  # noqa: BLE001 what a user would see as a traceback is the finding
+            return Reply(-1, said.getvalue() + traceback.format_exc())
+    return Reply(0, said.getvalue())
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
+    """Every path below with size and time of change."""
+    return {str(p.relative_to(folder)): (p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(folder.rglob("*"))}
+
+
+@st.composite
+def damaged_bytes(draw: st.DrawFn, whole: bytes) -> bytes:
+    """Cut short, with bytes changed, cut out, doubled or put in, or something else altogether; never `whole` itself."""
+    kind = draw(st.sampled_from(["cut", "flip", "remove", "insert", "double", "other", "zeros"]))
+    at = draw(st.integers(0, max(0, len(whole) - 1)))
+    length = draw(st.integers(1, 64))
+    some = draw(st.binary(min_size=1, max_size=64))
+    damaged = {
+        "cut": whole[:at],
+        "flip": whole[:at] + some + whole[at + len(some) :],
+        "remove": whole[:at] + whole[at + length :],
+        "insert": whole[:at] + some + whole[at:],
+        "double": whole[:at] + whole[at : at + length] + whole[at:],
+        "other": some,
+        "zeros": whole[:at] + bytes(length) + whole[at + length :],
+    }[kind]
+    return damaged if damaged != whole else whole[: len(whole) // 2]
+
+
+@st.composite
+def damaged_tree(draw: st.DrawFn, tree: Any) -> Any:
+    """A JSON tree with one to three nodes replaced, removed, renamed or put in."""
+    tree = deepcopy(tree)
+    for _ in range(draw(st.integers(1, 3))):
+        node, key = draw(st.sampled_from(_places(tree))) if _places(tree) else (None, None)
+        if node is None:
+            return draw(st.sampled_from(ODD_VALUES))
+        action = draw(st.sampled_from(["replace", "remove", "rename"]))
+        if action == "replace":
+            node[key] = deepcopy(draw(st.sampled_from(ODD_VALUES)))
+        elif action == "remove":
+            del node[key]
+        elif isinstance(node, dict):
+            node[draw(st.sampled_from(["", "x", "rnk", "ranks", "\x00"])) + str(key)] = node.pop(key)
+    return tree
+
+
+@st.composite
+def damaged_json(draw: st.DrawFn, tree: Any) -> bytes:
+    """A document whose tree or whose bytes are damaged."""
+    whole = json.dumps(tree).encode()
+    if draw(st.booleans()):
+        return draw(damaged_bytes(whole))
+    changed = json.dumps(draw(damaged_tree(tree))).encode()
+    return changed if changed != whole else whole[:-1]
+
+
+def toml_text(tree: dict[str, Any]) -> str:
+    """A tree of sections as TOML; JSON's scalars and lists are TOML's, but for null."""
+    lines = [f"{json.dumps(k)} = {_toml(v)}" for k, v in tree.items() if not isinstance(v, dict)]
+    for name, section in tree.items():
+        if isinstance(section, dict):
+            lines += [f"[{json.dumps(name)}]", *(f"{json.dumps(k)} = {_toml(v)}" for k, v in section.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, float) and (value != value or abs(value) == float("inf")):
+        return "nan" if value != value else "inf"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return '"none"' if value is None else json.dumps(value)
+
+
+def _places(tree: Any) -> list[tuple[Any, Any]]:
+    """(container, key) of every node but the root."""
+    if isinstance(tree, dict):
+        return [(tree, k) for k in tree] + [p for v in tree.values() for p in _places(v)]
+    if isinstance(tree, list):
+        return [(tree, i) for i in range(len(tree))] + [p for v in tree for p in _places(v)]
+    return []

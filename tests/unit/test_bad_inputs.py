@@ -1,0 +1,258 @@
+"""More than a thousand generated bad inputs: no traceback, no hang, nothing changed on disk, exit code 2 with a sentence.
+
+The same inputs in every run (derandomize). FUZZ_FACTOR multiplies their number (benchmarks/torture.py).
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from skylite.config_files import load_config
+from skylite.errors import SkyliteError
+from skylite.orchestrator.resume import plan_resume
+from skylite.run.manifest import read_manifest
+from skylite.run.rollout_file import read_rollouts
+from skylite.run.run_dir import RunDir
+from tests.engines import write_random_adapter
+from tests.reference import make_run, random_samples
+from tests.reference import settings as run_settings
+from tests.unit.bad_inputs import ODD_VALUES, call, damaged_bytes, damaged_json, damaged_tree, snapshot, toml_text
+
+FACTOR = float(os.environ.get("FUZZ_FACTOR", "1"))
+SECONDS = 20
+"""For one input; the slowest takes well under one."""
+counts: Counter[str] = Counter()
+"""Inputs by what became of them."""
+
+
+def generated(number: int) -> Callable[[Any], Any]:
+    """So many inputs, the same ones every time unless there are to be more of them."""
+    quiet = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+    return settings(
+        max_examples=int(number * FACTOR),
+        derandomize=FACTOR == 1,
+        deadline=timedelta(seconds=SECONDS),
+        database=None,
+        suppress_health_check=quiet,
+    )
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Iterator[Path]:
+    """A folder that is the working directory: prepared data, an adapter with a manifest, a run with a checkpoint and rollouts."""
+    root = tmp_path_factory.mktemp("project")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        rows = "".join(json.dumps({"q": f"{i} + 1?", "a": str(i + 1)}) + "\n" for i in range(30))
+        Path("rows.jsonl").write_text(rows)
+        assert call(["prepare", "rows.jsonl", "--question", "q", "--answer", "a", "--reward", "math", "--out", "data"]).code == 0
+        shutil.copytree(tiny_llama, "model")
+        write_random_adapter(Path("adapter"), Path("model"))
+        config = run_settings(data={"path": str(root / "data")}, lora={"rank": 4, "alpha": 8})
+        run = make_run(root / "run", root / "model", config, {1: random_samples(1)})
+        run.checkpoint_path(1).mkdir()
+        yield root
+    assert counts["accepted"] < 0.5 * sum(counts.values())
+
+
+def refused(args: list[str], root: Path) -> None:
+    """The command says no in words, or the input was no bad one after all; either way the disk is as it was."""
+    before = snapshot(root)
+    reply = call(args)
+    count(reply.code, reply.said)
+    assert snapshot(root) == before, (args, reply)
+
+
+def count(code: int, said: str) -> None:
+    assert "Traceback" not in said, said
+    assert code in (0, 2), said
+    assert code == 0 or said.strip(), "no reason was given"
+    counts["refused" if code else "accepted"] += 1
+
+
+def in_words(work: Callable[[], Any]) -> None:
+    """The same for a function that a command calls first of all."""
+    try:
+        work()
+    except SkyliteError as error:
+        count(error.exit_code, str(error))
+    else:
+        count(0, "")
+
+
+BASE = {
+    "num_steps": 3,
+    "seed": 0,
+    "data": {"path": "data", "grades": []},
+    "lora": {"rank": 4, "alpha": 8, "target_modules": "all-linear", "exclude_modules": [], "lora_sync_path": "sync"},
+    "rollout": {"prompts_per_step": 4, "group_size": 4, "temperature": 1.0, "top_p": 1.0, "max_completion_tokens": 16},
+    "reward": {"function": "math", "num_workers": 1},
+    "algorithm": {"name": "grpo", "kl_coef": 0.0, "clip_eps_low": 0.2},
+    "importance": {"mode": "truncate", "cap": 2.0},
+    "optim": {"lr": 1e-3, "schedule": "constant", "max_grad_norm": 1.0},
+    "engine": {"num_engines": 1, "kv_cache_gib": 0.25},
+    "eval": {"split": "test", "limit": 4},
+}
+
+
+@generated(250)
+@given(tree=damaged_tree(BASE), data=st.data())
+def test_recipes(project: Path, tree: Any, data: st.DataObject) -> None:
+    text = toml_text(tree if isinstance(tree, dict) else BASE).encode("utf-8", errors="surrogatepass")
+    if not isinstance(tree, dict) or data.draw(st.booleans()):
+        text = data.draw(damaged_bytes(text))
+    Path("recipe.toml").write_bytes(text)
+    refused(["train", "--recipe", "recipe.toml", "--model", "model", "--run", "new", "--dry-run"], project)
+
+
+KEYS = [f"{s}.{k}" for s, v in BASE.items() if isinstance(v, dict) for k in v] + ["num_steps", "seed", "lora", "", ".", "a.b.c", "lora.rnk"]
+
+
+@generated(250)
+@given(
+    settings_=st.lists(
+        st.tuples(st.sampled_from(KEYS) | st.text(max_size=8), st.sampled_from(ODD_VALUES).map(repr) | st.text(max_size=20)),
+        min_size=1,
+        max_size=3,
+    ),
+    equals=st.sampled_from(["=", "=", "=", " = ", "", "=="]),
+)
+def test_set_values(project: Path, settings_: list[tuple[str, str]], equals: str) -> None:
+    words = [word for k, v in settings_ for word in ("--set", f"{k}{equals}{v}")]
+    refused(["train", "--recipe", "gsm8k_cpu", "--data", "data", "--model", "model", "--run", "new", "--dry-run", *words], project)
+
+
+def table_bytes(kind: str) -> bytes:
+    rows = [{"q": f"{i} + 1?", "a": str(i + 1)} for i in range(12)]
+    if kind == "jsonl":
+        return "".join(json.dumps(r) + "\n" for r in rows).encode()
+    if kind == "csv":
+        text = io.StringIO()
+        writer = csv.DictWriter(text, ["q", "a"])
+        writer.writeheader()
+        writer.writerows(rows)
+        return text.getvalue().encode()
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), sink)
+    return sink.getvalue()
+
+
+TABLES = {kind: table_bytes(kind) for kind in ("jsonl", "csv", "parquet")}
+
+
+@generated(240)
+@given(kind=st.sampled_from(sorted(TABLES)), data=st.data())
+def test_data_files(project: Path, kind: str, data: st.DataObject) -> None:
+    path = project / f"bad.{kind}"
+    path.write_bytes(data.draw(damaged_bytes(TABLES[kind])))
+    question = data.draw(st.sampled_from(["q", "q", "q", "a", "", "nosuch"]))
+    reward = data.draw(st.sampled_from(["math", "math", "gsm8k", "nosuch", "x.py:f", "reasoning-gym", ""]))
+    before = snapshot(project)
+    reply = call(["prepare", path.name, "--question", question, "--answer", "a", "--reward", reward, "--out", "fresh"])
+    count(reply.code, reply.said)
+    shutil.rmtree(project / "fresh") if reply.code == 0 else None
+    after = snapshot(project)
+    assert {k: v for k, v in after.items() if k != "."} == before
+
+
+@generated(100)
+@given(data=st.data(), split=st.sampled_from(["train", "test"]))
+def test_prepared_data(project: Path, data: st.DataObject, split: str) -> None:
+    folder = project / "bad-data"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(project / "data", folder)
+    path = folder / f"{split}.parquet"
+    table = pq.read_table(path)
+    if data.draw(st.booleans()):
+        footer = data.draw(damaged_json(json.loads(table.schema.metadata[b"skylite"])))
+        pq.write_table(table.replace_schema_metadata({b"skylite": footer}), path)
+    else:
+        path.write_bytes(data.draw(damaged_bytes(path.read_bytes())))
+    refused(["train", "--recipe", "gsm8k_cpu", "--data", "bad-data", "--model", "model", "--run", "new", "--set", "eval.limit=3",
+             "--set", "data.grades=[]", "--dry-run"], project)  # fmt: skip
+
+
+@generated(150)
+@given(data=st.data(), damage=st.sampled_from(["config", "weights", "header", "pickle", "name"]))
+def test_adapter_folders(project: Path, data: st.DataObject, damage: str) -> None:
+    folder = project / "bad-adapter"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(project / "adapter", folder)
+    config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    whole = weights.read_bytes()
+    if damage == "config":
+        config.write_bytes(data.draw(damaged_json(json.loads(config.read_bytes()))))
+    elif damage == "weights":
+        weights.write_bytes(data.draw(damaged_bytes(whole)))
+    elif damage == "header":
+        length = int.from_bytes(whole[:8], "little")
+        header = data.draw(damaged_json(json.loads(whole[8 : 8 + length])))
+        weights.write_bytes(len(header).to_bytes(8, "little") + header + whole[8 + length :])
+    elif damage == "pickle":
+        weights.rename(folder / data.draw(st.sampled_from(["adapter_model.bin", "adapter_model.pt", "pytorch_model.bin"])))
+    else:
+        (config if data.draw(st.booleans()) else weights).rename(folder / "other")
+    refused(["train", "--recipe", "gsm8k_cpu", "--data", "data", "--set", "data.grades=[]", "--model", "model", "--rank", "4",
+             "--alpha", "8", "--from-adapter", "bad-adapter", "--run", "new", "--dry-run"], project)  # fmt: skip
+
+
+@generated(100)
+@given(data=st.data())
+def test_manifests(project: Path, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = project / "published"
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_model.safetensors").write_bytes(b"weights")
+    tree = {
+        "version": 1, "step": 1, "parent": 0, "weights_sha256": "e9b9e2f6", "weights_bytes": 7, "base_model": "m", "base_fingerprint": "f",
+        "rank": 4, "alpha": 8.0, "dtype": "float32", "target_modules": ["q_proj"],
+        "canary": {"sequences": [[1, 2]], "policy_logprobs": [[-1.0]], "base_logprobs": [[-1.0]]},
+    }  # fmt: skip
+    (folder / "manifest.json").write_bytes(data.draw(damaged_json(tree)))
+    in_words(lambda: read_manifest(folder))
+
+
+@generated(150)
+@given(data=st.data())
+def test_a_runs_config(project: Path, data: st.DataObject) -> None:
+    path = project / "run" / "config.json"
+    whole = path.read_bytes()
+    try:
+        path.write_bytes(data.draw(damaged_json(json.loads(whole))))
+        before = snapshot(project)
+        in_words(lambda: plan_resume(RunDir(project / "run"), lambda _: None))
+        config = snapshot(project).keys()
+        assert config == before.keys()
+        reply = call(["eval", "run", "--data", "nosuch"])
+        count(reply.code, reply.said)
+    finally:
+        path.write_bytes(whole)
+
+
+@generated(100)
+@given(data=st.data())
+def test_rollout_files(project: Path, data: st.DataObject) -> None:
+    whole = (project / "run" / "rollouts" / "step-000001.parquet").read_bytes()
+    path = project / "bad-rollouts.parquet"
+    path.write_bytes(data.draw(damaged_bytes(whole)))
+    in_words(lambda: read_rollouts(path))
+
+
+def test_a_thousand_were_bad(project: Path) -> None:
+    print(f"bad inputs: {counts['refused']} refused in words, {counts['accepted']} accepted because they were none")
+    assert counts["refused"] >= 1000 * min(FACTOR, 1)
+    assert load_config(None, {}, ()) is not None

@@ -1,0 +1,115 @@
+"""What comes from somebody else is data: no program of theirs runs, and no pickle is opened."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+
+from skylite.errors import ConfigError
+from skylite.rewards.named import remember, require_named
+from skylite.run.retention import clean_up
+from skylite.run.run_dir import RunDir, published_versions
+from tests.engines import write_random_adapter
+from tests.reference import settings
+from tests.unit.bad_inputs import call
+
+SOURCES = Path(__file__).parents[2] / "src" / "skylite"
+PROGRAM = """
+from pathlib import Path
+Path({ran!r}).touch()
+def reward(prompt, completion):
+    return 1.0
+"""
+
+
+@pytest.fixture
+def given(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with prepared data whose reward is a program, as it came from another machine: nothing was named on this one."""
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("".join(json.dumps({"q": f"say {i}", "a": "x"}) + "\n" for i in range(9)))
+    Path("reward.py").write_text(PROGRAM.format(ran=str(tmp_path / "ran")))
+    done = call(["prepare", "rows.jsonl", "--question", "q", "--answer", "a", "--reward", "reward.py:reward", "--out", "data"])
+    assert done.code == 0, done.said
+    (tmp_path / "ran").unlink()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "fresh-home"))
+    return tmp_path
+
+
+def train(given: Path, tiny_llama: Path, *more: str) -> list[str]:
+    return ["train", "--recipe", "gsm8k_cpu", "--data", "data", "--set", "data.grades=[]", "--model", str(tiny_llama), "--run", "r",
+            "--dry-run", *more]  # fmt: skip
+
+
+def test_a_reward_program_that_only_the_data_names_does_not_run(given: Path, tiny_llama: Path) -> None:
+    for args in (train(given, tiny_llama), ["eval", "--base", "--data", "data", "--model", str(tiny_llama)]):
+        reply = call(args)
+        assert reply.code == 2, reply.said
+        assert f"--set reward.function={given / 'reward.py'}:reward" in reply.said
+        assert not (given / "ran").exists()
+
+
+def test_named_once_it_runs_and_is_said(given: Path, tiny_llama: Path) -> None:
+    assert call(train(given, tiny_llama, "--set", f"reward.function={given / 'reward.py'}:reward")).code == 0
+    assert (given / "ran").exists()
+    reply = call(train(given, tiny_llama))
+    assert reply.code == 0, reply.said
+    assert f"the program {given / 'reward.py'}:reward runs" in reply.said
+
+
+def test_what_is_remembered_is_a_path_and_a_home_that_cannot_be_written_only_asks_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    (tmp_path / "file").write_text("in the way")
+    remember(f"{tmp_path}/x.py:f")
+    with pytest.raises(ConfigError, match="not named on this machine"):
+        require_named(f"{tmp_path}/x.py:f", Path("data"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
+    remember(f"{tmp_path}/x.py:f")
+    require_named(f"{tmp_path}/x.py:f", Path("data"))
+    for other in (f"{tmp_path}/x.py:g", f"{tmp_path}/y.py:f", "x.py:f"):
+        with pytest.raises(ConfigError):
+            require_named(other, Path("data"))
+
+
+def test_an_adapter_that_is_a_pickle_is_refused_and_not_opened(given: Path, tiny_llama: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return (os.mkdir, (str(given / "opened"),))
+
+    adapter = write_random_adapter(given / "adapter", tiny_llama)
+    (adapter / "adapter_model.safetensors").unlink()
+    for name in ("adapter_model.bin", "adapter_model.pt", "adapter_model.safetensors"):
+        (adapter / name).write_bytes(pickle.dumps(Trap()))
+        reply = call(train(given, tiny_llama, "--set", "reward.function=math", "--from-adapter", "adapter"))
+        assert reply.code == 2, reply.said
+        assert "adapter_model.safetensors" in reply.said
+    assert not (given / "opened").exists()
+
+
+def test_a_link_among_the_adapters_is_neither_served_nor_removed(tmp_path: Path) -> None:
+    outside, adapters = tmp_path / "precious", tmp_path / "run" / "adapters"
+    for folder in (outside, adapters / "policy-v000002", adapters):
+        folder.mkdir(parents=True, exist_ok=True)
+    (outside / "file").write_text("mine")
+    (adapters / "policy-v000001").symlink_to(outside)
+    (adapters / "policy-v000003").write_text("a file")
+    assert [a.path for a in published_versions(adapters)] == [adapters / "policy-v000002"]
+    clean_up(RunDir(tmp_path / "run"), adapters, 99, settings(sync={"keep_last": 2}))
+    assert (outside / "file").read_text() == "mine"
+    assert not (adapters / "policy-v000002").exists()
+
+
+def test_no_source_file_opens_a_pickle() -> None:
+    """Of the libraries' ways to open one, none is called; models are loaded from safetensors alone."""
+    ways = re.compile(r"torch\.load\(|pickle\.loads?\(|joblib|np\.load\(|allow_pickle|trust_remote_code=True")
+    found = [f"{p.name}: {m.group()}" for p in SOURCES.rglob("*.py") for m in ways.finditer(p.read_text())]
+    assert found == []
+    calls = re.findall(r"AutoModelForCausalLM\.from_pretrained\(([^)]*)\)", (SOURCES / "training" / "policy.py").read_text())
+    assert calls
+    assert all("use_safetensors=True" in text for text in calls)
