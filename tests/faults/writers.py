@@ -6,6 +6,7 @@ The fork is what dies or fails; torch is imported once.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -24,7 +25,6 @@ from skylite.evaluation.evaluate import EvalResult, write_results
 from skylite.evaluation.interval import accuracy_of
 from skylite.orchestrator.plan import RunPlan, write_run
 from skylite.orchestrator.warm_start import copy_warm_start
-from skylite.run.files import write_json
 from skylite.run.lock import lock_folder
 from skylite.run.manifest import Canary
 from skylite.run.metrics import append_metrics
@@ -88,7 +88,6 @@ def writers(policy: Policy, learner: Learner, model: Path) -> dict[str, Callable
         "metrics": lambda folder, v: append_metrics(folder / "metrics.jsonl", {"step": v, "text": "x" * 9000}),
         "status": status,
         "config": lambda folder, v: write_run(plan(folder / str(v))),
-        "update": lambda folder, v: write_json(RunDir(folder).update_path(v), {"step": v, "metrics": {"x": "y" * 20000}}),
         "prepare": lambda folder, v: prepare(str(rows(model.parent, v)), out=folder / "data", question="q", answer="a", reward="math"),
         "eval": lambda folder, v: write_results(folder / "greedy.parquet", results(v)),
         "warm start": lambda folder, v: copy_warm_start(model.parent / "adapter", RunDir(folder / str(v))),
@@ -136,6 +135,7 @@ def main() -> None:
         learner.grads.fill_(0.5)
         learner.update(dist, 1)
         table = writers(policy, learner, model)
+        gc.freeze()  # a collection in a fork would copy every page it looks at
         print(json.dumps(sorted(table)), flush=True)
         for line in sys.stdin:
             asked = json.loads(line)

@@ -17,7 +17,7 @@ import pytest
 from skylite.run.files import TEMPORARY_MARK
 from tests.faults.layer import FAULTS, OPEN, RENAME, SHORT, WRITE, Fault, Layer
 
-WRITERS = ("checkpoint", "config", "eval", "lock", "metrics", "prepare", "publish", "rollouts", "status", "update", "warm start")
+WRITERS = ("checkpoint", "config", "eval", "lock", "metrics", "prepare", "publish", "rollouts", "status", "warm start")
 MAX_CALLS = 200
 """A writer that makes more calls than this is not what we think it is."""
 

@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
+from skylite.run.files import append_line
+
 Event = Literal[
     "run_started",
     "engines_started",
@@ -25,10 +27,9 @@ Event = Literal[
 
 
 def append_event(path: Path, event: Event, **facts: int) -> None:
-    """Append one event in a single write, with the wall clock's time and the machine-wide monotonic clock's, in seconds."""
+    """Append one event, with the wall clock's time and the machine-wide monotonic clock's, in seconds."""
     line = json.dumps({"event": event, **facts, "monotonic": time.monotonic(), "wall": time.time()})
-    with path.open("ab", buffering=0) as stream:
-        stream.write(line.encode() + b"\n")
+    append_line(path, line, durable=False)
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

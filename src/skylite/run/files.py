@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,33 @@ def atomic_folder(path: Path, num_bytes: int = 0) -> Iterator[Path]:
             fsync_path(path.parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def append_line(path: Path, line: str, *, durable: bool = True) -> None:
+    """Append a line, whole or not at all. Raises WriteFailed, and leaves the file as it was.
+
+    What a process that was killed while writing left of its last line is cut away first, so that only a last line is ever torn.
+    """
+    with writing(path), FileIO(path, "ab+") as stream:
+        whole = _cut_torn_line(stream)
+        data = line.encode() + b"\n"
+        try:
+            while data:  # a disk that fills up takes a part first and refuses the rest
+                data = data[stream.write(data) :]
+            if durable:
+                os.fsync(stream.fileno())
+        except OSError:
+            os.truncate(path, whole)
+            raise
+
+
+def _cut_torn_line(stream: FileIO) -> int:
+    """The size of the file, which then ends with a whole line."""
+    size = os.fstat(stream.fileno()).st_size
+    if size and os.pread(stream.fileno(), 1, size - 1) != b"\n":
+        size = os.pread(stream.fileno(), size, 0).rfind(b"\n") + 1
+        stream.truncate(size)
+    return size
 
 
 def exchange(one: Path, other: Path) -> None:
