@@ -15,6 +15,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/sendfile.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -127,6 +128,21 @@ static size_t part(size_t count) { return shared->kind == SHORT && count > 1 ? c
 ssize_t write(int fd, const void *data, size_t count) { WRITE_BODY(write, fd, data, count) }
 ssize_t pwrite(int fd, const void *data, size_t count, off_t at) { WRITE_BODY(pwrite, fd, data, count, at) }
 ssize_t pwrite64(int fd, const void *data, size_t count, off64_t at) { WRITE_BODY(pwrite64, fd, data, count, at) }
+
+/* How shutil copies. */
+#define SEND_BODY(name, ...)                                                                                                         \
+    REAL(name);                                                                                                                      \
+    char buffer[PATH_MAX];                                                                                                           \
+    if (fires(OP_WRITE, path_of(out, buffer))) {                                                                                     \
+        if (!part(count) || shared->fired > 1)                                                                                       \
+            return refuse();                                                                                                         \
+        struct stat st; /* the caller asks for more than there is */                                                                 \
+        count = fstat(in, &st) == 0 && part((size_t)st.st_size) ? part((size_t)st.st_size) : 1;                                      \
+    }                                                                                                                                \
+    return real(__VA_ARGS__);
+
+ssize_t sendfile(int out, int in, off_t *at, size_t count) { SEND_BODY(sendfile, out, in, at, count) }
+ssize_t sendfile64(int out, int in, off64_t *at, size_t count) { SEND_BODY(sendfile64, out, in, at, count) }
 
 ssize_t writev(int fd, const struct iovec *parts, int count) {
     REAL(writev);

@@ -88,9 +88,10 @@ def plan_eval(flags: EvalFlags) -> EvalPlan:
     data = flags.data or Path(config.data.path)
     prompts, info = _problems(data, flags, config)
     reward = config.reward.function or info.reward
-    remember(reward) if names_reward(flags.settings) else require_named(
-        reward, data if config.reward.function is None else _required(flags.target), _say
-    )
+    if names_reward(flags.settings):
+        remember(reward)
+    else:
+        require_named(reward, data if config.reward.function is None else _required(flags.target), _say)
     model_name = flags.model or (adapter.base_model if adapter is not None else config.model.name)
     run = adapter.run if adapter is not None else None
     label = "base" if adapter is None else adapter.adapter.name
