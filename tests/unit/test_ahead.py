@@ -31,6 +31,7 @@ from skylite.rollout.tokenizer import ChatTokenizer
 from skylite.run.events import read_events
 from skylite.run.files import write_json
 from skylite.run.metrics import read_metrics
+from skylite.run.retention import held_out_scores
 from skylite.run.run_dir import AdapterVersion, RunDir, published_versions
 from skylite.types import Completion, Prompt
 from skylite.ui.dashboard import Screen
@@ -92,15 +93,15 @@ class NumberTokenizer:
         return [int(messages[-1]["content"])]
 
 
-def publish_update(run: RunDir, version: int, started: float) -> None:
+def publish_update(run: RunDir, version: int, started: float, skipped: dict[str, str] | None = None) -> None:
     """What the trainer leaves behind a step."""
     if not (run.default_adapters / f"policy-v{version:06d}").exists():
         publish(run.default_adapters, version)
     keys = ("time/canary_s", "time/publish_s", "time/train_s", "policy/entropy", "mismatch/logprob_diff_mean")
-    write_json(run.update_path(version), {"metrics": dict.fromkeys(keys, 0.01), "trained": (started, time.monotonic())})
+    write_json(run.update_path(version), {"metrics": dict.fromkeys(keys, 0.01), "trained": (started, time.monotonic()), **(skipped or {})})
 
 
-async def fake_trainer(run: RunDir, first_step: int, num_steps: int, train_s: float) -> None:
+async def fake_trainer(run: RunDir, first_step: int, num_steps: int, train_s: float, skipped_step: int | None) -> None:
     """Learns from each file as it appears."""
     publish_update(run, first_step - 1, time.monotonic())
     for step in range(first_step, num_steps + 1):
@@ -108,23 +109,25 @@ async def fake_trainer(run: RunDir, first_step: int, num_steps: int, train_s: fl
             await asyncio.sleep(0.002)
         started = time.monotonic()
         await asyncio.sleep(train_s)
-        publish_update(run, step, started)
+        publish_update(run, step, started, {"skipped": "loss/policy is nan"} if step == skipped_step else None)
 
 
 def run_of(
     root: Path, staleness: int, num_steps: int, *, first_step: int = 1, sample_s: float = 0.06, train_s: float = 0.06,
     wrong_version: int | None = None, limit: TimeLimit | None = None,
+    eval_every: int = 0, skipped_step: int | None = None,
 ) -> tuple[RunDir, FakeEngine, str]:  # fmt: skip
     """A whole run: its folder, the engine, what was said."""
     run = RunDir(root)
     for folder in (run.rollouts, run.updates, run.checkpoints, run.default_adapters):
         folder.mkdir(parents=True, exist_ok=True)
     rollout = {"prompts_per_step": 2, "group_size": 2, "max_staleness": staleness}
-    config = TrainConfig.model_validate({"num_steps": num_steps, "rollout": rollout})
+    config = TrainConfig.model_validate({"num_steps": num_steps, "rollout": rollout, "eval": {"every": eval_every, "limit": 2}})
     resolved = Resolved(
         model_path="m", model_fingerprint="f", dtype="float32", device="cpu", lora_sync_path=str(run.default_adapters.resolve())
     )
-    plan = RunPlan(run=run, config=config, resolved=resolved, train=PROMPTS, held_out=[], reward="math", first_step=first_step)
+    held_out = PROMPTS[:2] if eval_every else []
+    plan = RunPlan(run=run, config=config, resolved=resolved, train=PROMPTS, held_out=held_out, reward="math", first_step=first_step)
     engine, said = FakeEngine(sample_s, wrong_version), io.StringIO()
     session = Session(
         plan=plan,
@@ -136,7 +139,7 @@ def run_of(
     )
 
     async def both() -> None:
-        trainer = asyncio.create_task(fake_trainer(run, first_step, num_steps, train_s))
+        trainer = asyncio.create_task(fake_trainer(run, first_step, num_steps, train_s, skipped_step))
         ends = [asyncio.create_task(run_steps(session)), *([asyncio.create_task(limit.stop.wait())] if limit else [])]
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -177,6 +180,26 @@ def test_after_the_last_step_the_newest_version_stays_for_what_comes_after(tmp_p
     run, engine, _ = run_of(tmp_path, 0, 4, first_step=5)
     assert engine.names == ["policy-v000004"]
     assert read_metrics(run.metrics_path) == []
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_held_out_problems_are_scored_every_so_many_steps(tmp_path: Path, staleness: int) -> None:
+    run, engine, _ = run_of(tmp_path, staleness, 5, eval_every=2)
+    assert sorted(p.name for p in run.evals.glob("*.json")) == [
+        "after-v000005.json",
+        "before-v000000.json",
+        "step-v000002.json",
+        "step-v000004.json",
+    ]
+    assert held_out_scores(run, TrainConfig.model_validate({"eval": {"limit": 2}}).eval) == dict.fromkeys((0, 2, 4, 5), 1.0)
+    assert len(engine.requests) == 5 * 2 + 4 * 2, "two prompts a step, two problems an evaluation"
+    assert sampled_from(run) == {k: max(0, k - 1 - staleness) for k in range(1, 6)}
+
+
+def test_a_step_that_the_trainer_skipped_is_said_and_recorded(tmp_path: Path) -> None:
+    run, _, said = run_of(tmp_path, 0, 3, skipped_step=2)
+    assert "step 2 is skipped, policy-v000002 is the adapter before it: loss/policy is nan (kept in" in said
+    assert [m.get("guard/reason") for m in read_metrics(run.metrics_path)] == [None, "loss/policy is nan", None]
 
 
 def test_a_time_limit_ends_the_run_after_a_whole_step(tmp_path: Path) -> None:

@@ -168,12 +168,12 @@ def test_the_rollouts_of_a_step_that_went_bad_are_sampled_anew(tmp_path: Path) -
 def test_a_finished_step_that_the_dead_parent_had_not_recorded_is_recorded(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     leave_behind(run)
-    keys = ("time/canary_s", "time/publish_s", "time/train_s", "policy/entropy")
-    for step in (3, 4):
-        run.update_path(step).write_text(json.dumps({"metrics": dict.fromkeys(keys, 0.5), "skipped": "loss/policy is nan"}))
-    run.metrics_path.write_text("".join(json.dumps({"step": s}) + "\n" for s in (1, 2)))
+    run.update_path(2).unlink()
+    run.update_path(3).write_text(json.dumps({"metrics": {"policy/entropy": 0.5}, "skipped": "loss/policy is nan"}))
+    run.metrics_path.write_text(json.dumps({"step": 1}) + "\n")
     assert forget_after(run, run.default_adapters, 3, print, reuse_rollouts=False) == 0
-    *_, last = read_metrics(run.metrics_path)
+    _, untold, last = read_metrics(run.metrics_path)
+    assert (untold["step"], untold["policy/entropy"]) == (2, None)
     rewards = [s.reward for s in random_samples(3)]
     assert (last["step"], last["policy/entropy"], last["guard/reason"]) == (3, 0.5, "loss/policy is nan")
     assert last["reward/mean"] == pytest.approx(sum(rewards) / len(rewards))

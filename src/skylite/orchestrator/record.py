@@ -14,6 +14,9 @@ from skylite.rollout.engines import SyncReport
 from skylite.types import RolloutGroup
 from skylite.ui.page import CompletionView
 
+SHOWN = ("policy/entropy", "mismatch/logprob_diff_mean", "time/train_s", "time/canary_s", "time/publish_s")
+"""Of the trainer's metrics: those that the screen shows."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
@@ -78,12 +81,16 @@ def trainer_metrics(update: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recovered_metrics(step: int, groups: Sequence[RolloutGroup], update: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics of a step that was finished when the parent died before it wrote them; what only the parent had seen is nan."""
+    """The metrics of a step that was finished when the parent died before it wrote them; what nobody has on record is nan.
+
+    `update` may be empty: the trainer died with the parent, after the step's checkpoint.
+    """
     nan = math.nan
     unseen = CanaryReading(gap_max=nan, gap_mean=nan, base_distance=nan, projection=nan)
     report = SyncReport(load_s=nan, canary_s=nan, canary=unseen)
     times = StepTimes(rollout_s=nan, step_s=nan, sync_s=nan, overlap_s=nan, overhead_s=nan)
-    return step_metrics(step, SampledStep(groups=groups, stored=True), trainer_metrics(update), report, times)
+    trained = dict.fromkeys(SHOWN, nan) | (trainer_metrics(update) if "metrics" in update else {})
+    return step_metrics(step, SampledStep(groups=groups, stored=True), trained, report, times)
 
 
 def completion_view(groups: Sequence[RolloutGroup]) -> CompletionView:

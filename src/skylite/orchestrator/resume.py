@@ -86,10 +86,10 @@ def forget_after(run: RunDir, lora_sync_path: Path, step: int, say: Say, *, reus
 
 
 def recover_records(run: RunDir, recorded: int, done: int) -> list[dict[str, Any]]:
-    """Metrics of the steps after `recorded` up to `done` that the trainer had finished when the parent died before it recorded them."""
-    steps = [k for k in range(recorded + 1, done + 1) if run.update_path(k).exists() and run.rollout_path(k).exists()]
-    updates = {k: run.read_json(run.update_path(k)) for k in steps}
-    return [recovered_metrics(k, read_groups(run.rollout_path(k)), update) for k, update in updates.items() if "metrics" in update]
+    """Metrics of the steps after `recorded` up to `done`: the checkpoint has them, and the parent died before it recorded them."""
+    steps = [k for k in range(recorded + 1, done + 1) if run.rollout_path(k).exists()]
+    updates = {k: run.read_json(run.update_path(k)) if run.update_path(k).exists() else {} for k in steps}
+    return [recovered_metrics(k, read_groups(run.rollout_path(k)), update) for k, update in updates.items()]
 
 
 def reusable_rollouts(run: RunDir, step: int, say: Say) -> int:
