@@ -24,7 +24,6 @@ def test_a_step_is_sampled_while_the_one_before_is_trained_and_resume_keeps_the_
     metrics = project.metrics("ahead")
     assert [m["staleness/max"] for m in metrics] == [0, 1, 1, 1, 1]
     assert all(m["canary/gap_max"] < 0.002 for m in metrics)
-    assert all(m["time/overlap_s"] > 0 for m in (metrics[1], metrics[4]))
     # A stale completion is corrected for, not taken for the trainer's own.
     assert metrics[0]["mismatch/logprob_diff_mean"] < 1e-3 < metrics[2]["mismatch/logprob_diff_mean"]
     order = [(e["event"], e["step"]) for e in read_events(run.events_path) if e["event"] in ("sampling_started", "update_seen")]
