@@ -62,6 +62,7 @@ def train(
     resume: Annotated[Path | None, typer.Option(help="Go on with this run from its newest whole checkpoint.")] = None,
     at: Annotated[int | None, typer.Option(min=0, help="With --resume: the checkpoint's step; 0 is the start.")] = None,
     max_hours: Annotated[float | None, typer.Option(min=0, help="Stop between two steps in time, leaving a run to resume.")] = None,
+    max_restarts: Annotated[int | None, typer.Option(min=0, help="Go on by itself when the trainer dies, so often.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the resolved settings, start nothing.")] = False,
     settings: Settings = None,
 ) -> None:
@@ -70,7 +71,7 @@ def train(
     from skylite.commands.train import train as run_train
 
     flags = TrainFlags(recipe=recipe, model=model, data=data, rank=rank, alpha=alpha, steps=steps, lr=lr, group_size=group_size,
-                       seed=seed, from_adapter=from_adapter, settings=tuple(settings or ()))  # fmt: skip
+                       seed=seed, from_adapter=from_adapter, max_restarts=max_restarts, settings=tuple(settings or ()))  # fmt: skip
     run_train(flags, run=run, resume=resume, dry_run=dry_run, at=at, max_hours=max_hours)
 
 

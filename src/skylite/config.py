@@ -156,6 +156,10 @@ class TrainerConfig(Section):
     """Activations made again in backward: none; selective: all but attention and the base's products; full: all but layer inputs."""
     num_threads: int | None = Field(None, ge=1)
     """CPU threads a rank; default: cores divided by ranks."""
+    step_timeout_s: float = Field(1800.0, gt=0)
+    """A trainer that neither starts nor finishes a step in so long hangs: it is killed."""
+    max_restarts: int = Field(0, ge=0)
+    """How often a run whose trainer died or hangs goes on from its last checkpoint by itself (`--max-restarts`)."""
     deterministic: bool = False
     """Only algorithms that give the same bits every time (torch raises where a GPU has none), and a recorded number of threads."""
 
@@ -194,6 +198,13 @@ class CheckpointConfig(Section):
     """The newest checkpoints kept."""
     keep_best: int = Field(0, ge=0)
     """Checkpoints of the highest held-out accuracy kept besides; needs eval.every."""
+
+
+class StopConfig(Section):
+    mode: Literal["finish", "abandon"] = "finish"
+    """On Ctrl-C or SIGTERM the step under way is finished first, or abandoned. A second one ends everything at once."""
+    grace_s: float = Field(25.0, ge=5)
+    """From the signal to the end of every process; the step has 60 % of it, the checkpoint until 80 %. Clusters kill 30 s after SIGTERM."""
 
 
 class EvalConfig(Section):
@@ -241,6 +252,7 @@ class TrainConfig(Section):
     sync: SyncConfig = SyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
+    stop: StopConfig = StopConfig()
     guards: GuardsConfig = GuardsConfig()
 
     @model_validator(mode="after")

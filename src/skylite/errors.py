@@ -6,6 +6,7 @@ SkyliteError              bad input or a broken surrounding; printed as one sent
 |- ModelError             a model or adapter folder
 RunFailed                 a run that had started stopped; exit code 1
 |- ChildDied              vLLM or a trainer rank ended; carries the last lines of its log
+|  '- TrainerLost        the trainer died or hangs for no reason that must come again
 |- EngineFailed           an engine did not answer a request in time, or not in a usable way; another attempt may do
 |- SyncFailed             an engine did not load the adapter, or does not sample it (canary)
 |- TrainingDiverged       loss or gradient is not finite; the update was not applied
@@ -69,6 +70,10 @@ class ChildDied(RunFailed):
     def __init__(self, what: str, hint: str = "", log_tail: str = "") -> None:
         super().__init__(what, hint)
         self.log_tail = log_tail
+
+
+class TrainerLost(ChildDied):
+    """The trainer was killed, hangs, or met an error nobody foresaw: the run may go on from its last checkpoint."""
 
 
 class EngineFailed(RunFailed):

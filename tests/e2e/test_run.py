@@ -175,6 +175,35 @@ def test_a_run_that_stops_in_time_and_goes_on_equals_one_that_never_stopped(proj
     assert replayed.stdout.startswith("equal: step 2 again from checkpoint step-000001 gives the published adapter bit for bit")
 
 
+def test_a_rank_that_stands_still_is_killed_and_the_run_goes_back_to_its_checkpoint_by_itself(project: Project) -> None:
+    settings = ("--set", "eval.limit=0", "--set", "checkpoint.every=2", "--set", "trainer.step_timeout_s=30", "--max-restarts", "1")
+    with running(project, *project.train_args("stood-still", 60, *settings)) as process:
+        wait_for_step(project, process, "stood-still", 3)
+        rank = command_of(descendants(process.pid), "skylite.training.worker")
+        rank.send_signal(signal.SIGSTOP)
+        children = descendants(process.pid)
+        deadline = time.monotonic() + DEADLINE_S
+        while not [m for m in project.metrics("stood-still") if m.get("restarts")]:
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert wait_gone(children) == []
+        assert project.status("stood-still")["restarts"] == {"trainer": 1}
+        children = descendants(process.pid)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        asked = time.monotonic()
+        output, _ = process.communicate(timeout=60)
+    assert time.monotonic() - asked < 5, "a second Ctrl-C ends at once"
+    assert process.returncode == 130, output
+    assert wait_gone(children) == []
+    assert f"in 30 s (trainer.step_timeout_s): it hangs. Stopped by a signal (SIGSTOP): process {rank.pid}." in output
+    steps = [m["step"] for m in project.metrics("stood-still")]
+    assert steps == list(range(1, len(steps) + 1))
+    check_metrics(project, "stood-still")
+
+
 @pytest.mark.parametrize("victim", ["trainer", "vllm"])
 def test_a_killed_child_ends_the_run_with_its_reason(project: Project, victim: str) -> None:
     run = f"killed-{victim}"
@@ -236,15 +265,24 @@ def test_a_finished_run_can_be_evaluated_and_served(project: Project) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with running(project, "serve", "finished", "--port", str(port)) as process:
+        assert process.stdout is not None
+        key = next(line.split()[-1] for line in process.stdout if "API key" in line)
+        url, given = f"http://127.0.0.1:{port}", {"Authorization": f"Bearer {key}"}
         deadline = time.monotonic() + DEADLINE_S
         models: list[str] = []
         while not models:
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < deadline
             with contextlib.suppress(httpx.TransportError):
-                models = [m["id"] for m in httpx.get(f"http://127.0.0.1:{port}/v1/models").json()["data"]]
+                models = [m["id"] for m in httpx.get(f"{url}/v1/models", headers=given).json()["data"]]
             time.sleep(0.5)
         assert models == ["base", "policy-v000002"]
+        for path in ("/v1/models", "/metrics", "/version", "/openapi.json"):
+            assert httpx.get(url + path).status_code == 401, path
+        for path in ("/invocations", "/tokenize", "/adapters", "/v1/load_lora_adapter", "/v1/completions"):
+            assert httpx.post(url + path, json={}, headers={"Authorization": "Bearer x"}).status_code == 401, path
+        assert httpx.post(f"{url}/adapters", json={}, headers=given).status_code == 404, "adapters cannot be loaded, with the key either"
+        assert not [p for p in psutil.process_iter(["cmdline"]) if key in " ".join(p.info["cmdline"] or [])]
         children = descendants(process.pid)
         process.send_signal(signal.SIGINT)
         process.wait(timeout=60)

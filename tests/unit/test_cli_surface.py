@@ -10,7 +10,7 @@ FLAGS = {
     "prepare": {"--out", "--source", "--stand-in", "--first-source", "--grades", "--question", "--answer", "--reward", "--limit", "--seed"},
     "train": {
         "--recipe", "--model", "--data", "--rank", "--alpha", "--steps", "--lr", "--group-size", "--seed", "--from-adapter", "--run",
-        "--resume", "--at", "--max-hours", "--dry-run", "--set",
+        "--resume", "--at", "--max-hours", "--max-restarts", "--dry-run", "--set",
     },
     "eval": {"--base", "--model", "--data", "--split", "--limit", "--n", "--step", "--seed", "--set"},
     "replay": {"--step"},

@@ -14,7 +14,7 @@ HEAVY = {"torch", "transformers", "vllm", "peft", "reasoning_gym", "math_verify"
 LEAVES = {"config", "types", "errors", "run", "plugin_file", "config_files", "lora_modules"}
 MAY_IMPORT = {
     "cli": {"commands", "errors"},
-    "commands": {"orchestrator", "rollout", "evaluation", "launch", "data", "rewards", "models"} | LEAVES,
+    "commands": {"orchestrator", "rollout", "evaluation", "launch", "data", "rewards", "models", "vllm_plugin"} | LEAVES,
     "orchestrator": {"rollout", "evaluation", "launch", "data", "rewards", "models", "ui"} | LEAVES,
     "evaluation": {"rollout"} | LEAVES,
     "rollout": LEAVES,

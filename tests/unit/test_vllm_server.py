@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from skylite.launch.torchrun import trainer_env
-from skylite.launch.vllm_server import EngineSpec, engine_command, engine_env, engine_notes, serve_command
+from skylite.launch.vllm_server import EngineSpec, engine_command, engine_env, engine_notes, serve_command, serve_env
+from skylite.vllm_plugin.key import RequireKey
 
 SPEC = EngineSpec(
     name="vllm-0",
@@ -111,3 +114,48 @@ def test_the_allocator_that_pip_brought_really_serves_a_child() -> None:
     code = "print('libtbbmalloc_proxy' in open('/proc/self/maps').read())"
     child = subprocess.run([sys.executable, "-c", code], env={**os.environ, **trainer_env(1)}, capture_output=True, text=True, check=True)
     assert (child.stdout.strip(), child.stderr) == ("True", "")
+
+
+def test_a_server_for_people_takes_a_key_that_no_process_list_shows() -> None:
+    env = serve_env(SPEC, {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}, "secret")
+    assert env["VLLM_API_KEY"] == "secret"
+    assert (env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"], env["VLLM_SERVER_DEV_MODE"]) == ("0", "0")
+    served = serve_command(SPEC, adapter_name="policy-v000001", adapter_path=Path("a"), port=8000)
+    assert "secret" not in served
+    assert served[served.index("--middleware") + 1] == "skylite.vllm_plugin.key.RequireKey"
+
+
+def test_a_key_in_the_surrounding_environment_does_not_lock_us_out_of_our_own_engines() -> None:
+    assert engine_env(SPEC, {"VLLM_API_KEY": "users"})["VLLM_API_KEY"] == ""
+
+
+@pytest.mark.parametrize(
+    ("path", "header", "status"),
+    [
+        ("/invocations", None, 401),
+        ("/metrics", "Bearer wrong", 401),
+        ("/v1/models", "Basic right", 401),
+        ("/v1/models", "bearer right", 200),
+        ("/tokenize", "Bearer right", 200),
+        ("/health", None, 200),
+    ],
+)
+def test_every_route_but_health_takes_the_key(path: str, header: str | None, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200})
+
+    async def ask() -> int:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async def receive() -> Any:
+            return {}
+
+        headers = [(b"authorization", header.encode())] if header else []
+        await RequireKey(app)({"type": "http", "path": path, "headers": headers}, receive, send)
+        return int(sent[0]["status"])
+
+    monkeypatch.setenv("VLLM_API_KEY", "right")
+    assert asyncio.run(ask()) == status

@@ -193,7 +193,7 @@ def test_what_lies_in_the_way_of_the_copy_is_never_deleted(root: Path) -> None:
 
 def test_a_warm_start_is_no_resume(tmp_path: Path) -> None:
     flags = TrainFlags(recipe=None, model=None, data=None, rank=None, alpha=None, steps=None, lr=None, group_size=None, seed=None,
-                       from_adapter=tmp_path / "adapter", settings=())  # fmt: skip
+                       max_restarts=None, from_adapter=tmp_path / "adapter", settings=())  # fmt: skip
     assert flags.overrides() == {"lora.from_adapter": str(tmp_path / "adapter")}
     with pytest.raises(ConfigError, match=r"--from-adapter begins a new run .* they cannot go together"):
         train(flags, run=None, resume=tmp_path / "run", dry_run=False)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from pathlib import Path
 
 from skylite.commands.adapter_folder import find_adapter
 from skylite.commands.single_engine import single_engine
 from skylite.config import TrainConfig
-from skylite.launch.vllm_server import BASE_NAME, engine_env, serve_command
+from skylite.launch.vllm_server import BASE_NAME, serve_command, serve_env
 from skylite.models import resolve_model
+from skylite.vllm_plugin.key import KEY_VARIABLE
 
 
 def serve(target: Path, *, model: str | None, step: int | None, port: int) -> None:
@@ -21,4 +23,19 @@ def serve(target: Path, *, model: str | None, step: int | None, port: int) -> No
     name = served.adapter.name
     print(f"skylite: serving {name} ({served.adapter.path}) and {BASE_NAME} on http://127.0.0.1:{port}/v1", file=sys.stderr, flush=True)
     argv = serve_command(spec, adapter_name=name, adapter_path=served.adapter.path, port=port)
-    os.execvpe(argv[0], argv, engine_env(spec, os.environ))
+    os.execvpe(argv[0], argv, serve_env(spec, os.environ, _api_key()))
+
+
+def _api_key() -> str:
+    """The user's own, else a random one that is said once and kept nowhere: anyone on this machine can reach 127.0.0.1."""
+    given = os.environ.get(KEY_VARIABLE)
+    if given:
+        print(f"skylite: the API key is that of {KEY_VARIABLE}", file=sys.stderr, flush=True)
+        return given
+    made = secrets.token_urlsafe(24)
+    print(
+        f"skylite: API key of this server, as `Authorization: Bearer KEY` (set {KEY_VARIABLE} for one of your own): {made}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return made

@@ -30,6 +30,7 @@ class TrainFlags:
     group_size: int | None
     seed: int | None
     from_adapter: Path | None
+    max_restarts: int | None
     settings: tuple[str, ...]
 
     def overrides(self) -> dict[str, Any]:
@@ -43,6 +44,7 @@ class TrainFlags:
             "optim.lr": self.lr,
             "rollout.group_size": self.group_size,
             "seed": self.seed,
+            "trainer.max_restarts": self.max_restarts,
             "lora.from_adapter": None if self.from_adapter is None else str(self.from_adapter),
         }
         return {key: value for key, value in named.items() if value is not None}

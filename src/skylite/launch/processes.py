@@ -121,6 +121,11 @@ def kill(child: Child) -> None:
         time.sleep(0.01)
 
 
+def stopped_processes(child: Child) -> list[int]:
+    """Ids of the child's processes that SIGSTOP (or SIGTSTP) holds."""
+    return [pid for pid in _marked(child.mark) if _state(pid) == "T"]
+
+
 def ending(child: Child) -> str:
     """How an ended child ended, in words: "ended with exit code 1", "was killed by SIGKILL"."""
     code = poll(child)
@@ -177,6 +182,13 @@ def _kill_remains(child: Child) -> None:
     for pid in _marked(child.mark):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def _state(pid: int) -> str:
+    """The kernel's letter: R, S, D, T (stopped), Z; empty when the process is gone."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0]
+    return ""
 
 
 def _marked(mark: str) -> list[int]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import NoReturn, Self
 
-from skylite.launch.processes import Child, ProcessSpec, died, kill, poll, start, terminate
+from skylite.launch.processes import Child, ProcessSpec, died, kill, poll, start, stopped_processes, terminate
 
 POLL_S = 0.05
 STOP_TIMEOUT_S = 5.0
@@ -15,8 +16,10 @@ STOP_TIMEOUT_S = 5.0
 class Supervisor:
     """`async with Supervisor() as supervisor:` leaves no process behind, whatever ends the block."""
 
-    def __init__(self, stop_timeout_s: float = STOP_TIMEOUT_S) -> None:
+    def __init__(self, stop_timeout_s: float = STOP_TIMEOUT_S, hurry: Callable[[], bool] = lambda: False) -> None:
+        """`hurry`: asked again and again while children are given time to end."""
         self._stop_timeout_s = stop_timeout_s
+        self._hurry = hurry
         self._children: dict[str, Child] = {}
         self._may_finish: set[str] = set()
         self._left_to_caller: set[str] = set()
@@ -26,7 +29,14 @@ class Supervisor:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.stop(self._stop_timeout_s)
+        try:
+            for child in self._children.values():
+                terminate(child)
+            deadline = time.monotonic() + self._stop_timeout_s
+            while time.monotonic() < deadline and not self._hurry() and any(poll(c) is None for c in self._children.values()):
+                await asyncio.sleep(POLL_S)  # so that a second Ctrl-C is heard
+        finally:
+            self.stop(timeout_s=0)
 
     def start(self, spec: ProcessSpec) -> Child:
         """Start a child. A name is free again after stop_child(). Raises RunFailed."""
@@ -58,6 +68,10 @@ class Supervisor:
         """Name to process group of the children that run."""
         return {name: child.pid for name, child in self._children.items() if poll(child) is None}
 
+    def stopped_pids(self, name: str) -> list[int]:
+        """Processes of a child that a signal has stopped."""
+        return stopped_processes(self._children[name]) if name in self._children else []
+
     async def watch(self) -> NoReturn:
         """Raise ChildDied soon (POLL_S) after a child has ended."""
         while True:
@@ -79,7 +93,7 @@ class Supervisor:
         self._forget(name)
 
     def stop(self, timeout_s: float) -> None:
-        """SIGTERM for all; SIGKILL, for the whole trees, after `timeout_s` seconds or on a second Ctrl-C."""
+        """SIGTERM for all; SIGKILL, for the whole trees, after `timeout_s` seconds."""
         _end(list(self._children.values()), timeout_s)
         for name in list(self._children):
             self._forget(name)

@@ -16,8 +16,9 @@ from typing import Literal
 
 from skylite.launch.libraries import INTEL_OPENMP, has_library, preloading
 from skylite.launch.machine import cpu_cores
-from skylite.vllm_plugin import SWITCH, lifetime
+from skylite.vllm_plugin import SWITCH, key, lifetime
 
+RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 BASE_NAME = "base"
 """Served name of the model without an adapter."""
 CPU_BLOCK_SIZE = 32
@@ -74,9 +75,9 @@ def engine_command(spec: EngineSpec) -> list[str]:
 
 
 def serve_command(spec: EngineSpec, *, adapter_name: str, adapter_path: Path, port: int) -> list[str]:
-    """A server for people: one fixed adapter, on 127.0.0.1 instead of the socket, vLLM's own kind of logprobs."""
+    """A server for people: one fixed adapter, on 127.0.0.1 with a key (`serve_env`) instead of the socket, vLLM's own kind of logprobs."""
     lora = ["--lora-modules", f"{adapter_name}={adapter_path}"]
-    return [*_server_command(spec), "--host", "127.0.0.1", "--port", str(port), *lora]
+    return [*_server_command(spec), "--host", "127.0.0.1", "--port", str(port), *lora, "--middleware", f"{key.__name__}.RequireKey"]
 
 
 def _server_command(spec: EngineSpec) -> list[str]:
@@ -98,14 +99,22 @@ def engine_env(spec: EngineSpec, base_env: Mapping[str, str]) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         lifetime.SWITCH: "1",
+        # What the user set for servers of their own: our client sends no key, and the development routes take none.
+        key.KEY_VARIABLE: "",
+        "VLLM_SERVER_DEV_MODE": "0",
     }
     if spec.enable_lora:
-        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        env[RUNTIME_LORA] = "1"
     if spec.device == "cpu":
         env |= _cpu_env(spec, base_env)
     if spec.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.gpus))
     return env
+
+
+def serve_env(spec: EngineSpec, base_env: Mapping[str, str], api_key: str) -> dict[str, str]:
+    """The same for a server for people: with the key, and without the routes that load adapters, some of which take none."""
+    return {**engine_env(spec, base_env), RUNTIME_LORA: "0", key.KEY_VARIABLE: api_key}
 
 
 def engine_notes(device: str, *, cpu_lora_kernels: bool) -> list[str]:

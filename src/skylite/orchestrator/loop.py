@@ -13,7 +13,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from skylite.errors import TrainerLost
 from skylite.evaluation.evaluate import EvalResult, evaluate, write_results
+from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.record import StepTimes, completion_view, step_metrics, trainer_metrics
 from skylite.orchestrator.resample import SampledStep
 from skylite.orchestrator.sampling import sample_step
@@ -25,7 +27,7 @@ from skylite.rollout.tokenizer import encode_prompts
 from skylite.run.metrics import append_metrics
 from skylite.run.retention import Label, clean_up, write_score
 from skylite.run.rollout_file import write_rollouts
-from skylite.run.run_dir import AdapterVersion, RunDir, adapter_name, sampling_version
+from skylite.run.run_dir import AdapterVersion, adapter_name, sampling_version
 
 POLL_S = 0.005
 
@@ -74,7 +76,7 @@ async def run_steps(session: Session) -> None:
 
 async def _run_steps(session: Session, exchange: Exchange) -> None:
     plan = session.plan
-    await wait_for_update(plan.run, plan.first_step - 1)
+    await wait_for_update(plan, plan.first_step - 1)
     for version in versions_at_start(session):
         loaded = await take_version(session, exchange, version)
         await loaded.proof
@@ -119,7 +121,7 @@ async def follow_training(session: Session, exchange: Exchange) -> None:
         progress.phase("sampling", f"step {step} of {plan.config.num_steps}")
         sampled = await exchange.samples.get()
         progress.phase("training", f"step {step} of {plan.config.num_steps}")
-        update = await wait_for_update(plan.run, step)
+        update = await wait_for_update(plan, step)
         progress.event("update_seen", step=step)
         if "guard/reason" in update.metrics:
             reason = update.metrics["guard/reason"]
@@ -137,6 +139,7 @@ async def follow_training(session: Session, exchange: Exchange) -> None:
         metrics = step_metrics(step, sampled, update.metrics, report, times)
         metrics["restarts"] = sum(progress.restarts.values())
         append_metrics(plan.run.metrics_path, metrics)
+        progress.recorded = step
         progress.screen.step(metrics, completion_view(sampled.groups))
         if is_evaluated:  # before anything is sampled from it; no part of a step's time
             await held_out_accuracy(session, "step", version=step)
@@ -177,9 +180,19 @@ def versions_at_start(session: Session) -> list[int]:
     return sorted({source, newest})
 
 
-async def wait_for_update(run: RunDir, step: int) -> Update:
-    """The trainer's word on `step`; its adapter is complete by then. The supervisor raises if the trainer ends instead."""
+async def wait_for_update(plan: RunPlan, step: int) -> Update:
+    """The trainer's word on `step`; its adapter is complete by then. The supervisor raises if the trainer ends instead.
+
+    Raises TrainerLost when it does not come in trainer.step_timeout_s.
+    """
+    run, timeout_s = plan.run, plan.config.trainer.step_timeout_s
+    deadline = time.monotonic() + timeout_s
     while not run.update_path(step).exists():
+        if time.monotonic() > deadline:
+            raise TrainerLost(
+                f"The trainer has not come to the end of step {step} in {timeout_s:g} s (trainer.step_timeout_s): it hangs.",
+                f"Read {run.log_path('trainer')}, or raise trainer.step_timeout_s.",
+            )
         await asyncio.sleep(POLL_S)
     body = run.read_json(run.update_path(step))
     started, ended = body["trained"]

@@ -14,13 +14,16 @@ from skylite.ui.dashboard import Screen
 
 @dataclass(slots=True)
 class Progress:
-    """The run's state machine. `step` and `adapter_version` are set by the loop as they change."""
+    """The run's state machine. `step`, `recorded` and `adapter_version` are set by the loop as they change."""
 
     run: RunDir
     num_steps: int
     screen: Screen
     child_pids: Callable[[], Mapping[str, int]]
     step: int = 0
+    """The step under way; equal to `recorded` between steps."""
+    recorded: int = 0
+    """The last step whose metrics are written."""
     adapter_version: int | None = None
     restarts: dict[str, int] = field(default_factory=dict)
     """Child to how often it was started again."""

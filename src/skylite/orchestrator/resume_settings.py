@@ -9,17 +9,11 @@ from skylite.config import TrainConfig
 from skylite.errors import ConfigError
 
 HARMLESS = (
-    "checkpoint",
-    "eval",
-    "guards",
-    "sync",
-    "reward.num_workers",
-    "engine.start_timeout_s",
-    "engine.stall_timeout_s",
-    "engine.max_restarts",
-    "num_steps",
+    "checkpoint", "eval", "guards", "sync", "stop", "num_steps",
+    "reward.num_workers", "trainer.step_timeout_s", "trainer.max_restarts",
+    "engine.start_timeout_s", "engine.stall_timeout_s", "engine.max_restarts",
     "data.path",
-)
+)  # fmt: skip
 """Sections and fields that no number of a step depends on. data.path: the file itself is compared by its hash."""
 ROUNDING = (
     "trainer.num_ranks",

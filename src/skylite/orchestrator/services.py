@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
-from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from skylite.errors import ChildDied, RunFailed, SkyliteError, WriteFailed, write_failed
+from skylite.errors import SkyliteError, TrainerLost, WriteFailed, write_failed
 from skylite.launch.machine import cpu_cores
 from skylite.launch.processes import ProcessSpec
 from skylite.launch.supervisor import Supervisor
 from skylite.launch.torchrun import trainer_command, trainer_env
 from skylite.models import likely_target_modules
 from skylite.orchestrator.engine_set import open_engines, ready_engines
+from skylite.orchestrator.failures import TRAINER, explained, with_what_is_kept
 from skylite.orchestrator.keeper import Restarts
 from skylite.orchestrator.loop import run_steps, wait_for_update
 from skylite.orchestrator.plan import RunPlan, write_config
 from skylite.orchestrator.progress import Progress
-from skylite.orchestrator.resume import forget_after
+from skylite.orchestrator.resume import forget_after, plan_resume
 from skylite.orchestrator.session import Session
+from skylite.orchestrator.stops import TRAINER_SHARE, Stop, listen, run_until_stopped
 from skylite.orchestrator.time_limit import TimeLimit
 from skylite.rewards.pool import RewardPool
 from skylite.rollout.canary import DEFAULT_TOLERANCE, canary_sequences, prove_folder
@@ -36,45 +35,64 @@ from skylite.run.run_dir import adapter_name
 from skylite.ui.closing import finished_text, stopped_text
 from skylite.ui.dashboard import Screen
 
-TRAINER = "trainer"
-STOP_GRACE_S = 20.0
-"""What a Ctrl-C waits for the trainer to end its step and write its checkpoint before everything is ended."""
-FAILURE_GRACE_S = 6.0
-"""How long a broken request waits for the news that a process has ended, which explains it better."""
-
 
 async def run_session(plan: RunPlan, *, resume: bool, limit: TimeLimit | None = None) -> bool:
-    """Run all steps. Returns whether the run finished: False after a clean stop, by a signal or by `limit`. Raises RunFailed subclasses."""
+    """Run all steps. Returns whether the run finished: False after a clean stop, by a signal or by `limit`. Raises RunFailed subclasses.
+
+    A trainer that is lost may be restarted (trainer.max_restarts): a --resume that nobody has to type, engines included. Theirs cannot
+    be kept, because vLLM keys its prefix cache by an adapter's name and path, and the same versions are made again.
+    """
     adapters = Path(plan.resolved.lora_sync_path)
-    with lock_folder(plan.run.root), lock_folder(adapters):
-        plan.run.stop_path.unlink(missing_ok=True)
-        plan.run.trainer_error_path.unlink(missing_ok=True)
-        notes: list[str] = []
-        if resume:
-            write_config(plan)
-            forget_after(plan.run, adapters, plan.first_step - 1, notes.append, reuse_rollouts=plan.reuse_rollouts)
-        with Screen(plan.config.num_steps, history=[with_nan(m) for m in read_metrics(plan.run.metrics_path)]) as screen:
-            for note in notes:
-                screen.say(note)
-            return await _supervised(plan, screen, adapters, resume, limit)
+    stop = listen(limit.stop if limit is not None else asyncio.Event())
+    with lock_folder(plan.run.root), lock_folder(adapters), Screen(plan.config.num_steps) as screen:
+        restarts = 0
+        while True:
+            go_back(plan, adapters, screen) if resume else clear_requests(plan)
+            screen.state.history = tuple(with_nan(m) for m in read_metrics(plan.run.metrics_path))
+            try:
+                return await _supervised(plan, screen, adapters, resume, limit, restarts, stop)
+            except TrainerLost as error:
+                allowed = plan.config.trainer.max_restarts
+                if restarts == allowed or stop.asked.is_set():
+                    raise
+                screen.say(f"{error.what} The run goes back to its last checkpoint ({restarts + 1} of trainer.max_restarts={allowed}).")
+            plan, resume, restarts = plan_resume(plan.run, screen.say), True, restarts + 1
 
 
-async def _supervised(plan: RunPlan, screen: Screen, adapters: Path, resume: bool, limit: TimeLimit | None) -> bool:
+def clear_requests(plan: RunPlan) -> None:
+    """What an earlier attempt asked for or complained of."""
+    plan.run.stop_path.unlink(missing_ok=True)
+    plan.run.trainer_error_path.unlink(missing_ok=True)
+
+
+def go_back(plan: RunPlan, adapters: Path, screen: Screen) -> None:
+    """The folder as it was at the checkpoint that the plan goes on from."""
+    clear_requests(plan)
+    write_config(plan)
+    forget_after(plan.run, adapters, plan.first_step - 1, screen.say, reuse_rollouts=plan.reuse_rollouts)
+
+
+async def _supervised(
+    plan: RunPlan, screen: Screen, adapters: Path, resume: bool, limit: TimeLimit | None, restarts: int, stop: Stop
+) -> bool:
     """The run under a supervisor, in folders that are ours, until it is done, stopped or failed."""
-    stop = _stop_event(limit.stop if limit is not None else asyncio.Event())
-    async with Supervisor() as supervisor:
-        progress = Progress(plan.run, plan.config.num_steps, screen, supervisor.pids, step=plan.first_step - 1)
+    end_s = plan.config.stop.grace_s * (1 - TRAINER_SHARE)
+    async with Supervisor(stop_timeout_s=end_s, hurry=stop.insisted.is_set) as supervisor:
+        start = plan.first_step - 1
+        progress = Progress(plan.run, plan.config.num_steps, screen, supervisor.pids, step=start, recorded=start)
+        if restarts:
+            progress.restarts[TRAINER] = restarts
         try:
-            finished = await _first_of(_run(plan, supervisor, progress, resume, limit), supervisor, stop)
-            if not finished:
-                progress.phase("stopping", "the trainer writes its checkpoint")
-                await _stop_trainer(plan, supervisor)
+            finished = await run_until_stopped(_run(plan, supervisor, progress, resume, limit), plan, supervisor, progress, stop)
         except (SkyliteError, OSError) as error:
-            explained = _explained(plan, write_failed(error) if isinstance(error, OSError) else error)
+            reason = explained(plan, write_failed(error) if isinstance(error, OSError) else error, supervisor)
+            if isinstance(reason, TrainerLost) and restarts < plan.config.trainer.max_restarts and not stop.asked.is_set():
+                raise reason from None
+            reason = with_what_is_kept(plan, reason)
             # A disk that refuses the status as well must not hide why the run ended.
             with contextlib.suppress(WriteFailed):
-                progress.phase("failed", error=str(explained))
-            raise explained from None
+                progress.phase("failed", error=str(reason))
+            raise reason from None
     progress.phase("done" if finished else "stopped")
     screen.say(finished_text(plan.run, adapters, screen.state.evaluations) if finished else stopped_text(plan.run, adapters))
     return finished
@@ -101,7 +119,7 @@ async def _run(plan: RunPlan, supervisor: Supervisor, progress: Progress, resume
         pool = RewardPool(plan.reward, plan.config.reward.num_workers)
         stack.callback(pool.close)
         start = plan.first_step - 1
-        await wait_for_update(plan.run, start)
+        await wait_for_update(plan, start)
         published = read_manifest(Path(plan.resolved.lora_sync_path) / adapter_name(start), verify_hash=False).target_modules
         ready = await stack.enter_async_context(
             ready_engines(plan, keepers, supervisor, started_for=modules, wanted=published, say=progress.screen.say)
@@ -121,47 +139,3 @@ def _trainer_spec(plan: RunPlan, resume: bool) -> ProcessSpec:
         log_path=plan.run.log_path(TRAINER),
         is_done=plan.run.update_path(plan.config.num_steps).exists,
     )
-
-
-async def _first_of(work: Coroutine[Any, Any, None], supervisor: Supervisor, stop: asyncio.Event) -> bool:
-    """The work's end, a child's death or a stop, whichever comes first; True when the work is done."""
-    running, watching, stopping = (asyncio.ensure_future(x) for x in (work, supervisor.watch(), stop.wait()))
-    try:
-        await asyncio.wait({running, watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if running.done() and isinstance(running.exception(), RunFailed):
-            await asyncio.wait({watching}, timeout=FAILURE_GRACE_S)
-        if watching.done():
-            watching.result()
-        if running.done():
-            running.result()
-        return running.done()
-    finally:
-        for task in (running, watching, stopping):
-            task.cancel()
-        await asyncio.gather(running, watching, stopping, return_exceptions=True)
-
-
-async def _stop_trainer(plan: RunPlan, supervisor: Supervisor) -> None:
-    """Ask the trainer for a checkpoint and its end; the supervisor ends what is left."""
-    plan.run.stop_path.touch()
-    with contextlib.suppress(asyncio.TimeoutError, ChildDied):
-        await asyncio.wait_for(supervisor.wait_exit(TRAINER), STOP_GRACE_S)
-
-
-def _explained(plan: RunPlan, error: SkyliteError) -> SkyliteError:
-    """The error with the rank's own reason where the trainer left one, and with what was kept."""
-    if isinstance(error, ChildDied) and plan.run.trainer_error_path.exists():
-        reason = plan.run.read_json(plan.run.trainer_error_path)
-        error = RunFailed(f"The trainer stopped: {reason['what']}", str(reason["hint"]))
-    elif isinstance(error, ChildDied) and error.what.startswith(TRAINER) and "Traceback" not in error.log_tail:
-        killed = "A rank ended without an error of its own: it was killed, by hand or by the kernel for lack of memory."
-        error = ChildDied(f"{error.what} {killed}", error.hint, error.log_tail)
-    error.args = (f"{error}\n{stopped_text(plan.run, Path(plan.resolved.lora_sync_path))}",)
-    return error
-
-
-def _stop_event(stop: asyncio.Event) -> asyncio.Event:
-    """The event, set by Ctrl-C or SIGTERM too."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    return stop

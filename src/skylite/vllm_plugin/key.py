@@ -1,0 +1,48 @@
+"""ASGI middleware for `skylite serve`: every route takes the key.
+
+vLLM's own check covers /v1 and a few more prefixes; /invocations answers completions, and /tokenize, /metrics and others tell things,
+without one. Loopback is open to every user of the machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+KEY_VARIABLE = "VLLM_API_KEY"
+"""vLLM reads it too. An argument could be read by everyone in the process list."""
+OPEN = frozenset({"/health"})
+"""Says nothing but that the server is up."""
+
+
+class RequireKey:
+    """Answers 401 to a request without `Authorization: Bearer KEY`. Raises KeyError at the start when there is no key."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._key = hashlib.sha256(os.environ[KEY_VARIABLE].encode()).digest()
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket") and scope["path"] not in OPEN and not self._has_key(scope):
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+                return
+            body = b'{"error": "Unauthorized"}'
+            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+            return
+        await self._app(scope, receive, send)
+
+    def _has_key(self, scope: Message) -> bool:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        scheme, _, key = given.partition(b" ")
+        return scheme.lower() == b"bearer" and secrets.compare_digest(hashlib.sha256(key).digest(), self._key)
