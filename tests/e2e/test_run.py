@@ -175,7 +175,7 @@ def test_a_run_that_stops_in_time_and_goes_on_equals_one_that_never_stopped(proj
     assert replayed.stdout.startswith("equal: step 2 again from checkpoint step-000001 gives the published adapter bit for bit")
 
 
-def test_a_rank_that_stands_still_is_killed_and_the_run_goes_back_to_its_checkpoint_by_itself(project: Project) -> None:
+def test_a_rank_that_stands_still_is_killed_and_the_run_is_started_again_from_its_checkpoint(project: Project) -> None:
     settings = ("--set", "eval.limit=0", "--set", "checkpoint.every=2", "--set", "trainer.step_timeout_s=30", "--max-restarts", "1")
     with running(project, *project.train_args("stood-still", 60, *settings)) as process:
         wait_for_step(project, process, "stood-still", 3)

@@ -127,7 +127,16 @@ async def _run(plan: RunPlan, supervisor: Supervisor, progress: Progress, resume
         progress.event("engines_ready")
         engines = Engines(ready, tolerance)
         await run_steps(Session(plan=plan, engines=engines, scorer=pool, tokenizer=tokenizer, progress=progress, limit=limit))
-        await supervisor.wait_exit(TRAINER)
+        await trainer_exit(plan, supervisor)
+
+
+async def trainer_exit(plan: RunPlan, supervisor: Supervisor) -> None:
+    """The trainer's end after its last step. Raises ChildDied, TrainerLost when it does not come."""
+    timeout_s = plan.config.trainer.step_timeout_s
+    try:
+        await asyncio.wait_for(supervisor.wait_exit(TRAINER), timeout_s)
+    except TimeoutError:
+        raise TrainerLost(f"The trainer has not ended {timeout_s:g} s (trainer.step_timeout_s) after its last step: it hangs.") from None
 
 
 def _trainer_spec(plan: RunPlan, resume: bool) -> ProcessSpec:
