@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import uuid
 from pathlib import Path
 
 from skylite.launch.libraries import TBB_MALLOC, preloading
@@ -12,16 +13,23 @@ from skylite.launch.libraries import TBB_MALLOC, preloading
 ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "17179869184", "MALLOC_TOP_PAD_": "268435456"}
 """Where TBB's is missing glibc at least keeps freed memory: a step reuses the same buffers, and touching fresh pages is slow."""
 
+NOT_OVER_THE_NETWORK = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""The ranks are on one machine, and nobody else is to reach them."""
+
 
 def trainer_command(run: Path, num_ranks: int, *, resume: bool) -> list[str]:
     """torchrun with `num_ranks` processes of skylite.training.worker on this machine."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    # Not --standalone: that meets over TCP on all interfaces without a key, and unpickles what it is told there. Without an endpoint a
+    # file store is a private temporary file; the ranks have one of their own (training/dist.py).
+    meeting = ["--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-id", uuid.uuid4().hex]
+    command = [sys.executable, "-m", "torch.distributed.run", *meeting, "--nproc-per-node", str(num_ranks)]
     return [*command, "-m", "skylite.training.worker", str(run), *(["--resume"] if resume else [])]
 
 
 def trainer_env(num_threads: int) -> dict[str, str]:
     """Variables on top of the parent's: threads a rank, threads that sleep while they wait, allocator, no hub."""
     return {
+        **NOT_OVER_THE_NETWORK,
         "OMP_NUM_THREADS": str(num_threads),
         "OMP_WAIT_POLICY": "passive",
         "TOKENIZERS_PARALLELISM": "false",

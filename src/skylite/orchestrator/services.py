@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -63,6 +64,7 @@ def clear_requests(plan: RunPlan) -> None:
     """What an earlier attempt asked for or complained of."""
     plan.run.stop_path.unlink(missing_ok=True)
     plan.run.trainer_error_path.unlink(missing_ok=True)
+    shutil.rmtree(plan.run.meeting, ignore_errors=True)
 
 
 def go_back(plan: RunPlan, adapters: Path, screen: Screen) -> None:

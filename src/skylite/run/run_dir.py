@@ -97,6 +97,11 @@ class RunDir:
         return self.root / "stop"
 
     @property
+    def meeting(self) -> Path:
+        """Where the ranks of a trainer find each other; of no use after its end."""
+        return self.root / "meeting"
+
+    @property
     def trainer_error_path(self) -> Path:
         """{"what", "hint", "rank"} of the rank that failed."""
         return self.logs / "trainer-error.json"

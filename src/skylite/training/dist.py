@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 COLLECTIVE_TIMEOUT_S = 600.0
@@ -58,18 +60,32 @@ class Dist:
 
 
 @contextmanager
-def process_group(device_type: Literal["cpu", "cuda"]) -> Iterator[Dist]:
-    """Join the group that torchrun's environment describes; gloo on CPU, nccl on CUDA."""
+def process_group(device_type: Literal["cpu", "cuda"], meeting: Path | None = None) -> Iterator[Dist]:
+    """Join the group that torchrun's environment describes; gloo on CPU, nccl on CUDA.
+
+    `meeting`: folder for the file in which the ranks find each other; None: a TCP port that torchrun chose, on all interfaces.
+    """
     dp_rank, dp_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device(device_type, int(os.environ["LOCAL_RANK"])) if device_type == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    torch_dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+    store = None if meeting is None else _file_store(meeting, dp_size)
+    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    if store is None:
+        torch_dist.init_process_group(backend, timeout=timeout)
+    else:
+        torch_dist.init_process_group(backend, store=store, rank=dp_rank, world_size=dp_size, timeout=timeout)
     mesh = init_device_mesh(device.type, (dp_size,), mesh_dim_names=("dp",))
     yield Dist(dp_rank, dp_size, device, mesh)
     # Not in a finally: after a failure the other ranks do not take part, and leaving politely would hang.
     torch_dist.destroy_process_group()
+
+
+def _file_store(folder: Path, dp_size: int) -> FileStore:
+    """The same file for all ranks of this start of torchrun, and for no other start."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return FileStore(str(folder / f"{os.environ['TORCHELASTIC_RUN_ID']}-{os.environ['TORCHELASTIC_RESTART_COUNT']}"), dp_size)
 
 
 def set_threads(num_threads: int | None) -> None:

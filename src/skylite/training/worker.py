@@ -68,7 +68,7 @@ def work(run: RunDir, resume: bool) -> None:
     set_threads(run_config.config.trainer.num_threads)
     if run_config.config.trainer.deterministic:
         make_deterministic()
-    with process_group(run_config.resolved.device) as dist:
+    with process_group(run_config.resolved.device, run.meeting) as dist:
         train(run, run_config, dist, resume=resume)
 
 
