@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import math
 import shutil
@@ -221,11 +222,18 @@ def test_a_killed_child_ends_the_run_with_its_reason(project: Project, victim: s
     assert project.status(run)["phase"] == "failed"
 
 
-def test_a_killed_parent_leaves_nothing_behind(project: Project) -> None:
-    with running(project, *project.train_args("killed-parent", 60)) as process:
+def reachable(processes: list[psutil.Process]) -> list[str]:
+    """Where they listen for other machines."""
+    found = [(p, c) for p in processes for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    return [f"{c.laddr} {' '.join(p.cmdline())}" for p, c in found if not ipaddress.ip_address(c.laddr.ip).is_loopback]
+
+
+def test_no_process_of_a_run_listens_for_other_machines_and_a_killed_parent_leaves_nothing_behind(project: Project) -> None:
+    with running(project, *project.train_args("killed-parent", 60, "--set", "trainer.num_ranks=2")) as process:
         wait_for_step(project, process, "killed-parent", 1)
         children = descendants(process.pid)
-        assert len(children) >= 4
+        assert len([p for p in children if "skylite.training.worker" in p.cmdline()]) >= 4, "guard, torchrun, two ranks"
+        assert reachable([psutil.Process(process.pid), *children]) == []
         process.kill()
         process.wait()
         assert wait_gone(children) == []

@@ -135,7 +135,7 @@ from skylite.training import worker
 def work(run, resume):
     import torch
     from skylite.training.dist import process_group
-    with process_group("cpu") as dist:
+    with process_group("cpu", run.meeting) as dist:
         if dist.dp_rank == 1:
             print(1 / 0)
         dist.sum_(torch.ones(1))
@@ -149,6 +149,7 @@ def test_an_error_nobody_foresaw_ends_all_ranks_at_once_and_its_last_line_is_the
     """Rank 0 waits for rank 1 in a collective; its complaint about the lost peer comes second and must not hide the reason."""
     run = RunDir(tmp_path)
     (tmp_path / "work.py").write_text(UNFORESEEN)
+    run.meeting.mkdir()
     command = trainer_command(run.root, 2, resume=False)
     started = time.monotonic()
     done = subprocess.run(

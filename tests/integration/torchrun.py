@@ -22,6 +22,7 @@ TIMEOUT_S = 180.0
 @contextlib.contextmanager
 def trainer(run: RunDir, num_ranks: int, resume: bool = False) -> Iterator[subprocess.Popen[str]]:
     """torchrun on a run directory, in a session of its own that is gone after the block."""
+    run.meeting.mkdir(exist_ok=True)
     process = subprocess.Popen(
         trainer_command(run.root, num_ranks, resume=resume),
         env={**os.environ, **trainer_env(1)},

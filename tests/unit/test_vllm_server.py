@@ -125,6 +125,13 @@ def test_a_server_for_people_takes_a_key_that_no_process_list_shows() -> None:
     assert served[served.index("--middleware") + 1] == "skylite.vllm_plugin.key.RequireKey"
 
 
+def test_neither_engines_nor_ranks_speak_over_the_interface_that_a_cluster_names() -> None:
+    cluster = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "ib0", "VLLM_HOST_IP": "192.0.2.1"}
+    engine, trainer = engine_env(SPEC, cluster), {**cluster, **trainer_env(1)}
+    assert (engine["GLOO_SOCKET_IFNAME"], engine["NCCL_SOCKET_IFNAME"], engine["VLLM_HOST_IP"]) == ("lo", "lo", "127.0.0.1")
+    assert (trainer["GLOO_SOCKET_IFNAME"], trainer["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
+
+
 def test_a_key_in_the_surrounding_environment_does_not_lock_us_out_of_our_own_engines() -> None:
     assert engine_env(SPEC, {"VLLM_API_KEY": "users"})["VLLM_API_KEY"] == ""
 

@@ -22,6 +22,8 @@ BF16_CAPABILITY = 8.0
 """CUDA compute capability from which on vLLM takes bfloat16 (Ampere)."""
 SMI_TIMEOUT_S = 30.0
 """A cold driver takes several seconds to answer."""
+LOOPBACK_ONLY = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""For processes that torch joins: left alone it listens on the interface that the machine's name leads to, and NCCL on the fastest."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,21 +7,22 @@ import uuid
 from pathlib import Path
 
 from skylite.launch.libraries import TBB_MALLOC, preloading
+from skylite.launch.machine import LOOPBACK_ONLY
+from skylite.run.run_dir import RunDir
 
 # glibc before 2.38 does not reuse a freed block for an aligned one of the same size, and torch aligns: a forward pass takes twice the
 # memory that it keeps. TBB's allocator does, and keeps freed memory too (docs/architecture.md, "Trainer").
 ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "17179869184", "MALLOC_TOP_PAD_": "268435456"}
 """Where TBB's is missing glibc at least keeps freed memory: a step reuses the same buffers, and touching fresh pages is slow."""
 
-NOT_OVER_THE_NETWORK = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""The ranks are on one machine, and nobody else is to reach them."""
-
 
 def trainer_command(run: Path, num_ranks: int, *, resume: bool) -> list[str]:
-    """torchrun with `num_ranks` processes of skylite.training.worker on this machine."""
-    # Not --standalone: that meets over TCP on all interfaces without a key, and unpickles what it is told there. Without an endpoint a
-    # file store is a private temporary file; the ranks have one of their own (training/dist.py).
-    meeting = ["--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-id", uuid.uuid4().hex]
+    """torchrun with `num_ranks` processes of skylite.training.worker on this machine. The run's `meeting` folder must be there."""
+    # Not --standalone: that meets over TCP on all interfaces without a key, and unpickles what it is told there. The ranks have a file of
+    # their own (training/dist.py). Every sign of life makes the file longer, and there is no other machine to tell.
+    start = uuid.uuid4().hex
+    meeting = ["--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", str(RunDir(run).meeting / start)]
+    meeting += ["--rdzv-conf", "store_type=file,keep_alive_interval=3600", "--rdzv-id", start]
     command = [sys.executable, "-m", "torch.distributed.run", *meeting, "--nproc-per-node", str(num_ranks)]
     return [*command, "-m", "skylite.training.worker", str(run), *(["--resume"] if resume else [])]
 
@@ -29,7 +30,8 @@ def trainer_command(run: Path, num_ranks: int, *, resume: bool) -> list[str]:
 def trainer_env(num_threads: int) -> dict[str, str]:
     """Variables on top of the parent's: threads a rank, threads that sleep while they wait, allocator, no hub."""
     return {
-        **NOT_OVER_THE_NETWORK,
+        **LOOPBACK_ONLY,
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": str(num_threads),
         "OMP_WAIT_POLICY": "passive",
         "TOKENIZERS_PARALLELISM": "false",

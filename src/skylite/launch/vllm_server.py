@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from skylite.launch.libraries import INTEL_OPENMP, has_library, preloading
-from skylite.launch.machine import cpu_cores
+from skylite.launch.machine import LOOPBACK_ONLY, cpu_cores
 from skylite.vllm_plugin import SWITCH, key, lifetime
 
 RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
@@ -99,6 +99,8 @@ def engine_env(spec: EngineSpec, base_env: Mapping[str, str]) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         lifetime.SWITCH: "1",
+        **LOOPBACK_ONLY,
+        "VLLM_HOST_IP": "127.0.0.1",
         # What the user set for servers of their own: our client sends no key, and the development routes take none.
         key.KEY_VARIABLE: "",
         "VLLM_SERVER_DEV_MODE": "0",

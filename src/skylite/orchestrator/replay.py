@@ -76,7 +76,7 @@ def newest_checkpoint_before(run: RunDir, step: int) -> int:
 
 def copy_for_replay(run: RunDir, recorded: RunConfig, again: RunDir, start: int, step: int) -> RunDir:
     """A run directory in which the trainer finds itself after step `start`, with the rollouts up to `step`."""
-    for folder in (again.rollouts, again.updates, again.checkpoints, again.logs, again.default_adapters):
+    for folder in (again.rollouts, again.updates, again.checkpoints, again.logs, again.default_adapters, again.meeting):
         folder.mkdir(parents=True)
     update = {"lora_sync_path": str(again.default_adapters), "warm_start": str(run.warm_start) if recorded.resolved.warm_start else None}
     config = recorded.model_copy(update={"resolved": recorded.resolved.model_copy(update=update)})

@@ -61,10 +61,11 @@ async def run_session(plan: RunPlan, *, resume: bool, limit: TimeLimit | None = 
 
 
 def clear_requests(plan: RunPlan) -> None:
-    """What an earlier attempt asked for or complained of."""
+    """What an earlier attempt asked for or complained of, and where its ranks met."""
     plan.run.stop_path.unlink(missing_ok=True)
     plan.run.trainer_error_path.unlink(missing_ok=True)
     shutil.rmtree(plan.run.meeting, ignore_errors=True)
+    plan.run.meeting.mkdir(mode=0o700, exist_ok=True)
 
 
 def go_back(plan: RunPlan, adapters: Path, screen: Screen) -> None:

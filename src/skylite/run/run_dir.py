@@ -98,7 +98,7 @@ class RunDir:
 
     @property
     def meeting(self) -> Path:
-        """Where the ranks of a trainer find each other; of no use after its end."""
+        """Files in which torchrun and the ranks of a trainer find each other; of no use after its end."""
         return self.root / "meeting"
 
     @property

@@ -70,12 +70,11 @@ def process_group(device_type: Literal["cpu", "cuda"], meeting: Path | None = No
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    store = None if meeting is None else _file_store(meeting, dp_size)
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-    if store is None:
+    if meeting is None:
         torch_dist.init_process_group(backend, timeout=timeout)
     else:
-        torch_dist.init_process_group(backend, store=store, rank=dp_rank, world_size=dp_size, timeout=timeout)
+        torch_dist.init_process_group(backend, store=_file_store(meeting, dp_size), rank=dp_rank, world_size=dp_size, timeout=timeout)
     mesh = init_device_mesh(device.type, (dp_size,), mesh_dim_names=("dp",))
     yield Dist(dp_rank, dp_size, device, mesh)
     # Not in a finally: after a failure the other ranks do not take part, and leaving politely would hang.
@@ -84,8 +83,7 @@ def process_group(device_type: Literal["cpu", "cuda"], meeting: Path | None = No
 
 def _file_store(folder: Path, dp_size: int) -> FileStore:
     """The same file for all ranks of this start of torchrun, and for no other start."""
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return FileStore(str(folder / f"{os.environ['TORCHELASTIC_RUN_ID']}-{os.environ['TORCHELASTIC_RESTART_COUNT']}"), dp_size)
+    return FileStore(str(folder / f"{os.environ['TORCHELASTIC_RUN_ID']}-ranks"), dp_size)
 
 
 def set_threads(num_threads: int | None) -> None:
