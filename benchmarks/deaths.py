@@ -1,18 +1,22 @@
-"""How long after each kind of death it is noticed, said, cleaned up, and (engines) made good.
+"""How long after each kind of death it is noticed, said, cleaned up, and made good.
 
-    python benchmarks/deaths.py --out benchmarks/results/deaths.json
+    python benchmarks/deaths.py --out benchmarks/results/deaths.json [--part ends|survives]
 
-A tiny random model. Engines: real vLLM, one run that goes on after each of four deaths. All else: runs that end by the death, with
-the tests' stand-in for vLLM's server (tests/fakes), because what is measured is torchrun, guards and the parent. Seconds from the signal:
-`said_s` until the run says so in words, `gone_s` until no process of what died (or, where the run ends, of the run) is left,
-`goes_on_s` until the next step is recorded. stall and step time-outs are part of what they end.
+A tiny random model, two ranks, real vLLM. `survives`: one run that goes on by itself after each death in turn. `ends`: one run that ends
+by each death in turn and is resumed at once. Seconds from the signal:
+
+- `said_s`: until the run says so in words. A time-out that tells a hang (stall, step) is part of it.
+- `gone_s`: until no process of what died (where the run ends: of the run) is left.
+- `goes_on_s`: until the first step after the last one recorded is recorded, so steps that are trained again count.
+- `resume_s`: the part of that from the command `skylite train --resume` on.
+- `steps_again`: steps after the checkpoint, trained a second time.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import os
+import json
 import signal
 import subprocess
 import sys
@@ -33,17 +37,27 @@ from skylite.run.files import write_json
 from tests.e2e.project import Project, descendants, make_project
 from tests.tiny_models import make_tiny_model
 
-FAKES = Path(__file__).parents[1] / "tests" / "fakes"
-STALL_S, STEP_TIMEOUT_S, DEADLINE_S = 5, 30, 120
-ENGINE_DEATHS = [("vLLM server", "SIGKILL"), ("vLLM engine core", "SIGKILL"), ("vLLM server", "SIGSTOP"), ("vLLM engine core", "SIGSTOP")]
-OTHER_DEATHS = [
+STALL_S, STEP_TIMEOUT_S, DEADLINE_S, CHECKPOINT_EVERY = 5, 30, 120, 5
+STEPS = 3000
+"""More than any run comes to."""
+WORDS = ("skylite: ", "It is started again", "The run goes back", "is finished first", "stopping ")
+SURVIVES = [
+    ("vLLM server", "SIGKILL"),
+    ("vLLM engine core", "SIGKILL"),
+    ("vLLM server", "SIGSTOP"),
+    ("vLLM engine core", "SIGSTOP"),
+    ("rank", "SIGKILL"),
+    ("rank", "SIGSTOP"),
+]
+ENDS = [
     ("rank", "SIGKILL"),
     ("rank", "SIGSTOP"),
     ("torchrun agent", "SIGKILL"),
     ("trainer's guard", "SIGKILL"),
+    ("reward worker", "SIGKILL"),
     ("parent", "SIGKILL"),
     ("parent and guards at once", "SIGKILL"),
-    ("reward worker", "SIGKILL"),
+    ("parent", "SIGTERM"),
 ]
 
 
@@ -54,50 +68,106 @@ class Watched:
     process: subprocess.Popen[str]
     lines: list[tuple[float, str]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        threading.Thread(target=self.read, daemon=True).start()
+
     def read(self) -> None:
         """In a thread of its own."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append((time.monotonic(), line.rstrip()))
 
-    def first(self, words: str, after: float) -> tuple[float, str] | None:
-        """When a line with these words came."""
-        return next(((at, line) for at, line in self.lines if at >= after and words in line), None)
+    def said(self, after: float) -> tuple[float, str] | None:
+        """When it first spoke of a death or a stop."""
+        return next(((at, line) for at, line in self.lines if at >= after and any(words in line for words in WORDS)), None)
+
+    def processes(self) -> list[psutil.Process]:
+        """The parent and everything below it."""
+        return [psutil.Process(self.process.pid), *descendants(self.process.pid)]
 
 
 def main() -> None:
-    """Measure all and write the file."""
+    """Measure all and write the file; the part that is not measured stays as it is there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", help="deaths whose victim contains this")
+    parser.add_argument("--part", choices=["ends", "survives"], help="default: both")
     arguments = parser.parse_args()
-    wanted: Callable[[tuple[str, str]], bool] = lambda death: arguments.only is None or arguments.only in death[0]  # noqa: E731
+    result: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    settings = {"engine.stall_timeout_s": STALL_S, "trainer.step_timeout_s": STEP_TIMEOUT_S, "checkpoint.every": CHECKPOINT_EVERY}
     with tempfile.TemporaryDirectory() as folder:
         project = make_project(Path(folder), make_tiny_model(Path(folder) / "model"))
-        rows = [one_that_ends(project, index, *death) for index, death in enumerate(filter(wanted, OTHER_DEATHS))]
-        rows += engines(project, list(filter(wanted, ENGINE_DEATHS)))
-    settings = {"engine.stall_timeout_s": STALL_S, "trainer.step_timeout_s": STEP_TIMEOUT_S}
-    write_json(arguments.out, about() | {"settings": settings, "deaths": rows})
-    print("| victim | signal | said | gone | goes on | in words |\n|---|---|---|---|---|---|")
+        for part, measure in (("survives", survived), ("ends", ended)):
+            if arguments.part in (None, part):
+                rows = measure(project)
+                result[part] = about() | {"settings": settings, "deaths": rows}
+                write_json(arguments.out, result)
+                show(rows)
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """As a table of Markdown."""
+    print("| victim | signal | said | gone | goes on | steps again | in words |\n|---|---|---|---|---|---|---|")
     for row in rows:
-        print(
-            f"| {row['victim']} | {row['signal']} | {shown(row['said_s'])} | {shown(row['gone_s'])} | {shown(row['goes_on_s'])} | {row['said']} |"
-        )
+        times = " | ".join("-" if row[key] is None else f"{row[key]:.2f} s" for key in ("said_s", "gone_s", "goes_on_s"))
+        print(f"| {row['victim']} | {row['signal']} | {times} | {row['steps_again']} | {row['said']} |")
 
 
-def shown(seconds: float | None) -> str:
-    """For the table."""
-    return "-" if seconds is None else f"{seconds:.2f} s"
+def survived(project: Project) -> list[dict[str, Any]]:
+    """One run that goes on by itself."""
+    rows = []
+    limits = [f"engine.max_restarts={len(SURVIVES)}", f"trainer.max_restarts={len(SURVIVES)}"]
+    with running(project, "survives", fresh(project, "survives", *limits)) as watched:
+        for victim, order in SURVIVES:
+            tree, before = watched.processes(), trained(project, "survives")
+            targets = victims(tree, victim)
+            is_engine = victim.startswith("vLLM")
+            died = [targets[0], *targets[0].children(recursive=True)] if is_engine else restarted(tree)
+            began = strike(targets, order)
+            wait(lambda at=began: watched.said(at) is not None, "the restart is said")  # type: ignore[misc]
+            wait(lambda processes=died: not any(map(alive, processes)), "what died is gone")  # type: ignore[misc]
+            gone, base = time.monotonic(), max(before, trained(project, "survives"))
+            again = 0 if is_engine else base - newest_checkpoint(project, "survives")
+            wait(lambda step=base: recorded(project, "survives") > step, "a step after the restart")  # type: ignore[misc]
+            rows.append(row(victim, order, began, watched.said(began), gone, again) | {"goes_on_s": time.monotonic() - began})
+            wait(lambda step=base: recorded(project, "survives") > step + CHECKPOINT_EVERY // 2, "some steps")  # type: ignore[misc]
+    return rows
+
+
+def ended(project: Project) -> list[dict[str, Any]]:
+    """One run that ends by every death, and is resumed."""
+    rows: list[dict[str, Any]] = []
+    began, resumed, arguments = 0.0, 0.0, fresh(project, "ends")
+    for victim, order in [*ENDS, ("", "")]:
+        with running(project, "ends", arguments) as watched:
+            if rows:
+                rows[-1] |= {"goes_on_s": time.monotonic() - began, "resume_s": time.monotonic() - resumed}
+            if not victim:
+                break
+            base = recorded(project, "ends")
+            wait(lambda step=base: recorded(project, "ends") > step + CHECKPOINT_EVERY // 2, "some steps")  # type: ignore[misc]
+            tree = watched.processes()
+            began = strike(victims(tree, victim), order)
+            wait(lambda processes=tree: not any(map(alive, processes)), "all processes of the run are gone")  # type: ignore[misc]
+            gone = time.monotonic()
+            time.sleep(0.2)  # for its last words, which a thread reads
+            rows.append(row(victim, order, began, watched.said(began), gone, trained(project, "ends") - newest_checkpoint(project, "ends")))
+        resumed, arguments = time.monotonic(), ["train", "--resume", "ends"]
+    return rows
+
+
+def fresh(project: Project, run: str, *settings: str) -> list[str]:
+    """The command of a new run."""
+    limits = (f"engine.stall_timeout_s={STALL_S}", f"trainer.step_timeout_s={STEP_TIMEOUT_S}", f"checkpoint.every={CHECKPOINT_EVERY}")
+    words = [word for setting in ("eval.limit=0", "trainer.num_ranks=2", *limits, *settings) for word in ("--set", setting)]
+    return project.train_args(run, STEPS, *words)
 
 
 @contextlib.contextmanager
-def running(project: Project, run: str, *settings: str) -> Iterator[Watched]:
-    """A run until the block ends; nothing of it is left after that."""
-    words = [word for setting in ("eval.limit=0", "trainer.num_ranks=2", *settings) for word in ("--set", setting)]
-    watched = Watched(project.start(*project.train_args(run, 500, *words)))
-    threading.Thread(target=watched.read, daemon=True).start()
+def running(project: Project, run: str, arguments: list[str]) -> Iterator[Watched]:
+    """A run that has come further than before, until the block ends; nothing of it is left after that."""
+    base, watched = trained(project, run), Watched(project.start(*arguments))
     try:
-        wait(lambda: len(project.metrics(run)) >= 2 or watched.process.poll() is not None, "two steps")
+        wait(lambda: recorded(project, run) > base or watched.process.poll() is not None, "a step")
         if watched.process.poll() is not None:
             raise RuntimeError("\n".join(line for _, line in watched.lines))
         yield watched
@@ -110,57 +180,44 @@ def running(project: Project, run: str, *settings: str) -> Iterator[Watched]:
                 process.kill()
 
 
-def one_that_ends(project: Project, index: int, victim: str, order: str) -> dict[str, Any]:
-    """A run that ends by this death."""
-    os.environ["FAKE_VLLM"], before = str(project.root), os.environ.get("PYTHONPATH", "")
-    os.environ["PYTHONPATH"] = f"{FAKES}:{before}"
-    try:
-        with running(project, f"ends-{index}", f"trainer.step_timeout_s={STEP_TIMEOUT_S}") as watched:
-            tree = [psutil.Process(watched.process.pid), *descendants(watched.process.pid)]
-            targets = victims(tree, victim)
-            for target in targets if len(targets) > 1 else []:
-                target.suspend()  # so that none can react to another's death
-            began = time.monotonic()
-            for target in targets:
-                target.send_signal(getattr(signal, order))
-            wait(lambda: not any(map(alive, tree)), "all processes of the run are gone")
-            gone = time.monotonic() - began
-            time.sleep(0.2)
-            said = watched.first("skylite: ", began)
-    finally:
-        os.environ["PYTHONPATH"] = before
-    return row(victim, order, began, said, gone, None)
+def strike(targets: list[psutil.Process], order: str) -> float:
+    """Send the signal to all of them in one instant; returns when."""
+    for target in targets if len(targets) > 1 else []:
+        target.suspend()  # so that none can react to another's death
+    began = time.monotonic()
+    for target in targets:
+        target.send_signal(getattr(signal, order))
+    return began
 
 
-def engines(project: Project, deaths: list[tuple[str, str]]) -> list[dict[str, Any]]:
-    """One run on real vLLM that survives every death in turn."""
-    rows: list[dict[str, Any]] = []
-    if not deaths:
-        return rows
-    settings = (f"engine.stall_timeout_s={STALL_S}", f"engine.max_restarts={len(deaths)}")
-    with running(project, "engines", *settings) as watched:
-        for victim, order in deaths:
-            (target,) = victims([psutil.Process(watched.process.pid), *descendants(watched.process.pid)], victim)
-            tree = [target, *target.children(recursive=True)]
-            began, count = time.monotonic(), len(rows) + 1
-            target.send_signal(getattr(signal, order))
-            wait(lambda at=began: watched.first("It is started again", at) is not None, "the restart is said")  # type: ignore[misc]
-            wait(lambda processes=tree: not any(map(alive, processes)), "the old server is gone")  # type: ignore[misc]
-            gone = time.monotonic() - began
-            wait(lambda n=count: (project.metrics("engines")[-1].get("restarts") or 0) >= n, "a step after the restart")  # type: ignore[misc]
-            goes_on = time.monotonic() - began
-            rows.append(row(victim, order, began, watched.first("It is started again", began), gone, goes_on))
-    return rows
+def trained(project: Project, run: str) -> int:
+    """The last step that the trainer has finished."""
+    return max((int(path.stem.removeprefix("step-")) for path in (project.root / run / "updates").glob("step-*.json")), default=0)
 
 
-def row(victim: str, order: str, began: float, said: tuple[float, str] | None, gone_s: float, goes_on_s: float | None) -> dict[str, Any]:
+def recorded(project: Project, run: str) -> int:
+    """The last step in metrics.jsonl."""
+    return max((line["step"] for line in project.metrics(run)), default=0)
+
+
+def newest_checkpoint(project: Project, run: str) -> int:
+    """Its step."""
+    return max((int(path.name.removeprefix("step-")) for path in (project.root / run / "checkpoints").glob("step-??????")), default=0)
+
+
+def restarted(tree: list[psutil.Process]) -> list[psutil.Process]:
+    """What a run that goes back to its checkpoint starts again: all but the parent and its resource tracker."""
+    return [p for p in tree[1:] if "resource_tracker" not in " ".join(p.cmdline())]
+
+
+def row(victim: str, order: str, began: float, said: tuple[float, str] | None, gone: float, steps_again: int) -> dict[str, Any]:
     """One line of the result."""
     return {
         "victim": victim,
         "signal": order,
         "said_s": None if said is None else said[0] - began,
-        "gone_s": gone_s,
-        "goes_on_s": goes_on_s,
+        "gone_s": gone - began,
+        "steps_again": steps_again,
         "said": "" if said is None else said[1],
     }
 
