@@ -229,12 +229,25 @@ def reachable(processes: list[psutil.Process]) -> list[str]:
     return [f"{c.laddr} {' '.join(p.cmdline())}" for p, c in found if not ipaddress.ip_address(c.laddr.ip).is_loopback]
 
 
-def test_no_process_of_a_run_listens_for_other_machines_and_a_killed_parent_leaves_nothing_behind(project: Project) -> None:
+def said_in(secret: str, root: Path, processes: list[psutil.Process]) -> list[str]:
+    """Files and command lines that hold it."""
+    files = [str(path) for path in root.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
+    return files + [" ".join(p.cmdline()) for p in processes if secret in " ".join(p.cmdline())]
+
+
+def test_a_run_shows_nobody_its_secrets_nor_an_open_port_and_a_killed_parent_leaves_nothing_behind(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secrets = {"HF_TOKEN": "hf_neverwritten", "VLLM_API_KEY": "usersownneverwritten"}
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
     with running(project, *project.train_args("killed-parent", 60, "--set", "trainer.num_ranks=2")) as process:
         wait_for_step(project, process, "killed-parent", 1)
         children = descendants(process.pid)
         assert len([p for p in children if "skylite.training.worker" in p.cmdline()]) >= 4, "guard, torchrun, two ranks"
-        assert reachable([psutil.Process(process.pid), *children]) == []
+        everyone = [psutil.Process(process.pid), *children]
+        assert reachable(everyone) == []
+        assert [said_in(value, project.root / "killed-parent", everyone) for value in secrets.values()] == [[], []]
         process.kill()
         process.wait()
         assert wait_gone(children) == []
@@ -291,8 +304,9 @@ def test_a_finished_run_can_be_evaluated_and_served(project: Project) -> None:
         for path in ("/invocations", "/tokenize", "/adapters", "/v1/load_lora_adapter", "/v1/completions"):
             assert httpx.post(url + path, json={}, headers={"Authorization": "Bearer x"}).status_code == 401, path
         assert httpx.post(f"{url}/adapters", json={}, headers=given).status_code == 404, "adapters cannot be loaded, with the key either"
-        assert not [p for p in psutil.process_iter(["cmdline"]) if key in " ".join(p.info["cmdline"] or [])]
         children = descendants(process.pid)
+        assert said_in(key, project.root, [psutil.Process(process.pid), *children]) == []
         process.send_signal(signal.SIGINT)
-        process.wait(timeout=60)
+        log, _ = process.communicate(timeout=60)
+        assert key not in log, "said once, before vLLM's own log begins"
     assert wait_gone(children) == []
