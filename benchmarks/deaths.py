@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -37,7 +38,7 @@ from skylite.run.files import write_json
 from tests.e2e.project import Project, descendants, make_project
 from tests.tiny_models import make_tiny_model
 
-STALL_S, STEP_TIMEOUT_S, DEADLINE_S, CHECKPOINT_EVERY = 5, 30, 120, 5
+STALL_S, STEP_TIMEOUT_S, DEADLINE_S, CHECKPOINT_EVERY = 5, 40, 150, 5
 STEPS = 3000
 """More than any run comes to."""
 WORDS = ("skylite: ", "It is started again", "The run goes back", "is finished first", "stopping ")
@@ -95,6 +96,7 @@ def main() -> None:
     result: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     settings = {"engine.stall_timeout_s": STALL_S, "trainer.step_timeout_s": STEP_TIMEOUT_S, "checkpoint.every": CHECKPOINT_EVERY}
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_STATE_HOME"] = folder  # the reward that is named here is no choice of the user's
         project = make_project(Path(folder), make_tiny_model(Path(folder) / "model"))
         for part, measure in (("survives", survived), ("ends", ended)):
             if arguments.part in (None, part):
