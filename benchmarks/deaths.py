@@ -2,8 +2,9 @@
 
     python benchmarks/deaths.py --out benchmarks/results/deaths.json [--part ends|survives]
 
-A tiny random model, two ranks, real vLLM. `survives`: one run that goes on by itself after each death in turn. `ends`: one run that ends
-by each death in turn and is resumed at once. Seconds from the signal:
+A tiny random model, two ranks. `survives`: one run on real vLLM that goes on by itself after each death in turn. `ends`: one run that ends
+by each death in turn and is resumed at once, on the tests' stand-in for vLLM, whose start would hide all else; what a real one adds to
+a resume shows where `survives` goes back to its checkpoint, engines included. Seconds from the signal:
 
 - `said_s`: until the run says so in words. A time-out that tells a hang (stall, step) is part of it.
 - `gone_s`: until no process of what died (where the run ends: of the run) is left.
@@ -93,6 +94,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--part", choices=["ends", "survives"], help="default: both")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # `timeout` must leave no run behind, and the rows so far
     result: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     settings = {"engine.stall_timeout_s": STALL_S, "trainer.step_timeout_s": STEP_TIMEOUT_S, "checkpoint.every": CHECKPOINT_EVERY}
     with tempfile.TemporaryDirectory() as folder:
@@ -100,23 +102,25 @@ def main() -> None:
         project = make_project(Path(folder), make_tiny_model(Path(folder) / "model"))
         for part, measure in (("survives", survived), ("ends", ended)):
             if arguments.part in (None, part):
-                rows = measure(project)
-                result[part] = about() | {"settings": settings, "deaths": rows}
-                write_json(arguments.out, result)
-                show(rows)
+                rows: list[dict[str, Any]] = []
+                try:
+                    measure(project, rows)
+                finally:
+                    result[part] = about() | {"settings": settings, "deaths": rows}
+                    write_json(arguments.out, result)
+                    show(rows)
 
 
 def show(rows: list[dict[str, Any]]) -> None:
     """As a table of Markdown."""
     print("| victim | signal | said | gone | goes on | steps again | in words |\n|---|---|---|---|---|---|---|")
     for row in rows:
-        times = " | ".join("-" if row[key] is None else f"{row[key]:.2f} s" for key in ("said_s", "gone_s", "goes_on_s"))
+        times = " | ".join("-" if row.get(key) is None else f"{row[key]:.2f} s" for key in ("said_s", "gone_s", "goes_on_s"))
         print(f"| {row['victim']} | {row['signal']} | {times} | {row['steps_again']} | {row['said']} |")
 
 
-def survived(project: Project) -> list[dict[str, Any]]:
+def survived(project: Project, rows: list[dict[str, Any]]) -> None:
     """One run that goes on by itself."""
-    rows = []
     limits = [f"engine.max_restarts={len(SURVIVES)}", f"trainer.max_restarts={len(SURVIVES)}"]
     with running(project, "survives", fresh(project, "survives", *limits)) as watched:
         for victim, order in SURVIVES:
@@ -132,12 +136,11 @@ def survived(project: Project) -> list[dict[str, Any]]:
             wait(lambda step=base: recorded(project, "survives") > step, "a step after the restart")  # type: ignore[misc]
             rows.append(row(victim, order, began, watched.said(began), gone, again) | {"goes_on_s": time.monotonic() - began})
             wait(lambda step=base: recorded(project, "survives") > step + CHECKPOINT_EVERY // 2, "some steps")  # type: ignore[misc]
-    return rows
 
 
-def ended(project: Project) -> list[dict[str, Any]]:
+def ended(project: Project, rows: list[dict[str, Any]]) -> None:
     """One run that ends by every death, and is resumed."""
-    rows: list[dict[str, Any]] = []
+    os.environ["SKYLITE_ENGINE_COMMAND"] = f"{sys.executable} -m tests.fakes.engine"
     began, resumed, arguments = 0.0, 0.0, fresh(project, "ends")
     for victim, order in [*ENDS, ("", "")]:
         with running(project, "ends", arguments) as watched:
@@ -154,7 +157,6 @@ def ended(project: Project) -> list[dict[str, Any]]:
             time.sleep(0.2)  # for its last words, which a thread reads
             rows.append(row(victim, order, began, watched.said(began), gone, trained(project, "ends") - newest_checkpoint(project, "ends")))
         resumed, arguments = time.monotonic(), ["train", "--resume", "ends"]
-    return rows
 
 
 def fresh(project: Project, run: str, *settings: str) -> list[str]:
