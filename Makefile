@@ -26,7 +26,7 @@ RECIPE := $(if $(GPU),gsm8k,gsm8k_cpu_real)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lora-gsm8k check test test-unit test-dist test-vllm test-e2e gpu-check clean
+.PHONY: help setup lora-gsm8k check test test-unit test-dist test-vllm test-e2e gpu-check torture clean
 
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -59,6 +59,12 @@ test-e2e: $(READY) ## the whole program through its command line
 
 gpu-check: $(READY) ## on a GPU: the loop and the train phase at real shapes, into benchmarks/results/gpu.json
 	$(BIN)/python benchmarks/gpu_check.py --out benchmarks/results/gpu.json
+
+torture: $(READY) ## kills, faults, bad inputs and a soak for hours, into benchmarks/results/torture.json
+	PYTHONPATH=. $(BIN)/python benchmarks/torture.py --matrix --random 200
+	PYTHONPATH=. $(BIN)/python benchmarks/torture.py --engine vllm --random 20 --seed 1
+	PYTHONPATH=. $(BIN)/python benchmarks/torture.py --soak 300
+	PYTHONPATH=. $(BIN)/python benchmarks/torture.py --bad-inputs 3
 
 clean: ## remove .venv and caches (data/ and runs/ stay)
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

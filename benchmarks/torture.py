@@ -1,0 +1,192 @@
+"""Runs killed at every phase and at random moments, resumed and compared; bad inputs in number; a soak. `make torture`.
+
+Every part can be run by itself and within a time; results are added to those in --out, so that it can be done in pieces; "commits"
+names every commit that a piece was run at. What the file does not count was not run: "planned" tells what `make torture` would do in full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.tiny_models import make_tiny_model
+from tests.torture.ground import SETTINGS, VLLM_SETTINGS, Ground, make_ground
+from tests.torture.kills import KINDS, Result, as_row, matrix_cases, random_cases, torture, undisturbed
+from tests.torture.moments import PHASES
+from tests.torture.soak import soak
+
+ROOT = Path(__file__).resolve().parents[1]
+LISTS = ("lost_steps", "torn", "orphans", "tracebacks", "hangs")
+PLANNED = {"stand-in matrix": len(matrix_cases()), "stand-in random": 200, "vllm": 30, "soak_steps": 300, "bad_inputs": 1000}
+
+
+def main() -> None:
+    args = arguments()
+    deadline = time.monotonic() + args.seconds
+    results = load(args.out)
+    with tempfile.TemporaryDirectory(prefix="torture-") as folder:
+        model = make_tiny_model(Path(folder) / "model")
+        settings = (*SETTINGS, *(VLLM_SETTINGS if args.engine == "vllm" else ()), *args.set)
+        if args.matrix or args.random:
+            kill(make_ground(Path(folder), model, args.engine, args.ranks, settings), args, results, deadline)
+        if args.soak:
+            ground = make_ground(Path(folder), model, args.engine, args.ranks, (*settings, "sync.keep_last=3"))
+            results["soaks"].append(
+                {"commit": commit(), **soak(ground, "soak", args.soak, args.restart_every, deadline - time.monotonic())}
+            )
+            save(args.out, results)
+        if args.bad_inputs:
+            results["bad_input_runs"].append({"commit": commit(), **bad_inputs(args.bad_inputs)})
+            save(args.out, results)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "torture.json")
+    parser.add_argument("--engine", choices=["stand-in", "vllm"], default="stand-in")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--matrix", action="store_true", help="every kind of process at every phase, SIGKILL and SIGSTOP")
+    parser.add_argument("--phases", nargs="+", default=list(PHASES), help="of --matrix")
+    parser.add_argument("--random", type=int, default=0, help="so many signals at random moments")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--bad-inputs", type=float, default=0, help="so many times the thousand of the unit tests")
+    parser.add_argument("--soak", type=int, default=0, help="steps")
+    parser.add_argument("--restart-every", type=int, default=50, help="soak: steps between kills of the engine")
+    parser.add_argument("--seconds", type=float, default=86400.0, help="begin no further round after so long")
+    parser.add_argument("--keep", type=Path, help="where the runs of rounds that did not go well are copied")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE")
+    return parser.parse_args()
+
+
+def kill(ground: Ground, args: argparse.Namespace, results: dict[str, Any], deadline: float) -> None:
+    """The cases that are not in the results yet, until the time is over."""
+    expected, seconds = undisturbed(ground)
+    kinds = (*KINDS, *(f"rank-{i}" for i in range(1, args.ranks)), *(("engine-core",) if args.engine == "vllm" else ()))
+    matrix = [case for case in matrix_cases(kinds) if case.phase in args.phases] if args.matrix else []
+    done = {key(row) for row in results["cases"]}
+    cases = [
+        c for c in [*matrix, *random_cases(args.random, seconds, args.seed)] if key(as_row(Result(c, args.engine), args.ranks)) not in done
+    ]
+    for of_round in torture(ground, cases, expected, deadline):
+        results["cases"] += [{**as_row(result, args.ranks), "commit": commit()[:12]} for result in of_round]
+        for row in results["cases"][len(results["cases"]) - len(of_round) :]:
+            print(json.dumps(row), flush=True)
+        save(args.out, results)
+        if args.keep is not None and not all(result.well for result in of_round):
+            shutil.copytree(ground.project.root, args.keep / str(int(time.time())), ignore=shutil.ignore_patterns("model"))
+
+
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells a case from another."""
+    return tuple(row[name] for name in ("engine", "ranks", "asked", "phase", "signal", "number"))
+
+
+def bad_inputs(factor: float) -> dict[str, Any]:
+    """Run the fuzz tests with more inputs and count."""
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-s", "tests/unit/test_bad_inputs.py"],
+        cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "FUZZ_FACTOR": str(factor)},
+    )  # fmt: skip
+    found = re.search(r"bad inputs: (\d+) refused in words, (\d+) accepted", done.stdout)
+    refused, accepted = (int(found[1]), int(found[2])) if found else (0, 0)
+    text = done.stdout
+    return {
+        "factor": factor, "refused": refused, "accepted": accepted, "tracebacks": len(re.findall(r"^E .*Traceback", text, re.M)),
+        "hangs": len(re.findall(r"^E .*DeadlineExceeded|Timeout", text, re.M)), "passed": done.returncode == 0,
+        "seconds": round(time.monotonic() - began),
+    }  # fmt: skip
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The parts so far."""
+    found = json.loads(path.read_text()) if path.exists() else {}
+    return {"commits": sorted({*found.get("commits", []), commit()}), **{k: found.get(k, []) for k in ("cases", "soaks", "bad_input_runs")}}
+
+
+def save(path: Path, results: dict[str, Any]) -> None:
+    """The summary first, then one line a case."""
+    summary = summarise(results) | {"commit": commit(), "command": " ".join(map(shlex.quote, sys.argv)), "machine": machine()}
+    lines = [f" {json.dumps(k)}: {json.dumps(v)}" for k, v in summary.items()]
+    for name, rows in results.items():
+        body = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+        lines.append(f" {json.dumps(name)}: [\n{body}\n ]" if rows else f" {json.dumps(name)}: []")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def summarise(results: dict[str, Any]) -> dict[str, Any]:
+    """The counts, each over the rows of this file."""
+    cases, fuzz, soaks = [row for row in results["cases"] if row["fired"]], results["bad_input_runs"], results["soaks"]
+    count = {name: sum(len(row.get(name, [])) for row in cases) for name in LISTS}
+    return {
+        "kills": len(cases),
+        "lost_steps": count["lost_steps"],
+        "torn": count["torn"] + sum(len(run["torn"]) for run in soaks),
+        "orphans": count["orphans"],
+        "unequal_resumes": sum(bool(row.get("unequal")) for row in cases),
+        "bad_inputs": sum(run["refused"] for run in fuzz),
+        "tracebacks": count["tracebacks"] + sum(run["tracebacks"] for run in fuzz),
+        "hangs": count["hangs"] + sum(run["hangs"] for run in fuzz),
+        "kills_by": {
+            f"{engine}, {'random moments' if random else 'matrix'}": n
+            for (engine, random), n in sorted(Counter((r["engine"], r["phase"] == "random") for r in cases).items())
+        },
+        "resumes": sum(row["exit"] is not None for row in cases),
+        "in_phase": sum(row["in_phase"] for row in cases if row["phase"] != "random"),
+        "finished_steps_looked_after": sum(row["finished"] for row in cases),
+        "not_fired": len(results["cases"]) - len(cases),
+        "soak_steps": {run["engine"]: run["steps"] for run in soaks},
+        "planned": PLANNED,
+        "times": times(cases),
+    }
+
+
+def times(cases: list[dict[str, Any]]) -> dict[str, dict[str, float | None]]:
+    """By engine, kind and signal: how many, and in the median the seconds from the signal to the run's end, and of the resume until the
+    adapter is proven; and the finished steps that a resume trained again, at most."""
+    table: dict[str, dict[str, float | None]] = {}
+    for engine, kind, signal in sorted({(r["engine"], r["kind"], r["signal"]) for r in cases}):
+        rows = [r for r in cases if (r["engine"], r["kind"], r["signal"]) == (engine, kind, signal)]
+        table[f"{engine}: {kind} {signal}"] = {
+            "cases": len(rows),
+            "went_on_by_itself": sum(r["exit"] is None for r in rows),
+            "ended_s": median([r["ended_s"] for r in rows if r["exit"] is not None]),
+            "resume_s": median([r["resume_s"] for r in rows if r["resume_s"] is not None]),
+            "steps_done_again_max": max(r["redone"] for r in rows),
+        }
+    return table
+
+
+def median(values: list[float]) -> float | None:
+    return round(statistics.median(values), 2) if values else None
+
+
+def commit() -> str:
+    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
+def machine() -> str:
+    memory = psutil.virtual_memory().total / 2**30
+    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, {memory:.0f} GiB, {platform.system()}"
+
+
+if __name__ == "__main__":
+    main()

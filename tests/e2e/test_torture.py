@@ -1,0 +1,34 @@
+"""A few kills of what `make torture` does by the hundred: a run that is killed and resumed ends as one that was not."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.torture.ground import SETTINGS, Ground, make_ground
+from tests.torture.kills import Case, torture, undisturbed
+
+pytestmark = [pytest.mark.e2e, pytest.mark.dist]
+CASES = [
+    Case("engine", "sampling", "KILL"),
+    Case("rank-0", "publish", "KILL"),
+    Case("engine", "load", "STOP"),
+    Case("parent", "scoring", "KILL"),
+    Case("guard-engine", "published", "STOP"),
+    Case("guard-trainer", "checkpoint", "STOP+KILL"),
+]
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Ground:
+    return make_ground(tmp_path_factory.mktemp("torture"), tiny_llama, "stand-in", 1, SETTINGS)
+
+
+def test_a_run_that_is_killed_and_resumed_ends_as_if_nothing_had_happened(ground: Ground) -> None:
+    expected, _ = undisturbed(ground)
+    results = [result for of_round in torture(ground, CASES, expected, time.monotonic() + 400) for result in of_round]
+    assert {r.case for r in results} == set(CASES)
+    for result in results:
+        assert result.well, result

@@ -1,0 +1,86 @@
+"""What a run has left on the disk: which steps are finished, with which bytes, and whether everything is whole."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+from skylite.errors import SkyliteError
+from skylite.run.checkpoint_folder import verify_checkpoint
+from skylite.run.events import read_events
+from skylite.run.files import TEMPORARY_MARK
+from skylite.run.manifest import read_manifest
+from skylite.run.metrics import read_metrics
+from skylite.run.rollout_file import read_rollouts
+from skylite.run.run_dir import RunDir, published_versions
+from skylite.run.status import read_status
+
+
+def digests(run: RunDir) -> dict[int, str]:
+    """Version to sha256 of its weights."""
+    return {a.version: _digest(a.weights_path) for a in published_versions(run.default_adapters)}
+
+
+def finished_steps(run: RunDir) -> dict[int, str]:
+    """Steps that metrics.jsonl tells of, each with the sha256 of its rollouts."""
+    steps = [line["step"] for line in read_metrics(run.metrics_path)] if run.metrics_path.exists() else []
+    return {step: _digest(run.rollout_path(step)) for step in steps}
+
+
+def last_finished(run: RunDir) -> int:
+    """0 before the first."""
+    return max((line["step"] for line in read_metrics(run.metrics_path)), default=0) if run.metrics_path.exists() else 0
+
+
+def newest_checkpoint(run: RunDir) -> int:
+    """Its step; 0 without one."""
+    return max((int(p.name.removeprefix("step-")) for p in _final(run.checkpoints, "step-*")), default=0)
+
+
+def newest_trace(run: RunDir) -> int:
+    """The last step that there is anything of."""
+    names = [p.stem for folder in (run.rollouts, run.default_adapters) for p in _final(folder, "*-*")]
+    numbers = [int(digits) for name in names if (digits := name.rpartition("-")[2].lstrip("v")).isdigit()]
+    return max([last_finished(run), *numbers])
+
+
+def torn(run: RunDir) -> list[str]:
+    """What stands under a final name and is not whole."""
+    checks: list[tuple[Path, Callable[[], object]]] = [
+        (a.path, lambda a=a: read_manifest(a.path)) for a in published_versions(run.default_adapters)
+    ]
+    checks += [(p, lambda p=p: read_rollouts(p)) for p in _final(run.rollouts, "*.parquet")]
+    checks += [(p, lambda p=p: run.read_json(p)) for p in [*_final(run.updates, "*.json"), *_final(run.root, "c*.json")]]
+    checks += [(p, lambda p=p: verify_checkpoint(p)) for p in _final(run.checkpoints, "step-*")]
+    checks += [(run.metrics_path, lambda: read_metrics(run.metrics_path))] if run.metrics_path.exists() else []
+    checks += [(run.events_path, lambda: read_events(run.events_path))] if run.events_path.exists() else []
+    checks += [(run.status_path, lambda: read_status(run.status_path))] if run.status_path.exists() else []
+    found = []
+    for path, check in checks:
+        try:
+            check()
+        except (SkyliteError, OSError, ValueError) as error:
+            found.append(f"{path.name}: {error}")
+    return found
+
+
+def leftovers(run: RunDir) -> list[str]:
+    """Half-written files and folders, which a resumed run has to clear away."""
+    return [f"left over: {p.relative_to(run.root)}" for p in run.root.rglob("*") if TEMPORARY_MARK in p.name]
+
+
+def proven_after(run: RunDir, wall: float) -> float | None:
+    """Seconds from `wall` (as time.time gives it) until the run that was started then had loaded and proven its adapter."""
+    later = [line for line in (read_events(run.events_path) if run.events_path.exists() else []) if line["wall"] >= wall]
+    starts = [line["wall"] for line in later if line["event"] == "run_started"]
+    end = starts[1] if len(starts) > 1 else float("inf")
+    return next((round(line["wall"] - wall, 2) for line in later if line["event"] == "adapter_proven" and line["wall"] < end), None)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else "missing"
+
+
+def _final(folder: Path, pattern: str) -> list[Path]:
+    return [p for p in sorted(folder.glob(pattern)) if TEMPORARY_MARK not in p.name]
