@@ -20,8 +20,14 @@ from tests.torture.moments import CHECKPOINT_EVERY
 
 STEPS = 24
 """Of a round: a run that is disturbed until its last step is done."""
-SETTINGS = ("trainer.deterministic=true", "trainer.num_threads=1", "engine.max_restarts=1000", "engine.stall_timeout_s=8")
-"""Adapters bit for bit, and an engine that is restarted as often as it is killed."""
+SETTINGS = (
+    "trainer.deterministic=true",
+    "trainer.num_threads=1",
+    "engine.max_restarts=1000",
+    "engine.stall_timeout_s=10",
+    "trainer.step_timeout_s=60",
+)
+"""Adapters bit for bit; an engine that is restarted as often as it is killed; processes that hang are told soon."""
 VLLM_SETTINGS = ("engine.max_num_seqs=1", "engine.stall_timeout_s=60")
 """Numbers that do not depend on what vLLM batches together."""
 MARK = "SKYLITE_TORTURE"

@@ -20,6 +20,7 @@ from tests.torture.moments import PHASES, hit, moment, step_for, until
 KINDS = ("parent", "guard-trainer", "guard-engine", "agent", "rank-0", "engine")
 SIGNALS = ("KILL", "STOP")
 STOP_HELD_S = 2.0
+"""Then it is continued, and the run must go on."""
 END_S = 300.0
 """A run that neither goes on nor ends within this hangs."""
 GONE_S = 20.0
@@ -43,6 +44,14 @@ class Case:
     """Tells random moments apart."""
     after_s: float = 0.0
     """For "random": seconds from the start or the resume."""
+
+
+HANGS = (
+    *(Case("engine", phase, "HANG") for phase in ("sampling", "publish", "load")),
+    *(Case("rank-0", phase, "HANG") for phase in ("train", "publish", "checkpoint")),
+    *(Case(kind, "train", "HANG") for kind in ("agent", "guard-trainer", "guard-engine")),
+)
+"""Stopped and not continued: engine.stall_timeout_s and trainer.step_timeout_s end that. A parent that is stopped nobody can tell."""
 
 
 @dataclass(slots=True)
@@ -255,8 +264,8 @@ def random_cases(count: int, seconds: float, seed: int) -> list[Case]:
 
 
 def matrix_cases(kinds: tuple[str, ...] = KINDS) -> list[Case]:
-    """Every kind at every phase, both signals."""
-    return [Case(kind, phase, number) for number in SIGNALS for kind in kinds for phase in PHASES]
+    """Every kind at every phase, both signals; and those that are left stopped for the run to notice."""
+    return [Case(kind, phase, sent) for sent in SIGNALS for kind in kinds for phase in PHASES] + list(HANGS)
 
 
 def describe(process: psutil.Process) -> str:
