@@ -6,7 +6,7 @@ DESCRIPTOR is the read end of a pipe whose write end only the parent holds: it e
 vLLM's engine processes do not watch their parent, so somebody has to. This file imports the standard library alone and is run as
 a script: it starts in about 20 ms and takes 10 MB.
 
-Three things hold, so that no order of deaths leaves a process behind:
+Four things hold, so that no order of deaths leaves a process behind:
 
 - The guard adopts every descendant that loses its own parent (PR_SET_CHILD_SUBREAPER), so a process that opened its own session is
   found too.
@@ -15,6 +15,7 @@ Three things hold, so that no order of deaths leaves a process behind:
   instant as the parent, changes nothing.
 - What a command starts in sessions of its own (torchrun's ranks) or what its main process may leave behind (vLLM's engine core) has
   its kernel's word on its own parent's death (PR_SET_PDEATHSIG), checked against COMMAND_PID.
+- A guard that is stopped when the parent dies is continued by the kernel (PR_SET_PDEATHSIG with SIGCONT), and then ends.
 
 The command itself has no PR_SET_PDEATHSIG on the guard: it would close the pipe before the pipe ends, and its group would live on.
 
@@ -39,6 +40,7 @@ F_SETSIG = 10
 """Linux; which signal O_ASYNC sends."""
 COMMAND_PID = "SKYLITE_COMMAND_PID"
 """Environment variable of the command and its descendants: the command's process id and group."""
+PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 PASSED_ON = (signal.SIGTERM, signal.SIGINT)
 GRACE_S = 0.5
@@ -47,6 +49,7 @@ GRACE_S = 0.5
 def main() -> NoReturn:
     life_line, command = int(sys.argv[1]), sys.argv[2:]
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
     signals = _signal_pipe()
     pid = _start(command, life_line)
     status = _watch(pid, life_line, signals)
