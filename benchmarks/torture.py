@@ -13,6 +13,7 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -34,11 +35,20 @@ from tests.torture.soak import soak
 
 ROOT = Path(__file__).resolve().parents[1]
 LISTS = ("lost_steps", "torn", "orphans", "tracebacks", "hangs")
-PLANNED = {"stand-in matrix": len(matrix_cases()), "stand-in random": 200, "vllm": 30, "soak_steps": 300, "bad_inputs": 1000}
+PLANNED = {
+    "stand-in, matrix": len(matrix_cases()),
+    "stand-in, random moments": 200,
+    "vllm, random moments": 20,
+    "soak_steps": 300,
+    "bad_inputs": 1000,
+}
 
 
 def main() -> None:
     args = arguments()
+    # So that the runs under torture end with this process, in the background too, where a shell has SIGINT ignored.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(1))
     deadline = time.monotonic() + args.seconds
     results = load(args.out)
     with tempfile.TemporaryDirectory(prefix="torture-") as folder:
@@ -47,7 +57,9 @@ def main() -> None:
         if args.matrix or args.random:
             kill(make_ground(Path(folder), model, args.engine, args.ranks, settings), args, results, deadline)
         if args.soak:
-            ground = make_ground(Path(folder), model, args.engine, args.ranks, (*settings, "sync.keep_last=3"))
+            # Nothing is compared here, so that vLLM may batch.
+            settings = (*settings, "sync.keep_last=3", "engine.max_num_seqs=32")
+            ground = make_ground(Path(folder), model, args.engine, args.ranks, settings)
             results["soaks"].append(
                 {"commit": commit(), **soak(ground, "soak", args.soak, args.restart_every, deadline - time.monotonic())}
             )
@@ -163,9 +175,9 @@ def times(cases: list[dict[str, Any]]) -> dict[str, dict[str, float | None]]:
     """By engine, kind and signal: how many, and in the median the seconds from the signal to the run's end, and of the resume until the
     adapter is proven; and the finished steps that a resume trained again, at most."""
     table: dict[str, dict[str, float | None]] = {}
-    for engine, kind, signal in sorted({(r["engine"], r["kind"], r["signal"]) for r in cases}):
-        rows = [r for r in cases if (r["engine"], r["kind"], r["signal"]) == (engine, kind, signal)]
-        table[f"{engine}: {kind} {signal}"] = {
+    for engine, kind, sent in sorted({(r["engine"], r["kind"], r["signal"]) for r in cases}):
+        rows = [r for r in cases if (r["engine"], r["kind"], r["signal"]) == (engine, kind, sent)]
+        table[f"{engine}: {kind} {sent}"] = {
             "cases": len(rows),
             "went_on_by_itself": sum(r["exit"] is None for r in rows),
             "ended_s": median([r["ended_s"] for r in rows if r["exit"] is not None]),
