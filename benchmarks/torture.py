@@ -114,14 +114,13 @@ def bad_inputs(factor: float) -> dict[str, Any]:
     """Run the fuzz tests with more inputs and count."""
     began = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-s", "tests/unit/test_bad_inputs.py"],
+        [sys.executable, "-m", "pytest", "-q", "-s", "tests/unit/test_bad_inputs.py", "tests/unit/test_bad_replies.py"],
         cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "FUZZ_FACTOR": str(factor)},
     )  # fmt: skip
-    found = re.search(r"bad inputs: (\d+) refused in words, (\d+) accepted", done.stdout)
-    refused, accepted = (int(found[1]), int(found[2])) if found else (0, 0)
     text = done.stdout
+    found = [(int(refused), int(accepted)) for refused, accepted in re.findall(r"(\d+) refused in words, (\d+) accepted", text)]
     return {
-        "factor": factor, "refused": refused, "accepted": accepted, "tracebacks": len(re.findall(r"^E .*Traceback", text, re.M)),
+        "factor": factor, "refused": sum(n for n, _ in found), "accepted": sum(n for _, n in found), "tracebacks": len(re.findall(r"^E .*Traceback", text, re.M)),
         "hangs": len(re.findall(r"^E .*DeadlineExceeded|Timeout", text, re.M)), "passed": done.returncode == 0,
         "seconds": round(time.monotonic() - began),
     }  # fmt: skip

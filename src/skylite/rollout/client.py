@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -122,7 +123,13 @@ class VllmClient:
         counts = _TOKENS.findall((await self._send("GET", "/metrics", None, LOOK_TIMEOUT_S)).text)
         if not counts:
             raise EngineFailed(f"{self.name} does not count its tokens in /metrics.")
-        return sum(map(float, counts))
+        try:
+            done = sum(map(float, counts))
+        except ValueError:
+            done = math.inf
+        if not math.isfinite(done):
+            raise EngineFailed(f"{self.name} counts its tokens in /metrics as {', '.join(counts)[:100]}.")
+        return done
 
     async def sample(self, model: str, prompt_token_ids: Sequence[int], n: int, sampling: Sampling, version: int) -> dict[int, Completion]:
         """Up to `n` completions of one prompt by sample index, with the sampling policy's logprobs; those that vLLM aborted are left out.

@@ -1,0 +1,103 @@
+"""Generated replies of a vLLM that is not well: cut short, wrong-typed, of the wrong length, slow, another status. Each is told in words.
+
+The same replies in every run, as in test_bad_inputs.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skylite.errors import RunFailed
+from skylite.rollout.client import VllmClient
+from skylite.run.run_dir import AdapterVersion
+from skylite.types import Completion
+from tests.unit.bad_inputs import damaged_bytes, damaged_json
+from tests.unit.test_bad_inputs import FACTOR, generated
+from tests.unit.test_client import Behaviour, ask_for, choice, talk
+
+counts: Counter[str] = Counter()
+"""Replies by what became of them."""
+COUNTERS = "vllm:prompt_tokens_total 5\nvllm:generation_tokens_total 7\n"
+STATUSES = (100, 101, 204, 206, 301, 302, 400, 401, 404, 413, 429, 500, 502, 503, 599, 999)
+TIMEOUT_S = 0.3
+ASKS: dict[str, tuple[Any, Callable[[VllmClient], Awaitable[Any]]]] = {
+    "sample": ({"model": "m", "choices": [choice(0), choice(1)]}, ask_for(2)),
+    "score": (
+        {"choices": [{"prompt_logprobs": [None, {"8": {"logprob": -1.5}}, {"9": {"logprob": -2.5}}]}]},
+        lambda client: client.prompt_logprobs("m", [7, 8, 9]),
+    ),
+    "load": ({}, lambda client: client.load_adapter(AdapterVersion(1, Path("/nowhere")))),
+    "unload": ({}, lambda client: client.unload_adapter("policy-v000001")),
+    "count": (COUNTERS, lambda client: client.tokens_done()),
+}
+"""By what is asked: a good reply's body, and the question."""
+
+
+def http(body: bytes, status: int = 200, length: int | None = None) -> bytes:
+    return f"HTTP/1.1 {status} X\r\nContent-Length: {len(body) if length is None else length}\r\n\r\n".encode() + body
+
+
+@st.composite
+def replies(draw: st.DrawFn, good: Any) -> bytes:
+    """A whole HTTP reply of which something is wrong."""
+    body = good.encode() if isinstance(good, str) else json.dumps(good).encode()
+    kind = draw(st.sampled_from(["body", "body", "status", "length", "bytes"]))
+    if kind == "body":
+        return http(draw(damaged_bytes(body) if isinstance(good, str) else damaged_json(good)))
+    if kind == "status":
+        return http(body, draw(st.sampled_from(STATUSES)))
+    if kind == "length":
+        return http(body, length=max(0, len(body) + draw(st.sampled_from([-9, -1, 1, 10**6, 10**18]))))
+    return draw(damaged_bytes(http(body)))
+
+
+def sends(reply: bytes, pause_s: float) -> Behaviour:
+    """In two parts with a pause between them."""
+
+    async def behave(writer: asyncio.StreamWriter, _: int) -> None:
+        writer.write(reply[: len(reply) // 2])
+        await asyncio.sleep(pause_s)
+        writer.write(reply[len(reply) // 2 :])
+
+    return behave
+
+
+@generated(300)
+@given(asked=st.sampled_from(sorted(ASKS)), data=st.data(), pause_s=st.sampled_from([0.0] * 20 + [0.01, 2 * TIMEOUT_S]))
+def test_replies(tmp_path_factory: Any, asked: str, data: st.DataObject, pause_s: float) -> None:
+    good, ask = ASKS[asked]
+    reply, began = data.draw(replies(good)), time.monotonic()
+    try:
+        answer = asyncio.run(talk(tmp_path_factory.mktemp("s"), sends(reply, pause_s), ask, TIMEOUT_S))
+    except RunFailed as error:
+        counts["refused" if error.what.startswith("vllm-0 ") else "without words"] += 1
+    else:
+        assert usable(asked, answer), answer
+        counts["accepted"] += 1
+    assert time.monotonic() - began < 5
+
+
+def usable(asked: str, answer: Any) -> bool:
+    """What came through is what was asked for."""
+    if asked == "sample":
+        found: list[Completion] = list(answer.values())
+        return set(answer) <= {0, 1} and all(len(c.token_ids) == len(c.logprobs) and all(map(math.isfinite, c.logprobs)) for c in found)
+    if asked == "score":
+        return len(answer) == 2 and all(map(math.isfinite, answer))
+    return answer is None or math.isfinite(answer)
+
+
+def test_most_replies_were_bad() -> None:
+    print(f"bad replies: {counts['refused']} refused in words, {counts['accepted']} accepted because they were none")
+    assert FACTOR < 1 or counts["refused"] >= 100
+    assert counts["without words"] == 0
