@@ -51,6 +51,9 @@ def main() -> None:
         signal.signal(number, lambda *_: sys.exit(1))
     deadline = time.monotonic() + args.seconds
     results = load(args.out)
+    for piece in map(load, args.add):
+        results = {name: [*results[name], *(row for row in rows if row not in results[name])] for name, rows in piece.items()}
+        save(args.out, results)
     with tempfile.TemporaryDirectory(prefix="torture-") as folder:
         model = make_tiny_model(Path(folder) / "model")
         settings = (*SETTINGS, *(VLLM_SETTINGS if args.engine == "vllm" else ()), *args.set)
@@ -82,6 +85,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--soak", type=int, default=0, help="steps")
     parser.add_argument("--restart-every", type=int, default=50, help="soak: steps between kills of the engine")
     parser.add_argument("--seconds", type=float, default=86400.0, help="begin no further round after so long")
+    parser.add_argument("--add", type=Path, nargs="+", default=[], help="results of pieces that ran side by side into other files")
     parser.add_argument("--keep", type=Path, help="where the runs of rounds that did not go well are copied")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE")
     return parser.parse_args()
@@ -120,10 +124,14 @@ def bad_inputs(factor: float) -> dict[str, Any]:
     text = done.stdout
     found = [(int(refused), int(accepted)) for refused, accepted in re.findall(r"(\d+) refused in words, (\d+) accepted", text)]
     return {
-        "factor": factor, "refused": sum(n for n, _ in found), "accepted": sum(n for _, n in found), "tracebacks": len(re.findall(r"^E .*Traceback", text, re.M)),
-        "hangs": len(re.findall(r"^E .*DeadlineExceeded|Timeout", text, re.M)), "passed": done.returncode == 0,
+        "factor": factor,
+        "refused": sum(refused for refused, _ in found),
+        "accepted": sum(accepted for _, accepted in found),
+        "tracebacks": len(re.findall(r"^E .*Traceback", text, re.M)),
+        "hangs": len(re.findall(r"^E .*DeadlineExceeded|Timeout", text, re.M)),
+        "passed": done.returncode == 0,
         "seconds": round(time.monotonic() - began),
-    }  # fmt: skip
+    }
 
 
 def load(path: Path) -> dict[str, Any]:
