@@ -137,12 +137,16 @@ def bad_inputs(factor: float) -> dict[str, Any]:
 def load(path: Path) -> dict[str, Any]:
     """The parts so far."""
     found = json.loads(path.read_text()) if path.exists() else {}
-    return {"commits": sorted({*found.get("commits", []), commit()}), **{k: found.get(k, []) for k in ("cases", "soaks", "bad_input_runs")}}
+    return {
+        "commits": sorted({*found.get("commits", []), commit()}),
+        "commands": sorted({*found.get("commands", []), *command()}),
+        **{name: found.get(name, []) for name in ("cases", "soaks", "bad_input_runs")},
+    }
 
 
 def save(path: Path, results: dict[str, Any]) -> None:
     """The summary first, then one line a case."""
-    summary = summarise(results) | {"commit": commit(), "command": " ".join(map(shlex.quote, sys.argv)), "machine": machine()}
+    summary = summarise(results) | {"commit": commit(), "command": "; ".join(results["commands"]), "machine": machine()}
     lines = [f" {json.dumps(k)}: {json.dumps(v)}" for k, v in summary.items()]
     for name, rows in results.items():
         body = ",\n".join(f"  {json.dumps(row)}" for row in rows)
@@ -196,6 +200,13 @@ def times(cases: list[dict[str, Any]]) -> dict[str, dict[str, float | None]]:
 
 def median(values: list[float]) -> float | None:
     return round(statistics.median(values), 2) if values else None
+
+
+def command() -> list[str]:
+    """This command, without the paths that it was given; none when it only adds pieces up."""
+    words = iter(sys.argv[1:])
+    kept = [word for word in words if word not in ("--out", "--keep") or next(words) is None]
+    return [shlex.join(["benchmarks/torture.py", *kept])] if "--add" not in kept else []
 
 
 def commit() -> str:
