@@ -30,6 +30,7 @@ from typing import Any
 
 import httpx
 
+from skylite.config import CpuLora
 from skylite.launch.processes import ProcessSpec, died, kill, poll, start
 from skylite.launch.vllm_server import BASE_NAME, EngineSpec, engine_command, engine_env
 from skylite.run.files import write_json
@@ -49,7 +50,7 @@ class Variant:
     """A server to measure."""
 
     name: str
-    cpu_lora_kernels: bool = True
+    cpu_lora: CpuLora = "merged"
     env: tuple[tuple[str, str], ...] = ()
     flags: tuple[str, ...] = ()
 
@@ -65,7 +66,7 @@ class Rate:
 def main() -> None:
     args = parse_arguments()
     variants = [Variant("skylite")]
-    variants += [Variant("stock", cpu_lora_kernels=False)] if args.stock else []
+    variants += [Variant("stock", cpu_lora="stock")] if args.stock else []
     variants += [parse_variant(text) for text in args.variant]
     with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
         prompts = make_prompts(args.model)
@@ -195,7 +196,7 @@ def engine_spec(variant: Variant, args: argparse.Namespace, folder: Path) -> Eng
         max_num_seqs=128,
         kv_cache_gib=0.5,
         gpu_memory_utilization=0.5,
-        cpu_lora_kernels=variant.cpu_lora_kernels,
+        cpu_lora=variant.cpu_lora,
         enable_lora=True,
         seed=0,
     )

@@ -16,6 +16,7 @@ import httpx
 import torch
 from safetensors.torch import load_file, save_file
 
+from skylite.config import CpuLora
 from skylite.launch.processes import Child, ProcessSpec, died, kill, poll, start
 from skylite.launch.vllm_server import BASE_NAME, EngineSpec, engine_command, engine_env
 
@@ -74,7 +75,7 @@ class EngineServer:
 
 
 @contextmanager
-def running_server(model_path: Path, *, cpu_lora_kernels: bool = True, target_modules: list[str] | None = None) -> Iterator[EngineServer]:
+def running_server(model_path: Path, *, cpu_lora: CpuLora = "merged", target_modules: list[str] | None = None) -> Iterator[EngineServer]:
     """Start a server for a tiny model (two adapters in a batch, rank up to 8), yield it when it serves, kill it at the end."""
     with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
         spec = EngineSpec(
@@ -91,7 +92,7 @@ def running_server(model_path: Path, *, cpu_lora_kernels: bool = True, target_mo
             max_num_seqs=32,
             kv_cache_gib=0.25,
             gpu_memory_utilization=0.5,
-            cpu_lora_kernels=cpu_lora_kernels,
+            cpu_lora=cpu_lora,
             enable_lora=True,
             seed=0,
         )

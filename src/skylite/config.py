@@ -14,6 +14,8 @@ VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values vLLM accepts for --max-lora-rank (vllm/config/lora.py)."""
 LORA_LITERATURE_FLOOR_LR = 5e-6
 
+CpuLora = Literal["merged", "dense", "stock"]
+
 
 def served_rank(rank: int) -> int:
     """The smallest --max-lora-rank vLLM allows that holds `rank`. Raises ConfigError over the largest."""
@@ -178,8 +180,9 @@ class EngineConfig(Section):
     """An engine that makes no token for so long, though asked for some, is killed and started again."""
     max_restarts: int = Field(2, ge=0)
     """How often each engine that died or hangs is started again within a run; then the run stops, resumable."""
-    cpu_lora_kernels: bool = True
-    """Use skylite's vLLM plugin on CPU; stock LoRA sampling is several times slower and wrong in mixed batches."""
+    cpu_lora: Literal["auto", "merged", "dense", "stock"] = "auto"
+    """CPU only. stock: vLLM's own LoRA, several times slower and wrong in mixed batches; dense: skylite's products; merged: and weights
+    with the adapter merged in for batches of one version (float32 only, takes memory); auto: merged where it fits, else dense."""
 
 
 class SyncConfig(Section):
@@ -309,6 +312,8 @@ class Resolved(Section):
     """Of train.parquet; None in runs of older versions."""
     dtype: Literal["bfloat16", "float32"]
     device: Literal["cpu", "cuda"]
+    cpu_lora: CpuLora = "dense"
+    """How a CPU engine computes LoRA; without meaning on a GPU."""
     lora_sync_path: str
     """Absolute folder the adapters are published in."""
     warm_start: str | None = None

@@ -62,7 +62,7 @@ def server(vllm_server: EngineServer) -> Iterator[EngineServer]:
 @pytest.fixture(scope="module")
 def stock_server(tiny_llama: Path) -> Iterator[EngineServer]:
     """The same server with vLLM's own LoRA kernels."""
-    with running_server(tiny_llama, cpu_lora_kernels=False) as stock:
+    with running_server(tiny_llama, cpu_lora="stock") as stock:
         yield stock
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from skylite.vllm_plugin.lora_math import BASE, add_expanded, add_lora, group_rows, join_slices
+from skylite.vllm_plugin.lora_math import BASE, add_expanded, add_lora, group_rows, join_slices, merge_slices
 
 SLOTS = {
     "one adapter": [0, 0, 0, 0, 0],
@@ -125,3 +125,17 @@ def test_joined_slices_are_one_product_and_see_what_is_written_later():
     assert torch.equal(join_slices(parts)[0, 3:5, :4], torch.full((2, 4), 7.0))
     assert torch.equal(parts[0], before[0])
     assert torch.equal(parts[2], before[2])
+
+
+def test_merged_weights_give_what_base_and_adapter_give_together() -> None:
+    """A fused layer of two slices of different widths, slot 1 of 2."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(5, 4, generator=generator)
+    a = [torch.randn(2, 1, 2, 4, generator=generator) for _ in range(2)]
+    b = [torch.randn(2, 1, width, 2, generator=generator) for width in (3, 2)]
+    x = torch.randn(6, 4, generator=generator)
+    kept = weight.clone()
+    merged = merge_slices(weight, a, b, slot=1)
+    expected = x @ weight.T + torch.cat([x @ a[0][1, 0].T @ b[0][1, 0].T, x @ a[1][1, 0].T @ b[1][1, 0].T], dim=1)
+    torch.testing.assert_close(x @ merged.T, expected)
+    assert torch.equal(weight, kept)

@@ -30,7 +30,7 @@ SPEC = EngineSpec(
     max_num_seqs=64,
     kv_cache_gib=0.5,
     gpu_memory_utilization=0.4,
-    cpu_lora_kernels=True,
+    cpu_lora="merged",
     enable_lora=True,
     seed=7,
 )
@@ -68,9 +68,9 @@ def test_our_engines_give_the_logprobs_tokens_were_drawn_with_and_a_server_for_p
 
 
 def test_switching_the_kernels_off_overrides_the_surrounding_environment() -> None:
-    spec = dataclasses.replace(SPEC, cpu_lora_kernels=False)
-    assert engine_env(spec, {"SKYLITE_CPU_LORA": "1"})["SKYLITE_CPU_LORA"] == "0"
-    assert any("cpu_lora_kernels" in note for note in engine_notes("cpu", cpu_lora_kernels=False))
+    spec = dataclasses.replace(SPEC, cpu_lora="stock")
+    assert engine_env(spec, {"SKYLITE_CPU_LORA": "merged"})["SKYLITE_CPU_LORA"] == "stock"
+    assert any("cpu_lora=stock" in note for note in engine_notes("cpu", "float32", "stock", "stock"))
 
 
 def test_threads_go_to_the_cores_this_process_may_use() -> None:
@@ -87,7 +87,7 @@ def test_openmp_is_preloaded_before_what_the_user_preloads(tmp_path: Path, monke
     (tmp_path / "lib").mkdir()
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     assert engine_env(SPEC, {"LD_PRELOAD": "/lib/own.so"}).get("LD_PRELOAD") == "/lib/own.so"
-    assert any("intel-openmp" in note for note in engine_notes("cpu", cpu_lora_kernels=True))
+    assert any("intel-openmp" in note for note in engine_notes("cpu", "float32", "auto", "merged"))
     library = tmp_path / "lib" / "libiomp5.so"
     library.touch()
     assert engine_env(SPEC, {"LD_PRELOAD": "/lib/own.so"})["LD_PRELOAD"] == f"{library}:/lib/own.so"

@@ -7,17 +7,18 @@ from pathlib import Path
 from skylite.commands.adapter_folder import Served
 from skylite.config import TrainConfig, served_rank
 from skylite.launch.machine import choose_device, choose_dtype
-from skylite.launch.vllm_server import EngineSpec
+from skylite.launch.vllm_server import EngineSpec, choose_cpu_lora
 
 
 def single_engine(config: TrainConfig, adapter: Served | None, model_path: Path, uds: Path) -> EngineSpec:
     """An engine that holds nothing but this adapter; without one, LoRA is off."""
     device = choose_device()
+    dtype = choose_dtype(config.model.dtype, device)[0]
     return EngineSpec(
         name="vllm",
         model_path=model_path,
         device=device,
-        dtype=choose_dtype(config.model.dtype, device)[0],
+        dtype=dtype,
         uds=uds,
         max_lora_rank=served_rank(adapter.rank if adapter is not None else 1),
         target_modules=adapter.target_modules if adapter is not None else None,
@@ -27,7 +28,7 @@ def single_engine(config: TrainConfig, adapter: Served | None, model_path: Path,
         max_num_seqs=config.engine.max_num_seqs,
         kv_cache_gib=config.engine.kv_cache_gib,
         gpu_memory_utilization=config.engine.gpu_memory_utilization,
-        cpu_lora_kernels=config.engine.cpu_lora_kernels,
+        cpu_lora=choose_cpu_lora(config.engine.cpu_lora, dtype, model_path),
         enable_lora=adapter is not None,
         seed=config.seed,
     )

@@ -16,6 +16,7 @@ Dtype = Literal["bfloat16", "float32"]
 
 CPUINFO = Path("/proc/cpuinfo")
 CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
+CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """x86 and Arm names of the instructions that make bfloat16 products fast on a CPU."""
 BF16_CAPABILITY = 8.0
@@ -39,6 +40,13 @@ class Gpu:
 def cpu_cores() -> int:
     """Cores this process may use: its affinity, or a container's quota where that is less."""
     return max(1, min(len(os.sched_getaffinity(0)), _quota_cores(CGROUP_CPU)))
+
+
+def total_memory() -> int:
+    """Bytes of memory this machine has, or a container's limit where that is less."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = CGROUP_MEMORY.read_text().strip() if CGROUP_MEMORY.is_file() else "max"
+    return machine if limit == "max" else min(machine, int(limit))
 
 
 def gpus() -> list[Gpu]:

@@ -96,7 +96,7 @@ def engine_spec(plan: RunPlan, target_modules: list[str], index: int, sockets: P
         max_num_seqs=config.engine.max_num_seqs,
         kv_cache_gib=config.engine.kv_cache_gib,
         gpu_memory_utilization=config.engine.gpu_memory_utilization,
-        cpu_lora_kernels=config.engine.cpu_lora_kernels,
+        cpu_lora=plan.resolved.cpu_lora,
         enable_lora=True,
         seed=config.seed,
     )

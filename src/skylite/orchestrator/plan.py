@@ -11,7 +11,7 @@ from skylite.config import LORA_LITERATURE_FLOOR_LR, Resolved, RunConfig, TrainC
 from skylite.data.prompt_file import PromptFileInfo, read_prompts
 from skylite.errors import ConfigError
 from skylite.launch.machine import choose_device, choose_dtype, cpu_cores
-from skylite.launch.vllm_server import engine_notes
+from skylite.launch.vllm_server import choose_cpu_lora, engine_notes
 from skylite.models import resolve_model
 from skylite.orchestrator.warm_start import copy_warm_start, plan_warm_start
 from skylite.rewards import load_reward
@@ -64,10 +64,11 @@ def plan_run(config: TrainConfig, run: RunDir, say: Callable[[str], None]) -> Ru
     if config.trainer.deterministic and config.trainer.num_threads is None:
         config = with_threads(config, cpu_cores() // config.trainer.num_ranks)
         note(f"deterministic: {config.trainer.num_threads} CPU threads a rank, wherever the run goes on")
-    for text in engine_notes(device, cpu_lora_kernels=config.engine.cpu_lora_kernels):
-        note(text)
     model = resolve_model(config.model.name, say=say)
     note(model.note)
+    cpu_lora = choose_cpu_lora(config.engine.cpu_lora, dtype, model.path)
+    for text in engine_notes(device, dtype, config.engine.cpu_lora, cpu_lora):
+        note(text)
     if config.lora.from_adapter is not None:
         plan_warm_start(config, model.path, model.fingerprint, note)
     resolved = Resolved(
@@ -76,6 +77,7 @@ def plan_run(config: TrainConfig, run: RunDir, say: Callable[[str], None]) -> Ru
         data_sha256=train_data_hash(config),
         dtype=dtype,
         device=device,
+        cpu_lora=cpu_lora,
         lora_sync_path=str(Path(config.lora.lora_sync_path or run.default_adapters).resolve()),
         warm_start=str(run.warm_start) if config.lora.from_adapter is not None else None,
         notes=notes,

