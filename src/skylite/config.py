@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -152,8 +152,8 @@ class OptimConfig(Section):
 class TrainerConfig(Section):
     num_ranks: int = Field(1, ge=1)
     """torchrun processes; on GPUs one each."""
-    tokens_per_micro_batch: int = Field(4096, ge=16)
-    """Unique tokens a forward pass holds: shared prefixes count once."""
+    tokens_per_micro_batch: Literal["auto"] | Annotated[int, Field(ge=16)] = 4096
+    """Unique tokens a forward pass holds: shared prefixes count once. auto: the most that fit, measured at the start of the run."""
     checkpointing: Literal["none", "selective", "full"] = "none"
     """Activations made again in backward: none; selective: all but attention and the base's products; full: all but layer inputs."""
     num_threads: int | None = Field(None, ge=1)

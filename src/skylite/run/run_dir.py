@@ -92,6 +92,11 @@ class RunDir:
         return self.root / "canary.json"
 
     @property
+    def micro_batch_path(self) -> Path:
+        """What trainer.tokens_per_micro_batch = "auto" found: {"tokens": N, "reason": words}; a resumed run cuts its steps alike."""
+        return self.root / "micro_batch.json"
+
+    @property
     def stop_path(self) -> Path:
         """Its presence asks the trainer to write a checkpoint and end."""
         return self.root / "stop"

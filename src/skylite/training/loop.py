@@ -31,6 +31,7 @@ from skylite.training.guards import (
     skips_before,
 )
 from skylite.training.learner import Learner, make_learner
+from skylite.training.memory import with_tokens
 from skylite.training.policy import Policy, choose_passes, load_policy
 from skylite.training.step import train_step
 
@@ -103,6 +104,8 @@ def start(run: RunDir, run_config: RunConfig, dist: Dist) -> Trainer:
     policy, reasons = choose_passes(policy, max(sequences, key=len))
     if dist.is_first:
         print("\n".join(reasons), flush=True)
+    run_config = with_tokens(run, run_config, policy, dist)
+    config = run_config.config
     if config.algorithm.uses_ref:
         found = check_reference(policy, sequences, must_agree=config.algorithm.kl_ref == "init" or config.lora.from_adapter is None)
         if dist.is_first:

@@ -1,0 +1,60 @@
+"""The largest micro-batch that fits: the line through two passes, and passes of a tiny model as they are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from skylite.config import RunConfig
+from skylite.run.run_dir import RunDir
+from skylite.training.dist import Dist
+from skylite.training.memory import GRANULE, MOST_TOKENS, PassMemory, fit, with_tokens
+from tests.cases import policy_of
+from tests.reference import lone_rank, resolved, settings
+
+
+@pytest.fixture(scope="module")
+def dist() -> Iterator[Dist]:
+    with lone_rank() as dist:
+        yield dist
+
+
+def test_the_line_through_two_passes_says_what_fits() -> None:
+    found = fit((100, 300), (1500.0, 3500.0))
+    assert found == PassMemory(fixed=500.0, per_token=10.0)
+    assert found.tokens_in(500 + 10 * 1000) == 960  # 1000, down to whole granules of 64
+    assert found.tokens_in(0) == GRANULE
+    assert PassMemory(0.0, 1e-9).tokens_in(1e12) == MOST_TOKENS
+
+
+def test_a_flat_or_falling_measurement_is_bounded() -> None:
+    assert fit((100, 300), (900.0, 800.0)).tokens_in(1e9) == MOST_TOKENS
+
+
+def test_auto_is_measured_once_and_the_same_when_resumed(tiny_llama: Path, dist: Dist, tmp_path: Path) -> None:
+    config = settings(trainer={"tokens_per_micro_batch": "auto"})
+    run_config = RunConfig(skylite_version="test", config=config, resolved=resolved(tiny_llama, tmp_path))
+    policy = policy_of(tiny_llama, config, dist)
+    before = {name: p.detach().clone() for name, p in policy.lora.items()}
+    run = RunDir(tmp_path)
+    tokens = with_tokens(run, run_config, policy, dist).config.trainer.tokens_per_micro_batch
+    assert isinstance(tokens, int)
+    assert tokens >= GRANULE
+    assert all(p.grad is None and torch.equal(p, before[n]) for n, p in policy.lora.items())
+    run.micro_batch_path.write_text('{"tokens": 192, "reason": ""}', encoding="utf-8")
+    assert with_tokens(run, run_config, policy, dist).config.trainer.tokens_per_micro_batch == 192
+
+
+def test_a_number_is_taken_as_it_is(tiny_llama: Path, dist: Dist, tmp_path: Path) -> None:
+    config = settings(trainer={"tokens_per_micro_batch": 60})
+    run_config = RunConfig(skylite_version="test", config=config, resolved=resolved(tiny_llama, tmp_path))
+    assert with_tokens(RunDir(tmp_path), run_config, policy_of(tiny_llama, config, dist), dist) is run_config
+
+
+@pytest.mark.parametrize("bad", [8, "automatic"])
+def test_other_values_are_refused(bad: object) -> None:
+    with pytest.raises(ValueError, match="tokens_per_micro_batch"):
+        settings(trainer={"tokens_per_micro_batch": bad})
