@@ -30,6 +30,9 @@ class ModelConfig(Section):
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute type of base model and engine; auto: bfloat16 on a GPU or a CPU with bf16 instructions, else float32."""
 
+    use_shm: bool = False
+    """Hold the files in /dev/shm while the run lasts: read from disk once for all ranks and engines, at the price of memory."""
+
 
 class DataConfig(Section):
     path: str = "data/gsm8k"
@@ -156,6 +159,8 @@ class TrainerConfig(Section):
     """Unique tokens a forward pass holds: shared prefixes count once. auto: the most that fit, measured at the start of the run."""
     checkpointing: Literal["none", "selective", "full"] = "none"
     """Activations made again in backward: none; selective: all but attention and the base's products; full: all but layer inputs."""
+    offload: bool = False
+    """GPU only: the base's shards and the optimizer's state wait in the machine's memory and visit the GPU when they are needed."""
     num_threads: int | None = Field(None, ge=1)
     """CPU threads a rank; default: cores divided by ranks."""
     step_timeout_s: float = Field(1800.0, gt=0)
@@ -306,6 +311,8 @@ class Resolved(Section):
 
     model_path: str
     """Local folder with config, tokenizer and safetensors."""
+    shm_path: str | None = None
+    """Where model.use_shm holds the files of `model_path`."""
     model_fingerprint: str
     """sha256 over the model config and the weight files' names, sizes, headers and evenly spaced samples of their data."""
     data_sha256: str | None = None
@@ -320,6 +327,11 @@ class Resolved(Section):
     """The run's own copy of lora.from_adapter."""
     notes: list[str] = []
     """Substitutions and choices made, in words, as they were said to the user."""
+
+    @property
+    def load_path(self) -> str:
+        """Where trainer and engines read the model from."""
+        return self.shm_path or self.model_path
 
 
 class RunConfig(Section):

@@ -84,7 +84,7 @@ def engine_spec(plan: RunPlan, target_modules: list[str], index: int, sockets: P
     config = plan.config
     return EngineSpec(
         name=f"vllm-{index}",
-        model_path=Path(plan.resolved.model_path),
+        model_path=Path(plan.resolved.load_path),
         device=plan.resolved.device,
         dtype=plan.resolved.dtype,
         uds=sockets / f"vllm-{index}.sock",

@@ -13,6 +13,7 @@ from skylite.errors import ConfigError
 from skylite.launch.machine import choose_device, choose_dtype, cpu_cores
 from skylite.launch.vllm_server import choose_cpu_lora, engine_notes
 from skylite.models import resolve_model
+from skylite.models.shared_memory import shared_copy
 from skylite.orchestrator.warm_start import copy_warm_start, plan_warm_start
 from skylite.rewards import load_reward
 from skylite.rewards.named import remember, require_named
@@ -57,6 +58,8 @@ def plan_run(config: TrainConfig, run: RunDir, say: Callable[[str], None]) -> Ru
     device = choose_device()
     dtype, dtype_note = choose_dtype(config.model.dtype, device)
     note(dtype_note)
+    if config.trainer.offload and device == "cpu":
+        raise ConfigError("trainer.offload=true moves things off a GPU, and this run has none.", "Leave it false on a CPU.")
     if config.lora.vllm_rank != config.lora.rank:
         note(f"vLLM is started for LoRA rank {config.lora.vllm_rank}, the smallest it allows that holds rank {config.lora.rank}")
     if config.optim.lr < LORA_LITERATURE_FLOOR_LR:
@@ -73,6 +76,7 @@ def plan_run(config: TrainConfig, run: RunDir, say: Callable[[str], None]) -> Ru
         plan_warm_start(config, model.path, model.fingerprint, note)
     resolved = Resolved(
         model_path=str(model.path),
+        shm_path=str(shared_copy(model.fingerprint)) if config.model.use_shm else None,
         model_fingerprint=model.fingerprint,
         data_sha256=train_data_hash(config),
         dtype=dtype,

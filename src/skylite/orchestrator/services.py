@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
+from skylite.config import Resolved
 from skylite.errors import SkyliteError, TrainerLost, WriteFailed, write_failed
 from skylite.launch.machine import cpu_cores
 from skylite.launch.processes import ProcessSpec
 from skylite.launch.supervisor import Supervisor
 from skylite.launch.torchrun import trainer_command, trainer_env
 from skylite.models import likely_target_modules
+from skylite.models.shared_memory import held_in_memory
 from skylite.orchestrator.engine_set import open_engines, ready_engines
 from skylite.orchestrator.failures import TRAINER, explained, with_what_is_kept
 from skylite.orchestrator.keeper import Restarts
@@ -45,7 +48,8 @@ async def run_session(plan: RunPlan, *, resume: bool, limit: TimeLimit | None = 
     """
     adapters = Path(plan.resolved.lora_sync_path)
     stop = listen(limit.stop if limit is not None else asyncio.Event())
-    with lock_folder(plan.run.root), lock_folder(adapters), Screen(plan.config.num_steps) as screen:
+    shared = model_at_hand(plan.resolved)
+    with lock_folder(plan.run.root), lock_folder(adapters), shared, Screen(plan.config.num_steps) as screen:
         restarts = 0
         while True:
             go_back(plan, adapters, screen) if resume else clear_requests(plan)
@@ -58,6 +62,13 @@ async def run_session(plan: RunPlan, *, resume: bool, limit: TimeLimit | None = 
                     raise
                 screen.say(f"{error.what} The run goes back to its last checkpoint ({restarts + 1} of trainer.max_restarts={allowed}).")
             plan, resume, restarts = plan_resume(plan.run, screen.say), True, restarts + 1
+
+
+def model_at_hand(resolved: Resolved) -> AbstractContextManager[None]:
+    """The model's files where trainer and engines are told to read them."""
+    if resolved.shm_path is None:
+        return contextlib.nullcontext()
+    return held_in_memory(Path(resolved.model_path), Path(resolved.shm_path))
 
 
 def clear_requests(plan: RunPlan) -> None:

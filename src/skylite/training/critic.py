@@ -49,7 +49,7 @@ def make_critic(policy: Policy, config: TrainConfig, dist: Dist) -> Critic:
     for param in params.values():
         param.requires_grad_(True)
         dist.from_first_(param.data)
-    learner = make_learner("critic", params, config.critic.lr, config.critic.max_grad_norm, config.optim)
+    learner = make_learner("critic", params, config.critic.lr, config.critic.max_grad_norm, config.optim, offload=config.trainer.offload)
     return Critic(head=head, learner=learner, config=config.critic)
 
 

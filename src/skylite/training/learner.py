@@ -29,6 +29,8 @@ class Learner:
     optimizer: torch.optim.AdamW
     """Param groups carry their rate at full height as "peak_lr"."""
     max_grad_norm: float
+    offload: bool = False
+    """Between updates the optimizer's moments wait in the machine's memory."""
 
     def set_rate(self, step: int, num_steps: int, config: OptimConfig) -> float:
         """Give every param group its rate for `step`; returns the first group's."""
@@ -52,12 +54,26 @@ class Learner:
             )
         if norm > self.max_grad_norm:
             self.grads.mul_(self.max_grad_norm / norm)
+        self._move_moments(self.grads.device)
         self.optimizer.step()
+        self._move_moments(torch.device("cpu"))
         return norm
+
+    def _move_moments(self, device: torch.device) -> None:
+        if not self.offload:
+            return
+        for state in self.optimizer.state.values():
+            state.update({key: value.to(device) for key, value in state.items() if value.dim() > 0})
 
 
 def make_learner(
-    name: str, params: Mapping[str, nn.Parameter], lr: float, max_grad_norm: float, config: OptimConfig, b_ratio: float = 1.0
+    name: str,
+    params: Mapping[str, nn.Parameter],
+    lr: float,
+    max_grad_norm: float,
+    config: OptimConfig,
+    b_ratio: float = 1.0,
+    offload: bool = False,
 ) -> Learner:
     """AdamW over `params`; those of B matrices learn at `b_ratio` times the rate (LoRA+, arXiv 2402.12354)."""
     named = dict(sorted(params.items()))
@@ -71,6 +87,7 @@ def make_learner(
         grads=_flat_grads(list(named.values())),
         optimizer=optimizer,
         max_grad_norm=max_grad_norm,
+        offload=offload,
     )
 
 

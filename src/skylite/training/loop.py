@@ -116,7 +116,7 @@ def start(run: RunDir, run_config: RunConfig, dist: Dist) -> Trainer:
         run_config=run_config,
         dist=dist,
         policy=policy,
-        learner=make_learner("policy", policy.lora, optim.lr, optim.max_grad_norm, optim, optim.lora_plus_ratio),
+        learner=make_learner("policy", policy.lora, optim.lr, optim.max_grad_norm, optim, optim.lora_plus_ratio, config.trainer.offload),
         critic=make_critic(policy, config, dist) if config.algorithm.uses_critic else None,
         canary_sequences=sequences,
         base_logprobs=base_canary_logprobs(policy, sequences),

@@ -11,20 +11,18 @@ from typing import Any
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from skylite.config import LoraConfig, Resolved, TrainConfig
 from skylite.errors import ModelError
 from skylite.grpo.batch import PackedTokens, Packing, pack
 from skylite.grpo.logprobs import token_logprobs
-from skylite.grpo.tree import TreeLayout, tree_attention
 from skylite.lora_modules import short_names
 from skylite.training.activations import keep_less
 from skylite.training.dist import Dist
 from skylite.training.head import plain_head, score_in_chunks
+from skylite.training.loading import decoder_layers, load_base
 from skylite.training.targets import adapted_modules
 from skylite.training.warm_start import load_adapter_file
 
@@ -33,9 +31,6 @@ SHORTCUT_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 
 POLICY, REF, CRITIC = "default", "ref", "critic"
 """Adapters on the one frozen base: the policy's own, a frozen copy of its start, the value function's."""
-
-HARMLESS = {"position_ids", "cache_position", "position_embeddings"}
-"""What models pass on to their attention function although rotary embedding has used it already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +57,9 @@ class Policy:
 def load_policy(resolved: Resolved, config: TrainConfig, dist: Dist) -> Policy:
     """Load, adapt, shard. Every rank calls it; the LoRA initialisation is rank 0's. Raises ModelError."""
     dtype = torch.float32 if resolved.dtype == "float32" else torch.bfloat16
-    base = load_base(resolved.model_path, dtype).to(dist.device)
+    base, how = load_base(resolved.load_path, dtype, dist, config.trainer.offload)
+    if dist.is_first:
+        print(how, flush=True)
     chosen = adapted_modules(base, config.lora)
     names = short_names((name for name, _ in base.named_modules()), chosen)
     layers = decoder_layers(base)
@@ -78,38 +75,12 @@ def load_policy(resolved: Resolved, config: TrainConfig, dist: Dist) -> Policy:
         for own, ref in zip(params.values(), adapter_params(model, REF).values(), strict=True):
             ref.data.copy_(own.data)
     keep_less(layers, config.trainer.checkpointing, config.lora.rank, has_dropout=config.lora.dropout > 0)
-    _shard(model, layers, {p for n, p in model.named_parameters() if is_adapter(n)}, dist)
     return Policy(model=model, lora=params, target_modules=names, dtype=dtype, packing="padded", head=None, device=dist.device)
 
 
 def needs_ref_copy(config: TrainConfig) -> bool:
     """Whether the KL's reference is an adapter of its own. Without a warm start the start is the base: the adapter off."""
     return config.algorithm.uses_ref and config.algorithm.kl_ref == "init" and config.lora.from_adapter is not None
-
-
-def load_base(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of a local folder, with our attention. Raises ModelError when it is missing, damaged or incomplete."""
-    AttentionInterface.register("skylite_tree", _tree_attention)
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
-        )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        what = f"{path} cannot be loaded as a causal language model: {error}"
-        raise ModelError(what, "Check the folder, or give another --model.") from error
-    if info["missing_keys"]:
-        some = ", ".join(sorted(info["missing_keys"])[:3])
-        what = f"{path} lacks {len(info['missing_keys'])} weights of {type(model).__name__}: {some}."
-        raise ModelError(what, "The download is incomplete; fetch it again.")
-    return model
-
-
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks of the model: the members of its longest ModuleList."""
-    lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList)]
-    if not lists:
-        raise ModelError(f"{type(model).__name__} has no list of decoder layers to shard.", "Use a decoder-only model of transformers.")
-    return max(lists, key=len)
 
 
 def score(policy: Policy, tokens: PackedTokens, temperature: float) -> tuple[Tensor, Tensor]:
@@ -233,23 +204,3 @@ def _peft_config(lora: LoraConfig, chosen: list[str]) -> PeftLoraConfig:
         use_rslora=lora.use_rslora,
         init_lora_weights=True if lora.init == "default" else lora.init,
     )
-
-
-def _shard(model: PeftModel, layers: list[nn.Module], lora: set[nn.Parameter], dist: Dist) -> None:
-    """FSDP2 on each decoder layer and the root. A lone rank has nobody to share with, and FSDP would hold its base twice."""
-    if dist.dp_size == 1:
-        return
-    for module in [*layers, model]:
-        fully_shard(module, mesh=dist.mesh, reshard_after_forward=True, ignored_params=lora)
-
-
-def _tree_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """transformers' attention interface for `tree_attention`; an argument we do not know is an error, never ignored."""
-    tree: TreeLayout = kwargs.pop("tree")
-    scaling, window, softcap = kwargs.pop("scaling"), kwargs.pop("sliding_window", None), kwargs.pop("softcap", None)
-    unknown = [k for k, v in kwargs.items() if k not in HARMLESS and (isinstance(v, Tensor) or v)]
-    if unknown or attention_mask is not None:
-        raise TypeError(f"tree attention does not know {unknown or 'attention_mask'}")
-    return tree_attention(query, key, value, tree, scaling=scaling, window=window, softcap=softcap).contiguous(), None

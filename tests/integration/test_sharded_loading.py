@@ -1,0 +1,71 @@
+"""Two ranks read their own shards of a base from its files: the same model as a lone rank's, and nobody holds it whole."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from skylite.grpo.batch import pack
+from skylite.training.policy import choose_passes, load_policy, score
+from tests.cases import PROBE
+from tests.reference import lone_rank, resolved, settings
+from tests.tiny_models import make_tiny_model
+
+pytestmark = pytest.mark.dist
+ROOT = Path(__file__).parents[2]
+FAMILIES = ("llama", "qwen2", "gemma")
+"""Untied, tied with biases, tied with a scaled embedding and an odd vocabulary head."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {family: make_tiny_model(tmp_path_factory.mktemp("models") / family, family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def found(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    out = tmp_path_factory.mktemp("sharded") / "found.pt"
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "tests.integration.sharded_loading",
+    ]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(out), *map(str, models.values())], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("each rank read its shard") == len(FAMILIES)
+    return torch.load(out, weights_only=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shards_put_together_are_the_files(family: str, found: Any, models: dict[str, Path]) -> None:
+    stored = load_file(models[family] / "model.safetensors")
+    weights = {n.removeprefix("base_model.model.").replace(".base_layer.", "."): w for n, w in found[family]["weights"].items()}
+    assert weights.keys() == stored.keys()
+    assert all(torch.equal(weights[n], stored[n]) for n in stored)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_sharded_model_computes_what_the_whole_one_does(family: str, found: Any, models: dict[str, Path]) -> None:
+    with lone_rank() as dist, torch.no_grad():
+        policy, _ = choose_passes(load_policy(resolved(models[family], models[family]), settings(), dist), PROBE)
+        tokens = pack([PROBE[:5]] * 2, [PROBE[5:9], PROBE[9:14]], [0, 0], policy.packing, policy.device)
+        torch.testing.assert_close(found[family]["logprobs"], score(policy, tokens, 1.0)[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_rank_holds_more_than_about_half(family: str, found: Any) -> None:
+    assert found[family]["share"] < 0.52

@@ -1,0 +1,57 @@
+"""A model's files in memory: copied once, shared by runs, gone with the last of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from skylite.errors import ConfigError
+from skylite.models import shared_memory
+from skylite.models.shared_memory import held_in_memory
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors", "pytorch_model.bin"):
+        (folder / name).write_text(name)
+    return folder
+
+
+def test_the_files_that_are_loaded_are_there_inside_and_gone_after(model: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    with held_in_memory(model, copy):
+        assert sorted(p.name for p in copy.iterdir()) == ["config.json", "model.safetensors"]
+        assert (copy / "config.json").read_text() == "config.json"
+        assert copy.stat().st_mode & 0o777 == 0o700
+    assert not copy.exists()
+
+
+def test_two_runs_share_one_copy_and_the_last_removes_it(model: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    with held_in_memory(model, copy):
+        with held_in_memory(model, copy):
+            made = copy.stat().st_ino
+        assert copy.stat().st_ino == made
+    assert not copy.exists()
+
+
+def test_a_half_made_copy_of_a_run_that_was_killed_is_not_taken(model: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    leftover = tmp_path / f".copy{shared_memory.TEMPORARY_MARK}"
+    leftover.mkdir()
+    (leftover / "model.safetensors").write_text("half")
+    with held_in_memory(model, copy):
+        assert (copy / "model.safetensors").read_text() == "model.safetensors"
+    assert not leftover.exists()
+
+
+def test_no_room_is_an_error_in_words_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    with (model / "model.safetensors").open("wb") as file:
+        file.truncate(1 << 50)  # sparse: larger than any memory, no bytes on disk
+    copy = tmp_path / "copy"
+    with pytest.raises(ConfigError, match="use_shm"), held_in_memory(model, copy):
+        pass
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith((".copy", "copy")) and p.suffix != ".lock"] == []
