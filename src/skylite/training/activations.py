@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import skylite.training.lora_linear  # noqa: F401  # registers the operation named below
+
 Checkpointing = Literal["none", "selective", "full"]
 
 ATTENTION = {
@@ -18,6 +20,7 @@ ATTENTION = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 }
+LORA_LINEAR = torch.ops.skylite.lora_linear.default
 PRODUCTS = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1}
 """Matrix products, and which argument their left side is."""
 
@@ -46,6 +49,6 @@ def _recomputing(forward: Callable[..., Any], **options: Any) -> Callable[..., A
 
 
 def _selective(rank: int, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if op in ATTENTION or (op in PRODUCTS and args[PRODUCTS[op]].shape[1] > rank):
+    if op in ATTENTION or op is LORA_LINEAR or (op in PRODUCTS and args[PRODUCTS[op]].shape[1] > rank):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

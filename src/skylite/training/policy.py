@@ -23,6 +23,7 @@ from skylite.training.activations import keep_less
 from skylite.training.dist import Dist
 from skylite.training.head import plain_head, score_in_chunks
 from skylite.training.loading import decoder_layers, load_base
+from skylite.training.lora_linear import fuse
 from skylite.training.targets import adapted_modules
 from skylite.training.warm_start import load_adapter_file
 
@@ -191,6 +192,7 @@ def _adapt(base: PreTrainedModel, own: PeftLoraConfig, config: TrainConfig, chos
         lora = LoraConfig(rank=critic.rank, alpha=critic.alpha, use_rslora=config.lora.use_rslora)
         model.add_adapter(CRITIC, _peft_config(lora, chosen))
     _switch(model, POLICY)
+    fuse(model)
     return model
 
 
