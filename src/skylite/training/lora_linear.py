@@ -82,16 +82,20 @@ def fuse(model: nn.Module) -> None:
 def _fused(layer: Any, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         name = _only_adapter(layer)
-        if name is None or args or kwargs:
+        base, kind = layer.base_layer, _compute_type(x)
+        if name is None or args or kwargs or base.weight.dtype != kind:
             return plain(x, *args, **kwargs)
-        base = layer.base_layer
-        kind = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else base.weight.dtype
         flat = x.reshape(-1, x.shape[-1]).to(kind)
         a, b = layer.lora_A[name].weight.to(kind), layer.lora_B[name].weight.to(kind)
         y: Tensor = lora_linear(flat, base.weight, base.bias, a, b, layer.scaling[name])[0]
         return y.view(*x.shape[:-1], -1)
 
     return forward
+
+
+def _compute_type(x: Tensor) -> torch.dtype:
+    """What autocast, where it is on, would have matrices multiplied in."""
+    return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
 
 
 def _only_adapter(layer: Any) -> str | None:

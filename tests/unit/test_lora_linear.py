@@ -1,0 +1,91 @@
+"""The LoRA linear layer of one operation: the numbers of PEFT's own, gradients included; PEFT's path where something else is asked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from skylite.training.lora_linear import fuse, lora_linear
+
+
+def model(*, fused: bool, bias: bool = True, dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    config = LoraConfig(r=3, lora_alpha=5, lora_dropout=dropout, target_modules=["0", "2"])
+    peft = get_peft_model(nn.Sequential(nn.Linear(8, 12, bias=bias), nn.SiLU(), nn.Linear(12, 6, bias=bias)), config)
+    for name, param in peft.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(param, std=0.3)
+    if fused:
+        fuse(peft)
+    return peft
+
+
+def learn(peft: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    x = x.clone().requires_grad_()
+    out = peft(x)
+    (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+    grads = {n: p.grad for n, p in peft.named_parameters() if p.grad is not None}
+    assert x.grad is not None
+    return {"out": out.detach(), "x": x.grad, **grads}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(7, 8), (2, 5, 8)])
+def test_same_output_and_gradients_as_pefts_own_layer(bias: bool, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    ours, pefts = learn(model(fused=True, bias=bias), x), learn(model(fused=False, bias=bias), x)
+    assert ours.keys() == pefts.keys()
+    assert len(ours) == 6
+    for name, value in pefts.items():
+        assert torch.allclose(ours[name], value, rtol=1e-5, atol=1e-6), name
+
+
+def test_gradients_by_differences() -> None:
+    def make(*size: int) -> Tensor:
+        return torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(size)))
+
+    weight, bias = make(4, 6), make(4)
+    inputs = tuple(t.requires_grad_() for t in (make(5, 6), make(2, 6), make(4, 2)))
+    assert torch.autograd.gradcheck(lambda x, a, b: lora_linear(x, weight, bias, a, b, 1.7)[0], inputs)
+
+
+def test_nothing_but_the_input_and_the_small_product_is_kept() -> None:
+    kept: list[tuple[int, ...]] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    peft = model(fused=True)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        peft.base_model.model[0](torch.randn(7, 8, requires_grad=True))
+    assert sorted(kept) == sorted([(7, 8), (7, 3), (12, 8), (3, 8), (12, 3)])
+
+
+def test_where_peft_would_compute_something_else_it_does() -> None:
+    x = torch.randn(7, 8)
+    off, plain = model(fused=True), model(fused=False)
+    with off.disable_adapter(), plain.disable_adapter():
+        assert torch.equal(off(x), plain(x))
+    dropping, reference = model(fused=True, dropout=0.5).train(), model(fused=False, dropout=0.5).train()
+    torch.manual_seed(3)
+    ours = dropping(x)
+    torch.manual_seed(3)
+    assert torch.equal(ours, reference(x))
+    assert not torch.allclose(ours, dropping.eval()(x))
+
+
+def test_autocast_computes_in_its_type_and_learns_in_float32() -> None:
+    peft, reference = model(fused=True), model(fused=False)
+    for name, param in peft.named_parameters():
+        if "lora_" not in name:
+            param.data = param.data.bfloat16()
+    x = torch.randn(7, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, pefts = learn(peft, x), learn(reference, x)
+    assert ours["out"].dtype == torch.bfloat16
+    for name, value in pefts.items():
+        assert ours[name].dtype == (torch.bfloat16 if name == "out" else torch.float32)
+        assert torch.allclose(ours[name].float(), value.float(), rtol=0.05, atol=0.05 * value.abs().max().item()), name
