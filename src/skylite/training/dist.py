@@ -75,7 +75,9 @@ def process_group(device_type: Literal["cpu", "cuda"], meeting: Path | None = No
         torch_dist.init_process_group(backend, timeout=timeout)
     else:
         torch_dist.init_process_group(backend, store=_file_store(meeting, dp_size), rank=dp_rank, world_size=dp_size, timeout=timeout)
-    mesh = init_device_mesh(device.type, (dp_size,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(
+        device.type, (dp_size,), mesh_dim_names=("fsdp",)
+    )  # PEFT takes shards of a mesh of any other name for tensor parallel ones
     yield Dist(dp_rank, dp_size, device, mesh)
     # Not in a finally: after a failure the other ranks do not take part, and leaving politely would hang.
     torch_dist.destroy_process_group()
