@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from skylite.errors import ConfigError
 from skylite.run.files import TEMPORARY_MARK
@@ -25,17 +26,28 @@ def shared_copy(fingerprint: str) -> Path:
 def held_in_memory(model: Path, copy: Path) -> Iterator[None]:
     """`copy` holds the files of `model` inside the block; the last run that uses it removes it.
 
-    Raises ConfigError when memory has no room for it. A lock file beside the copy, held shared, is how runs know of each other.
+    Raises ConfigError when memory has no room for it. Two lock files beside the copy: one is held shared by whoever uses it, so that the
+    last can be known; the other, held briefly, keeps making and removing apart.
     """
-    with Path(f"{copy}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not copy.exists():
-            _copy(model, copy)
-        fcntl.flock(lock, fcntl.LOCK_SH)
+    with Path(f"{copy}.users.lock").open("w") as users, Path(f"{copy}.change.lock").open("w") as change:
+        with _exclusively(change):
+            fcntl.flock(users, fcntl.LOCK_SH)
+            if not copy.exists():
+                _copy(model, copy)
         try:
             yield
         finally:
-            _remove_if_last(copy, lock.fileno())
+            with _exclusively(change):
+                _remove_if_last(copy, users)
+
+
+@contextmanager
+def _exclusively(lock: IO[str]) -> Iterator[None]:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(lock, fcntl.LOCK_UN)
 
 
 def _copy(model: Path, copy: Path) -> None:
@@ -58,9 +70,9 @@ def _copy(model: Path, copy: Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _remove_if_last(copy: Path, lock: int) -> None:
+def _remove_if_last(copy: Path, users: IO[str]) -> None:
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return
     shutil.rmtree(copy)
