@@ -160,15 +160,17 @@ def test_learning_rate_schedules():
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("chunk", [300, 300 * 7, 1 << 22], ids=["row by row", "seven rows", "all rows"])
-def test_logprobs_out_of_hidden_states_equal_those_out_of_logits(softcap, chunk, monkeypatch):
+@pytest.mark.parametrize("through_entropy", [0.0, None, 1.0])
+def test_logprobs_out_of_hidden_states_equal_those_out_of_logits(softcap, chunk, through_entropy, monkeypatch):
+    """Three gradients: through the logprobs alone (the entropy's taken as 0, or not taken at all), and through both."""
     torch.manual_seed(0)
     monkeypatch.setattr("skylite.grpo.logprobs.HEAD_CHUNK_ELEMENTS", chunk)
     hidden, weight, bias = torch.randn(50, 16), torch.randn(300, 16), torch.randn(300)
     rows, targets = torch.randint(0, 50, (80,)), torch.randint(0, 300, (80,))
-    on_logprobs, on_entropies = torch.randn(80), torch.randn(80)
+    on_logprobs, on_entropies = torch.randn(80), torch.randn(80) * (through_entropy or 0.0)
     mine, plain = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
     got, entropy = head_logprobs(mine, weight, bias, rows, targets, temperature=0.7, softcap=softcap)
-    ((got * on_logprobs).sum() + (entropy * on_entropies).sum()).backward()
+    ((got * on_logprobs).sum() + (0.0 if through_entropy is None else (entropy * on_entropies).sum())).backward()
     scores = plain @ weight.T + bias
     table = torch.log_softmax((scores if softcap is None else torch.tanh(scores / softcap) * softcap) / 0.7, dim=1)
     expected, expected_entropy = table[rows, targets], -(table.exp() * table).sum(1)[rows]

@@ -65,7 +65,10 @@ def head_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """The same out of hidden states [N, H] and the (frozen) head's weight [V, H] and bias [V], without ever holding [N, V].
 
-    The logits of a chunk of rows are computed forward, and once more backward: one product more, in place of N * V numbers kept.
+    In float32 the gradient's product is made forward, while a chunk's probabilities are there: of d logprob / d hidden = W[target] - p W
+    the second term [N, H] is kept, and backward has no product to make. Where that would not do, the logits of a chunk are computed once
+    more backward: for a gradient through the entropy, under a softcap, and in bfloat16, where the difference would lose its digits for
+    tokens that are nearly certain.
     `softcap`: logits become softcap * tanh(logits / softcap), as Gemma 2 does.
     """
     logprobs, entropy = _HeadLogprobs.apply(hidden, weight, bias, rows, targets, temperature, softcap)  # type: ignore[no-untyped-call]
@@ -87,11 +90,16 @@ class _HeadLogprobs(torch.autograd.Function):
         chosen = torch.empty(len(rows), dtype=torch.float32, device=hidden.device)
         entropies = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         order = torch.argsort(rows)
+        ahead = ctx.needs_input_grad[0] and softcap is None and weight.dtype == torch.float32
+        expected = torch.empty_like(hidden) if ahead else None
         for part, tokens in _parts(len(hidden), len(weight), rows, order):
             log_probs = torch.log_softmax(_scores(hidden[part], weight, bias, softcap).float().div_(temperature), dim=1)
+            probs = torch.exp(log_probs)
             chosen[tokens] = log_probs[rows[tokens] - part.start, targets[tokens]]
-            entropies[part] = -torch.linalg.vecdot(torch.exp(log_probs), log_probs)
-        ctx.save_for_backward(hidden, weight, bias, rows, targets, order, entropies)
+            entropies[part] = -torch.linalg.vecdot(probs, log_probs)
+            if expected is not None:
+                torch.mm(probs, weight, out=expected[part])
+        ctx.save_for_backward(hidden, weight, bias, rows, targets, order, entropies, expected)
         ctx.temperature, ctx.softcap = temperature, softcap
         ctx.set_materialize_grads(False)
         return chosen, entropies[rows]
@@ -99,9 +107,12 @@ class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_chosen: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor, None, None, None, None, None, None]:
-        hidden, weight, bias, rows, targets, order, entropies = ctx.saved_tensors
+        hidden, weight, bias, rows, targets, order, entropies, expected = ctx.saved_tensors
         grad_chosen = torch.zeros_like(rows, dtype=torch.float32) if grad_chosen is None else grad_chosen / ctx.temperature
         chosen_rows = _by_row(grad_chosen, rows, len(hidden))
+        if expected is not None and grad_entropy is None:
+            grad_hidden = expected.mul(-chosen_rows[:, None])
+            return grad_hidden.index_add_(0, rows, weight[targets].mul_(grad_chosen[:, None])), None, None, None, None, None, None
         entropy_rows = None if grad_entropy is None else _by_row(grad_entropy / ctx.temperature, rows, len(hidden))
         grad_hidden = torch.empty_like(hidden)
         for part, tokens in _parts(len(hidden), len(weight), rows, order):
