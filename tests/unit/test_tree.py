@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from skylite.grpo import tree as tree_module
 from skylite.grpo.batch import Item, plan_micro_batches
 from skylite.grpo.tree import build_tree, tree_attention, tree_layout
 from tests.reference import random_samples
@@ -15,30 +16,33 @@ from tests.reference import random_samples
 def test_shared_tokens_become_one_node():
     tree = build_tree([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 4]], families=[0, 0, 1])
     # 1 2 | 3 4 5 | 6 4: the shared prefix, the block of family 0 (3 is shared), the block of family 1
-    assert tree.block_sizes == [2, 3, 2]
+    assert [len(p.mask) for p in tree.pieces] == [2, 3, 2]
     assert tree.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 4]
     assert tree.depths.tolist() == [0, 1, 2, 3, 3, 2, 3]
     assert [p.tolist() for p in tree.paths] == [[0, 1, 2, 3], [0, 1, 2, 4], [0, 1, 5, 6]]
 
 
-def test_a_node_sees_itself_and_its_ancestors_only():
+@pytest.mark.parametrize("call", [tree_module.CALL, 0])
+def test_a_node_sees_itself_and_its_ancestors_only(call, monkeypatch):
+    monkeypatch.setattr(tree_module, "CALL", call)
     rng = random.Random(0)
     sequences = [[rng.randrange(3) for _ in range(rng.randrange(1, 9))] for _ in range(20)]
     tree = build_tree(sequences, families=[i % 4 for i in range(20)])
-    bounds = np.cumsum([0, *tree.block_sizes])
-    prefix = tree.block_sizes[0]
+    assert max(len(p.above) for p in tree.pieces) == (2 if call == 0 else 1), "cut again only where a call costs nothing"
+    nodes = np.split(np.arange(len(tree.token_ids)), np.cumsum([len(p.mask) for p in tree.pieces])[:-1])
     sees = np.zeros((len(tree.token_ids),) * 2, dtype=bool)
-    sees[:prefix, :prefix] = np.tri(prefix)
-    for start, end, mask in zip(bounds[1:], bounds[2:], tree.block_masks, strict=False):
-        sees[start:end, :prefix], sees[start:end, start:end] = mask[:, :prefix], mask[:, prefix:]
+    for rows, piece in zip(nodes, tree.pieces, strict=True):
+        sees[rows[:, None], np.concatenate([*(nodes[i] for i in piece.above), rows])] = piece.mask
     for sequence, path in zip(sequences, tree.paths, strict=True):
         assert tree.token_ids[path].tolist() == sequence
         for position, node in enumerate(path):
             assert np.flatnonzero(sees[node]).tolist() == sorted(path[: position + 1].tolist())
 
 
+@pytest.mark.parametrize("call", [tree_module.CALL, 0])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (None, 2.0), (3, 2.0)])
-def test_attention_over_blocks_equals_attention_over_each_path(window, softcap):
+def test_attention_over_blocks_equals_attention_over_each_path(window, softcap, call, monkeypatch):
+    monkeypatch.setattr(tree_module, "CALL", call)
     torch.manual_seed(0)
     tree = build_tree([[1, 2, 3, 4, 9], [1, 2, 3, 5], [1, 2, 6, 4, 4, 4]], families=[0, 0, 1])
     num_nodes = len(tree.token_ids)
@@ -53,6 +57,20 @@ def test_attention_over_blocks_equals_attention_over_each_path(window, softcap):
             hidden = (distance < 0) | (distance >= (window or 99))
             expected = scores.masked_fill(hidden, float("-inf")).softmax(1) @ value[0, head // 2, path]
             assert torch.allclose(out[0, path, head], expected, atol=1e-5)
+
+
+def test_long_branches_are_cut_off_their_trunk_and_short_ones_are_not():
+    prompt = list(range(100))
+    long = build_tree([prompt + [1000 * i + j for j in range(128)] for i in range(1, 9)], families=[0] * 8)
+    # One family: what all share is the prefix, and nothing is left of a trunk.
+    assert [len(p.mask) for p in long.pieces] == [100] + [128] * 8
+    groups = [i // 8 for i in range(16)]
+    stems = [[7, 1000 * group, *prompt] for group in groups]
+    two = build_tree([stem + [1000 * i + j for j in range(1, 129)] for i, stem in enumerate(stems)], groups)
+    assert [(p.above, p.mask.shape) for p in two.pieces[:3]] == [((), (1, 1)), ((0,), (101, 102)), ((0, 1), (128, 102 + 128))]
+    assert sum(p.mask.size for p in two.pieces) < 0.3 * 2 * (101 + 8 * 128) ** 2
+    short = build_tree([[*stem, 1000 * i, 3, 4] for i, stem in enumerate(stems)], groups)
+    assert [len(p.mask) for p in short.pieces] == [1, 101 + 24, 101 + 24]
 
 
 def test_a_large_step_is_laid_out_in_a_moment():

@@ -2,11 +2,13 @@
 
 Most of a step is shared: the worked examples by all samples, a prompt by its group. The tree has one shared prefix, then one block a
 group; a token of a block sees the prefix and its own ancestors in the block, never another block. So attention is computed block
-by block over [block, prefix + block] instead of one [T, T] square with nearly everything masked.
+by block over [block, prefix + block] instead of one [T, T] square with nearly everything masked. A block whose branches are long is cut
+again, into its trunk and each branch over [branch, prefix + trunk + branch].
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +20,19 @@ import torch.nn.functional as F  # noqa: N812 -- torch's own name for it
 from torch import Tensor
 
 IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+CALL = 16384
+"""Scores that may as well be computed as one attention call more be made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Nodes in a row whose attention is one call."""
+
+    above: tuple[int, ...]
+    """Indices of the pieces that all of its nodes see whole, from the root down."""
+    mask: BoolArray
+    """[n, nodes above + n], True where the column is the row itself or its ancestor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +45,20 @@ class Tree:
     """[T] distance from the root = the token's position in its sequence."""
     paths: list[IntArray]
     """For each given sequence the node of each of its tokens."""
-    block_sizes: list[int]
-    """Nodes of the shared prefix (may be 0), then of each block; sums to T."""
-    block_masks: list[npt.NDArray[np.bool_]]
-    """For each block but the prefix: [n, prefix + n], True where the column is the row itself or its ancestor."""
+    pieces: list[Piece]
+    """The shared prefix (may be empty), then the blocks, each whole or as trunk and branches; their sizes sum to T."""
 
 
 @dataclass(frozen=True, slots=True)
 class TreeLayout:
     """What attention needs to know of a Tree, on the device."""
 
-    block_sizes: list[int]
+    sizes: list[int]
+    """Nodes of each piece."""
+    above: list[tuple[int, ...]]
+    """For each piece those that it sees whole."""
     masks: list[Tensor]
-    """Bool [n, keys] for the prefix and each block."""
+    """Bool [n, keys] for each piece."""
     depths: Tensor
     """[T]"""
     max_depth: int
@@ -70,8 +86,10 @@ def build_tree(sequences: Sequence[Sequence[int]], families: Sequence[int]) -> T
             blocks.append([])
         blocks[-1].append(i)
         num_nodes, previous = num_nodes + len(new), i
-    masks = [m for m in (_block_mask([paths[i] for i in block], prefix) for block in blocks) if len(m)]
-    return Tree(np.concatenate(tokens), np.concatenate(depths), paths, [prefix, *map(len, masks)], masks)
+    pieces = [Piece((), np.tri(prefix, dtype=np.bool_))]
+    for block in blocks:
+        pieces += _pieces([paths[i] for i in block], prefix, len(pieces))
+    return Tree(np.concatenate(tokens), np.concatenate(depths), paths, pieces)
 
 
 def shared_length(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
@@ -83,10 +101,9 @@ def shared_length(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
 
 def tree_layout(tree: Tree, device: torch.device) -> TreeLayout:
     """Masks and depths as tensors."""
-    prefix = tree.block_sizes[0]
-    masks = [np.tri(prefix, dtype=np.bool_), *tree.block_masks]
-    depths = torch.from_numpy(tree.depths)
-    return TreeLayout(tree.block_sizes, [torch.from_numpy(m).to(device) for m in masks], depths.to(device), int(tree.depths.max()))
+    masks = [torch.from_numpy(p.mask).to(device) for p in tree.pieces]
+    depths = torch.from_numpy(tree.depths).to(device)
+    return TreeLayout([len(m) for m in masks], [p.above for p in tree.pieces], masks, depths, int(tree.depths.max()))
 
 
 def tree_attention(
@@ -106,11 +123,11 @@ def tree_attention(
     repeats = query.shape[1] // key.shape[1]
     key, value = (x if repeats == 1 else x.repeat_interleave(repeats, dim=1) for x in (key, value))
     # split and cat, not slices: the gradient of a slice is a zero tensor of the whole length, one for each block.
-    queries, keys, values = (torch.split(x, layout.block_sizes, dim=2) for x in (query, key, value))
+    queries, keys, values = (torch.split(x, layout.sizes, dim=2) for x in (query, key, value))
     outputs = []
     for index, bias in enumerate(_additive_masks(layout, window, query.dtype)):
-        k = keys[0] if index == 0 else torch.cat([keys[0], keys[index]], dim=2)
-        v = values[0] if index == 0 else torch.cat([values[0], values[index]], dim=2)
+        seen = [*layout.above[index], index]
+        k, v = (x[index] if len(seen) == 1 else torch.cat([x[i] for i in seen], dim=2) for x in (keys, values))
         outputs.append(_attend(queries[index], k, v, bias, scaling, softcap))
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
@@ -123,25 +140,54 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: fl
 
 
 def _additive_masks(layout: TreeLayout, window: int | None, dtype: torch.dtype) -> list[Tensor]:
-    """0 where attention is allowed and -inf elsewhere, for the prefix and each block."""
+    """0 where attention is allowed and -inf elsewhere, for each piece."""
     if window is not None and window > layout.max_depth:
         window = None
     if (window, dtype) not in layout.bias_cache:
-        depths = torch.split(layout.depths, layout.block_sizes)
+        depths = torch.split(layout.depths, layout.sizes)
         biases = []
         for index, mask in enumerate(layout.masks):
             if window is not None:
-                columns = depths[0] if index == 0 else torch.cat([depths[0], depths[index]])
+                columns = torch.cat([depths[i] for i in (*layout.above[index], index)])
                 mask = mask & (depths[index][:, None] - columns < window)
             biases.append(torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf")))
         layout.bias_cache[window, dtype] = biases
     return layout.bias_cache[window, dtype]
 
 
-def _block_mask(paths: list[IntArray], prefix: int) -> npt.NDArray[np.bool_]:
-    """[n, prefix + n] of the block that `paths` (depth-first order) run through."""
+def _pieces(paths: list[IntArray], prefix: int, index: int) -> list[Piece]:
+    """The block that `paths` (depth-first order) run through below the shared prefix: whole, or cut where that saves more than it costs.
+
+    `index`: of the first piece.
+    """
+    first = paths[0]
+    trunk = min(shared_length(first, path) for path in paths)
+    size, branches = _num_nodes(paths, prefix), _branches(paths, trunk)
+    sizes = [_num_nodes(branch, trunk) for branch in branches]
+    cut = (trunk - prefix) * trunk + sum(n * (trunk + n) for n in sizes)
+    if trunk == prefix or size * (prefix + size) - cut < CALL * len(branches):
+        whole = _block_mask(paths, prefix)
+        return [Piece((0,), whole)] if len(whole) else []
+    pieces = [Piece((0,), _block_mask([first[:trunk]], prefix))]
+    return pieces + [Piece((0, index), _block_mask(branch, trunk)) for branch in branches]
+
+
+def _branches(paths: list[IntArray], trunk: int) -> list[list[IntArray]]:
+    """`paths` by the first node below the trunk that they all share; one that ends with the trunk has none."""
+    longer = [p for p in paths if len(p) > trunk]
+    return [list(same) for _, same in itertools.groupby(longer, key=lambda p: int(p[trunk]))]
+
+
+def _num_nodes(paths: list[IntArray], depth: int) -> int:
+    """Nodes below `depth` of paths that follow each other: numbered in a row from the first's."""
+    below = [p for p in paths if len(p) > depth]
+    return max(int(p[-1]) for p in below) + 1 - min(int(p[depth]) for p in below) if below else 0
+
+
+def _block_mask(paths: list[IntArray], prefix: int) -> BoolArray:
+    """[n, prefix + n] of the nodes that `paths` (depth-first order) run through below the `prefix` nodes that all of them see."""
     first = min((int(p[prefix]) for p in paths if len(p) > prefix), default=0)
-    num_nodes = max((int(p[-1]) + 1 - first for p in paths if len(p) > prefix), default=0)
+    num_nodes = _num_nodes(paths, prefix)
     mask = np.zeros((num_nodes, prefix + num_nodes), dtype=np.bool_)
     mask[:, :prefix] = True
     done = 0
