@@ -4,7 +4,10 @@
 
 Both sides get the same model, the same questions in the same words, the same type of number and the same threads. TRL samples with
 transformers' generate, as it does without a GPU; --trl-checkpointing gives it its default, activation checkpointing. The sides take turns
-(--rounds), each in a process of its own. The first step of each is left out. Ratios are TRL's median over ours.
+(--rounds), each in a process of its own. The first step of each is left out. Ratios are TRL's median over ours. Both get a
+reward that differs within every group (the model hardly ever earns GSM8K's): we do not compute a group without a gradient, and TRL does.
+
+mfu: of our train phase, by the arithmetic of train_phase.py, against a large matrix product on the same threads, between the rounds.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from skylite.data.prompt_file import read_prompts
@@ -29,6 +33,9 @@ from skylite.run.metrics import read_metrics
 from skylite.run.run_dir import RunDir, adapter_name
 
 NUM_QUESTIONS = 64
+REWARD = """def score(prompt, completion):
+    return 1.0 if completion.strip() == prompt.answer else len(completion) % 7 / 8
+"""
 
 
 def main() -> None:
@@ -39,14 +46,26 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
         data = prepare(args.gsm8k, Path(folder))
+        peaks = [matrix_peak(args)]
         ours: list[dict[str, float]] = []
         theirs: list[dict[str, float]] = []
         for index in range(args.rounds):
             ours += skylite_steps(args, data, Path(folder, f"run{index}"))
+            peaks.append(matrix_peak(args))
             theirs += in_own_process(args, data)
+            peaks.append(matrix_peak(args))
             print(json.dumps(compared(ours, theirs), indent=1), flush=True)
         io = plain_io(Path(folder, "run0"))
-    result = {**compared(ours, theirs), **sync(ours, io), **about(args), "skylite_steps": ours, "trl_steps": theirs}
+    mfu = utilisation(model, ours, statistics.median(peaks))
+    result = {
+        **compared(ours, theirs),
+        **mfu,
+        **sync(ours, io),
+        **lora_sampling(),
+        **about(args),
+        "skylite_steps": ours,
+        "trl_steps": theirs,
+    }
     print(json.dumps({k: v for k, v in result.items() if not isinstance(v, list)}, indent=1))
     if args.out:
         write_json(args.out, result)
@@ -74,7 +93,10 @@ def prepare(gsm8k: Path, folder: Path) -> Path:
     lines = (gsm8k / "train.jsonl").read_text(encoding="utf-8").splitlines()[:NUM_QUESTIONS]
     questions.write_text("\n".join(lines) + "\n", encoding="utf-8")
     out = folder / "data"
-    command = [skylite(), "prepare", str(questions), "--question", "question", "--answer", "answer", "--reward", "gsm8k", "--out", str(out)]
+    os.environ["XDG_STATE_HOME"] = str(folder)  # the reward that is named here is no choice of the user's
+    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
+    reward = f"{folder / 'reward.py'}:score"
+    command = [skylite(), "prepare", str(questions), "--question", "question", "--answer", "answer", "--reward", reward, "--out", str(out)]
     subprocess.run(command, check=True)
     return out
 
@@ -89,8 +111,7 @@ def skylite_steps(args: argparse.Namespace, data: Path, run: Path) -> list[dict[
         "model.name": args.model, "model.dtype": args.dtype, "rollout.prompts_per_step": 4, "rollout.group_size": 8,
         "rollout.max_completion_tokens": 128, "rollout.max_prompt_tokens": 512, "optim.lr": 1e-4, "engine.kv_cache_gib": 0.5,
         "trainer.tokens_per_micro_batch": args.budget, "trainer.checkpointing": args.checkpointing, "num_steps": args.steps,
-        # Most groups earn nothing here. They would not be computed, and TRL computes them: so are ours.
-        "algorithm.entropy_coef": 1e-12,
+        "eval.limit": 0,
     }  # fmt: skip
     recipe = run.with_suffix(".toml")
     recipe.write_text("", encoding="utf-8")
@@ -143,8 +164,6 @@ def in_own_process(args: argparse.Namespace, data: Path) -> list[dict[str, float
 
 def trl_steps(args: argparse.Namespace, model: Path) -> None:
     """TRL's side; prints its steps as JSON."""
-    import re
-
     import datasets
     import peft
     import transformers
@@ -154,8 +173,8 @@ def trl_steps(args: argparse.Namespace, model: Path) -> None:
     data = datasets.Dataset.from_list([{"prompt": p.messages, "gold": p.answer} for p in prompts])
 
     def reward(completions: list[Any], gold: list[str], **_: Any) -> list[float]:
-        found = [re.findall(r"####\s*(-?[\d,.]+)", c[0]["content"]) for c in completions]
-        return [float(bool(f) and f[-1] == g) for f, g in zip(found, gold, strict=True)]
+        said = [c[0]["content"] for c in completions]
+        return [1.0 if c.strip() == g else len(c) % 7 / 8 for c, g in zip(said, gold, strict=True)]
 
     class Clock(transformers.TrainerCallback):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -216,6 +235,45 @@ def compared(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> di
         "trl_peak_gib": round(max(s["peak_gib"] for s in theirs), 2),
         "overhead_share": round(statistics.median(s["overhead_s"] / s["step_s"] for s in ours), 4),
     }
+
+
+def matrix_peak(args: argparse.Namespace) -> float:
+    """FLOP a second of a large product on all threads, as train_phase.py measures it."""
+    import torch
+    import train_phase
+
+    torch.set_num_threads(cpu_cores())
+    return train_phase.matrix_peak(SimpleNamespace(dtype=getattr(torch, args.dtype), device="cpu"))
+
+
+def utilisation(model: Path, ours: list[dict[str, float]], peak: float) -> dict[str, float]:
+    import train_phase
+    from accelerate import init_empty_weights
+    from torch import nn
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with init_empty_weights():
+        base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model, local_files_only=True))
+    linear = [m for n, m in base.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]
+    weights = {
+        "body": sum(m.weight.numel() for m in linear),
+        "head": base.get_output_embeddings().weight.numel(),
+        "lora": sum(32 * (m.in_features + m.out_features) for m in linear),
+    }
+
+    def flop(step: dict[str, float]) -> float:
+        tokens = {"tokens/unique": step["tokens_computed"], "tokens/completion": step["completion_tokens"]}
+        return train_phase.work(weights, tokens, is_tree=True)
+
+    shares = statistics.median(flop(s) / s["train_s"] / peak for s in ours)
+    return {"mfu": round(shares, 3), "matrix_gflops": round(peak / 1e9, 1)}
+
+
+def lora_sampling() -> dict[str, Any]:
+    """Of its own script, on one server; not measured here."""
+    path = Path(__file__).parent / "results" / "lora_sampling_cpu.json"
+    body = json.loads(path.read_text(encoding="utf-8"))
+    return {"lora_vs_base": body["servers"]["skylite"]["lora_over_base"], "lora_vs_base_from": f"results/{path.name}"}
 
 
 def plain_io(run: Path) -> float:
