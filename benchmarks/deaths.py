@@ -141,6 +141,7 @@ def survived(project: Project, rows: list[dict[str, Any]]) -> None:
 def ended(project: Project, rows: list[dict[str, Any]]) -> None:
     """One run that ends by every death, and is resumed."""
     os.environ["SKYLITE_ENGINE_COMMAND"] = f"{sys.executable} -m tests.fakes.engine"
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     began, resumed, arguments = 0.0, 0.0, fresh(project, "ends")
     for victim, order in [*ENDS, ("", "")]:
         with running(project, "ends", arguments) as watched:

@@ -32,6 +32,7 @@ VLLM_SETTINGS = ("engine.max_num_seqs=1", "engine.stall_timeout_s=60")
 """Numbers that do not depend on what vLLM batches together."""
 MARK = "SKYLITE_TORTURE"
 """Environment variable of a run's processes, inherited by every descendant: finds them whoever their parent is."""
+ROOT = Path(__file__).parents[2]
 STAND_IN_COMMAND = f"{sys.executable} -m tests.fakes.engine"
 REWARD = '''
 import os
@@ -73,6 +74,7 @@ class Ground:
         }
         if self.engine == "stand-in":
             env[STAND_IN] = STAND_IN_COMMAND
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # the run is elsewhere
         output = self.project.root / f"{name}.out"
         words = ["train", "--resume", name] if resume else self.project.train_args(name, steps, *self.flags())
         with output.open("ab") as stream:

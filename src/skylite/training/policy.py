@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -60,7 +61,7 @@ def load_policy(resolved: Resolved, config: TrainConfig, dist: Dist) -> Policy:
     dtype = torch.float32 if resolved.dtype == "float32" else torch.bfloat16
     base, how = load_base(resolved.load_path, dtype, dist, config.trainer.offload)
     if dist.is_first:
-        print(how, flush=True)
+        print(how, file=sys.stderr, flush=True)
     chosen = adapted_modules(base, config.lora)
     names = short_names((name for name, _ in base.named_modules()), chosen)
     layers = decoder_layers(base)
