@@ -46,7 +46,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
         data = prepare(args.gsm8k, Path(folder))
-        peaks = [matrix_peak(args)]
+        setting, peaks = about(args), [matrix_peak(args)]
         ours: list[dict[str, float]] = []
         theirs: list[dict[str, float]] = []
         for index in range(args.rounds):
@@ -62,7 +62,7 @@ def main() -> None:
         **mfu,
         **sync(ours, io),
         **lora_sampling(),
-        **about(args),
+        **setting,
         "skylite_steps": ours,
         "trl_steps": theirs,
     }

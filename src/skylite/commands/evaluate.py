@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from skylite.commands.adapter_folder import Served, find_adapter
+from skylite.commands.notes import say
 from skylite.commands.single_engine import single_engine
 from skylite.config import TrainConfig
 from skylite.config_files import load_config
@@ -91,7 +92,7 @@ def plan_eval(flags: EvalFlags) -> EvalPlan:
     if names_reward(flags.settings):
         remember(reward)
     else:
-        require_named(reward, data if config.reward.function is None else _required(flags.target), _say)
+        require_named(reward, data if config.reward.function is None else _required(flags.target), say)
     model_name = flags.model or (adapter.base_model if adapter is not None else config.model.name)
     run = adapter.run if adapter is not None else None
     label = "base" if adapter is None else adapter.adapter.name
@@ -138,9 +139,7 @@ async def _score(
     stop_token_ids: tuple[int, ...],
 ) -> EvalResult:  # fmt: skip
     logs = Path(spec.uds).parent
-    restarts = Restarts(
-        config=plan.config.engine, prove=_not_proven, tell=lambda _, sentence: print(f"skylite: {sentence}", file=sys.stderr)
-    )
+    restarts = Restarts(config=plan.config.engine, prove=_not_proven, tell=lambda _, sentence: say(sentence))
     async with serving([spec], logs, supervisor, restarts) as clients:
         name, version = BASE_NAME, 0
         if plan.adapter is not None:
@@ -160,10 +159,6 @@ async def _not_proven(client: VllmClient, adapter: AdapterVersion) -> None:
 def _problems(data: Path, flags: EvalFlags, config: TrainConfig) -> tuple[list[Prompt], PromptFileInfo]:
     prompts, info = read_prompts(data / f"{flags.split}.parquet", grades=tuple(config.data.grades))
     return prompts[: flags.limit], info
-
-
-def _say(text: str) -> None:
-    print(f"skylite: {text}", file=sys.stderr, flush=True)
 
 
 def _required(target: Path | None) -> Path:

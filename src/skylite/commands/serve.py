@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
-import sys
 from pathlib import Path
 
 from skylite.commands.adapter_folder import find_adapter
+from skylite.commands.notes import say
 from skylite.commands.single_engine import single_engine
 from skylite.config import TrainConfig
 from skylite.launch.vllm_server import BASE_NAME, serve_command, serve_env
@@ -21,7 +21,7 @@ def serve(target: Path, *, model: str | None, step: int | None, port: int) -> No
     config = served.run_config.config if served.run_config is not None else TrainConfig()
     spec = single_engine(config, served, resolve_model(model or served.base_model).path, Path("unused"))
     name = served.adapter.name
-    print(f"skylite: serving {name} ({served.adapter.path}) and {BASE_NAME} on http://127.0.0.1:{port}/v1", file=sys.stderr, flush=True)
+    say(f"serving {name} ({served.adapter.path}) and {BASE_NAME} on http://127.0.0.1:{port}/v1")
     argv = serve_command(spec, adapter_name=name, adapter_path=served.adapter.path, port=port)
     os.execvpe(argv[0], argv, serve_env(spec, os.environ, _api_key()))
 
@@ -30,12 +30,8 @@ def _api_key() -> str:
     """The user's own, else a random one that is said once and kept nowhere: anyone on this machine can reach 127.0.0.1."""
     given = os.environ.get(KEY_VARIABLE)
     if given:
-        print(f"skylite: the API key is that of {KEY_VARIABLE}", file=sys.stderr, flush=True)
+        say(f"the API key is that of {KEY_VARIABLE}")
         return given
     made = secrets.token_urlsafe(24)
-    print(
-        f"skylite: API key of this server, as `Authorization: Bearer KEY` (set {KEY_VARIABLE} for one of your own): {made}",
-        file=sys.stderr,
-        flush=True,
-    )
+    say(f"API key of this server, as `Authorization: Bearer KEY` (set {KEY_VARIABLE} for one of your own): {made}")
     return made

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from skylite.commands.defaults import default_recipe, find_recipe, prepare_default_data
+from skylite.commands.notes import say
 from skylite.config import TrainConfig
 from skylite.config_files import load_config
 from skylite.errors import ConfigError
@@ -87,11 +88,6 @@ def train(
     finished = asyncio.run(run_session(plan, resume=resume is not None, limit=limit))
     if not finished and not (limit is not None and limit.reached):
         sys.exit(130)
-
-
-def say(text: str) -> None:
-    """A note to the user, before there is a screen."""
-    print(f"skylite: {text}", file=sys.stderr, flush=True)
 
 
 def print_settings(config: TrainConfig) -> None:
