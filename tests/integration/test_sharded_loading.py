@@ -46,7 +46,7 @@ def found(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
         [*command, str(out), *map(str, models.values())], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("each rank read its shard") == len(FAMILIES)
+    assert done.stderr.count("each rank read its shard") == len(FAMILIES)
     return torch.load(out, weights_only=True)
 
 
