@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from skylite.config import VLLM_LORA_RANKS, TrainConfig
+from skylite.config import TrainConfig
 from skylite.config_files import load_config, parse_value, read_run_config
+from skylite.config_lora import VLLM_LORA_RANKS
 from skylite.errors import ConfigError
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from skylite.config import LoraConfig
+from skylite.config_lora import LoraConfig
 from skylite.lora_modules import short_names
 from skylite.models import likely_target_modules
 from skylite.training.targets import adapted_modules

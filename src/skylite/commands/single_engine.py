@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from skylite.commands.adapter_folder import Served
-from skylite.config import TrainConfig, served_rank
+from skylite.config import TrainConfig
+from skylite.config_lora import served_rank
 from skylite.launch.machine import choose_device, choose_dtype
 from skylite.launch.vllm_server import EngineSpec, choose_cpu_lora
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from skylite.config import LoraConfig
+from skylite.config_lora import LoraConfig
 from skylite.lora_modules import matches, short_names
 from skylite.models.resolve import safetensors_header, weight_files
 

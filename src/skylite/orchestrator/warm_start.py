@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skylite.config import LoraConfig, TrainConfig
+from skylite.config import TrainConfig
+from skylite.config_lora import LoraConfig
 from skylite.errors import ConfigError, ModelError
 from skylite.models.resolve import safetensors_header
 from skylite.run.files import atomic_folder

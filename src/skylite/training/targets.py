@@ -6,7 +6,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from skylite.config import LoraConfig
+from skylite.config_lora import LoraConfig
 from skylite.errors import ModelError
 from skylite.lora_modules import matches
 
