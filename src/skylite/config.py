@@ -77,8 +77,8 @@ class TrainerConfig(Section):
     """torchrun processes; on GPUs one each."""
     tokens_per_micro_batch: Literal["auto"] | Annotated[int, Field(ge=16)] = 4096
     """Unique tokens a forward pass holds: shared prefixes count once. auto: the most that fit, measured at the start of the run."""
-    checkpointing: Literal["none", "selective", "full"] = "none"
-    """Activations made again in backward: none; selective: all but attention and the base's products; full: all but layer inputs."""
+    checkpointing: Literal["none", "selective", "full"] = "selective"
+    """Activations made again in backward: none; selective: the outputs of norms and act(gate) * up; full: all but layer inputs."""
     offload: bool = False
     """GPU only: the base's shards and the optimizer's state wait in the machine's memory and visit the GPU when they are needed."""
     num_threads: int | None = Field(None, ge=1)

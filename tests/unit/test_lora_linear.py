@@ -8,6 +8,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from skylite.training.lora_linear import fuse, lora_linear
+from skylite.training.recompute import with_recipe
 
 
 def model(*, fused: bool, bias: bool = True, dropout: float = 0.0) -> nn.Module:
@@ -48,7 +49,9 @@ def test_gradients_by_differences() -> None:
 
     weight, bias = make(4, 6), make(4)
     inputs = tuple(t.requires_grad_() for t in (make(5, 6), make(2, 6), make(4, 2)))
-    assert torch.autograd.gradcheck(lambda x, a, b: lora_linear(x, weight, bias, a, b, 1.7)[0], inputs)
+    assert torch.autograd.gradcheck(lambda x, a, b: lora_linear(x, weight, bias, a, [b], [1.7]), inputs)
+    a, narrow, wide = (t.requires_grad_() for t in (make(4, 6), make(1, 2), make(3, 2)))
+    assert torch.autograd.gradcheck(lambda x, *m: lora_linear(x, weight, bias, m[0], [*m[1:]], [1.7, 0.4]), (inputs[0], a, narrow, wide))
 
 
 def test_nothing_but_the_input_and_the_small_product_is_kept() -> None:
@@ -89,3 +92,78 @@ def test_autocast_computes_in_its_type_and_learns_in_float32() -> None:
     for name, value in pefts.items():
         assert ours[name].dtype == (torch.bfloat16 if name == "out" else torch.float32)
         assert torch.allclose(ours[name].float(), value.float(), rtol=0.05, atol=0.05 * value.abs().max().item()), name
+
+
+class Branches(nn.Module):
+    """The layers of an attention block that read the same x, and one that reads another."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(8, size, bias=bias) for size in (12, 4, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.q_proj(x)[..., :4] * self.k_proj(x) + self.v_proj(x)[..., 1:5] + self.k_proj(x * 2)
+
+
+def branches(*, fused: bool, bias: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    config = LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "k_proj", "v_proj"])
+    peft = get_peft_model(Branches(bias), config)
+    for name, param in peft.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(param, std=0.3)
+    if fused:
+        fuse(peft)
+    return peft
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_layers_of_one_input_are_one_product_and_give_what_each_gives_alone(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
+    plain = learn(branches(fused=False, bias=bias), x)
+    products = []
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, w, b: (products.append(tuple(w.shape)), linear(x, w, b))[1])
+    ours = learn(branches(fused=True, bias=bias), x)
+    assert products == [(22, 8), (22, 8)], "all three of x; k's of 2 x brings the others' along, which nobody asks for"
+    assert len(ours) == 8
+    for name, value in plain.items():
+        assert torch.allclose(ours[name], value, rtol=1e-5, atol=1e-5), name
+
+
+def test_layers_of_one_input_hold_their_weights_once_and_can_still_be_switched_off() -> None:
+    ours, plain = branches(fused=True), branches(fused=False)
+    weights = [m.base_layer.weight for n, m in ours.named_modules() if n.endswith("_proj")]
+    assert len({w.untyped_storage().data_ptr() for w in weights}) == 1
+    assert weights[0].untyped_storage().nbytes() == 22 * 8 * 4
+    x = torch.randn(5, 8)
+    with ours.disable_adapter(), plain.disable_adapter():
+        assert torch.allclose(ours(x), plain(x))
+
+
+def test_an_input_that_can_be_made_again_is_not_kept() -> None:
+    x = torch.randn(7, 8, requires_grad=True)
+    made, kept = [], []
+
+    def doubled() -> Tensor:
+        made.append(1)
+        return x.detach() * 2
+
+    def note(tensor: Tensor) -> Tensor:
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    def grads(y: Tensor) -> list[Tensor]:
+        layer = model(fused=True).base_model.model[0]
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            out = layer(y)
+        return list(torch.autograd.grad(out.square().sum(), [layer.lora_A.default.weight, layer.lora_B.default.weight]))
+
+    ours = grads(with_recipe((x * 2).detach(), doubled))
+    assert (7, 8) not in kept
+    assert made == [1]
+    assert all(map(torch.equal, ours, grads((x * 2).detach())))
+    changed = with_recipe(torch.zeros(7, 8), doubled)
+    changed.add_(3)
+    assert all(map(torch.equal, grads(changed), grads(torch.full((7, 8), 3.0))))
+    assert made == [1], "what was changed since is not what the recipe makes"

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from skylite.grpo import tree as tree_module
+from skylite.grpo.attention import tree_attention, tree_layout
 from skylite.grpo.batch import Item, plan_micro_batches
-from skylite.grpo.tree import build_tree, tree_attention, tree_layout
+from skylite.grpo.tree import build_tree
 from tests.reference import random_samples
 
 
@@ -57,6 +58,30 @@ def test_attention_over_blocks_equals_attention_over_each_path(window, softcap, 
             hidden = (distance < 0) | (distance >= (window or 99))
             expected = scores.masked_fill(hidden, float("-inf")).softmax(1) @ value[0, head // 2, path]
             assert torch.allclose(out[0, path, head], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("call", [tree_module.CALL, 0])
+@pytest.mark.parametrize("prefix", [[1, 2], []])
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_of_one_operation_has_the_gradients_of_autograds_and_keeps_less(window, prefix, call, monkeypatch):
+    monkeypatch.setattr(tree_module, "CALL", call)
+    torch.manual_seed(0)
+    branches = [[3, 4, 9, 9], [3, 5], [6, 4, 4, 4], [6, 4, 5], [6, 7]]
+    tree = build_tree([prefix + b for b in branches], families=[0, 0, 1, 1, 1])
+    layout, num_nodes = tree_layout(tree, torch.device("cpu")), len(tree.token_ids)
+    # As the model makes them: rows of a token together.
+    inputs = [torch.randn(1, num_nodes, heads, 8).transpose(1, 2).requires_grad_() for heads in (6, 2, 2)]
+    weights = torch.randn(1, num_nodes, 6, 8)
+    grads, kept = [], []
+    for softcap in (None, 1e6):  # so high a cap changes nothing but the path taken
+        seen = {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, s=seen: (s.update({t.data_ptr(): t.nbytes}), t)[1], lambda t: t):
+            out = tree_attention(*inputs, layout, scaling=0.3, window=window, softcap=softcap)
+        kept.append(sum(seen.values()))
+        grads.append(torch.autograd.grad((out * weights).sum(), inputs))
+    for ours, autograds in zip(*grads, strict=True):
+        assert torch.allclose(ours, autograds, atol=1e-5, rtol=1e-4)
+    assert kept[0] < 0.7 * kept[1]
 
 
 def test_long_branches_are_cut_off_their_trunk_and_short_ones_are_not():

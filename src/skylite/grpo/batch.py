@@ -13,7 +13,8 @@ from torch import Tensor
 
 from skylite.errors import DataError
 from skylite.grpo.advantages import equal_reward_groups
-from skylite.grpo.tree import build_tree, shared_length, tree_layout
+from skylite.grpo.attention import tree_layout
+from skylite.grpo.tree import build_tree, shared_length
 from skylite.run.rollout_file import TrainSample
 
 Packing = Literal["tree", "padded"]

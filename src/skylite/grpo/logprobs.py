@@ -11,6 +11,8 @@ ROW_CHUNK_ELEMENTS = 1 << 24
 """Logits handled at once: 64 MiB of float32 scratch, whatever the vocabulary."""
 HEAD_CHUNK_ELEMENTS = 1 << 22
 """The same where the logits are made here too: 16 MiB, which stays near a core's cache."""
+BLOCK_ROWS, BLOCK_WORDS = 1024, 2048
+"""Rows and words of a block of logits, 8 MiB: both products of a block run at the speed of large ones, and its passes in the cache."""
 
 
 def token_logprobs(logits: Tensor, rows: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -65,10 +67,10 @@ def head_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """The same out of hidden states [N, H] and the (frozen) head's weight [V, H] and bias [V], without ever holding [N, V].
 
-    In float32 the gradient's product is made forward, while a chunk's probabilities are there: of d logprob / d hidden = W[target] - p W
-    the second term [N, H] is kept, and backward has no product to make. Where that would not do, the logits of a chunk are computed once
-    more backward: for a gradient through the entropy, under a softcap, and in bfloat16, where the difference would lose its digits for
-    tokens that are nearly certain.
+    In float32 the gradient's product is made forward, while a block's probabilities are there: of d logprob / d hidden = W[target] - p W
+    the second term [N, H] is kept, and backward has no product to make. Where that would not do, the logits are computed a few rows at a
+    time and once more backward: for a gradient through the entropy, under a softcap, and in bfloat16, where the difference would lose its
+    digits for tokens that are nearly certain.
     `softcap`: logits become softcap * tanh(logits / softcap), as Gemma 2 does.
     """
     logprobs, entropy = _HeadLogprobs.apply(hidden, weight, bias, rows, targets, temperature, softcap)  # type: ignore[no-untyped-call]
@@ -90,15 +92,22 @@ class _HeadLogprobs(torch.autograd.Function):
         chosen = torch.empty(len(rows), dtype=torch.float32, device=hidden.device)
         entropies = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         order = torch.argsort(rows)
-        ahead = ctx.needs_input_grad[0] and softcap is None and weight.dtype == torch.float32
-        expected = torch.empty_like(hidden) if ahead else None
-        for part, tokens in _parts(len(hidden), len(weight), rows, order):
-            log_probs = torch.log_softmax(_scores(hidden[part], weight, bias, softcap).float().div_(temperature), dim=1)
-            probs = torch.exp(log_probs)
-            chosen[tokens] = log_probs[rows[tokens] - part.start, targets[tokens]]
-            entropies[part] = -torch.linalg.vecdot(probs, log_probs)
-            if expected is not None:
-                torch.mm(probs, weight, out=expected[part])
+        by_blocks = softcap is None and weight.dtype == torch.float32
+        expected = torch.zeros_like(hidden) if by_blocks and ctx.needs_input_grad[0] else None
+        # With a gradient or without: a ratio to logprobs of before must be exactly 1 where nothing was learned between.
+        if by_blocks:
+            for start in range(0, len(hidden), BLOCK_ROWS):
+                part = slice(start, start + BLOCK_ROWS)
+                tokens = torch.nonzero((rows >= start) & (rows < start + BLOCK_ROWS))[:, 0]
+                places = rows[tokens] - start, targets[tokens]
+                chosen[tokens], entropies[part] = _online_softmax(
+                    hidden[part], weight, bias, temperature, places, None if expected is None else expected[part]
+                )
+        else:
+            for part, tokens in _parts(len(hidden), len(weight), rows, order):
+                log_probs = torch.log_softmax(_scores(hidden[part], weight, bias, softcap).float().div_(temperature), dim=1)
+                chosen[tokens] = log_probs[rows[tokens] - part.start, targets[tokens]]
+                entropies[part] = -torch.linalg.vecdot(torch.exp(log_probs), log_probs)
         ctx.save_for_backward(hidden, weight, bias, rows, targets, order, entropies, expected)
         ctx.temperature, ctx.softcap = temperature, softcap
         ctx.set_materialize_grads(False)
@@ -127,6 +136,42 @@ class _HeadLogprobs(torch.autograd.Function):
                 grad.mul_(1 - (scores / ctx.softcap).square())
             grad_hidden[part] = grad.to(weight.dtype) @ weight
         return grad_hidden, None, None, None, None, None, None
+
+
+def _online_softmax(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, places: tuple[Tensor, Tensor], expected: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """log p [C] at `places` (rows [C], words [C]) and the entropy [N] of p = softmax(scores); p W [N, H] is added to `expected`.
+
+    A block of words at a time, with a running maximum m, sum of exp(s - m), sum of exp(s - m) (s - m), and sum of exp(s - m) W, all
+    brought to the new maximum before a block is added (online softmax, arXiv 1805.02867, alg. 3).
+    """
+    rows, targets = places
+    chosen = hidden.new_empty(len(rows))
+    top = hidden.new_full((len(hidden),), torch.finfo(hidden.dtype).min)
+    total, weighted = torch.zeros_like(top), torch.zeros_like(top)
+    for start in range(0, len(weight), BLOCK_WORDS):
+        words = weight[start : start + BLOCK_WORDS]
+        scores = torch.nn.functional.linear(hidden, words, None if bias is None else bias[start : start + BLOCK_WORDS])
+        scores = scores if temperature == 1 else scores.div_(temperature)
+        here = torch.nonzero((targets >= start) & (targets < start + len(words)))[:, 0]
+        chosen[here] = scores[rows[here], targets[here] - start]
+        new_top = torch.maximum(top, scores.amax(dim=1))
+        shift = top - new_top
+        shrink = torch.exp(shift)
+        weighted = (weighted + total * shift).mul_(shrink)
+        total.mul_(shrink)
+        scores.sub_(new_top[:, None])
+        probs = torch.exp(scores)
+        total.add_(probs.sum(dim=1))
+        weighted.add_(torch.linalg.vecdot(probs, scores))
+        if expected is not None:
+            expected.mul_(shrink[:, None]).addmm_(probs, words)
+        top = new_top
+    if expected is not None:
+        expected.div_(total[:, None])
+    log_total = torch.log(total)
+    return chosen - (top + log_total)[rows], log_total - weighted / total
 
 
 def _scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:

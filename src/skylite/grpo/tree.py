@@ -2,22 +2,19 @@
 
 Most of a step is shared: the worked examples by all samples, a prompt by its group. The tree has one shared prefix, then one block a
 group; a token of a block sees the prefix and its own ancestors in the block, never another block. So attention is computed block
-by block over [block, prefix + block] instead of one [T, T] square with nearly everything masked. A block whose branches are long is cut
-again, into its trunk and each branch over [branch, prefix + trunk + branch].
+by block over [block, prefix + block] instead of one [T, T] square with nearly everything masked (`grpo/attention.py`). A block whose
+branches are long is cut again, into its trunk and each branch over [branch, prefix + trunk + branch].
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-import torch.nn.functional as F  # noqa: N812 -- torch's own name for it
-from torch import Tensor
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -47,23 +44,6 @@ class Tree:
     """For each given sequence the node of each of its tokens."""
     pieces: list[Piece]
     """The shared prefix (may be empty), then the blocks, each whole or as trunk and branches; their sizes sum to T."""
-
-
-@dataclass(frozen=True, slots=True)
-class TreeLayout:
-    """What attention needs to know of a Tree, on the device."""
-
-    sizes: list[int]
-    """Nodes of each piece."""
-    above: list[tuple[int, ...]]
-    """For each piece those that it sees whole."""
-    masks: list[Tensor]
-    """Bool [n, keys] for each piece."""
-    depths: Tensor
-    """[T]"""
-    max_depth: int
-    bias_cache: dict[Any, list[Tensor]] = field(default_factory=dict)
-    """Additive masks by window and dtype: every layer asks for the same ones."""
 
 
 def build_tree(sequences: Sequence[Sequence[int]], families: Sequence[int]) -> Tree:
@@ -97,62 +77,6 @@ def shared_length(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
     length = min(len(a), len(b))
     differs = a[:length] != b[:length]
     return int(differs.argmax()) if differs.any() else length
-
-
-def tree_layout(tree: Tree, device: torch.device) -> TreeLayout:
-    """Masks and depths as tensors."""
-    masks = [torch.from_numpy(p.mask).to(device) for p in tree.pieces]
-    depths = torch.from_numpy(tree.depths).to(device)
-    return TreeLayout([len(m) for m in masks], [p.above for p in tree.pieces], masks, depths, int(tree.depths.max()))
-
-
-def tree_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: TreeLayout,
-    *,
-    scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """query [1, H, T, D], key and value [1, K, T, D] with K dividing H -> [1, T, H, D].
-
-    `window`: a token sees ancestors less than this many positions away. `softcap`: scores become softcap * tanh(scores / softcap).
-    """
-    repeats = query.shape[1] // key.shape[1]
-    key, value = (x if repeats == 1 else x.repeat_interleave(repeats, dim=1) for x in (key, value))
-    # split and cat, not slices: the gradient of a slice is a zero tensor of the whole length, one for each block.
-    queries, keys, values = (torch.split(x, layout.sizes, dim=2) for x in (query, key, value))
-    outputs = []
-    for index, bias in enumerate(_additive_masks(layout, window, query.dtype)):
-        seen = [*layout.above[index], index]
-        k, v = (x[index] if len(seen) == 1 else torch.cat([x[i] for i in seen], dim=2) for x in (keys, values))
-        outputs.append(_attend(queries[index], k, v, bias, scaling, softcap))
-    return torch.cat(outputs, dim=2).transpose(1, 2)
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float, softcap: float | None) -> Tensor:
-    if softcap is None:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling)
-    scores = torch.tanh(query @ key.transpose(2, 3) * (scaling / softcap)) * softcap + bias
-    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype) @ value
-
-
-def _additive_masks(layout: TreeLayout, window: int | None, dtype: torch.dtype) -> list[Tensor]:
-    """0 where attention is allowed and -inf elsewhere, for each piece."""
-    if window is not None and window > layout.max_depth:
-        window = None
-    if (window, dtype) not in layout.bias_cache:
-        depths = torch.split(layout.depths, layout.sizes)
-        biases = []
-        for index, mask in enumerate(layout.masks):
-            if window is not None:
-                columns = torch.cat([depths[i] for i in (*layout.above[index], index)])
-                mask = mask & (depths[index][:, None] - columns < window)
-            biases.append(torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf")))
-        layout.bias_cache[window, dtype] = biases
-    return layout.bias_cache[window, dtype]
 
 
 def _pieces(paths: list[IntArray], prefix: int, index: int) -> list[Piece]:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,15 @@ from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from skylite.config import LoraConfig, Resolved, TrainConfig
+from skylite.config import Resolved, TrainConfig
+from skylite.config_lora import LoraConfig
 from skylite.errors import ModelError
 from skylite.grpo.batch import PackedTokens, Packing, pack
 from skylite.grpo.logprobs import token_logprobs
 from skylite.lora_modules import short_names
-from skylite.training.activations import keep_less
+from skylite.training.activations import Checkpointing, replay_layers
 from skylite.training.dist import Dist
+from skylite.training.fused import GAINS, fuse_mlps, fuse_norms
 from skylite.training.head import plain_head, score_in_chunks
 from skylite.training.loading import decoder_layers, load_base
 from skylite.training.lora_linear import fuse
@@ -49,6 +52,7 @@ class Policy:
     packing: Packing
     head: nn.Linear | None
     """The vocabulary head where logprobs are made of hidden states a few rows at a time; None: the model makes all logits."""
+    checkpointing: Checkpointing
     device: torch.device
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -76,8 +80,19 @@ def load_policy(resolved: Resolved, config: TrainConfig, dist: Dist) -> Policy:
     if REF in model.peft_config:
         for own, ref in zip(params.values(), adapter_params(model, REF).values(), strict=True):
             ref.data.copy_(own.data)
-    keep_less(layers, config.trainer.checkpointing, config.lora.rank, has_dropout=config.lora.dropout > 0)
-    return Policy(model=model, lora=params, target_modules=names, dtype=dtype, packing="padded", head=None, device=dist.device)
+    checkpointing = config.trainer.checkpointing
+    if checkpointing == "full":
+        replay_layers(layers, has_dropout=config.lora.dropout > 0)
+    return Policy(
+        model=model,
+        lora=params,
+        target_modules=names,
+        dtype=dtype,
+        packing="padded",
+        head=None,
+        checkpointing=checkpointing,
+        device=dist.device,
+    )
 
 
 def needs_ref_copy(config: TrainConfig) -> bool:
@@ -156,12 +171,34 @@ def choose_passes(policy: Policy, probe: list[int]) -> tuple[Policy, list[str]]:
         gap, reason = _gap(replace(policy, head=head), probe, plain)
         policy = replace(policy, head=head if gap <= SHORTCUT_TOLERANCE[policy.dtype] else None)
         reasons.append(f"head in chunks: {policy.head is not None}; {reason}")
+    reasons += _fuse_parts(policy, probe, plain)
     base.set_attn_implementation("skylite_tree")
     gap, reason = _gap(replace(policy, packing="tree"), probe, plain)
     policy = replace(policy, packing="tree" if gap <= SHORTCUT_TOLERANCE[policy.dtype] else "padded")
     if policy.packing == "padded":
         base.set_attn_implementation("eager")
     return policy, [*reasons, f"packing: {policy.packing}; {reason}"]
+
+
+def _fuse_parts(policy: Policy, probe: list[int], plain: Tensor) -> list[str]:
+    """Fuse the model's norms and MLPs where that gives the same; what came of it, in words."""
+    again = policy.checkpointing != "none"
+    attempts = [("norms", gain, partial(fuse_norms, policy.model, multiply, again)) for gain, multiply in GAINS.items()]
+    attempts.append(("MLPs", "act(gate) * up", partial(fuse_mlps, policy.model, again)))
+    reasons: dict[str, str] = {}
+    for part, form, fuse_part in attempts:
+        if reasons.get(part, "").startswith("fused"):
+            continue
+        undo = fuse_part()
+        if undo is None:
+            reasons[part] = "none of a known form"
+            continue
+        gap, reason = _gap(policy, probe, plain)
+        reasons[part] = f"fused as {form}; {reason}"
+        if gap > SHORTCUT_TOLERANCE[policy.dtype]:
+            undo()
+            reasons[part] = f"left alone; {reason}"
+    return [f"{part}: {reason}" for part, reason in reasons.items()]
 
 
 def _gap(policy: Policy, probe: list[int], plain: Tensor) -> tuple[float, str]:

@@ -1,4 +1,4 @@
-"""transformers' attention interface for `grpo.tree.tree_attention`."""
+"""transformers' attention interface for `grpo.attention.tree_attention`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from skylite.grpo.tree import TreeLayout, tree_attention
+from skylite.grpo.attention import TreeLayout, tree_attention
 
 HARMLESS = {"position_ids", "cache_position", "position_embeddings"}
 """What models pass on to their attention function although rotary embedding has used it already."""
