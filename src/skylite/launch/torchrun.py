@@ -28,12 +28,11 @@ def trainer_command(run: Path, num_ranks: int, *, resume: bool) -> list[str]:
 
 
 def trainer_env(num_threads: int) -> dict[str, str]:
-    """Variables on top of the parent's: threads a rank, threads that sleep while they wait, allocator, no hub."""
+    """Variables on top of the parent's: threads a rank, allocator, no hub."""
     return {
         **LOOPBACK_ONLY,
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": str(num_threads),
-        "OMP_WAIT_POLICY": "passive",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
