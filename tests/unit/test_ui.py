@@ -45,7 +45,8 @@ def step(number: int, reward: float = 0.5) -> dict[str, Any]:
         "time/train_s": 3.0,
         "time/publish_s": 0.25,
         "time/load_s": 0.25,
-        "time/canary_s": 0.5,
+        "time/canary_s": 7.5,  # beside the sampling
+        "time/sync_s": 1.0,
         "time/step_s": 10.0,
         "policy/entropy": 0.4123,
         "canary/gap_max": 3.2e-5,

@@ -29,7 +29,7 @@ from skylite.run.retention import Label, clean_up, write_score
 from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import AdapterVersion, adapter_name, sampling_version
 
-POLL_S = 0.005
+POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from skylite.training.memory import with_tokens
 from skylite.training.policy import Policy, choose_passes, load_policy
 from skylite.training.step import train_step
 
-POLL_S = 0.005
+POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

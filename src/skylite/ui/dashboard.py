@@ -65,7 +65,7 @@ class Screen:
 def step_line(metrics: Mapping[str, Any], num_steps: int) -> str:
     """A step in one line, for logs."""
     m = metrics
-    sync = m["time/publish_s"] + m["time/load_s"] + m["time/canary_s"]
+    sync = m["time/sync_s"]
     return (
         f"step {m['step']}/{num_steps}  reward {m['reward/mean']:.3f}  right {100 * m['reward/right_frac']:.1f} %  "
         f"entropy {m['policy/entropy']:.3f}  tokens {m['completion/tokens_mean']:.1f}  "

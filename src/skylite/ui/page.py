@@ -122,7 +122,7 @@ def _numbers(state: ScreenState, width: int) -> list[Text]:
 
 def time_split(m: Mapping[str, Any], width: int) -> Text:
     """One bar: sample, train, sync and the rest as parts of the step, with a legend."""
-    sync = m["time/publish_s"] + m["time/load_s"] + m["time/canary_s"]
+    sync = m["time/sync_s"]
     known = {"sample": m["time/rollout_s"], "train": m["time/train_s"], "sync": sync}
     parts = {**known, "other": max(0.0, m["time/step_s"] - sum(known.values()))}
     styles = dict(zip(parts, ("cyan", "magenta", "green", "grey50"), strict=True))
