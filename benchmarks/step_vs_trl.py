@@ -30,7 +30,7 @@ from skylite.launch.machine import cpu_cores
 from skylite.models import resolve_model
 from skylite.run.files import write_json
 from skylite.run.metrics import read_metrics
-from skylite.run.run_dir import RunDir, adapter_name
+from skylite.run.run_dir import RunDir, published_versions
 
 NUM_QUESTIONS = 64
 REWARD = """def score(prompt, completion):
@@ -55,7 +55,7 @@ def main() -> None:
             theirs += in_own_process(args, data)
             peaks.append(matrix_peak(args))
             print(json.dumps(compared(ours, theirs), indent=1), flush=True)
-        io = plain_io(Path(folder, "run0"))
+        io = plain_io(RunDir(Path(folder, "run0")))
     mfu = utilisation(model, ours, statistics.median(peaks))
     result = {
         **compared(ours, theirs),
@@ -276,10 +276,10 @@ def lora_sampling() -> dict[str, Any]:
     return {"lora_vs_base": body["servers"]["skylite"]["lora_over_base"], "lora_vs_base_from": f"results/{path.name}"}
 
 
-def plain_io(run: Path) -> float:
+def plain_io(run: RunDir) -> float:
     """Seconds to write (fsync) and read the bytes of an adapter plainly, in the same place; median of 5."""
-    data = (run / "adapters" / adapter_name(1) / "adapter_model.safetensors").read_bytes()
-    path, seconds = run / "plain.bin", []
+    data = published_versions(run.default_adapters)[-1].weights_path.read_bytes()
+    path, seconds = run.root / "plain.bin", []
     for _ in range(5):
         started = time.perf_counter()
         with path.open("wb") as file:

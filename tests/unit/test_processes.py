@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from skylite.launch.processes import TAIL_BYTES, log_tail
+from skylite.launch.torchrun import killed_rank
 
 TORCHRUN = """\
 W1121 05:50:01.1 100 torch/distributed/run.py:851] Setting OMP_NUM_THREADS
@@ -52,3 +55,36 @@ def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
 def test_bytes_that_are_no_text_do_no_harm(tmp_path: Path) -> None:
     (tmp_path / "b.log").write_bytes(b"\xff\xfe ok\n")
     assert log_tail(tmp_path / "b.log", 1).endswith("ok")
+
+
+SUMMARY = """
+Failures:
+[1]:
+  time      : 2026-11-21_15:28:55
+  host      : localhost
+  rank      : 0 (local_rank: 0)
+  exitcode  : {first} (pid: 9480) {first_signal}
+  error_file: <N/A>
+-----------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-21_15:28:55
+  host      : localhost
+  rank      : 1 (local_rank: 1)
+  exitcode  : {second} (pid: 9481) {second_signal}
+  error_file: <N/A>
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "found"),
+    [
+        ((1, ""), (-9, " (SIGKILL)"), "rank 1 (process 9481) was killed by SIGKILL"),
+        ((-15, " (SIGTERM)"), (-11, " (SIGSEGV)"), "rank 1 (process 9481) was killed by SIGSEGV"),
+        ((-15, " (SIGTERM)"), (1, ""), None),
+    ],
+)
+def test_a_killed_rank_is_named_by_torchruns_summary(first: tuple[int, str], second: tuple[int, str], found: str | None) -> None:
+    log = SUMMARY.format(first=first[0], first_signal=first[1], second=second[0], second_signal=second[1])
+    assert killed_rank(log) == found
+    assert killed_rank("nothing of the kind") is None

@@ -72,6 +72,15 @@ class Supervisor:
         """Processes of a child that a signal has stopped."""
         return stopped_processes(self._children[name]) if name in self._children else []
 
+    def log_of(self, name: str) -> str:
+        """What a child has written since it was started; "" for a child that is not there."""
+        child = self._children.get(name)
+        if child is None:
+            return ""
+        with child.spec.log_path.open("rb") as stream:
+            stream.seek(child.log_start)
+            return stream.read().decode("utf-8", errors="replace")
+
     async def watch(self) -> NoReturn:
         """Raise ChildDied soon (POLL_S) after a child has ended."""
         while True:

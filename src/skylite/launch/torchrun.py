@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import uuid
 from pathlib import Path
@@ -39,3 +40,17 @@ def trainer_env(num_threads: int) -> dict[str, str]:
         **ALLOCATOR,
         **preloading(TBB_MALLOC, {}, "malloc"),
     }
+
+
+_KILLED = re.compile(r"rank\s+: (\d+) \(local_rank: \d+\)\s+exitcode\s+: -\d+ \(pid: (\d+)\)\s+\((SIG\w+)\)")
+
+
+def killed_rank(log: str) -> str | None:
+    """The first rank that a signal ended, by the summary torchrun leaves in its log: "rank 1 (process 77) was killed by SIGKILL".
+
+    None where there is none. SIGTERM does not count: with that torchrun itself ends the ranks that are left.
+    """
+    for rank, pid, name in _KILLED.findall(log):
+        if name != "SIGTERM":
+            return f"rank {rank} (process {pid}) was killed by {name}"
+    return None

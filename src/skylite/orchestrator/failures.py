@@ -6,6 +6,7 @@ from pathlib import Path
 
 from skylite.errors import ChildDied, RunFailed, SkyliteError, TrainerLost
 from skylite.launch.supervisor import Supervisor
+from skylite.launch.torchrun import killed_rank
 from skylite.orchestrator.plan import RunPlan
 from skylite.ui.closing import stopped_text
 
@@ -18,15 +19,23 @@ def explained(plan: RunPlan, error: SkyliteError, supervisor: Supervisor) -> Sky
         stopped = supervisor.stopped_pids(TRAINER)
         if stopped:
             error = TrainerLost(f"{error.what} Stopped by a signal (SIGSTOP): process {', '.join(map(str, stopped))}.", error.hint)
-    elif isinstance(error, ChildDied) and plan.run.trainer_error_path.exists():
-        reason = plan.run.read_json(plan.run.trainer_error_path)
-        what, hint = f"The trainer stopped (rank {reason['rank']}): {reason['what']}", str(reason["hint"])
-        error = RunFailed(what, hint) if reason["final"] else TrainerLost(what, hint, error.log_tail)
-    elif isinstance(error, ChildDied) and error.what.startswith(TRAINER):
-        killed = "A rank ended without an error of its own: it was killed, by hand or by the kernel for lack of memory."
-        said = "" if "Traceback" in error.log_tail else f" {killed}"
-        error = TrainerLost(f"{error.what}{said}", error.hint, error.log_tail)
+    elif isinstance(error, ChildDied):
+        error = _explained_death(plan, error, supervisor)
     return error
+
+
+def _explained_death(plan: RunPlan, error: ChildDied, supervisor: Supervisor) -> SkyliteError:
+    is_trainer, path = error.what.startswith(TRAINER), plan.run.trainer_error_path
+    reason = plan.run.read_json(path) if path.exists() else None
+    killed = killed_rank(supervisor.log_of(TRAINER)) if is_trainer else None
+    # A rank that was killed pulls the others down; what they say of it (a closed connection) explains nothing.
+    if killed is not None and not (reason and reason["final"]):
+        cause = ": by hand, or by the kernel for lack of memory" if killed.endswith("SIGKILL") else ""
+        return TrainerLost(f"The trainer stopped: {killed}{cause}.", error.hint, error.log_tail)
+    if reason is not None:
+        what, hint = f"The trainer stopped (rank {reason['rank']}): {reason['what']}", str(reason["hint"])
+        return RunFailed(what, hint) if reason["final"] else TrainerLost(what, hint, error.log_tail)
+    return TrainerLost(error.what, error.hint, error.log_tail) if is_trainer else error
 
 
 def with_what_is_kept(plan: RunPlan, error: SkyliteError) -> SkyliteError:

@@ -14,6 +14,7 @@ from skylite.grpo.importance import importance_weights
 from skylite.grpo.kl import KL_ESTIMATORS
 from skylite.grpo.losses import POLICY_LOSSES, LossInputs, is_clipped, ratio_of, value_loss
 from skylite.run.rollout_file import TrainSample
+from skylite.training.allocator import release_cached_memory
 from skylite.training.credit import assign_advantages, kl_in_reward, known_advantages
 from skylite.training.critic import Critic, predict_values
 from skylite.training.dist import Dist
@@ -66,7 +67,9 @@ def learn(policy: Policy, learner: Learner, mini_batch: MiniBatch, config: Train
     """Forward and backward of every micro-batch into `learner.grads`."""
     learner.grads.zero_()
     for micro in mini_batch.micro_batches:
+        release_cached_memory()
         learn_from(policy, micro, mini_batch.size.num_tokens, config, totals)
+    release_cached_memory()
 
 
 def learn_from(policy: Policy, micro: MicroBatch, num_tokens: int, config: TrainConfig, totals: Totals) -> None:
