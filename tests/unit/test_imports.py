@@ -44,7 +44,7 @@ def layer(path: Path) -> str:
 
 def of_config(name: str) -> str:
     """The sections of the settings are one layer, whichever file they lie in."""
-    return "config" if name in ("config_algorithm", "config_section") else name
+    return "config" if name in ("config_algorithm", "config_lora", "config_section") else name
 
 
 def imported(tree: ast.AST, *, top_level_only: bool) -> set[str]:
