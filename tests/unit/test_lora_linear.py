@@ -14,8 +14,13 @@ from skylite.training.recompute import with_recipe
 
 def model(*, fused: bool, bias: bool = True, dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(0)
-    config = LoraConfig(r=3, lora_alpha=5, lora_dropout=dropout, target_modules=["0", "2"])
-    peft = get_peft_model(nn.Sequential(nn.Linear(8, 12, bias=bias), nn.SiLU(), nn.Linear(12, 6, bias=bias)), config)
+    plain = nn.Sequential(nn.Linear(8, 12, bias=bias), nn.SiLU(), nn.Linear(12, 6, bias=bias))
+    return adapted(plain, ["0", "2"], dropout, fused=fused)
+
+
+def adapted(plain: nn.Module, targets: list[str], dropout: float = 0.0, *, fused: bool) -> nn.Module:
+    """The module with LoRA matrices that are not 0."""
+    peft = get_peft_model(plain, LoraConfig(r=3, lora_alpha=5, lora_dropout=dropout, target_modules=targets))
     for name, param in peft.named_parameters():
         if "lora_" in name:
             nn.init.normal_(param, std=0.3)
@@ -111,14 +116,7 @@ class Branches(nn.Module):
 
 def branches(*, fused: bool, bias: bool = True) -> nn.Module:
     torch.manual_seed(0)
-    config = LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "k_proj", "v_proj"])
-    peft = get_peft_model(Branches(bias), config)
-    for name, param in peft.named_parameters():
-        if "lora_" in name:
-            nn.init.normal_(param, std=0.3)
-    if fused:
-        fuse(peft)
-    return peft
+    return adapted(Branches(bias), ["q_proj", "k_proj", "v_proj"], fused=fused)
 
 
 @pytest.mark.parametrize("bias", [True, False])

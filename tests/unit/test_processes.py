@@ -57,23 +57,14 @@ def test_bytes_that_are_no_text_do_no_harm(tmp_path: Path) -> None:
     assert log_tail(tmp_path / "b.log", 1).endswith("ok")
 
 
-SUMMARY = """
-Failures:
-[1]:
+FAILURE = """[{rank}]:
   time      : 2026-11-21_15:28:55
   host      : localhost
-  rank      : 0 (local_rank: 0)
-  exitcode  : {first} (pid: 9480) {first_signal}
-  error_file: <N/A>
------------------------------------------------------
-Root Cause (first observed failure):
-[0]:
-  time      : 2026-11-21_15:28:55
-  host      : localhost
-  rank      : 1 (local_rank: 1)
-  exitcode  : {second} (pid: 9481) {second_signal}
+  rank      : {rank} (local_rank: {rank})
+  exitcode  : {code} (pid: {pid}) {signal}
   error_file: <N/A>
 """
+"""How torchrun's summary tells of a rank."""
 
 
 @pytest.mark.parametrize(
@@ -85,6 +76,7 @@ Root Cause (first observed failure):
     ],
 )
 def test_a_killed_rank_is_named_by_torchruns_summary(first: tuple[int, str], second: tuple[int, str], found: str | None) -> None:
-    log = SUMMARY.format(first=first[0], first_signal=first[1], second=second[0], second_signal=second[1])
+    ranks = enumerate((first, second))
+    log = "Failures:\n" + "".join(FAILURE.format(rank=rank, pid=9480 + rank, code=code, signal=name) for rank, (code, name) in ranks)
     assert killed_rank(log) == found
     assert killed_rank("nothing of the kind") is None

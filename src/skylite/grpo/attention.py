@@ -31,6 +31,10 @@ class TreeLayout:
     bias_cache: dict[Any, list[Tensor]] = field(default_factory=dict)
     """Additive masks by window and dtype: every layer asks for the same ones."""
 
+    def seen(self, index: int) -> list[int]:
+        """The pieces that a piece sees, itself last."""
+        return [*self.above[index], index]
+
 
 def tree_layout(tree: Tree, device: torch.device) -> TreeLayout:
     """Masks and depths as tensors."""
@@ -107,7 +111,7 @@ class _CpuTreeAttention(torch.autograd.Function):
             found = FLASH_BACKWARD(g, q, k, v, o, normalizers[index], 0.0, False, attn_mask=ctx.biases[index], scale=ctx.scaling)
             dq.copy_(found[0])
             for whole, dx in ((of_keys, found[1]), (of_values, found[2])):
-                seen = [*layout.above[index], index]
+                seen = layout.seen(index)
                 for piece, part in zip(seen, torch.split(dx.sum(0), [layout.sizes[i] for i in seen], dim=1), strict=True):
                     whole[piece][0].add_(part)
         return of_query, of_key, of_value, None, None, None
@@ -125,7 +129,7 @@ def _by_key_head(x: Tensor, num_key_heads: int) -> Tensor:
 
 def _seen(parts: tuple[Tensor, ...], layout: TreeLayout, index: int) -> Tensor:
     """The keys or values [1, K, n, D] that a piece sees."""
-    seen = [*layout.above[index], index]
+    seen = layout.seen(index)
     return parts[index] if len(seen) == 1 else torch.cat([parts[i] for i in seen], dim=2)
 
 
@@ -145,7 +149,7 @@ def _additive_masks(layout: TreeLayout, window: int | None, dtype: torch.dtype) 
         biases = []
         for index, mask in enumerate(layout.masks):
             if window is not None:
-                columns = torch.cat([depths[i] for i in (*layout.above[index], index)])
+                columns = torch.cat([depths[i] for i in layout.seen(index)])
                 mask = mask & (depths[index][:, None] - columns < window)
             biases.append(torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf")))
         layout.bias_cache[window, dtype] = biases

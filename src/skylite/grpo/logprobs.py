@@ -96,15 +96,13 @@ class _HeadLogprobs(torch.autograd.Function):
         expected = torch.zeros_like(hidden) if by_blocks and ctx.needs_input_grad[0] else None
         # With a gradient or without: a ratio to logprobs of before must be exactly 1 where nothing was learned between.
         if by_blocks:
-            for start in range(0, len(hidden), BLOCK_ROWS):
-                part = slice(start, start + BLOCK_ROWS)
-                tokens = torch.nonzero((rows >= start) & (rows < start + BLOCK_ROWS))[:, 0]
-                places = rows[tokens] - start, targets[tokens]
+            for part, tokens in _parts(len(hidden), BLOCK_ROWS, rows, order):
+                places = rows[tokens] - part.start, targets[tokens]
                 chosen[tokens], entropies[part] = _online_softmax(
                     hidden[part], weight, bias, temperature, places, None if expected is None else expected[part]
                 )
         else:
-            for part, tokens in _parts(len(hidden), len(weight), rows, order):
+            for part, tokens in _parts(len(hidden), _chunk_rows(weight), rows, order):
                 log_probs = torch.log_softmax(_scores(hidden[part], weight, bias, softcap).float().div_(temperature), dim=1)
                 chosen[tokens] = log_probs[rows[tokens] - part.start, targets[tokens]]
                 entropies[part] = -torch.linalg.vecdot(torch.exp(log_probs), log_probs)
@@ -124,7 +122,7 @@ class _HeadLogprobs(torch.autograd.Function):
             return grad_hidden.index_add_(0, rows, weight[targets].mul_(grad_chosen[:, None])), None, None, None, None, None, None
         entropy_rows = None if grad_entropy is None else _by_row(grad_entropy / ctx.temperature, rows, len(hidden))
         grad_hidden = torch.empty_like(hidden)
-        for part, tokens in _parts(len(hidden), len(weight), rows, order):
+        for part, tokens in _parts(len(hidden), _chunk_rows(weight), rows, order):
             scores = _scores(hidden[part], weight, bias, ctx.softcap).float()
             log_probs = torch.log_softmax(scores / ctx.temperature, dim=1)
             slope = -chosen_rows[part, None]
@@ -179,9 +177,13 @@ def _scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float 
     return scores if softcap is None else torch.tanh(scores / softcap) * softcap
 
 
-def _parts(num_rows: int, vocab: int, rows: Tensor, order: Tensor) -> list[tuple[slice, Tensor]]:
-    """Chunks of rows, each with the tokens whose distribution lies in it. `order` sorts `rows`."""
-    size = max(1, HEAD_CHUNK_ELEMENTS // vocab)
+def _chunk_rows(weight: Tensor) -> int:
+    """Rows whose whole logits are HEAD_CHUNK_ELEMENTS."""
+    return max(1, HEAD_CHUNK_ELEMENTS // len(weight))
+
+
+def _parts(num_rows: int, size: int, rows: Tensor, order: Tensor) -> list[tuple[slice, Tensor]]:
+    """Chunks of `size` rows, each with the tokens whose distribution lies in it. `order` sorts `rows`."""
     starts = list(range(0, num_rows, size))
     bounds = torch.searchsorted(rows[order], torch.tensor([*starts, num_rows], device=rows.device)).tolist()
     return [(slice(a, min(a + size, num_rows)), order[i:j]) for a, i, j in zip(starts, bounds[:-1], bounds[1:], strict=True)]

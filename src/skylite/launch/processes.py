@@ -147,20 +147,24 @@ def log_tail(path: Path, lines: int, start: int = 0) -> str:
 
     torchrun's own summary is left out: it prints some forty lines after a rank's traceback, and the traceback is what a person needs.
     """
-    try:
-        with path.open("rb") as stream:
-            stream.seek(max(start, path.stat().st_size - TAIL_BYTES))
-            text = stream.read().decode("utf-8", errors="replace")
-    except FileNotFoundError:
-        return ""
     kept: list[str] = []
-    for raw in text.split("\n"):
+    for raw in log_end(path, start).split("\n"):
         line = _ESCAPE.sub("", raw.rstrip("\r").rpartition("\r")[2]).rstrip()
         if _TORCHRUN_SUMMARY.search(line):
             break
         if line and not _TORCHRUN_CHATTER.match(line):
             kept.append(line if len(line) <= 500 else line[:500] + " ...")
     return "\n".join(kept[-lines:])
+
+
+def log_end(path: Path, start: int = 0) -> str:
+    """The last TAIL_BYTES of a log from byte `start` on, as they are; "" where there is none."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(max(start, path.stat().st_size - TAIL_BYTES))
+            return stream.read().decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
 
 
 def _signal_name(number: int) -> str:

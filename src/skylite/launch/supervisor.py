@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn, Self
 
-from skylite.launch.processes import Child, ProcessSpec, died, kill, poll, start, stopped_processes, terminate
+from skylite.launch.processes import Child, ProcessSpec, died, kill, log_end, poll, start, stopped_processes, terminate
 
 POLL_S = 0.05
 STOP_TIMEOUT_S = 5.0
@@ -73,13 +73,9 @@ class Supervisor:
         return stopped_processes(self._children[name]) if name in self._children else []
 
     def log_of(self, name: str) -> str:
-        """What a child has written since it was started; "" for a child that is not there."""
+        """The end of what a child has written since it was started; "" for a child that is not there."""
         child = self._children.get(name)
-        if child is None:
-            return ""
-        with child.spec.log_path.open("rb") as stream:
-            stream.seek(child.log_start)
-            return stream.read().decode("utf-8", errors="replace")
+        return "" if child is None else log_end(child.spec.log_path, child.log_start)
 
     async def watch(self) -> NoReturn:
         """Raise ChildDied soon (POLL_S) after a child has ended."""

@@ -1,7 +1,7 @@
 """Norms and gated MLPs that keep their inputs alone, and let the LoRA layers after them make their outputs again.
 
 A LoRA layer wants its input for the gradient of A. Where that is the output of a norm or of act(gate) * up, a pass or two over it
-makes it again in backward, which takes about a hundredth of the layer's products and spares a third of what a forward pass keeps.
+makes it again in backward (benchmarks/README.md, `train_phase.py`, has what that costs and spares).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def gated(gate: Tensor, up: Tensor, act: Callable[[Tensor], Tensor], again: bool
 
 def fuse_norms(model: nn.Module, gain: Gain, again: bool) -> Callable[[], None] | None:
     """Have every RMS norm of the model use `rms_norm`; returns what undoes it, None where the model has no such norm."""
-    norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm") and _eps(m) is not None]
+    norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm")]
 
     def forward_of(norm: Any, eps: float) -> Callable[[Tensor], Tensor]:
         return lambda x: rms_norm(x, gain(norm.weight), eps, again)
