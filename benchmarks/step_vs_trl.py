@@ -106,18 +106,18 @@ def skylite() -> str:
 
 
 def skylite_steps(args: argparse.Namespace, data: Path, run: Path) -> list[dict[str, float]]:
-    """Our steps but the first."""
+    """Our steps but the first and the last: at a run's end nothing is sampled beside the canary, and a checkpoint is waited for."""
     settings = {
         "model.name": args.model, "model.dtype": args.dtype, "rollout.prompts_per_step": 4, "rollout.group_size": 8,
         "rollout.max_completion_tokens": 128, "rollout.max_prompt_tokens": 512, "optim.lr": 1e-4, "engine.kv_cache_gib": 0.5,
-        "trainer.tokens_per_micro_batch": args.budget, "trainer.checkpointing": args.checkpointing, "num_steps": args.steps,
+        "trainer.tokens_per_micro_batch": args.budget, "trainer.checkpointing": args.checkpointing, "num_steps": args.steps + 1,
         "eval.limit": 0,
     }  # fmt: skip
     recipe = run.with_suffix(".toml")
     recipe.write_text("", encoding="utf-8")
     command = [skylite(), "train", "--recipe", str(recipe), "--data", str(data), "--rank", "32", "--alpha", "32", "--run", str(run)]
     subprocess.run([*command, *(x for k, v in settings.items() for x in ("--set", f"{k}={v}"))], check=True)
-    metrics = read_metrics(RunDir(run).metrics_path)[1:]
+    metrics = read_metrics(RunDir(run).metrics_path)[1:-1]
     return [
         {
             "step_s": m["time/step_s"],

@@ -4,7 +4,8 @@
     python benchmarks/sync.py --gsm8k FOLDER_WITH_train.jsonl --set rollout.max_staleness=1 --out benchmarks/results/ahead.json
 
 One run of 4 prompts x 8 completions of at most 128 tokens, rank 32 (without --gsm8k: generated problems, which are answered shorter). Its
-metrics but those of the first step, medians. Plain I/O: write and fsync, then read, the bytes of one of its adapters in the same folder.
+metrics but those of the first and the last step (a run's end has its own waits), medians. Plain I/O: write and fsync, then read, the bytes
+of one of its adapters in the same folder.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="skylite-", dir=args.folder) as folder:
         run = RunDir(Path(folder, "run"))
         train(args, prepare(args.gsm8k, Path(folder)), run)
-        steps = read_metrics(run.metrics_path)[1:]
+        steps = read_metrics(run.metrics_path)[1:-1]
         plain = plain_io(published_versions(run.default_adapters)[-1].weights_path)
     result = summary(steps, plain) | about() | {"plain_io": plain, "steps": [kept(s) for s in steps]}
     print(json.dumps({k: v for k, v in result.items() if not isinstance(v, list)}, indent=1))

@@ -65,6 +65,42 @@ def test_a_worker_that_ends_is_an_error_not_a_score(spec: str) -> None:
         pool.close()
 
 
+def test_a_worker_that_ends_while_nothing_is_scored_is_told_of_at_once_and_once(spec: str) -> None:
+    async def lose_one() -> list[ChildDied]:
+        told: list[ChildDied] = []
+        pool = RewardPool(spec, 2)
+        try:
+            pid = int((await pool.score([(prompt(), "pid")]))[0])
+            pool.watch(told.append)
+            await asyncio.sleep(0.2)
+            assert told == []
+            os.kill(pid, signal.SIGKILL)
+            deadline = time.monotonic() + 10
+            while not told and time.monotonic() < deadline:
+                await asyncio.sleep(0.02)
+            await asyncio.sleep(0.3)
+            return told
+        finally:
+            pool.close()
+
+    told = asyncio.run(lose_one())
+    assert 1 <= len(told) <= 2  # once a worker; the executor ends the others when one is lost
+    assert "reward worker ended" in told[0].what
+
+
+def test_close_is_no_loss(spec: str) -> None:
+    async def open_and_close() -> list[ChildDied]:
+        told: list[ChildDied] = []
+        pool = RewardPool(spec, 2)
+        await pool.score([(prompt(), "1")])
+        pool.watch(told.append)
+        pool.close()
+        await asyncio.sleep(0.2)
+        return told
+
+    assert asyncio.run(open_and_close()) == []
+
+
 def test_close_ends_a_hanging_worker(spec: str) -> None:
     pool = RewardPool(spec, 1)
     pid = int(asyncio.run(pool.score([(prompt(), "pid")]))[0])

@@ -132,6 +132,7 @@ async def _run(plan: RunPlan, supervisor: Supervisor, progress: Progress, resume
         progress.event("tokenizer_ready")
         pool = RewardPool(plan.reward, plan.config.reward.num_workers)
         stack.callback(pool.close)
+        pool.watch(supervisor.fail)
         start = plan.first_step - 1
         await wait_for_update(plan, start)
         published = read_manifest(Path(plan.resolved.lora_sync_path) / adapter_name(start), verify_hash=False).target_modules

@@ -6,7 +6,7 @@ import asyncio
 import multiprocessing
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import resource_tracker
@@ -39,6 +39,13 @@ class RewardPool:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._workers = set(multiprocessing.active_children()) - before
+        self._watching: asyncio.AbstractEventLoop | None = None
+
+    def watch(self, lost: Callable[[ChildDied], None]) -> None:
+        """Until `close`, have the running event loop call `lost` when a worker ends, without waiting for the next call of `score`."""
+        self._watching = asyncio.get_running_loop()
+        for worker in self._workers:
+            self._watching.add_reader(worker.sentinel, self._ended, worker.sentinel, lost)
 
     async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[float]:
         """One reward a (prompt, completion text), in order.
@@ -52,7 +59,7 @@ class RewardPool:
             async with asyncio.timeout(TIMEOUT_S):
                 return list(await asyncio.gather(*futures))
         except BrokenProcessPool:
-            raise ChildDied("A reward worker ended while it scored.", "Was it killed, or out of memory? Go on with --resume.") from None
+            raise _worker_lost() from None
         except TimeoutError:
             waiting = next(prompt.id for (prompt, _), future in zip(items, futures, strict=True) if not future.done() or future.cancelled())
             raise RunFailed(f"Scoring took longer than {TIMEOUT_S:.0f} s; prompt {waiting} is not scored.", "Correct the reward.") from None
@@ -61,8 +68,19 @@ class RewardPool:
         """End the workers, a hanging one too."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
+            if self._watching is not None:
+                self._watching.remove_reader(worker.sentinel)
             worker.kill()
             worker.join()
+
+    def _ended(self, sentinel: int, lost: Callable[[ChildDied], None]) -> None:
+        if self._watching is not None:
+            self._watching.remove_reader(sentinel)  # it stays readable
+        lost(_worker_lost())
+
+
+def _worker_lost() -> ChildDied:
+    return ChildDied("A reward worker ended.", "Was it killed, or out of memory? Go on with --resume.")
 
 
 def _start_worker(spec: str, parent: int) -> None:

@@ -1,0 +1,100 @@
+"""Whether torch.compile pays in the train phase: forward and backward of one group, as the trainer computes it and with compiled layers.
+
+    python benchmarks/compiled.py --out benchmarks/results/compiled_cpu.json
+
+Four forms of the same weights in one process, in turns: with skylite's own operations for norms and MLPs or with the model's, each as
+it is and with every decoder layer compiled (inductor, dynamic shapes). Medians, what compiling took, and seconds over the trainer's form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import train_phase
+from surroundings import about
+
+from skylite.models import resolve_model
+from skylite.run.files import write_json
+from skylite.training.dist import Dist, process_group, set_threads
+from skylite.training.head import plain_head
+from skylite.training.learner import make_learner
+from skylite.training.loading import decoder_layers
+from skylite.training.policy import Policy, choose_passes, load_policy
+from skylite.training.step import train_step
+
+
+def main() -> None:
+    args = parse_arguments()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch._dynamo.config.cache_size_limit = 64
+    set_threads(None)
+    rows: list[dict[str, Any]] = []
+    with process_group(device) as dist:
+        for own in (True, False):
+            for compiled in (False, True):
+                rows.append(measured(args, device, dist, own=own, compiled=compiled))
+                print(json.dumps(rows[-1]), flush=True)
+    first = next((row["seconds"] for row in rows if "seconds" in row), None)
+    for row in rows:
+        if first and "seconds" in row:
+            row["over_ours"] = round(row["seconds"] / first, 3)
+    result = about() | {"dtype": args.dtype, "device": device, "rows": rows}
+    print(json.dumps(result, indent=1))
+    if args.out:
+        write_json(args.out, result)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--steps", type=int, default=5, help="a form; the first two are not counted, they compile")
+    parser.add_argument("--completion", type=int, default=128)
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def measured(args: argparse.Namespace, device: str, dist: Dist, *, own: bool, compiled: bool) -> dict[str, Any]:
+    """Seconds a step of one form."""
+    folder = args.model if Path(args.model).is_dir() else str(resolve_model(args.model, say=lambda _: None).path)
+    sizes = SimpleNamespace(
+        steps=args.steps, rank=[32], prompts=[1], group_size=[8], prompt=[106], completion=[args.completion], budget=[8192],
+        checkpointing=["none"], vocab=20000, dtype=args.dtype,
+    )  # fmt: skip
+    config, where = train_phase.settings(sizes, folder, device)
+    policy = load_policy(where, config, dist)
+    policy = choose_passes(policy, list(range(20, 60)))[0] if own else with_the_models_own_parts(policy)
+    if compiled:
+        for layer in decoder_layers(policy.model.get_base_model()):
+            layer.compile(dynamic=True)
+    learner = make_learner("policy", policy.lora, config.optim.lr, config.optim.max_grad_norm, config.optim)
+    seconds = []
+    for step in range(1, args.steps + 1):
+        samples = train_phase.made_up(sizes, step)
+        started = time.perf_counter()
+        try:
+            train_step(policy, learner, samples, step, config, dist)
+        except Exception as error:  # noqa: BLE001 whatever the compiler raises is the finding
+            return {"own": own, "compiled": compiled, "failed": f"{type(error).__name__}: {error}"[:300]}
+        seconds.append(time.perf_counter() - started)
+    row = {"own": own, "compiled": compiled, "seconds": round(statistics.median(seconds[2:]), 3), "first_s": round(seconds[0], 2)}
+    return row | {"peak_gib_so_far": round(train_phase.peak_gib(policy), 2)}
+
+
+def with_the_models_own_parts(policy: Policy) -> Policy:
+    """Tree and head in chunks as always, norms and MLPs as transformers has them."""
+    base = policy.model.get_base_model()
+    base.set_attn_implementation("skylite_tree")
+    return replace(policy, packing="tree", head=plain_head(base))
+
+
+if __name__ == "__main__":
+    main()
