@@ -79,7 +79,9 @@ async def _run_steps(session: Session, exchange: Exchange) -> None:
     await wait_for_update(plan, plan.first_step - 1)
     for version in versions_at_start(session):
         loaded = await take_version(session, exchange, version)
-        await loaded.proof
+        # A new run samples beside the proof, as every step does; what a resume goes on from is proven first.
+        if plan.first_step > 1 or plan.held_out:
+            await loaded.proof
         exchange.versions.put_nowait(loaded)
     if plan.first_step == 1:
         await held_out_accuracy(session, "before", version=0)
