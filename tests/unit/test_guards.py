@@ -18,7 +18,16 @@ from skylite.errors import ConfigError, TrainingDiverged
 from skylite.run.rollout_file import TrainSample
 from skylite.run.run_dir import RunDir
 from skylite.training.dist import Dist
-from skylite.training.guards import collapse_fault, keep_inputs, learn_or_undo, limit_fault, parameter_fault, sample_fault, state_of
+from skylite.training.guards import (
+    collapse_fault,
+    keep_inputs,
+    learn_or_undo,
+    limit_fault,
+    parameter_fault,
+    remembering,
+    sample_fault,
+    state_of,
+)
 from skylite.training.learner import Learner
 from skylite.training.step import train_step
 from tests.cases import learner_of, policy_of
@@ -78,6 +87,22 @@ def test_a_bad_step_is_undone_whole(sections: Any, samples: list[TrainSample], w
     )
     assert fault == ""
     assert not all(torch.equal(a, b) for a, b in zip(before, numbers_of(learner), strict=True))
+
+
+def test_what_an_update_would_undo_is_not_held_twice_before_the_update(tiny_llama: Path, dist: Dist) -> None:
+    policy = policy_of(tiny_llama, settings(), dist)
+    learner = learner_of(policy, settings())
+    start = numbers_of(learner)
+    with remembering([learner]) as before:
+        assert before == {}
+        train_step(policy, learner, random_samples(0), 1, settings(), dist)
+        first = before["policy"]
+        train_step(policy, learner, random_samples(1), 2, settings(), dist)
+        assert before["policy"] is first
+    assert all(torch.equal(a, b) for a, b in zip(start, first.params.values(), strict=True))
+    assert first.moments == {}
+    train_step(policy, learner, random_samples(2), 3, settings(), dist)
+    assert before["policy"] is first
 
 
 def test_a_policy_whose_canary_gives_no_numbers_is_undone_before_it_is_published(tiny_llama: Path, dist: Dist) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -46,6 +48,25 @@ def put_back(learner: Learner, state: State) -> None:
         param.data.copy_(state.params[name])
     learner.optimizer.state.clear()
     learner.optimizer.state.update({learner.params[n]: dict(values) for n, values in state.moments.items()})
+    learner.park_moments()
+
+
+@contextmanager
+def remembering(learners: Sequence[Learner]) -> Iterator[dict[str, State]]:
+    """Within the block, every learner's state as it was before its first update, by name.
+
+    It is copied at that update, not at the start of the block: until then the activations of the backward pass take the memory.
+    """
+    before: dict[str, State] = {}
+
+    def remember(learner: Learner, *_: object) -> None:
+        if learner.name not in before:
+            before[learner.name] = state_of(learner)
+
+    with ExitStack() as stack:
+        for learner in learners:
+            stack.callback(learner.optimizer.register_step_pre_hook(partial(remember, learner)).remove)
+        yield before
 
 
 def learn_or_undo(
@@ -60,17 +81,18 @@ def learn_or_undo(
     Bad is what `find_fault` names on any rank, and a TrainingDiverged, which every rank raises: gradients are summed before they are
     judged, and the canary is the same everywhere.
     """
-    before = [state_of(x) for x in learners]
     metrics: dict[str, float] = {}
-    try:
-        metrics = learn()
-        fault = find_fault(metrics)
-        if not dist.max_(torch.tensor([float(bool(fault))], device=dist.device)).item():
-            return metrics | publish(), ""
-    except TrainingDiverged as error:
-        fault = error.what
-    for learner, state in zip(learners, before, strict=True):
-        put_back(learner, state)
+    with remembering(learners) as before:
+        try:
+            metrics = learn()
+            fault = find_fault(metrics)
+            if not dist.max_(torch.tensor([float(bool(fault))], device=dist.device)).item():
+                return metrics | publish(), ""
+        except TrainingDiverged as error:
+            fault = error.what
+    for learner in learners:
+        if learner.name in before:
+            put_back(learner, before[learner.name])
     return metrics, fault or "another rank found a number that is not finite"
 
 

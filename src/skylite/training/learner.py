@@ -56,8 +56,12 @@ class Learner:
             self.grads.mul_(self.max_grad_norm / norm)
         self._move_moments(self.grads.device)
         self.optimizer.step()
-        self._move_moments(torch.device("cpu"))
+        self.park_moments()
         return norm
+
+    def park_moments(self) -> None:
+        """Where they are offloaded: back to the machine's memory."""
+        self._move_moments(torch.device("cpu"))
 
     def _move_moments(self, device: torch.device) -> None:
         if not self.offload:
