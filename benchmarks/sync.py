@@ -94,7 +94,7 @@ def plain_io(weights: Path) -> dict[str, float]:
 
 
 def kept(step: dict[str, Any]) -> dict[str, float]:
-    return {k: v for k, v in step.items() if k.startswith(("time/", "staleness/")) or k in ("step", "tokens/completion")}
+    return {k: v for k, v in step.items() if k.startswith(("time/", "staleness/", "mem/")) or k in ("step", "tokens/completion")}
 
 
 def summary(steps: list[dict[str, Any]], plain: dict[str, float]) -> dict[str, float]:
@@ -121,6 +121,7 @@ def summary(steps: list[dict[str, Any]], plain: dict[str, float]) -> dict[str, f
         "until_loaded_share": share("time/sync_s"),
         "overhead_share": share("time/overhead_s"),
         "overlap_s": round(median("time/overlap_s"), 3),
+        "trainer_peak_gib": round(max(s["mem/rss_peak_bytes"] for s in steps) / 2**30, 2),
         "step_vs_longer_phase": round(median("time/step_s") / longer, 3),
     }
 
