@@ -2,15 +2,18 @@
 
     python benchmarks/compiled.py --out benchmarks/results/compiled_cpu.json
 
-Four forms of the same weights in one process, in turns: with skylite's own operations for norms and MLPs or with the model's, each as
-it is and with every decoder layer compiled (inductor, dynamic shapes). Medians, what compiling took, and seconds over the trainer's form.
+Four forms, each in a process of its own: with skylite's own operations for norms and MLPs or with the model's, each as it is and with
+every decoder layer compiled (inductor, dynamic shapes). Median seconds, those of the first step (compiling), and over the trainer's form.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +24,11 @@ import torch
 import train_phase
 from surroundings import about
 
+from skylite.launch.machine import cpu_cores
+from skylite.launch.torchrun import trainer_env
 from skylite.models import resolve_model
 from skylite.run.files import write_json
-from skylite.training.dist import Dist, process_group, set_threads
+from skylite.training.dist import process_group, set_threads
 from skylite.training.head import plain_head
 from skylite.training.learner import make_learner
 from skylite.training.loading import decoder_layers
@@ -33,23 +38,20 @@ from skylite.training.step import train_step
 
 def main() -> None:
     args = parse_arguments()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch._dynamo.config.cache_size_limit = 64
-    set_threads(None)
+    if args.inner:
+        print(json.dumps(measured(args, own="own" in args.inner, compiled="compiled" in args.inner)))
+        return
     rows: list[dict[str, Any]] = []
-    with process_group(device) as dist:
-        for own in (True, False):
-            for compiled in (False, True):
-                rows.append(measured(args, device, dist, own=own, compiled=compiled))
-                print(json.dumps(rows[-1]), flush=True)
-    first = next((row["seconds"] for row in rows if "seconds" in row), None)
-    for row in rows:
-        if first and "seconds" in row:
-            row["over_ours"] = round(row["seconds"] / first, 3)
-    result = about() | {"dtype": args.dtype, "device": device, "rows": rows}
-    print(json.dumps(result, indent=1))
+    for form in ("own", "own,compiled", "models", "models,compiled"):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+        command = [*torchrun, __file__, *sys.argv[1:], "--inner", form]
+        done = subprocess.run(command, env=os.environ | trainer_env(cpu_cores()), stdout=subprocess.PIPE, text=True, check=True)
+        rows.append({"form": form, **json.loads(done.stdout.splitlines()[-1])})
+        if "seconds" in rows[0] and "seconds" in rows[-1]:
+            rows[-1]["over_ours"] = round(rows[-1]["seconds"] / rows[0]["seconds"], 3)
+        print(json.dumps(rows[-1]), flush=True)
     if args.out:
-        write_json(args.out, result)
+        write_json(args.out, about() | {"dtype": args.dtype, "counted_steps": args.steps - 2, "rows": rows})
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -59,34 +61,38 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="a form; the first two are not counted, they compile")
     parser.add_argument("--completion", type=int, default=128)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--inner", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def measured(args: argparse.Namespace, device: str, dist: Dist, *, own: bool, compiled: bool) -> dict[str, Any]:
-    """Seconds a step of one form."""
+def measured(args: argparse.Namespace, *, own: bool, compiled: bool) -> dict[str, Any]:
+    """Seconds a step of one form, in a rank."""
     folder = args.model if Path(args.model).is_dir() else str(resolve_model(args.model, say=lambda _: None).path)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = SimpleNamespace(
         steps=args.steps, rank=[32], prompts=[1], group_size=[8], prompt=[106], completion=[args.completion], budget=[8192],
         checkpointing=["none"], vocab=20000, dtype=args.dtype,
     )  # fmt: skip
     config, where = train_phase.settings(sizes, folder, device)
-    policy = load_policy(where, config, dist)
-    policy = choose_passes(policy, list(range(20, 60)))[0] if own else with_the_models_own_parts(policy)
-    if compiled:
-        for layer in decoder_layers(policy.model.get_base_model()):
-            layer.compile(dynamic=True)
-    learner = make_learner("policy", policy.lora, config.optim.lr, config.optim.max_grad_norm, config.optim)
-    seconds = []
-    for step in range(1, args.steps + 1):
-        samples = train_phase.made_up(sizes, step)
-        started = time.perf_counter()
-        try:
-            train_step(policy, learner, samples, step, config, dist)
-        except Exception as error:  # noqa: BLE001 whatever the compiler raises is the finding
-            return {"own": own, "compiled": compiled, "failed": f"{type(error).__name__}: {error}"[:300]}
-        seconds.append(time.perf_counter() - started)
-    row = {"own": own, "compiled": compiled, "seconds": round(statistics.median(seconds[2:]), 3), "first_s": round(seconds[0], 2)}
-    return row | {"peak_gib_so_far": round(train_phase.peak_gib(policy), 2)}
+    set_threads(None)
+    with process_group(device) as dist:
+        policy = load_policy(where, config, dist)
+        policy = choose_passes(policy, list(range(20, 60)))[0] if own else with_the_models_own_parts(policy)
+        if compiled:
+            for layer in decoder_layers(policy.model.get_base_model()):
+                layer.compile(dynamic=True)
+        learner = make_learner("policy", policy.lora, config.optim.lr, config.optim.max_grad_norm, config.optim)
+        seconds = []
+        for step in range(1, args.steps + 1):
+            samples = train_phase.made_up(sizes, step)
+            started = time.perf_counter()
+            try:
+                train_step(policy, learner, samples, step, config, dist)
+            except Exception as error:  # noqa: BLE001 whatever the compiler raises is the finding
+                return {"device": device, "failed": f"{type(error).__name__}: {error}"[:300]}
+            seconds.append(time.perf_counter() - started)
+    peak = round(train_phase.peak_gib(policy), 2)
+    return {"device": device, "seconds": round(statistics.median(seconds[2:]), 3), "first_s": round(seconds[0], 2), "peak_gib": peak}
 
 
 def with_the_models_own_parts(policy: Policy) -> Policy:
