@@ -3,7 +3,8 @@
     python benchmarks/compiled.py --out benchmarks/results/compiled_cpu.json
 
 Four forms, each in a process of its own: with skylite's own operations for norms and MLPs or with the model's, each as it is and with
-every decoder layer compiled (inductor, dynamic shapes). Median seconds, those of the first step (compiling), and over the trainer's form.
+every decoder layer but its attention compiled (inductor, dynamic shapes). Median seconds, those of the first step (compiling), and over
+the trainer's form.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 import train_phase
 from surroundings import about
+from transformers import AttentionInterface
 
 from skylite.launch.machine import cpu_cores
 from skylite.launch.torchrun import trainer_env
@@ -34,6 +36,7 @@ from skylite.training.learner import make_learner
 from skylite.training.loading import decoder_layers
 from skylite.training.policy import Policy, choose_passes, load_policy
 from skylite.training.step import train_step
+from skylite.training.tree_attention import attend
 
 
 def main() -> None:
@@ -79,6 +82,8 @@ def measured(args: argparse.Namespace, *, own: bool, compiled: bool) -> dict[str
         policy = load_policy(where, config, dist)
         policy = choose_passes(policy, list(range(20, 60)))[0] if own else with_the_models_own_parts(policy)
         if compiled:
+            # Attention over a tree is Python over its branches' lengths, which the compiler does not take.
+            AttentionInterface.register("skylite_tree", torch.compiler.disable(attend))
             for layer in decoder_layers(policy.model.get_base_model()):
                 layer.compile(dynamic=True)
         learner = make_learner("policy", policy.lora, config.optim.lr, config.optim.max_grad_norm, config.optim)

@@ -107,7 +107,8 @@ class EngineConfig(Section):
     """How often each engine that died or hangs is started again within a run; then the run stops, resumable."""
     cpu_lora: Literal["auto", "merged", "dense", "stock"] = "auto"
     """CPU only. stock: vLLM's own LoRA, several times slower and wrong in mixed batches; dense: skylite's products; merged: and weights
-    with the adapter merged in for batches of one version (float32 only, takes memory); auto: merged where it fits, else dense."""
+    with the adapter merged in for batches of one version (float32 only, takes memory); auto: merged where it fits and
+    trainer.deterministic does not ask for the same bits every time, else dense."""
 
 
 class SyncConfig(Section):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from skylite.launch.torchrun import trainer_env
-from skylite.launch.vllm_server import EngineSpec, engine_command, engine_env, engine_notes, serve_command, serve_env
+from skylite.launch.vllm_server import EngineSpec, choose_cpu_lora, engine_command, engine_env, engine_notes, serve_command, serve_env
 from skylite.vllm_plugin.key import RequireKey
 
 SPEC = EngineSpec(
@@ -71,6 +71,14 @@ def test_switching_the_kernels_off_overrides_the_surrounding_environment() -> No
     spec = dataclasses.replace(SPEC, cpu_lora="stock")
     assert engine_env(spec, {"SKYLITE_CPU_LORA": "merged"})["SKYLITE_CPU_LORA"] == "stock"
     assert any("cpu_lora=stock" in note for note in engine_notes("cpu", "float32", "stock", "stock"))
+
+
+def test_the_same_bits_every_time_rule_out_weights_whose_merging_depends_on_time(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"0" * 64)
+    assert choose_cpu_lora("auto", "float32", tmp_path) == "merged"
+    assert choose_cpu_lora("auto", "float32", tmp_path, deterministic=True) == "dense"
+    assert choose_cpu_lora("merged", "float32", tmp_path, deterministic=True) == "merged"
+    assert any("trainer.deterministic" in note for note in engine_notes("cpu", "float32", "auto", "dense", deterministic=True))
 
 
 def test_threads_go_to_the_cores_this_process_may_use() -> None:

@@ -122,15 +122,21 @@ def serve_env(spec: EngineSpec, base_env: Mapping[str, str], api_key: str) -> di
     return {**engine_env(spec, base_env), RUNTIME_LORA: "0", key.KEY_VARIABLE: api_key}
 
 
-def choose_cpu_lora(setting: CpuLora | Literal["auto"], dtype: str, model_path: Path) -> CpuLora:
-    """What `auto` is for this model on this machine: merged weights where they are exact and take no more than a quarter of its memory."""
+def choose_cpu_lora(setting: CpuLora | Literal["auto"], dtype: str, model_path: Path, *, deterministic: bool = False) -> CpuLora:
+    """What `auto` is for this model on this machine: merged weights where they are exact and take no more than a quarter of its memory.
+
+    Never where the same bits are asked for every time: whether a batch finds its version merged depends on what came before it, and
+    when (`vllm_plugin/merged.py`).
+    """
     if setting != "auto":
         return setting
+    if deterministic:
+        return "dense"
     files = sum(file.stat().st_size for file in model_path.glob("*.safetensors"))
     return "merged" if dtype == "float32" and files * MERGED_MEMORY <= total_memory() * MERGED_MEMORY_SHARE else "dense"
 
 
-def engine_notes(device: str, dtype: str, setting: CpuLora | Literal["auto"], chosen: CpuLora) -> list[str]:
+def engine_notes(device: str, dtype: str, setting: CpuLora | Literal["auto"], chosen: CpuLora, *, deterministic: bool = False) -> list[str]:
     """What makes a LoRA server slower than it could be, in words for the user; empty when nothing does."""
     notes = []
     if stand_in := os.environ.get(STAND_IN):
@@ -141,6 +147,8 @@ def engine_notes(device: str, dtype: str, setting: CpuLora | Literal["auto"], ch
         notes.append(f"{INTEL_OPENMP} was not found, so vLLM may sample slower; `pip install intel-openmp` brings it.")
     if chosen == "dense" and setting == "auto":
         why = "bfloat16 sums would round the adapter away" if dtype == "bfloat16" else "their copy would take over a quarter of the memory"
+        if deterministic:
+            why = "whether a batch finds them made depends on time (trainer.deterministic)"
         notes.append(f"vLLM computes LoRA beside the base (engine.cpu_lora=dense): merged weights sample about 10 % faster, but {why}.")
     if chosen == "merged" and dtype == "bfloat16":
         notes.append("engine.cpu_lora=merged works in float32 alone; the engine computes in bfloat16, so it does as with dense.")

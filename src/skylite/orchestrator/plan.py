@@ -69,8 +69,9 @@ def plan_run(config: TrainConfig, run: RunDir, say: Callable[[str], None]) -> Ru
         note(f"deterministic: {config.trainer.num_threads} CPU threads a rank, wherever the run goes on")
     model = resolve_model(config.model.name, say=say)
     note(model.note)
-    cpu_lora = choose_cpu_lora(config.engine.cpu_lora, dtype, model.path)
-    for text in engine_notes(device, dtype, config.engine.cpu_lora, cpu_lora):
+    same_bits = config.trainer.deterministic
+    cpu_lora = choose_cpu_lora(config.engine.cpu_lora, dtype, model.path, deterministic=same_bits)
+    for text in engine_notes(device, dtype, config.engine.cpu_lora, cpu_lora, deterministic=same_bits):
         note(text)
     if config.lora.from_adapter is not None:
         plan_warm_start(config, model.path, model.fingerprint, note)
