@@ -3,7 +3,9 @@
     python benchmarks/startup.py --out benchmarks/results/startup.json
 
 In turns, --rounds times: a plain vLLM start until /health answers; a run until its first rollout request (events.jsonl), from before
-the Python of either starts. The run loads its trainer meanwhile, publishes version 0 and proves it. Medians, and run over plain.
+the Python of either starts. The run loads its trainer meanwhile and publishes version 0; the proof of it goes on beside the request.
+Medians, and run over plain; CPU seconds until then, of vLLM and of what skylite runs beside it: over the cores, they are the least that
+the start can take.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 from surroundings import about
 
 from skylite.config import TrainConfig
@@ -44,8 +47,8 @@ def main() -> None:
         data = Path(folder, "data")
         subprocess.run([*SKYLITE, "prepare", "gsm8k", "--stand-in", "--out", str(data)], check=True)
         for index in range(args.rounds):
-            plain_s = asyncio.run(plain_start(args.model, data, Path(folder)))
-            rounds.append({"plain_s": plain_s, **run_start(args.model, data, Path(folder, f"run{index}"))})
+            plain = asyncio.run(plain_start(args.model, data, Path(folder)))
+            rounds.append({**plain, **run_start(args.model, data, Path(folder, f"run{index}"))})
             print(json.dumps(rounds[-1]), flush=True)
     result = summary(rounds) | about() | {"rounds": rounds}
     print(json.dumps({k: v for k, v in result.items() if k != "rounds"}, indent=1))
@@ -66,8 +69,8 @@ def settings(model: str, data: Path) -> dict[str, Any]:
     return {"model": {"name": model}, "data": {"path": str(data)}, "engine": {"kv_cache_gib": 0.5}, "num_steps": 1}
 
 
-async def plain_start(model: str, data: Path, folder: Path) -> float:
-    """Seconds from the start of a vLLM server with a run's flags until it serves."""
+async def plain_start(model: str, data: Path, folder: Path) -> dict[str, float]:
+    """Seconds from the start of a vLLM server with a run's flags until it serves, on the clock and of CPU."""
     plan = plan_run(TrainConfig.model_validate(settings(model, data)), RunDir(folder / "plain"), lambda _: None)
     spec = engine_spec(plan, likely_target_modules(Path(plan.resolved.model_path), plan.config.lora), 0, folder)
     started = time.monotonic()
@@ -75,7 +78,7 @@ async def plain_start(model: str, data: Path, folder: Path) -> float:
     client = VllmClient(spec.name, spec.uds)
     try:
         await client.wait_ready(DEADLINE_S)
-        return time.monotonic() - started
+        return {"plain_s": time.monotonic() - started, "plain_cpu_s": cpu_seconds(psutil.Process(child.pid))}
     finally:
         await client.aclose()
         kill(child)
@@ -83,7 +86,7 @@ async def plain_start(model: str, data: Path, folder: Path) -> float:
 
 
 def run_start(model: str, data: Path, run: Path) -> dict[str, float]:
-    """Seconds from the start of `skylite train` until each event up to the first rollout request."""
+    """Seconds from the start of `skylite train` until each event up to the first rollout request; CPU seconds until the last."""
     recipe = run.with_suffix(".toml")
     recipe.write_text("", encoding="utf-8")
     values = settings(model, data)
@@ -96,10 +99,26 @@ def run_start(model: str, data: Path, run: Path) -> dict[str, float]:
             if process.poll() is not None or time.monotonic() - started > DEADLINE_S:
                 raise RuntimeError(f"the run came to no rollout request: {seconds}")
             time.sleep(0.1)
+        used = cpu_by_part(psutil.Process(process.pid))
     finally:
         process.send_signal(signal.SIGINT)
         process.wait()
-    return {f"{event}_s": round(at, 3) for event, at in seconds.items()}
+    return {f"{event}_s": round(at, 3) for event, at in seconds.items()} | used
+
+
+def cpu_by_part(run: psutil.Process) -> dict[str, float]:
+    """CPU seconds of a run's processes so far: vLLM, torchrun with its ranks, and the parent with its reward workers."""
+    used = {"vllm_cpu_s": 0.0, "trainer_cpu_s": 0.0, "parent_cpu_s": sum(run.cpu_times()[:2])}
+    for child in run.children():
+        words = " ".join(child.cmdline())
+        part = "vllm" if "vllm" in words else "trainer" if "torch.distributed.run" in words else "parent"
+        used[f"{part}_cpu_s"] += cpu_seconds(child)
+    return {name: round(seconds, 1) for name, seconds in used.items()}
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """User and system time of a process and its descendants, those that have ended included."""
+    return sum(sum(one.cpu_times()[:4]) for one in [process, *process.children(recursive=True)])
 
 
 def event_times(run: RunDir, started: float) -> dict[str, float]:
@@ -112,11 +131,13 @@ def event_times(run: RunDir, started: float) -> dict[str, float]:
 
 def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     plain, first = (statistics.median(r[key] for r in rounds) for key in ("plain_s", "sampling_started_s"))
+    cpu = {key: round(statistics.median(r[key] for r in rounds), 1) for key in rounds[0] if key.endswith("_cpu_s")}
     return {
         "vllm_alone_s": round(plain, 2),
         "first_request_s": round(first, 2),
         "startup_ratio": round(first / plain, 3),
         "startup_ratio_of_rounds": round(statistics.median(r["sampling_started_s"] / r["plain_s"] for r in rounds), 3),
+        **cpu,
     }
 
 
