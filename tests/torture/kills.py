@@ -133,7 +133,7 @@ def one_round(this: Round, queue: deque[Case], misses: dict[Case, int], until_s:
             if this.started.process.poll() is not None:  # it ended later than its next steps made one think
                 whole = bool(this.results) and ended(this, this.results[-1])
                 continue
-            case = queue[0] if queue and time.monotonic() < until_s else None
+            case = next_case(this, queue) if time.monotonic() < until_s else None
             if case is None or (case.phase != "random" and step_for(case.phase, newest_trace(run)) > STEPS):
                 to_its_end(this)
                 continue
@@ -141,10 +141,10 @@ def one_round(this: Round, queue: deque[Case], misses: dict[Case, int], until_s:
             if result.kind:
                 this.results.append(result)
                 this.struck = True
-                queue.popleft()
+                queue.remove(case)
                 whole = settle(this, result)
             else:
-                give_up(this, queue, misses)
+                give_up(this, case, queue, misses)
         if this.results:
             look_around(this.started, this.results[-1])
             compare(this, whole)
@@ -153,15 +153,24 @@ def one_round(this: Round, queue: deque[Case], misses: dict[Case, int], until_s:
     return this.results
 
 
+def next_case(this: Round, queue: deque[Case]) -> Case | None:
+    """The first whose moment is still ahead: a random one that this start has left behind waits for another."""
+    age = time.time() - this.started.wall
+    return next((case for case in queue if case.phase != "random" or case.after_s > age), None)
+
+
 def to_its_end(this: Round) -> None:
     if not until(lambda: this.started.process.poll() is not None, END_S):
         this.results[-1].hangs.append("the last steps did not end")
         this.started.kill_all()
 
 
-def give_up(this: Round, queue: deque[Case], misses: dict[Case, int]) -> None:
+def give_up(this: Round, case: Case, queue: deque[Case], misses: dict[Case, int]) -> None:
     """A case whose moment did not come is tried in another round, then recorded as not fired."""
-    case = queue.popleft()
+    queue.remove(case)
+    if case.phase == "random" and this.results:  # a run that was resumed is shorter than the one that the moments were drawn for
+        queue.append(case)
+        return
     misses[case] = misses.get(case, 0) + 1
     if misses[case] < MISSES:
         queue.append(case)
