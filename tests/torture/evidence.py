@@ -33,6 +33,11 @@ def last_finished(run: RunDir) -> int:
     return max((line["step"] for line in read_metrics(run.metrics_path)), default=0) if run.metrics_path.exists() else 0
 
 
+def is_done(run: RunDir) -> bool:
+    """Whether the run has recorded that nothing is left."""
+    return run.status_path.exists() and read_status(run.status_path).phase == "done"
+
+
 def newest_checkpoint(run: RunDir) -> int:
     """Its step; 0 without one."""
     return max((int(p.name.removeprefix("step-")) for p in _final(run.checkpoints, "step-*")), default=0)

@@ -13,7 +13,17 @@ from typing import Any
 
 import psutil
 
-from tests.torture.evidence import digests, finished_steps, last_finished, leftovers, newest_checkpoint, newest_trace, proven_after, torn
+from tests.torture.evidence import (
+    digests,
+    finished_steps,
+    is_done,
+    last_finished,
+    leftovers,
+    newest_checkpoint,
+    newest_trace,
+    proven_after,
+    torn,
+)
 from tests.torture.ground import STEPS, Ground, Started, victims
 from tests.torture.moments import PHASES, hit, moment, step_for, until
 
@@ -68,7 +78,7 @@ class Result:
     finished: dict[int, str] = field(default_factory=dict)
     """Steps that were finished at the signal, and the sha256 of their rollouts."""
     exit_code: int | None = None
-    """None: the run went on by itself."""
+    """None: the run went on by itself, or its last word had been said."""
     ended_s: float | None = None
     """From the signal to the end of the run, or to GOES_ON more steps."""
     resumed_at: float | None = None
@@ -129,7 +139,7 @@ def one_round(this: Round, queue: deque[Case], misses: dict[Case, int], until_s:
     """One run to its end. Cases leave the queue as they are done; one whose moment did not come in MISSES rounds is given up."""
     run, whole = this.ground.run(this.name), True
     try:
-        while whole and this.started.process.poll() != 0:
+        while whole and not is_over(this):
             if this.started.process.poll() is not None:  # it ended later than its next steps made one think
                 whole = bool(this.results) and ended(this, this.results[-1])
                 continue
@@ -151,6 +161,12 @@ def one_round(this: Round, queue: deque[Case], misses: dict[Case, int], until_s:
     finally:
         this.started.kill_all()
     return this.results
+
+
+def is_over(this: Round) -> bool:
+    """Nothing is left to do or to resume: a parent that is killed in its last moments has recorded that the run is done."""
+    code = this.started.process.poll()
+    return code == 0 or (code is not None and is_done(this.ground.run(this.name)))
 
 
 def next_case(this: Round, queue: deque[Case]) -> Case | None:
@@ -234,6 +250,9 @@ def ended(this: Round, result: Result) -> bool:
     result.redone = sum(step > newest_checkpoint(run) for step in now)
     result.unequal += [v for v, digest in digests(run).items() if digest != this.expected[v]]
     this.started.kill_all()
+    if is_over(this):
+        result.exit_code = None
+        return True
     if not this.struck:
         result.tracebacks.append(f"the resume ended with {result.exit_code}: {this.started.said()[-800:]}")
         return False
