@@ -170,7 +170,9 @@ def is_over(this: Round) -> bool:
 
 
 def next_case(this: Round, queue: deque[Case]) -> Case | None:
-    """The first whose moment is still ahead: a random one that this start has left behind waits for another."""
+    """The first whose moment is still ahead: a random one that this start has left behind, or that has no step left to disturb, waits."""
+    if last_finished(this.ground.run(this.name)) == STEPS:
+        return None
     age = time.time() - this.started.wall
     return next((case for case in queue if case.phase != "random" or case.after_s > age), None)
 
