@@ -2,6 +2,7 @@
 
 Every part can be run by itself and within a time; results are added to those in --out, so that it can be done in pieces; "commits"
 names every commit that a piece was run at. What the file does not count was not run: "planned" tells what `make torture` would do in full.
+Exit code 1 when anything in the file is not well.
 """
 
 from __future__ import annotations
@@ -31,13 +32,16 @@ from tests.tiny_models import make_tiny_model
 from tests.torture.ground import SETTINGS, VLLM_SETTINGS, Ground, make_ground
 from tests.torture.kills import KINDS, Result, as_row, matrix_cases, random_cases, torture, undisturbed
 from tests.torture.moments import PHASES
-from tests.torture.soak import soak
+from tests.torture.soak import soak, soak_faults
 
 ROOT = Path(__file__).resolve().parents[1]
 LISTS = ("lost_steps", "torn", "orphans", "tracebacks", "hangs")
+KEPT = 3
+"""Soak: adapters that stay, beside version 0."""
 PLANNED = {
     "stand-in, matrix": len(matrix_cases()),
     "stand-in, random moments": 200,
+    "stand-in, 2 ranks, random moments": 20,
     "vllm, random moments": 20,
     "soak_steps": 300,
     "bad_inputs": 1000,
@@ -61,7 +65,7 @@ def main() -> None:
             kill(make_ground(Path(folder), model, args.engine, args.ranks, settings), args, results, deadline)
         if args.soak:
             # Nothing is compared here, so that vLLM may batch.
-            settings = (*settings, "sync.keep_last=3", "engine.max_num_seqs=32")
+            settings = (*settings, f"sync.keep_last={KEPT}", "engine.max_num_seqs=32")
             ground = make_ground(Path(folder), model, args.engine, args.ranks, settings)
             results["soaks"].append(
                 {"commit": commit(), **soak(ground, "soak", args.soak, args.restart_every, deadline - time.monotonic())}
@@ -70,6 +74,8 @@ def main() -> None:
         if args.bad_inputs:
             results["bad_input_runs"].append({"commit": commit(), **bad_inputs(args.bad_inputs)})
             save(args.out, results)
+    if wrong := not_well(summarise(results)):
+        sys.exit(f"not well: {json.dumps(wrong)}")
 
 
 def arguments() -> argparse.Namespace:
@@ -168,10 +174,9 @@ def summarise(results: dict[str, Any]) -> dict[str, Any]:
         "bad_inputs": sum(run["refused"] for run in fuzz),
         "tracebacks": count["tracebacks"] + sum(run["tracebacks"] for run in fuzz),
         "hangs": count["hangs"] + sum(run["hangs"] for run in fuzz),
-        "kills_by": {
-            f"{engine}, {'random moments' if random else 'matrix'}": n
-            for (engine, random), n in sorted(Counter((r["engine"], r["phase"] == "random") for r in cases).items())
-        },
+        "failed_bad_input_runs": sum(not run["passed"] for run in fuzz),
+        "soak_faults": [fault for run in soaks for fault in soak_faults(run, KEPT)],
+        "kills_by": dict(sorted(Counter(part(row) for row in cases).items())),
         "resumes": sum(row["exit"] is not None for row in cases),
         "in_phase": sum(row["in_phase"] for row in cases if row["phase"] != "random"),
         "finished_steps_looked_after": sum(row["finished"] for row in cases),
@@ -180,6 +185,18 @@ def summarise(results: dict[str, Any]) -> dict[str, Any]:
         "planned": PLANNED,
         "times": times(cases),
     }
+
+
+def part(row: dict[str, Any]) -> str:
+    """The part of `make torture` that a case belongs to."""
+    ranks = "" if row["ranks"] == 1 else f"{row['ranks']} ranks, "
+    return f"{row['engine']}, {ranks}{'random moments' if row['phase'] == 'random' else 'matrix'}"
+
+
+def not_well(summary: dict[str, Any]) -> dict[str, Any]:
+    """What should be 0 or empty and is not."""
+    names = (*LISTS, "unequal_resumes", "failed_bad_input_runs", "soak_faults")
+    return {name: summary[name] for name in names if summary[name]}
 
 
 def times(cases: list[dict[str, Any]]) -> dict[str, dict[str, float | None]]:

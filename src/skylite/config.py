@@ -56,6 +56,8 @@ class RewardConfig(Section):
     """gsm8k, math, reasoning-gym, or FILE.py:function; default: what the data set was prepared with."""
     num_workers: int = Field(1, ge=1)
     """Processes that score completions."""
+    timeout_s: float = Field(600.0, gt=0)
+    """For the scoring of a step's completions, all together; a reward that takes longer, or a worker that is stopped, ends the run."""
 
 
 class OptimConfig(Section):

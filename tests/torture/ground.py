@@ -26,6 +26,7 @@ SETTINGS = (
     "engine.max_restarts=1000",
     "engine.stall_timeout_s=10",
     "trainer.step_timeout_s=60",
+    "reward.timeout_s=20",
 )
 """Adapters bit for bit; an engine that is restarted as often as it is killed; processes that hang are told soon."""
 VLLM_SETTINGS = ("engine.max_num_seqs=1", "engine.stall_timeout_s=60")
@@ -138,7 +139,7 @@ def make_ground(root: Path, model: Path, engine: str, num_ranks: int, settings: 
 
 
 def victims(started: Started) -> dict[str, psutil.Process]:
-    """The run's processes by kind: parent, guard-trainer, guard-engine, agent, rank-0.., engine, engine-core."""
+    """The run's processes by kind: parent, guard-trainer, guard-engine, agent, rank-0.., engine, engine-core, reward-worker."""
     found: dict[str, psutil.Process] = {}
     for process in started.alive():
         with contextlib.suppress(psutil.Error):
@@ -161,6 +162,8 @@ def _kind(process: psutil.Process, parent: int) -> str | None:
         return f"rank-{process.environ().get('LOCAL_RANK', '?')}"
     if "tests.fakes.engine" in text or "vllm.entrypoints.openai.api_server" in text:
         return "engine"
+    if "multiprocessing.spawn" in text and process.ppid() == parent:
+        return "reward-worker"
     return "engine-core" if text.startswith("VLLM::EngineCore") else None
 
 

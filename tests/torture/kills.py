@@ -27,7 +27,7 @@ from tests.torture.evidence import (
 from tests.torture.ground import STEPS, Ground, Started, victims
 from tests.torture.moments import PHASES, hit, moment, step_for, until
 
-KINDS = ("parent", "guard-trainer", "guard-engine", "agent", "rank-0", "engine")
+KINDS = ("parent", "guard-trainer", "guard-engine", "agent", "rank-0", "engine", "reward-worker")
 SIGNALS = ("KILL", "STOP")
 STOP_HELD_S = 2.0
 """Then it is continued, and the run must go on."""
@@ -58,10 +58,12 @@ class Case:
 
 HANGS = (
     *(Case("engine", phase, "HANG") for phase in ("sampling", "publish", "load")),
+    Case("reward-worker", "scoring", "HANG"),
     *(Case("rank-0", phase, "HANG") for phase in ("train", "publish", "checkpoint")),
     *(Case(kind, "train", "HANG") for kind in ("agent", "guard-trainer", "guard-engine")),
 )
-"""Stopped and not continued: engine.stall_timeout_s and trainer.step_timeout_s end that. A parent that is stopped nobody can tell."""
+"""Stopped and not continued: engine.stall_timeout_s, reward.timeout_s and trainer.step_timeout_s end that.
+A parent that is stopped nobody can tell."""
 
 
 @dataclass(slots=True)

@@ -17,6 +17,12 @@ from tests.torture.ground import Ground, Started, victims
 
 SAMPLE_S = 0.5
 MIN_STEPS = 10
+LONG = 100
+"""Steps: what lives shorter is still making what is made once."""
+FLAT_KIB = 64.0
+"""A step, of resident memory: 64 MiB in a thousand steps; a leaked group of completions or adapter would be many times that."""
+FLAT_DESCRIPTORS = 0.1
+"""A step."""
 
 
 @dataclass(slots=True)
@@ -74,6 +80,17 @@ def table(lives: dict[psutil.Process, Life]) -> dict[str, list[dict[str, float]]
         if life.steps[-1] - life.steps[0] >= MIN_STEPS:
             found[life.kind].append(figures(life))
     return dict(sorted(found.items()))
+
+
+def soak_faults(run: dict[str, Any], kept: int) -> list[str]:
+    """What did not stay flat in a run with that result, and adapters that should be gone (`kept` and version 0 stay)."""
+    long = [(kind, row) for kind, rows in run["processes"].items() for row in rows if row["to_step"] - row["from_step"] >= LONG]
+    faults = [f"{kind}: {row['rss_kib_per_step']} KiB a step" for kind, row in long if row["rss_kib_per_step"] > FLAT_KIB]
+    faults += [
+        f"{kind}: {row['descriptors_per_step']} descriptors a step" for kind, row in long if row["descriptors_per_step"] > FLAT_DESCRIPTORS
+    ]
+    too_old = [version for version in run["adapters_left"] if 0 < version <= run["steps"] - kept]
+    return faults + ([f"adapters of versions {too_old} are still there"] if too_old else [])
 
 
 def figures(life: Life) -> dict[str, float]:

@@ -118,6 +118,22 @@ def test_close_ends_a_hanging_worker(spec: str) -> None:
     assert not alive(pid)
 
 
+def test_a_worker_that_was_stopped_ends_the_run_in_time_and_is_named(spec: str) -> None:
+    async def score_by_a_stopped_one() -> int:
+        pool = RewardPool(spec, 1, timeout_s=1)
+        try:
+            pid = int((await pool.score([(prompt(), "pid")]))[0])
+            os.kill(pid, signal.SIGSTOP)
+            with pytest.raises(RunFailed, match=r"longer than 1 s .reward.timeout_s.; prompt t/late is not scored") as error:
+                await pool.score([(prompt(id="t/late"), "1")])
+            assert str(pid) in error.value.hint
+            return pid
+        finally:
+            pool.close()
+
+    assert not alive(asyncio.run(score_by_a_stopped_one()))
+
+
 def test_unknown_reward_is_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match="There is no reward 'nothing'"):
         RewardPool("nothing", 1)

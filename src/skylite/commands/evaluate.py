@@ -117,7 +117,7 @@ async def run_eval(plan: EvalPlan, flags: EvalFlags) -> EvalResult:
     tokenizer = load_tokenizer(model.path)
     rollout = plan.config.rollout
     token_ids = encode_prompts(tokenizer, plan.prompts, rollout.max_prompt_tokens)
-    pool = RewardPool(plan.reward, plan.config.reward.num_workers)
+    pool = RewardPool(plan.reward, plan.config.reward.num_workers, plan.config.reward.timeout_s)
     try:
         async with Supervisor() as supervisor:
             with tempfile.TemporaryDirectory(prefix="skylite-") as folder:

@@ -10,7 +10,7 @@ from skylite.errors import ConfigError
 
 HARMLESS = (
     "checkpoint", "eval", "guards", "sync", "stop", "num_steps",
-    "reward.num_workers", "trainer.step_timeout_s", "trainer.max_restarts",
+    "reward.num_workers", "reward.timeout_s", "trainer.step_timeout_s", "trainer.max_restarts",
     "engine.start_timeout_s", "engine.stall_timeout_s", "engine.max_restarts",
     "data.path",
 )  # fmt: skip

@@ -130,7 +130,7 @@ async def _run(plan: RunPlan, supervisor: Supervisor, progress: Progress, resume
             progress.screen.say(tokenizer.note)
         write_json(plan.run.canary_path, {"sequences": canary_sequences(tokenizer, plan.train)})
         progress.event("tokenizer_ready")
-        pool = RewardPool(plan.reward, plan.config.reward.num_workers)
+        pool = RewardPool(plan.reward, plan.config.reward.num_workers, plan.config.reward.timeout_s)
         stack.callback(pool.close)
         pool.watch(supervisor.fail)
         start = plan.first_step - 1

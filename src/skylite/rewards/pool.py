@@ -16,16 +16,14 @@ from skylite.rewards import RewardFn, load_reward, score
 from skylite.run.lifetime import die_with_parent
 from skylite.types import Prompt
 
-TIMEOUT_S = 600.0
-"""For one call of `score`, all of its items together."""
 _reward: RewardFn | None = None
 
 
 class RewardPool:
     """Worker processes that hold one reward function. They ignore Ctrl-C (the parent decides) and die with the parent."""
 
-    def __init__(self, spec: str, num_workers: int = 1) -> None:
-        """Start the workers. Raises ConfigError when the reward cannot be loaded."""
+    def __init__(self, spec: str, num_workers: int = 1, timeout_s: float = 600.0) -> None:
+        """Start the workers. `timeout_s`: for one call of `score`. Raises ConfigError when the reward cannot be loaded."""
         load_reward(spec)
         context = multiprocessing.get_context("spawn")
         self._executor = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start_worker, initargs=(spec, os.getpid()))
@@ -40,6 +38,7 @@ class RewardPool:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._workers = set(multiprocessing.active_children()) - before
         self._watching: asyncio.AbstractEventLoop | None = None
+        self._timeout_s = timeout_s
 
     def watch(self, lost: Callable[[ChildDied], None]) -> None:
         """Until `close`, have the running event loop call `lost` when a worker ends, without waiting for the next call of `score`."""
@@ -56,13 +55,17 @@ class RewardPool:
         loop = asyncio.get_running_loop()
         try:
             futures = [loop.run_in_executor(self._executor, _score_here, prompt, completion) for prompt, completion in items]
-            async with asyncio.timeout(TIMEOUT_S):
+            async with asyncio.timeout(self._timeout_s):
                 return list(await asyncio.gather(*futures))
         except BrokenProcessPool:
             raise _worker_lost() from None
         except TimeoutError:
             waiting = next(prompt.id for (prompt, _), future in zip(items, futures, strict=True) if not future.done() or future.cancelled())
-            raise RunFailed(f"Scoring took longer than {TIMEOUT_S:.0f} s; prompt {waiting} is not scored.", "Correct the reward.") from None
+            pids = ", ".join(str(worker.pid) for worker in self._workers)
+            raise RunFailed(
+                f"Scoring took longer than {self._timeout_s:g} s (reward.timeout_s); prompt {waiting} is not scored.",
+                f"Correct the reward, raise reward.timeout_s, or see whether somebody has stopped its workers (processes {pids}).",
+            ) from None
 
     def close(self) -> None:
         """End the workers, a hanging one too."""
