@@ -4,7 +4,7 @@
 
 In turns, --rounds times: a plain vLLM start until /health answers; a run until its first rollout request (events.jsonl), from before
 the Python of either starts. The run loads its trainer meanwhile and publishes version 0; the proof of it goes on beside the request.
-Medians, and run over plain; CPU seconds until then, of vLLM and of what skylite runs beside it: over the cores, they are the least that
+Medians, and run over plain; the median seconds of `skylite --help`; CPU seconds until the first request, of vLLM and of what skylite runs beside it: over the cores, they are the least that
 the start can take.
 """
 
@@ -50,7 +50,7 @@ def main() -> None:
             plain = asyncio.run(plain_start(args.model, data, Path(folder)))
             rounds.append({**plain, **run_start(args.model, data, Path(folder, f"run{index}"))})
             print(json.dumps(rounds[-1]), flush=True)
-    result = summary(rounds) | about() | {"rounds": rounds}
+    result = summary(rounds) | {"help_s": round(help_seconds(), 3)} | about() | {"rounds": rounds}
     print(json.dumps({k: v for k, v in result.items() if k != "rounds"}, indent=1))
     if args.out:
         write_json(args.out, result)
@@ -119,6 +119,16 @@ def cpu_by_part(run: psutil.Process) -> dict[str, float]:
 def cpu_seconds(process: psutil.Process) -> float:
     """User and system time of a process and its descendants, those that have ended included."""
     return sum(sum(one.cpu_times()[:4]) for one in [process, *process.children(recursive=True)])
+
+
+def help_seconds() -> float:
+    """`skylite --help`, the median of nine."""
+    seconds = []
+    for _ in range(9):
+        started = time.perf_counter()
+        subprocess.run([*SKYLITE, "--help"], check=True, stdout=subprocess.DEVNULL)
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
 
 
 def event_times(run: RunDir, started: float) -> dict[str, float]:

@@ -2,8 +2,9 @@
 
     python benchmarks/step_vs_trl.py --gsm8k FOLDER_WITH_train.jsonl --out benchmarks/results/step_vs_trl.json
 
-Both sides get the same model, the same questions in the same words, the same type of number and the same threads. TRL samples with
-transformers' generate, as it does without a GPU; --trl-checkpointing gives it its default, activation checkpointing. The sides take turns
+Both sides get the same model, the same questions in the same words, the same type of number, the same threads and the same memory
+allocator and its settings (--trl-allocator plain: what a TRL user gets who sets nothing). TRL samples with transformers' generate, as it
+does without a GPU; --trl-checkpointing gives it its default, activation checkpointing. The sides take turns
 (--rounds), each in a process of its own. The first step of each is left out. Ratios are TRL's median over ours. Both get a
 reward that differs within every group (the model hardly ever earns GSM8K's): we do not compute a group without a gradient, and TRL does.
 
@@ -27,6 +28,7 @@ from typing import Any
 
 from skylite.data.prompt_file import read_prompts
 from skylite.launch.machine import cpu_cores
+from skylite.launch.torchrun import trainer_env
 from skylite.models import resolve_model
 from skylite.run.files import write_json
 from skylite.run.metrics import read_metrics
@@ -82,6 +84,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--checkpointing", choices=["none", "selective", "full"], default="selective", help="ours")
     parser.add_argument("--trl-micro", type=int, default=8, help="TRL's per_device_train_batch_size")
     parser.add_argument("--trl-checkpointing", action="store_true")
+    parser.add_argument("--trl-allocator", choices=["ours", "plain"], default="ours")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--inner", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -137,26 +140,12 @@ def skylite_steps(args: argparse.Namespace, data: Path, run: Path) -> list[dict[
 
 
 def in_own_process(args: argparse.Namespace, data: Path) -> list[dict[str, float]]:
-    command = [
-        sys.executable,
-        __file__,
-        "--inner",
-        str(data),
-        "--gsm8k",
-        str(args.gsm8k),
-        "--model",
-        args.model,
-        "--dtype",
-        args.dtype,
-    ]
-    command += [
-        "--steps",
-        str(args.steps),
-        "--trl-micro",
-        str(args.trl_micro),
-        *(["--trl-checkpointing"] if args.trl_checkpointing else []),
-    ]
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(cpu_cores())}
+    command = [sys.executable, __file__, "--inner", str(data), "--gsm8k", str(args.gsm8k), "--model", args.model, "--dtype", args.dtype]
+    command += ["--steps", str(args.steps), "--trl-micro", str(args.trl_micro)]
+    command += ["--trl-checkpointing"] if args.trl_checkpointing else []
+    ours = trainer_env(cpu_cores())
+    plain = {name: ours[name] for name in ("HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS")}
+    env = os.environ | (ours if args.trl_allocator == "ours" else plain)
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
     steps: list[dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
     return steps[1:]
@@ -312,6 +301,7 @@ def about(args: argparse.Namespace) -> dict[str, Any]:
         "machine": f"{cpu_cores()} cores {names[0] if names else 'unknown'}, load average {os.getloadavg()[0]:.1f}",
         "dtype": args.dtype,
         "checkpointing": args.checkpointing,
+        "trl_allocator": args.trl_allocator,
     }
 
 
