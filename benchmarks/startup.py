@@ -4,8 +4,8 @@
 
 In turns, --rounds times: a plain vLLM start until /health answers; a run until its first rollout request (events.jsonl), from before
 the Python of either starts. The run loads its trainer meanwhile and publishes version 0; the proof of it goes on beside the request.
-Medians, and run over plain; the median seconds of `skylite --help`; CPU seconds until the first request, of vLLM and of what skylite runs beside it: over the cores, they are the least that
-the start can take.
+Medians, and run over plain; `skylite --help` alone, the median of nine; and CPU seconds until the first request, of vLLM and of what
+skylite runs beside it: over the cores, they are the least that the start can take.
 """
 
 from __future__ import annotations
