@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -98,9 +99,12 @@ def test_a_checkpoint_that_was_damaged_after_the_parent_looked_is_refused_by_the
 def test_a_replayed_step_is_equal_and_one_with_other_rollouts_is_not(
     straight: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    replay(straight.root, 3)
-    assert capsys.readouterr().out.startswith("equal: step 3 again from checkpoint step-000002 gives the published adapter bit for bit")
     run = copy_of(straight, tmp_path / "copy")
+    config = json.loads(run.config_path.read_text())
+    config["resolved"]["shm_path"] = str(tmp_path / "gone with the run's end")
+    run.config_path.write_text(json.dumps(config))
+    replay(run.root, 3)
+    assert capsys.readouterr().out.startswith("equal: step 3 again from checkpoint step-000002 gives the published adapter bit for bit")
     write_samples(run.rollout_path(3), random_samples(9))
     with pytest.raises(SystemExit) as ended:
         replay(run.root, 4)

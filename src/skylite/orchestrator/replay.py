@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from skylite.config import RunConfig
 from skylite.config_files import read_run_config
@@ -46,7 +48,7 @@ async def replay_step(run: RunDir, step: int) -> Replayed:
         raise ConfigError(f"{run.root} has no rollouts of step {missing[0]}, which step {step} is trained after.", "Replay another step.")
     with tempfile.TemporaryDirectory(prefix="skylite-replay-") as folder:
         again = copy_for_replay(run, recorded, RunDir(Path(folder)), start, step)
-        await _train(again, recorded, step)
+        await _train(again, recorded, start, step)
         return compare(step, start, original.weights_path, again.default_adapters / adapter_name(step) / original.weights_path.name)
 
 
@@ -78,10 +80,16 @@ def copy_for_replay(run: RunDir, recorded: RunConfig, again: RunDir, start: int,
     """A run directory in which the trainer finds itself after step `start`, with the rollouts up to `step`."""
     for folder in (again.rollouts, again.updates, again.checkpoints, again.logs, again.default_adapters, again.meeting):
         folder.mkdir(parents=True)
-    update = {"lora_sync_path": str(again.default_adapters), "warm_start": str(run.warm_start) if recorded.resolved.warm_start else None}
+    update = {
+        "lora_sync_path": str(again.default_adapters),
+        "warm_start": str(run.warm_start) if recorded.resolved.warm_start else None,
+        "shm_path": None,  # it went with the run's end; the same files lie in model_path
+    }
     config = recorded.model_copy(update={"resolved": recorded.resolved.model_copy(update=update)})
     write_json(again.config_path, config.model_dump(mode="json"))
     shutil.copyfile(run.canary_path, again.canary_path)
+    if run.micro_batch_path.exists():  # measured anew it could be another, and the sums would be others in their last bits
+        shutil.copyfile(run.micro_batch_path, again.micro_batch_path)
     if start:
         again.checkpoint_path(start).symlink_to(run.checkpoint_path(start).resolve())
     for path in (p for p in run.rollouts.glob("step-*") if step_of(p) <= step):
@@ -104,8 +112,8 @@ def compare(step: int, start: int, first: Path, second: Path) -> Replayed:
     return Replayed(step=step, start=start, num_tensors=len(a), differences=differences)
 
 
-async def _train(run: RunDir, recorded: RunConfig, step: int) -> None:
-    """Run the trainer until `step` is published, then ask it to end."""
+async def _train(run: RunDir, recorded: RunConfig, start: int, step: int) -> None:
+    """Run the trainer until `step` is published, then ask it to end. Raises RunFailed, also when a step takes too long."""
     trainer = recorded.config.trainer
     spec = ProcessSpec(
         name=TRAINER,
@@ -117,13 +125,28 @@ async def _train(run: RunDir, recorded: RunConfig, step: int) -> None:
     async with Supervisor() as supervisor:
         supervisor.start(spec)
         try:
-            while not run.update_path(step).exists():
-                supervisor.check()
-                await asyncio.sleep(POLL_S)
+            for trained in range(start, step + 1):
+                await _in_time(_published(run, supervisor, trained), trainer.step_timeout_s, f"to the end of step {trained}")
             run.stop_path.touch()
-            await supervisor.wait_exit(TRAINER)
+            await _in_time(supervisor.wait_exit(TRAINER), trainer.step_timeout_s, f"to its own end after step {step}")
         except ChildDied:
             if not run.trainer_error_path.exists():
                 raise
             reason = run.read_json(run.trainer_error_path)
             raise RunFailed(f"The trainer stopped: {reason['what']}") from None
+
+
+async def _published(run: RunDir, supervisor: Supervisor, step: int) -> None:
+    while not run.update_path(step).exists():
+        supervisor.check()
+        await asyncio.sleep(POLL_S)
+
+
+async def _in_time(work: Coroutine[Any, Any, None], timeout_s: float, where: str) -> None:
+    try:
+        await asyncio.wait_for(work, timeout_s)
+    except TimeoutError:
+        raise RunFailed(
+            f"The trainer of the replay has not come {where} in {timeout_s:g} s (trainer.step_timeout_s): it was ended.",
+            "If this machine is slower than the run's was, raise that setting in the run's config.json.",
+        ) from None

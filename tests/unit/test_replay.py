@@ -1,0 +1,57 @@
+"""`skylite replay`: what the second trainer is given, and how long it may take."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skylite.config_files import read_run_config
+from skylite.errors import RunFailed
+from skylite.orchestrator.replay import copy_for_replay, replay_step
+from skylite.run.files import sha256_file
+from skylite.run.manifest import Canary, Manifest
+from skylite.run.run_dir import AdapterVersion, RunDir, adapter_name
+from tests.reference import make_run, random_samples, settings
+
+
+def finished_run(root: Path, **sections: Any) -> RunDir:
+    """A run that has published version 1, from a model held in memory then."""
+    run = make_run(root, root.parent / "model", settings(**sections), {1: random_samples(1)})
+    tree = json.loads(run.config_path.read_text())
+    tree["resolved"]["shm_path"] = str(root.parent / "gone")
+    run.config_path.write_text(json.dumps(tree))
+    adapter = AdapterVersion(1, run.default_adapters / adapter_name(1))
+    adapter.path.mkdir()
+    adapter.weights_path.write_bytes(b"weights")
+    manifest = Manifest(
+        version=1, step=1, parent=0, weights_sha256=sha256_file(adapter.weights_path), weights_bytes=7, base_model="b",
+        base_fingerprint="f", rank=4, alpha=8.0, dtype="float32", target_modules=["q_proj"],
+        canary=Canary(sequences=[[1, 2]], policy_logprobs=[[-1.0]], base_logprobs=[[-1.0]]),
+    )  # fmt: skip
+    adapter.manifest_path.write_text(manifest.model_dump_json())
+    return run
+
+
+def test_the_model_is_read_from_the_disk_and_not_from_memory_given_back(tmp_path: Path) -> None:
+    run = finished_run(tmp_path / "run")
+    again = copy_for_replay(run, read_run_config(run.config_path), RunDir(tmp_path / "again"), 0, 1)
+    assert read_run_config(again.config_path).resolved.load_path == str(tmp_path / "model")
+
+
+def test_steps_are_cut_as_the_run_cut_them(tmp_path: Path) -> None:
+    run = finished_run(tmp_path / "run", trainer={"tokens_per_micro_batch": "auto"})
+    recorded = read_run_config(run.config_path)
+    assert not copy_for_replay(run, recorded, RunDir(tmp_path / "fixed"), 0, 1).micro_batch_path.exists()
+    run.micro_batch_path.write_text('{"tokens": 192, "reason": "measured then"}')
+    again = copy_for_replay(run, recorded, RunDir(tmp_path / "auto"), 0, 1)
+    assert again.read_json(again.micro_batch_path)["tokens"] == 192
+
+
+def test_a_trainer_that_takes_too_long_is_ended_in_words(tmp_path: Path) -> None:
+    run = finished_run(tmp_path / "run", trainer={"step_timeout_s": 0.2})
+    with pytest.raises(RunFailed, match=r"has not come to the end of step 0 in 0.2 s \(trainer.step_timeout_s\)"):
+        asyncio.run(replay_step(run, 1))
