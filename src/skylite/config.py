@@ -246,6 +246,8 @@ class Resolved(Section):
     """How a CPU engine computes LoRA; without meaning on a GPU."""
     lora_sync_path: str
     """Absolute folder the adapters are published in."""
+    run_id: str | None = None
+    """Random; what shows a lora_sync_path of the user's own to be this run's (run/ownership.py). None in runs of older versions."""
     warm_start: str | None = None
     """The run's own copy of lora.from_adapter."""
     notes: list[str] = []

@@ -22,10 +22,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from skylite.config_files import load_config
+from skylite.config_files import load_config, read_run_config
 from skylite.errors import SkyliteError
 from skylite.orchestrator.resume import plan_resume
 from skylite.run.manifest import read_manifest
+from skylite.run.ownership import require_own_folders
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir
 from tests.engines import write_random_adapter
@@ -234,7 +235,9 @@ def test_a_runs_config(project: Path, data: st.DataObject) -> None:
     try:
         path.write_bytes(data.draw(damaged_json(json.loads(whole))))
         before = snapshot(project)
-        in_words(lambda: plan_resume(RunDir(project / "run"), lambda _: None))
+        run = RunDir(project / "run")
+        in_words(lambda: require_own_folders(run, read_run_config(path)))
+        in_words(lambda: plan_resume(run, lambda _: None))
         config = snapshot(project).keys()
         assert config == before.keys()
         reply = call(["eval", "run", "--data", "nosuch"])

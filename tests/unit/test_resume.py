@@ -98,7 +98,15 @@ def test_a_change_of_the_result_is_refused_with_both_values(run: RunDir, setting
         assert "optim.lr is 0.0001 and was given as 1e-05" in str(caught.value)
 
 
-@pytest.mark.parametrize("setting", ["num_steps=40", "eval.limit=0", "checkpoint.every=3", "sync.keep_every=5", "engine.start_timeout_s=9"])
+def test_what_a_cpu_cannot_do_is_refused_on_resume_too(run: RunDir) -> None:
+    check_changes(settings(), settings(trainer={"offload": True}), print)
+    with pytest.raises(ConfigError, match=r"trainer\.offload=true moves things off a GPU"):
+        plan(run, "trainer.offload=true")
+
+
+@pytest.mark.parametrize(
+    "setting", ["num_steps=40", "eval.limit=0", "checkpoint.every=3", "sync.keep_every=5", "engine.start_timeout_s=9", "model.use_shm=true"]
+)
 def test_what_changes_nothing_is_taken(run: RunDir, setting: str) -> None:
     _, said = plan(run, setting)
     assert not any("rounding" in text for text in said)

@@ -12,6 +12,7 @@ from skylite.run.files import TEMPORARY_MARK
 from skylite.run.lock import lock_folder
 from skylite.run.manifest import read_manifest
 from skylite.run.metrics import read_metrics
+from skylite.run.ownership import require_own_folders
 from skylite.run.retention import clean_up, remove_leftovers
 from skylite.run.run_dir import AdapterVersion, RunDir, published_versions
 
@@ -61,6 +62,7 @@ def gc(target: Path) -> None:
     run, versions = _published(target)
     recorded = read_run_config(run.config_path)
     config, folder = recorded.config, run.adapters(recorded)
+    require_own_folders(run, recorded)
     with lock_folder(run.root), lock_folder(folder):
         leftovers = remove_leftovers((run.rollouts, run.updates, run.checkpoints, run.evals, run.bad, folder))
         newest = max((v.version for v in versions), default=0)

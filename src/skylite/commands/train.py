@@ -12,8 +12,9 @@ from typing import Any
 from skylite.commands.defaults import default_recipe, find_recipe, prepare_default_data
 from skylite.commands.notes import say
 from skylite.config import TrainConfig
-from skylite.config_files import load_config
+from skylite.config_files import load_config, read_run_config
 from skylite.errors import ConfigError
+from skylite.run.ownership import require_own_folders
 from skylite.run.run_dir import RunDir
 
 
@@ -64,7 +65,9 @@ def train(
     plan: RunPlan
     if resume is not None:
         _refuse_flags_on_resume(flags, run)
-        plan = plan_resume(RunDir(resume.resolve()), say, overrides=flags.overrides(), settings=flags.settings, at=at)
+        going_on = RunDir(resume.resolve())
+        require_own_folders(going_on, read_run_config(going_on.config_path))
+        plan = plan_resume(going_on, say, overrides=flags.overrides(), settings=flags.settings, at=at)
         if dry_run:
             print_settings(plan.config)
             return

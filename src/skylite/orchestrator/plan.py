@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from skylite.rewards import load_reward
 from skylite.rewards.named import remember, require_named
 from skylite.run.disk import writing
 from skylite.run.files import sha256_file, write_json
+from skylite.run.ownership import mark_sync_folder
 from skylite.run.run_dir import RunDir
 from skylite.types import Prompt
 
@@ -58,8 +60,7 @@ def plan_run(config: TrainConfig, run: RunDir, say: Callable[[str], None]) -> Ru
     device = choose_device()
     dtype, dtype_note = choose_dtype(config.model.dtype, device)
     note(dtype_note)
-    if config.trainer.offload and device == "cpu":
-        raise ConfigError("trainer.offload=true moves things off a GPU, and this run has none.", "Leave it false on a CPU.")
+    check_offload(config, device)
     if config.lora.vllm_rank != config.lora.rank:
         note(f"vLLM is started for LoRA rank {config.lora.vllm_rank}, the smallest it allows that holds rank {config.lora.rank}")
     if config.optim.lr < LORA_LITERATURE_FLOOR_LR:
@@ -77,17 +78,29 @@ def plan_run(config: TrainConfig, run: RunDir, say: Callable[[str], None]) -> Ru
         plan_warm_start(config, model.path, model.fingerprint, note)
     resolved = Resolved(
         model_path=str(model.path),
-        shm_path=str(shared_copy(model.fingerprint)) if config.model.use_shm else None,
+        shm_path=shm_path(config, model.fingerprint),
         model_fingerprint=model.fingerprint,
         data_sha256=train_data_hash(config),
         dtype=dtype,
         device=device,
         cpu_lora=cpu_lora,
         lora_sync_path=str(Path(config.lora.lora_sync_path or run.default_adapters).resolve()),
+        run_id=uuid.uuid4().hex,
         warm_start=str(run.warm_start) if config.lora.from_adapter is not None else None,
         notes=notes,
     )
     return RunPlan(run=run, config=config, resolved=resolved, train=train, held_out=held_out, reward=reward, first_step=1)
+
+
+def check_offload(config: TrainConfig, device: str) -> None:
+    """Raise ConfigError when there is nothing to move things off."""
+    if config.trainer.offload and device == "cpu":
+        raise ConfigError("trainer.offload=true moves things off a GPU, and this run has none.", "Leave it false on a CPU.")
+
+
+def shm_path(config: TrainConfig, fingerprint: str) -> str | None:
+    """Where model.use_shm holds the model; the last run that uses that folder deletes it, so it is never taken from a file."""
+    return str(shared_copy(fingerprint)) if config.model.use_shm else None
 
 
 def read_split(config: TrainConfig, split: str) -> tuple[list[Prompt], PromptFileInfo]:
@@ -140,6 +153,7 @@ def write_run(plan: RunPlan) -> None:
 
 
 def write_config(plan: RunPlan) -> None:
-    """Write config.json: what the children are told."""
+    """Write config.json, which is what the children are told, and the mark in a sync folder of the user's own."""
     value = RunConfig(skylite_version=skylite.__version__, config=plan.config, resolved=plan.resolved)
     write_json(plan.run.config_path, value.model_dump(mode="json"))
+    mark_sync_folder(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from skylite.config import Resolved, RunConfig, TrainConfig
 from skylite.config_files import change_config, read_run_config
 from skylite.errors import ConfigError, DataError
 from skylite.models.resolve import check_folder
-from skylite.orchestrator.plan import RunPlan, held_out_prompts, read_split, train_data_hash
+from skylite.orchestrator.plan import RunPlan, check_offload, held_out_prompts, read_split, shm_path, train_data_hash
 from skylite.orchestrator.record import recovered_metrics
 from skylite.orchestrator.resume_settings import check_changes
 from skylite.rewards.named import names_reward, remember, require_named
@@ -44,6 +45,7 @@ def plan_resume(
         remember(reward)
         config = config.model_copy(update={"reward": config.reward.model_copy(update={"function": recorded.config.reward.function})})
     check_changes(recorded.config, config, say)
+    check_offload(config, recorded.resolved.device)
     require_named(reward, run.config_path if recorded.config.reward.function else Path(config.data.path), say)
     _check_inputs(recorded, config)
     done = choose_checkpoint(run, at, say)
@@ -52,7 +54,7 @@ def plan_resume(
     if recorded.skylite_version != skylite.__version__:
         say(f"warning: the run was made by skylite {recorded.skylite_version}, and this is {skylite.__version__}")
     return RunPlan(
-        run=run, config=config, resolved=_where_it_is_now(run, recorded), train=train, held_out=held_out_prompts(config),
+        run=run, config=config, resolved=_where_it_is_now(run, recorded, config), train=train, held_out=held_out_prompts(config),
         reward=reward, first_step=done + 1, reuse_rollouts=at is None,
     )  # fmt: skip
 
@@ -127,7 +129,13 @@ def _require_work(run: RunDir, config: TrainConfig, done: int) -> None:
         raise ConfigError(f"{run.root} is at step {done} of {config.num_steps} already.", f"Give more steps, e.g. --steps {done + 10}.")
 
 
-def _where_it_is_now(run: RunDir, recorded: RunConfig) -> Resolved:
+def _where_it_is_now(run: RunDir, recorded: RunConfig, config: TrainConfig) -> Resolved:
     """A run may have been moved, and its adapters and its copy of a warm start with it."""
-    update = {"warm_start": str(run.warm_start) if recorded.resolved.warm_start else None, "lora_sync_path": str(run.adapters(recorded))}
-    return recorded.resolved.model_copy(update=update)
+    old = recorded.resolved
+    update = {
+        "warm_start": str(run.warm_start) if old.warm_start else None,
+        "lora_sync_path": str(run.adapters(recorded)),
+        "shm_path": shm_path(config, old.model_fingerprint),
+        "run_id": old.run_id or uuid.uuid4().hex,
+    }
+    return old.model_copy(update=update)

@@ -12,9 +12,10 @@ HARMLESS = (
     "checkpoint", "eval", "guards", "sync", "stop", "num_steps",
     "reward.num_workers", "reward.timeout_s", "trainer.step_timeout_s", "trainer.max_restarts",
     "engine.start_timeout_s", "engine.stall_timeout_s", "engine.max_restarts",
-    "data.path",
+    "data.path", "model.use_shm", "trainer.offload",
 )  # fmt: skip
-"""Sections and fields that no number of a step depends on. data.path: the file itself is compared by its hash."""
+"""Sections and fields that no number of a step depends on. data.path: the file itself is compared by its hash.
+The last two: where the model and the moments lie."""
 ROUNDING = (
     "trainer.num_ranks",
     "trainer.num_threads",

@@ -31,6 +31,7 @@ from skylite.rewards.pool import RewardPool
 from skylite.rollout.canary import DEFAULT_TOLERANCE, canary_sequences, prove_folder
 from skylite.rollout.engines import Engines
 from skylite.rollout.tokenizer import load_tokenizer
+from skylite.run.disk import writing
 from skylite.run.files import write_json
 from skylite.run.lock import lock_folder
 from skylite.run.manifest import read_manifest
@@ -75,8 +76,10 @@ def clear_requests(plan: RunPlan) -> None:
     """What an earlier attempt asked for or complained of, and where its ranks met."""
     plan.run.stop_path.unlink(missing_ok=True)
     plan.run.trainer_error_path.unlink(missing_ok=True)
-    shutil.rmtree(plan.run.meeting, ignore_errors=True)
-    plan.run.meeting.mkdir(mode=0o700, exist_ok=True)
+    with writing(plan.run.meeting):  # made new, so that it is a folder, and nobody else's
+        if plan.run.meeting.exists():
+            shutil.rmtree(plan.run.meeting)
+        plan.run.meeting.mkdir(mode=0o700)
 
 
 def go_back(plan: RunPlan, adapters: Path, screen: Screen) -> None:

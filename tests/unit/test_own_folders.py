@@ -1,0 +1,133 @@
+"""A run that somebody else made says where its folders are; what is not the run's is neither written nor deleted."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skylite.config import TrainConfig
+from skylite.config_files import read_run_config
+from skylite.errors import WriteFailed
+from skylite.models.shared_memory import shared_copy
+from skylite.orchestrator.plan import plan_run, write_config, write_run
+from skylite.orchestrator.resume import plan_resume
+from skylite.orchestrator.services import clear_requests
+from skylite.run.ownership import MARK_NAME, require_own_folders
+from skylite.run.run_dir import RunDir
+from tests.unit.bad_inputs import Reply, call, snapshot
+from tests.unit.test_resume import write_data
+from tests.unit.test_warm_start import make_model
+
+
+def begin(root: Path, name: str = "run", **lora: Any) -> RunDir:
+    """A run as `skylite train` begins it, its adapter 0 published."""
+    if not (root / "model").exists():
+        make_model(root / "model")
+        write_data(root / "data", 4)
+    tree = {"num_steps": 2, "model": {"name": str(root / "model")}, "data": {"path": str(root / "data")}, "lora": lora}
+    run = RunDir(root / name)
+    write_run(plan_run(TrainConfig.model_validate(tree), run, lambda _: None))
+    publish(run.adapters(read_run_config(run.config_path)))
+    return run
+
+
+def publish(folder: Path) -> None:
+    (folder / "policy-v000000").mkdir(parents=True)
+    (folder / "policy-v000000" / "adapter_model.safetensors").write_bytes(b"precious")
+
+
+def claim(run: RunDir, **changes: str) -> None:
+    """Change what the run's config.json says of this machine."""
+    tree = json.loads(run.config_path.read_text())
+    tree["resolved"] |= changes
+    if "lora_sync_path" in changes:
+        tree["config"]["lora"]["lora_sync_path"] = changes["lora_sync_path"]
+    run.config_path.write_text(json.dumps(tree))
+
+
+def refused_by_all(run: RunDir, outside: Path) -> list[str]:
+    """Resume and clean-up refuse, in words, and change nothing."""
+    before = snapshot(run.root), snapshot(outside)
+    replies: list[Reply] = [call(["train", "--resume", str(run.root)]), call(["sync", "gc", str(run.root)])]
+    assert [r.code for r in replies] == [2, 2], [r.said for r in replies]
+    assert (snapshot(run.root), snapshot(outside)) == before
+    return [r.said for r in replies]
+
+
+def test_a_recorded_copy_in_memory_is_never_trusted(tmp_path: Path) -> None:
+    run = begin(tmp_path)
+    claim(run, shm_path=str(tmp_path / "data"))
+    assert plan_resume(run, lambda _: None).resolved.shm_path is None
+    plan = plan_resume(run, lambda _: None, settings=["model.use_shm=true"])
+    assert plan.resolved.shm_path == str(shared_copy(plan.resolved.model_fingerprint))
+
+
+@pytest.mark.parametrize("whose", ["another run's", "a run's that marked it", "a killed writer's"])
+def test_a_recorded_sync_folder_that_is_not_the_runs_is_refused(tmp_path: Path, whose: str) -> None:
+    run, outside = begin(tmp_path), tmp_path / "outside"
+    if whose == "another run's":
+        outside = begin(tmp_path, "other").default_adapters
+    elif whose == "a run's that marked it":
+        begin(tmp_path, "other", lora_sync_path=str(outside))
+    else:
+        (outside / ".policy-v000001.tmp-7").mkdir(parents=True)
+    claim(run, lora_sync_path=str(outside))
+    for said in refused_by_all(run, outside):
+        assert f"names {outside} as its lora_sync_path" in said
+        assert "move them away" in said
+
+
+def test_the_runs_own_sync_folder_is_known_by_its_mark_and_an_empty_one_is_marked_again(tmp_path: Path) -> None:
+    own = tmp_path / "memory"
+    run = begin(tmp_path, lora_sync_path=str(own))
+    require_own_folders(run, read_run_config(run.config_path))
+    assert call(["sync", "gc", str(run.root)]).code == 0
+    assert (own / "policy-v000000").is_dir()
+    own.rename(tmp_path / "before the reboot")
+    require_own_folders(run, read_run_config(run.config_path))
+    write_config(plan_resume(run, lambda _: None))
+    publish(own)
+    require_own_folders(run, read_run_config(run.config_path))
+    assert (own / MARK_NAME).read_bytes() == (tmp_path / "before the reboot" / MARK_NAME).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "name", ["adapters", "checkpoints", "rollouts", "meeting", "logs/trainer.log", "metrics.jsonl", "rollouts/step-000009"]
+)
+def test_a_link_that_leads_out_of_the_run_is_refused(tmp_path: Path, name: str) -> None:
+    run, outside = begin(tmp_path), tmp_path / "outside"
+    publish(outside)
+    if (run.root / name).exists():
+        (run.root / name).rename(tmp_path / "aside")
+    (run.root / name).symlink_to(outside)
+    for said in refused_by_all(run, outside):
+        assert f"{run.root / name} is a link that leads out of the run, to {outside}" in said
+
+
+def test_a_link_within_the_run_is_none_of_that(tmp_path: Path) -> None:
+    run = begin(tmp_path)
+    (run.root / "newest").symlink_to(run.default_adapters / "policy-v000000")
+    require_own_folders(run, read_run_config(run.config_path))
+
+
+def test_the_ranks_meet_where_nobody_else_can(tmp_path: Path) -> None:
+    plan = plan_resume(begin(tmp_path), lambda _: None)
+    before = os.umask(0)
+    try:
+        plan.run.meeting.mkdir(mode=0o777)
+        (plan.run.meeting / "old").touch()
+        clear_requests(plan)
+    finally:
+        os.umask(before)
+    assert plan.run.meeting.stat().st_mode & 0o777 == 0o700
+    assert not list(plan.run.meeting.iterdir())
+    plan.run.meeting.rmdir()
+    (tmp_path / "outside").mkdir()
+    plan.run.meeting.symlink_to(tmp_path / "outside")
+    with pytest.raises(WriteFailed, match="meeting could not be written"):
+        clear_requests(plan)
+    assert (tmp_path / "outside").is_dir()
