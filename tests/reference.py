@@ -278,7 +278,7 @@ def write_samples(path: Path, samples: Sequence[TrainSample]) -> None:
     rows = [
         {
             "group": s.group,
-            "prompt_id": f"test/{s.group}",
+            "prompt_id": s.prompt_id or f"test/{s.group}",
             "prompt_token_ids": s.prompt_token_ids,
             "completion_token_ids": s.completion_token_ids,
             "rollout_logprobs": s.rollout_logprobs,

@@ -96,6 +96,14 @@ class TrainingDiverged(RunFailed):
     """The loss or the gradient is not finite."""
 
 
+def no_finite_score(value: object, prompt_id: str, completion: str) -> RunFailed:
+    """For whoever cannot go on without the score of a completion."""
+    return RunFailed(
+        f"The reward function returned {value!r} for prompt {prompt_id} (completion {completion[:80]!r}).",
+        "A reward must return a finite number.",
+    )
+
+
 def write_failed(error: OSError, path: Path | None = None) -> WriteFailed:
     """What, where, why and what to do about an OSError; `path` when it is not the error's own."""
     where = path if path is not None else error.filename

@@ -6,6 +6,13 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
+FLOAT32_MAX = 3.4028234663852886e38
+
+
+def is_number(score: float) -> bool:
+    """Whether it is finite as float32, which is what the trainer computes with."""
+    return abs(score) <= FLOAT32_MAX
+
 
 class Message(TypedDict):
     """One chat turn."""
@@ -54,7 +61,7 @@ class Rollout:
     """[P]"""
     completion: Completion
     reward: float
-    """What the reward function gave."""
+    """What the reward function gave. It may be NaN or infinite: the trainer's guards judge it."""
     penalty: float = 0.0
     """<= 0; added to the reward for training, left out of every score that is shown."""
 
@@ -73,5 +80,9 @@ class RolloutGroup:
 
     @property
     def is_equal(self) -> bool:
-        """Whether all earned the same, as float32, which the trainer compares: such a group has no gradient."""
-        return len(set(array("f", (r.train_reward for r in self.rollouts)))) == 1
+        """Whether all earned the same, as float32, which the trainer compares: such a group has no gradient.
+
+        False where a reward is no number: the group must come before the guards, and not be replaced by another.
+        """
+        rewards = [r.train_reward for r in self.rollouts]
+        return all(map(is_number, rewards)) and len(set(array("f", rewards))) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -17,7 +18,8 @@ from rich.console import Console
 
 from skylite.config import Resolved, TrainConfig
 from skylite.config_files import load_config
-from skylite.errors import ConfigError, SyncFailed
+from skylite.data.order import prompts_for_step
+from skylite.errors import ConfigError, RunFailed, SyncFailed
 from skylite.orchestrator.loop import run_steps
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.progress import Progress
@@ -26,12 +28,14 @@ from skylite.orchestrator.session import Session
 from skylite.orchestrator.time_limit import TimeLimit
 from skylite.orchestrator.timeline import covered_s
 from skylite.rollout.client import Sampling
+from skylite.rollout.collect import Scorer
 from skylite.rollout.engines import Engines
 from skylite.rollout.tokenizer import ChatTokenizer
 from skylite.run.events import read_events
 from skylite.run.files import write_json
 from skylite.run.metrics import read_metrics
 from skylite.run.retention import held_out_scores
+from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import AdapterVersion, RunDir, published_versions
 from skylite.types import Completion, Prompt
 from skylite.ui.dashboard import Screen
@@ -88,6 +92,16 @@ class Half:
         return [float(i == 0) for i in range(len(items))]
 
 
+class Broken:
+    """No completion of this prompt earns a number."""
+
+    def __init__(self, prompt_id: str) -> None:
+        self.bad = prompt_id
+
+    async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[float]:
+        return [math.nan if p.id == self.bad else float(i == 0) for i, (p, _) in enumerate(items)]
+
+
 class NumberTokenizer:
     def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> list[int]:
         return [int(messages[-1]["content"])]
@@ -115,7 +129,7 @@ async def fake_trainer(run: RunDir, first_step: int, num_steps: int, train_s: fl
 def run_of(
     root: Path, staleness: int, num_steps: int, *, first_step: int = 1, sample_s: float = 0.06, train_s: float = 0.06,
     wrong_version: int | None = None, limit: TimeLimit | None = None,
-    eval_every: int = 0, skipped_step: int | None = None,
+    eval_every: int = 0, skipped_step: int | None = None, scorer: Scorer | None = None,
 ) -> tuple[RunDir, FakeEngine, str]:  # fmt: skip
     """A whole run: its folder, the engine, what was said."""
     run = RunDir(root)
@@ -132,7 +146,7 @@ def run_of(
     session = Session(
         plan=plan,
         engines=Engines([engine], 0.002),  # type: ignore[list-item]
-        scorer=Half(),
+        scorer=scorer or Half(),
         tokenizer=ChatTokenizer(NumberTokenizer(), (5,), ""),
         progress=Progress(run, num_steps, Screen(num_steps, Console(file=said, width=400)), dict),
         limit=limit,
@@ -200,6 +214,20 @@ def test_a_step_that_the_trainer_skipped_is_said_and_recorded(tmp_path: Path) ->
     run, _, said = run_of(tmp_path, 0, 3, skipped_step=2)
     assert "step 2 is skipped, policy-v000002 is the adapter before it: loss/policy is nan (kept in" in said
     assert [m.get("guard/reason") for m in read_metrics(run.metrics_path)] == [None, "loss/policy is nan", None]
+
+
+def test_a_reward_that_is_no_number_reaches_the_trainer_and_is_null_in_the_metrics(tmp_path: Path) -> None:
+    bad = prompts_for_step(PROMPTS, 2, 2, 0)[1].id
+    run, _, said = run_of(tmp_path, 0, 3, skipped_step=2, scorer=Broken(bad))
+    assert [math.isnan(s.reward) for s in read_rollouts(run.rollout_path(2))] == [False, False, True, True]
+    assert [json.loads(line, parse_constant=pytest.fail)["reward/mean"] for line in run.metrics_path.read_text().splitlines()][1] is None
+    assert "step 2/3  reward nan" in said
+
+
+def test_a_held_out_score_that_is_no_number_is_refused_with_the_problem(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="returned nan for prompt 1 "):
+        run_of(tmp_path, 0, 3, eval_every=1, scorer=Broken("1"))
+    assert list(RunDir(tmp_path).evals.glob("*")) == []
 
 
 def test_a_time_limit_ends_the_run_after_a_whole_step(tmp_path: Path) -> None:

@@ -125,8 +125,9 @@ def test_a_number_among_the_inputs_that_is_none_is_named() -> None:
     assert sample_fault(samples) == ""
     samples[5] = replace(samples[5], rollout_logprobs=[-1.0, float("-inf")])
     assert sample_fault(samples) == "the sampler's logprob of token 1 of sample 5 (group 1) is -inf"
-    samples[2] = replace(samples[2], reward=float("nan"))
-    assert sample_fault(samples) == "the reward of sample 2 (group 0) is nan"
+    for reward in ("nan", "inf", "-inf", "1e+39"):
+        samples[2] = replace(samples[2], reward=float(reward), prompt_id="t/train/7")
+        assert sample_fault(samples) == f"the reward of sample 2 (prompt t/train/7, group 0) is {reward}"
 
 
 def test_rewards_collapse_only_when_every_step_of_the_window_is_too_low(tmp_path: Path) -> None:
@@ -138,6 +139,9 @@ def test_rewards_collapse_only_when_every_step_of_the_window_is_too_low(tmp_path
     assert [bool(collapse_fault(run, step, guards)) for step in (1, 2, 3, 4)] == [False, False, False, True]
     assert "in steps 2 to 4 (last 0.1)" in collapse_fault(run, 4, guards)
     assert collapse_fault(run, 4, GuardsConfig()) == ""
+    for none in (float("nan"), float("-inf")):
+        write_samples(run.rollout_path(3), [replace(s, reward=none) for s in random_samples(0)])
+        assert collapse_fault(run, 4, guards) == "", "a step without numbers is no low reward"
 
 
 def test_what_a_bad_step_learned_from_is_kept_each_time(tmp_path: Path) -> None:

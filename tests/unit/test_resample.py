@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from rich.console import Console
 from skylite.config import Resolved, TrainConfig
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.progress import Progress
-from skylite.orchestrator.record import StepTimes, step_metrics
+from skylite.orchestrator.record import StepTimes, completion_view, step_metrics
 from skylite.orchestrator.resample import SampledStep, replace_equal_groups
 from skylite.orchestrator.sampling import sample_step
 from skylite.orchestrator.session import Session
@@ -112,6 +113,26 @@ def test_a_group_is_judged_on_what_is_trained_on(tmp_path: Path) -> None:
     assert torch.equal(batch.rewards[0], torch.tensor([1.0, 0.5]))
 
 
+NONE = [[math.nan] * 2, [math.inf] * 2, [-math.inf, math.inf], [1.0, math.nan], [1e39] * 2]
+
+
+def test_a_group_with_a_reward_that_is_no_number_is_left_to_the_guards() -> None:
+    first = [group(str(i), *rewards) for i, rewards in enumerate(NONE)]
+    sampled, asked = replaced(first, [], max_rounds=4)
+    assert (asked, list(sampled.groups), sampled.missing, sampled.equal_frac) == ([], first, 0, 0.0)
+    sampled, _ = replaced([group("a", 0, 0)], [[group("b", math.nan, math.nan)]], max_rounds=1)
+    assert names(sampled.groups) == ["b"]
+
+
+@pytest.mark.parametrize("rewards", NONE)
+def test_a_step_with_a_reward_that_is_no_number_has_metrics(rewards: list[float]) -> None:
+    step = SampledStep(groups=[group("a", 0.0, 1.0), group("b", *rewards)], left_out=[group("c", 1.0, 1.0)])
+    metrics = metrics_of(step)
+    assert all(math.isnan(metrics[k]) for k in ("reward/mean", "reward/std", "reward/sampled_mean"))
+    assert metrics["completion/tokens_mean"] == 1.0
+    assert completion_view(step.groups).answer
+
+
 class FakeEngine:
     """Completions as long as the prompt's number; which prompts are right is up to `score`."""
 
@@ -185,9 +206,7 @@ def test_what_could_not_be_replaced_is_said_and_recorded(tmp_path: Path) -> None
     sampled, engine, said = sampled_step(tmp_path, lambda i: False, RESAMPLE)
     assert len(engine.requests) == 12
     assert "step 3: 4 of 4 groups still have equal rewards after 8 more were sampled" in said
-    update = {"time/publish_s": 0.0, "time/canary_s": 0.0}
-    canary = CanaryReading(gap_max=0.0, gap_mean=0.0, base_distance=0.0, projection=1.0)
-    metrics = step_metrics(3, sampled, update, SyncReport(load_s=0.1, canary_s=0.1, canary=canary), StepTimes(rollout_s=2.0, step_s=3.0))
+    metrics = metrics_of(sampled)
     assert (metrics["groups/resampled"], metrics["groups/equal_sampled_frac"], metrics["groups/missing"]) == (8, 1.0, 4)
     assert metrics["perf/completion_tokens_per_s"] == sum(2 * (i + 1) for i, _ in engine.requests) / 2.0
 
@@ -198,11 +217,15 @@ def test_the_data_set_may_run_out(tmp_path: Path) -> None:
     assert "after 10 more were sampled" in said
 
 
-def test_rewards_are_reported_raw_and_of_all_that_was_sampled() -> None:
-    step = SampledStep(groups=[group("a", 0.0, 1.0, penalties=[0.0, -0.5])], left_out=[group("b", 1.0, 1.0, tokens=3)])
+def metrics_of(step: SampledStep) -> dict[str, Any]:
+    """Of step 1, which took 2 s to sample."""
     update = {"time/publish_s": 0.0, "time/canary_s": 0.0}
     canary = CanaryReading(gap_max=0.0, gap_mean=0.0, base_distance=0.0, projection=1.0)
-    metrics = step_metrics(1, step, update, SyncReport(load_s=0.1, canary_s=0.1, canary=canary), StepTimes(rollout_s=2.0, step_s=3.0))
+    return step_metrics(1, step, update, SyncReport(load_s=0.1, canary_s=0.1, canary=canary), StepTimes(rollout_s=2.0, step_s=3.0))
+
+
+def test_rewards_are_reported_raw_and_of_all_that_was_sampled() -> None:
+    metrics = metrics_of(SampledStep(groups=[group("a", 0.0, 1.0, penalties=[0.0, -0.5])], left_out=[group("b", 1.0, 1.0, tokens=3)]))
     assert (metrics["reward/mean"], metrics["reward/sampled_mean"], metrics["reward/penalty_mean"]) == (0.5, 0.75, -0.25)
     assert metrics["completion/tokens_mean"] == 1.0
     assert metrics["perf/completion_tokens_per_s"] == (2 + 6) / 2.0

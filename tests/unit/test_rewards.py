@@ -3,14 +3,16 @@ from __future__ import annotations
 import json
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from skylite.errors import ConfigError, DataError, RunFailed
-from skylite.rewards import load_reward, reference_completion, resolve_spec, score
+from skylite.rewards import finite_score, load_reward, reference_completion, resolve_spec, score
 from skylite.rewards.gsm8k import final_number
 from skylite.rewards.math import parse_truth
 from skylite.rewards.reasoning_gym import from_json, to_json
+from skylite.types import is_number
 from tests.unit.data_cases import RELEASED, prompt
 
 
@@ -152,6 +154,19 @@ def test_an_exception_is_never_a_zero() -> None:
 
     with pytest.raises(RunFailed, match=r"ValueError: odd .prompt t/train/0"):
         score(reward, prompt(), "text")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 1e39, 10**400])
+def test_a_number_that_is_none_is_for_the_guards_in_training_and_refused_elsewhere(value: float) -> None:
+    assert not is_number(score(lambda *_: value, prompt(), "text"))
+    with pytest.raises(RunFailed, match="for prompt t/train/0"):
+        finite_score(lambda *_: value, prompt(), "text")
+
+
+@pytest.mark.parametrize("value", [None, "1.0", [1.0]])
+def test_what_is_no_number_at_all_is_refused_at_once(value: Any) -> None:
+    with pytest.raises(RunFailed, match="for prompt t/train/0"):
+        score(lambda *_: value, prompt(), "text")
 
 
 @pytest.mark.parametrize(("spec", "answer"), [("gsm8k", "1,080"), ("gsm8k", "so 7\n#### 7"), ("math", "x+1"), ("format", "3")])

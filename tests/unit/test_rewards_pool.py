@@ -52,6 +52,7 @@ def test_scores_in_order_and_names_the_prompt_of_an_exception(spec: str) -> None
         with pytest.raises(RunFailed, match=r"LookupError: odd one .prompt t/bad"):
             asyncio.run(pool.score([(prompt(id="t/good"), "1"), (prompt(id="t/bad"), "raise")]))
         assert asyncio.run(pool.score(items[:2])) == [0.0, 1.0]
+        assert list(map(str, asyncio.run(pool.score([(prompt(), "nan"), (prompt(), "-inf")])))) == ["nan", "-inf"]
     finally:
         pool.close()
 

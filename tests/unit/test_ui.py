@@ -100,6 +100,8 @@ def test_numbers_that_are_none_are_shown_as_such() -> None:
     shown = state()
     shown.history = [*shown.history, step(13, math.nan)]
     assert "nan" in "\n".join(drawn(shown, 80, 24))
+    shown.history = [step(1, math.nan), step(2, 0.25)]
+    assert "first nan  best 0.250" in "\n".join(drawn(shown, 80, 24))
 
 
 def test_a_curve_rises_with_its_values() -> None:

@@ -10,7 +10,7 @@ from typing import TypeVar
 from skylite.data.prompt_file import Split
 from skylite.data.sources import Table
 from skylite.errors import DataError, RunFailed
-from skylite.rewards import RewardFn, score
+from skylite.rewards import RewardFn, finite_score
 from skylite.types import Message, Prompt
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -49,7 +49,7 @@ def check_drafts(drafts: Sequence[Draft], spec: str, reward: RewardFn) -> list[P
     """The prompts of the drafts. Raises DataError for the first one whose reference does not score 1.0."""
     for draft in drafts:
         try:
-            value = score(reward, draft.prompt, draft.reference)
+            value = finite_score(reward, draft.prompt, draft.reference)
         except RunFailed as error:
             cause = error.__cause__
             reason = cause.what if isinstance(cause, DataError) else error.what

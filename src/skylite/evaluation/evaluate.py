@@ -10,12 +10,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from skylite.errors import no_finite_score
 from skylite.evaluation.interval import Accuracy, accuracy_of
 from skylite.rollout.client import Sampling
 from skylite.rollout.collect import Scorer, collect_group, gather_all, request_seed
 from skylite.rollout.engine import Engine
 from skylite.run.files import atomic_file
-from skylite.types import Prompt, RolloutGroup
+from skylite.types import Prompt, RolloutGroup, is_number
 
 MAX_REQUESTS_IN_FLIGHT = 64
 
@@ -46,7 +47,10 @@ async def evaluate(
     stop_token_ids: tuple[int, ...],
     seed: int,
 ) -> EvalResult:
-    """Sample `n` completions a problem (temperature 0: greedy) from `model` and score them."""
+    """Sample `n` completions a problem (temperature 0: greedy) from `model` and score them.
+
+    Raises RunFailed with the problem's id for a score that is NaN or infinite: no accuracy can be made of it.
+    """
     slots = asyncio.Semaphore(MAX_REQUESTS_IN_FLIGHT)
 
     async def one(index: int, prompt: Prompt) -> RolloutGroup:
@@ -55,7 +59,11 @@ async def evaluate(
             seed=request_seed(seed, -1, index),
         )  # fmt: skip
         async with slots:
-            return await collect_group(clients[index % len(clients)], model, version, prompt, token_ids[prompt.id], n, sampling, scorer)
+            group = await collect_group(clients[index % len(clients)], model, version, prompt, token_ids[prompt.id], n, sampling, scorer)
+        for r in group.rollouts:
+            if not is_number(r.reward):
+                raise no_finite_score(r.reward, prompt.id, r.completion.text)
+        return group
 
     groups = await gather_all([asyncio.create_task(one(i, p)) for i, p in enumerate(prompts)])
     completions = [r.completion for g in groups for r in g.rollouts]

@@ -11,7 +11,7 @@ from typing import Any
 from skylite.orchestrator.resample import SampledStep
 from skylite.rollout.canary import CanaryReading
 from skylite.rollout.engines import SyncReport
-from skylite.types import RolloutGroup
+from skylite.types import RolloutGroup, is_number
 from skylite.ui.page import CompletionView
 
 SHOWN = ("policy/entropy", "mismatch/logprob_diff_mean", "time/train_s", "time/canary_s", "time/publish_s")
@@ -40,18 +40,19 @@ def step_metrics(step: int, sampled: SampledStep, update: dict[str, Any], report
     left_out = [r for g in sampled.left_out for r in g.rollouts]
     tokens = [len(r.completion.token_ids) for r in rollouts]
     num_sampled = sum(tokens) + sum(len(r.completion.token_ids) for r in left_out)
-    rewards = [r.reward for r in rollouts]
+    mean, deviation = mean_and_deviation([r.reward for r in rollouts])
+    sampled_mean, _ = mean_and_deviation([r.reward for r in rollouts + left_out])
     staleness = [step - 1 - r.completion.adapter_version for r in rollouts]
     trainer_canary_s = update["time/canary_s"]
     return {
         "step": step,
         "adapter/version": step,
-        "reward/mean": statistics.fmean(rewards),
-        "reward/std": statistics.pstdev(rewards),
-        "reward/right_frac": statistics.fmean(r == 1.0 for r in rewards),
+        "reward/mean": mean,
+        "reward/std": deviation,
+        "reward/right_frac": statistics.fmean(r.reward == 1.0 for r in rollouts),
         "reward/penalty_mean": statistics.fmean(r.penalty for r in rollouts),
         # With groups chosen by their rewards the mean above no longer tells how good the policy is; this one does.
-        "reward/sampled_mean": statistics.fmean(r.reward for r in rollouts + left_out),
+        "reward/sampled_mean": sampled_mean,
         "groups/resampled": len(sampled.left_out),
         "groups/equal_sampled_frac": sampled.equal_frac,
         "groups/missing": sampled.missing,
@@ -72,6 +73,13 @@ def step_metrics(step: int, sampled: SampledStep, update: dict[str, Any], report
         "time/canary_s": trainer_canary_s + report.canary_s,
         "sync/publish_and_load_frac": (update["time/publish_s"] + report.load_s) / times.step_s,
     }
+
+
+def mean_and_deviation(rewards: Sequence[float]) -> tuple[float, float]:
+    """Both nan where a reward is no number: `statistics` raises for some of those."""
+    if not all(map(is_number, rewards)):
+        return math.nan, math.nan
+    return statistics.fmean(rewards), statistics.pstdev(rewards)
 
 
 def trainer_metrics(update: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from math import isfinite  # not `import math`: the submodule of that name would take its place
 from pathlib import Path
 
-from skylite.errors import ConfigError, DataError, RunFailed
+from skylite.errors import ConfigError, DataError, RunFailed, no_finite_score
 from skylite.plugin_file import import_file
-from skylite.types import Prompt
+from skylite.types import Prompt, is_number
 
 RewardFn = Callable[[Prompt, str], float]
-"""(prompt, completion) -> a finite number. A completion that cannot be understood earns 0.0; a raised exception ends the run."""
+"""(prompt, completion) -> a finite number. A completion that cannot be understood earns 0.0; a raised exception ends the run, NaN or
+infinity makes the step a bad one."""
 
 BUILT_IN = ("gsm8k", "math", "format", "reasoning-gym")
 
@@ -27,14 +27,25 @@ def load_reward(spec: str, example: Prompt | None = None) -> RewardFn:
     reward = _built_in(spec) if spec in BUILT_IN else _plug_in(spec)
     if example is not None:
         try:
-            score(reward, example, reference_completion(spec, example.answer))
+            finite_score(reward, example, reference_completion(spec, example.answer))
         except RunFailed as error:
             raise ConfigError(f"The reward {spec} does not work: {error.what}", error.hint) from error
     return reward
 
 
+def finite_score(reward: RewardFn, prompt: Prompt, completion: str) -> float:
+    """As `score`; raises RunFailed for NaN and infinity too."""
+    value = score(reward, prompt, completion)
+    if not is_number(value):
+        raise no_finite_score(value, prompt.id, completion)
+    return value
+
+
 def score(reward: RewardFn, prompt: Prompt, completion: str) -> float:
-    """The reward of one completion. Raises RunFailed with the prompt's id when the function raises or returns no finite number."""
+    """The reward of one completion, NaN and infinity included: in training the guards decide what becomes of such a step.
+
+    Raises RunFailed with the prompt's id when the function raises or returns no number at all.
+    """
     try:
         value = reward(prompt, completion)
     except Exception as error:
@@ -42,12 +53,12 @@ def score(reward: RewardFn, prompt: Prompt, completion: str) -> float:
             f"The reward function raised {type(error).__name__}: {error} (prompt {prompt.id}, completion {completion[:80]!r}).",
             "A reward must return a number for every completion; correct it.",
         ) from error
-    if isinstance(value, bool | int | float) and isfinite(value):
+    if not isinstance(value, bool | int | float):
+        raise no_finite_score(value, prompt.id, completion)
+    try:
         return float(value)
-    raise RunFailed(
-        f"The reward function returned {value!r} for prompt {prompt.id} (completion {completion[:80]!r}).",
-        "A reward must return a finite number.",
-    )
+    except OverflowError:  # an int beyond every float
+        return float("inf") if value > 0 else float("-inf")
 
 
 def reference_completion(spec: str, answer: str) -> str:

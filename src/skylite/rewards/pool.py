@@ -49,8 +49,8 @@ class RewardPool:
     async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[float]:
         """One reward a (prompt, completion text), in order.
 
-        Raises RunFailed with the prompt's id when the reward function raises, returns no finite number or takes too long, and
-        ChildDied when a worker ended.
+        Raises RunFailed with the prompt's id when the reward function raises, returns no number or takes too long, and ChildDied when
+        a worker ended. NaN and infinity are handed on.
         """
         loop = asyncio.get_running_loop()
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +49,8 @@ class TrainSample:
     """What is learned from: the score plus the penalty."""
     truncated: bool
     """The completion ended for length."""
+    prompt_id: str = ""
+    """For errors; empty where it is not known."""
 
 
 def write_rollouts(path: Path, groups: Sequence[RolloutGroup]) -> None:
@@ -87,6 +88,7 @@ def read_rollouts(path: Path) -> list[TrainSample]:
             rollout_logprobs=row["rollout_logprobs"],
             reward=row["reward"] + row["penalty"],
             truncated=row["finish_reason"] == "length",
+            prompt_id=row["prompt_id"],
         )
         for row in _rows(path)
     ]
@@ -110,9 +112,9 @@ def read_groups(path: Path) -> list[RolloutGroup]:
 
 
 def mean_reward(path: Path) -> float:
-    """The mean score of a step, without penalties. Raises DataError like `read_rollouts`."""
-    rewards = [row["reward"] for row in _rows(path, ["reward"])]
-    return math.fsum(rewards) / len(rewards)
+    """The mean score of a step, without penalties; not finite where a score is not. Raises DataError like `read_rollouts`."""
+    rewards: list[float] = [row["reward"] for row in _rows(path, ["reward"])]
+    return sum(rewards) / len(rewards)  # fsum refuses infinities of both signs
 
 
 def _rows(path: Path, columns: list[str] | None = None) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from skylite.run.rollout_file import TrainSample, mean_reward
 from skylite.run.run_dir import RunDir
 from skylite.training.dist import Dist
 from skylite.training.learner import Learner
+from skylite.types import is_number
 
 WATCHED = ("loss/policy", "critic/loss", "policy/entropy", "policy/kl_ref", "mismatch/kl", "optim/grad_norm", "critic/grad_norm")
 """Metrics of which none may be infinite or no number."""
@@ -99,8 +100,8 @@ def learn_or_undo(
 def sample_fault(samples: Sequence[TrainSample]) -> str:
     """The first number among a step's inputs that is none, in words."""
     for index, sample in enumerate(samples):
-        if not math.isfinite(sample.reward):
-            return f"the reward of sample {index} (group {sample.group}) is {sample.reward}"
+        if not is_number(sample.reward):
+            return f"the reward of sample {index} (prompt {sample.prompt_id}, group {sample.group}) is {sample.reward:g}"
         for place, logprob in enumerate(sample.rollout_logprobs):
             if not math.isfinite(logprob):
                 return f"the sampler's logprob of token {place} of sample {index} (group {sample.group}) is {logprob}"
@@ -126,7 +127,8 @@ def collapse_fault(run: RunDir, step: int, guards: GuardsConfig) -> str:
         return ""
     paths = [run.rollout_path(k) for k in range(first, step + 1)]
     means = [mean_reward(path) for path in paths if path.exists()]
-    if len(means) < len(paths) or max(means) >= guards.min_reward:
+    # A step whose rewards were no numbers (it was skipped) tells nothing of how good the policy is.
+    if len(means) < len(paths) or not all(-math.inf < m < guards.min_reward for m in means):
         return ""
     return f"the mean reward was under guards.min_reward={guards.min_reward:g} in steps {first} to {step} (last {means[-1]:.4g})"
 

@@ -182,7 +182,8 @@ def skip_or_stop(trainer: Trainer, step: int, fault: str, metrics: dict[str, flo
         also = f", and {skipped} steps before it were skipped" if skipped else ""
         raise TrainingDiverged(
             f"Step {step} went bad: {fault}{also}. The update was not applied; what it learned from is in {run.bad}.",
-            "Go on with --resume, with --set guards.on_bad=skip to leave such steps out, or begin anew from its last adapter "
+            "Correct the reward where it gave no number. Go on with --resume, with --set guards.on_bad=skip to leave such steps out, or "
+            "begin anew from its last adapter "
             f"(--from-adapter) with a lower optim.lr (now {trainer.config.optim.lr:g}).",
         )
     return {name: metrics.get(name, math.nan) for name in ("policy/entropy", "mismatch/logprob_diff_mean")}

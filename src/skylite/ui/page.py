@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -95,7 +96,8 @@ def _progress(state: ScreenState, width: int) -> Text:
 def _reward(state: ScreenState, width: int, height: int) -> list[Text]:
     """The curve of mean rewards; its width stands for all steps of the run, so it grows to the right as the run goes on."""
     rewards = [float(m["reward/mean"]) for m in state.history]
-    summary = Text.assemble((f"{rewards[-1]:.3f}", "bold yellow"), (f"  first {rewards[0]:.3f}  best {max(rewards):.3f}", "dim"))
+    best = max(filter(math.isfinite, rewards), default=math.nan)  # a step whose rewards were no numbers has none
+    summary = Text.assemble((f"{rewards[-1]:.3f}", "bold yellow"), (f"  first {rewards[0]:.3f}  best {best:.3f}", "dim"))
     room = max(1, width - LABEL_WIDTH - summary.cell_len - 2)
     stretch = max(1, room // state.num_steps)
     lines = curve(rewards, max(1, min(room, room * len(rewards) // state.num_steps)) if stretch == 1 else len(rewards), height)
