@@ -33,11 +33,15 @@ def load_base(path: str, dtype: torch.dtype, dist: Dist, offload: bool) -> tuple
         base = _load_shards(Path(path), dtype, dist, offload)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise _unloadable(path, error) from error
-    if base is not None:
-        return base, "base: each rank read its shard of the files"
-    base = _whole(path, dtype, torch.device("cpu"))
-    _shard(base, dist, offload)
-    return base.to(dist.device), "base: read whole by every rank and sharded then, because its files' tensors are not its parameters"
+    how = "base: each rank read its shard of the files"
+    if base is None:
+        base = _whole(path, dtype, torch.device("cpu"))
+        _shard(base, dist, offload)
+        how = "base: read whole by every rank and sharded then, because its files' tensors are not its parameters"
+    # Not base.to(device): FSDP refuses offloaded shards that are anywhere but in the machine's memory.
+    for name, buffer in base.named_buffers():
+        base.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer.to(dist.device)
+    return base, f"{how}; offloaded to the machine's memory" if offload else how
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -75,18 +79,17 @@ def _load_shards(path: Path, dtype: torch.dtype, dist: Dist, offload: bool) -> P
         return None
     _shard(base, dist, offload)
     device = torch.device("cpu") if offload else dist.device
-    filled = {id(p): nn.Parameter(_read_shard(files[n], n, p, dtype, device, dist), False) for n, p in base.named_parameters()}
+    filled = {id(p): nn.Parameter(read_shard(files[n], n, p, dtype, device, dist), False) for n, p in base.named_parameters()}
     # Tied weights are one parameter under two names, and stay one.
     state = {n: filled[id(p)] for n, p in base.named_parameters(remove_duplicate=False)}
     base.load_state_dict(state, strict=False, assign=True)
-    for name, buffer in base.named_buffers():
-        base.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer.to(dist.device)
     return base.eval()
 
 
 def _shard(base: PreTrainedModel, dist: Dist, offload: bool) -> None:
     """FSDP2 on each decoder layer and the root. What PEFT adds afterwards is nobody's shard: every rank holds it whole."""
-    policy = CPUOffloadPolicy() if offload else OffloadPolicy()
+    # Pinned pages are for copies to a GPU; without one torch cannot pin.
+    policy = CPUOffloadPolicy(pin_memory=dist.device.type == "cuda") if offload else OffloadPolicy()
     for module in [*decoder_layers(base), base]:
         fully_shard(module, mesh=dist.mesh, reshard_after_forward=True, offload_policy=policy)
 
@@ -103,17 +106,23 @@ def _tensor_files(path: Path) -> dict[str, Path]:
         return dict.fromkeys(tensors.keys(), file)
 
 
-def _read_shard(file: Path, name: str, param: nn.Parameter, dtype: torch.dtype, device: torch.device, dist: Dist) -> Tensor:
-    """This rank's rows of a tensor; FSDP2 cuts along the first dimension as torch.chunk does."""
-    assert isinstance(param, DTensor)
+@torch.no_grad()
+def read_shard(file: Path, name: str, param: Tensor, dtype: torch.dtype, device: torch.device, dist: Dist) -> DTensor:
+    """This rank's rows of a stored tensor, on `device`; no other row is read. FSDP2 cuts along the first dimension as torch.chunk does.
+
+    `param`: the sharded parameter that they are for. Raises ValueError when the stored shape is not its shape.
+    """
+    # Not DTensor.from_local: that moves its tensor to the mesh's device, where offloaded shards must not go.
+    shard = torch.empty_like(param, dtype=dtype, device=device)
+    assert isinstance(shard, DTensor)
     with safe_open(file, framework="pt") as tensors:
         stored = tensors.get_slice(name)
         if tuple(stored.get_shape()) != tuple(param.shape):
             raise ValueError(f"{name} has shape {stored.get_shape()} in {file.name} and {tuple(param.shape)} in the model")
         rows = -(-param.shape[0] // dist.dp_size)
         start = min(dist.dp_rank * rows, param.shape[0])
-        local = stored[start : min(start + rows, param.shape[0])].to(device=device, dtype=dtype, copy=True)
-    return DTensor.from_local(local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride())
+        shard.to_local().copy_(stored[start : min(start + rows, param.shape[0])])
+    return shard
 
 
 def _unloadable(path: str, error: Exception) -> ModelError:

@@ -76,10 +76,10 @@ def _peak_of_pass(policy: Policy, num_tokens: int, completion: int) -> float:
     """Bytes that a forward and backward pass over `num_tokens` unique tokens took at most."""
     count = num_tokens // (completion + 1)
     tokens = pack([[1]] * count, [[2 + i] * completion for i in range(count)], list(range(count)), policy.packing, policy.device)
-    before = _reset_peak(policy.device)
+    before = reset_peak(policy.device)
     logprobs, _ = score(policy, tokens, temperature=1.0)
     torch.autograd.grad(logprobs.sum(), list(policy.lora.values()), allow_unused=True)
-    return _peak(policy.device) - before
+    return peak(policy.device) - before
 
 
 def _free_bytes(device: torch.device, engine_share: float, dp_size: int) -> float:
@@ -91,7 +91,7 @@ def _free_bytes(device: torch.device, engine_share: float, dp_size: int) -> floa
     return CPU_SHARE * _kib_line(Path("/proc/meminfo"), "MemAvailable") * 1024 / dp_size
 
 
-def _reset_peak(device: torch.device) -> float:
+def reset_peak(device: torch.device) -> float:
     """Start to count the peak anew; bytes in use now."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -101,7 +101,7 @@ def _reset_peak(device: torch.device) -> float:
     return _kib_line(Path("/proc/self/status"), "VmRSS") * 1024
 
 
-def _peak(device: torch.device) -> float:
+def peak(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     return _kib_line(Path("/proc/self/status"), "VmHWM") * 1024

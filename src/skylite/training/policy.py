@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -72,6 +73,7 @@ def load_policy(resolved: Resolved, config: TrainConfig, dist: Dist) -> Policy:
     torch.manual_seed(config.seed)
     model = _adapt(base, _peft_config(config.lora, chosen), config, chosen)
     model.eval()
+    place_adapters(model, dist.device)
     params = adapter_params(model, POLICY)
     if resolved.warm_start is not None:
         load_adapter_file(Path(resolved.warm_start), params)
@@ -112,6 +114,14 @@ def score(policy: Policy, tokens: PackedTokens, temperature: float) -> tuple[Ten
 def adapter_params(model: PeftModel, adapter: str) -> dict[str, nn.Parameter]:
     """The parameters of one adapter by name, sorted."""
     return dict(sorted((n, p) for n, p in model.named_parameters() if is_adapter(n) and adapter in n.split(".")[-2:]))
+
+
+def place_adapters(model: PeftModel, device: torch.device) -> None:
+    """Every adapter onto the device that computes. PEFT puts a matrix where its weight is: offloaded, the machine's memory."""
+    for layer in model.modules():
+        if isinstance(layer, BaseTunerLayer):
+            for name in layer.adapter_layer_names:
+                getattr(layer, name).to(device)
 
 
 def is_adapter(parameter: str) -> bool:

@@ -1,0 +1,103 @@
+"""The base in shards: each rank's rows and no others, where they belong; and offloaded shards compute what the whole base does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from skylite.training.dist import Dist
+from skylite.training.loading import load_base, read_shard
+from skylite.training.memory import peak, reset_peak
+from skylite.training.policy import is_adapter, place_adapters
+from tests.cases import gradients_after_step, policy_of, relative_difference
+from tests.reference import lone_rank, settings
+from tests.tiny_models import make_tiny_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def dist() -> Iterator[Dist]:
+    with lone_rank() as dist:
+        yield dist
+
+
+def rank_of(size: int, rank: int, device_type: str) -> Dist:
+    """A rank among others that are not there; enough for all that talks to nobody."""
+    mesh = DeviceMesh(device_type, list(range(size)), mesh_dim_names=("fsdp",), _init_backend=False, _rank=rank)
+    return Dist(rank, size, torch.device(device_type), mesh)
+
+
+def sharded(rows: int, columns: int, dist: Dist) -> DTensor:
+    """A parameter [rows, columns] without numbers, as FSDP2 leaves it on this rank."""
+    parts = torch.empty(rows, columns, device="meta").chunk(dist.dp_size)
+    own = parts[dist.dp_rank] if dist.dp_rank < len(parts) else torch.empty(0, columns, device="meta")
+    return DTensor.from_local(own, dist.mesh, [Shard(0)], run_check=False, shape=torch.Size((rows, columns)), stride=(columns, 1))
+
+
+@pytest.mark.parametrize("rows", [16, 13])
+def test_each_rank_reads_its_rows_and_keeps_them_off_the_gpu_of_its_mesh(rows: int, tmp_path: Path) -> None:
+    whole, file = torch.randn(rows, 3), tmp_path / "model.safetensors"
+    save_file({"weight": whole}, file)
+    found = []
+    for rank in range(8):
+        dist = rank_of(8, rank, "cuda")
+        shard = read_shard(file, "weight", sharded(rows, 3, dist), torch.float32, CPU, dist)
+        assert (shard.device, shard.to_local().device, shard.shape) == (CPU, CPU, whole.shape)
+        found.append(shard.to_local())
+    assert torch.equal(torch.cat(found), whole)
+
+
+def test_a_rank_reads_no_more_of_a_tensor_than_its_rows(tmp_path: Path) -> None:
+    file, dist = tmp_path / "model.safetensors", rank_of(8, 5, "cpu")
+    save_file({"weight": torch.ones(1 << 14, 1 << 10)}, file)  # 64 MiB, of which 8 are this rank's
+    param = sharded(1 << 14, 1 << 10, dist)
+    before = reset_peak(CPU)
+    shard = read_shard(file, "weight", param, torch.bfloat16, CPU, dist)
+    taken = (peak(CPU) - before) / 2**20
+    assert shard.to_local().sum() == 1 << 21
+    assert taken < 24  # 8 MiB of the file's pages and 4 of bfloat16; read whole, 64 and more
+
+
+def test_adapters_go_to_the_device_that_computes_and_the_base_stays(tiny_llama: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16)
+    model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "embed_tokens"]))
+    model.add_adapter("ref", LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=["up_proj"]))
+    place_adapters(model, torch.device("meta"))
+    for name, param in model.named_parameters():
+        assert (param.device.type, param.dtype) == (("meta", torch.float32) if is_adapter(name) else ("cpu", torch.bfloat16)), name
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_an_offloaded_base_has_the_gradient_of_the_whole_one(family: str, tmp_path: Path, dist: Dist) -> None:
+    model = make_tiny_model(tmp_path / family, family)
+    offload = settings(trainer={"offload": True})
+    policy = policy_of(model, offload, dist)
+    assert all(isinstance(p, DTensor) != is_adapter(n) for n, p in policy.model.named_parameters())
+    got, _ = gradients_after_step(policy, offload, dist)
+    expected, _ = gradients_after_step(policy_of(model, settings(), dist), settings(), dist)
+    assert relative_difference(got, expected) < 1e-6
+
+
+def test_files_that_are_not_the_parameters_are_read_whole_and_then_offloaded(tmp_path: Path, dist: Dist) -> None:
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        num_local_experts=2,
+    )  # fmt: skip
+    plain = MixtralForCausalLM(config).eval()
+    plain.save_pretrained(tmp_path)
+    base, how = load_base(str(tmp_path), torch.float32, dist, offload=True)
+    assert "read whole by every rank" in how
+    assert {p.device for p in base.parameters()} | {b.device for b in base.buffers()} == {CPU}
+    tokens = torch.arange(10)[None]
+    base.set_attn_implementation("eager")
+    with torch.no_grad():
+        torch.testing.assert_close(base(tokens).logits, plain(tokens).logits)
