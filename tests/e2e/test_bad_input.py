@@ -86,6 +86,8 @@ def test_a_damaged_adapter_folder(project: Project, tmp_path: Path) -> None:
     adapter.mkdir()
     assert "not a skylite run" in refused(project, "eval", str(adapter))
     (adapter / "adapter_config.json").write_text("{}")
+    assert "adapter_model.safetensors is missing" in refused(project, "serve", str(adapter))
+    (adapter / "adapter_model.safetensors").touch()
     assert "not a PEFT LoRA configuration" in refused(project, "eval", str(adapter), "--data", "data")
     assert "not a PEFT LoRA configuration" in refused(project, "serve", str(adapter))
 

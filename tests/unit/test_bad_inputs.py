@@ -25,7 +25,8 @@ from hypothesis import strategies as st
 from skylite.config_files import load_config, read_run_config
 from skylite.errors import SkyliteError
 from skylite.orchestrator.resume import plan_resume
-from skylite.run.manifest import read_manifest
+from skylite.run.files import sha256_file
+from skylite.run.manifest import Canary, Manifest, read_manifest
 from skylite.run.ownership import require_own_folders
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir
@@ -71,12 +72,13 @@ def project(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Itera
     assert counts["accepted"] < 0.5 * sum(counts.values())
 
 
-def refused(args: list[str], root: Path) -> None:
-    """The command says no in words, or the input was no bad one after all; either way the disk is as it was."""
+def refused(args: list[str], root: Path) -> str:
+    """What the command said: no, in words, or the input was no bad one after all; either way the disk is as it was."""
     before = snapshot(root)
     reply = call(args)
     count(reply.code, reply.said)
     assert snapshot(root) == before, (args, reply)
+    return reply.said
 
 
 def count(code: int, said: str) -> None:
@@ -188,9 +190,8 @@ def test_prepared_data(project: Path, data: st.DataObject, split: str) -> None:
              "--set", "data.grades=[]", "--dry-run"], project)  # fmt: skip
 
 
-@generated(150)
-@given(data=st.data(), damage=st.sampled_from(["config", "weights", "header", "pickle", "name"]))
-def test_adapter_folders(project: Path, data: st.DataObject, damage: str) -> None:
+def bad_adapter(project: Path, data: st.DataObject, damage: str) -> Path:
+    """A copy of the whole adapter, then damaged."""
     folder = project / "bad-adapter"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(project / "adapter", folder)
@@ -208,8 +209,38 @@ def test_adapter_folders(project: Path, data: st.DataObject, damage: str) -> Non
         weights.rename(folder / data.draw(st.sampled_from(["adapter_model.bin", "adapter_model.pt", "pytorch_model.bin"])))
     else:
         (config if data.draw(st.booleans()) else weights).rename(folder / "other")
+    return folder
+
+
+DAMAGES = st.sampled_from(["config", "weights", "header", "pickle", "name"])
+
+
+@generated(150)
+@given(data=st.data(), damage=DAMAGES)
+def test_adapter_folders(project: Path, data: st.DataObject, damage: str) -> None:
+    bad_adapter(project, data, damage)
     refused(["train", "--recipe", "gsm8k_cpu", "--data", "data", "--set", "data.grades=[]", "--model", "model", "--rank", "4",
              "--alpha", "8", "--from-adapter", "bad-adapter", "--run", "new", "--dry-run"], project)  # fmt: skip
+
+
+@generated(150)
+@given(data=st.data(), damage=DAMAGES, has_manifest=st.booleans())
+def test_adapter_folders_to_serve_and_to_evaluate(project: Path, data: st.DataObject, damage: str, has_manifest: bool) -> None:
+    """Neither model nor data are there, so that vLLM never starts; the adapter is looked at before them."""
+    folder = bad_adapter(project, data, damage)
+    if has_manifest:
+        whole = project / "adapter" / "adapter_model.safetensors"
+        (folder / "manifest.json").write_text(
+            Manifest(
+                version=1, step=1, parent=0, weights_sha256=sha256_file(whole), weights_bytes=whole.stat().st_size, base_model="m",
+                base_fingerprint="f", rank=4, alpha=8.0, dtype="float32", target_modules=["q_proj"],
+                canary=Canary(sequences=[[1, 2]], policy_logprobs=[[-1.0]], base_logprobs=[[-1.0]]),
+            ).model_dump_json()
+        )  # fmt: skip
+    is_told = damage in ("pickle", "name") or (has_manifest and damage in ("weights", "header"))
+    for command in (["serve", "bad-adapter", "--model", "nosuch"], ["eval", "bad-adapter", "--model", "nosuch", "--data", "nosuch"]):
+        said = refused(command, project)
+        assert "nosuch" not in said or not is_told, said
 
 
 @generated(100)

@@ -120,7 +120,9 @@ def test_a_damaged_folder_is_refused_in_one_line(model: Path, damage: object, me
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["./none", "/no/such/folder", "~/no-such-folder", "a/b/c", "word", ""])
+@pytest.mark.parametrize(
+    "name", ["./none", "/no/such/folder", "~/no-such-folder", "~nobody of this name/x", "a" * 5000, "a/b/c", "word", ""]
+)
 def test_a_path_that_does_not_exist_never_goes_to_the_hub(name: str) -> None:
     with pytest.raises(ModelError, match="is no folder here and no hub id"):
         resolve_model(name)

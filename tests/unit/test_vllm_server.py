@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from skylite.errors import ModelError
 from skylite.launch.torchrun import trainer_env
 from skylite.launch.vllm_server import EngineSpec, choose_cpu_lora, engine_command, engine_env, engine_notes, serve_command, serve_env
 from skylite.vllm_plugin.key import RequireKey
@@ -50,6 +51,13 @@ def test_gpu_server_gets_no_cpu_settings() -> None:
     assert command[command.index("--gpu-memory-utilization") + 1] == "0.4"
     assert env["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert not {"SKYLITE_CPU_LORA", "VLLM_CPU_OMP_THREADS_BIND", "LD_PRELOAD"} & set(env)
+
+
+def test_a_strangers_module_name_is_no_setting_of_the_server() -> None:
+    spec = dataclasses.replace(SPEC, target_modules=["q_proj", "--middleware=their.module"])
+    for command in (lambda: engine_command(spec), lambda: serve_command(spec, adapter_name="a", adapter_path=Path("a"), port=1)):
+        with pytest.raises(ModelError, match="--middleware"):
+            command()
 
 
 def test_adapters_cannot_be_loaded_into_a_server_without_lora() -> None:

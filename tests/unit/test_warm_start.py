@@ -126,6 +126,7 @@ def test_an_incomplete_or_damaged_folder_is_refused(root: Path) -> None:
     weights.unlink()
     assert "adapter_model.safetensors is missing" in refusal(root, adapter)
     assert "adapter_config.json is missing" in refusal(root, root / "nothing here")
+    assert "adapter_config.json is missing" in refusal(root, Path("~nobody of this name/adapter"))
 
 
 def test_a_published_adapter_must_be_of_this_base_and_unchanged(root: Path) -> None:

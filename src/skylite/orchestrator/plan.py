@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -145,7 +146,7 @@ def write_run(plan: RunPlan) -> None:
             f"{plan.run.root} holds a run already.", f"Use --resume {plan.run.root} to go on with it, or another --run folder."
         )
     if plan.config.lora.from_adapter is not None:
-        copy_warm_start(Path(plan.config.lora.from_adapter).expanduser(), plan.run)
+        copy_warm_start(Path(os.path.expanduser(plan.config.lora.from_adapter)), plan.run)
     for folder in (plan.run.rollouts, plan.run.updates, plan.run.checkpoints, plan.run.logs, Path(plan.resolved.lora_sync_path)):
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)

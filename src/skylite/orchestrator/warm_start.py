@@ -1,4 +1,4 @@
-"""`--from-adapter`: a finished adapter as version 0 of a new run. Checked here before anything is written, then copied into the run.
+"""Adapter folders from anywhere, read and checked; and `--from-adapter`: such a one as version 0 of a new run, copied into it.
 
 Names and shapes are checked where the model is: training/warm_start.py.
 """
@@ -6,6 +6,7 @@ Names and shapes are checked where the model is: training/warm_start.py.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ class WarmStart:
     use_rslora: bool
     base_model: str
     """Name or folder, as the adapter has it."""
+    target_modules: list[str] | None
+    """Module names; None where the adapter gives a pattern, or nothing."""
     manifest: Manifest | None
     """None for an adapter that skylite has not published."""
 
@@ -55,7 +58,7 @@ class WarmStart:
 def plan_warm_start(config: TrainConfig, model_path: Path, fingerprint: str, note: Callable[[str], None]) -> None:
     """Check lora.from_adapter against settings and base model, and say what it is. Raises ConfigError or ModelError in words."""
     assert config.lora.from_adapter is not None, "checked by the caller"
-    found = read_warm_start(Path(config.lora.from_adapter).expanduser())
+    found = read_warm_start(Path(os.path.expanduser(config.lora.from_adapter)))
     check_fits(found, config.lora)
     check_base(found, config.model.name, model_path, fingerprint, note)
     version = adapter_name(found.manifest.version) if found.manifest is not None else "not of skylite"
@@ -65,7 +68,7 @@ def plan_warm_start(config: TrainConfig, model_path: Path, fingerprint: str, not
 
 
 def read_warm_start(folder: Path) -> WarmStart:
-    """An adapter folder whose files are whole and hold plain LoRA. Raises ModelError."""
+    """An adapter folder whose files are whole and hold plain LoRA, with a manifest those it names by hash. Raises ModelError."""
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise ModelError(
@@ -81,6 +84,7 @@ def read_warm_start(folder: Path) -> WarmStart:
         alpha=peft["lora_alpha"],
         use_rslora=bool(peft.get("use_rslora")),
         base_model=str(peft.get("base_model_name_or_path")),
+        target_modules=peft["target_modules"],
         manifest=read_manifest(folder) if (folder / MANIFEST).is_file() else None,
     )
 
@@ -119,13 +123,13 @@ def copy_warm_start(source: Path, run: RunDir) -> None:
 
 
 def _plain_lora(folder: Path) -> dict[str, Any]:
-    """adapter_config.json of a LoRA adapter that is nothing else besides; "r" is an int and "lora_alpha" a float."""
+    """adapter_config.json of plain LoRA; "r" is an int, "lora_alpha" a float, "target_modules" names or None."""
     path = folder / CONFIG
     try:
         peft = json.loads(path.read_text(encoding="utf-8"))
         kind, reasons = str(peft["peft_type"]), [reason for key, reason in REFUSED.items() if peft.get(key)]
-        peft |= {"r": int(peft["r"]), "lora_alpha": float(peft["lora_alpha"])}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        peft |= {"r": int(peft["r"]), "lora_alpha": float(peft["lora_alpha"]), "target_modules": _names(peft.get("target_modules"))}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ModelError(
             f"{path} is not a PEFT LoRA configuration: {type(error).__name__} {error}.", "Give a folder saved by PEFT."
         ) from None
@@ -136,22 +140,40 @@ def _plain_lora(folder: Path) -> dict[str, Any]:
     if str(peft.get("init_lora_weights")).lower().startswith(CHANGED_BASE):
         reasons.append(f"init_lora_weights={peft['init_lora_weights']} fits a changed base model (PEFT converts it on saving)")
     if reasons:
-        raise ModelError(f"{folder} cannot be a warm start: {'; '.join(reasons)}.", "Only plain LoRA is trained and served.")
+        raise ModelError(f"The adapter {folder} cannot be used: {'; '.join(reasons)}.", "Only plain LoRA is trained and served.")
     plain: dict[str, Any] = peft
     return plain
+
+
+def _names(modules: Any) -> list[str] | None:
+    if modules is None or isinstance(modules, str):
+        return None
+    if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
+        raise TypeError(f"target_modules is {modules!r:.80}")
+    return modules
 
 
 def _tensor_ranks(path: Path) -> set[int]:
     """The ranks of the LoRA matrices of a file, out of its header."""
     ranks = set()
-    for name, tensor in json.loads(safetensors_header(path)).items():
-        if name == "__metadata__":
-            continue
+    for name, shape in _shapes(path).items():
         is_a, is_b = ".lora_A." in name or ".lora_embedding_A" in name, ".lora_B." in name or ".lora_embedding_B" in name
-        if not (is_a or is_b) or len(tensor["shape"]) != 2:
-            raise ModelError(f"{path} holds {name} {tensor['shape']}, which is no LoRA matrix.", "Only plain LoRA is trained and served.")
-        ranks.add(int(tensor["shape"][0 if is_a else 1]))
+        if not (is_a or is_b) or len(shape) != 2:
+            raise ModelError(f"{path} holds {name} {shape}, which is no LoRA matrix.", "Only plain LoRA is trained and served.")
+        ranks.add(shape[0 if is_a else 1])
     return ranks
+
+
+def _shapes(path: Path) -> dict[str, list[int]]:
+    """Of every tensor, by the library that vLLM and the trainer will read the file with. Raises ModelError when it would refuse."""
+    from safetensors import SafetensorError, safe_open
+
+    safetensors_header(path)  # says more of a file that is cut short
+    try:
+        with safe_open(path, framework="numpy") as tensors:
+            return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118 it is no dict
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} cannot be read: {error}.", "The folder is damaged.") from None
 
 
 def _text(value: float | bool) -> str:
