@@ -267,9 +267,10 @@ def test_two_runs_cannot_share_a_sync_folder(project: Project, tmp_path: Path) -
             assert process.poll() is None
             time.sleep(0.05)
         second = project.run(*project.train_args("second", 1, "--set", shared))
-    assert second.returncode == 2
-    assert "another live run" in second.stderr
-    assert "Traceback" not in second.stderr
+        assert second.returncode == 2
+        assert f"belongs to another live run (pid {process.pid})" in second.stderr
+        assert not (project.root / "second").exists()
+        assert "Traceback" not in second.stderr
 
 
 def test_a_finished_run_can_be_evaluated_and_served(project: Project) -> None:

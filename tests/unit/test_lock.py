@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from skylite.errors import ConfigError
-from skylite.run.lock import lock_folder
+from skylite.errors import ConfigError, WriteFailed
+from skylite.run.lock import LOCK_NAME, lock_folder
 
 HOLD = """
 import sys
@@ -43,6 +46,49 @@ def test_the_lock_is_let_go_at_the_end_of_the_block(tmp_path: Path) -> None:
             pass
     with lock_folder(tmp_path / "new"):
         pass
+
+
+def test_what_was_made_for_the_lock_alone_goes_with_it(tmp_path: Path) -> None:
+    with lock_folder(tmp_path / "made"):
+        pass
+    with lock_folder(tmp_path / "used"):
+        (tmp_path / "used" / "file").touch()
+    (tmp_path / "there").mkdir()
+    with lock_folder(tmp_path / "there"):
+        pass
+    assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*")) == ["there", "used", "used/file"]
+
+
+def test_a_link_in_the_place_of_the_lock_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LOCK_NAME).symlink_to(tmp_path / "mine")
+    with pytest.raises(WriteFailed), lock_folder(tmp_path / "run"):
+        pass
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_there_is_one_owner_though_the_file_comes_and_goes(tmp_path: Path) -> None:
+    """Each thread opens the file anew, so the kernel keeps them apart as it does processes."""
+    inside, alone = threading.Lock(), []
+
+    def take() -> None:
+        times = 0
+        while times < 200:
+            with contextlib.suppress(ConfigError), lock_folder(tmp_path):
+                times += 1
+                alone.append(inside.acquire(blocking=False))
+                time.sleep(0)
+                if alone[-1]:
+                    inside.release()
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(alone) == 800
+    assert all(alone)
 
 
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from skylite.commands.notes import say
 from skylite.config import TrainConfig
 from skylite.config_files import load_config, read_run_config
 from skylite.errors import ConfigError
+from skylite.orchestrator.time_limit import TimeLimit
+from skylite.run.lock import lock_folder
 from skylite.run.ownership import require_own_folders
 from skylite.run.run_dir import RunDir
 
@@ -56,41 +59,58 @@ def train(
     flags: TrainFlags, *, run: Path | None, resume: Path | None, dry_run: bool, at: int | None = None, max_hours: float | None = None
 ) -> None:
     """Run the command. Raises SkyliteError subclasses; a clean stop by Ctrl-C exits 130, one that --max-hours asked for 0."""
-    from skylite.orchestrator.plan import RunPlan, plan_run, write_run
+    if resume is not None:
+        _refuse_flags_on_resume(flags, run)
+    elif at is not None:
+        raise ConfigError(f"--at {at} chooses a checkpoint of --resume RUN, and no run was given.", "Give --resume, or leave --at away.")
+    limit = TimeLimit(max_hours) if max_hours is not None else None
+    if resume is not None:
+        finished = _go_on(flags, RunDir(resume.resolve()), at, limit, dry_run=dry_run)
+    else:
+        finished = _begin(flags, run, limit, dry_run=dry_run)
+    if not finished and not (limit is not None and limit.reached):
+        sys.exit(130)
+
+
+def _begin(flags: TrainFlags, run: Path | None, limit: TimeLimit | None, *, dry_run: bool) -> bool:
+    """A new run. Returns whether it finished."""
+    from skylite.orchestrator.plan import plan_run, write_run
+    from skylite.orchestrator.room import check_room
+    from skylite.orchestrator.services import run_session
+
+    recipe = find_recipe(flags.recipe) if flags.recipe else default_recipe(say)
+    config = load_config(recipe, flags.overrides(), flags.settings)
+    if flags.recipe is None and flags.data is None:
+        prepare_default_data(Path(config.data.path), say)
+    plan = plan_run(config, RunDir((run or _new_run(recipe)).resolve()), say)
+    check_room(plan.run, plan.config, plan.resolved, say)
+    if dry_run:
+        print_settings(plan.config)
+        return True
+    # Before anything is written: of two that begin at once, one must find the other's word.
+    with lock_folder(plan.run.root), lock_folder(Path(plan.resolved.lora_sync_path)):
+        write_run(plan)
+        return asyncio.run(run_session(plan, resume=False, limit=limit))
+
+
+def _go_on(flags: TrainFlags, run: RunDir, at: int | None, limit: TimeLimit | None, *, dry_run: bool) -> bool:
+    """A run that is there already. Returns whether it finished."""
     from skylite.orchestrator.resume import plan_resume
     from skylite.orchestrator.room import check_room
     from skylite.orchestrator.services import run_session
-    from skylite.orchestrator.time_limit import TimeLimit
 
-    plan: RunPlan
-    if resume is not None:
-        _refuse_flags_on_resume(flags, run)
-        going_on = RunDir(resume.resolve())
-        require_own_folders(going_on, read_run_config(going_on.config_path))
-        plan = plan_resume(going_on, say, overrides=flags.overrides(), settings=flags.settings, at=at)
+    recorded = read_run_config(run.config_path)
+    require_own_folders(run, recorded)
+    with contextlib.ExitStack() as held:
+        if not dry_run:  # before the run is looked at: a live one's newest checkpoint is another a moment later
+            held.enter_context(lock_folder(run.root))
+            held.enter_context(lock_folder(run.adapters(recorded)))
+        plan = plan_resume(run, say, overrides=flags.overrides(), settings=flags.settings, at=at)
         if dry_run:
             print_settings(plan.config)
-            return
+            return True
         check_room(plan.run, plan.config, plan.resolved, say)
-    else:
-        if at is not None:
-            raise ConfigError(
-                f"--at {at} chooses a checkpoint of --resume RUN, and no run was given.", "Give --resume, or leave --at away."
-            )
-        recipe = find_recipe(flags.recipe) if flags.recipe else default_recipe(say)
-        config = load_config(recipe, flags.overrides(), flags.settings)
-        if flags.recipe is None and flags.data is None:
-            prepare_default_data(Path(config.data.path), say)
-        plan = plan_run(config, RunDir((run or _new_run(recipe)).resolve()), say)
-        check_room(plan.run, plan.config, plan.resolved, say)
-        if dry_run:
-            print_settings(plan.config)
-            return
-        write_run(plan)
-    limit = TimeLimit(max_hours) if max_hours is not None else None
-    finished = asyncio.run(run_session(plan, resume=resume is not None, limit=limit))
-    if not finished and not (limit is not None and limit.reached):
-        sys.exit(130)
+        return asyncio.run(run_session(plan, resume=True, limit=limit))
 
 
 def print_settings(config: TrainConfig) -> None:

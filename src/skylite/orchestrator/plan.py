@@ -22,7 +22,7 @@ from skylite.rewards.named import remember, require_named
 from skylite.run.disk import writing
 from skylite.run.files import sha256_file, write_json
 from skylite.run.ownership import mark_sync_folder
-from skylite.run.run_dir import RunDir
+from skylite.run.run_dir import RunDir, published_versions
 from skylite.types import Prompt
 
 
@@ -140,10 +140,19 @@ def data_note(config: TrainConfig, info: PromptFileInfo, count: int) -> str:
 
 
 def write_run(plan: RunPlan) -> None:
-    """Create the run directory, its copy of a warm start, and its config.json. Raises ConfigError when the folder holds a run already."""
+    """Create the run directory, its copy of a warm start, and its config.json. Its folders must be locked.
+
+    Raises ConfigError, and has written nothing, when the folder holds a run already, or its lora_sync_path another's adapters.
+    """
     if plan.run.config_path.exists():
         raise ConfigError(
             f"{plan.run.root} holds a run already.", f"Use --resume {plan.run.root} to go on with it, or another --run folder."
+        )
+    published = published_versions(Path(plan.resolved.lora_sync_path))
+    if published:
+        raise ConfigError(
+            f"{plan.resolved.lora_sync_path} holds adapters of another run, such as {published[-1].name}; they are never written over.",
+            "Move them away, or give another lora.lora_sync_path.",
         )
     if plan.config.lora.from_adapter is not None:
         copy_warm_start(Path(os.path.expanduser(plan.config.lora.from_adapter)), plan.run)

@@ -1,4 +1,4 @@
-"""A run's resources, in order: locks, screen, trainer, engines, reward workers; and their end, whatever ends the run."""
+"""A run's resources, in order: screen, trainer, engines, reward workers; and their end, whatever ends the run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ from skylite.rollout.engines import Engines
 from skylite.rollout.tokenizer import load_tokenizer
 from skylite.run.disk import writing
 from skylite.run.files import write_json
-from skylite.run.lock import lock_folder
 from skylite.run.manifest import read_manifest
 from skylite.run.metrics import read_metrics, with_nan
 from skylite.run.run_dir import adapter_name
@@ -42,15 +41,16 @@ from skylite.ui.dashboard import Screen
 
 
 async def run_session(plan: RunPlan, *, resume: bool, limit: TimeLimit | None = None) -> bool:
-    """Run all steps. Returns whether the run finished: False after a clean stop, by a signal or by `limit`. Raises RunFailed subclasses.
+    """Run all steps, in folders that the caller has locked. Raises RunFailed subclasses.
+
+    Returns whether the run finished: False after a clean stop, by a signal or by `limit`.
 
     A trainer that is lost may be restarted (trainer.max_restarts): a --resume that nobody has to type, engines included. Theirs cannot
     be kept, because vLLM keys its prefix cache by an adapter's name and path, and the same versions are made again.
     """
     adapters = Path(plan.resolved.lora_sync_path)
     stop = listen(limit.stop if limit is not None else asyncio.Event())
-    shared = model_at_hand(plan.resolved)
-    with lock_folder(plan.run.root), lock_folder(adapters), shared, Screen(plan.config.num_steps) as screen:
+    with model_at_hand(plan.resolved), Screen(plan.config.num_steps) as screen:
         restarts = 0
         while True:
             go_back(plan, adapters, screen) if resume else clear_requests(plan)

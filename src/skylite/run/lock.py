@@ -5,7 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 
 from skylite.errors import ConfigError
@@ -20,21 +21,39 @@ def lock_folder(folder: Path) -> Iterator[None]:
     """Own `folder` while the block runs. Raises ConfigError naming the live owner's pid, WriteFailed.
 
     The kernel lets go of the lock when the process ends, `kill -9` included, so a file that was left behind locks nothing. Only the
-    number in the file is stale then.
+    number in the file is stale then. At the end the file goes, and with it a folder that was made for it and has stayed empty: who is
+    refused leaves nothing behind.
     """
-    path = folder / LOCK_NAME
-    with writing(path):
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    with private_file(descriptor, "r+b") as stream:
+    path, is_new = folder / LOCK_NAME, not folder.exists()
+    with _locked(path) as stream:
+        try:
+            with writing(path):
+                stream.truncate(0)
+                stream.write(b"%d\n" % os.getpid())
+            yield
+        finally:
+            with suppress(OSError):  # it locks nothing once this process lets go
+                path.unlink()
+                if is_new:
+                    folder.rmdir()
+
+
+def _locked(path: Path) -> FileIO:
+    """The file, open and locked."""
+    while True:
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stream = private_file(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+b")
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = stream.read().decode("ascii", errors="replace").strip()
+            stream.close()
             raise ConfigError(
-                f"{folder} belongs to another live run (pid {owner or 'unknown'}).", "Wait for it, stop it, or choose another folder."
+                f"{path.parent} belongs to another live run (pid {owner or 'unknown'}).",
+                "Wait for it, stop it, or choose another folder.",
             ) from None
-        with writing(path):
-            stream.truncate(0)
-            stream.write(b"%d\n" % os.getpid())
-        yield
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(stream.fileno()), path.stat()):
+                return stream
+        stream.close()  # its owner removed it between our opening and locking it

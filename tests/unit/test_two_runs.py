@@ -1,0 +1,74 @@
+"""Two runs on one folder: the second is refused by the first's pid, and has written nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from skylite.run.run_dir import RunDir
+from tests.unit.bad_inputs import Reply, call, snapshot
+from tests.unit.test_lock import HOLD
+from tests.unit.test_own_folders import begin
+
+
+@contextmanager
+def live(folder: Path) -> Iterator[int]:
+    """Pid of another process that owns the folder."""
+    owner = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == b"held\n"
+    try:
+        yield owner.pid
+    finally:
+        owner.communicate()
+
+
+def start(root: Path, name: str, *more: str) -> Reply:
+    """A new run on what `begin` has made."""
+    return call(["train", "--recipe", "gsm8k_cpu", "--model", str(root / "model"), "--data", str(root / "data"), "--run", str(root / name),
+                 "--set", "data.grades=[]", "--set", "eval.limit=0", *more])  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """One whose adapters lie in a folder of its own."""
+    return begin(tmp_path, lora_sync_path=str(tmp_path / "sync"))
+
+
+def test_a_live_run_is_refused_by_its_pid_to_whoever_begins_resumes_or_cleans(run: RunDir, tmp_path: Path) -> None:
+    with live(run.root) as pid:
+        before = snapshot(tmp_path)
+        for reply in (
+            start(tmp_path, "run"),
+            call(["train", "--resume", str(run.root)]),
+            call(["train", "--resume", str(run.root), "--steps", "1", "--at", "7"]),
+            call(["sync", "gc", str(run.root)]),
+        ):
+            assert reply.code == 2
+            assert f"{run.root} belongs to another live run (pid {pid})" in reply.said
+        assert snapshot(tmp_path) == before
+        assert call(["train", "--resume", str(run.root), "--dry-run"]).code == 0
+        assert snapshot(tmp_path) == before
+    assert "holds a run already" in start(tmp_path, "run").said
+
+
+def test_a_live_runs_sync_folder_is_refused_by_its_pid_and_the_second_leaves_no_folder(run: RunDir, tmp_path: Path) -> None:
+    with live(tmp_path / "sync") as pid:
+        before = snapshot(tmp_path)
+        reply = start(tmp_path, "second", "--set", f"lora.lora_sync_path={tmp_path / 'sync'}")
+        assert reply.code == 2
+        assert f"{tmp_path / 'sync'} belongs to another live run (pid {pid})" in reply.said
+        assert snapshot(tmp_path) == before
+
+
+def test_a_dead_runs_adapters_are_refused_and_the_second_leaves_no_folder(run: RunDir, tmp_path: Path) -> None:
+    before = snapshot(tmp_path)
+    reply = start(tmp_path, "second", "--set", f"lora.lora_sync_path={tmp_path / 'sync'}")
+    assert reply.code == 2
+    assert f"{tmp_path / 'sync'} holds adapters of another run, such as policy-v000000" in reply.said
+    assert {k: v for k, v in snapshot(tmp_path).items() if k != "sync"} == {k: v for k, v in before.items() if k != "sync"}
