@@ -28,7 +28,7 @@ from skylite.orchestrator.session import Session
 from skylite.orchestrator.time_limit import TimeLimit
 from skylite.orchestrator.timeline import covered_s
 from skylite.rollout.client import Sampling
-from skylite.rollout.collect import Scorer
+from skylite.rollout.collect import Scorer, request_seed
 from skylite.rollout.engines import Engines
 from skylite.rollout.tokenizer import ChatTokenizer
 from skylite.run.events import read_events
@@ -129,7 +129,7 @@ async def fake_trainer(run: RunDir, first_step: int, num_steps: int, train_s: fl
 def run_of(
     root: Path, staleness: int, num_steps: int, *, first_step: int = 1, sample_s: float = 0.06, train_s: float = 0.06,
     wrong_version: int | None = None, limit: TimeLimit | None = None,
-    eval_every: int = 0, skipped_step: int | None = None, scorer: Scorer | None = None,
+    eval_every: int = 0, skipped_step: int | None = None, scorer: Scorer | None = None, resumed: bool = False,
 ) -> tuple[RunDir, FakeEngine, str]:  # fmt: skip
     """A whole run: its folder, the engine, what was said."""
     run = RunDir(root)
@@ -141,7 +141,10 @@ def run_of(
         model_path="m", model_fingerprint="f", dtype="float32", device="cpu", lora_sync_path=str(run.default_adapters.resolve())
     )
     held_out = PROMPTS[:2] if eval_every else []
-    plan = RunPlan(run=run, config=config, resolved=resolved, train=PROMPTS, held_out=held_out, reward="math", first_step=first_step)
+    plan = RunPlan(
+        run=run, config=config, resolved=resolved, train=PROMPTS, held_out=held_out, reward="math", first_step=first_step,
+        resumed=resumed or first_step > 1,
+    )  # fmt: skip
     engine, said = FakeEngine(sample_s, wrong_version), io.StringIO()
     session = Session(
         plan=plan,
@@ -208,6 +211,30 @@ def test_held_out_problems_are_scored_every_so_many_steps(tmp_path: Path, stalen
     assert held_out_scores(run, TrainConfig.model_validate({"eval": {"limit": 2}}).eval) == dict.fromkeys((0, 2, 4, 5), 1.0)
     assert len(engine.requests) == 5 * 2 + 4 * 2, "two prompts a step, two problems an evaluation"
     assert sampled_from(run) == {k: max(0, k - 1 - staleness) for k in range(1, 6)}
+
+
+@pytest.mark.parametrize(("staleness", "first_step"), [(0, 3), (1, 3), (1, 4)])
+def test_an_evaluation_that_the_run_died_in_is_made_up_before_anything_is_sampled(tmp_path: Path, staleness: int, first_step: int) -> None:
+    """Sampling ahead, the step after it may be trained, and have a checkpoint, by then."""
+    evaluation = [("policy-v000002", index, request_seed(0, -1, index)) for index in range(2)]
+    requests, scores, said = {}, {}, ""
+    for name in ("whole", "died"):
+        run, _, _ = run_of(tmp_path / name, staleness, 4, eval_every=2)
+        if name == "died":
+            (run.evals / "step-v000002.json").unlink()  # its completions are written first
+        forget_after(run, run.default_adapters, first_step - 1, print, reuse_rollouts=False)
+        _, engine, said = run_of(tmp_path / name, staleness, 6, first_step=first_step, eval_every=2)
+        requests[name], scores[name] = engine.requests, held_out_scores(run, TrainConfig.model_validate({"eval": {"limit": 2}}).eval)
+    assert not set(evaluation) & set(requests["whole"])
+    assert requests["died"] == evaluation + requests["whole"]
+    assert scores["died"] == scores["whole"]
+    assert "held out, step: step 2: greedy pass@1" in said
+
+
+def test_a_resumed_run_proves_what_it_goes_on_from_before_it_samples(tmp_path: Path) -> None:
+    for first_step in (1, 3):
+        run, _, _ = run_of(tmp_path / str(first_step), 0, 3, first_step=first_step, resumed=True)
+        assert times(run, "sampling_started", "step")[first_step] > times(run, "adapter_proven", "version")[first_step - 1]
 
 
 def test_a_step_that_the_trainer_skipped_is_said_and_recorded(tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from skylite.config import TrainConfig
 from skylite.errors import TrainerLost
 from skylite.evaluation.evaluate import EvalResult, evaluate, write_results
 from skylite.orchestrator.plan import RunPlan
@@ -25,7 +27,7 @@ from skylite.rollout.collect import gather_all
 from skylite.rollout.engines import SyncReport
 from skylite.rollout.tokenizer import encode_prompts
 from skylite.run.metrics import append_metrics
-from skylite.run.retention import Label, clean_up, write_score
+from skylite.run.retention import Label, clean_up, held_out_scores, write_score
 from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import AdapterVersion, adapter_name, sampling_version
 
@@ -77,14 +79,14 @@ async def run_steps(session: Session) -> None:
 async def _run_steps(session: Session, exchange: Exchange) -> None:
     plan = session.plan
     await wait_for_update(plan, plan.first_step - 1)
-    for version in versions_at_start(session):
+    versions = versions_at_start(session)
+    for version in versions:
         loaded = await take_version(session, exchange, version)
         # A new run samples beside the proof, as every step does; what a resume goes on from is proven first.
-        if plan.first_step > 1 or plan.held_out:
+        if plan.resumed or plan.held_out:
             await loaded.proof
         exchange.versions.put_nowait(loaded)
-    if plan.first_step == 1:
-        await held_out_accuracy(session, "before", version=0)
+    await held_out_at_start(session, versions)
     if plan.first_step <= plan.config.num_steps:  # else the run died after its last step, and only what comes after it is left
         tasks = (sample_steps(session, exchange), follow_training(session, exchange))
         await gather_all([asyncio.create_task(task) for task in tasks])
@@ -130,7 +132,7 @@ async def follow_training(session: Session, exchange: Exchange) -> None:
             progress.screen.say(f"step {step} is skipped, {adapter_name(step)} is the adapter before it: {reason} (kept in {plan.run.bad})")
         progress.phase("syncing", adapter_name(step))
         loaded = await take_version(session, exchange, step)
-        is_evaluated = plan.config.eval.every > 0 and step % plan.config.eval.every == 0 and step < plan.config.num_steps
+        is_evaluated = is_evaluated_after(plan.config, step)
         if not is_evaluated:
             exchange.versions.put_nowait(loaded)
         sync_s = time.monotonic() - update.trained[1]
@@ -223,6 +225,22 @@ async def retire_versions(session: Session, before: int) -> None:
     """Unload versions that no request names any more."""
     for adapter in await session.engines.retire(before):
         session.progress.event("adapter_unloaded", version=adapter.version)
+
+
+def is_evaluated_after(config: TrainConfig, step: int) -> bool:
+    """Whether the held-out problems are due between this step and the next."""
+    return config.eval.every > 0 and step % config.eval.every == 0 and 0 < step < config.num_steps
+
+
+async def held_out_at_start(session: Session, versions: Sequence[int]) -> None:
+    """What comes before the first step: the first evaluation or, of a run that died in a later one, that one, if its version is loaded."""
+    plan = session.plan
+    if plan.first_step == 1:
+        await held_out_accuracy(session, "before", version=0)
+        return
+    scores = held_out_scores(plan.run, plan.config.eval)
+    for version in (v for v in versions if is_evaluated_after(plan.config, v) and v not in scores):
+        await held_out_accuracy(session, "step", version=version)
 
 
 async def held_out_accuracy(session: Session, label: Label, version: int) -> EvalResult | None:

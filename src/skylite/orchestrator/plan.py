@@ -40,6 +40,8 @@ class RunPlan:
     """Spec of the reward function."""
     first_step: int
     """1, or the step after the checkpoint a resumed run continues from."""
+    resumed: bool = False
+    """Goes on with a run, from a checkpoint or, without one, from its start."""
     reuse_rollouts: bool = False
     """A resumed run trains again on rollouts that were sampled after its checkpoint."""
 

@@ -55,7 +55,7 @@ def plan_resume(
         say(f"warning: the run was made by skylite {recorded.skylite_version}, and this is {skylite.__version__}")
     return RunPlan(
         run=run, config=config, resolved=_where_it_is_now(run, recorded, config), train=train, held_out=held_out_prompts(config),
-        reward=reward, first_step=done + 1, reuse_rollouts=at is None,
+        reward=reward, first_step=done + 1, resumed=True, reuse_rollouts=at is None,
     )  # fmt: skip
 
 
