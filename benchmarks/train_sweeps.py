@@ -53,7 +53,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4, help="a row; the first is not counted")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--picture", type=Path)
-    return parser.parse_args(namespace=argparse.Namespace(vocab=20000, publish=False))
+    return parser.parse_args(namespace=argparse.Namespace(vocab=20000, publish=False, offload=False))
 
 
 def draw(rows: list[dict[str, Any]], picture: Path) -> None:
