@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +37,7 @@ from skylite.training.learner import make_learner
 from skylite.training.loading import decoder_layers
 from skylite.training.policy import Policy, choose_passes, load_policy
 from skylite.training.step import train_step
-from skylite.training.tree_attention import attend
+from skylite.training.tree_attention import FORMS, attend, implementation
 
 
 def main() -> None:
@@ -83,7 +84,7 @@ def measured(args: argparse.Namespace, *, own: bool, compiled: bool) -> dict[str
         policy = choose_passes(policy, list(range(20, 60)))[0] if own else with_the_models_own_parts(policy)
         if compiled:
             # Attention over a tree is Python over its branches' lengths, which the compiler does not take.
-            AttentionInterface.register("skylite_tree", torch.compiler.disable(attend))
+            AttentionInterface.register(implementation("pieces"), torch.compiler.disable(partial(attend, FORMS["pieces"])))
             for layer in decoder_layers(policy.model.get_base_model()):
                 layer.compile(dynamic=True)
         learner = make_learner("policy", policy.lora, config.optim.lr, config.optim.max_grad_norm, config.optim)
@@ -103,7 +104,7 @@ def measured(args: argparse.Namespace, *, own: bool, compiled: bool) -> dict[str
 def with_the_models_own_parts(policy: Policy) -> Policy:
     """Tree and head in chunks as always, norms and MLPs as transformers has them."""
     base = policy.model.get_base_model()
-    base.set_attn_implementation("skylite_tree")
+    base.set_attn_implementation(implementation("pieces"))
     return replace(policy, packing="tree", head=plain_head(base))
 
 

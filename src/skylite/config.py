@@ -81,6 +81,8 @@ class TrainerConfig(Section):
     """Unique tokens a forward pass holds: shared prefixes count once. auto: the most that fit, measured at the start of the run."""
     checkpointing: Literal["none", "selective", "full"] = "selective"
     """Activations made again in backward: none; selective: the outputs of norms and act(gate) * up; full: all but layer inputs."""
+    attention: Literal["pieces", "flex"] = "pieces"
+    """Over the tree of a micro-batch: scaled_dot_product_attention a piece at a time, or (GPU only) one FlexAttention with a block mask."""
     offload: bool = False
     """GPU only: the base's shards and the optimizer's state wait in the machine's memory and visit the GPU when they are needed."""
     num_threads: int | None = Field(None, ge=1)

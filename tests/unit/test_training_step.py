@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from skylite.errors import ModelError, TrainingDiverged
-from skylite.grpo.batch import Packing
+from skylite.grpo.batch import Packing, pack
 from skylite.training.adapter import adapter_tensors
 from skylite.training.dist import Dist
-from skylite.training.policy import choose_passes, load_policy
+from skylite.training.policy import choose_passes, load_policy, score
 from skylite.training.step import train_step
 from tests.cases import (
     ALGORITHMS,
@@ -150,6 +150,21 @@ def test_a_tree_is_chosen_for_each_family_and_computes_fewer_tokens(tmp_path: Pa
         assert policy.packing == "tree", family
         _, metrics = gradients_after_step(policy, settings(), dist)
         assert metrics["tokens/unique"] < 0.5 * metrics["tokens/total"]
+
+
+def test_flex_attention_gives_the_logprobs_of_the_pieces_for_each_family(tmp_path: Path, dist: Dist):
+    sequences = random_samples(0)
+    for family in FAMILIES:
+        model, found = make_tiny_model(tmp_path / family, family), []
+        for form in ("pieces", "flex"):
+            policy = policy_of(model, settings(trainer={"attention": form}), dist)
+            assert policy.packing == "tree", (family, form)
+            assert policy.model.get_base_model().config._attn_implementation == f"skylite_tree_{form}"
+            prompts, completions = [s.prompt_token_ids for s in sequences], [s.completion_token_ids for s in sequences]
+            tokens = pack(prompts, completions, [s.group for s in sequences], "tree", dist.device)
+            with torch.no_grad():  # FlexAttention has no backward pass on a CPU
+                found.append(score(policy, tokens, temperature=1.0)[0])
+        assert torch.allclose(*found, atol=1e-5), family
 
 
 def test_a_model_with_attention_of_its_own_is_padded_and_said_so(tmp_path: Path, dist: Dist):

@@ -10,6 +10,7 @@ import torch
 from skylite.grpo import tree as tree_module
 from skylite.grpo.attention import tree_attention, tree_layout
 from skylite.grpo.batch import Item, plan_micro_batches
+from skylite.grpo.flex import flex_tree_attention, subtree_ends
 from skylite.grpo.tree import build_tree
 from tests.reference import random_samples
 
@@ -40,16 +41,17 @@ def test_a_node_sees_itself_and_its_ancestors_only(call, monkeypatch):
             assert np.flatnonzero(sees[node]).tolist() == sorted(path[: position + 1].tolist())
 
 
+@pytest.mark.parametrize("form", [tree_attention, flex_tree_attention])
 @pytest.mark.parametrize("call", [tree_module.CALL, 0])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (None, 2.0), (3, 2.0)])
-def test_attention_over_blocks_equals_attention_over_each_path(window, softcap, call, monkeypatch):
+def test_attention_over_blocks_equals_attention_over_each_path(window, softcap, call, form, monkeypatch):
     monkeypatch.setattr(tree_module, "CALL", call)
     torch.manual_seed(0)
     tree = build_tree([[1, 2, 3, 4, 9], [1, 2, 3, 5], [1, 2, 6, 4, 4, 4]], families=[0, 0, 1])
     num_nodes = len(tree.token_ids)
     query, key, value = torch.randn(1, 4, num_nodes, 8), torch.randn(1, 2, num_nodes, 8), torch.randn(1, 2, num_nodes, 8)
     layout = tree_layout(tree, torch.device("cpu"))
-    out = tree_attention(query, key, value, layout, scaling=0.3, window=window, softcap=softcap)
+    out = form(query, key, value, layout, scaling=0.3, window=window, softcap=softcap)
     for path in map(torch.from_numpy, tree.paths):
         for head in range(4):
             scores = query[0, head, path] @ key[0, head // 2, path].T * 0.3
@@ -58,6 +60,17 @@ def test_attention_over_blocks_equals_attention_over_each_path(window, softcap, 
             hidden = (distance < 0) | (distance >= (window or 99))
             expected = scores.masked_fill(hidden, float("-inf")).softmax(1) @ value[0, head // 2, path]
             assert torch.allclose(out[0, path, head], expected, atol=1e-5)
+
+
+def test_what_a_node_sees_follows_from_where_subtrees_end():
+    rng = random.Random(1)
+    for families in (1, 4):
+        sequences = [[rng.randrange(3) for _ in range(rng.randrange(1, 9))] for _ in range(20)]
+        tree = build_tree(sequences, families=[i % families for i in range(20)])
+        ends, nodes = subtree_ends(tree.depths), np.arange(len(tree.depths))
+        for path in tree.paths:
+            for position, node in enumerate(path):
+                assert nodes[(nodes <= node) & (node < ends)].tolist() == sorted(path[: position + 1].tolist())
 
 
 @pytest.mark.parametrize("call", [tree_module.CALL, 0])

@@ -30,6 +30,8 @@ class TreeLayout:
     max_depth: int
     bias_cache: dict[Any, list[Tensor]] = field(default_factory=dict)
     """Additive masks by window and dtype: every layer asks for the same ones."""
+    block_masks: dict[int | None, Any] = field(default_factory=dict)
+    """FlexAttention's, by window (flex.py)."""
 
     def seen(self, index: int) -> list[int]:
         """The pieces that a piece sees, itself last."""

@@ -107,7 +107,7 @@ def pack(
 
 
 def pack_tree(prompts: Sequence[list[int]], completions: Sequence[list[int]], groups: Sequence[int], device: torch.device) -> PackedTokens:
-    """One row that holds the prefix tree; the model must run with the attention function "skylite_tree"."""
+    """One row that holds the prefix tree; the model must run with a form of training/tree_attention.py."""
     sequences = [(p + c)[:-1] for p, c in zip(prompts, completions, strict=True)]
     tree = build_tree(sequences or [[0]], groups or [0])
     predictors = [path[len(p) - 1 :] for p, path in zip(prompts, tree.paths, strict=False)]

@@ -63,7 +63,7 @@ def plan_run(config: TrainConfig, run: RunDir, say: Callable[[str], None]) -> Ru
     device = choose_device()
     dtype, dtype_note = choose_dtype(config.model.dtype, device)
     note(dtype_note)
-    check_offload(config, device)
+    check_device(config, device)
     if config.lora.vllm_rank != config.lora.rank:
         note(f"vLLM is started for LoRA rank {config.lora.vllm_rank}, the smallest it allows that holds rank {config.lora.rank}")
     if config.optim.lr < LORA_LITERATURE_FLOOR_LR:
@@ -95,8 +95,10 @@ def plan_run(config: TrainConfig, run: RunDir, say: Callable[[str], None]) -> Ru
     return RunPlan(run=run, config=config, resolved=resolved, train=train, held_out=held_out, reward=reward, first_step=1)
 
 
-def check_offload(config: TrainConfig, device: str) -> None:
-    """Raise ConfigError when there is nothing to move things off."""
+def check_device(config: TrainConfig, device: str) -> None:
+    """Raise ConfigError for what only a GPU can do."""
+    if config.trainer.attention == "flex" and device == "cpu":
+        raise ConfigError("trainer.attention=flex has no backward pass on a CPU, and this run has no GPU.", "Leave it at pieces.")
     if config.trainer.offload and device == "cpu":
         raise ConfigError("trainer.offload=true moves things off a GPU, and this run has none.", "Leave it false on a CPU.")
 

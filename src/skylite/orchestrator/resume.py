@@ -14,7 +14,7 @@ from skylite.config import Resolved, RunConfig, TrainConfig
 from skylite.config_files import change_config, read_run_config
 from skylite.errors import ConfigError, DataError
 from skylite.models.resolve import check_folder
-from skylite.orchestrator.plan import RunPlan, check_offload, held_out_prompts, read_split, shm_path, train_data_hash
+from skylite.orchestrator.plan import RunPlan, check_device, held_out_prompts, read_split, shm_path, train_data_hash
 from skylite.orchestrator.record import recovered_metrics
 from skylite.orchestrator.resume_settings import check_changes
 from skylite.rewards.named import names_reward, remember, require_named
@@ -45,7 +45,7 @@ def plan_resume(
         remember(reward)
         config = config.model_copy(update={"reward": config.reward.model_copy(update={"function": recorded.config.reward.function})})
     check_changes(recorded.config, config, say)
-    check_offload(config, recorded.resolved.device)
+    check_device(config, recorded.resolved.device)
     require_named(reward, run.config_path if recorded.config.reward.function else Path(config.data.path), say)
     _check_inputs(recorded, config)
     done = choose_checkpoint(run, at, say)

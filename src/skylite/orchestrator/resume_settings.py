@@ -21,6 +21,7 @@ ROUNDING = (
     "trainer.num_threads",
     "trainer.tokens_per_micro_batch",
     "trainer.checkpointing",
+    "trainer.attention",
     "trainer.deterministic",
     "engine.num_engines",
     "engine.max_num_seqs",

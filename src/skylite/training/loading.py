@@ -11,11 +11,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from skylite.errors import ModelError
 from skylite.training.dist import Dist
-from skylite.training.tree_attention import attend
+from skylite.training.tree_attention import register_forms
 
 
 def load_base(path: str, dtype: torch.dtype, dist: Dist, offload: bool) -> tuple[PreTrainedModel, str]:
@@ -25,7 +25,7 @@ def load_base(path: str, dtype: torch.dtype, dist: Dist, offload: bool) -> tuple
     parameters one to one (some mixtures of experts) are loaded whole by every rank first, which is said.
     Raises ModelError when the folder is missing, damaged or incomplete.
     """
-    AttentionInterface.register("skylite_tree", attend)
+    register_forms()
     if dist.dp_size == 1 and not offload:
         # A lone rank has nobody to share with, and FSDP would hold its base twice.
         return _whole(path, dtype, dist.device), "base: whole on its one rank"

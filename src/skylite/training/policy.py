@@ -30,6 +30,7 @@ from skylite.training.head import plain_head, score_in_chunks
 from skylite.training.loading import decoder_layers, load_base
 from skylite.training.lora_linear import fuse
 from skylite.training.targets import adapted_modules
+from skylite.training.tree_attention import implementation
 from skylite.training.warm_start import load_adapter_file
 
 SHORTCUT_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
@@ -55,6 +56,8 @@ class Policy:
     """The vocabulary head where logprobs are made of hidden states a few rows at a time; None: the model makes all logits."""
     checkpointing: Checkpointing
     device: torch.device
+    attention: str = "pieces"
+    """The form of attention over a tree, one of tree_attention.FORMS."""
 
     def autocast(self) -> AbstractContextManager[Any]:
         """In bf16 the fp32 LoRA matrices are used rounded to bf16: exactly what is published and what vLLM computes with."""
@@ -94,6 +97,7 @@ def load_policy(resolved: Resolved, config: TrainConfig, dist: Dist) -> Policy:
         head=None,
         checkpointing=checkpointing,
         device=dist.device,
+        attention=config.trainer.attention,
     )
 
 
@@ -182,12 +186,12 @@ def choose_passes(policy: Policy, probe: list[int]) -> tuple[Policy, list[str]]:
         policy = replace(policy, head=head if gap <= SHORTCUT_TOLERANCE[policy.dtype] else None)
         reasons.append(f"head in chunks: {policy.head is not None}; {reason}")
     reasons += _fuse_parts(policy, probe, plain)
-    base.set_attn_implementation("skylite_tree")
+    base.set_attn_implementation(implementation(policy.attention))
     gap, reason = _gap(replace(policy, packing="tree"), probe, plain)
     policy = replace(policy, packing="tree" if gap <= SHORTCUT_TOLERANCE[policy.dtype] else "padded")
     if policy.packing == "padded":
         base.set_attn_implementation("eager")
-    return policy, [*reasons, f"packing: {policy.packing}; {reason}"]
+    return policy, [*reasons, f"packing: {policy.packing}; {reason}; attention over a tree: {policy.attention}"]
 
 
 def _fuse_parts(policy: Policy, probe: list[int], plain: Tensor) -> list[str]:

@@ -1,19 +1,45 @@
-"""transformers' attention interface for `grpo.attention.tree_attention`."""
+"""transformers' attention interface for the forms of attention over a tree."""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from skylite.grpo.attention import TreeLayout, tree_attention
+from skylite.grpo.flex import flex_tree_attention
 
 HARMLESS = {"position_ids", "cache_position", "position_embeddings"}
 """What models pass on to their attention function although rotary embedding has used it already."""
 
 
+class TreeAttention(Protocol):
+    """grpo.attention.tree_attention or its like."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, *, scaling: float, window: int | None, softcap: float | None
+    ) -> Tensor: ...
+
+
+FORMS: dict[str, TreeAttention] = {"pieces": tree_attention, "flex": flex_tree_attention}
+"""trainer.attention."""
+
+
+def implementation(form: str) -> str:
+    """The name under which transformers knows a form."""
+    return f"skylite_tree_{form}"
+
+
+def register_forms() -> None:
+    """Make them known to transformers."""
+    for form, compute in FORMS.items():
+        AttentionInterface.register(implementation(form), partial(attend, compute))
+
+
 def attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    compute: TreeAttention, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Called by the model's attention layers; an argument we do not know is an error, never ignored."""
     tree: TreeLayout = kwargs.pop("tree")
@@ -21,4 +47,4 @@ def attend(
     unknown = [k for k, v in kwargs.items() if k not in HARMLESS and (isinstance(v, Tensor) or v)]
     if unknown or attention_mask is not None:
         raise TypeError(f"tree attention does not know {unknown or 'attention_mask'}")
-    return tree_attention(query, key, value, tree, scaling=scaling, window=window, softcap=softcap).contiguous(), None
+    return compute(query, key, value, tree, scaling=scaling, window=window, softcap=softcap).contiguous(), None

@@ -1,0 +1,29 @@
+"""What `skylite train` refuses before anything is written, whichever machine it is on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skylite.config import TrainConfig
+from skylite.data.prompt_file import PromptFileInfo, write_prompts
+from skylite.errors import ConfigError
+from skylite.launch.machine import choose_device
+from skylite.orchestrator.plan import plan_run
+from skylite.run.run_dir import RunDir
+from tests.unit.data_cases import prompt
+
+
+@pytest.mark.skipif(choose_device() != "cpu", reason="it is about machines without a GPU")
+@pytest.mark.parametrize("trainer", [{"attention": "flex"}, {"offload": True}])
+def test_what_needs_a_gpu_is_refused_without_one(trainer: dict[str, Any], tmp_path: Path) -> None:
+    info = PromptFileInfo(dataset="t", source_kind="generated", source="t", source_sha256="0", count=1, seed=0, split="train",
+                          reward="math", system="", examples=[])  # fmt: skip
+    write_prompts(tmp_path / "data" / "train.parquet", [prompt()], info)
+    config = TrainConfig.model_validate({"data": {"path": str(tmp_path / "data")}, "trainer": trainer})
+    name, value = next(iter(trainer.items()))
+    with pytest.raises(ConfigError, match=f"trainer.{name}={str(value).lower()} .*GPU"):
+        plan_run(config, RunDir(tmp_path / "run"), lambda _: None)
+    assert not (tmp_path / "run").exists()
