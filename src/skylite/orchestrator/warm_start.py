@@ -115,11 +115,19 @@ def copy_warm_start(source: Path, run: RunDir) -> None:
     """Copy the adapter into the run, whole or not at all. Raises ConfigError when there is one already, ModelError for a damaged copy."""
     if run.warm_start.exists():
         raise ConfigError(f"{run.warm_start} exists already, from a start that did not end.", "Remove it, or choose another --run folder.")
-    names = [name for name in (CONFIG, WEIGHTS, MANIFEST) if (source / name).is_file()]
-    with atomic_folder(run.warm_start) as folder:
-        for name in names:
-            shutil.copyfile(source / name, folder / name)
+    with atomic_folder(run.warm_start, warm_start_bytes(source)) as folder:
+        for file in _files(source):
+            shutil.copyfile(file, folder / file.name)
         read_warm_start(folder)
+
+
+def warm_start_bytes(source: Path) -> int:
+    """Of the run's copy."""
+    return sum(file.stat().st_size for file in _files(source))
+
+
+def _files(source: Path) -> list[Path]:
+    return [path for name in (CONFIG, WEIGHTS, MANIFEST) if (path := source / name).is_file()]
 
 
 def _plain_lora(folder: Path) -> dict[str, Any]:

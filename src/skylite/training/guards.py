@@ -146,8 +146,9 @@ def keep_inputs(run: RunDir, step: int, reason: str, metrics: Mapping[str, float
     name, number = run.rollout_path(step).stem, 1
     while (path := run.bad / (name if number == 1 else f"{name}-{number}")).exists():
         number += 1
-    with atomic_folder(path) as folder:
-        shutil.copyfile(run.rollout_path(step), folder / "rollouts.parquet")
+    rollouts = run.rollout_path(step)
+    with atomic_folder(path, rollouts.stat().st_size) as folder:
+        shutil.copyfile(rollouts, folder / "rollouts.parquet")
         numbers = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
         write_json(folder / "reason.json", {"step": step, "reason": reason, "guards": guards.model_dump(mode="json"), "metrics": numbers})
     return path
