@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +79,15 @@ def test_a_finished_run_has_nothing_to_go_on_with(run: RunDir) -> None:
     assert plan(run, "num_steps=21")[0].first_step == 21
 
 
+def test_a_status_that_a_power_cut_emptied_says_nothing_and_refuses_nothing(run: RunDir) -> None:
+    for torn in ("", '{"phase": "do'):
+        run.status_path.write_text(torn)
+        found, said = plan(run)
+        assert found.first_step == 21
+        assert "status.json is no run status" in said[0]
+        assert "What comes after the last step is done again." in said[0]
+
+
 def test_other_data_or_another_model_is_refused_and_moved_data_is_found(run: RunDir, tmp_path: Path) -> None:
     (tmp_path / "data").rename(tmp_path / "moved")
     assert plan(run, f"data.path={tmp_path / 'moved'}")[0].first_step == 21
@@ -138,6 +150,10 @@ def leave_behind(run: RunDir) -> None:
     (run.evals / "step-v000005.json").write_text("{}")
     (run.evals / "step-v000003.json").write_text("{}")
     (run.default_adapters / ".policy-v000006.tmp-77").mkdir()
+    run.logs.mkdir()
+    for file in (run.root / ".status.json.tmp-77", run.logs / ".trainer-error.json.tmp-77"):
+        file.touch()
+    (run.root / ".events.jsonl.tmp-77").symlink_to(run.rollouts)
     run.metrics_path.write_text("".join(json.dumps({"step": s}) + "\n" for s in range(1, 6)) + '{"step": 6, "torn')
 
 
@@ -150,6 +166,7 @@ def test_only_what_lies_beyond_the_checkpoint_is_forgotten(tmp_path: Path) -> No
     assert sorted(run.updates.iterdir()) == [run.update_path(s) for s in range(3)]
     assert [p.name for p in run.evals.iterdir()] == ["step-v000003.json"]
     assert checkpoint_steps(run) == [3]
+    assert not list(run.root.rglob(".*"))
     assert [json.loads(line)["step"] for line in run.metrics_path.read_text().splitlines()] == [1, 2, 3]
 
 
@@ -187,3 +204,70 @@ def test_a_finished_step_that_the_dead_parent_had_not_recorded_is_recorded(tmp_p
     assert last["reward/mean"] == pytest.approx(sum(rewards) / len(rewards))
     assert last["canary/gap_max"] is None, "no engine has proven it"
     assert [m["step"] for m in read_metrics(run.metrics_path)] == [1, 2, 3]
+
+
+def test_an_update_that_a_power_cut_emptied_is_unknown_and_said(tmp_path: Path) -> None:
+    run, said = RunDir(tmp_path), list[str]()
+    leave_behind(run)
+    run.update_path(2).write_text("")
+    run.update_path(3).write_text('{"metrics": {')
+    run.metrics_path.write_text(json.dumps({"step": 1}) + "\n")
+    forget_after(run, run.default_adapters, 3, said.append, reuse_rollouts=False)
+    assert [(m["step"], m.get("policy/entropy")) for m in read_metrics(run.metrics_path)] == [(1, None), (2, None), (3, None)]
+    assert ["metrics of step 2 are unknown" in said[0], "metrics of step 3 are unknown" in said[1]] == [True, True]
+
+
+CHANGES = ("rename", "replace", "unlink", "rmdir")
+"""Of `os`: every call by which a name goes or another file takes it."""
+
+
+def dies_at(number: int, monkeypatch: pytest.MonkeyPatch, work: Callable[[], object]) -> bool:
+    """Whether `work` came to its change number `number` of names, where its process ends: no later one is made, by clean-ups neither."""
+    calls = 0
+
+    def counted(real: Callable[..., None]) -> Callable[..., None]:
+        def change(*args: Any, **kwargs: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls >= number:
+                raise KeyboardInterrupt
+            real(*args, **kwargs)
+
+        return change
+
+    with monkeypatch.context() as patch:
+        for name in CHANGES:
+            patch.setattr(os, name, counted(getattr(os, name)))
+        try:
+            work()
+        except KeyboardInterrupt:
+            return True
+    return False
+
+
+def test_a_kill_while_steps_are_forgotten_leaves_no_checkpoint_without_what_it_is_made_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every change of a name; then a plain resume goes on from the newest checkpoint that is left."""
+    for number in range(1, 100):
+        run = RunDir(tmp_path / str(number))
+        run.root.mkdir()
+        leave_behind(run)
+        for step in (3, 4, 5):
+            (run.checkpoint_path(step)).mkdir(exist_ok=True)
+            (run.checkpoint_path(step) / "manifest.json").touch()
+            (run.default_adapters / f"policy-v{step:06d}" / "manifest.json").touch()
+        run.metrics_path.write_text(json.dumps({"step": 1}) + "\n")
+        run.update_path(3).write_text(json.dumps({"metrics": {"policy/entropy": 0.5}}))
+        died = dies_at(number, monkeypatch, partial(forget_after, run, run.default_adapters, 3, print, reuse_rollouts=False))
+        newest = checkpoint_steps(run)[-1]
+        assert all((run.checkpoint_path(s) / "manifest.json").exists() for s in checkpoint_steps(run))
+        assert all(run.rollout_path(s).exists() for s in range(1, newest + 1))
+        assert all((run.default_adapters / f"policy-v{v:06d}" / "manifest.json").exists() for v in range(3, newest + 1))
+        forget_after(run, run.default_adapters, newest, print, reuse_rollouts=True)
+        assert [m["step"] for m in read_metrics(run.metrics_path)] == list(range(1, newest + 1))
+        assert read_metrics(run.metrics_path)[2]["policy/entropy"] == 0.5, "the record of a finished step is not lost either"
+        assert not list(run.root.rglob(".*"))
+        if not died:
+            break
+    assert number > 10

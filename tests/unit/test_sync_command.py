@@ -36,6 +36,7 @@ def run(tmp_path: Path) -> RunDir:
     for step in (2, 4, 6):
         run.checkpoint_path(step).mkdir()
     (run.default_adapters / ".policy-v000007.tmp-77").mkdir()
+    (run.root / ".status.json.tmp-77").touch()
     run.metrics_path.write_text("".join(json.dumps({"step": s, "canary/gap_max": 1e-5 * s}) + "\n" for s in range(1, 7)))
     return run
 
@@ -70,7 +71,7 @@ def test_gc_removes_what_the_rules_do_not_keep_and_says_it(run: RunDir, capsys: 
     gc(run.root)
     assert [a.version for a in published_versions(run.default_adapters)] == [0, 4, 5, 6]
     assert checkpoint_steps(run) == [6]
-    assert not list(run.default_adapters.glob(".*tmp*"))
+    assert not list(run.root.rglob(".*tmp*"))
     said = capsys.readouterr().out
     for part in ("policy-v000007.tmp-77", "checkpoint step-000002", "adapter v1 ", "adapter v3 ", "3 adapters and 2 checkpoints"):
         assert part in said

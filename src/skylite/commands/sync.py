@@ -64,7 +64,7 @@ def gc(target: Path) -> None:
     config, folder = recorded.config, run.adapters(recorded)
     require_own_folders(run, recorded)
     with lock_folder(run.root), lock_folder(folder):
-        leftovers = remove_leftovers((run.rollouts, run.updates, run.checkpoints, run.evals, run.bad, folder))
+        leftovers = remove_leftovers(run, folder)
         newest = max((v.version for v in versions), default=0)
         removed = clean_up(run, folder, newest, config)
     for path in leftovers:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,9 +17,9 @@ from skylite.orchestrator.record import recovered_metrics
 from skylite.orchestrator.resume_settings import check_changes
 from skylite.rewards.named import names_reward, remember, require_named
 from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint, step_of
-from skylite.run.files import atomic_file
-from skylite.run.metrics import append_metrics, read_metrics
-from skylite.run.retention import forget_scores_after, remove_leftovers
+from skylite.run.files import fsync_path
+from skylite.run.metrics import read_metrics, write_metrics
+from skylite.run.retention import forget_scores_after, remove_folder, remove_leftovers
 from skylite.run.rollout_file import read_groups, read_rollouts
 from skylite.run.run_dir import RunDir, published_versions
 from skylite.run.status import read_status
@@ -49,7 +47,7 @@ def plan_resume(
     require_named(reward, run.config_path if recorded.config.reward.function else Path(config.data.path), say)
     _check_inputs(recorded, config)
     done = choose_checkpoint(run, at, say)
-    _require_work(run, config, done)
+    _require_work(run, config, done, say)
     say(f"resuming {run.root} after step {done} of {config.num_steps}" + ("" if done else ", from its start"))
     if recorded.skylite_version != skylite.__version__:
         say(f"warning: the run was made by skylite {recorded.skylite_version}, and this is {skylite.__version__}")
@@ -67,31 +65,42 @@ def forget_after(run: RunDir, lora_sync_path: Path, step: int, say: Say, *, reus
     """
     lines = read_metrics(run.metrics_path)
     before = [line for line in lines if line["step"] <= step]
-    recovered = recover_records(run, before[-1]["step"] if before else 0, step)
+    recovered = recover_records(run, before[-1]["step"] if before else 0, step, say)
     kept = reusable_rollouts(run, step, say) if reuse_rollouts else 0
-    for folder, first in ((run.rollouts, step + 1 + kept), (run.updates, step)):
+    # A kill or a power cut may come anywhere in here. Checkpoints go first, the newest before all, so that the one which the next resume
+    # goes on from never lacks what it was made of; finished steps are recorded before what they were recovered from goes.
+    for later in sorted((s for s in checkpoint_steps(run) if s > step), reverse=True):
+        remove_folder(run.checkpoint_path(later))
+    if run.checkpoints.exists():
+        fsync_path(run.checkpoints)
+    for adapter in reversed([a for a in published_versions(lora_sync_path) if a.version > step]):
+        remove_folder(adapter.path)
+    write_metrics(run.metrics_path, [*before, *recovered])
+    for folder, first in ((run.updates, step), (run.rollouts, step + 1 + kept)):
         for path in (p for p in folder.glob("step-*") if step_of(p) >= first):
             path.unlink()
-    for adapter in (a for a in published_versions(lora_sync_path) if a.version > step):
-        shutil.rmtree(adapter.path)
-    for later in (s for s in checkpoint_steps(run) if s > step):
-        shutil.rmtree(run.checkpoint_path(later))
     forget_scores_after(run, step)
-    remove_leftovers((run.rollouts, run.updates, run.checkpoints, run.evals, run.bad, lora_sync_path))
-    with atomic_file(run.metrics_path) as temporary:
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in before), encoding="utf-8")
-    for line in recovered:
-        append_metrics(run.metrics_path, line)
+    remove_leftovers(run, lora_sync_path)
     if kept:
         say(f"steps {step + 1} to {step + kept} are trained again from their stored rollouts; nothing is sampled twice")
     return len(lines) - len(before)
 
 
-def recover_records(run: RunDir, recorded: int, done: int) -> list[dict[str, Any]]:
+def recover_records(run: RunDir, recorded: int, done: int, say: Say) -> list[dict[str, Any]]:
     """Metrics of the steps after `recorded` up to `done`: the checkpoint has them, and the parent died before it recorded them."""
     steps = [k for k in range(recorded + 1, done + 1) if run.rollout_path(k).exists()]
-    updates = {k: run.read_json(run.update_path(k)) if run.update_path(k).exists() else {} for k in steps}
-    return [recovered_metrics(k, read_groups(run.rollout_path(k)), update) for k, update in updates.items()]
+    return [recovered_metrics(k, read_groups(run.rollout_path(k)), _stored_update(run, k, say)) for k in steps]
+
+
+def _stored_update(run: RunDir, step: int, say: Say) -> dict[str, Any]:
+    """The trainer's word on a finished step; empty when it was not written, or a power cut has emptied it."""
+    if not run.update_path(step).exists():
+        return {}
+    try:
+        return run.read_json(run.update_path(step))
+    except ConfigError as error:
+        say(f"warning: {error.what} The trainer's metrics of step {step} are unknown.")
+        return {}
 
 
 def reusable_rollouts(run: RunDir, step: int, say: Say) -> int:
@@ -122,11 +131,22 @@ def _check_inputs(recorded: RunConfig, config: TrainConfig) -> None:
         )
 
 
-def _require_work(run: RunDir, config: TrainConfig, done: int) -> None:
+def _require_work(run: RunDir, config: TrainConfig, done: int, say: Say) -> None:
     """Raise ConfigError when every step, and the evaluation after them, is done."""
-    is_finished = done == config.num_steps and run.status_path.exists() and read_status(run.status_path).phase == "done"
+    is_finished = done == config.num_steps and _is_told_done(run, say)
     if done > config.num_steps or is_finished:
         raise ConfigError(f"{run.root} is at step {done} of {config.num_steps} already.", f"Give more steps, e.g. --steps {done + 10}.")
+
+
+def _is_told_done(run: RunDir, say: Say) -> bool:
+    """Whether status.json says so; it says nothing where a power cut has emptied it."""
+    if not run.status_path.exists():
+        return False
+    try:
+        return read_status(run.status_path).phase == "done"
+    except ConfigError as error:
+        say(f"warning: {error.what} What comes after the last step is done again.")
+        return False
 
 
 def _where_it_is_now(run: RunDir, recorded: RunConfig, config: TrainConfig) -> Resolved:

@@ -45,7 +45,8 @@ def atomic_file(path: Path, num_bytes: int = 0, *, durable: bool = True) -> Iter
 
     Args:
         num_bytes: about what will be written. The disk is asked for that much room first; 0 (small files) may use the reserve.
-        durable: False is for what a run that goes on after a power cut does not read: whole for every reader, but not waited for.
+        durable: False is for what a run that goes on after a power cut can do without: whole for every reader, but not waited for, so
+            that the file may be found empty then.
 
     Raises WriteFailed when the disk refuses.
     """

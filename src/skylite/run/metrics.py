@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from skylite.errors import DataError
-from skylite.run.files import append_line
+from skylite.run.files import append_line, atomic_file
 
 
 def append_metrics(path: Path, metrics: dict[str, Any]) -> None:
     """Append one step. JSON has no NaN or infinity: such a value becomes null. Raises WriteFailed, and leaves the file as it was."""
-    line = json.dumps({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}, ensure_ascii=False)
-    append_line(path, line)
+    append_line(path, _line(metrics))
+
+
+def write_metrics(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Replace the file by these steps. Raises WriteFailed, and leaves the file as it was."""
+    with atomic_file(path) as temporary:
+        temporary.write_text("".join(f"{_line(metrics)}\n" for metrics in lines), encoding="utf-8")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -37,6 +42,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def with_nan(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """JSON's null back to a number that is none, for whoever shows numbers."""
     return {key: math.nan if value is None else value for key, value in metrics.items()}
+
+
+def _line(metrics: Mapping[str, Any]) -> str:
+    return json.dumps({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}, ensure_ascii=False)
 
 
 def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:

@@ -51,13 +51,13 @@ def clean_up(run: RunDir, lora_sync_path: Path, newest: int, config: TrainConfig
     steps = checkpoint_steps(run)
     held = kept_checkpoints(steps, config.checkpoint, held_out_scores(run, config.eval))
     old_steps = [s for s in steps if s not in held]
-    freed = sum(_remove(run.checkpoint_path(s)) for s in old_steps)
+    freed = sum(remove_folder(run.checkpoint_path(s)) for s in old_steps)
     adapters = published_versions(lora_sync_path)
     # What a run resumed from a checkpoint is sampled from first, besides the checkpoint's own version.
     sources = {sampling_version(step + 1, config.rollout.max_staleness) for step in held}
     kept = kept_adapters([a.version for a in adapters], newest, config.sync, held | sources)
     old_adapters = [a for a in adapters if a.version not in kept]
-    freed += sum(_remove(a.path) for a in old_adapters)
+    freed += sum(remove_folder(a.path) for a in old_adapters)
     return Removed([a.version for a in old_adapters], old_steps, freed)
 
 
@@ -88,15 +88,16 @@ def forget_scores_after(run: RunDir, version: int) -> None:
                 path.unlink()
 
 
-def remove_leftovers(folders: Iterable[Path]) -> list[Path]:
-    """Delete what killed writers left unfinished. Returns it."""
+def remove_leftovers(run: RunDir, lora_sync_path: Path) -> list[Path]:
+    """Delete what killed writers left unfinished. Returns it. The run must be ours alone."""
+    folders = (run.root, run.rollouts, run.updates, run.checkpoints, run.evals, run.bad, run.logs, lora_sync_path)
     found = [p for folder in folders for p in sorted(folder.glob(f".*{TEMPORARY_MARK}*"))]
     for path in found:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     return found
 
 
-def _remove(folder: Path) -> int:
+def remove_folder(folder: Path) -> int:
     """Delete a folder; its bytes. First out of sight, so that a kill halfway leaves nothing torn under a good name."""
     size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
     doomed = temporary_sibling(folder)

@@ -232,7 +232,8 @@ def record(trainer: Trainer, step: int, facts: dict[str, bool | str], metrics: d
     if trainer.dist.is_first:
         facts = facts | {"packing": trainer.policy.packing}
         body = {"step": step, "version": step, **facts, "trained": trained, "metrics": metrics | {"mem/rss_peak_bytes": peak_bytes}}
-        write_json(trainer.run.update_path(step), body, durable=False)  # a resumed run puts it away
+        # Not waited for: what is done the checkpoint says. A resume that finds this file emptied by a power cut lacks the metrics alone.
+        write_json(trainer.run.update_path(step), body, durable=False)
 
 
 def peak_rss_bytes() -> float:
