@@ -78,7 +78,8 @@ class TrainerConfig(Section):
     num_ranks: int = Field(1, ge=1)
     """torchrun processes; on GPUs one each."""
     tokens_per_micro_batch: Literal["auto"] | Annotated[int, Field(ge=16)] = 4096
-    """Unique tokens a forward pass holds: shared prefixes count once. auto: the most that fit, measured at the start of the run."""
+    """Tokens a forward pass computes: shared prefixes count once; where a model's rows must be padded, every place of every row does. auto:
+    the most that fit, measured at the start of the run."""
     checkpointing: Literal["none", "selective", "full"] = "selective"
     """Activations made again in backward: none; selective: the outputs of norms and act(gate) * up; full: all but layer inputs."""
     attention: Literal["pieces", "flex"] = "pieces"

@@ -9,7 +9,7 @@ import torch
 
 from skylite.grpo import tree as tree_module
 from skylite.grpo.attention import tree_attention, tree_layout
-from skylite.grpo.batch import Item, plan_micro_batches
+from skylite.grpo.batch import Item, pack, plan_micro_batches
 from skylite.grpo.flex import flex_tree_attention, subtree_ends
 from skylite.grpo.tree import build_tree
 from tests.reference import random_samples
@@ -127,31 +127,38 @@ def items(seed, num_groups):
     return [Item(sample=s, row=s.group, column=0, number=i, token_weight=1.0) for i, s in enumerate(samples)]
 
 
+def size(micro, packing):
+    """Tokens that a micro-batch computes."""
+    samples = [i.sample for i in micro]
+    prompts, completions = [s.prompt_token_ids for s in samples], [s.completion_token_ids for s in samples]
+    return pack(prompts, completions, [s.group for s in samples], packing, torch.device("cpu")).num_nodes
+
+
+@pytest.mark.parametrize("packing", ["tree", "padded"])
 @pytest.mark.parametrize("dp_size", [1, 2, 3])
 @pytest.mark.parametrize("budget", [16, 40, 90, 4096])
-def test_every_sample_is_trained_once_and_ranks_run_the_same_number(dp_size, budget):
+def test_every_sample_is_trained_once_within_the_budget_and_ranks_run_the_same_number(dp_size, budget, packing):
     samples = items(0, num_groups=5)
-    plan = plan_micro_batches(samples, budget, dp_size)
+    plan = plan_micro_batches(samples, budget, dp_size, packing)
     assert len({len(rank) for rank in plan}) == 1
     planned = [id(s) for rank in plan for micro in rank for s in micro]
     assert sorted(planned) == sorted(map(id, samples))
-    assert plan == plan_micro_batches(samples, budget, dp_size)
+    assert plan == plan_micro_batches(samples, budget, dp_size, packing)
     for micro in (m for rank in plan for m in rank if len(m) > 1):
-        sequences = [m.sample.prompt_token_ids + m.sample.completion_token_ids for m in micro]
-        assert len(build_tree(sequences, [m.sample.group for m in micro]).token_ids) <= budget
+        assert size(micro, packing) <= budget
 
 
-def test_ranks_get_similar_work_and_the_largest_comes_first():
-    samples = items(1, num_groups=8)
-    plan = plan_micro_batches(samples, 80, 2)
-
-    def size(micro):
-        return len(
-            build_tree(
-                [m.sample.prompt_token_ids + m.sample.completion_token_ids for m in micro], [m.sample.group for m in micro]
-            ).token_ids
-        )
-
-    sizes = [[size(m) for m in rank] for rank in plan]
+@pytest.mark.parametrize("packing", ["tree", "padded"])
+def test_ranks_get_similar_work_and_the_largest_comes_first(packing):
+    plan = plan_micro_batches(items(1, num_groups=8), 80 if packing == "tree" else 120, 2, packing)
+    sizes = [[size(m, packing) for m in rank] for rank in plan]
     assert all(max(rank) - rank[0] <= 12 for rank in sizes)
     assert abs(sum(sizes[0]) - sum(sizes[1])) <= 0.25 * sum(sizes[0])
+
+
+def test_padded_rows_are_few_passes_and_hold_hardly_more_than_their_tokens():
+    samples = items(2, num_groups=8)
+    plan = plan_micro_batches(samples, 200, 2, "padded")
+    tokens = sum(size([s], "padded") for s in samples)
+    assert sum(len(rank) for rank in plan) <= 2 * -(-tokens // (2 * 160))
+    assert sum(size(m, "padded") for rank in plan for m in rank if m) <= 1.15 * tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -79,14 +80,20 @@ def arrange(samples: Sequence[TrainSample]) -> Batch:
     return Batch(groups=groups, rewards=rewards, lengths=lengths, equal=equal_reward_groups(rewards).tolist())
 
 
-def plan_micro_batches(samples: Sequence[Item], budget: int, dp_size: int) -> list[list[list[Item]]]:
+def plan_micro_batches(samples: Sequence[Item], budget: int, dp_size: int, packing: Packing) -> list[list[list[Item]]]:
     """[dp_size][M] micro-batches of samples, the same number M for every rank, the largest first; some may be empty.
 
-    A micro-batch holds at most `budget` unique tokens (one sample that is longer still goes alone). Siblings stay together unless
-    their group alone exceeds the budget. Deterministic, so that every rank finds the same plan without talking.
+    A micro-batch computes at most `budget` tokens, padding included (one sample that is longer still goes alone). In a tree siblings
+    stay together unless their group alone exceeds the budget. Deterministic, so that every rank finds the same plan without talking.
     """
     if not samples:
         return [[] for _ in range(dp_size)]
+    ordered = _of_tree(samples, budget, dp_size) if packing == "tree" else _of_rows(samples, budget, dp_size)
+    return [ordered[rank::dp_size] for rank in range(dp_size)]
+
+
+def _of_tree(samples: Sequence[Item], budget: int, dp_size: int) -> list[list[Item]]:
+    """Micro-batches of at most `budget` unique tokens, a multiple of `dp_size`, the largest first."""
     prefix = _common_prefix(samples)
     units = sorted(_units(samples, budget, prefix), key=lambda u: -u[0])
     num_bins = dp_size
@@ -95,8 +102,32 @@ def plan_micro_batches(samples: Sequence[Item], budget: int, dp_size: int) -> li
         if max(load for load, _ in bins) + prefix <= budget or max(len(content) for _, content in bins) == 1:
             break
         num_bins += dp_size
-    ordered = [[s for unit in content for s in unit] for _, content in sorted(bins, key=lambda b: -b[0])]
-    return [ordered[rank::dp_size] for rank in range(dp_size)]
+    return [[s for unit in content for s in unit] for _, content in sorted(bins, key=lambda b: -b[0])]
+
+
+def _of_rows(samples: Sequence[Item], budget: int, dp_size: int) -> list[list[Item]]:
+    """The same of samples that are a row each, as long as the longest beside it: neighbours by length, as even as their number allows."""
+    ordered = sorted(samples, key=lambda i: (-_row_length(i), i.number))
+    num_bins = -(-len(_cut(ordered, budget)) // dp_size) * dp_size
+    smallest = bisect_left(range(1, budget), True, key=lambda limit: len(_cut(ordered, limit)) <= num_bins) + 1
+    bins = sorted(_cut(ordered, smallest), key=lambda b: -len(b) * _row_length(b[0]))
+    return bins + [[] for _ in range(num_bins - len(bins))]
+
+
+def _cut(ordered: Sequence[Item], budget: int) -> list[list[Item]]:
+    """Runs of samples, the longest first in each, whose rows have at most `budget` places together."""
+    bins: list[list[Item]] = []
+    for item in ordered:
+        if bins and (len(bins[-1]) + 1) * _row_length(bins[-1][0]) <= budget:
+            bins[-1].append(item)
+        else:
+            bins.append([item])
+    return bins
+
+
+def _row_length(item: Item) -> int:
+    """Tokens that the model reads of a sample: all but the last."""
+    return len(item.sample.prompt_token_ids) + len(item.sample.completion_token_ids) - 1
 
 
 def pack(

@@ -15,7 +15,7 @@ from skylite.training.dist import Dist
 from skylite.training.policy import Policy, score
 
 PROBE_TOKENS = {"cpu": (256, 768), "cuda": (1024, 4096)}
-"""Unique tokens of the two passes."""
+"""About the tokens of the two passes."""
 GRANULE = 64
 MOST_TOKENS = 65536
 SAFETY = 0.85
@@ -47,12 +47,15 @@ def fitting_tokens(policy: Policy, run_config: RunConfig, dist: Dist) -> tuple[i
     """The tokens of a micro-batch, the same on every rank, and how they were found, in words. All ranks call it."""
     config, device = run_config.config, policy.device
     sizes = PROBE_TOKENS[device.type]
-    completion = min(config.rollout.max_completion_tokens, sizes[0] // 2)
-    found = fit(sizes, (_peak_of_pass(policy, sizes[0], completion), _peak_of_pass(policy, sizes[1], completion)))
+    # A padded row holds its prompt too, and what attention takes grows with the row.
+    longest = config.rollout.max_completion_tokens + (config.rollout.max_prompt_tokens if policy.packing == "padded" else 0)
+    completion = min(longest, sizes[0] // 2)
+    small, large = (_measured_pass(policy, size, completion) for size in sizes)
+    found = fit((small[0], large[0]), (small[1], large[1]))
     limit = SAFETY * _free_bytes(device, config.engine.gpu_memory_utilization, dist.dp_size)
     least = -dist.max_(torch.tensor([-found.tokens_in(limit)], device=device))
     tokens = int(least.item())
-    reason = f"passes of {sizes[0]} and {sizes[1]} tokens say {found.per_token / 2**20:.2f} MiB a token; {limit / 2**30:.1f} GiB are free"
+    reason = f"passes of {small[0]} and {large[0]} tokens say {found.per_token / 2**20:.2f} MiB a token; {limit / 2**30:.1f} GiB are free"
     return tokens, reason
 
 
@@ -72,14 +75,14 @@ def with_tokens(run: RunDir, run_config: RunConfig, policy: Policy, dist: Dist) 
     return run_config.model_copy(update={"config": config.model_copy(update={"trainer": trainer})})
 
 
-def _peak_of_pass(policy: Policy, num_tokens: int, completion: int) -> float:
-    """Bytes that a forward and backward pass over `num_tokens` unique tokens took at most."""
+def _measured_pass(policy: Policy, num_tokens: int, completion: int) -> tuple[int, float]:
+    """Tokens computed by a forward and backward pass over about `num_tokens`, padding included, and the bytes it took at most."""
     count = num_tokens // (completion + 1)
     tokens = pack([[1]] * count, [[2 + i] * completion for i in range(count)], list(range(count)), policy.packing, policy.device)
     before = reset_peak(policy.device)
     logprobs, _ = score(policy, tokens, temperature=1.0)
     torch.autograd.grad(logprobs.sum(), list(policy.lora.values()), allow_unused=True)
-    return peak(policy.device) - before
+    return tokens.num_nodes, peak(policy.device) - before
 
 
 def _free_bytes(device: torch.device, engine_share: float, dp_size: int) -> float:

@@ -113,7 +113,7 @@ def _every_token_counts(config: TrainConfig) -> bool:
 def _planned(items: Sequence[Item], size: BatchSize, known: Tensor | None, policy: Policy, config: TrainConfig, dist: Dist) -> MiniBatch:
     budget = config.trainer.tokens_per_micro_batch
     assert budget != "auto", "training/memory.py has decided before the first step"
-    plan = plan_micro_batches(items, budget, dist.dp_size)
+    plan = plan_micro_batches(items, budget, dist.dp_size, policy.packing)
     return MiniBatch([_micro_batch(part, known, policy) for part in plan[dist.dp_rank]], size, frozenset(i.number for i in items))
 
 
