@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from skylite.config import TrainConfig
 from skylite.config_algorithm import PRESETS
 from skylite.grpo.batch import Packing
+from skylite.launch.machine import Dtype
 from skylite.training.dist import Dist
 from skylite.training.learner import Learner, make_learner
 from skylite.training.policy import Policy, choose_passes, load_policy
@@ -48,9 +49,9 @@ IMPORTANCE: dict[str, dict[str, Any]] = {
 }
 
 
-def policy_of(model: Path, config: TrainConfig, dist: Dist, packing: Packing | None = None) -> Policy:
+def policy_of(model: Path, config: TrainConfig, dist: Dist, packing: Packing | None = None, dtype: Dtype = "float32") -> Policy:
     """A policy whose B matrices are not zero, packed as its model allows or as told."""
-    policy = load_policy(resolved(model, model), config, dist)
+    policy = load_policy(resolved(model, model).model_copy(update={"dtype": dtype}), config, dist)
     generator = torch.Generator().manual_seed(1)
     for name, param in policy.lora.items():
         if "lora_B" in name:

@@ -13,7 +13,7 @@ from skylite.grpo.advantages import dr_grpo, equal_reward_groups, grpo
 from skylite.grpo.batch import arrange, pack_padded, pack_tree
 from skylite.grpo.importance import importance_weights
 from skylite.grpo.kl import k3
-from skylite.grpo.logprobs import head_logprobs, token_logprobs
+from skylite.grpo.logprobs import HEAD_CHUNK_ELEMENTS, head_logprobs, token_logprobs
 from skylite.grpo.losses import AGGREGATIONS, POLICY_LOSSES, BatchSize, LossInputs
 from skylite.run.rollout_file import TrainSample
 from skylite.training.schedule import rate_factor
@@ -167,7 +167,7 @@ def test_logprobs_out_of_hidden_states_equal_those_out_of_logits(softcap, chunk,
     if chunk < 1 << 22:
         monkeypatch.setattr("skylite.grpo.logprobs.BLOCK_ROWS", chunk // 300)
         monkeypatch.setattr("skylite.grpo.logprobs.BLOCK_WORDS", 37)
-    monkeypatch.setattr("skylite.grpo.logprobs.HEAD_CHUNK_ELEMENTS", chunk)
+    monkeypatch.setitem(HEAD_CHUNK_ELEMENTS, "cpu", chunk)
     hidden, weight, bias = torch.randn(50, 16), torch.randn(300, 16), torch.randn(300)
     rows, targets = torch.randint(0, 50, (80,)), torch.randint(0, 300, (80,))
     on_logprobs, on_entropies = torch.randn(80), torch.randn(80) * (through_entropy or 0.0)
@@ -202,3 +202,19 @@ def test_logprobs_are_the_same_bits_with_a_gradient_and_without():
     looked = head_logprobs(hidden, weight, None, rows, targets, temperature=0.7)
     assert torch.equal(learned[0], looked[0])
     assert torch.equal(learned[1], looked[1])
+
+
+def test_logprobs_in_bfloat16_do_not_depend_on_the_size_of_a_chunk(monkeypatch):
+    """bfloat16 is what a GPU computes in, and there it is the chunks that are made twice."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(50, 16).bfloat16(), torch.randn(300, 16).bfloat16()
+    rows, targets, on = torch.randint(0, 50, (80,)), torch.randint(0, 300, (80,)), torch.randn(80)
+    found = []
+    for elements in (300 * 7, HEAD_CHUNK_ELEMENTS["cpu"], HEAD_CHUNK_ELEMENTS["cuda"]):
+        monkeypatch.setitem(HEAD_CHUNK_ELEMENTS, "cpu", elements)
+        mine = hidden.clone().requires_grad_()
+        logprobs, entropies = head_logprobs(mine, weight, None, rows, targets, temperature=0.7)
+        (grad,) = torch.autograd.grad((logprobs * on + entropies).sum(), mine)
+        found.append((logprobs, entropies, grad))
+    for some in found[1:]:
+        torch.testing.assert_close(some, found[0])

@@ -65,6 +65,21 @@ def test_gradients_equal_the_plain_reference(family: str, packing: Packing, tmp_
     assert metrics["optim/grad_norm"] == pytest.approx(float(expected.norm()), rel=1e-5)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_over_a_bfloat16_base_the_adapter_learns_in_float32(family: str, tmp_path: Path, dist: Dist):
+    model, config = make_tiny_model(tmp_path / "model", family), settings()
+    policy = policy_of(model, config, dist, dtype="bfloat16")
+    learner = learner_of(policy, config)
+    train_step(policy, learner, random_samples(0), 1, config, dist)
+    assert {p.dtype for n, p in policy.model.named_parameters() if n not in policy.lora} == {torch.bfloat16}
+    moments = [state[m] for state in learner.optimizer.state.values() for m in ("exp_avg", "exp_avg_sq")]
+    assert len(moments) == 2 * len(policy.lora)
+    assert {t.dtype for t in [*policy.lora.values(), *(p.grad for p in policy.lora.values()), *moments]} == {torch.float32}
+    expected, _ = gradients_after_step(policy_of(model, config, dist), config, dist)
+    # bfloat16 has 8 bits; what the rounding costs over two layers is some percent, a wrong cast or scale would cost tens.
+    assert 1e-4 < relative_difference(learner.grads, expected) < 0.05
+
+
 @pytest.mark.parametrize("budget", [4096, 40], ids=["one pass", "many passes"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_has_the_gradient_of_the_plain_reference(name: str, budget: int, tiny_llama: Path, dist: Dist):
