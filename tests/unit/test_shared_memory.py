@@ -6,9 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from skylite.config import TrainConfig
 from skylite.errors import ConfigError
+from skylite.launch.vllm_server import engine_command
 from skylite.models import shared_memory
 from skylite.models.shared_memory import held_in_memory
+from skylite.orchestrator.engine_set import engine_spec
+from skylite.orchestrator.plan import RunPlan
+from skylite.run.run_dir import RunDir
+from skylite.training.policy import load_policy
+from tests.reference import lone_rank, resolved, settings
 
 
 @pytest.fixture
@@ -55,3 +62,17 @@ def test_no_room_is_an_error_in_words_and_leaves_nothing(model: Path, tmp_path: 
     with pytest.raises(ConfigError, match="use_shm"), held_in_memory(model, copy):
         pass
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith((".copy", "copy")) and p.suffix != ".lock"] == []
+
+
+def test_trainer_and_engines_read_the_copy_and_not_the_model(tiny_llama: Path, tmp_path: Path) -> None:
+    copy, elsewhere = tmp_path / "copy", tmp_path / "on a slow disk"
+    with held_in_memory(tiny_llama, copy):
+        where = resolved(elsewhere, tmp_path).model_copy(update={"shm_path": str(copy)})
+        plan = RunPlan(
+            run=RunDir(tmp_path / "run"), config=TrainConfig(), resolved=where, train=[], held_out=[], reward="math", first_step=1
+        )
+        command = engine_command(engine_spec(plan, ["q_proj"], 0, tmp_path))
+        assert str(copy) in command
+        assert not any(str(elsewhere) in word for word in command)
+        with lone_rank() as dist:
+            assert load_policy(where, settings(), dist).lora, "the model's own folder is not there at all"

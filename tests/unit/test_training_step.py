@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -21,6 +22,7 @@ from skylite.errors import ModelError, TrainingDiverged
 from skylite.grpo.batch import Packing, pack
 from skylite.training.adapter import adapter_tensors
 from skylite.training.dist import Dist
+from skylite.training.loading import decoder_layers
 from skylite.training.policy import choose_passes, load_policy, score
 from skylite.training.step import train_step
 from tests.cases import (
@@ -312,3 +314,35 @@ def test_a_model_without_some_of_its_weights_is_refused(tmp_path: Path, dist: Di
     save_file(tensors, weights, metadata={"format": "pt"})
     with pytest.raises(ModelError, match="lacks 1 weights"):
         load_policy(resolved(tmp_path / "model", tmp_path), settings(), dist)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "tokens", "looks"),
+    [
+        ({}, 4096, []),
+        ({}, 60, []),
+        ({"kl_coef": 0.05}, 60, ["base"]),
+        ({"kl_coef": 0.05, "kl_in": "reward"}, 60, ["policy", "base"]),
+        ({"updates_per_step": 2}, 4096, ["policy"]),
+    ],
+)
+def test_the_model_runs_once_a_micro_batch_and_again_only_for_what_the_algorithm_must_know_before(
+    algorithm: dict[str, Any], tokens: int, looks: list[str], tiny_llama: Path, dist: Dist
+):
+    """`looks`: the passes besides, which keep no graph: of the policy (old logprobs) or of the base under it (a KL's reference)."""
+    config = settings(algorithm=algorithm, trainer={"tokens_per_micro_batch": tokens})
+    policy = policy_of(tiny_llama, config, dist)
+    layer = decoder_layers(policy.model.get_base_model())[0]
+    adapted = next(m for m in layer.modules() if isinstance(m, BaseTunerLayer))
+    passes: list[tuple[str, bool]] = []
+
+    def note(_: torch.nn.Module, __: Any, output: Any) -> None:
+        hidden = output if isinstance(output, torch.Tensor) else output[0]
+        passes.append(("base" if adapted.disable_adapters else "policy", hidden.requires_grad))
+
+    layer.register_forward_hook(note)
+    train_step(policy, learner_of(policy, config), random_samples(0), 1, config, dist)
+    training = passes.count(("policy", True))
+    updates = algorithm.get("updates_per_step", 1)
+    assert training == updates if tokens == 4096 else training > updates
+    assert sorted(passes) == sorted([("policy", True), *((kind, False) for kind in looks)] * training)
