@@ -29,7 +29,9 @@ def flex_tree_attention(
     softcap: float | None = None,
 ) -> Tensor:
     """As grpo.attention.tree_attention: query [1, H, T, D], key and value [1, K, T, D] with K dividing H -> [1, T, H, D]."""
-    call = _compiled() if query.is_cuda else flex_attention
+    call: Callable[..., Any] = flex_attention
+    if query.is_cuda:
+        call = _compiled()
     out: Tensor = call(
         query,
         key,
