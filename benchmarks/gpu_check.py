@@ -6,9 +6,9 @@
 1. Versions and devices.
 2. The loop: `skylite train`, 3 steps of SmolLM2-135M on generated problems, vLLM and trainer on the GPU; every sync proven by its canary.
    Then sync.py on-policy and sampling ahead: a step against the longer of its phases, publish and load.
-3. The train phase (train_phase.py) of Qwen2.5 0.5B, 1.5B and 7B shapes with random weights, bf16, r 32, with and without checkpointing and
-   with trainer.offload, three counted steps each: tokens a second, share of the matrix peak, memory; and seconds to publish each shape's
-   adapter. An engine's load of an adapter is timed in 2 alone, at the small model's size.
+3. The train phase (train_phase.py) of Qwen2.5 0.5B, 1.5B and 7B shapes with random weights, bf16, r 32, with and without checkpointing,
+   with trainer.offload and with trainer.attention=flex, three counted steps each: tokens a second, share of the matrix peak, memory; and
+   seconds to publish each shape's adapter. An engine's load of an adapter is timed in 2 alone, at the small model's size.
 4. compiled.py at the 0.5B shape: whether torch.compile pays.
 
 What could not be run says so in the result, with the reason, and the rest goes on. Not covered: several GPUs.
@@ -114,9 +114,12 @@ def measured(shape: str, folder: Path, checkpointing: list[str]) -> list[dict[st
         flags += [flag, size]
     flags += ["--vocab", "500"] if tiny else []
     rows = []
-    for mode, offload in [*((mode, False) for mode in checkpointing), ("selective", True)]:
-        found = written_by("train_phase.py", folder, *flags, "--checkpointing", mode, *(["--offload"] if offload else []))
-        rows.append({"checkpointing": mode, "offload": offload} | (found["rows"][0] if "rows" in found else found))
+    # FlexAttention has no backward pass on a CPU.
+    flex = [("selective", False, "flex")] if choose_device() == "cuda" else []
+    for mode, offload, attention in [*((mode, False, "pieces") for mode in checkpointing), ("selective", True, "pieces"), *flex]:
+        wanted = ["--checkpointing", mode, "--attention", attention, *(["--offload"] if offload else [])]
+        found = written_by("train_phase.py", folder, *flags, *wanted)
+        rows.append({"checkpointing": mode, "offload": offload, "attention": attention} | (found["rows"][0] if "rows" in found else found))
     return rows
 
 

@@ -32,7 +32,7 @@ from surroundings import about
 
 from skylite.run.files import write_json
 
-AXES = ("prompts", "group_size", "prompt", "completion", "rank", "budget", "packing", "checkpointing")
+AXES = ("prompts", "group_size", "prompt", "completion", "rank", "budget", "packing", "checkpointing", "attention")
 
 
 def main() -> None:
@@ -56,6 +56,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.add_argument(f"--{axis}", nargs="+", type=int, default=[default])
     parser.add_argument("--packing", nargs="+", choices=["tree", "padded"], default=["tree"])
     parser.add_argument("--checkpointing", nargs="+", choices=["none", "selective", "full"], default=["none"])
+    parser.add_argument("--attention", nargs="+", choices=["pieces", "flex"], default=["pieces"], help="flex: on a GPU only")
     parser.add_argument("--offload", action="store_true", help="trainer.offload; on a CPU it measures nothing but that it works")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--steps", type=int, default=4, help="the first is not counted")
@@ -136,7 +137,12 @@ def settings(args: argparse.Namespace, model: str, device: str, offload: bool = 
             "num_steps": args.steps,
             "lora": {"rank": args.rank[0], "alpha": 32},
             "rollout": {"prompts_per_step": args.prompts[0], "group_size": args.group_size[0], "max_completion_tokens": args.completion[0]},
-            "trainer": {"tokens_per_micro_batch": args.budget[0], "checkpointing": args.checkpointing[0], "offload": offload},
+            "trainer": {
+                "tokens_per_micro_batch": args.budget[0],
+                "checkpointing": args.checkpointing[0],
+                "attention": args.attention[0],
+                "offload": offload,
+            },
         }
     )
     return config, Resolved(model_path=model, model_fingerprint="", dtype=args.dtype, device=device, lora_sync_path="")
