@@ -7,6 +7,7 @@ The fork is what dies or fails; torch is imported once.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import json
 import os
@@ -20,22 +21,29 @@ from typing import Any
 import torch
 
 from skylite.commands.prepare import prepare
-from skylite.config import RunConfig
+from skylite.config import EvalConfig, GuardsConfig, RunConfig
 from skylite.errors import SkyliteError
 from skylite.evaluation.evaluate import EvalResult, write_results
 from skylite.evaluation.interval import accuracy_of
+from skylite.models.shared_memory import held_in_memory
 from skylite.orchestrator.plan import RunPlan, write_run
+from skylite.orchestrator.resume import forget_after
 from skylite.orchestrator.warm_start import copy_warm_start
+from skylite.rewards.named import remember
+from skylite.run.files import append_line, write_json
 from skylite.run.lock import lock_folder
 from skylite.run.manifest import Canary
 from skylite.run.metrics import append_metrics
+from skylite.run.retention import clean_up, write_score
 from skylite.run.rollout_file import write_rollouts
-from skylite.run.run_dir import RunDir
+from skylite.run.run_dir import RunDir, adapter_name
 from skylite.run.status import Status, write_status
 from skylite.training.adapter import publish
 from skylite.training.checkpoint import save_checkpoint
+from skylite.training.guards import keep_inputs
 from skylite.training.learner import Learner
 from skylite.training.policy import Policy
+from skylite.training.worker import report
 from skylite.types import Completion, Prompt, Rollout, RolloutGroup
 from tests.cases import learner_of, policy_of
 from tests.engines import write_random_adapter
@@ -93,6 +101,57 @@ def writers(policy: Policy, learner: Learner, model: Path) -> dict[str, Callable
         "eval": lambda folder, v: write_results(folder / "greedy.parquet", results(v)),
         "warm start": lambda folder, v: copy_warm_start(model.parent / "adapter", RunDir(folder / str(v))),
         "lock": lock,
+        **small_writers(model),
+    }
+
+
+def small_writers(model: Path) -> dict[str, Callable[[Path, int], Any]]:
+    """The same, of what needs no policy. Version 1 is where the inputs of version 2 are laid ready, while nothing fails yet."""
+
+    def bad_inputs(folder: Path, v: int) -> None:
+        run = RunDir(folder)
+        for step in (1, 2) if v == 1 else ():
+            write_rollouts(run.rollout_path(step), groups(step))
+        keep_inputs(run, v, "a reason", {"loss/policy": float("nan")}, GuardsConfig())
+
+    def trainer_error(folder: Path, v: int) -> None:
+        RunDir(folder).logs.mkdir(exist_ok=True)
+        if v == 2:
+            report(RunDir(folder), {"what": "x" * 9000, "hint": "", "final": True})
+
+    def named_reward(folder: Path, v: int) -> None:
+        os.environ["XDG_STATE_HOME"] = str(folder)
+        remember(f"{model.parent}/reward-{v}.py:reward")
+
+    def forget(folder: Path, v: int) -> None:
+        run = RunDir(folder)
+        for step in (1, 2, 3) if v == 1 else ():
+            append_metrics(run.metrics_path, {"step": step, "text": "x" * 9000})
+        forget_after(run, folder / "adapters", 4 - v, lambda _: None, reuse_rollouts=False)
+
+    def clean(folder: Path, v: int) -> None:
+        for version in range(5) if v == 1 else ():
+            write_json(folder / adapter_name(version) / "x.json", version)
+        clean_up(RunDir(folder), folder, newest=2 + v, config=settings(sync={"keep_last": 3}))
+
+    def in_memory(folder: Path, v: int) -> None:
+        for lock in (folder / f"copy-{k}.{kind}.lock" for k in (1, 2) for kind in ("users", "change")) if v == 1 else ():
+            lock.touch()
+        with (folder / f"copy-{v}.users.lock").open() as other_run:
+            fcntl.flock(other_run, fcntl.LOCK_SH)  # so that the copy stays
+            with held_in_memory(model, folder / f"copy-{v}"):
+                pass
+
+    return {
+        "bad inputs": bad_inputs,
+        "clean-up": clean,
+        "events": lambda folder, v: append_line(RunDir(folder).events_path, json.dumps({"event": "x" * 9000, "step": v}), durable=False),
+        "forget": forget,
+        "model in memory": in_memory,
+        "named reward": named_reward,
+        "score": lambda folder, v: write_score(RunDir(folder), "step", v, 0.5, EvalConfig()),
+        "trainer error": trainer_error,
+        "update": lambda folder, v: write_json(RunDir(folder).update_path(1), {"step": v, "text": "x" * 9000}, durable=False),
     }
 
 

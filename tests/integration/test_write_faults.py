@@ -15,9 +15,16 @@ from typing import Any
 import pytest
 
 from skylite.run.files import TEMPORARY_MARK
-from tests.faults.layer import FAULTS, OPEN, RENAME, SHORT, WRITE, Fault, Layer
+from tests.faults.layer import ALL, FAULTS, OPEN, RENAME, SHORT, WRITE, Fault, Layer
 
-WRITERS = ("checkpoint", "config", "eval", "lock", "metrics", "prepare", "publish", "rollouts", "status", "warm start")
+WRITERS = (
+    "bad inputs", "checkpoint", "clean-up", "config", "eval", "events", "forget", "lock", "metrics", "model in memory",
+    "named reward", "prepare", "publish", "rollouts", "score", "status", "trainer error", "update", "warm start",
+)  # fmt: skip
+SILENT = ("named reward", "trainer error")
+"""What these could not write is asked for again, or stands in the log too, so they do not end anything."""
+MAKES = {"lock": OPEN | WRITE, "metrics": ALL & ~RENAME, "events": ALL & ~RENAME, "clean-up": RENAME}
+"""The calls of a writer that does not make all kinds."""
 MAX_CALLS = 200
 """A writer that makes more calls than this is not what we think it is."""
 
@@ -94,8 +101,8 @@ def test_a_write_that_fails_at_any_call_leaves_the_state_before_or_after(
             assert calls < target
             break
         fired += 1
-        check(answer, folder, before, after, what)
-        if answer["code"] == 0:
+        check(answer, folder, before, after, what, silent=writer in SILENT)
+        if answer["code"] == 0 or (writer == "bad inputs" and visible(folder) == after):  # a second time is a second folder
             continue
         again = writers.write(writer, folder, 2)
         assert again["code"] == 0 or "already" in again["said"], f"{what}; again: {again}"
@@ -123,11 +130,11 @@ def fresh(tmp_path: Path, name: str) -> Path:
     return folder
 
 
-def check(answer: dict[str, Any], folder: Path, before: dict[str, str], after: dict[str, str], what: str) -> None:
+def check(answer: dict[str, Any], folder: Path, before: dict[str, str], after: dict[str, str], what: str, *, silent: bool) -> None:
     assert answer["code"] in (0, 1, 2), what
     found = visible(folder)
     if answer["code"] == 0:
-        assert found == after, what
+        assert found == after or (silent and found == before), what
     else:
         assert found in (before, after), what
         assert str(folder) in answer["said"], what
@@ -137,6 +144,4 @@ def check(answer: dict[str, Any], folder: Path, before: dict[str, str], after: d
 
 def touches(writer: str, fault: Fault) -> bool:
     """Whether the writer makes calls of the fault's kind at all."""
-    if writer == "lock":
-        return fault.ops & (OPEN | WRITE) != 0
-    return not (writer == "metrics" and fault.ops == RENAME) and not (fault.kind == SHORT and fault.ops != WRITE)
+    return fault.ops & MAKES.get(writer, ALL) != 0 and not (fault.kind == SHORT and fault.ops != WRITE)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from skylite.errors import ConfigError
+from skylite.run.disk import writing
 from skylite.run.files import TEMPORARY_MARK
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -26,11 +27,11 @@ def shared_copy(fingerprint: str) -> Path:
 def held_in_memory(model: Path, copy: Path) -> Iterator[None]:
     """`copy` holds the files of `model` inside the block; the last run that uses it removes it.
 
-    Raises ConfigError when memory has no room for it. Two lock files beside the copy: one is held shared by whoever uses it, so that the
-    last can be known; the other, held briefly, keeps making and removing apart.
+    Raises ConfigError when memory has no room for it, WriteFailed when it is refused all the same. Two lock files beside the copy: one is
+    held shared by whoever uses it, so that the last can be known; the other, held briefly, keeps making and removing apart.
     """
-    with Path(f"{copy}.users.lock").open("w") as users, Path(f"{copy}.change.lock").open("w") as change:
-        with _exclusively(change):
+    with _opened(Path(f"{copy}.users.lock")) as users, _opened(Path(f"{copy}.change.lock")) as change:
+        with _exclusively(change), writing(copy):
             fcntl.flock(users, fcntl.LOCK_SH)
             if not copy.exists():
                 _copy(model, copy)
@@ -39,6 +40,11 @@ def held_in_memory(model: Path, copy: Path) -> Iterator[None]:
         finally:
             with _exclusively(change):
                 _remove_if_last(copy, users)
+
+
+def _opened(lock: Path) -> IO[str]:
+    with writing(lock):
+        return lock.open("w")
 
 
 @contextmanager
@@ -59,7 +65,7 @@ def _copy(model: Path, copy: Path) -> None:
             f"model.use_shm=true needs {size / 1e9:.1f} GB in {copy.parent} for {model}, and {free / 1e9:.1f} GB are free there.",
             "Leave model.use_shm false, or make room.",
         )
-    temporary = copy.with_name(f".{copy.name}{TEMPORARY_MARK}")
+    temporary = _temporary(copy)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(mode=0o700)
     try:
@@ -75,4 +81,11 @@ def _remove_if_last(copy: Path, users: IO[str]) -> None:
         fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return
-    shutil.rmtree(copy)
+    # First out of sight: what a kill leaves of it under its own name, the next run would take for the model.
+    with writing(copy):
+        copy.rename(_temporary(copy))
+        shutil.rmtree(_temporary(copy))
+
+
+def _temporary(copy: Path) -> Path:
+    return copy.with_name(f".{copy.name}{TEMPORARY_MARK}")

@@ -12,6 +12,7 @@ from typing import Literal, get_args
 from skylite.config import CheckpointConfig, EvalConfig, SyncConfig, TrainConfig
 from skylite.errors import DataError
 from skylite.run.checkpoint_folder import checkpoint_steps
+from skylite.run.disk import writing
 from skylite.run.files import TEMPORARY_MARK, temporary_sibling, write_json
 from skylite.run.run_dir import RunDir, published_versions, sampling_version
 
@@ -98,9 +99,10 @@ def remove_leftovers(run: RunDir, lora_sync_path: Path) -> list[Path]:
 
 
 def remove_folder(folder: Path) -> int:
-    """Delete a folder; its bytes. First out of sight, so that a kill halfway leaves nothing torn under a good name."""
-    size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
-    doomed = temporary_sibling(folder)
-    folder.rename(doomed)
-    shutil.rmtree(doomed)
+    """Delete a folder; its bytes. First out of sight, so that a kill halfway leaves nothing torn under a good name. Raises WriteFailed."""
+    with writing(folder):
+        size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+        doomed = temporary_sibling(folder)
+        folder.rename(doomed)
+        shutil.rmtree(doomed)
     return size
