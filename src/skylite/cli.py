@@ -16,9 +16,10 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its boxes take as long as all the rest of --help
 )
 
-sync_app = typer.Typer(help="The published adapters of a run.", no_args_is_help=True)
+sync_app = typer.Typer(help="The published adapters of a run.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(sync_app, name="sync")
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
