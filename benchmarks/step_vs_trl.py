@@ -26,6 +26,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from surroundings import about
+
 from skylite.data.prompt_file import read_prompts
 from skylite.launch.machine import cpu_cores
 from skylite.launch.torchrun import trainer_env
@@ -48,7 +50,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
         data = prepare(args.gsm8k, Path(folder))
-        setting, peaks = about(args), [matrix_peak(args)]
+        peaks = [matrix_peak(args)]
         ours: list[dict[str, float]] = []
         theirs: list[dict[str, float]] = []
         for index in range(args.rounds):
@@ -64,7 +66,10 @@ def main() -> None:
         **mfu,
         **sync(ours, io),
         **lora_sampling(),
-        **setting,
+        **about(),
+        "dtype": args.dtype,
+        "checkpointing": args.checkpointing,
+        "trl_allocator": args.trl_allocator,
         "skylite_steps": ours,
         "trl_steps": theirs,
     }
@@ -287,21 +292,6 @@ def sync(ours: list[dict[str, float]], io: float) -> dict[str, float]:
         "sync_s": round(seconds, 3),
         "plain_io_s": round(io, 3),
         "sync_vs_plain_io": round(seconds / io, 2),
-    }
-
-
-def about(args: argparse.Namespace) -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    names = [
-        line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text(encoding="ascii").splitlines() if "model name" in line
-    ]
-    return {
-        "commit": commit,
-        "command": " ".join(["python", *sys.argv]),
-        "machine": f"{cpu_cores()} cores {names[0] if names else 'unknown'}, load average {os.getloadavg()[0]:.1f}",
-        "dtype": args.dtype,
-        "checkpointing": args.checkpointing,
-        "trl_allocator": args.trl_allocator,
     }
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from skylite.grpo import tree as tree_module
-from skylite.grpo.attention import tree_attention, tree_layout
+from skylite.grpo.attention import Scoring, tree_attention, tree_layout
 from skylite.grpo.batch import Item, pack, plan_micro_batches
 from skylite.grpo.flex import flex_tree_attention, subtree_ends
 from skylite.grpo.tree import build_tree
@@ -51,7 +51,7 @@ def test_attention_over_blocks_equals_attention_over_each_path(window, softcap, 
     num_nodes = len(tree.token_ids)
     query, key, value = torch.randn(1, 4, num_nodes, 8), torch.randn(1, 2, num_nodes, 8), torch.randn(1, 2, num_nodes, 8)
     layout = tree_layout(tree, torch.device("cpu"))
-    out = form(query, key, value, layout, scaling=0.3, window=window, softcap=softcap)
+    out = form(query, key, value, layout, Scoring(0.3, window, softcap))
     for path in map(torch.from_numpy, tree.paths):
         for head in range(4):
             scores = query[0, head, path] @ key[0, head // 2, path].T * 0.3
@@ -89,7 +89,7 @@ def test_attention_of_one_operation_has_the_gradients_of_autograds_and_keeps_les
     for softcap in (None, 1e6):  # so high a cap changes nothing but the path taken
         seen = {}
         with torch.autograd.graph.saved_tensors_hooks(lambda t, s=seen: (s.update({t.data_ptr(): t.nbytes}), t)[1], lambda t: t):
-            out = tree_attention(*inputs, layout, scaling=0.3, window=window, softcap=softcap)
+            out = tree_attention(*inputs, layout, Scoring(0.3, window, softcap))
         kept.append(sum(seen.values()))
         grads.append(torch.autograd.grad((out * weights).sum(), inputs))
     for ours, autograds in zip(*grads, strict=True):

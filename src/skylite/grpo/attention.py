@@ -45,23 +45,22 @@ def tree_layout(tree: Tree, device: torch.device) -> TreeLayout:
     return TreeLayout([len(m) for m in masks], [p.above for p in tree.pieces], masks, depths, int(tree.depths.max()))
 
 
-def tree_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: TreeLayout,
-    *,
-    scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """query [1, H, T, D], key and value [1, K, T, D] with K dividing H -> [1, T, H, D].
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How a model's layer scores what a token sees."""
 
-    `window`: a token sees ancestors less than this many positions away. `softcap`: scores become softcap * tanh(scores / softcap).
-    """
-    biases = _additive_masks(layout, window, query.dtype)
-    if query.device.type == "cpu" and softcap is None:
-        out: Tensor = _CpuTreeAttention.apply(query, key, value, layout, biases, scaling)  # type: ignore[no-untyped-call]
+    scaling: float
+    window: int | None = None
+    """A token sees ancestors less than this many positions away."""
+    softcap: float | None = None
+    """Scores become softcap * tanh(scores / softcap)."""
+
+
+def tree_attention(query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, scoring: Scoring) -> Tensor:
+    """query [1, H, T, D], key and value [1, K, T, D] with K dividing H -> [1, T, H, D]."""
+    biases = _additive_masks(layout, scoring.window, query.dtype)
+    if query.device.type == "cpu" and scoring.softcap is None:
+        out: Tensor = _CpuTreeAttention.apply(query, key, value, layout, biases, scoring.scaling)  # type: ignore[no-untyped-call]
         return out
     repeats = query.shape[1] // key.shape[1]
     key, value = (x if repeats == 1 else x.repeat_interleave(repeats, dim=1) for x in (key, value))
@@ -70,7 +69,7 @@ def tree_attention(
     outputs = []
     for index, bias in enumerate(biases):
         k, v = (_seen(x, layout, index) for x in (keys, values))
-        outputs.append(_attend(queries[index], k, v, bias, scaling, softcap))
+        outputs.append(_attend(queries[index], k, v, bias, scoring))
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
@@ -135,10 +134,10 @@ def _seen(parts: tuple[Tensor, ...], layout: TreeLayout, index: int) -> Tensor:
     return parts[index] if len(seen) == 1 else torch.cat([parts[i] for i in seen], dim=2)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float, softcap: float | None) -> Tensor:
-    if softcap is None:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling)
-    scores = torch.tanh(query @ key.transpose(2, 3) * (scaling / softcap)) * softcap + bias
+def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scoring: Scoring) -> Tensor:
+    if scoring.softcap is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scoring.scaling)
+    scores = torch.tanh(query @ key.transpose(2, 3) * (scoring.scaling / scoring.softcap)) * scoring.softcap + bias
     return torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype) @ value
 
 

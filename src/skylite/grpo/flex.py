@@ -14,21 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from skylite.grpo.attention import TreeLayout
+from skylite.grpo.attention import Scoring, TreeLayout
 from skylite.grpo.tree import IntArray
 
 
-def flex_tree_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: TreeLayout,
-    *,
-    scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """As grpo.attention.tree_attention: query [1, H, T, D], key and value [1, K, T, D] with K dividing H -> [1, T, H, D]."""
+def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, scoring: Scoring) -> Tensor:
+    """As grpo.attention.tree_attention."""
     call: Callable[..., Any] = flex_attention
     if query.is_cuda:
         call = _compiled()
@@ -36,9 +27,9 @@ def flex_tree_attention(
         query,
         key,
         value,
-        score_mod=None if softcap is None else _capped(softcap),
-        block_mask=_block_mask(layout, window),
-        scale=scaling,
+        score_mod=None if scoring.softcap is None else _capped(scoring.softcap),
+        block_mask=_block_mask(layout, scoring.window),
+        scale=scoring.scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return out.transpose(1, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from skylite.launch.machine import choose_device, choose_dtype, cpu_cores
 from skylite.launch.vllm_server import choose_cpu_lora, engine_notes
 from skylite.models import resolve_model
 from skylite.models.shared_memory import shared_copy
-from skylite.orchestrator.warm_start import copy_warm_start, plan_warm_start
+from skylite.orchestrator.warm_start import copy_warm_start, given_folder, plan_warm_start
 from skylite.rewards import load_reward
 from skylite.rewards.named import remember, require_named
 from skylite.run.disk import writing
@@ -159,7 +158,7 @@ def write_run(plan: RunPlan) -> None:
             "Move them away, or give another lora.lora_sync_path.",
         )
     if plan.config.lora.from_adapter is not None:
-        copy_warm_start(Path(os.path.expanduser(plan.config.lora.from_adapter)), plan.run)
+        copy_warm_start(given_folder(plan.config.lora.from_adapter), plan.run)
     for folder in (plan.run.rollouts, plan.run.updates, plan.run.checkpoints, plan.run.logs, Path(plan.resolved.lora_sync_path)):
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)

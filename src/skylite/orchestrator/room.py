@@ -9,7 +9,7 @@ from pathlib import Path
 from skylite.config import Resolved, TrainConfig
 from skylite.errors import ConfigError
 from skylite.models.resolve import safetensors_header, weight_files
-from skylite.orchestrator.warm_start import warm_start_bytes
+from skylite.orchestrator.warm_start import given_folder, warm_start_bytes
 from skylite.run.disk import RESERVE_BYTES, free_bytes, in_words
 from skylite.run.run_dir import RunDir
 
@@ -26,7 +26,7 @@ def check_room(run: RunDir, config: TrainConfig, resolved: Resolved, say: Callab
     kept = config.sync.keep_last + config.checkpoint.keep_last + 2
     in_run = (config.checkpoint.keep_last + 1) * checkpoint
     if config.lora.from_adapter is not None and not run.warm_start.exists():
-        in_run += warm_start_bytes(Path(config.lora.from_adapter).expanduser())
+        in_run += warm_start_bytes(given_folder(config.lora.from_adapter))
     needs = [(Path(resolved.lora_sync_path), kept * adapter), (run.root, in_run)]
     for paths, need, free in _by_disk(needs):
         if free < need + RESERVE_BYTES:

@@ -58,7 +58,7 @@ class WarmStart:
 def plan_warm_start(config: TrainConfig, model_path: Path, fingerprint: str, note: Callable[[str], None]) -> None:
     """Check lora.from_adapter against settings and base model, and say what it is. Raises ConfigError or ModelError in words."""
     assert config.lora.from_adapter is not None, "checked by the caller"
-    found = read_warm_start(Path(os.path.expanduser(config.lora.from_adapter)))
+    found = read_warm_start(given_folder(config.lora.from_adapter))
     check_fits(found, config.lora)
     check_base(found, config.model.name, model_path, fingerprint, note)
     version = adapter_name(found.manifest.version) if found.manifest is not None else "not of skylite"
@@ -119,6 +119,11 @@ def copy_warm_start(source: Path, run: RunDir) -> None:
         for file in _files(source):
             shutil.copyfile(file, folder / file.name)
         read_warm_start(folder)
+
+
+def given_folder(from_adapter: str) -> Path:
+    """Of lora.from_adapter; Path.expanduser raises for names that no file can have."""
+    return Path(os.path.expanduser(from_adapter))
 
 
 def warm_start_bytes(source: Path) -> int:

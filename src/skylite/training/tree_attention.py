@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from skylite.grpo.attention import TreeLayout, tree_attention
+from skylite.grpo.attention import Scoring, TreeLayout, tree_attention
 from skylite.grpo.flex import flex_tree_attention
 
 HARMLESS = {"position_ids", "cache_position", "position_embeddings"}
 """What models pass on to their attention function although rotary embedding has used it already."""
 
 
-class TreeAttention(Protocol):
-    """grpo.attention.tree_attention or its like."""
-
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, *, scaling: float, window: int | None, softcap: float | None
-    ) -> Tensor: ...
-
-
+TreeAttention = Callable[[Tensor, Tensor, Tensor, TreeLayout, Scoring], Tensor]
 FORMS: dict[str, TreeAttention] = {"pieces": tree_attention, "flex": flex_tree_attention}
 """trainer.attention."""
 
@@ -43,8 +37,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Called by the model's attention layers; an argument we do not know is an error, never ignored."""
     tree: TreeLayout = kwargs.pop("tree")
-    scaling, window, softcap = kwargs.pop("scaling"), kwargs.pop("sliding_window", None), kwargs.pop("softcap", None)
+    scoring = Scoring(kwargs.pop("scaling"), kwargs.pop("sliding_window", None), kwargs.pop("softcap", None))
     unknown = [k for k, v in kwargs.items() if k not in HARMLESS and (isinstance(v, Tensor) or v)]
     if unknown or attention_mask is not None:
         raise TypeError(f"tree attention does not know {unknown or 'attention_mask'}")
-    return compute(query, key, value, tree, scaling=scaling, window=window, softcap=softcap).contiguous(), None
+    return compute(query, key, value, tree, scoring).contiguous(), None
