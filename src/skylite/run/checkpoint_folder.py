@@ -11,7 +11,7 @@ from skylite.errors import ConfigError, ModelError
 from skylite.run.files import sha256_file
 from skylite.run.run_dir import RunDir
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "manifest.json"
 
 

@@ -1,6 +1,7 @@
 """Checkpoints: each learner's parameters in fp32, AdamW's moments, every rank's random state, and where the run is; safetensors and JSON.
 
-The adapter is whole on every rank (training/policy.py), so rank 0 writes it all and any number of ranks can go on from it.
+torch.distributed.checkpoint keeps the tensors (training/tensor_store.py). The adapter is whole on every rank
+(training/policy.py), so rank 0 writes it all and any number of ranks can go on from it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 import skylite
@@ -24,11 +24,10 @@ from skylite.run.files import atomic_folder
 from skylite.run.run_dir import RunDir
 from skylite.training.dist import Dist
 from skylite.training.learner import Learner
-from skylite.training.tensor_file import save_tensors
+from skylite.training.tensor_store import load_tensors, save_tensors, stored_shapes
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LIBRARIES = ("torch", "transformers", "peft", "safetensors")
-RANDOM_STATE = "random-state.safetensors"
 
 
 def save_checkpoint(run: RunDir, step: int, config: TrainConfig, learners: Sequence[Learner], random_state: Mapping[str, Tensor]) -> None:
@@ -37,10 +36,8 @@ def save_checkpoint(run: RunDir, step: int, config: TrainConfig, learners: Seque
     if path.exists():
         return
     with atomic_folder(path, checkpoint_bytes(learners)) as folder:
-        for learner in learners:
-            save_tensors(folder / f"{learner.name}.safetensors", {n: p.detach() for n, p in learner.params.items()})
-            save_tensors(folder / f"{learner.name}-optimizer.safetensors", _moments(learner))
-        save_tensors(folder / RANDOM_STATE, random_state)
+        parts = [part for x in learners for part in _parts(x, _moments(x))]
+        save_tensors(folder, [*parts, _under("random", random_state)])
         state = {
             "step": step,
             "adapter_version": step,
@@ -65,8 +62,7 @@ def random_states(dist: Dist) -> dict[str, Tensor]:
 
     Every step seeds it anew from (seed, step, rank), so that nothing hangs on it today; it is kept so that this may change.
     """
-    own = torch.cuda.get_rng_state(dist.device) if dist.device.type == "cuda" else torch.get_rng_state()
-    states = dist.gather(own.to(dist.device)).view(dist.dp_size, -1).cpu()
+    states = dist.gather(_random_state(dist).to(dist.device)).view(dist.dp_size, -1).cpu()
     return {f"rank-{rank}": state.clone() for rank, state in enumerate(states)}
 
 
@@ -74,31 +70,55 @@ def load_checkpoint(folder: Path, learners: Sequence[Learner], dist: Dist) -> in
     """Put a checkpoint into the learners; returns its step. Raises ModelError when it is damaged or does not fit."""
     verify_checkpoint(folder)
     try:
-        files = [(load_file(folder / f"{x.name}.safetensors"), load_file(folder / f"{x.name}-optimizer.safetensors")) for x in learners]
-        random_state = load_file(folder / RANDOM_STATE)
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        step, updates = int(state["step"]), {x.name: int(state["optimizer_updates"][x.name]) for x in learners}
+        step, num_ranks = int(state["step"]), int(state["num_ranks"])
+        updates = {x.name: int(state["optimizer_updates"][x.name]) for x in learners}
+        moments = {x.name: _new_moments(x) if updates[x.name] else {} for x in learners}
+        tensors = {name: t for x in learners for part in _parts(x, moments[x.name]) for name, t in part.items()}
+        own, stored = _under("random", {f"rank-{dist.dp_rank}": _random_state(dist)}), stored_shapes(folder)
+        if {n: shape for n, shape in stored.items() if not n.startswith("random/")} != _shapes(tensors):
+            names = " and ".join(x.name for x in learners)
+            raise ModelError(f"The checkpoint {folder} holds matrices of other shapes for the {names}.", "Use the run's own config.json.")
+        # A generator goes on among as many ranks as there were, on the same kind of device.
+        goes_on = num_ranks == dist.dp_size and _shapes(own).items() <= stored.items()
+        load_tensors(folder, tensors | own if goes_on else tensors)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ModelError(f"The checkpoint {folder} cannot be read: {error}.", "Go on from an older one: --resume RUN --at STEP.") from None
-    for learner, (weights, _) in zip(learners, files, strict=True):
-        if {n: t.shape for n, t in weights.items()} != {n: p.shape for n, p in learner.params.items()}:
-            raise ModelError(
-                f"The checkpoint {folder} holds matrices of other shapes for the {learner.name}.", "Use the run's own config.json."
-            )
-    for learner, (weights, moments) in zip(learners, files, strict=True):
-        for name, param in learner.params.items():
-            param.data.copy_(weights[name])
-        _restore_optimizer(learner, moments, updates[learner.name])
-    own = random_state.get(f"rank-{dist.dp_rank}")
-    if own is not None and len(random_state) == dist.dp_size:
-        torch.cuda.set_rng_state(own, dist.device) if dist.device.type == "cuda" else torch.set_rng_state(own)
+    for learner in learners:
+        _restore_optimizer(learner, moments[learner.name], updates[learner.name])
+    if goes_on:
+        (generator,) = own.values()
+        torch.cuda.set_rng_state(generator, dist.device) if dist.device.type == "cuda" else torch.set_rng_state(generator)
     return step
 
 
-def _moments(learner: Learner) -> dict[str, Tensor]:
-    """AdamW's moments by `moment/parameter`; empty before the first update."""
+def _parts(learner: Learner, moments: Mapping[str, Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """What a checkpoint holds of a learner, a file each: `policy/weights/PARAMETER`, then `policy/exp_avg/PARAMETER` ..."""
+    weights = {n: p.detach() for n, p in learner.params.items()}
+    return [_under(f"{learner.name}/{part}", tensors) for part, tensors in {"weights": weights, **moments}.items()]
+
+
+def _moments(learner: Learner) -> dict[str, dict[str, Tensor]]:
+    """AdamW's moments by kind and parameter; none before the first update."""
     state = learner.optimizer.state
-    return {f"{moment}/{n}": state[p][moment].cpu() for n, p in learner.params.items() if p in state for moment in MOMENTS}
+    return {m: {n: state[p][m] for n, p in learner.params.items()} for m in MOMENTS} if _num_updates(learner) else {}
+
+
+def _new_moments(learner: Learner) -> dict[str, dict[str, Tensor]]:
+    """Room for them, on the CPU: the optimizer's own are made when they are given to it."""
+    return {m: {n: torch.empty_like(p, device="cpu") for n, p in learner.params.items()} for m in MOMENTS}
+
+
+def _random_state(dist: Dist) -> Tensor:
+    return torch.cuda.get_rng_state(dist.device) if dist.device.type == "cuda" else torch.get_rng_state()
+
+
+def _under(folder: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{folder}/{name}": tensor for name, tensor in tensors.items()}
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _num_updates(learner: Learner) -> int:
@@ -106,12 +126,12 @@ def _num_updates(learner: Learner) -> int:
     return int(states[0]["step"]) if states else 0
 
 
-def _restore_optimizer(learner: Learner, moments: dict[str, Tensor], num_updates: int) -> None:
+def _restore_optimizer(learner: Learner, moments: Mapping[str, Mapping[str, Tensor]], num_updates: int) -> None:
     if num_updates == 0:
         return
     names = {id(p): n for n, p in learner.params.items()}
     in_order = [names[id(p)] for group in learner.optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, Any]] = {
-        i: {"step": torch.tensor(float(num_updates)), **{m: moments[f"{m}/{n}"] for m in MOMENTS}} for i, n in enumerate(in_order)
+        i: {"step": torch.tensor(float(num_updates)), **{m: moments[m][n] for m in MOMENTS}} for i, n in enumerate(in_order)
     }
     learner.optimizer.load_state_dict({**learner.optimizer.state_dict(), "state": state})
