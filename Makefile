@@ -62,8 +62,8 @@ gpu-check: $(READY) ## on a GPU: the loop and the train phase at real shapes, in
 
 torture: $(READY) ## kills at every phase, bad inputs, a soak (1 to 2 hours on 2 cores), into benchmarks/results/torture.json
 	$(BIN)/python benchmarks/torture.py --matrix --random 200
-	$(BIN)/python benchmarks/torture.py --ranks 2 --random 20 --seed 2
-	$(BIN)/python benchmarks/torture.py --engine vllm --random 20 --seed 1
+	$(BIN)/python benchmarks/torture.py --ranks 2 --matrix --kinds rank-1 --random 20 --seed 2
+	$(BIN)/python benchmarks/torture.py --engine vllm --matrix --kinds engine-core --random 20 --seed 1
 	$(BIN)/python benchmarks/torture.py --engine vllm --soak 300
 	$(BIN)/python benchmarks/torture.py --bad-inputs 1
 

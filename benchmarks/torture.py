@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.tiny_models import make_tiny_model
 from tests.torture.ground import SETTINGS, VLLM_SETTINGS, Ground, make_ground
-from tests.torture.kills import KINDS, Result, as_row, matrix_cases, random_cases, torture, undisturbed
+from tests.torture.kills import KINDS, SIGNALS, Result, as_row, matrix_cases, random_cases, torture, undisturbed
 from tests.torture.moments import PHASES
 from tests.torture.soak import soak, soak_faults
 
@@ -40,6 +40,8 @@ KEPT = 3
 """Soak: adapters that stay, beside version 0."""
 PLANNED = {
     "stand-in, matrix": len(matrix_cases()),
+    "stand-in, 2 ranks, matrix": len(SIGNALS) * len(PHASES),
+    "vllm, matrix": len(SIGNALS) * len(PHASES),
     "stand-in, random moments": 200,
     "stand-in, 2 ranks, random moments": 20,
     "vllm, random moments": 20,
@@ -85,6 +87,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--matrix", action="store_true", help="every kind of process at every phase, SIGKILL and SIGSTOP")
     parser.add_argument("--phases", nargs="+", default=list(PHASES), help="of --matrix")
+    parser.add_argument("--kinds", nargs="+", help="of --matrix: parent, rank-1, engine-core ...")
     parser.add_argument("--random", type=int, default=0, help="so many signals at random moments")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--bad-inputs", type=float, default=0, help="so many times the thousand of the unit tests")
@@ -101,7 +104,8 @@ def kill(ground: Ground, args: argparse.Namespace, results: dict[str, Any], dead
     """The cases that are not in the results yet, until the time is over."""
     expected, seconds = undisturbed(ground)
     kinds = (*KINDS, *(f"rank-{i}" for i in range(1, args.ranks)), *(("engine-core",) if args.engine == "vllm" else ()))
-    matrix = [case for case in matrix_cases(kinds) if case.phase in args.phases] if args.matrix else []
+    asked = args.kinds or kinds
+    matrix = [case for case in matrix_cases(kinds) if case.phase in args.phases and case.kind in asked] if args.matrix else []
     done = {key(row) for row in results["cases"]}
     cases = [
         c for c in [*matrix, *random_cases(args.random, seconds, args.seed)] if key(as_row(Result(c, args.engine), args.ranks)) not in done

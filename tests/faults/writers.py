@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skylite.commands.prepare import prepare
 from skylite.config import EvalConfig, GuardsConfig, RunConfig
@@ -26,8 +27,10 @@ from skylite.errors import SkyliteError
 from skylite.evaluation.evaluate import EvalResult, write_results
 from skylite.evaluation.interval import accuracy_of
 from skylite.models.shared_memory import held_in_memory
+from skylite.models.smollm2 import write_converted
 from skylite.orchestrator.plan import RunPlan, write_run
 from skylite.orchestrator.resume import forget_after
+from skylite.orchestrator.stops import ask_trainer_to_end
 from skylite.orchestrator.warm_start import copy_warm_start
 from skylite.rewards.named import remember
 from skylite.run.files import append_line, write_json
@@ -142,14 +145,23 @@ def small_writers(model: Path) -> dict[str, Callable[[Path, int], Any]]:
             with held_in_memory(model, folder / f"copy-{v}"):
                 pass
 
+    def stop(folder: Path, v: int) -> None:
+        if v == 2:
+            ask_trainer_to_end(RunDir(folder))
+
+    converted = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     return {
         "bad inputs": bad_inputs,
+        "canary": lambda folder, v: write_json(RunDir(folder).canary_path, {"sequences": [[v] * 2000] * 4}),
         "clean-up": clean,
+        "conversion": lambda folder, v: write_converted(*converted, model / "config.json", folder / f"smollm2-{v}"),
         "events": lambda folder, v: append_line(RunDir(folder).events_path, json.dumps({"event": "x" * 9000, "step": v}), durable=False),
         "forget": forget,
+        "micro-batch": lambda folder, v: write_json(RunDir(folder).micro_batch_path, {"tokens": v, "reason": "x" * 9000}),
         "model in memory": in_memory,
         "named reward": named_reward,
         "score": lambda folder, v: write_score(RunDir(folder), "step", v, 0.5, EvalConfig()),
+        "stop": stop,
         "trainer error": trainer_error,
         "update": lambda folder, v: write_json(RunDir(folder).update_path(1), {"step": v, "text": "x" * 9000}, durable=False),
     }

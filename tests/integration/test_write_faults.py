@@ -18,12 +18,12 @@ from skylite.run.files import TEMPORARY_MARK
 from tests.faults.layer import ALL, FAULTS, OPEN, RENAME, SHORT, WRITE, Fault, Layer
 
 WRITERS = (
-    "bad inputs", "checkpoint", "clean-up", "config", "eval", "events", "forget", "lock", "metrics", "model in memory",
-    "named reward", "prepare", "publish", "rollouts", "score", "status", "trainer error", "update", "warm start",
+    "bad inputs", "canary", "checkpoint", "clean-up", "config", "conversion", "eval", "events", "forget", "lock", "metrics", "micro-batch",
+    "model in memory", "named reward", "prepare", "publish", "rollouts", "score", "status", "stop", "trainer error", "update", "warm start",
 )  # fmt: skip
 SILENT = ("named reward", "trainer error")
 """What these could not write is asked for again, or stands in the log too, so they do not end anything."""
-MAKES = {"lock": OPEN | WRITE, "metrics": ALL & ~RENAME, "events": ALL & ~RENAME, "clean-up": RENAME}
+MAKES = {"lock": OPEN | WRITE, "metrics": ALL & ~RENAME, "events": ALL & ~RENAME, "clean-up": RENAME, "stop": OPEN}
 """The calls of a writer that does not make all kinds."""
 MAX_CALLS = 200
 """A writer that makes more calls than this is not what we think it is."""

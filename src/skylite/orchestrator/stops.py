@@ -15,6 +15,8 @@ from skylite.launch.supervisor import Supervisor
 from skylite.orchestrator.failures import TRAINER
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.progress import Progress
+from skylite.run.disk import writing
+from skylite.run.run_dir import RunDir
 
 FINISH_SHARE, TRAINER_SHARE = 0.6, 0.8
 """Of stop.grace_s: by when the step must be finished, and by when the trainer has its checkpoint. The rest is for ending processes."""
@@ -79,12 +81,18 @@ async def run_until_stopped(work: Coroutine[Any, Any, None], plan: RunPlan, supe
     return False
 
 
+def ask_trainer_to_end(run: RunDir) -> None:
+    """It writes a checkpoint of its last step and ends. Raises WriteFailed."""
+    with writing(run.stop_path):
+        run.stop_path.touch()
+
+
 async def _stop_trainer(plan: RunPlan, supervisor: Supervisor, progress: Progress, stop: Stop) -> None:
     """Ask the trainer for a checkpoint of its last step and its end. One that has not published anything has nothing to keep."""
     if stop.insisted.is_set() or not plan.run.update_path(plan.first_step - 1).exists():
         return
     progress.phase("stopping", "the trainer writes its checkpoint")
-    plan.run.stop_path.touch()
+    ask_trainer_to_end(plan.run)
     with contextlib.suppress(ChildDied):
         in_time = stop.left_s(plan.config.stop.grace_s * TRAINER_SHARE)
         await _first(supervisor.wait_exit(TRAINER), stop.insisted.wait(), timeout_s=in_time)
