@@ -94,6 +94,17 @@ def set_threads(num_threads: int | None) -> None:
     torch.set_num_threads(num_threads or max(1, len(os.sched_getaffinity(0)) // ranks))
 
 
+@contextmanager
+def half_the_threads() -> Iterator[None]:
+    """While vLLM starts on the same cores: threads of a product wait for each other by spinning, long where one is not scheduled."""
+    own = torch.get_num_threads()
+    torch.set_num_threads(max(1, own // 2))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(own)
+
+
 def make_deterministic() -> None:
     """Only algorithms that give the same bits every time; torch raises RuntimeError where it has none. Before the first CUDA call."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS may choose another algorithm from run to run

@@ -20,7 +20,7 @@ from skylite.run.run_dir import RunDir, adapter_name
 from skylite.training.adapter import b_norm, base_canary_logprobs, canary_logprobs, check_reference, publish
 from skylite.training.checkpoint import load_checkpoint, random_states, save_checkpoint
 from skylite.training.critic import Critic, make_critic
-from skylite.training.dist import Dist
+from skylite.training.dist import Dist, half_the_threads
 from skylite.training.guards import (
     collapse_fault,
     keep_inputs,
@@ -74,7 +74,8 @@ class Learned:
 
 def train(run: RunDir, run_config: RunConfig, dist: Dist, resume: bool) -> None:
     """Publish the first version, then learn from every rollout file as it appears, until the last step or a stop request."""
-    trainer = start(run, run_config, dist)
+    with half_the_threads():
+        trainer = start(run, run_config, dist)
     checkpoint = trainer.config.checkpoint
     done = restore(trainer) if resume else 0
     started = time.monotonic()
