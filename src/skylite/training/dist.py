@@ -96,7 +96,8 @@ def set_threads(num_threads: int | None) -> None:
 
 @contextmanager
 def half_the_threads() -> Iterator[None]:
-    """While vLLM starts on the same cores: threads of a product wait for each other by spinning, long where one is not scheduled."""
+    """While others work on the same cores (vLLM's start, an adapter being written and hashed): threads of a product wait for each other by
+    spinning, long where one of them is not scheduled."""
     own = torch.get_num_threads()
     torch.set_num_threads(max(1, own // 2))
     try:

@@ -200,7 +200,8 @@ def publish_version(trainer: Trainer, version: int) -> dict[str, float]:
 
     def score_canary() -> Canary:
         scoring = time.monotonic()
-        logprobs = canary_logprobs(trainer.policy, trainer.canary_sequences)
+        with half_the_threads():
+            logprobs = canary_logprobs(trainer.policy, trainer.canary_sequences)
         metrics["time/canary_s"] = time.monotonic() - scoring
         if not all(math.isfinite(x) for row in logprobs for x in row):  # on every rank: all score the same tokens
             raise TrainingDiverged(f"the logprobs of {adapter_name(version)} on the canary are not finite", "")
