@@ -104,8 +104,9 @@ def read_prompts(path: Path, grades: Sequence[int] = ()) -> tuple[list[Prompt], 
 
 def _read_table(path: Path) -> pa.Table:
     try:
-        # `partitioning=None`: a parent folder called a=b must not become a column.
-        return pq.read_table(path, partitioning=None)
+        # Not pq.read_table: it makes a column of a parent folder called a=b, and imports pandas where that is installed.
+        with pq.ParquetFile(path) as file:
+            return file.read()
     except FileNotFoundError:
         raise DataError(f"{path} does not exist.", "Make it with `skylite prepare`.") from None
     except (OSError, pa.ArrowException) as error:

@@ -118,8 +118,11 @@ def mean_reward(path: Path) -> float:
 
 
 def _rows(path: Path, columns: list[str] | None = None) -> list[dict[str, Any]]:
+    schema = ROLLOUT_SCHEMA if columns is None else pa.schema([ROLLOUT_SCHEMA.field(name) for name in columns])
     try:
-        rows: list[dict[str, Any]] = pq.read_table(path, schema=ROLLOUT_SCHEMA, columns=columns).to_pylist()
-    except (OSError, pa.ArrowException) as error:
+        # Not pq.read_table: it imports pandas where that is installed, 50 MB and most of a second.
+        with pq.ParquetFile(path) as file:
+            rows: list[dict[str, Any]] = file.read(columns=schema.names).select(schema.names).cast(schema).to_pylist()
+    except (OSError, KeyError, pa.ArrowException) as error:
         raise DataError(f"{path} is not a rollout file: {error}.", "Delete it; the step is sampled again on resume.") from None
     return rows
