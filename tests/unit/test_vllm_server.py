@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -48,9 +49,17 @@ def test_gpu_server_gets_no_cpu_settings() -> None:
     spec = dataclasses.replace(SPEC, device="cuda", dtype="bfloat16", gpus=(2, 3))
     command, env = engine_command(spec), engine_env(spec, {})
     assert "--block-size" not in command
+    assert "--compilation-config" not in command
     assert command[command.index("--gpu-memory-utilization") + 1] == "0.4"
     assert env["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert not {"SKYLITE_CPU_LORA", "VLLM_CPU_OMP_THREADS_BIND", "LD_PRELOAD"} & set(env)
+
+
+def test_only_where_vllm_compiles_nothing_are_its_own_kernels_asked_for() -> None:
+    """With adapters on a CPU; a base model alone is compiled, and the kernels would cut its graph in pieces."""
+    command = engine_command(SPEC)
+    assert json.loads(command[command.index("--compilation-config") + 1]) == {"custom_ops": ["none", "+rms_norm", "+rotary_embedding"]}
+    assert "--compilation-config" not in engine_command(dataclasses.replace(SPEC, enable_lora=False))
 
 
 def test_a_strangers_module_name_is_no_setting_of_the_server() -> None:

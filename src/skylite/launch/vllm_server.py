@@ -6,6 +6,7 @@ benchmarks/lora_sampling.py --variant compares others on the machine at hand.
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
@@ -29,6 +30,9 @@ STAND_IN = "SKYLITE_ENGINE_COMMAND"
 """For tests alone: a command that is started instead of vLLM, with --uds (docs/architecture.md, "Torture"). The run says so."""
 CPU_BATCHED_TOKENS = 2048
 """Tokens of one forward pass, as vLLM chooses for CPU servers; never less than a whole prompt."""
+CPU_CUSTOM_OPS = ("none", "+rms_norm", "+rotary_embedding")
+"""Operations by vLLM's own kernels (the norms with our plugin's help): with adapters vLLM compiles nothing on a CPU, and takes torch's
+operations one by one all the same."""
 MERGED_MEMORY = 3.0
 """Bytes that merged weights take for each byte of a bfloat16 model's files: a copy as they are and a float32 one with the adapter in it."""
 MERGED_MEMORY_SHARE = 0.25
@@ -186,6 +190,8 @@ def _memory_flags(spec: EngineSpec) -> list[str]:
 def _lora_flags(spec: EngineSpec) -> list[str]:
     flags = ["--enable-lora", "--max-lora-rank", str(spec.max_lora_rank)]
     flags += ["--max-loras", str(spec.max_loras), "--max-cpu-loras", str(spec.max_cpu_loras)]
+    if spec.device == "cpu":
+        flags += ["--compilation-config", json.dumps({"custom_ops": CPU_CUSTOM_OPS})]
     # The names can come out of an adapter or a model that somebody gave away, and vLLM would take such a one for a setting.
     if taken := [name for name in spec.target_modules or [] if name.startswith("-")]:
         raise ModelError(f"{taken[0]!r} is no name of a module that vLLM could adapt.", "Use another adapter or model.")

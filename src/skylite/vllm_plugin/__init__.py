@@ -1,4 +1,4 @@
-"""vLLM general plugin: LoRA on CPU by dense matrix products instead of one gathered copy of the adapter a token.
+"""vLLM general plugin: LoRA on CPU by dense matrix products instead of one gathered copy of the adapter a token, and norms by kernels.
 
 Stock vLLM's CPU LoRA is several times slower than the base model, and gives the base requests of a mixed batch an adapter's
 answers (they carry slot -1, which its gather reads as the last slot). vLLM calls `register` in every one of its processes.
@@ -43,7 +43,10 @@ def register() -> None:
         return
     # The only hook vLLM has for this: the name it later resolves to the wrapper class.
     CpuPlatform.get_punica_wrapper = classmethod(lambda cls: WRAPPER)
-    if os.environ[SWITCH] == MERGED:
-        from skylite.vllm_plugin.merged import install
+    from skylite.vllm_plugin import kernels
 
-        install()
+    kernels.install()
+    if os.environ[SWITCH] == MERGED:
+        from skylite.vllm_plugin import merged
+
+        merged.install()
