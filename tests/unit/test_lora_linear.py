@@ -55,12 +55,12 @@ def test_gradients_by_differences() -> None:
 
     weight, bias = make(4, 6), make(4)
     inputs = tuple(t.requires_grad_() for t in (make(5, 6), make(2, 6), make(4, 2)))
-    assert torch.autograd.gradcheck(lambda x, a, b: lora_linears(x, [weight], [bias], a, [b], [1.7])[0], inputs)
-    a, narrow, wide = (t.requires_grad_() for t in (make(4, 6), make(1, 2), make(3, 2)))
+    assert torch.autograd.gradcheck(lambda x, a, b: lora_linears(x, [weight], [bias], [a], [b], [1.7])[0], inputs)
+    small_a, large_a, narrow, wide = (t.requires_grad_() for t in (make(2, 6), make(5, 6), make(1, 2), make(3, 5)))
     weights, biases = torch.split(weight, [1, 3]), [None, bias[1:]]
-    both = (inputs[0], a, narrow, wide)
-    assert torch.autograd.gradcheck(lambda x, *m: lora_linears(x, weights, biases, m[0], m[1:], [1.7, 0.4]), both)
-    assert torch.autograd.gradcheck(lambda x, *m: lora_linears(x, weights, biases, m[0], m[1:], [1.7, 0.4])[1], both)
+    both = (inputs[0], small_a, large_a, narrow, wide)
+    assert torch.autograd.gradcheck(lambda x, *m: lora_linears(x, weights, biases, m[:2], m[2:], [1.7, 0.4]), both)
+    assert torch.autograd.gradcheck(lambda x, *m: lora_linears(x, weights, biases, m[:2], m[2:], [1.7, 0.4])[1], both)
 
 
 def test_nothing_but_the_input_and_the_small_product_is_kept() -> None:
@@ -130,6 +130,16 @@ def test_layers_of_one_input_are_one_operation_and_give_what_each_gives_alone(bi
     assert len(ours) == 8
     for name, value in plain.items():
         assert torch.allclose(ours[name], value, rtol=1e-5, atol=1e-5), name
+
+
+def test_of_layers_of_one_input_their_own_matrices_are_kept_and_no_joined_copy() -> None:
+    kept: list[Tensor] = []
+    peft = branches(fused=True)
+    x = torch.randn(5, 8, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        peft.base_model.model.q_proj(x)
+    own = {p.data_ptr() for p in peft.parameters()} | {x.data_ptr()}
+    assert [tuple(t.shape) for t in kept if t.data_ptr() not in own] == [(5, 9)], "x A^T of three layers of rank 3"
 
 
 def test_layers_of_one_input_can_still_be_switched_off() -> None:

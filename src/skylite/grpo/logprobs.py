@@ -12,8 +12,8 @@ ROW_CHUNK_ELEMENTS = 1 << 24
 HEAD_CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
 """The same where the logits are made here too. CPU: 16 MiB, which stays near a core's cache. A GPU would read the whole head again every 27
 rows then (151,936 words): with 441 its product is bound by arithmetic, for about 1 GiB of scratch. By arithmetic; not measured on a GPU."""
-BLOCK_ROWS, BLOCK_WORDS = 1024, 2048
-"""Rows and words of a block of logits, 8 MiB: both products of a block run at the speed of large ones, and its passes in the cache."""
+BLOCK_ROWS, BLOCK_WORDS = 512, 2048
+"""Rows and words of a block of logits, 4 MiB: both products of a block run at the speed of large ones, and its passes in the cache."""
 
 
 def token_logprobs(logits: Tensor, rows: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
