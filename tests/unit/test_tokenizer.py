@@ -1,0 +1,44 @@
+"""The tokenizer in the parent, which is to stay small and quick to start."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+QUESTION = [{"role": "user", "content": "Natalia sold clips to 48 of her friends."}]
+LOAD = """
+import json, os, sys
+from pathlib import Path
+from skylite.rollout.tokenizer import load_tokenizer
+{before}
+tokenizer = load_tokenizer(Path(sys.argv[1]))
+quiet = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS")
+found = {{"chat": tokenizer.encode_chat(json.loads(sys.argv[2])), "torch": "torch" in sys.modules, "quiet": quiet}}
+import torch
+print(json.dumps(found | {{"torch_after": torch.tensor(3).item()}}))
+"""
+
+
+def load(model: Path, before: str = "") -> tuple[dict[str, object], str]:
+    """What a process that loads the tokenizer finds, and what it says besides."""
+    command = [sys.executable, "-c", LOAD.format(before=before), str(model), json.dumps(QUESTION)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    found: dict[str, object] = json.loads(done.stdout)
+    return found, done.stderr
+
+
+def test_it_is_loaded_without_torch_and_gives_the_same_tokens(tiny_llama: Path) -> None:
+    expected = AutoTokenizer.from_pretrained(tiny_llama).apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False)
+    found, said = load(tiny_llama)
+    assert found == {"chat": expected, "torch": False, "quiet": None, "torch_after": 3}
+    assert "PyTorch" not in said
+
+
+def test_where_torch_is_there_already_transformers_finds_it(tiny_llama: Path) -> None:
+    found, _ = load(tiny_llama, before="import torch; os.environ['TRANSFORMERS_NO_ADVISORY_WARNINGS'] = 'mine'")
+    assert found["torch"]
+    assert found["quiet"] == "mine"
