@@ -19,7 +19,6 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -73,10 +72,8 @@ def measured(args: argparse.Namespace, *, own: bool, compiled: bool) -> dict[str
     """Seconds a step of one form, in a rank."""
     folder = args.model if Path(args.model).is_dir() else str(resolve_model(args.model, say=lambda _: None).path)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    sizes = SimpleNamespace(
-        steps=args.steps, rank=[32], prompts=[1], group_size=[8], prompt=[106], completion=[args.completion], budget=[8192],
-        checkpointing=["none"], vocab=20000, dtype=args.dtype,
-    )  # fmt: skip
+    words = ["--model", args.model, "--dtype", args.dtype, "--steps", str(args.steps), "--completion", str(args.completion)]
+    sizes = train_phase.parse_arguments([*words, "--prompts", "1", "--budget", "8192"])
     config, where = train_phase.settings(sizes, folder, device)
     set_threads(None)
     with process_group(device) as dist:

@@ -48,7 +48,7 @@ def main() -> None:
         write_json(args.out, about() | {"rows": rows})
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="smollm2-135m or a model folder")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
@@ -64,7 +64,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--publish", action="store_true", help="also time the adapter's way to the disk")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def in_own_process(args: argparse.Namespace, axes: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,6 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ from skylite.training.step import train_step
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_")
 BATCHED = ("aten::bmm", "aten::baddbmm", "aten::baddbmm_")
 RANK, SIBLINGS = 32, 3
+"""train_phase.py's own rank, and the most layers that are one product."""
 
 
 def main() -> None:
@@ -61,10 +61,7 @@ def main() -> None:
 def profile(model: str) -> dict[str, Any]:
     """Seconds of a step of one group, and the shares of its kinds of work."""
     folder = str(resolve_model(model, say=lambda _: None).path)
-    sizes = SimpleNamespace(
-        steps=4, rank=[RANK], prompts=[1], group_size=[8], prompt=[106], completion=[128], budget=[1200], checkpointing=["selective"],
-        vocab=20000, dtype="float32",
-    )  # fmt: skip
+    sizes = train_phase.parse_arguments(["--model", model, "--prompts", "1", "--budget", "1200", "--checkpointing", "selective"])
     config, where = train_phase.settings(sizes, folder, "cpu")
     set_threads(None)
     with process_group("cpu") as dist:
