@@ -36,7 +36,6 @@ from skylite.training.step import train_step
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_")
 BATCHED = ("aten::bmm", "aten::baddbmm", "aten::baddbmm_")
 RANK, SIBLINGS = 32, 3
-"""train_phase.py's own rank, and the most layers that are one product."""
 
 
 def main() -> None:
@@ -61,7 +60,8 @@ def main() -> None:
 def profile(model: str) -> dict[str, Any]:
     """Seconds of a step of one group, and the shares of its kinds of work."""
     folder = str(resolve_model(model, say=lambda _: None).path)
-    sizes = train_phase.parse_arguments(["--model", model, "--prompts", "1", "--budget", "1200", "--checkpointing", "selective"])
+    words = ["--model", model, "--rank", str(RANK), "--prompts", "1", "--budget", "1200", "--checkpointing", "selective"]
+    sizes = train_phase.parse_arguments(words)
     config, where = train_phase.settings(sizes, folder, "cpu")
     set_threads(None)
     with process_group("cpu") as dist:
