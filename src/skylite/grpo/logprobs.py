@@ -72,7 +72,8 @@ def head_logprobs(
     the second term [N, H] is kept, and backward has no product to make. Where that would not do, the logits are computed a few rows at a
     time and once more backward: for a gradient through the entropy, under a softcap, and in bfloat16, where the difference would lose its
     digits for tokens that are nearly certain.
-    `softcap`: logits become softcap * tanh(logits / softcap), as Gemma 2 does.
+    `softcap`: logits become softcap * tanh(logits / softcap), as Gemma 2 does. `weight` may be of a narrower type than `hidden`, whose type
+    is computed in: it is widened a block at a time, or where the logits are computed again as a whole, in turn for each pass.
     """
     logprobs, entropy = _HeadLogprobs.apply(hidden, weight, bias, rows, targets, temperature, softcap)  # type: ignore[no-untyped-call]
     return logprobs, entropy
@@ -93,7 +94,7 @@ class _HeadLogprobs(torch.autograd.Function):
         chosen = torch.empty(len(rows), dtype=torch.float32, device=hidden.device)
         entropies = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         order = torch.argsort(rows)
-        by_blocks = softcap is None and weight.dtype == torch.float32
+        by_blocks = softcap is None and hidden.dtype == torch.float32
         expected = torch.zeros_like(hidden) if by_blocks and ctx.needs_input_grad[0] else None
         # With a gradient or without: a ratio to logprobs of before must be exactly 1 where nothing was learned between.
         if by_blocks:
@@ -103,8 +104,9 @@ class _HeadLogprobs(torch.autograd.Function):
                     hidden[part], weight, bias, temperature, places, None if expected is None else expected[part]
                 )
         else:
+            wide = weight.to(hidden.dtype)
             for part, tokens in _parts(len(hidden), _chunk_rows(weight), rows, order):
-                log_probs = torch.log_softmax(_scores(hidden[part], weight, bias, softcap).float().div_(temperature), dim=1)
+                log_probs = torch.log_softmax(_scores(hidden[part], wide, bias, softcap).float().div_(temperature), dim=1)
                 chosen[tokens] = log_probs[rows[tokens] - part.start, targets[tokens]]
                 entropies[part] = -torch.linalg.vecdot(torch.exp(log_probs), log_probs)
         ctx.save_for_backward(hidden, weight, bias, rows, targets, order, entropies, expected)
@@ -120,9 +122,10 @@ class _HeadLogprobs(torch.autograd.Function):
         chosen_rows = _by_row(grad_chosen, rows, len(hidden))
         if expected is not None and grad_entropy is None:
             grad_hidden = expected.mul(-chosen_rows[:, None])
-            return grad_hidden.index_add_(0, rows, weight[targets].mul_(grad_chosen[:, None])), None, None, None, None, None, None
+            chosen_words = weight[targets].to(hidden.dtype).mul_(grad_chosen[:, None])
+            return grad_hidden.index_add_(0, rows, chosen_words), None, None, None, None, None, None
         entropy_rows = None if grad_entropy is None else _by_row(grad_entropy / ctx.temperature, rows, len(hidden))
-        grad_hidden = torch.empty_like(hidden)
+        grad_hidden, weight = torch.empty_like(hidden), weight.to(hidden.dtype)
         for part, tokens in _parts(len(hidden), _chunk_rows(weight), rows, order):
             scores = _scores(hidden[part], weight, bias, ctx.softcap).float()
             log_probs = torch.log_softmax(scores / ctx.temperature, dim=1)
@@ -150,7 +153,7 @@ def _online_softmax(
     top = hidden.new_full((len(hidden),), torch.finfo(hidden.dtype).min)
     total, weighted = torch.zeros_like(top), torch.zeros_like(top)
     for start in range(0, len(weight), BLOCK_WORDS):
-        words = weight[start : start + BLOCK_WORDS]
+        words = weight[start : start + BLOCK_WORDS].to(hidden.dtype)
         scores = torch.nn.functional.linear(hidden, words, None if bias is None else bias[start : start + BLOCK_WORDS])
         scores = scores if temperature == 1 else scores.div_(temperature)
         here = torch.nonzero((targets >= start) & (targets < start + len(words)))[:, 0]

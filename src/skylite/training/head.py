@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from skylite.grpo.batch import PackedTokens
 from skylite.grpo.logprobs import head_logprobs
+from skylite.training.narrow import compute_type
 
 
 class LogprobHead(nn.Module):
@@ -30,9 +31,8 @@ class LogprobHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [B, K, H] -> logprobs [1, C, 1]. The weights must be used in here, where FSDP has them gathered."""
         own, tokens = self._own[0], self._tokens
-        self.found = head_logprobs(
-            hidden.flatten(0, 1), own.weight, own.bias, tokens.rows, tokens.targets, self._temperature, self._softcap
-        )
+        hidden = hidden.flatten(0, 1).to(compute_type(hidden))
+        self.found = head_logprobs(hidden, own.weight, own.bias, tokens.rows, tokens.targets, self._temperature, self._softcap)
         return self.found[0][None, :, None].clone()  # not a view: FSDP puts a hook on what the model returns
 
 

@@ -16,6 +16,7 @@ from peft.tuners.lora import Linear as PeftLinear
 from torch import Tensor, nn
 from torch.nn import functional
 
+from skylite.training.narrow import can_widen, compute_type
 from skylite.training.recompute import Recipe, recipe_of
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -35,7 +36,7 @@ def lora_linears(
 
     Args:
         x: [T, I]
-        weights: S matrices [O, I], frozen; O may differ.
+        weights: S matrices [O, I], frozen; O may differ. Of x's type, or a narrower one: each is widened while it is used.
         biases: S vectors [O] or None, frozen.
         all_a: S matrices [R, I], of x's type; R may differ.
         bs: S matrices [O, R], of x's type.
@@ -55,7 +56,7 @@ class _LoraLinears(torch.autograd.Function):
         weights, biases, all_a, bs = _in_parts(params, len(scales))
         shrunk, ys = x @ _below_each_other(all_a).t(), []
         for weight, bias, b, ranks, scale in zip(weights, biases, bs, _rows(all_a), scales, strict=True):
-            ys.append(functional.linear(x, weight, bias).addmm_(shrunk[:, ranks], b.t(), alpha=scale))
+            ys.append(functional.linear(x, weight.to(x.dtype), bias).addmm_(shrunk[:, ranks], b.t(), alpha=scale))
         # The parameters themselves, not the joined copy of all A: that is 11 MB of a SmolLM2-135M with rank 32.
         ctx.save_for_backward(x if recipe is None else None, shrunk, *weights, *all_a, *bs)
         ctx.scales, ctx.recipe, ctx.like = scales, recipe, (x.shape, x.dtype)
@@ -81,7 +82,8 @@ class _LoraLinears(torch.autograd.Function):
             back[:, ranks].mul_(scale)
             of_bs.append((grad.t() @ shrunk[:, ranks]).mul_(scale))
             if ctx.needs_input_grad[0]:
-                of_x = grad @ weight if of_x is None else of_x.addmm_(grad, weight)
+                wide = weight.to(grad.dtype)
+                of_x = grad @ wide if of_x is None else of_x.addmm_(grad, wide)
         of_x = None if of_x is None else of_x.addmm_(back, _below_each_other(all_a))
         of_a = back.t() @ x
         return of_x, None, None, *[None] * (2 * len(grads)), *[of_a[rows] for rows in _rows(all_a)], *of_bs
@@ -129,10 +131,10 @@ class _Layers:
 
     def _forward_of(self, index: int) -> Callable[..., Tensor]:
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            names, kind = {_only_adapter(layer) for layer in self._layers}, _compute_type(x)
+            names, kind = {_only_adapter(layer) for layer in self._layers}, compute_type(x)
             name = names.pop()
-            same_type = all(layer.base_layer.weight.dtype == kind for layer in self._layers)
-            if names or name is None or args or kwargs or not same_type:
+            of_type = all(can_widen(layer.base_layer.weight, kind) for layer in self._layers)
+            if names or name is None or args or kwargs or not of_type:
                 return self._plain[index](x, *args, **kwargs)
             if self._x is not x or index not in self._answers:
                 self._x, self._answers = x, dict(enumerate(self._compute(x, name, kind)))
@@ -156,11 +158,6 @@ class _Layers:
             recipe_of(x),
         )
         return [y.view(*x.shape[:-1], -1) for y in ys]
-
-
-def _compute_type(x: Tensor) -> torch.dtype:
-    """What autocast, where it is on, would have matrices multiplied in."""
-    return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
 
 
 def _only_adapter(layer: Any) -> str | None:

@@ -29,6 +29,7 @@ from skylite.training.fused import GAINS, fuse_mlps, fuse_norms
 from skylite.training.head import plain_head, score_in_chunks
 from skylite.training.loading import decoder_layers, load_base
 from skylite.training.lora_linear import fuse
+from skylite.training.narrow import narrow_weights
 from skylite.training.targets import adapted_modules
 from skylite.training.tree_attention import implementation
 from skylite.training.warm_start import load_adapter_file
@@ -195,23 +196,28 @@ def choose_passes(policy: Policy, probe: list[int]) -> tuple[Policy, list[str]]:
 
 
 def _fuse_parts(policy: Policy, probe: list[int], plain: Tensor) -> list[str]:
-    """Fuse the model's norms and MLPs where that gives the same; what came of it, in words."""
+    """Fuse the model's norms and MLPs, and hold its matrices narrow, where that gives the same; what came of it, in words."""
     again = policy.checkpointing != "none"
-    attempts = [("norms", gain, partial(fuse_norms, policy.model, multiply, again)) for gain, multiply in GAINS.items()]
-    attempts.append(("MLPs", "act(gate) * up", partial(fuse_mlps, policy.model, again)))
+    attempts = [("norms", f"fused as {gain}", partial(fuse_norms, policy.model, multiply, again)) for gain, multiply in GAINS.items()]
+    attempts.append(("MLPs", "fused as act(gate) * up", partial(fuse_mlps, policy.model, again)))
+    if policy.dtype == torch.float32:
+        own = [m for n, m in policy.model.named_modules() if not is_adapter(f"{n}.")]
+        attempts.append(("frozen matrices", "held in bfloat16, which has their values", partial(narrow_weights, own)))
     reasons: dict[str, str] = {}
-    for part, form, fuse_part in attempts:
-        if reasons.get(part, "").startswith("fused"):
+    done: set[str] = set()
+    for part, form, attempt in attempts:
+        if part in done:
             continue
-        undo = fuse_part()
+        undo = attempt()
         if undo is None:
             reasons[part] = "none of a known form"
             continue
         gap, reason = _gap(policy, probe, plain)
-        reasons[part] = f"fused as {form}; {reason}"
-        if gap > SHORTCUT_TOLERANCE[policy.dtype]:
+        if gap <= SHORTCUT_TOLERANCE[policy.dtype]:
+            done.add(part)
+        else:
             undo()
-            reasons[part] = f"left alone; {reason}"
+        reasons[part] = f"{form if part in done else 'left alone'}; {reason}"
     return [f"{part}: {reason}" for part, reason in reasons.items()]
 
 
@@ -219,7 +225,9 @@ def _gap(policy: Policy, probe: list[int], plain: Tensor) -> tuple[float, str]:
     """Mean |logprob difference| to the plain form, infinite where the model cannot do it; and the same in words."""
     try:
         gap = float((_probe_logprobs(policy, probe) - plain).abs().mean())
-    except (TypeError, ValueError, KeyError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, ValueError, KeyError, RuntimeError) as error:
         return float("inf"), f"the model does not take it: {error}"
     return gap, f"logprobs differ from the plain form's by {gap:.1e} on average"
 
