@@ -16,8 +16,10 @@ from skylite.run.run_dir import RunDir
 from skylite.training.adapter import adapter_tensors, canary_logprobs, check_reference
 from skylite.training.checkpoint import load_checkpoint, random_states, save_checkpoint
 from skylite.training.dist import Dist
+from skylite.training.guards import learn_or_undo
 from skylite.training.policy import REF, Policy, adapter_params, load_policy
 from skylite.training.step import train_step
+from skylite.training.warm_start import peft_file_name
 from tests.cases import learner_of, policy_of
 from tests.reference import lone_rank, random_samples, resolved, settings
 
@@ -126,3 +128,23 @@ def test_only_the_policy_is_published(tiny_llama: Path, stage_one: Path, dist: D
     plain = policy_of(tiny_llama, settings(), dist)
     assert {n: t.shape for n, t in adapter_tensors(policy).items()} == {n: t.shape for n, t in adapter_tensors(plain).items()}
     assert canary_logprobs(policy, SEQUENCES) == canary_logprobs(warm(tiny_llama, stage_one, warm_settings(stage_one), dist), SEQUENCES)
+
+
+def test_what_is_published_follows_every_way_in_which_parameters_change(tiny_llama: Path, stage_one: Path, dist: Dist) -> None:
+    """The file is written from one tensor; the parameters must stay views of it."""
+    config = warm_settings(stage_one)
+    policy = warm(tiny_llama, stage_one, config, dist)
+    learner = learner_of(policy, config)
+
+    def agrees() -> bool:
+        published = adapter_tensors(policy)
+        return all(torch.equal(published[peft_file_name(n)], p) for n, p in policy.lora.items())
+
+    assert agrees()  # after a warm start
+    start = policy.flat_lora.clone()
+    learn_or_undo([learner], dist, lambda: train_step(policy, learner, random_samples(1), 1, config, dist), lambda _: "bad", dict)
+    assert agrees()
+    assert torch.equal(policy.flat_lora, start)  # undone
+    train_step(policy, learner, random_samples(1), 1, config, dist)
+    assert agrees()
+    assert not torch.equal(policy.flat_lora, start)

@@ -38,9 +38,11 @@ class Published:
 def adapter_tensors(policy: Policy) -> dict[str, Tensor]:
     """The trainable parameters alone, by PEFT's file names, on the CPU, in the type vLLM computes with.
 
-    LoRA is whole on every rank, so nothing is gathered from the others, and no base weight is ever materialised.
+    LoRA is whole on every rank, so nothing is gathered from the others, and no base weight is ever materialised. One copy where device or
+    type is another; else these are the parameters themselves.
     """
-    return {peft_file_name(n): p.detach().to("cpu", policy.dtype).contiguous() for n, p in policy.lora.items()}
+    parts = torch.split(policy.flat_lora.to("cpu", policy.dtype), [p.numel() for p in policy.lora.values()])
+    return {peft_file_name(name): part.view(p.shape) for (name, p), part in zip(policy.lora.items(), parts, strict=True)}
 
 
 def canary_logprobs(policy: Policy, sequences: Sequence[list[int]]) -> list[list[float]]:

@@ -48,6 +48,8 @@ class Policy:
     model: PeftModel
     lora: dict[str, nn.Parameter]
     """The policy's trainable parameters by name, sorted; fp32, the same on every rank."""
+    flat_lora: Tensor
+    """[P] the numbers of all of `lora`, in its order; the parameters are views of it, so that a sync has one tensor to fetch and write."""
     target_modules: list[str]
     """As adapter_config.json names them."""
     dtype: torch.dtype
@@ -81,8 +83,8 @@ def load_policy(resolved: Resolved, config: TrainConfig, dist: Dist) -> Policy:
     params = adapter_params(model, POLICY)
     if resolved.warm_start is not None:
         load_adapter_file(Path(resolved.warm_start), params)
-    for param in params.values():
-        dist.from_first_(param.data)
+    flat_lora = laid_out(params)
+    dist.from_first_(flat_lora)
     if REF in model.peft_config:
         for own, ref in zip(params.values(), adapter_params(model, REF).values(), strict=True):
             ref.data.copy_(own.data)
@@ -92,6 +94,7 @@ def load_policy(resolved: Resolved, config: TrainConfig, dist: Dist) -> Policy:
     return Policy(
         model=model,
         lora=params,
+        flat_lora=flat_lora,
         target_modules=names,
         dtype=dtype,
         packing="padded",
@@ -119,6 +122,14 @@ def score(policy: Policy, tokens: PackedTokens, temperature: float) -> tuple[Ten
 def adapter_params(model: PeftModel, adapter: str) -> dict[str, nn.Parameter]:
     """The parameters of one adapter by name, sorted."""
     return dict(sorted((n, p) for n, p in model.named_parameters() if is_adapter(n) and adapter in n.split(".")[-2:]))
+
+
+def laid_out(params: dict[str, nn.Parameter]) -> Tensor:
+    """Make the parameters views of one tensor [P], which holds them one after the other; returns it."""
+    flat = torch.cat([param.data.flatten() for param in params.values()])
+    for param, part in zip(params.values(), torch.split(flat, [param.numel() for param in params.values()]), strict=True):
+        param.data = part.view_as(param)
+    return flat
 
 
 def place_adapters(model: PeftModel, device: torch.device) -> None:
