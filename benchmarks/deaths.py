@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import psutil
 from surroundings import about
 
+from skylite.launch.vllm_server import CPU_SERVER
 from skylite.run.files import write_json
 from tests.e2e.project import Project, descendants, make_project
 from tests.tiny_models import make_tiny_model
@@ -233,7 +234,7 @@ def victims(tree: list[psutil.Process], name: str) -> list[psutil.Process]:
     guards = [p for p, c in commands.items() if any(word.endswith("guard.py") for word in c[:5])]
     inner = {p: c for p, c in commands.items() if p not in guards}
     agent = [p for p, c in inner.items() if "torch.distributed.run" in c]
-    server = [p for p, c in inner.items() if "vllm.entrypoints.openai.api_server" in c]
+    server = [p for p, c in inner.items() if CPU_SERVER in c]
     rewards = [p for p in tree[0].children() if p not in guards and "resource_tracker" not in " ".join(p.cmdline())]
     return {
         "parent": lambda: tree[:1],
@@ -243,7 +244,7 @@ def victims(tree: list[psutil.Process], name: str) -> list[psutil.Process]:
         "rank": lambda: [p for p, c in inner.items() if "skylite.training.worker" in c and p not in agent][-1:],
         "reward worker": lambda: rewards[:1],
         "vLLM server": lambda: server,
-        "vLLM engine core": lambda: [max(server[0].children(), key=lambda p: p.memory_info().rss)],
+        "vLLM engine core": lambda: [max(server[0].children(recursive=True), key=lambda p: p.memory_info().rss)],
     }[name]()
 
 

@@ -1,11 +1,11 @@
-"""How long after `skylite train` the first rollout is asked for, against how long vLLM alone takes to start with the same flags.
+"""How long after `skylite train` the first rollout is asked for, against how long vLLM takes to start alone with the same flags.
 
     python benchmarks/startup.py --out benchmarks/results/startup.json
 
-In turns, --rounds times: a plain vLLM start until /health answers; a run until its first rollout request (events.jsonl), from before
-the Python of either starts. The run loads its trainer meanwhile and publishes version 0; the proof of it goes on beside the request.
-Medians, and run over plain; `skylite --help` alone, the median of nine; and CPU seconds until the first request, of vLLM and of what
-skylite runs beside it: over the cores, they are the least that the start can take.
+In turns, --rounds times: a start of vLLM's own server until /health answers; the same by our module (vllm_plugin/server.py); a run until
+its first rollout request (events.jsonl), from before the Python of each starts. The run loads its trainer meanwhile and publishes version
+0; the proof of it goes on beside the request. Medians, and run over either start; `skylite --help` alone, the median of nine; and CPU
+seconds until the first request, of vLLM and of what skylite runs beside it: over the cores, they are the least that the start can take.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from surroundings import about
 
 from skylite.config import TrainConfig
 from skylite.launch.processes import ProcessSpec, kill, start
-from skylite.launch.vllm_server import engine_command, engine_env
+from skylite.launch.vllm_server import CPU_SERVER, SERVER, engine_command, engine_env
 from skylite.models import likely_target_modules
 from skylite.orchestrator.engine_set import engine_spec
 from skylite.orchestrator.plan import plan_run
@@ -47,8 +47,9 @@ def main() -> None:
         data = Path(folder, "data")
         subprocess.run([*SKYLITE, "prepare", "gsm8k", "--stand-in", "--out", str(data)], check=True)
         for index in range(args.rounds):
-            plain = asyncio.run(plain_start(args.model, data, Path(folder)))
-            rounds.append({**plain, **run_start(args.model, data, Path(folder, f"run{index}"))})
+            plain = asyncio.run(server_start(args.model, data, Path(folder), "plain", SERVER))
+            ours = asyncio.run(server_start(args.model, data, Path(folder), "ours", CPU_SERVER))
+            rounds.append({**plain, **ours, **run_start(args.model, data, Path(folder, f"run{index}"))})
             print(json.dumps(rounds[-1]), flush=True)
     result = summary(rounds) | {"help_s": round(help_seconds(), 3)} | about() | {"rounds": rounds}
     print(json.dumps({k: v for k, v in result.items() if k != "rounds"}, indent=1))
@@ -69,16 +70,17 @@ def settings(model: str, data: Path) -> dict[str, Any]:
     return {"model": {"name": model}, "data": {"path": str(data)}, "engine": {"kv_cache_gib": 0.5}, "num_steps": 1}
 
 
-async def plain_start(model: str, data: Path, folder: Path) -> dict[str, float]:
-    """Seconds from the start of a vLLM server with a run's flags until it serves, on the clock and of CPU."""
+async def server_start(model: str, data: Path, folder: Path, name: str, module: str) -> dict[str, float]:
+    """Seconds from the start of a server with a run's flags, by this module, until it serves: on the clock and of CPU."""
     plan = plan_run(TrainConfig.model_validate(settings(model, data)), RunDir(folder / "plain"), lambda _: None)
     spec = engine_spec(plan, likely_target_modules(Path(plan.resolved.model_path), plan.config.lora), 0, folder)
+    command = [module if word == CPU_SERVER else word for word in engine_command(spec)]
     started = time.monotonic()
-    child = start(ProcessSpec(name=spec.name, argv=engine_command(spec), env=engine_env(spec, {}), log_path=folder / "vllm.log"))
+    child = start(ProcessSpec(name=spec.name, argv=command, env=engine_env(spec, {}), log_path=folder / "vllm.log"))
     client = VllmClient(spec.name, spec.uds)
     try:
         await client.wait_ready(DEADLINE_S)
-        return {"plain_s": time.monotonic() - started, "plain_cpu_s": cpu_seconds(psutil.Process(child.pid))}
+        return {f"{name}_s": time.monotonic() - started, f"{name}_cpu_s": cpu_seconds(psutil.Process(child.pid))}
     finally:
         await client.aclose()
         kill(child)
@@ -111,7 +113,7 @@ def cpu_by_part(run: psutil.Process) -> dict[str, float]:
     used = {"vllm_cpu_s": 0.0, "trainer_cpu_s": 0.0, "parent_cpu_s": sum(run.cpu_times()[:2])}
     for child in run.children():
         words = " ".join(child.cmdline())
-        part = "vllm" if "vllm" in words else "trainer" if "torch.distributed.run" in words else "parent"
+        part = "vllm" if CPU_SERVER in words else "trainer" if "torch.distributed.run" in words else "parent"
         used[f"{part}_cpu_s"] += cpu_seconds(child)
     return {name: round(seconds, 1) for name, seconds in used.items()}
 
@@ -140,13 +142,15 @@ def event_times(run: RunDir, started: float) -> dict[str, float]:
 
 
 def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    plain, first = (statistics.median(r[key] for r in rounds) for key in ("plain_s", "sampling_started_s"))
+    plain, ours, first = (statistics.median(r[key] for r in rounds) for key in ("plain_s", "ours_s", "sampling_started_s"))
     cpu = {key: round(statistics.median(r[key] for r in rounds), 1) for key in rounds[0] if key.endswith("_cpu_s")}
     return {
         "vllm_alone_s": round(plain, 2),
+        "our_server_alone_s": round(ours, 2),
         "first_request_s": round(first, 2),
         "startup_ratio": round(first / plain, 3),
         "startup_ratio_of_rounds": round(statistics.median(r["sampling_started_s"] / r["plain_s"] for r in rounds), 3),
+        "over_our_server": round(first / ours, 3),
         **cpu,
     }
 

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import load_file
 
+from skylite.launch.vllm_server import CPU_SERVER
 from skylite.run.manifest import read_manifest
 from tests.e2e.project import Project, descendants, torn
 
@@ -134,8 +135,7 @@ def test_an_engine_that_is_killed_or_hangs_is_started_again_and_the_run_goes_on(
     run = f"engine-{order.name}"
     with running(project, *project.train_args(run, 60, "--set", "eval.limit=0", "--set", "engine.stall_timeout_s=5")) as process:
         wait_for_step(project, process, run, 1)
-        server = command_of(descendants(process.pid), "vllm.entrypoints.openai.api_server")
-        core = max(server.children(), key=lambda child: child.memory_info().rss)  # the other is multiprocessing's resource tracker
+        (core,) = [p for p in descendants(process.pid) if p.cmdline()[0].startswith("VLLM::EngineCore")]
         core.send_signal(order)
         before = len(project.metrics(run))
         wait_for_step(project, process, run, before + 3)
@@ -214,7 +214,7 @@ def test_a_killed_child_ends_the_run_with_its_reason(project: Project, victim: s
     with running(project, *project.train_args(run, 60, "--set", "engine.max_restarts=0")) as process:
         wait_for_step(project, process, run, 1)
         children = descendants(process.pid)
-        mark = "skylite.training.worker" if victim == "trainer" else "vllm.entrypoints.openai.api_server"
+        mark = "skylite.training.worker" if victim == "trainer" else CPU_SERVER
         command_of(children, mark).send_signal(signal.SIGKILL)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 1, output

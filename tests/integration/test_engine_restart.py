@@ -16,7 +16,7 @@ import pytest
 from skylite.config import EngineConfig
 from skylite.errors import ChildDied, RunFailed
 from skylite.launch.supervisor import Supervisor
-from skylite.launch.vllm_server import EngineSpec
+from skylite.launch.vllm_server import CPU_SERVER, EngineSpec
 from skylite.orchestrator.engine_set import served
 from skylite.orchestrator.keeper import Restarts
 from skylite.rollout.canary import prove_folder
@@ -66,7 +66,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
 @contextmanager
 def no_process_left() -> Iterator[None]:
     yield
-    assert [p for p in psutil.Process().children(recursive=True) if "api_server" in " ".join(p.cmdline())] == []
+    assert [p for p in psutil.Process().children(recursive=True) if CPU_SERVER in p.cmdline()] == []
 
 
 async def load_proven(engines: list[Engine], adapter: AdapterVersion) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from skylite.launch.vllm_server import STAND_IN
+from skylite.launch.vllm_server import CPU_SERVER, STAND_IN
 from skylite.run.run_dir import RunDir
 from tests.e2e.project import COMMAND, Project, make_project
 from tests.torture.moments import CHECKPOINT_EVERY
@@ -160,7 +160,7 @@ def _kind(process: psutil.Process, parent: int) -> str | None:
         return "agent"
     if "skylite.training.worker" in text:
         return f"rank-{process.environ().get('LOCAL_RANK', '?')}"
-    if "tests.fakes.engine" in text or "vllm.entrypoints.openai.api_server" in text:
+    if "tests.fakes.engine" in text or CPU_SERVER in text:
         return "engine"
     if "multiprocessing.spawn" in text and process.ppid() == parent:
         return "reward-worker"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from multiprocessing import forkserver
 
 from skylite.run.lifetime import die_with_parent
 
@@ -15,7 +16,11 @@ SWITCH = "SKYLITE_ENGINE"
 
 
 def die_with_starter() -> None:
-    """In a process that multiprocessing made: the kernel kills it when its starter ends. In the first process of a server: nothing."""
+    """In a process that multiprocessing made: the kernel kills it when its starter ends. In the first process of a server: nothing.
+
+    Out of a fork server it ends with that, which ends with the first process (`warm.py`).
+    """
     starter = multiprocessing.parent_process()
-    if os.environ.get(SWITCH) == "1" and starter is not None and starter.pid is not None:
-        die_with_parent(starter.pid)
+    if os.environ.get(SWITCH) != "1" or starter is None or starter.pid is None:
+        return
+    die_with_parent(starter.pid if forkserver.get_inherited_fds() is None else os.getppid())

@@ -1,0 +1,119 @@
+"""The quick start of vLLM's CPU server: where it is used, and processes out of a fork server that live and die as vLLM's own would."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from skylite.vllm_plugin import server
+from skylite.vllm_plugin.fork_server import omp_settings
+from skylite.vllm_plugin.lifetime import SWITCH
+
+FIT = {SWITCH: "1", "LD_PRELOAD": "/lib/libiomp5.so", "VLLM_CPU_OMP_THREADS_BIND": "0,2"}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, ""),
+        ({SWITCH: "0"}, "did not start it"),
+        ({"LD_PRELOAD": "/lib/libgomp.so.1"}, "Intel's OpenMP library is not preloaded"),
+        ({"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, "does not name cores"),
+        ({"VLLM_CPU_OMP_THREADS_BIND": "auto"}, "does not name cores"),
+    ],
+)
+def test_vllm_starts_in_its_own_way_where_ours_is_not_known_to_work(
+    change: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_version", lambda package: "0.32.0+cpu")
+    found = server.unfit(FIT | change)
+    assert reason in found
+    assert bool(found) == bool(reason)
+    monkeypatch.setattr(server, "_version", lambda package: "0.33.1")
+    assert "not 0.33.1" in server.unfit(FIT | change)
+
+
+def test_a_module_of_that_name_that_is_not_the_packages_is_not_taken_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    assert "another package" in server.unfit(FIT)
+
+
+def test_threads_and_cores_by_hand() -> None:
+    found = omp_settings("0,2,5")
+    assert found["OMP_NUM_THREADS"] == "3"
+    assert found["KMP_AFFINITY"] == "granularity=fine,explicit,proclist=[0,2,5]"
+
+
+PROGRAM = """
+import os, sys, time
+from skylite.vllm_plugin import fork_server
+from skylite.vllm_plugin.lifetime import die_with_starter
+
+def child():
+    die_with_starter()
+    print(os.getpid(), os.environ["FIRST"], os.environ["LATER"], "warm" in sys.modules, flush=True)
+    time.sleep(60)
+
+if __name__ == "__main__":
+    fork_server.PRELOAD = "warm"
+    fork_server.warm_up({"FIRST": "the fork server's"})
+    assert "FIRST" not in os.environ
+    os.environ["LATER"] = "the starter's"
+    process = fork_server.WarmContext().Process(target=child)
+    process.start()
+    print(process.pid, flush=True)
+    process.join()
+    print("ended", process.exitcode, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def starter(tmp_path: Path) -> subprocess.Popen[str]:
+    (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
+    (tmp_path / "warm.py").write_text("import os\nfrom skylite.run.lifetime import *\ndie_with_parent(os.getppid())\n", encoding="utf-8")
+    env = os.environ | {SWITCH: "1", "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    return subprocess.Popen([sys.executable, str(tmp_path / "program.py")], env=env, stdout=subprocess.PIPE, text=True)
+
+
+def lines_of(starter: subprocess.Popen[str], count: int) -> list[str]:
+    assert starter.stdout is not None
+    return [starter.stdout.readline().strip() for _ in range(count)]
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    deadline = time.monotonic() + 10
+    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+
+
+def test_a_child_has_what_the_fork_server_imported_both_environments_and_dies_with_the_starter(starter: subprocess.Popen[str]) -> None:
+    pid, said = sorted(lines_of(starter, 2), key=len)
+    assert said == f"{pid} the fork server's the starter's True"
+    tree = psutil.Process(starter.pid).children(recursive=True)
+    assert int(pid) in [p.pid for p in tree]
+    starter.kill()
+    starter.wait()
+    assert gone(tree)
+
+
+@pytest.mark.parametrize("victim", ["child", "fork server"])
+def test_the_starter_hears_of_a_death(victim: str, starter: subprocess.Popen[str]) -> None:
+    pid = int(min(lines_of(starter, 2), key=len))
+    child = psutil.Process(pid)
+    (child if victim == "child" else child.parent()).send_signal(signal.SIGKILL)  # type: ignore[union-attr]
+    assert lines_of(starter, 1)[0].startswith("ended")
+    assert gone([child])
+    starter.kill()
+    starter.wait()
