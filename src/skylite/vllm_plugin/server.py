@@ -1,4 +1,4 @@
-"""vLLM's API server on a CPU, started in less than half of its time: `python -m skylite.vllm_plugin.server` with the server's own arguments.
+"""vLLM's API server on a CPU in less than half of its start's time: `python -m skylite.vllm_plugin.server` with the server's own arguments.
 
 vLLM 0.32 starts three processes on a CPU one after the other, server, engine core and worker, and each imports torch and vLLM anew: most of
 its start. Here multiprocessing's fork server imports them beside the API server, and the engine core is forked out of it. The worker lives
