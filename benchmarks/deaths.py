@@ -35,8 +35,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import psutil
 from surroundings import about
 
-from skylite.launch.vllm_server import CPU_SERVER
 from skylite.run.files import write_json
+from skylite.vllm_plugin import CPU_SERVER
 from tests.e2e.project import Project, descendants, make_project
 from tests.tiny_models import make_tiny_model
 

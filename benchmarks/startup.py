@@ -27,7 +27,7 @@ from surroundings import about
 
 from skylite.config import TrainConfig
 from skylite.launch.processes import ProcessSpec, kill, start
-from skylite.launch.vllm_server import CPU_SERVER, SERVER, engine_command, engine_env
+from skylite.launch.vllm_server import engine_command, engine_env
 from skylite.models import likely_target_modules
 from skylite.orchestrator.engine_set import engine_spec
 from skylite.orchestrator.plan import plan_run
@@ -35,6 +35,7 @@ from skylite.rollout.client import VllmClient
 from skylite.run.events import read_events
 from skylite.run.files import write_json
 from skylite.run.run_dir import RunDir
+from skylite.vllm_plugin import CPU_SERVER, STOCK_SERVER
 
 SKYLITE = [sys.executable, "-c", "from skylite.cli import main; main()"]
 DEADLINE_S = 600.0
@@ -47,7 +48,7 @@ def main() -> None:
         data = Path(folder, "data")
         subprocess.run([*SKYLITE, "prepare", "gsm8k", "--stand-in", "--out", str(data)], check=True)
         for index in range(args.rounds):
-            plain = asyncio.run(server_start(args.model, data, Path(folder), "plain", SERVER))
+            plain = asyncio.run(server_start(args.model, data, Path(folder), "plain", STOCK_SERVER))
             ours = asyncio.run(server_start(args.model, data, Path(folder), "ours", CPU_SERVER))
             rounds.append({**plain, **ours, **run_start(args.model, data, Path(folder, f"run{index}"))})
             print(json.dumps(rounds[-1]), flush=True)

@@ -20,8 +20,8 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import load_file
 
-from skylite.launch.vllm_server import CPU_SERVER
 from skylite.run.manifest import read_manifest
+from skylite.vllm_plugin import CPU_SERVER
 from tests.e2e.project import Project, descendants, torn
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.dist]

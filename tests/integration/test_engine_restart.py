@@ -16,7 +16,7 @@ import pytest
 from skylite.config import EngineConfig
 from skylite.errors import ChildDied, RunFailed
 from skylite.launch.supervisor import Supervisor
-from skylite.launch.vllm_server import CPU_SERVER, EngineSpec
+from skylite.launch.vllm_server import EngineSpec
 from skylite.orchestrator.engine_set import served
 from skylite.orchestrator.keeper import Restarts
 from skylite.rollout.canary import prove_folder
@@ -25,6 +25,7 @@ from skylite.rollout.engine import Engine
 from skylite.rollout.engines import Engines
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Completion
+from skylite.vllm_plugin import CPU_SERVER
 from tests.unit.test_engines import publish
 from tests.unit.test_vllm_server import SPEC
 

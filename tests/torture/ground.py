@@ -13,8 +13,9 @@ from pathlib import Path
 
 import psutil
 
-from skylite.launch.vllm_server import CPU_SERVER, STAND_IN
+from skylite.launch.vllm_server import STAND_IN
 from skylite.run.run_dir import RunDir
+from skylite.vllm_plugin import CPU_SERVER
 from tests.e2e.project import COMMAND, Project, make_project
 from tests.torture.moments import CHECKPOINT_EVERY
 

@@ -7,13 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from skylite.vllm_plugin import server
-from skylite.vllm_plugin.fork_server import omp_settings
 from skylite.vllm_plugin.lifetime import SWITCH
 
 FIT = {SWITCH: "1", "LD_PRELOAD": "/lib/libiomp5.so", "VLLM_CPU_OMP_THREADS_BIND": "0,2"}
@@ -49,7 +49,7 @@ def test_a_module_of_that_name_that_is_not_the_packages_is_not_taken_for_it(tmp_
 
 
 def test_threads_and_cores_by_hand() -> None:
-    found = omp_settings("0,2,5")
+    found = server.omp_settings("0,2,5")
     assert found["OMP_NUM_THREADS"] == "3"
     assert found["KMP_AFFINITY"] == "granularity=fine,explicit,proclist=[0,2,5]"
 
@@ -66,7 +66,7 @@ def child():
 
 if __name__ == "__main__":
     fork_server.PRELOAD = "warm"
-    fork_server.warm_up({"FIRST": "the fork server's"})
+    fork_server.start_fork_server({"FIRST": "the fork server's"})
     assert "FIRST" not in os.environ
     os.environ["LATER"] = "the starter's"
     process = fork_server.WarmContext().Process(target=child)
@@ -79,11 +79,13 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def starter(tmp_path: Path) -> subprocess.Popen[str]:
+def starter(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
     (tmp_path / "warm.py").write_text("import os\nfrom skylite.run.lifetime import *\ndie_with_parent(os.getppid())\n", encoding="utf-8")
     env = os.environ | {SWITCH: "1", "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    return subprocess.Popen([sys.executable, str(tmp_path / "program.py")], env=env, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen([sys.executable, str(tmp_path / "program.py")], env=env, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
 
 
 def lines_of(starter: subprocess.Popen[str], count: int) -> list[str]:
@@ -115,5 +117,3 @@ def test_the_starter_hears_of_a_death(victim: str, starter: subprocess.Popen[str
     (child if victim == "child" else child.parent()).send_signal(signal.SIGKILL)  # type: ignore[union-attr]
     assert lines_of(starter, 1)[0].startswith("ended")
     assert gone([child])
-    starter.kill()
-    starter.wait()

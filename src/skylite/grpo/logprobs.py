@@ -73,7 +73,7 @@ def head_logprobs(
     time and once more backward: for a gradient through the entropy, under a softcap, and in bfloat16, where the difference would lose its
     digits for tokens that are nearly certain.
     `softcap`: logits become softcap * tanh(logits / softcap), as Gemma 2 does. `weight` may be of a narrower type than `hidden`, whose type
-    is computed in: it is widened a block at a time, or where the logits are computed again as a whole, in turn for each pass.
+    is computed in: it is widened a block at a time, and where the logits are computed again as a whole while each pass lasts.
     """
     logprobs, entropy = _HeadLogprobs.apply(hidden, weight, bias, rows, targets, temperature, softcap)  # type: ignore[no-untyped-call]
     return logprobs, entropy

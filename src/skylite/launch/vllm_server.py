@@ -19,10 +19,8 @@ from skylite.config import CpuLora
 from skylite.errors import ModelError
 from skylite.launch.libraries import INTEL_OPENMP, has_library, preloading
 from skylite.launch.machine import LOOPBACK_ONLY, cpu_cores, total_memory
-from skylite.vllm_plugin import SWITCH, key, lifetime
+from skylite.vllm_plugin import CPU_SERVER, STOCK_SERVER, SWITCH, key, lifetime
 
-SERVER, CPU_SERVER = "vllm.entrypoints.openai.api_server", "skylite.vllm_plugin.server"
-"""Modules that are run. Ours is vLLM's with a quicker start, and vLLM's alone where that is not known to work."""
 RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 BASE_NAME = "base"
 """Served name of the model without an adapter."""
@@ -91,7 +89,7 @@ def serve_command(spec: EngineSpec, *, adapter_name: str, adapter_path: Path, po
 
 
 def _server_command(spec: EngineSpec) -> list[str]:
-    command = [sys.executable, "-m", CPU_SERVER if spec.device == "cpu" else SERVER]
+    command = [sys.executable, "-m", CPU_SERVER if spec.device == "cpu" else STOCK_SERVER]
     command += ["--model", str(spec.model_path), "--served-model-name", BASE_NAME]
     command += ["--dtype", spec.dtype, "--seed", str(spec.seed)]
     command += ["--max-model-len", str(spec.max_model_len), "--max-num-seqs", str(spec.max_num_seqs)]

@@ -19,6 +19,7 @@ from skylite.grpo.kl import k3
 from skylite.run.files import atomic_folder, sha256_file
 from skylite.run.manifest import Canary, Manifest
 from skylite.run.run_dir import AdapterVersion, adapter_name
+from skylite.training.flat import views_of
 from skylite.training.learner import is_b_matrix
 from skylite.training.policy import Policy, reference_policy, score
 from skylite.training.warm_start import peft_file_name
@@ -41,8 +42,8 @@ def adapter_tensors(policy: Policy) -> dict[str, Tensor]:
     LoRA is whole on every rank, so nothing is gathered from the others, and no base weight is ever materialised. One copy where device or
     type is another; else these are the parameters themselves.
     """
-    parts = torch.split(policy.flat_lora.to("cpu", policy.dtype), [p.numel() for p in policy.lora.values()])
-    return {peft_file_name(name): part.view(p.shape) for (name, p), part in zip(policy.lora.items(), parts, strict=True)}
+    views = views_of(policy.flat_lora.to("cpu", policy.dtype), list(policy.lora.values()))
+    return {peft_file_name(name): view for name, view in zip(policy.lora, views, strict=True)}
 
 
 def canary_logprobs(policy: Policy, sequences: Sequence[list[int]]) -> list[list[float]]:

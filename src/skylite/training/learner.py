@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from skylite.config import OptimConfig
 from skylite.errors import TrainingDiverged
 from skylite.training.dist import Dist
+from skylite.training.flat import views_of
 from skylite.training.schedule import rate_factor
 
 RATE_SETTINGS = {"policy": "optim.lr", "critic": "critic.lr"}
@@ -103,6 +104,6 @@ def is_b_matrix(parameter: str) -> bool:
 def _flat_grads(params: list[nn.Parameter]) -> Tensor:
     """Give each parameter a gradient that is a view of one flat tensor; autograd then accumulates into it in place."""
     flat = torch.zeros(sum(p.numel() for p in params), device=params[0].device)
-    for param, view in zip(params, torch.split(flat, [p.numel() for p in params]), strict=True):
-        param.grad = view.view_as(param)
+    for param, view in zip(params, views_of(flat, params), strict=True):
+        param.grad = view
     return flat

@@ -1,7 +1,7 @@
 """Frozen weights held as their files hold them, in bfloat16, where the pass computes in float32: half their memory, the very same numbers.
 
-A matrix is widened where it is used, one at a time. That is a pass over it beside a product that goes over it once a token (on two cores
-and 1,130 tokens about 1 % of the product's time; the float32 matrix is then read from the cache instead of memory).
+A matrix is widened where it is used, one at a time. That is a pass over it beside a product that goes over it once a token (by hand, on two
+cores and 1,130 tokens: about 1 % of the product's time).
 """
 
 from __future__ import annotations

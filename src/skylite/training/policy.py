@@ -25,6 +25,7 @@ from skylite.grpo.logprobs import token_logprobs
 from skylite.lora_modules import short_names
 from skylite.training.activations import Checkpointing, replay_layers
 from skylite.training.dist import Dist
+from skylite.training.flat import laid_out
 from skylite.training.fused import GAINS, fuse_mlps, fuse_norms
 from skylite.training.head import plain_head, score_in_chunks
 from skylite.training.loading import decoder_layers, load_base
@@ -83,7 +84,7 @@ def load_policy(resolved: Resolved, config: TrainConfig, dist: Dist) -> Policy:
     params = adapter_params(model, POLICY)
     if resolved.warm_start is not None:
         load_adapter_file(Path(resolved.warm_start), params)
-    flat_lora = laid_out(params)
+    flat_lora = laid_out(list(params.values()))
     dist.from_first_(flat_lora)
     if REF in model.peft_config:
         for own, ref in zip(params.values(), adapter_params(model, REF).values(), strict=True):
@@ -122,14 +123,6 @@ def score(policy: Policy, tokens: PackedTokens, temperature: float) -> tuple[Ten
 def adapter_params(model: PeftModel, adapter: str) -> dict[str, nn.Parameter]:
     """The parameters of one adapter by name, sorted."""
     return dict(sorted((n, p) for n, p in model.named_parameters() if is_adapter(n) and adapter in n.split(".")[-2:]))
-
-
-def laid_out(params: dict[str, nn.Parameter]) -> Tensor:
-    """Make the parameters views of one tensor [P], which holds them one after the other; returns it."""
-    flat = torch.cat([param.data.flatten() for param in params.values()])
-    for param, part in zip(params.values(), torch.split(flat, [param.numel() for param in params.values()]), strict=True):
-        param.data = part.view_as(param)
-    return flat
 
 
 def place_adapters(model: PeftModel, device: torch.device) -> None:
@@ -197,7 +190,7 @@ def choose_passes(policy: Policy, probe: list[int]) -> tuple[Policy, list[str]]:
         gap, reason = _gap(replace(policy, head=head), probe, plain)
         policy = replace(policy, head=head if gap <= SHORTCUT_TOLERANCE[policy.dtype] else None)
         reasons.append(f"head in chunks: {policy.head is not None}; {reason}")
-    reasons += _fuse_parts(policy, probe, plain)
+    reasons += _replace_parts(policy, probe, plain)
     base.set_attn_implementation(implementation(policy.attention))
     gap, reason = _gap(replace(policy, packing="tree"), probe, plain)
     policy = replace(policy, packing="tree" if gap <= SHORTCUT_TOLERANCE[policy.dtype] else "padded")
@@ -206,7 +199,7 @@ def choose_passes(policy: Policy, probe: list[int]) -> tuple[Policy, list[str]]:
     return policy, [*reasons, f"packing: {policy.packing}; {reason}; attention over a tree: {policy.attention}"]
 
 
-def _fuse_parts(policy: Policy, probe: list[int], plain: Tensor) -> list[str]:
+def _replace_parts(policy: Policy, probe: list[int], plain: Tensor) -> list[str]:
     """Fuse the model's norms and MLPs, and hold its matrices narrow, where that gives the same; what came of it, in words."""
     again = policy.checkpointing != "none"
     attempts = [("norms", f"fused as {gain}", partial(fuse_norms, policy.model, multiply, again)) for gain, multiply in GAINS.items()]

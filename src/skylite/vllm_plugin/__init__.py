@@ -17,6 +17,8 @@ MERGED = "merged"
 """Dense products, and merged weights for the batches of a single adapter."""
 TESTED_VLLM = "0.32."
 """Versions whose LoRA wrapper interface this plugin was written and tested against."""
+STOCK_SERVER, CPU_SERVER = "vllm.entrypoints.openai.api_server", "skylite.vllm_plugin.server"
+"""Modules that are run as servers. Ours is vLLM's with a quicker start, and vLLM's alone where that is not known to work."""
 WRAPPER = "skylite.vllm_plugin.dense_lora.DensePunicaWrapperCPU"
 
 

@@ -10,26 +10,15 @@ PRELOAD = "skylite.vllm_plugin.warm"
 """The module that the fork server imports."""
 
 
-def omp_settings(cpus: str) -> dict[str, str]:
-    """What vLLM sets for a worker under Intel's OpenMP (vllm/utils/ompmultiprocessing.py): a thread on each of the cores "0,1"."""
-    return {
-        "OMP_NUM_THREADS": str(len(cpus.split(","))),
-        "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{cpus}]",
-        "KMP_BLOCKTIME": "5",
-        "KMP_TPAUSE": "0",
-    }
-
-
-def warm_up(env: Mapping[str, str]) -> None:
-    """Start the fork server, which begins to import, with `env` on top of this process's environment."""
+def start_fork_server(env: Mapping[str, str]) -> None:
+    """Start it, with `env` on top of this process's environment; it begins to import."""
     before = dict(os.environ)
     os.environ.update(env)
     try:
         forkserver.set_forkserver_preload([PRELOAD])
         forkserver.ensure_running()
     finally:
-        for name in env.keys() - before.keys():
-            del os.environ[name]
+        os.environ.clear()
         os.environ.update(before)
 
 

@@ -17,11 +17,10 @@ import runpy
 import sys
 from collections.abc import Mapping
 
-from skylite.vllm_plugin import TESTED_VLLM
-from skylite.vllm_plugin.fork_server import WarmContext, omp_settings, warm_up
+from skylite.vllm_plugin import STOCK_SERVER, TESTED_VLLM
+from skylite.vllm_plugin.fork_server import WarmContext, start_fork_server
 from skylite.vllm_plugin.lifetime import SWITCH
 
-STOCK = "vllm.entrypoints.openai.api_server"
 EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 
@@ -31,12 +30,12 @@ def main() -> None:
     if reason:
         print(f"skylite: vLLM starts in its own, slower way: {reason}", file=sys.stderr, flush=True)
     else:
-        warm_up(omp_settings(os.environ["VLLM_CPU_OMP_THREADS_BIND"]))  # first: it imports beside what this process imports
+        start_fork_server(omp_settings(os.environ["VLLM_CPU_OMP_THREADS_BIND"]))  # first: it imports beside what this process imports
         sys.argv += ["--distributed-executor-backend", EXECUTOR]
         from vllm.v1.engine import utils
 
         utils.get_mp_context = WarmContext
-    runpy.run_module(STOCK, run_name="__main__", alter_sys=True)
+    runpy.run_module(STOCK_SERVER, run_name="__main__", alter_sys=True)
 
 
 def unfit(env: Mapping[str, str]) -> str:
@@ -51,6 +50,16 @@ def unfit(env: Mapping[str, str]) -> str:
     if not env.get("VLLM_CPU_OMP_THREADS_BIND", "").replace(",", "").isdigit():
         return "VLLM_CPU_OMP_THREADS_BIND does not name cores"
     return ""
+
+
+def omp_settings(cpus: str) -> dict[str, str]:
+    """What vLLM sets for a worker under Intel's OpenMP (vllm/utils/ompmultiprocessing.py): a thread on each of the cores "0,1"."""
+    return {
+        "OMP_NUM_THREADS": str(len(cpus.split(","))),
+        "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{cpus}]",
+        "KMP_BLOCKTIME": "5",
+        "KMP_TPAUSE": "0",
+    }
 
 
 def _version(package: str) -> str:
