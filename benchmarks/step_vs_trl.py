@@ -27,6 +27,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from surroundings import about
+from sync import plain_io
 
 from skylite.data.prompt_file import read_prompts
 from skylite.launch.machine import cpu_cores
@@ -59,12 +60,12 @@ def main() -> None:
             theirs += in_own_process(args, data)
             peaks.append(matrix_peak(args))
             print(json.dumps(compared(ours, theirs), indent=1), flush=True)
-        io = plain_io(RunDir(Path(folder, "run0")))
+        io = plain_io(published_versions(RunDir(Path(folder, "run0")).default_adapters)[-1].weights_path)
     mfu = utilisation(model, ours, statistics.median(peaks))
     result = {
         **compared(ours, theirs),
         **mfu,
-        **sync(ours, io),
+        **sync_share(ours, io["write_s"] + io["read_s"]),
         **lora_sampling(),
         **about(),
         "dtype": args.dtype,
@@ -270,21 +271,7 @@ def lora_sampling() -> dict[str, Any]:
     return {"lora_vs_base": body["servers"]["skylite"]["lora_over_base"], "lora_vs_base_from": f"results/{path.name}"}
 
 
-def plain_io(run: RunDir) -> float:
-    """Seconds to write (fsync) and read the bytes of an adapter plainly, in the same place; median of 5."""
-    data = published_versions(run.default_adapters)[-1].weights_path.read_bytes()
-    path, seconds = run.root / "plain.bin", []
-    for _ in range(5):
-        started = time.perf_counter()
-        with path.open("wb") as file:
-            file.write(data)
-            os.fsync(file.fileno())
-        path.read_bytes()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
-
-
-def sync(ours: list[dict[str, float]], io: float) -> dict[str, float]:
+def sync_share(ours: list[dict[str, float]], io: float) -> dict[str, float]:
     seconds = statistics.median(s["publish_s"] + s["load_s"] for s in ours)
     share = statistics.median((s["publish_s"] + s["load_s"]) / s["step_s"] for s in ours)
     return {
