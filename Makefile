@@ -15,9 +15,9 @@ RUN ?= runs/lora-gsm8k-$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 
 # Without a GPU GSM8K is beyond the 135M model that a CPU can train, so the easy generated problems stand in; DATA=gsm8k insists.
-ifeq ($(if $(DATA),$(DATA),$(if $(GPU),gsm8k,stand-in)),stand-in)
-PREPARE := gsm8k --stand-in
-DATA_DIR := data/gsm8k-stand-in
+ifeq ($(if $(DATA),$(DATA),$(if $(GPU),gsm8k,synthetic)),synthetic)
+PREPARE := gsm8k --synthetic
+DATA_DIR := data/gsm8k-synthetic
 RECIPE := gsm8k_cpu
 else
 PREPARE := gsm8k --first-source $(if $(SOURCE),--source $(SOURCE))

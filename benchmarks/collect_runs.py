@@ -16,19 +16,34 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from skylite.config_files import read_run_config
+from skylite.config.loading import read_run_config
 from skylite.evaluation.interval import wilson
 from skylite.run.metrics import read_metrics
 from skylite.run.run_dir import RunDir, adapter_name
 
-SPREAD = ("canary/gap_max", "mismatch/logprob_diff_mean", "mismatch/logprob_diff_max", "sync/publish_and_load_frac")
-MEANS = ("time/publish_s", "time/load_s", "time/canary_s", "time/rollout_s", "time/train_s", "time/step_s", "adapter/bytes")
+SPREAD = (
+    "canary/gap_max",
+    "mismatch/logprob_diff_mean",
+    "mismatch/logprob_diff_max",
+    "sync/publish_and_load_frac",
+)
+MEANS = (
+    "time/publish_s",
+    "time/load_s",
+    "time/canary_s",
+    "time/rollout_s",
+    "time/train_s",
+    "time/step_s",
+    "adapter/bytes",
+)
 COURSE = ("reward/mean", "policy/entropy", "completion/tokens_mean")
 
 
 def main() -> None:
     """Parse the command line and write the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--machine", required=True, help="in words, e.g. '2 cores AMD EPYC (Zen 3), no GPU'")
@@ -55,7 +70,10 @@ def summary(run: RunDir) -> dict[str, Any]:
         "sampled": {"before": evaluated(run, 0, "mean4"), "after": evaluated(run, last, "mean4")},
         "training_minutes": round(sum(m["time/step_s"] for m in metrics) / 60, 2),
         **{key: [round(m[key], 4) for m in metrics] for key in COURSE},
-        **{key: {"mean": statistics.fmean(m[key] for m in metrics), "max": max(m[key] for m in metrics)} for key in SPREAD},
+        **{
+            key: {"mean": statistics.fmean(m[key] for m in metrics), "max": max(m[key] for m in metrics)}
+            for key in SPREAD
+        },
         **{key: statistics.fmean(m[key] for m in metrics) for key in MEANS},
     }
 

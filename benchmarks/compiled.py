@@ -26,17 +26,18 @@ import train_phase
 from surroundings import about
 from transformers import AttentionInterface
 
-from skylite.launch.machine import cpu_cores
-from skylite.launch.torchrun import trainer_env
-from skylite.models import resolve_model
+from skylite.hub.resolve import resolve_model
+from skylite.model.attention_backends import FORMS, attend, implementation
+from skylite.model.distributed import process_group, set_threads
+from skylite.model.lm_head import plain_head
+from skylite.model.loading import decoder_layers
+from skylite.model.policy import Policy, load_policy
+from skylite.model.probing import choose_passes
+from skylite.processes.machine import cpu_cores
+from skylite.processes.torchrun import trainer_env
 from skylite.run.files import write_json
-from skylite.training.dist import process_group, set_threads
-from skylite.training.head import plain_head
-from skylite.training.learner import make_learner
-from skylite.training.loading import decoder_layers
-from skylite.training.policy import Policy, choose_passes, load_policy
-from skylite.training.step import train_step
-from skylite.training.tree_attention import FORMS, attend, implementation
+from skylite.trainer.optimizer import make_optimizer
+from skylite.trainer.step import train_step
 
 
 def main() -> None:
@@ -48,7 +49,9 @@ def main() -> None:
     for form in ("own", "own,compiled", "models", "models,compiled"):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
         command = [*torchrun, __file__, *sys.argv[1:], "--inner", form]
-        done = subprocess.run(command, env=os.environ | trainer_env(cpu_cores()), stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(
+            command, env=os.environ | trainer_env(cpu_cores()), stdout=subprocess.PIPE, text=True, check=True
+        )
         rows.append({"form": form, **json.loads(done.stdout.splitlines()[-1])})
         if "seconds" in rows[0] and "seconds" in rows[-1]:
             rows[-1]["over_ours"] = round(rows[-1]["seconds"] / rows[0]["seconds"], 3)
@@ -58,10 +61,14 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--steps", type=int, default=5, help="a form; the first two are not counted, they compile")
+    parser.add_argument(
+        "--steps", type=int, default=5, help="a form; the first two are not counted, they compile"
+    )
     parser.add_argument("--completion", type=int, default=128)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--inner", help=argparse.SUPPRESS)
@@ -70,9 +77,20 @@ def parse_arguments() -> argparse.Namespace:
 
 def measured(args: argparse.Namespace, *, own: bool, compiled: bool) -> dict[str, Any]:
     """Seconds a step of one form, in a rank."""
-    folder = args.model if Path(args.model).is_dir() else str(resolve_model(args.model, say=lambda _: None).path)
+    folder = (
+        args.model if Path(args.model).is_dir() else str(resolve_model(args.model, say=lambda _: None).path)
+    )
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    words = ["--model", args.model, "--dtype", args.dtype, "--steps", str(args.steps), "--completion", str(args.completion)]
+    words = [
+        "--model",
+        args.model,
+        "--dtype",
+        args.dtype,
+        "--steps",
+        str(args.steps),
+        "--completion",
+        str(args.completion),
+    ]
     sizes = train_phase.parse_arguments([*words, "--prompts", "1", "--budget", "8192"])
     config, where = train_phase.settings(sizes, folder, device)
     set_threads(None)
@@ -81,27 +99,36 @@ def measured(args: argparse.Namespace, *, own: bool, compiled: bool) -> dict[str
         policy = choose_passes(policy, list(range(20, 60)))[0] if own else with_the_models_own_parts(policy)
         if compiled:
             # Attention over a tree is Python over its branches' lengths, which the compiler does not take.
-            AttentionInterface.register(implementation("pieces"), torch.compiler.disable(partial(attend, FORMS["pieces"])))
+            AttentionInterface.register(
+                implementation("sdpa"), torch.compiler.disable(partial(attend, FORMS["sdpa"]))
+            )
             for layer in decoder_layers(policy.model.get_base_model()):
                 layer.compile(dynamic=True)
-        learner = make_learner("policy", policy.lora, config.optim.lr, config.optim.max_grad_norm, config.optim)
+        optimizer = make_optimizer(
+            "policy", policy.lora, config.optim.lr, config.optim.max_grad_norm, config.optim
+        )
         seconds = []
         for step in range(1, args.steps + 1):
             samples = train_phase.made_up(sizes, step)
             started = time.perf_counter()
             try:
-                train_step(policy, learner, samples, step, config, dist)
+                train_step(policy, optimizer, samples, step, config, dist)
             except Exception as error:  # noqa: BLE001 whatever the compiler raises is the finding
                 return {"device": device, "failed": f"{type(error).__name__}: {error}"[:300]}
             seconds.append(time.perf_counter() - started)
     peak = round(train_phase.peak_gib(policy), 2)
-    return {"device": device, "seconds": round(statistics.median(seconds[2:]), 3), "first_s": round(seconds[0], 2), "peak_gib": peak}
+    return {
+        "device": device,
+        "seconds": round(statistics.median(seconds[2:]), 3),
+        "first_s": round(seconds[0], 2),
+        "peak_gib": peak,
+    }
 
 
 def with_the_models_own_parts(policy: Policy) -> Policy:
     """Tree and head in chunks as always, norms and MLPs as transformers has them."""
     base = policy.model.get_base_model()
-    base.set_attn_implementation(implementation("pieces"))
+    base.set_attn_implementation(implementation("sdpa"))
     return replace(policy, packing="tree", head=plain_head(base))
 
 

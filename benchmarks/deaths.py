@@ -3,7 +3,7 @@
     python benchmarks/deaths.py --out benchmarks/results/deaths.json [--part ends|survives]
 
 A tiny random model, two ranks. `survives`: one run on real vLLM that goes on by itself after each death in turn. `ends`: one run that ends
-by each death in turn and is resumed at once, on the tests' stand-in for vLLM, whose start would hide all else; what a real one adds to
+by each death in turn and is resumed at once, on the tests' synthetic for vLLM, whose start would hide all else; what a real one adds to
 a resume shows where `survives` goes back to its checkpoint, engines included. Seconds from the signal:
 
 - `said_s`: until the run says so in words. A time-out that tells a hang (stall, step) is part of it.
@@ -56,10 +56,10 @@ ENDS = [
     ("rank", "SIGKILL"),
     ("rank", "SIGSTOP"),
     ("torchrun agent", "SIGKILL"),
-    ("trainer's guard", "SIGKILL"),
+    ("trainer's reaper", "SIGKILL"),
     ("reward worker", "SIGKILL"),
     ("parent", "SIGKILL"),
-    ("parent and guards at once", "SIGKILL"),
+    ("parent and reapers at once", "SIGKILL"),
     ("parent", "SIGTERM"),
 ]
 
@@ -82,7 +82,10 @@ class Watched:
 
     def said(self, after: float) -> tuple[float, str] | None:
         """When it first spoke of a death or a stop."""
-        return next(((at, line) for at, line in self.lines if at >= after and any(words in line for words in WORDS)), None)
+        return next(
+            ((at, line) for at, line in self.lines if at >= after and any(words in line for words in WORDS)),
+            None,
+        )
 
     def processes(self) -> list[psutil.Process]:
         """The parent and everything below it."""
@@ -91,13 +94,21 @@ class Watched:
 
 def main() -> None:
     """Measure all and write the file; the part that is not measured stays as it is there."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--part", choices=["ends", "survives"], help="default: both")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # `timeout` must leave no run behind, and the rows so far
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(1)
+    )  # `timeout` must leave no run behind, and the rows so far
     result: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
-    settings = {"engine.stall_timeout_s": STALL_S, "trainer.step_timeout_s": STEP_TIMEOUT_S, "checkpoint.every": CHECKPOINT_EVERY}
+    settings = {
+        "engine.stall_timeout_s": STALL_S,
+        "trainer.step_timeout_s": STEP_TIMEOUT_S,
+        "checkpoint.every": CHECKPOINT_EVERY,
+    }
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_STATE_HOME"] = folder  # the reward that is named here is no choice of the user's
         project = make_project(Path(folder), make_tiny_model(Path(folder) / "model"))
@@ -114,9 +125,13 @@ def main() -> None:
 
 def show(rows: list[dict[str, Any]]) -> None:
     """As a table of Markdown."""
-    print("| victim | signal | said | gone | goes on | steps again | in words |\n|---|---|---|---|---|---|---|")
+    print(
+        "| victim | signal | said | gone | goes on | steps again | in words |\n|---|---|---|---|---|---|---|"
+    )
     for row in rows:
-        times = " | ".join("-" if row.get(key) is None else f"{row[key]:.2f} s" for key in ("said_s", "gone_s", "goes_on_s"))
+        times = " | ".join(
+            "-" if row.get(key) is None else f"{row[key]:.2f} s" for key in ("said_s", "gone_s", "goes_on_s")
+        )
         print(f"| {row['victim']} | {row['signal']} | {times} | {row['steps_again']} | {row['said']} |")
 
 
@@ -135,14 +150,19 @@ def survived(project: Project, rows: list[dict[str, Any]]) -> None:
             gone, base = time.monotonic(), max(before, trained(project, "survives"))
             again = 0 if is_engine else base - newest_checkpoint(project, "survives")
             wait(lambda step=base: recorded(project, "survives") > step, "a step after the restart")  # type: ignore[misc]
-            rows.append(row(victim, order, began, watched.said(began), gone, again) | {"goes_on_s": time.monotonic() - began})
+            rows.append(
+                row(victim, order, began, watched.said(began), gone, again)
+                | {"goes_on_s": time.monotonic() - began}
+            )
             wait(lambda step=base: recorded(project, "survives") > step + CHECKPOINT_EVERY // 2, "some steps")  # type: ignore[misc]
 
 
 def ended(project: Project, rows: list[dict[str, Any]]) -> None:
     """One run that ends by every death, and is resumed."""
     os.environ["SKYLITE_ENGINE_COMMAND"] = f"{sys.executable} -m tests.fakes.engine"
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])
+    )
     began, resumed, arguments = 0.0, 0.0, fresh(project, "ends")
     for victim, order in [*ENDS, ("", "")]:
         with running(project, "ends", arguments) as watched:
@@ -157,14 +177,31 @@ def ended(project: Project, rows: list[dict[str, Any]]) -> None:
             wait(lambda processes=tree: not any(map(alive, processes)), "all processes of the run are gone")  # type: ignore[misc]
             gone = time.monotonic()
             time.sleep(0.2)  # for its last words, which a thread reads
-            rows.append(row(victim, order, began, watched.said(began), gone, trained(project, "ends") - newest_checkpoint(project, "ends")))
+            rows.append(
+                row(
+                    victim,
+                    order,
+                    began,
+                    watched.said(began),
+                    gone,
+                    trained(project, "ends") - newest_checkpoint(project, "ends"),
+                )
+            )
         resumed, arguments = time.monotonic(), ["train", "--resume", "ends"]
 
 
 def fresh(project: Project, run: str, *settings: str) -> list[str]:
     """The command of a new run."""
-    limits = (f"engine.stall_timeout_s={STALL_S}", f"trainer.step_timeout_s={STEP_TIMEOUT_S}", f"checkpoint.every={CHECKPOINT_EVERY}")
-    words = [word for setting in ("eval.limit=0", "trainer.num_ranks=2", *limits, *settings) for word in ("--set", setting)]
+    limits = (
+        f"engine.stall_timeout_s={STALL_S}",
+        f"trainer.step_timeout_s={STEP_TIMEOUT_S}",
+        f"checkpoint.every={CHECKPOINT_EVERY}",
+    )
+    words = [
+        word
+        for setting in ("eval.limit=0", "trainer.num_ranks=2", *limits, *settings)
+        for word in ("--set", setting)
+    ]
     return project.train_args(run, STEPS, *words)
 
 
@@ -198,7 +235,13 @@ def strike(targets: list[psutil.Process], order: str) -> float:
 
 def trained(project: Project, run: str) -> int:
     """The last step that the trainer has finished."""
-    return max((int(path.stem.removeprefix("step-")) for path in (project.root / run / "updates").glob("step-*.json")), default=0)
+    return max(
+        (
+            int(path.stem.removeprefix("step-"))
+            for path in (project.root / run / "updates").glob("step-*.json")
+        ),
+        default=0,
+    )
 
 
 def recorded(project: Project, run: str) -> int:
@@ -208,7 +251,13 @@ def recorded(project: Project, run: str) -> int:
 
 def newest_checkpoint(project: Project, run: str) -> int:
     """Its step."""
-    return max((int(path.name.removeprefix("step-")) for path in (project.root / run / "checkpoints").glob("step-??????")), default=0)
+    return max(
+        (
+            int(path.name.removeprefix("step-"))
+            for path in (project.root / run / "checkpoints").glob("step-??????")
+        ),
+        default=0,
+    )
 
 
 def restarted(tree: list[psutil.Process]) -> list[psutil.Process]:
@@ -216,7 +265,9 @@ def restarted(tree: list[psutil.Process]) -> list[psutil.Process]:
     return [p for p in tree[1:] if "resource_tracker" not in " ".join(p.cmdline())]
 
 
-def row(victim: str, order: str, began: float, said: tuple[float, str] | None, gone: float, steps_again: int) -> dict[str, Any]:
+def row(
+    victim: str, order: str, began: float, said: tuple[float, str] | None, gone: float, steps_again: int
+) -> dict[str, Any]:
     """One line of the result."""
     return {
         "victim": victim,
@@ -231,20 +282,26 @@ def row(victim: str, order: str, began: float, said: tuple[float, str] | None, g
 def victims(tree: list[psutil.Process], name: str) -> list[psutil.Process]:
     """The processes of a run that are called so."""
     commands = {p: p.cmdline() for p in tree if p.is_running() and p.status() != psutil.STATUS_ZOMBIE}
-    guards = [p for p, c in commands.items() if any(word.endswith("guard.py") for word in c[:5])]
-    inner = {p: c for p, c in commands.items() if p not in guards}
+    reapers = [p for p, c in commands.items() if any(word.endswith("reaper.py") for word in c[:5])]
+    inner = {p: c for p, c in commands.items() if p not in reapers}
     agent = [p for p, c in inner.items() if "torch.distributed.run" in c]
     server = [p for p, c in inner.items() if CPU_SERVER in c]
-    rewards = [p for p in tree[0].children() if p not in guards and "resource_tracker" not in " ".join(p.cmdline())]
+    rewards = [
+        p for p in tree[0].children() if p not in reapers and "resource_tracker" not in " ".join(p.cmdline())
+    ]
     return {
         "parent": lambda: tree[:1],
-        "parent and guards at once": lambda: [tree[0], *guards],
-        "trainer's guard": lambda: [agent[0].parent()],
+        "parent and reapers at once": lambda: [tree[0], *reapers],
+        "trainer's reaper": lambda: [agent[0].parent()],
         "torchrun agent": lambda: agent,
-        "rank": lambda: [p for p, c in inner.items() if "skylite.training.worker" in c and p not in agent][-1:],
+        "rank": lambda: [p for p, c in inner.items() if "skylite.trainer.worker" in c and p not in agent][
+            -1:
+        ],
         "reward worker": lambda: rewards[:1],
         "vLLM server": lambda: server,
-        "vLLM engine core": lambda: [max(server[0].children(recursive=True), key=lambda p: p.memory_info().rss)],
+        "vLLM engine core": lambda: [
+            max(server[0].children(recursive=True), key=lambda p: p.memory_info().rss)
+        ],
     }[name]()
 
 

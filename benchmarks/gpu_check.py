@@ -4,7 +4,7 @@
     python benchmarks/gpu_check.py --shapes tiny --skip-loop          (the script itself, on any machine)
 
 1. Versions and devices.
-2. The loop: `skylite train`, 3 steps of SmolLM2-135M on generated problems, vLLM and trainer on the GPU; every sync proven by its canary.
+2. The loop: `skylite train`, 3 steps of SmolLM2-135M on generated problems, vLLM and trainer on the GPU; every sync verified by its canary.
    Then sync.py on-policy and sampling ahead: a step against the longer of its phases, publish and load.
 3. The train phase (train_phase.py) of Qwen2.5 0.5B, 1.5B and 7B shapes with random weights, bf16, r 32, with and without checkpointing,
    with trainer.offload and with trainer.attention=flex, three counted steps each: tokens a second, share of the matrix peak, memory; and
@@ -28,7 +28,7 @@ from typing import Any
 
 from surroundings import about
 
-from skylite.launch.machine import choose_device
+from skylite.processes.machine import choose_device
 from skylite.run.files import write_json
 
 # hidden, intermediate, layers, heads, key-value heads, vocabulary, tied head (the models' config.json)
@@ -53,8 +53,12 @@ REASON = re.compile(r"^.*?\b((?:[\w.]+Error|error): .+)$", re.MULTILINE)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=[s for s in SHAPES if s != "tiny"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shapes", nargs="+", choices=list(SHAPES), default=[s for s in SHAPES if s != "tiny"]
+    )
     parser.add_argument("--checkpointing", nargs="+", default=["none", "selective"])
     parser.add_argument("--skip-loop", action="store_true")
     parser.add_argument("--out", type=Path)
@@ -66,14 +70,20 @@ def main() -> None:
     result: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "device": choose_device()}
     skipped = "not run: --skip-loop"
     result["loop"] = skipped if args.skip_loop else loop()
-    result["sync"] = skipped if args.skip_loop else {"on-policy": sync(), "sampling ahead": sync("--set", "rollout.max_staleness=1")}
+    result["sync"] = (
+        skipped
+        if args.skip_loop
+        else {"on-policy": sync(), "sampling ahead": sync("--set", "rollout.max_staleness=1")}
+    )
     result["compiled"] = f"not run: {COMPILED_SHAPE} on a GPU was not asked for, or there is none"
     result["train_phase"] = {}
     for shape in args.shapes:
         with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
             result["train_phase"][shape] = measured(shape, Path(folder), args.checkpointing)
             if shape == COMPILED_SHAPE and choose_device() == "cuda":
-                result["compiled"] = written_by("compiled.py", Path(folder), "--model", f"{folder}/model", "--dtype", "bfloat16")
+                result["compiled"] = written_by(
+                    "compiled.py", Path(folder), "--model", f"{folder}/model", "--dtype", "bfloat16"
+                )
         print(json.dumps({shape: result["train_phase"][shape]}), flush=True)
         if args.out:
             write_json(args.out, about() | result)
@@ -85,11 +95,26 @@ def loop() -> Any:
     skylite = str(Path(sys.executable).with_name("skylite"))
     with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
         data, run = Path(folder, "data"), Path(folder, "run")
-        prepare = [skylite, "prepare", "gsm8k", "--stand-in", "--limit", "400", "--out", str(data)]
-        train = [skylite, "train", "--recipe", "gsm8k_cpu", "--data", str(data), "--run", str(run), "--steps", "3", "--set", "eval.limit=0"]
+        prepare = [skylite, "prepare", "gsm8k", "--synthetic", "--limit", "400", "--out", str(data)]
+        train = [
+            skylite,
+            "train",
+            "--recipe",
+            "gsm8k_cpu",
+            "--data",
+            str(data),
+            "--run",
+            str(run),
+            "--steps",
+            "3",
+            "--set",
+            "eval.limit=0",
+        ]
         if failed := failure_of(prepare) or failure_of(train):
             return failed
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        lines = [
+            json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
         return [{k: line[k] for k in LOOP_KEYS if k in line} for line in lines]
 
 
@@ -108,18 +133,33 @@ def measured(shape: str, folder: Path, checkpointing: list[str]) -> list[dict[st
     if failed := failure_of([sys.executable, __file__, "--make", shape, str(folder / "model")]):
         return [failed]
     tiny = shape == "tiny"
-    flags = ["--model", str(folder / "model"), "--dtype", "bfloat16" if choose_device() == "cuda" else "float32", "--publish"]
+    flags = [
+        "--model",
+        str(folder / "model"),
+        "--dtype",
+        "bfloat16" if choose_device() == "cuda" else "float32",
+        "--publish",
+    ]
     sizes = ("2", "2", "8", "8", "512") if tiny else ("8", "8", "256", "512", "16384")
-    for flag, size in zip(("--prompts", "--group-size", "--prompt", "--completion", "--budget"), sizes, strict=True):
+    for flag, size in zip(
+        ("--prompts", "--group-size", "--prompt", "--completion", "--budget"), sizes, strict=True
+    ):
         flags += [flag, size]
     flags += ["--vocab", "500"] if tiny else []
     rows = []
     # FlexAttention has no backward pass on a CPU.
     flex = [("selective", False, "flex")] if choose_device() == "cuda" else []
-    for mode, offload, attention in [*((mode, False, "pieces") for mode in checkpointing), ("selective", True, "pieces"), *flex]:
+    for mode, offload, attention in [
+        *((mode, False, "sdpa") for mode in checkpointing),
+        ("selective", True, "sdpa"),
+        *flex,
+    ]:
         wanted = ["--checkpointing", mode, "--attention", attention, *(["--offload"] if offload else [])]
         found = written_by("train_phase.py", folder, *flags, *wanted)
-        rows.append({"checkpointing": mode, "offload": offload, "attention": attention} | (found["rows"][0] if "rows" in found else found))
+        rows.append(
+            {"checkpointing": mode, "offload": offload, "attention": attention}
+            | (found["rows"][0] if "rows" in found else found)
+        )
     return rows
 
 

@@ -1,6 +1,6 @@
 """Does every algorithm learn? Trains the CPU recipe with each, collects held-out accuracy before and after, draws the reward curves.
 
-    python benchmarks/learning.py train --data data/gsm8k-stand-in --runs runs/learning --algorithms dr_grpo dapo ppo --seeds 0
+    python benchmarks/learning.py train --data data/gsm8k-synthetic --runs runs/learning --algorithms dr_grpo dapo ppo --seeds 0
     python benchmarks/learning.py collect runs/learning/* runs/seed0 --machine "2 cores ..." --out benchmarks/results/learning.json
     python benchmarks/learning.py plot benchmarks/results/learning.json benchmarks/results/learning.svg      (needs the bench extra)
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from skylite.config_files import read_run_config
+from skylite.config.loading import read_run_config
 from skylite.run.files import write_json
 from skylite.run.metrics import read_metrics
 from skylite.run.run_dir import RunDir
@@ -27,7 +27,9 @@ ALGORITHMS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++",
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(required=True)
     train = commands.add_parser("train")
     train.add_argument("--data", type=Path, required=True)
@@ -41,7 +43,9 @@ def main() -> None:
     collect.add_argument("runs", nargs="+", type=Path)
     collect.add_argument("--machine", required=True, help="in words")
     collect.add_argument("--out", type=Path, required=True)
-    collect.set_defaults(run=lambda args: write_json(args.out, [row(RunDir(p.resolve()), args.machine) for p in args.runs]))
+    collect.set_defaults(
+        run=lambda args: write_json(args.out, [row(RunDir(p.resolve()), args.machine) for p in args.runs])
+    )
     plot = commands.add_parser("plot")
     plot.add_argument("results", type=Path)
     plot.add_argument("picture", type=Path)
@@ -52,17 +56,42 @@ def main() -> None:
 
 def train_all(args: argparse.Namespace) -> None:
     """One run after the other; each notes the commit it ran at. A run that is there already is left alone."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+    ).stdout.strip()
     for algorithm in args.algorithms:
         for seed in args.seeds:
             run = args.runs / f"{algorithm}-seed{seed}"
             if run.exists():
                 continue
-            command = ["skylite", "train", "--recipe", "gsm8k_cpu", "--data", str(args.data), "--rank", "32", "--alpha", "32"]
-            command += ["--seed", str(seed), "--steps", str(args.steps), "--run", str(run), "--set", f"algorithm.name={algorithm}"]
+            command = [
+                "skylite",
+                "train",
+                "--recipe",
+                "gsm8k_cpu",
+                "--data",
+                str(args.data),
+                "--rank",
+                "32",
+                "--alpha",
+                "32",
+            ]
+            command += [
+                "--seed",
+                str(seed),
+                "--steps",
+                str(args.steps),
+                "--run",
+                str(run),
+                "--set",
+                f"algorithm.name={algorithm}",
+            ]
             command += [word for setting in args.set for word in ("--set", setting)]
             done = subprocess.run([str(Path(sys.executable).with_name("skylite")), *command[1:]], check=False)
-            write_json(run / "learning.json", {"commit": commit, "command": " ".join(command), "exit_code": done.returncode})
+            write_json(
+                run / "learning.json",
+                {"commit": commit, "command": " ".join(command), "exit_code": done.returncode},
+            )
 
 
 def row(run: RunDir, machine: str) -> dict[str, Any]:
@@ -112,7 +141,11 @@ def draw(args: argparse.Namespace) -> None:
         name = r["algorithm"]
         steps = range(1, len(r["reward_mean"]) + 1)
         axes.plot(
-            steps, r["reward_mean"], color=colours[name], alpha=0.5 if name in labelled else 1, label=None if name in labelled else name
+            steps,
+            r["reward_mean"],
+            color=colours[name],
+            alpha=0.5 if name in labelled else 1,
+            label=None if name in labelled else name,
         )
         labelled.add(name)
     axes.set(xlabel="step", ylabel="mean reward of the step's samples (temperature 1)", ylim=(0, 1))

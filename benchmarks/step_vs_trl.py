@@ -29,10 +29,10 @@ from typing import Any
 from surroundings import about
 from sync import plain_io
 
-from skylite.data.prompt_file import read_prompts
-from skylite.launch.machine import cpu_cores
-from skylite.launch.torchrun import trainer_env
-from skylite.models import resolve_model
+from skylite.data.prompts import read_prompts
+from skylite.hub.resolve import resolve_model
+from skylite.processes.machine import cpu_cores
+from skylite.processes.torchrun import trainer_env
 from skylite.run.files import write_json
 from skylite.run.metrics import read_metrics
 from skylite.run.run_dir import RunDir, published_versions
@@ -80,14 +80,18 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gsm8k", type=Path, required=True, help="folder with train.jsonl as released")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3, help="a round and side; the first is not counted")
     parser.add_argument("--budget", type=int, default=1200, help="our trainer.tokens_per_micro_batch")
-    parser.add_argument("--checkpointing", choices=["none", "selective", "full"], default="selective", help="ours")
+    parser.add_argument(
+        "--checkpointing", choices=["none", "selective", "full"], default="selective", help="ours"
+    )
     parser.add_argument("--trl-micro", type=int, default=8, help="TRL's per_device_train_batch_size")
     parser.add_argument("--trl-checkpointing", action="store_true")
     parser.add_argument("--trl-allocator", choices=["ours", "plain"], default="ours")
@@ -105,7 +109,19 @@ def prepare(gsm8k: Path, folder: Path) -> Path:
     os.environ["XDG_STATE_HOME"] = str(folder)  # the reward that is named here is no choice of the user's
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")
     reward = f"{folder / 'reward.py'}:score"
-    command = [skylite(), "prepare", str(questions), "--question", "question", "--answer", "answer", "--reward", reward, "--out", str(out)]
+    command = [
+        skylite(),
+        "prepare",
+        str(questions),
+        "--question",
+        "question",
+        "--answer",
+        "answer",
+        "--reward",
+        reward,
+        "--out",
+        str(out),
+    ]
     subprocess.run(command, check=True)
     return out
 
@@ -124,7 +140,20 @@ def skylite_steps(args: argparse.Namespace, data: Path, run: Path) -> list[dict[
     }  # fmt: skip
     recipe = run.with_suffix(".toml")
     recipe.write_text("", encoding="utf-8")
-    command = [skylite(), "train", "--recipe", str(recipe), "--data", str(data), "--rank", "32", "--alpha", "32", "--run", str(run)]
+    command = [
+        skylite(),
+        "train",
+        "--recipe",
+        str(recipe),
+        "--data",
+        str(data),
+        "--rank",
+        "32",
+        "--alpha",
+        "32",
+        "--run",
+        str(run),
+    ]
     subprocess.run([*command, *(x for k, v in settings.items() for x in ("--set", f"{k}={v}"))], check=True)
     metrics = read_metrics(RunDir(run).metrics_path)[1:-1]
     return [
@@ -146,7 +175,18 @@ def skylite_steps(args: argparse.Namespace, data: Path, run: Path) -> list[dict[
 
 
 def in_own_process(args: argparse.Namespace, data: Path) -> list[dict[str, float]]:
-    command = [sys.executable, __file__, "--inner", str(data), "--gsm8k", str(args.gsm8k), "--model", args.model, "--dtype", args.dtype]
+    command = [
+        sys.executable,
+        __file__,
+        "--inner",
+        str(data),
+        "--gsm8k",
+        str(args.gsm8k),
+        "--model",
+        args.model,
+        "--dtype",
+        args.dtype,
+    ]
     command += ["--steps", str(args.steps), "--trl-micro", str(args.trl_micro)]
     command += ["--trl-checkpointing"] if args.trl_checkpointing else []
     ours = trainer_env(cpu_cores())
@@ -210,7 +250,14 @@ def trl_steps(args: argparse.Namespace, model: Path) -> None:
         disable_tqdm=True, model_init_kwargs={"dtype": args.dtype},
     )  # fmt: skip
     lora = peft.LoraConfig(r=32, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    Timed(model=str(model), reward_funcs=reward, args=config, train_dataset=data, peft_config=lora, callbacks=[clock]).train()
+    Timed(
+        model=str(model),
+        reward_funcs=reward,
+        args=config,
+        train_dataset=data,
+        peft_config=lora,
+        callbacks=[clock],
+    ).train()
     print("\n" + json.dumps(clock.steps))
 
 
@@ -268,7 +315,10 @@ def lora_sampling() -> dict[str, Any]:
     """Of its own script, on one server; not measured here."""
     path = Path(__file__).parent / "results" / "lora_sampling_cpu.json"
     body = json.loads(path.read_text(encoding="utf-8"))
-    return {"lora_vs_base": body["servers"]["skylite"]["lora_over_base"], "lora_vs_base_from": f"results/{path.name}"}
+    return {
+        "lora_vs_base": body["servers"]["skylite"]["lora_over_base"],
+        "lora_vs_base_from": f"results/{path.name}",
+    }
 
 
 def sync_share(ours: list[dict[str, float]], io: float) -> dict[str, float]:

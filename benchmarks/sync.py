@@ -38,26 +38,30 @@ def main() -> None:
         train(args, prepare(args.gsm8k, Path(folder)), run)
         steps = read_metrics(run.metrics_path)[1:-1]
         plain = plain_io(published_versions(run.default_adapters)[-1].weights_path)
-    result = summary(steps, plain) | about() | {"plain_io": plain, "steps": [kept(s) for s in steps]}
+    result = summary(steps, plain) | about() | {"plain_io": plain, "steps": [watched(s) for s in steps]}
     print(json.dumps({k: v for k, v in result.items() if not isinstance(v, list)}, indent=1))
     if args.out:
         write_json(args.out, result)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gsm8k", type=Path, help="folder with train.jsonl as released")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--set", action="append", default=[], help="further settings of the run")
-    parser.add_argument("--folder", type=Path, help="where the run lies; default: the system's folder for temporary files")
+    parser.add_argument(
+        "--folder", type=Path, help="where the run lies; default: the system's folder for temporary files"
+    )
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
 
 def prepare(gsm8k: Path | None, folder: Path) -> Path:
     """A prepared data set."""
-    what = ["gsm8k", "--stand-in"] if gsm8k is None else ["gsm8k", "--source", str(gsm8k)]
+    what = ["gsm8k", "--synthetic"] if gsm8k is None else ["gsm8k", "--source", str(gsm8k)]
     subprocess.run([*SKYLITE, "prepare", *what, "--out", str(folder / "data")], check=True)
     return folder / "data"
 
@@ -71,8 +75,15 @@ def train(args: argparse.Namespace, data: Path, run: RunDir) -> None:
     }  # fmt: skip
     recipe = run.root.with_suffix(".toml")
     recipe.write_text("", encoding="utf-8")
-    words = [word for setting in [*(f"{k}={v}" for k, v in settings.items()), *args.set] for word in ("--set", setting)]
-    subprocess.run([*SKYLITE, "train", "--recipe", str(recipe), "--data", str(data), "--run", str(run.root), *words], check=True)
+    words = [
+        word
+        for setting in [*(f"{k}={v}" for k, v in settings.items()), *args.set]
+        for word in ("--set", setting)
+    ]
+    subprocess.run(
+        [*SKYLITE, "train", "--recipe", str(recipe), "--data", str(data), "--run", str(run.root), *words],
+        check=True,
+    )
 
 
 def plain_io(weights: Path) -> dict[str, float]:
@@ -93,8 +104,12 @@ def plain_io(weights: Path) -> dict[str, float]:
     return {"write_s": statistics.median(written), "read_s": statistics.median(read), "bytes": len(data)}
 
 
-def kept(step: dict[str, Any]) -> dict[str, float]:
-    return {k: v for k, v in step.items() if k.startswith(("time/", "staleness/", "mem/")) or k in ("step", "tokens/completion")}
+def watched(step: dict[str, Any]) -> dict[str, float]:
+    return {
+        k: v
+        for k, v in step.items()
+        if k.startswith(("time/", "staleness/", "mem/")) or k in ("step", "tokens/completion")
+    }
 
 
 def summary(steps: list[dict[str, Any]], plain: dict[str, float]) -> dict[str, float]:

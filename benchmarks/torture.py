@@ -30,7 +30,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.tiny_models import make_tiny_model
 from tests.torture.ground import SETTINGS, VLLM_SETTINGS, Ground, make_ground
-from tests.torture.kills import KINDS, SIGNALS, Result, as_row, matrix_cases, random_cases, torture, undisturbed
+from tests.torture.kills import (
+    KINDS,
+    SIGNALS,
+    Result,
+    as_row,
+    matrix_cases,
+    random_cases,
+    torture,
+    undisturbed,
+)
 from tests.torture.moments import PHASES
 from tests.torture.soak import soak, soak_faults
 
@@ -39,11 +48,11 @@ LISTS = ("lost_steps", "torn", "orphans", "tracebacks", "hangs")
 KEPT = 3
 """Soak: adapters that stay, beside version 0."""
 PLANNED = {
-    "stand-in, matrix": len(matrix_cases()),
-    "stand-in, 2 ranks, matrix": len(SIGNALS) * len(PHASES),
+    "synthetic, matrix": len(matrix_cases()),
+    "synthetic, 2 ranks, matrix": len(SIGNALS) * len(PHASES),
     "vllm, matrix": len(SIGNALS) * len(PHASES),
-    "stand-in, random moments": 200,
-    "stand-in, 2 ranks, random moments": 20,
+    "synthetic, random moments": 200,
+    "synthetic, 2 ranks, random moments": 20,
     "vllm, random moments": 20,
     "soak_steps": 300,
     "bad_inputs": 1000,
@@ -58,7 +67,10 @@ def main() -> None:
     deadline = time.monotonic() + args.seconds
     results = load(args.out)
     for piece in map(load, args.add):
-        results = {name: [*results[name], *(row for row in rows if row not in results[name])] for name, rows in piece.items()}
+        results = {
+            name: [*results[name], *(row for row in rows if row not in results[name])]
+            for name, rows in piece.items()
+        }
         save(args.out, results)
     with tempfile.TemporaryDirectory(prefix="torture-") as folder:
         model = make_tiny_model(Path(folder) / "model")
@@ -70,7 +82,10 @@ def main() -> None:
             settings = (*settings, f"sync.keep_last={KEPT}", "engine.max_num_seqs=32")
             ground = make_ground(Path(folder), model, args.engine, args.ranks, settings)
             results["soaks"].append(
-                {"commit": commit(), **soak(ground, "soak", args.soak, args.restart_every, deadline - time.monotonic())}
+                {
+                    "commit": commit(),
+                    **soak(ground, "soak", args.soak, args.restart_every, deadline - time.monotonic()),
+                }
             )
             save(args.out, results)
         if args.bad_inputs:
@@ -83,18 +98,30 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "torture.json")
-    parser.add_argument("--engine", choices=["stand-in", "vllm"], default="stand-in")
+    parser.add_argument("--engine", choices=["synthetic", "vllm"], default="synthetic")
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--matrix", action="store_true", help="every kind of process at every phase, SIGKILL and SIGSTOP")
+    parser.add_argument(
+        "--matrix", action="store_true", help="every kind of process at every phase, SIGKILL and SIGSTOP"
+    )
     parser.add_argument("--phases", nargs="+", default=list(PHASES), help="of --matrix")
     parser.add_argument("--kinds", nargs="+", help="of --matrix: parent, rank-1, engine-core ...")
     parser.add_argument("--random", type=int, default=0, help="so many signals at random moments")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--bad-inputs", type=float, default=0, help="so many times the thousand of the unit tests")
+    parser.add_argument(
+        "--bad-inputs", type=float, default=0, help="so many times the thousand of the unit tests"
+    )
     parser.add_argument("--soak", type=int, default=0, help="steps")
-    parser.add_argument("--restart-every", type=int, default=50, help="soak: steps between kills of the engine")
+    parser.add_argument(
+        "--restart-every", type=int, default=50, help="soak: steps between kills of the engine"
+    )
     parser.add_argument("--seconds", type=float, default=86400.0, help="begin no further round after so long")
-    parser.add_argument("--add", type=Path, nargs="+", default=[], help="results of pieces that ran side by side into other files")
+    parser.add_argument(
+        "--add",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="results of pieces that ran side by side into other files",
+    )
     parser.add_argument("--keep", type=Path, help="where the runs of rounds that did not go well are copied")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE")
     return parser.parse_args()
@@ -103,12 +130,22 @@ def arguments() -> argparse.Namespace:
 def kill(ground: Ground, args: argparse.Namespace, results: dict[str, Any], deadline: float) -> None:
     """The cases that are not in the results yet, until the time is over."""
     expected, seconds = undisturbed(ground)
-    kinds = (*KINDS, *(f"rank-{i}" for i in range(1, args.ranks)), *(("engine-core",) if args.engine == "vllm" else ()))
+    kinds = (
+        *KINDS,
+        *(f"rank-{i}" for i in range(1, args.ranks)),
+        *(("engine-core",) if args.engine == "vllm" else ()),
+    )
     asked = args.kinds or kinds
-    matrix = [case for case in matrix_cases(kinds) if case.phase in args.phases and case.kind in asked] if args.matrix else []
+    matrix = (
+        [case for case in matrix_cases(kinds) if case.phase in args.phases and case.kind in asked]
+        if args.matrix
+        else []
+    )
     done = {key(row) for row in results["cases"]}
     cases = [
-        c for c in [*matrix, *random_cases(args.random, seconds, args.seed)] if key(as_row(Result(c, args.engine), args.ranks)) not in done
+        c
+        for c in [*matrix, *random_cases(args.random, seconds, args.seed)]
+        if key(as_row(Result(c, args.engine), args.ranks)) not in done
     ]
     for of_round in torture(ground, cases, expected, deadline):
         results["cases"] += [{**as_row(result, args.ranks), "commit": commit()[:12]} for result in of_round]
@@ -116,7 +153,9 @@ def kill(ground: Ground, args: argparse.Namespace, results: dict[str, Any], dead
             print(json.dumps(row), flush=True)
         save(args.out, results)
         if args.keep is not None and not all(result.well for result in of_round):
-            shutil.copytree(ground.project.root, args.keep / str(int(time.time())), ignore=shutil.ignore_patterns("model"))
+            shutil.copytree(
+                ground.project.root, args.keep / str(int(time.time())), ignore=shutil.ignore_patterns("model")
+            )
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -132,7 +171,10 @@ def bad_inputs(factor: float) -> dict[str, Any]:
         cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "FUZZ_FACTOR": str(factor)},
     )  # fmt: skip
     text = done.stdout
-    found = [(int(refused), int(accepted)) for refused, accepted in re.findall(r"(\d+) refused in words, (\d+) accepted", text)]
+    found = [
+        (int(refused), int(accepted))
+        for refused, accepted in re.findall(r"(\d+) refused in words, (\d+) accepted", text)
+    ]
     return {
         "factor": factor,
         "refused": sum(refused for refused, _ in found),
@@ -156,7 +198,11 @@ def load(path: Path) -> dict[str, Any]:
 
 def save(path: Path, results: dict[str, Any]) -> None:
     """The summary first, then one line a case."""
-    summary = summarise(results) | {"commit": commit(), "command": "; ".join(results["commands"]), "machine": machine()}
+    summary = summarise(results) | {
+        "commit": commit(),
+        "command": "; ".join(results["commands"]),
+        "machine": machine(),
+    }
     lines = [f" {json.dumps(k)}: {json.dumps(v)}" for k, v in summary.items()]
     for name, rows in results.items():
         body = ",\n".join(f"  {json.dumps(row)}" for row in rows)
@@ -167,7 +213,11 @@ def save(path: Path, results: dict[str, Any]) -> None:
 
 def summarise(results: dict[str, Any]) -> dict[str, Any]:
     """The counts, each over the rows of this file."""
-    cases, fuzz, soaks = [row for row in results["cases"] if row["fired"]], results["bad_input_runs"], results["soaks"]
+    cases, fuzz, soaks = (
+        [row for row in results["cases"] if row["fired"]],
+        results["bad_input_runs"],
+        results["soaks"],
+    )
     count = {name: sum(len(row.get(name, [])) for row in cases) for name in LISTS}
     return {
         "kills": len(cases),
@@ -205,7 +255,7 @@ def not_well(summary: dict[str, Any]) -> dict[str, Any]:
 
 def times(cases: list[dict[str, Any]]) -> dict[str, dict[str, float | None]]:
     """By engine, kind and signal: how many, and in the median the seconds from the signal to the run's end, and of the resume until the
-    adapter is proven; and the finished steps that a resume trained again, at most."""
+    adapter is verified; and the finished steps that a resume trained again, at most."""
     table: dict[str, dict[str, float | None]] = {}
     for engine, kind, sent in sorted({(r["engine"], r["kind"], r["signal"]) for r in cases}):
         rows = [r for r in cases if (r["engine"], r["kind"], r["signal"]) == (engine, kind, sent)]
@@ -231,7 +281,12 @@ def command() -> list[str]:
 
 
 def commit() -> str:
-    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    return (
+        subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+        ).stdout.strip()
+        or "unknown"
+    )
 
 
 def machine() -> str:

@@ -32,7 +32,17 @@ from surroundings import about
 
 from skylite.run.files import write_json
 
-AXES = ("prompts", "group_size", "prompt", "completion", "rank", "budget", "packing", "checkpointing", "attention")
+AXES = (
+    "prompts",
+    "group_size",
+    "prompt",
+    "completion",
+    "rank",
+    "budget",
+    "packing",
+    "checkpointing",
+    "attention",
+)
 
 
 def main() -> None:
@@ -49,15 +59,30 @@ def main() -> None:
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True, help="smollm2-135m or a model folder")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    for axis, default in (("prompts", 4), ("group-size", 8), ("prompt", 106), ("completion", 128), ("rank", 32), ("budget", 2048)):
+    for axis, default in (
+        ("prompts", 4),
+        ("group-size", 8),
+        ("prompt", 106),
+        ("completion", 128),
+        ("rank", 32),
+        ("budget", 2048),
+    ):
         parser.add_argument(f"--{axis}", nargs="+", type=int, default=[default])
     parser.add_argument("--packing", nargs="+", choices=["tree", "padded"], default=["tree"])
     parser.add_argument("--checkpointing", nargs="+", choices=["none", "selective", "full"], default=["none"])
-    parser.add_argument("--attention", nargs="+", choices=["pieces", "flex"], default=["pieces"], help="flex: on a GPU only")
-    parser.add_argument("--offload", action="store_true", help="trainer.offload; on a CPU it measures nothing but that it works")
+    parser.add_argument(
+        "--attention", nargs="+", choices=["sdpa", "flex"], default=["sdpa"], help="flex: on a GPU only"
+    )
+    parser.add_argument(
+        "--offload",
+        action="store_true",
+        help="trainer.offload; on a CPU it measures nothing but that it works",
+    )
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--steps", type=int, default=4, help="the first is not counted")
     parser.add_argument("--vocab", type=int, default=20000, help="made-up tokens are drawn below this")
@@ -68,12 +93,28 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def in_own_process(args: argparse.Namespace, axes: dict[str, Any]) -> dict[str, Any]:
-    from skylite.launch.machine import cpu_cores
-    from skylite.launch.torchrun import trainer_env
+    from skylite.processes.machine import cpu_cores
+    from skylite.processes.torchrun import trainer_env
 
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in axes.items()]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}", __file__, "--inner"]
-    command += ["--model", args.model, "--dtype", args.dtype, f"--steps={args.steps}", f"--vocab={args.vocab}", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={args.ranks}",
+        __file__,
+        "--inner",
+    ]
+    command += [
+        "--model",
+        args.model,
+        "--dtype",
+        args.dtype,
+        f"--steps={args.steps}",
+        f"--vocab={args.vocab}",
+        *flags,
+    ]
     command += [flag for flag, wanted in (("--publish", args.publish), ("--offload", args.offload)) if wanted]
     env = os.environ | trainer_env(max(1, cpu_cores() // args.ranks))
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
@@ -85,29 +126,41 @@ def inner(args: argparse.Namespace) -> None:
     """One combination, in a rank."""
     import torch
 
-    from skylite.models import resolve_model
-    from skylite.training.dist import process_group, set_threads
-    from skylite.training.learner import make_learner
-    from skylite.training.policy import choose_passes, load_policy
-    from skylite.training.step import train_step
+    from skylite.hub.resolve import resolve_model
+    from skylite.model.distributed import process_group, set_threads
+    from skylite.model.policy import load_policy
+    from skylite.model.probing import choose_passes
+    from skylite.trainer.optimizer import make_optimizer
+    from skylite.trainer.step import train_step
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     set_threads(None)
     with process_group(device) as dist:
         # A folder is taken as it is: random weights have no tokenizer.
-        folder = args.model if Path(args.model).is_dir() else str(resolve_model(args.model, say=lambda _: None).path)
+        folder = (
+            args.model
+            if Path(args.model).is_dir()
+            else str(resolve_model(args.model, say=lambda _: None).path)
+        )
         config, where = settings(args, folder, device, offload=args.offload)
         policy, _ = choose_passes(load_policy(where, config, dist), list(range(20, 60)))
         if args.packing == ["padded"]:
             policy.model.get_base_model().set_attn_implementation("sdpa")
             policy = replace(policy, packing="padded")
-        learner = make_learner("policy", policy.lora, config.optim.lr, config.optim.max_grad_norm, config.optim, offload=args.offload)
+        optimizer = make_optimizer(
+            "policy",
+            policy.lora,
+            config.optim.lr,
+            config.optim.max_grad_norm,
+            config.optim,
+            offload=args.offload,
+        )
         weights = count_weights(policy)
         loaded, peak, seconds = rss_gib("now"), [matrix_peak(policy)], []
         for step in range(1, args.steps + 1):
             samples = made_up(args, step)
             started = time.perf_counter()
-            metrics = train_step(policy, learner, samples, step, config, dist)
+            metrics = train_step(policy, optimizer, samples, step, config, dist)
             seconds.append(time.perf_counter() - started)
         peak.append(matrix_peak(policy))
         median = statistics.median(seconds[1:])
@@ -125,18 +178,22 @@ def inner(args: argparse.Namespace) -> None:
         }
         if args.publish:
             found |= published(policy, config, where)
-        if dist.is_first:
+        if dist.is_main:
             print(json.dumps(found))
 
 
 def settings(args: argparse.Namespace, model: str, device: str, offload: bool = False) -> Any:
-    from skylite.config import Resolved, TrainConfig
+    from skylite.config.train import Resolved, TrainConfig
 
     config = TrainConfig.model_validate(
         {
             "num_steps": args.steps,
             "lora": {"rank": args.rank[0], "alpha": 32},
-            "rollout": {"prompts_per_step": args.prompts[0], "group_size": args.group_size[0], "max_completion_tokens": args.completion[0]},
+            "rollout": {
+                "prompts_per_step": args.prompts[0],
+                "group_size": args.group_size[0],
+                "max_completion_tokens": args.completion[0],
+            },
             "trainer": {
                 "tokens_per_micro_batch": args.budget[0],
                 "checkpointing": args.checkpointing[0],
@@ -145,7 +202,9 @@ def settings(args: argparse.Namespace, model: str, device: str, offload: bool = 
             },
         }
     )
-    return config, Resolved(model_path=model, model_fingerprint="", dtype=args.dtype, device=device, lora_sync_path="")
+    return config, Resolved(
+        model_path=model, model_fingerprint="", dtype=args.dtype, device=device, lora_sync_path=""
+    )
 
 
 def made_up(args: argparse.Namespace, seed: int) -> list[Any]:
@@ -178,13 +237,21 @@ def count_weights(policy: Any) -> dict[str, int]:
     embedding = base.get_input_embeddings().weight.numel()
     tied = base.config.get_text_config().tie_word_embeddings
     total = sum(p.numel() for n, p in policy.model.named_parameters() if ".lora_" not in n)
-    return {"body": total - embedding - (0 if tied else head), "head": head, "lora": sum(p.numel() for p in policy.lora.values())}
+    return {
+        "body": total - embedding - (0 if tied else head),
+        "head": head,
+        "lora": sum(p.numel() for p in policy.lora.values()),
+    }
 
 
 def work(weights: dict[str, int], metrics: dict[str, float], is_tree: bool) -> float:
     """FLOP of a step over all ranks. The head is counted for forward and backward once; that we make its product twice is our loss."""
     tokens = metrics["tokens/unique"] if is_tree else metrics["tokens/total"]
-    return 4.0 * weights["body"] * tokens + 4.0 * weights["head"] * metrics["tokens/completion"] + 6.0 * weights["lora"] * tokens
+    return (
+        4.0 * weights["body"] * tokens
+        + 4.0 * weights["head"] * metrics["tokens/completion"]
+        + 6.0 * weights["lora"] * tokens
+    )
 
 
 def matrix_peak(policy: Any) -> float:
@@ -210,16 +277,25 @@ def published(policy: Any, config: Any, where: Any) -> dict[str, float]:
     """Median seconds, and bytes, of three publishes into a folder of its own: the files alone, no canary and no engine that loads them."""
     import tempfile
 
-    from skylite.config import RunConfig
-    from skylite.run.manifest import Canary
-    from skylite.training.adapter import publish
+    from skylite.adapters.manifest import Canary
+    from skylite.config.train import RunConfig
+    from skylite.trainer.publish import publish
 
     seconds = []
     with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
-        run_config = RunConfig(skylite_version="benchmark", config=config, resolved=where.model_copy(update={"lora_sync_path": folder}))
+        run_config = RunConfig(
+            skylite_version="benchmark",
+            config=config,
+            resolved=where.model_copy(update={"lora_sync_path": folder}),
+        )
         for version in range(3):
             started = time.perf_counter()
-            done = publish(policy, run_config, version, lambda: Canary(sequences=[], policy_logprobs=[], base_logprobs=[]))
+            done = publish(
+                policy,
+                run_config,
+                version,
+                lambda: Canary(sequences=[], policy_logprobs=[], base_logprobs=[]),
+            )
             seconds.append(time.perf_counter() - started)
     return {"publish_s": round(statistics.median(seconds), 3), "adapter_mb": round(done.num_bytes / 1e6, 1)}
 
@@ -234,7 +310,9 @@ def peak_gib(policy: Any) -> float:
 def rss_gib(which: str) -> float:
     if which == "peak":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize() / 2**30
+    return (
+        int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize() / 2**30
+    )
 
 
 if __name__ == "__main__":

@@ -23,15 +23,16 @@ import torch
 import train_phase
 from surroundings import about
 
-from skylite.grpo.logprobs import BLOCK_WORDS
-from skylite.launch.machine import cpu_cores
-from skylite.launch.torchrun import trainer_env
-from skylite.models import resolve_model
+from skylite.hub.resolve import resolve_model
+from skylite.model.chunked_logprobs import BLOCK_WORDS
+from skylite.model.distributed import process_group, set_threads
+from skylite.model.policy import load_policy
+from skylite.model.probing import choose_passes
+from skylite.processes.machine import cpu_cores
+from skylite.processes.torchrun import trainer_env
 from skylite.run.files import write_json
-from skylite.training.dist import process_group, set_threads
-from skylite.training.learner import make_learner
-from skylite.training.policy import choose_passes, load_policy
-from skylite.training.step import train_step
+from skylite.trainer.optimizer import make_optimizer
+from skylite.trainer.step import train_step
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_")
 BATCHED = ("aten::bmm", "aten::baddbmm", "aten::baddbmm_")
@@ -39,7 +40,9 @@ RANK, SIBLINGS = 32, 3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
@@ -50,7 +53,9 @@ def main() -> None:
     # The trainer's own environment, its allocator included, which has to be there before Python starts.
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     command = [*torchrun, __file__, "--inner", "--model", args.model]
-    done = subprocess.run(command, env=os.environ | trainer_env(cpu_cores()), stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        command, env=os.environ | trainer_env(cpu_cores()), stdout=subprocess.PIPE, text=True, check=True
+    )
     result = about() | json.loads(done.stdout.splitlines()[-1])
     print(json.dumps(result, indent=1))
     if args.out:
@@ -60,20 +65,35 @@ def main() -> None:
 def profile(model: str) -> dict[str, Any]:
     """Seconds of a step of one group, and the shares of its kinds of work."""
     folder = str(resolve_model(model, say=lambda _: None).path)
-    words = ["--model", model, "--rank", str(RANK), "--prompts", "1", "--budget", "1200", "--checkpointing", "selective"]
+    words = [
+        "--model",
+        model,
+        "--rank",
+        str(RANK),
+        "--prompts",
+        "1",
+        "--budget",
+        "1200",
+        "--checkpointing",
+        "selective",
+    ]
     sizes = train_phase.parse_arguments(words)
     config, where = train_phase.settings(sizes, folder, "cpu")
     set_threads(None)
     with process_group("cpu") as dist:
         policy, _ = choose_passes(load_policy(where, config, dist), list(range(20, 60)))
-        learner = make_learner("policy", policy.lora, config.optim.lr, config.optim.max_grad_norm, config.optim)
+        optimizer = make_optimizer(
+            "policy", policy.lora, config.optim.lr, config.optim.max_grad_norm, config.optim
+        )
         samples, seconds = train_phase.made_up(sizes, 1), []
         for step in range(1, sizes.steps + 1):
             started = time.perf_counter()
-            train_step(policy, learner, samples, step, config, dist)
+            train_step(policy, optimizer, samples, step, config, dist)
             seconds.append(time.perf_counter() - started)
-        with torch.profiler.profile(record_shapes=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-            train_step(policy, learner, samples, 5, config, dist)
+        with torch.profiler.profile(
+            record_shapes=True, activities=[torch.profiler.ProfilerActivity.CPU]
+        ) as profiler:
+            train_step(policy, optimizer, samples, 5, config, dist)
         peak = train_phase.matrix_peak(policy)
     spent: Counter[str] = Counter()
     for event in profiler.key_averages(group_by_input_shape=True):

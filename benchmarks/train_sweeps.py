@@ -23,7 +23,9 @@ BASE: dict[str, Any] = {
     "checkpointing": "selective",
 }  # fmt: skip
 SWEEPS: dict[str, list[dict[str, Any]]] = {
-    "sharing": [{"group_size": size, "packing": packing} for size in (4, 8, 16) for packing in ("tree", "padded")],
+    "sharing": [
+        {"group_size": size, "packing": packing} for size in (4, 8, 16) for packing in ("tree", "padded")
+    ],
     "rank": [{"rank": rank} for rank in (8, 16, 32, 64, 128)],
     "ranks": [{"prompts": 2, "ranks": ranks} for ranks in (1, 2)],
     "completion": [{"completion": length} for length in (64, 128, 256, 512, 1024)],
@@ -40,13 +42,17 @@ def main() -> None:
                 args.ranks = axes.pop("ranks")
                 rows.append({"sweep": sweep, **train_phase.in_own_process(args, axes)})
                 print(json.dumps(rows[-1]), flush=True)
-                write_json(args.out, about() | {"counted_steps": args.steps - 1, "dtype": args.dtype, "rows": rows})
+                write_json(
+                    args.out, about() | {"counted_steps": args.steps - 1, "dtype": args.dtype, "rows": rows}
+                )
     if args.picture:
         draw(rows, args.picture)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--sweeps", nargs="+", choices=SWEEPS, default=list(SWEEPS))
@@ -67,15 +73,25 @@ def draw(rows: list[dict[str, Any]], picture: Path) -> None:
     of = {name: [row for row in rows if row["sweep"] == name] for name in SWEEPS}
     for packing, label in (("tree", "prompt once a group"), ("padded", "prompt in every row")):
         points = [row for row in of["sharing"] if row["packing"] == packing]
-        sharing.plot([p["group_size"] for p in points], [p["seconds"] for p in points], marker="o", label=label)
+        sharing.plot(
+            [p["group_size"] for p in points], [p["seconds"] for p in points], marker="o", label=label
+        )
     sharing.set(xlabel="group size", ylabel="seconds a step", ylim=0, xticks=[4, 8, 16])
     sharing.legend(fontsize="small")
     for axes, key, label in ((length, "completion", "completion tokens"), (rank, "rank", "LoRA rank")):
-        seconds = axes.plot([p[key] for p in of[key]], [p["seconds"] for p in of[key]], marker="o", label="seconds a step")
+        seconds = axes.plot(
+            [p[key] for p in of[key]], [p["seconds"] for p in of[key]], marker="o", label="seconds a step"
+        )
         axes.set(xlabel=label, ylim=0, xticks=[p[key] for p in of[key]])
         axes.tick_params(axis="x", rotation=45)
         memory = axes.twinx()
-        peak = memory.plot([p[key] for p in of[key]], [p["peak_gib"] for p in of[key]], marker="s", color="grey", label="peak GiB")
+        peak = memory.plot(
+            [p[key] for p in of[key]],
+            [p["peak_gib"] for p in of[key]],
+            marker="s",
+            color="grey",
+            label="peak GiB",
+        )
         memory.set_ylim(bottom=0)
         memory.set_ylabel("GiB")
         axes.legend(handles=[*seconds, *peak], fontsize="small")

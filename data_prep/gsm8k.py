@@ -1,8 +1,8 @@
-"""GSM8K: 7,473 + 1,319 grade-school word problems (arXiv 2110.14168, https://github.com/openai/grade-school-math, MIT).
+"""GSM8K: 7,473 + 1,319 difficulty-school word problems (arXiv 2110.14168, https://github.com/openai/difficulty-school-math, MIT).
 
 To add a data set, copy this file, edit it, and run `skylite prepare path/to/copy.py` (or put it in ./data_prep and use its name):
 NAME, SYSTEM, EXAMPLES and REWARD say what it is; `load_rows` reads raw rows; `to_prompt` makes a prompt of one; `reference` gives
-a completion of it that must score 1.0. `stand_in_rows` is optional. A DataError that names `row.where` points a person at the row.
+a completion of it that must score 1.0. `synthetic_rows` is optional. A DataError that names `row.where` points a person at the row.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import islice
 from math import ceil
 from pathlib import Path
 
-from skylite.data import stand_in
+from skylite.data import synthetic as synthetic
 from skylite.data.sources import Row, Table, generated_table, hold_out, hub_table, read_table
 from skylite.errors import DataError
 from skylite.types import Message, Prompt
@@ -33,9 +33,9 @@ HUB = "openai/gsm8k"
 VALIDATION_ROWS = 512
 VALIDATION_SEED = 20110
 """Fixed: the validation problems are the same ones whatever --seed is."""
-STAND_IN_TRAIN_ROWS = 4096
-STAND_IN_HELD_OUT = {"test": (1024, 512), "validation": (512, 128)}
-"""split -> (rows in all, rows of each grade), whichever is more."""
+SYNTHETIC_TRAIN_ROWS = 4096
+SYNTHETIC_HELD_OUT = {"test": (1024, 512), "validation": (512, 128)}
+"""split -> (rows in all, rows of each difficulty), whichever is more."""
 
 
 def load_rows(split: str, source: Path | None) -> Table:
@@ -49,29 +49,45 @@ def load_rows(split: str, source: Path | None) -> Table:
     return validation if split == "validation" else train
 
 
-def stand_in_rows(split: str, seed: int, grades: Sequence[int], limit: int | None) -> Table:
-    """Generated problems; every grade's run of distinct problems is cut into test, validation and train, so that none overlap."""
-    unknown = sorted(set(grades) - set(stand_in.GRADES))
+def synthetic_rows(split: str, seed: int, difficulty: Sequence[int], limit: int | None) -> Table:
+    """Generated problems; every difficulty's run of distinct problems is cut into test, validation and train, so that none overlap."""
+    unknown = sorted(set(difficulty) - set(synthetic.GRADES))
     if unknown:
-        raise DataError(f"The stand-in has no grade {unknown}.", f"Its grades are {list(stand_in.GRADES)}.")
-    grades = sorted(set(grades)) or list(stand_in.GRADES)
-    rows_of_each = {name: max(ceil(total / len(grades)), each) for name, (total, each) in STAND_IN_HELD_OUT.items()}
-    rows_of_each["train"] = ceil((limit or STAND_IN_TRAIN_ROWS) / len(grades))
-    start = {"test": 0, "validation": rows_of_each["test"], "train": rows_of_each["test"] + rows_of_each["validation"]}[split]
-    runs = [list(islice(stand_in.problems(grade, seed), start, start + rows_of_each[split])) for grade in grades]
+        raise DataError(
+            f"The synthetic has no difficulty {unknown}.", f"Its difficulty are {list(synthetic.GRADES)}."
+        )
+    difficulty = sorted(set(difficulty)) or list(synthetic.GRADES)
+    rows_of_each = {
+        name: max(ceil(total / len(difficulty)), each) for name, (total, each) in SYNTHETIC_HELD_OUT.items()
+    }
+    rows_of_each["train"] = ceil((limit or SYNTHETIC_TRAIN_ROWS) / len(difficulty))
+    start = {
+        "test": 0,
+        "validation": rows_of_each["test"],
+        "train": rows_of_each["test"] + rows_of_each["validation"],
+    }[split]
+    runs = [
+        list(islice(synthetic.problems(difficulty, seed), start, start + rows_of_each[split]))
+        for difficulty in difficulty
+    ]
     mixed = [problem for row in zip(*runs, strict=True) for problem in row]
-    rows = [{"question": p.question, "answer": p.answer, "grade": p.grade} for p in mixed[: limit if split == "train" else None]]
-    return generated_table(rows, "stand-in", f"skylite stand-in (seed {seed}, grades {grades})")
+    rows = [
+        {"question": p.question, "answer": p.answer, "difficulty": p.difficulty}
+        for p in mixed[: limit if split == "train" else None]
+    ]
+    return generated_table(rows, "synthetic", f"skylite synthetic (seed {seed}, difficulty {difficulty})")
 
 
 def to_prompt(row: Row, prompt_id: str) -> Prompt:
-    """System text, worked examples, the question. The grade is the number of calculator annotations."""
+    """System text, worked examples, the question. The difficulty is the number of calculator annotations."""
     worked, mark, answer = row.text("answer").rpartition("####")
     if not mark:
         raise DataError(f"{row.where}: the answer has no '####'.", "GSM8K answers end in '#### NUMBER'.")
     question: Message = {"role": "user", "content": row.text("question")}
     messages: list[Message] = [{"role": "system", "content": SYSTEM}, *EXAMPLES, question]
-    return Prompt(id=prompt_id, messages=messages, answer=answer.strip(), source=NAME, grade=worked.count("<<"))
+    return Prompt(
+        id=prompt_id, messages=messages, answer=answer.strip(), source=NAME, difficulty=worked.count("<<")
+    )
 
 
 def reference(row: Row) -> str:

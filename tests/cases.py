@@ -10,21 +10,22 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
-from skylite.config import TrainConfig
-from skylite.config_algorithm import PRESETS
-from skylite.grpo.batch import Packing
-from skylite.launch.machine import Dtype
-from skylite.training.dist import Dist
-from skylite.training.learner import Learner, make_learner
-from skylite.training.policy import Policy, choose_passes, load_policy
-from skylite.training.step import train_step
+from skylite.config.algorithm import PRESETS
+from skylite.config.train import TrainConfig
+from skylite.model.distributed import Dist
+from skylite.model.packing import Packing
+from skylite.model.policy import Policy, load_policy
+from skylite.model.probing import choose_passes
+from skylite.processes.machine import Dtype
+from skylite.trainer.optimizer import FlatAdamW, make_optimizer
+from skylite.trainer.step import train_step
 from tests.reference import random_samples, reference_loss, resolved
 
 PROBE = list(range(20, 40))
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     **{name: {"name": name} for name in PRESETS if name not in ("ppo", "clip_cov", "kl_cov", "dapo")},
-    "dapo": {"name": "dapo", "equal_groups": "drop", "mask_truncated": True},
+    "dapo": {"name": "dapo", "zero_std_groups": "drop", "mask_truncated": True},
     "grpo paper": {"aggregation": "seq-mean-token-mean", "kl_coef": 0.1, "kl_estimator": "k1"},
     "dual_clip": {"policy_loss": "dual_clip", "dual_clip": 1.5},
     "clip_cov": {"name": "clip_cov", "cov_frac": 1.0, "clip_cov_low": 0.05},
@@ -39,7 +40,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     },
     "entropy bonus": {"entropy_coef": 0.05},
     "top entropy": {"top_entropy_quantile": 0.3, "mask_truncated": True},
-    "drop": {"equal_groups": "drop"},
+    "drop": {"zero_std_groups": "drop"},
 }
 IMPORTANCE: dict[str, dict[str, Any]] = {
     "mask a token": {"mode": "mask", "cap": 2.0, "floor": 0.3},
@@ -49,7 +50,9 @@ IMPORTANCE: dict[str, dict[str, Any]] = {
 }
 
 
-def policy_of(model: Path, config: TrainConfig, dist: Dist, packing: Packing | None = None, dtype: Dtype = "float32") -> Policy:
+def policy_of(
+    model: Path, config: TrainConfig, dist: Dist, packing: Packing | None = None, dtype: Dtype = "float32"
+) -> Policy:
     """A policy whose B matrices are not zero, packed as its model allows or as told."""
     policy = load_policy(resolved(model, model).model_copy(update={"dtype": dtype}), config, dist)
     generator = torch.Generator().manual_seed(1)
@@ -62,28 +65,32 @@ def policy_of(model: Path, config: TrainConfig, dist: Dist, packing: Packing | N
     return replace(policy, packing=packing or policy.packing)
 
 
-def learner_of(policy: Policy, config: TrainConfig) -> Learner:
+def optimizer_of(policy: Policy, config: TrainConfig) -> FlatAdamW:
     optim = config.optim
-    return make_learner("policy", policy.lora, optim.lr, optim.max_grad_norm, optim, optim.lora_plus_ratio)
+    return make_optimizer("policy", policy.lora, optim.lr, optim.max_grad_norm, optim, optim.lora_plus_ratio)
 
 
 def plain_model(model: Path, policy: Policy, config: TrainConfig) -> Any:
     """The same weights in an ordinary PEFT model, unsharded, with transformers' own attention."""
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
-    plain = PeftModel(base, LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=policy.target_modules)).eval()
+    plain = PeftModel(
+        base, LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=policy.target_modules)
+    ).eval()
     for name, param in plain.named_parameters():
         if param.requires_grad:
             param.data.copy_(policy.lora[name].data)
     return plain
 
 
-def gradients_after_step(policy: Policy, config: TrainConfig, dist: Dist, seed: int = 0) -> tuple[torch.Tensor, dict[str, float]]:
+def gradients_after_step(
+    policy: Policy, config: TrainConfig, dist: Dist, seed: int = 0
+) -> tuple[torch.Tensor, dict[str, float]]:
     before = {n: p.detach().clone() for n, p in policy.lora.items()}
-    learner = learner_of(policy, config)
-    metrics = train_step(policy, learner, random_samples(seed), 1, config, dist)
+    optimizer = optimizer_of(policy, config)
+    metrics = train_step(policy, optimizer, random_samples(seed), 1, config, dist)
     for name, param in policy.lora.items():
         param.data.copy_(before[name])
-    return learner.grads.clone(), metrics
+    return optimizer.grads.clone(), metrics
 
 
 def reference_gradient(plain: Any, policy: Policy, config: TrainConfig) -> torch.Tensor:

@@ -16,9 +16,9 @@ import httpx
 import torch
 from safetensors.torch import load_file, save_file
 
-from skylite.config import CpuLora
-from skylite.launch.processes import Child, ProcessSpec, died, kill, poll, start
-from skylite.launch.vllm_server import BASE_NAME, EngineSpec, engine_command, engine_env
+from skylite.config.train import CpuLora
+from skylite.engine.server import BASE_NAME, EngineSpec, engine_command, engine_env
+from skylite.processes.child import Child, ProcessSpec, died, kill, poll, start
 
 TARGET_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 MAX_LORA_RANK = 8
@@ -62,8 +62,15 @@ class EngineServer:
 
     def ask(self, ask: Ask) -> Answer:
         """The answer to one request; any HTTP error raises."""
-        body: dict[str, Any] = {"model": ask.model, "prompt": ask.prompt, "max_tokens": ask.max_tokens, "temperature": 0.0}
-        body |= {"ignore_eos": True, "logprobs": 0, "return_token_ids": True} | ({"cache_salt": ask.salt} if ask.salt else {})
+        body: dict[str, Any] = {
+            "model": ask.model,
+            "prompt": ask.prompt,
+            "max_tokens": ask.max_tokens,
+            "temperature": 0.0,
+        }
+        body |= {"ignore_eos": True, "logprobs": 0, "return_token_ids": True} | (
+            {"cache_salt": ask.salt} if ask.salt else {}
+        )
         reply = self.http.post("/v1/completions", json=body).raise_for_status().json()
         choice = reply["choices"][0]
         return Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"])
@@ -75,7 +82,9 @@ class EngineServer:
 
 
 @contextmanager
-def running_server(model_path: Path, *, cpu_lora: CpuLora = "merged", target_modules: list[str] | None = None) -> Iterator[EngineServer]:
+def running_server(
+    model_path: Path, *, cpu_lora: CpuLora = "merged", target_modules: list[str] | None = None
+) -> Iterator[EngineServer]:
     """Start a server for a tiny model (two adapters in a batch, rank up to 8), yield it when it serves, kill it at the end."""
     with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
         spec = EngineSpec(
@@ -96,7 +105,14 @@ def running_server(model_path: Path, *, cpu_lora: CpuLora = "merged", target_mod
             enable_lora=True,
             seed=0,
         )
-        child = start(ProcessSpec(name=spec.name, argv=engine_command(spec), env=engine_env(spec, {}), log_path=Path(folder, "vllm.log")))
+        child = start(
+            ProcessSpec(
+                name=spec.name,
+                argv=engine_command(spec),
+                env=engine_env(spec, {}),
+                log_path=Path(folder, "vllm.log"),
+            )
+        )
         transport = httpx.HTTPTransport(uds=str(spec.uds), limits=httpx.Limits(max_connections=None))
         try:
             with httpx.Client(transport=transport, base_url="http://engine", timeout=120.0) as http:
@@ -107,7 +123,13 @@ def running_server(model_path: Path, *, cpu_lora: CpuLora = "merged", target_mod
 
 
 def write_random_adapter(
-    folder: Path, model_path: Path, *, rank: int = 4, seed: int = 1, scale: float = 0.5, target_modules: Sequence[str] = TARGET_MODULES
+    folder: Path,
+    model_path: Path,
+    *,
+    rank: int = 4,
+    seed: int = 1,
+    scale: float = 0.5,
+    target_modules: Sequence[str] = TARGET_MODULES,
 ) -> Path:
     """A PEFT folder with Gaussian A and B (B is not zero), alpha = 2 * rank; `scale` is the update's size relative to random weights'."""
     generator = torch.Generator().manual_seed(seed)
@@ -130,7 +152,9 @@ def write_random_adapter(
     return folder
 
 
-def _random_pair(module: str, shape: Sequence[int], rank: int, scale: float, generator: torch.Generator) -> dict[str, torch.Tensor]:
+def _random_pair(
+    module: str, shape: Sequence[int], rank: int, scale: float, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
     """PEFT's two tensors of one layer; an embedding's weight is [vocabulary, hidden], and its A is looked up by token."""
     embedding = module.endswith("embed_tokens")
     outputs, inputs = reversed(shape) if embedding else shape

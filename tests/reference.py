@@ -17,11 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from skylite.config import Resolved, RunConfig, TrainConfig
-from skylite.config_algorithm import AlgorithmConfig, ImportanceConfig
+from skylite.config.algorithm import AlgorithmConfig, ImportanceConfig
+from skylite.config.train import Resolved, RunConfig, TrainConfig
+from skylite.model.distributed import Dist, process_group
 from skylite.run.rollout_file import ROLLOUT_SCHEMA, TrainSample
 from skylite.run.run_dir import RunDir
-from skylite.training.dist import Dist, process_group
 
 VOCAB = 256
 
@@ -36,7 +36,9 @@ class Before:
     values: torch.Tensor | None = None
 
 
-def reference_advantages(samples: Sequence[TrainSample], config: TrainConfig, before: Sequence[Before]) -> list[list[float]]:
+def reference_advantages(
+    samples: Sequence[TrainSample], config: TrainConfig, before: Sequence[Before]
+) -> list[list[float]]:
     """A number a token of each sample, with the standard library alone."""
     a = config.algorithm
     penalties = [_kl_penalty(b, a) for b in before]
@@ -63,11 +65,15 @@ def _group_advantage(index: int, samples: Sequence[TrainSample], rewards: list[f
     if kind == "maxrl":
         return (mine - mean) / (mean + 1e-6)
     if kind == "grpo":
-        return (mine - mean) / (math.sqrt(sum((rewards[i] - mean) ** 2 for i in group) / (len(group) - 1)) + 1e-6)
+        return (mine - mean) / (
+            math.sqrt(sum((rewards[i] - mean) ** 2 for i in group) / (len(group) - 1)) + 1e-6
+        )
     return mine - mean
 
 
-def _token_advantages(sample: TrainSample, penalty: list[float], before: Before, a: AlgorithmConfig) -> list[float]:
+def _token_advantages(
+    sample: TrainSample, penalty: list[float], before: Before, a: AlgorithmConfig
+) -> list[float]:
     rewards = [-p for p in penalty]
     rewards[-1] += sample.reward
     values = [0.0] * len(rewards) if before.values is None else before.values.tolist()
@@ -88,7 +94,10 @@ def _whitened(rows: list[list[float]], counted: list[bool]) -> list[list[float]]
 def _kl_penalty(before: Before, a: AlgorithmConfig) -> list[float]:
     if before.ref is None or a.kl_in != "reward":
         return [0.0] * len(before.old)
-    return [a.kl_coef * _kl(float(p), float(r), a.kl_estimator) for p, r in zip(before.old, before.ref, strict=True)]
+    return [
+        a.kl_coef * _kl(float(p), float(r), a.kl_estimator)
+        for p, r in zip(before.old, before.ref, strict=True)
+    ]
 
 
 def _kl(policy: Any, ref: Any, estimator: str) -> Any:
@@ -99,7 +108,9 @@ def _kl(policy: Any, ref: Any, estimator: str) -> Any:
 
 def _is_counted(sample: TrainSample, samples: Sequence[TrainSample], config: TrainConfig) -> bool:
     same = len({s.reward for s in samples if s.group == sample.group}) == 1
-    return not (same and config.algorithm.equal_groups != "keep") and not (sample.truncated and config.algorithm.mask_truncated)
+    return not (same and config.algorithm.zero_std_groups != "keep") and not (
+        sample.truncated and config.algorithm.mask_truncated
+    )
 
 
 def reference_logprobs(model: Any, sample: TrainSample, temperature: float) -> torch.Tensor:
@@ -107,7 +118,9 @@ def reference_logprobs(model: Any, sample: TrainSample, temperature: float) -> t
     return reference_scores(model, sample, temperature)[0]
 
 
-def reference_scores(model: Any, sample: TrainSample, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def reference_scores(
+    model: Any, sample: TrainSample, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprobs [C] and entropies [C]."""
     ids = sample.prompt_token_ids + sample.completion_token_ids
     logits = model(input_ids=torch.tensor([ids])).logits[0].float() / temperature
@@ -117,7 +130,11 @@ def reference_scores(model: Any, sample: TrainSample, temperature: float) -> tup
 
 
 def reference_loss(
-    model: Any, samples: Sequence[TrainSample], part: range, config: TrainConfig, before: Sequence[Before] | None = None
+    model: Any,
+    samples: Sequence[TrainSample],
+    part: range,
+    config: TrainConfig,
+    before: Sequence[Before] | None = None,
 ) -> torch.Tensor:
     """The loss of the mini-batch samples[part]. `before`: of every sample, before the first update; None: this is the first."""
     a, temperature = config.algorithm, config.rollout.temperature
@@ -128,7 +145,9 @@ def reference_loss(
     counted = [i for i in part if _is_counted(samples[i], samples, config)]
     lengths = {i: len(samples[i].completion_token_ids) for i in part}
     chosen = _chosen_tokens(scores, before, advantages, counted, config)
-    threshold = torch.quantile(torch.cat([scores[i][1].detach() for i in counted]).double(), 1 - a.top_entropy_quantile)
+    threshold = torch.quantile(
+        torch.cat([scores[i][1].detach() for i in counted]).double(), 1 - a.top_entropy_quantile
+    )
     total: Any = 0.0
     for i in counted:
         policy, entropy = scores[i]
@@ -139,17 +158,24 @@ def reference_loss(
             "fixed-length": 1 / len(counted) / config.rollout.max_completion_tokens,
         }[a.aggregation]
         losses = _token_losses(policy, before[i].old, torch.tensor(advantages[i]), chosen.get(i), a)
-        losses = losses * _importance(before[i].old, torch.tensor(samples[i].rollout_logprobs), config.importance)
+        losses = losses * _importance(
+            before[i].old, torch.tensor(samples[i].rollout_logprobs), config.importance
+        )
         losses = losses * (entropy.detach().double() >= threshold)
         if a.uses_ref and a.kl_in == "loss":
             losses = losses + a.kl_coef * _kl(policy, before[i].ref, a.kl_estimator)
-        total = total + weight * losses.sum() - a.entropy_coef * entropy.sum() / sum(lengths[j] for j in counted)
+        total = (
+            total + weight * losses.sum() - a.entropy_coef * entropy.sum() / sum(lengths[j] for j in counted)
+        )
     return total
 
 
 @torch.no_grad()
 def reference_before(
-    model: Any, samples: Sequence[TrainSample], config: TrainConfig, values: Sequence[torch.Tensor] | None = None
+    model: Any,
+    samples: Sequence[TrainSample],
+    config: TrainConfig,
+    values: Sequence[torch.Tensor] | None = None,
 ) -> list[Before]:
     """Every sample under the policy as it is, and under the base where a KL needs it."""
     found = []
@@ -164,7 +190,11 @@ def reference_before(
 
 
 def _token_losses(
-    policy: torch.Tensor, old: torch.Tensor, adv: torch.Tensor, chosen: torch.Tensor | None, a: AlgorithmConfig
+    policy: torch.Tensor,
+    old: torch.Tensor,
+    adv: torch.Tensor,
+    chosen: torch.Tensor | None,
+    a: AlgorithmConfig,
 ) -> torch.Tensor:
     low, high, ratio = 1 - a.clip_eps_low, 1 + a.clip_eps_high, torch.exp(policy - old)
     clipped = -torch.min(ratio * adv, torch.clamp(ratio, low, high) * adv)
@@ -185,7 +215,11 @@ def _token_losses(
 
 
 def _chosen_tokens(
-    scores: dict[int, Any], before: Sequence[Before], advantages: list[list[float]], counted: list[int], config: TrainConfig
+    scores: dict[int, Any],
+    before: Sequence[Before],
+    advantages: list[list[float]],
+    counted: list[int],
+    config: TrainConfig,
 ) -> dict[int, torch.Tensor]:
     """By covariance. clip_cov: all candidates, so the tests leave no room for chance (cov_frac = 1)."""
     a = config.algorithm
@@ -217,7 +251,9 @@ def _importance(old: torch.Tensor, rollout: torch.Tensor, config: ImportanceConf
     return weight * 0 if config.reject_kl is not None and mismatch > config.reject_kl else weight
 
 
-def random_samples(seed: int, num_groups: int = 4, group_size: int = 4, shared: int = 12) -> list[TrainSample]:
+def random_samples(
+    seed: int, num_groups: int = 4, group_size: int = 4, shared: int = 12
+) -> list[TrainSample]:
     """Groups with a shared prefix, prompts of several lengths, and completions some of which begin alike or are equal."""
     rng = random.Random(seed)
     tokens = lambda n: [rng.randrange(VOCAB) for _ in range(n)]  # noqa: E731
@@ -258,17 +294,23 @@ def settings(**sections: dict[str, Any]) -> TrainConfig:
 
 
 def resolved(model: Path, sync: Path) -> Resolved:
-    return Resolved(model_path=str(model), model_fingerprint="f", dtype="float32", device="cpu", lora_sync_path=str(sync))
+    return Resolved(
+        model_path=str(model), model_fingerprint="f", dtype="float32", device="cpu", lora_sync_path=str(sync)
+    )
 
 
 def make_run(root: Path, model: Path, config: TrainConfig, steps: dict[int, list[TrainSample]]) -> RunDir:
     """A run directory as the parent would leave it for the trainer, with these rollouts already there."""
     run = RunDir(root)
-    for folder in (run.rollouts, run.updates, run.checkpoints, run.logs, run.default_adapters):
+    for folder in (run.rollouts, run.trainer_steps, run.checkpoints, run.logs, run.default_adapters):
         folder.mkdir(parents=True)
-    run_config = RunConfig(skylite_version="test", config=config, resolved=resolved(model, run.default_adapters))
+    run_config = RunConfig(
+        skylite_version="test", config=config, resolved=resolved(model, run.default_adapters)
+    )
     run.config_path.write_text(run_config.model_dump_json(), encoding="utf-8")
-    run.canary_path.write_text(json.dumps({"sequences": [list(range(20, 40)), list(range(60, 75))]}), encoding="utf-8")
+    run.canary_path.write_text(
+        json.dumps({"sequences": [list(range(20, 40)), list(range(60, 75))]}), encoding="utf-8"
+    )
     for step, samples in steps.items():
         write_samples(run.rollout_path(step), samples)
     return run
@@ -303,7 +345,14 @@ def lone_rank() -> Iterator[Dist]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    env = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    env = {
+        "RANK": 0,
+        "WORLD_SIZE": 1,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 1,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in env.items():
             patch.setenv(name, str(value))

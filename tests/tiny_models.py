@@ -75,7 +75,9 @@ def tiny_tokenizer() -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     names = {"eos_token": EOS_TOKEN, "pad_token": "<|pad|>"}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHAT_TEMPLATE, clean_up_tokenization_spaces=False, **names)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=CHAT_TEMPLATE, clean_up_tokenization_spaces=False, **names
+    )
 
 
 def _special_id(token: str) -> int:

@@ -12,28 +12,42 @@ from skylite.errors import SkyliteError, write_failed
 
 app = typer.Typer(
     name="skylite",
-    help="Train a LoRA adapter with reinforcement learning on one machine: FSDP2 trains, vLLM samples, every sync is proven.",
+    help="Train a LoRA adapter with reinforcement learning on one machine: FSDP2 trains, vLLM samples, every sync is verified.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # its boxes take as long as all the rest of --help
 )
 
-sync_app = typer.Typer(help="The published adapters of a run.", no_args_is_help=True, rich_markup_mode=None)
-app.add_typer(sync_app, name="sync")
+adapters_app = typer.Typer(
+    help="The published adapters of a run.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(adapters_app, name="adapters")
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
-Settings = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="Any other setting, TOML syntax; repeatable.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=VALUE", help="Any other setting, TOML syntax; repeatable."),
+]
 
 
 @app.command()
 def prepare(
-    target: Annotated[str, typer.Argument(help="gsm8k, reasoning-gym:TASK, a data_prep file, or your .jsonl, .csv or .parquet.")],
+    target: Annotated[
+        str,
+        typer.Argument(help="gsm8k, reasoning-gym:TASK, a data_prep file, or your .jsonl, .csv or .parquet."),
+    ],
     out: Annotated[Path | None, typer.Option(help="Folder to write; default data/NAME.")] = None,
-    source: Annotated[Path | None, typer.Option(help="Folder with the released files instead of the hub.")] = None,
-    stand_in: Annotated[bool, typer.Option("--stand-in", help="Generate problems in the data set's format.")] = False,
-    first_source: Annotated[bool, typer.Option("--first-source", help="The first that works: hub, --source, stand-in.")] = False,
-    grades: Annotated[str, typer.Option(help="Stand-in: reasoning steps, e.g. 1,2.")] = "",
+    source: Annotated[
+        Path | None, typer.Option(help="Folder with the released files instead of the hub.")
+    ] = None,
+    synthetic: Annotated[
+        bool, typer.Option("--synthetic", help="Generate problems in the data set's format.")
+    ] = False,
+    first_source: Annotated[
+        bool, typer.Option("--first-source", help="The first that works: hub, --source, synthetic.")
+    ] = False,
+    difficulty: Annotated[str, typer.Option(help="Stand-in: reasoning steps, e.g. 1,2.")] = "",
     question: Annotated[str | None, typer.Option(help="Question column of your file.")] = None,
     answer: Annotated[str | None, typer.Option(help="Answer column of your file.")] = None,
     reward: Annotated[str | None, typer.Option(help="gsm8k, math, or FILE.py:function.")] = None,
@@ -43,13 +57,15 @@ def prepare(
     """Write train, validation and test parquet files, every row checked against its reward."""
     from skylite.commands.prepare import prepare as run
 
-    run(target, out=out, source=source, stand_in=stand_in, first_source=first_source, grades=_numbers(grades), question=question,
+    run(target, out=out, source=source, synthetic=synthetic, first_source=first_source, difficulty=_numbers(difficulty), question=question,
         answer=answer, reward=reward, limit=limit, seed=seed)  # fmt: skip
 
 
 @app.command()
 def train(
-    recipe: Annotated[str | None, typer.Option(help="TOML file or a name in recipes/; default: the one for this machine.")] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="TOML file or a name in recipes/; default: the one for this machine.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Hub id, local folder, or smollm2-135m.")] = None,
     data: Annotated[Path | None, typer.Option(help="Folder made by `skylite prepare`.")] = None,
     rank: Annotated[int | None, typer.Option(help="LoRA rank.")] = None,
@@ -58,16 +74,28 @@ def train(
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
     group_size: Annotated[int | None, typer.Option(help="Completions a prompt.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of data order, sampling and initialisation.")] = None,
-    from_adapter: Annotated[Path | None, typer.Option(help="Warm start: adapter folder that version 0 begins as.")] = None,
+    from_adapter: Annotated[
+        Path | None, typer.Option(help="Warm start: adapter folder that version 0 begins as.")
+    ] = None,
     run: Annotated[Path | None, typer.Option(help="Run folder; default runs/RECIPE-DATE.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with this run from its newest whole checkpoint.")] = None,
-    at: Annotated[int | None, typer.Option(min=0, help="With --resume: the checkpoint's step; 0 is the start.")] = None,
-    max_hours: Annotated[float | None, typer.Option(min=0, help="Stop between two steps in time, leaving a run to resume.")] = None,
-    max_restarts: Annotated[int | None, typer.Option(min=0, help="Go on by itself when the trainer dies, so often.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the resolved settings, start nothing.")] = False,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with this run from its newest whole checkpoint.")
+    ] = None,
+    at: Annotated[
+        int | None, typer.Option(min=0, help="With --resume: the checkpoint's step; 0 is the start.")
+    ] = None,
+    max_hours: Annotated[
+        float | None, typer.Option(min=0, help="Stop between two steps in time, leaving a run to resume.")
+    ] = None,
+    max_restarts: Annotated[
+        int | None, typer.Option(min=0, help="Go on by itself when the trainer dies, so often.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print the resolved settings, start nothing.")
+    ] = False,
     settings: Settings = None,
 ) -> None:
-    """Train: sample with vLLM, score, update with FSDP2, publish the adapter, hot-reload it, prove it; every step."""
+    """Train: sample with vLLM, score, update with FSDP2, publish the adapter, hot-reload it, verify it; every step."""
     from skylite.commands.train import TrainFlags
     from skylite.commands.train import train as run_train
 
@@ -84,7 +112,9 @@ def evaluate(
     data: Annotated[Path | None, typer.Option(help="Prepared folder; default: the run's.")] = None,
     split: Annotated[str, typer.Option(help="train, validation or test.")] = "test",
     limit: Annotated[int | None, typer.Option(min=1, help="First N problems.")] = None,
-    n: Annotated[int, typer.Option("--n", min=1, help="1: greedy. More: mean of N samples at temperature 1.")] = 1,
+    n: Annotated[
+        int, typer.Option("--n", min=1, help="1: greedy. More: mean of N samples at temperature 1.")
+    ] = 1,
     step: Annotated[int | None, typer.Option(help="Adapter version of a run; default: the newest.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 0,
     settings: Settings = None,
@@ -121,26 +151,26 @@ def replay(
     run_replay(target, step)
 
 
-@sync_app.command("verify")
-def sync_verify(target: RunFolder) -> None:
+@adapters_app.command("verify")
+def adapters_verify(target: RunFolder) -> None:
     """Hash every published adapter against its manifest and name the damaged ones (exit 1)."""
-    from skylite.commands.sync import verify
+    from skylite.commands.adapters import verify
 
     verify(target)
 
 
-@sync_app.command("list")
-def sync_list(target: RunFolder) -> None:
+@adapters_app.command("list")
+def adapters_list(target: RunFolder) -> None:
     """Version, step, bytes, age and canary of every published adapter."""
-    from skylite.commands.sync import list_versions
+    from skylite.commands.adapters import list_versions
 
     list_versions(target)
 
 
-@sync_app.command("gc")
-def sync_gc(target: RunFolder) -> None:
+@adapters_app.command("gc")
+def adapters_gc(target: RunFolder) -> None:
     """Remove adapters and checkpoints that the run's keep rules do not need, saying what."""
-    from skylite.commands.sync import gc
+    from skylite.commands.adapters import gc
 
     gc(target)
 

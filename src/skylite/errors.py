@@ -108,8 +108,16 @@ def write_failed(error: OSError, path: Path | None = None) -> WriteFailed:
     """What, where, why and what to do about an OSError; `path` when it is not the error's own."""
     where = path if path is not None else error.filename
     reason = os.strerror(error.errno) if error.errno else str(error)
-    code = f" ({errno.errorcode[error.errno]})" if error.errno is not None and error.errno in errno.errorcode else ""
-    other = f", at {error.filename}" if error.filename is not None and path is not None and str(error.filename) != str(path) else ""
+    code = (
+        f" ({errno.errorcode[error.errno]})"
+        if error.errno is not None and error.errno in errno.errorcode
+        else ""
+    )
+    other = (
+        f", at {error.filename}"
+        if error.filename is not None and path is not None and str(error.filename) != str(path)
+        else ""
+    )
     return WriteFailed(
         f"{where or 'A file'} could not be written: {reason}{code}{other}. What was there before is whole.",
         _WRITE_HINTS.get(error.errno or 0, "Check the disk and the path's permissions."),

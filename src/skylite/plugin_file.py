@@ -18,5 +18,7 @@ def import_file(path: Path, what: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise DataError(f"The {what} {path} cannot be imported: {type(error).__name__}: {error}.", "Correct that file.") from error
+        raise DataError(
+            f"The {what} {path} cannot be imported: {type(error).__name__}: {error}.", "Correct that file."
+        ) from error
     return module

@@ -32,8 +32,8 @@ class Prompt:
     answer: str
     """Ground truth in the form the reward function expects; `skylite prepare` has checked that it scores 1.0."""
     source: str
-    """Data set name, e.g. "gsm8k" or "gsm8k-stand-in"."""
-    grade: int = 0
+    """Data set name, e.g. "gsm8k" or "gsm8k-synthetic"."""
+    difficulty: int = 0
     """Number of reasoning steps, 0 where unknown."""
     extra: dict[str, Any] = field(default_factory=dict)
     """What the reward needs besides the answer (a reasoning-gym entry, say); JSON in the file."""
@@ -79,7 +79,7 @@ class RolloutGroup:
     """[G]"""
 
     @property
-    def is_equal(self) -> bool:
+    def is_zero_std(self) -> bool:
         """Whether all earned the same, as float32, which the trainer compares: such a group has no gradient.
 
         False where a reward is no number: the group must come before the guards, and not be replaced by another.

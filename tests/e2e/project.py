@@ -38,8 +38,19 @@ class Project:
     def train_args(self, run: str, steps: int, *extra: str) -> list[str]:
         """A short run of the tiny model on the project's data."""
         settings = [word for setting in SETTINGS for word in ("--set", setting)]
-        named = ["--recipe", "gsm8k_cpu", "--model", str(self.model), "--data", "data", "--rank", "8", "--alpha", "16"]
-        more = ["--set", "data.grades=[]", "--set", "eval.limit=8", "--lr", "1e-2", "--group-size", "4"]
+        named = [
+            "--recipe",
+            "gsm8k_cpu",
+            "--model",
+            str(self.model),
+            "--data",
+            "data",
+            "--rank",
+            "8",
+            "--alpha",
+            "16",
+        ]
+        more = ["--set", "data.difficulty=[]", "--set", "eval.limit=8", "--lr", "1e-2", "--group-size", "4"]
         return ["train", *named, *settings, *more, "--steps", str(steps), "--run", run, *extra]
 
     def start(self, *args: str) -> subprocess.Popen[str]:
@@ -56,7 +67,9 @@ class Project:
 
     def run(self, *args: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
         """`skylite ARGS` to its end."""
-        return subprocess.run([*COMMAND, *args], cwd=self.root, capture_output=True, text=True, timeout=timeout_s, check=False)
+        return subprocess.run(
+            [*COMMAND, *args], cwd=self.root, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
 
     def metrics(self, run: str) -> list[dict[str, Any]]:
         """metrics.jsonl, whole lines."""
@@ -71,11 +84,24 @@ class Project:
 
 def make_project(root: Path, model: Path) -> Project:
     """Write the data file and the reward, and prepare them."""
-    rows = [{"q": f"say {word} {i}", "a": word} for i in range(20) for word in ("alpha", "beta", "gamma", "delta")]
+    rows = [
+        {"q": f"say {word} {i}", "a": word} for i in range(20) for word in ("alpha", "beta", "gamma", "delta")
+    ]
     (root / "words.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     (root / "reward.py").write_text(REWARD_FILE)
     project = Project(root, model)
-    done = project.run("prepare", "words.jsonl", "--question", "q", "--answer", "a", "--reward", "reward.py:letters", "--out", "data")
+    done = project.run(
+        "prepare",
+        "words.jsonl",
+        "--question",
+        "q",
+        "--answer",
+        "a",
+        "--reward",
+        "reward.py:letters",
+        "--out",
+        "data",
+    )
     assert done.returncode == 0, done.stderr
     return project
 

@@ -23,7 +23,10 @@ def refused(project: Project, *args: str) -> str:
 
 def test_unknown_settings_and_bad_values_all_at_once(project: Project) -> None:
     said = refused(
-        project, *project.train_args("x", 1, "--set", "lora.rnk=3", "--set", "algorithm.clip_eps_low=7", "--set", "lora.use_dora=true")
+        project,
+        *project.train_args(
+            "x", 1, "--set", "lora.rnk=3", "--set", "algorithm.clip_eps_low=7", "--set", "lora.use_dora=true"
+        ),
     )
     for part in ("did you mean rank?", "clip_eps_low", "DoRA"):
         assert part in said
@@ -35,7 +38,16 @@ def test_a_malformed_parquet_file(project: Project, tmp_path: Path, content: byt
     for split in ("train", "validation", "test"):
         (tmp_path / f"{split}.parquet").write_bytes(content)
     assert "parquet" in refused(
-        project, "train", "--recipe", "gsm8k_cpu", "--data", str(tmp_path), "--model", str(project.model), "--run", "x"
+        project,
+        "train",
+        "--recipe",
+        "gsm8k_cpu",
+        "--data",
+        str(tmp_path),
+        "--model",
+        str(project.model),
+        "--run",
+        "x",
     )
     assert not (project.root / "x").exists()
 
@@ -43,7 +55,19 @@ def test_a_malformed_parquet_file(project: Project, tmp_path: Path, content: byt
 def test_a_broken_jsonl_line_is_named(project: Project, tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"q": "1+1", "a": "2"}\n{"q": "broken\n')
-    said = refused(project, "prepare", str(bad), "--question", "q", "--answer", "a", "--reward", "math", "--out", str(tmp_path / "out"))
+    said = refused(
+        project,
+        "prepare",
+        str(bad),
+        "--question",
+        "q",
+        "--answer",
+        "a",
+        "--reward",
+        "math",
+        "--out",
+        str(tmp_path / "out"),
+    )
     assert "bad.jsonl, line 2" in said or "bad.jsonl:2" in said or "line 2" in said
     assert not (tmp_path / "out").exists()
 
@@ -54,7 +78,9 @@ def test_a_broken_recipe(project: Project, tmp_path: Path) -> None:
     assert "no recipe 'nosuch'" in refused(project, "train", "--recipe", "nosuch")
 
 
-@pytest.mark.parametrize("damage", ["no config", "broken config", "no weights", "truncated weights", "not causal", "no tokenizer"])
+@pytest.mark.parametrize(
+    "damage", ["no config", "broken config", "no weights", "truncated weights", "not causal", "no tokenizer"]
+)
 def test_a_damaged_model_folder(project: Project, tmp_path: Path, damage: str) -> None:
     model = tmp_path / "model"
     model.mkdir()
@@ -71,11 +97,24 @@ def test_a_damaged_model_folder(project: Project, tmp_path: Path, damage: str) -
         (model / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     elif damage == "not causal":
         config = json.loads((model / "config.json").read_text())
-        (model / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForSequenceClassification"]}))
+        (model / "config.json").write_text(
+            json.dumps(config | {"architectures": ["LlamaForSequenceClassification"]})
+        )
     else:
         (model / "tokenizer.json").unlink()
     said = refused(
-        project, "train", "--recipe", "gsm8k_cpu", "--data", "data", "--set", "data.grades=[]", "--model", str(model), "--run", "x"
+        project,
+        "train",
+        "--recipe",
+        "gsm8k_cpu",
+        "--data",
+        "data",
+        "--set",
+        "data.difficulty=[]",
+        "--model",
+        str(model),
+        "--run",
+        "x",
     )
     assert str(model) in said
     assert not (project.root / "x").exists()
@@ -105,9 +144,15 @@ def test_resume_takes_no_other_settings(project: Project) -> None:
 
 def test_a_warm_start_that_does_not_fit(project: Project, tmp_path: Path) -> None:
     adapter = write_random_adapter(tmp_path / "adapter", project.model, rank=4)
-    assert "Give --rank 4 --alpha 8." in refused(project, *project.train_args("x", 1, "--from-adapter", str(adapter)))
-    assert "no adapter folder" in refused(project, *project.train_args("x", 1, "--from-adapter", str(tmp_path)))
-    assert "cannot go together" in refused(project, "train", "--resume", "run", "--from-adapter", str(adapter))
+    assert "Give --rank 4 --alpha 8." in refused(
+        project, *project.train_args("x", 1, "--from-adapter", str(adapter))
+    )
+    assert "no adapter folder" in refused(
+        project, *project.train_args("x", 1, "--from-adapter", str(tmp_path))
+    )
+    assert "cannot go together" in refused(
+        project, "train", "--resume", "run", "--from-adapter", str(adapter)
+    )
     assert not (project.root / "x").exists()
 
 

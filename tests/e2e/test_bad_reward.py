@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from skylite.data.order import prompts_for_step
-from skylite.data.prompt_file import read_prompts
-from skylite.launch.vllm_server import STAND_IN
+from skylite.data.prompts import read_prompts
+from skylite.engine.server import ENGINE_COMMAND
 from skylite.run.run_dir import RunDir, adapter_name
 from tests.e2e.project import Project
-from tests.torture.ground import ROOT, STAND_IN_COMMAND
+from tests.torture.ground import ROOT, SYNTHETIC_COMMAND
 
 pytestmark = [pytest.mark.e2e, pytest.mark.dist]
 REWARD = """
@@ -26,26 +26,42 @@ def weights(run: RunDir, version: int) -> bytes:
     return (run.default_adapters / adapter_name(version) / "adapter_model.safetensors").read_bytes()
 
 
-def test_a_run_stops_at_a_nan_reward_and_goes_on_without_the_step(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(STAND_IN, STAND_IN_COMMAND)
+def test_a_run_stops_at_a_nan_reward_and_goes_on_without_the_step(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENGINE_COMMAND, SYNTHETIC_COMMAND)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
     prompts, _ = read_prompts(project.root / "data" / "train.parquet")
     bad = prompts_for_step(prompts, 2, 4, 0)[1].id
     (project.root / "none.py").write_text(REWARD.format(bad=bad))
-    settings = ("reward.function=none.py:score", "eval.limit=0", "trainer.deterministic=true", "sync.keep_last=9")
+    settings = (
+        "reward.function=none.py:score",
+        "eval.limit=0",
+        "trainer.deterministic=true",
+        "sync.keep_last=9",
+    )
     run = RunDir(Path(project.root / "none"))
-    stopped = project.run(*project.train_args("none", 3, "--seed", "0", *(word for s in settings for word in ("--set", s))))
+    stopped = project.run(
+        *project.train_args("none", 3, "--seed", "0", *(word for s in settings for word in ("--set", s)))
+    )
     assert stopped.returncode == 1, stopped.stderr
-    assert f"Step 2 went bad: the reward of sample 4 (prompt {bad}, group 1) is nan. The update was not applied" in stopped.stderr
+    assert (
+        f"Step 2 went bad: the reward of sample 4 (prompt {bad}, group 1) is nan. The update was not applied"
+        in stopped.stderr
+    )
     assert "Traceback" not in stopped.stderr
-    assert (run.bad / "step-000002" / "rollouts.parquet").read_bytes() == run.rollout_path(2).read_bytes()
+    assert (run.rejected_steps / "step-000002" / "rollouts.parquet").read_bytes() == run.rollout_path(
+        2
+    ).read_bytes()
 
-    finished = project.run("train", "--resume", "none", "--set", "guards.on_bad=skip")
+    finished = project.run("train", "--resume", "none", "--set", "anomaly.action=skip")
     assert finished.returncode == 0, finished.stderr
-    lines = [json.loads(line, parse_constant=pytest.fail) for line in run.metrics_path.read_text().splitlines()]
+    lines = [
+        json.loads(line, parse_constant=pytest.fail) for line in run.metrics_path.read_text().splitlines()
+    ]
     assert [m["reward/mean"] is None for m in lines] == [False, True, False]
-    assert f"prompt {bad}" in lines[1]["guard/reason"]
-    assert sorted(p.name for p in run.bad.iterdir()) == ["step-000002", "step-000002-2"]
+    assert f"prompt {bad}" in lines[1]["anomaly/reason"]
+    assert sorted(p.name for p in run.rejected_steps.iterdir()) == ["step-000002", "step-000002-2"]
     assert weights(run, 1) == weights(run, 2) != weights(run, 3)
 
     replayed = project.run("replay", "none", "--step", "2")

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import load_file
 
-from skylite.run.manifest import read_manifest
+from skylite.adapters.manifest import read_manifest
 from skylite.vllm_plugin import CPU_SERVER
 from tests.e2e.project import Project, descendants, torn
 
@@ -88,7 +88,14 @@ def test_a_run_trains_syncs_and_proves_every_step_then_stops_and_resumes(project
 def check_metrics(project: Project, run: str) -> None:
     """Every step has its numbers, and they are sane."""
     for line in project.metrics(run):
-        for key in ("time/publish_s", "time/load_s", "adapter/bytes", "canary/gap_max", "mismatch/logprob_diff_mean", "reward/mean"):
+        for key in (
+            "time/publish_s",
+            "time/load_s",
+            "adapter/bytes",
+            "canary/gap_max",
+            "mismatch/logprob_diff_mean",
+            "reward/mean",
+        ):
             assert math.isfinite(line[key]), key
         assert line["canary/gap_max"] < 0.002
         assert line["canary/projection"] == pytest.approx(1.0, abs=0.05)
@@ -107,10 +114,15 @@ def test_a_second_stage_begins_as_the_first_ended(project: Project) -> None:
     assert first.returncode == 0, first.stderr
     given = project.root / "stage-one" / "adapters" / "policy-v000002"
     settings = ("--set", "eval.limit=0", "--set", "rollout.temperature=0.7", "--set", "checkpoint.every=1")
-    second = project.run(*project.train_args("stage-two", 1, "--from-adapter", str(given), *settings), timeout_s=DEADLINE_S)
+    second = project.run(
+        *project.train_args("stage-two", 1, "--from-adapter", str(given), *settings), timeout_s=DEADLINE_S
+    )
     assert second.returncode == 0, second.stderr
     assert f"warm start from {given} (rank 8, alpha 16, policy-v000002)" in second.stderr
-    start, end = (load_file(folder / "adapter_model.safetensors") for folder in (project.root / "stage-two/adapters/policy-v000000", given))
+    start, end = (
+        load_file(folder / "adapter_model.safetensors")
+        for folder in (project.root / "stage-two/adapters/policy-v000000", given)
+    )
     assert start.keys() == end.keys()
     assert all((start[name] == end[name]).all() for name in end)
 
@@ -126,14 +138,20 @@ def command_of(processes: list[psutil.Process], mark: str) -> psutil.Process:
     return next(
         p
         for p in reversed(processes)
-        if mark in p.cmdline() and "torch.distributed.run" not in p.cmdline() and "guard.py" not in " ".join(p.cmdline()[:6])
+        if mark in p.cmdline()
+        and "torch.distributed.run" not in p.cmdline()
+        and "guard.py" not in " ".join(p.cmdline()[:6])
     )
 
 
 @pytest.mark.parametrize("order", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_engine_that_is_killed_or_hangs_is_started_again_and_the_run_goes_on(project: Project, order: signal.Signals) -> None:
+def test_an_engine_that_is_killed_or_hangs_is_started_again_and_the_run_goes_on(
+    project: Project, order: signal.Signals
+) -> None:
     run = f"engine-{order.name}"
-    with running(project, *project.train_args(run, 60, "--set", "eval.limit=0", "--set", "engine.stall_timeout_s=5")) as process:
+    with running(
+        project, *project.train_args(run, 60, "--set", "eval.limit=0", "--set", "engine.stall_timeout_s=5")
+    ) as process:
         wait_for_step(project, process, run, 1)
         (core,) = [p for p in descendants(process.pid) if p.cmdline()[0].startswith("VLLM::EngineCore")]
         core.send_signal(order)
@@ -155,7 +173,9 @@ def test_a_run_that_stops_in_time_and_goes_on_equals_one_that_never_stopped(proj
     extra = [word for setting in settings for word in ("--set", setting)]
     straight = project.run(*project.train_args("straight", 3, *extra), timeout_s=DEADLINE_S)
     assert straight.returncode == 0, straight.stderr
-    stopped = project.run(*project.train_args("in-time", 3, *extra, "--max-hours", "0.0001"), timeout_s=DEADLINE_S)
+    stopped = project.run(
+        *project.train_args("in-time", 3, *extra, "--max-hours", "0.0001"), timeout_s=DEADLINE_S
+    )
     assert stopped.returncode == 0, stopped.stderr
     assert "--max-hours 0.0001: the next step" in stopped.stderr
     assert [m["step"] for m in project.metrics("in-time")] == [1]
@@ -168,7 +188,9 @@ def test_a_run_that_stops_in_time_and_goes_on_equals_one_that_never_stopped(proj
     check_metrics(project, "straight")
     for version in range(4):
         name = f"adapters/policy-v{version:06d}/adapter_model.safetensors"
-        assert (project.root / "in-time" / name).read_bytes() == (project.root / "straight" / name).read_bytes(), version
+        assert (project.root / "in-time" / name).read_bytes() == (
+            project.root / "straight" / name
+        ).read_bytes(), version
 
     assert project.run("sync", "verify", "in-time").stdout == "4 of 4 published adapters are whole\n"
     replayed = project.run("replay", "in-time", "--step", "2")
@@ -178,11 +200,22 @@ def test_a_run_that_stops_in_time_and_goes_on_equals_one_that_never_stopped(proj
     assert "gives the published adapter bit for bit" in replayed.stdout
 
 
-def test_a_rank_that_stands_still_is_killed_and_the_run_is_started_again_from_its_checkpoint(project: Project) -> None:
-    settings = ("--set", "eval.limit=0", "--set", "checkpoint.every=2", "--set", "trainer.step_timeout_s=30", "--max-restarts", "1")
+def test_a_rank_that_stands_still_is_killed_and_the_run_is_started_again_from_its_checkpoint(
+    project: Project,
+) -> None:
+    settings = (
+        "--set",
+        "eval.limit=0",
+        "--set",
+        "checkpoint.every=2",
+        "--set",
+        "trainer.step_timeout_s=30",
+        "--max-restarts",
+        "1",
+    )
     with running(project, *project.train_args("stood-still", 60, *settings)) as process:
         wait_for_step(project, process, "stood-still", 3)
-        rank = command_of(descendants(process.pid), "skylite.training.worker")
+        rank = command_of(descendants(process.pid), "skylite.trainer.worker")
         rank.send_signal(signal.SIGSTOP)
         # The parent, which lives on, keeps multiprocessing's tracker.
         children = [p for p in descendants(process.pid) if "resource_tracker" not in " ".join(p.cmdline())]
@@ -202,7 +235,10 @@ def test_a_rank_that_stands_still_is_killed_and_the_run_is_started_again_from_it
     assert time.monotonic() - asked < 5, "a second Ctrl-C ends at once"
     assert process.returncode == 130, output
     assert wait_gone(children) == []
-    assert f"in 30 s (trainer.step_timeout_s): it hangs. Stopped by a signal (SIGSTOP): process {rank.pid}." in output
+    assert (
+        f"in 30 s (trainer.step_timeout_s): it hangs. Stopped by a signal (SIGSTOP): process {rank.pid}."
+        in output
+    )
     steps = [m["step"] for m in project.metrics("stood-still")]
     assert steps == list(range(1, len(steps) + 1))
     check_metrics(project, "stood-still")
@@ -214,12 +250,16 @@ def test_a_killed_child_ends_the_run_with_its_reason(project: Project, victim: s
     with running(project, *project.train_args(run, 60, "--set", "engine.max_restarts=0")) as process:
         wait_for_step(project, process, run, 1)
         children = descendants(process.pid)
-        mark = "skylite.training.worker" if victim == "trainer" else CPU_SERVER
+        mark = "skylite.trainer.worker" if victim == "trainer" else CPU_SERVER
         command_of(children, mark).send_signal(signal.SIGKILL)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 1, output
     assert "Traceback (most recent call last)" not in output.split("The last lines of its log")[0]
-    assert ("was killed by SIGKILL: by hand, or by the kernel for lack of memory" if victim == "trainer" else "vllm-0") in output
+    assert (
+        "was killed by SIGKILL: by hand, or by the kernel for lack of memory"
+        if victim == "trainer"
+        else "vllm-0"
+    ) in output
     assert wait_gone(children) == []
     assert torn(project.root / run) == []
     assert project.status(run)["phase"] == "failed"
@@ -228,7 +268,11 @@ def test_a_killed_child_ends_the_run_with_its_reason(project: Project, victim: s
 def reachable(processes: list[psutil.Process]) -> list[str]:
     """Where they listen for other machines."""
     found = [(p, c) for p in processes for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
-    return [f"{c.laddr} {' '.join(p.cmdline())}" for p, c in found if not ipaddress.ip_address(c.laddr.ip).is_loopback]
+    return [
+        f"{c.laddr} {' '.join(p.cmdline())}"
+        for p, c in found
+        if not ipaddress.ip_address(c.laddr.ip).is_loopback
+    ]
 
 
 def said_in(secret: str, root: Path, processes: list[psutil.Process]) -> list[str]:
@@ -243,13 +287,20 @@ def test_a_run_shows_nobody_its_secrets_nor_an_open_port_and_a_killed_parent_lea
     secrets = {"HF_TOKEN": "hf_neverwritten", "VLLM_API_KEY": "usersownneverwritten"}
     for name, value in secrets.items():
         monkeypatch.setenv(name, value)
-    with running(project, *project.train_args("killed-parent", 60, "--set", "trainer.num_ranks=2")) as process:
+    with running(
+        project, *project.train_args("killed-parent", 60, "--set", "trainer.num_ranks=2")
+    ) as process:
         wait_for_step(project, process, "killed-parent", 1)
         children = descendants(process.pid)
-        assert len([p for p in children if "skylite.training.worker" in p.cmdline()]) >= 4, "guard, torchrun, two ranks"
+        assert len([p for p in children if "skylite.trainer.worker" in p.cmdline()]) >= 4, (
+            "guard, torchrun, two ranks"
+        )
         everyone = [psutil.Process(process.pid), *children]
         assert reachable(everyone) == []
-        assert [said_in(value, project.root / "killed-parent", everyone) for value in secrets.values()] == [[], []]
+        assert [said_in(value, project.root / "killed-parent", everyone) for value in secrets.values()] == [
+            [],
+            [],
+        ]
         process.kill()
         process.wait()
         assert wait_gone(children) == []
@@ -282,7 +333,9 @@ def test_a_finished_run_can_be_evaluated_and_served(project: Project) -> None:
     assert evaluated.returncode == 0, evaluated.stderr
     result = json.loads((project.root / "finished" / "evals" / "policy-v000002-test-mean2.json").read_text())
     assert (result["problems"], result["n"], result["adapter"]) == (4, 2, "policy-v000002")
-    rows = pq.read_table(project.root / "finished" / "evals" / "policy-v000002-test-mean2.parquet").to_pylist()
+    rows = pq.read_table(
+        project.root / "finished" / "evals" / "policy-v000002-test-mean2.parquet"
+    ).to_pylist()
     assert len(rows) == 8
     assert result["accuracy"] == pytest.approx(sum(r["reward"] for r in rows) / 8)
 
@@ -305,8 +358,12 @@ def test_a_finished_run_can_be_evaluated_and_served(project: Project) -> None:
         for path in ("/v1/models", "/metrics", "/version", "/openapi.json"):
             assert httpx.get(url + path).status_code == 401, path
         for path in ("/invocations", "/tokenize", "/adapters", "/v1/load_lora_adapter", "/v1/completions"):
-            assert httpx.post(url + path, json={}, headers={"Authorization": "Bearer x"}).status_code == 401, path
-        assert httpx.post(f"{url}/adapters", json={}, headers=given).status_code == 404, "adapters cannot be loaded, with the key either"
+            assert (
+                httpx.post(url + path, json={}, headers={"Authorization": "Bearer x"}).status_code == 401
+            ), path
+        assert httpx.post(f"{url}/adapters", json={}, headers=given).status_code == 404, (
+            "adapters cannot be loaded, with the key either"
+        )
         children = descendants(process.pid)
         assert said_in(key, project.root, [psutil.Process(process.pid), *children]) == []
         process.send_signal(signal.SIGINT)

@@ -23,12 +23,14 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Ground:
-    return make_ground(tmp_path_factory.mktemp("torture"), tiny_llama, "stand-in", 1, SETTINGS)
+    return make_ground(tmp_path_factory.mktemp("torture"), tiny_llama, "synthetic", 1, SETTINGS)
 
 
 def test_a_run_that_is_killed_and_resumed_ends_as_if_nothing_had_happened(ground: Ground) -> None:
     expected, _ = undisturbed(ground)
-    results = [result for of_round in torture(ground, CASES, expected, time.monotonic() + 400) for result in of_round]
+    results = [
+        result for of_round in torture(ground, CASES, expected, time.monotonic() + 400) for result in of_round
+    ]
     assert {r.case for r in results} == set(CASES)
     for result in results:
         assert result.well, result

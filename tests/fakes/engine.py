@@ -1,9 +1,9 @@
-"""A stand-in for a vLLM server: a real process on the same Unix socket, with the requests and replies that skylite uses. Starts at once.
+"""A synthetic for a vLLM server: a real process on the same Unix socket, with the requests and replies that skylite uses. Starts at once.
 
     SKYLITE_ENGINE_COMMAND="python -m tests.fakes.engine" skylite train ...
 
 It answers deterministically, as a function of the adapter's weights, the prompt and the seed: so whatever differs in one adapter is in
-everything after it. The canary's logprobs are read from the adapter's own manifest: this proves the run's machinery, not the sampling.
+everything after it. The canary's logprobs are read from the adapter's own manifest: this shows the run's machinery, not the sampling.
 ENGINE_DELAY_S makes a completion take that long, ENGINE_LOAD_DELAY_S the load of an adapter.
 """
 
@@ -64,7 +64,9 @@ class Served:
     def sampled(self, model: str, body: dict[str, Any], index: int) -> dict[str, Any]:
         """Letters and token ids out of a hash: what they say to each other is of no interest to a run."""
         weights = b"" if model == "base" else (self.folders[model] / "adapter_model.safetensors").read_bytes()
-        seed = hashlib.sha256(weights + json.dumps([body["prompt"], body["seed"] + index]).encode()).hexdigest()
+        seed = hashlib.sha256(
+            weights + json.dumps([body["prompt"], body["seed"] + index]).encode()
+        ).hexdigest()
         rng = random.Random(seed)
         count = rng.randrange(2, body["max_tokens"] + 1)
         full = count == body["max_tokens"]
@@ -78,8 +80,13 @@ class Served:
 
     def scored(self, model: str, prompt: list[int]) -> list[dict[str, dict[str, float]] | None]:
         canary = json.loads((self.folders[model] / "manifest.json").read_bytes())["canary"]
-        logprobs = dict(zip(map(tuple, canary["sequences"]), canary["policy_logprobs"], strict=True))[tuple(prompt)]
-        return [None, *({str(token): {"logprob": value}} for token, value in zip(prompt[1:], logprobs, strict=True))]
+        logprobs = dict(zip(map(tuple, canary["sequences"]), canary["policy_logprobs"], strict=True))[
+            tuple(prompt)
+        ]
+        return [
+            None,
+            *({str(token): {"logprob": value}} for token, value in zip(prompt[1:], logprobs, strict=True)),
+        ]
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -95,7 +102,11 @@ class Handler(BaseHTTPRequestHandler):
         """Say nothing a request."""
 
     def do_GET(self) -> None:
-        text = f"vllm:prompt_tokens_total 0\nvllm:generation_tokens_total {self.served.tokens}\n" if self.path == "/metrics" else ""
+        text = (
+            f"vllm:prompt_tokens_total 0\nvllm:generation_tokens_total {self.served.tokens}\n"
+            if self.path == "/metrics"
+            else ""
+        )
         self.answer(HTTPStatus.OK, text.encode())
 
     def do_POST(self) -> None:
@@ -104,7 +115,9 @@ class Handler(BaseHTTPRequestHandler):
             if self.path == "/v1/completions":
                 self.answer(HTTPStatus.OK, json.dumps(self.served.complete(body)).encode())
                 return
-            {"/v1/load_lora_adapter": self.served.load, "/v1/unload_lora_adapter": self.served.unload}[self.path](body)
+            {"/v1/load_lora_adapter": self.served.load, "/v1/unload_lora_adapter": self.served.unload}[
+                self.path
+            ](body)
             self.answer(HTTPStatus.OK, b"{}")
         except LookupError as error:
             self.answer(HTTPStatus.NOT_FOUND, json.dumps({"error": {"message": str(error)}}).encode())

@@ -72,7 +72,10 @@ class Layer:
         if compiler is None:
             pytest.skip("no C compiler here (gcc, cc, clang): the failing file system cannot be built")
         library = folder / "faults.so"
-        subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-Wall", "-o", str(library), str(SOURCE), "-ldl"], check=True)
+        subprocess.run(
+            [compiler, "-shared", "-fPIC", "-O1", "-Wall", "-o", str(library), str(SOURCE), "-ldl"],
+            check=True,
+        )
         path = folder / "faults.state"
         path.write_bytes(bytes(ctypes.sizeof(State)))
         self._file = path.open("r+b")

@@ -21,34 +21,34 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from skylite.adapters.import_adapter import copy_warm_start
+from skylite.adapters.manifest import Canary
+from skylite.adapters.retention import clean_up, write_score
 from skylite.commands.prepare import prepare
-from skylite.config import EvalConfig, GuardsConfig, RunConfig
+from skylite.config.train import AnomalyConfig, EvalConfig, RunConfig
 from skylite.errors import SkyliteError
 from skylite.evaluation.evaluate import EvalResult, write_results
 from skylite.evaluation.interval import accuracy_of
-from skylite.models.shared_memory import held_in_memory
-from skylite.models.smollm2 import write_converted
+from skylite.hub.shared_memory import held_in_memory
+from skylite.hub.smollm2 import write_converted
+from skylite.model.policy import Policy
 from skylite.orchestrator.plan import RunPlan, write_run
 from skylite.orchestrator.resume import forget_after
-from skylite.orchestrator.stops import ask_trainer_to_end
-from skylite.orchestrator.warm_start import copy_warm_start
+from skylite.orchestrator.shutdown import ask_trainer_to_end
 from skylite.rewards.named import remember
 from skylite.run.files import append_line, write_json
 from skylite.run.lock import lock_folder
-from skylite.run.manifest import Canary
 from skylite.run.metrics import append_metrics
-from skylite.run.retention import clean_up, write_score
 from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import RunDir, adapter_name
 from skylite.run.status import Status, write_status
-from skylite.training.adapter import publish
-from skylite.training.checkpoint import save_checkpoint
-from skylite.training.guards import keep_inputs
-from skylite.training.learner import Learner
-from skylite.training.policy import Policy
-from skylite.training.worker import report
+from skylite.trainer.anomaly import keep_inputs
+from skylite.trainer.checkpoint import save_checkpoint
+from skylite.trainer.optimizer import FlatAdamW
+from skylite.trainer.publish import publish
+from skylite.trainer.worker import report
 from skylite.types import Completion, Prompt, Rollout, RolloutGroup
-from tests.cases import learner_of, policy_of
+from tests.cases import optimizer_of, policy_of
 from tests.engines import write_random_adapter
 from tests.reference import lone_rank, resolved, settings
 
@@ -57,9 +57,17 @@ CANARY = Canary(sequences=[[1, 2, 3]], policy_logprobs=[[-1.0, -2.0]], base_logp
 
 def groups(version: int) -> list[RolloutGroup]:
     """Enough text that a file takes several writes."""
-    prompt = Prompt(id=f"p/{version}", messages=[{"role": "user", "content": "say x"}], answer="x", source="test")
+    prompt = Prompt(
+        id=f"p/{version}", messages=[{"role": "user", "content": "say x"}], answer="x", source="test"
+    )
     ids = [(i * 7919 + version) % 256 for i in range(2000)]
-    completion = Completion(token_ids=ids, logprobs=[-i / 7 for i in range(2000)], text="x", finish_reason="stop", adapter_version=version)
+    completion = Completion(
+        token_ids=ids,
+        logprobs=[-i / 7 for i in range(2000)],
+        text="x",
+        finish_reason="stop",
+        adapter_version=version,
+    )
     rollout = Rollout(prompt=prompt, prompt_token_ids=[1, 2], completion=completion, reward=1.0)
     return [RolloutGroup((rollout, replace(rollout, reward=0.0)))] * 4
 
@@ -71,11 +79,13 @@ def results(version: int) -> EvalResult:
 
 def rows(folder: Path, version: int) -> Path:
     path = folder / f"rows-{version}.jsonl"
-    path.write_text("".join(json.dumps({"q": f"{i} + {version}?", "a": f"#### {i + version}"}) + "\n" for i in range(9)))
+    path.write_text(
+        "".join(json.dumps({"q": f"{i} + {version}?", "a": f"#### {i + version}"}) + "\n" for i in range(9))
+    )
     return path
 
 
-def writers(policy: Policy, learner: Learner, model: Path) -> dict[str, Callable[[Path, int], Any]]:
+def writers(policy: Policy, optimizer: FlatAdamW, model: Path) -> dict[str, Callable[[Path, int], Any]]:
     """By name: write `version` 1 or 2 of something into a folder, over or beside what is there."""
 
     def config(folder: Path) -> RunConfig:
@@ -87,7 +97,10 @@ def writers(policy: Policy, learner: Learner, model: Path) -> dict[str, Callable
                        held_out=[], reward="math", first_step=1)  # fmt: skip
 
     def status(folder: Path, v: int) -> None:
-        write_status(folder / "status.json", Status(phase="sampling", step=v, num_steps=9, adapter_version=v, updated_at="then"))
+        write_status(
+            folder / "status.json",
+            Status(phase="sampling", step=v, num_steps=9, adapter_version=v, updated_at="then"),
+        )
 
     def lock(folder: Path, v: int) -> None:
         with lock_folder(folder / f"locked-{v}"):
@@ -95,12 +108,16 @@ def writers(policy: Policy, learner: Learner, model: Path) -> dict[str, Callable
 
     return {
         "publish": lambda folder, v: publish(policy, config(folder), v, lambda: CANARY),
-        "checkpoint": lambda folder, v: checkpoint(RunDir(folder), v, learner),
+        "checkpoint": lambda folder, v: checkpoint(RunDir(folder), v, optimizer),
         "rollouts": lambda folder, v: write_rollouts(RunDir(folder).rollout_path(v), groups(v)),
-        "metrics": lambda folder, v: append_metrics(folder / "metrics.jsonl", {"step": v, "text": "x" * 9000}),
+        "metrics": lambda folder, v: append_metrics(
+            folder / "metrics.jsonl", {"step": v, "text": "x" * 9000}
+        ),
         "status": status,
         "config": lambda folder, v: write_run(plan(folder / str(v))),
-        "prepare": lambda folder, v: prepare(str(rows(model.parent, v)), out=folder / "data", question="q", answer="a", reward="gsm8k"),
+        "prepare": lambda folder, v: prepare(
+            str(rows(model.parent, v)), out=folder / "data", question="q", answer="a", reward="gsm8k"
+        ),
         "eval": lambda folder, v: write_results(folder / "greedy.parquet", results(v)),
         "warm start": lambda folder, v: copy_warm_start(model.parent / "adapter", RunDir(folder / str(v))),
         "lock": lock,
@@ -115,7 +132,7 @@ def small_writers(model: Path) -> dict[str, Callable[[Path, int], Any]]:
         run = RunDir(folder)
         for step in (1, 2) if v == 1 else ():
             write_rollouts(run.rollout_path(step), groups(step))
-        keep_inputs(run, v, "a reason", {"loss/policy": float("nan")}, GuardsConfig())
+        keep_inputs(run, v, "a reason", {"loss/policy": float("nan")}, AnomalyConfig())
 
     def trainer_error(folder: Path, v: int) -> None:
         RunDir(folder).logs.mkdir(exist_ok=True)
@@ -138,7 +155,11 @@ def small_writers(model: Path) -> dict[str, Callable[[Path, int], Any]]:
         clean_up(RunDir(folder), folder, newest=2 + v, config=settings(sync={"keep_last": 3}))
 
     def in_memory(folder: Path, v: int) -> None:
-        for lock in (folder / f"copy-{k}.{kind}.lock" for k in (1, 2) for kind in ("users", "change")) if v == 1 else ():
+        for lock in (
+            (folder / f"copy-{k}.{kind}.lock" for k in (1, 2) for kind in ("users", "change"))
+            if v == 1
+            else ()
+        ):
             lock.touch()
         with (folder / f"copy-{v}.users.lock").open() as other_run:
             fcntl.flock(other_run, fcntl.LOCK_SH)  # so that the copy stays
@@ -154,21 +175,29 @@ def small_writers(model: Path) -> dict[str, Callable[[Path, int], Any]]:
         "bad inputs": bad_inputs,
         "canary": lambda folder, v: write_json(RunDir(folder).canary_path, {"sequences": [[v] * 2000] * 4}),
         "clean-up": clean,
-        "conversion": lambda folder, v: write_converted(*converted, model / "config.json", folder / f"smollm2-{v}"),
-        "events": lambda folder, v: append_line(RunDir(folder).events_path, json.dumps({"event": "x" * 9000, "step": v}), durable=False),
+        "conversion": lambda folder, v: write_converted(
+            *converted, model / "config.json", folder / f"smollm2-{v}"
+        ),
+        "events": lambda folder, v: append_line(
+            RunDir(folder).events_path, json.dumps({"event": "x" * 9000, "step": v}), durable=False
+        ),
         "forget": forget,
-        "micro-batch": lambda folder, v: write_json(RunDir(folder).micro_batch_path, {"tokens": v, "reason": "x" * 9000}),
+        "micro-batch": lambda folder, v: write_json(
+            RunDir(folder).micro_batch_path, {"tokens": v, "reason": "x" * 9000}
+        ),
         "model in memory": in_memory,
         "named reward": named_reward,
         "score": lambda folder, v: write_score(RunDir(folder), "step", v, 0.5, EvalConfig()),
         "stop": stop,
         "trainer error": trainer_error,
-        "update": lambda folder, v: write_json(RunDir(folder).update_path(1), {"step": v, "text": "x" * 9000}, durable=False),
+        "update": lambda folder, v: write_json(
+            RunDir(folder).trainer_step_path(1), {"step": v, "text": "x" * 9000}, durable=False
+        ),
     }
 
 
-def checkpoint(run: RunDir, step: int, learner: Learner) -> None:
-    save_checkpoint(run, step, settings(), [learner], {"rank-0": torch.zeros(64, dtype=torch.uint8)})
+def checkpoint(run: RunDir, step: int, optimizer: FlatAdamW) -> None:
+    save_checkpoint(run, step, settings(), [optimizer], {"rank-0": torch.zeros(64, dtype=torch.uint8)})
 
 
 def in_a_fork(work: Callable[[], Any]) -> dict[str, Any]:
@@ -203,17 +232,19 @@ def main() -> None:
     torch.set_num_threads(1)
     with lone_rank() as dist:
         policy = policy_of(model, settings(), dist)
-        learner = learner_of(policy, settings())
-        learner.grads.fill_(0.5)
-        learner.update(dist, 1)
-        table = writers(policy, learner, model)
+        optimizer = optimizer_of(policy, settings())
+        optimizer.grads.fill_(0.5)
+        optimizer.update(dist, 1)
+        table = writers(policy, optimizer, model)
         with contextlib.redirect_stdout(sys.stderr):
             table["prepare"](model.parent / "warm-up", 1)  # its imports are not to be made anew in every fork
         gc.freeze()  # a collection in a fork would copy every page it looks at
         print(json.dumps(sorted(table)), flush=True)
         for line in sys.stdin:
             asked = json.loads(line)
-            answer = in_a_fork(lambda asked=asked: table[asked["writer"]](Path(asked["folder"]), asked["version"]))  # type: ignore[misc]
+            answer = in_a_fork(
+                lambda asked=asked: table[asked["writer"]](Path(asked["folder"]), asked["version"])
+            )  # type: ignore[misc]
             print(json.dumps(answer), flush=True)
     os._exit(0)
 

@@ -8,13 +8,16 @@ from pathlib import Path
 
 import torch
 
-from skylite.training.critic import make_critic
-from skylite.training.dist import process_group, set_threads
-from skylite.training.step import train_step
-from tests.cases import ALGORITHMS, IMPORTANCE, learner_of, policy_of
+from skylite.model.distributed import process_group, set_threads
+from skylite.trainer.critic import make_critic
+from skylite.trainer.step import train_step
+from tests.cases import ALGORITHMS, IMPORTANCE, optimizer_of, policy_of
 from tests.reference import random_samples, settings
 
-CASES = {**{n: {"algorithm": a} for n, a in ALGORITHMS.items()}, **{n: {"importance": i} for n, i in IMPORTANCE.items()}}
+CASES = {
+    **{n: {"algorithm": a} for n, a in ALGORITHMS.items()},
+    **{n: {"importance": i} for n, i in IMPORTANCE.items()},
+}
 CASES["ppo"] = {"algorithm": {"name": "ppo", "gae_lambda": 0.9}, "critic": {"rank": 3, "max_grad_norm": 1e9}}
 CASES["two updates"] = {"algorithm": {"updates_per_step": 2}}
 
@@ -26,14 +29,18 @@ def main(model: Path, out: Path) -> None:
         for name, sections in CASES.items():
             config = settings(**sections, trainer={"tokens_per_micro_batch": 60})
             policy = policy_of(model, config, dist)
-            learner, critic = learner_of(policy, config), None
+            optimizer, critic = optimizer_of(policy, config), None
             if config.algorithm.uses_critic:
                 critic = make_critic(policy, config, dist)
                 critic.head.weight.data.fill_(0.01)
             samples = [replace(s) for s in random_samples(0)]
-            metrics = train_step(policy, learner, samples, 1, config, dist, critic)
-            found[name] = {"grads": learner.grads, "metrics": metrics, "critic": None if critic is None else critic.learner.grads}
-        if dist.is_first:
+            metrics = train_step(policy, optimizer, samples, 1, config, dist, critic)
+            found[name] = {
+                "grads": optimizer.grads,
+                "metrics": metrics,
+                "critic": None if critic is None else critic.optimizer.grads,
+            }
+        if dist.is_main:
             torch.save(found, out)
 
 

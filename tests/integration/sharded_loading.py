@@ -8,15 +8,15 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from skylite.training.dist import process_group, set_threads
-from skylite.training.policy import load_policy, score
+from skylite.model.distributed import process_group, set_threads
+from skylite.model.policy import load_policy, score
 from tests.cases import PROBE
 from tests.reference import resolved, settings
 
 
 def main(out: Path, models: list[Path]) -> None:
-    from skylite.grpo.batch import pack
-    from skylite.training.policy import choose_passes
+    from skylite.model.packing import pack
+    from skylite.model.probing import choose_passes
 
     set_threads(1)
     found = {}
@@ -30,8 +30,12 @@ def main(out: Path, models: list[Path]) -> None:
                 logprobs = score(policy, tokens, 1.0)[0]
             weights = {n: p.full_tensor() for n, p in sharded.items()}
             total = float(sum(p.numel() for p in sharded.values()))
-            found[model.name] = {"logprobs": logprobs, "weights": weights, "share": float(dist.max_(here)) / total}
-        if dist.is_first:
+            found[model.name] = {
+                "logprobs": logprobs,
+                "weights": weights,
+                "share": float(dist.all_reduce_max_(here)) / total,
+            }
+        if dist.is_main:
             torch.save(found, out)
 
 

@@ -13,10 +13,27 @@ pytestmark = pytest.mark.dist
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_gpu_check_measures_a_tiny_shape_without_a_gpu_and_goes_on_after_a_failure(tmp_path: Path) -> None:
+def test_the_gpu_check_measures_a_tiny_shape_without_a_gpu_and_goes_on_after_a_failure(
+    tmp_path: Path,
+) -> None:
     out = tmp_path / "gpu.json"
-    command = [sys.executable, "benchmarks/gpu_check.py", "--shapes", "tiny", "--checkpointing", "wrong", "none"]
-    done = subprocess.run([*command, "--skip-loop", "--out", str(out)], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    command = [
+        sys.executable,
+        "benchmarks/gpu_check.py",
+        "--shapes",
+        "tiny",
+        "--checkpointing",
+        "wrong",
+        "none",
+    ]
+    done = subprocess.run(
+        [*command, "--skip-loop", "--out", str(out)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())
     assert found["loop"] == found["sync"] == "not run: --skip-loop"
@@ -25,7 +42,10 @@ def test_the_gpu_check_measures_a_tiny_shape_without_a_gpu_and_goes_on_after_a_f
     wrong, none, offloaded = found["train_phase"]["tiny"]
     assert wrong["checkpointing"] == "wrong"
     assert wrong["failed"].startswith("error: argument --checkpointing: invalid choice")
-    assert [(row["checkpointing"], row["offload"]) for row in (none, offloaded)] == [("none", False), ("selective", True)]
+    assert [(row["checkpointing"], row["offload"]) for row in (none, offloaded)] == [
+        ("none", False),
+        ("selective", True),
+    ]
     for row in (none, offloaded):
         # 2 groups of a prompt of 8 and 2 completions of 8, whose last tokens are never an input.
         assert row["tokens_total"] == 64

@@ -1,4 +1,4 @@
-"""An engine that dies or hangs is started again, as real processes (a stand-in for vLLM's server, tests/fakes): nothing is lost."""
+"""An engine that dies or hangs is started again, as real processes (a synthetic for vLLM's server, tests/fakes): nothing is lost."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from skylite.config import EngineConfig
+from skylite.config.train import EngineConfig
+from skylite.engine.canary import verify_folder
+from skylite.engine.client import Sampling
+from skylite.engine.engine import Engine
+from skylite.engine.pool import Engines
+from skylite.engine.server import EngineSpec
+from skylite.engine.startup import served
+from skylite.engine.watchdog import Restarts
 from skylite.errors import ChildDied, RunFailed
-from skylite.launch.supervisor import Supervisor
-from skylite.launch.vllm_server import EngineSpec
-from skylite.orchestrator.engine_set import served
-from skylite.orchestrator.keeper import Restarts
-from skylite.rollout.canary import prove_folder
-from skylite.rollout.client import Sampling
-from skylite.rollout.engine import Engine
-from skylite.rollout.engines import Engines
+from skylite.processes.supervisor import Supervisor
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Completion
 from skylite.vllm_plugin import CPU_SERVER
@@ -46,9 +46,16 @@ class Scene:
 
     @asynccontextmanager
     async def engines(self, supervisor: Supervisor, count: int = 1) -> AsyncIterator[list[Engine]]:
-        specs = [EngineSpec(**{**fields_of(SPEC), "name": f"vllm-{i}", "uds": self.folder / f"{i}.sock"}) for i in range(count)]
+        specs = [
+            EngineSpec(**{**fields_of(SPEC), "name": f"vllm-{i}", "uds": self.folder / f"{i}.sock"})
+            for i in range(count)
+        ]
         config = EngineConfig(stall_timeout_s=1.5, max_restarts=self.max_restarts, start_timeout_s=20)
-        restarts = Restarts(config=config, prove=partial(prove_folder, tolerance=0.01), tell=lambda _, sentence: self.said.append(sentence))
+        restarts = Restarts(
+            config=config,
+            verify=partial(verify_folder, tolerance=0.01),
+            tell=lambda _, sentence: self.said.append(sentence),
+        )
         async with served(specs, self.folder / "logs", supervisor, restarts) as engines:
             yield engines
 
@@ -70,10 +77,10 @@ def no_process_left() -> Iterator[None]:
     assert [p for p in psutil.Process().children(recursive=True) if CPU_SERVER in p.cmdline()] == []
 
 
-async def load_proven(engines: list[Engine], adapter: AdapterVersion) -> None:
+async def load_verified(engines: list[Engine], adapter: AdapterVersion) -> None:
     everyone = Engines(engines, 0.01)
     await everyone.load(adapter)
-    await everyone.prove(adapter)
+    await everyone.verify(adapter)
 
 
 async def sample(engine: Engine, adapter: AdapterVersion) -> list[Completion]:
@@ -88,12 +95,14 @@ async def sample(engine: Engine, adapter: AdapterVersion) -> list[Completion]:
         ("dead", "vllm-0 says that its engine is dead (/health: 503)."),
     ],
 )
-def test_the_adapter_is_proven_again_and_the_request_gets_the_answer_it_would_have_got(scene: Scene, order: str, reason: str) -> None:
+def test_the_adapter_is_proven_again_and_the_request_gets_the_answer_it_would_have_got(
+    scene: Scene, order: str, reason: str
+) -> None:
     adapter = publish(scene.folder, 3)
 
     async def run() -> tuple[list[Completion], list[Completion]]:
         async with Supervisor() as supervisor, scene.engines(supervisor) as engines:
-            await load_proven(engines, adapter)
+            await load_verified(engines, adapter)
             before = await sample(engines[0], adapter)
             scene.order(order)
             after = await asyncio.wait_for(sample(engines[0], adapter), 30)
@@ -111,7 +120,7 @@ def test_the_other_engine_goes_on_meanwhile(scene: Scene) -> None:
 
     async def run() -> None:
         async with Supervisor() as supervisor, scene.engines(supervisor, count=2) as engines:
-            await load_proven(engines, adapter)
+            await load_verified(engines, adapter)
             scene.order("hang")
             waiting = asyncio.ensure_future(sample(engines[0], adapter))
             await asyncio.sleep(0.2)
@@ -128,7 +137,7 @@ def test_the_run_stops_with_the_reason_when_no_restart_is_left(scene: Scene) -> 
 
     async def run() -> None:
         async with Supervisor() as supervisor, scene.engines(supervisor) as engines:
-            await load_proven(engines, adapter)
+            await load_verified(engines, adapter)
             scene.order("refuse to start")
             scene.order("die")
             asking = asyncio.ensure_future(sample(engines[0], adapter))
@@ -148,7 +157,7 @@ def test_an_adapter_that_the_new_server_does_not_sample_is_never_used(scene: Sce
 
     async def run() -> None:
         async with Supervisor() as supervisor, scene.engines(supervisor) as engines:
-            await load_proven(engines, adapter)
+            await load_verified(engines, adapter)
             manifest = adapter.manifest_path.read_text()
             adapter.manifest_path.write_text(manifest.replace('"weights_sha256":"', '"weights_sha256":"0'))
             scene.order("die")
@@ -167,7 +176,7 @@ def test_a_short_group_is_completed_with_the_missing_samples_own_seeds(scene: Sc
 
     async def run() -> tuple[list[Completion], list[Completion]]:
         async with Supervisor() as supervisor, scene.engines(supervisor) as engines:
-            await load_proven(engines, adapter)
+            await load_verified(engines, adapter)
             whole = await sample(engines[0], adapter)
             scene.order("short")
             return whole, await sample(engines[0], adapter)

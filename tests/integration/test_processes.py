@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from skylite.errors import ChildDied
-from skylite.launch.processes import Child, ProcessSpec, kill, log_tail, poll, start
-from skylite.launch.supervisor import Supervisor
+from skylite.processes.child import Child, ProcessSpec, kill, log_tail, poll, start
+from skylite.processes.supervisor import Supervisor
 
 TREE = """
 import os, subprocess, sys, time
@@ -33,7 +33,7 @@ RANKS = """
 import os, subprocess, sys, time
 # As vLLM's core: a child in our group. As torchrun's rank: one in a session of its own that has the kernel watch us.
 sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
-rank = "import os, time; from skylite.run.lifetime import *; die_with_parent(int(os.environ[COMMAND_PID])); "
+rank = "import os, time; from skylite.processes.parent_death import *; die_with_parent(int(os.environ[COMMAND_PID])); "
 rank += "print(1, flush=True); time.sleep(600)"
 last = subprocess.Popen([sys.executable, "-c", rank], start_new_session=True, stdout=-1)
 last.stdout.readline()
@@ -50,17 +50,19 @@ time.sleep(600)
 PARENT = """
 import sys, time
 from pathlib import Path
-from skylite.launch.processes import ProcessSpec, start
+from skylite.processes.child import ProcessSpec, start
 folder = Path(sys.argv[1])
 argv = [sys.executable, "-c", sys.argv[2], str(folder / "pids")]
 child = start(ProcessSpec(name="tree", argv=argv, env={}, log_path=folder / "tree.log"))
-(folder / "guard").write_text(str(child.pid))
+(folder / "reaper").write_text(str(child.pid))
 time.sleep(600)
 """
 
 
 def spec(folder: Path, code: str, *arguments: str, name: str = "child") -> ProcessSpec:
-    return ProcessSpec(name=name, argv=[sys.executable, "-c", code, *arguments], env={}, log_path=folder / f"{name}.log")
+    return ProcessSpec(
+        name=name, argv=[sys.executable, "-c", code, *arguments], env={}, log_path=folder / f"{name}.log"
+    )
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = 15.0) -> None:
@@ -113,16 +115,17 @@ def test_killing_the_guard_takes_the_tree(tmp_path: Path) -> None:
 def test_killing_the_parent_takes_the_tree(tmp_path: Path) -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), TREE])
     pids = tree_pids(tmp_path)
-    guard = int((tmp_path / "guard").read_text())
+    reaper = int((tmp_path / "reaper").read_text())
     parent.kill()
     parent.wait()
-    assert_gone([*pids, guard])
+    assert_gone([*pids, reaper])
 
 
 def test_a_parent_that_is_killed_with_forked_workers_alive_still_takes_the_tree(tmp_path: Path) -> None:
-    """A forked worker inherits our descriptors; the guard's pipe must not be among them."""
+    """A forked worker inherits our descriptors; the reaper's pipe must not be among them."""
     fork_first = PARENT.replace(
-        "time.sleep(600)", "import os\nworker = os.fork()\nworker and (folder / 'worker').write_text(str(worker))\ntime.sleep(600)"
+        "time.sleep(600)",
+        "import os\nworker = os.fork()\nworker and (folder / 'worker').write_text(str(worker))\ntime.sleep(600)",
     )
     parent = subprocess.Popen([sys.executable, "-c", fork_first, str(tmp_path), TREE])
     pids = tree_pids(tmp_path)
@@ -135,12 +138,12 @@ def test_a_parent_that_is_killed_with_forked_workers_alive_still_takes_the_tree(
         os.kill(int((tmp_path / "worker").read_text()), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("deaths", ["guard parent", "parent guard", "stopped-guard parent"])
+@pytest.mark.parametrize("deaths", ["reaper parent", "parent reaper", "stopped-reaper parent"])
 def test_a_guard_that_cannot_act_when_the_parent_dies_is_not_needed(tmp_path: Path, deaths: str) -> None:
-    """Both killed in one instant, or the guard stopped before: the kernel ends the command's group, and that the ranks."""
+    """Both killed in one instant, or the reaper stopped before: the kernel ends the command's group, and that the ranks."""
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), RANKS])
     pids = tree_pids(tmp_path)
-    processes = {"parent": parent.pid, "guard": int((tmp_path / "guard").read_text())}
+    processes = {"parent": parent.pid, "reaper": int((tmp_path / "reaper").read_text())}
     for pid in processes.values():
         os.kill(pid, signal.SIGSTOP)  # so that neither can react to the other's death
     for name in deaths.split():
@@ -148,7 +151,7 @@ def test_a_guard_that_cannot_act_when_the_parent_dies_is_not_needed(tmp_path: Pa
             os.kill(processes[name], signal.SIGKILL)
     parent.wait()
     assert_gone(pids)
-    assert_gone([processes["guard"]])
+    assert_gone([processes["reaper"]])
 
 
 def test_kill_answers_when_the_guard_is_stopped(tmp_path: Path) -> None:
@@ -163,12 +166,22 @@ def test_kill_answers_when_the_guard_is_stopped(tmp_path: Path) -> None:
     [
         ("print('first'); print('the reason'); raise SystemExit(3)", "ended with exit code 3", "the reason"),
         ("raise ValueError('bad value')", "ended with exit code 1", "ValueError: bad value"),
-        ("import os; print('last words', flush=True); os.kill(os.getpid(), 11)", "was killed by SIGSEGV", "last words"),
-        ("import os; print('last words', flush=True); os.kill(os.getpid(), 9)", "was killed by SIGKILL", "last words"),
+        (
+            "import os; print('last words', flush=True); os.kill(os.getpid(), 11)",
+            "was killed by SIGSEGV",
+            "last words",
+        ),
+        (
+            "import os; print('last words', flush=True); os.kill(os.getpid(), 9)",
+            "was killed by SIGKILL",
+            "last words",
+        ),
         ("print('all done')", "ended with exit code 0", "all done"),
     ],
 )
-def test_watch_says_how_a_child_ended_and_shows_its_last_lines(tmp_path: Path, code: str, ending: str, tail: str) -> None:
+def test_watch_says_how_a_child_ended_and_shows_its_last_lines(
+    tmp_path: Path, code: str, ending: str, tail: str
+) -> None:
     async def run() -> None:
         async with Supervisor() as supervisor:
             supervisor.start(spec(tmp_path, "import time; time.sleep(600)", name="other"))
@@ -198,7 +211,7 @@ def test_stop_is_quick_and_ends_what_ignores_sigterm(tmp_path: Path) -> None:
     began = time.monotonic()
     supervisor.stop(timeout_s=1.0)
     assert time.monotonic() - began < 3.0
-    assert poll(stubborn) == 1, "the guard ends with 1 when it had to kill"
+    assert poll(stubborn) == 1, "the reaper ends with 1 when it had to kill"
     assert_gone([*pids, stubborn.pid, tree.pid])
 
 
@@ -238,6 +251,10 @@ def test_an_end_in_order_is_no_death(tmp_path: Path) -> None:
 
 def test_the_environment_is_ours_plus_the_specs(tmp_path: Path) -> None:
     code = "import os; print(os.environ['EXTRA'], 'PATH' in os.environ)"
-    child = start(ProcessSpec(name="e", argv=[sys.executable, "-c", code], env={"EXTRA": "7"}, log_path=tmp_path / "e.log"))
+    child = start(
+        ProcessSpec(
+            name="e", argv=[sys.executable, "-c", code], env={"EXTRA": "7"}, log_path=tmp_path / "e.log"
+        )
+    )
     wait_until(lambda: poll(child) is not None, "it ends")
     assert log_tail(tmp_path / "e.log", 1) == "7 True"

@@ -25,10 +25,18 @@ def by_ranks(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> dict
     found = {}
     for num_ranks in (1, 2):
         out = tmp_path_factory.mktemp("ranks") / "found.pt"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={num_ranks}",
+        ]
         command += ["-m", "tests.integration.ranks", str(tiny_llama), str(out)]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400, check=False)
+        done = subprocess.run(
+            command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400, check=False
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         found[num_ranks] = torch.load(out, weights_only=True)
     return found
@@ -46,7 +54,9 @@ def test_two_ranks_give_the_gradient_and_the_metrics_of_one(name: str, by_ranks:
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if n not in ("ppo", "two updates")])
-def test_two_ranks_give_the_gradient_of_the_plain_reference(name: str, by_ranks: dict[int, Any], tiny_llama: Path) -> None:
+def test_two_ranks_give_the_gradient_of_the_plain_reference(
+    name: str, by_ranks: dict[int, Any], tiny_llama: Path
+) -> None:
     config = settings(**CASES[name])
     with lone_rank() as dist:
         policy = policy_of(tiny_llama, config, dist)

@@ -57,19 +57,24 @@ def copy_of(straight: RunDir, root: Path) -> RunDir:
 def test_a_killed_run_goes_on_bit_for_bit(straight: RunDir, tmp_path: Path, tiny_llama: Path) -> None:
     run = make_run(tmp_path / "killed", tiny_llama, CONFIG, {s: STEPS[s] for s in (1, 2, 3)})
     with trainer(run, 1) as process:
-        wait_for(run.update_path(3), process)
+        wait_for(run.trainer_step_path(3), process)
         os.killpg(process.pid, signal.SIGKILL)
     assert checkpoint_steps(run) == [2]
     shutil.copy(straight.rollout_path(4), run.rollout_path(4))
     assert go_on(run, 1) == 2
-    assert run.read_json(run.update_path(2))["resumed"] is True
+    assert run.read_json(run.trainer_step_path(2))["resumed"] is True
     for version in range(5):
         assert largest_difference(weights(run, version), weights(straight, version)) == 0.0, version
     verify_checkpoint(run.checkpoint_path(4))
     tensors = [path.name for path in sorted(straight.checkpoint_path(4).glob("*.safetensors"))]
     assert len(tensors) == len(("weights", "exp_avg", "exp_avg_sq", "random"))
     for name in tensors:
-        assert largest_difference(load_file(run.checkpoint_path(4) / name), load_file(straight.checkpoint_path(4) / name)) == 0.0, name
+        assert (
+            largest_difference(
+                load_file(run.checkpoint_path(4) / name), load_file(straight.checkpoint_path(4) / name)
+            )
+            == 0.0
+        ), name
 
 
 def test_one_rank_goes_on_as_two_and_two_as_one(straight: RunDir, tmp_path: Path) -> None:
@@ -85,7 +90,9 @@ def test_one_rank_goes_on_as_two_and_two_as_one(straight: RunDir, tmp_path: Path
     assert (run.default_adapters / "policy-v000004" / "manifest.json").stat().st_ino == made_by_two
 
 
-def test_a_checkpoint_that_was_damaged_after_the_parent_looked_is_refused_by_the_trainer(straight: RunDir, tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_damaged_after_the_parent_looked_is_refused_by_the_trainer(
+    straight: RunDir, tmp_path: Path
+) -> None:
     run = copy_of(straight, tmp_path / "copy")
     weights_file = run.checkpoint_path(4) / "model-00002-of-00004.safetensors"
     content = bytearray(weights_file.read_bytes())
@@ -107,16 +114,22 @@ def test_a_replayed_step_is_equal_and_one_with_other_rollouts_is_not(
     config["resolved"]["shm_path"] = str(tmp_path / "gone with the run's end")
     run.config_path.write_text(json.dumps(config))
     replay(run.root, 3)
-    assert capsys.readouterr().out.startswith("equal: step 3 again from checkpoint step-000002 gives the published adapter bit for bit")
+    assert capsys.readouterr().out.startswith(
+        "equal: step 3 again from checkpoint step-000002 gives the published adapter bit for bit"
+    )
     write_samples(run.rollout_path(3), random_samples(9))
     with pytest.raises(SystemExit) as ended:
         replay(run.root, 4)
     assert ended.value.code == 1
     assert "different: step 4 again from checkpoint step-000002" in capsys.readouterr().out
-    assert [a.version for a in published_versions(run.default_adapters)] == [0, 1, 2, 3, 4], "the run itself is only read"
+    assert [a.version for a in published_versions(run.default_adapters)] == [0, 1, 2, 3, 4], (
+        "the run itself is only read"
+    )
 
 
-def test_a_step_whose_adapter_or_rollouts_are_gone_cannot_be_replayed(straight: RunDir, tmp_path: Path) -> None:
+def test_a_step_whose_adapter_or_rollouts_are_gone_cannot_be_replayed(
+    straight: RunDir, tmp_path: Path
+) -> None:
     run = copy_of(straight, tmp_path / "copy")
     with pytest.raises(ConfigError, match="holds no policy-v000007 to compare with"):
         replay(run.root, 7)

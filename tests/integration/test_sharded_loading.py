@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from skylite.grpo.batch import pack
-from skylite.training.policy import choose_passes, load_policy, score
+from skylite.model.packing import pack
+from skylite.model.policy import load_policy, score
+from skylite.model.probing import choose_passes
 from tests.cases import PROBE
 from tests.reference import lone_rank, resolved, settings
 from tests.tiny_models import make_tiny_model
@@ -26,7 +27,9 @@ FAMILIES = ("llama", "qwen2", "gemma")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {family: make_tiny_model(tmp_path_factory.mktemp("models") / family, family) for family in FAMILIES}
+    return {
+        family: make_tiny_model(tmp_path_factory.mktemp("models") / family, family) for family in FAMILIES
+    }
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +46,13 @@ def found(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     ]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, str(out), *map(str, models.values())], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False
+        [*command, str(out), *map(str, models.values())],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr.count("each rank read its shard") == len(FAMILIES)
@@ -53,17 +62,26 @@ def found(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shards_put_together_are_the_files(family: str, found: Any, models: dict[str, Path]) -> None:
     stored = load_file(models[family] / "model.safetensors")
-    weights = {n.removeprefix("base_model.model.").replace(".base_layer.", "."): w for n, w in found[family]["weights"].items()}
+    weights = {
+        n.removeprefix("base_model.model.").replace(".base_layer.", "."): w
+        for n, w in found[family]["weights"].items()
+    }
     assert weights.keys() == stored.keys()
     assert all(torch.equal(weights[n], stored[n]) for n in stored)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_sharded_model_computes_what_the_whole_one_does(family: str, found: Any, models: dict[str, Path]) -> None:
+def test_the_sharded_model_computes_what_the_whole_one_does(
+    family: str, found: Any, models: dict[str, Path]
+) -> None:
     with lone_rank() as dist, torch.no_grad():
-        policy, _ = choose_passes(load_policy(resolved(models[family], models[family]), settings(), dist), PROBE)
+        policy, _ = choose_passes(
+            load_policy(resolved(models[family], models[family]), settings(), dist), PROBE
+        )
         tokens = pack([PROBE[:5]] * 2, [PROBE[5:9], PROBE[9:14]], [0, 0], policy.packing, policy.device)
-        torch.testing.assert_close(found[family]["logprobs"], score(policy, tokens, 1.0)[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            found[family]["logprobs"], score(policy, tokens, 1.0)[0], atol=1e-5, rtol=1e-5
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -14,10 +14,10 @@ import psutil
 import pytest
 import torch
 
-from skylite.config_files import read_run_config
-from skylite.launch.torchrun import trainer_command, trainer_env
+from skylite.adapters.manifest import read_manifest
+from skylite.config.loading import read_run_config
+from skylite.processes.torchrun import trainer_command, trainer_env
 from skylite.run.files import write_json
-from skylite.run.manifest import read_manifest
 from skylite.run.run_dir import RunDir, adapter_name
 from tests.integration.torchrun import TIMEOUT_S, finish, largest_difference, trainer, wait_for, weights
 from tests.reference import make_run, random_samples, settings
@@ -40,8 +40,14 @@ def test_two_ranks_give_the_update_of_one(straight: RunDir, tmp_path: Path, tiny
     assert largest_difference(weights(run, 0), weights(straight, 0)) == 0.0
     moved = largest_difference(weights(straight, 3), weights(straight, 0))
     assert largest_difference(weights(run, 3), weights(straight, 3)) < 1e-3 * moved
-    one, two = (r.read_json(r.update_path(3))["metrics"] for r in (straight, run))
-    for key in ("loss/policy", "optim/grad_norm", "policy/entropy", "mismatch/logprob_diff_max", "tokens/completion"):
+    one, two = (r.read_json(r.trainer_step_path(3))["metrics"] for r in (straight, run))
+    for key in (
+        "loss/policy",
+        "optim/grad_norm",
+        "policy/entropy",
+        "mismatch/logprob_diff_max",
+        "tokens/completion",
+    ):
         assert two[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6), key
 
 
@@ -50,19 +56,23 @@ def test_every_version_is_published_whole_before_it_is_announced(straight: RunDi
     for version in range(4):
         folder = straight.default_adapters / adapter_name(version)
         parents.append(read_manifest(folder).parent)
-        assert folder.stat().st_mtime_ns <= straight.update_path(version).stat().st_mtime_ns
+        assert folder.stat().st_mtime_ns <= straight.trainer_step_path(version).stat().st_mtime_ns
     assert parents == [None, 0, 1, 2]
     assert all(np.all(v == 0) for k, v in weights(straight, 0).items() if "lora_B" in k)
     assert any(np.any(v != 0) for k, v in weights(straight, 1).items() if "lora_B" in k)
 
 
-def test_peft_loads_a_published_adapter_and_gives_the_manifests_logprobs(straight: RunDir, tiny_llama: Path) -> None:
+def test_peft_loads_a_published_adapter_and_gives_the_manifests_logprobs(
+    straight: RunDir, tiny_llama: Path
+) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     folder = straight.default_adapters / adapter_name(3)
     canary = read_manifest(folder).canary
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32), str(folder))
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32), str(folder)
+    )
     for ids, expected in zip(canary.sequences, canary.policy_logprobs, strict=True):
         with torch.no_grad():
             logprobs = torch.log_softmax(model(input_ids=torch.tensor([ids])).logits[0], dim=-1)
@@ -71,18 +81,22 @@ def test_peft_loads_a_published_adapter_and_gives_the_manifests_logprobs(straigh
     assert canary.policy_logprobs != canary.base_logprobs
 
 
-def test_a_stop_request_writes_a_checkpoint_of_the_last_step_and_ends_well(tmp_path: Path, tiny_llama: Path) -> None:
+def test_a_stop_request_writes_a_checkpoint_of_the_last_step_and_ends_well(
+    tmp_path: Path, tiny_llama: Path
+) -> None:
     run = make_run(tmp_path / "stopped", tiny_llama, settings(), {1: STEPS[1]})
     with trainer(run, 2) as process:
-        wait_for(run.update_path(1), process)
+        wait_for(run.trainer_step_path(1), process)
         run.stop_path.touch()
         output, _ = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 0, output
     assert [p.name for p in run.checkpoints.iterdir()] == ["step-000001"]
-    assert not run.update_path(2).exists()
+    assert not run.trainer_step_path(2).exists()
 
 
-def test_a_gradient_that_is_not_finite_ends_both_ranks_with_the_reason(tmp_path: Path, tiny_llama: Path) -> None:
+def test_a_gradient_that_is_not_finite_ends_both_ranks_with_the_reason(
+    tmp_path: Path, tiny_llama: Path
+) -> None:
     run = make_run(tmp_path / "diverged", tiny_llama, settings(optim={"lr": 1e30}), STEPS)
     with trainer(run, 2) as process:
         process.communicate(timeout=TIMEOUT_S)
@@ -90,26 +104,37 @@ def test_a_gradient_that_is_not_finite_ends_both_ranks_with_the_reason(tmp_path:
     reason = json.loads(run.trainer_error_path.read_text())
     assert "not finite" in reason["what"]
     assert "optim.lr" in reason["hint"]
-    assert not run.update_path(1).exists()
-    assert sorted(p.name for p in (run.bad / "step-000001").iterdir()) == ["reason.json", "rollouts.parquet"]
+    assert not run.trainer_step_path(1).exists()
+    assert sorted(p.name for p in (run.rejected_steps / "step-000001").iterdir()) == [
+        "reason.json",
+        "rollouts.parquet",
+    ]
 
 
-def test_a_bad_step_is_skipped_by_both_ranks_and_the_next_learns_again(straight: RunDir, tmp_path: Path, tiny_llama: Path) -> None:
+def test_a_bad_step_is_skipped_by_both_ranks_and_the_next_learns_again(
+    straight: RunDir, tmp_path: Path, tiny_llama: Path
+) -> None:
     poisoned = [replace(s, rollout_logprobs=[float("nan")] * len(s.rollout_logprobs)) for s in STEPS[2]]
-    run = make_run(tmp_path / "skipped", tiny_llama, settings(guards={"on_bad": "skip"}), {**STEPS, 2: poisoned})
+    run = make_run(
+        tmp_path / "skipped", tiny_llama, settings(anomaly={"action": "skip"}), {**STEPS, 2: poisoned}
+    )
     finish(run, 2)
     assert largest_difference(weights(run, 2), weights(run, 1)) == 0.0
     assert largest_difference(weights(run, 3), weights(run, 2)) > 0.0
-    skipped = run.read_json(run.update_path(2))
+    skipped = run.read_json(run.trainer_step_path(2))
     assert skipped["skipped"].startswith("the sampler's logprob of token 0 of sample 0")
-    assert "skipped" not in run.read_json(run.update_path(3))
-    assert (run.bad / "step-000002" / "rollouts.parquet").read_bytes() == run.rollout_path(2).read_bytes()
+    assert "skipped" not in run.read_json(run.trainer_step_path(3))
+    assert (run.rejected_steps / "step-000002" / "rollouts.parquet").read_bytes() == run.rollout_path(
+        2
+    ).read_bytes()
 
 
 def test_a_model_that_is_not_there_is_one_sentence_from_the_rank(tmp_path: Path, tiny_llama: Path) -> None:
     run = make_run(tmp_path / "missing", tiny_llama, settings(), STEPS)
     config = read_run_config(run.config_path)
-    missing = config.model_copy(update={"resolved": config.resolved.model_copy(update={"model_path": str(tmp_path / "nowhere")})})
+    missing = config.model_copy(
+        update={"resolved": config.resolved.model_copy(update={"model_path": str(tmp_path / "nowhere")})}
+    )
     write_json(run.config_path, missing.model_dump(mode="json"))
     with trainer(run, 1) as process:
         process.communicate(timeout=TIMEOUT_S)
@@ -120,7 +145,7 @@ def test_a_model_that_is_not_there_is_one_sentence_from_the_rank(tmp_path: Path,
 def test_ranks_die_with_a_killed_torchrun(tmp_path: Path, tiny_llama: Path) -> None:
     run = make_run(tmp_path / "orphans", tiny_llama, settings(), {1: STEPS[1]})
     with trainer(run, 2) as process:
-        wait_for(run.update_path(1), process)
+        wait_for(run.trainer_step_path(1), process)
         ranks = psutil.Process(process.pid).children(recursive=True)
         assert len(ranks) >= 2
         process.kill()
@@ -130,27 +155,29 @@ def test_ranks_die_with_a_killed_torchrun(tmp_path: Path, tiny_llama: Path) -> N
 
 
 UNFORESEEN = """
-from skylite.training import worker
+from skylite.trainer import worker
 
 def work(run, resume):
     import torch
-    from skylite.training.dist import process_group
-    with process_group("cpu", run.meeting) as dist:
+    from skylite.model.distributed import process_group
+    with process_group("cpu", run.rendezvous) as dist:
         if dist.dp_rank == 1:
             print(1 / 0)
-        dist.sum_(torch.ones(1))
+        dist.all_reduce_sum_(torch.ones(1))
 
 worker.work = work
 worker.main()
 """
 
 
-def test_an_error_nobody_foresaw_ends_all_ranks_at_once_and_its_last_line_is_the_reason(tmp_path: Path) -> None:
+def test_an_error_nobody_foresaw_ends_all_ranks_at_once_and_its_last_line_is_the_reason(
+    tmp_path: Path,
+) -> None:
     """Rank 0 waits for rank 1 in a collective; its complaint about the lost peer comes second and must not hide the reason."""
     run = RunDir(tmp_path)
     (tmp_path / "work.py").write_text(UNFORESEEN)
-    run.meeting.mkdir()
-    command = trainer_command(run.root, 2, resume=False)
+    run.rendezvous.mkdir()
+    command = trainer_command(run.root, run.rendezvous, 2, resume=False)
     started = time.monotonic()
     done = subprocess.run(
         [*command[: command.index("-m", 2)], str(tmp_path / "work.py"), str(tmp_path)],
@@ -160,4 +187,8 @@ def test_an_error_nobody_foresaw_ends_all_ranks_at_once_and_its_last_line_is_the
     assert time.monotonic() - started < 60
     assert "print(1 / 0)" in done.stderr, "the rank's own traceback is in the log"
     reason = json.loads(run.trainer_error_path.read_text())
-    assert (reason["what"], reason["rank"], reason["final"]) == ("ZeroDivisionError: division by zero", 1, False)
+    assert (reason["what"], reason["rank"], reason["final"]) == (
+        "ZeroDivisionError: division by zero",
+        1,
+        False,
+    )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from skylite.training.weights_file import write_weights
+from skylite.trainer.weights_file import write_weights
 
 pytestmark = pytest.mark.vllm
 
@@ -43,7 +43,9 @@ def loaded(lora_model: Any, folder: Path) -> dict[str, Any]:
     from vllm.lora.peft_helper import PEFTHelper
 
     helper = PEFTHelper.from_local_dir(str(folder), None)
-    model = lora_model.LoRAModel.from_local_checkpoint(str(folder), set(NAMES), helper, lora_model_id=1, device="cpu", dtype=torch.float32)
+    model = lora_model.LoRAModel.from_local_checkpoint(
+        str(folder), set(NAMES), helper, lora_model_id=1, device="cpu", dtype=torch.float32
+    )
     found: dict[str, Any] = model.loras
     return found
 
@@ -59,5 +61,10 @@ def test_the_same_matrices_by_views_of_one_mapping(lora_model: Any, folder: Path
     for name, lora in after.items():
         assert torch.equal(lora.lora_a, before[name].lora_a)
         assert torch.equal(lora.lora_b, before[name].lora_b)
-    assert len({x.untyped_storage().data_ptr() for lora in before.values() for x in (lora.lora_a, lora.lora_b)}) == 4 * len(NAMES)
-    assert len({x.untyped_storage().data_ptr() for lora in after.values() for x in (lora.lora_a, lora.lora_b)}) == 1
+    assert len(
+        {x.untyped_storage().data_ptr() for lora in before.values() for x in (lora.lora_a, lora.lora_b)}
+    ) == 4 * len(NAMES)
+    assert (
+        len({x.untyped_storage().data_ptr() for lora in after.values() for x in (lora.lora_a, lora.lora_b)})
+        == 1
+    )

@@ -30,7 +30,7 @@ def norm_of(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.layernorm import RMSNorm
 
-    from skylite.launch.vllm_server import CPU_CUSTOM_OPS
+    from skylite.engine.server import CPU_CUSTOM_OPS
 
     monkeypatch.setattr(RMSNorm, "forward_cpu", RMSNorm.forward_cpu)  # and back after the test
     kernels.install()
@@ -40,7 +40,9 @@ def norm_of(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         norm.weight.data.copy_(torch.linspace(0.5, 2, HIDDEN))
         return norm
 
-    with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(custom_ops=list(CPU_CUSTOM_OPS)))):
+    with set_current_vllm_config(
+        VllmConfig(compilation_config=CompilationConfig(custom_ops=list(CPU_CUSTOM_OPS)))
+    ):
         yield make
 
 
@@ -51,7 +53,9 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     taken: list[str] = []
     native = RMSNorm.forward_native
-    monkeypatch.setattr(RMSNorm, "forward_native", lambda norm, *args: (taken.append("native"), native(norm, *args))[1])
+    monkeypatch.setattr(
+        RMSNorm, "forward_native", lambda norm, *args: (taken.append("native"), native(norm, *args))[1]
+    )
     return taken
 
 
@@ -86,14 +90,21 @@ def test_with_a_residual_the_sum_is_normed_and_handed_on(norm_of: Any, used: lis
 
 
 def test_what_the_kernels_cannot_read_goes_vllms_way(norm_of: Any, used: list[str]) -> None:
-    norm, wide = norm_of(torch.float32), torch.randn(7, 3 * HIDDEN, generator=torch.Generator().manual_seed(3))
+    norm, wide = (
+        norm_of(torch.float32),
+        torch.randn(7, 3 * HIDDEN, generator=torch.Generator().manual_seed(3)),
+    )
     columns = wide[:, HIDDEN : 2 * HIDDEN]  # q out of a q, k, v product, say
     torch.testing.assert_close(norm(columns).double(), reference(columns, norm.weight), rtol=1e-5, atol=1e-5)
     assert used == ["native"]
     out, _ = norm(columns.clone(), wide[:, :HIDDEN])
-    torch.testing.assert_close(out.double(), reference(columns + wide[:, :HIDDEN], norm.weight), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        out.double(), reference(columns + wide[:, :HIDDEN], norm.weight), rtol=1e-5, atol=1e-5
+    )
     half = columns.clone().to(torch.bfloat16)
     torch.testing.assert_close(norm(half).double(), reference(half, norm.weight), rtol=2**-7, atol=2**-7)
     part = norm_of(torch.float32, var_hidden_size=HIDDEN // 2)
-    torch.testing.assert_close(part(columns.clone()).double(), reference(columns, part.weight, HIDDEN // 2), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        part(columns.clone()).double(), reference(columns, part.weight, HIDDEN // 2), rtol=1e-5, atol=1e-5
+    )
     assert used == ["native"] * 4

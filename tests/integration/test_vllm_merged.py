@@ -39,7 +39,13 @@ class Layer:
     tp_size: int = 1
 
     def reference(self, slot: int, x: torch.Tensor) -> torch.Tensor:
-        return x @ (self.base_layer.skylite_weight.float() + self.lora_b_stacked[0][slot, 0] @ self.lora_a_stacked[0][slot, 0]).T
+        return (
+            x
+            @ (
+                self.base_layer.skylite_weight.float()
+                + self.lora_b_stacked[0][slot, 0] @ self.lora_a_stacked[0][slot, 0]
+            ).T
+        )
 
 
 @pytest.fixture
@@ -56,14 +62,19 @@ def merged() -> Any:
 @pytest.fixture
 def layer() -> Layer:
     generator = torch.Generator().manual_seed(0)
-    a, b = torch.randn(SLOTS, 1, RANK, IN, generator=generator), torch.randn(SLOTS, 1, OUT, RANK, generator=generator)
+    a, b = (
+        torch.randn(SLOTS, 1, RANK, IN, generator=generator),
+        torch.randn(SLOTS, 1, OUT, RANK, generator=generator),
+    )
     return Layer(Base(torch.randn(OUT, IN, generator=generator).to(torch.bfloat16)), (a,), (b,))
 
 
 X = torch.linspace(-1, 1, 3 * IN).reshape(3, IN)
 
 
-def test_a_batch_of_one_adapter_gets_base_plus_adapter_and_another_batch_none(merged: Any, layer: Layer) -> None:
+def test_a_batch_of_one_adapter_gets_base_plus_adapter_and_another_batch_none(
+    merged: Any, layer: Layer
+) -> None:
     product = merged.merged_product(layer, 3)
     torch.testing.assert_close(product(X, None), layer.reference(0, X))
     bias = torch.arange(OUT, dtype=torch.float32)

@@ -17,17 +17,27 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from skylite.rollout.client import Sampling, VllmClient
-from skylite.rollout.engine import Engine
+from skylite.engine.client import Sampling, VllmClient
+from skylite.engine.engine import Engine
 from skylite.types import Completion
-from tests.engines import MAX_LORA_RANK, TARGET_MODULES, Answer, Ask, EngineServer, running_server, write_random_adapter
+from tests.engines import (
+    MAX_LORA_RANK,
+    TARGET_MODULES,
+    Answer,
+    Ask,
+    EngineServer,
+    running_server,
+    write_random_adapter,
+)
 
 pytestmark = pytest.mark.vllm
 
 EMBEDDING_AND_HEAD = ["embed_tokens", "lm_head"]
 FLOAT_NOISE = 1e-4
 DIFFERENT = 1e-2
-PROMPT = list(b"Natalia sold clips to 48 of her friends in April, and then she sold half as many in May. How many in all?")
+PROMPT = list(
+    b"Natalia sold clips to 48 of her friends in April, and then she sold half as many in May. How many in all?"
+)
 _NUMBERS = count()
 
 
@@ -42,9 +52,18 @@ class Version:
     path: Path
 
 
-def publish(server: EngineServer, folder: Path, *, seed: int, rank: int = 4, target_modules: list[str] = TARGET_MODULES) -> Version:
+def publish(
+    server: EngineServer,
+    folder: Path,
+    *,
+    seed: int,
+    rank: int = 4,
+    target_modules: list[str] = TARGET_MODULES,
+) -> Version:
     """Write a random adapter and load it under a name that this session has not used."""
-    path = write_random_adapter(folder / f"seed{seed}", server.model_path, seed=seed, rank=rank, target_modules=target_modules)
+    path = write_random_adapter(
+        folder / f"seed{seed}", server.model_path, seed=seed, rank=rank, target_modules=target_modules
+    )
     version = Version(f"policy-{next(_NUMBERS)}", path)
     assert server.load(version.name, version.path).status_code == httpx.codes.OK
     return version
@@ -90,14 +109,21 @@ def mixed_and_alone(server: EngineServer, models: list[str]) -> tuple[list[Answe
 
 def test_mixed_batch_gives_each_request_what_it_gets_alone(server: EngineServer, tmp_path: Path) -> None:
     """Base, version 1 and version 2 in one batch, of different ranks."""
-    one, two = publish(server, tmp_path, seed=1, rank=4), publish(server, tmp_path, seed=2, rank=MAX_LORA_RANK)
+    one, two = (
+        publish(server, tmp_path, seed=1, rank=4),
+        publish(server, tmp_path, seed=2, rank=MAX_LORA_RANK),
+    )
     mixed, alone = mixed_and_alone(server, [server.base, one.name, two.name])
-    assert all(same(m, a) for m, a in zip(mixed, alone, strict=True)), [gap(m, a) for m, a in zip(mixed, alone, strict=True)]
+    assert all(same(m, a) for m, a in zip(mixed, alone, strict=True)), [
+        gap(m, a) for m, a in zip(mixed, alone, strict=True)
+    ]
     base, first, second = alone[:3]
     assert min(gap(base, first), gap(base, second), gap(first, second)) > DIFFERENT
 
 
-def test_stock_kernels_give_base_requests_an_adapters_answer(stock_server: EngineServer, tmp_path: Path) -> None:
+def test_stock_kernels_give_base_requests_an_adapters_answer(
+    stock_server: EngineServer, tmp_path: Path
+) -> None:
     """The fault that the plugin is there for. When this fails, vLLM is mended and the plugin is for speed alone.
 
     Several rounds, because whether a base request meets an adapter's in a step is up to the server's timing.
@@ -114,8 +140,13 @@ def test_stock_kernels_give_base_requests_an_adapters_answer(stock_server: Engin
     assert wrong_base, "no base request was changed by the adapters it shared batches with"
 
 
-def test_plugin_and_stock_kernels_agree_on_one_adapter(server: EngineServer, stock_server: EngineServer, tmp_path: Path) -> None:
-    ours, theirs = publish(server, tmp_path / "ours", seed=3), publish(stock_server, tmp_path / "theirs", seed=3)
+def test_plugin_and_stock_kernels_agree_on_one_adapter(
+    server: EngineServer, stock_server: EngineServer, tmp_path: Path
+) -> None:
+    ours, theirs = (
+        publish(server, tmp_path / "ours", seed=3),
+        publish(stock_server, tmp_path / "theirs", seed=3),
+    )
     assert same(server.ask(Ask(ours.name, PROMPT)), stock_server.ask(Ask(theirs.name, PROMPT)))
 
 
@@ -128,7 +159,9 @@ def test_embedding_and_head_adapters_in_a_mixed_batch(tiny_llama: Path, tmp_path
         answers = [server.ask(Ask(name, PROMPT)) for name in (server.base, one.name, two.name, three.name)]
         assert min(gap(one, other) for one, other in combinations(answers, 2)) > DIFFERENT
         mixed, alone = mixed_and_alone(server, [server.base, one.name, two.name])
-    assert all(same(m, a) for m, a in zip(mixed, alone, strict=True)), [gap(m, a) for m, a in zip(mixed, alone, strict=True)]
+    assert all(same(m, a) for m, a in zip(mixed, alone, strict=True)), [
+        gap(m, a) for m, a in zip(mixed, alone, strict=True)
+    ]
 
 
 def test_nothing_is_served_from_an_older_versions_cache(server: EngineServer, tmp_path: Path) -> None:
@@ -152,13 +185,21 @@ def test_running_request_keeps_its_version_across_a_load(server: EngineServer, t
     started, ended, sampled = threading.Event(), threading.Event(), []
 
     def stream() -> None:
-        body = {"model": ask.model, "prompt": ask.prompt, "max_tokens": ask.max_tokens, "temperature": 0.0, "ignore_eos": True}
+        body = {
+            "model": ask.model,
+            "prompt": ask.prompt,
+            "max_tokens": ask.max_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+        }
         body |= {"logprobs": 0, "return_token_ids": True, "stream": True}
         with server.http.stream("POST", "/v1/completions", json=body) as reply:
             for line in reply.iter_lines():
                 if line.startswith("data: {"):
                     choice = json.loads(line.removeprefix("data: "))["choices"][0]
-                    sampled.extend(zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True))
+                    sampled.extend(
+                        zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True)
+                    )
                     started.set()
         ended.set()
 
@@ -195,25 +236,39 @@ def missing_weights(folder: Path, model: Path) -> Path:
 
 def wrong_shapes(folder: Path, model: Path) -> Path:
     weights = write_random_adapter(folder, model) / "adapter_model.safetensors"
-    save_file({name: tensor.repeat(1, 2) if "lora_A" in name else tensor for name, tensor in load_file(weights).items()}, weights)
+    save_file(
+        {
+            name: tensor.repeat(1, 2) if "lora_A" in name else tensor
+            for name, tensor in load_file(weights).items()
+        },
+        weights,
+    )
     return folder
 
 
 def unknown_modules(folder: Path, model: Path) -> Path:
     weights = write_random_adapter(folder, model) / "adapter_model.safetensors"
-    save_file({name.replace("q_proj", "query"): tensor for name, tensor in load_file(weights).items()}, weights)
+    save_file(
+        {name.replace("q_proj", "query"): tensor for name, tensor in load_file(weights).items()}, weights
+    )
     return folder
 
 
-@pytest.mark.parametrize("damage", [rank_too_large, truncated, missing_folder, missing_weights, wrong_shapes, unknown_modules])
-def test_bad_adapter_is_refused_and_the_engine_serves_on(server: EngineServer, tmp_path: Path, damage) -> None:
+@pytest.mark.parametrize(
+    "damage", [rank_too_large, truncated, missing_folder, missing_weights, wrong_shapes, unknown_modules]
+)
+def test_bad_adapter_is_refused_and_the_engine_serves_on(
+    server: EngineServer, tmp_path: Path, damage
+) -> None:
     good = publish(server, tmp_path, seed=1)
     before = [server.ask(Ask(name, PROMPT)) for name in (server.base, good.name)]
     bad = f"bad-{damage.__name__}"
     assert server.load(bad, damage(tmp_path / "bad", server.model_path)).is_error
     with pytest.raises(httpx.HTTPStatusError, match="404"):
         server.ask(Ask(bad, PROMPT))
-    after = server.ask_together([Ask(name, PROMPT, salt=damage.__name__) for name in (server.base, good.name)])
+    after = server.ask_together(
+        [Ask(name, PROMPT, salt=damage.__name__) for name in (server.base, good.name)]
+    )
     assert all(same(b, a) for b, a in zip(before, after, strict=True))
     assert gap(*after) > DIFFERENT
 
@@ -235,7 +290,9 @@ def logits_of(model_path: Path, completion: Completion) -> torch.Tensor:
     """[C, vocabulary] that the completion's tokens were drawn from, as transformers computes them."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     with torch.no_grad():
-        logits: torch.Tensor = model(torch.tensor([PROMPT + completion.token_ids])).logits[0, len(PROMPT) - 1 : -1]
+        logits: torch.Tensor = model(torch.tensor([PROMPT + completion.token_ids])).logits[
+            0, len(PROMPT) - 1 : -1
+        ]
     return logits
 
 
@@ -255,14 +312,20 @@ def test_logprobs_are_those_of_the_distribution_tokens_were_drawn_from(
     server: EngineServer, temperature: float, top_p: float, top_k: int
 ) -> None:
     """After temperature, top-k and top-p, renormalised: what an importance weight must be computed with."""
-    sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=32, stop_token_ids=(), seed=5)
+    sampling = Sampling(
+        temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=32, stop_token_ids=(), seed=5
+    )
     raw_gap = 0.0
     for completion in sampled(server, sampling):
         logits, tokens = logits_of(server.model_path, completion), torch.tensor(completion.token_ids)[:, None]
         drawn_from = logits / temperature if top_k == 0 else cut(logits / temperature, top_p, top_k)
         logprobs = torch.tensor(completion.logprobs)
-        torch.testing.assert_close(logprobs, torch.log_softmax(drawn_from, dim=1).gather(1, tokens)[:, 0], atol=FLOAT_NOISE, rtol=0)
-        raw_gap = max(raw_gap, float((logprobs - torch.log_softmax(logits, dim=1).gather(1, tokens)[:, 0]).abs().max()))
+        torch.testing.assert_close(
+            logprobs, torch.log_softmax(drawn_from, dim=1).gather(1, tokens)[:, 0], atol=FLOAT_NOISE, rtol=0
+        )
+        raw_gap = max(
+            raw_gap, float((logprobs - torch.log_softmax(logits, dim=1).gather(1, tokens)[:, 0]).abs().max())
+        )
     assert (raw_gap > DIFFERENT) == (temperature != 1), "the raw logprobs would have passed too"
 
 

@@ -23,7 +23,13 @@ WRITERS = (
 )  # fmt: skip
 SILENT = ("named reward", "trainer error")
 """What these could not write is asked for again, or stands in the log too, so they do not end anything."""
-MAKES = {"lock": OPEN | WRITE, "metrics": ALL & ~RENAME, "events": ALL & ~RENAME, "clean-up": RENAME, "stop": OPEN}
+MAKES = {
+    "lock": OPEN | WRITE,
+    "metrics": ALL & ~RENAME,
+    "events": ALL & ~RENAME,
+    "clean-up": RENAME,
+    "stop": OPEN,
+}
 """The calls of a writer that does not make all kinds."""
 MAX_CALLS = 200
 """A writer that makes more calls than this is not what we think it is."""
@@ -38,7 +44,9 @@ class Writers:
     def write(self, writer: str, folder: Path, version: int) -> dict[str, Any]:
         """Run a writer in a fork and hear what became of it."""
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"writer": writer, "folder": str(folder), "version": version}) + "\n")
+        self.process.stdin.write(
+            json.dumps({"writer": writer, "folder": str(folder), "version": version}) + "\n"
+        )
         self.process.stdin.flush()
         return self.answer()
 
@@ -102,7 +110,9 @@ def test_a_write_that_fails_at_any_call_leaves_the_state_before_or_after(
             break
         fired += 1
         check(answer, folder, before, after, what, silent=writer in SILENT)
-        if answer["code"] == 0 or (writer == "bad inputs" and visible(folder) == after):  # a second time is a second folder
+        if answer["code"] == 0 or (
+            writer == "bad inputs" and visible(folder) == after
+        ):  # a second time is a second folder
             continue
         again = writers.write(writer, folder, 2)
         assert again["code"] == 0 or "already" in again["said"], f"{what}; again: {again}"
@@ -130,7 +140,15 @@ def fresh(tmp_path: Path, name: str) -> Path:
     return folder
 
 
-def check(answer: dict[str, Any], folder: Path, before: dict[str, str], after: dict[str, str], what: str, *, silent: bool) -> None:
+def check(
+    answer: dict[str, Any],
+    folder: Path,
+    before: dict[str, str],
+    after: dict[str, str],
+    what: str,
+    *,
+    silent: bool,
+) -> None:
     assert answer["code"] in (0, 1, 2), what
     found = visible(folder)
     if answer["code"] == 0:

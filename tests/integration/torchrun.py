@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
-from skylite.launch.torchrun import trainer_command, trainer_env
+from skylite.processes.torchrun import trainer_command, trainer_env
 from skylite.run.run_dir import RunDir, adapter_name
 
 TIMEOUT_S = 180.0
@@ -22,9 +22,9 @@ TIMEOUT_S = 180.0
 @contextlib.contextmanager
 def trainer(run: RunDir, num_ranks: int, resume: bool = False) -> Iterator[subprocess.Popen[str]]:
     """torchrun on a run directory, in a session of its own that is gone after the block."""
-    run.meeting.mkdir(exist_ok=True)
+    run.rendezvous.mkdir(exist_ok=True)
     process = subprocess.Popen(
-        trainer_command(run.root, num_ranks, resume=resume),
+        trainer_command(run.root, run.rendezvous, num_ranks, resume=resume),
         env={**os.environ, **trainer_env(1)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -6,11 +6,11 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
+from skylite.adapters.manifest import read_manifest
 from skylite.errors import SkyliteError
 from skylite.run.checkpoint_folder import verify_checkpoint
 from skylite.run.events import read_events
 from skylite.run.files import TEMPORARY_MARK
-from skylite.run.manifest import read_manifest
 from skylite.run.metrics import read_metrics
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir, published_versions
@@ -30,7 +30,11 @@ def finished_steps(run: RunDir) -> dict[int, str]:
 
 def last_finished(run: RunDir) -> int:
     """0 before the first."""
-    return max((line["step"] for line in read_metrics(run.metrics_path)), default=0) if run.metrics_path.exists() else 0
+    return (
+        max((line["step"] for line in read_metrics(run.metrics_path)), default=0)
+        if run.metrics_path.exists()
+        else 0
+    )
 
 
 def is_done(run: RunDir) -> bool:
@@ -56,9 +60,14 @@ def torn(run: RunDir) -> list[str]:
         (a.path, lambda a=a: read_manifest(a.path)) for a in published_versions(run.default_adapters)
     ]
     checks += [(p, lambda p=p: read_rollouts(p)) for p in _final(run.rollouts, "*.parquet")]
-    checks += [(p, lambda p=p: run.read_json(p)) for p in [*_final(run.updates, "*.json"), *_final(run.root, "c*.json")]]
+    checks += [
+        (p, lambda p=p: run.read_json(p))
+        for p in [*_final(run.trainer_steps, "*.json"), *_final(run.root, "c*.json")]
+    ]
     checks += [(p, lambda p=p: verify_checkpoint(p)) for p in _final(run.checkpoints, "step-*")]
-    checks += [(run.metrics_path, lambda: read_metrics(run.metrics_path))] if run.metrics_path.exists() else []
+    checks += (
+        [(run.metrics_path, lambda: read_metrics(run.metrics_path))] if run.metrics_path.exists() else []
+    )
     checks += [(run.events_path, lambda: read_events(run.events_path))] if run.events_path.exists() else []
     checks += [(run.status_path, lambda: read_status(run.status_path))] if run.status_path.exists() else []
     found = []
@@ -75,12 +84,23 @@ def leftovers(run: RunDir) -> list[str]:
     return [f"left over: {p.relative_to(run.root)}" for p in run.root.rglob("*") if TEMPORARY_MARK in p.name]
 
 
-def proven_after(run: RunDir, wall: float) -> float | None:
-    """Seconds from `wall` (as time.time gives it) until the run that was started then had loaded and proven its adapter."""
-    later = [line for line in (read_events(run.events_path) if run.events_path.exists() else []) if line["wall"] >= wall]
+def verified_after(run: RunDir, wall: float) -> float | None:
+    """Seconds from `wall` (as time.time gives it) until the run that was started then had loaded and verified its adapter."""
+    later = [
+        line
+        for line in (read_events(run.events_path) if run.events_path.exists() else [])
+        if line["wall"] >= wall
+    ]
     starts = [line["wall"] for line in later if line["event"] == "run_started"]
     end = starts[1] if len(starts) > 1 else float("inf")
-    return next((round(line["wall"] - wall, 2) for line in later if line["event"] == "adapter_proven" and line["wall"] < end), None)
+    return next(
+        (
+            round(line["wall"] - wall, 2)
+            for line in later
+            if line["event"] == "adapter_verified" and line["wall"] < end
+        ),
+        None,
+    )
 
 
 def _digest(path: Path) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from skylite.launch.vllm_server import STAND_IN
+from skylite.engine.server import ENGINE_COMMAND
 from skylite.run.run_dir import RunDir
 from skylite.vllm_plugin import CPU_SERVER
 from tests.e2e.project import COMMAND, Project, make_project
@@ -35,7 +35,7 @@ VLLM_SETTINGS = ("engine.max_num_seqs=1", "engine.stall_timeout_s=60")
 MARK = "SKYLITE_TORTURE"
 """Environment variable of a run's processes, inherited by every descendant: finds them whoever their parent is."""
 ROOT = Path(__file__).parents[2]
-STAND_IN_COMMAND = f"{sys.executable} -m tests.fakes.engine"
+SYNTHETIC_COMMAND = f"{sys.executable} -m tests.fakes.engine"
 REWARD = '''
 import os
 
@@ -53,7 +53,7 @@ class Ground:
 
     project: Project
     engine: str
-    """"stand-in" or "vllm"."""
+    """"synthetic" or "vllm"."""
     num_ranks: int
     settings: tuple[str, ...] = field(default=())
 
@@ -74,9 +74,11 @@ class Ground:
             "ENGINE_DELAY_S": "0.05",
             "ENGINE_LOAD_DELAY_S": "0.05",
         }
-        if self.engine == "stand-in":
-            env[STAND_IN] = STAND_IN_COMMAND
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # the run is elsewhere
+        if self.engine == "synthetic":
+            env[ENGINE_COMMAND] = SYNTHETIC_COMMAND
+            env["PYTHONPATH"] = os.pathsep.join(
+                filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+            )  # the run is elsewhere
         output = self.project.root / f"{name}.out"
         words = ["train", "--resume", name] if resume else self.project.train_args(name, steps, *self.flags())
         with output.open("ab") as stream:
@@ -131,7 +133,9 @@ class Started:
         self.process.wait()
 
 
-def make_ground(root: Path, model: Path, engine: str, num_ranks: int, settings: tuple[str, ...] = ()) -> Ground:
+def make_ground(
+    root: Path, model: Path, engine: str, num_ranks: int, settings: tuple[str, ...] = ()
+) -> Ground:
     """A prepared project under `root`."""
     os.environ["SKYLITE_TORTURE_SCORED"] = str(root / "prepared.scored")
     project = make_project(root, model)
@@ -140,7 +144,7 @@ def make_ground(root: Path, model: Path, engine: str, num_ranks: int, settings: 
 
 
 def victims(started: Started) -> dict[str, psutil.Process]:
-    """The run's processes by kind: parent, guard-trainer, guard-engine, agent, rank-0.., engine, engine-core, reward-worker."""
+    """The run's processes by kind: parent, reaper-trainer, reaper-engine, agent, rank-0.., engine, engine-core, reward-worker."""
     found: dict[str, psutil.Process] = {}
     for process in started.alive():
         with contextlib.suppress(psutil.Error):
@@ -151,15 +155,15 @@ def victims(started: Started) -> dict[str, psutil.Process]:
 
 def _kind(process: psutil.Process, parent: int) -> str | None:
     words = process.cmdline()
-    text, guarded = " ".join(words), any(w.endswith("guard.py") for w in words[:6])
+    text, guarded = " ".join(words), any(w.endswith("reaper.py") for w in words[:6])
     trainer = "torch.distributed.run" in text
     if process.pid == parent:
         return "parent"
     if guarded:
-        return "guard-trainer" if trainer else "guard-engine"
+        return "reaper-trainer" if trainer else "reaper-engine"
     if trainer:
         return "agent"
-    if "skylite.training.worker" in text:
+    if "skylite.trainer.worker" in text:
         return f"rank-{process.environ().get('LOCAL_RANK', '?')}"
     if "tests.fakes.engine" in text or CPU_SERVER in text:
         return "engine"

@@ -21,13 +21,13 @@ from tests.torture.evidence import (
     leftovers,
     newest_checkpoint,
     newest_trace,
-    proven_after,
     torn,
+    verified_after,
 )
 from tests.torture.ground import STEPS, Ground, Started, victims
 from tests.torture.moments import PHASES, hit, moment, step_for, until
 
-KINDS = ("parent", "guard-trainer", "guard-engine", "agent", "rank-0", "engine", "reward-worker")
+KINDS = ("parent", "reaper-trainer", "reaper-engine", "agent", "rank-0", "engine", "reward-worker")
 SIGNALS = ("KILL", "STOP")
 STOP_HELD_S = 2.0
 """Then it is continued, and the run must go on."""
@@ -60,7 +60,7 @@ HANGS = (
     *(Case("engine", phase, "HANG") for phase in ("sampling", "publish", "load")),
     Case("reward-worker", "scoring", "HANG"),
     *(Case("rank-0", phase, "HANG") for phase in ("train", "publish", "checkpoint")),
-    *(Case(kind, "train", "HANG") for kind in ("agent", "guard-trainer", "guard-engine")),
+    *(Case(kind, "train", "HANG") for kind in ("agent", "reaper-trainer", "reaper-engine")),
 )
 """Stopped and not continued: engine.stall_timeout_s, reward.timeout_s and trainer.step_timeout_s end that.
 A parent that is stopped nobody can tell."""
@@ -86,7 +86,7 @@ class Result:
     resumed_at: float | None = None
     """time.time; None: nothing was resumed."""
     resume_s: float | None = None
-    """From the resume's start until its adapter was proven; None: nothing was resumed, or the next signal was sooner."""
+    """From the resume's start until its adapter was verified; None: nothing was resumed, or the next signal was sooner."""
     redone: int = 0
     """Finished steps after the newest checkpoint: the resume trains them again from their rollouts."""
     lost_steps: list[int] = field(default_factory=list)
@@ -102,7 +102,11 @@ class Result:
 
     def findings(self) -> dict[str, list[Any]]:
         """What is wrong, by name."""
-        return {k: v for k in ("lost_steps", "unequal", "torn", "orphans", "tracebacks", "hangs") if (v := getattr(self, k))}
+        return {
+            k: v
+            for k in ("lost_steps", "unequal", "torn", "orphans", "tracebacks", "hangs")
+            if (v := getattr(self, k))
+        }
 
 
 @dataclass(slots=True)
@@ -128,7 +132,9 @@ def undisturbed(ground: Ground) -> tuple[dict[int, str], float]:
     return found, time.monotonic() - began
 
 
-def torture(ground: Ground, cases: list[Case], expected: dict[int, str], until_s: float) -> Iterator[list[Result]]:
+def torture(
+    ground: Ground, cases: list[Case], expected: dict[int, str], until_s: float
+) -> Iterator[list[Result]]:
     """Rounds until no case is left or time.monotonic() is past `until_s`; yields the results of each."""
     queue, misses, number = deque(cases), dict[Case, int](), 0
     while queue and time.monotonic() < until_s:
@@ -188,7 +194,9 @@ def to_its_end(this: Round) -> None:
 def give_up(this: Round, case: Case, queue: deque[Case], misses: dict[Case, int]) -> None:
     """A case whose moment did not come is tried in another round, then recorded as not fired."""
     queue.remove(case)
-    if case.phase == "random" and this.results:  # a run that was resumed is shorter than the one that the moments were drawn for
+    if (
+        case.phase == "random" and this.results
+    ):  # a run that was resumed is shorter than the one that the moments were drawn for
         queue.append(case)
         return
     misses[case] = misses.get(case, 0) + 1
@@ -209,7 +217,13 @@ def strike(this: Round, case: Case) -> Result:
         target = kinds.get(kind)
     else:
         kind, found = case.kind, dict[str, psutil.Process]()
-        until(lambda: bool(found.update(victims(started)) or kind in found or started.process.poll() is not None), END_S, 0.1)
+        until(
+            lambda: bool(
+                found.update(victims(started)) or kind in found or started.process.poll() is not None
+            ),
+            END_S,
+            0.1,
+        )
         target, result.step = found.get(kind), step_for(case.phase, newest_trace(run))
         is_now = moment(run, this.ground.scored(this.name), case.phase, result.step)
         until(lambda: is_now() or started.process.poll() is not None, END_S, 0.0005)
@@ -284,15 +298,20 @@ def compare(this: Round, whole: bool) -> None:
         last.unequal += [v for v in this.expected if found.get(v) != this.expected[v]]
         last.torn += torn(run) + leftovers(run)
     for result in this.results:
-        result.resume_s = None if result.resumed_at is None else proven_after(run, result.resumed_at)
-        result.lost_steps = [step for step, digest in result.finished.items() if done.get(step) != digest or step not in found]
+        result.resume_s = None if result.resumed_at is None else verified_after(run, result.resumed_at)
+        result.lost_steps = [
+            step for step, digest in result.finished.items() if done.get(step) != digest or step not in found
+        ]
 
 
 def random_cases(count: int, seconds: float, seed: int) -> list[Case]:
     """Moments over the whole of an undisturbed run, counted from the start or the resume."""
     rng = random.Random(seed)
     signals = ["KILL", "KILL", "KILL", "STOP", "STOP", "STOP+KILL"]
-    return [Case("any", "random", rng.choice(signals), seed * 1000 + index, rng.uniform(0.2, seconds)) for index in range(count)]
+    return [
+        Case("any", "random", rng.choice(signals), seed * 1000 + index, rng.uniform(0.2, seconds))
+        for index in range(count)
+    ]
 
 
 def matrix_cases(kinds: tuple[str, ...] = KINDS) -> list[Case]:

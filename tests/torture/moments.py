@@ -49,7 +49,7 @@ def moment(run: RunDir, scored: Path, phase: str, step: int) -> Callable[[], boo
         "train": run.rollout_path(step).exists,
         "publish": lambda: is_written(run.default_adapters, adapter_name(step)),
         "published": (run.default_adapters / adapter_name(step)).exists,
-        "load": run.update_path(step).exists,
+        "load": run.trainer_step_path(step).exists,
         "checkpoint": lambda: is_written(run.checkpoints, run.checkpoint_path(step).name),
     }[phase]
 
@@ -64,7 +64,9 @@ def hit(run: RunDir, phase: str, step: int) -> bool:
 def is_written(folder: Path, name: str) -> bool:
     """Whether `name` is being written, or has just been."""
     try:
-        return any(n == name or (n.startswith(f".{name}") and TEMPORARY_MARK in n) for n in os.listdir(folder))
+        return any(
+            n == name or (n.startswith(f".{name}") and TEMPORARY_MARK in n) for n in os.listdir(folder)
+        )
     except FileNotFoundError:
         return False
 

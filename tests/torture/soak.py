@@ -37,7 +37,13 @@ class Life:
 
 def soak(ground: Ground, name: str, steps: int, restart_every: int, timeout_s: float) -> dict[str, Any]:
     """Run and resume until `steps` are done or the time is over, the engine killed every so many; the figures of the results file."""
-    run, lives, engine_kills, resumes, began = ground.run(name), dict[psutil.Process, Life](), 0, 0, time.monotonic()
+    run, lives, engine_kills, resumes, began = (
+        ground.run(name),
+        dict[psutil.Process, Life](),
+        0,
+        0,
+        time.monotonic(),
+    )
     started = ground.start(name, steps=steps)
     try:
         while time.monotonic() - began < timeout_s:
@@ -83,11 +89,22 @@ def table(lives: dict[psutil.Process, Life]) -> dict[str, list[dict[str, float]]
 
 
 def soak_faults(run: dict[str, Any], kept: int) -> list[str]:
-    """What did not stay flat in a run with that result, and adapters that should be gone (`kept` and version 0 stay)."""
-    long = [(kind, row) for kind, rows in run["processes"].items() for row in rows if row["to_step"] - row["from_step"] >= LONG]
-    faults = [f"{kind}: {row['rss_kib_per_step']} KiB a step" for kind, row in long if row["rss_kib_per_step"] > FLAT_KIB]
+    """What did not stay flat in a run with that result, and adapters that should be gone (`watched` and version 0 stay)."""
+    long = [
+        (kind, row)
+        for kind, rows in run["processes"].items()
+        for row in rows
+        if row["to_step"] - row["from_step"] >= LONG
+    ]
+    faults = [
+        f"{kind}: {row['rss_kib_per_step']} KiB a step"
+        for kind, row in long
+        if row["rss_kib_per_step"] > FLAT_KIB
+    ]
     faults += [
-        f"{kind}: {row['descriptors_per_step']} descriptors a step" for kind, row in long if row["descriptors_per_step"] > FLAT_DESCRIPTORS
+        f"{kind}: {row['descriptors_per_step']} descriptors a step"
+        for kind, row in long
+        if row["descriptors_per_step"] > FLAT_DESCRIPTORS
     ]
     too_old = [version for version in run["adapters_left"] if 0 < version <= run["steps"] - kept]
     return faults + ([f"adapters of versions {too_old} are still there"] if too_old else [])

@@ -34,7 +34,11 @@ class Reply:
 def call(args: list[str]) -> Reply:
     """`skylite ARGS` through its own `main`, in this process."""
     said = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(said),
+    ):
         patch.setattr(sys, "argv", ["skylite", *args])
         try:
             main()
@@ -47,7 +51,10 @@ def call(args: list[str]) -> Reply:
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
     """Every path below with size and time of change."""
-    return {str(p.relative_to(folder)): (p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(folder.rglob("*"))}
+    return {
+        str(p.relative_to(folder)): (p.stat().st_size, p.stat().st_mtime_ns)
+        for p in sorted(folder.rglob("*"))
+    }
 
 
 @st.composite

@@ -6,7 +6,7 @@ import json
 from itertools import islice
 from pathlib import Path
 
-from skylite.data import stand_in
+from skylite.data import synthetic as synthetic
 from skylite.types import Prompt
 
 RELEASED = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
@@ -22,12 +22,17 @@ def gsm8k_folder(folder: Path, train: int = 60, test: int = 10) -> Path:
 
 def prompt(**changes: object) -> Prompt:
     """A prompt whose answer is 7."""
-    values: dict[str, object] = {"id": "t/train/0", "messages": [{"role": "user", "content": "3 + 4?"}], "answer": "7", "source": "t"}
+    values: dict[str, object] = {
+        "id": "t/train/0",
+        "messages": [{"role": "user", "content": "3 + 4?"}],
+        "answer": "7",
+        "source": "t",
+    }
     return Prompt(**(values | changes))  # type: ignore[arg-type]
 
 
 def _lines(split: str, count: int) -> list[str]:
     if RELEASED.is_dir():
         return (RELEASED / f"{split}.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)[:count]
-    made = islice(stand_in.problems(2, seed=1 if split == "train" else 2), count)
+    made = islice(synthetic.problems(2, seed=1 if split == "train" else 2), count)
     return [json.dumps({"question": p.question, "answer": p.answer}) + "\n" for p in made]

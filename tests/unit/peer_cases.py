@@ -10,18 +10,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skylite.config import TrainConfig
-from skylite.grpo.batch import PackedTokens
-from skylite.grpo.losses import AGGREGATIONS, BatchSize, LossInputs, is_clipped
-from skylite.grpo.selection import clip_cov_selection, covariances, entropy_threshold, kl_cov_selection
+from skylite.algorithms.losses import AGGREGATIONS, BatchSize, LossInputs, is_clipped
+from skylite.algorithms.token_selection import (
+    clip_cov_selection,
+    covariances,
+    entropy_threshold,
+    kl_cov_selection,
+)
+from skylite.config.train import TrainConfig
+from skylite.model.packing import PackedTokens
 from skylite.run.rollout_file import TrainSample
-from skylite.training.micro_batch import MicroBatch
-from skylite.training.step import micro_batch_loss
+from skylite.trainer.micro_batch import MicroBatch
+from skylite.trainer.step import micro_batch_loss
 
 TOLERANCE = 1e-6
 MAX_TOKENS = 40
 GROUP = 4
-ALONE: Any = SimpleNamespace(dp_rank=0, dp_size=1, device=torch.device("cpu"), sum_=lambda x: x, gather=lambda x: x)
+ALONE: Any = SimpleNamespace(
+    dp_rank=0, dp_size=1, device=torch.device("cpu"), sum_=lambda x: x, gather=lambda x: x
+)
 """A Dist of one process."""
 SHAPES = [
     (4, 1, 0, torch.float64),
@@ -125,9 +132,13 @@ class Result:
     sums: dict[str, Tensor]
 
 
-def result_of(loss: Tensor, policy: Tensor, entropies: Tensor, sums: dict[str, Tensor] | None = None) -> Result:
+def result_of(
+    loss: Tensor, policy: Tensor, entropies: Tensor, sums: dict[str, Tensor] | None = None
+) -> Result:
     grads = torch.autograd.grad(loss, [policy, entropies], allow_unused=True)
-    by_policy, by_entropies = (torch.zeros_like(x) if g is None else g for g, x in zip(grads, (policy, entropies), strict=True))
+    by_policy, by_entropies = (
+        torch.zeros_like(x) if g is None else g for g, x in zip(grads, (policy, entropies), strict=True)
+    )
     return Result(loss.detach(), by_policy, by_entropies, sums or {})
 
 
@@ -144,11 +155,17 @@ def assert_same_result(mine: Result, theirs: Result, mask: Tensor) -> None:
 def ours(case: Case, importance: dict[str, Any] | None = None, **algorithm: Any) -> Result:
     """Through `micro_batch_loss`, one micro-batch; tokens are chosen as `look` does it."""
     config = TrainConfig.model_validate(
-        {"algorithm": algorithm, "importance": importance or {"mode": "none"}, "rollout": {"max_completion_tokens": MAX_TOKENS}}
+        {
+            "algorithm": algorithm,
+            "importance": importance or {"mode": "none"},
+            "rollout": {"max_completion_tokens": MAX_TOKENS},
+        }
     )
     mask, settings = case.mask, config.algorithm
     size = BatchSize(int(mask.sum()), len(mask), MAX_TOKENS)
-    weights = torch.tensor([AGGREGATIONS[settings.aggregation](int(n), size) for n in case.lengths], dtype=case.policy.dtype)
+    weights = torch.tensor(
+        [AGGREGATIONS[settings.aggregation](int(n), size) for n in case.lengths], dtype=case.policy.dtype
+    )
     policy, entropies = (x[mask].requires_grad_() for x in (case.policy, case.entropies))
     micro = MicroBatch(
         items=[],
@@ -160,7 +177,9 @@ def ours(case: Case, importance: dict[str, Any] | None = None, **algorithm: Any)
         old_logprobs=case.old[mask],
     )
     if settings.top_entropy_quantile < 1:
-        micro.entropy_mask = entropies.detach() >= entropy_threshold(entropies.detach(), settings.top_entropy_quantile)
+        micro.entropy_mask = entropies.detach() >= entropy_threshold(
+            entropies.detach(), settings.top_entropy_quantile
+        )
     if settings.selects_by_cov:
         micro.selected = chosen_by_cov(micro, policy.detach(), config)
     ref = case.ref[mask] if settings.uses_ref else None
@@ -170,7 +189,14 @@ def ours(case: Case, importance: dict[str, Any] | None = None, **algorithm: Any)
 
 def packed(case: Case) -> PackedTokens:
     nothing = torch.zeros(int(case.mask.sum()), dtype=torch.int64)
-    return PackedTokens(inputs={}, rows=nothing, targets=nothing, sequences=case.sequences, num_sequences=len(case.mask), num_nodes=0)
+    return PackedTokens(
+        inputs={},
+        rows=nothing,
+        targets=nothing,
+        sequences=case.sequences,
+        num_sequences=len(case.mask),
+        num_nodes=0,
+    )
 
 
 def chosen_by_cov(micro: MicroBatch, policy: Tensor, config: TrainConfig) -> Tensor:
@@ -184,12 +210,21 @@ def chosen_by_cov(micro: MicroBatch, policy: Tensor, config: TrainConfig) -> Ten
         sequences=micro.tokens.sequences, num_sequences=micro.tokens.num_sequences,
     )  # fmt: skip
     bounds = algorithm.clip_cov_low, algorithm.clip_cov_high
-    return clip_cov_selection(cov, is_clipped(x, algorithm), algorithm.cov_frac, *bounds, torch.Generator().manual_seed(0))
+    return clip_cov_selection(
+        cov, is_clipped(x, algorithm), algorithm.cov_frac, *bounds, torch.Generator().manual_seed(0)
+    )
 
 
 def samples_of(case: Case) -> list[TrainSample]:
     """Truncated are the completions of odd length, as in `trl_step`. No two begin alike."""
-    rows = zip(case.groups.tolist(), case.lengths.tolist(), case.rewards.tolist(), case.rollout, case.mask, strict=True)
+    rows = zip(
+        case.groups.tolist(),
+        case.lengths.tolist(),
+        case.rewards.tolist(),
+        case.rollout,
+        case.mask,
+        strict=True,
+    )
     return [
         TrainSample(
             group=group, prompt_token_ids=[5], completion_token_ids=[1000 + n] * length, rollout_logprobs=logprobs[keep].tolist(),

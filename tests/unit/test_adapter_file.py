@@ -9,7 +9,7 @@ import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 
-from skylite.training.weights_file import write_weights
+from skylite.trainer.weights_file import write_weights
 from skylite.vllm_plugin.adapter_file import AdapterFile, mapped, open_adapter
 
 
@@ -19,7 +19,9 @@ def read(path: Path) -> dict[str, torch.Tensor]:
 
 
 def test_the_tensors_of_a_published_file_outlive_it(tmp_path: Path) -> None:
-    tensors = {f"layer.{i}.lora_{ab}.weight": torch.randn(3 + i, 5) for i in range(4) for ab in "BA"} | {"z": torch.randn(7, 1)}
+    tensors = {f"layer.{i}.lora_{ab}.weight": torch.randn(3 + i, 5) for i in range(4) for ab in "BA"} | {
+        "z": torch.randn(7, 1)
+    }
     path = tmp_path / "adapter_model.safetensors"
     write_weights(path, tensors)
     with open_adapter(path, framework="pt") as file:
@@ -27,12 +29,19 @@ def test_the_tensors_of_a_published_file_outlive_it(tmp_path: Path) -> None:
     found = read(path)
     path.unlink()
     assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in tensors.items())
+    assert all(
+        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype
+        for name, tensor in tensors.items()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_file_by_safetensors_itself(tmp_path: Path, dtype: torch.dtype) -> None:
-    tensors = {"b": torch.randn(2, 3).to(dtype), "a": torch.randn(5).to(dtype), "none": torch.empty(0, 4, dtype=dtype)}
+    tensors = {
+        "b": torch.randn(2, 3).to(dtype),
+        "a": torch.randn(5).to(dtype),
+        "none": torch.empty(0, 4, dtype=dtype),
+    }
     path = tmp_path / "w.safetensors"
     save_file(tensors, path)
     found, expected = read(path), load_file(path)
@@ -82,7 +91,16 @@ def whole_file(path: Path) -> bytes:
         lambda data: data.replace(b"[24,40]", b"[20,40]"),
         lambda data: data.replace(b"{", b"?", 1),
     ],
-    ids=["end missing", "too long", "no header", "half a header", "header past the end", "a shape too large", "tensors overlap", "no JSON"],
+    ids=[
+        "end missing",
+        "too long",
+        "no header",
+        "half a header",
+        "header past the end",
+        "a shape too large",
+        "tensors overlap",
+        "no JSON",
+    ],
 )
 def test_a_damaged_file_is_refused_in_safetensors_words(tmp_path: Path, damage: object) -> None:
     path = tmp_path / "w.safetensors"

@@ -16,25 +16,25 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from skylite.config import Resolved, TrainConfig
-from skylite.config_files import load_config
+from skylite.adapters.retention import held_out_scores
+from skylite.config.loading import load_config
+from skylite.config.train import Resolved, TrainConfig
 from skylite.data.order import prompts_for_step
+from skylite.data.tokenizer import ChatTokenizer
+from skylite.engine.client import Sampling
+from skylite.engine.collect import Scorer, request_seed
+from skylite.engine.pool import Engines
 from skylite.errors import ConfigError, RunFailed, SyncFailed
 from skylite.orchestrator.loop import run_steps
+from skylite.orchestrator.metrics import covered_s
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.progress import Progress
 from skylite.orchestrator.resume import forget_after
 from skylite.orchestrator.session import Session
-from skylite.orchestrator.time_limit import TimeLimit
-from skylite.orchestrator.timeline import covered_s
-from skylite.rollout.client import Sampling
-from skylite.rollout.collect import Scorer, request_seed
-from skylite.rollout.engines import Engines
-from skylite.rollout.tokenizer import ChatTokenizer
+from skylite.orchestrator.shutdown import TimeLimit
 from skylite.run.events import read_events
 from skylite.run.files import write_json
 from skylite.run.metrics import read_metrics
-from skylite.run.retention import held_out_scores
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import AdapterVersion, RunDir, published_versions
 from skylite.types import Completion, Prompt
@@ -75,14 +75,18 @@ class FakeEngine:
         await asyncio.sleep(0.01)
         return BASE if self.is_wrong(model) else POLICY
 
-    async def generate(self, model: str, ids: list[int], n: int, sampling: Sampling, version: int) -> list[Completion]:
+    async def generate(
+        self, model: str, ids: list[int], n: int, sampling: Sampling, version: int
+    ) -> list[Completion]:
         assert model in self.names
         assert model.endswith(str(version))
         self.requests.append((model, ids[0], sampling.seed))
         self.in_flight[model] += 1
         await asyncio.sleep(self.sample_s)
         self.in_flight[model] -= 1
-        return [Completion(token_ids=[7], logprobs=[-0.5], text="", finish_reason="stop", adapter_version=version)] * n
+        return [
+            Completion(token_ids=[7], logprobs=[-0.5], text="", finish_reason="stop", adapter_version=version)
+        ] * n
 
 
 class Half:
@@ -96,10 +100,10 @@ class Broken:
     """No completion of this prompt earns a number."""
 
     def __init__(self, prompt_id: str) -> None:
-        self.bad = prompt_id
+        self.rejected_steps = prompt_id
 
     async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[float]:
-        return [math.nan if p.id == self.bad else float(i == 0) for i, (p, _) in enumerate(items)]
+        return [math.nan if p.id == self.rejected_steps else float(i == 0) for i, (p, _) in enumerate(items)]
 
 
 class NumberTokenizer:
@@ -112,10 +116,15 @@ def publish_update(run: RunDir, version: int, started: float, skipped: dict[str,
     if not (run.default_adapters / f"policy-v{version:06d}").exists():
         publish(run.default_adapters, version)
     keys = ("time/canary_s", "time/publish_s", "time/train_s", "policy/entropy", "mismatch/logprob_diff_mean")
-    write_json(run.update_path(version), {"metrics": dict.fromkeys(keys, 0.01), "trained": (started, time.monotonic()), **(skipped or {})})
+    write_json(
+        run.trainer_step_path(version),
+        {"metrics": dict.fromkeys(keys, 0.01), "trained": (started, time.monotonic()), **(skipped or {})},
+    )
 
 
-async def fake_trainer(run: RunDir, first_step: int, num_steps: int, train_s: float, skipped_step: int | None) -> None:
+async def fake_trainer(
+    run: RunDir, first_step: int, num_steps: int, train_s: float, skipped_step: int | None
+) -> None:
     """Learns from each file as it appears."""
     publish_update(run, first_step - 1, time.monotonic())
     for step in range(first_step, num_steps + 1):
@@ -123,7 +132,9 @@ async def fake_trainer(run: RunDir, first_step: int, num_steps: int, train_s: fl
             await asyncio.sleep(0.002)
         started = time.monotonic()
         await asyncio.sleep(train_s)
-        publish_update(run, step, started, {"skipped": "loss/policy is nan"} if step == skipped_step else None)
+        publish_update(
+            run, step, started, {"skipped": "loss/policy is nan"} if step == skipped_step else None
+        )
 
 
 def run_of(
@@ -133,12 +144,18 @@ def run_of(
 ) -> tuple[RunDir, FakeEngine, str]:  # fmt: skip
     """A whole run: its folder, the engine, what was said."""
     run = RunDir(root)
-    for folder in (run.rollouts, run.updates, run.checkpoints, run.default_adapters):
+    for folder in (run.rollouts, run.trainer_steps, run.checkpoints, run.default_adapters):
         folder.mkdir(parents=True, exist_ok=True)
     rollout = {"prompts_per_step": 2, "group_size": 2, "max_staleness": staleness}
-    config = TrainConfig.model_validate({"num_steps": num_steps, "rollout": rollout, "eval": {"every": eval_every, "limit": 2}})
+    config = TrainConfig.model_validate(
+        {"num_steps": num_steps, "rollout": rollout, "eval": {"every": eval_every, "limit": 2}}
+    )
     resolved = Resolved(
-        model_path="m", model_fingerprint="f", dtype="float32", device="cpu", lora_sync_path=str(run.default_adapters.resolve())
+        model_path="m",
+        model_fingerprint="f",
+        dtype="float32",
+        device="cpu",
+        lora_sync_path=str(run.default_adapters.resolve()),
     )
     held_out = PROMPTS[:2] if eval_every else []
     plan = RunPlan(
@@ -157,7 +174,10 @@ def run_of(
 
     async def both() -> None:
         trainer = asyncio.create_task(fake_trainer(run, first_step, num_steps, train_s, skipped_step))
-        ends = [asyncio.create_task(run_steps(session)), *([asyncio.create_task(limit.stop.wait())] if limit else [])]
+        ends = [
+            asyncio.create_task(run_steps(session)),
+            *([asyncio.create_task(limit.stop.wait())] if limit else []),
+        ]
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             done.pop().result()
@@ -178,7 +198,9 @@ def sampled_from(run: RunDir) -> dict[int, int]:
     """Step -> version, of the completions in the rollout files."""
     found = {}
     for path in sorted(run.rollouts.iterdir()):
-        (found[int(path.stem.removeprefix("step-"))],) = set(pq.read_table(path)["adapter_version"].to_pylist())
+        (found[int(path.stem.removeprefix("step-"))],) = set(
+            pq.read_table(path)["adapter_version"].to_pylist()
+        )
     return found
 
 
@@ -208,13 +230,17 @@ def test_held_out_problems_are_scored_every_so_many_steps(tmp_path: Path, stalen
         "step-v000002.json",
         "step-v000004.json",
     ]
-    assert held_out_scores(run, TrainConfig.model_validate({"eval": {"limit": 2}}).eval) == dict.fromkeys((0, 2, 4, 5), 1.0)
+    assert held_out_scores(run, TrainConfig.model_validate({"eval": {"limit": 2}}).eval) == dict.fromkeys(
+        (0, 2, 4, 5), 1.0
+    )
     assert len(engine.requests) == 5 * 2 + 4 * 2, "two prompts a step, two problems an evaluation"
     assert sampled_from(run) == {k: max(0, k - 1 - staleness) for k in range(1, 6)}
 
 
 @pytest.mark.parametrize(("staleness", "first_step"), [(0, 3), (1, 3), (1, 4)])
-def test_an_evaluation_that_the_run_died_in_is_made_up_before_anything_is_sampled(tmp_path: Path, staleness: int, first_step: int) -> None:
+def test_an_evaluation_that_the_run_died_in_is_made_up_before_anything_is_sampled(
+    tmp_path: Path, staleness: int, first_step: int
+) -> None:
     """Sampling ahead, the step after it may be trained, and have a checkpoint, by then."""
     evaluation = [("policy-v000002", index, request_seed(0, -1, index)) for index in range(2)]
     requests, scores, said = {}, {}, ""
@@ -224,7 +250,10 @@ def test_an_evaluation_that_the_run_died_in_is_made_up_before_anything_is_sample
             (run.evals / "step-v000002.json").unlink()  # its completions are written first
         forget_after(run, run.default_adapters, first_step - 1, print, reuse_rollouts=False)
         _, engine, said = run_of(tmp_path / name, staleness, 6, first_step=first_step, eval_every=2)
-        requests[name], scores[name] = engine.requests, held_out_scores(run, TrainConfig.model_validate({"eval": {"limit": 2}}).eval)
+        requests[name], scores[name] = (
+            engine.requests,
+            held_out_scores(run, TrainConfig.model_validate({"eval": {"limit": 2}}).eval),
+        )
     assert not set(evaluation) & set(requests["whole"])
     assert requests["died"] == evaluation + requests["whole"]
     assert scores["died"] == scores["whole"]
@@ -234,20 +263,30 @@ def test_an_evaluation_that_the_run_died_in_is_made_up_before_anything_is_sample
 def test_a_resumed_run_proves_what_it_goes_on_from_before_it_samples(tmp_path: Path) -> None:
     for first_step in (1, 3):
         run, _, _ = run_of(tmp_path / str(first_step), 0, 3, first_step=first_step, resumed=True)
-        assert times(run, "sampling_started", "step")[first_step] > times(run, "adapter_proven", "version")[first_step - 1]
+        assert (
+            times(run, "sampling_started", "step")[first_step]
+            > times(run, "adapter_verified", "version")[first_step - 1]
+        )
 
 
 def test_a_step_that_the_trainer_skipped_is_said_and_recorded(tmp_path: Path) -> None:
     run, _, said = run_of(tmp_path, 0, 3, skipped_step=2)
     assert "step 2 is skipped, policy-v000002 is the adapter before it: loss/policy is nan (kept in" in said
-    assert [m.get("guard/reason") for m in read_metrics(run.metrics_path)] == [None, "loss/policy is nan", None]
+    assert [m.get("anomaly/reason") for m in read_metrics(run.metrics_path)] == [
+        None,
+        "loss/policy is nan",
+        None,
+    ]
 
 
 def test_a_reward_that_is_no_number_reaches_the_trainer_and_is_null_in_the_metrics(tmp_path: Path) -> None:
     bad = prompts_for_step(PROMPTS, 2, 2, 0)[1].id
     run, _, said = run_of(tmp_path, 0, 3, skipped_step=2, scorer=Broken(bad))
     assert [math.isnan(s.reward) for s in read_rollouts(run.rollout_path(2))] == [False, False, True, True]
-    assert [json.loads(line, parse_constant=pytest.fail)["reward/mean"] for line in run.metrics_path.read_text().splitlines()][1] is None
+    assert [
+        json.loads(line, parse_constant=pytest.fail)["reward/mean"]
+        for line in run.metrics_path.read_text().splitlines()
+    ][1] is None
     assert "step 2/3  reward nan" in said
 
 
@@ -263,11 +302,17 @@ def test_a_time_limit_ends_the_run_after_a_whole_step(tmp_path: Path) -> None:
     steps = [m["step"] for m in read_metrics(run.metrics_path)]
     assert 1 <= len(steps) < 10
     assert "--max-hours 9.72222e-05: the next step" in said
-    assert not run.update_path(steps[-1] + 1).exists()
+    assert not run.trainer_step_path(steps[-1] + 1).exists()
 
 
-@pytest.mark.parametrize(("sample_s", "train_s"), [(0.06, 0.06), (0.12, 0.02), (0.02, 0.12)], ids=["equal", "slow engine", "slow trainer"])
-def test_a_step_ahead_is_sampled_while_the_step_before_is_trained(tmp_path: Path, sample_s: float, train_s: float) -> None:
+@pytest.mark.parametrize(
+    ("sample_s", "train_s"),
+    [(0.06, 0.06), (0.12, 0.02), (0.02, 0.12)],
+    ids=["equal", "slow engine", "slow trainer"],
+)
+def test_a_step_ahead_is_sampled_while_the_step_before_is_trained(
+    tmp_path: Path, sample_s: float, train_s: float
+) -> None:
     run, engine, _ = run_of(tmp_path, 1, 5, sample_s=sample_s, train_s=train_s)
     assert sampled_from(run) == {1: 0, 2: 0, 3: 1, 4: 2, 5: 3}
     started, seen = times(run, "sampling_started", "step"), times(run, "update_seen", "step")
@@ -286,7 +331,9 @@ def test_a_version_goes_only_after_the_last_step_sampled_from_it(tmp_path: Path)
     ended, unloaded, loaded = (
         times(run, "sampling_ended", "step"), times(run, "adapter_unloaded", "version"), times(run, "adapter_loaded", "version")
     )  # fmt: skip
-    assert all(loaded[v + 1] < ended[v + 2] < unloaded[v] for v in range(3)), "the next is loaded while requests name this one"
+    assert all(loaded[v + 1] < ended[v + 2] < unloaded[v] for v in range(3)), (
+        "the next is loaded while requests name this one"
+    )
 
 
 def test_no_completion_of_an_unproven_version_is_handed_over(tmp_path: Path) -> None:
@@ -311,7 +358,9 @@ def test_a_resumed_run_samples_as_one_that_was_not_interrupted(tmp_path: Path, s
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_what_was_sampled_beyond_the_checkpoint_is_trained_again_and_not_sampled_again(tmp_path: Path, staleness: int) -> None:
+def test_what_was_sampled_beyond_the_checkpoint_is_trained_again_and_not_sampled_again(
+    tmp_path: Path, staleness: int
+) -> None:
     straight, engine, _ = run_of(tmp_path / "straight", staleness, 7)
     run, _, _ = run_of(tmp_path / "cut", staleness, 5)
     stored = {k: run.rollout_path(k).read_bytes() for k in (4, 5)}
@@ -319,9 +368,19 @@ def test_what_was_sampled_beyond_the_checkpoint_is_trained_again_and_not_sampled
     _, second, _ = run_of(tmp_path / "cut", staleness, 7, first_step=4)
     assert second.requests == engine.requests[10:], "two prompts a step: steps 6 and 7 only"
     assert {k: run.rollout_path(k).read_bytes() for k in (4, 5)} == stored
-    assert [m["rollout/stored"] for m in read_metrics(run.metrics_path)] == [0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0]
+    assert [m["rollout/stored"] for m in read_metrics(run.metrics_path)] == [
+        0.0,
+        0.0,
+        0.0,
+        1.0,
+        1.0,
+        0.0,
+        0.0,
+    ]
     keys = ("step", "reward/mean", "staleness/max", "completion/tokens_mean")
-    found, expected = ([{k: m[k] for k in keys} for m in read_metrics(r.metrics_path)] for r in (run, straight))
+    found, expected = (
+        [{k: m[k] for k in keys} for m in read_metrics(r.metrics_path)] for r in (run, straight)
+    )
     assert found == expected
 
 
@@ -350,7 +409,9 @@ def test_staleness_without_a_correction_is_refused() -> None:
 
 
 def test_covered_seconds_count_once() -> None:
-    assert covered_s((0.0, 10.0), [(1.0, 3.0), (2.0, 4.0), (6.0, float("inf")), (-5.0, 0.5)]) == pytest.approx(0.5 + 3.0 + 4.0)
+    assert covered_s(
+        (0.0, 10.0), [(1.0, 3.0), (2.0, 4.0), (6.0, float("inf")), (-5.0, 0.5)]
+    ) == pytest.approx(0.5 + 3.0 + 4.0)
     assert covered_s((0.0, 1.0), [(2.0, 3.0)]) == 0.0
 
 

@@ -6,13 +6,25 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from skylite.config_algorithm import PRESETS, AlgorithmConfig, ImportanceConfig
-from skylite.grpo.advantages import GROUP_ADVANTAGES, gae, moments, token_returns, whiten
-from skylite.grpo.importance import importance_weights
-from skylite.grpo.kl import KL_ESTIMATORS
-from skylite.grpo.losses import AGGREGATIONS, POLICY_LOSSES, BatchSize, LossInputs, is_clipped, value_loss
-from skylite.grpo.selection import clip_cov_selection, covariances, entropy_threshold, kl_cov_selection
-from skylite.rewards.shaping import overlong_penalty
+from skylite.algorithms.advantages import GROUP_ADVANTAGES, gae, moments, token_returns, whiten
+from skylite.algorithms.importance import importance_weights
+from skylite.algorithms.kl import KL_ESTIMATORS
+from skylite.algorithms.losses import (
+    AGGREGATIONS,
+    POLICY_LOSSES,
+    BatchSize,
+    LossInputs,
+    is_clipped,
+    value_loss,
+)
+from skylite.algorithms.token_selection import (
+    clip_cov_selection,
+    covariances,
+    entropy_threshold,
+    kl_cov_selection,
+)
+from skylite.config.algorithm import PRESETS, AlgorithmConfig, ImportanceConfig
+from skylite.orchestrator.sampling import overlong_penalty
 
 LOG2, LOG3, LOG4 = math.log(2), math.log(3), math.log(4)
 
@@ -21,7 +33,9 @@ REWARDS, LENGTHS = [8.0, 0.0, 0.0, 0.0], [1.0, 1.0, 2.0, 4.0]
 
 
 def advantages_of(name: str, rewards: list[list[float]], lengths: list[list[float]]) -> list[list[float]]:
-    return GROUP_ADVANTAGES[name](torch.tensor(rewards, dtype=torch.float64), torch.tensor(lengths, dtype=torch.float64)).tolist()
+    return GROUP_ADVANTAGES[name](
+        torch.tensor(rewards, dtype=torch.float64), torch.tensor(lengths, dtype=torch.float64)
+    ).tolist()
 
 
 @pytest.mark.parametrize(
@@ -48,7 +62,9 @@ def test_every_group_advantage_is_worked_out_above():
 def test_a_group_does_not_see_the_others_and_equal_rewards_give_zeros(name):
     alone = advantages_of(name, [REWARDS], [LENGTHS])[0]
     # 0.1 seven times has a mean that is not 0.1 in floating point
-    both = advantages_of(name, [REWARDS * 2, [0.1] * 8, [0.0] * 8], [LENGTHS * 2, [1.0, 2, 3, 4, 5, 6, 7, 8], [1.0] * 8])
+    both = advantages_of(
+        name, [REWARDS * 2, [0.1] * 8, [0.0] * 8], [LENGTHS * 2, [1.0, 2, 3, 4, 5, 6, 7, 8], [1.0] * 8]
+    )
     assert both[1] == both[2] == [0.0] * 8
     assert advantages_of(name, [REWARDS, [1.0, 0, 1, 0]], [LENGTHS, LENGTHS])[0] == alone
 
@@ -90,10 +106,14 @@ def test_whitening_a_constant_gives_zeros():
     ],
 )
 def test_gae(gamma, lam, expected):
-    assert gae(torch.tensor([0.0, 0.0, 8.0]), torch.tensor([2.0, 4.0, 6.0]), gamma, lam).tolist() == pytest.approx(expected)
+    assert gae(
+        torch.tensor([0.0, 0.0, 8.0]), torch.tensor([2.0, 4.0, 6.0]), gamma, lam
+    ).tolist() == pytest.approx(expected)
 
 
-def losses_of(name: str, policy: list[float], old: list[float], advantages: list[float], **more: object) -> tuple[list[float], list[float]]:
+def losses_of(
+    name: str, policy: list[float], old: list[float], advantages: list[float], **more: object
+) -> tuple[list[float], list[float]]:
     """Loss of each token and the slope of their sum by each policy logprob. One sequence, unless `sequences` says otherwise."""
     sequences, selected = more.pop("sequences", [0] * len(policy)), more.pop("selected", None)
     leaf = torch.tensor(policy, dtype=torch.float64, requires_grad=True)
@@ -145,7 +165,9 @@ def test_loss_of_one_token(name, ratio, advantage, settings, loss, slope):
 def test_gspo_has_one_ratio_a_completion(eps_high, advantage, loss, slope):
     # log ratios log 4 and 0: their mean is log 2. The other completion has the ratio 1/2 and is clipped at 0.8 where it is bad.
     policy, old = [LOG4 - 1, -1.0, -LOG2 - 2], [-1.0, -1.0, -2.0]
-    got = losses_of("gspo", policy, old, [advantage, advantage, 1.0], sequences=[0, 0, 1], clip_eps_high=eps_high)
+    got = losses_of(
+        "gspo", policy, old, [advantage, advantage, 1.0], sequences=[0, 0, 1], clip_eps_high=eps_high
+    )
     assert got[0] == pytest.approx([loss, loss, -0.5])
     assert got[1] == pytest.approx([slope, slope, -0.5])
 
@@ -163,7 +185,9 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient(ratio, settings, weight):
 
 def test_clip_cov_takes_the_chosen_tokens_out_and_clips_the_others():
     # ratios 1, 1 and 2
-    got = losses_of("clip_cov", [-1.0, -1.0, LOG2 - 1], [-1.0] * 3, [5.0, 3.0, 1.0], selected=[True, False, False])
+    got = losses_of(
+        "clip_cov", [-1.0, -1.0, LOG2 - 1], [-1.0] * 3, [5.0, 3.0, 1.0], selected=[True, False, False]
+    )
     assert got == (pytest.approx([0, -3, -1.2]), pytest.approx([0, -3, 0]))
 
 
@@ -180,9 +204,16 @@ def test_every_policy_loss_is_worked_out_above():
 
 
 def test_clipped_tokens_are_those_out_of_bounds_in_the_direction_of_their_advantage():
-    ratios, advantages = torch.tensor([2.0, 2.0, 0.5, 0.5, 1.1, 2.0]), torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 0.0])
+    ratios, advantages = (
+        torch.tensor([2.0, 2.0, 0.5, 0.5, 1.1, 2.0]),
+        torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 0.0]),
+    )
     x = LossInputs(
-        policy_logprobs=ratios.log(), old_logprobs=torch.zeros(6), advantages=advantages, sequences=torch.zeros(6).long(), num_sequences=1
+        policy_logprobs=ratios.log(),
+        old_logprobs=torch.zeros(6),
+        advantages=advantages,
+        sequences=torch.zeros(6).long(),
+        num_sequences=1,
     )
     assert is_clipped(x, AlgorithmConfig()).tolist() == [True, False, False, True, False, False]
 
@@ -251,7 +282,9 @@ def weights_of(**settings: object) -> tuple[list[float], dict[str, float]]:
     """A completion with the ratios 4 and 1/2, and one with 1/4."""
     old = torch.tensor([LOG4, -LOG2, -LOG4], dtype=torch.float64) - 9
     rollout = torch.full((3,), -9.0, dtype=torch.float64)
-    weights, sums = importance_weights(old.requires_grad_(), rollout, torch.tensor([0, 0, 1]), 2, ImportanceConfig(**settings))
+    weights, sums = importance_weights(
+        old.requires_grad_(), rollout, torch.tensor([0, 0, 1]), 2, ImportanceConfig(**settings)
+    )
     assert not weights.requires_grad
     assert not any(s.requires_grad for s in sums.values())
     return weights.tolist(), {name: float(s) for name, s in sums.items()}
@@ -280,7 +313,10 @@ def test_importance_weights(settings, weights, num_changed):
     assert sums["mismatch/importance_changed_frac"] == num_changed
 
 
-@pytest.mark.parametrize(("limit", "weights", "num_rejected"), [(0.95, [2, 0.5, 0.25], 0), (0.8, [0, 0, 0.25], 2), (0.5, [0, 0, 0], 3)])
+@pytest.mark.parametrize(
+    ("limit", "weights", "num_rejected"),
+    [(0.95, [2, 0.5, 0.25], 0), (0.8, [0, 0, 0.25], 2), (0.5, [0, 0, 0], 3)],
+)
 def test_completions_far_from_the_sampler_are_rejected_whole(limit, weights, num_rejected):
     # k3: 4 - log 4 - 1 = 1.614 and 1/2 + log 2 - 1 = 0.193, on average 0.903; 1/4 + log 4 - 1 = 0.636
     got, sums = weights_of(reject_kl=limit)
@@ -295,10 +331,14 @@ def test_mismatch_is_reported_whatever_the_weights_do():
         assert sums["mismatch/kl"] == pytest.approx(1.75 + LOG2)
         assert (sums["ess/weights"], sums["ess/squares"]) == pytest.approx((4.75, 16.3125))
     _, sums = weights_of(level="sequence")
-    assert (sums["ess/weights"], sums["ess/squares"]) == pytest.approx((4.25, 8.0625))  # 2 + 2 + 1/4 and 4 + 4 + 1/16
+    assert (sums["ess/weights"], sums["ess/squares"]) == pytest.approx(
+        (4.25, 8.0625)
+    )  # 2 + 2 + 1/4 and 4 + 4 + 1/16
 
 
-@pytest.mark.parametrize(("length", "penalty"), [(1, 0), (80, 0), (81, -0.05), (90, -0.5), (100, -1), (130, -1)])
+@pytest.mark.parametrize(
+    ("length", "penalty"), [(1, 0), (80, 0), (81, -0.05), (90, -0.5), (100, -1), (130, -1)]
+)
 def test_overlong_penalty(length, penalty):
     # the last 20 of 100 tokens
     assert overlong_penalty(length, 100, 0.2) == pytest.approx(penalty)
@@ -348,8 +388,16 @@ DEFAULTS = AlgorithmConfig().model_dump()
         ("grpo", {}),
         ("bnpo", {}),
         ("dr_grpo", {"advantage": "dr_grpo", "aggregation": "fixed-length"}),
-        ("dapo", {"clip_eps_high": 0.28, "equal_groups": "resample", "overlong_buffer_frac": 0.2}),
-        ("gspo", {"policy_loss": "gspo", "aggregation": "seq-mean-token-mean", "clip_eps_low": 3e-4, "clip_eps_high": 4e-4}),
+        ("dapo", {"clip_eps_high": 0.28, "zero_std_groups": "resample", "overlong_buffer_frac": 0.2}),
+        (
+            "gspo",
+            {
+                "policy_loss": "gspo",
+                "aggregation": "seq-mean-token-mean",
+                "clip_eps_low": 3e-4,
+                "clip_eps_high": 4e-4,
+            },
+        ),
         ("cispo", {"policy_loss": "cispo", "clip_eps_low": 1.0, "clip_eps_high": 4.0}),
         ("sapo", {"policy_loss": "sapo", "aggregation": "seq-mean-token-mean"}),
         ("rloo", {"advantage": "rloo", "aggregation": "seq-mean-token-sum"}),
@@ -381,7 +429,7 @@ def test_every_preset_and_every_choice_is_known():
 
 def test_a_field_that_is_given_wins_over_the_preset_even_with_the_default_value():
     config = AlgorithmConfig(name="dapo", clip_eps_high=0.2, kl_coef=0.5)
-    assert (config.clip_eps_high, config.equal_groups, config.kl_coef) == (0.2, "resample", 0.5)
+    assert (config.clip_eps_high, config.zero_std_groups, config.kl_coef) == (0.2, "resample", 0.5)
     assert AlgorithmConfig.model_validate(config.model_dump()) == config
 
 

@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from skylite.launch.libraries import TBB_MALLOC, has_library, preloading
-from skylite.training.allocator import release_cached_memory
+from skylite.processes.preload import TBB_MALLOC, has_library, preloading
+from skylite.trainer.memory import release_cached_memory
 
 PASSES = """
 import torch
 from pathlib import Path
-from skylite.training.allocator import release_cached_memory
+from skylite.trainer.memory import release_cached_memory
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
@@ -31,7 +31,9 @@ print(held - start, kept - start, release_cached_memory(), resident() - start)
 @pytest.mark.skipif(not has_library(*TBB_MALLOC), reason="TBB's allocator is not here")
 def test_what_tbb_keeps_goes_back() -> None:
     env = os.environ | preloading(TBB_MALLOC, {}, "malloc")
-    done = subprocess.run([sys.executable, "-c", PASSES], env=env, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", PASSES], env=env, capture_output=True, text=True, check=True, timeout=120
+    )
     held, kept, released, left = done.stdout.split()
     assert released == "True"
     assert float(held) > 200

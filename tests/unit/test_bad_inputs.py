@@ -22,18 +22,26 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from skylite.config_files import load_config, read_run_config
+from skylite.adapters.manifest import Canary, Manifest, read_manifest
+from skylite.config.loading import load_config, read_run_config
 from skylite.errors import SkyliteError
 from skylite.orchestrator.resume import plan_resume
 from skylite.run.files import sha256_file
-from skylite.run.manifest import Canary, Manifest, read_manifest
 from skylite.run.ownership import require_own_folders
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir
 from tests.engines import write_random_adapter
 from tests.reference import make_run, random_samples
 from tests.reference import settings as run_settings
-from tests.unit.bad_inputs import ODD_VALUES, call, damaged_bytes, damaged_json, damaged_tree, snapshot, toml_text
+from tests.unit.bad_inputs import (
+    ODD_VALUES,
+    call,
+    damaged_bytes,
+    damaged_json,
+    damaged_tree,
+    snapshot,
+    toml_text,
+)
 
 FACTOR = float(os.environ.get("FUZZ_FACTOR", "1"))
 SECONDS = 20
@@ -44,7 +52,12 @@ counts: Counter[str] = Counter()
 
 def generated(number: int) -> Callable[[Any], Any]:
     """So many inputs, the same ones every time unless there are to be more of them."""
-    quiet = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+    quiet = [
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+        HealthCheck.filter_too_much,
+    ]
     return settings(
         max_examples=int(number * FACTOR),
         derandomize=FACTOR == 1,
@@ -62,7 +75,23 @@ def project(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Itera
         patch.chdir(root)
         rows = "".join(json.dumps({"q": f"{i} + 1?", "a": str(i + 1)}) + "\n" for i in range(30))
         Path("rows.jsonl").write_text(rows)
-        assert call(["prepare", "rows.jsonl", "--question", "q", "--answer", "a", "--reward", "math", "--out", "data"]).code == 0
+        assert (
+            call(
+                [
+                    "prepare",
+                    "rows.jsonl",
+                    "--question",
+                    "q",
+                    "--answer",
+                    "a",
+                    "--reward",
+                    "math",
+                    "--out",
+                    "data",
+                ]
+            ).code
+            == 0
+        )
         shutil.copytree(tiny_llama, "model")
         write_random_adapter(Path("adapter"), Path("model"))
         config = run_settings(data={"path": str(root / "data")}, lora={"rank": 4, "alpha": 8})
@@ -101,9 +130,21 @@ def in_words(work: Callable[[], Any]) -> None:
 BASE = {
     "num_steps": 3,
     "seed": 0,
-    "data": {"path": "data", "grades": []},
-    "lora": {"rank": 4, "alpha": 8, "target_modules": "all-linear", "exclude_modules": [], "lora_sync_path": "sync"},
-    "rollout": {"prompts_per_step": 4, "group_size": 4, "temperature": 1.0, "top_p": 1.0, "max_completion_tokens": 16},
+    "data": {"path": "data", "difficulty": []},
+    "lora": {
+        "rank": 4,
+        "alpha": 8,
+        "target_modules": "all-linear",
+        "exclude_modules": [],
+        "lora_sync_path": "sync",
+    },
+    "rollout": {
+        "prompts_per_step": 4,
+        "group_size": 4,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "max_completion_tokens": 16,
+    },
     "reward": {"function": "math", "num_workers": 1},
     "algorithm": {"name": "grpo", "kl_coef": 0.0, "clip_eps_low": 0.2},
     "importance": {"mode": "truncate", "cap": 2.0},
@@ -123,13 +164,24 @@ def test_recipes(project: Path, tree: Any, data: st.DataObject) -> None:
     refused(["train", "--recipe", "recipe.toml", "--model", "model", "--run", "new", "--dry-run"], project)
 
 
-KEYS = [f"{s}.{k}" for s, v in BASE.items() if isinstance(v, dict) for k in v] + ["num_steps", "seed", "lora", "", ".", "a.b.c", "lora.rnk"]
+KEYS = [f"{s}.{k}" for s, v in BASE.items() if isinstance(v, dict) for k in v] + [
+    "num_steps",
+    "seed",
+    "lora",
+    "",
+    ".",
+    "a.b.c",
+    "lora.rnk",
+]
 
 
 @generated(250)
 @given(
     settings_=st.lists(
-        st.tuples(st.sampled_from(KEYS) | st.text(max_size=8), st.sampled_from(ODD_VALUES).map(repr) | st.text(max_size=20)),
+        st.tuples(
+            st.sampled_from(KEYS) | st.text(max_size=8),
+            st.sampled_from(ODD_VALUES).map(repr) | st.text(max_size=20),
+        ),
         min_size=1,
         max_size=3,
     ),
@@ -137,7 +189,22 @@ KEYS = [f"{s}.{k}" for s, v in BASE.items() if isinstance(v, dict) for k in v] +
 )
 def test_set_values(project: Path, settings_: list[tuple[str, str]], equals: str) -> None:
     words = [word for k, v in settings_ for word in ("--set", f"{k}{equals}{v}")]
-    refused(["train", "--recipe", "gsm8k_cpu", "--data", "data", "--model", "model", "--run", "new", "--dry-run", *words], project)
+    refused(
+        [
+            "train",
+            "--recipe",
+            "gsm8k_cpu",
+            "--data",
+            "data",
+            "--model",
+            "model",
+            "--run",
+            "new",
+            "--dry-run",
+            *words,
+        ],
+        project,
+    )
 
 
 def table_bytes(kind: str) -> bytes:
@@ -166,7 +233,9 @@ def test_data_files(project: Path, kind: str, data: st.DataObject) -> None:
     question = data.draw(st.sampled_from(["q", "q", "q", "a", "", "nosuch"]))
     reward = data.draw(st.sampled_from(["math", "math", "gsm8k", "nosuch", "x.py:f", "reasoning-gym", ""]))
     before = snapshot(project)
-    reply = call(["prepare", path.name, "--question", question, "--answer", "a", "--reward", reward, "--out", "fresh"])
+    reply = call(
+        ["prepare", path.name, "--question", question, "--answer", "a", "--reward", reward, "--out", "fresh"]
+    )
     count(reply.code, reply.said)
     shutil.rmtree(project / "fresh") if reply.code == 0 else None
     after = snapshot(project)
@@ -187,7 +256,7 @@ def test_prepared_data(project: Path, data: st.DataObject, split: str) -> None:
     else:
         path.write_bytes(data.draw(damaged_bytes(path.read_bytes())))
     refused(["train", "--recipe", "gsm8k_cpu", "--data", "bad-data", "--model", "model", "--run", "new", "--set", "eval.limit=3",
-             "--set", "data.grades=[]", "--dry-run"], project)  # fmt: skip
+             "--set", "data.difficulty=[]", "--dry-run"], project)  # fmt: skip
 
 
 def bad_adapter(project: Path, data: st.DataObject, damage: str) -> Path:
@@ -206,7 +275,10 @@ def bad_adapter(project: Path, data: st.DataObject, damage: str) -> Path:
         header = data.draw(damaged_json(json.loads(whole[8 : 8 + length])))
         weights.write_bytes(len(header).to_bytes(8, "little") + header + whole[8 + length :])
     elif damage == "pickle":
-        weights.rename(folder / data.draw(st.sampled_from(["adapter_model.bin", "adapter_model.pt", "pytorch_model.bin"])))
+        weights.rename(
+            folder
+            / data.draw(st.sampled_from(["adapter_model.bin", "adapter_model.pt", "pytorch_model.bin"]))
+        )
     else:
         (config if data.draw(st.booleans()) else weights).rename(folder / "other")
     return folder
@@ -219,13 +291,15 @@ DAMAGES = st.sampled_from(["config", "weights", "header", "pickle", "name"])
 @given(data=st.data(), damage=DAMAGES)
 def test_adapter_folders(project: Path, data: st.DataObject, damage: str) -> None:
     bad_adapter(project, data, damage)
-    refused(["train", "--recipe", "gsm8k_cpu", "--data", "data", "--set", "data.grades=[]", "--model", "model", "--rank", "4",
+    refused(["train", "--recipe", "gsm8k_cpu", "--data", "data", "--set", "data.difficulty=[]", "--model", "model", "--rank", "4",
              "--alpha", "8", "--from-adapter", "bad-adapter", "--run", "new", "--dry-run"], project)  # fmt: skip
 
 
 @generated(150)
 @given(data=st.data(), damage=DAMAGES, has_manifest=st.booleans())
-def test_adapter_folders_to_serve_and_to_evaluate(project: Path, data: st.DataObject, damage: str, has_manifest: bool) -> None:
+def test_adapter_folders_to_serve_and_to_evaluate(
+    project: Path, data: st.DataObject, damage: str, has_manifest: bool
+) -> None:
     """Neither model nor data are there, so that vLLM never starts; the adapter is looked at before them."""
     folder = bad_adapter(project, data, damage)
     if has_manifest:
@@ -238,7 +312,10 @@ def test_adapter_folders_to_serve_and_to_evaluate(project: Path, data: st.DataOb
             ).model_dump_json()
         )  # fmt: skip
     is_told = damage in ("pickle", "name") or (has_manifest and damage in ("weights", "header"))
-    for command in (["serve", "bad-adapter", "--model", "nosuch"], ["eval", "bad-adapter", "--model", "nosuch", "--data", "nosuch"]):
+    for command in (
+        ["serve", "bad-adapter", "--model", "nosuch"],
+        ["eval", "bad-adapter", "--model", "nosuch", "--data", "nosuch"],
+    ):
         said = refused(command, project)
         assert "nosuch" not in said or not is_told, said
 
@@ -287,6 +364,8 @@ def test_rollout_files(project: Path, data: st.DataObject) -> None:
 
 
 def test_a_thousand_were_bad(project: Path) -> None:
-    print(f"bad inputs: {counts['refused']} refused in words, {counts['accepted']} accepted because they were none")
+    print(
+        f"bad inputs: {counts['refused']} refused in words, {counts['accepted']} accepted because they were none"
+    )
     assert counts["refused"] >= 1000 * min(FACTOR, 1)
     assert load_config(None, {}, ()) is not None

@@ -17,8 +17,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skylite.engine.client import VllmClient
 from skylite.errors import RunFailed
-from skylite.rollout.client import VllmClient
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Completion
 from tests.unit.bad_inputs import damaged_bytes, damaged_json
@@ -44,7 +44,10 @@ ASKS: dict[str, tuple[Any, Callable[[VllmClient], Awaitable[Any]]]] = {
 
 
 def http(body: bytes, status: int = 200, length: int | None = None) -> bytes:
-    return f"HTTP/1.1 {status} X\r\nContent-Length: {len(body) if length is None else length}\r\n\r\n".encode() + body
+    return (
+        f"HTTP/1.1 {status} X\r\nContent-Length: {len(body) if length is None else length}\r\n\r\n".encode()
+        + body
+    )
 
 
 @st.composite
@@ -73,7 +76,11 @@ def sends(reply: bytes, pause_s: float) -> Behaviour:
 
 
 @generated(300)
-@given(asked=st.sampled_from(sorted(ASKS)), data=st.data(), pause_s=st.sampled_from([0.0] * 20 + [0.01, 2 * TIMEOUT_S]))
+@given(
+    asked=st.sampled_from(sorted(ASKS)),
+    data=st.data(),
+    pause_s=st.sampled_from([0.0] * 20 + [0.01, 2 * TIMEOUT_S]),
+)
 def test_replies(tmp_path_factory: Any, asked: str, data: st.DataObject, pause_s: float) -> None:
     good, ask = ASKS[asked]
     reply, began = data.draw(replies(good)), time.monotonic()
@@ -91,13 +98,17 @@ def usable(asked: str, answer: Any) -> bool:
     """What came through is what was asked for."""
     if asked == "sample":
         found: list[Completion] = list(answer.values())
-        return set(answer) <= {0, 1} and all(len(c.token_ids) == len(c.logprobs) and all(map(math.isfinite, c.logprobs)) for c in found)
+        return set(answer) <= {0, 1} and all(
+            len(c.token_ids) == len(c.logprobs) and all(map(math.isfinite, c.logprobs)) for c in found
+        )
     if asked == "score":
         return len(answer) == 2 and all(map(math.isfinite, answer))
     return answer is None or math.isfinite(answer)
 
 
 def test_most_replies_were_bad() -> None:
-    print(f"bad replies: {counts['refused']} refused in words, {counts['accepted']} accepted because they were none")
+    print(
+        f"bad replies: {counts['refused']} refused in words, {counts['accepted']} accepted because they were none"
+    )
     assert FACTOR < 1 or counts["refused"] >= 100
     assert counts["without words"] == 0

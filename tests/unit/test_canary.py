@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from skylite.engine.canary import compare, judge
 from skylite.errors import SyncFailed
-from skylite.rollout.canary import compare, judge
 
 POLICY = [-1.0, -2.0, -0.5]
 BASE = [-1.4, -1.8, -0.9]

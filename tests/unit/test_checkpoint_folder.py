@@ -9,12 +9,23 @@ from pathlib import Path
 import pytest
 
 from skylite.errors import ConfigError, ModelError
-from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint, seal_checkpoint, verify_checkpoint
+from skylite.run.checkpoint_folder import (
+    checkpoint_steps,
+    choose_checkpoint,
+    seal_checkpoint,
+    verify_checkpoint,
+)
 from skylite.run.run_dir import RunDir
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "cut short": (lambda f: (f / "policy.safetensors").write_bytes(b"weight"), "policy.safetensors has 6 bytes, the manifest says 7"),
-    "a changed byte": (lambda f: (f / "policy.safetensors").write_bytes(b"weighty"), "policy.safetensors has sha256"),
+    "cut short": (
+        lambda f: (f / "policy.safetensors").write_bytes(b"weight"),
+        "policy.safetensors has 6 bytes, the manifest says 7",
+    ),
+    "a changed byte": (
+        lambda f: (f / "policy.safetensors").write_bytes(b"weighty"),
+        "policy.safetensors has sha256",
+    ),
     "a missing file": (lambda f: (f / "state.json").unlink(), "state.json cannot be read"),
     "no manifest": (lambda f: (f / "manifest.json").unlink(), "has no manifest.json"),
     "a torn manifest": (lambda f: (f / "manifest.json").write_text('{"format": 3, "st'), "cannot be read"),

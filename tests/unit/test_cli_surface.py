@@ -7,7 +7,7 @@ import typer
 from skylite.cli import app
 
 FLAGS = {
-    "prepare": {"--out", "--source", "--stand-in", "--first-source", "--grades", "--question", "--answer", "--reward", "--limit", "--seed"},
+    "prepare": {"--out", "--source", "--synthetic", "--first-source", "--difficulty", "--question", "--answer", "--reward", "--limit", "--seed"},
     "train": {
         "--recipe", "--model", "--data", "--rank", "--alpha", "--steps", "--lr", "--group-size", "--seed", "--from-adapter", "--run",
         "--resume", "--at", "--max-hours", "--max-restarts", "--dry-run", "--set",
@@ -21,5 +21,8 @@ FLAGS = {
 
 def test_the_flags_are_these() -> None:
     group = typer.main.get_command(app)
-    found = {name: {o for p in c.params for o in p.opts if o.startswith("--")} for name, c in group.commands.items()}  # type: ignore[attr-defined]
+    found = {
+        name: {o for p in c.params for o in p.opts if o.startswith("--")}
+        for name, c in group.commands.items()
+    }  # type: ignore[attr-defined]
     assert found == FLAGS

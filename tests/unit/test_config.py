@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from skylite.config import TrainConfig
-from skylite.config_files import load_config, parse_value, read_run_config
-from skylite.config_lora import VLLM_LORA_RANKS
+from skylite.config.loading import load_config, parse_value, read_run_config
+from skylite.config.lora import VLLM_LORA_RANKS
+from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
@@ -47,7 +47,9 @@ def test_what_vllm_cannot_serve_is_refused_with_the_reason(setting: str, reason:
         load_config(None, {}, [setting])
 
 
-@pytest.mark.parametrize(("rank", "served"), [(1, 1), (2, 8), (8, 8), (12, 16), (32, 32), (33, 64), (300, 320), (512, 512)])
+@pytest.mark.parametrize(
+    ("rank", "served"), [(1, 1), (2, 8), (8, 8), (12, 16), (32, 32), (33, 64), (300, 320), (512, 512)]
+)
 def test_the_rank_is_rounded_up_to_one_vllm_allows(rank: int, served: int) -> None:
     assert load_config(None, {"lora.rank": rank}).lora.vllm_rank == served
     assert served in VLLM_LORA_RANKS
@@ -61,11 +63,25 @@ def test_groups_of_one_are_refused() -> None:
 def test_mini_batches_hold_whole_groups() -> None:
     with pytest.raises(ConfigError, match="must divide"):
         load_config(None, {"algorithm.updates_per_step": 3, "rollout.prompts_per_step": 8})
-    assert load_config(None, {"algorithm.updates_per_step": 4, "rollout.prompts_per_step": 8}).algorithm.updates_per_step == 4
+    assert (
+        load_config(
+            None, {"algorithm.updates_per_step": 4, "rollout.prompts_per_step": 8}
+        ).algorithm.updates_per_step
+        == 4
+    )
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("3", 3), ("1e-4", 1e-4), ("true", True), ("none", None), ("abc", "abc"), ('["q", "v"]', ["q", "v"]), ('"3"', "3")]
+    ("text", "value"),
+    [
+        ("3", 3),
+        ("1e-4", 1e-4),
+        ("true", True),
+        ("none", None),
+        ("abc", "abc"),
+        ('["q", "v"]', ["q", "v"]),
+        ('"3"', "3"),
+    ],
 )
 def test_set_values_are_toml_and_bare_words_are_strings(text: str, value: object) -> None:
     assert parse_value(text) == value
@@ -92,7 +108,7 @@ def test_the_config_survives_json() -> None:
 
 def test_a_name_chooses_an_algorithm_and_what_is_set_beside_it_wins() -> None:
     dapo = load_config(None, {}, ["algorithm.name=dapo", "algorithm.overlong_buffer_frac=0.0"]).algorithm
-    assert (dapo.clip_eps_high, dapo.equal_groups, dapo.overlong_buffer_frac) == (0.28, "resample", 0.0)
+    assert (dapo.clip_eps_high, dapo.zero_std_groups, dapo.overlong_buffer_frac) == (0.28, "resample", 0.0)
     ppo = load_config(None, {"rollout.group_size": 1}, ["algorithm.name=ppo"])
     assert (ppo.algorithm.advantage, ppo.rollout.group_size) == ("gae", 1)
     with pytest.raises(ConfigError, match=r"dapoo.*is no algorithm; there are grpo, bnpo"):
@@ -104,10 +120,18 @@ def test_a_name_chooses_an_algorithm_and_what_is_set_beside_it_wins() -> None:
 
 
 def test_a_run_of_another_version_is_not_called_damaged(tmp_path: Path) -> None:
-    resolved = {"model_path": "m", "model_fingerprint": "f", "dtype": "float32", "device": "cpu", "lora_sync_path": "s"}
+    resolved = {
+        "model_path": "m",
+        "model_fingerprint": "f",
+        "dtype": "float32",
+        "device": "cpu",
+        "lora_sync_path": "s",
+    }
     tree = {"skylite_version": "0", "config": {"grpo": {"kl_coef": 0.0}}, "resolved": resolved}
     (tmp_path / "config.json").write_text(json.dumps(tree))
-    with pytest.raises(ConfigError, match=r"does not fit this skylite .*config\.grpo.*made by another version"):
+    with pytest.raises(
+        ConfigError, match=r"does not fit this skylite .*config\.grpo.*made by another version"
+    ):
         read_run_config(tmp_path / "config.json")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="damaged"):

@@ -13,16 +13,17 @@ from peft import LoraConfig, PeftModel
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from skylite.config import TrainConfig
-from skylite.grpo.advantages import gae
-from skylite.grpo.batch import PackedTokens, pack
+from skylite.algorithms.advantages import gae
+from skylite.config.train import TrainConfig
+from skylite.model.distributed import Dist
+from skylite.model.packing import PackedTokens, pack
+from skylite.model.policy import Policy, load_policy
+from skylite.model.probing import choose_passes
 from skylite.run.run_dir import RunDir
-from skylite.training.checkpoint import load_checkpoint, random_states, save_checkpoint
-from skylite.training.critic import Critic, make_critic, predict_values
-from skylite.training.dist import Dist
-from skylite.training.learner import Learner, make_learner
-from skylite.training.policy import Policy, choose_passes, load_policy
-from skylite.training.step import train_step
+from skylite.trainer.checkpoint import load_checkpoint, random_states, save_checkpoint
+from skylite.trainer.critic import Critic, make_critic, predict_values
+from skylite.trainer.optimizer import FlatAdamW, make_optimizer
+from skylite.trainer.step import train_step
 from tests.reference import lone_rank, random_samples, reference_before, reference_loss, resolved, settings
 from tests.tiny_models import FAMILIES, make_tiny_model
 
@@ -42,22 +43,26 @@ def ppo_settings(**algorithm: Any) -> TrainConfig:
     return settings(algorithm=algorithm, critic=critic, trainer={"tokens_per_micro_batch": 60})
 
 
-def parts(model: Path, config: TrainConfig, dist: Dist) -> tuple[Policy, Learner, Critic]:
+def parts(model: Path, config: TrainConfig, dist: Dist) -> tuple[Policy, FlatAdamW, Critic]:
     """Policy and critic whose B matrices and value head are not zero."""
     policy = load_policy(resolved(model, model), config, dist)
     critic = make_critic(policy, config, dist)
     generator = torch.Generator().manual_seed(1)
-    for name, param in [*policy.lora.items(), *critic.learner.params.items()]:
+    for name, param in [*policy.lora.items(), *critic.optimizer.params.items()]:
         if "lora_B" in name or "value_head" in name:
             param.data.normal_(std=0.05, generator=generator)
     policy, _ = choose_passes(policy, PROBE)
-    return policy, make_learner("policy", policy.lora, 1e-3, 1e9, config.optim), critic
+    return policy, make_optimizer("policy", policy.lora, 1e-3, 1e9, config.optim), critic
 
 
-def plain(model: Path, adapter: dict[str, torch.nn.Parameter], name: str, rank: int, alpha: int, modules: list[str]) -> Any:
+def plain(
+    model: Path, adapter: dict[str, torch.nn.Parameter], name: str, rank: int, alpha: int, modules: list[str]
+) -> Any:
     """An ordinary PEFT model with one of the adapters, called "default" here."""
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
-    found = PeftModel(base, LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, target_modules=modules)).eval()
+    found = PeftModel(
+        base, LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, target_modules=modules)
+    ).eval()
     for key, param in found.named_parameters():
         if param.requires_grad:
             param.data.copy_(adapter[key.replace(".default", f".{name}")].data)
@@ -72,14 +77,16 @@ def plain_values(model: Any, weight: torch.Tensor, bias: torch.Tensor, sample: A
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_policy_and_critic_have_the_gradients_of_two_plain_models(family: str, tmp_path: Path, dist: Dist) -> None:
+def test_policy_and_critic_have_the_gradients_of_two_plain_models(
+    family: str, tmp_path: Path, dist: Dist
+) -> None:
     model = make_tiny_model(tmp_path / "model", family)
     config = ppo_settings()
-    policy, learner, critic = parts(model, config, dist)
-    start = {n: p.detach().clone() for n, p in critic.learner.params.items()}
+    policy, optimizer, critic = parts(model, config, dist)
+    start = {n: p.detach().clone() for n, p in critic.optimizer.params.items()}
     own = plain(model, policy.lora, "default", 4, 8, policy.target_modules)
-    value_model = plain(model, critic.learner.params, "critic", 3, 6, policy.target_modules)
-    metrics = train_step(policy, learner, SAMPLES, 1, config, dist, critic)
+    value_model = plain(model, critic.optimizer.params, "critic", 3, 6, policy.target_modules)
+    metrics = train_step(policy, optimizer, SAMPLES, 1, config, dist, critic)
 
     weight, bias = (start[f"value_head.{n}"].requires_grad_() for n in ("weight", "bias"))
     values = [plain_values(value_model, weight, bias, s) for s in SAMPLES]
@@ -91,32 +98,43 @@ def test_policy_and_critic_have_the_gradients_of_two_plain_models(family: str, t
         rewards = torch.zeros(len(value))
         rewards[-1] = sample.reward
         returns = gae(rewards, value.detach(), 0.95, 0.9) + value.detach()
-        total = total + 0.5 * ((value - returns) ** 2).sum() / num_tokens  # the old value is the value: nothing is clipped yet
+        total = (
+            total + 0.5 * ((value - returns) ** 2).sum() / num_tokens
+        )  # the old value is the value: nothing is clipped yet
     total.backward()
 
     parameters = dict(own.named_parameters())
     expected = torch.cat([parameters[n].grad.flatten() for n in policy.lora])
-    assert float((learner.grads - expected).norm() / expected.norm()) < 1e-5
+    assert float((optimizer.grads - expected).norm() / expected.norm()) < 1e-5
     grads = dict(value_model.named_parameters())
-    names = list(critic.learner.params)
-    parts_of = [{"value_head.weight": weight, "value_head.bias": bias}.get(n, grads.get(n.replace(".critic", ".default"))) for n in names]
+    names = list(critic.optimizer.params)
+    parts_of = [
+        {"value_head.weight": weight, "value_head.bias": bias}.get(
+            n, grads.get(n.replace(".critic", ".default"))
+        )
+        for n in names
+    ]
     wanted = torch.cat([p.grad.flatten() for p in parts_of])
-    assert float((critic.learner.grads - wanted).norm() / wanted.norm()) < 1e-5
+    assert float((critic.optimizer.grads - wanted).norm() / wanted.norm()) < 1e-5
     assert metrics["critic/loss"] == pytest.approx(float(total.detach()), rel=1e-4)
     assert metrics["critic/grad_norm"] == pytest.approx(float(wanted.norm()), rel=1e-4)
 
 
 def test_the_critic_leaves_the_policy_alone_and_the_other_way_round(tiny_llama: Path, dist: Dist) -> None:
     config = ppo_settings(updates_per_step=2)
-    policy, learner, critic = parts(tiny_llama, config, dist)
+    policy, optimizer, critic = parts(tiny_llama, config, dist)
     base = base_weights(policy)
-    learner.grads.zero_()
+    optimizer.grads.zero_()
     predict_values(policy, critic, _tokens(policy)).sum().backward()
-    assert learner.grads.abs().max() == 0
-    assert critic.learner.grads.abs().max() > 0
-    before = {n: p.detach().clone() for n, p in [*policy.lora.items(), *critic.learner.params.items()]}
-    train_step(policy, learner, SAMPLES, 1, config, dist, critic)
-    moved = {n for n, p in [*policy.lora.items(), *critic.learner.params.items()] if not torch.equal(p, before[n])}
+    assert optimizer.grads.abs().max() == 0
+    assert critic.optimizer.grads.abs().max() > 0
+    before = {n: p.detach().clone() for n, p in [*policy.lora.items(), *critic.optimizer.params.items()]}
+    train_step(policy, optimizer, SAMPLES, 1, config, dist, critic)
+    moved = {
+        n
+        for n, p in [*policy.lora.items(), *critic.optimizer.params.items()]
+        if not torch.equal(p, before[n])
+    }
     assert any(".default." in n for n in moved)
     assert any(".critic." in n for n in moved)
     assert "value_head.weight" in moved
@@ -128,7 +146,9 @@ def test_a_critic_costs_an_adapter_and_not_a_model(tiny_llama: Path, dist: Dist)
     critic = make_critic(with_critic, ppo_settings(), dist)
     without = load_policy(resolved(tiny_llama, tiny_llama), settings(), dist)
     count = lambda policy: sum(p.numel() for p in policy.model.parameters())  # noqa: E731
-    assert count(with_critic) + critic.head.weight.numel() + 1 - count(without) == critic.learner.grads.numel()
+    assert (
+        count(with_critic) + critic.head.weight.numel() + 1 - count(without) == critic.optimizer.grads.numel()
+    )
 
 
 def test_values_start_at_zero_and_learn_the_return(tiny_llama: Path, dist: Dist) -> None:
@@ -138,11 +158,13 @@ def test_values_start_at_zero_and_learn_the_return(tiny_llama: Path, dist: Dist)
     policy = load_policy(resolved(tiny_llama, tiny_llama), config, dist)
     critic = make_critic(policy, config, dist)
     policy, _ = choose_passes(policy, PROBE)
-    learner = make_learner("policy", policy.lora, 1e-9, 1.0, config.optim)
+    optimizer = make_optimizer("policy", policy.lora, 1e-9, 1.0, config.optim)
     assert predict_values(policy, critic, _tokens(policy)).abs().max() == 0
-    history = [train_step(policy, learner, samples, step, config, dist, critic) for step in range(1, 41)]
+    history = [train_step(policy, optimizer, samples, step, config, dist, critic) for step in range(1, 41)]
     lengths = [len(s.completion_token_ids) for s in samples]
-    first = sum(0.5 * s.reward * n for s, n in zip(samples, lengths, strict=True)) / sum(lengths)  # (0 - R)^2 / 2, R is 0 or 1
+    first = sum(0.5 * s.reward * n for s, n in zip(samples, lengths, strict=True)) / sum(
+        lengths
+    )  # (0 - R)^2 / 2, R is 0 or 1
     assert history[0]["critic/loss"] == pytest.approx(first, rel=1e-5)
     assert history[-1]["critic/loss"] < 0.1 * first
     assert history[-1]["critic/explained_variance"] > 0.8
@@ -151,17 +173,17 @@ def test_values_start_at_zero_and_learn_the_return(tiny_llama: Path, dist: Dist)
 
 def test_a_checkpoint_brings_the_critic_back(tiny_llama: Path, tmp_path: Path, dist: Dist) -> None:
     config = ppo_settings()
-    policy, learner, critic = parts(tiny_llama, config, dist)
+    policy, optimizer, critic = parts(tiny_llama, config, dist)
     run = RunDir(tmp_path)
     run.checkpoints.mkdir()
-    train_step(policy, learner, SAMPLES, 1, config, dist, critic)
-    save_checkpoint(run, 1, config, [learner, critic.learner], random_states(dist))
-    train_step(policy, learner, SAMPLES, 2, config, dist, critic)
+    train_step(policy, optimizer, SAMPLES, 1, config, dist, critic)
+    save_checkpoint(run, 1, config, [optimizer, critic.optimizer], random_states(dist))
+    train_step(policy, optimizer, SAMPLES, 2, config, dist, critic)
     again_policy, again_learner, again_critic = parts(tiny_llama, config, dist)
-    assert load_checkpoint(run.checkpoint_path(1), [again_learner, again_critic.learner], dist) == 1
+    assert load_checkpoint(run.checkpoint_path(1), [again_learner, again_critic.optimizer], dist) == 1
     train_step(again_policy, again_learner, SAMPLES, 2, config, dist, again_critic)
-    for name, param in [*policy.lora.items(), *critic.learner.params.items()]:
-        again = {**again_policy.lora, **again_critic.learner.params}[name]
+    for name, param in [*policy.lora.items(), *critic.optimizer.params.items()]:
+        again = {**again_policy.lora, **again_critic.optimizer.params}[name]
         assert torch.equal(param, again), name
 
 

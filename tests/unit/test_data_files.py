@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from skylite.data.prompt_file import FOOTER_KEY, PROMPT_SCHEMA, PromptFileInfo, read_prompts, write_prompts
+from skylite.data.prompts import FOOTER_KEY, PROMPT_SCHEMA, PromptFileInfo, read_prompts, write_prompts
 from skylite.data.sources import hold_out, read_table
 from skylite.errors import DataError
 from skylite.types import Prompt
@@ -21,7 +21,7 @@ INFO = PromptFileInfo(
     dataset="t", source_kind="file", source="t.jsonl", source_sha256="0" * 64, count=2, seed=3, split="train", reward="gsm8k",
     system="Be brief.", examples=[{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "#### 2"}], limit=2,
 )  # fmt: skip
-PROMPTS = [prompt(id="t/0", grade=1, extra={"k": [1, None, "\u00e9"]}), prompt(id="t/1", grade=2)]
+PROMPTS = [prompt(id="t/0", difficulty=1, extra={"k": [1, None, "\u00e9"]}), prompt(id="t/1", difficulty=2)]
 
 
 def written(path: Path, prompts: list[Prompt] = PROMPTS, info: PromptFileInfo = INFO) -> Path:
@@ -36,9 +36,9 @@ def test_round_trip(tmp_path: Path) -> None:
 
 def test_grades_are_filtered(tmp_path: Path) -> None:
     path = written(tmp_path / "train.parquet")
-    assert read_prompts(path, grades=[2])[0] == PROMPTS[1:]
-    with pytest.raises(DataError, match=r"no row of grade \[3\]; it has \[1, 2\]"):
-        read_prompts(path, grades=[3])
+    assert read_prompts(path, difficulty=[2])[0] == PROMPTS[1:]
+    with pytest.raises(DataError, match=r"no row of difficulty \[3\]; it has \[1, 2\]"):
+        read_prompts(path, difficulty=[3])
 
 
 def rewrite(path: Path, table: pa.Table) -> Path:
@@ -61,15 +61,25 @@ DAMAGE = {
     "is not a parquet file": lambda p: p.write_bytes(p.read_bytes()[:-40]),
     "is not a parquet": lambda p: p.write_bytes(b""),
     "not one that `skylite prepare` made": lambda p: rewrite(p, pq.read_table(p).replace_schema_metadata({})),
-    "has schema version 99, this skylite reads 1": lambda p: rewrite(p, with_footer(pq.read_table(p), schema_version=99)),
-    "has a damaged footer": lambda p: rewrite(p, pq.read_table(p).replace_schema_metadata({FOOTER_KEY: b"{"})),
+    "has schema version 99, this skylite reads 1": lambda p: rewrite(
+        p, with_footer(pq.read_table(p), schema_version=99)
+    ),
+    "has a damaged footer": lambda p: rewrite(
+        p, pq.read_table(p).replace_schema_metadata({FOOTER_KEY: b"{"})
+    ),
     "damaged footer": lambda p: rewrite(p, with_footer(pq.read_table(p), surprise=1)),
     "has no column 'answer'": lambda p: rewrite(p, pq.read_table(p).drop_columns(["answer"])),
-    "instead of int32": lambda p: rewrite(p, pq.read_table(p).set_column(4, "grade", pa.array(["a", "b"]))),
+    "instead of int32": lambda p: rewrite(
+        p, pq.read_table(p).set_column(4, "difficulty", pa.array(["a", "b"]))
+    ),
     "has no rows": lambda p: rewrite(p, pq.read_table(p).slice(0, 0)),
     "has 1 rows, but its footer says 2": lambda p: rewrite(p, pq.read_table(p).slice(0, 1)),
-    "row 2 has an empty answer": lambda p: rewrite(p, pq.read_table(p).set_column(2, "answer", pa.array(["7", None]))),
-    "row 1 has no valid JSON": lambda p: rewrite(p, pq.read_table(p).set_column(5, "extra", pa.array(["{", "{}"]))),
+    "row 2 has an empty answer": lambda p: rewrite(
+        p, pq.read_table(p).set_column(2, "answer", pa.array(["7", None]))
+    ),
+    "row 1 has no valid JSON": lambda p: rewrite(
+        p, pq.read_table(p).set_column(5, "extra", pa.array(["{", "{}"]))
+    ),
 }
 
 
@@ -95,7 +105,7 @@ def test_wrong_count_is_not_written(tmp_path: Path) -> None:
 
 def test_columns_are_those_documented(tmp_path: Path) -> None:
     assert pq.read_schema(written(tmp_path / "a.parquet")).names == PROMPT_SCHEMA.names
-    assert PROMPT_SCHEMA.names == ["id", "prompt", "answer", "source", "grade", "extra"]
+    assert PROMPT_SCHEMA.names == ["id", "prompt", "answer", "source", "difficulty", "extra"]
 
 
 GOOD = '{"q": "1 + 1?", "a": "2"}\n'
@@ -158,7 +168,7 @@ def test_prompts_and_rollouts_are_read_without_pandas(tmp_path: Path) -> None:
     written(tmp_path / "train.parquet")
     write_samples(tmp_path / "rollouts.parquet", random_samples(0))
     code = (
-        "import sys; from pathlib import Path; from skylite.data.prompt_file import read_prompts; "
+        "import sys; from pathlib import Path; from skylite.data.prompts import read_prompts; "
         "from skylite.run.rollout_file import mean_reward, read_rollouts; folder = Path(sys.argv[1]); "
         "read_prompts(folder / 'train.parquet'); read_rollouts(folder / 'rollouts.parquet'); mean_reward(folder / 'rollouts.parquet'); "
         "sys.exit('pandas' in sys.modules)"

@@ -17,8 +17,8 @@ def test_every_data_prep_file_loads_and_makes_prompts(path: Path) -> None:
     load_reward(module.reward)
     assert load_dataset(path.stem).name == module.name
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 100
-    if module.stand_in_rows is not None:
-        row = module.stand_in_rows("test", 0, (), None).rows[0]
+    if module.synthetic_rows is not None:
+        row = module.synthetic_rows("test", 0, (), None).rows[0]
         made = module.to_prompt(row, "x/test/0")
         assert made.id == "x/test/0"
         assert made.messages[-1]["role"] == "user"
@@ -42,9 +42,18 @@ def test_worked_examples_have_the_form_and_no_annotations() -> None:
     [
         ("x = (", "cannot be imported: SyntaxError"),
         ("NAME = 'x'", "does not define SYSTEM"),
-        ("NAME = SYSTEM = 'x'; REWARD = 3; EXAMPLES = []; load_rows = to_prompt = reference = print", "REWARD in .* is int, not text"),
-        ("NAME = SYSTEM = REWARD = 'x'; EXAMPLES = []; load_rows = to_prompt = 1; reference = print", "load_rows in .* not a function"),
-        ("NAME = SYSTEM = REWARD = 'x'; EXAMPLES = [1, 2]; load_rows = to_prompt = reference = print", r"EXAMPLES\[0\]"),
+        (
+            "NAME = SYSTEM = 'x'; REWARD = 3; EXAMPLES = []; load_rows = to_prompt = reference = print",
+            "REWARD in .* is int, not text",
+        ),
+        (
+            "NAME = SYSTEM = REWARD = 'x'; EXAMPLES = []; load_rows = to_prompt = 1; reference = print",
+            "load_rows in .* not a function",
+        ),
+        (
+            "NAME = SYSTEM = REWARD = 'x'; EXAMPLES = [1, 2]; load_rows = to_prompt = reference = print",
+            r"EXAMPLES\[0\]",
+        ),
     ],
 )
 def test_a_broken_file_is_refused_with_the_reason(tmp_path: Path, text: str, reason: str) -> None:
@@ -62,6 +71,8 @@ def test_unknown_names_list_the_known_ones() -> None:
 
 def test_a_file_in_the_working_folder_is_found_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "data_prep").mkdir()
-    (tmp_path / "data_prep" / "gsm8k.py").write_text(FILES[0].read_text(encoding="utf-8").replace('NAME = "gsm8k"', 'NAME = "mine"'))
+    (tmp_path / "data_prep" / "gsm8k.py").write_text(
+        FILES[0].read_text(encoding="utf-8").replace('NAME = "gsm8k"', 'NAME = "mine"')
+    )
     monkeypatch.chdir(tmp_path)
     assert load_dataset("gsm8k").name == "mine"

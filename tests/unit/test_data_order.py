@@ -53,4 +53,6 @@ def test_a_round_depends_on_seed_step_and_round_alone() -> None:
     for step in range(1, 60):
         rest = tuple(p.id for p in prompts_for_round(PROMPTS[:5], step, 1, 3, 0))
         orders.setdefault(frozenset(rest), set()).add(rest)
-    assert any(len(found) > 1 for found in orders.values()), "every step that leaves the same prompts takes them in the same order"
+    assert any(len(found) > 1 for found in orders.values()), (
+        "every step that leaves the same prompts takes them in the same order"
+    )

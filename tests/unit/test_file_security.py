@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from skylite.adapters.retention import clean_up
 from skylite.errors import ConfigError
 from skylite.rewards.named import remember, require_named
-from skylite.run.retention import clean_up
 from skylite.run.run_dir import RunDir, published_versions
 from tests.engines import write_random_adapter
 from tests.reference import settings
@@ -33,7 +33,20 @@ def given(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text("".join(json.dumps({"q": f"say {i}", "a": "x"}) + "\n" for i in range(9)))
     Path("reward.py").write_text(PROGRAM.format(ran=str(tmp_path / "ran")))
-    done = call(["prepare", "rows.jsonl", "--question", "q", "--answer", "a", "--reward", "reward.py:reward", "--out", "data"])
+    done = call(
+        [
+            "prepare",
+            "rows.jsonl",
+            "--question",
+            "q",
+            "--answer",
+            "a",
+            "--reward",
+            "reward.py:reward",
+            "--out",
+            "data",
+        ]
+    )
     assert done.code == 0, done.said
     (tmp_path / "ran").unlink()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "fresh-home"))
@@ -41,7 +54,7 @@ def given(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def train(given: Path, tiny_llama: Path, *more: str) -> list[str]:
-    return ["train", "--recipe", "gsm8k_cpu", "--data", "data", "--set", "data.grades=[]", "--model", str(tiny_llama), "--run", "r",
+    return ["train", "--recipe", "gsm8k_cpu", "--data", "data", "--set", "data.difficulty=[]", "--model", str(tiny_llama), "--run", "r",
             "--dry-run", *more]  # fmt: skip
 
 
@@ -111,6 +124,10 @@ def test_no_source_file_opens_a_pickle() -> None:
     found = [f"{p.name}: {m.group()}" for p in SOURCES.rglob("*.py") for m in ways.finditer(p.read_text())]
     assert found == []
     sources = [p.read_text() for p in (SOURCES / "training").rglob("*.py")]
-    calls = [call for text in sources for call in re.findall(r"AutoModelForCausalLM\.from_pretrained\(([^)]*)\)", text)]
+    calls = [
+        call
+        for text in sources
+        for call in re.findall(r"AutoModelForCausalLM\.from_pretrained\(([^)]*)\)", text)
+    ]
     assert calls
     assert all("use_safetensors=True" in text for text in calls)

@@ -18,7 +18,9 @@ def test_wilson_stays_inside_zero_and_one() -> None:
 
 def test_samples_of_one_problem_count_as_one_observation() -> None:
     # Two problems, means 1 and 0: standard error is 0.7071 / sqrt(2) = 0.5 however many samples each has.
-    assert accuracy_of([[1.0] * 50, [0.0] * 50]).standard_error == pytest.approx(clustered([1.0, 0.0]).standard_error)
+    assert accuracy_of([[1.0] * 50, [0.0] * 50]).standard_error == pytest.approx(
+        clustered([1.0, 0.0]).standard_error
+    )
     wide = clustered([0.9, 0.5, 0.7, 0.3])
     assert wide.mean == pytest.approx(0.6)
     assert wide.standard_error == pytest.approx((0.2 / 3) ** 0.5 / 2, rel=1e-6)

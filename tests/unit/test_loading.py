@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from skylite.training.dist import Dist
-from skylite.training.loading import load_base, read_shard
-from skylite.training.memory import peak, reset_peak
-from skylite.training.policy import is_adapter, place_adapters
+from skylite.model.distributed import Dist
+from skylite.model.loading import load_base, read_shard
+from skylite.model.policy import is_adapter, place_adapters
+from skylite.trainer.memory import peak, reset_peak
 from tests.cases import gradients_after_step, policy_of, relative_difference
 from tests.reference import lone_rank, settings
 from tests.tiny_models import make_tiny_model
@@ -32,7 +32,9 @@ def dist() -> Iterator[Dist]:
 
 def rank_of(size: int, rank: int, device_type: str) -> Dist:
     """A rank among others that are not there; enough for all that talks to nobody."""
-    mesh = DeviceMesh(device_type, list(range(size)), mesh_dim_names=("fsdp",), _init_backend=False, _rank=rank)
+    mesh = DeviceMesh(
+        device_type, list(range(size)), mesh_dim_names=("fsdp",), _init_backend=False, _rank=rank
+    )
     return Dist(rank, size, torch.device(device_type), mesh)
 
 
@@ -40,7 +42,9 @@ def sharded(rows: int, columns: int, dist: Dist) -> DTensor:
     """A parameter [rows, columns] without numbers, as FSDP2 leaves it on this rank."""
     parts = torch.empty(rows, columns, device="meta").chunk(dist.dp_size)
     own = parts[dist.dp_rank] if dist.dp_rank < len(parts) else torch.empty(0, columns, device="meta")
-    return DTensor.from_local(own, dist.mesh, [Shard(0)], run_check=False, shape=torch.Size((rows, columns)), stride=(columns, 1))
+    return DTensor.from_local(
+        own, dist.mesh, [Shard(0)], run_check=False, shape=torch.Size((rows, columns)), stride=(columns, 1)
+    )
 
 
 @pytest.mark.parametrize("rows", [16, 13])
@@ -69,11 +73,15 @@ def test_a_rank_reads_no_more_of_a_tensor_than_its_rows(tmp_path: Path) -> None:
 
 def test_adapters_go_to_the_device_that_computes_and_the_base_stays(tiny_llama: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16)
-    model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "embed_tokens"]))
+    model = get_peft_model(
+        base, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "embed_tokens"])
+    )
     model.add_adapter("ref", LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=["up_proj"]))
     place_adapters(model, torch.device("meta"))
     for name, param in model.named_parameters():
-        assert (param.device.type, param.dtype) == (("meta", torch.float32) if is_adapter(name) else ("cpu", torch.bfloat16)), name
+        assert (param.device.type, param.dtype) == (
+            ("meta", torch.float32) if is_adapter(name) else ("cpu", torch.bfloat16)
+        ), name
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma"])
@@ -87,7 +95,9 @@ def test_an_offloaded_base_has_the_gradient_of_the_whole_one(family: str, tmp_pa
     assert relative_difference(got, expected) < 1e-6
 
 
-def test_files_that_are_not_the_parameters_are_read_whole_and_then_offloaded(tmp_path: Path, dist: Dist) -> None:
+def test_files_that_are_not_the_parameters_are_read_whole_and_then_offloaded(
+    tmp_path: Path, dist: Dist
+) -> None:
     config = MixtralConfig(
         vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
         num_local_experts=2,

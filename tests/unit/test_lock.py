@@ -26,10 +26,15 @@ with lock_folder(Path(sys.argv[1])):
 
 
 def test_a_folder_of_a_live_process_is_refused_and_free_after_its_death(tmp_path: Path) -> None:
-    owner = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     assert owner.stdout is not None
     assert owner.stdout.readline() == b"held\n"
-    with pytest.raises(ConfigError, match=rf"{tmp_path} belongs to another live run \(pid {owner.pid}\)"), lock_folder(tmp_path):
+    with (
+        pytest.raises(ConfigError, match=rf"{tmp_path} belongs to another live run \(pid {owner.pid}\)"),
+        lock_folder(tmp_path),
+    ):
         pass
     owner.kill()
     owner.wait()
@@ -56,7 +61,11 @@ def test_what_was_made_for_the_lock_alone_goes_with_it(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     with lock_folder(tmp_path / "there"):
         pass
-    assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*")) == ["there", "used", "used/file"]
+    assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*")) == [
+        "there",
+        "used",
+        "used/file",
+    ]
 
 
 def test_a_link_in_the_place_of_the_lock_is_not_written_through(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from skylite.training import lora_linear
-from skylite.training.lora_linear import fuse, lora_linears
-from skylite.training.recompute import with_recipe
+from skylite.model import lora_linear
+from skylite.model.lora_linear import fuse, lora_linears
+from skylite.model.recompute import with_recompute_fn
 
 
 def model(*, fused: bool, bias: bool = True, dropout: float = 0.0) -> nn.Module:
@@ -55,12 +55,20 @@ def test_gradients_by_differences() -> None:
 
     weight, bias = make(4, 6), make(4)
     inputs = tuple(t.requires_grad_() for t in (make(5, 6), make(2, 6), make(4, 2)))
-    assert torch.autograd.gradcheck(lambda x, a, b: lora_linears(x, [weight], [bias], [a], [b], [1.7])[0], inputs)
-    small_a, large_a, narrow, wide = (t.requires_grad_() for t in (make(2, 6), make(5, 6), make(1, 2), make(3, 5)))
+    assert torch.autograd.gradcheck(
+        lambda x, a, b: lora_linears(x, [weight], [bias], [a], [b], [1.7])[0], inputs
+    )
+    small_a, large_a, narrow, wide = (
+        t.requires_grad_() for t in (make(2, 6), make(5, 6), make(1, 2), make(3, 5))
+    )
     weights, biases = torch.split(weight, [1, 3]), [None, bias[1:]]
     both = (inputs[0], small_a, large_a, narrow, wide)
-    assert torch.autograd.gradcheck(lambda x, *m: lora_linears(x, weights, biases, m[:2], m[2:], [1.7, 0.4]), both)
-    assert torch.autograd.gradcheck(lambda x, *m: lora_linears(x, weights, biases, m[:2], m[2:], [1.7, 0.4])[1], both)
+    assert torch.autograd.gradcheck(
+        lambda x, *m: lora_linears(x, weights, biases, m[:2], m[2:], [1.7, 0.4]), both
+    )
+    assert torch.autograd.gradcheck(
+        lambda x, *m: lora_linears(x, weights, biases, m[:2], m[2:], [1.7, 0.4])[1], both
+    )
 
 
 def test_nothing_but_the_input_and_the_small_product_is_kept() -> None:
@@ -100,7 +108,9 @@ def test_autocast_computes_in_its_type_and_learns_in_float32() -> None:
     assert ours["out"].dtype == torch.bfloat16
     for name, value in pefts.items():
         assert ours[name].dtype == (torch.bfloat16 if name == "out" else torch.float32)
-        assert torch.allclose(ours[name].float(), value.float(), rtol=0.05, atol=0.05 * value.abs().max().item()), name
+        assert torch.allclose(
+            ours[name].float(), value.float(), rtol=0.05, atol=0.05 * value.abs().max().item()
+        ), name
 
 
 class Branches(nn.Module):
@@ -120,11 +130,15 @@ def branches(*, fused: bool, bias: bool = True) -> nn.Module:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_layers_of_one_input_are_one_operation_and_give_what_each_gives_alone(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_one_input_are_one_operation_and_give_what_each_gives_alone(
+    bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
     plain, calls = learn(branches(fused=False, bias=bias), x), []
     apply = lora_linear.lora_linears
-    monkeypatch.setattr(lora_linear, "lora_linears", lambda *args: (calls.append(len(args[1])), apply(*args))[1])
+    monkeypatch.setattr(
+        lora_linear, "lora_linears", lambda *args: (calls.append(len(args[1])), apply(*args))[1]
+    )
     ours = learn(branches(fused=True, bias=bias), x)
     assert calls == [3, 3], "all three of x; k's of 2 x brings the others' along, which nobody asks for"
     assert len(ours) == 8
@@ -139,7 +153,9 @@ def test_of_layers_of_one_input_their_own_matrices_are_kept_and_no_joined_copy()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
         peft.base_model.model.q_proj(x)
     own = {p.data_ptr() for p in peft.parameters()} | {x.data_ptr()}
-    assert [tuple(t.shape) for t in kept if t.data_ptr() not in own] == [(5, 9)], "x A^T of three layers of rank 3"
+    assert [tuple(t.shape) for t in kept if t.data_ptr() not in own] == [(5, 9)], (
+        "x A^T of three layers of rank 3"
+    )
 
 
 def test_layers_of_one_input_can_still_be_switched_off() -> None:
@@ -165,13 +181,17 @@ def test_an_input_that_can_be_made_again_is_not_kept() -> None:
         layer = model(fused=True).base_model.model[0]
         with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
             out = layer(y)
-        return list(torch.autograd.grad(out.square().sum(), [layer.lora_A.default.weight, layer.lora_B.default.weight]))
+        return list(
+            torch.autograd.grad(
+                out.square().sum(), [layer.lora_A.default.weight, layer.lora_B.default.weight]
+            )
+        )
 
-    ours = grads(with_recipe((x * 2).detach(), doubled))
+    ours = grads(with_recompute_fn((x * 2).detach(), doubled))
     assert (7, 8) not in kept
     assert made == [1]
     assert all(map(torch.equal, ours, grads((x * 2).detach())))
-    changed = with_recipe(torch.zeros(7, 8), doubled)
+    changed = with_recompute_fn(torch.zeros(7, 8), doubled)
     changed.add_(3)
     assert all(map(torch.equal, grads(changed), grads(torch.full((7, 8), 3.0))))
     assert made == [1], "what was changed since is not what the recipe makes"

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from skylite.config_lora import LoraConfig
-from skylite.lora_modules import short_names
-from skylite.models import likely_target_modules
-from skylite.training.targets import adapted_modules
+from skylite.adapters.expected_modules import likely_target_modules
+from skylite.adapters.lora_modules import short_names
+from skylite.config.lora import LoraConfig
+from skylite.model.adapted_modules import adapted_modules
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from skylite.launch.machine import choose_dtype, cpu_cores, cpu_has_bf16, parse_gpus, visible
+from skylite.processes.machine import choose_dtype, cpu_cores, cpu_has_bf16, parse_gpus, visible
 
 LISTING = "0, GPU-aa11, NVIDIA H200, 9.0\n1, GPU-bb22, Tesla T4, 7.5\n"
 

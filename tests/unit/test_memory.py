@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from skylite.config import RunConfig
+from skylite.config.train import RunConfig
+from skylite.model.distributed import Dist
 from skylite.run.run_dir import RunDir
-from skylite.training.dist import Dist
-from skylite.training.memory import GRANULE, MOST_TOKENS, PassMemory, fit, with_tokens
+from skylite.trainer.memory import GRANULE, MOST_TOKENS, PassMemory, fit, with_tokens
 from tests.cases import policy_of
 from tests.reference import lone_rank, resolved, settings
 
@@ -34,7 +34,9 @@ def test_a_flat_or_falling_measurement_is_bounded() -> None:
     assert fit((100, 300), (900.0, 800.0)).tokens_in(1e9) == MOST_TOKENS
 
 
-def test_auto_is_measured_once_and_the_same_when_resumed(tiny_llama: Path, dist: Dist, tmp_path: Path) -> None:
+def test_auto_is_measured_once_and_the_same_when_resumed(
+    tiny_llama: Path, dist: Dist, tmp_path: Path
+) -> None:
     config = settings(trainer={"tokens_per_micro_batch": "auto"})
     run_config = RunConfig(skylite_version="test", config=config, resolved=resolved(tiny_llama, tmp_path))
     policy = policy_of(tiny_llama, config, dist)

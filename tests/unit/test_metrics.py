@@ -45,7 +45,8 @@ def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "message"), [("nonsense", "line 2 is not JSON"), ("[1]", "line 2 is no step"), ('{"a": 1}', "line 2 is no step")]
+    ("line", "message"),
+    [("nonsense", "line 2 is not JSON"), ("[1]", "line 2 is no step"), ('{"a": 1}', "line 2 is no step")],
 )
 def test_any_other_damage_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "metrics.jsonl"

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from skylite.config import TrainConfig
-from skylite.config_files import read_run_config
+from skylite.config.loading import read_run_config
+from skylite.config.train import TrainConfig
 from skylite.errors import WriteFailed
-from skylite.models.shared_memory import shared_copy
+from skylite.hub.shared_memory import shared_copy
 from skylite.orchestrator.plan import plan_run, write_config, write_run
 from skylite.orchestrator.resume import plan_resume
-from skylite.orchestrator.services import clear_requests
+from skylite.orchestrator.run_session import clear_requests
 from skylite.run.ownership import MARK_NAME, require_own_folders
 from skylite.run.run_dir import RunDir
 from tests.unit.bad_inputs import Reply, call, snapshot
@@ -28,7 +28,12 @@ def begin(root: Path, name: str = "run", **lora: Any) -> RunDir:
     if not (root / "model").exists():
         make_model(root / "model")
         write_data(root / "data", 4)
-    tree = {"num_steps": 2, "model": {"name": str(root / "model")}, "data": {"path": str(root / "data")}, "lora": lora}
+    tree = {
+        "num_steps": 2,
+        "model": {"name": str(root / "model")},
+        "data": {"path": str(root / "data")},
+        "lora": lora,
+    }
     run = RunDir(root / name)
     write_run(plan_run(TrainConfig.model_validate(tree), run, lambda _: None))
     publish(run.adapters(read_run_config(run.config_path)))
@@ -81,7 +86,9 @@ def test_a_recorded_sync_folder_that_is_not_the_runs_is_refused(tmp_path: Path, 
         assert "move them away" in said
 
 
-def test_the_runs_own_sync_folder_is_known_by_its_mark_and_an_empty_one_is_marked_again(tmp_path: Path) -> None:
+def test_the_runs_own_sync_folder_is_known_by_its_mark_and_an_empty_one_is_marked_again(
+    tmp_path: Path,
+) -> None:
     own = tmp_path / "memory"
     run = begin(tmp_path, lora_sync_path=str(own))
     require_own_folders(run, read_run_config(run.config_path))
@@ -96,7 +103,16 @@ def test_the_runs_own_sync_folder_is_known_by_its_mark_and_an_empty_one_is_marke
 
 
 @pytest.mark.parametrize(
-    "name", ["adapters", "checkpoints", "rollouts", "meeting", "logs/trainer.log", "metrics.jsonl", "rollouts/step-000009"]
+    "name",
+    [
+        "adapters",
+        "checkpoints",
+        "rollouts",
+        "rendezvous",
+        "logs/trainer.log",
+        "metrics.jsonl",
+        "rollouts/step-000009",
+    ],
 )
 def test_a_link_that_leads_out_of_the_run_is_refused(tmp_path: Path, name: str) -> None:
     run, outside = begin(tmp_path), tmp_path / "outside"
@@ -118,16 +134,16 @@ def test_the_ranks_meet_where_nobody_else_can(tmp_path: Path) -> None:
     plan = plan_resume(begin(tmp_path), lambda _: None)
     before = os.umask(0)
     try:
-        plan.run.meeting.mkdir(mode=0o777)
-        (plan.run.meeting / "old").touch()
+        plan.run.rendezvous.mkdir(mode=0o777)
+        (plan.run.rendezvous / "old").touch()
         clear_requests(plan)
     finally:
         os.umask(before)
-    assert plan.run.meeting.stat().st_mode & 0o777 == 0o700
-    assert not list(plan.run.meeting.iterdir())
-    plan.run.meeting.rmdir()
+    assert plan.run.rendezvous.stat().st_mode & 0o777 == 0o700
+    assert not list(plan.run.rendezvous.iterdir())
+    plan.run.rendezvous.rmdir()
     (tmp_path / "outside").mkdir()
-    plan.run.meeting.symlink_to(tmp_path / "outside")
-    with pytest.raises(WriteFailed, match="meeting could not be written"):
+    plan.run.rendezvous.symlink_to(tmp_path / "outside")
+    with pytest.raises(WriteFailed, match="rendezvous could not be written"):
         clear_requests(plan)
     assert (tmp_path / "outside").is_dir()

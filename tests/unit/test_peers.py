@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from skylite.config import TrainConfig
-from skylite.grpo.advantages import GROUP_ADVANTAGES
-from skylite.grpo.batch import Item, arrange
-from skylite.grpo.importance import importance_weights
-from skylite.grpo.kl import KL_ESTIMATORS
-from skylite.grpo.losses import AGGREGATIONS, POLICY_LOSSES, value_loss
-from skylite.training.credit import assign_advantages
-from skylite.training.micro_batch import MicroBatch
+from skylite.algorithms.advantages import GROUP_ADVANTAGES
+from skylite.algorithms.importance import importance_weights
+from skylite.algorithms.kl import KL_ESTIMATORS
+from skylite.algorithms.losses import AGGREGATIONS, POLICY_LOSSES, value_loss
+from skylite.config.train import TrainConfig
+from skylite.trainer.assign_advantages import assign_advantages
+from skylite.trainer.batching import Item, arrange
+from skylite.trainer.micro_batch import MicroBatch
 from tests.unit.peer_cases import (
     ALONE,
     GROUP,
@@ -73,7 +73,9 @@ def verl_group_advantages(verl: SimpleNamespace, name: str, token_rewards: Tenso
 def group_advantages(name: str, case: Case) -> Tensor:
     """Ours, [C]."""
     grid = (-1, GROUP)
-    advantages = GROUP_ADVANTAGES[name](case.rewards.view(grid), case.lengths.view(grid).to(case.rewards.dtype))
+    advantages = GROUP_ADVANTAGES[name](
+        case.rewards.view(grid), case.lengths.view(grid).to(case.rewards.dtype)
+    )
     return advantages.flatten()[case.sequences]
 
 
@@ -96,7 +98,10 @@ def test_verl_group_advantages_with_the_kl_in_the_reward(verl, name):
 
 
 def micro_for_credit(case: Case, values: Tensor | None) -> MicroBatch:
-    items = [Item(sample=s, row=n // GROUP, column=n % GROUP, number=n, token_weight=1.0) for n, s in enumerate(samples_of(case))]
+    items = [
+        Item(sample=s, row=n // GROUP, column=n % GROUP, number=n, token_weight=1.0)
+        for n, s in enumerate(samples_of(case))
+    ]
     count = int(case.mask.sum())
     return MicroBatch(
         items=items, tokens=packed(case), keys=torch.arange(count), token_weights=torch.ones(count),
@@ -118,7 +123,9 @@ def test_verl_reinforce_plus_plus(verl, case, gamma):
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
 def test_verl_gae(verl, case, gamma, lam):
-    theirs, returns = verl.core.compute_gae_advantage_return(case.token_rewards, case.values, case.float_mask, gamma, lam)
+    theirs, returns = verl.core.compute_gae_advantage_return(
+        case.token_rewards, case.values, case.float_mask, gamma, lam
+    )
     micro = micro_for_credit(case, case.values[case.mask])
     config = TrainConfig.model_validate({"algorithm": {"name": "ppo", "gamma": gamma, "gae_lambda": lam}})
     assign_advantages(arrange(samples_of(case)), [micro], config, ALONE)
@@ -136,18 +143,42 @@ VERL_AGGREGATION = {
 
 
 def verl_loss(
-    verl: SimpleNamespace, case: Case, name: str, aggregation: str, weights: Tensor | None = None, **settings: Any
+    verl: SimpleNamespace,
+    case: Case,
+    name: str,
+    aggregation: str,
+    weights: Tensor | None = None,
+    **settings: Any,
 ) -> tuple[Result, dict[str, float]]:
     """A registered policy loss of verl on our tensors, and its metrics."""
-    chosen = {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.0, "clip_cov_ub": 9.0, "kl_cov_ratio": 0.1, "ppo_kl_coef": 0.7}
-    plain = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 1e9, "tau_pos": 1.0, "tau_neg": 1.05}
+    chosen = {
+        "clip_cov_ratio": 1.0,
+        "clip_cov_lb": 0.0,
+        "clip_cov_ub": 9.0,
+        "kl_cov_ratio": 0.1,
+        "ppo_kl_coef": 0.7,
+    }
+    plain = {
+        "clip_ratio": 0.2,
+        "clip_ratio_low": 0.2,
+        "clip_ratio_high": 0.2,
+        "clip_ratio_c": 1e9,
+        "tau_pos": 1.0,
+        "tau_neg": 1.05,
+    }
     policy_loss = SimpleNamespace(**chosen | settings.pop("policy_loss", {}))
     sizes = {"loss_scale_factor": MAX_TOKENS}
     config = VerlConfig(**plain | settings, policy_loss=policy_loss, global_batch_info=sizes)
     policy = case.policy.clone().requires_grad_()
     torch.manual_seed(0)
     loss, metrics = verl.core.get_policy_loss_fn(name)(
-        case.old, policy, case.token_advantages, case.float_mask, VERL_AGGREGATION[aggregation], config, weights
+        case.old,
+        policy,
+        case.token_advantages,
+        case.float_mask,
+        VERL_AGGREGATION[aggregation],
+        config,
+        weights,
     )
     return result_of(loss, policy, case.entropies.clone().requires_grad_()), metrics
 
@@ -157,7 +188,11 @@ def verl_loss(
     ("name", "settings", "algorithm"),
     [
         ("vanilla", {}, {}),
-        ("vanilla", {"clip_ratio_low": 0.1, "clip_ratio_high": 0.4}, {"clip_eps_low": 0.1, "clip_eps_high": 0.4}),
+        (
+            "vanilla",
+            {"clip_ratio_low": 0.1, "clip_ratio_high": 0.4},
+            {"clip_eps_low": 0.1, "clip_eps_high": 0.4},
+        ),
         ("vanilla", {"clip_ratio_c": 1.3}, {"policy_loss": "dual_clip", "dual_clip": 1.3}),
         ("gspo", {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}, {"name": "gspo"}),
         ("cispo", {"clip_ratio_low": 1.0, "clip_ratio_high": 0.5}, {"name": "cispo", "clip_eps_high": 0.5}),
@@ -223,7 +258,9 @@ def test_verl_value_loss(verl, case):
     ids=["token-truncate", "token-mask", "sequence-truncate", "sequence-mask"],
 )
 def test_verl_importance_weights_in_the_loss(verl, case, level, threshold, settings):
-    weights, metrics = verl.corrections.compute_rollout_correction_weights(case.old - case.rollout, case.float_mask, level, threshold)
+    weights, metrics = verl.corrections.compute_rollout_correction_weights(
+        case.old - case.rollout, case.float_mask, level, threshold
+    )
     theirs, _ = verl_loss(verl, case, "vanilla", "token-mean", weights)
     mine = ours(case, {"level": level, **settings})
     assert_same_result(mine, theirs, case.mask)
@@ -235,9 +272,13 @@ def test_verl_importance_weights_in_the_loss(verl, case, level, threshold, setti
 
 @pytest.mark.parametrize("limit", [0.1, 0.2, 0.4])
 def test_verl_rejects_the_same_completions(verl, case, limit):
-    kept, _ = verl.corrections.compute_rollout_rejection_mask(case.old - case.rollout, case.float_mask, "seq_mean_k3", limit)
+    kept, _ = verl.corrections.compute_rollout_rejection_mask(
+        case.old - case.rollout, case.float_mask, "seq_mean_k3", limit
+    )
     config = TrainConfig.model_validate({"importance": {"mode": "none", "reject_kl": limit}}).importance
-    weights, _ = importance_weights(case.old[case.mask], case.rollout[case.mask], case.sequences, len(case.mask), config)
+    weights, _ = importance_weights(
+        case.old[case.mask], case.rollout[case.mask], case.sequences, len(case.mask), config
+    )
     assert weights.tolist() == kept[case.mask].tolist()
 
 
@@ -245,7 +286,9 @@ def test_verl_mismatch_metrics(verl, case):
     sums = ours(case).sums
     kl = verl.corrections.compute_offpolicy_metrics(case.old, case.rollout, case.float_mask)["k3_kl"]
     assert float(sums["mismatch/kl"] / case.mask.sum()) == pytest.approx(kl, rel=TOLERANCE)
-    _, metrics = verl.corrections.compute_rollout_correction_weights(case.old - case.rollout, case.float_mask, "token", 1e9)
+    _, metrics = verl.corrections.compute_rollout_correction_weights(
+        case.old - case.rollout, case.float_mask, "token", 1e9
+    )
     share = sums["ess/weights"] ** 2 / (case.mask.sum() * sums["ess/squares"])
     assert float(share) == pytest.approx(metrics["rollout_is_eff_sample_size"], rel=TOLERANCE)
 
@@ -265,15 +308,17 @@ def test_every_advantage_and_loss_has_a_peer():
     assert set(KL_ESTIMATORS) == {"k1", "k2", "k3"}
 
 
-def test_no_stand_in_stays_behind(verl, skyrl):
-    stand_ins = {"verl", "skyrl", "ray", "jaxtyping", "omegaconf", "tensordict", "loguru"}
+def test_no_synthetic_stays_behind(verl, skyrl):
+    synthetics = {"verl", "skyrl", "ray", "jaxtyping", "omegaconf", "tensordict", "loguru"}
     empty = {name for name, module in sys.modules.items() if getattr(module, "__file__", None) is None}
-    assert not [name for name in empty if name.partition(".")[0] in stand_ins]
+    assert not [name for name in empty if name.partition(".")[0] in synthetics]
     assert not [name for name in sys.modules if name.partition(".")[0] in ("verl", "skyrl")]
 
 
 def test_a_missing_peer_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr("tests.unit.peer_code.PEERS", tmp_path)
     for name, load in (("verl", load_verl), ("skyrl", load_skyrl)):
-        with pytest.raises(pytest.fail.Exception, match=rf"{name} .* is not installed in .*; run `make setup`"):
+        with pytest.raises(
+            pytest.fail.Exception, match=rf"{name} .* is not installed in .*; run `make setup`"
+        ):
             load()

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from skylite.config import TrainConfig
-from skylite.grpo.batch import arrange
-from skylite.rewards.shaping import overlong_penalty
-from skylite.training.credit import known_advantages
-from skylite.training.micro_batch import mini_batches
-from skylite.training.step import micro_batch_loss
+from skylite.config.train import TrainConfig
+from skylite.orchestrator.sampling import overlong_penalty
+from skylite.trainer.assign_advantages import known_advantages
+from skylite.trainer.batching import arrange
+from skylite.trainer.micro_batch import mini_batches
+from skylite.trainer.step import micro_batch_loss
 from tests.unit.peer_cases import (
     ALONE,
     GROUP,
@@ -48,8 +48,17 @@ def case(request: pytest.FixtureRequest) -> Case:
 def trl_trainer(trl: SimpleNamespace, **settings: Any) -> Any:
     """A GRPOTrainer that was never set up: just what its loss reads, as its own defaults have it."""
     config = trl.trainer.GRPOConfig
-    default = {name: config.__dataclass_fields__[name].default for name in ("sapo_temperature_pos", "sapo_temperature_neg")}
-    args = {**default, "delta": None, "use_bias_correction_kl": False, "steps_per_generation": 1, **settings.pop("args", {})}
+    default = {
+        name: config.__dataclass_fields__[name].default
+        for name in ("sapo_temperature_pos", "sapo_temperature_neg")
+    }
+    args = {
+        **default,
+        "delta": None,
+        "use_bias_correction_kl": False,
+        "steps_per_generation": 1,
+        **settings.pop("args", {}),
+    }
     trainer = object.__new__(trl.trainer.GRPOTrainer)
     model = torch.nn.Linear(1, 1)
     vars(model)["is_gradient_checkpointing"] = False
@@ -66,7 +75,9 @@ def trl_trainer(trl: SimpleNamespace, **settings: Any) -> Any:
     return trainer
 
 
-def trl_loss(trl: SimpleNamespace, case: Case, ratio: Tensor | None = None, **settings: Any) -> tuple[Result, dict[str, list[float]]]:
+def trl_loss(
+    trl: SimpleNamespace, case: Case, ratio: Tensor | None = None, **settings: Any
+) -> tuple[Result, dict[str, list[float]]]:
     """GRPOTrainer._compute_loss on our tensors, and what it logged."""
     trainer = trl_trainer(trl, **settings)
     policy, entropies = case.policy.clone().requires_grad_(), case.entropies.clone().requires_grad_()
@@ -77,7 +88,9 @@ def trl_loss(trl: SimpleNamespace, case: Case, ratio: Tensor | None = None, **se
         "advantages": case.advantages, "old_per_token_logps": case.old, "ref_per_token_logps": case.ref,
         "num_items_in_batch": case.mask.sum(), "importance_sampling_ratio": ratio,
     }  # fmt: skip
-    return result_of(trainer._compute_loss(trainer.model, inputs), policy, entropies), trainer._metrics["train"]
+    return result_of(trainer._compute_loss(trainer.model, inputs), policy, entropies), trainer._metrics[
+        "train"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -94,10 +107,24 @@ def trl_loss(trl: SimpleNamespace, case: Case, ratio: Tensor | None = None, **se
             {"name": "sapo", "sapo_tau_pos": 0.5, "sapo_tau_neg": 3.0},
             {"loss_type": "sapo", "args": {"sapo_temperature_pos": 0.5, "sapo_temperature_neg": 3.0}},
         ),
-        ({"name": "gspo"}, {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4}),
-        ({"name": "gspo", "clip_eps_low": 0.2, "clip_eps_high": 0.2}, {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
+        (
+            {"name": "gspo"},
+            {
+                "loss_type": "grpo",
+                "importance_sampling_level": "sequence",
+                "epsilon_low": 3e-4,
+                "epsilon_high": 4e-4,
+            },
+        ),
+        (
+            {"name": "gspo", "clip_eps_low": 0.2, "clip_eps_high": 0.2},
+            {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+        ),
         ({"policy_loss": "dual_clip", "dual_clip": 1.5}, {"loss_type": "bnpo", "args": {"delta": 1.5}}),
-        ({"aggregation": "seq-mean-token-sum", "policy_loss": "gspo"}, {"loss_type": "luspo", "importance_sampling_level": "sequence"}),
+        (
+            {"aggregation": "seq-mean-token-sum", "policy_loss": "gspo"},
+            {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+        ),
     ],
     ids=lambda x: "-".join(map(str, x.values())),
 )
@@ -114,7 +141,9 @@ def test_trl_kl_in_the_loss(trl, case, aggregation):
     theirs, logged = trl_loss(trl, case, loss_type=loss_type, beta=0.3)
     mine = ours(case, kl_coef=0.3, kl_estimator="k3", aggregation=aggregation)
     assert_same_result(mine, theirs, case.mask)
-    assert float(mine.sums["policy/kl_ref"] / case.mask.sum()) == pytest.approx(logged["kl"][0], rel=TOLERANCE)
+    assert float(mine.sums["policy/kl_ref"] / case.mask.sum()) == pytest.approx(
+        logged["kl"][0], rel=TOLERANCE
+    )
 
 
 def test_trl_entropy_bonus_and_what_is_clipped(trl, case):
@@ -123,8 +152,12 @@ def test_trl_entropy_bonus_and_what_is_clipped(trl, case):
     assert_same_result(mine, theirs, case.mask)
     assert mine.by_entropies.abs().min() > 0
     num_tokens = int(case.mask.sum())
-    assert float(mine.sums["policy/entropy"] / num_tokens) == pytest.approx(logged["entropy"][0], rel=TOLERANCE)
-    assert float(mine.sums["policy/clipped_frac"] / num_tokens) == pytest.approx(logged["clip_ratio/region_mean"][0], rel=TOLERANCE)
+    assert float(mine.sums["policy/entropy"] / num_tokens) == pytest.approx(
+        logged["entropy"][0], rel=TOLERANCE
+    )
+    assert float(mine.sums["policy/clipped_frac"] / num_tokens) == pytest.approx(
+        logged["clip_ratio/region_mean"][0], rel=TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("quantile", [0.8, 0.2, 0.05])
@@ -136,7 +169,9 @@ def test_trl_top_entropy_tokens_alone_get_the_policy_loss(trl, case, quantile):
 def test_trl_overlong_punishment(trl):
     for longest, buffer in ((100, 20), (64, 16), (50, 50), (10, 1)):
         theirs = trl.overlong(longest, buffer)([[0] * n for n in range(longest + 5)])
-        assert [overlong_penalty(n, longest, buffer / longest) for n in range(longest + 5)] == pytest.approx(theirs, abs=1e-12)
+        assert [overlong_penalty(n, longest, buffer / longest) for n in range(longest + 5)] == pytest.approx(
+            theirs, abs=1e-12
+        )
 
 
 def trl_step(trl: SimpleNamespace, case: Case, patch: pytest.MonkeyPatch, **settings: Any) -> dict[str, Any]:
@@ -155,14 +190,25 @@ def trl_step(trl: SimpleNamespace, case: Case, patch: pytest.MonkeyPatch, **sett
         _pending_extra_logs={}, _pending_metrics={}, _logs=defaultdict(list, {"rewards": defaultdict(list)}), log_multimodal=False,
         **settings,
     )  # fmt: skip
-    trainer._generate = lambda prompts: ([[5]] * len(prompts), completions, None, [""] * len(prompts), logprobs, {}, None, None)
+    trainer._generate = lambda prompts: (
+        [[5]] * len(prompts),
+        completions,
+        None,
+        [""] * len(prompts),
+        logprobs,
+        {},
+        None,
+        None,
+    )
     trainer._calculate_rewards = lambda *_: case.rewards[:, None]
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (case.old, None, None)
     inputs: dict[str, Any] = trainer._generate_and_score_completions([{"prompt": ""}] * len(case.mask))
     return inputs
 
 
-@pytest.mark.parametrize(("level", "mode"), [(a, b) for a in ("token", "sequence") for b in ("truncate", "mask")])
+@pytest.mark.parametrize(
+    ("level", "mode"), [(a, b) for a in ("token", "sequence") for b in ("truncate", "mask")]
+)
 def test_trl_importance_weights_in_the_loss(trl, case, monkeypatch, level, mode):
     low, cap = (0.5, 1.5) if level == "token" else (0.1, 3.0)
     floor = low if mode == "mask" else None
@@ -172,7 +218,9 @@ def test_trl_importance_weights_in_the_loss(trl, case, monkeypatch, level, mode)
     )  # fmt: skip
     case = replace(case, advantages=inputs["advantages"])
     ratio = inputs["importance_sampling_ratio"]
-    theirs, _ = trl_loss(trl, case, ratio, loss_type="bnpo", use_vllm=True, vllm_importance_sampling_correction=True)
+    theirs, _ = trl_loss(
+        trl, case, ratio, loss_type="bnpo", use_vllm=True, vllm_importance_sampling_correction=True
+    )
     weights = {"level": level, "mode": mode, "cap": cap, "floor": floor or 0.0}
     assert_same_result(ours(case, weights), theirs, case.mask)
 
@@ -188,10 +236,15 @@ def test_trl_from_rewards_to_gradients(trl, monkeypatch, mask_truncated):
     trainer = trl_trainer(trl, loss_type="dapo", use_vllm=True, vllm_importance_sampling_correction=True)
     leaf = case.policy.clone().requires_grad_()
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (leaf, case.entropies, None)
-    theirs = result_of(trainer._compute_loss(trainer.model, inputs), leaf, case.entropies.clone().requires_grad_())
+    theirs = result_of(
+        trainer._compute_loss(trainer.model, inputs), leaf, case.entropies.clone().requires_grad_()
+    )
 
     config = TrainConfig.model_validate(
-        {"algorithm": {"advantage": "dr_grpo", "mask_truncated": mask_truncated}, "trainer": {"tokens_per_micro_batch": 64}}
+        {
+            "algorithm": {"advantage": "dr_grpo", "mask_truncated": mask_truncated},
+            "trainer": {"tokens_per_micro_batch": 64},
+        }
     )
     batch = arrange(samples_of(case))
     known = known_advantages(batch, config.algorithm)
@@ -204,9 +257,13 @@ def test_trl_from_rewards_to_gradients(trl, monkeypatch, mask_truncated):
         numbers = [item.number for item in micro.items]
         logprobs = torch.cat([case.policy[n][case.mask[n]] for n in numbers]).requires_grad_()
         micro.old_logprobs = torch.cat([case.old[n][case.mask[n]] for n in numbers])
-        part, _ = micro_batch_loss(micro, logprobs, torch.zeros_like(logprobs), None, mini.size.num_tokens, config)
+        part, _ = micro_batch_loss(
+            micro, logprobs, torch.zeros_like(logprobs), None, mini.size.num_tokens, config
+        )
         part.backward()
         loss += part.detach()
         for n, grad in zip(numbers, torch.split(logprobs.grad, case.lengths[numbers].tolist()), strict=True):
             grads[n, : len(grad)] = grad
-    assert_same_result(Result(loss, grads[case.mask], torch.zeros(int(case.mask.sum())), {}), theirs, case.mask)
+    assert_same_result(
+        Result(loss, grads[case.mask], torch.zeros(int(case.mask.sum())), {}), theirs, case.mask
+    )

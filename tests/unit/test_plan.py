@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from skylite.config import TrainConfig
-from skylite.data.prompt_file import PromptFileInfo, write_prompts
+from skylite.config.train import TrainConfig
+from skylite.data.prompts import PromptFileInfo, write_prompts
 from skylite.errors import ConfigError
-from skylite.launch.machine import choose_device
 from skylite.orchestrator.plan import plan_run
+from skylite.processes.machine import choose_device
 from skylite.run.run_dir import RunDir
 from tests.unit.data_cases import prompt
 

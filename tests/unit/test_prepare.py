@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from skylite.commands.prepare import prepare
-from skylite.data.procedural import draft_task
-from skylite.data.prompt_file import PromptFileInfo, read_prompts
+from skylite.data.procedural import procedural_examples
+from skylite.data.prompts import PromptFileInfo, read_prompts
 from skylite.errors import ConfigError, DataError, SkyliteError
 from skylite.types import Prompt
 from tests.unit.data_cases import RELEASED, gsm8k_folder
@@ -47,7 +47,7 @@ def test_gsm8k_from_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     everything = [p for s in SPLITS for p in splits[s][0]]
     assert len({p.id for p in everything}) == 70
     assert all(p.source == "gsm8k" and "####" not in p.answer for p in everything)
-    assert sum(p.grade >= 1 for p in everything) > 60  # a few released answers have no annotations
+    assert sum(p.difficulty >= 1 for p in everything) > 60  # a few released answers have no annotations
     info = splits["validation"][1]
     assert (info.source_kind, info.reward, info.count, info.split) == ("folder", "gsm8k", 6, "validation")
     assert info.notes in capsys.readouterr().out
@@ -76,25 +76,25 @@ def test_first_source_falls_back_and_says_so(tmp_path: Path, capsys: pytest.Capt
     assert info.source_kind == "folder"
     assert "not from the hub" in info.notes
     info = read(prepare("gsm8k", first_source=True, source=tmp_path / "nowhere", limit=8))["train"][1]
-    assert (info.source_kind, info.dataset) == ("stand-in", "gsm8k-stand-in")
+    assert (info.source_kind, info.dataset) == ("synthetic", "gsm8k-synthetic")
     assert "not from the hub" in info.notes
     assert "nowhere is not one" in info.notes
-    assert "generated stand-in, the only one left" in capsys.readouterr().out
+    assert "generated synthetic, the only one left" in capsys.readouterr().out
 
 
-def test_stand_in_has_its_own_name_and_no_overlap() -> None:
-    folder = prepare("gsm8k", stand_in=True, grades=[1, 2], limit=40)
-    assert folder == Path("data/gsm8k-stand-in")
+def test_synthetic_has_its_own_name_and_no_overlap() -> None:
+    folder = prepare("gsm8k", synthetic=True, difficulty=[1, 2], limit=40)
+    assert folder == Path("data/gsm8k-synthetic")
     splits = read(folder)
     assert [len(splits[s][0]) for s in SPLITS] == [40, 512, 1024]
     questions = [p.messages[-1]["content"] for s in SPLITS for p in splits[s][0]]
     assert len(set(questions)) == len(questions)
-    assert {p.grade for p in splits["train"][0]} == {1, 2}
-    assert {p.source for p in splits["train"][0]} == {"gsm8k-stand-in"}
+    assert {p.difficulty for p in splits["train"][0]} == {1, 2}
+    assert {p.source for p in splits["train"][0]} == {"gsm8k-synthetic"}
 
 
 def test_without_a_hub_the_two_ways_are_told() -> None:
-    with pytest.raises(DataError, match="Give --source FOLDER with the released files, or --stand-in"):
+    with pytest.raises(DataError, match="Give --source FOLDER with the released files, or --synthetic"):
         prepare("gsm8k")
     assert not Path("data").exists()
 
@@ -134,14 +134,18 @@ def test_own_file_is_split_by_question(tmp_path: Path) -> None:
 
 def test_own_csv_with_math_reward(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
-    path.write_text("q,a\n" + "".join(f"half of {i}?,\\frac{{{i}}}{{2}}\n" for i in range(1, 21)), encoding="utf-8")
+    path.write_text(
+        "q,a\n" + "".join(f"half of {i}?,\\frac{{{i}}}{{2}}\n" for i in range(1, 21)), encoding="utf-8"
+    )
     train, info = read(prepare(str(path), question="q", answer="a", reward="math"))["train"]
     assert "\\boxed" in train[0].messages[0]["content"]
     assert info.reward == "math"
 
 
 def test_own_file_with_a_plug_in_reward(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def reward(prompt, completion):\n    return float(completion == prompt.answer)\n", encoding="utf-8")
+    (tmp_path / "mine.py").write_text(
+        "def reward(prompt, completion):\n    return float(completion == prompt.answer)\n", encoding="utf-8"
+    )
     path = own_file(tmp_path / "mine.jsonl", sums(10))
     info = read(prepare(str(path), question="q", answer="a", reward="mine.py:reward"))["train"][1]
     assert info.reward == f"{tmp_path / 'mine.py'}:reward"
@@ -151,7 +155,11 @@ def test_own_file_with_a_plug_in_reward(tmp_path: Path) -> None:
     ("change", "reward", "reason"),
     [
         ({"a": "many"}, "gsm8k", "mine.jsonl line 4: its reference answer scores 0 instead of 1.0"),
-        ({"a": "many of them"}, "math", "mine.jsonl line 4: The answer 'many of them' is not a number or a formula"),
+        (
+            {"a": "many of them"},
+            "math",
+            "mine.jsonl line 4: The answer 'many of them' is not a number or a formula",
+        ),
         ({"a": ""}, "math", "mine.jsonl line 4 has an empty 'a'"),
     ],
 )
@@ -167,22 +175,33 @@ def test_own_bad_row_is_named(tmp_path: Path, change: dict[str, str], reward: st
     ("arguments", "reason"),
     [
         ({"target": "mine.jsonl"}, "needs --question and --answer and --reward"),
-        ({"target": "mine.jsonl", "question": "x", "answer": "a", "reward": "math"}, "no column 'x'; it has 'q', 'a'"),
+        (
+            {"target": "mine.jsonl", "question": "x", "answer": "a", "reward": "math"},
+            "no column 'x'; it has 'q', 'a'",
+        ),
         ({"target": "mine.jsonl", "question": "q", "answer": "a", "reward": "maths"}, "no reward 'maths'"),
-        ({"target": "mine.jsonl", "question": "q", "answer": "a", "reward": "reasoning-gym"}, "own entries only"),
-        ({"target": "mine.jsonl", "stand_in": True}, "--stand-in mean nothing"),
-        ({"target": "none.jsonl", "question": "q", "answer": "a", "reward": "math"}, "none.jsonl does not exist"),
+        (
+            {"target": "mine.jsonl", "question": "q", "answer": "a", "reward": "reasoning-gym"},
+            "own entries only",
+        ),
+        ({"target": "mine.jsonl", "synthetic": True}, "--synthetic mean nothing"),
+        (
+            {"target": "none.jsonl", "question": "q", "answer": "a", "reward": "math"},
+            "none.jsonl does not exist",
+        ),
         ({"target": "gsm8k", "reward": "math"}, "--reward mean nothing"),
-        ({"target": "gsm8k", "stand_in": True, "first_source": True}, "cannot go with"),
-        ({"target": "gsm8k", "stand_in": True, "grades": [7]}, "no grade"),
+        ({"target": "gsm8k", "synthetic": True, "first_source": True}, "cannot go with"),
+        ({"target": "gsm8k", "synthetic": True, "difficulty": [7]}, "no difficulty"),
         ({"target": "gsm8k", "source": Path("nowhere")}, "nowhere is not a folder"),
-        ({"target": "gsm8k", "stand_in": True, "out": Path("mine.jsonl")}, "is a file, not a folder"),
-        ({"target": "gsm8k", "stand_in": True, "out": Path(".")}, "holds other files"),
+        ({"target": "gsm8k", "synthetic": True, "out": Path("mine.jsonl")}, "is a file, not a folder"),
+        ({"target": "gsm8k", "synthetic": True, "out": Path(".")}, "holds other files"),
         ({"target": "reasoning-gym:nothing"}, "no task 'nothing'"),
         ({"target": "nothing"}, "no data set 'nothing'"),
     ],
 )
-def test_what_cannot_be_done_is_one_sentence(tmp_path: Path, arguments: dict[str, object], reason: str) -> None:
+def test_what_cannot_be_done_is_one_sentence(
+    tmp_path: Path, arguments: dict[str, object], reason: str
+) -> None:
     own_file(tmp_path / "mine.jsonl", sums(10))
     with pytest.raises(SkyliteError, match=reason) as error:
         prepare(**arguments)  # type: ignore[arg-type]
@@ -194,8 +213,8 @@ def test_what_cannot_be_done_is_one_sentence(tmp_path: Path, arguments: dict[str
 def test_prepared_files_are_replaced_as_a_whole(tmp_path: Path) -> None:
     out = tmp_path / "out"
     prepare("gsm8k", source=gsm8k_folder(tmp_path / "raw"), out=out)
-    prepare("gsm8k", stand_in=True, grades=[1], limit=16, out=out)
-    assert {info.dataset for _, info in read(out).values()} == {"gsm8k-stand-in"}
+    prepare("gsm8k", synthetic=True, difficulty=[1], limit=16, out=out)
+    assert {info.dataset for _, info in read(out).values()} == {"gsm8k-synthetic"}
     before = {p.name: p.read_bytes() for p in out.iterdir()}
     (tmp_path / "raw" / "test.jsonl").write_text("{oops", encoding="utf-8")
     with pytest.raises(DataError):
@@ -205,7 +224,9 @@ def test_prepared_files_are_replaced_as_a_whole(tmp_path: Path) -> None:
 
 
 def test_same_arguments_same_bytes(tmp_path: Path) -> None:
-    folders = [prepare("gsm8k", stand_in=True, limit=16, seed=4, out=tmp_path / name) for name in ("one", "two")]
+    folders = [
+        prepare("gsm8k", synthetic=True, limit=16, seed=4, out=tmp_path / name) for name in ("one", "two")
+    ]
     assert read(folders[0]) == read(folders[1])
 
 
@@ -224,4 +245,4 @@ def test_a_task_that_cannot_be_checked_is_refused(task: str, monkeypatch: pytest
     pytest.importorskip("reasoning_gym")
     monkeypatch.setattr("skylite.data.procedural.ROWS", {"test": 1, "validation": 1, "train": 1})
     with pytest.raises((ConfigError, DataError), match=f"reasoning-gym task {task}"):
-        draft_task(task, limit=None, seed=0, track=lambda items, _: items)
+        procedural_examples(task, limit=None, seed=0, track=lambda items, _: items)

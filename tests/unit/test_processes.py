@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from skylite.launch.processes import TAIL_BYTES, log_tail
-from skylite.launch.torchrun import killed_rank
+from skylite.processes.child import TAIL_BYTES, log_tail
+from skylite.processes.torchrun import killed_rank
 
 TORCHRUN = """\
 W1121 05:50:01.1 100 torch/distributed/run.py:851] Setting OMP_NUM_THREADS
@@ -75,8 +75,12 @@ FAILURE = """[{rank}]:
         ((-15, " (SIGTERM)"), (1, ""), None),
     ],
 )
-def test_a_killed_rank_is_named_by_torchruns_summary(first: tuple[int, str], second: tuple[int, str], found: str | None) -> None:
+def test_a_killed_rank_is_named_by_torchruns_summary(
+    first: tuple[int, str], second: tuple[int, str], found: str | None
+) -> None:
     ranks = enumerate((first, second))
-    log = "Failures:\n" + "".join(FAILURE.format(rank=rank, pid=9480 + rank, code=code, signal=name) for rank, (code, name) in ranks)
+    log = "Failures:\n" + "".join(
+        FAILURE.format(rank=rank, pid=9480 + rank, code=code, signal=name) for rank, (code, name) in ranks
+    )
     assert killed_rank(log) == found
     assert killed_rank("nothing of the kind") is None

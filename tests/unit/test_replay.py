@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from skylite.config_files import read_run_config
+from skylite.adapters.manifest import Canary, Manifest
+from skylite.config.loading import read_run_config
 from skylite.errors import RunFailed
 from skylite.orchestrator.replay import copy_for_replay, replay_step
 from skylite.run.files import sha256_file
-from skylite.run.manifest import Canary, Manifest
 from skylite.run.run_dir import AdapterVersion, RunDir, adapter_name
 from tests.reference import make_run, random_samples, settings
 
@@ -53,5 +53,7 @@ def test_steps_are_cut_as_the_run_cut_them(tmp_path: Path) -> None:
 
 def test_a_trainer_that_takes_too_long_is_ended_in_words(tmp_path: Path) -> None:
     run = finished_run(tmp_path / "run", trainer={"step_timeout_s": 0.2})
-    with pytest.raises(RunFailed, match=r"has not come to the end of step 0 in 0.2 s \(trainer.step_timeout_s\)"):
+    with pytest.raises(
+        RunFailed, match=r"has not come to the end of step 0 in 0.2 s \(trainer.step_timeout_s\)"
+    ):
         asyncio.run(replay_step(run, 1))

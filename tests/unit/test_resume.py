@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from skylite.config import TrainConfig
-from skylite.config_files import change_config
-from skylite.data.prompt_file import PromptFileInfo, write_prompts
+from skylite.config.loading import change_config
+from skylite.config.train import TrainConfig
+from skylite.data.prompts import PromptFileInfo, write_prompts
 from skylite.errors import ConfigError
 from skylite.orchestrator.plan import plan_run, write_run
-from skylite.orchestrator.resume import forget_after, plan_resume
-from skylite.orchestrator.resume_settings import check_changes
+from skylite.orchestrator.resume import check_changes, forget_after, plan_resume
 from skylite.run.checkpoint_folder import checkpoint_steps, seal_checkpoint
 from skylite.run.metrics import read_metrics
 from skylite.run.run_dir import RunDir
@@ -33,7 +32,12 @@ def run(tmp_path: Path) -> RunDir:
     make_model(tmp_path / "model")
     write_data(tmp_path / "data", 4)
     config = TrainConfig.model_validate(
-        {"num_steps": 20, "model": {"name": str(tmp_path / "model")}, "data": {"path": str(tmp_path / "data")}, "optim": {"lr": 1e-4}}
+        {
+            "num_steps": 20,
+            "model": {"name": str(tmp_path / "model")},
+            "data": {"path": str(tmp_path / "data")},
+            "optim": {"lr": 1e-4},
+        }
     )
     run = RunDir(tmp_path / "run")
     write_run(plan_run(config, run, lambda _: None))
@@ -101,10 +105,14 @@ def test_other_data_or_another_model_is_refused_and_moved_data_is_found(run: Run
         plan(run)
 
 
-@pytest.mark.parametrize("setting", ["rollout.temperature=0.7", "seed=1", "lora.rank=8", "algorithm.name=rloo", "optim.lr=1e-5"])
+@pytest.mark.parametrize(
+    "setting", ["rollout.temperature=0.7", "seed=1", "lora.rank=8", "algorithm.name=rloo", "optim.lr=1e-5"]
+)
 def test_a_change_of_the_result_is_refused_with_both_values(run: RunDir, setting: str) -> None:
     name = setting.partition("=")[0]
-    with pytest.raises(ConfigError, match=rf"would change its result: {name} is \S+ and was given as \S+") as caught:
+    with pytest.raises(
+        ConfigError, match=rf"would change its result: {name} is \S+ and was given as \S+"
+    ) as caught:
         plan(run, setting)
     if name == "optim.lr":
         assert "optim.lr is 0.0001 and was given as 1e-05" in str(caught.value)
@@ -117,7 +125,15 @@ def test_what_a_cpu_cannot_do_is_refused_on_resume_too(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize(
-    "setting", ["num_steps=40", "eval.limit=0", "checkpoint.every=3", "sync.keep_every=5", "engine.start_timeout_s=9", "model.use_shm=true"]
+    "setting",
+    [
+        "num_steps=40",
+        "eval.limit=0",
+        "checkpoint.every=3",
+        "sync.keep_every=5",
+        "engine.start_timeout_s=9",
+        "model.use_shm=true",
+    ],
 )
 def test_what_changes_nothing_is_taken(run: RunDir, setting: str) -> None:
     _, said = plan(run, setting)
@@ -127,21 +143,26 @@ def test_what_changes_nothing_is_taken(run: RunDir, setting: str) -> None:
 def test_what_changes_rounding_is_taken_and_said(run: RunDir) -> None:
     found, said = plan(run, "trainer.num_ranks=2")
     assert found.config.trainer.num_ranks == 2
-    assert any("trainer.num_ranks is 2 from here on, before 1: the result is the same up to rounding" in text for text in said)
+    assert any(
+        "trainer.num_ranks is 2 from here on, before 1: the result is the same up to rounding" in text
+        for text in said
+    )
 
 
 def test_more_steps_under_a_falling_rate_are_another_run() -> None:
     old = settings(optim={"schedule": "cosine"})
-    with pytest.raises(ConfigError, match=r"num_steps is 3 and was given as 6 \(optim.schedule=cosine ends at num_steps\)"):
+    with pytest.raises(
+        ConfigError, match=r"num_steps is 3 and was given as 6 \(optim.schedule=cosine ends at num_steps\)"
+    ):
         check_changes(old, change_config(old, {"num_steps": 6}, ()), print)
 
 
 def leave_behind(run: RunDir) -> None:
     """Steps 1 to 5, a checkpoint of step 3 and one that should not be, and what a killed writer leaves."""
-    for folder in (run.rollouts, run.updates, run.checkpoints, run.evals, run.default_adapters):
+    for folder in (run.rollouts, run.trainer_steps, run.checkpoints, run.evals, run.default_adapters):
         folder.mkdir()
     for step in range(6):
-        run.update_path(step).write_text("{}")
+        run.trainer_step_path(step).write_text("{}")
         (run.default_adapters / f"policy-v{step:06d}").mkdir()
         if step:
             write_samples(run.rollout_path(step), random_samples(step))
@@ -154,7 +175,9 @@ def leave_behind(run: RunDir) -> None:
     for file in (run.root / ".status.json.tmp-77", run.logs / ".trainer-error.json.tmp-77"):
         file.touch()
     (run.root / ".events.jsonl.tmp-77").symlink_to(run.rollouts)
-    run.metrics_path.write_text("".join(json.dumps({"step": s}) + "\n" for s in range(1, 6)) + '{"step": 6, "torn')
+    run.metrics_path.write_text(
+        "".join(json.dumps({"step": s}) + "\n" for s in range(1, 6)) + '{"step": 6, "torn'
+    )
 
 
 def test_only_what_lies_beyond_the_checkpoint_is_forgotten(tmp_path: Path) -> None:
@@ -163,7 +186,7 @@ def test_only_what_lies_beyond_the_checkpoint_is_forgotten(tmp_path: Path) -> No
     assert forget_after(run, run.default_adapters, 3, print, reuse_rollouts=False) == 2
     assert sorted(p.name for p in run.default_adapters.iterdir()) == [f"policy-v{v:06d}" for v in range(4)]
     assert sorted(run.rollouts.iterdir()) == [run.rollout_path(s) for s in (1, 2, 3)]
-    assert sorted(run.updates.iterdir()) == [run.update_path(s) for s in range(3)]
+    assert sorted(run.trainer_steps.iterdir()) == [run.trainer_step_path(s) for s in range(3)]
     assert [p.name for p in run.evals.iterdir()] == ["step-v000003.json"]
     assert checkpoint_steps(run) == [3]
     assert not list(run.root.rglob(".*"))
@@ -171,7 +194,9 @@ def test_only_what_lies_beyond_the_checkpoint_is_forgotten(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("broken", "kept"), [(None, [1, 2, 3, 4, 5]), (5, [1, 2, 3, 4]), (4, [1, 2, 3])])
-def test_stored_rollouts_are_kept_up_to_the_first_that_is_not_whole(tmp_path: Path, broken: int | None, kept: list[int]) -> None:
+def test_stored_rollouts_are_kept_up_to_the_first_that_is_not_whole(
+    tmp_path: Path, broken: int | None, kept: list[int]
+) -> None:
     run, said = RunDir(tmp_path), []
     leave_behind(run)
     if broken is not None:
@@ -185,7 +210,7 @@ def test_stored_rollouts_are_kept_up_to_the_first_that_is_not_whole(tmp_path: Pa
 def test_the_rollouts_of_a_step_that_went_bad_are_sampled_anew(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     leave_behind(run)
-    (run.bad / "step-000004").mkdir(parents=True)
+    (run.rejected_steps / "step-000004").mkdir(parents=True)
     forget_after(run, run.default_adapters, 3, print, reuse_rollouts=True)
     assert sorted(run.rollouts.iterdir()) == [run.rollout_path(s) for s in (1, 2, 3)]
 
@@ -193,28 +218,37 @@ def test_the_rollouts_of_a_step_that_went_bad_are_sampled_anew(tmp_path: Path) -
 def test_a_finished_step_that_the_dead_parent_had_not_recorded_is_recorded(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     leave_behind(run)
-    run.update_path(2).unlink()
-    run.update_path(3).write_text(json.dumps({"metrics": {"policy/entropy": 0.5}, "skipped": "loss/policy is nan"}))
+    run.trainer_step_path(2).unlink()
+    run.trainer_step_path(3).write_text(
+        json.dumps({"metrics": {"policy/entropy": 0.5}, "skipped": "loss/policy is nan"})
+    )
     run.metrics_path.write_text(json.dumps({"step": 1}) + "\n")
     assert forget_after(run, run.default_adapters, 3, print, reuse_rollouts=False) == 0
     _, untold, last = read_metrics(run.metrics_path)
     assert (untold["step"], untold["policy/entropy"]) == (2, None)
     rewards = [s.reward for s in random_samples(3)]
-    assert (last["step"], last["policy/entropy"], last["guard/reason"]) == (3, 0.5, "loss/policy is nan")
+    assert (last["step"], last["policy/entropy"], last["anomaly/reason"]) == (3, 0.5, "loss/policy is nan")
     assert last["reward/mean"] == pytest.approx(sum(rewards) / len(rewards))
-    assert last["canary/gap_max"] is None, "no engine has proven it"
+    assert last["canary/gap_max"] is None, "no engine has verified it"
     assert [m["step"] for m in read_metrics(run.metrics_path)] == [1, 2, 3]
 
 
 def test_an_update_that_a_power_cut_emptied_is_unknown_and_said(tmp_path: Path) -> None:
     run, said = RunDir(tmp_path), list[str]()
     leave_behind(run)
-    run.update_path(2).write_text("")
-    run.update_path(3).write_text('{"metrics": {')
+    run.trainer_step_path(2).write_text("")
+    run.trainer_step_path(3).write_text('{"metrics": {')
     run.metrics_path.write_text(json.dumps({"step": 1}) + "\n")
     forget_after(run, run.default_adapters, 3, said.append, reuse_rollouts=False)
-    assert [(m["step"], m.get("policy/entropy")) for m in read_metrics(run.metrics_path)] == [(1, None), (2, None), (3, None)]
-    assert ["metrics of step 2 are unknown" in said[0], "metrics of step 3 are unknown" in said[1]] == [True, True]
+    assert [(m["step"], m.get("policy/entropy")) for m in read_metrics(run.metrics_path)] == [
+        (1, None),
+        (2, None),
+        (3, None),
+    ]
+    assert ["metrics of step 2 are unknown" in said[0], "metrics of step 3 are unknown" in said[1]] == [
+        True,
+        True,
+    ]
 
 
 CHANGES = ("rename", "replace", "unlink", "rmdir")
@@ -258,15 +292,24 @@ def test_a_kill_while_steps_are_forgotten_leaves_no_checkpoint_without_what_it_i
             (run.checkpoint_path(step) / "manifest.json").touch()
             (run.default_adapters / f"policy-v{step:06d}" / "manifest.json").touch()
         run.metrics_path.write_text(json.dumps({"step": 1}) + "\n")
-        run.update_path(3).write_text(json.dumps({"metrics": {"policy/entropy": 0.5}}))
-        died = dies_at(number, monkeypatch, partial(forget_after, run, run.default_adapters, 3, print, reuse_rollouts=False))
+        run.trainer_step_path(3).write_text(json.dumps({"metrics": {"policy/entropy": 0.5}}))
+        died = dies_at(
+            number,
+            monkeypatch,
+            partial(forget_after, run, run.default_adapters, 3, print, reuse_rollouts=False),
+        )
         newest = checkpoint_steps(run)[-1]
         assert all((run.checkpoint_path(s) / "manifest.json").exists() for s in checkpoint_steps(run))
         assert all(run.rollout_path(s).exists() for s in range(1, newest + 1))
-        assert all((run.default_adapters / f"policy-v{v:06d}" / "manifest.json").exists() for v in range(3, newest + 1))
+        assert all(
+            (run.default_adapters / f"policy-v{v:06d}" / "manifest.json").exists()
+            for v in range(3, newest + 1)
+        )
         forget_after(run, run.default_adapters, newest, print, reuse_rollouts=True)
         assert [m["step"] for m in read_metrics(run.metrics_path)] == list(range(1, newest + 1))
-        assert read_metrics(run.metrics_path)[2]["policy/entropy"] == 0.5, "the record of a finished step is not lost either"
+        assert read_metrics(run.metrics_path)[2]["policy/entropy"] == 0.5, (
+            "the record of a finished step is not lost either"
+        )
         assert not list(run.root.rglob(".*"))
         if not died:
             break

@@ -6,10 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from skylite.config import CheckpointConfig, SyncConfig, TrainConfig
-from skylite.config_files import load_config
+from skylite.adapters.retention import (
+    Label,
+    clean_up,
+    held_out_scores,
+    kept_adapters,
+    kept_checkpoints,
+    write_score,
+)
+from skylite.config.loading import load_config
+from skylite.config.train import CheckpointConfig, SyncConfig, TrainConfig
 from skylite.errors import ConfigError
-from skylite.run.retention import Label, clean_up, held_out_scores, kept_adapters, kept_checkpoints, write_score
 from skylite.run.run_dir import RunDir, adapter_name, published_versions
 
 
@@ -25,11 +32,16 @@ def test_the_newest_and_the_best_checkpoints_are_kept() -> None:
 def test_the_first_the_last_the_history_and_those_of_checkpoints_are_kept() -> None:
     assert kept_adapters(range(10), 9, SyncConfig(keep_last=3), [4]) == {0, 4, 7, 8, 9}
     assert kept_adapters(range(10), 9, SyncConfig(keep_last=2, keep_every=3), []) == {0, 3, 6, 8, 9}
-    assert kept_adapters(range(10), 7, SyncConfig(keep_last=2), []) == {0, 6, 7, 8, 9}, "nothing newer than what is in use"
+    assert kept_adapters(range(10), 7, SyncConfig(keep_last=2), []) == {0, 6, 7, 8, 9}, (
+        "nothing newer than what is in use"
+    )
 
 
 def test_clean_up_takes_the_rest(tmp_path: Path) -> None:
-    run, config = RunDir(tmp_path), TrainConfig(checkpoint=CheckpointConfig(every=2, keep_last=1), sync=SyncConfig(keep_last=2))
+    run, config = (
+        RunDir(tmp_path),
+        TrainConfig(checkpoint=CheckpointConfig(every=2, keep_last=1), sync=SyncConfig(keep_last=2)),
+    )
     for step in range(9):
         (run.default_adapters / adapter_name(step)).mkdir(parents=True)
         (run.default_adapters / adapter_name(step) / "w").write_bytes(b"x" * 10)

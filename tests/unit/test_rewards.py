@@ -120,7 +120,9 @@ def plug_in(folder: Path, text: str) -> str:
 
 
 def test_plug_in_is_called_with_prompt_and_completion(tmp_path: Path) -> None:
-    spec = plug_in(tmp_path, "def reward(prompt, completion):\n    return 0.5 * (prompt.answer in completion)\n")
+    spec = plug_in(
+        tmp_path, "def reward(prompt, completion):\n    return 0.5 * (prompt.answer in completion)\n"
+    )
     assert score(load_reward(spec, prompt()), prompt(), "7!") == 0.5
 
 
@@ -169,7 +171,9 @@ def test_what_is_no_number_at_all_is_refused_at_once(value: Any) -> None:
         score(lambda *_: value, prompt(), "text")
 
 
-@pytest.mark.parametrize(("spec", "answer"), [("gsm8k", "1,080"), ("gsm8k", "so 7\n#### 7"), ("math", "x+1"), ("format", "3")])
+@pytest.mark.parametrize(
+    ("spec", "answer"), [("gsm8k", "1,080"), ("gsm8k", "so 7\n#### 7"), ("math", "x+1"), ("format", "3")]
+)
 def test_reference_completion_scores_one(spec: str, answer: str) -> None:
     asked = prompt(answer=answer.rpartition("####")[2].strip())
     assert load_reward(spec)(asked, reference_completion(spec, answer)) == 1.0

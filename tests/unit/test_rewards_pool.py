@@ -52,7 +52,10 @@ def test_scores_in_order_and_names_the_prompt_of_an_exception(spec: str) -> None
         with pytest.raises(RunFailed, match=r"LookupError: odd one .prompt t/bad"):
             asyncio.run(pool.score([(prompt(id="t/good"), "1"), (prompt(id="t/bad"), "raise")]))
         assert asyncio.run(pool.score(items[:2])) == [0.0, 1.0]
-        assert list(map(str, asyncio.run(pool.score([(prompt(), "nan"), (prompt(), "-inf")])))) == ["nan", "-inf"]
+        assert list(map(str, asyncio.run(pool.score([(prompt(), "nan"), (prompt(), "-inf")])))) == [
+            "nan",
+            "-inf",
+        ]
     finally:
         pool.close()
 
@@ -125,7 +128,9 @@ def test_a_worker_that_was_stopped_ends_the_run_in_time_and_is_named(spec: str) 
         try:
             pid = int((await pool.score([(prompt(), "pid")]))[0])
             os.kill(pid, signal.SIGSTOP)
-            with pytest.raises(RunFailed, match=r"longer than 1 s .reward.timeout_s.; prompt t/late is not scored") as error:
+            with pytest.raises(
+                RunFailed, match=r"longer than 1 s .reward.timeout_s.; prompt t/late is not scored"
+            ) as error:
                 await pool.score([(prompt(id="t/late"), "1")])
             assert str(pid) in error.value.hint
             return pid

@@ -40,7 +40,9 @@ def test_vllm_starts_in_its_own_way_where_ours_is_not_known_to_work(
     assert "not 0.33.1" in server.unfit(FIT | change)
 
 
-def test_a_module_of_that_name_that_is_not_the_packages_is_not_taken_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_of_that_name_that_is_not_the_packages_is_not_taken_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -81,9 +83,14 @@ if __name__ == "__main__":
 @pytest.fixture
 def starter(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
-    (tmp_path / "warm.py").write_text("import os\nfrom skylite.run.lifetime import *\ndie_with_parent(os.getppid())\n", encoding="utf-8")
+    (tmp_path / "warm.py").write_text(
+        "import os\nfrom skylite.processes.parent_death import *\ndie_with_parent(os.getppid())\n",
+        encoding="utf-8",
+    )
     env = os.environ | {SWITCH: "1", "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    with subprocess.Popen([sys.executable, str(tmp_path / "program.py")], env=env, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, str(tmp_path / "program.py")], env=env, stdout=subprocess.PIPE, text=True
+    ) as process:
         yield process
         process.kill()
 
@@ -95,12 +102,17 @@ def lines_of(starter: subprocess.Popen[str], count: int) -> list[str]:
 
 def gone(processes: list[psutil.Process]) -> bool:
     deadline = time.monotonic() + 10
-    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes) and time.monotonic() < deadline:
+    while (
+        any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
     return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
 
 
-def test_a_child_has_what_the_fork_server_imported_both_environments_and_dies_with_the_starter(starter: subprocess.Popen[str]) -> None:
+def test_a_child_has_what_the_fork_server_imported_both_environments_and_dies_with_the_starter(
+    starter: subprocess.Popen[str],
+) -> None:
     pid, said = sorted(lines_of(starter, 2), key=len)
     assert said == f"{pid} the fork server's the starter's True"
     tree = psutil.Process(starter.pid).children(recursive=True)

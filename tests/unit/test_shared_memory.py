@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from skylite.config import TrainConfig
+from skylite.config.train import TrainConfig
+from skylite.engine.server import engine_command
+from skylite.engine.startup import engine_spec
 from skylite.errors import ConfigError
-from skylite.launch.vllm_server import engine_command
-from skylite.models import shared_memory
-from skylite.models.shared_memory import held_in_memory
-from skylite.orchestrator.engine_set import engine_spec
+from skylite.hub import shared_memory
+from skylite.hub.shared_memory import held_in_memory
+from skylite.model.policy import load_policy
 from skylite.orchestrator.plan import RunPlan
 from skylite.run.run_dir import RunDir
-from skylite.training.policy import load_policy
 from tests.reference import lone_rank, resolved, settings
 
 
@@ -61,7 +61,9 @@ def test_no_room_is_an_error_in_words_and_leaves_nothing(model: Path, tmp_path: 
     copy = tmp_path / "copy"
     with pytest.raises(ConfigError, match="use_shm"), held_in_memory(model, copy):
         pass
-    assert [p.name for p in tmp_path.iterdir() if p.name.startswith((".copy", "copy")) and p.suffix != ".lock"] == []
+    assert [
+        p.name for p in tmp_path.iterdir() if p.name.startswith((".copy", "copy")) and p.suffix != ".lock"
+    ] == []
 
 
 def test_trainer_and_engines_read_the_copy_and_not_the_model(tiny_llama: Path, tmp_path: Path) -> None:
@@ -69,9 +71,15 @@ def test_trainer_and_engines_read_the_copy_and_not_the_model(tiny_llama: Path, t
     with held_in_memory(tiny_llama, copy):
         where = resolved(elsewhere, tmp_path).model_copy(update={"shm_path": str(copy)})
         plan = RunPlan(
-            run=RunDir(tmp_path / "run"), config=TrainConfig(), resolved=where, train=[], held_out=[], reward="math", first_step=1
+            run=RunDir(tmp_path / "run"),
+            config=TrainConfig(),
+            resolved=where,
+            train=[],
+            held_out=[],
+            reward="math",
+            first_step=1,
         )
-        command = engine_command(engine_spec(plan, ["q_proj"], 0, tmp_path))
+        command = engine_command(engine_spec(plan.run_config, ["q_proj"], 0, tmp_path))
         assert str(copy) in command
         assert not any(str(elsewhere) in word for word in command)
         with lone_rank() as dist:

@@ -13,7 +13,7 @@ QUESTION = [{"role": "user", "content": "Natalia sold clips to 48 of her friends
 LOAD = """
 import json, os, sys
 from pathlib import Path
-from skylite.rollout.tokenizer import load_tokenizer
+from skylite.data.tokenizer import load_tokenizer
 {before}
 tokenizer = load_tokenizer(Path(sys.argv[1]))
 quiet = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS")
@@ -32,13 +32,17 @@ def load(model: Path, before: str = "") -> tuple[dict[str, object], str]:
 
 
 def test_it_is_loaded_without_torch_and_gives_the_same_tokens(tiny_llama: Path) -> None:
-    expected = AutoTokenizer.from_pretrained(tiny_llama).apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False)
+    expected = AutoTokenizer.from_pretrained(tiny_llama).apply_chat_template(
+        QUESTION, add_generation_prompt=True, return_dict=False
+    )
     found, said = load(tiny_llama)
     assert found == {"chat": expected, "torch": False, "quiet": None, "torch_after": 3}
     assert "PyTorch" not in said
 
 
 def test_where_torch_is_there_already_transformers_finds_it(tiny_llama: Path) -> None:
-    found, _ = load(tiny_llama, before="import torch; os.environ['TRANSFORMERS_NO_ADVISORY_WARNINGS'] = 'mine'")
+    found, _ = load(
+        tiny_llama, before="import torch; os.environ['TRANSFORMERS_NO_ADVISORY_WARNINGS'] = 'mine'"
+    )
     assert found["torch"]
     assert found["quiet"] == "mine"

@@ -19,7 +19,9 @@ from tests.unit.test_own_folders import begin
 @contextmanager
 def live(folder: Path) -> Iterator[int]:
     """Pid of another process that owns the folder."""
-    owner = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     assert owner.stdout is not None
     assert owner.stdout.readline() == b"held\n"
     try:
@@ -31,7 +33,7 @@ def live(folder: Path) -> Iterator[int]:
 def start(root: Path, name: str, *more: str) -> Reply:
     """A new run on what `begin` has made."""
     return call(["train", "--recipe", "gsm8k_cpu", "--model", str(root / "model"), "--data", str(root / "data"), "--run", str(root / name),
-                 "--set", "data.grades=[]", "--set", "eval.limit=0", *more])  # fmt: skip
+                 "--set", "data.difficulty=[]", "--set", "eval.limit=0", *more])  # fmt: skip
 
 
 @pytest.fixture
@@ -40,7 +42,9 @@ def run(tmp_path: Path) -> RunDir:
     return begin(tmp_path, lora_sync_path=str(tmp_path / "sync"))
 
 
-def test_a_live_run_is_refused_by_its_pid_to_whoever_begins_resumes_or_cleans(run: RunDir, tmp_path: Path) -> None:
+def test_a_live_run_is_refused_by_its_pid_to_whoever_begins_resumes_or_cleans(
+    run: RunDir, tmp_path: Path
+) -> None:
     with live(run.root) as pid:
         before = snapshot(tmp_path)
         for reply in (
@@ -57,7 +61,9 @@ def test_a_live_run_is_refused_by_its_pid_to_whoever_begins_resumes_or_cleans(ru
     assert "holds a run already" in start(tmp_path, "run").said
 
 
-def test_a_live_runs_sync_folder_is_refused_by_its_pid_and_the_second_leaves_no_folder(run: RunDir, tmp_path: Path) -> None:
+def test_a_live_runs_sync_folder_is_refused_by_its_pid_and_the_second_leaves_no_folder(
+    run: RunDir, tmp_path: Path
+) -> None:
     with live(tmp_path / "sync") as pid:
         before = snapshot(tmp_path)
         reply = start(tmp_path, "second", "--set", f"lora.lora_sync_path={tmp_path / 'sync'}")
@@ -66,9 +72,13 @@ def test_a_live_runs_sync_folder_is_refused_by_its_pid_and_the_second_leaves_no_
         assert snapshot(tmp_path) == before
 
 
-def test_a_dead_runs_adapters_are_refused_and_the_second_leaves_no_folder(run: RunDir, tmp_path: Path) -> None:
+def test_a_dead_runs_adapters_are_refused_and_the_second_leaves_no_folder(
+    run: RunDir, tmp_path: Path
+) -> None:
     before = snapshot(tmp_path)
     reply = start(tmp_path, "second", "--set", f"lora.lora_sync_path={tmp_path / 'sync'}")
     assert reply.code == 2
     assert f"{tmp_path / 'sync'} holds adapters of another run, such as policy-v000000" in reply.said
-    assert {k: v for k, v in snapshot(tmp_path).items() if k != "sync"} == {k: v for k, v in before.items() if k != "sync"}
+    assert {k: v for k, v in snapshot(tmp_path).items() if k != "sync"} == {
+        k: v for k, v in before.items() if k != "sync"
+    }

@@ -11,11 +11,11 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from skylite.config import Resolved, RunConfig, TrainConfig
-from skylite.orchestrator.record import StepTimes, completion_view, step_metrics
-from skylite.orchestrator.resample import SampledStep
-from skylite.rollout.canary import CanaryReading
-from skylite.rollout.engines import SyncReport
+from skylite.config.train import Resolved, RunConfig, TrainConfig
+from skylite.engine.canary import CanaryReading
+from skylite.engine.pool import SyncReport
+from skylite.orchestrator.metrics import StepTimes, completion_view, step_metrics
+from skylite.orchestrator.sampling import SampledStep
 from skylite.run.files import write_json
 from skylite.run.metrics import append_metrics
 from skylite.run.rollout_file import write_rollouts
@@ -28,7 +28,12 @@ from skylite.ui.dashboard import Screen
 from skylite.ui.page import CompletionView, Page, ScreenState, minutes, wrapped
 
 SIZES = [(80, 24), (120, 40), (60, 16), (200, 60), (40, 10)]
-SAMPLE = CompletionView(question="Nora has 12 apples. " * 9 + "How many?", completion="12 + 7 = 19\n#### 19", reward=1.0, answer="19")
+SAMPLE = CompletionView(
+    question="Nora has 12 apples. " * 9 + "How many?",
+    completion="12 + 7 = 19\n#### 19",
+    reward=1.0,
+    answer="19",
+)
 EVALUATION = "greedy pass@1 31.4 % (95 % interval 27.5 to 35.6, 512 problems)"
 
 
@@ -56,7 +61,14 @@ def step(number: int, reward: float = 0.5) -> dict[str, Any]:
 
 def state(num_done: int = 12, num_steps: int = 24, sample: CompletionView | None = SAMPLE) -> ScreenState:
     history = [step(k, k / num_steps) for k in range(1, num_done + 1)]
-    return ScreenState(num_steps, phase="sampling", detail="step 13", history=history, sample=sample, evaluations={"before": EVALUATION})
+    return ScreenState(
+        num_steps,
+        phase="sampling",
+        detail="step 13",
+        history=history,
+        sample=sample,
+        evaluations={"before": EVALUATION},
+    )
 
 
 def drawn(shown: ScreenState, width: int, height: int) -> list[str]:
@@ -90,7 +102,9 @@ def test_the_height_stays_when_completions_get_longer() -> None:
 
 def test_hostile_text_neither_breaks_the_frame_nor_drives_the_terminal() -> None:
     evil = "\x1b[2J\x1b[31m[bold]x[/bold]\r\n\t\u202eabc\x00" + "日本" * 200 + "e\u0301" * 50 + "a" * 500
-    lines = drawn(state(sample=CompletionView(question=evil, completion=evil, reward=0.0, answer=evil)), 80, 24)
+    lines = drawn(
+        state(sample=CompletionView(question=evil, completion=evil, reward=0.0, answer=evil)), 80, 24
+    )
     assert {cell_len(line) for line in lines} == {80}
     assert not set("\x1b\r\t\x00\u202e") & set("".join(lines))
     assert "[bold]x[/bold]" in "\n".join(lines)
@@ -152,7 +166,9 @@ def test_without_a_terminal_there_is_one_line_a_step(capsys: pytest.CaptureFixtu
 
 def test_on_a_terminal_notes_stay_above_the_page() -> None:
     out = io.StringIO()
-    with Screen(24, Console(file=out, width=80, height=24, force_terminal=True, color_system=None), history=[step(1)]) as screen:
+    with Screen(
+        24, Console(file=out, width=80, height=24, force_terminal=True, color_system=None), history=[step(1)]
+    ) as screen:
         screen.step(step(2), SAMPLE)
         screen.say("a note")
     text = out.getvalue()
@@ -170,10 +186,21 @@ def test_what_is_said_after_the_end_stands_below_the_page() -> None:
 
 def test_the_page_finds_every_number_it_shows_in_what_the_orchestrator_records() -> None:
     """The trainer's half is listed here; `step_metrics` makes the other."""
-    update = {k: step(1)[k] for k in ("time/train_s", "time/publish_s", "time/canary_s", "policy/entropy", "mismatch/logprob_diff_mean")}
+    update = {
+        k: step(1)[k]
+        for k in (
+            "time/train_s",
+            "time/publish_s",
+            "time/canary_s",
+            "policy/entropy",
+            "mismatch/logprob_diff_mean",
+        )
+    }
     canary = CanaryReading(gap_max=1e-5, gap_mean=1e-6, base_distance=0.1, projection=1.0)
     report = SyncReport(load_s=0.1, canary_s=0.1, canary=canary)
-    recorded = step_metrics(1, SampledStep(groups=[group()]), update, report, StepTimes(rollout_s=5.0, step_s=9.0))
+    recorded = step_metrics(
+        1, SampledStep(groups=[group()]), update, report, StepTimes(rollout_s=5.0, step_s=9.0)
+    )
     shown = ScreenState(1, history=[recorded], sample=completion_view([group()]))
     assert "50.0 % of this step's completions are right" in "\n".join(drawn(shown, 80, 24))
 
@@ -201,7 +228,9 @@ def test_paths_below_the_working_folder_are_short(tmp_path: Path, monkeypatch: p
 
 def test_a_picture_is_drawn_from_what_a_run_wrote(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
-    resolved = Resolved(model_path="m", model_fingerprint="f", dtype="float32", device="cpu", lora_sync_path="a")
+    resolved = Resolved(
+        model_path="m", model_fingerprint="f", dtype="float32", device="cpu", lora_sync_path="a"
+    )
     config = RunConfig(skylite_version="1", config=TrainConfig(num_steps=2), resolved=resolved)
     write_json(run.config_path, config.model_dump(mode="json"))
     for number in (1, 2):
@@ -221,7 +250,9 @@ def group() -> RolloutGroup:
         Rollout(
             prompt=prompt,
             prompt_token_ids=[1],
-            completion=Completion(token_ids=[2], logprobs=[-0.5], text=text, finish_reason="stop", adapter_version=1),
+            completion=Completion(
+                token_ids=[2], logprobs=[-0.5], text=text, finish_reason="stop", adapter_version=1
+            ),
             reward=reward,
         )
         for text, reward in texts

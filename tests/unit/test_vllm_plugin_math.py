@@ -20,15 +20,24 @@ SLOTS = {
 }
 
 
-def naive(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, slots: list[int], scale: float) -> torch.Tensor:
+def naive(
+    y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, slots: list[int], scale: float
+) -> torch.Tensor:
     """Row by row: y_t + scale * B A x_t of the row's own adapter, base rows as they were."""
-    rows = [row if s == BASE else row + scale * (b[s, 0] @ (a[s, 0] @ x[t])) for t, (row, s) in enumerate(zip(y, slots, strict=True))]
+    rows = [
+        row if s == BASE else row + scale * (b[s, 0] @ (a[s, 0] @ x[t]))
+        for t, (row, s) in enumerate(zip(y, slots, strict=True))
+    ]
     return torch.stack(rows)
 
 
-def matrices(inputs: int, outputs: int, rank: int = 3, num_slots: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+def matrices(
+    inputs: int, outputs: int, rank: int = 3, num_slots: int = 3
+) -> tuple[torch.Tensor, torch.Tensor]:
     """a [S, 1, R, I] and b [S, 1, O, R] of random adapters."""
-    return torch.randn(num_slots, 1, rank, inputs, dtype=torch.float64), torch.randn(num_slots, 1, outputs, rank, dtype=torch.float64)
+    return torch.randn(num_slots, 1, rank, inputs, dtype=torch.float64), torch.randn(
+        num_slots, 1, outputs, rank, dtype=torch.float64
+    )
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.25])
@@ -95,7 +104,9 @@ def test_an_embedding_is_only_expanded() -> None:
     rows_of_a, y = torch.randn(3, 3, dtype=torch.float64), torch.zeros(3, 5, dtype=torch.float64)
     for group in group_rows([2, BASE, 0]):
         add_expanded(y, rows_of_a[group.rows], b, group)
-    torch.testing.assert_close(y, torch.stack([b[2, 0] @ rows_of_a[0], torch.zeros(5, dtype=torch.float64), b[0, 0] @ rows_of_a[2]]))
+    torch.testing.assert_close(
+        y, torch.stack([b[2, 0] @ rows_of_a[0], torch.zeros(5, dtype=torch.float64), b[0, 0] @ rows_of_a[2]])
+    )
 
 
 def test_groups_hold_every_adapter_row_once_and_runs_as_slices() -> None:
@@ -113,7 +124,12 @@ def test_register_imports_nothing_while_switched_off() -> None:
         "import os, sys; os.environ.pop('SKYLITE_CPU_LORA', None); import skylite.vllm_plugin as plugin; plugin.register(); "
         "print({'vllm', 'torch'} & set(sys.modules))"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "set()"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "set()"
+    )
 
 
 def test_joined_slices_are_one_product_and_see_what_is_written_later():
@@ -136,6 +152,8 @@ def test_merged_weights_give_what_base_and_adapter_give_together() -> None:
     x = torch.randn(6, 4, generator=generator)
     kept = weight.clone()
     merged = merge_slices(weight, a, b, slot=1)
-    expected = x @ weight.T + torch.cat([x @ a[0][1, 0].T @ b[0][1, 0].T, x @ a[1][1, 0].T @ b[1][1, 0].T], dim=1)
+    expected = x @ weight.T + torch.cat(
+        [x @ a[0][1, 0].T @ b[0][1, 0].T, x @ a[1][1, 0].T @ b[1][1, 0].T], dim=1
+    )
     torch.testing.assert_close(x @ merged.T, expected)
     assert torch.equal(weight, kept)

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from skylite.adapters.manifest import Canary, Manifest
 from skylite.commands.train import TrainFlags, train
-from skylite.config import TrainConfig
-from skylite.config_files import read_run_config
-from skylite.data.prompt_file import PromptFileInfo, write_prompts
+from skylite.config.loading import read_run_config
+from skylite.config.train import TrainConfig
+from skylite.data.prompts import PromptFileInfo, write_prompts
 from skylite.errors import ConfigError, ModelError
-from skylite.models.resolve import check_folder
+from skylite.hub.resolve import check_folder
 from skylite.orchestrator.plan import plan_run, write_run
 from skylite.orchestrator.resume import plan_resume
 from skylite.run.files import sha256_file
-from skylite.run.manifest import Canary, Manifest
 from skylite.run.run_dir import RunDir
 from tests.unit.data_cases import prompt
 
@@ -32,16 +32,27 @@ def make_model(folder: Path, seed: int = 0) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"architectures": ["TestForCausalLM"]}))
     (folder / "tokenizer.json").write_text("{}")
-    save_file({"w": np.random.default_rng(seed).random((64, 64), dtype=np.float32)}, folder / "model.safetensors")
+    save_file(
+        {"w": np.random.default_rng(seed).random((64, 64), dtype=np.float32)}, folder / "model.safetensors"
+    )
     return folder
 
 
 def make_adapter(folder: Path, base: str, rank: int = 4, **changes: Any) -> Path:
     """A PEFT folder with one adapted module; `changes` go into adapter_config.json."""
     folder.mkdir()
-    peft = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "bias": "none", "base_model_name_or_path": base} | changes
+    peft = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "bias": "none",
+        "base_model_name_or_path": base,
+    } | changes
     (folder / "adapter_config.json").write_text(json.dumps(peft))
-    tensors = {f"{LAYER}.lora_A.weight": np.ones((rank, 8), np.float32), f"{LAYER}.lora_B.weight": np.ones((6, rank), np.float32)}
+    tensors = {
+        f"{LAYER}.lora_A.weight": np.ones((rank, 8), np.float32),
+        f"{LAYER}.lora_B.weight": np.ones((6, rank), np.float32),
+    }
     save_file(tensors, folder / "adapter_model.safetensors")
     return folder
 
@@ -68,9 +79,16 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def config(root: Path, adapter: Path, rank: int = 4, alpha: float = 8.0, use_rslora: bool = False, **algorithm: Any) -> TrainConfig:
+def config(
+    root: Path, adapter: Path, rank: int = 4, alpha: float = 8.0, use_rslora: bool = False, **algorithm: Any
+) -> TrainConfig:
     lora = {"rank": rank, "alpha": alpha, "use_rslora": use_rslora, "from_adapter": str(adapter)}
-    sections = {"model": {"name": str(root / "model")}, "data": {"path": str(root / "data")}, "lora": lora, "algorithm": algorithm}
+    sections = {
+        "model": {"name": str(root / "model")},
+        "data": {"path": str(root / "data")},
+        "lora": lora,
+        "algorithm": algorithm,
+    }
     return TrainConfig.model_validate(sections)
 
 
@@ -92,7 +110,9 @@ def refusal(root: Path, adapter: Path, **settings: Any) -> str:
         ({"use_rslora": True}, ["use_rslora false, and this run true", "--set lora.use_rslora=false"]),
     ],
 )
-def test_other_settings_than_the_adapters_name_the_flags_to_give(root: Path, settings: dict[str, Any], parts: list[str]) -> None:
+def test_other_settings_than_the_adapters_name_the_flags_to_give(
+    root: Path, settings: dict[str, Any], parts: list[str]
+) -> None:
     said = refusal(root, make_adapter(root / "adapter", "model"), **settings)
     for part in parts:
         assert part in said
@@ -130,13 +150,18 @@ def test_an_incomplete_or_damaged_folder_is_refused(root: Path) -> None:
 
 
 def test_a_published_adapter_must_be_of_this_base_and_unchanged(root: Path) -> None:
-    adapter = publish(make_adapter(root / "adapter", "elsewhere"), check_folder(root / "model", "").fingerprint)
+    adapter = publish(
+        make_adapter(root / "adapter", "elsewhere"), check_folder(root / "model", "").fingerprint
+    )
     notes: list[str] = []
     plan_run(config(root, adapter), RunDir(root / "run"), notes.append)
     assert any(f"warm start from {adapter} (rank 4, alpha 8, policy-v000060)" in note for note in notes)
     assert not any("elsewhere" in note for note in notes), "the fingerprint says more than the path"
 
-    other = publish(make_adapter(root / "other", "model"), check_folder(make_model(root / "model 2", seed=1), "").fingerprint)
+    other = publish(
+        make_adapter(root / "other", "model"),
+        check_folder(make_model(root / "model 2", seed=1), "").fingerprint,
+    )
     assert "was trained on the-base" in refusal(root, other)
 
     weights = adapter / "adapter_model.safetensors"
@@ -150,7 +175,10 @@ def test_a_foreign_adapter_of_another_base_name_is_taken_with_a_note(root: Path)
     assert any("/somebody/else/model" in note for note in plan.resolved.notes)
     assert set(plan.resolved.notes) <= set(notes)
     same = make_adapter(root / "same", str(root / "model"))
-    assert not any("taken for the same" in n for n in plan_run(config(root, same), RunDir(root / "run"), lambda _: None).resolved.notes)
+    assert not any(
+        "taken for the same" in n
+        for n in plan_run(config(root, same), RunDir(root / "run"), lambda _: None).resolved.notes
+    )
 
 
 def test_a_kl_that_pulls_away_from_the_start_is_said(root: Path) -> None:
@@ -171,7 +199,10 @@ def test_the_run_owns_a_copy_and_goes_on_without_the_folder_it_came_from(root: P
 
     moved = RunDir(run.root.rename(root / "moved"))
     resolved = plan_resume(moved, lambda _: None).resolved
-    assert (resolved.warm_start, resolved.lora_sync_path) == (str(moved.warm_start), str(moved.default_adapters))
+    assert (resolved.warm_start, resolved.lora_sync_path) == (
+        str(moved.warm_start),
+        str(moved.default_adapters),
+    )
 
 
 def test_a_run_without_a_warm_start_has_none(root: Path) -> None:

@@ -14,7 +14,11 @@ CPU_RECIPE = "gsm8k_cpu"
 def recipe_folders() -> list[Path]:
     """Where recipe names are looked up: ./recipes, this checkout's, the copy in the wheel."""
     package = Path(__file__).resolve().parent.parent
-    return [p for p in (Path("recipes"), package.parent.parent / "recipes", package / "_bundled" / "recipes") if p.is_dir()]
+    return [
+        p
+        for p in (Path("recipes"), package.parent.parent / "recipes", package / "_bundled" / "recipes")
+        if p.is_dir()
+    ]
 
 
 def find_recipe(name: str) -> Path:
@@ -30,23 +34,25 @@ def find_recipe(name: str) -> Path:
 
 def default_recipe(say: Callable[[str], None]) -> Path:
     """The recipe for this machine, said aloud."""
-    from skylite.launch.machine import choose_device
+    from skylite.processes.machine import choose_device
 
     if choose_device() == "cuda":
         say(f"recipe {GPU_RECIPE}: this machine has a GPU")
         return find_recipe(GPU_RECIPE)
-    say(f"recipe {CPU_RECIPE}: no GPU here; it trains a 135M model on easy generated problems, because GSM8K is beyond so small a model")
+    say(
+        f"recipe {CPU_RECIPE}: no GPU here; it trains a 135M model on easy generated problems, because GSM8K is beyond so small a model"
+    )
     return find_recipe(CPU_RECIPE)
 
 
 def prepare_default_data(path: Path, say: Callable[[str], None]) -> None:
-    """Prepare the default recipe's data where it is missing: GSM8K on a GPU machine, the stand-in without one."""
+    """Prepare the default recipe's data where it is missing: GSM8K on a GPU machine, the synthetic without one."""
     if (path / "train.parquet").is_file():
         return
     from skylite.commands.prepare import prepare
-    from skylite.launch.machine import choose_device
+    from skylite.processes.machine import choose_device
 
     say(f"{path} does not exist yet: preparing it")
     gpu = choose_device() == "cuda"
-    prepare("gsm8k", out=path, source=None, stand_in=not gpu, first_source=gpu, grades=(), question=None, answer=None, reward=None,
+    prepare("gsm8k", out=path, source=None, synthetic=not gpu, first_source=gpu, difficulty=(), question=None, answer=None, reward=None,
             limit=None, seed=0)  # fmt: skip

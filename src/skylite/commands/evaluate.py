@@ -9,24 +9,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skylite.commands.adapter_folder import Served, find_adapter
+from skylite.adapters.folder import Served, find_adapter
 from skylite.commands.notes import say
-from skylite.commands.single_engine import single_engine
-from skylite.config import TrainConfig
-from skylite.config_files import load_config
-from skylite.data.prompt_file import PromptFileInfo, read_prompts
+from skylite.config.loading import load_config
+from skylite.config.train import TrainConfig
+from skylite.data.prompts import PromptFileInfo, read_prompts
+from skylite.data.tokenizer import encode_prompts, load_tokenizer
+from skylite.engine.client import VllmClient
+from skylite.engine.server import BASE_NAME, EngineSpec
+from skylite.engine.single import single_engine
+from skylite.engine.startup import served as serving
+from skylite.engine.watchdog import Restarts
 from skylite.errors import ConfigError
 from skylite.evaluation.evaluate import EvalResult, write_results
 from skylite.evaluation.evaluate import evaluate as score_problems
-from skylite.launch.supervisor import Supervisor
-from skylite.launch.vllm_server import BASE_NAME, EngineSpec
-from skylite.models import resolve_model
-from skylite.orchestrator.engine_set import served as serving
-from skylite.orchestrator.keeper import Restarts
+from skylite.hub.resolve import resolve_model
+from skylite.processes.supervisor import Supervisor
 from skylite.rewards.named import names_reward, remember, require_named
 from skylite.rewards.pool import RewardPool
-from skylite.rollout.client import VllmClient
-from skylite.rollout.tokenizer import encode_prompts, load_tokenizer
 from skylite.run.files import write_json
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Prompt
@@ -82,7 +82,9 @@ def plan_eval(flags: EvalFlags) -> EvalPlan:
             "Give one of the two; --base takes --model.",
         )
     if not flags.base and flags.target is None:
-        raise ConfigError("Nothing to evaluate: no run, no adapter folder, no --base.", "E.g. `skylite eval runs/my-run`.")
+        raise ConfigError(
+            "Nothing to evaluate: no run, no adapter folder, no --base.", "E.g. `skylite eval runs/my-run`."
+        )
     adapter = None if flags.base else find_adapter(_required(flags.target), flags.step)
     recorded = adapter.run_config.config if adapter is not None and adapter.run_config is not None else None
     config = load_config(None, {}, flags.settings) if recorded is None else merged(recorded, flags.settings)
@@ -104,14 +106,18 @@ def merged(recorded: TrainConfig, settings: tuple[str, ...]) -> TrainConfig:
     """The run's settings with `--set` on top."""
     flat: dict[str, Any] = {}
     for section, value in recorded.model_dump(mode="json").items():
-        flat |= {f"{section}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {section: value}
+        flat |= (
+            {f"{section}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {section: value}
+        )
     return load_config(None, flat, settings)
 
 
 async def run_eval(plan: EvalPlan, flags: EvalFlags) -> EvalResult:
     """Start one engine, score, end it."""
     print(
-        f"skylite: evaluating {plan.label} of {plan.model_name} on {len(plan.prompts)} problems; starting vLLM", file=sys.stderr, flush=True
+        f"skylite: evaluating {plan.label} of {plan.model_name} on {len(plan.prompts)} problems; starting vLLM",
+        file=sys.stderr,
+        flush=True,
     )
     model = resolve_model(plan.model_name)
     tokenizer = load_tokenizer(model.path)
@@ -122,7 +128,9 @@ async def run_eval(plan: EvalPlan, flags: EvalFlags) -> EvalResult:
         async with Supervisor() as supervisor:
             with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
                 spec = single_engine(plan.config, plan.adapter, model.path, Path(folder) / "vllm.sock")
-                work = asyncio.ensure_future(_score(plan, flags, spec, supervisor, pool, token_ids, tokenizer.stop_token_ids))
+                work = asyncio.ensure_future(
+                    _score(plan, flags, spec, supervisor, pool, token_ids, tokenizer.stop_token_ids)
+                )
                 watching = asyncio.ensure_future(supervisor.watch())
                 await asyncio.wait({work, watching}, return_when=asyncio.FIRST_COMPLETED)
                 if not work.done():
@@ -139,7 +147,9 @@ async def _score(
     stop_token_ids: tuple[int, ...],
 ) -> EvalResult:  # fmt: skip
     logs = Path(spec.uds).parent
-    restarts = Restarts(config=plan.config.engine, prove=_not_proven, tell=lambda _, sentence: say(sentence))
+    restarts = Restarts(
+        config=plan.config.engine, verify=_not_verified, tell=lambda _, sentence: say(sentence)
+    )
     async with serving([spec], logs, supervisor, restarts) as clients:
         name, version = BASE_NAME, 0
         if plan.adapter is not None:
@@ -152,12 +162,12 @@ async def _score(
         )  # fmt: skip
 
 
-async def _not_proven(client: VllmClient, adapter: AdapterVersion) -> None:
+async def _not_verified(client: VllmClient, adapter: AdapterVersion) -> None:
     """An adapter folder from elsewhere has no canary."""
 
 
 def _problems(data: Path, flags: EvalFlags, config: TrainConfig) -> tuple[list[Prompt], PromptFileInfo]:
-    prompts, info = read_prompts(data / f"{flags.split}.parquet", grades=tuple(config.data.grades))
+    prompts, info = read_prompts(data / f"{flags.split}.parquet", difficulty=tuple(config.data.difficulty))
     return prompts[: flags.limit], info
 
 
@@ -171,7 +181,7 @@ def summary(plan: EvalPlan, flags: EvalFlags, result: EvalResult) -> dict[str, A
     accuracy = result.accuracy
     return {
         "adapter": plan.label, "model": plan.model_name, "data": str(flags.data or plan.config.data.path), "split": flags.split,
-        "grades": plan.config.data.grades, "problems": accuracy.num_problems, "n": flags.n, "temperature": result.temperature,
+        "difficulty": plan.config.data.difficulty, "problems": accuracy.num_problems, "n": flags.n, "temperature": result.temperature,
         "accuracy": accuracy.mean, "low": accuracy.low, "high": accuracy.high, "standard_error": accuracy.standard_error,
         "completion_tokens_mean": result.completion_tokens_mean, "truncated_frac": result.truncated_frac, "seed": flags.seed,
     }  # fmt: skip

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from skylite.data.drafts import SPLITS, DraftSet, check_drafts
-from skylite.data.prompt_file import PromptFileInfo, write_prompts
+from skylite.data.examples import SPLITS, ExampleSet, check_examples
+from skylite.data.prompts import PromptFileInfo, write_prompts
 from skylite.data.sources import READABLE
 from skylite.errors import ConfigError, DataError, WriteFailed
 from skylite.rewards import load_reward, resolve_spec
@@ -29,9 +29,9 @@ def prepare(
     *,
     out: Path | None = None,
     source: Path | None = None,
-    stand_in: bool = False,
+    synthetic: bool = False,
     first_source: bool = False,
-    grades: Sequence[int] = (),
+    difficulty: Sequence[int] = (),
     question: str | None = None,
     answer: str | None = None,
     reward: str | None = None,
@@ -39,84 +39,117 @@ def prepare(
     seed: int = 0,
 ) -> Path:
     """Prepare a data set, a reasoning-gym task or a user's file; returns the folder. Raises DataError, ConfigError: nothing is written."""
-    named: dict[str, object] = {"--source": source, "--stand-in": stand_in, "--first-source": first_source, "--grades": grades}
+    named: dict[str, object] = {
+        "--source": source,
+        "--synthetic": synthetic,
+        "--first-source": first_source,
+        "--difficulty": difficulty,
+    }
     own: dict[str, object] = {"--question": question, "--answer": answer, "--reward": reward}
     if target.startswith(PROCEDURAL):
         _refuse(named | own, "reasoning-gym tasks")
-        drafts = _procedural(target.removeprefix(PROCEDURAL), limit, seed)
+        examples = _procedural(target.removeprefix(PROCEDURAL), limit, seed)
     elif target.endswith(READABLE):
         _refuse(named, "a file of your own")
-        drafts = _own_file(Path(target), question, answer, reward, limit, seed)
+        examples = _own_file(Path(target), question, answer, reward, limit, seed)
     else:
         _refuse(own, "a data set with a data_prep file (its columns and reward are in that file)")
-        if stand_in and (source is not None or first_source):
-            raise ConfigError("--stand-in cannot go with --source or --first-source.", "Drop one of them.")
-        drafts = _named(target, source, stand_in, first_source, grades, limit, seed)
-    prompts = _check(drafts)
-    folder = out if out is not None else Path("data") / drafts.dataset
-    infos = _infos(drafts, limit=limit, seed=seed, made_by=_command(target, named | own | {"--limit": limit, "--seed": seed}))
+        if synthetic and (source is not None or first_source):
+            raise ConfigError("--synthetic cannot go with --source or --first-source.", "Drop one of them.")
+        examples = _named(target, source, synthetic, first_source, difficulty, limit, seed)
+    prompts = _check(examples)
+    folder = out if out is not None else Path("data") / examples.dataset
+    infos = _infos(
+        examples,
+        limit=limit,
+        seed=seed,
+        made_by=_command(target, named | own | {"--limit": limit, "--seed": seed}),
+    )
     _replace_folder(folder, prompts, infos)
     counts = ", ".join(f"{len(prompts[split])} {split}" for split in SPLITS)
-    print(f"wrote {folder}: {counts}; every reference answer scores 1.0 under the reward {drafts.reward}", flush=True)
+    print(
+        f"wrote {folder}: {counts}; every reference answer scores 1.0 under the reward {examples.reward}",
+        flush=True,
+    )
     return folder
 
 
 def _named(
-    target: str, source: Path | None, stand_in: bool, first_source: bool, grades: Sequence[int], limit: int | None, seed: int
-) -> DraftSet:
+    target: str,
+    source: Path | None,
+    synthetic: bool,
+    first_source: bool,
+    difficulty: Sequence[int],
+    limit: int | None,
+    seed: int,
+) -> ExampleSet:
     from skylite.data.dataset_module import load_dataset
-    from skylite.data.named import draft_named
+    from skylite.data.named import named_examples
 
-    return draft_named(
-        load_dataset(target), source=source, stand_in=stand_in, first_source=first_source, grades=grades, limit=limit, seed=seed, say=_say
+    return named_examples(
+        load_dataset(target), source=source, synthetic=synthetic, first_source=first_source, difficulty=difficulty, limit=limit, seed=seed, say=_say
     )  # fmt: skip
 
 
-def _procedural(task: str, limit: int | None, seed: int) -> DraftSet:
-    from skylite.data.procedural import draft_task
+def _procedural(task: str, limit: int | None, seed: int) -> ExampleSet:
+    from skylite.data.procedural import procedural_examples
 
-    drafts = draft_task(task, limit=limit, seed=seed, track=_track)
-    for note in drafts.notes:
+    examples = procedural_examples(task, limit=limit, seed=seed, track=_track)
+    for note in examples.notes:
         _say(note)
-    return drafts
+    return examples
 
 
-def _own_file(path: Path, question: str | None, answer: str | None, reward: str | None, limit: int | None, seed: int) -> DraftSet:
-    from skylite.data.own_file import draft_own_file
+def _own_file(
+    path: Path, question: str | None, answer: str | None, reward: str | None, limit: int | None, seed: int
+) -> ExampleSet:
+    from skylite.data.user_file import user_file_examples
 
     if question is None or answer is None or reward is None:
-        missing = [n for n, v in (("--question", question), ("--answer", answer), ("--reward", reward)) if v is None]
-        raise ConfigError(f"{path} needs {' and '.join(missing)}.", "Example: --question question --answer answer --reward gsm8k.")
+        missing = [
+            n for n, v in (("--question", question), ("--answer", answer), ("--reward", reward)) if v is None
+        ]
+        raise ConfigError(
+            f"{path} needs {' and '.join(missing)}.",
+            "Example: --question question --answer answer --reward gsm8k.",
+        )
     if reward == "reasoning-gym":
-        raise ConfigError("The reward reasoning-gym scores reasoning-gym's own entries only.", "Use gsm8k, math or FILE.py:function.")
+        raise ConfigError(
+            "The reward reasoning-gym scores reasoning-gym's own entries only.",
+            "Use gsm8k, math or FILE.py:function.",
+        )
     load_reward(reward)
     remember(reward)
-    drafts = draft_own_file(path, question=question, answer=answer, reward=resolve_spec(reward), limit=limit, seed=seed)
-    for note in drafts.notes:
+    examples = user_file_examples(
+        path, question=question, answer=answer, reward=resolve_spec(reward), limit=limit, seed=seed
+    )
+    for note in examples.notes:
         _say(note)
-    return drafts
+    return examples
 
 
-def _check(drafts: DraftSet) -> dict[str, list[Prompt]]:
-    reward = load_reward(drafts.reward)
+def _check(examples: ExampleSet) -> dict[str, list[Prompt]]:
+    reward = load_reward(examples.reward)
     prompts: dict[str, list[Prompt]] = {split: [] for split in SPLITS}
     chunks = [
-        (split, rows[start : start + CHECK_CHUNK]) for split, rows in drafts.splits.items() for start in range(0, len(rows), CHECK_CHUNK)
+        (split, rows[start : start + CHECK_CHUNK])
+        for split, rows in examples.splits.items()
+        for start in range(0, len(rows), CHECK_CHUNK)
     ]
     for split, chunk in _track(chunks, "checking that every reference answer scores 1.0"):
-        prompts[split] += check_drafts(chunk, drafts.reward, reward)
+        prompts[split] += check_examples(chunk, examples.reward, reward)
     return prompts
 
 
-def _infos(drafts: DraftSet, *, limit: int | None, seed: int, made_by: str) -> dict[str, PromptFileInfo]:
+def _infos(examples: ExampleSet, *, limit: int | None, seed: int, made_by: str) -> dict[str, PromptFileInfo]:
     return {
         split: PromptFileInfo(
-            dataset=drafts.dataset, source_kind=table.kind, source=table.source, source_sha256=table.sha256, count=len(table.rows),
-            seed=seed, split=split, reward=drafts.reward, system=drafts.system, examples=drafts.examples,
-            limit=limit if split == "train" else None, made_by=made_by, notes="; ".join(drafts.notes),
+            dataset=examples.dataset, source_kind=table.kind, source=table.source, source_sha256=table.sha256, count=len(table.rows),
+            seed=seed, split=split, reward=examples.reward, system=examples.system, examples=examples.examples,
+            limit=limit if split == "train" else None, made_by=made_by, notes="; ".join(examples.notes),
         )
         for split in SPLITS
-        for table in [drafts.tables[split]]
+        for table in [examples.tables[split]]
     }  # fmt: skip
 
 
@@ -127,12 +160,17 @@ def _replace_folder(folder: Path, prompts: dict[str, list[Prompt]], infos: dict[
         raise DataError(f"{folder} is a file, not a folder.", "Choose another --out.")
     foreign = sorted(p.name for p in folder.iterdir() if p.name not in files) if folder.is_dir() else []
     if foreign:
-        raise DataError(f"{folder} holds other files ({', '.join(foreign[:3])}); it would be replaced as a whole.", "Choose another --out.")
+        raise DataError(
+            f"{folder} holds other files ({', '.join(foreign[:3])}); it would be replaced as a whole.",
+            "Choose another --out.",
+        )
     try:
         _write_and_swap(folder, prompts, infos)
     except (OSError, WriteFailed) as error:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else error.what.rstrip(".")
-        raise DataError(f"{folder} cannot be written: {reason}.", "Choose another --out or make room.") from None
+        raise DataError(
+            f"{folder} cannot be written: {reason}.", "Choose another --out or make room."
+        ) from None
 
 
 def _write_and_swap(folder: Path, prompts: dict[str, list[Prompt]], infos: dict[str, PromptFileInfo]) -> None:

@@ -6,12 +6,12 @@ import os
 import secrets
 from pathlib import Path
 
-from skylite.commands.adapter_folder import find_adapter
+from skylite.adapters.folder import find_adapter
 from skylite.commands.notes import say
-from skylite.commands.single_engine import single_engine
-from skylite.config import TrainConfig
-from skylite.launch.vllm_server import BASE_NAME, serve_command, serve_env
-from skylite.models import resolve_model
+from skylite.config.train import TrainConfig
+from skylite.engine.server import BASE_NAME, serve_command, serve_env
+from skylite.engine.single import single_engine
+from skylite.hub.resolve import resolve_model
 from skylite.vllm_plugin.key import KEY_VARIABLE
 
 
@@ -33,5 +33,7 @@ def _api_key() -> str:
         say(f"the API key is that of {KEY_VARIABLE}")
         return given
     made = secrets.token_urlsafe(24)
-    say(f"API key of this server, as `Authorization: Bearer KEY` (set {KEY_VARIABLE} for one of your own): {made}")
+    say(
+        f"API key of this server, as `Authorization: Bearer KEY` (set {KEY_VARIABLE} for one of your own): {made}"
+    )
     return made

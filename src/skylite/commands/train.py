@@ -12,10 +12,10 @@ from typing import Any
 
 from skylite.commands.defaults import default_recipe, find_recipe, prepare_default_data
 from skylite.commands.notes import say
-from skylite.config import TrainConfig
-from skylite.config_files import load_config, read_run_config
+from skylite.config.loading import load_config, read_run_config
+from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError
-from skylite.orchestrator.time_limit import TimeLimit
+from skylite.orchestrator.shutdown import TimeLimit
 from skylite.run.lock import lock_folder
 from skylite.run.ownership import require_own_folders
 from skylite.run.run_dir import RunDir
@@ -56,13 +56,22 @@ class TrainFlags:
 
 
 def train(
-    flags: TrainFlags, *, run: Path | None, resume: Path | None, dry_run: bool, at: int | None = None, max_hours: float | None = None
+    flags: TrainFlags,
+    *,
+    run: Path | None,
+    resume: Path | None,
+    dry_run: bool,
+    at: int | None = None,
+    max_hours: float | None = None,
 ) -> None:
     """Run the command. Raises SkyliteError subclasses; a clean stop by Ctrl-C exits 130, one that --max-hours asked for 0."""
     if resume is not None:
         _refuse_flags_on_resume(flags, run)
     elif at is not None:
-        raise ConfigError(f"--at {at} chooses a checkpoint of --resume RUN, and no run was given.", "Give --resume, or leave --at away.")
+        raise ConfigError(
+            f"--at {at} chooses a checkpoint of --resume RUN, and no run was given.",
+            "Give --resume, or leave --at away.",
+        )
     limit = TimeLimit(max_hours) if max_hours is not None else None
     if resume is not None:
         finished = _go_on(flags, RunDir(resume.resolve()), at, limit, dry_run=dry_run)
@@ -74,16 +83,16 @@ def train(
 
 def _begin(flags: TrainFlags, run: Path | None, limit: TimeLimit | None, *, dry_run: bool) -> bool:
     """A new run. Returns whether it finished."""
+    from skylite.orchestrator.disk_check import check_disk_space
     from skylite.orchestrator.plan import plan_run, write_run
-    from skylite.orchestrator.room import check_room
-    from skylite.orchestrator.services import run_session
+    from skylite.orchestrator.run_session import run_session
 
     recipe = find_recipe(flags.recipe) if flags.recipe else default_recipe(say)
     config = load_config(recipe, flags.overrides(), flags.settings)
     if flags.recipe is None and flags.data is None:
         prepare_default_data(Path(config.data.path), say)
     plan = plan_run(config, RunDir((run or _new_run(recipe)).resolve()), say)
-    check_room(plan.run, plan.config, plan.resolved, say)
+    check_disk_space(plan.run, plan.config, plan.resolved, say)
     if dry_run:
         print_settings(plan.config)
         return True
@@ -95,21 +104,23 @@ def _begin(flags: TrainFlags, run: Path | None, limit: TimeLimit | None, *, dry_
 
 def _go_on(flags: TrainFlags, run: RunDir, at: int | None, limit: TimeLimit | None, *, dry_run: bool) -> bool:
     """A run that is there already. Returns whether it finished."""
+    from skylite.orchestrator.disk_check import check_disk_space
     from skylite.orchestrator.resume import plan_resume
-    from skylite.orchestrator.room import check_room
-    from skylite.orchestrator.services import run_session
+    from skylite.orchestrator.run_session import run_session
 
     recorded = read_run_config(run.config_path)
     require_own_folders(run, recorded)
     with contextlib.ExitStack() as held:
-        if not dry_run:  # before the run is looked at: a live one's newest checkpoint is another a moment later
+        if (
+            not dry_run
+        ):  # before the run is looked at: a live one's newest checkpoint is another a moment later
             held.enter_context(lock_folder(run.root))
             held.enter_context(lock_folder(run.adapters(recorded)))
         plan = plan_resume(run, say, overrides=flags.overrides(), settings=flags.settings, at=at)
         if dry_run:
             print_settings(plan.config)
             return True
-        check_room(plan.run, plan.config, plan.resolved, say)
+        check_disk_space(plan.run, plan.config, plan.resolved, say)
         return asyncio.run(run_session(plan, resume=True, limit=limit))
 
 
@@ -123,7 +134,7 @@ def _new_run(recipe: Path) -> Path:
 
 
 def _refuse_flags_on_resume(flags: TrainFlags, run: Path | None) -> None:
-    """What begins a new run cannot go with --resume; of the settings orchestrator/resume_settings.py knows which may change."""
+    """What begins a new run cannot go with --resume; of the settings orchestrator/resume.py knows which may change."""
     if flags.from_adapter is not None:
         raise ConfigError(
             "--from-adapter begins a new run with an adapter's weights, --resume goes on with a run as it was: they cannot go together.",
@@ -131,4 +142,7 @@ def _refuse_flags_on_resume(flags: TrainFlags, run: Path | None) -> None:
         )
     given = (["--recipe"] if flags.recipe else []) + (["--run"] if run else [])
     if given:
-        raise ConfigError(f"--resume goes on with a run in its own folder, but {', '.join(given)} was given too.", "Leave it away.")
+        raise ConfigError(
+            f"--resume goes on with a run in its own folder, but {', '.join(given)} was given too.",
+            "Leave it away.",
+        )

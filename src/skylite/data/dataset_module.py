@@ -7,7 +7,7 @@ REWARD        reward spec: gsm8k, math, format, reasoning-gym or FILE.py:functio
 load_rows     (split, source folder or None) -> Table; None: from the hub, HubError when that does not answer
 to_prompt     (Row, prompt id) -> Prompt; `source` is NAME
 reference     (Row) -> text of a perfect completion; it must score 1.0
-stand_in_rows optional, (split, seed, grades, limit) -> Table: generated rows in the same format
+synthetic_rows optional, (split, seed, difficulty, limit) -> Table: generated rows in the same format
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class DatasetModule:
     load_rows: Callable[[str, Path | None], Table]
     to_prompt: Callable[[Row, str], Prompt]
     reference: Callable[[Row], str]
-    stand_in_rows: StandInRows | None
+    synthetic_rows: StandInRows | None
 
 
 def data_prep_folders() -> list[Path]:
@@ -71,18 +71,20 @@ def load_dataset(target: str) -> DatasetModule:
     module = import_file(path, "data_prep file")
     for name in (*_TEXTS, "EXAMPLES", *_FUNCTIONS):
         if not hasattr(module, name):
-            raise DataError(f"The data_prep file {path} does not define {name}.", "Copy data_prep/gsm8k.py and edit it.")
+            raise DataError(
+                f"The data_prep file {path} does not define {name}.", "Copy data_prep/gsm8k.py and edit it."
+            )
     for name in _TEXTS:
         if not isinstance(getattr(module, name), str):
             raise DataError(f"{name} in {path} is {type(getattr(module, name)).__name__}, not text.")
-    stand_in = getattr(module, "stand_in_rows", None)
-    for name in (*_FUNCTIONS, *(("stand_in_rows",) if stand_in is not None else ())):
+    synthetic = getattr(module, "synthetic_rows", None)
+    for name in (*_FUNCTIONS, *(("synthetic_rows",) if synthetic is not None else ())):
         if not callable(getattr(module, name)):
             raise DataError(f"{name} in {path} is {type(getattr(module, name)).__name__}, not a function.")
     _check_examples(path, module.EXAMPLES)
     return DatasetModule(
         path=path, name=module.NAME, system=module.SYSTEM, examples=module.EXAMPLES, reward=module.REWARD, load_rows=module.load_rows,
-        to_prompt=module.to_prompt, reference=module.reference, stand_in_rows=stand_in,
+        to_prompt=module.to_prompt, reference=module.reference, synthetic_rows=synthetic,
     )  # fmt: skip
 
 
@@ -91,5 +93,9 @@ def _check_examples(path: Path, examples: object) -> None:
     if not isinstance(examples, list) or len(examples) % 2:
         raise DataError(f"EXAMPLES in {path} is not a list of user and assistant turns in turn.")
     for i, turn in enumerate(examples):
-        if not (isinstance(turn, dict) and turn.get("role") == roles[i % 2] and isinstance(turn.get("content"), str)):
+        if not (
+            isinstance(turn, dict)
+            and turn.get("role") == roles[i % 2]
+            and isinstance(turn.get("content"), str)
+        ):
             raise DataError(f'EXAMPLES[{i}] in {path} is not {{"role": "{roles[i % 2]}", "content": text}}.')

@@ -7,24 +7,24 @@ from dataclasses import replace
 from pathlib import Path
 
 from skylite.data.dataset_module import DatasetModule
-from skylite.data.drafts import SPLITS, Draft, DraftSet, sample_rows
+from skylite.data.examples import SPLITS, Example, ExampleSet, sample_rows
 from skylite.data.sources import HubError, Table
 from skylite.errors import ConfigError, DataError
 
 Tables = dict[str, Table]
 
 
-def draft_named(
+def named_examples(
     module: DatasetModule,
     *,
     source: Path | None,
-    stand_in: bool,
+    synthetic: bool,
     first_source: bool,
-    grades: Sequence[int],
+    difficulty: Sequence[int],
     limit: int | None,
     seed: int,
     say: Callable[[str], None],
-) -> DraftSet:
+) -> ExampleSet:
     """Read or generate all splits from one source and make prompts. Raises DataError, ConfigError."""
     notes: list[str] = []
 
@@ -33,20 +33,29 @@ def draft_named(
         say(text)
 
     def generate() -> Tables:
-        if module.stand_in_rows is None:
-            raise ConfigError(f"{module.path} has no stand_in_rows, so that {module.name} has no stand-in.", "Give --source FOLDER.")
-        return {split: module.stand_in_rows(split, seed, grades, limit if split == "train" else None) for split in SPLITS}
+        if module.synthetic_rows is None:
+            raise ConfigError(
+                f"{module.path} has no synthetic_rows, so that {module.name} has no synthetic.",
+                "Give --source FOLDER.",
+            )
+        return {
+            split: module.synthetic_rows(split, seed, difficulty, limit if split == "train" else None)
+            for split in SPLITS
+        }
 
-    if stand_in:
-        note("source: generated stand-in, as --stand-in asks")
+    if synthetic:
+        note("source: generated synthetic, as --synthetic asks")
         tables = generate()
     elif first_source:
         tables = _first_that_works(module, source, generate, note)
     else:
         tables = _hub_or_folder(module, source, note)
-    if grades and tables["train"].kind != "stand-in":
-        raise ConfigError("--grades chooses what the stand-in generates.", f"For {module.name} set data.grades when training.")
-    return _drafts(module, tables, limit, seed, notes)
+    if difficulty and tables["train"].kind != "synthetic":
+        raise ConfigError(
+            "--difficulty chooses what the synthetic generates.",
+            f"For {module.name} set data.difficulty when training.",
+        )
+    return _examples(module, tables, limit, seed, notes)
 
 
 def _hub_or_folder(module: DatasetModule, source: Path | None, note: Callable[[str], None]) -> Tables:
@@ -56,7 +65,9 @@ def _hub_or_folder(module: DatasetModule, source: Path | None, note: Callable[[s
     try:
         tables = _load(module, None)
     except HubError as error:
-        ways = "--source FOLDER with the released files" + (", or --stand-in for generated ones" if module.stand_in_rows else "")
+        ways = "--source FOLDER with the released files" + (
+            ", or --synthetic for generated ones" if module.synthetic_rows else ""
+        )
         raise DataError(error.what, f"Give {ways}.") from None
     note(f"source: the hub, {tables['train'].source} and {tables['test'].source}")
     return tables
@@ -75,14 +86,21 @@ def _first_that_works(
     if source is not None and source.is_dir():
         note(f"source: the folder {source}, the next that works")
         return _read_folder(module, source)
-    note(f"not from a folder: {source} is not one" if source is not None else "not from a folder: no --source was given")
-    note("source: generated stand-in, the only one left")
+    note(
+        f"not from a folder: {source} is not one"
+        if source is not None
+        else "not from a folder: no --source was given"
+    )
+    note("source: generated synthetic, the only one left")
     return generate()
 
 
 def _read_folder(module: DatasetModule, source: Path) -> Tables:
     if not source.is_dir():
-        raise DataError(f"--source {source} is not a folder.", f"Give the folder with the released files of {module.name}.")
+        raise DataError(
+            f"--source {source} is not a folder.",
+            f"Give the folder with the released files of {module.name}.",
+        )
     return _load(module, source)
 
 
@@ -90,14 +108,16 @@ def _load(module: DatasetModule, source: Path | None) -> Tables:
     return {split: module.load_rows(split, source) for split in SPLITS}
 
 
-def _drafts(module: DatasetModule, tables: Tables, limit: int | None, seed: int, notes: list[str]) -> DraftSet:
-    generated = tables["train"].kind == "stand-in"
-    dataset = f"{module.name}-stand-in" if generated else module.name
+def _examples(
+    module: DatasetModule, tables: Tables, limit: int | None, seed: int, notes: list[str]
+) -> ExampleSet:
+    generated = tables["train"].kind == "synthetic"
+    dataset = f"{module.name}-synthetic" if generated else module.name
     if not generated:
         tables["train"] = sample_rows(tables["train"], limit, seed)
     splits = {
         split: [
-            Draft(
+            Example(
                 prompt=replace(module.to_prompt(row, f"{dataset}/{split}/{row.index}"), source=dataset),
                 reference=module.reference(row),
                 where=row.where,
@@ -106,6 +126,6 @@ def _drafts(module: DatasetModule, tables: Tables, limit: int | None, seed: int,
         ]
         for split, table in tables.items()
     }
-    return DraftSet(
+    return ExampleSet(
         dataset=dataset, reward=module.reward, system=module.system, examples=module.examples, splits=splits, tables=tables, notes=notes
     )  # fmt: skip

@@ -20,7 +20,7 @@ def prompts_for_step(prompts: Sequence[Prompt], step: int, per_step: int, seed: 
     if steps_per_epoch == 0:
         raise DataError(
             f"A step takes {per_step} distinct prompts, but the data set has {len(prompts)}.",
-            "Lower rollout.prompts_per_step, allow more data.grades, or prepare more rows.",
+            "Lower rollout.prompts_per_step, allow more data.difficulty, or prepare more rows.",
         )
     epoch, position = divmod(step - 1, steps_per_epoch)
     order = list(range(len(prompts)))
@@ -28,7 +28,9 @@ def prompts_for_step(prompts: Sequence[Prompt], step: int, per_step: int, seed: 
     return [prompts[i] for i in order[position * per_step : (position + 1) * per_step]]
 
 
-def prompts_for_round(prompts: Sequence[Prompt], step: int, round_number: int, per_step: int, seed: int) -> list[Prompt]:
+def prompts_for_round(
+    prompts: Sequence[Prompt], step: int, round_number: int, per_step: int, seed: int
+) -> list[Prompt]:
     """New prompts for round 1, 2, ... of a step that replaces groups: none of the step's own, none of another round's.
 
     At most `per_step`; fewer, and at last none, when the data set runs out.

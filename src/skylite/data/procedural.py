@@ -6,7 +6,7 @@ import json
 from itertools import islice
 from typing import Any
 
-from skylite.data.drafts import Draft, DraftSet, Track
+from skylite.data.examples import Example, ExampleSet, Track
 from skylite.data.sources import Row, Table, generated_table
 from skylite.errors import ConfigError, DataError
 from skylite.rewards import reference_completion
@@ -20,7 +20,7 @@ _REFERENCES = ("possible_answer", "example_answer", "example_correct_answer")
 """Metadata keys that tasks with many right answers keep one of them in."""
 
 
-def draft_task(task: str, *, limit: int | None, seed: int, track: Track[int]) -> DraftSet:
+def procedural_examples(task: str, *, limit: int | None, seed: int, track: Track[int]) -> ExampleSet:
     """Generate the splits of a task. Raises ConfigError for an unknown task, DataError for one that cannot be checked."""
     generator = _open_task(task, seed, size=4 * sum((ROWS | {"train": limit or ROWS["train"]}).values()))
     sizes = ROWS | {"train": limit or ROWS["train"]}
@@ -28,14 +28,21 @@ def draft_task(task: str, *, limit: int | None, seed: int, track: Track[int]) ->
     notes = [f"source: reasoning-gym task {task}, generated (seed {seed})"]
     if len(entries) < sum(sizes.values()):
         sizes = _shrink(task, sizes, len(entries))
-        notes.append(f"{task} has only {len(entries)} distinct questions in {len(generator)} draws, so the splits are smaller")
+        notes.append(
+            f"{task} has only {len(entries)} distinct questions in {len(generator)} draws, so the splits are smaller"
+        )
     dataset = f"reasoning-gym-{task}"
     tables: dict[str, Table] = {}
     rest = iter(entries)
     for split, size in sizes.items():
-        tables[split] = generated_table(islice(rest, size), "generated", f"reasoning-gym {task} (seed {seed}, {split})")
-    splits = {split: [_draft(task, row, f"{dataset}/{split}/{row.index}") for row in tables[split].rows] for split in sizes}
-    return DraftSet(
+        tables[split] = generated_table(
+            islice(rest, size), "generated", f"reasoning-gym {task} (seed {seed}, {split})"
+        )
+    splits = {
+        split: [_example(task, row, f"{dataset}/{split}/{row.index}") for row in tables[split].rows]
+        for split in sizes
+    }
+    return ExampleSet(
         dataset=dataset, reward="reasoning-gym", system=SYSTEM, examples=[], splits=splits, tables=tables, notes=notes
     )  # fmt: skip
 
@@ -45,13 +52,20 @@ def _open_task(task: str, seed: int, size: int) -> Any:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError:
-        raise ConfigError("The package reasoning-gym is not installed.", 'Install it: pip install "skylite[reasoning-gym]".') from None
+        raise ConfigError(
+            "The package reasoning-gym is not installed.", 'Install it: pip install "skylite[reasoning-gym]".'
+        ) from None
     if task not in DATASETS:
-        raise ConfigError(f"reasoning-gym has no task {task!r}.", f"Its tasks: {', '.join(sorted(DATASETS))}.")
+        raise ConfigError(
+            f"reasoning-gym has no task {task!r}.", f"Its tasks: {', '.join(sorted(DATASETS))}."
+        )
     try:
         return reasoning_gym.create_dataset(task, seed=seed, size=size)
     except (AssertionError, TypeError, ValueError) as error:
-        raise DataError(f"reasoning-gym task {task} does not work with its default settings: {error}.", "Choose another task.") from None
+        raise DataError(
+            f"reasoning-gym task {task} does not work with its default settings: {error}.",
+            "Choose another task.",
+        ) from None
 
 
 def _distinct_entries(task: str, generator: Any, wanted: int, track: Track[int]) -> list[dict[str, Any]]:
@@ -67,25 +81,35 @@ def _distinct_entries(task: str, generator: Any, wanted: int, track: Track[int])
 
 def _shrink(task: str, sizes: dict[str, int], there: int) -> dict[str, int]:
     if there < 3:
-        raise DataError(f"reasoning-gym task {task} has only {there} distinct question(s); train, validation and test need one each.")
-    held_out = {split: max(1, there * sizes[split] // sum(sizes.values())) for split in ("test", "validation")}
+        raise DataError(
+            f"reasoning-gym task {task} has only {there} distinct question(s); train, validation and test need one each."
+        )
+    held_out = {
+        split: max(1, there * sizes[split] // sum(sizes.values())) for split in ("test", "validation")
+    }
     return held_out | {"train": there - sum(held_out.values())}
 
 
-def _draft(task: str, row: Row, prompt_id: str) -> Draft:
+def _example(task: str, row: Row, prompt_id: str) -> Example:
     stored = to_json(row.values)
     try:
         stored = json.loads(json.dumps(stored))
     except (TypeError, ValueError) as error:
-        raise DataError(f"reasoning-gym task {task} has entries that cannot be stored as JSON: {error}.", "Choose another task.") from None
+        raise DataError(
+            f"reasoning-gym task {task} has entries that cannot be stored as JSON: {error}.",
+            "Choose another task.",
+        ) from None
     if from_json(stored) != row.values:
         raise DataError(f"reasoning-gym task {task} has entries that JSON changes.", "Choose another task.")
     answer = _reference(task, row.values)
-    messages: list[Message] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": row.values["question"]}]
+    messages: list[Message] = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": row.values["question"]},
+    ]
     prompt = Prompt(
         id=prompt_id, messages=messages, answer=answer, source=f"reasoning-gym-{task}", extra={"task": task, "entry": stored}
     )  # fmt: skip
-    return Draft(prompt=prompt, reference=reference_completion("reasoning-gym", answer), where=row.where)
+    return Example(prompt=prompt, reference=reference_completion("reasoning-gym", answer), where=row.where)
 
 
 def _reference(task: str, entry: dict[str, Any]) -> str:

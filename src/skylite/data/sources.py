@@ -11,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from skylite.data.prompt_file import SourceKind
+from skylite.data.prompts import SourceKind
 from skylite.errors import DataError
 from skylite.run.files import sha256_file
 
@@ -36,7 +36,9 @@ class Row:
     def text(self, column: str) -> str:
         """The stripped text of a column. Raises DataError when it is missing or empty."""
         if column not in self.values:
-            raise DataError(f"{self.where} has no column {column!r}; it has {', '.join(map(repr, self.values))}.")
+            raise DataError(
+                f"{self.where} has no column {column!r}; it has {', '.join(map(repr, self.values))}."
+            )
         value = self.values[column]
         text = "" if value is None else str(value).strip()
         if not text:
@@ -61,7 +63,9 @@ def read_table(path: Path, kind: SourceKind = "file") -> Table:
     if reader is None:
         raise DataError(f"{path} is not a {', '.join(READABLE[:-1])} or {READABLE[-1]} file.")
     if not path.is_file():
-        raise DataError(f"{path} does not exist." if not path.exists() else f"{path} is not a file.", "Check the path.")
+        raise DataError(
+            f"{path} does not exist." if not path.exists() else f"{path} is not a file.", "Check the path."
+        )
     try:
         rows = list(reader(path))
         digest = sha256_file(path)
@@ -93,7 +97,9 @@ def hold_out(table: Table, count: int, seed: int) -> tuple[Table, Table]:
     """(rest, held out): `count` rows, a tenth of a small table at most, by a seed that no option changes. File order is kept."""
     count = min(count, max(1, len(table.rows) // 10))
     if len(table.rows) < 2:
-        raise DataError(f"{table.source} has {len(table.rows)} row(s); two or more are needed to hold some out.")
+        raise DataError(
+            f"{table.source} has {len(table.rows)} row(s); two or more are needed to hold some out."
+        )
     chosen = set(random.Random(seed).sample(range(len(table.rows)), count))
     rest = [row for i, row in enumerate(table.rows) if i not in chosen]
     return replace(table, rows=rest), replace(table, rows=[table.rows[i] for i in sorted(chosen)])
@@ -102,7 +108,9 @@ def hold_out(table: Table, count: int, seed: int) -> tuple[Table, Table]:
 def generated_table(rows: Iterable[dict[str, Any]], kind: SourceKind, source: str) -> Table:
     """Rows that a generator made; the sha256 is that of their JSON lines."""
     rows = list(rows)
-    digest = sha256("".join(json.dumps(row, sort_keys=True, default=str) + "\n" for row in rows).encode()).hexdigest()
+    digest = sha256(
+        "".join(json.dumps(row, sort_keys=True, default=str) + "\n" for row in rows).encode()
+    ).hexdigest()
     numbered = [Row(index=i, where=f"{source} row {i + 1}", values=row) for i, row in enumerate(rows)]
     return Table(rows=numbered, kind=kind, source=source, sha256=digest)
 
@@ -118,7 +126,10 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{where} is not JSON: {error}.", "Correct or delete that line.") from None
             if not isinstance(values, dict):
-                raise DataError(f"{where} holds {type(values).__name__}, not a JSON object.", "Correct or delete that line.")
+                raise DataError(
+                    f"{where} holds {type(values).__name__}, not a JSON object.",
+                    "Correct or delete that line.",
+                )
             yield Row(index=number - 1, where=where, values=values)
 
 
@@ -131,10 +142,14 @@ def _csv_rows(path: Path) -> Iterator[Row]:
                 where = f"{path} line {reader.line_num}"
                 if None in values or None in values.values():
                     wanted = len(reader.fieldnames or [])
-                    raise DataError(f"{where} does not have {wanted} fields like the first line.", "Correct that line.")
+                    raise DataError(
+                        f"{where} does not have {wanted} fields like the first line.", "Correct that line."
+                    )
                 yield Row(index=index, where=where, values=dict(values))
         except csv.Error as error:
-            raise DataError(f"{path} line {reader.reader.line_num} is not CSV: {error}.", "Correct that line.") from None
+            raise DataError(
+                f"{path} line {reader.reader.line_num} is not CSV: {error}.", "Correct that line."
+            ) from None
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from skylite.engine.client import Sampling
+from skylite.engine.collect import Scorer, collect_group, gather_all, request_seed
+from skylite.engine.engine import Engine
 from skylite.errors import no_finite_score
 from skylite.evaluation.interval import Accuracy, accuracy_of
-from skylite.rollout.client import Sampling
-from skylite.rollout.collect import Scorer, collect_group, gather_all, request_seed
-from skylite.rollout.engine import Engine
 from skylite.run.files import atomic_file
 from skylite.types import Prompt, RolloutGroup, is_number
 
@@ -59,7 +59,16 @@ async def evaluate(
             seed=request_seed(seed, -1, index),
         )  # fmt: skip
         async with slots:
-            group = await collect_group(clients[index % len(clients)], model, version, prompt, token_ids[prompt.id], n, sampling, scorer)
+            group = await collect_group(
+                clients[index % len(clients)],
+                model,
+                version,
+                prompt,
+                token_ids[prompt.id],
+                n,
+                sampling,
+                scorer,
+            )
         for r in group.rollouts:
             if not is_number(r.reward):
                 raise no_finite_score(r.reward, prompt.id, r.completion.text)
@@ -82,7 +91,7 @@ def write_results(path: Path, result: EvalResult) -> None:
     rows = [
         {
             "prompt_id": r.prompt.id,
-            "grade": r.prompt.grade,
+            "difficulty": r.prompt.difficulty,
             "question": r.prompt.messages[-1]["content"],
             "answer": r.prompt.answer,
             "completion": r.completion.text,

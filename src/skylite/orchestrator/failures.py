@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from skylite.errors import ChildDied, RunFailed, SkyliteError, TrainerLost
-from skylite.launch.supervisor import Supervisor
-from skylite.launch.torchrun import killed_rank
 from skylite.orchestrator.plan import RunPlan
+from skylite.processes.supervisor import Supervisor
+from skylite.processes.torchrun import killed_rank
 from skylite.ui.closing import stopped_text
 
 TRAINER = "trainer"
@@ -18,7 +18,10 @@ def explained(plan: RunPlan, error: SkyliteError, supervisor: Supervisor) -> Sky
     if isinstance(error, TrainerLost):
         stopped = supervisor.stopped_pids(TRAINER)
         if stopped:
-            error = TrainerLost(f"{error.what} Stopped by a signal (SIGSTOP): process {', '.join(map(str, stopped))}.", error.hint)
+            error = TrainerLost(
+                f"{error.what} Stopped by a signal (SIGSTOP): process {', '.join(map(str, stopped))}.",
+                error.hint,
+            )
     elif isinstance(error, ChildDied):
         error = _explained_death(plan, error, supervisor)
     return error

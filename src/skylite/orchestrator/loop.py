@@ -1,7 +1,7 @@
-"""The steps of a run as the parent sees them: sample, hand over, take the new version, prove it, record; sampling one step ahead if asked.
+"""The steps of a run as the parent sees them: sample, hand over, take the new version, verify it, record; sampling one step ahead if asked.
 
 Two tasks. `sample_steps` samples step after step, each as soon as the version it is sampled from is loaded, and hands the rollout file
-to the trainer. `follow_training` takes each new version, proves it and records the step. On-policy they wait for each other in turn;
+to the trainer. `follow_training` takes each new version, shows it and records the step. On-policy they wait for each other in turn;
 with rollout.max_staleness = 1 the version for step k + 1 is there before step k is trained, and they overlap.
 """
 
@@ -14,20 +14,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from skylite.config import TrainConfig
+from skylite.adapters.retention import Label, clean_up, held_out_scores, write_score
+from skylite.config.train import TrainConfig
+from skylite.data.tokenizer import encode_prompts
+from skylite.engine.collect import gather_all
+from skylite.engine.pool import SyncReport
 from skylite.errors import TrainerLost
 from skylite.evaluation.evaluate import EvalResult, evaluate, write_results
+from skylite.orchestrator.metrics import (
+    Span,
+    StepTimes,
+    completion_view,
+    covered_s,
+    step_metrics,
+    trainer_metrics,
+)
 from skylite.orchestrator.plan import RunPlan
-from skylite.orchestrator.record import StepTimes, completion_view, step_metrics, trainer_metrics
-from skylite.orchestrator.resample import SampledStep
-from skylite.orchestrator.sampling import sample_step
+from skylite.orchestrator.sampling import SampledStep, sample_step
 from skylite.orchestrator.session import Session
-from skylite.orchestrator.timeline import Span, covered_s
-from skylite.rollout.collect import gather_all
-from skylite.rollout.engines import SyncReport
-from skylite.rollout.tokenizer import encode_prompts
 from skylite.run.metrics import append_metrics
-from skylite.run.retention import Label, clean_up, held_out_scores, write_score
 from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import AdapterVersion, adapter_name, sampling_version
 
@@ -45,10 +50,10 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A version that every engine has loaded, and its proof, which may still be under way."""
+    """A version that every engine has loaded, and its verification, which may still be under way."""
 
     adapter: AdapterVersion
-    proof: asyncio.Task[SyncReport]
+    verification: asyncio.Task[SyncReport]
 
 
 @dataclass(slots=True)
@@ -70,10 +75,10 @@ async def run_steps(session: Session) -> None:
     try:
         await _run_steps(session, exchange)
     finally:
-        # A proof that nobody waits for any more would report its end, and its engine's, on its own.
+        # A verification that nobody waits for any more would report its end, and its engine's, on its own.
         if exchange.newest is not None:
-            exchange.newest.proof.cancel()
-            await asyncio.gather(exchange.newest.proof, return_exceptions=True)
+            exchange.newest.verification.cancel()
+            await asyncio.gather(exchange.newest.verification, return_exceptions=True)
 
 
 async def _run_steps(session: Session, exchange: Exchange) -> None:
@@ -82,12 +87,14 @@ async def _run_steps(session: Session, exchange: Exchange) -> None:
     versions = versions_at_start(session)
     for version in versions:
         loaded = await take_version(session, exchange, version)
-        # A new run samples beside the proof, as every step does; what a resume goes on from is proven first.
+        # A new run samples beside the verification, as every step does; what a resume goes on from is verified first.
         if plan.resumed or plan.held_out:
-            await loaded.proof
+            await loaded.verification
         exchange.versions.put_nowait(loaded)
     await held_out_at_start(session, versions)
-    if plan.first_step <= plan.config.num_steps:  # else the run died after its last step, and only what comes after it is left
+    if (
+        plan.first_step <= plan.config.num_steps
+    ):  # else the run died after its last step, and only what comes after it is left
         tasks = (sample_steps(session, exchange), follow_training(session, exchange))
         await gather_all([asyncio.create_task(task) for task in tasks])
     await retire_versions(session, before=plan.config.num_steps)
@@ -95,7 +102,7 @@ async def _run_steps(session: Session, exchange: Exchange) -> None:
 
 
 async def sample_steps(session: Session, exchange: Exchange) -> None:
-    """Sample every step in order and write its rollout file. No completion of a version that is not proven reaches the trainer."""
+    """Sample every step in order and write its rollout file. No completion of a version that is not verified reaches the trainer."""
     plan, progress = session.plan, session.progress
     source = await exchange.versions.get()
     for step in range(plan.first_step, plan.config.num_steps + 1):
@@ -105,10 +112,12 @@ async def sample_steps(session: Session, exchange: Exchange) -> None:
         exchange.sampling[step] = (started, math.inf)
         progress.event("sampling_started", step=step, version=version)
         # Older versions have no request left, because all of those were of steps before.
-        sampled, _ = await asyncio.gather(sample_step(session, step, source.adapter), retire_versions(session, before=version))
+        sampled, _ = await asyncio.gather(
+            sample_step(session, step, source.adapter), retire_versions(session, before=version)
+        )
         exchange.sampling[step] = (started, time.monotonic())
         progress.event("sampling_ended", step=step, version=version)
-        await source.proof
+        await source.verification
         if not sampled.stored:
             write_rollouts(plan.run.rollout_path(step), sampled.groups)
         progress.event("rollouts_written", step=step, version=version)
@@ -127,16 +136,18 @@ async def follow_training(session: Session, exchange: Exchange) -> None:
         progress.phase("training", f"step {step} of {plan.config.num_steps}")
         update = await wait_for_update(plan, step)
         progress.event("update_seen", step=step)
-        if "guard/reason" in update.metrics:
-            reason = update.metrics["guard/reason"]
-            progress.screen.say(f"step {step} is skipped, {adapter_name(step)} is the adapter before it: {reason} (kept in {plan.run.bad})")
+        if "anomaly/reason" in update.metrics:
+            reason = update.metrics["anomaly/reason"]
+            progress.screen.say(
+                f"step {step} is skipped, {adapter_name(step)} is the adapter before it: {reason} (kept in {plan.run.rejected_steps})"
+            )
         progress.phase("syncing", adapter_name(step))
         loaded = await take_version(session, exchange, step)
         is_evaluated = is_evaluated_after(plan.config, step)
         if not is_evaluated:
             exchange.versions.put_nowait(loaded)
         sync_s = time.monotonic() - update.trained[1]
-        report = await loaded.proof
+        report = await loaded.verification
         trained[step], now = update.trained, time.monotonic()
         times = step_times((recorded, now), exchange.sampling, trained, step, sync_s)
         recorded = now
@@ -150,12 +161,18 @@ async def follow_training(session: Session, exchange: Exchange) -> None:
             exchange.versions.put_nowait(loaded)
             recorded = time.monotonic()
         await asyncio.to_thread(clean_up, plan.run, session.adapters, step, plan.config)
-        if session.limit is not None and step < plan.config.num_steps and session.limit.step_ended(times.step_s):
+        if (
+            session.limit is not None
+            and step < plan.config.num_steps
+            and session.limit.step_ended(times.step_s)
+        ):
             progress.screen.say(str(session.limit))
             await asyncio.Event().wait()  # nothing more is begun: whoever waits for the limit ends this task
 
 
-def step_times(window: Span, sampling: dict[int, Span], trained: dict[int, Span], step: int, sync_s: float) -> StepTimes:
+def step_times(
+    window: Span, sampling: dict[int, Span], trained: dict[int, Span], step: int, sync_s: float
+) -> StepTimes:
     """Seconds of a step that was recorded at the end of `window` and the step before at its start."""
     spans = [span for of_step in (sampling, trained) for k, span in of_step.items() if k >= step - 1]
     return StepTimes(
@@ -191,33 +208,33 @@ async def wait_for_update(plan: RunPlan, step: int) -> Update:
     """
     run, timeout_s = plan.run, plan.config.trainer.step_timeout_s
     deadline = time.monotonic() + timeout_s
-    while not run.update_path(step).exists():
+    while not run.trainer_step_path(step).exists():
         if time.monotonic() > deadline:
             raise TrainerLost(
                 f"The trainer has not come to the end of step {step} in {timeout_s:g} s (trainer.step_timeout_s): it hangs.",
                 f"Read {run.log_path('trainer')}, or raise trainer.step_timeout_s.",
             )
         await asyncio.sleep(POLL_S)
-    body = run.read_json(run.update_path(step))
+    body = run.read_json(run.trainer_step_path(step))
     started, ended = body["trained"]
     return Update(trainer_metrics(body), (started, ended))
 
 
 async def take_version(session: Session, exchange: Exchange, version: int) -> Loaded:
-    """Load a published version on every engine; its proof goes on beside what comes next."""
+    """Load a published version on every engine; its verification goes on beside what comes next."""
     adapter = session.adapter(version)
     load_s = await session.engines.load(adapter)
     session.progress.event("adapter_loaded", version=version)
     session.progress.adapter_version = version
-    exchange.newest = Loaded(adapter, asyncio.create_task(prove_version(session, adapter, load_s)))
+    exchange.newest = Loaded(adapter, asyncio.create_task(verify_version(session, adapter, load_s)))
     return exchange.newest
 
 
-async def prove_version(session: Session, adapter: AdapterVersion, load_s: float) -> SyncReport:
+async def verify_version(session: Session, adapter: AdapterVersion, load_s: float) -> SyncReport:
     """Hash and canary. Raises SyncFailed or ModelError."""
     started = time.monotonic()
-    canary = await session.engines.prove(adapter)
-    session.progress.event("adapter_proven", version=adapter.version)
+    canary = await session.engines.verify(adapter)
+    session.progress.event("adapter_verified", version=adapter.version)
     return SyncReport(load_s=load_s, canary_s=time.monotonic() - started, canary=canary)
 
 

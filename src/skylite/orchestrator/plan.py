@@ -8,18 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import skylite
-from skylite.config import LORA_LITERATURE_FLOOR_LR, Resolved, RunConfig, TrainConfig
-from skylite.data.prompt_file import PromptFileInfo, read_prompts
+from skylite.adapters.import_adapter import copy_warm_start, given_folder, plan_warm_start
+from skylite.config.train import LORA_LITERATURE_FLOOR_LR, Resolved, RunConfig, TrainConfig
+from skylite.data.prompts import PromptFileInfo, read_prompts
+from skylite.engine.server import choose_cpu_lora, engine_notes
 from skylite.errors import ConfigError
-from skylite.launch.machine import choose_device, choose_dtype, cpu_cores
-from skylite.launch.vllm_server import choose_cpu_lora, engine_notes
-from skylite.models import resolve_model
-from skylite.models.shared_memory import shared_copy
-from skylite.orchestrator.warm_start import copy_warm_start, given_folder, plan_warm_start
+from skylite.hub.resolve import resolve_model
+from skylite.hub.shared_memory import shared_copy
+from skylite.processes.machine import choose_device, choose_dtype, cpu_cores
 from skylite.rewards import load_reward
 from skylite.rewards.named import remember, require_named
-from skylite.run.disk import writing
-from skylite.run.files import sha256_file, write_json
+from skylite.run.files import sha256_file, write_json, writing
 from skylite.run.ownership import mark_sync_folder
 from skylite.run.run_dir import RunDir, published_versions
 from skylite.types import Prompt
@@ -44,6 +43,11 @@ class RunPlan:
     reuse_rollouts: bool = False
     """A resumed run trains again on rollouts that were sampled after its checkpoint."""
 
+    @property
+    def run_config(self) -> RunConfig:
+        """What config.json holds."""
+        return RunConfig(skylite_version=skylite.__version__, config=self.config, resolved=self.resolved)
+
 
 def plan_run(config: TrainConfig, run: RunDir, say: Callable[[str], None]) -> RunPlan:
     """Check data, reward, model and machine. Nothing is written. Raises SkyliteError subclasses."""
@@ -64,9 +68,13 @@ def plan_run(config: TrainConfig, run: RunDir, say: Callable[[str], None]) -> Ru
     note(dtype_note)
     check_device(config, device)
     if config.lora.vllm_rank != config.lora.rank:
-        note(f"vLLM is started for LoRA rank {config.lora.vllm_rank}, the smallest it allows that holds rank {config.lora.rank}")
+        note(
+            f"vLLM is started for LoRA rank {config.lora.vllm_rank}, the smallest it allows that holds rank {config.lora.rank}"
+        )
     if config.optim.lr < LORA_LITERATURE_FLOOR_LR:
-        note(f"warning: optim.lr={config.optim.lr:g} is under {LORA_LITERATURE_FLOOR_LR:g}; LoRA hardly learns at such rates")
+        note(
+            f"warning: optim.lr={config.optim.lr:g} is under {LORA_LITERATURE_FLOOR_LR:g}; LoRA hardly learns at such rates"
+        )
     if config.trainer.deterministic and config.trainer.num_threads is None:
         config = with_threads(config, cpu_cores() // config.trainer.num_ranks)
         note(f"deterministic: {config.trainer.num_threads} CPU threads a rank, wherever the run goes on")
@@ -91,15 +99,22 @@ def plan_run(config: TrainConfig, run: RunDir, say: Callable[[str], None]) -> Ru
         warm_start=str(run.warm_start) if config.lora.from_adapter is not None else None,
         notes=notes,
     )
-    return RunPlan(run=run, config=config, resolved=resolved, train=train, held_out=held_out, reward=reward, first_step=1)
+    return RunPlan(
+        run=run, config=config, resolved=resolved, train=train, held_out=held_out, reward=reward, first_step=1
+    )
 
 
 def check_device(config: TrainConfig, device: str) -> None:
     """Raise ConfigError for what only a GPU can do."""
     if config.trainer.attention == "flex" and device == "cpu":
-        raise ConfigError("trainer.attention=flex has no backward pass on a CPU, and this run has no GPU.", "Leave it at pieces.")
+        raise ConfigError(
+            "trainer.attention=flex has no backward pass on a CPU, and this run has no GPU.",
+            "Leave it at sdpa.",
+        )
     if config.trainer.offload and device == "cpu":
-        raise ConfigError("trainer.offload=true moves things off a GPU, and this run has none.", "Leave it false on a CPU.")
+        raise ConfigError(
+            "trainer.offload=true moves things off a GPU, and this run has none.", "Leave it false on a CPU."
+        )
 
 
 def shm_path(config: TrainConfig, fingerprint: str) -> str | None:
@@ -108,13 +123,15 @@ def shm_path(config: TrainConfig, fingerprint: str) -> str | None:
 
 
 def read_split(config: TrainConfig, split: str) -> tuple[list[Prompt], PromptFileInfo]:
-    """Prompts of a split at the configured grades. Raises DataError."""
-    return read_prompts(Path(config.data.path) / f"{split}.parquet", grades=tuple(config.data.grades))
+    """Prompts of a split at the configured difficulty. Raises DataError."""
+    return read_prompts(Path(config.data.path) / f"{split}.parquet", difficulty=tuple(config.data.difficulty))
 
 
 def with_threads(config: TrainConfig, num_threads: int) -> TrainConfig:
     """With a fixed number of CPU threads a rank: sums are rounded by how they are shared out."""
-    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"num_threads": max(1, num_threads)})})
+    return config.model_copy(
+        update={"trainer": config.trainer.model_copy(update={"num_threads": max(1, num_threads)})}
+    )
 
 
 def held_out_prompts(config: TrainConfig) -> list[Prompt]:
@@ -138,8 +155,8 @@ def chosen_reward(config: TrainConfig, info: PromptFileInfo, say: Callable[[str]
 
 def data_note(config: TrainConfig, info: PromptFileInfo, count: int) -> str:
     """What the run trains on, in words; recorded in the run."""
-    grades = f", grades {config.data.grades}" if config.data.grades else ""
-    return f"data: {info.dataset} ({info.source_kind}: {info.source}){grades}, {count} training problems, reward {info.reward}"
+    difficulty = f", difficulty {config.data.difficulty}" if config.data.difficulty else ""
+    return f"data: {info.dataset} ({info.source_kind}: {info.source}){difficulty}, {count} training problems, reward {info.reward}"
 
 
 def write_run(plan: RunPlan) -> None:
@@ -149,7 +166,8 @@ def write_run(plan: RunPlan) -> None:
     """
     if plan.run.config_path.exists():
         raise ConfigError(
-            f"{plan.run.root} holds a run already.", f"Use --resume {plan.run.root} to go on with it, or another --run folder."
+            f"{plan.run.root} holds a run already.",
+            f"Use --resume {plan.run.root} to go on with it, or another --run folder.",
         )
     published = published_versions(Path(plan.resolved.lora_sync_path))
     if published:
@@ -159,7 +177,13 @@ def write_run(plan: RunPlan) -> None:
         )
     if plan.config.lora.from_adapter is not None:
         copy_warm_start(given_folder(plan.config.lora.from_adapter), plan.run)
-    for folder in (plan.run.rollouts, plan.run.updates, plan.run.checkpoints, plan.run.logs, Path(plan.resolved.lora_sync_path)):
+    for folder in (
+        plan.run.rollouts,
+        plan.run.trainer_steps,
+        plan.run.checkpoints,
+        plan.run.logs,
+        Path(plan.resolved.lora_sync_path),
+    ):
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
     write_config(plan)
@@ -167,6 +191,5 @@ def write_run(plan: RunPlan) -> None:
 
 def write_config(plan: RunPlan) -> None:
     """Write config.json, which is what the children are told, and the mark in a sync folder of the user's own."""
-    value = RunConfig(skylite_version=skylite.__version__, config=plan.config, resolved=plan.resolved)
-    write_json(plan.run.config_path, value.model_dump(mode="json"))
-    mark_sync_folder(value)
+    write_json(plan.run.config_path, plan.run_config.model_dump(mode="json"))
+    mark_sync_folder(plan.run_config)

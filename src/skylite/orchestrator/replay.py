@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skylite.config import RunConfig
-from skylite.config_files import read_run_config
+from skylite.adapters.manifest import read_manifest
+from skylite.config.loading import read_run_config
+from skylite.config.train import RunConfig
 from skylite.errors import ChildDied, ConfigError, ModelError, RunFailed
-from skylite.launch.machine import cpu_cores
-from skylite.launch.processes import ProcessSpec
-from skylite.launch.supervisor import Supervisor
-from skylite.launch.torchrun import trainer_command, trainer_env
-from skylite.orchestrator.stops import ask_trainer_to_end
+from skylite.orchestrator.shutdown import ask_trainer_to_end
+from skylite.processes.child import ProcessSpec
+from skylite.processes.machine import cpu_cores
+from skylite.processes.supervisor import Supervisor
+from skylite.processes.torchrun import trainer_command, trainer_env
 from skylite.run.checkpoint_folder import checkpoint_steps, step_of, verify_checkpoint
 from skylite.run.files import write_json
-from skylite.run.manifest import read_manifest
 from skylite.run.run_dir import AdapterVersion, RunDir, adapter_name
 
 TRAINER = "trainer"
@@ -46,11 +46,19 @@ async def replay_step(run: RunDir, step: int) -> Replayed:
     start = newest_checkpoint_before(run, step)
     missing = [k for k in range(start + 1, step + 1) if not run.rollout_path(k).exists()]
     if missing:
-        raise ConfigError(f"{run.root} has no rollouts of step {missing[0]}, which step {step} is trained after.", "Replay another step.")
+        raise ConfigError(
+            f"{run.root} has no rollouts of step {missing[0]}, which step {step} is trained after.",
+            "Replay another step.",
+        )
     with tempfile.TemporaryDirectory(prefix="skylite-replay-") as folder:
         again = copy_for_replay(run, recorded, RunDir(Path(folder)), start, step)
         await _train(again, recorded, start, step)
-        return compare(step, start, original.weights_path, again.default_adapters / adapter_name(step) / original.weights_path.name)
+        return compare(
+            step,
+            start,
+            original.weights_path,
+            again.default_adapters / adapter_name(step) / original.weights_path.name,
+        )
 
 
 def stored_adapter(run: RunDir, recorded: RunConfig, step: int) -> AdapterVersion:
@@ -60,7 +68,7 @@ def stored_adapter(run: RunDir, recorded: RunConfig, step: int) -> AdapterVersio
     if step < 1 or not adapter.path.is_dir():
         raise ConfigError(
             f"{folder} holds no {adapter.name} to compare with: step {step} was not trained, or its adapter was cleaned up.",
-            "See `skylite sync list`; sync.keep_every keeps a history.",
+            "See `skylite adapters list`; sync.keep_every keeps a history.",
         )
     read_manifest(adapter.path)
     return adapter
@@ -79,7 +87,14 @@ def newest_checkpoint_before(run: RunDir, step: int) -> int:
 
 def copy_for_replay(run: RunDir, recorded: RunConfig, again: RunDir, start: int, step: int) -> RunDir:
     """A run directory in which the trainer finds itself after step `start`, with the rollouts up to `step`."""
-    for folder in (again.rollouts, again.updates, again.checkpoints, again.logs, again.default_adapters, again.meeting):
+    for folder in (
+        again.rollouts,
+        again.trainer_steps,
+        again.checkpoints,
+        again.logs,
+        again.default_adapters,
+        again.rendezvous,
+    ):
         folder.mkdir(parents=True)
     update = {
         "lora_sync_path": str(again.default_adapters),
@@ -89,14 +104,16 @@ def copy_for_replay(run: RunDir, recorded: RunConfig, again: RunDir, start: int,
     config = recorded.model_copy(update={"resolved": recorded.resolved.model_copy(update=update)})
     write_json(again.config_path, config.model_dump(mode="json"))
     shutil.copyfile(run.canary_path, again.canary_path)
-    if run.micro_batch_path.exists():  # measured anew it could be another, and the sums would be others in their last bits
+    if (
+        run.micro_batch_path.exists()
+    ):  # measured anew it could be another, and the sums would be others in their last bits
         shutil.copyfile(run.micro_batch_path, again.micro_batch_path)
     if start:
         again.checkpoint_path(start).symlink_to(run.checkpoint_path(start).resolve())
     for path in (p for p in run.rollouts.glob("step-*") if step_of(p) <= step):
         (again.rollouts / path.name).symlink_to(path.resolve())
-    for path in (p for p in run.updates.glob("step-*") if step_of(p) < start):
-        (again.updates / path.name).symlink_to(path.resolve())
+    for path in (p for p in run.trainer_steps.glob("step-*") if step_of(p) < start):
+        (again.trainer_steps / path.name).symlink_to(path.resolve())
     return again
 
 
@@ -107,7 +124,10 @@ def compare(step: int, start: int, first: Path, second: Path) -> Replayed:
 
     a, b = load_file(first), load_file(second)
     if {n: t.shape for n, t in a.items()} != {n: t.shape for n, t in b.items()}:
-        raise ModelError(f"{first} holds other tensors than a replay of its step.", "The run's config.json was changed; use its own.")
+        raise ModelError(
+            f"{first} holds other tensors than a replay of its step.",
+            "The run's config.json was changed; use its own.",
+        )
     differing = [n for n in sorted(a) if not torch.equal(a[n], b[n])]
     differences = {n: float((a[n].double() - b[n].double()).abs().max()) for n in differing}
     return Replayed(step=step, start=start, num_tensors=len(a), differences=differences)
@@ -118,18 +138,24 @@ async def _train(run: RunDir, recorded: RunConfig, start: int, step: int) -> Non
     trainer = recorded.config.trainer
     spec = ProcessSpec(
         name=TRAINER,
-        argv=trainer_command(run.root, trainer.num_ranks, resume=True),
+        argv=trainer_command(run.root, run.rendezvous, trainer.num_ranks, resume=True),
         env=trainer_env(trainer.num_threads or max(1, cpu_cores() // trainer.num_ranks)),
         log_path=run.log_path(TRAINER),
-        is_done=run.update_path(step).exists,
+        is_done=run.trainer_step_path(step).exists,
     )
     async with Supervisor() as supervisor:
         supervisor.start(spec)
         try:
             for trained in range(start, step + 1):
-                await _in_time(_published(run, supervisor, trained), trainer.step_timeout_s, f"to the end of step {trained}")
+                await _in_time(
+                    _published(run, supervisor, trained),
+                    trainer.step_timeout_s,
+                    f"to the end of step {trained}",
+                )
             ask_trainer_to_end(run)
-            await _in_time(supervisor.wait_exit(TRAINER), trainer.step_timeout_s, f"to its own end after step {step}")
+            await _in_time(
+                supervisor.wait_exit(TRAINER), trainer.step_timeout_s, f"to its own end after step {step}"
+            )
         except ChildDied:
             if not run.trainer_error_path.exists():
                 raise
@@ -138,7 +164,7 @@ async def _train(run: RunDir, recorded: RunConfig, start: int, step: int) -> Non
 
 
 async def _published(run: RunDir, supervisor: Supervisor, step: int) -> None:
-    while not run.update_path(step).exists():
+    while not run.trainer_step_path(step).exists():
         supervisor.check()
         await asyncio.sleep(POLL_S)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from skylite.data.tokenizer import ChatTokenizer
+from skylite.engine.collect import Scorer
+from skylite.engine.pool import Engines
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.progress import Progress
-from skylite.orchestrator.time_limit import TimeLimit
-from skylite.rollout.collect import Scorer
-from skylite.rollout.engines import Engines
-from skylite.rollout.tokenizer import ChatTokenizer
+from skylite.orchestrator.shutdown import TimeLimit
 from skylite.run.run_dir import AdapterVersion, adapter_name
 
 

@@ -95,21 +95,28 @@ def _built_in(spec: str) -> RewardFn:
 def _plug_in(spec: str) -> RewardFn:
     file, colon, name = spec.rpartition(":")
     if not colon or not file.endswith(".py") or not name:
-        raise ConfigError(f"There is no reward {spec!r}.", f"Use one of {', '.join(BUILT_IN)}, or FILE.py:function.")
+        raise ConfigError(
+            f"There is no reward {spec!r}.", f"Use one of {', '.join(BUILT_IN)}, or FILE.py:function."
+        )
     path = Path(file)
     if not path.is_file():
-        raise ConfigError(f"The reward file {file} does not exist.", "Give FILE.py:function with a path from here.")
+        raise ConfigError(
+            f"The reward file {file} does not exist.", "Give FILE.py:function with a path from here."
+        )
     try:
         module = import_file(path, "reward file")
     except DataError as error:
         raise ConfigError(error.what, error.hint) from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise ConfigError(f"{file} has no function {name!r}.", "Define it: def NAME(prompt, completion) -> float.")
+        raise ConfigError(
+            f"{file} has no function {name!r}.", "Define it: def NAME(prompt, completion) -> float."
+        )
     try:
         inspect.signature(function).bind(None, None)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"{name} in {file} cannot be called with (prompt, completion): {error}.", "Define it: def NAME(prompt, completion) -> float."
+            f"{name} in {file} cannot be called with (prompt, completion): {error}.",
+            "Define it: def NAME(prompt, completion) -> float.",
         ) from None
     return partial(function)

@@ -37,7 +37,11 @@ def final_number(text: str) -> Fraction | None:
     number in the line is not (`72 / 3` is no answer). None where there is no such number."""
     _, mark, tail = text.rpartition(MARK)
     match = _NUMBER.match(tail) if mark else None
-    if match is None or (match["digits"] is None and match["decimals"] is None) or re.search("[0-9]", match["rest"]):
+    if (
+        match is None
+        or (match["digits"] is None and match["decimals"] is None)
+        or re.search("[0-9]", match["rest"])
+    ):
         return None
     digits = (match["digits"] or "0").replace(",", "") + (match["decimals"] or "")
     if len(digits) > _LONGEST:

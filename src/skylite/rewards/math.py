@@ -13,7 +13,9 @@ from skylite.types import Prompt
 TIMEOUT_S = 5
 """For one parse or one comparison; math-verify measures it with SIGALRM."""
 _WORDS = re.compile(r"(?<!\\)\b[A-Za-z]{3,}\b")
-_FUNCTIONS = frozenset(("sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "log", "exp", "sqrt"))
+_FUNCTIONS = frozenset(
+    ("sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "log", "exp", "sqrt")
+)
 
 
 def math_reward(prompt: Prompt, completion: str) -> float:
@@ -22,7 +24,11 @@ def math_reward(prompt: Prompt, completion: str) -> float:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     truth = parse_truth(prompt.answer)
-    found = parse(completion, [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()], parsing_timeout=_timeout())
+    found = parse(
+        completion,
+        [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()],
+        parsing_timeout=_timeout(),
+    )
     return float(verify(list(truth), found, timeout_seconds=_timeout()))
 
 
@@ -39,7 +45,10 @@ def parse_truth(answer: str) -> tuple[Any, ...]:
     formula = [] if words else parse(f"${answer}$", fallback_mode="no_fallback", parsing_timeout=_timeout())
     if not formula:
         reason = f"it has the word {words[0]!r}" if words else "math-verify cannot parse it"
-        raise DataError(f"The answer {answer!r} is not a number or a formula: {reason}.", "Correct it, or use another --reward.")
+        raise DataError(
+            f"The answer {answer!r} is not a number or a formula: {reason}.",
+            "Correct it, or use another --reward.",
+        )
     return tuple(formula)
 
 

@@ -20,7 +20,11 @@ from skylite.run.files import write_json
 
 def remember(spec: str) -> None:
     """Take note that the user has named this reward. A home that cannot be written means that it has to be named again next time."""
-    if spec in BUILT_IN or not spec.partition(":")[0].endswith(".py") or (resolved := resolve_spec(spec)) in (known := _known()):
+    if (
+        spec in BUILT_IN
+        or not spec.partition(":")[0].endswith(".py")
+        or (resolved := resolve_spec(spec)) in (known := _known())
+    ):
         return
     with suppress(WriteFailed):
         write_json(_state_file(), {"named": sorted({*known, resolved})})
@@ -44,7 +48,11 @@ def names_reward(settings: Sequence[str]) -> bool:
 
 
 def _state_file() -> Path:
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "skylite" / "rewards.json"
+    return (
+        Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+        / "skylite"
+        / "rewards.json"
+    )
 
 
 def _known() -> set[str]:

@@ -12,8 +12,8 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import resource_tracker
 
 from skylite.errors import ChildDied, RunFailed
+from skylite.processes.parent_death import die_with_parent
 from skylite.rewards import RewardFn, load_reward, score
-from skylite.run.lifetime import die_with_parent
 from skylite.types import Prompt
 
 _reward: RewardFn | None = None
@@ -26,7 +26,9 @@ class RewardPool:
         """Start the workers. `timeout_s`: for one call of `score`. Raises ConfigError when the reward cannot be loaded."""
         load_reward(spec)
         context = multiprocessing.get_context("spawn")
-        self._executor = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start_worker, initargs=(spec, os.getpid()))
+        self._executor = ProcessPoolExecutor(
+            num_workers, mp_context=context, initializer=_start_worker, initargs=(spec, os.getpid())
+        )
         before = set(multiprocessing.active_children())
         # A worker that is still importing would die of Ctrl-C with a traceback: it is started with SIGINT blocked.
         resource_tracker.ensure_running()  # its own start unblocks SIGINT
@@ -54,13 +56,20 @@ class RewardPool:
         """
         loop = asyncio.get_running_loop()
         try:
-            futures = [loop.run_in_executor(self._executor, _score_here, prompt, completion) for prompt, completion in items]
+            futures = [
+                loop.run_in_executor(self._executor, _score_here, prompt, completion)
+                for prompt, completion in items
+            ]
             async with asyncio.timeout(self._timeout_s):
                 return list(await asyncio.gather(*futures))
         except BrokenProcessPool:
             raise _worker_lost() from None
         except TimeoutError:
-            waiting = next(prompt.id for (prompt, _), future in zip(items, futures, strict=True) if not future.done() or future.cancelled())
+            waiting = next(
+                prompt.id
+                for (prompt, _), future in zip(items, futures, strict=True)
+                if not future.done() or future.cancelled()
+            )
             pids = ", ".join(str(worker.pid) for worker in self._workers)
             raise RunFailed(
                 f"Scoring took longer than {self._timeout_s:g} s (reward.timeout_s); prompt {waiting} is not scored.",

@@ -13,7 +13,15 @@ from skylite.types import Prompt
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*)</answer>", re.DOTALL)
 _TUPLE = "!tuple"
 _PAIRS = "!pairs"
-_UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError)
+_UNREADABLE = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
 
 
 def reasoning_gym_reward(prompt: Prompt, completion: str) -> float:
@@ -65,6 +73,8 @@ def _scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
     try:
         import reasoning_gym
     except ImportError:
-        raise DataError("The package reasoning-gym is not installed.", 'Install it: pip install "skylite[reasoning-gym]".') from None
+        raise DataError(
+            "The package reasoning-gym is not installed.", 'Install it: pip install "skylite[reasoning-gym]".'
+        ) from None
     scorer: Callable[[str, dict[str, Any]], float] = reasoning_gym.get_score_answer_fn(task)
     return scorer

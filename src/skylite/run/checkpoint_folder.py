@@ -36,7 +36,10 @@ class CheckpointManifest(BaseModel):
 
 def seal_checkpoint(folder: Path, step: int) -> None:
     """Write the manifest over everything that is in the (still unfinished) folder."""
-    files = {p.name: CheckpointFile(sha256=sha256_file(p), bytes=p.stat().st_size) for p in sorted(folder.iterdir())}
+    files = {
+        p.name: CheckpointFile(sha256=sha256_file(p), bytes=p.stat().st_size)
+        for p in sorted(folder.iterdir())
+    }
     manifest = CheckpointManifest(format=FORMAT, step=step, files=files)
     (folder / MANIFEST).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
@@ -47,13 +50,15 @@ def verify_checkpoint(folder: Path) -> CheckpointManifest:
     try:
         manifest = CheckpointManifest.model_validate_json((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
-        raise ModelError(f"The checkpoint {folder} has no {MANIFEST}: it is damaged, or of an older skylite.", hint) from None
+        raise ModelError(
+            f"The checkpoint {folder} has no {MANIFEST}: it is damaged, or of an older skylite.", hint
+        ) from None
     except (OSError, ValidationError) as error:
-        raise ModelError(f"The checkpoint {folder} is damaged: its {MANIFEST} cannot be read ({error}).", hint) from None
+        raise ModelError(
+            f"The checkpoint {folder} is damaged: its {MANIFEST} cannot be read ({error}).", hint
+        ) from None
     if manifest.format != FORMAT or manifest.step != step_of(folder):
-        what = (
-            f"its {MANIFEST} says format {manifest.format} and step {manifest.step}, and format {FORMAT} and step {step_of(folder)} belong"
-        )
+        what = f"its {MANIFEST} says format {manifest.format} and step {manifest.step}, and format {FORMAT} and step {step_of(folder)} belong"
         raise ModelError(f"The checkpoint {folder} is damaged: {what} there.", hint)
     for name, expected in manifest.files.items():
         if damage := _damage(folder / name, expected):
@@ -81,7 +86,10 @@ def choose_checkpoint(run: RunDir, at: int | None, say: Callable[[str], None]) -
     if at is not None:
         if at != 0 and at not in steps:
             have = ", ".join(map(str, [0, *steps]))
-            raise ConfigError(f"{run.root} has no checkpoint of step {at}; it can go on from step {have}.", "Give one of those to --at.")
+            raise ConfigError(
+                f"{run.root} has no checkpoint of step {at}; it can go on from step {have}.",
+                "Give one of those to --at.",
+            )
         if at != 0:
             verify_checkpoint(run.checkpoint_path(at))
         return at
@@ -94,7 +102,8 @@ def choose_checkpoint(run: RunDir, at: int | None, say: Callable[[str], None]) -
             return step
     if steps:
         raise ModelError(
-            f"None of the {len(steps)} checkpoints of {run.root} is whole.", "Give --at 0 to begin again from the run's start."
+            f"None of the {len(steps)} checkpoints of {run.root} is whole.",
+            "Give --at 0 to begin again from the run's start.",
         )
     return 0
 
@@ -108,4 +117,8 @@ def _damage(path: Path, expected: CheckpointFile) -> str:
         found = sha256_file(path)
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror})"
-    return "" if found == expected.sha256 else f"{path.name} has sha256 {found[:12]}..., the manifest says {expected.sha256[:12]}..."
+    return (
+        ""
+        if found == expected.sha256
+        else f"{path.name} has sha256 {found[:12]}..., the manifest says {expected.sha256[:12]}..."
+    )

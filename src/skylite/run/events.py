@@ -20,7 +20,7 @@ Event = Literal[
     "rollouts_written",
     "update_seen",
     "adapter_loaded",
-    "adapter_proven",
+    "adapter_verified",
     "adapter_unloaded",
 ]
 """sampling_* and rollouts_written carry "step" and "version" (what is sampled from), update_seen "step", adapter_* "version"."""

@@ -10,8 +10,8 @@ from io import FileIO
 from pathlib import Path
 
 from skylite.errors import ConfigError
-from skylite.run.descriptors import private_file
-from skylite.run.disk import writing
+from skylite.processes.descriptors import private_file
+from skylite.run.files import writing
 
 LOCK_NAME = ".skylite.lock"
 

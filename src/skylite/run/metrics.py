@@ -45,7 +45,10 @@ def with_nan(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _line(metrics: Mapping[str, Any]) -> str:
-    return json.dumps({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}, ensure_ascii=False)
+    return json.dumps(
+        {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()},
+        ensure_ascii=False,
+    )
 
 
 def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
@@ -54,5 +57,8 @@ def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise DataError(f"{path} line {number} is not JSON: {error}.", "Remove that line.") from None
     if not isinstance(metrics, dict) or not isinstance(metrics.get("step"), int):
-        raise DataError(f"{path} line {number} is no step's metrics (a JSON object with an integer step).", "Remove that line.")
+        raise DataError(
+            f"{path} line {number} is no step's metrics (a JSON object with an integer step).",
+            "Remove that line.",
+        )
     return metrics

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from skylite.config import RunConfig
+from skylite.config.train import RunConfig
 from skylite.errors import ConfigError
 from skylite.run.files import TEMPORARY_MARK, write_json
 from skylite.run.run_dir import RunDir, published_versions
@@ -36,9 +36,14 @@ def require_own_folders(run: RunDir, recorded: RunConfig) -> None:
     if recorded.config.lora.lora_sync_path is None:
         return
     if not folder.is_absolute() or "\0" in str(folder):
-        raise ConfigError(f"{run.config_path} names {str(folder)!r} as its lora_sync_path, which is no absolute path.", "Correct it there.")
+        raise ConfigError(
+            f"{run.config_path} names {str(folder)!r} as its lora_sync_path, which is no absolute path.",
+            "Correct it there.",
+        )
     held = next(_ours_by_name(folder), None)
-    if held is not None and (recorded.resolved.run_id is None or _marked_for(folder) != recorded.resolved.run_id):
+    if held is not None and (
+        recorded.resolved.run_id is None or _marked_for(folder) != recorded.resolved.run_id
+    ):
         raise ConfigError(
             f"{run.config_path} names {folder} as its lora_sync_path, but {held.name} in there is not known to be this run's "
             f"({MARK_NAME} beside it is another run's, or missing), and going on would delete adapters there.",
@@ -49,7 +54,9 @@ def require_own_folders(run: RunDir, recorded: RunConfig) -> None:
 def _ours_by_name(folder: Path) -> Iterator[Path]:
     """What a run would delete from its sync folder sooner or later."""
     yield from (adapter.path for adapter in published_versions(folder))
-    yield from (path for path in folder.glob(f".*{TEMPORARY_MARK}*") if not path.name.startswith(f".{MARK_NAME}"))
+    yield from (
+        path for path in folder.glob(f".*{TEMPORARY_MARK}*") if not path.name.startswith(f".{MARK_NAME}")
+    )
 
 
 def _marked_for(folder: Path) -> object:

@@ -21,7 +21,7 @@ ROLLOUT_SCHEMA = pa.schema(
         ("prompt_token_ids", pa.list_(pa.int32())),
         ("completion_token_ids", pa.list_(pa.int32())),
         ("rollout_logprobs", pa.list_(pa.float32())),
-        # float64, so that the trainer rounds their sum as `RolloutGroup.is_equal` does.
+        # float64, so that the trainer rounds their sum as `RolloutGroup.is_zero_std` does.
         ("reward", pa.float64()),
         ("penalty", pa.float64()),
         ("finish_reason", pa.string()),
@@ -105,7 +105,11 @@ def read_groups(path: Path) -> list[RolloutGroup]:
         question = [Message(role="user", content=row["question"])]
         prompt = Prompt(id=row["prompt_id"], messages=question, answer=row["answer"], source="")
         rollout = Rollout(
-            prompt=prompt, prompt_token_ids=row["prompt_token_ids"], completion=completion, reward=row["reward"], penalty=row["penalty"]
+            prompt=prompt,
+            prompt_token_ids=row["prompt_token_ids"],
+            completion=completion,
+            reward=row["reward"],
+            penalty=row["penalty"],
         )
         groups.setdefault(row["group"], []).append(rollout)
     return [RolloutGroup(tuple(rollouts)) for rollouts in groups.values()]
@@ -118,11 +122,17 @@ def mean_reward(path: Path) -> float:
 
 
 def _rows(path: Path, columns: list[str] | None = None) -> list[dict[str, Any]]:
-    schema = ROLLOUT_SCHEMA if columns is None else pa.schema([ROLLOUT_SCHEMA.field(name) for name in columns])
+    schema = (
+        ROLLOUT_SCHEMA if columns is None else pa.schema([ROLLOUT_SCHEMA.field(name) for name in columns])
+    )
     try:
         # Not pq.read_table: it imports pandas where that is installed, 50 MB and most of a second.
         with pq.ParquetFile(path) as file:
-            rows: list[dict[str, Any]] = file.read(columns=schema.names).select(schema.names).cast(schema).to_pylist()
+            rows: list[dict[str, Any]] = (
+                file.read(columns=schema.names).select(schema.names).cast(schema).to_pylist()
+            )
     except (OSError, KeyError, pa.ArrowException) as error:
-        raise DataError(f"{path} is not a rollout file: {error}.", "Delete it; the step is sampled again on resume.") from None
+        raise DataError(
+            f"{path} is not a rollout file: {error}.", "Delete it; the step is sampled again on resume."
+        ) from None
     return rows

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skylite.config import RunConfig
+from skylite.config.train import RunConfig
 from skylite.errors import ConfigError
 
 _VERSION_NAME = re.compile(r"policy-v(\d{6,})")
@@ -59,7 +59,11 @@ def published_versions(lora_sync_path: Path) -> list[AdapterVersion]:
     """
     folder = lora_sync_path.resolve()
     found = [(_VERSION_NAME.fullmatch(p.name), p) for p in folder.iterdir()] if folder.is_dir() else []
-    return sorted(AdapterVersion(int(m.group(1)), p) for m, p in found if m is not None and p.is_dir() and not p.is_symlink())
+    return sorted(
+        AdapterVersion(int(m.group(1)), p)
+        for m, p in found
+        if m is not None and p.is_dir() and not p.is_symlink()
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +106,9 @@ class RunDir:
         return self.root / "stop"
 
     @property
-    def meeting(self) -> Path:
+    def rendezvous(self) -> Path:
         """Files in which torchrun and the ranks of a trainer find each other; of no use after its end."""
-        return self.root / "meeting"
+        return self.root / "rendezvous"
 
     @property
     def trainer_error_path(self) -> Path:
@@ -116,8 +120,8 @@ class RunDir:
         return self.root / "rollouts"
 
     @property
-    def updates(self) -> Path:
-        return self.root / "updates"
+    def trainer_steps(self) -> Path:
+        return self.root / "trainer_steps"
 
     @property
     def checkpoints(self) -> Path:
@@ -132,9 +136,9 @@ class RunDir:
         return self.root / "evals"
 
     @property
-    def bad(self) -> Path:
+    def rejected_steps(self) -> Path:
         """Steps whose update was not applied: their rollouts and the reason."""
-        return self.root / "bad"
+        return self.root / "rejected_steps"
 
     @property
     def warm_start(self) -> Path:
@@ -155,9 +159,9 @@ class RunDir:
         """Orchestrator -> trainer: the scored completions of a step."""
         return self.rollouts / f"step-{step:06d}.parquet"
 
-    def update_path(self, step: int) -> Path:
+    def trainer_step_path(self, step: int) -> Path:
         """Trainer -> orchestrator: metrics of the update, written after its adapter is published. Step 0 is the start."""
-        return self.updates / f"step-{step:06d}.json"
+        return self.trainer_steps / f"step-{step:06d}.json"
 
     def checkpoint_path(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:06d}"
@@ -171,10 +175,16 @@ class RunDir:
             value = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigError(
-                f"{self.root} is not a skylite run: {path.name} is missing.", "Give a folder made by `skylite train`."
+                f"{self.root} is not a skylite run: {path.name} is missing.",
+                "Give a folder made by `skylite train`.",
             ) from None
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{path} cannot be read as JSON: {error}.", "The run is damaged; start a new one.") from None
+            raise ConfigError(
+                f"{path} cannot be read as JSON: {error}.", "The run is damaged; start a new one."
+            ) from None
         if not isinstance(value, dict):
-            raise ConfigError(f"{path} holds {type(value).__name__}, not a JSON object.", "The run is damaged; start a new one.")
+            raise ConfigError(
+                f"{path} holds {type(value).__name__}, not a JSON object.",
+                "The run is damaged; start a new one.",
+            )
         return value

@@ -12,7 +12,9 @@ from typing import Literal
 from skylite.errors import ConfigError
 from skylite.run.files import write_json
 
-Phase = Literal["starting", "sampling", "training", "syncing", "evaluating", "stopping", "done", "stopped", "failed"]
+Phase = Literal[
+    "starting", "sampling", "training", "syncing", "evaluating", "stopping", "done", "stopped", "failed"
+]
 """starting -> (evaluating) -> sampling -> training -> syncing -> sampling ... -> (evaluating) -> done; stopped and failed from anywhere."""
 
 
@@ -46,7 +48,11 @@ def read_status(path: Path) -> Status:
         return Status(**{f.name: value[f.name] for f in fields(Status)})
     except FileNotFoundError:
         raise ConfigError(
-            f"{path.parent} is not a skylite run: {path.name} is missing.", "Give a folder made by `skylite train`."
+            f"{path.parent} is not a skylite run: {path.name} is missing.",
+            "Give a folder made by `skylite train`.",
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is no run status: {type(error).__name__} {error}.", "The run is damaged; start a new one.") from None
+        raise ConfigError(
+            f"{path} is no run status: {type(error).__name__} {error}.",
+            "The run is damaged; start a new one.",
+        ) from None

@@ -12,13 +12,24 @@ from skylite.run.run_dir import RunDir, published_versions
 def finished_text(run: RunDir, adapters: Path, evaluations: Mapping[str, str] | None = None) -> str:
     """The run is done. `evaluations`: label (before, after) to held-out result, in words."""
     results = [f"  {label:<9} {text}" for label, text in (evaluations or {}).items()]
-    return "\n".join(["Done.", *results, *_adapter(run, adapters), f"  go on     skylite train --resume {_name(run.root)} --steps N"])
+    return "\n".join(
+        [
+            "Done.",
+            *results,
+            *_adapter(run, adapters),
+            f"  go on     skylite train --resume {_name(run.root)} --steps N",
+        ]
+    )
 
 
 def stopped_text(run: RunDir, adapters: Path) -> str:
     """The run was stopped by the user, or failed: what was kept."""
     checkpoints = sorted(p.name for p in run.checkpoints.glob("step-*"))
-    kept = f"Kept: checkpoint {checkpoints[-1]}." if checkpoints else "There is no checkpoint yet: it goes on from its start."
+    kept = (
+        f"Kept: checkpoint {checkpoints[-1]}."
+        if checkpoints
+        else "There is no checkpoint yet: it goes on from its start."
+    )
     resume = f"  resume    skylite train --resume {_name(run.root)}"
     return "\n".join([kept, *_adapter(run, adapters), resume, f"  logs      {_name(run.logs)}"])
 

@@ -26,8 +26,14 @@ def curve(values: Sequence[float], width: int, height: int) -> list[str]:
     """
     finite = [v for v in values if math.isfinite(v)]
     low, high = min([0.0, *finite]), max([1.0, *finite])
-    levels = [max(1, round(8 * height * (v - low) / (high - low))) if math.isfinite(v) else 0 for v in resample(values, width)]
-    return ["".join(BLOCKS[min(8, max(0, level - 8 * row))] for level in levels) for row in range(height - 1, -1, -1)]
+    levels = [
+        max(1, round(8 * height * (v - low) / (high - low))) if math.isfinite(v) else 0
+        for v in resample(values, width)
+    ]
+    return [
+        "".join(BLOCKS[min(8, max(0, level - 8 * row))] for level in levels)
+        for row in range(height - 1, -1, -1)
+    ]
 
 
 def shares(parts: Sequence[float], width: int) -> list[int]:

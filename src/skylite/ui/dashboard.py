@@ -20,7 +20,9 @@ __all__ = ["CompletionView", "Screen", "step_line"]
 class Screen:
     """Owns the live display; a context manager. `history`: metrics of the steps before a resume."""
 
-    def __init__(self, num_steps: int, console: Console | None = None, history: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(
+        self, num_steps: int, console: Console | None = None, history: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         self.console = console or Console(stderr=True)
         self.state = ScreenState(num_steps, history=tuple(history))
         self._is_live = self.console.is_interactive
@@ -31,7 +33,9 @@ class Screen:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._is_live:
             self._live.stop()
 

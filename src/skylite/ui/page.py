@@ -62,7 +62,12 @@ class Page:
         lines = page_lines(self.state, width, rows)
         title = Text.assemble(("skylite", "bold"), ("  GRPO + LoRA", "dim"))
         # Cropped here, line by line: rich would wrap what is too long, and a page that changes its height flickers.
-        yield Panel(Text("\n").join(_fitted(line, width) for line in lines[:rows]), title=title, title_align="left", border_style="blue")
+        yield Panel(
+            Text("\n").join(_fitted(line, width) for line in lines[:rows]),
+            title=title,
+            title_align="left",
+            border_style="blue",
+        )
 
 
 def page_lines(state: ScreenState, width: int, rows: int) -> list[Text]:
@@ -80,7 +85,9 @@ def page_lines(state: ScreenState, width: int, rows: int) -> list[Text]:
 
 
 def _head(state: ScreenState, width: int) -> Text:
-    mark, style = ENDS.get(state.phase, (SPINNER[int(8 * (time.monotonic() - state.started)) % len(SPINNER)], "bold cyan"))
+    mark, style = ENDS.get(
+        state.phase, (SPINNER[int(8 * (time.monotonic() - state.started)) % len(SPINNER)], "bold cyan")
+    )
     left = Text.assemble((f"{mark} {state.phase}", style), ("  " + state.detail, "default"))
     return _both_ends(left, Text(clock(state), "dim"), width)
 
@@ -96,21 +103,35 @@ def _progress(state: ScreenState, width: int) -> Text:
 def _reward(state: ScreenState, width: int, height: int) -> list[Text]:
     """The curve of mean rewards; its width stands for all steps of the run, so it grows to the right as the run goes on."""
     rewards = [float(m["reward/mean"]) for m in state.history]
-    best = max(filter(math.isfinite, rewards), default=math.nan)  # a step whose rewards were no numbers has none
-    summary = Text.assemble((f"{rewards[-1]:.3f}", "bold yellow"), (f"  first {rewards[0]:.3f}  best {best:.3f}", "dim"))
+    best = max(
+        filter(math.isfinite, rewards), default=math.nan
+    )  # a step whose rewards were no numbers has none
+    summary = Text.assemble(
+        (f"{rewards[-1]:.3f}", "bold yellow"), (f"  first {rewards[0]:.3f}  best {best:.3f}", "dim")
+    )
     room = max(1, width - LABEL_WIDTH - summary.cell_len - 2)
     stretch = max(1, room // state.num_steps)
-    lines = curve(rewards, max(1, min(room, room * len(rewards) // state.num_steps)) if stretch == 1 else len(rewards), height)
+    lines = curve(
+        rewards,
+        max(1, min(room, room * len(rewards) // state.num_steps)) if stretch == 1 else len(rewards),
+        height,
+    )
     drawn = [Text("".join(c * stretch for c in line), "yellow") for line in lines]
     drawn[-1] = Text.assemble(drawn[-1], "  ", summary)
-    labels = [f"{max(1.0, *rewards):>{LABEL_WIDTH - 1}.3g}", *[""] * (height - 2), "reward"] if height > 1 else ["reward"]
+    labels = (
+        [f"{max(1.0, *rewards):>{LABEL_WIDTH - 1}.3g}", *[""] * (height - 2), "reward"]
+        if height > 1
+        else ["reward"]
+    )
     return [_row(label, line) for label, line in zip(labels, drawn, strict=True)]
 
 
 def _numbers(state: ScreenState, width: int) -> list[Text]:
     m = state.history[-1]
     cut = f"{100 * m['completion/truncated_frac']:.0f} % cut short"
-    length = f"{m['completion/tokens_mean']:.1f} tokens a completion, {cut}, entropy {m['policy/entropy']:.3f}"
+    length = (
+        f"{m['completion/tokens_mean']:.1f} tokens a completion, {cut}, entropy {m['policy/entropy']:.3f}"
+    )
     speed = f"{m['perf/completion_tokens_per_s']:.0f} tokens/s sampled, {m['time/step_s']:.1f} s a step"
     gaps = f"canary gap {m['canary/gap_max']:.1e}, trainer-engine gap {m['mismatch/logprob_diff_mean']:.1e}"
     return [
@@ -129,7 +150,9 @@ def time_split(m: Mapping[str, Any], width: int) -> Text:
     parts = {**known, "other": max(0.0, m["time/step_s"] - sum(known.values()))}
     styles = dict(zip(parts, ("cyan", "magenta", "green", "grey50"), strict=True))
     total = sum(parts.values()) or 1.0
-    legend = Text("  ").join(Text(f"{name} {100 * value / total:.0f} %", styles[name]) for name, value in parts.items())
+    legend = Text("  ").join(
+        Text(f"{name} {100 * value / total:.0f} %", styles[name]) for name, value in parts.items()
+    )
     columns = shares(list(parts.values()), max(0, min(60, width - legend.cell_len - 2)))
     bar = Text.assemble(*(("█" * n, styles[name]) for name, n in zip(parts, columns, strict=True)))
     return Text.assemble(bar, "  ", legend)

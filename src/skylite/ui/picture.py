@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow.parquet as pq
 from rich.console import Console
 
-from skylite.config_files import read_run_config
+from skylite.config.loading import read_run_config
 from skylite.errors import DataError
 from skylite.evaluation.interval import accuracy_of
 from skylite.run.metrics import read_metrics, with_nan
@@ -27,7 +27,14 @@ def main(arguments: list[str]) -> None:
     run, out, *size = arguments
     columns, rows = (int(size[0]), int(size[1])) if size else (COLUMNS, ROWS)
     config = read_run_config(Path(run) / "config.json").config
-    console = Console(record=True, width=columns, height=rows, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    console = Console(
+        record=True,
+        width=columns,
+        height=rows,
+        file=io.StringIO(),
+        force_terminal=True,
+        color_system="truecolor",
+    )
     console.print(Page(state_of(RunDir(Path(run)), config.num_steps)))
     console.save_svg(out, title=f"skylite train --rank {config.lora.rank} --alpha {config.lora.alpha:g}")
 
@@ -62,7 +69,9 @@ def _sample(path: Path) -> CompletionView | None:
         groups.setdefault(row["group"], []).append(row)
     mixed = next((g for g in groups.values() if len({r["reward"] for r in g}) > 1), rows)
     best = max(mixed, key=lambda r: float(r["reward"]))
-    return CompletionView(question=best["question"], completion=best["completion"], reward=best["reward"], answer=best["answer"])
+    return CompletionView(
+        question=best["question"], completion=best["completion"], reward=best["reward"], answer=best["answer"]
+    )
 
 
 def _evaluation(run: RunDir, label: str) -> list[str]:

@@ -36,7 +36,9 @@ class AdapterFile:
     def __enter__(self) -> AdapterFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
     def keys(self) -> Iterable[str]:
         return self._tensors.keys()

@@ -20,7 +20,9 @@ class DensePunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]  # vLLM is 
     _token_groups: tuple[RowGroup, ...] = ()
     _sampler_groups: tuple[RowGroup, ...] = ()
 
-    def update_metadata(self, mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **kwargs: Any) -> None:
+    def update_metadata(
+        self, mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **kwargs: Any
+    ) -> None:
         """Take the step's mapping of rows to adapters."""
         super().update_metadata(mapping, lora_index_to_id, max_loras, vocab_size, **kwargs)
         self._token_groups = group_rows(self.token_lora_indices.tolist())
@@ -55,13 +57,21 @@ class DensePunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]  # vLLM is 
                 add_expanded(y.narrow(1, start, width), shrunk.narrow(1, index * rank, rank), b, group, scale)
                 start += width
 
-    def add_lora_embedding(self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    def add_lora_embedding(
+        self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> None:
         """y [T, H] += x [T, R] B^T, x being the rows of A that vLLM has looked up already."""
         for group in self._token_groups:
             add_expanded(y, x[group.rows], lora_b_stacked, group)
 
     def add_lora_logits(
-        self, y: torch.Tensor, x: torch.Tensor, lora_a_stacked: torch.Tensor, lora_b_stacked: torch.Tensor, scale: float, **kwargs: Any
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: torch.Tensor,
+        lora_b_stacked: torch.Tensor,
+        scale: float,
+        **kwargs: Any,
     ) -> None:
         """y [N, V] += LoRA of x [N, H], for the positions that are sampled from.
 
@@ -77,4 +87,6 @@ class DensePunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]  # vLLM is 
             return self._sampler_groups
         if bool((slots == slots[0]).all()):
             return group_rows([int(slots[0])] * num_rows)
-        raise NotImplementedError("prompt_logprobs with a LoRA on lm_head need a batch of one adapter; send them while nothing else runs.")
+        raise NotImplementedError(
+            "prompt_logprobs with a LoRA on lm_head need a batch of one adapter; send them while nothing else runs."
+        )

@@ -23,7 +23,12 @@ def rms_norm(norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None = Non
     The kernels read whole rows one after the other, all numbers of one type; anything else goes vLLM's way.
     """
     weight, eps = norm.weight.data, norm.variance_epsilon
-    plain = norm.pass_weight and norm.pass_weight_add and norm.variance_size_override is None and weight.dtype == x.dtype
+    plain = (
+        norm.pass_weight
+        and norm.pass_weight_add
+        and norm.variance_size_override is None
+        and weight.dtype == x.dtype
+    )
     if not plain or not x.is_contiguous():
         return norm.forward_native(x, residual)
     if residual is None:

@@ -9,7 +9,7 @@ import multiprocessing
 import os
 from multiprocessing import forkserver
 
-from skylite.run.lifetime import die_with_parent
+from skylite.processes.parent_death import die_with_parent
 
 SWITCH = "SKYLITE_ENGINE"
 """Environment variable that is "1" in servers that skylite starts; a plugin must not change vLLM for other programs."""

@@ -30,7 +30,14 @@ def group_rows(slots: Sequence[int]) -> tuple[RowGroup, ...]:
     return tuple(RowGroup(slot, _compact(rows)) for slot, rows in sorted(members.items()))
 
 
-def add_lora(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, groups: Sequence[RowGroup], scale: float = 1.0) -> None:
+def add_lora(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    groups: Sequence[RowGroup],
+    scale: float = 1.0,
+) -> None:
     """y[rows] += scale * (x[rows] A[slot]^T) B[slot]^T for every group, in place; other rows are not touched.
 
     Args:
@@ -61,7 +68,9 @@ def join_slices(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0].as_strided((slots, n * rank, width), (n * rank * width, width, 1), 0)
 
 
-def merge_slices(weight: torch.Tensor, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], slot: int) -> torch.Tensor:
+def merge_slices(
+    weight: torch.Tensor, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], slot: int
+) -> torch.Tensor:
     """W + B[slot] A[slot] in float32, slice below slice (q, k, v or gate, up in one layer).
 
     Args:
@@ -78,7 +87,9 @@ def merge_slices(weight: torch.Tensor, a: Sequence[torch.Tensor], b: Sequence[to
     return merged
 
 
-def add_expanded(y: torch.Tensor, shrunk: torch.Tensor, b: torch.Tensor, group: RowGroup, scale: float = 1.0) -> None:
+def add_expanded(
+    y: torch.Tensor, shrunk: torch.Tensor, b: torch.Tensor, group: RowGroup, scale: float = 1.0
+) -> None:
     """y[rows] += scale * shrunk B[slot]^T in place.
 
     Args:

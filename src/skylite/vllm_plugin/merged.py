@@ -44,7 +44,11 @@ def install() -> None:
     if getattr(BaseLinearLayerWithLoRA, _MERGED, False):
         return
     setattr(BaseLinearLayerWithLoRA, _MERGED, True)
-    pack, apply, reset = vllm_layers.dispatch_cpu_unquantized_gemm, BaseLinearLayerWithLoRA._apply_sync, BaseLinearLayerWithLoRA.reset_lora
+    pack, apply, reset = (
+        vllm_layers.dispatch_cpu_unquantized_gemm,
+        BaseLinearLayerWithLoRA._apply_sync,
+        BaseLinearLayerWithLoRA.reset_lora,
+    )
 
     def keep_and_pack(layer: Any, remove_weight: bool) -> None:
         # Embedding and head come with remove_weight=False; they are never merged.
@@ -80,7 +84,9 @@ def merged_product(layer: Any, num_rows: int) -> Product | None:
     if merged is None or merged.slot != slot:
         if merged is not None and merged.slot is not None and merged.passes < MIN_PASSES:
             return None
-        merged = layer.__dict__[_MERGED] = Merged(slot, packed(merge_slices(kept, layer.lora_a_stacked, layer.lora_b_stacked, slot)))
+        merged = layer.__dict__[_MERGED] = Merged(
+            slot, packed(merge_slices(kept, layer.lora_a_stacked, layer.lora_b_stacked, slot))
+        )
     return merged.product
 
 

@@ -30,7 +30,9 @@ def main() -> None:
     if reason:
         print(f"skylite: vLLM starts in its own, slower way: {reason}", file=sys.stderr, flush=True)
     else:
-        start_fork_server(omp_settings(os.environ["VLLM_CPU_OMP_THREADS_BIND"]))  # first: it imports beside what this process imports
+        start_fork_server(
+            omp_settings(os.environ["VLLM_CPU_OMP_THREADS_BIND"])
+        )  # first: it imports beside what this process imports
         sys.argv += ["--distributed-executor-backend", EXECUTOR]
         from vllm.v1.engine import utils
 
@@ -69,7 +71,11 @@ def _version(package: str) -> str:
     except importlib.metadata.PackageNotFoundError:
         return ""
     spec = importlib.util.find_spec("vllm")
-    return found.version if spec is not None and spec.origin == str(found.locate_file("vllm/__init__.py")) else ""
+    return (
+        found.version
+        if spec is not None and spec.origin == str(found.locate_file("vllm/__init__.py"))
+        else ""
+    )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 
-from skylite.run.lifetime import die_with_parent
+from skylite.processes.parent_death import die_with_parent
 from skylite.vllm_plugin.lifetime import SWITCH
 
 MODULES = (

@@ -1,4 +1,4 @@
-"""A stand-in for vLLM's server: a real process on a real Unix socket that answers what skylite asks, and fails on request.
+"""A synthetic for vLLM's server: a real process on a real Unix socket that answers what skylite asks, and fails on request.
 
 Put tests/fakes first in PYTHONPATH, and `python -m vllm.entrypoints.openai.api_server` is this. A completion is a function of the
 seed. The folder FAKE_VLLM holds orders, each a file that is taken away when it is obeyed: `die` (at the next completion request),
@@ -64,7 +64,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/metrics":
-            self.reply(f'vllm:prompt_tokens_total{{a="b"}} {state["tokens"]}.0\nvllm:generation_tokens_total{{a="b"}} 1e+00\n')
+            self.reply(
+                f'vllm:prompt_tokens_total{{a="b"}} {state["tokens"]}.0\nvllm:generation_tokens_total{{a="b"}} 1e+00\n'
+            )
         else:
             self.reply("", 503 if state["dead"] else 200)
 
@@ -95,7 +97,12 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply({"error": {"message": "EngineDeadError"}}, 500)
         count = 1 if obey("short") else body["n"]
         state["tokens"] += count * body["max_tokens"]
-        return self.reply({"model": body["model"], "choices": [choice(i, body["seed"] + i, body["max_tokens"]) for i in range(count)]})
+        return self.reply(
+            {
+                "model": body["model"],
+                "choices": [choice(i, body["seed"] + i, body["max_tokens"]) for i in range(count)],
+            }
+        )
 
 
 def main() -> None:

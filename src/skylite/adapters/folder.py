@@ -1,0 +1,70 @@
+"""What `eval` and `serve` are pointed at: a run, or a PEFT adapter folder of ours or anybody's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from skylite.adapters.import_adapter import read_warm_start
+from skylite.config.loading import read_run_config
+from skylite.config.train import RunConfig
+from skylite.errors import ConfigError
+from skylite.run.run_dir import AdapterVersion, RunDir, published_versions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """An adapter to serve and the base model under it."""
+
+    adapter: AdapterVersion
+    base_model: str
+    """Name or folder, as recorded with the adapter."""
+    rank: int
+    target_modules: list[str] | None
+    """Module names, None where the adapter gives a pattern."""
+    run: RunDir | None
+    run_config: RunConfig | None
+
+
+def find_adapter(target: Path, step: int | None) -> Served:
+    """The adapter of a run (its newest, or that of `step`) or of an adapter folder. Raises ConfigError or ModelError in words.
+
+    Its files are whole by then, as far as can be known without the base model: vLLM would say so only after its start.
+    """
+    if (target / "adapter_config.json").is_file():
+        if step is not None:
+            raise ConfigError(
+                f"--step {step} chooses a version of a run, but {target} is an adapter folder.",
+                "Leave --step away.",
+            )
+        return _served(AdapterVersion(_version_of(target), target.resolve()), None, None)
+    run = RunDir(target.resolve())
+    config = read_run_config(run.config_path)
+    versions = published_versions(run.adapters(config))
+    chosen = [v for v in versions if step is None or v.version == step]
+    if not chosen:
+        have = ", ".join(str(v.version) for v in versions) or "none"
+        raise ConfigError(
+            f"{target} has no adapter of step {step if step is not None else 'any'} (published and kept: {have}).",
+            "Choose one of those.",
+        )
+    return _served(chosen[-1], run, config)
+
+
+def _served(adapter: AdapterVersion, run: RunDir | None, config: RunConfig | None) -> Served:
+    found = read_warm_start(adapter.path)
+    base_model = config.resolved.model_path if config is not None else found.base_model
+    return Served(
+        adapter=adapter,
+        base_model=base_model,
+        rank=found.rank,
+        target_modules=found.target_modules,
+        run=run,
+        run_config=config,
+    )
+
+
+def _version_of(folder: Path) -> int:
+    """The version in a published folder's name, 0 for any other adapter folder."""
+    tail = folder.resolve().name.removeprefix("policy-v")
+    return int(tail) if tail.isdigit() else 0

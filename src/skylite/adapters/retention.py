@@ -1,0 +1,120 @@
+"""Which adapters and checkpoints a run keeps: pure rules, and the one place that deletes by them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from skylite.config.train import CheckpointConfig, EvalConfig, SyncConfig, TrainConfig
+from skylite.errors import DataError
+from skylite.run.checkpoint_folder import checkpoint_steps
+from skylite.run.files import TEMPORARY_MARK, temporary_sibling, write_json, writing
+from skylite.run.run_dir import RunDir, published_versions, sampling_version
+
+Label = Literal["before", "step", "after"]
+"""Held-out evaluations that a run makes itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """What a clean-up took away."""
+
+    adapters: list[int]
+    """Versions."""
+    checkpoints: list[int]
+    """Steps."""
+    num_bytes: int
+
+
+def kept_checkpoints(steps: Iterable[int], config: CheckpointConfig, scores: Mapping[int, float]) -> set[int]:
+    """The newest `keep_last`, and the `keep_best` with the highest held-out accuracy (of equal ones the older)."""
+    ordered = sorted(steps)
+    best = sorted((s for s in ordered if s in scores), key=lambda s: (-scores[s], s))[: config.keep_best]
+    return {*ordered[-config.keep_last :], *best}
+
+
+def kept_adapters(
+    versions: Iterable[int], newest: int, config: SyncConfig, checkpoints: Iterable[int]
+) -> set[int]:
+    """Version 0, the last `keep_last` up to `newest` (and any after it), every `keep_every`-th, and those that checkpoints go on from."""
+    history = {v for v in versions if config.keep_every and v % config.keep_every == 0}
+    return {v for v in versions if v == 0 or v > newest - config.keep_last} | history | set(checkpoints)
+
+
+def clean_up(run: RunDir, lora_sync_path: Path, newest: int, config: TrainConfig) -> Removed:
+    """Delete what the rules do not keep, up to version `newest`. Never what an engine may still read: keep_last is at least 2.
+
+    vLLM re-reads an evicted adapter from its folder, and a missing one kills the engine.
+    """
+    steps = checkpoint_steps(run)
+    held = kept_checkpoints(steps, config.checkpoint, held_out_scores(run, config.eval))
+    old_steps = [s for s in steps if s not in held]
+    freed = sum(remove_folder(run.checkpoint_path(s)) for s in old_steps)
+    adapters = published_versions(lora_sync_path)
+    # What a run resumed from a checkpoint is sampled from first, besides the checkpoint's own version.
+    sources = {sampling_version(step + 1, config.rollout.max_staleness) for step in held}
+    kept = kept_adapters([a.version for a in adapters], newest, config.sync, held | sources)
+    old_adapters = [a for a in adapters if a.version not in kept]
+    freed += sum(remove_folder(a.path) for a in old_adapters)
+    return Removed([a.version for a in old_adapters], old_steps, freed)
+
+
+def write_score(run: RunDir, label: Label, version: int, accuracy: float, config: EvalConfig) -> None:
+    """Record a held-out accuracy of the run's own; the completions lie beside it in parquet."""
+    body = {"accuracy": accuracy, "version": version, "split": config.split, "limit": config.limit}
+    write_json(run.evals / f"{label}-v{version:06d}.json", body)
+
+
+def held_out_scores(run: RunDir, config: EvalConfig) -> dict[int, float]:
+    """Version -> held-out accuracy, of the evaluations that the run made itself on these problems. Raises DataError for a damaged file."""
+    scores: dict[int, float] = {}
+    for path in (p for label in get_args(Label) for p in sorted(run.evals.glob(f"{label}-v*.json"))):
+        try:
+            body = json.loads(path.read_text(encoding="utf-8"))
+            if (body["split"], body["limit"]) == (config.split, config.limit):
+                scores[int(body["version"])] = float(body["accuracy"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{path} is no held-out result: {type(error).__name__} {error}.", "Remove that file."
+            ) from None
+    return scores
+
+
+def forget_scores_after(run: RunDir, version: int) -> None:
+    """Remove the run's own evaluations of versions after `version`."""
+    for label in get_args(Label):
+        for path in run.evals.glob(f"{label}-v*"):
+            if int(path.stem.removeprefix(f"{label}-v")) > version:
+                path.unlink()
+
+
+def remove_leftovers(run: RunDir, lora_sync_path: Path) -> list[Path]:
+    """Delete what killed writers left unfinished. Returns it. The run must be ours alone."""
+    folders = (
+        run.root,
+        run.rollouts,
+        run.trainer_steps,
+        run.checkpoints,
+        run.evals,
+        run.rejected_steps,
+        run.logs,
+        lora_sync_path,
+    )
+    found = [p for folder in folders for p in sorted(folder.glob(f".*{TEMPORARY_MARK}*"))]
+    for path in found:
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    return found
+
+
+def remove_folder(folder: Path) -> int:
+    """Delete a folder; its bytes. First out of sight, so that a kill halfway leaves nothing torn under a good name. Raises WriteFailed."""
+    with writing(folder):
+        size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+        doomed = temporary_sibling(folder)
+        folder.rename(doomed)
+        shutil.rmtree(doomed)
+    return size

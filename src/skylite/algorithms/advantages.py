@@ -1,0 +1,112 @@
+"""How good a completion, or a token of it, is: one function an algorithm, chosen by `algorithm.advantage`.
+
+Those in GROUP_ADVANTAGES compare completions by rewards and lengths alone; `reinforce++` and `gae` work on tokens (`token_returns`,
+`gae`) and are whitened over the whole step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+EPS = 1e-6
+WHITEN_EPS = 1e-8
+
+
+def grpo(rewards: Tensor, lengths: Tensor) -> Tensor:
+    """(r - mean) / std of the group, sample standard deviation (DeepSeekMath, arXiv 2402.03300, section 4.1.2)."""
+    return _centred(rewards) / (rewards.std(dim=1, keepdim=True) + EPS)
+
+
+def dr_grpo(rewards: Tensor, lengths: Tensor) -> Tensor:
+    """r - mean of the group (Dr. GRPO, arXiv 2503.20783, section 3.2)."""
+    return _centred(rewards)
+
+
+def rloo(rewards: Tensor, lengths: Tensor) -> Tensor:
+    """r - mean of the group's others (RLOO, arXiv 2402.14740)."""
+    size = rewards.shape[1]
+    return _centred(rewards) * (size / (size - 1))
+
+
+def maxrl(rewards: Tensor, lengths: Tensor) -> Tensor:
+    """(r - mean) / mean of the group: the gradient of the log of the pass rate (MaxRL, arXiv 2602.02710). For rewards >= 0."""
+    return _centred(rewards) / (rewards.mean(dim=1, keepdim=True) + EPS)
+
+
+def opo(rewards: Tensor, lengths: Tensor) -> Tensor:
+    """r - mean of the group weighted by length, the baseline of least variance (OPO, arXiv 2505.23585)."""
+    baseline = (lengths * rewards).sum(dim=1, keepdim=True) / lengths.sum(dim=1, keepdim=True)
+    return torch.where(zero_std_groups(rewards)[:, None], torch.zeros_like(rewards), rewards - baseline)
+
+
+def reinforce_plus_plus_baseline(rewards: Tensor, lengths: Tensor) -> Tensor:
+    """r - mean of the group, then whitened over the batch's tokens (REINFORCE++-baseline, arXiv 2501.03262)."""
+    centred = _centred(rewards)
+    sums = torch.stack(
+        [lengths.sum(), (lengths * centred).sum(), (lengths * centred.square()).sum()]
+    ).double()
+    return whiten(centred, sums)
+
+
+GROUP_ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "maxrl": maxrl,
+    "opo": opo,
+    "reinforce++-baseline": reinforce_plus_plus_baseline,
+}
+"""(rewards [N, G], lengths [N, G] in tokens) -> advantages [N, G]. A group whose rewards are all equal is centred to exact zeros."""
+
+
+def token_returns(token_rewards: Tensor, gamma: float) -> Tensor:
+    """[C] of one completion -> [C]: sum over t' >= t of gamma^(t' - t) * r_t' (REINFORCE++, arXiv 2501.03262)."""
+    returns = token_rewards.clone()
+    for t in range(len(returns) - 2, -1, -1):
+        returns[t] += gamma * returns[t + 1]
+    return returns
+
+
+def gae(token_rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
+    """Advantages [C] of one completion from rewards [C] and values [C] of the states before each token; after the last comes nothing.
+
+    A_t = delta_t + gamma * lam * A_(t+1), delta_t = r_t + gamma * V_(t+1) - V_t (arXiv 1506.02438, eq. 16). The critic's
+    target, the return, is A + values.
+    """
+    following = torch.cat([values[1:], values.new_zeros(1)])
+    return token_returns(token_rewards + gamma * following - values, gamma * lam)
+
+
+def moments(values: Tensor) -> Tensor:
+    """[3] float64: count, sum and sum of squares; add them over ranks and give them to `whiten`."""
+    values = values.double()
+    return torch.stack(
+        [
+            torch.tensor(float(values.numel()), dtype=torch.float64, device=values.device),
+            values.sum(),
+            values.square().sum(),
+        ]
+    )
+
+
+def whiten(values: Tensor, sums: Tensor) -> Tensor:
+    """(values - mean) / std, with the mean and the unbiased variance of the population that `sums` ([3], see `moments`) describes."""
+    count, total, squares = (float(x) for x in sums)
+    mean = total / count
+    variance = max(0.0, squares / count - mean * mean) * count / max(1.0, count - 1)
+    return (values - mean) / math.sqrt(variance + WHITEN_EPS)
+
+
+def zero_std_groups(rewards: Tensor) -> Tensor:
+    """rewards [N, G] -> bool [N]: the groups that say nothing, because every completion earned the same."""
+    return (rewards == rewards[:, :1]).all(dim=1)
+
+
+def _centred(rewards: Tensor) -> Tensor:
+    """r - mean of the group; exact zeros where all are equal: rounding in the mean must not turn into a gradient."""
+    centred = rewards - rewards.mean(dim=1, keepdim=True)
+    return torch.where(zero_std_groups(rewards)[:, None], torch.zeros_like(centred), centred)

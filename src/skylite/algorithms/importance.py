@@ -1,0 +1,55 @@
+"""vLLM sampled with its own probabilities, not the trainer's: weights that correct for it, and how far apart the two are.
+
+Truncated importance sampling: Ionides (2008); Yao et al., "Your efficient RL framework secretly brings you off-policy RL training"
+(2025). Masking instead of capping: IcePop (2025). With top-p or top-k vLLM's logprobs are those of the cut distribution, and the
+same weights correct for the cut.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from skylite.algorithms.kl import k3
+from skylite.algorithms.segments import sequence_mean, sequence_sum
+from skylite.config.algorithm import ImportanceConfig
+
+
+def importance_weights(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    sequences: Tensor,
+    num_sequences: int,
+    config: ImportanceConfig,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weights [C] without gradient of tokens [C] of `num_sequences` completions, and metrics as sums over tokens.
+
+    The log weight is old - rollout, of the token or summed over its completion.
+    """
+    log_ratio = (old_logprobs - rollout_logprobs).detach()
+    if config.level == "sequence":
+        log_ratio = sequence_sum(log_ratio, sequences, num_sequences)[sequences]
+    ratio = torch.exp(log_ratio)
+    weights, changed = _bounded(ratio, config)
+    mismatch = k3(rollout_logprobs, old_logprobs.detach())
+    metrics = {
+        "mismatch/kl": mismatch.sum(),
+        "mismatch/importance_changed_frac": changed.sum(),
+        "ess/weights": ratio.sum(),
+        "ess/squares": ratio.square().sum(),
+    }
+    if config.reject_kl is not None:
+        rejected = (sequence_mean(mismatch, sequences, num_sequences) > config.reject_kl)[sequences]
+        weights = torch.where(rejected, torch.zeros_like(weights), weights)
+        metrics["mismatch/rejected_frac"] = rejected.sum()
+    return weights, metrics
+
+
+def _bounded(ratio: Tensor, config: ImportanceConfig) -> tuple[Tensor, Tensor]:
+    """Weights and which of them differ from the ratio."""
+    if config.mode == "none":
+        return torch.ones_like(ratio), torch.zeros_like(ratio, dtype=torch.bool)
+    if config.mode == "truncate":
+        return ratio.clamp(max=config.cap), ratio > config.cap
+    outside = (ratio > config.cap) | (ratio < config.floor)
+    return torch.where(outside, torch.zeros_like(ratio), ratio), outside

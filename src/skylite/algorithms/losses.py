@@ -1,0 +1,163 @@
+"""Policy losses, token by token: one function an algorithm, chosen by `algorithm.policy_loss`; and how tokens become one number.
+
+ratio = exp(policy - old) is how much likelier the token is than when the step began. Every loss is linear in the advantage's scale and
+is minimised. The caller multiplies by importance weights and by `token_weight`, and adds: no mean is ever taken of a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from skylite.algorithms.segments import sequence_mean
+from skylite.config.algorithm import AlgorithmConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """The completion tokens of one micro-batch, flattened over its whole completions. All [C]."""
+
+    policy_logprobs: Tensor
+    """The only one with a gradient."""
+    old_logprobs: Tensor
+    """The trainer's policy before the first update of this step."""
+    advantages: Tensor
+    sequences: Tensor
+    """int64: which completion the token belongs to, 0 .. num_sequences - 1."""
+    num_sequences: int
+    selected: Tensor | None = None
+    """bool: the tokens that clip_cov or kl_cov chose among the whole mini-batch (algorithms/token_selection.py)."""
+
+    @property
+    def log_ratio(self) -> Tensor:
+        return self.policy_logprobs - self.old_logprobs
+
+    @property
+    def ratio(self) -> Tensor:
+        return torch.exp(self.log_ratio)
+
+
+def clip(x: LossInputs, config: AlgorithmConfig) -> Tensor:
+    """-min(ratio A, clip(ratio, 1 - low, 1 + high) A) (PPO, arXiv 1707.06347, eq. 7; two bounds: DAPO, arXiv 2503.14476, eq. 10)."""
+    return -torch.minimum(x.ratio * x.advantages, _clamped(x.ratio, config) * x.advantages)
+
+
+def dual_clip(x: LossInputs, config: AlgorithmConfig) -> Tensor:
+    """`clip`, and where A < 0 at most -c A, so that one token that became likely cannot rule the step (arXiv 1912.09729)."""
+    clipped = clip(x, config)
+    return torch.where(x.advantages < 0, torch.minimum(clipped, -config.dual_clip * x.advantages), clipped)
+
+
+def gspo(x: LossInputs, config: AlgorithmConfig) -> Tensor:
+    """`clip` with one ratio a completion: exp of the mean log ratio of its tokens (GSPO, arXiv 2507.18071, eq. 5 and 7)."""
+    ratio = _sequence_ratio(x)
+    return -torch.minimum(ratio * x.advantages, _clamped(ratio, config) * x.advantages)
+
+
+def cispo(x: LossInputs, config: AlgorithmConfig) -> Tensor:
+    """-sg(clip(ratio)) A log policy: REINFORCE with a clipped weight (CISPO, arXiv 2506.13585, eq. 4 and 5)."""
+    return -_clamped(x.ratio, config).detach() * x.advantages * x.policy_logprobs
+
+
+def sapo(x: LossInputs, config: AlgorithmConfig) -> Tensor:
+    """-4 / tau * sigmoid(tau (ratio - 1)) A, tau by the sign of A (SAPO, arXiv 2511.20347)."""
+    tau = torch.where(x.advantages > 0, config.sapo_tau_pos, config.sapo_tau_neg)
+    return -torch.sigmoid(tau * (x.ratio - 1)) * (4 / tau) * x.advantages
+
+
+def clip_cov(x: LossInputs, config: AlgorithmConfig) -> Tensor:
+    """`clip` without the chosen tokens of high covariance (Clip-Cov, arXiv 2505.22617)."""
+    assert x.selected is not None
+    return clip(x, config) * ~x.selected
+
+
+def kl_cov(x: LossInputs, config: AlgorithmConfig) -> Tensor:
+    """-ratio A, and |policy - old| on top at the tokens of highest covariance (KL-Cov, arXiv 2505.22617)."""
+    assert x.selected is not None
+    return -x.ratio * x.advantages + config.kl_cov_coef * x.log_ratio.abs() * x.selected
+
+
+POLICY_LOSSES: dict[str, Callable[[LossInputs, AlgorithmConfig], Tensor]] = {
+    "clip": clip,
+    "dual_clip": dual_clip,
+    "gspo": gspo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+}
+"""-> loss [C]."""
+
+
+def is_clipped(x: LossInputs, config: AlgorithmConfig) -> Tensor:
+    """bool [C]: the tokens whose ratio is out of bounds in the direction of their advantage."""
+    ratio = ratio_of(x, config)
+    return _clamped(ratio, config) * x.advantages < ratio * x.advantages
+
+
+def ratio_of(x: LossInputs, config: AlgorithmConfig) -> Tensor:
+    """[C] the ratio that the chosen loss bounds: the token's, or its completion's."""
+    return SEQUENCE_RATIOS.get(config.policy_loss, _token_ratio)(x)
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float) -> Tensor:
+    """[C] max of (v - R)^2 / 2 and the same with v kept within `clip_range` of the old value (PPO's value clipping)."""
+    near = old_values + (values - old_values).clamp(-clip_range, clip_range)
+    return 0.5 * torch.maximum((values - returns).square(), (near - returns).square())
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSize:
+    """A mini-batch as the denominators see it: all ranks, all micro-batches, what was skipped for want of a gradient included."""
+
+    num_tokens: int
+    num_sequences: int
+    max_completion_tokens: int
+
+
+def token_mean(length: int, batch: BatchSize) -> float:
+    """Mean over all tokens (DAPO, arXiv 2503.14476, eq. 12)."""
+    return 1 / max(1, batch.num_tokens)
+
+
+def seq_mean_token_sum(length: int, batch: BatchSize) -> float:
+    """Mean over completions of the sum over tokens: the completion is the action."""
+    return 1 / max(1, batch.num_sequences)
+
+
+def seq_mean_token_mean(length: int, batch: BatchSize) -> float:
+    """Mean over completions of the mean over tokens (DeepSeekMath, arXiv 2402.03300, eq. 3)."""
+    return 1 / (max(1, batch.num_sequences) * length)
+
+
+def fixed_length(length: int, batch: BatchSize) -> float:
+    """Sum over tokens by completions times the longest allowed, whatever they came out as (Dr. GRPO, arXiv 2503.20783)."""
+    return 1 / (max(1, batch.num_sequences) * batch.max_completion_tokens)
+
+
+AGGREGATIONS: dict[str, Callable[[int, BatchSize], float]] = {
+    "token-mean": token_mean,
+    "seq-mean-token-sum": seq_mean_token_sum,
+    "seq-mean-token-mean": seq_mean_token_mean,
+    "fixed-length": fixed_length,
+}
+"""(tokens of a completion, mini-batch) -> the weight of each of its tokens; losses are summed with these weights."""
+
+
+def _sequence_ratio(x: LossInputs) -> Tensor:
+    """[C]"""
+    return torch.exp(sequence_mean(x.log_ratio, x.sequences, x.num_sequences))[x.sequences]
+
+
+def _token_ratio(x: LossInputs) -> Tensor:
+    return x.ratio
+
+
+SEQUENCE_RATIOS: dict[str, Callable[[LossInputs], Tensor]] = {"gspo": _sequence_ratio}
+
+
+def _clamped(ratio: Tensor, config: AlgorithmConfig) -> Tensor:
+    return ratio.clamp(1 - config.clip_eps_low, 1 + config.clip_eps_high)

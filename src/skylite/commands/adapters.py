@@ -1,0 +1,100 @@
+"""`skylite adapters`: the published adapters of a run: are they whole, which are there, which may go."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from skylite.adapters.manifest import read_manifest
+from skylite.adapters.retention import clean_up, remove_leftovers
+from skylite.config.loading import read_run_config
+from skylite.errors import ModelError
+from skylite.run.files import TEMPORARY_MARK
+from skylite.run.lock import lock_folder
+from skylite.run.metrics import read_metrics
+from skylite.run.ownership import require_own_folders
+from skylite.run.run_dir import AdapterVersion, RunDir, published_versions
+
+
+def verify(target: Path) -> None:
+    """Hash every published adapter and name the damaged ones, which exit 1."""
+    _, versions = _published(target)
+    damaged = [text for text in (damage_of(v) for v in versions) if text]
+    for text in damaged:
+        print(f"damaged: {text}")
+    print(f"{len(versions) - len(damaged)} of {len(versions)} published adapters are whole")
+    if damaged:
+        sys.exit(1)
+
+
+def damage_of(adapter: AdapterVersion) -> str:
+    """What is wrong with a published adapter, in words; empty when nothing is."""
+    try:
+        manifest = read_manifest(adapter.path)
+    except ModelError as error:
+        return error.what
+    return (
+        ""
+        if manifest.version == adapter.version
+        else f"{adapter.path} holds version {manifest.version} by its manifest."
+    )
+
+
+def list_versions(target: Path) -> None:
+    """A line a version: step, bytes, age, and how close trainer and engine were on its canary."""
+    run, versions = _published(target)
+    gaps = {m["step"]: m.get("canary/gap_max") for m in read_metrics(run.metrics_path)}
+    print(f"{'version':<16}{'step':>8}{'bytes':>14}{'age':>12}  canary gap")
+    for adapter in versions:
+        print(version_line(adapter, gaps.get(adapter.version)))
+
+
+def version_line(adapter: AdapterVersion, gap: float | None) -> str:
+    """One version; a damaged one says so. Hashes are `verify`'s."""
+    try:
+        manifest = read_manifest(adapter.path, verify_hash=False)
+        age_s = time.time() - adapter.manifest_path.stat().st_mtime
+    except (ModelError, OSError):
+        return f"{adapter.name:<16}  damaged: see `skylite adapters verify`"
+    verification = "-" if gap is None else f"{gap:.1e}"
+    return (
+        f"{adapter.name:<16}{manifest.step:>8}{manifest.weights_bytes:>14}{_age(age_s):>12}  {verification}"
+    )
+
+
+def gc(target: Path) -> None:
+    """Remove adapters and checkpoints that the run's rules do not keep, and what killed writers left. Not of a live run."""
+    run, versions = _published(target)
+    recorded = read_run_config(run.config_path)
+    config, folder = recorded.config, run.adapters(recorded)
+    require_own_folders(run, recorded)
+    with lock_folder(run.root), lock_folder(folder):
+        leftovers = remove_leftovers(run, folder)
+        newest = max((v.version for v in versions), default=0)
+        removed = clean_up(run, folder, newest, config)
+    for path in leftovers:
+        print(f"removed {path} (unfinished: {TEMPORARY_MARK})")
+    for step in removed.checkpoints:
+        print(f"removed checkpoint step-{step:06d} (checkpoint.keep_last={config.checkpoint.keep_last}, "
+              f"keep_best={config.checkpoint.keep_best})")  # fmt: skip
+    for version in removed.adapters:
+        print(
+            f"removed adapter v{version} (sync.keep_last={config.sync.keep_last}, keep_every={config.sync.keep_every})"
+        )
+    print(
+        f"{removed.num_bytes} bytes freed by {len(removed.adapters)} adapters and {len(removed.checkpoints)} checkpoints"
+    )
+
+
+def _published(target: Path) -> tuple[RunDir, list[AdapterVersion]]:
+    """The run and its published adapters, oldest first. Raises ConfigError when it is no run."""
+    run = RunDir(target.resolve())
+    return run, published_versions(run.adapters(read_run_config(run.config_path)))
+
+
+def _age(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"

@@ -1,0 +1,172 @@
+"""train.parquet, validation.parquet and test.parquet of a prepared data set: one row a prompt, what it is in the footer.
+
+Columns: id, prompt (list of role and content), answer, source, difficulty, extra (JSON). Any parquet reader can browse them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from skylite.errors import DataError
+from skylite.run.files import atomic_file
+from skylite.types import Message, Prompt
+
+SCHEMA_VERSION = 1
+FOOTER_KEY = b"skylite"
+PROMPT_SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
+        ("answer", pa.string()),
+        ("source", pa.string()),
+        ("difficulty", pa.int32()),
+        ("extra", pa.string()),
+    ]
+)
+_AGAIN = "Make it again with `skylite prepare`."
+
+Split = Literal["train", "validation", "test"]
+SourceKind = Literal["hub", "folder", "synthetic", "generated", "file"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptFileInfo:
+    """The footer of a prompt file: where the rows come from and how they were made."""
+
+    dataset: str
+    source_kind: SourceKind
+    source: str
+    """The source in words: a hub file, a path, a generator and its settings."""
+    source_sha256: str
+    """Of the source file; of the rows' questions and answers where a generator made them."""
+    count: int
+    seed: int
+    split: Split
+    reward: str
+    """Reward spec that every reference answer scored 1.0 under: gsm8k, math, format, reasoning-gym or FILE.py:function."""
+    system: str
+    """System text of the prompts; may be empty."""
+    examples: list[Message]
+    """Worked examples as user and assistant turns."""
+    limit: int | None = None
+    """`--limit` that cut the training rows."""
+    made_by: str = ""
+    """Command that made the file."""
+    notes: str = ""
+    """Which source was chosen and why, and anything else that was said aloud."""
+    schema_version: int = SCHEMA_VERSION
+
+
+def write_prompts(path: Path, prompts: Sequence[Prompt], info: PromptFileInfo) -> None:
+    """Write one split atomically. Raises ValueError when `info.count` is not the number of prompts."""
+    if info.count != len(prompts):
+        raise ValueError(f"info.count is {info.count} but there are {len(prompts)} prompts")
+    rows = [
+        {
+            "id": p.id,
+            "prompt": p.messages,
+            "answer": p.answer,
+            "source": p.source,
+            "difficulty": p.difficulty,
+            "extra": json.dumps(p.extra, ensure_ascii=False),
+        }
+        for p in prompts
+    ]
+    footer = {FOOTER_KEY: json.dumps(asdict(info), ensure_ascii=False).encode()}
+    table = pa.Table.from_pylist(rows, schema=PROMPT_SCHEMA.with_metadata(footer))
+    with atomic_file(path, table.nbytes) as temporary:
+        pq.write_table(table, temporary, compression="zstd")
+
+
+def read_prompts(path: Path, difficulty: Sequence[int] = ()) -> tuple[list[Prompt], PromptFileInfo]:
+    """The prompts of a split, those of `difficulty` only when given, and the footer. Raises DataError."""
+    table = _read_table(path)
+    info = _read_info(path, table.schema.metadata or {})
+    _check_columns(path, table.schema)
+    if table.num_rows == 0:
+        raise DataError(f"{path} has no rows.", _AGAIN)
+    if table.num_rows != info.count:
+        raise DataError(f"{path} has {table.num_rows} rows, but its footer says {info.count}.", _AGAIN)
+    prompts = [_to_prompt(path, number, row) for number, row in enumerate(table.to_pylist(), start=1)]
+    chosen = [p for p in prompts if p.difficulty in difficulty] if difficulty else prompts
+    if not chosen:
+        there = sorted({p.difficulty for p in prompts})
+        raise DataError(
+            f"{path} has no row of difficulty {list(difficulty)}; it has {there}.",
+            "Set data.difficulty to some of those, or to [].",
+        )
+    return chosen, info
+
+
+def _read_table(path: Path) -> pa.Table:
+    try:
+        # Not pq.read_table: it makes a column of a parent folder called a=b, and imports pandas where that is installed.
+        with pq.ParquetFile(path) as file:
+            return file.read()
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist.", "Make it with `skylite prepare`.") from None
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path} is not a parquet file: {_one_line(error)}", _AGAIN) from None
+
+
+def _read_info(path: Path, metadata: dict[bytes, bytes]) -> PromptFileInfo:
+    if FOOTER_KEY not in metadata:
+        raise DataError(
+            f"{path} is a parquet file, but not one that `skylite prepare` made.",
+            "Prepare it: skylite prepare FILE.parquet --question COLUMN --answer COLUMN --reward REWARD.",
+        )
+    try:
+        footer = json.loads(metadata[FOOTER_KEY])
+        version = footer["schema_version"]
+    except (ValueError, TypeError, KeyError):
+        raise DataError(f"{path} has a damaged footer.", _AGAIN) from None
+    if version != SCHEMA_VERSION:
+        raise DataError(
+            f"{path} has schema version {version!r}, this skylite reads {SCHEMA_VERSION}.", _AGAIN
+        )
+    known = {f.name for f in fields(PromptFileInfo)}
+    if not known >= footer.keys() >= known - {"limit", "made_by", "notes"} or footer[
+        "source_kind"
+    ] not in get_args(SourceKind):
+        raise DataError(f"{path} has a damaged footer.", _AGAIN)
+    return PromptFileInfo(**footer)
+
+
+def _check_columns(path: Path, schema: pa.Schema) -> None:
+    for field in PROMPT_SCHEMA:
+        if field.name not in schema.names:
+            raise DataError(f"{path} has no column {field.name!r}.", _AGAIN)
+        found = schema.field(field.name).type
+        if found != field.type:
+            raise DataError(f"{path} has {found} in column {field.name!r} instead of {field.type}.", _AGAIN)
+
+
+def _to_prompt(path: Path, number: int, row: dict[str, Any]) -> Prompt:
+    empty = [name for name in PROMPT_SCHEMA.names if row[name] is None]
+    if empty or not row["prompt"] or any(turn is None or None in turn.values() for turn in row["prompt"]):
+        raise DataError(f"{path} row {number} has an empty {empty[0] if empty else 'prompt'}.", _AGAIN)
+    try:
+        extra = json.loads(row["extra"])
+    except ValueError as error:
+        raise DataError(
+            f"{path} row {number} has no valid JSON in column 'extra': {error}.", _AGAIN
+        ) from None
+    return Prompt(
+        id=row["id"],
+        messages=row["prompt"],
+        answer=row["answer"],
+        source=row["source"],
+        difficulty=row["difficulty"],
+        extra=extra,
+    )
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".") + "."

@@ -1,0 +1,84 @@
+"""A user's .jsonl, .csv or .parquet file with a question and an answer column."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+from skylite.data.examples import Example, ExampleSet, sample_rows
+from skylite.data.sources import Row, Table, read_table
+from skylite.errors import DataError
+from skylite.rewards import reference_completion
+from skylite.types import Message, Prompt
+
+HELD_OUT_SHARE = 0.05
+"""Of the distinct questions, for validation and for test each."""
+SYSTEMS = {
+    "gsm8k": "Solve the problem step by step. End with a line of #### and the answer as a number.",
+    "format": "Solve the problem step by step. End with a line of #### and the answer as a number.",
+    "math": "Solve the problem step by step. Put the final answer in \\boxed{}.",
+}
+"""System text by reward; a plug-in's prompts have none."""
+
+
+def user_file_examples(
+    path: Path, *, question: str, answer: str, reward: str, limit: int | None, seed: int
+) -> ExampleSet:
+    """Read, split by the seed and make prompts. Raises DataError that names file, line and reason."""
+    table = read_table(path)
+    texts = [row.text(question) for row in table.rows]
+    tables = _split(table, texts, seed)
+    tables["train"] = sample_rows(tables["train"], limit, seed)
+    system = SYSTEMS.get(reward, "")
+    splits = {
+        split: [
+            _example(row, f"{path.stem}/{split}/{row.index}", path.stem, question, answer, reward, system)
+            for row in part.rows
+        ]
+        for split, part in tables.items()
+    }
+    note = f"source: {path}, split at random (seed {seed}) by question: " + ", ".join(
+        f"{len(d)} {s}" for s, d in splits.items()
+    )
+    return ExampleSet(
+        dataset=path.stem,
+        reward=reward,
+        system=system,
+        examples=[],
+        splits=splits,
+        tables=tables,
+        notes=[note],
+    )
+
+
+def _split(table: Table, questions: list[str], seed: int) -> dict[str, Table]:
+    """About 90/5/5, one row a part at least. Rows with the same question stay together, so that no held-out one is trained on."""
+    distinct = sorted(set(questions))
+    if len(distinct) < 3:
+        raise DataError(
+            f"{table.source} has {len(distinct)} distinct question(s); train, validation and test need one each."
+        )
+    random.Random(f"split/{seed}").shuffle(distinct)
+    held_out = max(1, round(len(distinct) * HELD_OUT_SHARE))
+    part_of = dict.fromkeys(distinct, "train")
+    part_of.update(dict.fromkeys(distinct[:held_out], "validation"))
+    part_of.update(dict.fromkeys(distinct[held_out : 2 * held_out], "test"))
+    return {
+        split: replace(
+            table,
+            rows=[row for row, text in zip(table.rows, questions, strict=True) if part_of[text] == split],
+        )
+        for split in ("train", "validation", "test")
+    }
+
+
+def _example(
+    row: Row, prompt_id: str, source: str, question: str, answer: str, reward: str, system: str
+) -> Example:
+    text = row.text(answer)
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": row.text(question)})
+    truth = text.rpartition("####")[2].strip() if reward in ("gsm8k", "format") else text
+    prompt = Prompt(id=prompt_id, messages=messages, answer=truth, source=source)
+    return Example(prompt=prompt, reference=reference_completion(reward, text), where=row.where)

@@ -1,0 +1,35 @@
+"""One vLLM server for one adapter or the base: what `eval` and `serve` start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from skylite.adapters.folder import Served
+from skylite.config.lora import served_rank
+from skylite.config.train import TrainConfig
+from skylite.engine.server import EngineSpec, choose_cpu_lora
+from skylite.processes.machine import choose_device, choose_dtype
+
+
+def single_engine(config: TrainConfig, adapter: Served | None, model_path: Path, uds: Path) -> EngineSpec:
+    """An engine that holds nothing but this adapter; without one, LoRA is off."""
+    device = choose_device()
+    dtype = choose_dtype(config.model.dtype, device)[0]
+    return EngineSpec(
+        name="vllm",
+        model_path=model_path,
+        device=device,
+        dtype=dtype,
+        uds=uds,
+        max_lora_rank=served_rank(adapter.rank if adapter is not None else 1),
+        target_modules=adapter.target_modules if adapter is not None else None,
+        max_loras=1,
+        max_cpu_loras=2,
+        max_model_len=config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens,
+        max_num_seqs=config.engine.max_num_seqs,
+        kv_cache_gib=config.engine.kv_cache_gib,
+        gpu_memory_utilization=config.engine.gpu_memory_utilization,
+        cpu_lora=choose_cpu_lora(config.engine.cpu_lora, dtype, model_path),
+        enable_lora=adapter is not None,
+        seed=config.seed,
+    )

@@ -1,0 +1,120 @@
+"""The run's vLLM servers: started beside the trainer, for the rank and the modules that its adapters will have."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+from skylite.config.train import RunConfig
+from skylite.engine.engine import Engine
+from skylite.engine.server import EngineSpec
+from skylite.engine.watchdog import Restarts, Watchdog
+from skylite.processes.supervisor import Supervisor
+
+MAX_LORAS = 2
+"""Version k and, while requests of it are in flight, k + 1."""
+
+
+@asynccontextmanager
+async def open_engines(
+    run_config: RunConfig, logs: Path, target_modules: list[str], supervisor: Supervisor, restarts: Restarts
+) -> AsyncIterator[list[Watchdog]]:
+    """Start the engines and yield their watchdogs at once; `watched` says when they serve. The supervisor ends the processes."""
+    with tempfile.TemporaryDirectory(prefix="skylite-") as sockets:
+        specs = [
+            engine_spec(run_config, target_modules, index, Path(sockets))
+            for index in range(run_config.config.engine.num_engines)
+        ]
+        yield [Watchdog.start(spec, logs, supervisor, restarts) for spec in specs]
+
+
+@asynccontextmanager
+async def ready_engines(
+    run_config: RunConfig,
+    logs: Path,
+    watchdogs: Sequence[Watchdog],
+    supervisor: Supervisor,
+    *,
+    started_for: list[str],
+    wanted: list[str],
+    say: Callable[[str], None],
+) -> AsyncIterator[list[Engine]]:
+    """The engines when they serve, for exactly the `wanted` modules: started again where they were `started_for` others."""
+    if started_for == wanted:
+        async with watched(watchdogs, supervisor) as engines:
+            yield engines
+        return
+    say(
+        f"vLLM was started for LoRA on {', '.join(started_for)}, and the adapter is on {', '.join(wanted)}: it is started again"
+    )
+    for watchdog in watchdogs:
+        supervisor.stop_child(watchdog.spec.name)
+    async with (
+        open_engines(run_config, logs, wanted, supervisor, watchdogs[0].restarts) as others,
+        watched(others, supervisor) as engines,
+    ):
+        yield engines
+
+
+@asynccontextmanager
+async def watched(watchdogs: Sequence[Watchdog], supervisor: Supervisor) -> AsyncIterator[list[Engine]]:
+    """The engines once all serve. Each is kept alive by itself; the supervisor gets the error of one that gives up."""
+    engines = await asyncio.gather(*(watchdog.wait_ready() for watchdog in watchdogs))
+    tasks = [
+        asyncio.ensure_future(watchdog.watch(engine))
+        for watchdog, engine in zip(watchdogs, engines, strict=True)
+    ]
+    for task in tasks:
+        task.add_done_callback(partial(_gave_up, supervisor))
+    try:
+        yield engines
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for engine in engines:
+            await engine.aclose()
+
+
+def _gave_up(supervisor: Supervisor, task: asyncio.Future[NoReturn]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        supervisor.fail(error)
+
+
+@asynccontextmanager
+async def served(
+    specs: list[EngineSpec], logs: Path, supervisor: Supervisor, restarts: Restarts
+) -> AsyncIterator[list[Engine]]:
+    """Start engines and yield them when all serve."""
+    async with watched(
+        [Watchdog.start(spec, logs, supervisor, restarts) for spec in specs], supervisor
+    ) as engines:
+        yield engines
+
+
+def engine_spec(run_config: RunConfig, target_modules: list[str], index: int, sockets: Path) -> EngineSpec:
+    """One engine's settings. Its socket lies in a 0700 folder, because some of vLLM's routes take no key."""
+    config, resolved = run_config.config, run_config.resolved
+    return EngineSpec(
+        name=f"vllm-{index}",
+        model_path=Path(resolved.load_path),
+        device=resolved.device,
+        dtype=resolved.dtype,
+        uds=sockets / f"vllm-{index}.sock",
+        max_lora_rank=config.lora.vllm_rank,
+        target_modules=target_modules,
+        max_loras=MAX_LORAS,
+        max_cpu_loras=MAX_LORAS + 1,
+        max_model_len=config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens,
+        max_num_seqs=config.engine.max_num_seqs,
+        kv_cache_gib=config.engine.kv_cache_gib,
+        gpu_memory_utilization=config.engine.gpu_memory_utilization,
+        cpu_lora=resolved.cpu_lora,
+        enable_lora=True,
+        seed=config.seed,
+    )

@@ -1,0 +1,130 @@
+"""Keeps one engine alive: a server that died or hangs is started again with its adapters, verified, so that waiting requests go on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from skylite.config.train import EngineConfig
+from skylite.engine.client import VllmClient
+from skylite.engine.engine import Engine
+from skylite.engine.server import EngineSpec, engine_command, engine_env
+from skylite.errors import ChildDied, RunFailed
+from skylite.processes.child import Child, ProcessSpec, died, log_tail, poll
+from skylite.processes.supervisor import POLL_S, Supervisor
+from skylite.run.run_dir import AdapterVersion
+
+T = TypeVar("T")
+
+LOG_LINES = 15
+
+Verify = Callable[[VllmClient, AdapterVersion], Awaitable[object]]
+"""Raises SyncFailed unless the engine samples the adapter that it has just loaded again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restarts:
+    """What a watchdog does with an engine that failed."""
+
+    config: EngineConfig
+    verify: Verify
+    tell: Callable[[str, str], None]
+    """Gets the engine's name and a sentence for every restart."""
+
+
+@dataclass(slots=True)
+class Watchdog:
+    """One engine, its process and what it may be restarted with. The others are not touched."""
+
+    spec: EngineSpec
+    logs: Path
+    supervisor: Supervisor
+    restarts: Restarts
+    child: Child
+
+    @classmethod
+    def start(cls, spec: EngineSpec, logs: Path, supervisor: Supervisor, restarts: Restarts) -> Watchdog:
+        """Start the server, watched by the supervisor like any child until `watch` takes over: what fails at once would fail again."""
+        return cls(spec, logs, supervisor, restarts, supervisor.start(_process(spec, logs)))
+
+    async def wait_ready(self) -> Engine:
+        """The engine, once it serves. Raises RunFailed."""
+        client = VllmClient(self.spec.name, self.spec.uds)
+        await client.wait_ready(self.restarts.config.start_timeout_s)
+        return Engine(client)
+
+    async def watch(self, engine: Engine) -> NoReturn:
+        """Restart the server whenever it fails. Raises RunFailed, the last failure, when it may not again."""
+        self.supervisor.leave_to_caller(self.spec.name)
+        allowed = self.restarts.config.max_restarts
+        error = await self._failure(engine)
+        for count in range(1, allowed + 1):
+            engine.take_down()
+            self.restarts.tell(
+                self.spec.name,
+                f"{error.what} It is started again ({count} of engine.max_restarts={allowed}).",
+            )
+            try:
+                await self._start_again(engine)
+            except RunFailed as failed_again:
+                error = failed_again
+            else:
+                error = await self._failure(engine)
+        raise error
+
+    async def _failure(self, engine: Engine) -> RunFailed:
+        """Wait for the process to end or hang."""
+        try:
+            hang = await self._while_alive(engine.hangs(self.restarts.config.stall_timeout_s))
+        except ChildDied as error:
+            return error
+        log = self.child.spec.log_path
+        return ChildDied(hang.what, f"Its log is {log}.", log_tail(log, LOG_LINES, self.child.log_start))
+
+    async def _start_again(self, engine: Engine) -> None:
+        """A fresh server with the engine's adapters. Raises RunFailed."""
+        self.supervisor.stop_child(self.spec.name, timeout_s=0)
+        self.spec.uds.unlink(missing_ok=True)  # vLLM does not, and could not bind
+        self.child = self.supervisor.start(_process(self.spec, self.logs))
+        self.supervisor.leave_to_caller(self.spec.name)
+        client = VllmClient(self.spec.name, self.spec.uds)
+        try:
+            async with asyncio.timeout(self.restarts.config.start_timeout_s):
+                await self._while_alive(self._make_ready(client, list(engine.adapters.values())))
+        except TimeoutError:
+            await client.aclose()
+            raise RunFailed(f"{self.spec.name} was not ready again within engine.start_timeout_s.") from None
+        except RunFailed:
+            await client.aclose()
+            raise
+        await engine.bring_up(client)
+
+    async def _make_ready(self, client: VllmClient, adapters: list[AdapterVersion]) -> None:
+        await client.wait_ready(self.restarts.config.start_timeout_s)
+        for adapter in adapters:
+            await client.load_adapter(adapter)
+            await self.restarts.verify(client, adapter)
+
+    async def _while_alive(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result, or ChildDied when the process ends first."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                if poll(self.child) is not None:
+                    raise died(self.child)
+                await asyncio.wait({task}, timeout=POLL_S)
+            return task.result()
+        finally:
+            task.cancel()
+
+
+def _process(spec: EngineSpec, logs: Path) -> ProcessSpec:
+    return ProcessSpec(
+        name=spec.name,
+        argv=engine_command(spec),
+        env=engine_env(spec, {}),
+        log_path=logs / f"{spec.name}.log",
+    )

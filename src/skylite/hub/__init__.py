@@ -1,0 +1,1 @@
+"""Model names to checked local folders."""

@@ -1,0 +1,76 @@
+"""The model's last step, done our way: hidden states to logprobs of the sampled tokens, a few rows at a time.
+
+The vocabulary is by far the widest thing in a small model; here its logits exist for a few rows only, forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from skylite.model.bf16_weights import compute_type
+from skylite.model.chunked_logprobs import head_logprobs
+from skylite.model.packing import PackedTokens
+
+
+class LogprobHead(nn.Module):
+    """Takes the place of a linear vocabulary head for one pass; `found` then holds (logprobs [C], entropies [C])."""
+
+    def __init__(
+        self, own: nn.Linear, softcap: float | None, tokens: PackedTokens, temperature: float
+    ) -> None:
+        super().__init__()
+        # In a list: a module that owned it would enter the model's tree twice.
+        self._own = [own]
+        self._softcap = softcap
+        self._tokens = tokens
+        self._temperature = temperature
+        self.found: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [B, K, H] -> logprobs [1, C, 1]. The weights must be used in here, where FSDP has them gathered."""
+        own, tokens = self._own[0], self._tokens
+        hidden = hidden.flatten(0, 1).to(compute_type(hidden))
+        self.found = head_logprobs(
+            hidden, own.weight, own.bias, tokens.rows, tokens.targets, self._temperature, self._softcap
+        )
+        return self.found[0][None, :, None].clone()  # not a view: FSDP puts a hook on what the model returns
+
+
+def plain_head(base: PreTrainedModel) -> nn.Linear | None:
+    """The model's vocabulary head where it is a plain linear layer (no adapter on it), else None."""
+    head = base.get_output_embeddings()
+    return head if type(head) is nn.Linear else None
+
+
+def score_in_chunks(
+    model: nn.Module, base: PreTrainedModel, own: nn.Linear, tokens: PackedTokens, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Logprobs [C] and entropies [C] of the completion tokens, both with gradient."""
+    head = LogprobHead(
+        own, getattr(base.config.get_text_config(), "final_logit_softcapping", None), tokens, temperature
+    )
+    with head_of(base, head):
+        outputs: Tensor = model(**tokens.inputs, use_cache=False).logits
+    assert head.found is not None, "the model did not use its output embeddings"
+    logprobs, entropies = head.found
+    return tied_to(logprobs, outputs), entropies
+
+
+def tied_to(values: Tensor, outputs: Tensor) -> Tensor:
+    """`values`, with the model's own output kept in their graph, numerically unused: FSDP hangs its backward on that output."""
+    return values + 0.0 * outputs.float().sum()
+
+
+@contextmanager
+def head_of(base: PreTrainedModel, head: nn.Module) -> Iterator[None]:
+    """Let the model end in `head` instead of its vocabulary."""
+    own = base.get_output_embeddings()
+    base.set_output_embeddings(head)
+    try:
+        yield
+    finally:
+        base.set_output_embeddings(own)

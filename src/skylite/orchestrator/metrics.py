@@ -1,0 +1,131 @@
+"""A step in numbers: what metrics.jsonl holds and the screen shows."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skylite.engine.canary import CanaryReading
+from skylite.engine.pool import SyncReport
+from skylite.orchestrator.sampling import SampledStep
+from skylite.types import RolloutGroup, is_number
+from skylite.ui.page import CompletionView
+
+SHOWN = ("policy/entropy", "mismatch/logprob_diff_mean", "time/train_s", "time/canary_s", "time/publish_s")
+"""Of the trainer's metrics: those that the screen shows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Seconds of a step."""
+
+    rollout_s: float
+    """Its sampling."""
+    step_s: float
+    """From the record of the step before to its own."""
+    sync_s: float = 0.0
+    """From the end of its training until every engine holds the new version: canary of the trainer, files, load."""
+    overlap_s: float = 0.0
+    """Of its sampling, while the step before was trained."""
+    overhead_s: float = 0.0
+    """Of step_s, when nothing was sampled and nothing trained."""
+
+
+def step_metrics(
+    step: int, sampled: SampledStep, update: dict[str, Any], report: SyncReport, times: StepTimes
+) -> dict[str, Any]:
+    """One line of metrics.jsonl: rollout side, the trainer's own, and the sync. Rewards are raw scores, without penalties."""
+    rollouts = [r for g in sampled.groups for r in g.rollouts]
+    left_out = [r for g in sampled.left_out for r in g.rollouts]
+    tokens = [len(r.completion.token_ids) for r in rollouts]
+    num_sampled = sum(tokens) + sum(len(r.completion.token_ids) for r in left_out)
+    mean, deviation = mean_and_deviation([r.reward for r in rollouts])
+    sampled_mean, _ = mean_and_deviation([r.reward for r in rollouts + left_out])
+    staleness = [step - 1 - r.completion.adapter_version for r in rollouts]
+    trainer_canary_s = update["time/canary_s"]
+    return {
+        "step": step,
+        "adapter/version": step,
+        "reward/mean": mean,
+        "reward/std": deviation,
+        "reward/right_frac": statistics.fmean(r.reward == 1.0 for r in rollouts),
+        "reward/penalty_mean": statistics.fmean(r.penalty for r in rollouts),
+        # With groups chosen by their rewards the mean above no longer tells how good the policy is; this one does.
+        "reward/sampled_mean": sampled_mean,
+        "groups/resampled": len(sampled.left_out),
+        "groups/zero_std_sampled_frac": sampled.zero_std_frac,
+        "groups/missing": sampled.missing,
+        "completion/tokens_mean": statistics.fmean(tokens),
+        "completion/truncated_frac": statistics.fmean(
+            r.completion.finish_reason == "length" for r in rollouts
+        ),
+        "rollout/stored": float(sampled.stored),
+        "perf/completion_tokens_per_s": math.nan if sampled.stored else num_sampled / times.rollout_s,
+        "staleness/mean": statistics.fmean(staleness),
+        "staleness/max": max(staleness),
+        "time/rollout_s": times.rollout_s,
+        "time/load_s": report.load_s,
+        "time/step_s": times.step_s,
+        "time/sync_s": times.sync_s,
+        "time/overlap_s": times.overlap_s,
+        "time/overhead_s": times.overhead_s,
+        **report.canary.as_metrics(),
+        **update,
+        "time/canary_s": trainer_canary_s + report.canary_s,
+        "sync/publish_and_load_frac": (update["time/publish_s"] + report.load_s) / times.step_s,
+    }
+
+
+def mean_and_deviation(rewards: Sequence[float]) -> tuple[float, float]:
+    """Both nan where a reward is no number: `statistics` raises for some of those."""
+    if not all(map(is_number, rewards)):
+        return math.nan, math.nan
+    return statistics.fmean(rewards), statistics.pstdev(rewards)
+
+
+def trainer_metrics(update: Mapping[str, Any]) -> dict[str, Any]:
+    """The trainer's part of a step's metrics, out of its update file; a step that was skipped says why."""
+    skipped = {"anomaly/skipped": 1.0, "anomaly/reason": update["skipped"]} if "skipped" in update else {}
+    return {**update["metrics"], **skipped}
+
+
+def recovered_metrics(step: int, groups: Sequence[RolloutGroup], update: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics of a step that was finished when the parent died before it wrote them; what nobody has on record is nan.
+
+    `update` may be empty: the trainer died with the parent, after the step's checkpoint.
+    """
+    nan = math.nan
+    unseen = CanaryReading(gap_max=nan, gap_mean=nan, base_distance=nan, projection=nan)
+    report = SyncReport(load_s=nan, canary_s=nan, canary=unseen)
+    times = StepTimes(rollout_s=nan, step_s=nan, sync_s=nan, overlap_s=nan, overhead_s=nan)
+    trained = dict.fromkeys(SHOWN, nan) | (trainer_metrics(update) if "metrics" in update else {})
+    return step_metrics(step, SampledStep(groups=groups, stored=True), trained, report, times)
+
+
+def completion_view(groups: Sequence[RolloutGroup]) -> CompletionView:
+    """One completion for the screen: a right one of the first mixed group where there is one."""
+    mixed = next((g for g in groups if len({r.reward for r in g.rollouts}) > 1), groups[0])
+    best = max(mixed.rollouts, key=lambda r: r.reward)
+    return CompletionView(
+        question=best.prompt.messages[-1]["content"],
+        completion=best.completion.text,
+        reward=best.reward,
+        answer=best.prompt.answer,
+    )
+
+
+Span = tuple[float, float]
+"""Start and end in seconds of time.monotonic(), which all processes of a machine share."""
+
+
+def covered_s(window: Span, spans: Iterable[Span]) -> float:
+    """Seconds of `window` in which at least one of `spans` ran."""
+    total, reached = 0.0, window[0]
+    for start, end in sorted(spans):
+        start, end = max(start, reached), min(end, window[1])
+        total += max(0.0, end - start)
+        reached = max(reached, end)
+    return total

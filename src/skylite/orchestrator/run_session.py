@@ -1,0 +1,214 @@
+"""A run's resources, in order: screen, trainer, engines, reward workers; and their end, whatever ends the run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+
+from skylite.adapters.expected_modules import likely_target_modules
+from skylite.adapters.manifest import read_manifest
+from skylite.config.train import Resolved
+from skylite.data.tokenizer import load_tokenizer
+from skylite.engine.canary import DEFAULT_TOLERANCE, canary_sequences, verify_folder
+from skylite.engine.pool import Engines
+from skylite.engine.startup import open_engines, ready_engines
+from skylite.engine.watchdog import Restarts
+from skylite.errors import SkyliteError, TrainerLost, WriteFailed, write_failed
+from skylite.hub.shared_memory import held_in_memory
+from skylite.orchestrator.failures import TRAINER, explained, with_what_is_kept
+from skylite.orchestrator.loop import run_steps, wait_for_update
+from skylite.orchestrator.plan import RunPlan, write_config
+from skylite.orchestrator.progress import Progress
+from skylite.orchestrator.resume import forget_after, plan_resume
+from skylite.orchestrator.session import Session
+from skylite.orchestrator.shutdown import TRAINER_SHARE, Stop, TimeLimit, listen, run_until_stopped
+from skylite.processes.child import ProcessSpec
+from skylite.processes.machine import cpu_cores
+from skylite.processes.supervisor import Supervisor
+from skylite.processes.torchrun import trainer_command, trainer_env
+from skylite.rewards.pool import RewardPool
+from skylite.run.files import write_json, writing
+from skylite.run.metrics import read_metrics, with_nan
+from skylite.run.run_dir import adapter_name
+from skylite.ui.closing import finished_text, stopped_text
+from skylite.ui.dashboard import Screen
+
+
+async def run_session(plan: RunPlan, *, resume: bool, limit: TimeLimit | None = None) -> bool:
+    """Run all steps, in folders that the caller has locked. Raises RunFailed subclasses.
+
+    Returns whether the run finished: False after a clean stop, by a signal or by `limit`.
+
+    A trainer that is lost may be restarted (trainer.max_restarts): a --resume that nobody has to type, engines included. Theirs cannot
+    be kept, because vLLM keys its prefix cache by an adapter's name and path, and the same versions are made again.
+    """
+    adapters = Path(plan.resolved.lora_sync_path)
+    stop = listen(limit.stop if limit is not None else asyncio.Event())
+    with model_at_hand(plan.resolved), Screen(plan.config.num_steps) as screen:
+        restarts = 0
+        while True:
+            go_back(plan, adapters, screen) if resume else clear_requests(plan)
+            screen.state.history = tuple(with_nan(m) for m in read_metrics(plan.run.metrics_path))
+            try:
+                return await _supervised(plan, screen, adapters, resume, limit, restarts, stop)
+            except TrainerLost as error:
+                allowed = plan.config.trainer.max_restarts
+                if restarts == allowed or stop.asked.is_set():
+                    raise
+                screen.say(
+                    f"{error.what} The run goes back to its last checkpoint ({restarts + 1} of trainer.max_restarts={allowed})."
+                )
+            plan, resume, restarts = plan_resume(plan.run, screen.say), True, restarts + 1
+
+
+def model_at_hand(resolved: Resolved) -> AbstractContextManager[None]:
+    """The model's files where trainer and engines are told to read them."""
+    if resolved.shm_path is None:
+        return contextlib.nullcontext()
+    return held_in_memory(Path(resolved.model_path), Path(resolved.shm_path))
+
+
+def clear_requests(plan: RunPlan) -> None:
+    """What an earlier attempt asked for or complained of, and where its ranks met."""
+    with writing(plan.run.root):
+        plan.run.stop_path.unlink(missing_ok=True)
+        plan.run.trainer_error_path.unlink(missing_ok=True)
+    with writing(plan.run.rendezvous):  # made new, so that it is a folder, and nobody else's
+        if plan.run.rendezvous.exists():
+            shutil.rmtree(plan.run.rendezvous)
+        plan.run.rendezvous.mkdir(mode=0o700)
+
+
+def go_back(plan: RunPlan, adapters: Path, screen: Screen) -> None:
+    """The folder as it was at the checkpoint that the plan goes on from."""
+    clear_requests(plan)
+    write_config(plan)
+    forget_after(plan.run, adapters, plan.first_step - 1, screen.say, reuse_rollouts=plan.reuse_rollouts)
+
+
+async def _supervised(
+    plan: RunPlan,
+    screen: Screen,
+    adapters: Path,
+    resume: bool,
+    limit: TimeLimit | None,
+    restarts: int,
+    stop: Stop,
+) -> bool:
+    """The run under a supervisor, in folders that are ours, until it is done, stopped or failed."""
+    end_s = plan.config.stop.grace_s * (1 - TRAINER_SHARE)
+    async with Supervisor(stop_timeout_s=end_s, hurry=stop.insisted.is_set) as supervisor:
+        start = plan.first_step - 1
+        progress = Progress(
+            plan.run, plan.config.num_steps, screen, supervisor.pids, step=start, recorded=start
+        )
+        if restarts:
+            progress.restarts[TRAINER] = restarts
+        try:
+            finished = await run_until_stopped(
+                _run(plan, supervisor, progress, resume, limit), plan, supervisor, progress, stop
+            )
+        except (SkyliteError, OSError) as error:
+            reason = explained(plan, write_failed(error) if isinstance(error, OSError) else error, supervisor)
+            if (
+                isinstance(reason, TrainerLost)
+                and restarts < plan.config.trainer.max_restarts
+                and not stop.asked.is_set()
+            ):
+                raise reason from None
+            reason = with_what_is_kept(plan, reason)
+            # A disk that refuses the status as well must not hide why the run ended.
+            with contextlib.suppress(WriteFailed):
+                progress.phase("failed", error=str(reason))
+            raise reason from None
+    progress.phase("done" if finished else "stopped")
+    screen.say(
+        finished_text(plan.run, adapters, screen.state.evaluations)
+        if finished
+        else stopped_text(plan.run, adapters)
+    )
+    return finished
+
+
+async def _run(
+    plan: RunPlan, supervisor: Supervisor, progress: Progress, resume: bool, limit: TimeLimit | None
+) -> None:
+    """Bring everything up side by side, then every step."""
+    progress.event("run_started")
+    progress.phase(
+        "starting",
+        f"vLLM: {plan.config.engine.num_engines} engine(s); trainer: {plan.config.trainer.num_ranks} rank(s)",
+    )
+    plan.run.canary_path.unlink(missing_ok=True)  # the trainer waits for this attempt's
+    async with contextlib.AsyncExitStack() as stack:
+        modules = likely_target_modules(Path(plan.resolved.model_path), plan.config.lora)
+        tolerance = plan.config.sync.canary_tolerance or DEFAULT_TOLERANCE[plan.resolved.dtype]
+        restarts = Restarts(
+            config=plan.config.engine,
+            verify=partial(verify_folder, tolerance=tolerance),
+            tell=progress.restarted,
+        )
+        watchdogs = await stack.enter_async_context(
+            open_engines(plan.run_config, plan.run.logs, modules, supervisor, restarts)
+        )
+        progress.event("engines_started")
+        supervisor.start(_trainer_spec(plan, resume))
+        progress.event("trainer_started")
+        tokenizer = await asyncio.to_thread(load_tokenizer, Path(plan.resolved.model_path))
+        if tokenizer.note:
+            progress.screen.say(tokenizer.note)
+        write_json(plan.run.canary_path, {"sequences": canary_sequences(tokenizer, plan.train)})
+        progress.event("tokenizer_ready")
+        pool = RewardPool(plan.reward, plan.config.reward.num_workers, plan.config.reward.timeout_s)
+        stack.callback(pool.close)
+        pool.watch(supervisor.fail)
+        start = plan.first_step - 1
+        await wait_for_update(plan, start)
+        published = read_manifest(
+            Path(plan.resolved.lora_sync_path) / adapter_name(start), verify_hash=False
+        ).target_modules
+        ready = await stack.enter_async_context(
+            ready_engines(
+                plan.run_config,
+                plan.run.logs,
+                watchdogs,
+                supervisor,
+                started_for=modules,
+                wanted=published,
+                say=progress.screen.say,
+            )
+        )
+        progress.event("engines_ready")
+        engines = Engines(ready, tolerance)
+        await run_steps(
+            Session(
+                plan=plan, engines=engines, scorer=pool, tokenizer=tokenizer, progress=progress, limit=limit
+            )
+        )
+        await trainer_exit(plan, supervisor)
+
+
+async def trainer_exit(plan: RunPlan, supervisor: Supervisor) -> None:
+    """The trainer's end after its last step. Raises ChildDied, TrainerLost when it does not come."""
+    timeout_s = plan.config.trainer.step_timeout_s
+    try:
+        await asyncio.wait_for(supervisor.wait_exit(TRAINER), timeout_s)
+    except TimeoutError:
+        raise TrainerLost(
+            f"The trainer has not ended {timeout_s:g} s (trainer.step_timeout_s) after its last step: it hangs."
+        ) from None
+
+
+def _trainer_spec(plan: RunPlan, resume: bool) -> ProcessSpec:
+    trainer = plan.config.trainer
+    return ProcessSpec(
+        name=TRAINER,
+        argv=trainer_command(plan.run.root, plan.run.rendezvous, trainer.num_ranks, resume=resume),
+        env=trainer_env(trainer.num_threads or max(1, cpu_cores() // trainer.num_ranks)),
+        log_path=plan.run.log_path(TRAINER),
+        is_done=plan.run.trainer_step_path(plan.config.num_steps).exists,
+    )

@@ -1,0 +1,80 @@
+"""PPO's critic: a second adapter on the policy's own frozen base and a linear head, so that it costs an adapter and not a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from skylite.config.algorithm import CriticConfig
+from skylite.config.train import TrainConfig
+from skylite.model.distributed import Dist
+from skylite.model.lm_head import head_of, tied_to
+from skylite.model.packing import PackedTokens
+from skylite.model.policy import CRITIC, Policy, adapter_params, using_adapter
+from skylite.trainer.optimizer import FlatAdamW, make_optimizer
+
+
+class ValueHead(nn.Module):
+    """hidden [..., H] -> value [..., 1], in fp32 whatever autocast says. It starts at zero, so the first values are 0."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(hidden_size))
+        self.bias = nn.Parameter(torch.zeros(1))
+        self.values: Tensor | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The values are also kept in `self.values`: some models bend what their head returns (Gemma 2's score cap)."""
+        self.values = (hidden.float() * self.weight).sum(dim=-1, keepdim=True) + self.bias
+        return self.values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Critic:
+    """The value function and what trains it."""
+
+    head: ValueHead
+    optimizer: FlatAdamW
+    config: CriticConfig
+
+
+def make_critic(policy: Policy, config: TrainConfig, dist: Dist) -> Critic:
+    """The critic of a policy that was loaded with a critic adapter. Every rank calls it."""
+    hidden_size = policy.model.get_base_model().get_input_embeddings().embedding_dim
+    head = ValueHead(output_width(policy, hidden_size)).to(policy.device)
+    params = {
+        **adapter_params(policy.model, CRITIC),
+        **{f"value_head.{n}": p for n, p in head.named_parameters()},
+    }
+    for param in params.values():
+        param.requires_grad_(True)
+        dist.broadcast_(param.data)
+    optimizer = make_optimizer(
+        "critic",
+        params,
+        config.critic.lr,
+        config.critic.max_grad_norm,
+        config.optim,
+        offload=config.trainer.offload,
+    )
+    return Critic(head=head, optimizer=optimizer, config=config.critic)
+
+
+def output_width(policy: Policy, default: int) -> int:
+    """Width of the hidden state that the language-model head takes."""
+    head = policy.model.get_base_model().get_output_embeddings()
+    return int(getattr(head, "in_features", default))
+
+
+def predict_values(policy: Policy, critic: Critic, tokens: PackedTokens) -> Tensor:
+    """Values [C] float32 of the states in which each completion token was chosen."""
+    base: PreTrainedModel = policy.model.get_base_model()
+    with using_adapter(policy, CRITIC), head_of(base, critic.head), policy.autocast():
+        outputs: Tensor = policy.model(**tokens.inputs, use_cache=False).logits
+        values = critic.head.values
+    assert values is not None
+    critic.head.values = None
+    return tied_to(values, outputs).flatten()[tokens.rows]

@@ -1,0 +1,169 @@
+"""The adapter on its way out: gather, canary, publish. The only file that writes to `lora_sync_path`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from skylite.adapters.manifest import Canary, Manifest
+from skylite.algorithms.kl import k3
+from skylite.config.train import RunConfig
+from skylite.errors import SyncFailed, TrainingDiverged
+from skylite.model.flat_params import views_of
+from skylite.model.packing import pack
+from skylite.model.policy import Policy, reference_policy, score
+from skylite.model.warm_start import peft_file_name
+from skylite.run.files import atomic_folder, sha256_file
+from skylite.run.run_dir import AdapterVersion, adapter_name
+from skylite.trainer.optimizer import is_b_matrix
+from skylite.trainer.weights_file import weights_sha256, write_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What was written."""
+
+    adapter: AdapterVersion
+    num_bytes: int
+    seconds: float
+    """Spent on the files; most of it beside the canary."""
+
+
+def adapter_tensors(policy: Policy) -> dict[str, Tensor]:
+    """The trainable parameters alone, by PEFT's file names, on the CPU, in the type vLLM computes with.
+
+    LoRA is whole on every rank, so nothing is gathered from the others, and no base weight is ever materialised. One copy where device or
+    type is another; else these are the parameters themselves.
+    """
+    views = views_of(policy.flat_lora.to("cpu", policy.dtype), list(policy.lora.values()))
+    return {peft_file_name(name): view for name, view in zip(policy.lora, views, strict=True)}
+
+
+def canary_logprobs(policy: Policy, sequences: Sequence[list[int]]) -> list[list[float]]:
+    """[S][L - 1] logprobs at temperature 1 of every token but the first. All ranks must call it together."""
+    tokens = pack(
+        [s[:1] for s in sequences],
+        [s[1:] for s in sequences],
+        range(len(sequences)),
+        policy.packing,
+        policy.device,
+    )
+    with torch.no_grad():
+        logprobs, _ = score(policy, tokens, temperature=1.0)
+    return [part.tolist() for part in torch.split(logprobs, [len(s) - 1 for s in sequences])]
+
+
+def base_canary_logprobs(policy: Policy, sequences: Sequence[list[int]]) -> list[list[float]]:
+    """The same with the adapter off."""
+    with policy.model.disable_adapter():
+        return canary_logprobs(policy, sequences)
+
+
+def check_reference(policy: Policy, sequences: Sequence[list[int]], must_agree: bool) -> float:
+    """KL (k3, mean over the canary's tokens) of the policy to its reference before anything was learned.
+
+    Raises TrainingDiverged when `must_agree` and it is not exactly 0: the run would be pulled towards something else than its start.
+    """
+    own = [x for row in canary_logprobs(policy, sequences) for x in row]
+    with reference_policy(policy):
+        ref = [x for row in canary_logprobs(policy, sequences) for x in row]
+    found = float(k3(torch.tensor(own), torch.tensor(ref)).mean())
+    if must_agree and own != ref:
+        raise TrainingDiverged(
+            f"The KL to the reference is {found:.3g} before the first step and must be 0: the reference is not the policy's start.",
+            "This is a fault of the model's code or of skylite; set algorithm.kl_coef=0 to train without a reference.",
+        )
+    return found
+
+
+def b_norm(policy: Policy) -> float:
+    """Frobenius norm of all B matrices together: 0 at the start, so its growth is how far the policy has moved."""
+    return float(torch.stack([p.detach().norm() for n, p in policy.lora.items() if is_b_matrix(n)]).norm())
+
+
+def publish(
+    policy: Policy, run_config: RunConfig, version: int, score_canary: Callable[[], Canary]
+) -> Published:
+    """Write `policy-v000012/` whole, or find it there with the same weights (a resumed run). Raises SyncFailed when it differs.
+
+    The weights are written and hashed in a thread while `score_canary` computes.
+    """
+    adapter = AdapterVersion(version, Path(run_config.resolved.lora_sync_path) / adapter_name(version))
+    tensors = adapter_tensors(policy)
+    if adapter.path.exists():
+        _require_same(adapter, weights_sha256(tensors))
+        score_canary()  # all ranks compute it together
+        return Published(adapter, adapter.weights_path.stat().st_size, 0.0)
+    with (
+        ThreadPoolExecutor(1) as pool,
+        atomic_folder(adapter.path, sum(t.nbytes for t in tensors.values())) as folder,
+    ):
+        writing = pool.submit(_timed_write, folder / adapter.weights_path.name, tensors)
+        canary = score_canary()
+        digest, num_bytes, write_s = writing.result()
+        finishing = time.monotonic()
+        manifest = _manifest(policy, run_config, version, canary, digest, num_bytes)
+        (folder / "adapter_config.json").write_text(_peft_json(policy, run_config), encoding="utf-8")
+        (folder / adapter.manifest_path.name).write_text(manifest.model_dump_json(), encoding="utf-8")
+    return Published(adapter, num_bytes, write_s + time.monotonic() - finishing)
+
+
+def _timed_write(path: Path, tensors: dict[str, Tensor]) -> tuple[str, int, float]:
+    started = time.monotonic()
+    digest, num_bytes = write_weights(path, tensors)
+    return digest, num_bytes, time.monotonic() - started
+
+
+def _require_same(adapter: AdapterVersion, digest: str) -> None:
+    if not adapter.weights_path.is_file() or sha256_file(adapter.weights_path) != digest:
+        raise SyncFailed(
+            f"{adapter.path} exists already with other weights; a published adapter is never rewritten.",
+            "Move that folder away, or set another lora.lora_sync_path.",
+        )
+
+
+def _manifest(
+    policy: Policy, run_config: RunConfig, version: int, canary: Canary, digest: str, num_bytes: int
+) -> Manifest:
+    lora, resolved = run_config.config.lora, run_config.resolved
+    return Manifest(
+        version=version,
+        step=version,
+        parent=version - 1 if version else None,
+        weights_sha256=digest,
+        weights_bytes=num_bytes,
+        base_model=run_config.config.model.name,
+        base_fingerprint=resolved.model_fingerprint,
+        rank=lora.rank,
+        alpha=lora.alpha,
+        dtype=resolved.dtype,
+        target_modules=policy.target_modules,
+        canary=canary,
+    )
+
+
+def _peft_json(policy: Policy, run_config: RunConfig) -> str:
+    """adapter_config.json; only what PEFT and vLLM need, so that no default of this PEFT version is frozen into the file."""
+    lora = run_config.config.lora
+    return json.dumps(
+        {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": run_config.resolved.model_path,
+            "r": lora.rank,
+            "lora_alpha": lora.alpha,
+            "lora_dropout": lora.dropout,
+            "use_rslora": lora.use_rslora,
+            "target_modules": policy.target_modules,
+            "bias": "none",
+            "inference_mode": True,
+        },
+        indent=1,
+    )

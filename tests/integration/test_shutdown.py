@@ -1,0 +1,110 @@
+"""Real signals to a run of which only the trainer is a synthetic: whatever is under way, the end comes in stop.grace_s."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from skylite.config.train import TrainConfig
+from skylite.orchestrator.failures import TRAINER
+from skylite.orchestrator.plan import RunPlan
+from skylite.orchestrator.progress import Progress
+from skylite.orchestrator.shutdown import TRAINER_SHARE, listen, run_until_stopped
+from skylite.processes.child import ProcessSpec
+from skylite.processes.supervisor import Supervisor
+from skylite.run.run_dir import RunDir
+from skylite.ui.dashboard import Screen
+from tests.reference import resolved
+
+GRACE_S = 5.0
+OBEYS = "while not pathlib.Path('stop').exists(): time.sleep(0.01)\npathlib.Path('checkpoint').touch()"
+IGNORES = "time.sleep(600)"
+DEAF = f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{IGNORES}"
+
+
+def stopped(
+    root: Path, mode: str, trainer: str, step_s: float, signals: tuple[float, ...]
+) -> tuple[float, int]:
+    """Seconds from the first signal to the end of everything, and the last step recorded, of a run whose second step is under way.
+
+    `signals`: seconds after the start of the step, each SIGTERM.
+    """
+    run = RunDir(root)
+    for folder in (run.trainer_steps, run.logs):
+        folder.mkdir()
+    run.trainer_step_path(0).touch()
+    plan = RunPlan(
+        run=run, config=TrainConfig.model_validate({"stop": {"mode": mode, "grace_s": GRACE_S}}), resolved=resolved(root, root),
+        train=[], held_out=[], reward="gsm8k", first_step=1,
+    )  # fmt: skip
+    return asyncio.run(_stopped(plan, trainer, step_s, signals))
+
+
+async def _stopped(
+    plan: RunPlan, trainer: str, step_s: float, signals: tuple[float, ...]
+) -> tuple[float, int]:
+    loop, stop = asyncio.get_running_loop(), listen(asyncio.Event())
+
+    async def steps() -> None:
+        progress.recorded, progress.step = 1, 2
+        for wait_s in signals:
+            loop.call_later(wait_s, os.kill, os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(step_s)
+        progress.recorded = 2
+        await asyncio.Event().wait()
+
+    spec = ProcessSpec(
+        name=TRAINER,
+        argv=[
+            sys.executable,
+            "-c",
+            f"import os, pathlib, signal, time\nos.chdir({str(plan.run.root)!r})\n{trainer}",
+        ],
+        env={},
+        log_path=plan.run.log_path(TRAINER),
+    )
+    async with Supervisor(
+        stop_timeout_s=GRACE_S * (1 - TRAINER_SHARE), hurry=stop.insisted.is_set
+    ) as supervisor:
+        progress = Progress(plan.run, 9, Screen(9), supervisor.pids)
+        supervisor.start(spec)
+        assert not await run_until_stopped(steps(), plan, supervisor, progress, stop)
+    return time.monotonic() - stop.asked_at, progress.recorded
+
+
+@pytest.mark.parametrize(("mode", "recorded"), [("finish", 2), ("abandon", 1)])
+def test_a_signal_finishes_or_abandons_the_step_and_the_trainer_writes_its_checkpoint(
+    tmp_path: Path, mode: str, recorded: int
+) -> None:
+    seconds, last = stopped(tmp_path, mode, OBEYS, step_s=1.0, signals=(0.2,))
+    assert last == recorded
+    assert seconds < 3
+    assert (tmp_path / "checkpoint").exists()
+
+
+@pytest.mark.parametrize("trainer", [IGNORES, DEAF], ids=["hangs", "ignores SIGTERM"])
+def test_neither_a_step_without_end_nor_a_trainer_that_hears_nothing_outlasts_the_grace(
+    tmp_path: Path, trainer: str
+) -> None:
+    seconds, last = stopped(tmp_path, "finish", trainer, step_s=600, signals=(0.2,))
+    assert last == 1
+    assert seconds < GRACE_S + 2
+
+
+def test_a_step_that_is_not_finished_in_time_still_leaves_the_trainer_time_for_its_checkpoint(
+    tmp_path: Path,
+) -> None:
+    seconds, _ = stopped(tmp_path, "finish", OBEYS, step_s=600, signals=(0.2,))
+    assert seconds < GRACE_S
+    assert (tmp_path / "checkpoint").exists()
+
+
+def test_a_second_signal_ends_everything_at_once(tmp_path: Path) -> None:
+    seconds, _ = stopped(tmp_path, "finish", DEAF, step_s=600, signals=(0.2, 0.6))
+    assert seconds < 2

@@ -1,0 +1,100 @@
+"""`skylite adapters`: damaged adapters are named, what is there is listed, what the rules do not keep goes and the rest stays."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from skylite.adapters.manifest import Canary, Manifest
+from skylite.commands.adapters import gc, list_versions, verify
+from skylite.errors import ConfigError
+from skylite.run.checkpoint_folder import checkpoint_steps
+from skylite.run.files import sha256_file
+from skylite.run.lock import lock_folder
+from skylite.run.run_dir import RunDir, adapter_name, published_versions
+from tests.reference import make_run, settings
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run after step 6: every version still there, checkpoints of steps 2, 4 and 6."""
+    sections = {"sync": {"keep_last": 2, "keep_every": 4}, "checkpoint": {"every": 2, "keep_last": 1}}
+    run = make_run(tmp_path / "run", tmp_path, settings(**sections), {})
+    for version in range(7):
+        folder = run.default_adapters / adapter_name(version)
+        folder.mkdir()
+        weights = folder / "adapter_model.safetensors"
+        weights.write_bytes(b"weights %d" % version)
+        manifest = Manifest(
+            version=version, step=version, parent=None, weights_sha256=sha256_file(weights), weights_bytes=9, base_model="b",
+            base_fingerprint="f", rank=4, alpha=8.0, dtype="float32", target_modules=["q_proj"],
+            canary=Canary(sequences=[[1, 2]], policy_logprobs=[[-1.0]], base_logprobs=[[-1.0]]),
+        )  # fmt: skip
+        (folder / "manifest.json").write_text(manifest.model_dump_json())
+    for step in (2, 4, 6):
+        run.checkpoint_path(step).mkdir()
+    (run.default_adapters / ".policy-v000007.tmp-77").mkdir()
+    (run.root / ".status.json.tmp-77").touch()
+    run.metrics_path.write_text(
+        "".join(json.dumps({"step": s, "canary/gap_max": 1e-5 * s}) + "\n" for s in range(1, 7))
+    )
+    return run
+
+
+def test_verify_names_the_damaged_and_exits_1(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    verify(run.root)
+    assert capsys.readouterr().out == "7 of 7 published adapters are whole\n"
+    (run.default_adapters / "policy-v000003" / "adapter_model.safetensors").write_bytes(b"weights X")
+    (run.default_adapters / "policy-v000005" / "manifest.json").unlink()
+    (run.default_adapters / "policy-v000001").rename(run.default_adapters / "policy-v000009")
+    with pytest.raises(SystemExit) as ended:
+        verify(run.root)
+    assert ended.value.code == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert ["policy-v000003/adapter_model" in lines[0], "policy-v000005" in lines[1]] == [True, True]
+    assert "policy-v000009 holds version 1 by its manifest" in lines[2]
+    assert lines[3] == "4 of 7 published adapters are whole"
+
+
+def test_list_shows_every_version(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    (run.default_adapters / "policy-v000005" / "manifest.json").write_text("{")
+    list_versions(run.root)
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["version", "step", "bytes", "age", "canary", "gap"]
+    assert [line.split()[0] for line in lines] == [adapter_name(v) for v in range(7)]
+    assert lines[0].split()[1:3] + lines[0].split()[-1:] == ["0", "9", "-"]
+    assert lines[3].split()[-1] == "3.0e-05"
+    assert "damaged" in lines[5]
+
+
+def test_gc_removes_what_the_rules_do_not_keep_and_says_it(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gc(run.root)
+    assert [a.version for a in published_versions(run.default_adapters)] == [0, 4, 5, 6]
+    assert checkpoint_steps(run) == [6]
+    assert not list(run.root.rglob(".*tmp*"))
+    said = capsys.readouterr().out
+    for part in (
+        "policy-v000007.tmp-77",
+        "checkpoint step-000002",
+        "adapter v1 ",
+        "adapter v3 ",
+        "3 adapters and 2 checkpoints",
+    ):
+        assert part in said
+    assert "v4" not in said
+
+
+def test_gc_leaves_a_live_run_alone(run: RunDir) -> None:
+    with lock_folder(run.root), pytest.raises(ConfigError, match="another live run"):
+        gc(run.root)
+    assert len(published_versions(run.default_adapters)) == 7
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    for command in (verify, list_versions, gc):
+        with pytest.raises(ConfigError, match="not a skylite run"):
+            command(tmp_path)

@@ -1,0 +1,194 @@
+"""A step whose numbers go bad leaves the optimizers as they were, is named in words, and keeps what it learned from."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from skylite.config.loading import load_config
+from skylite.config.train import AnomalyConfig, TrainConfig
+from skylite.errors import ConfigError, TrainingDiverged
+from skylite.model.distributed import Dist
+from skylite.run.rollout_file import TrainSample
+from skylite.run.run_dir import RunDir
+from skylite.trainer.anomaly import (
+    collapse_fault,
+    keep_inputs,
+    learn_or_undo,
+    limit_fault,
+    parameter_fault,
+    remembering,
+    sample_fault,
+    state_of,
+)
+from skylite.trainer.optimizer import FlatAdamW
+from skylite.trainer.step import train_step
+from tests.cases import optimizer_of, policy_of
+from tests.reference import lone_rank, random_samples, settings, write_samples
+
+
+@pytest.fixture(scope="module")
+def dist() -> Iterator[Dist]:
+    with lone_rank() as dist:
+        yield dist
+
+
+def numbers_of(optimizer: FlatAdamW) -> list[torch.Tensor]:
+    """Everything an update changes."""
+    state = state_of(optimizer)
+    return [*state.params.values(), *(v for moments in state.moments.values() for v in moments.values())]
+
+
+def with_nan(samples: list[TrainSample]) -> list[TrainSample]:
+    return [
+        replace(samples[0], rollout_logprobs=[float("nan")] * len(samples[0].rollout_logprobs)),
+        *samples[1:],
+    ]
+
+
+def judge(config: TrainConfig, optimizer: FlatAdamW) -> Callable[[Any], str]:
+    return lambda metrics: limit_fault(metrics, config.anomaly) or parameter_fault([optimizer])
+
+
+@pytest.mark.parametrize(
+    ("sections", "samples", "words"),
+    [
+        ({}, with_nan(random_samples(1)), "gradient of the policy in step 2 is not finite"),
+        # The first update of the step is good and applied; the second is not.
+        (
+            {"algorithm": {"updates_per_step": 2}},
+            with_nan(random_samples(1)[::-1])[::-1],
+            "gradient of the policy in step 2",
+        ),
+        ({"optim": {"lr": 3e38}}, random_samples(1), "matrices not finite"),
+        (
+            {"anomaly": {"max_mismatch_kl": 1e-3}},
+            random_samples(1),
+            "mismatch/kl is .*, over anomaly.max_mismatch_kl=0.001",
+        ),
+        (
+            {"anomaly": {"max_kl": 1e-9}, "algorithm": {"kl_coef": 1e-9}},
+            random_samples(1),
+            "policy/kl_ref is .*, over anomaly.max_kl=1e-09",
+        ),
+    ],
+)
+def test_a_bad_step_is_undone_whole(
+    sections: Any, samples: list[TrainSample], words: str, tiny_llama: Path, dist: Dist
+) -> None:
+    config = settings(**sections)
+    policy = policy_of(tiny_llama, config, dist)
+    optimizer = optimizer_of(policy, settings())
+    train_step(policy, optimizer, random_samples(0), 1, settings(), dist)
+    optimizer.adamw.param_groups[0]["peak_lr"] = config.optim.lr
+    before = numbers_of(optimizer)
+    assert len(before) == 4 * len(optimizer.params)
+
+    def learn() -> dict[str, float]:
+        return train_step(policy, optimizer, samples, 2, config, dist)
+
+    _, fault = learn_or_undo([optimizer], dist, learn, judge(config, optimizer), dict)
+    assert re.search(words, fault), fault
+    assert all(torch.equal(a, b) for a, b in zip(before, numbers_of(optimizer), strict=True))
+
+    # What comes next is as if the bad step had never been.
+    _, fault = learn_or_undo(
+        [optimizer],
+        dist,
+        lambda: train_step(policy, optimizer, random_samples(2), 3, settings(), dist),
+        lambda _: "",
+        dict,
+    )
+    assert fault == ""
+    assert not all(torch.equal(a, b) for a, b in zip(before, numbers_of(optimizer), strict=True))
+
+
+def test_what_an_update_would_undo_is_not_held_twice_before_the_update(tiny_llama: Path, dist: Dist) -> None:
+    policy = policy_of(tiny_llama, settings(), dist)
+    optimizer = optimizer_of(policy, settings())
+    start = numbers_of(optimizer)
+    with remembering([optimizer]) as before:
+        assert before == {}
+        train_step(policy, optimizer, random_samples(0), 1, settings(), dist)
+        first = before["policy"]
+        train_step(policy, optimizer, random_samples(1), 2, settings(), dist)
+        assert before["policy"] is first
+    assert all(torch.equal(a, b) for a, b in zip(start, first.params.values(), strict=True))
+    assert first.moments == {}
+    train_step(policy, optimizer, random_samples(2), 3, settings(), dist)
+    assert before["policy"] is first
+
+
+def test_a_policy_whose_canary_gives_no_numbers_is_undone_before_it_is_published(
+    tiny_llama: Path, dist: Dist
+) -> None:
+    policy = policy_of(tiny_llama, settings(), dist)
+    optimizer = optimizer_of(policy, settings())
+    before = numbers_of(optimizer)
+
+    def publish() -> dict[str, float]:
+        raise TrainingDiverged("the logprobs of policy-v000001 on the canary are not finite")
+
+    def learn() -> dict[str, float]:
+        return train_step(policy, optimizer, random_samples(0), 1, settings(), dist)
+
+    assert (
+        learn_or_undo([optimizer], dist, learn, lambda _: "", publish)[1]
+        == "the logprobs of policy-v000001 on the canary are not finite"
+    )
+    assert all(torch.equal(a, b) for a, b in zip(before, numbers_of(optimizer), strict=True))
+
+
+def test_a_number_among_the_inputs_that_is_none_is_named() -> None:
+    samples = random_samples(0)
+    assert sample_fault(samples) == ""
+    samples[5] = replace(samples[5], rollout_logprobs=[-1.0, float("-inf")])
+    assert sample_fault(samples) == "the sampler's logprob of token 1 of sample 5 (group 1) is -inf"
+    for reward in ("nan", "inf", "-inf", "1e+39"):
+        samples[2] = replace(samples[2], reward=float(reward), prompt_id="t/train/7")
+        assert sample_fault(samples) == f"the reward of sample 2 (prompt t/train/7, group 0) is {reward}"
+
+
+def test_rewards_collapse_only_when_every_step_of_the_window_is_too_low(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.rollouts.mkdir()
+    for step, reward in enumerate([0.6, 0.1, 0.2, 0.1], 1):
+        write_samples(run.rollout_path(step), [replace(s, reward=reward) for s in random_samples(0)])
+    rules = AnomalyConfig(min_reward=0.5, min_reward_steps=3)
+    assert [bool(collapse_fault(run, step, rules)) for step in (1, 2, 3, 4)] == [False, False, False, True]
+    assert "in steps 2 to 4 (last 0.1)" in collapse_fault(run, 4, rules)
+    assert collapse_fault(run, 4, AnomalyConfig()) == ""
+    for none in (float("nan"), float("-inf")):
+        write_samples(run.rollout_path(3), [replace(s, reward=none) for s in random_samples(0)])
+        assert collapse_fault(run, 4, rules) == "", "a step without numbers is no low reward"
+
+
+def test_what_a_bad_step_learned_from_is_kept_each_time(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.rollouts.mkdir()
+    write_samples(run.rollout_path(7), random_samples(0))
+    for name in ("step-000007", "step-000007-2"):
+        folder = keep_inputs(
+            run, 7, "loss/policy is nan", {"loss/policy": float("nan"), "optim/lr": 1.0}, AnomalyConfig()
+        )
+        assert folder == run.rejected_steps / name
+        assert (folder / "rollouts.parquet").read_bytes() == run.rollout_path(7).read_bytes()
+        reason = json.loads((folder / "reason.json").read_text(), parse_constant=pytest.fail)
+        assert (reason["reason"], reason["metrics"]) == (
+            "loss/policy is nan",
+            {"loss/policy": "nan", "optim/lr": 1.0},
+        )
+
+
+def test_a_limit_on_a_kl_that_is_not_measured_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"anomaly.max_kl=0.1 limits .* algorithm.kl_coef=0 does not measure"
+    ):
+        load_config(None, {"anomaly.max_kl": 0.1})

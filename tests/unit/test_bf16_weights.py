@@ -1,0 +1,171 @@
+"""Frozen matrices held in bfloat16: the very numbers of float32, half the bytes, and only where every value fits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from skylite.model import policy as policy_module
+from skylite.model.bf16_weights import hold_in_bf16
+from skylite.model.chunked_logprobs import head_logprobs
+from skylite.model.distributed import Dist
+from skylite.model.policy import load_policy
+from skylite.model.probing import choose_passes
+from tests.cases import PROBE, gradients_after_step, policy_of
+from tests.reference import lone_rank, resolved, settings
+from tests.tiny_models import FAMILIES, make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def dist() -> Iterator[Dist]:
+    with lone_rank() as dist:
+        yield dist
+
+
+def rounded(module: nn.Module) -> nn.Module:
+    """Frozen, with values that bfloat16 has."""
+    for param in module.parameters():
+        param.data = param.data.bfloat16().float()
+    return module.requires_grad_(False)
+
+
+def rounded_model(folder: Path, family: str = "llama") -> Path:
+    """A tiny model whose file is float32, but whose values are bfloat16's."""
+    make_tiny_model(folder, family)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rounded(model).save_pretrained(folder)
+    return folder
+
+
+def held(module: nn.Module) -> int:
+    return sum(p.nbytes for p in module.parameters())
+
+
+def test_output_and_gradient_are_the_very_numbers_of_float32_and_the_wide_matrix_is_not_kept() -> None:
+    torch.manual_seed(0)
+    wide = rounded(
+        nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 12), nn.SiLU(), nn.Linear(12, 6, bias=False))
+    )
+    narrow = copy.deepcopy(wide)
+    assert hold_in_bf16(narrow.modules()) is not None
+    assert held(narrow) - 12 * 4 == (held(wide) - 12 * 4) / 2  # the bias stays
+    kept: list[torch.dtype] = []
+
+    def learn(model: nn.Module) -> tuple[Tensor, Tensor]:
+        shift = torch.linspace(-1, 1, 8, requires_grad=True)
+        out = model[1:](model[0](torch.tensor([3, 1, 8])) + shift)  # type: ignore[index]
+        return out, torch.autograd.grad(out.square().sum(), shift)[0]
+
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: (kept.append(t.dtype) if t.shape[0] in (6, 12) else None, t)[1], lambda t: t
+    ):
+        ours = learn(narrow)
+    assert all(torch.equal(a, b) for a, b in zip(ours, learn(wide), strict=True))
+    assert kept == [torch.bfloat16, torch.bfloat16]
+
+
+def test_what_does_not_fit_or_learns_or_is_tied_to_a_class_of_its_own_stays() -> None:
+    class Scaled(nn.Embedding):
+        pass
+
+    linears = {k: rounded(nn.Linear(4, 4)) for k in ("fits", "fine", "learns", "tied")}
+    model = nn.ModuleDict({**linears, "scaled": Scaled(4, 4), "norm": rounded(nn.LayerNorm(4))})
+    model["fine"].weight[0, 0] = 1 + 2**-20  # type: ignore[index]
+    model["learns"].weight.requires_grad_(True)  # type: ignore[union-attr]
+    model["scaled"].weight = model["tied"].weight
+    assert hold_in_bf16(model.modules()) is not None
+    types = {name: module.weight.dtype for name, module in model.items()}
+    assert {name for name, kind in types.items() if kind == torch.bfloat16} == {"fits"}
+    assert hold_in_bf16([model["fine"], model["norm"]]) is None
+
+
+def test_tied_matrices_stay_one_and_undo_gives_everything_back() -> None:
+    model = nn.ModuleDict({"embed": rounded(nn.Embedding(9, 8)), "head": nn.Linear(8, 9, bias=False)})
+    model["head"].weight = model["embed"].weight
+    before = model["head"].weight.detach().clone()  # type: ignore[operator]
+    undo = hold_in_bf16(model.modules())
+    assert undo is not None
+    assert model["head"].weight is model["embed"].weight
+    assert held(model) == 9 * 8 * 2
+    undo()
+    assert model["head"].weight is model["embed"].weight
+    assert torch.equal(model["head"].weight, before)  # type: ignore[arg-type]
+    assert not any("forward" in vars(m) for m in model.modules())
+
+
+@pytest.mark.parametrize("way", ["blocks", "entropy", "softcap"])
+def test_a_narrow_head_gives_the_very_numbers_of_the_wide_one(way: str) -> None:
+    torch.manual_seed(0)
+    weight, rows, targets = (
+        torch.randn(40, 8).bfloat16(),
+        torch.tensor([0, 2, 2, 4]),
+        torch.tensor([7, 1, 39, 0]),
+    )
+    x = torch.randn(5, 8)
+
+    def found(weight: Tensor) -> list[Tensor]:
+        hidden = x.clone().requires_grad_()
+        logprobs, entropies = head_logprobs(
+            hidden, weight, None, rows, targets, 0.7, 3.0 if way == "softcap" else None
+        )
+        loss = logprobs.sum() + (entropies.sum() if way == "entropy" else 0)
+        return [logprobs, entropies, *torch.autograd.grad(loss, hidden)]
+
+    assert all(torch.equal(a, b) for a, b in zip(found(weight), found(weight.float()), strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_learns_the_very_same_and_the_base_takes_half(
+    family: str, tmp_path: Path, dist: Dist, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = rounded_model(tmp_path, family)
+    config = settings(algorithm={"kl_coef": 0.1, "entropy_coef": 0.01})  # the adapter off, too
+    narrow = policy_of(model, config, dist)
+    ours = gradients_after_step(narrow, config, dist)[0]
+    monkeypatch.setattr(policy_module, "hold_in_bf16", lambda modules: None)
+    wide = policy_of(model, config, dist)
+    assert torch.equal(ours, gradients_after_step(wide, config, dist)[0])
+    assert held(narrow.model) < 0.7 * held(wide.model)  # norms and LoRA are as they were
+
+
+def test_pefts_own_layer_takes_narrow_weights(
+    tmp_path: Path, dist: Dist, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With dropout the one operation is not used."""
+    model, config = rounded_model(tmp_path), settings(lora={"dropout": 0.3})
+    ours = gradients_after_step(policy_of(model, config, dist), config, dist)[0]
+    monkeypatch.setattr(policy_module, "hold_in_bf16", lambda modules: None)
+    assert torch.equal(ours, gradients_after_step(policy_of(model, config, dist), config, dist)[0])
+
+
+def test_it_is_said_and_what_needs_float32_is_left_wide(tmp_path: Path, dist: Dist) -> None:
+    def reason(model: Path) -> str:
+        _, reasons = choose_passes(load_policy(resolved(model, model), settings(), dist), PROBE)
+        return next(r for r in reasons if r.startswith("frozen matrices"))
+
+    assert reason(make_tiny_model(tmp_path / "wide")).startswith("frozen matrices: none")
+    assert reason(rounded_model(tmp_path / "narrow")).startswith("frozen matrices: held in bfloat16")
+
+
+def test_a_model_that_computes_in_its_weights_type_is_left_wide(
+    tmp_path: Path, dist: Dist, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = transformers.models.llama.modeling_llama.LlamaDecoderLayer
+    plain = layer.forward
+
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return plain(self, x.to(self.self_attn.o_proj.weight.dtype), *args, **kwargs)
+
+    monkeypatch.setattr(layer, "forward", forward)
+    model = rounded_model(tmp_path)
+    policy, reasons = choose_passes(load_policy(resolved(model, model), settings(), dist), PROBE)
+    assert any(r.startswith("frozen matrices: left alone") for r in reasons)
+    assert all(p.dtype == torch.float32 for p in policy.model.parameters())

@@ -1,0 +1,23 @@
+"""Threads of a rank while vLLM starts beside it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+import torch
+
+from skylite.model.distributed import half_the_threads
+
+
+@pytest.mark.parametrize(("own", "beside"), [(4, 2), (1, 1)])
+def test_half_the_threads_until_the_start_is_over_or_failed(own: int, beside: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(own)
+    try:
+        with suppress(ValueError), half_the_threads():
+            assert torch.get_num_threads() == beside
+            int("a start that fails")
+        assert torch.get_num_threads() == own
+    finally:
+        torch.set_num_threads(before)

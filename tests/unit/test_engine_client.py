@@ -1,0 +1,261 @@
+"""The client against a real server on a Unix socket that misbehaves: every bad reply is one clear error, in bounded time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skylite.engine.client import Sampling, VllmClient
+from skylite.engine.engine import Engine
+from skylite.errors import EngineDead, EngineFailed, RunFailed, SyncFailed
+from skylite.run.run_dir import AdapterVersion
+
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=4, stop_token_ids=(), seed=40)
+Behaviour = Callable[[asyncio.StreamWriter, int], Awaitable[None]]
+
+
+def choice(index: int = 0, **changes: Any) -> dict[str, Any]:
+    good = {
+        "index": index,
+        "text": "ab",
+        "token_ids": [1, 2],
+        "logprobs": {"token_logprobs": [-1.0, -2.0]},
+        "finish_reason": "stop",
+    }
+    return good | changes
+
+
+def said(value: Any, status: int = 200, more: str = "") -> Behaviour:
+    """A whole HTTP reply; text and bytes go as they are."""
+    body = (
+        value
+        if isinstance(value, bytes)
+        else (value if isinstance(value, str) else json.dumps(value)).encode()
+    )
+
+    async def behave(writer: asyncio.StreamWriter, _: int) -> None:
+        writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\n{more}\r\n".encode() + body)
+
+    return behave
+
+
+def sampled(*choices: dict[str, Any], model: str = "m") -> Behaviour:
+    return said({"model": model, "choices": list(choices)})
+
+
+async def close(writer: asyncio.StreamWriter, _: int) -> None:
+    """Nothing at all."""
+
+
+async def half(writer: asyncio.StreamWriter, _: int) -> None:
+    writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: 4000\r\n\r\n{"model": "m", "choi')
+
+
+async def garbage(writer: asyncio.StreamWriter, _: int) -> None:
+    writer.write(b"\x00\xff not http\r\n\r\n")
+
+
+async def silence(writer: asyncio.StreamWriter, _: int) -> None:
+    await asyncio.sleep(20)
+
+
+async def drops(writer: asyncio.StreamWriter, _: int) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 4000\r\n\r\n")
+    for _ in range(400):
+        writer.write(b" ")
+        await asyncio.sleep(0.05)
+
+
+async def talk(
+    folder: Path, behave: Behaviour, ask: Callable[[VllmClient], Awaitable[Any]], timeout_s: float = 1.0
+) -> Any:
+    """What `ask` gets from a server that behaves so; `behave` also hears how many requests came before."""
+    count = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal count
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = next(
+                (
+                    int(line.split(b":")[1])
+                    for line in head.lower().split(b"\r\n")
+                    if line.startswith(b"content-length")
+                ),
+                0,
+            )
+            await reader.readexactly(length)
+            number, count = count, count + 1
+            await behave(writer, number)
+            await writer.drain()
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_unix_server(serve, folder / "s")
+    client = VllmClient("vllm-0", folder / "s", request_timeout_s=timeout_s)
+    try:
+        return await ask(client)
+    finally:
+        await client.aclose()
+        server.close()
+
+
+def ask_for(n: int) -> Callable[[VllmClient], Awaitable[Any]]:
+    return lambda client: client.sample("m", [7, 8], n, SAMPLING, version=3)
+
+
+@pytest.mark.parametrize(
+    ("behave", "kind", "words"),
+    [
+        (close, EngineFailed, "went away during /v1/completions"),
+        (half, EngineFailed, "went away during /v1/completions"),
+        (garbage, EngineFailed, "went away during /v1/completions"),
+        (silence, EngineFailed, "did not answer /v1/completions within 1 s"),
+        (drops, EngineFailed, "did not answer /v1/completions within 1 s"),
+        (said("oops", 500), EngineFailed, "with 500: oops"),
+        (said({"error": {"message": "EngineDead"}}, 503), EngineFailed, "with 503: EngineDead"),
+        (said({"error": {"message": "no such model"}}, 404), RunFailed, "with 404: no such model"),
+        (said(b"\xff\xfe"), EngineFailed, "no reply of vLLM's"),
+        (said(b"ab", more="Content-Encoding: gzip\r\n"), EngineFailed, "went away"),
+        (said(""), EngineFailed, "no reply of vLLM's"),
+        (said("[1, 2"), EngineFailed, "no reply of vLLM's: the whole: Invalid JSON"),
+        (said([1]), EngineFailed, "no reply of vLLM's"),
+        (said({"model": "m"}), EngineFailed, "choices: Field required"),
+        (said({"model": "m", "choices": {}}), EngineFailed, "choices: Input should be a valid array"),
+        (sampled(choice(), model="base"), SyncFailed, "answered as base when asked for m"),
+        (sampled(choice(), choice()), EngineFailed, r"numbered \[0, 0\] when asked for 2"),
+        (sampled(choice(2)), EngineFailed, r"numbered \[2\] when asked for 2"),
+        (sampled(choice(-1)), EngineFailed, r"numbered \[-1\]"),
+        (sampled(choice(token_ids=[1])), EngineFailed, "1 tokens with 2 logprobs"),
+        (sampled(choice(token_ids=[])), EngineFailed, "token_ids: List should have at least 1 item"),
+        (sampled(choice(token_ids=["1", 2])), EngineFailed, "token_ids.0: Input should be a valid integer"),
+        (
+            sampled(choice(token_ids=[1] * 5, logprobs={"token_logprobs": [-1.0] * 5})),
+            EngineFailed,
+            "when asked for 4 tokens at most",
+        ),
+        (sampled(choice(logprobs=None)), EngineFailed, "logprobs"),
+        (sampled(choice(logprobs={"token_logprobs": [None, -1.0]})), EngineFailed, "token_logprobs.0"),
+        (sampled(choice(logprobs={"token_logprobs": [float("nan"), -1.0]})), EngineFailed, "finite number"),
+        (sampled(choice(finish_reason="repetition")), EngineFailed, "finish_reason"),
+        (sampled(choice(text=5)), EngineFailed, "text"),
+    ],
+)
+def test_a_bad_reply_is_one_clear_error(
+    tmp_path: Path, behave: Behaviour, kind: type[RunFailed], words: str
+) -> None:
+    began = time.monotonic()
+    with pytest.raises(kind, match=words) as caught:
+        asyncio.run(talk(tmp_path, behave, ask_for(2)))
+    assert time.monotonic() - began < 5
+    assert caught.value.what.startswith("vllm-0 ")
+
+
+def test_what_vllm_aborted_is_left_out(tmp_path: Path) -> None:
+    aborted = {"index": 0, "text": "", "token_ids": [], "logprobs": None, "finish_reason": "abort"}
+    found = asyncio.run(talk(tmp_path, sampled(aborted, choice(1)), ask_for(2)))
+    assert list(found) == [1]
+    assert (found[1].token_ids, found[1].logprobs, found[1].adapter_version) == ([1, 2], [-1.0, -2.0], 3)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        [None],
+        [None, {"8": {"logprob": -1.0}}, None],
+        [None, {"9": {"logprob": -1.0}}],
+        [None, {"8": {"logprob": "x"}}],
+    ],
+)
+def test_a_canary_of_the_wrong_shape_is_an_error(tmp_path: Path, rows: list[Any]) -> None:
+    with pytest.raises(EngineFailed, match="vllm-0"):
+        asyncio.run(
+            talk(
+                tmp_path,
+                said({"choices": [{"prompt_logprobs": rows}]}),
+                lambda c: c.prompt_logprobs("m", [7, 8]),
+            )
+        )
+
+
+def test_a_refused_adapter_and_a_dead_engine_are_told_apart(tmp_path: Path) -> None:
+    """vLLM answers 500 to both."""
+    adapter = AdapterVersion(1, tmp_path)
+
+    def answers(health: int) -> Behaviour:
+        async def behave(writer: asyncio.StreamWriter, number: int) -> None:
+            await said({"error": {"message": "rank 64"}}, 500 if number == 0 else health)(writer, number)
+
+        return behave
+
+    with pytest.raises(SyncFailed, match="refused adapter policy-v000001: rank 64"):
+        asyncio.run(talk(tmp_path, answers(200), lambda c: c.load_adapter(adapter)))
+    with pytest.raises(EngineFailed, match="refused adapter policy-v000001: rank 64"):
+        asyncio.run(talk(tmp_path, answers(503), lambda c: c.load_adapter(adapter)))
+
+
+def test_a_server_that_calls_itself_dead_or_counts_nothing(tmp_path: Path) -> None:
+    with pytest.raises(EngineDead, match="503"):
+        asyncio.run(talk(tmp_path, said("", 503), lambda c: c.tokens_done()))
+    with pytest.raises(EngineFailed, match="does not count its tokens"):
+        asyncio.run(talk(tmp_path, said("nothing"), lambda c: c.tokens_done()))
+
+
+def test_attempts_are_bounded_and_a_good_one_after_bad_ones_counts(tmp_path: Path) -> None:
+    async def attempts(good_from: int) -> tuple[int, list[Any]]:
+        last = -1
+
+        async def behave(writer: asyncio.StreamWriter, number: int) -> None:
+            nonlocal last
+            last = number
+            await (sampled(choice()) if number >= good_from else close)(writer, number)
+
+        try:
+            got = await talk(
+                tmp_path,
+                behave,
+                lambda c: Engine(c, backoff_s=(0.01, 0.02)).generate("m", [7], 1, SAMPLING, 3),
+            )
+        except EngineFailed:
+            got = []
+        return last + 1, got
+
+    assert asyncio.run(attempts(2))[0] == 3
+    assert len(asyncio.run(attempts(2))[1]) == 1
+    assert asyncio.run(attempts(9)) == (3, [])
+
+
+def test_a_refusal_is_not_tried_again(tmp_path: Path) -> None:
+    count = 0
+
+    async def behave(writer: asyncio.StreamWriter, number: int) -> None:
+        nonlocal count
+        count += 1
+        await said({"error": {"message": "too long"}}, 400)(writer, number)
+
+    with pytest.raises(RunFailed, match="too long"):
+        asyncio.run(
+            talk(tmp_path, behave, lambda c: Engine(c, backoff_s=(0.01,)).generate("m", [7], 1, SAMPLING, 3))
+        )
+    assert count == 1
+
+
+def test_a_group_that_stays_short_fails_in_words(tmp_path: Path) -> None:
+    aborted = {"index": 0, "finish_reason": "abort"}
+    with pytest.raises(RunFailed, match="gave 0 of 1 completions"):
+        asyncio.run(
+            talk(
+                tmp_path,
+                sampled(aborted),
+                lambda c: Engine(c, backoff_s=(0.01,)).generate("m", [7], 1, SAMPLING, 3),
+            )
+        )

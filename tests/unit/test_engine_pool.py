@@ -1,0 +1,139 @@
+"""All engines or none: the order of load, verification and unload, and what is left after a failure, on recorded events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from skylite.adapters.manifest import Canary, Manifest
+from skylite.engine.canary import CanaryReading
+from skylite.engine.pool import Engines
+from skylite.errors import ModelError, SyncFailed
+from skylite.run.files import sha256_file
+from skylite.run.run_dir import AdapterVersion, adapter_name
+
+POLICY, BASE = [-1.0, -2.0], [-1.5, -2.5]
+
+
+class RecordingEngine:
+    """Answers the canary of whatever was loaded; refuses the loads it is told to; writes down what it was asked."""
+
+    def __init__(
+        self, name: str, events: list[str], refuse: int = 0, answers: Sequence[float] = POLICY
+    ) -> None:
+        self.name, self.events, self.refuse, self.answers = name, events, refuse, list(answers)
+
+    async def load_adapter(self, adapter: AdapterVersion) -> None:
+        self.events.append(f"{self.name} load {adapter.version}")
+        if self.refuse > 0:
+            self.refuse -= 1
+            raise SyncFailed(f"{self.name} refused adapter {adapter.name}: no slot")
+
+    async def unload_adapter(self, name: str) -> None:
+        self.events.append(f"{self.name} unload {int(name.removeprefix('policy-v'))}")
+
+    async def prompt_logprobs(self, model: str, token_ids: Sequence[int]) -> list[float]:
+        self.events.append(f"{self.name} canary {int(model.removeprefix('policy-v'))}")
+        return self.answers
+
+
+def publish(folder: Path, version: int) -> AdapterVersion:
+    """A published adapter with a whole manifest; its weights are any bytes."""
+    adapter = AdapterVersion(version, folder / adapter_name(version))
+    adapter.path.mkdir()
+    adapter.weights_path.write_bytes(b"weights %d" % version)
+    manifest = Manifest(
+        version=version, step=version, parent=version - 1 if version else None, weights_sha256=sha256_file(adapter.weights_path),
+        weights_bytes=adapter.weights_path.stat().st_size, base_model="m", base_fingerprint="f", rank=8, alpha=8.0, dtype="float32",
+        target_modules=["q_proj"], canary=Canary(sequences=[[1, 2, 3]], policy_logprobs=[POLICY], base_logprobs=[BASE]),
+    )  # fmt: skip
+    adapter.manifest_path.write_text(manifest.model_dump_json())
+    return adapter
+
+
+async def take(engines: Engines, adapter: AdapterVersion) -> CanaryReading:
+    """What an on-policy step does: load, verify, and the version before goes."""
+    await engines.load(adapter)
+    reading = await engines.verify(adapter)
+    await engines.retire(before=adapter.version)
+    return reading
+
+
+def versions(engines: Engines) -> list[int]:
+    return [a.version for a in engines.loaded]
+
+
+def test_a_version_is_loaded_everywhere_then_proven_then_the_old_one_goes(tmp_path: Path) -> None:
+    events: list[str] = []
+    engines = Engines([RecordingEngine("a", events), RecordingEngine("b", events)], tolerance=0.002)  # type: ignore[list-item]
+    asyncio.run(take(engines, publish(tmp_path, 0)))
+    events.clear()
+    reading = asyncio.run(take(engines, publish(tmp_path, 1)))
+    assert events == ["a load 1", "b load 1", "a canary 1", "b canary 1", "a unload 0", "b unload 0"]
+    assert reading.gap_max == 0.0
+    assert versions(engines) == [1]
+
+
+def test_one_refusal_is_undone_on_the_other_engine_and_tried_once_more(tmp_path: Path) -> None:
+    events: list[str] = []
+    engines = Engines([RecordingEngine("a", events), RecordingEngine("b", events, refuse=1)], tolerance=0.002)  # type: ignore[list-item]
+    asyncio.run(take(engines, publish(tmp_path, 0)))
+    assert events == [
+        "a load 0",
+        "b load 0",
+        "a unload 0",
+        "a load 0",
+        "b load 0",
+        "a canary 0",
+        "b canary 0",
+    ]
+
+
+def test_a_second_refusal_stops_with_every_engine_on_the_old_version(tmp_path: Path) -> None:
+    events: list[str] = []
+    a, b = RecordingEngine("a", events), RecordingEngine("b", events)
+    engines = Engines([a, b], tolerance=0.002)  # type: ignore[list-item]
+    asyncio.run(take(engines, publish(tmp_path, 0)))
+    events.clear()
+    b.refuse = 2
+    with pytest.raises(SyncFailed, match="b refused adapter policy-v000001: no slot"):
+        asyncio.run(take(engines, publish(tmp_path, 1)))
+    assert events == ["a load 1", "b load 1", "a unload 1", "a load 1", "b load 1", "a unload 1"]
+    assert versions(engines) == [0]
+
+
+def test_an_engine_that_serves_the_base_stops_the_run_and_keeps_the_old_version(tmp_path: Path) -> None:
+    events: list[str] = []
+    a, b = RecordingEngine("a", events), RecordingEngine("b", events)
+    engines = Engines([a, b], tolerance=0.002)  # type: ignore[list-item]
+    asyncio.run(take(engines, publish(tmp_path, 0)))
+    b.answers = BASE
+    events.clear()
+    with pytest.raises(SyncFailed, match="b does not sample the adapter policy-v000001"):
+        asyncio.run(take(engines, publish(tmp_path, 1)))
+    assert events[-2:] == ["a unload 1", "b unload 1"]
+    assert versions(engines) == [0]
+
+
+def test_weights_that_were_changed_after_the_publish_are_never_verified(tmp_path: Path) -> None:
+    events: list[str] = []
+    engines = Engines([RecordingEngine("a", events)], tolerance=0.002)  # type: ignore[list-item]
+    adapter = publish(tmp_path, 0)
+    adapter.weights_path.write_bytes(b"weights X")
+    with pytest.raises(ModelError, match="sha256"):
+        asyncio.run(take(engines, adapter))
+    assert events == ["a load 0", "a unload 0"]
+    assert versions(engines) == []
+
+
+def test_the_version_before_stays_until_it_is_retired(tmp_path: Path) -> None:
+    events: list[str] = []
+    engines = Engines([RecordingEngine("a", events)], tolerance=0.002)  # type: ignore[list-item]
+    asyncio.run(take(engines, publish(tmp_path, 0)))
+    asyncio.run(engines.load(publish(tmp_path, 1)))
+    assert (versions(engines), events[-1]) == ([0, 1], "a load 1")
+    assert [a.version for a in asyncio.run(engines.retire(before=1))] == [0]
+    assert (versions(engines), events[-1]) == ([1], "a unload 0")

@@ -1,0 +1,225 @@
+"""vLLM's command line and environment, as far as something would go wrong without a sound."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skylite.engine.server import (
+    EngineSpec,
+    choose_cpu_lora,
+    engine_command,
+    engine_env,
+    engine_notes,
+    serve_command,
+    serve_env,
+)
+from skylite.errors import ModelError
+from skylite.processes.torchrun import trainer_env
+from skylite.vllm_plugin.key import RequireKey
+
+SPEC = EngineSpec(
+    name="vllm-0",
+    model_path=Path("model"),
+    device="cpu",
+    dtype="float32",
+    uds=Path("run/vllm.sock"),
+    max_lora_rank=32,
+    target_modules=["q_proj", "v_proj"],
+    max_loras=2,
+    max_cpu_loras=3,
+    max_model_len=512,
+    max_num_seqs=64,
+    kv_cache_gib=0.5,
+    gpu_memory_utilization=0.4,
+    cpu_lora="merged",
+    enable_lora=True,
+    seed=7,
+)
+
+
+def test_half_a_gib_of_cache_is_half_a_gib() -> None:
+    """VLLM_CPU_KVCACHE_SPACE takes whole GiB only, so it must not be used."""
+    command = engine_command(SPEC)
+    assert command[command.index("--kv-cache-memory-bytes") + 1] == str(2**29)
+    assert "VLLM_CPU_KVCACHE_SPACE" not in engine_env(SPEC, {})
+
+
+def test_gpu_server_gets_no_cpu_settings() -> None:
+    spec = dataclasses.replace(SPEC, device="cuda", dtype="bfloat16", gpus=(2, 3))
+    command, env = engine_command(spec), engine_env(spec, {})
+    assert "--block-size" not in command
+    assert "--compilation-config" not in command
+    assert command[command.index("--gpu-memory-utilization") + 1] == "0.4"
+    assert env["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert not {"SKYLITE_CPU_LORA", "VLLM_CPU_OMP_THREADS_BIND", "LD_PRELOAD"} & set(env)
+
+
+def test_only_where_vllm_compiles_nothing_are_its_own_kernels_asked_for() -> None:
+    """With adapters on a CPU; a base model alone is compiled, and the kernels would cut its graph in pieces."""
+    command = engine_command(SPEC)
+    assert json.loads(command[command.index("--compilation-config") + 1]) == {
+        "custom_ops": ["none", "+rms_norm", "+rotary_embedding"]
+    }
+    assert "--compilation-config" not in engine_command(dataclasses.replace(SPEC, enable_lora=False))
+
+
+def test_a_strangers_module_name_is_no_setting_of_the_server() -> None:
+    spec = dataclasses.replace(SPEC, target_modules=["q_proj", "--middleware=their.module"])
+    for command in (
+        lambda: engine_command(spec),
+        lambda: serve_command(spec, adapter_name="a", adapter_path=Path("a"), port=1),
+    ):
+        with pytest.raises(ModelError, match="--middleware"):
+            command()
+
+
+def test_adapters_cannot_be_loaded_into_a_server_without_lora() -> None:
+    spec = dataclasses.replace(SPEC, enable_lora=False)
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in engine_env(spec, {})
+    assert not [flag for flag in engine_command(spec) if "lora" in flag]
+
+
+def test_our_engines_give_the_logprobs_tokens_were_drawn_with_and_a_server_for_people_vllms_own() -> None:
+    command = engine_command(SPEC)
+    assert command[command.index("--logprobs-mode") + 1] == "processed_logprobs"
+    assert command[command.index("--uds") + 1] == "run/vllm.sock"
+    served = serve_command(SPEC, adapter_name="policy-v000001", adapter_path=Path("a"), port=8000)
+    assert not {"--logprobs-mode", "--uds"} & set(served)
+    assert served[served.index("--host") + 1] == "127.0.0.1"
+
+
+def test_switching_the_kernels_off_overrides_the_surrounding_environment() -> None:
+    spec = dataclasses.replace(SPEC, cpu_lora="stock")
+    assert engine_env(spec, {"SKYLITE_CPU_LORA": "merged"})["SKYLITE_CPU_LORA"] == "stock"
+    assert any("cpu_lora=stock" in note for note in engine_notes("cpu", "float32", "stock", "stock"))
+
+
+def test_the_same_bits_every_time_rule_out_weights_whose_merging_depends_on_time(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"0" * 64)
+    assert choose_cpu_lora("auto", "float32", tmp_path) == "merged"
+    assert choose_cpu_lora("auto", "float32", tmp_path, deterministic=True) == "dense"
+    assert choose_cpu_lora("merged", "float32", tmp_path, deterministic=True) == "merged"
+    assert any(
+        "trainer.deterministic" in note
+        for note in engine_notes("cpu", "float32", "auto", "dense", deterministic=True)
+    )
+
+
+def test_threads_go_to_the_cores_this_process_may_use() -> None:
+    allowed = os.sched_getaffinity(0)
+    one = {min(allowed)}
+    os.sched_setaffinity(0, one)
+    try:
+        assert engine_env(SPEC, {})["VLLM_CPU_OMP_THREADS_BIND"] == str(min(allowed))
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def test_openmp_is_preloaded_before_what_the_user_preloads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lib").mkdir()
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert engine_env(SPEC, {"LD_PRELOAD": "/lib/own.so"}).get("LD_PRELOAD") == "/lib/own.so"
+    assert any("intel-openmp" in note for note in engine_notes("cpu", "float32", "auto", "merged"))
+    library = tmp_path / "lib" / "libiomp5.so"
+    library.touch()
+    assert engine_env(SPEC, {"LD_PRELOAD": "/lib/own.so"})["LD_PRELOAD"] == f"{library}:/lib/own.so"
+    assert engine_env(SPEC, {"LD_PRELOAD": ""})["LD_PRELOAD"] == str(library)
+    assert engine_env(SPEC, {"LD_PRELOAD": "/lib/libgomp.so.1"})["LD_PRELOAD"] == "/lib/libgomp.so.1"
+
+
+def test_the_trainer_preloads_an_allocator_that_reuses_what_it_frees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setenv("LD_PRELOAD", "/lib/own.so")
+    assert "LD_PRELOAD" not in trainer_env(2)
+    assert trainer_env(2)["MALLOC_MMAP_MAX_"] == "0"
+    (tmp_path / "lib").mkdir()
+    libraries = [tmp_path / "lib" / name for name in ("libtbbmalloc.so.2", "libtbbmalloc_proxy.so.2")]
+    for library in libraries:
+        assert "LD_PRELOAD" not in trainer_env(2)
+        library.touch()
+    assert trainer_env(2)["LD_PRELOAD"] == f"{libraries[0]}:{libraries[1]}:/lib/own.so"
+    monkeypatch.setenv("LD_PRELOAD", "/lib/libjemalloc.so.2")
+    assert "LD_PRELOAD" not in trainer_env(2)
+
+
+def test_the_allocator_that_pip_brought_really_serves_a_child() -> None:
+    code = "print('libtbbmalloc_proxy' in open('/proc/self/maps').read())"
+    child = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **trainer_env(1)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (child.stdout.strip(), child.stderr) == ("True", "")
+
+
+def test_a_server_for_people_takes_a_key_that_no_process_list_shows() -> None:
+    env = serve_env(SPEC, {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}, "secret")
+    assert env["VLLM_API_KEY"] == "secret"
+    assert (env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"], env["VLLM_SERVER_DEV_MODE"]) == ("0", "0")
+    served = serve_command(SPEC, adapter_name="policy-v000001", adapter_path=Path("a"), port=8000)
+    assert "secret" not in served
+    assert served[served.index("--middleware") + 1] == "skylite.vllm_plugin.key.RequireKey"
+
+
+def test_neither_engines_nor_ranks_speak_over_the_interface_that_a_cluster_names() -> None:
+    cluster = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "ib0", "VLLM_HOST_IP": "192.0.2.1"}
+    engine, trainer = engine_env(SPEC, cluster), {**cluster, **trainer_env(1)}
+    assert (engine["GLOO_SOCKET_IFNAME"], engine["NCCL_SOCKET_IFNAME"], engine["VLLM_HOST_IP"]) == (
+        "lo",
+        "lo",
+        "127.0.0.1",
+    )
+    assert (trainer["GLOO_SOCKET_IFNAME"], trainer["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
+
+
+def test_a_key_in_the_surrounding_environment_does_not_lock_us_out_of_our_own_engines() -> None:
+    assert engine_env(SPEC, {"VLLM_API_KEY": "users"})["VLLM_API_KEY"] == ""
+
+
+@pytest.mark.parametrize(
+    ("path", "header", "status"),
+    [
+        ("/invocations", None, 401),
+        ("/metrics", "Bearer wrong", 401),
+        ("/v1/models", "Basic right", 401),
+        ("/v1/models", "bearer right", 200),
+        ("/tokenize", "Bearer right", 200),
+        ("/health", None, 200),
+    ],
+)
+def test_every_route_but_health_takes_the_key(
+    path: str, header: str | None, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200})
+
+    async def ask() -> int:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async def receive() -> Any:
+            return {}
+
+        headers = [(b"authorization", header.encode())] if header else []
+        await RequireKey(app)({"type": "http", "path": path, "headers": headers}, receive, send)
+        return int(sent[0]["status"])
+
+    monkeypatch.setenv("VLLM_API_KEY", "right")
+    assert asyncio.run(ask()) == status

@@ -1,0 +1,88 @@
+"""Engines that were started for other modules than the adapter has are started again: real processes, a synthetic for vLLM's server."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from skylite.config.train import Resolved, TrainConfig
+from skylite.engine.client import VllmClient
+from skylite.engine.startup import open_engines, ready_engines
+from skylite.engine.watchdog import Restarts
+from skylite.orchestrator.plan import RunPlan
+from skylite.processes.supervisor import Supervisor
+from skylite.run.run_dir import AdapterVersion, RunDir
+
+SERVER = """
+import os, socketserver, sys
+from http.server import BaseHTTPRequestHandler
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+print("ARGV", *sys.argv[1:], flush=True)
+socketserver.UnixStreamServer(sys.argv[sys.argv.index("--uds") + 1], Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPlan:
+    """A plan whose engines run the synthetic."""
+    package = tmp_path / "path" / "vllm" / "entrypoints" / "openai"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent, package.parent.parent):
+        (folder / "__init__.py").touch()
+    (package / "api_server.py").write_text(SERVER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
+    resolved = Resolved(
+        model_path="m", model_fingerprint="f", dtype="float32", device="cpu", lora_sync_path="a"
+    )
+    return RunPlan(
+        run=RunDir(tmp_path / "run"),
+        config=TrainConfig(),
+        resolved=resolved,
+        train=[],
+        held_out=[],
+        reward="math",
+        first_step=1,
+    )
+
+
+async def no_verification(client: VllmClient, adapter: AdapterVersion) -> None:
+    """Nothing is restarted here."""
+
+
+@pytest.mark.parametrize(("wanted", "starts"), [(["q_proj"], 1), (["k_proj", "q_proj"], 2)])
+def test_engines_serve_for_exactly_the_adapters_modules(
+    plan: RunPlan, wanted: list[str], starts: int
+) -> None:
+    said: list[str] = []
+
+    async def bring_up() -> bool:
+        restarts = Restarts(config=plan.config.engine, verify=no_verification, tell=lambda name, text: None)
+        async with (
+            Supervisor() as supervisor,
+            open_engines(plan.run_config, plan.run.logs, ["q_proj"], supervisor, restarts) as watchdogs,
+        ):
+            ready = ready_engines(
+                plan.run_config,
+                plan.run.logs,
+                watchdogs,
+                supervisor,
+                started_for=["q_proj"],
+                wanted=wanted,
+                say=said.append,
+            )
+            async with ready as engines:
+                supervisor.check()
+                return len(engines) == 1
+
+    assert asyncio.run(bring_up())
+    lines = [line for line in plan.run.log_path("vllm-0").read_text().splitlines() if line.startswith("ARGV")]
+    assert " ".join(["--lora-target-modules", *wanted]) in lines[-1]
+    assert len(said) == starts - 1
+    assert all("k_proj" in text for text in said)

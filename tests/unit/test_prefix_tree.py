@@ -1,0 +1,183 @@
+"""The prefix tree: what is shared, what sees what, and how a batch is cut."""
+
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from skylite.model import prefix_tree as tree_module
+from skylite.model.flex_attention import flex_tree_attention, subtree_ends
+from skylite.model.packing import pack
+from skylite.model.prefix_tree import build_tree
+from skylite.model.tree_attention import Scoring, tree_attention, tree_layout
+from skylite.trainer.batching import Item, plan_micro_batches
+from tests.reference import random_samples
+
+
+def test_shared_tokens_become_one_node():
+    tree = build_tree([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 4]], families=[0, 0, 1])
+    # 1 2 | 3 4 5 | 6 4: the shared prefix, the block of family 0 (3 is shared), the block of family 1
+    assert [len(p.mask) for p in tree.pieces] == [2, 3, 2]
+    assert tree.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 4]
+    assert tree.depths.tolist() == [0, 1, 2, 3, 3, 2, 3]
+    assert [p.tolist() for p in tree.paths] == [[0, 1, 2, 3], [0, 1, 2, 4], [0, 1, 5, 6]]
+
+
+@pytest.mark.parametrize("call", [tree_module.CALL, 0])
+def test_a_node_sees_itself_and_its_ancestors_only(call, monkeypatch):
+    monkeypatch.setattr(tree_module, "CALL", call)
+    rng = random.Random(0)
+    sequences = [[rng.randrange(3) for _ in range(rng.randrange(1, 9))] for _ in range(20)]
+    tree = build_tree(sequences, families=[i % 4 for i in range(20)])
+    assert max(len(p.above) for p in tree.pieces) == (2 if call == 0 else 1), (
+        "cut again only where a call costs nothing"
+    )
+    nodes = np.split(np.arange(len(tree.token_ids)), np.cumsum([len(p.mask) for p in tree.pieces])[:-1])
+    sees = np.zeros((len(tree.token_ids),) * 2, dtype=bool)
+    for rows, piece in zip(nodes, tree.pieces, strict=True):
+        sees[rows[:, None], np.concatenate([*(nodes[i] for i in piece.above), rows])] = piece.mask
+    for sequence, path in zip(sequences, tree.paths, strict=True):
+        assert tree.token_ids[path].tolist() == sequence
+        for position, node in enumerate(path):
+            assert np.flatnonzero(sees[node]).tolist() == sorted(path[: position + 1].tolist())
+
+
+@pytest.mark.parametrize("form", [tree_attention, flex_tree_attention])
+@pytest.mark.parametrize("call", [tree_module.CALL, 0])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (None, 2.0), (3, 2.0)])
+def test_attention_over_blocks_equals_attention_over_each_path(window, softcap, call, form, monkeypatch):
+    monkeypatch.setattr(tree_module, "CALL", call)
+    torch.manual_seed(0)
+    tree = build_tree([[1, 2, 3, 4, 9], [1, 2, 3, 5], [1, 2, 6, 4, 4, 4]], families=[0, 0, 1])
+    num_nodes = len(tree.token_ids)
+    query, key, value = (
+        torch.randn(1, 4, num_nodes, 8),
+        torch.randn(1, 2, num_nodes, 8),
+        torch.randn(1, 2, num_nodes, 8),
+    )
+    layout = tree_layout(tree, torch.device("cpu"))
+    out = form(query, key, value, layout, Scoring(0.3, window, softcap))
+    for path in map(torch.from_numpy, tree.paths):
+        for head in range(4):
+            scores = query[0, head, path] @ key[0, head // 2, path].T * 0.3
+            scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+            distance = torch.arange(len(path))[:, None] - torch.arange(len(path))
+            hidden = (distance < 0) | (distance >= (window or 99))
+            expected = scores.masked_fill(hidden, float("-inf")).softmax(1) @ value[0, head // 2, path]
+            assert torch.allclose(out[0, path, head], expected, atol=1e-5)
+
+
+def test_what_a_node_sees_follows_from_where_subtrees_end():
+    rng = random.Random(1)
+    for families in (1, 4):
+        sequences = [[rng.randrange(3) for _ in range(rng.randrange(1, 9))] for _ in range(20)]
+        tree = build_tree(sequences, families=[i % families for i in range(20)])
+        ends, nodes = subtree_ends(tree.depths), np.arange(len(tree.depths))
+        for path in tree.paths:
+            for position, node in enumerate(path):
+                assert nodes[(nodes <= node) & (node < ends)].tolist() == sorted(
+                    path[: position + 1].tolist()
+                )
+
+
+@pytest.mark.parametrize("call", [tree_module.CALL, 0])
+@pytest.mark.parametrize("prefix", [[1, 2], []])
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_of_one_operation_has_the_gradients_of_autograds_and_keeps_less(
+    window, prefix, call, monkeypatch
+):
+    monkeypatch.setattr(tree_module, "CALL", call)
+    torch.manual_seed(0)
+    branches = [[3, 4, 9, 9], [3, 5], [6, 4, 4, 4], [6, 4, 5], [6, 7]]
+    tree = build_tree([prefix + b for b in branches], families=[0, 0, 1, 1, 1])
+    layout, num_nodes = tree_layout(tree, torch.device("cpu")), len(tree.token_ids)
+    # As the model makes them: rows of a token together.
+    inputs = [torch.randn(1, num_nodes, heads, 8).transpose(1, 2).requires_grad_() for heads in (6, 2, 2)]
+    weights = torch.randn(1, num_nodes, 6, 8)
+    grads, kept = [], []
+    for softcap in (None, 1e6):  # so high a cap changes nothing but the path taken
+        seen = {}
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, s=seen: (s.update({t.data_ptr(): t.nbytes}), t)[1], lambda t: t
+        ):
+            out = tree_attention(*inputs, layout, Scoring(0.3, window, softcap))
+        kept.append(sum(seen.values()))
+        grads.append(torch.autograd.grad((out * weights).sum(), inputs))
+    for ours, autograds in zip(*grads, strict=True):
+        assert torch.allclose(ours, autograds, atol=1e-5, rtol=1e-4)
+    assert kept[0] < 0.7 * kept[1]
+
+
+def test_long_branches_are_cut_off_their_trunk_and_short_ones_are_not():
+    prompt = list(range(100))
+    long = build_tree([prompt + [1000 * i + j for j in range(128)] for i in range(1, 9)], families=[0] * 8)
+    # One family: what all share is the prefix, and nothing is left of a trunk.
+    assert [len(p.mask) for p in long.pieces] == [100] + [128] * 8
+    groups = [i // 8 for i in range(16)]
+    stems = [[7, 1000 * group, *prompt] for group in groups]
+    two = build_tree([stem + [1000 * i + j for j in range(1, 129)] for i, stem in enumerate(stems)], groups)
+    assert [(p.above, p.mask.shape) for p in two.pieces[:3]] == [
+        ((), (1, 1)),
+        ((0,), (101, 102)),
+        ((0, 1), (128, 102 + 128)),
+    ]
+    assert sum(p.mask.size for p in two.pieces) < 0.3 * 2 * (101 + 8 * 128) ** 2
+    short = build_tree([[*stem, 1000 * i, 3, 4] for i, stem in enumerate(stems)], groups)
+    assert [len(p.mask) for p in short.pieces] == [1, 101 + 24, 101 + 24]
+
+
+def test_a_large_step_is_laid_out_in_a_moment():
+    rng = random.Random(0)
+    shared = [rng.randrange(1000) for _ in range(200)]
+    prompts = [shared + [rng.randrange(1000) for _ in range(60)] for _ in range(64)]
+    sequences = [p + [rng.randrange(1000) for _ in range(50)] for p in prompts for _ in range(8)]
+    started = time.process_time()
+    tree = build_tree(sequences, families=[i // 8 for i in range(512)])
+    assert len(tree.token_ids) <= 200 + 64 * 60 + 512 * 50
+    assert time.process_time() - started < 0.5
+
+
+def items(seed, num_groups):
+    samples = random_samples(seed, num_groups)
+    return [Item(sample=s, row=s.group, column=0, number=i, token_weight=1.0) for i, s in enumerate(samples)]
+
+
+def size(micro, packing):
+    """Tokens that a micro-batch computes."""
+    samples = [i.sample for i in micro]
+    prompts, completions = [s.prompt_token_ids for s in samples], [s.completion_token_ids for s in samples]
+    return pack(prompts, completions, [s.group for s in samples], packing, torch.device("cpu")).num_nodes
+
+
+@pytest.mark.parametrize("packing", ["tree", "padded"])
+@pytest.mark.parametrize("dp_size", [1, 2, 3])
+@pytest.mark.parametrize("budget", [16, 40, 90, 4096])
+def test_every_sample_is_trained_once_within_the_budget_and_ranks_run_the_same_number(
+    dp_size, budget, packing
+):
+    samples = items(0, num_groups=5)
+    plan = plan_micro_batches(samples, budget, dp_size, packing)
+    assert len({len(rank) for rank in plan}) == 1
+    planned = [id(s) for rank in plan for micro in rank for s in micro]
+    assert sorted(planned) == sorted(map(id, samples))
+    assert plan == plan_micro_batches(samples, budget, dp_size, packing)
+    for micro in (m for rank in plan for m in rank if len(m) > 1):
+        assert size(micro, packing) <= budget
+
+
+@pytest.mark.parametrize("packing", ["tree", "padded"])
+def test_ranks_get_similar_work_and_the_largest_comes_first(packing):
+    plan = plan_micro_batches(items(1, num_groups=8), 80 if packing == "tree" else 120, 2, packing)
+    sizes = [[size(m, packing) for m in rank] for rank in plan]
+    assert all(max(rank) - rank[0] <= 12 for rank in sizes)
+    assert abs(sum(sizes[0]) - sum(sizes[1])) <= 0.25 * sum(sizes[0])
+
+
+def test_padded_rows_are_few_passes_and_hold_hardly_more_than_their_tokens():
+    samples = items(2, num_groups=8)
+    plan = plan_micro_batches(samples, 200, 2, "padded")
+    tokens = sum(size([s], "padded") for s in samples)
+    assert sum(len(rank) for rank in plan) <= 2 * -(-tokens // (2 * 160))
+    assert sum(size(m, "padded") for rank in plan for m in rank if m) <= 1.15 * tokens

@@ -1,0 +1,297 @@
+"""What a step samples: equal groups replaced by other prompts within a bound, the same way every time; penalties; what is sent to vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from skylite.config.train import Resolved, TrainConfig
+from skylite.data.tokenizer import ChatTokenizer
+from skylite.engine.canary import CanaryReading
+from skylite.engine.client import Sampling
+from skylite.engine.pool import Engines, SyncReport
+from skylite.orchestrator.metrics import StepTimes, completion_view, step_metrics
+from skylite.orchestrator.plan import RunPlan
+from skylite.orchestrator.progress import Progress
+from skylite.orchestrator.sampling import SampledStep, overlong_penalty, replace_zero_std_groups, sample_step
+from skylite.orchestrator.session import Session
+from skylite.run.rollout_file import read_rollouts, write_rollouts
+from skylite.run.run_dir import AdapterVersion, RunDir
+from skylite.types import Completion, Prompt, Rollout, RolloutGroup
+from skylite.ui.dashboard import Screen
+from tests.unit.data_cases import prompt
+
+PROMPTS = [prompt(id=str(i), messages=[{"role": "user", "content": str(i)}]) for i in range(14)]
+
+
+def group(name: str, *rewards: float, penalties: Sequence[float] = (), tokens: int = 1) -> RolloutGroup:
+    """A group of prompt `name` with these rewards."""
+    return RolloutGroup(
+        tuple(
+            Rollout(
+                prompt=prompt(id=name),
+                prompt_token_ids=[1],
+                completion=Completion(
+                    token_ids=[2] * tokens,
+                    logprobs=[-0.5] * tokens,
+                    text="",
+                    finish_reason="stop",
+                    adapter_version=0,
+                ),
+                reward=reward,
+                penalty=penalty,
+            )
+            for reward, penalty in itertools.zip_longest(rewards, penalties, fillvalue=0.0)
+        )
+    )
+
+
+def names(groups: Sequence[RolloutGroup]) -> list[str]:
+    return [g.rollouts[0].prompt.id for g in groups]
+
+
+def replaced(
+    first: Sequence[RolloutGroup], rounds: Sequence[Sequence[RolloutGroup]], max_rounds: int
+) -> tuple[SampledStep, list[int]]:
+    """The outcome with these groups sampled in further rounds, and how many each round was asked for."""
+    asked: list[int] = []
+
+    async def sample_more(round_number: int, count: int) -> Sequence[RolloutGroup]:
+        assert round_number == len(asked) + 1
+        asked.append(count)
+        return rounds[round_number - 1][:count]
+
+    return asyncio.run(replace_zero_std_groups(first, sample_more, max_rounds)), asked
+
+
+def test_zero_std_groups_are_replaced_in_their_places_until_the_step_is_full() -> None:
+    first = [group("a", 0, 1), group("b", 0, 0), group("c", 1, 1), group("d", 1, 0)]
+    sampled, asked = replaced(first, [[group("e", 1, 1), group("f", 0, 1)], [group("g", 0, 1)]], max_rounds=4)
+    assert names(sampled.groups) == ["a", "f", "g", "d"]
+    assert sorted(names(sampled.left_out)) == ["b", "c", "e"]
+    assert (asked, sampled.missing) == ([2, 1], 0)
+    assert sampled.zero_std_frac == pytest.approx(3 / 7)
+
+
+def test_the_bound_holds_and_what_is_missing_is_counted() -> None:
+    first = [group("a", 0, 1), group("b", 0, 0), group("c", 1, 1)]
+    sampled, asked = replaced(
+        first, [[group("d", 0, 0), group("e", 1, 1)], [group("f", 0, 0), group("g", 0, 1)]], max_rounds=2
+    )
+    assert (asked, sampled.missing, len(sampled.left_out)) == ([2, 2], 1, 4)
+    assert names(sampled.groups) == ["a", "g", "c"]
+
+
+def test_a_data_set_that_runs_out_ends_it() -> None:
+    sampled, asked = replaced([group("a", 0, 0), group("b", 1, 1)], [[group("c", 0, 1)], []], max_rounds=9)
+    assert names(sampled.groups) == ["c", "b"]
+    assert (asked, sampled.missing) == ([2, 1], 1)
+
+
+def test_nothing_more_is_sampled_for_a_full_step() -> None:
+    sampled, asked = replaced([group("a", 0, 1)], [], max_rounds=4)
+    assert (asked, list(sampled.left_out), sampled.missing) == ([], [], 0)
+
+
+def test_a_group_is_judged_on_what_is_trained_on(tmp_path: Path) -> None:
+    """Reward plus penalty, in float32, here as in the trainer."""
+    import torch
+
+    from skylite.trainer.batching import arrange
+
+    cases = [
+        group("only the penalty differs", 1.0, 1.0, penalties=[0.0, -0.5]),
+        group("the penalty evens it out", 1.0, 0.5, penalties=[-0.5, 0.0]),
+        group("rounding alone differs", 0.1 + 0.2, 0.3),
+        group("rounding each before the sum differs", 0.9, 0.3, penalties=[-0.6, 0.0]),
+        group("just over float32", 1.0, 1.0 + 2e-7),
+    ]
+    assert [g.is_zero_std for g in cases] == [False, True, True, True, False]
+    write_rollouts(tmp_path / "r.parquet", cases)
+    batch = arrange(read_rollouts(tmp_path / "r.parquet"))
+    assert batch.zero_std == [g.is_zero_std for g in cases]
+    assert torch.equal(batch.rewards[0], torch.tensor([1.0, 0.5]))
+
+
+NONE = [[math.nan] * 2, [math.inf] * 2, [-math.inf, math.inf], [1.0, math.nan], [1e39] * 2]
+
+
+def test_a_group_with_a_reward_that_is_no_number_is_left_to_the_guards() -> None:
+    first = [group(str(i), *rewards) for i, rewards in enumerate(NONE)]
+    sampled, asked = replaced(first, [], max_rounds=4)
+    assert (asked, list(sampled.groups), sampled.missing, sampled.zero_std_frac) == ([], first, 0, 0.0)
+    sampled, _ = replaced([group("a", 0, 0)], [[group("b", math.nan, math.nan)]], max_rounds=1)
+    assert names(sampled.groups) == ["b"]
+
+
+@pytest.mark.parametrize("rewards", NONE)
+def test_a_step_with_a_reward_that_is_no_number_has_metrics(rewards: list[float]) -> None:
+    step = SampledStep(groups=[group("a", 0.0, 1.0), group("b", *rewards)], left_out=[group("c", 1.0, 1.0)])
+    metrics = metrics_of(step)
+    assert all(math.isnan(metrics[k]) for k in ("reward/mean", "reward/std", "reward/sampled_mean"))
+    assert metrics["completion/tokens_mean"] == 1.0
+    assert completion_view(step.groups).answer
+
+
+class FakeEngine:
+    """Completions as long as the prompt's number; which prompts are right is up to `score`."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[int, Sampling]] = []
+
+    async def generate(
+        self, model: str, ids: list[int], n: int, sampling: Sampling, version: int
+    ) -> list[Completion]:
+        self.requests.append((ids[0], sampling))
+        tokens = [7] * (ids[0] + 1)
+        completion = Completion(
+            token_ids=tokens,
+            logprobs=[-0.5] * len(tokens),
+            text="",
+            finish_reason="stop",
+            adapter_version=version,
+        )
+        return [completion] * n
+
+
+class FakeScorer:
+    """The first of a group is right where `informative` says so of the prompt; all others are wrong."""
+
+    def __init__(self, informative: Callable[[int], bool]) -> None:
+        self.informative = informative
+
+    async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[float]:
+        return [float(i == 0 and self.informative(int(p.id))) for i, (p, _) in enumerate(items)]
+
+
+class NumberTokenizer:
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> list[int]:
+        return [int(messages[-1]["content"])]
+
+
+def sampled_step(
+    folder: Path,
+    informative: Callable[[int], bool],
+    algorithm: dict[str, Any],
+    rollout: dict[str, Any] | None = None,
+) -> tuple[SampledStep, FakeEngine, str]:
+    """Step 3 on a fake engine: what it sampled, what was asked for, what was said."""
+    settings = {"prompts_per_step": 4, "group_size": 2, "max_completion_tokens": 10} | (rollout or {})
+    config = TrainConfig.model_validate({"algorithm": algorithm, "rollout": settings})
+    resolved = Resolved(
+        model_path="m", model_fingerprint="f", dtype="float32", device="cpu", lora_sync_path="a"
+    )
+    run, engine, said = RunDir(folder), FakeEngine(), io.StringIO()
+    plan = RunPlan(
+        run=run, config=config, resolved=resolved, train=PROMPTS, held_out=[], reward="math", first_step=1
+    )
+    screen = Screen(9, Console(file=said, width=400))
+    session = Session(
+        plan=plan,
+        engines=Engines([engine], 0.1),  # type: ignore[list-item]
+        scorer=FakeScorer(informative),
+        tokenizer=ChatTokenizer(NumberTokenizer(), (5,), ""),
+        progress=Progress(run, 9, screen, dict),
+    )
+    return asyncio.run(sample_step(session, 3, AdapterVersion(2, folder))), engine, said.getvalue()
+
+
+RESAMPLE = {"zero_std_groups": "resample", "max_resample_rounds": 2}
+
+
+def test_a_step_samples_the_same_again_and_never_a_prompt_or_seed_twice(tmp_path: Path) -> None:
+    once, engine, _ = sampled_step(tmp_path, lambda i: i % 3 == 0, RESAMPLE)
+    again, other, _ = sampled_step(tmp_path, lambda i: i % 3 == 0, RESAMPLE)
+    assert engine.requests == other.requests
+    assert names(once.groups) == names(again.groups)
+    assert len(engine.requests) > 4
+    for values in zip(*((i, s.seed) for i, s in engine.requests), strict=True):
+        assert len(set(values)) == len(values)
+    assert len(once.groups) == 4
+    assert len(once.groups) + len(once.left_out) == len(engine.requests)
+
+
+def test_without_resample_a_step_is_one_round(tmp_path: Path) -> None:
+    for zero_std_groups in ("keep", "drop"):
+        sampled, engine, said = sampled_step(tmp_path, lambda i: False, {"zero_std_groups": zero_std_groups})
+        assert (len(engine.requests), sampled.missing, said) == (4, 0, "")
+
+
+def test_what_could_not_be_replaced_is_said_and_recorded(tmp_path: Path) -> None:
+    sampled, engine, said = sampled_step(tmp_path, lambda i: False, RESAMPLE)
+    assert len(engine.requests) == 12
+    assert "step 3: 4 of 4 groups still have equal rewards after 8 more were sampled" in said
+    metrics = metrics_of(sampled)
+    assert (
+        metrics["groups/resampled"],
+        metrics["groups/zero_std_sampled_frac"],
+        metrics["groups/missing"],
+    ) == (
+        8,
+        1.0,
+        4,
+    )
+    assert metrics["perf/completion_tokens_per_s"] == sum(2 * (i + 1) for i, _ in engine.requests) / 2.0
+
+
+def test_the_data_set_may_run_out(tmp_path: Path) -> None:
+    _, engine, said = sampled_step(tmp_path, lambda i: False, RESAMPLE | {"max_resample_rounds": 9})
+    assert sorted(i for i, _ in engine.requests) == list(range(14))
+    assert "after 10 more were sampled" in said
+
+
+def metrics_of(step: SampledStep) -> dict[str, Any]:
+    """Of step 1, which took 2 s to sample."""
+    update = {"time/publish_s": 0.0, "time/canary_s": 0.0}
+    canary = CanaryReading(gap_max=0.0, gap_mean=0.0, base_distance=0.0, projection=1.0)
+    return step_metrics(
+        1,
+        step,
+        update,
+        SyncReport(load_s=0.1, canary_s=0.1, canary=canary),
+        StepTimes(rollout_s=2.0, step_s=3.0),
+    )
+
+
+def test_rewards_are_reported_raw_and_of_all_that_was_sampled() -> None:
+    metrics = metrics_of(
+        SampledStep(
+            groups=[group("a", 0.0, 1.0, penalties=[0.0, -0.5])], left_out=[group("b", 1.0, 1.0, tokens=3)]
+        )
+    )
+    assert (metrics["reward/mean"], metrics["reward/sampled_mean"], metrics["reward/penalty_mean"]) == (
+        0.5,
+        0.75,
+        -0.25,
+    )
+    assert metrics["completion/tokens_mean"] == 1.0
+    assert metrics["perf/completion_tokens_per_s"] == (2 + 6) / 2.0
+
+
+def test_overlong_completions_are_penalised_over_the_last_part_of_the_length(tmp_path: Path) -> None:
+    """Completion i has i + 1 tokens of 10, and the last 4 cost a quarter each."""
+    sampled, _, _ = sampled_step(tmp_path, lambda i: False, {"overlong_buffer_frac": 0.4})
+    for g in sampled.groups:
+        length = len(g.rollouts[0].completion.token_ids)
+        expected = -min(1.0, max(0, length - 6) / 4)
+        assert [r.penalty for r in g.rollouts] == pytest.approx([expected] * 2)
+        assert overlong_penalty(length, 10, 0.4) == pytest.approx(expected)
+    free, _, _ = sampled_step(tmp_path, lambda i: False, {})
+    assert {r.penalty for g in free.groups for r in g.rollouts} == {0.0}
+
+
+def test_sampling_settings_reach_every_request(tmp_path: Path) -> None:
+    _, engine, _ = sampled_step(
+        tmp_path, lambda i: False, RESAMPLE, {"temperature": 0.7, "top_p": 0.8, "top_k": 5}
+    )
+    assert {
+        (s.temperature, s.top_p, s.top_k, s.max_tokens, s.stop_token_ids) for _, s in engine.requests
+    } == {(0.7, 0.8, 5, 10, (5,))}
