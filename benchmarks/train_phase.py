@@ -208,26 +208,32 @@ def settings(args: argparse.Namespace, model: str, device: str, offload: bool = 
 
 
 def made_up(args: argparse.Namespace, seed: int) -> list[Any]:
-    """Samples of random tokens; one in each group is right, so that every group has a gradient."""
-    from skylite.run.rollout_file import TrainSample
+    """Groups of random tokens; one trajectory in each is right, so that every group has a gradient."""
+    from skylite.types import Group, Prompt, Sample, Trajectory
 
     rng = random.Random(seed)
-    samples = []
-    for group in range(args.prompts[0]):
+    groups = []
+    for number in range(args.prompts[0]):
         prompt = [rng.randrange(args.vocab) for _ in range(args.prompt[0])]
-        for index in range(args.group_size[0]):
-            completion = [rng.randrange(args.vocab) for _ in range(args.completion[0])]
-            samples.append(
-                TrainSample(
-                    group=group,
-                    prompt_token_ids=prompt,
-                    completion_token_ids=completion,
-                    rollout_logprobs=[-10.0] * len(completion),
-                    reward=float(index == 0),
-                    truncated=False,
-                )
+        completions = [
+            [rng.randrange(args.vocab) for _ in range(args.completion[0])] for _ in range(args.group_size[0])
+        ]
+        trajectories = tuple(
+            Trajectory(
+                samples=(
+                    Sample(
+                        prompt_token_ids=prompt,
+                        completion_token_ids=completion,
+                        rollout_logprobs=[-10.0] * len(completion),
+                    ),
+                ),
+                reward=float(index == 0),
             )
-    return samples
+            for index, completion in enumerate(completions)
+        )
+        row = Prompt(id=f"random/{number}", messages=[], answer="", source="random")
+        groups.append(Group(prompt=row, trajectories=trajectories))
+    return groups
 
 
 def count_weights(policy: Any) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from skylite.model.packing import Packing
 from skylite.model.policy import Policy, load_policy
 from skylite.model.probing import choose_passes
 from skylite.processes.machine import Dtype
+from skylite.trainer.critic import Critic
 from skylite.trainer.optimizer import FlatAdamW, make_optimizer
 from skylite.trainer.step import train_step
-from tests.reference import random_samples, reference_loss, resolved
+from tests.reference import Row, groups_of, random_samples, reference_loss, resolved
 
 PROBE = list(range(20, 40))
 
@@ -82,12 +84,25 @@ def plain_model(model: Path, policy: Policy, config: TrainConfig) -> Any:
     return plain
 
 
+def train_rows(
+    policy: Policy,
+    optimizer: FlatAdamW,
+    rows: Sequence[Row],
+    step: int,
+    config: TrainConfig,
+    dist: Dist,
+    critic: Critic | None = None,
+) -> dict[str, float]:
+    """`train_step` on flat rows."""
+    return train_step(policy, optimizer, groups_of(rows), step, config, dist, critic)
+
+
 def gradients_after_step(
     policy: Policy, config: TrainConfig, dist: Dist, seed: int = 0
 ) -> tuple[torch.Tensor, dict[str, float]]:
     before = {n: p.detach().clone() for n, p in policy.lora.items()}
     optimizer = optimizer_of(policy, config)
-    metrics = train_step(policy, optimizer, random_samples(seed), 1, config, dist)
+    metrics = train_rows(policy, optimizer, random_samples(seed), 1, config, dist)
     for name, param in policy.lora.items():
         param.data.copy_(before[name])
     return optimizer.grads.clone(), metrics

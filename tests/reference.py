@@ -12,18 +12,59 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
 from skylite.config.algorithm import AlgorithmConfig, ImportanceConfig
 from skylite.config.train import Resolved, RunConfig, TrainConfig
 from skylite.model.distributed import Dist, process_group
-from skylite.run.rollout_file import ROLLOUT_SCHEMA, TrainSample
+from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import RunDir
+from skylite.types import Group, Message, Prompt, Sample, Trajectory
 
 VOCAB = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A one-turn trajectory, flat."""
+
+    group: int
+    prompt_token_ids: list[int]
+    completion_token_ids: list[int]
+    rollout_logprobs: list[float]
+    reward: float
+    truncated: bool = False
+    prompt_id: str = ""
+
+
+def groups_of(rows: Sequence[Row]) -> list[Group]:
+    """The rows as the trainer gets them."""
+    found: dict[int, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.group, []).append(row)
+    return [
+        Group(
+            prompt=Prompt(
+                id=found[g][0].prompt_id or f"test/{g}",
+                messages=[Message(role="user", content="")],
+                answer="",
+                source="",
+            ),
+            trajectories=tuple(trajectory_of(row) for row in found[g]),
+        )
+        for g in sorted(found)
+    ]
+
+
+def trajectory_of(row: Row) -> Trajectory:
+    sample = Sample(
+        prompt_token_ids=row.prompt_token_ids,
+        completion_token_ids=row.completion_token_ids,
+        rollout_logprobs=row.rollout_logprobs,
+        finish_reason="length" if row.truncated else "stop",
+    )
+    return Trajectory(samples=(sample,), reward=row.reward)
 
 
 @dataclass(frozen=True)
@@ -37,7 +78,7 @@ class Before:
 
 
 def reference_advantages(
-    samples: Sequence[TrainSample], config: TrainConfig, before: Sequence[Before]
+    samples: Sequence[Row], config: TrainConfig, before: Sequence[Before]
 ) -> list[list[float]]:
     """A number a token of each sample, with the standard library alone."""
     a = config.algorithm
@@ -51,7 +92,7 @@ def reference_advantages(
     return _whitened(rows, [True] * len(rows)) if a.advantage == "reinforce++-baseline" else rows
 
 
-def _group_advantage(index: int, samples: Sequence[TrainSample], rewards: list[float], kind: str) -> float:
+def _group_advantage(index: int, samples: Sequence[Row], rewards: list[float], kind: str) -> float:
     group = [i for i, s in enumerate(samples) if s.group == samples[index].group]
     mine, others = rewards[index], [rewards[i] for i in group if i != index]
     mean = sum(rewards[i] for i in group) / len(group)
@@ -71,9 +112,7 @@ def _group_advantage(index: int, samples: Sequence[TrainSample], rewards: list[f
     return mine - mean
 
 
-def _token_advantages(
-    sample: TrainSample, penalty: list[float], before: Before, a: AlgorithmConfig
-) -> list[float]:
+def _token_advantages(sample: Row, penalty: list[float], before: Before, a: AlgorithmConfig) -> list[float]:
     rewards = [-p for p in penalty]
     rewards[-1] += sample.reward
     values = [0.0] * len(rewards) if before.values is None else before.values.tolist()
@@ -106,21 +145,19 @@ def _kl(policy: Any, ref: Any, estimator: str) -> Any:
     return {"k1": lambda: -x, "k2": lambda: x * x / 2, "k3": lambda: exp(x) - x - 1}[estimator]()
 
 
-def _is_counted(sample: TrainSample, samples: Sequence[TrainSample], config: TrainConfig) -> bool:
+def _is_counted(sample: Row, samples: Sequence[Row], config: TrainConfig) -> bool:
     same = len({s.reward for s in samples if s.group == sample.group}) == 1
     return not (same and config.algorithm.zero_std_groups != "keep") and not (
         sample.truncated and config.algorithm.mask_truncated
     )
 
 
-def reference_logprobs(model: Any, sample: TrainSample, temperature: float) -> torch.Tensor:
+def reference_logprobs(model: Any, sample: Row, temperature: float) -> torch.Tensor:
     """[C] through the whole log softmax of a forward pass of this sample alone."""
     return reference_scores(model, sample, temperature)[0]
 
 
-def reference_scores(
-    model: Any, sample: TrainSample, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def reference_scores(model: Any, sample: Row, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprobs [C] and entropies [C]."""
     ids = sample.prompt_token_ids + sample.completion_token_ids
     logits = model(input_ids=torch.tensor([ids])).logits[0].float() / temperature
@@ -131,7 +168,7 @@ def reference_scores(
 
 def reference_loss(
     model: Any,
-    samples: Sequence[TrainSample],
+    samples: Sequence[Row],
     part: range,
     config: TrainConfig,
     before: Sequence[Before] | None = None,
@@ -173,7 +210,7 @@ def reference_loss(
 @torch.no_grad()
 def reference_before(
     model: Any,
-    samples: Sequence[TrainSample],
+    samples: Sequence[Row],
     config: TrainConfig,
     values: Sequence[torch.Tensor] | None = None,
 ) -> list[Before]:
@@ -251,9 +288,7 @@ def _importance(old: torch.Tensor, rollout: torch.Tensor, config: ImportanceConf
     return weight * 0 if config.reject_kl is not None and mismatch > config.reject_kl else weight
 
 
-def random_samples(
-    seed: int, num_groups: int = 4, group_size: int = 4, shared: int = 12
-) -> list[TrainSample]:
+def random_samples(seed: int, num_groups: int = 4, group_size: int = 4, shared: int = 12) -> list[Row]:
     """Groups with a shared prefix, prompts of several lengths, and completions some of which begin alike or are equal."""
     rng = random.Random(seed)
     tokens = lambda n: [rng.randrange(VOCAB) for _ in range(n)]  # noqa: E731
@@ -267,7 +302,7 @@ def random_samples(
             logprobs = [-5.0 + rng.uniform(-2, 2) for _ in completion]
             reward = float(index == group % group_size) if group != 1 else 1.0
             samples.append(
-                TrainSample(
+                Row(
                     group=group,
                     prompt_token_ids=prompt,
                     completion_token_ids=completion,
@@ -299,7 +334,7 @@ def resolved(model: Path, sync: Path) -> Resolved:
     )
 
 
-def make_run(root: Path, model: Path, config: TrainConfig, steps: dict[int, list[TrainSample]]) -> RunDir:
+def make_run(root: Path, model: Path, config: TrainConfig, steps: dict[int, list[Row]]) -> RunDir:
     """A run directory as the parent would leave it for the trainer, with these rollouts already there."""
     run = RunDir(root)
     for folder in (run.rollouts, run.trainer_steps, run.checkpoints, run.logs, run.default_adapters):
@@ -316,27 +351,8 @@ def make_run(root: Path, model: Path, config: TrainConfig, steps: dict[int, list
     return run
 
 
-def write_samples(path: Path, samples: Sequence[TrainSample]) -> None:
-    rows = [
-        {
-            "group": s.group,
-            "prompt_id": s.prompt_id or f"test/{s.group}",
-            "prompt_token_ids": s.prompt_token_ids,
-            "completion_token_ids": s.completion_token_ids,
-            "rollout_logprobs": s.rollout_logprobs,
-            "reward": s.reward,
-            "penalty": 0.0,
-            "finish_reason": "stop",
-            "adapter_version": 0,
-            "question": "",
-            "completion": "",
-            "answer": "",
-        }
-        for s in samples
-    ]
-    temporary = path.with_suffix(".part")
-    pq.write_table(pa.Table.from_pylist(rows, schema=ROLLOUT_SCHEMA), temporary)
-    temporary.rename(path)
+def write_samples(path: Path, samples: Sequence[Row]) -> None:
+    write_rollouts(path, groups_of(samples))
 
 
 @contextmanager

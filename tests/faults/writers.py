@@ -14,7 +14,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ from skylite.trainer.checkpoint import save_checkpoint
 from skylite.trainer.optimizer import FlatAdamW
 from skylite.trainer.publish import publish
 from skylite.trainer.worker import report
-from skylite.types import Completion, Prompt, Rollout, RolloutGroup
+from skylite.types import Group, Prompt, Sample, Trajectory
 from tests.cases import optimizer_of, policy_of
 from tests.engines import write_random_adapter
 from tests.reference import lone_rank, resolved, settings
@@ -55,21 +54,21 @@ from tests.reference import lone_rank, resolved, settings
 CANARY = Canary(sequences=[[1, 2, 3]], policy_logprobs=[[-1.0, -2.0]], base_logprobs=[[-1.5, -2.5]])
 
 
-def groups(version: int) -> list[RolloutGroup]:
+def groups(version: int) -> list[Group]:
     """Enough text that a file takes several writes."""
     prompt = Prompt(
         id=f"p/{version}", messages=[{"role": "user", "content": "say x"}], answer="x", source="test"
     )
     ids = [(i * 7919 + version) % 256 for i in range(2000)]
-    completion = Completion(
-        token_ids=ids,
-        logprobs=[-i / 7 for i in range(2000)],
-        text="x",
-        finish_reason="stop",
+    sample = Sample(
+        prompt_token_ids=[1, 2],
+        completion_token_ids=ids,
+        rollout_logprobs=[-i / 7 for i in range(2000)],
         adapter_version=version,
+        text="x",
     )
-    rollout = Rollout(prompt=prompt, prompt_token_ids=[1, 2], completion=completion, reward=1.0)
-    return [RolloutGroup((rollout, replace(rollout, reward=0.0)))] * 4
+    trajectories = tuple(Trajectory(samples=(sample,), reward=reward) for reward in (1.0, 0.0))
+    return [Group(prompt=prompt, trajectories=trajectories)] * 4
 
 
 def results(version: int) -> EvalResult:

@@ -10,8 +10,7 @@ import torch
 
 from skylite.model.distributed import process_group, set_threads
 from skylite.trainer.critic import make_critic
-from skylite.trainer.step import train_step
-from tests.cases import ALGORITHMS, IMPORTANCE, optimizer_of, policy_of
+from tests.cases import ALGORITHMS, IMPORTANCE, optimizer_of, policy_of, train_rows
 from tests.reference import random_samples, settings
 
 CASES = {
@@ -34,7 +33,7 @@ def main(model: Path, out: Path) -> None:
                 critic = make_critic(policy, config, dist)
                 critic.head.weight.data.fill_(0.01)
             samples = [replace(s) for s in random_samples(0)]
-            metrics = train_step(policy, optimizer, samples, 1, config, dist, critic)
+            metrics = train_rows(policy, optimizer, samples, 1, config, dist, critic)
             found[name] = {
                 "grads": optimizer.grads,
                 "metrics": metrics,

@@ -15,7 +15,7 @@ from tests.reference import resolved, settings
 
 
 def main(out: Path, models: list[Path]) -> None:
-    from skylite.model.packing import pack
+    from skylite.model.packing import pack_tokens
     from skylite.model.probing import choose_passes
 
     set_threads(1)
@@ -25,7 +25,9 @@ def main(out: Path, models: list[Path]) -> None:
             policy, _ = choose_passes(load_policy(resolved(model, model), settings(), dist), PROBE)
             sharded = {n: p for n, p in policy.model.named_parameters() if isinstance(p, DTensor)}
             here = torch.tensor([float(sum(p.to_local().numel() for p in sharded.values()))])
-            tokens = pack([PROBE[:5]] * 2, [PROBE[5:9], PROBE[9:14]], [0, 0], policy.packing, policy.device)
+            tokens = pack_tokens(
+                [PROBE[:5]] * 2, [PROBE[5:9], PROBE[9:14]], [0, 0], policy.packing, policy.device
+            )
             with torch.no_grad():
                 logprobs = score(policy, tokens, 1.0)[0]
             weights = {n: p.full_tensor() for n, p in sharded.items()}

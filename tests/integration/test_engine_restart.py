@@ -24,10 +24,10 @@ from skylite.engine.watchdog import Restarts
 from skylite.errors import ChildDied, RunFailed
 from skylite.processes.supervisor import Supervisor
 from skylite.run.run_dir import AdapterVersion
-from skylite.types import Completion
+from skylite.types import Sample
 from skylite.vllm_plugin import CPU_SERVER
-from tests.unit.test_engines import publish
-from tests.unit.test_vllm_server import SPEC
+from tests.unit.test_engine_pool import publish
+from tests.unit.test_engine_server import SPEC
 
 FAKES = Path(__file__).parents[1] / "fakes"
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=5, stop_token_ids=(), seed=40)
@@ -83,7 +83,7 @@ async def load_verified(engines: list[Engine], adapter: AdapterVersion) -> None:
     await everyone.verify(adapter)
 
 
-async def sample(engine: Engine, adapter: AdapterVersion) -> list[Completion]:
+async def sample(engine: Engine, adapter: AdapterVersion) -> list[Sample]:
     return await engine.generate(adapter.name, [1, 2], 3, SAMPLING, adapter.version)
 
 
@@ -100,7 +100,7 @@ def test_the_adapter_is_proven_again_and_the_request_gets_the_answer_it_would_ha
 ) -> None:
     adapter = publish(scene.folder, 3)
 
-    async def run() -> tuple[list[Completion], list[Completion]]:
+    async def run() -> tuple[list[Sample], list[Sample]]:
         async with Supervisor() as supervisor, scene.engines(supervisor) as engines:
             await load_verified(engines, adapter)
             before = await sample(engines[0], adapter)
@@ -174,7 +174,7 @@ def test_an_adapter_that_the_new_server_does_not_sample_is_never_used(scene: Sce
 def test_a_short_group_is_completed_with_the_missing_samples_own_seeds(scene: Scene) -> None:
     adapter = publish(scene.folder, 3)
 
-    async def run() -> tuple[list[Completion], list[Completion]]:
+    async def run() -> tuple[list[Sample], list[Sample]]:
         async with Supervisor() as supervisor, scene.engines(supervisor) as engines:
             await load_verified(engines, adapter)
             whole = await sample(engines[0], adapter)

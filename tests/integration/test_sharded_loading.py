@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from skylite.model.packing import pack
+from skylite.model.packing import pack_tokens
 from skylite.model.policy import load_policy, score
 from skylite.model.probing import choose_passes
 from tests.cases import PROBE
@@ -78,7 +78,9 @@ def test_the_sharded_model_computes_what_the_whole_one_does(
         policy, _ = choose_passes(
             load_policy(resolved(models[family], models[family]), settings(), dist), PROBE
         )
-        tokens = pack([PROBE[:5]] * 2, [PROBE[5:9], PROBE[9:14]], [0, 0], policy.packing, policy.device)
+        tokens = pack_tokens(
+            [PROBE[:5]] * 2, [PROBE[5:9], PROBE[9:14]], [0, 0], policy.packing, policy.device
+        )
         torch.testing.assert_close(
             found[family]["logprobs"], score(policy, tokens, 1.0)[0], atol=1e-5, rtol=1e-5
         )

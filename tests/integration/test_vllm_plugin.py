@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from skylite.engine.client import Sampling, VllmClient
 from skylite.engine.engine import Engine
-from skylite.types import Completion
+from skylite.types import Sample
 from tests.engines import (
     MAX_LORA_RANK,
     TARGET_MODULES,
@@ -273,10 +273,10 @@ def test_bad_adapter_is_refused_and_the_engine_serves_on(
     assert gap(*after) > DIFFERENT
 
 
-def sampled(server: EngineServer, sampling: Sampling) -> list[Completion]:
+def sampled(server: EngineServer, sampling: Sampling) -> list[Sample]:
     """Eight completions of the base, through the client that runs use."""
 
-    async def ask() -> list[Completion]:
+    async def ask() -> list[Sample]:
         client = Engine(VllmClient("vllm-test", server.uds))
         try:
             return await client.generate(server.base, PROMPT, 8, sampling, version=0)
@@ -286,11 +286,11 @@ def sampled(server: EngineServer, sampling: Sampling) -> list[Completion]:
     return asyncio.run(ask())
 
 
-def logits_of(model_path: Path, completion: Completion) -> torch.Tensor:
+def logits_of(model_path: Path, completion: Sample) -> torch.Tensor:
     """[C, vocabulary] that the completion's tokens were drawn from, as transformers computes them."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     with torch.no_grad():
-        logits: torch.Tensor = model(torch.tensor([PROMPT + completion.token_ids])).logits[
+        logits: torch.Tensor = model(torch.tensor([PROMPT + completion.completion_token_ids])).logits[
             0, len(PROMPT) - 1 : -1
         ]
     return logits
@@ -317,9 +317,12 @@ def test_logprobs_are_those_of_the_distribution_tokens_were_drawn_from(
     )
     raw_gap = 0.0
     for completion in sampled(server, sampling):
-        logits, tokens = logits_of(server.model_path, completion), torch.tensor(completion.token_ids)[:, None]
+        logits, tokens = (
+            logits_of(server.model_path, completion),
+            torch.tensor(completion.completion_token_ids)[:, None],
+        )
         drawn_from = logits / temperature if top_k == 0 else cut(logits / temperature, top_p, top_k)
-        logprobs = torch.tensor(completion.logprobs)
+        logprobs = torch.tensor(completion.rollout_logprobs)
         torch.testing.assert_close(
             logprobs, torch.log_softmax(drawn_from, dim=1).gather(1, tokens)[:, 0], atol=FLOAT_NOISE, rtol=0
         )

@@ -19,15 +19,16 @@ from skylite.algorithms.token_selection import (
 )
 from skylite.config.train import TrainConfig
 from skylite.model.packing import PackedTokens
-from skylite.run.rollout_file import TrainSample
 from skylite.trainer.micro_batch import MicroBatch
+from skylite.trainer.precompute import Precomputed, Targets
 from skylite.trainer.step import micro_batch_loss
+from tests.reference import Row
 
 TOLERANCE = 1e-6
 MAX_TOKENS = 40
 GROUP = 4
 ALONE: Any = SimpleNamespace(
-    dp_rank=0, dp_size=1, device=torch.device("cpu"), sum_=lambda x: x, gather=lambda x: x
+    dp_rank=0, dp_size=1, device=torch.device("cpu"), all_reduce_sum_=lambda x: x, all_gather=lambda x: x
 )
 """A Dist of one process."""
 SHAPES = [
@@ -153,7 +154,7 @@ def assert_same_result(mine: Result, theirs: Result, mask: Tensor) -> None:
 
 
 def ours(case: Case, importance: dict[str, Any] | None = None, **algorithm: Any) -> Result:
-    """Through `micro_batch_loss`, one micro-batch; tokens are chosen as `look` does it."""
+    """Through `micro_batch_loss`, one micro-batch; tokens are chosen as `select_tokens` does it."""
     config = TrainConfig.model_validate(
         {
             "algorithm": algorithm,
@@ -168,22 +169,25 @@ def ours(case: Case, importance: dict[str, Any] | None = None, **algorithm: Any)
     )
     policy, entropies = (x[mask].requires_grad_() for x in (case.policy, case.entropies))
     micro = MicroBatch(
-        items=[],
+        trajectories=[],
+        numbers=[],
         tokens=packed(case),
         keys=torch.arange(size.num_tokens),
         token_weights=weights[case.sequences],
         rollout_logprobs=case.rollout[mask],
-        advantages=case.advantages[case.sequences],
-        old_logprobs=case.old[mask],
     )
+    targets = Targets(
+        known=Precomputed(old_logprobs=case.old[mask]), advantages=case.advantages[case.sequences]
+    )
+    weights = micro.token_weights
     if settings.top_entropy_quantile < 1:
-        micro.entropy_mask = entropies.detach() >= entropy_threshold(
-            entropies.detach(), settings.top_entropy_quantile
-        )
-    if settings.selects_by_cov:
-        micro.selected = chosen_by_cov(micro, policy.detach(), config)
+        threshold = entropy_threshold(entropies.detach(), settings.top_entropy_quantile)
+        weights = weights * (entropies.detach() >= threshold)
+    selected = chosen_by_cov(micro, targets, policy.detach(), config) if settings.selects_by_cov else None
     ref = case.ref[mask] if settings.uses_ref else None
-    loss, sums = micro_batch_loss(micro, policy, entropies, ref, size.num_tokens, config)
+    loss, sums = micro_batch_loss(
+        micro, targets, (weights, selected), policy, entropies, ref, size.num_tokens, config
+    )
     return result_of(loss, policy, entropies, sums)
 
 
@@ -193,21 +197,21 @@ def packed(case: Case) -> PackedTokens:
         inputs={},
         rows=nothing,
         targets=nothing,
-        sequences=case.sequences,
-        num_sequences=len(case.mask),
+        segments=case.sequences,
+        num_segments=len(case.mask),
         num_nodes=0,
     )
 
 
-def chosen_by_cov(micro: MicroBatch, policy: Tensor, config: TrainConfig) -> Tensor:
+def chosen_by_cov(micro: MicroBatch, targets: Targets, policy: Tensor, config: TrainConfig) -> Tensor:
     """With the dice of `torch.manual_seed(0)`."""
-    assert micro.old_logprobs is not None
-    algorithm, cov = config.algorithm, covariances(micro.advantages, policy)
+    assert targets.known.old_logprobs is not None
+    algorithm, cov = config.algorithm, covariances(targets.advantages, policy)
     if algorithm.policy_loss == "kl_cov":
         return kl_cov_selection(cov, algorithm.cov_frac)
     x = LossInputs(
-        policy_logprobs=policy, old_logprobs=micro.old_logprobs, advantages=micro.advantages,
-        sequences=micro.tokens.sequences, num_sequences=micro.tokens.num_sequences,
+        policy_logprobs=policy, old_logprobs=targets.known.old_logprobs, advantages=targets.advantages,
+        segments=micro.tokens.segments, num_segments=micro.tokens.num_segments,
     )  # fmt: skip
     bounds = algorithm.clip_cov_low, algorithm.clip_cov_high
     return clip_cov_selection(
@@ -215,7 +219,7 @@ def chosen_by_cov(micro: MicroBatch, policy: Tensor, config: TrainConfig) -> Ten
     )
 
 
-def samples_of(case: Case) -> list[TrainSample]:
+def samples_of(case: Case) -> list[Row]:
     """Truncated are the completions of odd length, as in `trl_step`. No two begin alike."""
     rows = zip(
         case.groups.tolist(),
@@ -226,7 +230,7 @@ def samples_of(case: Case) -> list[TrainSample]:
         strict=True,
     )
     return [
-        TrainSample(
+        Row(
             group=group, prompt_token_ids=[5], completion_token_ids=[1000 + n] * length, rollout_logprobs=logprobs[keep].tolist(),
             reward=reward, truncated=length % 2 == 1,
         )

@@ -37,10 +37,10 @@ from skylite.run.files import write_json
 from skylite.run.metrics import read_metrics
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import AdapterVersion, RunDir, published_versions
-from skylite.types import Completion, Prompt
+from skylite.types import Prompt, Sample, Score
 from skylite.ui.dashboard import Screen
 from tests.unit.data_cases import prompt
-from tests.unit.test_engines import BASE, POLICY, publish
+from tests.unit.test_engine_pool import BASE, POLICY, publish
 
 PROMPTS = [prompt(id=str(i), messages=[{"role": "user", "content": str(i)}]) for i in range(14)]
 MAX_LORAS = 2
@@ -77,7 +77,7 @@ class FakeEngine:
 
     async def generate(
         self, model: str, ids: list[int], n: int, sampling: Sampling, version: int
-    ) -> list[Completion]:
+    ) -> list[Sample]:
         assert model in self.names
         assert model.endswith(str(version))
         self.requests.append((model, ids[0], sampling.seed))
@@ -85,25 +85,30 @@ class FakeEngine:
         await asyncio.sleep(self.sample_s)
         self.in_flight[model] -= 1
         return [
-            Completion(token_ids=[7], logprobs=[-0.5], text="", finish_reason="stop", adapter_version=version)
+            Sample(
+                prompt_token_ids=list(ids),
+                completion_token_ids=[7],
+                rollout_logprobs=[-0.5],
+                adapter_version=version,
+            )
         ] * n
 
 
 class Half:
     """The first of a group is right."""
 
-    async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[float]:
-        return [float(i == 0) for i in range(len(items))]
+    async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[Score]:
+        return [Score(float(i == 0)) for i in range(len(items))]
 
 
 class Broken:
     """No completion of this prompt earns a number."""
 
     def __init__(self, prompt_id: str) -> None:
-        self.rejected_steps = prompt_id
+        self.bad = prompt_id
 
-    async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[float]:
-        return [math.nan if p.id == self.rejected_steps else float(i == 0) for i, (p, _) in enumerate(items)]
+    async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[Score]:
+        return [Score(math.nan if p.id == self.bad else float(i == 0)) for i, (p, _) in enumerate(items)]
 
 
 class NumberTokenizer:
@@ -282,7 +287,8 @@ def test_a_step_that_the_trainer_skipped_is_said_and_recorded(tmp_path: Path) ->
 def test_a_reward_that_is_no_number_reaches_the_trainer_and_is_null_in_the_metrics(tmp_path: Path) -> None:
     bad = prompts_for_step(PROMPTS, 2, 2, 0)[1].id
     run, _, said = run_of(tmp_path, 0, 3, skipped_step=2, scorer=Broken(bad))
-    assert [math.isnan(s.reward) for s in read_rollouts(run.rollout_path(2))] == [False, False, True, True]
+    rewards = [t.reward for g in read_rollouts(run.rollout_path(2)) for t in g.trajectories]
+    assert list(map(math.isnan, rewards)) == [False, False, True, True]
     assert [
         json.loads(line, parse_constant=pytest.fail)["reward/mean"]
         for line in run.metrics_path.read_text().splitlines()

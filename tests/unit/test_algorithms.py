@@ -121,8 +121,8 @@ def losses_of(
         policy_logprobs=leaf,
         old_logprobs=torch.tensor(old, dtype=torch.float64),
         advantages=torch.tensor(advantages, dtype=torch.float64),
-        sequences=torch.tensor(sequences),
-        num_sequences=max(sequences) + 1,
+        segments=torch.tensor(sequences),
+        num_segments=max(sequences) + 1,
         selected=None if selected is None else torch.tensor(selected),
     )
     loss = POLICY_LOSSES[name](x, AlgorithmConfig(policy_loss=name, **more))
@@ -212,8 +212,8 @@ def test_clipped_tokens_are_those_out_of_bounds_in_the_direction_of_their_advant
         policy_logprobs=ratios.log(),
         old_logprobs=torch.zeros(6),
         advantages=advantages,
-        sequences=torch.zeros(6).long(),
-        num_sequences=1,
+        segments=torch.zeros(6).long(),
+        num_segments=1,
     )
     assert is_clipped(x, AlgorithmConfig()).tolist() == [True, False, False, True, False, False]
 
@@ -222,7 +222,7 @@ def test_what_gspo_clips_is_a_completion():
     # ratios 4 and 1/4: each is out of bounds, their completion's is 1; the other completion's is 2
     x = LossInputs(
         policy_logprobs=torch.tensor([LOG4, -LOG4, LOG2]), old_logprobs=torch.zeros(3), advantages=torch.ones(3),
-        sequences=torch.tensor([0, 0, 1]), num_sequences=2,
+        segments=torch.tensor([0, 0, 1]), num_segments=2,
     )  # fmt: skip
     assert is_clipped(x, AlgorithmConfig(name="gspo")).tolist() == [False, False, True]
     assert is_clipped(x, AlgorithmConfig()).tolist() == [True, False, True]

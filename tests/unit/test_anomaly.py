@@ -16,7 +16,6 @@ from skylite.config.loading import load_config
 from skylite.config.train import AnomalyConfig, TrainConfig
 from skylite.errors import ConfigError, TrainingDiverged
 from skylite.model.distributed import Dist
-from skylite.run.rollout_file import TrainSample
 from skylite.run.run_dir import RunDir
 from skylite.trainer.anomaly import (
     collapse_fault,
@@ -25,13 +24,12 @@ from skylite.trainer.anomaly import (
     limit_fault,
     parameter_fault,
     remembering,
-    sample_fault,
+    rollout_fault,
     state_of,
 )
 from skylite.trainer.optimizer import FlatAdamW
-from skylite.trainer.step import train_step
-from tests.cases import optimizer_of, policy_of
-from tests.reference import lone_rank, random_samples, settings, write_samples
+from tests.cases import optimizer_of, policy_of, train_rows
+from tests.reference import Row, groups_of, lone_rank, random_samples, settings, write_samples
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +44,7 @@ def numbers_of(optimizer: FlatAdamW) -> list[torch.Tensor]:
     return [*state.params.values(), *(v for moments in state.moments.values() for v in moments.values())]
 
 
-def with_nan(samples: list[TrainSample]) -> list[TrainSample]:
+def with_nan(samples: list[Row]) -> list[Row]:
     return [
         replace(samples[0], rollout_logprobs=[float("nan")] * len(samples[0].rollout_logprobs)),
         *samples[1:],
@@ -81,18 +79,18 @@ def judge(config: TrainConfig, optimizer: FlatAdamW) -> Callable[[Any], str]:
     ],
 )
 def test_a_bad_step_is_undone_whole(
-    sections: Any, samples: list[TrainSample], words: str, tiny_llama: Path, dist: Dist
+    sections: Any, samples: list[Row], words: str, tiny_llama: Path, dist: Dist
 ) -> None:
     config = settings(**sections)
     policy = policy_of(tiny_llama, config, dist)
     optimizer = optimizer_of(policy, settings())
-    train_step(policy, optimizer, random_samples(0), 1, settings(), dist)
+    train_rows(policy, optimizer, random_samples(0), 1, settings(), dist)
     optimizer.adamw.param_groups[0]["peak_lr"] = config.optim.lr
     before = numbers_of(optimizer)
     assert len(before) == 4 * len(optimizer.params)
 
     def learn() -> dict[str, float]:
-        return train_step(policy, optimizer, samples, 2, config, dist)
+        return train_rows(policy, optimizer, samples, 2, config, dist)
 
     _, fault = learn_or_undo([optimizer], dist, learn, judge(config, optimizer), dict)
     assert re.search(words, fault), fault
@@ -102,7 +100,7 @@ def test_a_bad_step_is_undone_whole(
     _, fault = learn_or_undo(
         [optimizer],
         dist,
-        lambda: train_step(policy, optimizer, random_samples(2), 3, settings(), dist),
+        lambda: train_rows(policy, optimizer, random_samples(2), 3, settings(), dist),
         lambda _: "",
         dict,
     )
@@ -116,13 +114,13 @@ def test_what_an_update_would_undo_is_not_held_twice_before_the_update(tiny_llam
     start = numbers_of(optimizer)
     with remembering([optimizer]) as before:
         assert before == {}
-        train_step(policy, optimizer, random_samples(0), 1, settings(), dist)
+        train_rows(policy, optimizer, random_samples(0), 1, settings(), dist)
         first = before["policy"]
-        train_step(policy, optimizer, random_samples(1), 2, settings(), dist)
+        train_rows(policy, optimizer, random_samples(1), 2, settings(), dist)
         assert before["policy"] is first
     assert all(torch.equal(a, b) for a, b in zip(start, first.params.values(), strict=True))
     assert first.moments == {}
-    train_step(policy, optimizer, random_samples(2), 3, settings(), dist)
+    train_rows(policy, optimizer, random_samples(2), 3, settings(), dist)
     assert before["policy"] is first
 
 
@@ -137,7 +135,7 @@ def test_a_policy_whose_canary_gives_no_numbers_is_undone_before_it_is_published
         raise TrainingDiverged("the logprobs of policy-v000001 on the canary are not finite")
 
     def learn() -> dict[str, float]:
-        return train_step(policy, optimizer, random_samples(0), 1, settings(), dist)
+        return train_rows(policy, optimizer, random_samples(0), 1, settings(), dist)
 
     assert (
         learn_or_undo([optimizer], dist, learn, lambda _: "", publish)[1]
@@ -148,12 +146,17 @@ def test_a_policy_whose_canary_gives_no_numbers_is_undone_before_it_is_published
 
 def test_a_number_among_the_inputs_that_is_none_is_named() -> None:
     samples = random_samples(0)
-    assert sample_fault(samples) == ""
+    assert rollout_fault(groups_of(samples)) == ""
     samples[5] = replace(samples[5], rollout_logprobs=[-1.0, float("-inf")])
-    assert sample_fault(samples) == "the sampler's logprob of token 1 of sample 5 (group 1) is -inf"
+    assert (
+        rollout_fault(groups_of(samples))
+        == "vLLM's logprob of token 1 in turn 0 of trajectory 1 of group 1 is -inf"
+    )
     for reward in ("nan", "inf", "-inf", "1e+39"):
-        samples[2] = replace(samples[2], reward=float(reward), prompt_id="t/train/7")
-        assert sample_fault(samples) == f"the reward of sample 2 (prompt t/train/7, group 0) is {reward}"
+        samples[0] = replace(samples[0], prompt_id="t/train/7")
+        samples[2] = replace(samples[2], reward=float(reward))
+        expected = f"the reward of trajectory 2 of group 0 (prompt t/train/7) is {reward}"
+        assert rollout_fault(groups_of(samples)) == expected
 
 
 def test_rewards_collapse_only_when_every_step_of_the_window_is_too_low(tmp_path: Path) -> None:

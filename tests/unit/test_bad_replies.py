@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from skylite.engine.client import VllmClient
 from skylite.errors import RunFailed
 from skylite.run.run_dir import AdapterVersion
-from skylite.types import Completion
+from skylite.types import Sample
 from tests.unit.bad_inputs import damaged_bytes, damaged_json
 from tests.unit.test_bad_inputs import FACTOR, generated
-from tests.unit.test_client import Behaviour, ask_for, choice, talk
+from tests.unit.test_engine_client import Behaviour, ask_for, choice, talk
 
 counts: Counter[str] = Counter()
 """Replies by what became of them."""
@@ -97,9 +97,11 @@ def test_replies(tmp_path_factory: Any, asked: str, data: st.DataObject, pause_s
 def usable(asked: str, answer: Any) -> bool:
     """What came through is what was asked for."""
     if asked == "sample":
-        found: list[Completion] = list(answer.values())
+        found: list[Sample] = list(answer.values())
         return set(answer) <= {0, 1} and all(
-            len(c.token_ids) == len(c.logprobs) and all(map(math.isfinite, c.logprobs)) for c in found
+            len(c.completion_token_ids) == len(c.rollout_logprobs)
+            and all(map(math.isfinite, c.rollout_logprobs))
+            for c in found
         )
     if asked == "score":
         return len(answer) == 2 and all(map(math.isfinite, answer))

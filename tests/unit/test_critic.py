@@ -16,14 +16,14 @@ from transformers import AutoModelForCausalLM
 from skylite.algorithms.advantages import gae
 from skylite.config.train import TrainConfig
 from skylite.model.distributed import Dist
-from skylite.model.packing import PackedTokens, pack
+from skylite.model.packing import PackedTokens, pack_tokens
 from skylite.model.policy import Policy, load_policy
 from skylite.model.probing import choose_passes
 from skylite.run.run_dir import RunDir
 from skylite.trainer.checkpoint import load_checkpoint, random_states, save_checkpoint
 from skylite.trainer.critic import Critic, make_critic, predict_values
 from skylite.trainer.optimizer import FlatAdamW, make_optimizer
-from skylite.trainer.step import train_step
+from tests.cases import train_rows
 from tests.reference import lone_rank, random_samples, reference_before, reference_loss, resolved, settings
 from tests.tiny_models import FAMILIES, make_tiny_model
 
@@ -86,7 +86,7 @@ def test_policy_and_critic_have_the_gradients_of_two_plain_models(
     start = {n: p.detach().clone() for n, p in critic.optimizer.params.items()}
     own = plain(model, policy.lora, "default", 4, 8, policy.target_modules)
     value_model = plain(model, critic.optimizer.params, "critic", 3, 6, policy.target_modules)
-    metrics = train_step(policy, optimizer, SAMPLES, 1, config, dist, critic)
+    metrics = train_rows(policy, optimizer, SAMPLES, 1, config, dist, critic)
 
     weight, bias = (start[f"value_head.{n}"].requires_grad_() for n in ("weight", "bias"))
     values = [plain_values(value_model, weight, bias, s) for s in SAMPLES]
@@ -129,7 +129,7 @@ def test_the_critic_leaves_the_policy_alone_and_the_other_way_round(tiny_llama: 
     assert optimizer.grads.abs().max() == 0
     assert critic.optimizer.grads.abs().max() > 0
     before = {n: p.detach().clone() for n, p in [*policy.lora.items(), *critic.optimizer.params.items()]}
-    train_step(policy, optimizer, SAMPLES, 1, config, dist, critic)
+    train_rows(policy, optimizer, SAMPLES, 1, config, dist, critic)
     moved = {
         n
         for n, p in [*policy.lora.items(), *critic.optimizer.params.items()]
@@ -160,7 +160,7 @@ def test_values_start_at_zero_and_learn_the_return(tiny_llama: Path, dist: Dist)
     policy, _ = choose_passes(policy, PROBE)
     optimizer = make_optimizer("policy", policy.lora, 1e-9, 1.0, config.optim)
     assert predict_values(policy, critic, _tokens(policy)).abs().max() == 0
-    history = [train_step(policy, optimizer, samples, step, config, dist, critic) for step in range(1, 41)]
+    history = [train_rows(policy, optimizer, samples, step, config, dist, critic) for step in range(1, 41)]
     lengths = [len(s.completion_token_ids) for s in samples]
     first = sum(0.5 * s.reward * n for s, n in zip(samples, lengths, strict=True)) / sum(
         lengths
@@ -176,12 +176,12 @@ def test_a_checkpoint_brings_the_critic_back(tiny_llama: Path, tmp_path: Path, d
     policy, optimizer, critic = parts(tiny_llama, config, dist)
     run = RunDir(tmp_path)
     run.checkpoints.mkdir()
-    train_step(policy, optimizer, SAMPLES, 1, config, dist, critic)
+    train_rows(policy, optimizer, SAMPLES, 1, config, dist, critic)
     save_checkpoint(run, 1, config, [optimizer, critic.optimizer], random_states(dist))
-    train_step(policy, optimizer, SAMPLES, 2, config, dist, critic)
+    train_rows(policy, optimizer, SAMPLES, 2, config, dist, critic)
     again_policy, again_learner, again_critic = parts(tiny_llama, config, dist)
     assert load_checkpoint(run.checkpoint_path(1), [again_learner, again_critic.optimizer], dist) == 1
-    train_step(again_policy, again_learner, SAMPLES, 2, config, dist, again_critic)
+    train_rows(again_policy, again_learner, SAMPLES, 2, config, dist, again_critic)
     for name, param in [*policy.lora.items(), *critic.optimizer.params.items()]:
         again = {**again_policy.lora, **again_critic.optimizer.params}[name]
         assert torch.equal(param, again), name
@@ -194,4 +194,4 @@ def base_weights(policy: Policy) -> dict[str, torch.Tensor]:
 
 def _tokens(policy: Policy) -> PackedTokens:
     prompts, completions = [s.prompt_token_ids for s in SAMPLES], [s.completion_token_ids for s in SAMPLES]
-    return pack(prompts, completions, [s.group for s in SAMPLES], policy.packing, policy.device)
+    return pack_tokens(prompts, completions, [s.group for s in SAMPLES], policy.packing, policy.device)

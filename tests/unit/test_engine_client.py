@@ -163,7 +163,11 @@ def test_what_vllm_aborted_is_left_out(tmp_path: Path) -> None:
     aborted = {"index": 0, "text": "", "token_ids": [], "logprobs": None, "finish_reason": "abort"}
     found = asyncio.run(talk(tmp_path, sampled(aborted, choice(1)), ask_for(2)))
     assert list(found) == [1]
-    assert (found[1].token_ids, found[1].logprobs, found[1].adapter_version) == ([1, 2], [-1.0, -2.0], 3)
+    assert (found[1].completion_token_ids, found[1].rollout_logprobs, found[1].adapter_version) == (
+        [1, 2],
+        [-1.0, -2.0],
+        3,
+    )
 
 
 @pytest.mark.parametrize(

@@ -109,4 +109,9 @@ def test_algorithms_are_pure_tensors(name: str) -> None:
 
 def test_help_loads_no_heavy_module() -> None:
     code = "import sys, skylite.cli; print(sorted(set(sys.modules) & {'torch', 'transformers', 'pyarrow', 'httpx', 'pydantic'}))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )

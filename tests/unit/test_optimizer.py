@@ -19,8 +19,7 @@ from skylite.run.run_dir import RunDir
 from skylite.trainer.anomaly import learn_or_undo
 from skylite.trainer.checkpoint import load_checkpoint, random_states, save_checkpoint
 from skylite.trainer.publish import adapter_tensors, canary_logprobs, check_reference
-from skylite.trainer.step import train_step
-from tests.cases import optimizer_of, policy_of
+from tests.cases import optimizer_of, policy_of, train_rows
 from tests.reference import lone_rank, random_samples, resolved, settings
 
 SEQUENCES = [list(range(20, 40)), list(range(60, 75))]
@@ -53,7 +52,7 @@ def test_lora_plus_gives_b_its_own_rate(tiny_llama: Path, dist: Dist) -> None:
     config = settings(optim={"lr": 1e-3, "lora_plus_ratio": 8.0, "warmup_steps": 2})
     policy = policy_of(tiny_llama, config, dist)
     start = {n: p.detach().clone() for n, p in policy.lora.items()}
-    metrics = train_step(policy, optimizer_of(policy, config), random_samples(0), 1, config, dist)
+    metrics = train_rows(policy, optimizer_of(policy, config), random_samples(0), 1, config, dist)
     moved = {n: float((p.detach() - start[n]).abs().max()) for n, p in policy.lora.items()}
     # The first step of AdamW moves a parameter by its rate, whatever the gradient: half the rate, in the first of two warmup steps.
     assert all(
@@ -68,13 +67,13 @@ def test_a_checkpoint_restores_both_rates_of_lora_plus(tiny_llama: Path, tmp_pat
     policy = policy_of(tiny_llama, config, dist)
     optimizer, run = optimizer_of(policy, config), RunDir(tmp_path)
     run.checkpoints.mkdir()
-    train_step(policy, optimizer, random_samples(0), 1, config, dist)
+    train_rows(policy, optimizer, random_samples(0), 1, config, dist)
     save_checkpoint(run, 1, config, [optimizer], random_states(dist))
-    train_step(policy, optimizer, random_samples(1), 2, config, dist)
+    train_rows(policy, optimizer, random_samples(1), 2, config, dist)
     again = policy_of(tiny_llama, config, dist)
     again_learner = optimizer_of(again, config)
     load_checkpoint(run.checkpoint_path(1), [again_learner], dist)
-    train_step(again, again_learner, random_samples(1), 2, config, dist)
+    train_rows(again, again_learner, random_samples(1), 2, config, dist)
     assert all(torch.equal(p, again.lora[n]) for n, p in policy.lora.items())
 
 
@@ -116,7 +115,7 @@ def test_the_kl_to_the_start_is_exactly_zero_and_moves_with_training(
     assert check_reference(policy, SEQUENCES, must_agree=True) == 0.0
     frozen = {n: p.detach().clone() for n, p in adapter_params(policy.model, REF).items()}
     metrics = [
-        train_step(policy, optimizer_of(policy, config), random_samples(s), s, config, dist) for s in (1, 2)
+        train_rows(policy, optimizer_of(policy, config), random_samples(s), s, config, dist) for s in (1, 2)
     ]
     assert metrics[0]["policy/kl_ref"] == 0.0
     assert metrics[1]["policy/kl_ref"] > 0.0
@@ -164,12 +163,12 @@ def test_what_is_published_follows_every_way_in_which_parameters_change(
     learn_or_undo(
         [optimizer],
         dist,
-        lambda: train_step(policy, optimizer, random_samples(1), 1, config, dist),
+        lambda: train_rows(policy, optimizer, random_samples(1), 1, config, dist),
         lambda _: "bad",
         dict,
     )
     assert agrees()
     assert torch.equal(policy.flat_lora, start)  # undone
-    train_step(policy, optimizer, random_samples(1), 1, config, dist)
+    train_rows(policy, optimizer, random_samples(1), 1, config, dist)
     assert agrees()
     assert not torch.equal(policy.flat_lora, start)

@@ -15,9 +15,9 @@ from skylite.config.train import OptimConfig
 from skylite.errors import DataError
 from skylite.model.chunked_logprobs import HEAD_CHUNK_ELEMENTS, head_logprobs, token_logprobs
 from skylite.model.packing import pack_padded, pack_tree
-from skylite.run.rollout_file import TrainSample
 from skylite.trainer.batching import arrange
 from skylite.trainer.optimizer import rate_factor
+from tests.reference import Row, groups_of
 
 CPU = torch.device("cpu")
 
@@ -39,8 +39,8 @@ def loss_of(
         policy_logprobs=policy,
         old_logprobs=old,
         advantages=torch.tensor([advantage]),
-        sequences=sequences,
-        num_sequences=1,
+        segments=sequences,
+        num_segments=1,
     )
     weights, _ = importance_weights(old, old - weight_log, sequences, 1, ImportanceConfig(mode=importance))
     token_weight = AGGREGATIONS[config.aggregation](1, BatchSize(num_tokens, num_tokens, 256))
@@ -49,8 +49,8 @@ def loss_of(
     return loss.item(), policy.grad.item()
 
 
-def sample(group: int) -> TrainSample:
-    return TrainSample(
+def sample(group: int) -> Row:
+    return Row(
         group=group,
         prompt_token_ids=[1],
         completion_token_ids=[2],
@@ -145,7 +145,7 @@ def test_token_logprobs_and_entropy_equal_log_softmax_and_its_gradient(monkeypat
 
 
 @pytest.mark.parametrize(
-    "pack", [lambda p, c: pack_padded([p], [c], CPU), lambda p, c: pack_tree([p], [c], [0], CPU)]
+    "pack", [lambda p, c: pack_padded([p], [c], [0], CPU), lambda p, c: pack_tree([p], [c], [0], [0], CPU)]
 )
 def test_each_completion_token_is_predicted_by_the_token_before_it(pack):
     # prompt [7, 8], completion [9, 10, 11]: the rows that predict are those of 8, 9 and 10; 11 is never an input.
@@ -154,12 +154,12 @@ def test_each_completion_token_is_predicted_by_the_token_before_it(pack):
     kept = tokens.inputs["logits_to_keep"][tokens.rows].tolist()
     assert [tokens.inputs["input_ids"][0, k].item() for k in kept] == [8, 9, 10]
     assert tokens.targets.tolist() == [9, 10, 11]
-    assert (tokens.sequences.tolist(), tokens.num_sequences) == ([0, 0, 0], 1)
+    assert (tokens.segments.tolist(), tokens.num_segments) == ([0, 0, 0], 1)
 
 
 def test_samples_are_arranged_by_group():
-    batch = arrange([sample(4), sample(2), sample(4), sample(2)])
-    assert [[s.group for s in g] for g in batch.groups] == [[2, 2], [4, 4]]
+    batch = arrange(groups_of([sample(4), sample(2), sample(4), sample(2)]), AlgorithmConfig())
+    assert [[g.prompt.id] * len(g.trajectories) for g in batch.groups] == [["test/2"] * 2, ["test/4"] * 2]
     assert (batch.rewards.tolist(), batch.lengths.tolist(), batch.zero_std) == (
         [[0.0] * 2] * 2,
         [[1.0] * 2] * 2,
@@ -168,8 +168,8 @@ def test_samples_are_arranged_by_group():
 
 
 def test_a_group_of_another_size_is_refused():
-    with pytest.raises(DataError, match="same size"):
-        arrange([sample(0), sample(0), sample(1)])
+    with pytest.raises(DataError, match="same number"):
+        arrange(groups_of([sample(0), sample(0), sample(1)]), AlgorithmConfig())
 
 
 def test_learning_rate_schedules():

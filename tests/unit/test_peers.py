@@ -20,8 +20,10 @@ from skylite.algorithms.kl import KL_ESTIMATORS
 from skylite.algorithms.losses import AGGREGATIONS, POLICY_LOSSES, value_loss
 from skylite.config.train import TrainConfig
 from skylite.trainer.assign_advantages import assign_advantages
-from skylite.trainer.batching import Item, arrange
+from skylite.trainer.batching import arrange
 from skylite.trainer.micro_batch import MicroBatch
+from skylite.trainer.precompute import Precomputed
+from tests.reference import groups_of, trajectory_of
 from tests.unit.peer_cases import (
     ALONE,
     GROUP,
@@ -91,23 +93,24 @@ def test_verl_group_advantages(verl, case, name):
 def test_verl_group_advantages_with_the_kl_in_the_reward(verl, name):
     case = make_case(12, 33, 8, torch.float32)
     theirs = verl_group_advantages(verl, name, case.token_rewards, case)
-    micro = micro_for_credit(case, None)
+    micro, known = micro_for(case, None)
     config = TrainConfig.model_validate({"algorithm": {"advantage": name, "kl_coef": 0.1, "kl_in": "reward"}})
-    assign_advantages(arrange(samples_of(case)), [micro], config, ALONE)
-    assert_same(micro.advantages, theirs[case.mask])
+    batch = arrange(groups_of(samples_of(case)), config.algorithm)
+    (found,) = assign_advantages(batch, [micro], [known], config.algorithm, ALONE)
+    assert_same(found.advantages, theirs[case.mask])
 
 
-def micro_for_credit(case: Case, values: Tensor | None) -> MicroBatch:
-    items = [
-        Item(sample=s, row=n // GROUP, column=n % GROUP, number=n, token_weight=1.0)
-        for n, s in enumerate(samples_of(case))
-    ]
-    count = int(case.mask.sum())
-    return MicroBatch(
-        items=items, tokens=packed(case), keys=torch.arange(count), token_weights=torch.ones(count),
+def micro_for(case: Case, values: Tensor | None) -> tuple[MicroBatch, Precomputed]:
+    rows, count = samples_of(case), int(case.mask.sum())
+    micro = MicroBatch(
+        trajectories=[trajectory_of(row) for row in rows],
+        numbers=list(range(len(rows))),
+        tokens=packed(case),
+        keys=torch.arange(count),
+        token_weights=torch.ones(count),
         rollout_logprobs=case.rollout[case.mask],
-        advantages=torch.zeros(count, dtype=case.policy.dtype), kl_penalty=0.1 * (case.old - case.ref)[case.mask], values=values,
-    )  # fmt: skip
+    )
+    return micro, Precomputed(kl_penalty=0.1 * (case.old - case.ref)[case.mask], values=values)
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
@@ -115,10 +118,11 @@ def test_verl_reinforce_plus_plus(verl, case, gamma):
     theirs, _ = verl.core.compute_reinforce_plus_plus_outcome_advantage(
         case.token_rewards, case.float_mask, config=SimpleNamespace(gamma=gamma)
     )
-    micro = micro_for_credit(case, None)
+    micro, known = micro_for(case, None)
     config = TrainConfig.model_validate({"algorithm": {"name": "reinforce++", "gamma": gamma}})
-    assign_advantages(arrange(samples_of(case)), [micro], config, ALONE)
-    assert_same(micro.advantages, theirs[case.mask])
+    batch = arrange(groups_of(samples_of(case)), config.algorithm)
+    (found,) = assign_advantages(batch, [micro], [known], config.algorithm, ALONE)
+    assert_same(found.advantages, theirs[case.mask])
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
@@ -126,12 +130,13 @@ def test_verl_gae(verl, case, gamma, lam):
     theirs, returns = verl.core.compute_gae_advantage_return(
         case.token_rewards, case.values, case.float_mask, gamma, lam
     )
-    micro = micro_for_credit(case, case.values[case.mask])
+    micro, known = micro_for(case, case.values[case.mask])
     config = TrainConfig.model_validate({"algorithm": {"name": "ppo", "gamma": gamma, "gae_lambda": lam}})
-    assign_advantages(arrange(samples_of(case)), [micro], config, ALONE)
-    assert micro.returns is not None
-    assert_same(micro.advantages, theirs[case.mask])
-    assert_same(micro.returns, returns[case.mask])
+    batch = arrange(groups_of(samples_of(case)), config.algorithm)
+    (found,) = assign_advantages(batch, [micro], [known], config.algorithm, ALONE)
+    assert found.returns is not None
+    assert_same(found.advantages, theirs[case.mask])
+    assert_same(found.returns, returns[case.mask])
 
 
 VERL_AGGREGATION = {

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from skylite.config.train import TrainConfig
 from skylite.orchestrator.sampling import overlong_penalty
-from skylite.trainer.assign_advantages import known_advantages
+from skylite.trainer.assign_advantages import assign_advantages
 from skylite.trainer.batching import arrange
-from skylite.trainer.micro_batch import mini_batches
+from skylite.trainer.micro_batch import pack
+from skylite.trainer.precompute import Precomputed, Targets
 from skylite.trainer.step import micro_batch_loss
+from tests.reference import groups_of
 from tests.unit.peer_cases import (
     ALONE,
     GROUP,
@@ -246,19 +248,22 @@ def test_trl_from_rewards_to_gradients(trl, monkeypatch, mask_truncated):
             "trainer": {"tokens_per_micro_batch": 64},
         }
     )
-    batch = arrange(samples_of(case))
-    known = known_advantages(batch, config.algorithm)
-    assert known is not None
+    batch = arrange(groups_of(samples_of(case)), config.algorithm)
     policy: Any = SimpleNamespace(packing="padded", device=torch.device("cpu"))
-    (mini,) = mini_batches(batch, known, policy, config, ALONE)
+    (mini,) = pack(batch, policy, config, ALONE)
     assert len(mini.micro_batches) >= 2
     loss, grads = torch.tensor(0.0), torch.zeros_like(case.policy)
-    for micro in mini.micro_batches:
-        numbers = [item.number for item in micro.items]
+    found = assign_advantages(
+        batch, mini.micro_batches, [Precomputed()] * len(mini.micro_batches), config.algorithm, ALONE
+    )
+    for micro, targets in zip(mini.micro_batches, found, strict=True):
+        numbers = micro.numbers
         logprobs = torch.cat([case.policy[n][case.mask[n]] for n in numbers]).requires_grad_()
-        micro.old_logprobs = torch.cat([case.old[n][case.mask[n]] for n in numbers])
+        old = torch.cat([case.old[n][case.mask[n]] for n in numbers])
+        targets = Targets(known=Precomputed(old_logprobs=old), advantages=targets.advantages)
+        choice = (micro.token_weights, None)
         part, _ = micro_batch_loss(
-            micro, logprobs, torch.zeros_like(logprobs), None, mini.size.num_tokens, config
+            micro, targets, choice, logprobs, torch.zeros_like(logprobs), None, mini.size.num_tokens, config
         )
         part.backward()
         loss += part.detach()

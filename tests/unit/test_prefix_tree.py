@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from skylite.config.algorithm import AlgorithmConfig
 from skylite.model import prefix_tree as tree_module
 from skylite.model.flex_attention import flex_tree_attention, subtree_ends
-from skylite.model.packing import pack
+from skylite.model.packing import pack_tokens
 from skylite.model.prefix_tree import build_tree
 from skylite.model.tree_attention import Scoring, tree_attention, tree_layout
-from skylite.trainer.batching import Item, plan_micro_batches
-from tests.reference import random_samples
+from skylite.trainer.batching import arrange, plan_micro_batches
+from tests.reference import groups_of, random_samples
 
 
 def test_shared_tokens_become_one_node():
@@ -139,45 +140,47 @@ def test_a_large_step_is_laid_out_in_a_moment():
     assert time.process_time() - started < 0.5
 
 
-def items(seed, num_groups):
-    samples = random_samples(seed, num_groups)
-    return [Item(sample=s, row=s.group, column=0, number=i, token_weight=1.0) for i, s in enumerate(samples)]
+def batch_of(seed, num_groups):
+    return arrange(groups_of(random_samples(seed, num_groups)), AlgorithmConfig())
 
 
-def size(micro, packing):
+def size(batch, numbers, packing):
     """Tokens that a micro-batch computes."""
-    samples = [i.sample for i in micro]
-    prompts, completions = [s.prompt_token_ids for s in samples], [s.completion_token_ids for s in samples]
-    return pack(prompts, completions, [s.group for s in samples], packing, torch.device("cpu")).num_nodes
+    samples = [(n // batch.group_size, s) for n in numbers for s in batch.trajectory(n).samples]
+    prompts, completions = (
+        [s.prompt_token_ids for _, s in samples],
+        [s.completion_token_ids for _, s in samples],
+    )
+    return pack_tokens(prompts, completions, [g for g, _ in samples], packing, torch.device("cpu")).num_nodes
 
 
 @pytest.mark.parametrize("packing", ["tree", "padded"])
 @pytest.mark.parametrize("dp_size", [1, 2, 3])
 @pytest.mark.parametrize("budget", [16, 40, 90, 4096])
-def test_every_sample_is_trained_once_within_the_budget_and_ranks_run_the_same_number(
+def test_every_trajectory_is_trained_once_within_the_budget_and_ranks_run_the_same_number(
     dp_size, budget, packing
 ):
-    samples = items(0, num_groups=5)
-    plan = plan_micro_batches(samples, budget, dp_size, packing)
+    batch = batch_of(0, num_groups=5)
+    plan = plan_micro_batches(batch, range(20), budget, dp_size, packing)
     assert len({len(rank) for rank in plan}) == 1
-    planned = [id(s) for rank in plan for micro in rank for s in micro]
-    assert sorted(planned) == sorted(map(id, samples))
-    assert plan == plan_micro_batches(samples, budget, dp_size, packing)
+    assert sorted(n for rank in plan for micro in rank for n in micro) == list(range(20))
+    assert plan == plan_micro_batches(batch, range(20), budget, dp_size, packing)
     for micro in (m for rank in plan for m in rank if len(m) > 1):
-        assert size(micro, packing) <= budget
+        assert size(batch, micro, packing) <= budget
 
 
 @pytest.mark.parametrize("packing", ["tree", "padded"])
 def test_ranks_get_similar_work_and_the_largest_comes_first(packing):
-    plan = plan_micro_batches(items(1, num_groups=8), 80 if packing == "tree" else 120, 2, packing)
-    sizes = [[size(m, packing) for m in rank] for rank in plan]
+    batch = batch_of(1, num_groups=8)
+    plan = plan_micro_batches(batch, range(32), 80 if packing == "tree" else 120, 2, packing)
+    sizes = [[size(batch, m, packing) for m in rank] for rank in plan]
     assert all(max(rank) - rank[0] <= 12 for rank in sizes)
     assert abs(sum(sizes[0]) - sum(sizes[1])) <= 0.25 * sum(sizes[0])
 
 
 def test_padded_rows_are_few_passes_and_hold_hardly_more_than_their_tokens():
-    samples = items(2, num_groups=8)
-    plan = plan_micro_batches(samples, 200, 2, "padded")
-    tokens = sum(size([s], "padded") for s in samples)
+    batch = batch_of(2, num_groups=8)
+    plan = plan_micro_batches(batch, range(32), 200, 2, "padded")
+    tokens = sum(size(batch, [n], "padded") for n in range(32))
     assert sum(len(rank) for rank in plan) <= 2 * -(-tokens // (2 * 160))
-    assert sum(size(m, "padded") for rank in plan for m in rank if m) <= 1.15 * tokens
+    assert sum(size(batch, m, "padded") for rank in plan for m in rank if m) <= 1.15 * tokens

@@ -12,6 +12,7 @@ import pytest
 
 from skylite.errors import ChildDied, ConfigError, RunFailed
 from skylite.rewards.pool import RewardPool
+from skylite.types import Score
 from tests.unit.data_cases import prompt
 
 PLUG_IN = """
@@ -37,6 +38,10 @@ def alive(pid: int) -> bool:
         return False
 
 
+def rewards_of(scores: list[Score]) -> list[float]:
+    return [score.reward for score in scores]
+
+
 def wait_until_dead(pid: int) -> None:
     deadline = time.monotonic() + 20
     while alive(pid):
@@ -48,11 +53,13 @@ def test_scores_in_order_and_names_the_prompt_of_an_exception(spec: str) -> None
     pool = RewardPool(spec, 2)
     try:
         items = [(prompt(id=f"t/{i}"), str(i)) for i in range(40)]
-        assert asyncio.run(pool.score(items)) == [float(i) for i in range(40)]
+        assert rewards_of(asyncio.run(pool.score(items))) == [float(i) for i in range(40)]
         with pytest.raises(RunFailed, match=r"LookupError: odd one .prompt t/bad"):
             asyncio.run(pool.score([(prompt(id="t/good"), "1"), (prompt(id="t/bad"), "raise")]))
-        assert asyncio.run(pool.score(items[:2])) == [0.0, 1.0]
-        assert list(map(str, asyncio.run(pool.score([(prompt(), "nan"), (prompt(), "-inf")])))) == [
+        assert rewards_of(asyncio.run(pool.score(items[:2]))) == [0.0, 1.0]
+        assert list(
+            map(str, rewards_of(asyncio.run(pool.score([(prompt(), "nan"), (prompt(), "-inf")]))))
+        ) == [
             "nan",
             "-inf",
         ]
@@ -74,7 +81,7 @@ def test_a_worker_that_ends_while_nothing_is_scored_is_told_of_at_once_and_once(
         told: list[ChildDied] = []
         pool = RewardPool(spec, 2)
         try:
-            pid = int((await pool.score([(prompt(), "pid")]))[0])
+            pid = int((await pool.score([(prompt(), "pid")]))[0].reward)
             pool.watch(told.append)
             await asyncio.sleep(0.2)
             assert told == []
@@ -107,7 +114,7 @@ def test_close_is_no_loss(spec: str) -> None:
 
 def test_close_ends_a_hanging_worker(spec: str) -> None:
     pool = RewardPool(spec, 1)
-    pid = int(asyncio.run(pool.score([(prompt(), "pid")]))[0])
+    pid = int(asyncio.run(pool.score([(prompt(), "pid")]))[0].reward)
 
     async def hang() -> None:
         with pytest.raises(TimeoutError):
@@ -126,7 +133,7 @@ def test_a_worker_that_was_stopped_ends_the_run_in_time_and_is_named(spec: str) 
     async def score_by_a_stopped_one() -> int:
         pool = RewardPool(spec, 1, timeout_s=1)
         try:
-            pid = int((await pool.score([(prompt(), "pid")]))[0])
+            pid = int((await pool.score([(prompt(), "pid")]))[0].reward)
             os.kill(pid, signal.SIGSTOP)
             with pytest.raises(
                 RunFailed, match=r"longer than 1 s .reward.timeout_s.; prompt t/late is not scored"
@@ -152,7 +159,7 @@ from skylite.types import Prompt
 if __name__ == "__main__":
     pool = RewardPool(sys.argv[1], 1)
     asked = Prompt(id="t", messages=[], answer="", source="")
-    print(int(asyncio.run(pool.score([(asked, "pid")]))[0]), flush=True)
+    print(int(asyncio.run(pool.score([(asked, "pid")]))[0].reward), flush=True)
     time.sleep(600)
 """
 

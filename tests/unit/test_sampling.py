@@ -25,46 +25,34 @@ from skylite.orchestrator.sampling import SampledStep, overlong_penalty, replace
 from skylite.orchestrator.session import Session
 from skylite.run.rollout_file import read_rollouts, write_rollouts
 from skylite.run.run_dir import AdapterVersion, RunDir
-from skylite.types import Completion, Prompt, Rollout, RolloutGroup
+from skylite.types import Group, Prompt, Sample, Score, Trajectory
 from skylite.ui.dashboard import Screen
 from tests.unit.data_cases import prompt
 
 PROMPTS = [prompt(id=str(i), messages=[{"role": "user", "content": str(i)}]) for i in range(14)]
 
 
-def group(name: str, *rewards: float, penalties: Sequence[float] = (), tokens: int = 1) -> RolloutGroup:
+def group(name: str, *rewards: float, penalties: Sequence[float] = (), tokens: int = 1) -> Group:
     """A group of prompt `name` with these rewards."""
-    return RolloutGroup(
-        tuple(
-            Rollout(
-                prompt=prompt(id=name),
-                prompt_token_ids=[1],
-                completion=Completion(
-                    token_ids=[2] * tokens,
-                    logprobs=[-0.5] * tokens,
-                    text="",
-                    finish_reason="stop",
-                    adapter_version=0,
-                ),
-                reward=reward,
-                penalty=penalty,
-            )
-            for reward, penalty in itertools.zip_longest(rewards, penalties, fillvalue=0.0)
-        )
+    sample = Sample(prompt_token_ids=[1], completion_token_ids=[2] * tokens, rollout_logprobs=[-0.5] * tokens)
+    trajectories = tuple(
+        Trajectory(samples=(sample,), reward=reward, penalty=penalty)
+        for reward, penalty in itertools.zip_longest(rewards, penalties, fillvalue=0.0)
     )
+    return Group(prompt=prompt(id=name), trajectories=trajectories)
 
 
-def names(groups: Sequence[RolloutGroup]) -> list[str]:
-    return [g.rollouts[0].prompt.id for g in groups]
+def names(groups: Sequence[Group]) -> list[str]:
+    return [g.prompt.id for g in groups]
 
 
 def replaced(
-    first: Sequence[RolloutGroup], rounds: Sequence[Sequence[RolloutGroup]], max_rounds: int
+    first: Sequence[Group], rounds: Sequence[Sequence[Group]], max_rounds: int
 ) -> tuple[SampledStep, list[int]]:
     """The outcome with these groups sampled in further rounds, and how many each round was asked for."""
     asked: list[int] = []
 
-    async def sample_more(round_number: int, count: int) -> Sequence[RolloutGroup]:
+    async def sample_more(round_number: int, count: int) -> Sequence[Group]:
         assert round_number == len(asked) + 1
         asked.append(count)
         return rounds[round_number - 1][:count]
@@ -105,6 +93,7 @@ def test_a_group_is_judged_on_what_is_trained_on(tmp_path: Path) -> None:
     """Reward plus penalty, in float32, here as in the trainer."""
     import torch
 
+    from skylite.config.algorithm import AlgorithmConfig
     from skylite.trainer.batching import arrange
 
     cases = [
@@ -116,7 +105,7 @@ def test_a_group_is_judged_on_what_is_trained_on(tmp_path: Path) -> None:
     ]
     assert [g.is_zero_std for g in cases] == [False, True, True, True, False]
     write_rollouts(tmp_path / "r.parquet", cases)
-    batch = arrange(read_rollouts(tmp_path / "r.parquet"))
+    batch = arrange(read_rollouts(tmp_path / "r.parquet"), AlgorithmConfig())
     assert batch.zero_std == [g.is_zero_std for g in cases]
     assert torch.equal(batch.rewards[0], torch.tensor([1.0, 0.5]))
 
@@ -149,14 +138,13 @@ class FakeEngine:
 
     async def generate(
         self, model: str, ids: list[int], n: int, sampling: Sampling, version: int
-    ) -> list[Completion]:
+    ) -> list[Sample]:
         self.requests.append((ids[0], sampling))
         tokens = [7] * (ids[0] + 1)
-        completion = Completion(
-            token_ids=tokens,
-            logprobs=[-0.5] * len(tokens),
-            text="",
-            finish_reason="stop",
+        completion = Sample(
+            prompt_token_ids=list(ids),
+            completion_token_ids=tokens,
+            rollout_logprobs=[-0.5] * len(tokens),
             adapter_version=version,
         )
         return [completion] * n
@@ -168,8 +156,8 @@ class FakeScorer:
     def __init__(self, informative: Callable[[int], bool]) -> None:
         self.informative = informative
 
-    async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[float]:
-        return [float(i == 0 and self.informative(int(p.id))) for i, (p, _) in enumerate(items)]
+    async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[Score]:
+        return [Score(float(i == 0 and self.informative(int(p.id)))) for i, (p, _) in enumerate(items)]
 
 
 class NumberTokenizer:
@@ -280,12 +268,12 @@ def test_overlong_completions_are_penalised_over_the_last_part_of_the_length(tmp
     """Completion i has i + 1 tokens of 10, and the last 4 cost a quarter each."""
     sampled, _, _ = sampled_step(tmp_path, lambda i: False, {"overlong_buffer_frac": 0.4})
     for g in sampled.groups:
-        length = len(g.rollouts[0].completion.token_ids)
+        length = g.trajectories[0].num_tokens
         expected = -min(1.0, max(0, length - 6) / 4)
-        assert [r.penalty for r in g.rollouts] == pytest.approx([expected] * 2)
+        assert [r.penalty for r in g.trajectories] == pytest.approx([expected] * 2)
         assert overlong_penalty(length, 10, 0.4) == pytest.approx(expected)
     free, _, _ = sampled_step(tmp_path, lambda i: False, {})
-    assert {r.penalty for g in free.groups for r in g.rollouts} == {0.0}
+    assert {r.penalty for g in free.groups for r in g.trajectories} == {0.0}
 
 
 def test_sampling_settings_reach_every_request(tmp_path: Path) -> None:

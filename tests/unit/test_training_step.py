@@ -21,11 +21,10 @@ from transformers import AutoModelForCausalLM
 from skylite.errors import ModelError, TrainingDiverged
 from skylite.model.distributed import Dist
 from skylite.model.loading import decoder_layers
-from skylite.model.packing import Packing, pack
+from skylite.model.packing import Packing, pack_tokens
 from skylite.model.policy import load_policy, score
 from skylite.model.probing import choose_passes
 from skylite.trainer.publish import adapter_tensors
-from skylite.trainer.step import train_step
 from tests.cases import (
     ALGORITHMS,
     IMPORTANCE,
@@ -36,6 +35,7 @@ from tests.cases import (
     policy_of,
     reference_gradient,
     relative_difference,
+    train_rows,
 )
 from tests.reference import (
     lone_rank,
@@ -81,7 +81,7 @@ def test_over_a_bfloat16_base_the_adapter_learns_in_float32(family: str, tmp_pat
     model, config = make_tiny_model(tmp_path / "model", family), settings()
     policy = policy_of(model, config, dist, dtype="bfloat16")
     optimizer = optimizer_of(policy, config)
-    train_step(policy, optimizer, random_samples(0), 1, config, dist)
+    train_rows(policy, optimizer, random_samples(0), 1, config, dist)
     assert {p.dtype for n, p in policy.model.named_parameters() if n not in policy.lora} == {torch.bfloat16}
     moments = [state[m] for state in optimizer.adamw.state.values() for m in ("exp_avg", "exp_avg_sq")]
     assert len(moments) == 2 * len(policy.lora)
@@ -130,7 +130,7 @@ def test_the_order_of_the_samples_does_not_matter(order: int, tiny_llama: Path, 
     expected, _ = gradients_after_step(policy, config, dist)
     random.Random(order).shuffle(samples)
     optimizer = optimizer_of(policy, config)
-    train_step(policy, optimizer, samples, 1, config, dist)
+    train_rows(policy, optimizer, samples, 1, config, dist)
     assert relative_difference(optimizer.grads, expected) < 1e-5
 
 
@@ -224,7 +224,7 @@ def test_flex_attention_gives_the_logprobs_of_the_pieces_for_each_family(tmp_pat
                 [s.prompt_token_ids for s in sequences],
                 [s.completion_token_ids for s in sequences],
             )
-            tokens = pack(prompts, completions, [s.group for s in sequences], "tree", dist.device)
+            tokens = pack_tokens(prompts, completions, [s.group for s in sequences], "tree", dist.device)
             with torch.no_grad():  # FlexAttention has no backward pass on a CPU
                 found.append(score(policy, tokens, temperature=1.0)[0])
         assert torch.allclose(*found, atol=1e-5), family
@@ -292,7 +292,7 @@ def test_two_updates_a_step_equal_the_reference(algorithm: dict[str, Any], tiny_
     plain = plain_model(tiny_llama, policy, config)
     lora = [p for p in plain.parameters() if p.requires_grad]
     start = torch.cat([p.detach().flatten() for p in policy.lora.values()])
-    metrics = train_step(policy, optimizer_of(policy, config), samples, 1, config, dist)
+    metrics = train_rows(policy, optimizer_of(policy, config), samples, 1, config, dist)
     before = reference_before(plain, samples, config)
     optimizer = torch.optim.AdamW(lora, lr=0.02, betas=(0.9, 0.99), weight_decay=0.0)
     for part in (range(8), range(8, 16)):
@@ -321,7 +321,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_leaves_the_weights(tiny
     samples[0] = replace(samples[0], rollout_logprobs=[float("nan")] * len(samples[0].rollout_logprobs))
     before = copy.deepcopy(adapter_tensors(policy))
     with pytest.raises(TrainingDiverged, match="policy in step 7 is not finite"):
-        train_step(policy, optimizer_of(policy, config), samples, 7, config, dist)
+        train_rows(policy, optimizer_of(policy, config), samples, 7, config, dist)
     assert all(torch.equal(before[n], t) for n, t in adapter_tensors(policy).items())
 
 
@@ -331,7 +331,7 @@ def test_dropout_is_a_function_of_seed_and_step(tiny_llama: Path, dist: Dist):
         torch.manual_seed(time.monotonic_ns() % 1000)  # whatever ran before must not matter
         config = settings(lora={"dropout": 0.3}, seed=seed)
         optimizer = optimizer_of(policy, config)
-        train_step(policy, optimizer, random_samples(0), step, config, dist)
+        train_rows(policy, optimizer, random_samples(0), step, config, dist)
         return optimizer.grads.clone()
 
     assert torch.equal(gradient(0, 1), gradient(0, 1))
@@ -397,7 +397,7 @@ def test_the_model_runs_once_a_micro_batch_and_again_only_for_what_the_algorithm
         passes.append(("base" if adapted.disable_adapters else "policy", hidden.requires_grad))
 
     layer.register_forward_hook(note)
-    train_step(policy, optimizer_of(policy, config), random_samples(0), 1, config, dist)
+    train_rows(policy, optimizer_of(policy, config), random_samples(0), 1, config, dist)
     training = passes.count(("policy", True))
     updates = algorithm.get("updates_per_step", 1)
     assert training == updates if tokens == 4096 else training > updates

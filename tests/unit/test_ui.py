@@ -20,7 +20,7 @@ from skylite.run.files import write_json
 from skylite.run.metrics import append_metrics
 from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import RunDir
-from skylite.types import Completion, Prompt, Rollout, RolloutGroup
+from skylite.types import Group, Prompt, Sample, Trajectory
 from skylite.ui import picture
 from skylite.ui.closing import finished_text, stopped_text
 from skylite.ui.curve import curve, resample, shares
@@ -243,18 +243,22 @@ def test_a_picture_is_drawn_from_what_a_run_wrote(tmp_path: Path) -> None:
         assert part in words
 
 
-def group() -> RolloutGroup:
+def group() -> Group:
     prompt = Prompt(id="p", messages=[{"role": "user", "content": "How many?"}], answer="19", source="s")
     texts = (("nothing", 0.0), ("#### 19", 1.0))
-    rollouts = [
-        Rollout(
-            prompt=prompt,
-            prompt_token_ids=[1],
-            completion=Completion(
-                token_ids=[2], logprobs=[-0.5], text=text, finish_reason="stop", adapter_version=1
+    trajectories = [
+        Trajectory(
+            samples=(
+                Sample(
+                    prompt_token_ids=[1],
+                    completion_token_ids=[2],
+                    rollout_logprobs=[-0.5],
+                    adapter_version=1,
+                    text=text,
+                ),
             ),
             reward=reward,
         )
         for text, reward in texts
     ]
-    return RolloutGroup(tuple(rollouts))
+    return Group(prompt=prompt, trajectories=tuple(trajectories))

@@ -11,24 +11,24 @@ import torch
 from torch import Tensor
 
 from skylite.algorithms.kl import k3
-from skylite.algorithms.segments import sequence_mean, sequence_sum
+from skylite.algorithms.segments import segment_mean, segment_sum
 from skylite.config.algorithm import ImportanceConfig
 
 
 def importance_weights(
     old_logprobs: Tensor,
     rollout_logprobs: Tensor,
-    sequences: Tensor,
-    num_sequences: int,
+    segments: Tensor,
+    num_segments: int,
     config: ImportanceConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weights [C] without gradient of tokens [C] of `num_sequences` completions, and metrics as sums over tokens.
+    """Weights [C] without gradient of tokens [C] of `num_segments` completions, and metrics as sums over tokens.
 
     The log weight is old - rollout, of the token or summed over its completion.
     """
     log_ratio = (old_logprobs - rollout_logprobs).detach()
     if config.level == "sequence":
-        log_ratio = sequence_sum(log_ratio, sequences, num_sequences)[sequences]
+        log_ratio = segment_sum(log_ratio, segments, num_segments)[segments]
     ratio = torch.exp(log_ratio)
     weights, changed = _bounded(ratio, config)
     mismatch = k3(rollout_logprobs, old_logprobs.detach())
@@ -39,7 +39,7 @@ def importance_weights(
         "ess/squares": ratio.square().sum(),
     }
     if config.reject_kl is not None:
-        rejected = (sequence_mean(mismatch, sequences, num_sequences) > config.reject_kl)[sequences]
+        rejected = (segment_mean(mismatch, segments, num_segments) > config.reject_kl)[segments]
         weights = torch.where(rejected, torch.zeros_like(weights), weights)
         metrics["mismatch/rejected_frac"] = rejected.sum()
     return weights, metrics

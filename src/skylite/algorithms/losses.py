@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from skylite.algorithms.segments import sequence_mean
+from skylite.algorithms.segments import segment_mean
 from skylite.config.algorithm import AlgorithmConfig
 
 
@@ -25,9 +25,9 @@ class LossInputs:
     old_logprobs: Tensor
     """The trainer's policy before the first update of this step."""
     advantages: Tensor
-    sequences: Tensor
-    """int64: which completion the token belongs to, 0 .. num_sequences - 1."""
-    num_sequences: int
+    segments: Tensor
+    """int64: which completion the token belongs to, 0 .. num_segments - 1."""
+    num_segments: int
     selected: Tensor | None = None
     """bool: the tokens that clip_cov or kl_cov chose among the whole mini-batch (algorithms/token_selection.py)."""
 
@@ -114,7 +114,7 @@ class BatchSize:
     """A mini-batch as the denominators see it: all ranks, all micro-batches, what was skipped for want of a gradient included."""
 
     num_tokens: int
-    num_sequences: int
+    num_segments: int
     max_completion_tokens: int
 
 
@@ -125,17 +125,17 @@ def token_mean(length: int, batch: BatchSize) -> float:
 
 def seq_mean_token_sum(length: int, batch: BatchSize) -> float:
     """Mean over completions of the sum over tokens: the completion is the action."""
-    return 1 / max(1, batch.num_sequences)
+    return 1 / max(1, batch.num_segments)
 
 
 def seq_mean_token_mean(length: int, batch: BatchSize) -> float:
     """Mean over completions of the mean over tokens (DeepSeekMath, arXiv 2402.03300, eq. 3)."""
-    return 1 / (max(1, batch.num_sequences) * length)
+    return 1 / (max(1, batch.num_segments) * length)
 
 
 def fixed_length(length: int, batch: BatchSize) -> float:
     """Sum over tokens by completions times the longest allowed, whatever they came out as (Dr. GRPO, arXiv 2503.20783)."""
-    return 1 / (max(1, batch.num_sequences) * batch.max_completion_tokens)
+    return 1 / (max(1, batch.num_segments) * batch.max_completion_tokens)
 
 
 AGGREGATIONS: dict[str, Callable[[int, BatchSize], float]] = {
@@ -149,7 +149,7 @@ AGGREGATIONS: dict[str, Callable[[int, BatchSize], float]] = {
 
 def _sequence_ratio(x: LossInputs) -> Tensor:
     """[C]"""
-    return torch.exp(sequence_mean(x.log_ratio, x.sequences, x.num_sequences))[x.sequences]
+    return torch.exp(segment_mean(x.log_ratio, x.segments, x.num_segments))[x.segments]
 
 
 def _token_ratio(x: LossInputs) -> Tensor:

@@ -1,17 +1,19 @@
-"""Sums over the completions that a flat row of tokens consists of. `sequences` [C]: which completion a token belongs to."""
+"""Sums over the segments of a flat row of tokens. A segment is a trajectory: the tokens that its calls sampled.
+
+`segments` [C] int64 holds the segment of each token, 0 .. num_segments - 1.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 
-def sequence_sum(values: Tensor, sequences: Tensor, num_sequences: int) -> Tensor:
-    """[C] -> [S]."""
-    return values.new_zeros(num_sequences).index_add(0, sequences, values)
+def segment_sum(values: Tensor, segments: Tensor, num_segments: int) -> Tensor:
+    """[C] -> [S] the sum over each segment."""
+    return values.new_zeros(num_segments).index_add(0, segments, values)
 
 
-def sequence_mean(values: Tensor, sequences: Tensor, num_sequences: int) -> Tensor:
-    """[C] -> [S]; every completion has a token."""
-    return sequence_sum(values, sequences, num_sequences) / sequence_sum(
-        values.new_ones(values.shape), sequences, num_sequences
-    )
+def segment_mean(values: Tensor, segments: Tensor, num_segments: int) -> Tensor:
+    """[C] -> [S] the mean over each segment. Every segment must have a token."""
+    counts = segment_sum(values.new_ones(values.shape), segments, num_segments)
+    return segment_sum(values, segments, num_segments) / counts

@@ -139,6 +139,16 @@ class AlgorithmConfig(Section):
         return self.kl_coef > 0
 
     @property
+    def kl_in_reward(self) -> bool:
+        """Whether the KL to the reference is subtracted from the rewards."""
+        return self.uses_ref and self.kl_in == "reward"
+
+    @property
+    def selects_tokens(self) -> bool:
+        """Whether an update's loss takes only some tokens, chosen among the whole mini-batch."""
+        return self.selects_by_cov or self.top_entropy_quantile < 1
+
+    @property
     def selects_by_cov(self) -> bool:
         return self.policy_loss in ("clip_cov", "kl_cov")
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from skylite.errors import EngineDead, EngineFailed, RunFailed, SyncFailed
 from skylite.run.run_dir import AdapterVersion
-from skylite.types import Completion
+from skylite.types import Sample
 
 REQUEST_TIMEOUT_S = 1800.0
 """A whole group may queue behind others on a slow engine; an engine that does nothing is noticed by its progress, not by this."""
@@ -134,7 +134,7 @@ class VllmClient:
 
     async def sample(
         self, model: str, prompt_token_ids: Sequence[int], n: int, sampling: Sampling, version: int
-    ) -> dict[int, Completion]:
+    ) -> dict[int, Sample]:
         """Up to `n` completions of one prompt by sample index, with the sampling policy's logprobs; those that vLLM aborted are left out.
 
         Args:
@@ -171,7 +171,9 @@ class VllmClient:
                 f"{self.name} answered with completions numbered {indices[:20]} when asked for {n}."
             )
         return {
-            c.index: self._completion(c, sampling, version) for c in reply.choices if isinstance(c, _Choice)
+            c.index: self._checked(c, list(prompt_token_ids), sampling, version)
+            for c in reply.choices
+            if isinstance(c, _Choice)
         }
 
     async def prompt_logprobs(self, model: str, token_ids: Sequence[int]) -> list[float]:
@@ -241,19 +243,23 @@ class VllmClient:
                 f"{self.name} went away during {path}: {type(error).__name__} {error}".rstrip() + "."
             ) from None
 
-    def _completion(self, choice: _Choice, sampling: Sampling, version: int) -> Completion:
+    def _checked(
+        self, choice: _Choice, prompt_token_ids: list[int], sampling: Sampling, version: int
+    ) -> Sample:
+        """A choice as a sample. Raises EngineFailed when it is not what was asked for."""
         tokens, logprobs = choice.token_ids, choice.logprobs.token_logprobs
         if len(tokens) != len(logprobs) or len(tokens) > sampling.max_tokens:
             raise EngineFailed(
-                f"{self.name} gave a completion of {len(tokens)} tokens with {len(logprobs)} logprobs when asked for {sampling.max_tokens} "
-                "tokens at most."
+                f"{self.name} gave a completion of {len(tokens)} tokens with {len(logprobs)} logprobs when asked for "
+                f"{sampling.max_tokens} tokens at most."
             )
-        return Completion(
-            token_ids=tokens,
-            logprobs=logprobs,
-            text=choice.text,
+        return Sample(
+            prompt_token_ids=prompt_token_ids,
+            completion_token_ids=tokens,
+            rollout_logprobs=logprobs,
             finish_reason=choice.finish_reason,
             adapter_version=version,
+            text=choice.text,
         )
 
 

@@ -1,4 +1,4 @@
-"""Prompts to scored rollout groups: sample each prompt's group in one request, score each group as it arrives."""
+"""From prompts to scored groups: one request samples a prompt's group, which is scored as soon as it arrives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 from skylite.engine.client import Sampling
 from skylite.engine.engine import Engine
-from skylite.types import Prompt, Rollout, RolloutGroup
+from skylite.types import Group, Prompt, Score, Trajectory
 
 T = TypeVar("T")
 
@@ -17,8 +17,8 @@ T = TypeVar("T")
 class Scorer(Protocol):
     """What scores completions (skylite.rewards.pool.RewardPool, or a fake)."""
 
-    async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[float]:
-        """One reward a (prompt, completion text)."""
+    async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[Score]:
+        """One score for each (prompt, completion text)."""
 
 
 def request_seed(seed: int, step: int, index: int) -> int:
@@ -37,22 +37,23 @@ async def collect_group(
     sampling: Sampling,
     scorer: Scorer,
     penalty: Callable[[int], float] = lambda length: 0.0,
-) -> RolloutGroup:
-    """Sample `n` completions of one prompt and score them. `penalty`: completion tokens -> what is added for training, <= 0."""
-    completions = await client.generate(model, prompt_token_ids, n, sampling, version)
-    rewards = await scorer.score([(prompt, c.text) for c in completions])
-    return RolloutGroup(
-        tuple(
-            Rollout(
-                prompt=prompt,
-                prompt_token_ids=prompt_token_ids,
-                completion=c,
-                reward=r,
-                penalty=penalty(len(c.token_ids)),
-            )
-            for c, r in zip(completions, rewards, strict=True)
+) -> Group:
+    """Sample `n` completions of one prompt and score them: a group of one-turn trajectories.
+
+    `penalty`: sampled tokens -> what is added for training, at most 0.
+    """
+    samples = await client.generate(model, prompt_token_ids, n, sampling, version)
+    scores = await scorer.score([(prompt, s.text) for s in samples])
+    trajectories = [
+        Trajectory(
+            samples=(sample,),
+            reward=score.reward,
+            components=score.components,
+            penalty=penalty(len(sample.completion_token_ids)),
         )
-    )
+        for sample, score in zip(samples, scores, strict=True)
+    ]
+    return Group(prompt=prompt, trajectories=tuple(trajectories))
 
 
 async def gather_all(tasks: Sequence[asyncio.Task[T]]) -> list[T]:

@@ -10,7 +10,7 @@ from typing import TypeVar
 from skylite.engine.client import Sampling, VllmClient
 from skylite.errors import EngineDead, EngineFailed, RunFailed
 from skylite.run.run_dir import AdapterVersion
-from skylite.types import Completion
+from skylite.types import Sample
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class Engine:
 
     async def generate(
         self, model: str, prompt_token_ids: Sequence[int], n: int, sampling: Sampling, version: int
-    ) -> list[Completion]:
+    ) -> list[Sample]:
         """`n` completions of one prompt. Those that a reply lacks are asked for again, each with its own seed.
 
         Raises RunFailed when some stay missing, SyncFailed when the reply is another model's, EngineFailed after the last attempt.
@@ -120,7 +120,7 @@ class Engine:
 
     async def _sample(
         self, model: str, prompt_token_ids: Sequence[int], n: int, sampling: Sampling, version: int
-    ) -> dict[int, Completion]:
+    ) -> dict[int, Sample]:
         return await self._ask(lambda client: client.sample(model, prompt_token_ids, n, sampling, version))
 
     async def _ask(self, request: Callable[[VllmClient], Awaitable[T]]) -> T:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,7 +17,7 @@ from skylite.engine.engine import Engine
 from skylite.errors import no_finite_score
 from skylite.evaluation.interval import Accuracy, accuracy_of
 from skylite.run.files import atomic_file
-from skylite.types import Prompt, RolloutGroup, is_number
+from skylite.types import Group, Prompt, Trajectory, is_number
 
 MAX_REQUESTS_IN_FLIGHT = 64
 
@@ -30,7 +31,7 @@ class EvalResult:
     accuracy: Accuracy
     completion_tokens_mean: float
     truncated_frac: float
-    groups: Sequence[RolloutGroup]
+    groups: Sequence[Group]
 
 
 async def evaluate(
@@ -53,7 +54,7 @@ async def evaluate(
     """
     slots = asyncio.Semaphore(MAX_REQUESTS_IN_FLIGHT)
 
-    async def one(index: int, prompt: Prompt) -> RolloutGroup:
+    async def one(index: int, prompt: Prompt) -> Group:
         sampling = Sampling(
             temperature=temperature, top_p=1.0, top_k=0, max_tokens=max_tokens, stop_token_ids=stop_token_ids,
             seed=request_seed(seed, -1, index),
@@ -69,41 +70,42 @@ async def evaluate(
                 sampling,
                 scorer,
             )
-        for r in group.rollouts:
-            if not is_number(r.reward):
-                raise no_finite_score(r.reward, prompt.id, r.completion.text)
+        for t in group.trajectories:
+            if not is_number(t.reward):
+                raise no_finite_score(t.reward, prompt.id, t.samples[-1].text)
         return group
 
     groups = await gather_all([asyncio.create_task(one(i, p)) for i, p in enumerate(prompts)])
-    completions = [r.completion for g in groups for r in g.rollouts]
+    trajectories = [t for g in groups for t in g.trajectories]
     return EvalResult(
         model=model,
         temperature=temperature,
-        accuracy=accuracy_of([[r.reward for r in g.rollouts] for g in groups]),
-        completion_tokens_mean=sum(len(c.token_ids) for c in completions) / len(completions),
-        truncated_frac=sum(c.finish_reason == "length" for c in completions) / len(completions),
+        accuracy=accuracy_of([[t.reward for t in g.trajectories] for g in groups]),
+        completion_tokens_mean=sum(t.num_tokens for t in trajectories) / len(trajectories),
+        truncated_frac=sum(t.is_truncated for t in trajectories) / len(trajectories),
         groups=groups,
     )
 
 
 def write_results(path: Path, result: EvalResult) -> None:
-    """One row a completion: problem, what was said, its score."""
-    rows = [
-        {
-            "prompt_id": r.prompt.id,
-            "difficulty": r.prompt.difficulty,
-            "question": r.prompt.messages[-1]["content"],
-            "answer": r.prompt.answer,
-            "completion": r.completion.text,
-            "reward": r.reward,
-            "tokens": len(r.completion.token_ids),
-            "finish_reason": r.completion.finish_reason,
-            "model": result.model,
-            "temperature": result.temperature,
-        }
-        for g in result.groups
-        for r in g.rollouts
-    ]
+    """One row for each completion: problem, completion, score. Raises WriteFailed."""
+    rows = [_row(result, group.prompt, t) for group in result.groups for t in group.trajectories]
     table = pa.Table.from_pylist(rows)
     with atomic_file(path, table.nbytes) as temporary:
         pq.write_table(table, temporary, compression="zstd")
+
+
+def _row(result: EvalResult, prompt: Prompt, trajectory: Trajectory) -> dict[str, Any]:
+    last = trajectory.samples[-1]
+    return {
+        "prompt_id": prompt.id,
+        "difficulty": prompt.difficulty,
+        "question": prompt.messages[-1]["content"],
+        "answer": prompt.answer,
+        "completion": last.text,
+        "reward": trajectory.reward,
+        "tokens": trajectory.num_tokens,
+        "finish_reason": last.finish_reason,
+        "model": result.model,
+        "temperature": result.temperature,
+    }

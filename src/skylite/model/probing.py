@@ -13,7 +13,7 @@ from skylite.model.attention_backends import implementation
 from skylite.model.bf16_weights import hold_in_bf16
 from skylite.model.fused_ops import GAINS, fuse_mlps, fuse_norms
 from skylite.model.lm_head import plain_head
-from skylite.model.packing import pack
+from skylite.model.packing import pack_tokens
 from skylite.model.policy import Policy, is_adapter, score
 
 SHORTCUT_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
@@ -93,5 +93,5 @@ def _probe_logprobs(policy: Policy, probe: list[int]) -> Tensor:
     stem = probe[: max(1, len(probe) // 2)]
     branches = [probe[len(stem) :], probe[:0:-1]]
     return score(
-        policy, pack([stem, stem], branches, [0, 0], policy.packing, policy.device), temperature=1.0
+        policy, pack_tokens([stem, stem], branches, [0, 0], policy.packing, policy.device), temperature=1.0
     )[0]

@@ -11,7 +11,7 @@ from typing import Any
 from skylite.engine.canary import CanaryReading
 from skylite.engine.pool import SyncReport
 from skylite.orchestrator.sampling import SampledStep
-from skylite.types import RolloutGroup, is_number
+from skylite.types import Group, is_number
 from skylite.ui.page import CompletionView
 
 SHOWN = ("policy/entropy", "mismatch/logprob_diff_mean", "time/train_s", "time/canary_s", "time/publish_s")
@@ -38,30 +38,28 @@ def step_metrics(
     step: int, sampled: SampledStep, update: dict[str, Any], report: SyncReport, times: StepTimes
 ) -> dict[str, Any]:
     """One line of metrics.jsonl: rollout side, the trainer's own, and the sync. Rewards are raw scores, without penalties."""
-    rollouts = [r for g in sampled.groups for r in g.rollouts]
-    left_out = [r for g in sampled.left_out for r in g.rollouts]
-    tokens = [len(r.completion.token_ids) for r in rollouts]
-    num_sampled = sum(tokens) + sum(len(r.completion.token_ids) for r in left_out)
-    mean, deviation = mean_and_deviation([r.reward for r in rollouts])
-    sampled_mean, _ = mean_and_deviation([r.reward for r in rollouts + left_out])
-    staleness = [step - 1 - r.completion.adapter_version for r in rollouts]
+    trajectories = [t for g in sampled.groups for t in g.trajectories]
+    left_out = [t for g in sampled.left_out for t in g.trajectories]
+    tokens = [t.num_tokens for t in trajectories]
+    num_sampled = sum(tokens) + sum(t.num_tokens for t in left_out)
+    mean, deviation = mean_and_deviation([t.reward for t in trajectories])
+    sampled_mean, _ = mean_and_deviation([t.reward for t in trajectories + left_out])
+    staleness = [step - 1 - s.adapter_version for t in trajectories for s in t.samples]
     trainer_canary_s = update["time/canary_s"]
     return {
         "step": step,
         "adapter/version": step,
         "reward/mean": mean,
         "reward/std": deviation,
-        "reward/right_frac": statistics.fmean(r.reward == 1.0 for r in rollouts),
-        "reward/penalty_mean": statistics.fmean(r.penalty for r in rollouts),
+        "reward/right_frac": statistics.fmean(t.reward == 1.0 for t in trajectories),
+        "reward/penalty_mean": statistics.fmean(t.penalty for t in trajectories),
         # With groups chosen by their rewards the mean above no longer tells how good the policy is; this one does.
         "reward/sampled_mean": sampled_mean,
         "groups/resampled": len(sampled.left_out),
         "groups/zero_std_sampled_frac": sampled.zero_std_frac,
         "groups/missing": sampled.missing,
         "completion/tokens_mean": statistics.fmean(tokens),
-        "completion/truncated_frac": statistics.fmean(
-            r.completion.finish_reason == "length" for r in rollouts
-        ),
+        "completion/truncated_frac": statistics.fmean(t.is_truncated for t in trajectories),
         "rollout/stored": float(sampled.stored),
         "perf/completion_tokens_per_s": math.nan if sampled.stored else num_sampled / times.rollout_s,
         "staleness/mean": statistics.fmean(staleness),
@@ -92,7 +90,7 @@ def trainer_metrics(update: Mapping[str, Any]) -> dict[str, Any]:
     return {**update["metrics"], **skipped}
 
 
-def recovered_metrics(step: int, groups: Sequence[RolloutGroup], update: Mapping[str, Any]) -> dict[str, Any]:
+def recovered_metrics(step: int, groups: Sequence[Group], update: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics of a step that was finished when the parent died before it wrote them; what nobody has on record is nan.
 
     `update` may be empty: the trainer died with the parent, after the step's checkpoint.
@@ -105,15 +103,15 @@ def recovered_metrics(step: int, groups: Sequence[RolloutGroup], update: Mapping
     return step_metrics(step, SampledStep(groups=groups, stored=True), trained, report, times)
 
 
-def completion_view(groups: Sequence[RolloutGroup]) -> CompletionView:
-    """One completion for the screen: a right one of the first mixed group where there is one."""
-    mixed = next((g for g in groups if len({r.reward for r in g.rollouts}) > 1), groups[0])
-    best = max(mixed.rollouts, key=lambda r: r.reward)
+def completion_view(groups: Sequence[Group]) -> CompletionView:
+    """One completion for the screen: the best of the first group with different rewards, where there is one."""
+    mixed = next((g for g in groups if len({t.reward for t in g.trajectories}) > 1), groups[0])
+    best = max(mixed.trajectories, key=lambda t: t.reward)
     return CompletionView(
-        question=best.prompt.messages[-1]["content"],
-        completion=best.completion.text,
+        question=mixed.prompt.messages[-1]["content"],
+        completion=best.samples[-1].text,
         reward=best.reward,
-        answer=best.prompt.answer,
+        answer=mixed.prompt.answer,
     )
 
 

@@ -26,7 +26,7 @@ from skylite.rewards.named import names_reward, remember, require_named
 from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint, step_of
 from skylite.run.files import fsync_path
 from skylite.run.metrics import read_metrics, write_metrics
-from skylite.run.rollout_file import read_groups, read_rollouts
+from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir, published_versions
 from skylite.run.status import read_status
 
@@ -107,7 +107,7 @@ def recover_records(run: RunDir, recorded: int, done: int, say: Say) -> list[dic
     """Metrics of the steps after `recorded` up to `done`: the checkpoint has them, and the parent died before it recorded them."""
     steps = [k for k in range(recorded + 1, done + 1) if run.rollout_path(k).exists()]
     return [
-        recovered_metrics(k, read_groups(run.rollout_path(k)), _stored_update(run, k, say)) for k in steps
+        recovered_metrics(k, read_rollouts(run.rollout_path(k)), _stored_update(run, k, say)) for k in steps
     ]
 
 

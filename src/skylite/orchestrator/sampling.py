@@ -12,16 +12,16 @@ from skylite.data.tokenizer import encode_prompts
 from skylite.engine.client import Sampling
 from skylite.engine.collect import collect_group, gather_all, request_seed
 from skylite.orchestrator.session import Session
-from skylite.run.rollout_file import read_groups
+from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import AdapterVersion
-from skylite.types import Prompt, RolloutGroup
+from skylite.types import Group, Prompt
 
 
 async def sample_step(session: Session, step: int, adapter: AdapterVersion) -> SampledStep:
     """The step's rollout groups, sampled from `adapter`, which the engines serve, or those that a resumed run has stored."""
     stored = session.plan.run.rollout_path(step)
     if stored.exists():
-        return SampledStep(groups=await asyncio.to_thread(read_groups, stored), stored=True)
+        return SampledStep(groups=await asyncio.to_thread(read_rollouts, stored), stored=True)
     config, train = session.plan.config, session.plan.train
     algorithm, per_step = config.algorithm, config.rollout.prompts_per_step
     first = await sample_groups(
@@ -30,7 +30,7 @@ async def sample_step(session: Session, step: int, adapter: AdapterVersion) -> S
     if algorithm.zero_std_groups != "resample":
         return SampledStep(groups=first)
 
-    async def sample_more(round_number: int, count: int) -> list[RolloutGroup]:
+    async def sample_more(round_number: int, count: int) -> list[Group]:
         prompts = prompts_for_round(train, step, round_number, per_step, config.seed)[:count]
         if step == session.progress.step:  # else it is sampled ahead, and what is under way is another step
             session.progress.phase(
@@ -50,7 +50,7 @@ async def sample_step(session: Session, step: int, adapter: AdapterVersion) -> S
 
 async def sample_groups(
     session: Session, step: int, adapter: AdapterVersion, prompts: Sequence[Prompt], first_index: int
-) -> list[RolloutGroup]:
+) -> list[Group]:
     """A group of each prompt. Prompts are numbered from `first_index` within the step: their seeds depend on it."""
     plan, rollout = session.plan, session.plan.config.rollout
     penalty = partial(
@@ -89,9 +89,9 @@ async def sample_groups(
 class SampledStep:
     """What a step sampled."""
 
-    groups: Sequence[RolloutGroup]
+    groups: Sequence[Group]
     """The step's own: they go to the trainer."""
-    left_out: Sequence[RolloutGroup] = ()
+    left_out: Sequence[Group] = ()
     """Replaced by others, or sampled for nothing: each has equal rewards."""
     missing: int = 0
     """How many of `groups` should have been replaced and could not be; the trainer drops them."""
@@ -106,8 +106,8 @@ class SampledStep:
 
 
 async def replace_zero_std_groups(
-    first: Sequence[RolloutGroup],
-    sample_more: Callable[[int, int], Awaitable[Sequence[RolloutGroup]]],
+    first: Sequence[Group],
+    sample_more: Callable[[int, int], Awaitable[Sequence[Group]]],
     max_rounds: int,
 ) -> SampledStep:
     """Replace the equal groups of `first`, in their places, by those of new prompts.

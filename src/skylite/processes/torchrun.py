@@ -24,9 +24,9 @@ def trainer_command(run: Path, rendezvous: Path, num_ranks: int, *, resume: bool
     # Not --standalone: that meets over TCP on all interfaces without a key, and unpickles what it is told there. The ranks have a file of
     # their own (model/distributed.py). Every sign of life makes the file longer, and there is no other machine to tell.
     start = uuid.uuid4().hex
-    rendezvous = ["--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", str(rendezvous / start)]
-    rendezvous += ["--rdzv-conf", "store_type=file,keep_alive_interval=3600", "--rdzv-id", start]
-    command = [sys.executable, "-m", "torch.distributed.run", *rendezvous, "--nproc-per-node", str(num_ranks)]
+    meet = ["--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", str(rendezvous / start)]
+    meet += ["--rdzv-conf", "store_type=file,keep_alive_interval=3600", "--rdzv-id", start]
+    command = [sys.executable, "-m", "torch.distributed.run", *meet, "--nproc-per-node", str(num_ranks)]
     return [*command, "-m", "skylite.trainer.worker", str(run), *(["--resume"] if resume else [])]
 
 

@@ -70,6 +70,11 @@ def reference_completion(spec: str, answer: str) -> str:
     return f"<answer>{answer}</answer>" if spec == "reasoning-gym" else answer
 
 
+def component_name(spec: str) -> str:
+    """What metrics call a reward: the built-in's name, or the function's."""
+    return spec.rpartition(":")[2]
+
+
 def resolve_spec(spec: str) -> str:
     """The spec with an absolute file path, so that it means the same from another folder."""
     if spec in BUILT_IN:

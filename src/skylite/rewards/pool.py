@@ -13,10 +13,10 @@ from multiprocessing import resource_tracker
 
 from skylite.errors import ChildDied, RunFailed
 from skylite.processes.parent_death import die_with_parent
-from skylite.rewards import RewardFn, load_reward, score
-from skylite.types import Prompt
+from skylite.rewards import RewardFn, component_name, load_reward, score
+from skylite.types import Prompt, Score
 
-_reward: RewardFn | None = None
+_reward: tuple[str, RewardFn] | None = None
 
 
 class RewardPool:
@@ -48,8 +48,8 @@ class RewardPool:
         for worker in self._workers:
             self._watching.add_reader(worker.sentinel, self._ended, worker.sentinel, lost)
 
-    async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[float]:
-        """One reward a (prompt, completion text), in order.
+    async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[Score]:
+        """One score for each (prompt, completion text), in order.
 
         Raises RunFailed with the prompt's id when the reward function raises, returns no number or takes too long, and ChildDied when
         a worker ended. NaN and infinity are handed on.
@@ -99,10 +99,12 @@ def _start_worker(spec: str, parent: int) -> None:
     global _reward
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(parent)
-    _reward = load_reward(spec)
+    _reward = (component_name(spec), load_reward(spec))
 
 
-def _score_here(prompt: Prompt, completion: str) -> float:
+def _score_here(prompt: Prompt, completion: str) -> Score:
     if _reward is None:
         raise RuntimeError("the worker was not started by _start_worker")
-    return score(_reward, prompt, completion)
+    name, reward = _reward
+    value = score(reward, prompt, completion)
+    return Score(reward=value, components={name: value})

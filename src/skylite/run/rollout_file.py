@@ -1,9 +1,9 @@
-"""`rollouts/step-000012.parquet`: what the orchestrator hands the trainer, and what a person browses."""
+"""`rollouts/step-000012.parquet`: what the orchestrator gives the trainer. One row is one call of the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -12,127 +12,150 @@ import pyarrow.parquet as pq
 
 from skylite.errors import DataError
 from skylite.run.files import atomic_file
-from skylite.types import Completion, Message, Prompt, Rollout, RolloutGroup
+from skylite.types import Group, Message, Prompt, Sample, Trajectory
 
 ROLLOUT_SCHEMA = pa.schema(
     [
+        # Which call this is: `turn` of `trajectory` of `group`, each counted from 0.
         ("group", pa.int32()),
+        ("trajectory", pa.int32()),
+        ("turn", pa.int32()),
         ("prompt_id", pa.string()),
         ("prompt_token_ids", pa.list_(pa.int32())),
         ("completion_token_ids", pa.list_(pa.int32())),
         ("rollout_logprobs", pa.list_(pa.float32())),
-        # float64, so that the trainer rounds their sum as `RolloutGroup.is_zero_std` does.
-        ("reward", pa.float64()),
-        ("penalty", pa.float64()),
         ("finish_reason", pa.string()),
         ("adapter_version", pa.int32()),
+        # These three belong to the trajectory and are equal in all of its rows.
+        # float64, so that the trainer rounds their sum as `Group.is_zero_std` does.
+        ("reward", pa.float64()),
+        ("penalty", pa.float64()),
+        ("components", pa.map_(pa.string(), pa.float64())),
         ("question", pa.string()),
         ("completion", pa.string()),
         ("answer", pa.string()),
     ]
 )
+TEXT = ("question", "completion", "answer")
+"""Columns that the trainer does not read."""
+OF_TRAJECTORY = ("reward", "penalty")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainSample:
-    """One completion as the trainer needs it: no text, no prompt object."""
-
-    group: int
-    """Samples with the same number answer the same prompt."""
-    prompt_token_ids: list[int]
-    """[P]"""
-    completion_token_ids: list[int]
-    """[C]"""
-    rollout_logprobs: list[float]
-    """[C]"""
-    reward: float
-    """What is learned from: the score plus the penalty."""
-    truncated: bool
-    """The completion ended for length."""
-    prompt_id: str = ""
-    """For errors; empty where it is not known."""
-
-
-def write_rollouts(path: Path, groups: Sequence[RolloutGroup]) -> None:
-    """Write a step's groups, one row a completion, atomically."""
-    rows = [
-        {
-            "group": index,
-            "prompt_id": r.prompt.id,
-            "prompt_token_ids": r.prompt_token_ids,
-            "completion_token_ids": r.completion.token_ids,
-            "rollout_logprobs": r.completion.logprobs,
-            "reward": r.reward,
-            "penalty": r.penalty,
-            "finish_reason": r.completion.finish_reason,
-            "adapter_version": r.completion.adapter_version,
-            "question": r.prompt.messages[-1]["content"],
-            "completion": r.completion.text,
-            "answer": r.prompt.answer,
-        }
-        for index, group in enumerate(groups)
-        for r in group.rollouts
-    ]
-    table = pa.Table.from_pylist(rows, schema=ROLLOUT_SCHEMA)
+def write_rollouts(path: Path, groups: Sequence[Group]) -> None:
+    """Write a step's groups atomically. Raises WriteFailed."""
+    table = pa.Table.from_pylist(list(_rows_of(groups)), schema=ROLLOUT_SCHEMA)
     with atomic_file(path, table.nbytes) as temporary:
         pq.write_table(table, temporary, compression="zstd")
 
 
-def read_rollouts(path: Path) -> list[TrainSample]:
-    """The samples of a step in file order. Raises DataError when the file is not a rollout file."""
-    return [
-        TrainSample(
-            group=row["group"],
-            prompt_token_ids=row["prompt_token_ids"],
-            completion_token_ids=row["completion_token_ids"],
-            rollout_logprobs=row["rollout_logprobs"],
-            reward=row["reward"] + row["penalty"],
-            truncated=row["finish_reason"] == "length",
-            prompt_id=row["prompt_id"],
-        )
-        for row in _rows(path)
-    ]
+def read_rollouts(path: Path, *, text: bool = True) -> list[Group]:
+    """The groups of a step as they were written; of a prompt only id, question and answer.
 
-
-def read_groups(path: Path) -> list[RolloutGroup]:
-    """The groups of a step as they were written; of a prompt only id, question and answer. Raises DataError like `read_rollouts`."""
-    groups: dict[int, list[Rollout]] = {}
-    for row in _rows(path):
-        completion = Completion(
-            token_ids=row["completion_token_ids"], logprobs=row["rollout_logprobs"], text=row["completion"],
-            finish_reason=row["finish_reason"], adapter_version=row["adapter_version"],
-        )  # fmt: skip
-        question = [Message(role="user", content=row["question"])]
-        prompt = Prompt(id=row["prompt_id"], messages=question, answer=row["answer"], source="")
-        rollout = Rollout(
-            prompt=prompt,
-            prompt_token_ids=row["prompt_token_ids"],
-            completion=completion,
-            reward=row["reward"],
-            penalty=row["penalty"],
+    `text`: False leaves out the columns that only people read. Raises DataError when the file is not a rollout file.
+    """
+    columns = [name for name in ROLLOUT_SCHEMA.names if text or name not in TEXT]
+    rows = sorted(_read(path, columns), key=lambda row: (row["group"], row["trajectory"], row["turn"]))
+    groups = [_group(path, list(of_group)) for _, of_group in groupby(rows, key=lambda row: row["group"])]
+    if not groups or len({len(g.trajectories) for g in groups}) != 1:
+        sizes = sorted({len(g.trajectories) for g in groups})
+        raise _unusable(
+            path, f"its groups have {sizes} trajectories, and every group must have the same number"
         )
-        groups.setdefault(row["group"], []).append(rollout)
-    return [RolloutGroup(tuple(rollouts)) for rollouts in groups.values()]
+    return groups
 
 
 def mean_reward(path: Path) -> float:
-    """The mean score of a step, without penalties; not finite where a score is not. Raises DataError like `read_rollouts`."""
-    rewards: list[float] = [row["reward"] for row in _rows(path, ["reward"])]
+    """The mean reward of a step's trajectories, without penalties; not finite where one is not. Raises DataError."""
+    rows = _read(path, ["group", "trajectory", "reward"])
+    rewards: list[float] = list({(row["group"], row["trajectory"]): row["reward"] for row in rows}.values())
+    if not rewards:
+        raise _unusable(path, "it has no rows")
     return sum(rewards) / len(rewards)  # fsum refuses infinities of both signs
 
 
-def _rows(path: Path, columns: list[str] | None = None) -> list[dict[str, Any]]:
-    schema = (
-        ROLLOUT_SCHEMA if columns is None else pa.schema([ROLLOUT_SCHEMA.field(name) for name in columns])
+def _rows_of(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
+    for number, group in enumerate(groups):
+        for index, trajectory in enumerate(group.trajectories):
+            for turn, sample in enumerate(trajectory.samples):
+                yield {
+                    "group": number,
+                    "trajectory": index,
+                    "turn": turn,
+                    "prompt_id": group.prompt.id,
+                    "prompt_token_ids": sample.prompt_token_ids,
+                    "completion_token_ids": sample.completion_token_ids,
+                    "rollout_logprobs": sample.rollout_logprobs,
+                    "finish_reason": sample.finish_reason,
+                    "adapter_version": sample.adapter_version,
+                    "reward": trajectory.reward,
+                    "penalty": trajectory.penalty,
+                    "components": dict(trajectory.components),
+                    "question": group.prompt.messages[-1]["content"],
+                    "completion": sample.text,
+                    "answer": group.prompt.answer,
+                }
+
+
+def _group(path: Path, rows: list[dict[str, Any]]) -> Group:
+    first = rows[0]
+    question = [Message(role="user", content=first.get("question") or "")]
+    prompt = Prompt(id=first["prompt_id"], messages=question, answer=first.get("answer") or "", source="")
+    trajectories = [
+        _trajectory(path, list(calls)) for _, calls in groupby(rows, key=lambda row: row["trajectory"])
+    ]
+    return Group(prompt=prompt, trajectories=tuple(trajectories))
+
+
+def _trajectory(path: Path, rows: list[dict[str, Any]]) -> Trajectory:
+    first, place = rows[0], f"group {rows[0]['group']}, trajectory {rows[0]['trajectory']}"
+    if [row["turn"] for row in rows] != list(range(len(rows))):
+        raise _unusable(
+            path, f"{place} has the turns {[row['turn'] for row in rows]}, which must count up from 0"
+        )
+    if len({repr([row[name] for name in OF_TRAJECTORY]) for row in rows}) != 1:
+        raise _unusable(path, f"the turns of {place} have different rewards, which belong to the trajectory")
+    return Trajectory(
+        samples=tuple(_sample(path, place, row) for row in rows),
+        reward=first["reward"],
+        penalty=first["penalty"],
+        components=dict(first["components"]),
     )
+
+
+def _sample(path: Path, place: str, row: dict[str, Any]) -> Sample:
+    num_tokens = len(row["completion_token_ids"])
+    if not row["prompt_token_ids"] or not num_tokens or len(row["rollout_logprobs"]) != num_tokens:
+        raise _unusable(
+            path,
+            f"{place} has a call with {len(row['prompt_token_ids'])} prompt tokens, {num_tokens} completion tokens and "
+            f"{len(row['rollout_logprobs'])} logprobs",
+        )
+    return Sample(
+        prompt_token_ids=row["prompt_token_ids"],
+        completion_token_ids=row["completion_token_ids"],
+        rollout_logprobs=row["rollout_logprobs"],
+        finish_reason=row["finish_reason"],
+        adapter_version=row["adapter_version"],
+        text=row.get("completion") or "",
+    )
+
+
+def _read(path: Path, columns: list[str]) -> list[dict[str, Any]]:
+    schema = pa.schema([ROLLOUT_SCHEMA.field(name) for name in columns])
     try:
         # Not pq.read_table: it imports pandas where that is installed, 50 MB and most of a second.
         with pq.ParquetFile(path) as file:
-            rows: list[dict[str, Any]] = (
-                file.read(columns=schema.names).select(schema.names).cast(schema).to_pylist()
-            )
+            rows: list[dict[str, Any]] = file.read(columns=columns).select(columns).cast(schema).to_pylist()
     except (OSError, KeyError, pa.ArrowException) as error:
-        raise DataError(
-            f"{path} is not a rollout file: {error}.", "Delete it; the step is sampled again on resume."
-        ) from None
+        raise _unusable(path, str(error)) from None
+    if missing := next(
+        (name for row in rows for name in columns if row[name] is None and name not in TEXT), None
+    ):
+        raise _unusable(path, f"column {missing} has a row without a value")
     return rows
+
+
+def _unusable(path: Path, reason: str) -> DataError:
+    return DataError(
+        f"{path} is not a usable rollout file: {reason}.", "Delete it; a resumed run samples the step again."
+    )

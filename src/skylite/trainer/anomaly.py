@@ -17,10 +17,10 @@ from skylite.config.train import AnomalyConfig
 from skylite.errors import TrainingDiverged
 from skylite.model.distributed import Dist
 from skylite.run.files import atomic_folder, write_json
-from skylite.run.rollout_file import TrainSample, mean_reward
+from skylite.run.rollout_file import mean_reward
 from skylite.run.run_dir import RunDir
 from skylite.trainer.optimizer import FlatAdamW
-from skylite.types import is_number
+from skylite.types import Group, is_number
 
 WATCHED = (
     "loss/policy",
@@ -105,14 +105,17 @@ def learn_or_undo(
     return metrics, fault or "another rank found a number that is not finite"
 
 
-def sample_fault(samples: Sequence[TrainSample]) -> str:
-    """The first number among a step's inputs that is none, in words."""
-    for index, sample in enumerate(samples):
-        if not is_number(sample.reward):
-            return f"the reward of sample {index} (prompt {sample.prompt_id}, group {sample.group}) is {sample.reward:g}"
-        for place, logprob in enumerate(sample.rollout_logprobs):
-            if not math.isfinite(logprob):
-                return f"the sampler's logprob of token {place} of sample {index} (group {sample.group}) is {logprob}"
+def rollout_fault(groups: Sequence[Group]) -> str:
+    """The first reward or logprob of a step's rollouts that is not a finite number, in words; "" where there is none."""
+    for row, group in enumerate(groups):
+        for column, trajectory in enumerate(group.trajectories):
+            name = f"trajectory {column} of group {row}"
+            if not is_number(trajectory.train_reward):
+                return f"the reward of {name} (prompt {group.prompt.id}) is {trajectory.train_reward:g}"
+            for turn, sample in enumerate(trajectory.samples):
+                for place, logprob in enumerate(sample.rollout_logprobs):
+                    if not math.isfinite(logprob):
+                        return f"vLLM's logprob of token {place} in turn {turn} of {name} is {logprob}"
     return ""
 
 

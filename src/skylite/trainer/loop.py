@@ -18,7 +18,7 @@ from skylite.model.policy import Policy, load_policy
 from skylite.model.probing import choose_passes
 from skylite.run.checkpoint_folder import checkpoint_steps
 from skylite.run.files import write_json
-from skylite.run.rollout_file import TrainSample, read_rollouts
+from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir, adapter_name
 from skylite.trainer.anomaly import (
     collapse_fault,
@@ -26,7 +26,7 @@ from skylite.trainer.anomaly import (
     learn_or_undo,
     limit_fault,
     parameter_fault,
-    sample_fault,
+    rollout_fault,
     skips_before,
 )
 from skylite.trainer.checkpoint import load_checkpoint, random_states, save_checkpoint
@@ -35,6 +35,7 @@ from skylite.trainer.memory import with_tokens
 from skylite.trainer.optimizer import FlatAdamW, make_optimizer
 from skylite.trainer.publish import b_norm, base_canary_logprobs, canary_logprobs, check_reference, publish
 from skylite.trainer.step import train_step
+from skylite.types import Group
 
 POLL_S = 0.02
 
@@ -85,10 +86,10 @@ def train(run: RunDir, run_config: RunConfig, dist: Dist, resume: bool) -> None:
     )
     for step in range(done + 1, trainer.config.num_steps + 1):
         waited = time.monotonic()
-        samples = wait_for_rollouts(trainer, step)
-        if samples is None:
+        groups = wait_for_rollouts(trainer, step)
+        if groups is None:
             break
-        learned = learn_guarded(trainer, samples, step)
+        learned = learn_guarded(trainer, groups, step)
         metrics = learned.metrics | {
             "time/wait_s": learned.span[0] - waited,
             "time/train_s": learned.span[1] - learned.span[0],
@@ -160,8 +161,8 @@ def restore(trainer: Trainer) -> int:
     )
 
 
-def wait_for_rollouts(trainer: Trainer, step: int) -> list[TrainSample] | None:
-    """The samples of `step` once their file is there, or None on a stop request.
+def wait_for_rollouts(trainer: Trainer, step: int) -> list[Group] | None:
+    """The groups of `step` once their file is there, or None on a stop request.
 
     Every rank looks at the disk for itself, because waiting in a collective would run into its timeout; what was seen first can
     differ between ranks, so rank 0's answer counts.
@@ -170,20 +171,20 @@ def wait_for_rollouts(trainer: Trainer, step: int) -> list[TrainSample] | None:
     while not (path.exists() or stop.exists()):
         time.sleep(POLL_S)
     stopping = torch.tensor([float(stop.exists())], device=trainer.dist.device)
-    return None if trainer.dist.broadcast_(stopping).item() else read_rollouts(path)
+    return None if trainer.dist.broadcast_(stopping).item() else read_rollouts(path, text=False)
 
 
-def learn_guarded(trainer: Trainer, samples: list[TrainSample], step: int) -> Learned:
+def learn_guarded(trainer: Trainer, groups: list[Group], step: int) -> Learned:
     """Learn from a step and publish its version, or neither: when something is bad, the optimizers are as before."""
     rules, started = trainer.config.anomaly, time.monotonic()
-    if fault := sample_fault(samples) or collapse_fault(trainer.run, step, rules):
+    if fault := rollout_fault(groups) or collapse_fault(trainer.run, step, rules):
         return Learned({}, fault, (started, started))
     ended = started
 
     def learn() -> dict[str, float]:
         nonlocal ended
         metrics = train_step(
-            trainer.policy, trainer.optimizer, samples, step, trainer.config, trainer.dist, trainer.critic
+            trainer.policy, trainer.optimizer, groups, step, trainer.config, trainer.dist, trainer.critic
         )
         ended = time.monotonic()
         return metrics

@@ -10,7 +10,7 @@ import torch
 
 from skylite.config.train import RunConfig
 from skylite.model.distributed import Dist
-from skylite.model.packing import pack
+from skylite.model.packing import pack_tokens
 from skylite.model.policy import Policy, score
 from skylite.run.files import write_json
 from skylite.run.run_dir import RunDir
@@ -84,7 +84,7 @@ def with_tokens(run: RunDir, run_config: RunConfig, policy: Policy, dist: Dist) 
 def _measured_pass(policy: Policy, num_tokens: int, completion: int) -> tuple[int, float]:
     """Tokens computed by a forward and backward pass over about `num_tokens`, padding included, and the bytes it took at most."""
     count = num_tokens // (completion + 1)
-    tokens = pack(
+    tokens = pack_tokens(
         [[1]] * count,
         [[2 + i] * completion for i in range(count)],
         list(range(count)),

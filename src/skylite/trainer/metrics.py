@@ -1,4 +1,4 @@
-"""A step in numbers: sums over this rank's tokens, added over ranks, made into means once, at the end."""
+"""A step's metrics: sums over this rank's tokens, added over ranks, divided once at the end."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from torch import Tensor
 from skylite.config.train import TrainConfig
 from skylite.model.distributed import Dist
 from skylite.trainer.batching import Batch
-from skylite.trainer.micro_batch import MicroBatch, MiniBatch, counts
+from skylite.trainer.micro_batch import MicroBatch, MiniBatch, is_counted
 
 LOSSES = ("loss/policy", "critic/loss")
-"""Sums of weighted losses: a mean over updates, not over tokens."""
+"""Sums of weighted losses. Their mean is over updates, not over tokens."""
 
 
 @dataclass(slots=True)
-class Totals:
-    """Sums over the tokens this rank has seen in a step."""
+class MetricSums:
+    """Sums over the tokens that this rank computed in a step."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     num_tokens: int = 0
     worst: list[float] = field(default_factory=lambda: [-1.0, -1.0, 0.0, 0.0])
-    """The token on which trainer and sampler differ most: |difference|, token id, the sampler's logprob, the trainer's."""
+    """The token on which trainer and engine differ most: |difference|, token id, the engine's logprob, the trainer's."""
     grad_norms: list[float] = field(default_factory=list)
     critic_grad_norms: list[float] = field(default_factory=list)
 
     def add(self, sums: dict[str, Tensor]) -> None:
+        """Add a micro-batch's sums by name."""
         for key, value in sums.items():
-            self.sums[key] = (
-                self.sums.get(key, torch.zeros((), dtype=torch.float64)) + value.detach().double().cpu()
-            )
+            before = self.sums.get(key, torch.zeros((), dtype=torch.float64))
+            self.sums[key] = before + value.detach().double().cpu()
 
-    def see_worst(self, micro: MicroBatch, logprobs: Tensor) -> None:
-        """Count the micro-batch's tokens and remember the worst of them."""
+    def add_mismatch(self, micro: MicroBatch, logprobs: Tensor) -> None:
+        """Count the micro-batch's tokens and keep the worst mismatch with the engine."""
         self.num_tokens += len(logprobs)
         if not len(logprobs):
             return
@@ -46,58 +46,82 @@ class Totals:
             ]
 
 
-def metrics_of_step(
-    batch: Batch, minis: list[MiniBatch], totals: Totals, config: TrainConfig, dist: Dist
+def step_metrics(
+    batch: Batch, updates: list[MiniBatch], sums: MetricSums, config: TrainConfig, dist: Dist
 ) -> dict[str, float]:
-    """All ranks' totals as metrics. Means are over the tokens that were computed, sums over the whole step."""
-    totals.add({"tokens/computed": torch.tensor(totals.num_tokens)})
-    names = sorted(totals.sums)
-    reduced = dist.all_reduce_sum_(torch.stack([totals.sums[n] for n in names]).to(dist.device)).tolist()
-    sums = dict(zip(names, reduced, strict=True))
-    num_computed = max(1.0, sums.pop("tokens/computed"))
-    samples = [s for g in batch.groups for s in g]
-    metrics = {n: total / (len(minis) if n in LOSSES else num_computed) for n, total in sums.items()}
-    metrics |= _of_importance(metrics) | _of_critic(metrics, totals) | _worst(totals, dist)
+    """All ranks' sums as metrics. Means are over the computed tokens, token counts over the step."""
+    sums.add({"tokens/computed": torch.tensor(sums.num_tokens)})
+    names = sorted(sums.sums)
+    reduced = dist.all_reduce_sum_(torch.stack([sums.sums[n] for n in names]).to(dist.device)).tolist()
+    total = dict(zip(names, reduced, strict=True))
+    num_computed = max(1.0, total.pop("tokens/computed"))
+    means = {n: value / (len(updates) if n in LOSSES else num_computed) for n, value in total.items()}
+    metrics = means | _importance_metrics(means) | _critic_metrics(means, sums) | _worst_mismatch(sums, dist)
+    for name in INTERMEDIATE & metrics.keys():
+        del metrics[name]
     return metrics | {
-        "policy/entropy": _entropy(batch, minis, sums["policy/entropy"]),
-        "groups/zero_std_frac": sum(batch.zero_std) / len(batch.groups),
-        "groups/left_out_frac": sum(
-            not counts(batch, r, s, config) for r, g in enumerate(batch.groups) for s in g
-        )
-        / len(samples),
-        "optim/grad_norm": sum(totals.grad_norms) / len(totals.grad_norms),
-        "tokens/completion": float(sum(len(s.completion_token_ids) for s in samples)),
-        "tokens/unique": sums["tokens/unique"],
-        "tokens/total": float(sum(len(s.prompt_token_ids) + len(s.completion_token_ids) for s in samples)),
+        "policy/entropy": _mean_entropy(batch, updates, total["policy/entropy"]),
+        **_batch_metrics(batch, config),
+        "optim/grad_norm": sum(sums.grad_norms) / len(sums.grad_norms),
+        "tokens/unique": total["tokens/unique"],
     }
 
 
-def _of_importance(means: dict[str, float]) -> dict[str, float]:
-    """Effective sample size as a share of the tokens: (sum w)^2 / (n sum w^2), 1 when sampler and trainer agree (Kong 1992)."""
-    weight, square = means.pop("ess/weights"), means.pop("ess/squares")
+INTERMEDIATE = {
+    "ess/weights",
+    "ess/squares",
+    "critic/tokens",
+    "critic/return_squares",
+    "critic/residual",
+    "critic/residual_squares",
+}
+"""Sums that other metrics are made of."""
+
+
+def _batch_metrics(batch: Batch, config: TrainConfig) -> dict[str, float]:
+    """What the rollouts alone tell."""
+    counted = [
+        is_counted(batch, row, trajectory, config.algorithm)
+        for row, group in enumerate(batch.groups)
+        for trajectory in group.trajectories
+    ]
+    samples = [s for t in batch.trajectories for s in t.samples]
+    num_sampled = sum(len(s.completion_token_ids) for s in samples)
+    return {
+        "groups/zero_std_frac": sum(batch.zero_std) / len(batch.groups),
+        "groups/left_out_frac": sum(not c for c in counted) / len(counted),
+        "tokens/completion": float(num_sampled),
+        "tokens/total": float(sum(len(s.prompt_token_ids) for s in samples) + num_sampled),
+    }
+
+
+def _importance_metrics(means: dict[str, float]) -> dict[str, float]:
+    """Effective sample size as a share of the tokens: (sum w)^2 / (n sum w^2), 1 when engine and trainer agree (Kong 1992)."""
+    weight, square = means["ess/weights"], means["ess/squares"]
     return {"mismatch/ess_frac": weight * weight / square if square > 0 else 1.0}
 
 
-def _of_critic(means: dict[str, float], totals: Totals) -> dict[str, float]:
+def _critic_metrics(means: dict[str, float], sums: MetricSums) -> dict[str, float]:
+    """Explained variance: 1 - Var(return - value) / Var(return), over the tokens in the loss."""
     if "critic/residual" not in means:
         return {}
-    tokens = means.pop("critic/tokens")  # those in the loss, as a share of those computed
-    for name in ("value_mean", "return_mean", "return_squares", "residual", "residual_squares"):
-        means[f"critic/{name}"] /= tokens or 1.0
-    residual, squares = means.pop("critic/residual"), means.pop("critic/residual_squares")
-    variance = means.pop("critic/return_squares") - means["critic/return_mean"] ** 2
-    explained = 1 - (squares - residual * residual) / variance if variance > 1e-12 else 0.0
-    norm = sum(totals.critic_grad_norms) / len(totals.critic_grad_norms)
-    return {"critic/explained_variance": explained, "critic/grad_norm": norm}
+    share = means["critic/tokens"] or 1.0  # of the computed tokens, those in the loss
+    mean, squares = means["critic/return_mean"] / share, means["critic/return_squares"] / share
+    residual, residual_squares = means["critic/residual"] / share, means["critic/residual_squares"] / share
+    variance = squares - mean**2
+    return {
+        "critic/value_mean": means["critic/value_mean"] / share,
+        "critic/return_mean": mean,
+        "critic/explained_variance": 1 - (residual_squares - residual * residual) / variance
+        if variance > 1e-12
+        else 0.0,
+        "critic/grad_norm": sum(sums.critic_grad_norms) / len(sums.critic_grad_norms),
+    }
 
 
-def _worst(totals: Totals, dist: Dist) -> dict[str, float]:
-    seen = (
-        dist.all_gather(torch.tensor(totals.worst, dtype=torch.float64, device=dist.device))
-        .view(-1, 4)
-        .tolist()
-    )
-    gap, token, rollout, policy = max(seen)
+def _worst_mismatch(sums: MetricSums, dist: Dist) -> dict[str, float]:
+    own = torch.tensor(sums.worst, dtype=torch.float64, device=dist.device)
+    gap, token, rollout, policy = max(dist.all_gather(own).view(-1, 4).tolist())
     return {
         "mismatch/logprob_diff_max": max(0.0, gap),
         "mismatch/worst_token_id": token,
@@ -106,11 +130,9 @@ def _worst(totals: Totals, dist: Dist) -> dict[str, float]:
     }
 
 
-def _entropy(batch: Batch, minis: list[MiniBatch], entropy_sum: float) -> float:
-    """Mean over all sampled tokens. A sample that was not computed counts with -log p of its tokens, whose mean is the entropy."""
-    computed = {number for mini in minis for number in mini.computed}
-    samples = [s for g in batch.groups for s in g]
-    skipped = -sum(
-        x for number, s in enumerate(samples) if number not in computed for x in s.rollout_logprobs
-    )
-    return (entropy_sum + skipped) / sum(len(s.completion_token_ids) for s in samples)
+def _mean_entropy(batch: Batch, updates: list[MiniBatch], entropy_sum: float) -> float:
+    """Mean over all sampled tokens. A trajectory that was not computed counts with -log p of its tokens, whose mean is the entropy."""
+    computed = {number for update in updates for number in update.computed}
+    left_out = [t for number, t in enumerate(batch.trajectories) if number not in computed]
+    skipped = -sum(x for t in left_out for s in t.samples for x in s.rollout_logprobs)
+    return (entropy_sum + skipped) / sum(t.num_tokens for t in batch.trajectories)

@@ -1,8 +1,7 @@
-"""From a step's samples to what this rank computes: mini-batches of micro-batches, and what is known of their tokens."""
+"""Pack: from a step's batch to the mini-batches of micro-batches that this rank computes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -10,164 +9,144 @@ import torch
 from torch import Tensor
 
 from skylite.algorithms.losses import AGGREGATIONS, BatchSize
+from skylite.config.algorithm import AlgorithmConfig
 from skylite.config.train import TrainConfig
 from skylite.model.distributed import Dist
-from skylite.model.packing import PackedTokens, pack
+from skylite.model.packing import PackedTokens, pack_tokens
 from skylite.model.policy import Policy
-from skylite.run.rollout_file import TrainSample
-from skylite.trainer.batching import Batch, Item, plan_micro_batches
+from skylite.trainer.batching import Batch, plan_micro_batches
+from skylite.types import Trajectory
 
 KEY_STRIDE = 1 << 24
-"""Longer than any completion: a token's key is its sample's number times this, plus its place."""
+"""More than the tokens of any trajectory. A token's key is its trajectory's number times this, plus its place."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """One forward and backward pass of this rank. [C]: the completion tokens of its samples. Filled in as the step goes."""
+    """One forward and backward pass of this rank. S trajectories, whose calls sampled C tokens, call after call."""
 
-    items: list[Item]
+    trajectories: list[Trajectory]
+    """[S]"""
+    numbers: list[int]
+    """[S] their numbers in the step, see Batch."""
     tokens: PackedTokens
+    """A segment is a trajectory, a sequence is a call."""
     keys: Tensor
-    """[C] int64: number each token the same way however the step is cut."""
+    """[C] int64: names each token the same way however the step is cut."""
     token_weights: Tensor
-    """[C] what a token's loss is multiplied by; 0 where it is not learned from."""
+    """[C] factor on a token's loss; 0 where it is not learned from."""
     rollout_logprobs: Tensor
-    """[C] what vLLM reported."""
-    advantages: Tensor
-    """[C]"""
-    old_logprobs: Tensor | None = None
-    """[C] before the first update; None: the training pass itself finds them."""
-    entropies: Tensor | None = None
-    """[C] measured with `old_logprobs`."""
-    kl_penalty: Tensor | None = None
-    """[C] kl_coef * KL estimate, where the KL is in the reward."""
-    values: Tensor | None = None
-    """[C] the critic's, before its first update."""
-    returns: Tensor | None = None
-    """[C] what the critic should have said."""
-    selected: Tensor | None = None
-    """[C] bool: chosen by covariance for the coming update."""
-    entropy_mask: Tensor | None = None
-    """[C] bool: among the highest entropies for the coming update."""
+    """[C] as vLLM reported them."""
+
+    @property
+    def counted(self) -> Tensor:
+        """[C] bool: the tokens in the loss."""
+        return self.token_weights > 0
 
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """This rank's share of what one optimizer update learns from."""
+    """This rank's share of one optimizer update."""
 
     micro_batches: list[MicroBatch]
     size: BatchSize
     computed: frozenset[int]
-    """Numbers of the samples that go through the model, on any rank."""
+    """Numbers of the trajectories that any rank computes."""
 
 
-def mini_batches(
-    batch: Batch, known: Tensor | None, policy: Policy, config: TrainConfig, dist: Dist
-) -> list[MiniBatch]:
-    """The step cut into updates, each planned over ranks and micro-batches.
+def pack(batch: Batch, policy: Policy, config: TrainConfig, dist: Dist) -> list[MiniBatch]:
+    """Cut the step into updates, and each into micro-batches over the ranks.
 
-    `known` [N, G]: advantages that need no forward pass; None: the model is asked first, so every sample is computed.
+    Trajectories without a gradient are left out, unless the algorithm needs the model's word on every one.
     """
-    num_groups, parts = len(batch.groups), config.algorithm.updates_per_step
-    bounds = [num_groups * i // parts for i in range(parts + 1)]
-    sizes = [_batch_size(batch, range(a, b), config) for a, b in pairwise(bounds)]
-    computed = [
-        [item for row in range(a, b) for item in _items(batch, row, known, size, config)]
-        for (a, b), size in zip(pairwise(bounds), sizes, strict=True)
-    ]
+    num_groups, num_updates = len(batch.groups), config.algorithm.updates_per_step
+    bounds = [num_groups * i // num_updates for i in range(num_updates + 1)]
+    parts = [range(a, b) for a, b in pairwise(bounds)]
+    sizes = [_batch_size(batch, rows, config) for rows in parts]
+    computed = [[n for row in rows for n in _needed(batch, row, config.algorithm)] for rows in parts]
     if not any(
         computed
-    ):  # nothing to learn: one group is computed all the same, so that the metrics have something to speak of
-        computed[0] = [
-            Item(sample=s, row=0, column=i, number=i, token_weight=0.0) for i, s in enumerate(batch.groups[0])
-        ]
+    ):  # no gradient at all: one group is computed without weight, so that there are metrics
+        computed[0] = list(range(batch.group_size))
     return [
-        _planned(items, size, known, policy, config, dist)
-        for items, size in zip(computed, sizes, strict=True)
+        _mini_batch(batch, n, size, policy, config, dist) for n, size in zip(computed, sizes, strict=True)
     ]
 
 
-def counts(batch: Batch, row: int, sample: TrainSample, config: TrainConfig) -> bool:
-    """Whether a sample is in the loss at all: the one place that decides on equal groups and truncated completions."""
-    dropped = batch.zero_std[row] and config.algorithm.zero_std_groups != "keep"
-    return not dropped and not (sample.truncated and config.algorithm.mask_truncated)
+def is_counted(batch: Batch, row: int, trajectory: Trajectory, config: AlgorithmConfig) -> bool:
+    """Whether the loss has a trajectory at all: the only place that drops zero-std groups and truncated trajectories."""
+    dropped = batch.zero_std[row] and config.zero_std_groups != "keep"
+    return not dropped and not (trajectory.is_truncated and config.mask_truncated)
 
 
 def _batch_size(batch: Batch, rows: range, config: TrainConfig) -> BatchSize:
-    counted = [s for row in rows for s in batch.groups[row] if counts(batch, row, s, config)]
-    return BatchSize(
-        sum(len(s.completion_token_ids) for s in counted), len(counted), config.rollout.max_completion_tokens
-    )
+    counted = [
+        t
+        for row in rows
+        for t in batch.groups[row].trajectories
+        if is_counted(batch, row, t, config.algorithm)
+    ]
+    return BatchSize(sum(t.num_tokens for t in counted), len(counted), config.rollout.max_completion_tokens)
 
 
-def _items(batch: Batch, row: int, known: Tensor | None, size: BatchSize, config: TrainConfig) -> list[Item]:
-    """The samples of a group that need a forward pass: those with a gradient, or all where something else than the advantage counts."""
-    weight = AGGREGATIONS[config.algorithm.aggregation]
-    items = []
-    for column, sample in enumerate(batch.groups[row]):
-        counted = counts(batch, row, sample, config)
-        if known is None or (counted and (_every_token_counts(config) or _has_gradient(batch, row, known))):
-            token_weight = weight(len(sample.completion_token_ids), size) if counted else 0.0
-            number = row * len(batch.groups[row]) + column
-            items.append(
-                Item(sample=sample, row=row, column=column, number=number, token_weight=token_weight)
-            )
-    return items
+def _needed(batch: Batch, row: int, config: AlgorithmConfig) -> list[int]:
+    """Numbers of the trajectories of a group that need a forward pass."""
+    trajectories = enumerate(batch.groups[row].trajectories, start=row * batch.group_size)
+    if batch.advantages is None:
+        return [number for number, _ in trajectories]
+    if not (_needs_every_token(config) or (batch.advantages[row] != 0).any()):
+        return []
+    return [number for number, t in trajectories if is_counted(batch, row, t, config)]
 
 
-def _has_gradient(batch: Batch, row: int, known: Tensor) -> bool:
-    return bool((known[row] != 0).any())
+def _needs_every_token(config: AlgorithmConfig) -> bool:
+    """Whether tokens with an advantage of 0 still matter to the loss."""
+    return config.uses_ref or config.entropy_coef != 0 or config.selects_tokens
 
 
-def _every_token_counts(config: TrainConfig) -> bool:
-    algorithm = config.algorithm
-    return (
-        algorithm.uses_ref
-        or algorithm.entropy_coef != 0
-        or algorithm.selects_by_cov
-        or algorithm.top_entropy_quantile < 1
-    )
-
-
-def _planned(
-    items: Sequence[Item],
-    size: BatchSize,
-    known: Tensor | None,
-    policy: Policy,
-    config: TrainConfig,
-    dist: Dist,
+def _mini_batch(
+    batch: Batch, numbers: list[int], size: BatchSize, policy: Policy, config: TrainConfig, dist: Dist
 ) -> MiniBatch:
     budget = config.trainer.tokens_per_micro_batch
-    assert budget != "auto", "trainer/memory.py has decided before the first step"
-    plan = plan_micro_batches(items, budget, dist.dp_size, policy.packing)
-    return MiniBatch(
-        [_micro_batch(part, known, policy) for part in plan[dist.dp_rank]],
-        size,
-        frozenset(i.number for i in items),
+    assert budget != "auto", "trainer/memory.py decides before the first step"
+    plan = plan_micro_batches(batch, numbers, budget, dist.dp_size, policy.packing)
+    micro_batches = [_micro_batch(batch, part, size, policy, config.algorithm) for part in plan[dist.dp_rank]]
+    return MiniBatch(micro_batches, size, frozenset(numbers))
+
+
+def _micro_batch(
+    batch: Batch, numbers: list[int], size: BatchSize, policy: Policy, config: AlgorithmConfig
+) -> MicroBatch:
+    trajectories, device = [batch.trajectory(n) for n in numbers], policy.device
+    calls = [(index, s) for index, t in enumerate(trajectories) for s in t.samples]
+    samples = [s for _, s in calls]
+    keys = [
+        n * KEY_STRIDE + k for n, t in zip(numbers, trajectories, strict=True) for k in range(t.num_tokens)
+    ]
+    weights = [_token_weight(batch, n, size, config) for n in numbers]
+    tokens = pack_tokens(
+        [s.prompt_token_ids for s in samples],
+        [s.completion_token_ids for s in samples],
+        [numbers[index] // batch.group_size for index, _ in calls],
+        policy.packing,
+        device,
+        segments=[index for index, _ in calls],
+    )
+    return MicroBatch(
+        trajectories=trajectories,
+        numbers=numbers,
+        tokens=tokens,
+        keys=torch.tensor(keys, dtype=torch.int64, device=device),
+        token_weights=torch.tensor(weights, dtype=torch.float32, device=device)[tokens.segments],
+        rollout_logprobs=torch.tensor(
+            [x for s in samples for x in s.rollout_logprobs], dtype=torch.float32, device=device
+        ),
     )
 
 
-def _micro_batch(items: list[Item], known: Tensor | None, policy: Policy) -> MicroBatch:
-    samples, device = [i.sample for i in items], policy.device
-    lengths = [len(s.completion_token_ids) for s in samples]
-    keys = [i.number * KEY_STRIDE + t for i, n in zip(items, lengths, strict=True) for t in range(n)]
-    advantages = [0.0 if known is None else float(known[i.row, i.column]) for i in items]
-
-    def by_token(values: Sequence[float]) -> Tensor:
-        return torch.tensor(
-            [v for v, n in zip(values, lengths, strict=True) for _ in range(n)],
-            dtype=torch.float32,
-            device=device,
-        )
-
-    return MicroBatch(
-        items=items,
-        tokens=pack(
-            [s.prompt_token_ids for s in samples], [s.completion_token_ids for s in samples], [s.group for s in samples],
-            policy.packing, device,
-        ),
-        keys=torch.tensor(keys, dtype=torch.int64, device=device),
-        token_weights=by_token([i.token_weight for i in items]),
-        rollout_logprobs=torch.tensor([x for s in samples for x in s.rollout_logprobs], dtype=torch.float32, device=device),
-        advantages=by_token(advantages),
-    )  # fmt: skip
+def _token_weight(batch: Batch, number: int, size: BatchSize, config: AlgorithmConfig) -> float:
+    """The factor on the loss of each of a trajectory's tokens."""
+    trajectory = batch.trajectory(number)
+    if not is_counted(batch, number // batch.group_size, trajectory, config):
+        return 0.0
+    return AGGREGATIONS[config.aggregation](trajectory.num_tokens, size)

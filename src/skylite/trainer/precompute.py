@@ -1,6 +1,12 @@
-"""Passes without gradient that some algorithms need before they can learn: old logprobs, reference, values, choice of tokens."""
+"""Precompute: forward passes without gradient that some algorithms need before they learn.
+
+Old logprobs, the KL to the reference, the critic's values, and the choice of tokens for an update.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,39 +20,64 @@ from skylite.algorithms.token_selection import (
     entropy_threshold,
     kl_cov_selection,
 )
+from skylite.config.algorithm import AlgorithmConfig
 from skylite.config.train import TrainConfig
 from skylite.model.distributed import Dist
 from skylite.model.policy import Policy, reference_policy, score
-from skylite.trainer.assign_advantages import kl_in_reward
 from skylite.trainer.critic import Critic, predict_values
-from skylite.trainer.micro_batch import MicroBatch, MiniBatch
+from skylite.trainer.micro_batch import MicroBatch
 
 
-def must_look(config: TrainConfig) -> bool:
-    """Whether the training pass alone does not tell enough."""
-    return needs_old(config) or config.algorithm.uses_critic
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precomputed:
+    """What the model says of a micro-batch before the first update. All [C]; None where the algorithm does not need it."""
+
+    old_logprobs: Tensor | None = None
+    """None: the training pass itself finds them, because policy and old policy are the same in a step's only update."""
+    entropies: Tensor | None = None
+    """Measured with `old_logprobs`."""
+    kl_penalty: Tensor | None = None
+    """kl_coef times the KL estimate, where the KL is subtracted from the reward."""
+    values: Tensor | None = None
+    """The critic's."""
 
 
-def needs_old(config: TrainConfig) -> bool:
-    """Whether logprobs are needed before the training pass. With one update and a plain loss they are not: old is policy."""
-    algorithm = config.algorithm
-    chooses = algorithm.selects_by_cov or algorithm.top_entropy_quantile < 1
-    return algorithm.updates_per_step > 1 or chooses or kl_in_reward(algorithm)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """What a micro-batch is trained towards. All [C]."""
+
+    known: Precomputed
+    advantages: Tensor
+    returns: Tensor | None = None
+    """The critic's targets; None without a critic."""
+
+
+TokenChoice = tuple[Tensor, Tensor | None]
+"""[C] token weights of one update, and bool [C] the tokens that a covariance rule selected (None: no such rule)."""
 
 
 @torch.no_grad()
-def look(policy: Policy, critic: Critic | None, micro: MicroBatch, config: TrainConfig) -> None:
-    """Fill in what the step needs to know of a micro-batch before its first update."""
-    if needs_old(config):
-        micro.old_logprobs, micro.entropies = score(policy, micro.tokens, config.rollout.temperature)
-    if kl_in_reward(config.algorithm):
-        assert micro.old_logprobs is not None
-        estimate = KL_ESTIMATORS[config.algorithm.kl_estimator]
-        micro.kl_penalty = config.algorithm.kl_coef * estimate(
-            micro.old_logprobs, ref_logprobs(policy, micro, config)
-        )
-    if critic is not None:
-        micro.values = predict_values(policy, critic, micro.tokens)
+def precompute(policy: Policy, critic: Critic | None, micro: MicroBatch, config: TrainConfig) -> Precomputed:
+    """Ask the model what the step needs to know of a micro-batch before its first update."""
+    algorithm = config.algorithm
+    old_logprobs = entropies = kl_penalty = None
+    if needs_old_logprobs(algorithm):
+        old_logprobs, entropies = score(policy, micro.tokens, config.rollout.temperature)
+    if algorithm.kl_in_reward:
+        assert old_logprobs is not None
+        estimate = KL_ESTIMATORS[algorithm.kl_estimator]
+        kl_penalty = algorithm.kl_coef * estimate(old_logprobs, ref_logprobs(policy, micro, config))
+    return Precomputed(
+        old_logprobs=old_logprobs,
+        entropies=entropies,
+        kl_penalty=kl_penalty,
+        values=None if critic is None else predict_values(policy, critic, micro.tokens),
+    )
+
+
+def needs_old_logprobs(config: AlgorithmConfig) -> bool:
+    """Whether logprobs are needed before the training pass. One update with a plain loss needs none: old is policy."""
+    return config.updates_per_step > 1 or config.selects_tokens or config.kl_in_reward
 
 
 @torch.no_grad()
@@ -57,71 +88,83 @@ def ref_logprobs(policy: Policy, micro: MicroBatch, config: TrainConfig) -> Tens
 
 
 @torch.no_grad()
-def choose_tokens(
-    policy: Policy, mini_batch: MiniBatch, config: TrainConfig, dist: Dist, step: int, update: int
-) -> None:
-    """Fill in `selected` and `entropy_mask` for the coming update, by the policy as it is now and among the tokens of all ranks."""
+def select_tokens(
+    policy: Policy,
+    micro_batches: Sequence[MicroBatch],
+    targets: Sequence[Targets],
+    config: TrainConfig,
+    dist: Dist,
+    step: int,
+    update: int,
+) -> list[TokenChoice]:
+    """The tokens that the coming update learns from, chosen by the policy as it is now among the tokens of all ranks."""
     algorithm = config.algorithm
-    if not (algorithm.selects_by_cov or algorithm.top_entropy_quantile < 1):
-        return
-    now = [_current(policy, micro, config, first=update == 0) for micro in mini_batch.micro_batches]
+    weights, selected = (
+        [m.token_weights for m in micro_batches],
+        list[Tensor | None]([None] * len(micro_batches)),
+    )
+    if not algorithm.selects_tokens:
+        return list(zip(weights, selected, strict=True))
+    now = [_current(policy, m, t, config, update == 0) for m, t in zip(micro_batches, targets, strict=True)]
     if algorithm.top_entropy_quantile < 1:
-        entropies = _all(
-            [e[m.token_weights > 0] for m, (_, e) in zip(mini_batch.micro_batches, now, strict=True)], dist
-        )
+        entropies = _all([e[m.counted] for m, (_, e) in zip(micro_batches, now, strict=True)], dist)
         threshold = entropy_threshold(entropies, algorithm.top_entropy_quantile)
-        for micro, (_, entropy) in zip(mini_batch.micro_batches, now, strict=True):
-            micro.entropy_mask = entropy >= threshold
+        weights = [w * (entropy >= threshold) for w, (_, entropy) in zip(weights, now, strict=True)]
     if algorithm.selects_by_cov:
-        _choose_by_cov(
-            mini_batch.micro_batches, [logprobs for logprobs, _ in now], config, dist, step, update
-        )
+        seed = int(np.random.SeedSequence([config.seed, step, update]).generate_state(1)[0])
+        selected = [*_choose_by_cov(micro_batches, targets, [p for p, _ in now], algorithm, dist, seed)]
+    return list(zip(weights, selected, strict=True))
 
 
-def _current(policy: Policy, micro: MicroBatch, config: TrainConfig, first: bool) -> tuple[Tensor, Tensor]:
-    """Logprobs and entropies of the policy as it is; before the first update they are known."""
-    if first and micro.old_logprobs is not None and micro.entropies is not None:
-        return micro.old_logprobs, micro.entropies
+def _current(
+    policy: Policy, micro: MicroBatch, target: Targets, config: TrainConfig, is_first_update: bool
+) -> tuple[Tensor, Tensor]:
+    """Logprobs and entropies of the policy as it is now; before the first update they are known."""
+    known = target.known
+    if is_first_update and known.old_logprobs is not None and known.entropies is not None:
+        return known.old_logprobs, known.entropies
     return score(policy, micro.tokens, config.rollout.temperature)
 
 
 def _choose_by_cov(
-    micros: list[MicroBatch], logprobs: list[Tensor], config: TrainConfig, dist: Dist, step: int, update: int
-) -> None:
-    """Every rank sees all tokens in the same order, so all choose the same ones, however the batch is cut."""
-    algorithm, counted = config.algorithm, [m.token_weights > 0 for m in micros]
-    clipped = [_clipped(m, p, config) for m, p in zip(micros, logprobs, strict=True)]
-    columns = [[m.keys for m in micros], [m.advantages for m in micros], logprobs, clipped]
-    keys, advantages, policy, is_out = (
+    micro_batches: Sequence[MicroBatch],
+    targets: Sequence[Targets],
+    logprobs: Sequence[Tensor],
+    config: AlgorithmConfig,
+    dist: Dist,
+    seed: int,
+) -> list[Tensor]:
+    """Bool [C] for each micro-batch. Every rank sees all tokens in the same order, so all choose the same ones."""
+    clipped = [_clipped(*row, config) for row in zip(micro_batches, targets, logprobs, strict=True)]
+    columns = [[m.keys for m in micro_batches], [t.advantages for t in targets], logprobs, clipped]
+    counted = [m.counted for m in micro_batches]
+    keys, adv, policy, is_out = (
         _all([x[c] for x, c in zip(column, counted, strict=True)], dist) for column in columns
     )
     order = torch.argsort(keys)
-    keys, cov = keys[order], covariances(advantages[order], policy[order])
-    if algorithm.policy_loss == "kl_cov":
-        chosen = kl_cov_selection(cov, algorithm.cov_frac)
+    keys, cov = keys[order], covariances(adv[order], policy[order])
+    if config.policy_loss == "kl_cov":
+        chosen = kl_cov_selection(cov, config.cov_frac)
     else:
-        seed = int(np.random.SeedSequence([config.seed, step, update]).generate_state(1)[0])
         generator = torch.Generator().manual_seed(seed)
-        bounds = algorithm.clip_cov_low, algorithm.clip_cov_high
-        chosen = clip_cov_selection(cov, is_out[order].bool(), algorithm.cov_frac, *bounds, generator)
-    for micro in micros:
-        micro.selected = torch.isin(micro.keys, keys[chosen])
+        bounds = config.clip_cov_low, config.clip_cov_high
+        chosen = clip_cov_selection(cov, is_out[order].bool(), config.cov_frac, *bounds, generator)
+    return [torch.isin(m.keys, keys[chosen]) for m in micro_batches]
 
 
-def _clipped(micro: MicroBatch, logprobs: Tensor, config: TrainConfig) -> Tensor:
-    assert micro.old_logprobs is not None
+def _clipped(micro: MicroBatch, target: Targets, logprobs: Tensor, config: AlgorithmConfig) -> Tensor:
+    assert target.known.old_logprobs is not None
     x = LossInputs(
-        policy_logprobs=logprobs, old_logprobs=micro.old_logprobs, advantages=micro.advantages,
-        sequences=micro.tokens.sequences, num_sequences=micro.tokens.num_sequences,
-    )  # fmt: skip
-    return is_clipped(x, config.algorithm)
+        policy_logprobs=logprobs,
+        old_logprobs=target.known.old_logprobs,
+        advantages=target.advantages,
+        segments=micro.tokens.segments,
+        num_segments=micro.tokens.num_segments,
+    )
+    return is_clipped(x, config)
 
 
 def _all(parts: list[Tensor], dist: Dist) -> Tensor:
     """The values of all micro-batches of all ranks, float64."""
-    own = (
-        torch.cat([p.double() for p in parts])
-        if parts
-        else torch.zeros(0, dtype=torch.float64, device=dist.device)
-    )
-    return dist.all_gather(own)
+    empty = torch.zeros(0, dtype=torch.float64, device=dist.device)
+    return dist.all_gather(torch.cat([p.double() for p in parts]) if parts else empty)

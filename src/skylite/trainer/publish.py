@@ -17,7 +17,7 @@ from skylite.algorithms.kl import k3
 from skylite.config.train import RunConfig
 from skylite.errors import SyncFailed, TrainingDiverged
 from skylite.model.flat_params import views_of
-from skylite.model.packing import pack
+from skylite.model.packing import pack_tokens
 from skylite.model.policy import Policy, reference_policy, score
 from skylite.model.warm_start import peft_file_name
 from skylite.run.files import atomic_folder, sha256_file
@@ -48,7 +48,7 @@ def adapter_tensors(policy: Policy) -> dict[str, Tensor]:
 
 def canary_logprobs(policy: Policy, sequences: Sequence[list[int]]) -> list[list[float]]:
     """[S][L - 1] logprobs at temperature 1 of every token but the first. All ranks must call it together."""
-    tokens = pack(
+    tokens = pack_tokens(
         [s[:1] for s in sequences],
         [s[1:] for s in sequences],
         range(len(sequences)),

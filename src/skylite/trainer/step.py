@@ -1,4 +1,4 @@
-"""One training step: advantages, micro-batches, loss, one or several AdamW updates."""
+"""One training step: pack, precompute, assign_advantages, then forward_backward and optim_step for each update."""
 
 from __future__ import annotations
 
@@ -14,83 +14,114 @@ from skylite.algorithms.losses import POLICY_LOSSES, LossInputs, is_clipped, rat
 from skylite.config.train import TrainConfig
 from skylite.model.distributed import Dist
 from skylite.model.policy import Policy, lora_dropout, score
-from skylite.run.rollout_file import TrainSample
-from skylite.trainer.assign_advantages import assign_advantages, kl_in_reward, known_advantages
+from skylite.trainer.assign_advantages import assign_advantages
 from skylite.trainer.batching import arrange
 from skylite.trainer.critic import Critic, predict_values
 from skylite.trainer.memory import release_cached_memory
-from skylite.trainer.metrics import Totals, metrics_of_step
-from skylite.trainer.micro_batch import MicroBatch, MiniBatch, mini_batches
+from skylite.trainer.metrics import MetricSums, step_metrics
+from skylite.trainer.micro_batch import MicroBatch, MiniBatch, pack
 from skylite.trainer.optimizer import FlatAdamW
-from skylite.trainer.precompute import choose_tokens, look, must_look, ref_logprobs
+from skylite.trainer.precompute import Targets, TokenChoice, precompute, ref_logprobs, select_tokens
+from skylite.types import Group
 
 
 def train_step(
     policy: Policy,
     optimizer: FlatAdamW,
-    samples: Sequence[TrainSample],
+    groups: Sequence[Group],
     step: int,
     config: TrainConfig,
     dist: Dist,
     critic: Critic | None = None,
 ) -> dict[str, float]:
-    """Learn from a step's samples; every rank is given all of them. Returns metrics, the same on every rank.
+    """Learn from a step's groups; every rank gets all of them. Returns metrics, the same on every rank.
 
-    The result does not depend on how the batch is cut into micro-batches or ranks, up to rounding. Raises TrainingDiverged, and
-    leaves the weights alone, when a gradient is not finite.
+    The result does not depend on how the step is cut into micro-batches or ranks, up to rounding. Raises TrainingDiverged,
+    and leaves the weights alone, when a gradient is not finite.
     """
-    batch = arrange(samples)
-    known = known_advantages(batch, config.algorithm)
-    minis = mini_batches(batch, known, policy, config, dist)
-    micros = [micro for mini in minis for micro in mini.micro_batches]
+    rates = set_learning_rates(optimizer, critic, step, config)
+    seed_dropout(config.seed, step, dist.dp_rank)
+
+    batch = arrange(groups, config.algorithm)
+    updates = pack(batch, policy, config, dist)
+    micro_batches = [micro for update in updates for micro in update.micro_batches]
+    known = [precompute(policy, critic, micro, config) for micro in micro_batches]
+    targets = iter(assign_advantages(batch, micro_batches, known, config.algorithm, dist))
+
+    sums = MetricSums()
+    for index, update in enumerate(updates):
+        own = [next(targets) for _ in update.micro_batches]
+        choices = select_tokens(policy, update.micro_batches, own, config, dist, step, index)
+        forward_backward(policy, optimizer, update, own, choices, config, sums)
+        sums.grad_norms.append(optim_step(optimizer, dist, step))
+        if critic is not None:
+            critic_forward_backward(policy, critic, update, own, sums)
+            sums.critic_grad_norms.append(optim_step(critic.optimizer, dist, step))
+    return step_metrics(batch, updates, sums, config, dist) | rates
+
+
+def set_learning_rates(
+    optimizer: FlatAdamW, critic: Critic | None, step: int, config: TrainConfig
+) -> dict[str, float]:
+    """Set the learning rates of `step`; returns them as metrics."""
     rates = {"optim/lr": optimizer.set_rate(step, config.num_steps, config.optim)}
     if critic is not None:
         rates["critic/lr"] = critic.optimizer.set_rate(step, config.num_steps, config.optim)
-    torch.manual_seed(int(np.random.SeedSequence([config.seed, step, dist.dp_rank]).generate_state(1)[0]))
-    if must_look(config):
-        for micro in micros:
-            look(policy, critic, micro, config)
-    if known is None:
-        assign_advantages(batch, micros, config, dist)
-    totals = Totals()
-    for index, mini in enumerate(minis):
-        choose_tokens(policy, mini, config, dist, step, index)
-        learn(policy, optimizer, mini, config, totals)
-        totals.grad_norms.append(optimizer.update(dist, step))
-        if critic is not None:
-            learn_values(policy, critic, mini, totals)
-            totals.critic_grad_norms.append(critic.optimizer.update(dist, step))
-    return metrics_of_step(batch, minis, totals, config, dist) | rates
+    return rates
 
 
-def learn(
-    policy: Policy, optimizer: FlatAdamW, mini_batch: MiniBatch, config: TrainConfig, totals: Totals
+def seed_dropout(seed: int, step: int, rank: int) -> None:
+    """The random state is a function of the step, so that a resumed run repeats it."""
+    torch.manual_seed(int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0]))
+
+
+def forward_backward(
+    policy: Policy,
+    optimizer: FlatAdamW,
+    update: MiniBatch,
+    targets: Sequence[Targets],
+    choices: Sequence[TokenChoice],
+    config: TrainConfig,
+    sums: MetricSums,
 ) -> None:
-    """Forward and backward of every micro-batch into `optimizer.grads`."""
+    """Sum the gradient of every micro-batch into `optimizer.grads`."""
     optimizer.grads.zero_()
-    for micro in mini_batch.micro_batches:
+    for micro, target, choice in zip(update.micro_batches, targets, choices, strict=True):
         release_cached_memory()
-        learn_from(policy, micro, mini_batch.size.num_tokens, config, totals)
+        _forward_backward_micro(policy, micro, target, choice, update.size.num_tokens, config, sums)
     release_cached_memory()
 
 
-def learn_from(
-    policy: Policy, micro: MicroBatch, num_tokens: int, config: TrainConfig, totals: Totals
+def optim_step(optimizer: FlatAdamW, dist: Dist, step: int) -> float:
+    """Sum the gradient over ranks, clip it, update. Returns its norm. Raises TrainingDiverged when that is not finite."""
+    return optimizer.update(dist, step)
+
+
+def _forward_backward_micro(
+    policy: Policy,
+    micro: MicroBatch,
+    target: Targets,
+    choice: TokenChoice,
+    num_tokens: int,
+    config: TrainConfig,
+    sums: MetricSums,
 ) -> None:
-    """One forward and backward; a function of its own, so that nothing of its graph is alive when the next one begins."""
-    # With the KL in the loss its reference is asked here, so that only one micro-batch of it is held.
-    in_loss = config.algorithm.uses_ref and not kl_in_reward(config.algorithm)
+    """A function of its own, so that nothing of its graph is alive when the next micro-batch begins."""
+    # The KL in the loss asks its reference here, so that the logprobs of only one micro-batch are in memory.
+    in_loss = config.algorithm.uses_ref and not config.algorithm.kl_in_reward
     ref = ref_logprobs(policy, micro, config) if in_loss else None
-    with lora_dropout(policy, active=True):  # backward too: it may make activations again
+    with lora_dropout(policy, active=True):  # around backward too, which may recompute activations
         logprobs, entropies = score(policy, micro.tokens, config.rollout.temperature)
-        loss, sums = micro_batch_loss(micro, logprobs, entropies, ref, num_tokens, config)
+        loss, found = micro_batch_loss(micro, target, choice, logprobs, entropies, ref, num_tokens, config)
         loss.backward()  # type: ignore[no-untyped-call]
-    totals.add(sums | {"tokens/unique": torch.tensor(micro.tokens.num_nodes)})
-    totals.see_worst(micro, logprobs.detach())
+    sums.add(found | {"tokens/unique": torch.tensor(micro.tokens.num_nodes)})
+    sums.add_mismatch(micro, logprobs.detach())
 
 
 def micro_batch_loss(
     micro: MicroBatch,
+    target: Targets,
+    choice: TokenChoice,
     logprobs: Tensor,
     entropies: Tensor,
     ref: Tensor | None,
@@ -100,20 +131,21 @@ def micro_batch_loss(
     """This micro-batch's share of the loss, with gradient, and its metrics as sums over tokens.
 
     loss = sum of weight * (policy loss * importance weight + kl_coef * KL), minus entropy_coef times the mean entropy.
+    `num_tokens`: in the whole update's loss.
     """
-    algorithm = config.algorithm
+    algorithm, known = config.algorithm, target.known
+    weights, selected = choice
     x = LossInputs(
         policy_logprobs=logprobs,
-        old_logprobs=logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs,
-        advantages=micro.advantages,
-        sequences=micro.tokens.sequences,
-        num_sequences=micro.tokens.num_sequences,
-        selected=micro.selected,
+        old_logprobs=logprobs.detach() if known.old_logprobs is None else known.old_logprobs,
+        advantages=target.advantages,
+        segments=micro.tokens.segments,
+        num_segments=micro.tokens.num_segments,
+        selected=selected,
     )
     importance, sums = importance_weights(
-        x.old_logprobs, micro.rollout_logprobs, x.sequences, x.num_sequences, config.importance
+        x.old_logprobs, micro.rollout_logprobs, x.segments, x.num_segments, config.importance
     )
-    weights = micro.token_weights if micro.entropy_mask is None else micro.token_weights * micro.entropy_mask
     loss = (POLICY_LOSSES[algorithm.policy_loss](x, algorithm) * importance * weights).sum()
     sums |= {
         "loss/policy": loss.detach(),
@@ -126,35 +158,34 @@ def micro_batch_loss(
         kl = KL_ESTIMATORS[algorithm.kl_estimator](logprobs, ref)
         loss = loss + algorithm.kl_coef * (kl * micro.token_weights).sum()
         sums["policy/kl_ref"] = kl.detach().sum()
-    if micro.kl_penalty is not None:
-        sums["policy/kl_ref"] = micro.kl_penalty.sum() / algorithm.kl_coef
+    if known.kl_penalty is not None:
+        sums["policy/kl_ref"] = known.kl_penalty.sum() / algorithm.kl_coef
     if algorithm.entropy_coef != 0:
-        loss = loss - algorithm.entropy_coef * (entropies * (micro.token_weights > 0)).sum() / max(
-            1, num_tokens
-        )
+        loss = loss - algorithm.entropy_coef * (entropies * micro.counted).sum() / max(1, num_tokens)
     return loss, sums
 
 
-def learn_values(policy: Policy, critic: Critic, mini_batch: MiniBatch, totals: Totals) -> None:
-    """Forward and backward of the critic over the same tokens: the mean over tokens of the clipped squared error."""
+def critic_forward_backward(
+    policy: Policy, critic: Critic, update: MiniBatch, targets: Sequence[Targets], sums: MetricSums
+) -> None:
+    """The critic's gradient over the same tokens: the mean over tokens of the clipped squared error."""
     critic.optimizer.grads.zero_()
-    for micro in mini_batch.micro_batches:
-        assert micro.values is not None
-        returns = micro.values if micro.returns is None else micro.returns
-        counted = micro.token_weights > 0
+    for micro, target in zip(update.micro_batches, targets, strict=True):
+        assert target.known.values is not None
+        assert target.returns is not None
+        old_values, returns, counted = target.known.values, target.returns, micro.counted
         values = predict_values(policy, critic, micro.tokens)
-        loss = (value_loss(values, micro.values, returns, critic.config.clip) * counted).sum() / max(
-            1, mini_batch.size.num_tokens
-        )
+        losses = value_loss(values, old_values, returns, critic.config.clip)
+        loss = (losses * counted).sum() / max(1, update.size.num_tokens)
         loss.backward()  # type: ignore[no-untyped-call]
-        residual, found = (returns - micro.values)[counted], returns[counted]
-        totals.add(
+        residual, counted_returns = (returns - old_values)[counted], returns[counted]
+        sums.add(
             {
                 "critic/loss": loss.detach(),
                 "critic/tokens": counted.sum(),
-                "critic/value_mean": micro.values[counted].sum(),
-                "critic/return_mean": found.sum(),
-                "critic/return_squares": found.square().sum(),
+                "critic/value_mean": old_values[counted].sum(),
+                "critic/return_mean": counted_returns.sum(),
+                "critic/return_squares": counted_returns.square().sum(),
                 "critic/residual": residual.sum(),
                 "critic/residual_squares": residual.square().sum(),
             }
