@@ -272,7 +272,7 @@ def test_kl_estimators(name, likelier, rarer, slopes):
 )
 def test_aggregations(name, expected):
     # completions of losses 1, 2, 3 and of 6, of at most 8 tokens
-    size = BatchSize(num_tokens=4, num_sequences=2, max_completion_tokens=8)
+    size = BatchSize(num_tokens=4, num_trajectories=2, max_completion_tokens=8)
     assert 6 * AGGREGATIONS[name](3, size) + 6 * AGGREGATIONS[name](1, size) == pytest.approx(expected)
     assert AGGREGATIONS[name](3, BatchSize(0, 0, 8)) > 0  # nothing counted: nothing is divided by zero
     assert set(AGGREGATIONS) == {"token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "fixed-length"}

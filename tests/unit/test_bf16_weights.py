@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from skylite.model import policy as policy_module
+from skylite.model import probing as probing_module
 from skylite.model.bf16_weights import hold_in_bf16
 from skylite.model.chunked_logprobs import head_logprobs
 from skylite.model.distributed import Dist
@@ -130,7 +130,7 @@ def test_a_step_learns_the_very_same_and_the_base_takes_half(
     config = settings(algorithm={"kl_coef": 0.1, "entropy_coef": 0.01})  # the adapter off, too
     narrow = policy_of(model, config, dist)
     ours = gradients_after_step(narrow, config, dist)[0]
-    monkeypatch.setattr(policy_module, "hold_in_bf16", lambda modules: None)
+    monkeypatch.setattr(probing_module, "hold_in_bf16", lambda modules: None)
     wide = policy_of(model, config, dist)
     assert torch.equal(ours, gradients_after_step(wide, config, dist)[0])
     assert held(narrow.model) < 0.7 * held(wide.model)  # norms and LoRA are as they were
@@ -142,7 +142,7 @@ def test_pefts_own_layer_takes_narrow_weights(
     """With dropout the one operation is not used."""
     model, config = rounded_model(tmp_path), settings(lora={"dropout": 0.3})
     ours = gradients_after_step(policy_of(model, config, dist), config, dist)[0]
-    monkeypatch.setattr(policy_module, "hold_in_bf16", lambda modules: None)
+    monkeypatch.setattr(probing_module, "hold_in_bf16", lambda modules: None)
     assert torch.equal(ours, gradients_after_step(policy_of(model, config, dist), config, dist)[0])
 
 

@@ -114,7 +114,7 @@ class BatchSize:
     """A mini-batch as the denominators see it: all ranks, all micro-batches, what was skipped for want of a gradient included."""
 
     num_tokens: int
-    num_segments: int
+    num_trajectories: int
     max_completion_tokens: int
 
 
@@ -125,17 +125,17 @@ def token_mean(length: int, batch: BatchSize) -> float:
 
 def seq_mean_token_sum(length: int, batch: BatchSize) -> float:
     """Mean over completions of the sum over tokens: the completion is the action."""
-    return 1 / max(1, batch.num_segments)
+    return 1 / max(1, batch.num_trajectories)
 
 
 def seq_mean_token_mean(length: int, batch: BatchSize) -> float:
     """Mean over completions of the mean over tokens (DeepSeekMath, arXiv 2402.03300, eq. 3)."""
-    return 1 / (max(1, batch.num_segments) * length)
+    return 1 / (max(1, batch.num_trajectories) * length)
 
 
 def fixed_length(length: int, batch: BatchSize) -> float:
     """Sum over tokens by completions times the longest allowed, whatever they came out as (Dr. GRPO, arXiv 2503.20783)."""
-    return 1 / (max(1, batch.num_segments) * batch.max_completion_tokens)
+    return 1 / (max(1, batch.num_trajectories) * batch.max_completion_tokens)
 
 
 AGGREGATIONS: dict[str, Callable[[int, BatchSize], float]] = {
