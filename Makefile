@@ -26,10 +26,10 @@ RECIPE := $(if $(GPU),gsm8k,gsm8k_cpu_real)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lora-gsm8k check test test-unit test-dist test-vllm test-e2e gpu-check torture clean
+.PHONY: help setup lora-gsm8k check test test-unit test-dist test-vllm test-e2e gpu-check torture docs-reference clean
 
 help: ## this list
-	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 setup: $(READY) ## make .venv and install skylite with vLLM for this machine
 
@@ -66,6 +66,9 @@ torture: $(READY) ## kills at every phase, bad inputs, a soak (1 to 2 hours on 2
 	$(BIN)/python benchmarks/torture.py --engine vllm --matrix --kinds engine-core --random 20 --seed 1
 	$(BIN)/python benchmarks/torture.py --engine vllm --soak 300
 	$(BIN)/python benchmarks/torture.py --bad-inputs 1
+
+docs-reference: $(READY) ## write docs/reference/cli.md and config.md from the code
+	$(BIN)/python docs/generate_reference.py
 
 clean: ## remove .venv and caches (data/ and runs/ stay)
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -122,7 +122,7 @@ class SyncConfig(Section):
     keep_every: int = Field(0, ge=0)
     """Keep every N-th adapter as a history; 0: none."""
     canary_tolerance: float | None = Field(None, gt=0)
-    """Largest allowed |trainer - engine| logprob on the canary; default by dtype, from measured runs (docs/architecture.md)."""
+    """Largest allowed |trainer - engine| logprob on the canary; default by dtype, from measured runs (docs/explanation/adapter-sync.md)."""
 
 
 class CheckpointConfig(Section):

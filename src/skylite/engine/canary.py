@@ -15,7 +15,7 @@ from skylite.run.run_dir import AdapterVersion
 from skylite.types import Prompt
 
 DEFAULT_TOLERANCE = {"float32": 0.002, "bfloat16": 0.5}
-"""Largest |trainer - engine| logprob of a canary token, from measured runs (docs/architecture.md, "The canary's tolerance")."""
+"""Largest |trainer - engine| logprob of a canary token, from measured runs (docs/explanation/adapter-sync.md)."""
 NUM_SEQUENCES = 2
 MAX_TOKENS = 24
 """Short, because the trainer scores them at every publish: 2 x 24 tokens cost about as much as 2 completions."""

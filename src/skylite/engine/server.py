@@ -27,7 +27,7 @@ BASE_NAME = "base"
 CPU_BLOCK_SIZE = 32
 """Tokens a KV cache block. Only whole blocks are shared between samples of a prompt, and vLLM's CPU default is 128."""
 ENGINE_COMMAND = "SKYLITE_ENGINE_COMMAND"
-"""For tests alone: a command that is started instead of vLLM, with --uds (docs/architecture.md, "Torture"). The run says so."""
+"""For tests alone: a command that is started instead of vLLM, with --uds (docs/explanation/fault-tolerance.md). The run says so."""
 CPU_BATCHED_TOKENS = 2048
 """Tokens of one forward pass, as vLLM chooses for CPU servers; never less than a whole prompt."""
 CPU_CUSTOM_OPS = ("none", "+rms_norm", "+rotary_embedding")

@@ -11,7 +11,7 @@ from skylite.processes.machine import LOOPBACK_ONLY
 from skylite.processes.preload import TBB_MALLOC, preloading
 
 # glibc before 2.38 does not reuse a freed block for an aligned one of the same size, and torch aligns: a forward pass takes twice the
-# memory that it keeps. TBB's allocator does, and keeps freed memory too (docs/architecture.md, "Trainer").
+# memory that it keeps. TBB's allocator does, and keeps freed memory too (docs/explanation/trainer.md).
 ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "17179869184", "MALLOC_TOP_PAD_": "268435456"}
 """Where TBB's is missing glibc at least keeps freed memory: a step reuses the same buffers, and touching fresh pages is slow."""
 

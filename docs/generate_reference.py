@@ -1,0 +1,179 @@
+"""Write docs/reference/cli.md and config.md from the code.
+
+    python docs/generate_reference.py        (or: make docs-reference)
+
+cli.md holds what `--help` prints. config.md holds the fields, defaults and docstrings of skylite.config.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+from typer.testing import CliRunner
+
+from skylite.cli import app
+from skylite.config.train import TrainConfig
+
+REFERENCE = Path(__file__).parent / "reference"
+MADE_BY = "<!-- Made by docs/generate_reference.py from the code. Do not edit: run `make docs-reference`. -->"
+HELP_WIDTH = 100
+LINE_WIDTH = 110
+
+CLI_HEAD = """\
+# Command line
+
+What `skylite COMMAND --help` prints. Every setting without a flag is `--set section.key=value`: see
+[config.md](config.md).
+
+Exit codes: 0 is success, 1 a run that failed or a check that found damage, 2 bad input, 130 a stop by
+Ctrl-C or SIGTERM.
+"""
+
+CONFIG_HEAD = """\
+# Settings
+
+A setting comes from the recipe (TOML), then from a flag, then from `--set section.key=value`; the last one
+wins. `--set` takes TOML values, a bare word is a string, and `none` unsets. Quote lists for the shell:
+`--set 'data.difficulty=[1, 2]'`. An unknown name is an error that suggests the closest one.
+
+`skylite train --dry-run` prints the resolved settings. A run keeps them in `config.json`.
+
+In a recipe a section is a TOML table:
+
+    num_steps = 20
+
+    [rollout]
+    group_size = 8
+"""
+
+
+def pages() -> dict[str, str]:
+    """File name in docs/reference -> text."""
+    return {"cli.md": cli_page(), "config.md": config_page()}
+
+
+def cli_page() -> str:
+    """Every command's help."""
+    return "\n".join([MADE_BY, "", CLI_HEAD, *command_texts()])
+
+
+def command_texts() -> Iterator[str]:
+    """A heading and the help text of each command, subcommands of a group included."""
+    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        for path in [f"{name} {sub}" for sub in getattr(command, "commands", {})] or [name]:
+            yield f"## skylite {path}\n\n```text\n{help_text(path.split())}\n```\n"
+
+
+def help_text(command: list[str]) -> str:
+    """What `skylite COMMAND --help` prints on a terminal of HELP_WIDTH columns."""
+    printed = CliRunner().invoke(
+        app,
+        [*command, "--help"],
+        prog_name="skylite",
+        terminal_width=HELP_WIDTH,
+        max_content_width=HELP_WIDTH,
+    )
+    assert printed.exit_code == 0, printed.output
+    return "\n".join(line.rstrip() for line in printed.output.strip().splitlines())
+
+
+def config_page() -> str:
+    """A table for each section of the settings."""
+    plain = {n: f for n, f in TrainConfig.model_fields.items() if section_of(f) is None}
+    sections = {n: section_of(f) for n, f in TrainConfig.model_fields.items()}
+    parts = [MADE_BY, "", CONFIG_HEAD, "## Top level\n", *table("", plain), ""]
+    for name, section in sections.items():
+        if section is not None:
+            parts += [f"## {name}\n", *about(section), *table(f"{name}.", section.model_fields), ""]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The class of a section, None for a plain setting."""
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def about(section: type[BaseModel]) -> list[str]:
+    """The section's own docstring, if it has one."""
+    text = vars(section).get("__doc__") or ""
+    return [textwrap.fill(one_line(text), LINE_WIDTH), ""] if text else []
+
+
+def table(prefix: str, fields: dict[str, FieldInfo]) -> list[str]:
+    """Markdown lines of a table with a row for each setting."""
+    rows = [
+        f"| `{prefix}{name}` | {type_text(field)} | {default_text(field)} | {cell(field.description or '')} |"
+        for name, field in fields.items()
+    ]
+    return ["| setting | type | default | meaning |", "|---|---|---|---|", *rows]
+
+
+def type_text(field: FieldInfo) -> str:
+    """`int, at least 1`."""
+    bounds = [text for part in field.metadata if (text := bound_text(part))]
+    return ", ".join([kind_text(field.annotation), *bounds])
+
+
+def kind_text(kind: Any) -> str:
+    """A type in words; the values of a Literal."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in arguments)
+    if origin is Annotated:
+        bounds = [
+            t for extra in arguments[1:] for m in getattr(extra, "metadata", [extra]) if (t := bound_text(m))
+        ]
+        return ", ".join([kind_text(arguments[0]), *bounds])
+    if origin is list:
+        return f"list of {kind_text(arguments[0])}"
+    if origin is not None and (origin is Union or origin.__name__ in ("Union", "UnionType")):
+        return " or ".join("none" if part is type(None) else kind_text(part) for part in arguments)
+    name: str = kind.__name__
+    return {"str": "text", "bool": "true, false"}.get(name, name)
+
+
+def bound_text(part: Any) -> str:
+    """One constraint of pydantic in words."""
+    words = {"ge": "at least", "gt": "over", "le": "at most", "lt": "under"}
+    found = [
+        f"{word} {getattr(part, name):g}"
+        for name, word in words.items()
+        if getattr(part, name, None) is not None
+    ]
+    return " and ".join(found)
+
+
+def default_text(field: FieldInfo) -> str:
+    """As one would type it."""
+    value = field.default if field.default is not PydanticUndefined else ""
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return "`none`" if value is None else f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+
+
+def cell(text: str) -> str:
+    """Text for a table cell."""
+    return one_line(text).replace("|", "\\|")
+
+
+def one_line(text: str) -> str:
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def main() -> None:
+    for name, text in pages().items():
+        (REFERENCE / name).write_text(text, encoding="utf-8")
+        print(f"wrote {REFERENCE / name}")
+
+
+if __name__ == "__main__":
+    main()
