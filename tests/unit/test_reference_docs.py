@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 
 from skylite.config.algorithm import PRESETS
+from skylite.run.rollout_file import ROLLOUT_SCHEMA
 from skylite.run.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
@@ -72,6 +73,11 @@ def test_every_path_of_a_run_is_described() -> None:
         if str(p.relative_to("/run")) not in reference("run-directory.md")
     ]
     assert not missing
+
+
+def test_every_column_of_a_rollout_file_is_described() -> None:
+    text = reference("run-directory.md")
+    assert [name for name in ROLLOUT_SCHEMA.names if f"`{name}`" not in text] == []
 
 
 def test_every_preset_has_a_row() -> None:
