@@ -98,19 +98,22 @@ def train_rows(
 
 
 def gradients_after_step(
-    policy: Policy, config: TrainConfig, dist: Dist, seed: int = 0
+    policy: Policy, config: TrainConfig, dist: Dist, rows: Sequence[Row] | None = None
 ) -> tuple[torch.Tensor, dict[str, float]]:
+    """The gradient [P] of the step's last update, with the weights put back; and the step's metrics."""
     before = {n: p.detach().clone() for n, p in policy.lora.items()}
     optimizer = optimizer_of(policy, config)
-    metrics = train_rows(policy, optimizer, random_samples(seed), 1, config, dist)
+    metrics = train_rows(policy, optimizer, rows or random_samples(0), 1, config, dist)
     for name, param in policy.lora.items():
         param.data.copy_(before[name])
     return optimizer.grads.clone(), metrics
 
 
-def reference_gradient(plain: Any, policy: Policy, config: TrainConfig) -> torch.Tensor:
+def reference_gradient(
+    plain: Any, policy: Policy, config: TrainConfig, rows: Sequence[Row] | None = None
+) -> torch.Tensor:
     """[P] flat, in the order of the policy's parameters, of the first update."""
-    samples = random_samples(0)
+    samples = rows or random_samples(0)
     reference_loss(plain, samples, range(len(samples)), config).backward()
     return flat_gradient(plain, policy)
 

@@ -27,7 +27,7 @@ VOCAB = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A one-turn trajectory, flat."""
+    """A trajectory, flat: by default one call, or the `calls` whose completions follow each other in `completion_token_ids`."""
 
     group: int
     prompt_token_ids: list[int]
@@ -36,6 +36,12 @@ class Row:
     reward: float
     truncated: bool = False
     prompt_id: str = ""
+    calls: tuple[tuple[list[int], list[int]], ...] = ()
+    """(prompt, completion) of each call; empty: the one call that the other fields describe."""
+
+    @property
+    def all_calls(self) -> tuple[tuple[list[int], list[int]], ...]:
+        return self.calls or ((self.prompt_token_ids, self.completion_token_ids),)
 
 
 def groups_of(rows: Sequence[Row]) -> list[Group]:
@@ -58,13 +64,16 @@ def groups_of(rows: Sequence[Row]) -> list[Group]:
 
 
 def trajectory_of(row: Row) -> Trajectory:
-    sample = Sample(
-        prompt_token_ids=row.prompt_token_ids,
-        completion_token_ids=row.completion_token_ids,
-        rollout_logprobs=row.rollout_logprobs,
-        finish_reason="length" if row.truncated else "stop",
-    )
-    return Trajectory(samples=(sample,), reward=row.reward)
+    logprobs, samples = iter(row.rollout_logprobs), []
+    for prompt, completion in row.all_calls:
+        sample = Sample(
+            prompt_token_ids=prompt,
+            completion_token_ids=completion,
+            rollout_logprobs=[next(logprobs) for _ in completion],
+            finish_reason="length" if row.truncated else "stop",
+        )
+        samples.append(sample)
+    return Trajectory(samples=tuple(samples), reward=row.reward)
 
 
 @dataclass(frozen=True)
@@ -159,9 +168,15 @@ def reference_logprobs(model: Any, sample: Row, temperature: float) -> torch.Ten
 
 def reference_scores(model: Any, sample: Row, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprobs [C] and entropies [C]."""
-    ids = sample.prompt_token_ids + sample.completion_token_ids
+    found = [_call_scores(model, prompt, completion, temperature) for prompt, completion in sample.all_calls]
+    return torch.cat([logprobs for logprobs, _ in found]), torch.cat([entropies for _, entropies in found])
+
+
+def _call_scores(
+    model: Any, prompt: list[int], completion: list[int], temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    ids, first = prompt + completion, len(prompt)
     logits = model(input_ids=torch.tensor([ids])).logits[0].float() / temperature
-    first = len(sample.prompt_token_ids)
     table = torch.log_softmax(logits[first - 1 : -1], dim=1)
     return table[torch.arange(len(ids) - first), torch.tensor(ids[first:])], -(table.exp() * table).sum(dim=1)
 
@@ -312,6 +327,34 @@ def random_samples(seed: int, num_groups: int = 4, group_size: int = 4, shared: 
                 )
             )
     return samples
+
+
+def random_episodes(seed: int, num_groups: int = 4, group_size: int = 4) -> list[Row]:
+    """Trajectories of one to four calls. Most prompts extend the call before; some rewrite the history, so that calls branch."""
+    rng = random.Random(seed)
+    tokens = lambda n: [rng.randrange(VOCAB) for _ in range(n)]  # noqa: E731
+    prefix, rows = tokens(12), []
+    for group in range(num_groups):
+        question = prefix + tokens(rng.randrange(2, 6))
+        for index in range(group_size):
+            prompt, calls = question, []
+            for turn in range(1 + (index + group) % 4):
+                completion = tokens(rng.randrange(1, 6))
+                calls.append((prompt, completion))
+                kept = question + tokens(1) if turn == 1 else prompt + completion
+                prompt = kept + tokens(rng.randrange(1, 4))
+            sampled = [token for _, completion in calls for token in completion]
+            row = Row(
+                group=group,
+                prompt_token_ids=question,
+                completion_token_ids=sampled,
+                rollout_logprobs=[-5.0 + rng.uniform(-2, 2) for _ in sampled],
+                reward=float(index == group % group_size) if group != 1 else 1.0,
+                truncated=group == 2 and index == 1,
+                calls=tuple(calls),
+            )
+            rows.append(row)
+    return rows
 
 
 def settings(**sections: dict[str, Any]) -> TrainConfig:

@@ -11,7 +11,7 @@ import torch
 from skylite.model.distributed import process_group, set_threads
 from skylite.trainer.critic import make_critic
 from tests.cases import ALGORITHMS, IMPORTANCE, optimizer_of, policy_of, train_rows
-from tests.reference import random_samples, settings
+from tests.reference import random_episodes, random_samples, settings
 
 CASES = {
     **{n: {"algorithm": a} for n, a in ALGORITHMS.items()},
@@ -19,6 +19,8 @@ CASES = {
 }
 CASES["ppo"] = {"algorithm": {"name": "ppo", "gae_lambda": 0.9}, "critic": {"rank": 3, "max_grad_norm": 1e9}}
 CASES["two updates"] = {"algorithm": {"updates_per_step": 2}}
+SEVERAL_TURNS = "several turns: "
+CASES |= {f"{SEVERAL_TURNS}{n}": CASES[n] for n in ("grpo", "gspo", "kl_cov", "ppo", "reinforce++")}
 
 
 def main(model: Path, out: Path) -> None:
@@ -32,7 +34,8 @@ def main(model: Path, out: Path) -> None:
             if config.algorithm.uses_critic:
                 critic = make_critic(policy, config, dist)
                 critic.head.weight.data.fill_(0.01)
-            samples = [replace(s) for s in random_samples(0)]
+            make = random_episodes if name.startswith(SEVERAL_TURNS) else random_samples
+            samples = [replace(s) for s in make(0)]
             metrics = train_rows(policy, optimizer, samples, 1, config, dist, critic)
             found[name] = {
                 "grads": optimizer.grads,

@@ -1,0 +1,220 @@
+"""Trajectories of several calls: the same gradients as one padded row for each call, whatever the packing and the cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from skylite.config.algorithm import AlgorithmConfig
+from skylite.errors import DataError
+from skylite.model.distributed import Dist
+from skylite.model.packing import Packing
+from skylite.run.rollout_file import mean_reward, read_rollouts, write_rollouts
+from skylite.trainer.assign_advantages import assign_advantages
+from skylite.trainer.batching import arrange
+from skylite.trainer.critic import make_critic
+from skylite.trainer.micro_batch import pack
+from skylite.trainer.precompute import Precomputed
+from tests.cases import (
+    ALGORITHMS,
+    IMPORTANCE,
+    gradients_after_step,
+    optimizer_of,
+    plain_model,
+    policy_of,
+    reference_gradient,
+    relative_difference,
+    train_rows,
+)
+from tests.reference import Row, groups_of, lone_rank, random_episodes, settings
+
+EPISODES = random_episodes(0)
+
+
+@pytest.fixture(scope="module")
+def dist() -> Iterator[Dist]:
+    with lone_rank() as dist:
+        yield dist
+
+
+def episode(*calls: tuple[list[int], list[int]], reward: float, group: int = 0) -> Row:
+    sampled = [token for _, completion in calls for token in completion]
+    return Row(
+        group=group,
+        prompt_token_ids=calls[0][0],
+        completion_token_ids=sampled,
+        rollout_logprobs=[-1.0 - i for i in range(len(sampled))],
+        reward=reward,
+        calls=calls,
+    )
+
+
+def test_the_episodes_have_several_calls_and_some_branch() -> None:
+    calls = [row.all_calls for row in EPISODES]
+    assert {len(c) for c in calls} == {1, 2, 3, 4}
+    extends = [b[0][: len(a[0] + a[1])] == a[0] + a[1] for c in calls for a, b in zip(c, c[1:], strict=False)]
+    assert True in extends
+    assert False in extends
+
+
+@pytest.mark.parametrize("packing", ["tree", "padded"])
+@pytest.mark.parametrize("budget", [4096, 60], ids=["one pass", "many passes"])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_has_the_gradient_of_single_rows(
+    name: str, budget: int, packing: Packing, tiny_llama: Path, dist: Dist
+) -> None:
+    config = settings(algorithm=ALGORITHMS[name], trainer={"tokens_per_micro_batch": budget})
+    policy = policy_of(tiny_llama, config, dist, packing)
+    got, _ = gradients_after_step(policy, config, dist, EPISODES)
+    expected = reference_gradient(plain_model(tiny_llama, policy, config), policy, config, EPISODES)
+    assert relative_difference(got, expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "correction", [*(c for c in IMPORTANCE.values() if "reject_kl" not in c), {"reject_kl": 2.0}], ids=str
+)
+def test_every_correction_has_the_gradient_of_single_rows(
+    correction: dict[str, Any], tiny_llama: Path, dist: Dist
+) -> None:
+    config = settings(importance=correction, trainer={"tokens_per_micro_batch": 60})
+    policy = policy_of(tiny_llama, config, dist)
+    got, _ = gradients_after_step(policy, config, dist, EPISODES)
+    expected = reference_gradient(plain_model(tiny_llama, policy, config), policy, config, EPISODES)
+    assert relative_difference(got, expected) < 1e-5
+
+
+def test_metrics_do_not_depend_on_packing_or_cut(tiny_llama: Path, dist: Dist) -> None:
+    found = []
+    for packing, budget in (("tree", 4096), ("tree", 60), ("padded", 60)):
+        config = settings(trainer={"tokens_per_micro_batch": budget})
+        policy = policy_of(tiny_llama, config, dist, packing)
+        found.append(gradients_after_step(policy, config, dist, EPISODES)[1])
+    for name in found[0].keys() - {"tokens/unique", "mismatch/worst_token_id"}:
+        assert [m[name] for m in found[1:]] == pytest.approx([found[0][name]] * 2, rel=1e-4, abs=1e-6), name
+    assert found[0]["tokens/completion"] == sum(len(row.completion_token_ids) for row in EPISODES)
+
+
+def test_a_tree_computes_the_history_once(tiny_llama: Path, dist: Dist) -> None:
+    """Call 2's prompt holds call 1, so its 4 + 3 tokens are no new nodes; each call's last token is never an input."""
+    first = ([1, 2, 3, 4], [5, 6, 7])
+    second = ([1, 2, 3, 4, 5, 6, 7, 8], [9, 10])
+    config = settings(rollout={"prompts_per_step": 1, "group_size": 2})
+    rows = [episode(first, second, reward=1.0), episode(first, reward=0.0)]
+    policy = policy_of(tiny_llama, config, dist, "tree")
+    _, metrics = gradients_after_step(policy, config, dist, rows)
+    assert metrics["tokens/unique"] == 9  # 1 .. 9
+    assert metrics["tokens/total"] == (4 + 3) + (8 + 2) + (4 + 3)
+
+
+def test_every_token_of_every_call_gets_the_trajectorys_advantage(tiny_llama: Path, dist: Dist) -> None:
+    rows = [
+        episode(([1, 2], [3]), ([1, 2, 3, 4], [5, 6]), reward=1.0),
+        episode(([1, 2], [7, 8]), reward=0.0),
+    ]
+    config = settings(algorithm={"name": "dr_grpo"}, rollout={"prompts_per_step": 1, "group_size": 2})
+    batch = arrange(groups_of(rows), config.algorithm)
+    assert batch.lengths.tolist() == [[3.0, 2.0]]
+    (update,) = pack(batch, policy_of(tiny_llama, config, dist), config, dist)
+    (micro,) = update.micro_batches
+    (targets,) = assign_advantages(batch, [micro], [Precomputed()], config.algorithm, dist)
+    by_token = dict(zip(micro.tokens.targets.tolist(), targets.advantages.tolist(), strict=True))
+    assert by_token == {3: 0.5, 5: 0.5, 6: 0.5, 7: -0.5, 8: -0.5}
+
+
+def test_ppo_runs_along_the_sampled_tokens_of_a_trajectory(tiny_llama: Path, dist: Dist) -> None:
+    """With gamma 0.5 and values 0 a reward of 1 after three tokens in two calls is worth 0.25, 0.5 and 1, before whitening."""
+    rows = [
+        episode(([1, 2], [3]), ([1, 2, 3, 4], [5, 6]), reward=1.0),
+        episode(([1, 2], [7, 8]), reward=0.0),
+    ]
+    config = settings(
+        algorithm={"name": "ppo", "gamma": 0.5, "gae_lambda": 1.0},
+        rollout={"prompts_per_step": 1, "group_size": 2},
+    )
+    policy = policy_of(tiny_llama, config, dist)
+    batch = arrange(groups_of(rows), config.algorithm)
+    (update,) = pack(batch, policy, config, dist)
+    (micro,) = update.micro_batches
+    known = Precomputed(values=torch.zeros(5))
+    (targets,) = assign_advantages(batch, [micro], [known], config.algorithm, dist)
+    assert targets.returns is not None
+    assert dict(zip(micro.tokens.targets.tolist(), targets.returns.tolist(), strict=True)) == {
+        3: 0.25,
+        5: 0.5,
+        6: 1.0,
+        7: 0.0,
+        8: 0.0,
+    }
+    optimizer, critic = optimizer_of(policy, config), make_critic(policy, config, dist)
+    metrics = train_rows(policy, optimizer, rows, 1, config, dist, critic)
+    assert metrics["critic/return_mean"] == pytest.approx(1.75 / 5)
+
+
+def test_rollout_files_keep_every_call(tmp_path: Path) -> None:
+    groups, path = groups_of(EPISODES), tmp_path / "step-000001.parquet"
+    write_rollouts(path, groups)
+    again = read_rollouts(path)
+    assert [[t.samples for t in g.trajectories] for g in again] == [
+        [
+            tuple(replace(s, rollout_logprobs=_as_float32(s.rollout_logprobs)) for s in t.samples)
+            for t in g.trajectories
+        ]
+        for g in groups
+    ]
+    assert [[t.reward for t in g.trajectories] for g in again] == [
+        [t.reward for t in g.trajectories] for g in groups
+    ]
+    # A mean over trajectories: one with many calls counts once.
+    assert mean_reward(path) == pytest.approx(sum(row.reward for row in EPISODES) / len(EPISODES))
+
+
+@pytest.mark.parametrize(
+    ("column", "row", "value", "words"),
+    [
+        ("reward", 1, 0.25, "different rewards"),
+        ("turn", 1, 5, "turns [0, 5]"),
+        ("group", 3, 2, "must have the same number"),
+        ("completion_token_ids", 1, [], "0 completion tokens"),
+        ("rollout_logprobs", 1, [-1.0], "logprobs"),
+        ("reward", 2, None, "without a value"),
+    ],
+)
+def test_a_rollout_file_that_does_not_add_up_is_refused_in_words(
+    column: str, row: int, value: object, words: str, tmp_path: Path
+) -> None:
+    rows = [
+        episode(([1, 2], [3]), ([1, 2, 3, 4], [5, 6]), reward=1.0),
+        episode(([1, 2], [7, 8]), reward=0.0),
+        episode(([1], [7, 8]), reward=0.0, group=1),
+        episode(([1], [7, 8]), reward=0.0, group=1),
+    ]
+    path = tmp_path / "step-000001.parquet"
+    write_rollouts(path, groups_of(rows))
+    table = pq.read_table(path)
+    values = table.column(column).to_pylist()
+    values[row] = value
+    index = table.schema.get_field_index(column)
+    pq.write_table(
+        table.set_column(index, table.schema.field(index), pa.array(values, table.schema.field(index).type)),
+        path,
+    )
+    with pytest.raises(DataError) as caught:
+        read_rollouts(path)
+    assert words in str(caught.value)
+
+
+def test_groups_of_different_sizes_are_refused() -> None:
+    rows = [episode(([1], [2]), reward=0.0, group=g) for g in (0, 0, 1)]
+    with pytest.raises(DataError, match="same number"):
+        arrange(groups_of(rows), AlgorithmConfig())
+
+
+def _as_float32(values: list[float]) -> list[float]:
+    return torch.tensor(values, dtype=torch.float32).tolist()
