@@ -1,8 +1,8 @@
-"""vLLM general plugin: LoRA on CPU by dense matrix products instead of one gathered copy of the adapter a token, norms by kernels, and
-adapters read as one mapping.
+"""vLLM general plugin: LoRA on CPU by dense matrix products, and RMS norms by vLLM's own kernels.
 
-Stock vLLM's CPU LoRA is several times slower than the base model, and gives the base requests of a mixed batch an adapter's
-answers (they carry slot -1, which its gather reads as the last slot). vLLM calls `register` in every one of its processes.
+Stock vLLM on CPU gathers one copy of the adapter per token, several times slower than the base model. It also answers
+base requests of a mixed batch with an adapter: they carry slot -1, which the gather reads as the last slot.
+vLLM calls `register` in each of its processes.
 """
 
 from __future__ import annotations
@@ -46,10 +46,9 @@ def register() -> None:
         return
     # The only hook vLLM has for this: the name it later resolves to the wrapper class.
     CpuPlatform.get_punica_wrapper = classmethod(lambda cls: WRAPPER)
-    from skylite.vllm_plugin import adapter_file, kernels
+    from skylite.vllm_plugin import kernels
 
     kernels.install()
-    adapter_file.install()
     if os.environ[SWITCH] == MERGED:
         from skylite.vllm_plugin import merged
 
