@@ -32,7 +32,7 @@ import httpx
 
 from skylite.config.train import CpuLora
 from skylite.engine.server import BASE_NAME, EngineSpec, engine_command, engine_env
-from skylite.processes.child import ProcessSpec, died, kill, poll, start
+from skylite.processes.child import ProcessSpec, child_died, kill, poll, start
 from skylite.run.files import write_json
 from skylite.run.run_dir import adapter_name
 
@@ -214,7 +214,7 @@ def running(
         ) as http:
             while not is_ready(http):
                 if poll(child) is not None:
-                    raise SystemExit(f"{died(child)}\n{died(child).log_tail}")
+                    raise SystemExit(f"{child_died(child)}\n{child_died(child).log_tail}")
                 time.sleep(0.5)
             http.post(
                 "/v1/load_lora_adapter", json={"lora_name": ADAPTER, "lora_path": str(adapter)}

@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 from surroundings import about
 
-from skylite.adapters.expected_modules import likely_target_modules
+from skylite.adapters.expected_modules import predict_target_modules
 from skylite.config.train import TrainConfig
 from skylite.engine.client import VllmClient
 from skylite.engine.server import engine_command, engine_env
@@ -84,7 +84,7 @@ async def server_start(model: str, data: Path, folder: Path, name: str, module: 
         TrainConfig.model_validate(settings(model, data)), RunDir(folder / "plain"), lambda _: None
     )
     spec = engine_spec(
-        plan, likely_target_modules(Path(plan.resolved.model_path), plan.config.lora), 0, folder
+        plan, predict_target_modules(Path(plan.resolved.model_path), plan.config.lora), 0, folder
     )
     command = [module if word == CPU_SERVER else word for word in engine_command(spec)]
     started = time.monotonic()

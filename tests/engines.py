@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from skylite.config.train import CpuLora
 from skylite.engine.server import BASE_NAME, EngineSpec, engine_command, engine_env
-from skylite.processes.child import Child, ProcessSpec, died, kill, poll, start
+from skylite.processes.child import Child, ProcessSpec, child_died, kill, poll, start
 
 TARGET_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 MAX_LORA_RANK = 8
@@ -168,7 +168,7 @@ def _wait_ready(child: Child, http: httpx.Client) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while True:
         if poll(child) is not None:
-            error = died(child)
+            error = child_died(child)
             raise RuntimeError(f"{error}\n{error.log_tail}")
         try:
             if http.get("/health").status_code == httpx.codes.OK:
@@ -176,5 +176,7 @@ def _wait_ready(child: Child, http: httpx.Client) -> None:
         except httpx.TransportError:
             pass
         if time.monotonic() > deadline:
-            raise TimeoutError(f"vLLM did not serve within {START_TIMEOUT_S:.0f} s:\n{died(child).log_tail}")
+            raise TimeoutError(
+                f"vLLM did not serve within {START_TIMEOUT_S:.0f} s:\n{child_died(child).log_tail}"
+            )
         time.sleep(0.2)

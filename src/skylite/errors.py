@@ -96,7 +96,7 @@ class TrainingDiverged(RunFailed):
     """The loss or the gradient is not finite."""
 
 
-def no_finite_score(value: object, prompt_id: str, completion: str) -> RunFailed:
+def non_finite_reward(value: object, prompt_id: str, completion: str) -> RunFailed:
     """For whoever cannot go on without the score of a completion."""
     return RunFailed(
         f"The reward function returned {value!r} for prompt {prompt_id} (completion {completion[:80]!r}).",

@@ -33,6 +33,6 @@ def test_a_step_is_sampled_while_the_one_before_is_trained_and_resume_keeps_the_
     order = [
         (e["event"], e["step"])
         for e in read_events(run.events_path)
-        if e["event"] in ("sampling_started", "update_seen")
+        if e["event"] in ("sampling_started", "trainer_step_seen")
     ]
-    assert order.index(("sampling_started", 2)) < order.index(("update_seen", 1))
+    assert order.index(("sampling_started", 2)) < order.index(("trainer_step_seen", 1))

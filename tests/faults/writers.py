@@ -28,7 +28,7 @@ from skylite.config.train import AnomalyConfig, EvalConfig, RunConfig
 from skylite.errors import SkyliteError
 from skylite.evaluation.evaluate import EvalResult, write_results
 from skylite.evaluation.interval import accuracy_of
-from skylite.hub.shared_memory import held_in_memory
+from skylite.hub.shared_memory import model_in_shared_memory
 from skylite.hub.smollm2 import write_converted
 from skylite.model.policy import Policy
 from skylite.orchestrator.plan import RunPlan, write_run
@@ -162,7 +162,7 @@ def small_writers(model: Path) -> dict[str, Callable[[Path, int], Any]]:
             lock.touch()
         with (folder / f"copy-{v}.users.lock").open() as other_run:
             fcntl.flock(other_run, fcntl.LOCK_SH)  # so that the copy stays
-            with held_in_memory(model, folder / f"copy-{v}"):
+            with model_in_shared_memory(model, folder / f"copy-{v}"):
                 pass
 
     def stop(folder: Path, v: int) -> None:

@@ -70,7 +70,7 @@ async def _stopped(
         log_path=plan.run.log_path(TRAINER),
     )
     async with Supervisor(
-        stop_timeout_s=GRACE_S * (1 - TRAINER_SHARE), hurry=stop.insisted.is_set
+        stop_timeout_s=GRACE_S * (1 - TRAINER_SHARE), skip_wait=stop.insisted.is_set
     ) as supervisor:
         progress = Progress(plan.run, 9, Screen(9), supervisor.pids)
         supervisor.start(spec)

@@ -19,7 +19,7 @@ class Batch:
 
     slot: int | None = 0
 
-    def slot_of_all(self, num_rows: int) -> int | None:
+    def single_slot(self, num_rows: int) -> int | None:
         return self.slot
 
 
@@ -115,6 +115,6 @@ def test_vllm_refilling_a_slot_ends_its_merged_copy_at_once(merged: Any) -> None
 
 def test_a_copy_is_kept_in_bfloat16_only_where_that_is_exact(merged: Any) -> None:
     published = torch.randn(4, 4).to(torch.bfloat16).float()
-    assert merged.compact(published).dtype == torch.bfloat16
+    assert merged.lossless_bf16(published).dtype == torch.bfloat16
     finer = published + 2**-20
-    assert torch.equal(merged.compact(finer), finer)
+    assert torch.equal(merged.lossless_bf16(finer), finer)

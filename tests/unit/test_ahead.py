@@ -321,7 +321,7 @@ def test_a_step_ahead_is_sampled_while_the_step_before_is_trained(
 ) -> None:
     run, engine, _ = run_of(tmp_path, 1, 5, sample_s=sample_s, train_s=train_s)
     assert sampled_from(run) == {1: 0, 2: 0, 3: 1, 4: 2, 5: 3}
-    started, seen = times(run, "sampling_started", "step"), times(run, "update_seen", "step")
+    started, seen = times(run, "sampling_started", "step"), times(run, "trainer_step_seen", "step")
     assert all(started[k + 1] < seen[k] for k in range(1, 5)), "step k + 1 begins before step k is trained"
     written = times(run, "rollouts_written", "step")
     assert all(written[k] < written[k + 1] for k in range(1, 5))
@@ -425,5 +425,5 @@ def test_an_event_torn_by_a_kill_is_left_out(tmp_path: Path) -> None:
     run, _, _ = run_of(tmp_path, 0, 1)
     whole = read_events(run.events_path)
     with run.events_path.open("ab") as stream:
-        stream.write(json.dumps({"event": "update_seen"}).encode()[:9])
+        stream.write(json.dumps({"event": "trainer_step_seen"}).encode()[:9])
     assert read_events(run.events_path) == whole

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from skylite.processes.preload import TBB_MALLOC, has_library, preloading
+from skylite.processes.preload import TBB_MALLOC, has_library, preload_env
 from skylite.trainer.memory import release_cached_memory
 
 PASSES = """
@@ -30,7 +30,7 @@ print(held - start, kept - start, release_cached_memory(), resident() - start)
 
 @pytest.mark.skipif(not has_library(*TBB_MALLOC), reason="TBB's allocator is not here")
 def test_what_tbb_keeps_goes_back() -> None:
-    env = os.environ | preloading(TBB_MALLOC, {}, "malloc")
+    env = os.environ | preload_env(TBB_MALLOC, {}, "malloc")
     done = subprocess.run(
         [sys.executable, "-c", PASSES], env=env, capture_output=True, text=True, check=True, timeout=120
     )

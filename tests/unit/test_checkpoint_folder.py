@@ -12,8 +12,8 @@ from skylite.errors import ConfigError, ModelError
 from skylite.run.checkpoint_folder import (
     checkpoint_steps,
     choose_checkpoint,
-    seal_checkpoint,
     verify_checkpoint,
+    write_checkpoint_manifest,
 )
 from skylite.run.run_dir import RunDir
 
@@ -38,7 +38,7 @@ def make(run: RunDir, *steps: int) -> None:
         folder.mkdir(parents=True)
         (folder / "policy.safetensors").write_bytes(b"weights")
         (folder / "state.json").write_text("{}")
-        seal_checkpoint(folder, step)
+        write_checkpoint_manifest(folder, step)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

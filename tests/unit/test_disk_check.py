@@ -14,7 +14,7 @@ from skylite.config.train import AnomalyConfig
 from skylite.errors import ConfigError, WriteFailed
 from skylite.hub.smollm2 import CONVERTED_BYTES, GGUF_NAME, cache_folder, converted_folder
 from skylite.orchestrator.disk_check import adapter_bytes, check_disk_space, checkpoint_bytes
-from skylite.run.files import RESERVE_BYTES, atomic_file, exchange, require_space
+from skylite.run.files import RESERVE_BYTES, atomic_file, require_space, swap_paths
 from skylite.run.metrics import append_metrics
 from skylite.run.run_dir import RunDir
 from skylite.trainer.anomaly import keep_inputs
@@ -128,8 +128,8 @@ def test_two_folders_change_places(tmp_path: Path) -> None:
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
-    exchange(tmp_path / "one", tmp_path / "other")
+    swap_paths(tmp_path / "one", tmp_path / "other")
     assert (tmp_path / "one" / "other").exists()
     assert (tmp_path / "other" / "one").exists()
     with pytest.raises(OSError, match="No such file"):
-        exchange(tmp_path / "missing", tmp_path / "other")
+        swap_paths(tmp_path / "missing", tmp_path / "other")

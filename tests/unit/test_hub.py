@@ -12,7 +12,7 @@ import pytest
 
 from skylite.errors import ModelError
 from skylite.hub.resolve import resolve_model
-from skylite.hub.smollm2 import RECORD, damage_of
+from skylite.hub.smollm2 import RECORD, find_damage
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 
@@ -153,10 +153,10 @@ def test_damage_of_a_converted_folder_is_found(tmp_path: Path) -> None:
     (tmp_path / RECORD).write_text(
         json.dumps({"files": {weights.name: hashlib.sha256(b"weights").hexdigest()}})
     )
-    assert damage_of(tmp_path) == ""
+    assert find_damage(tmp_path) == ""
     weights.write_bytes(b"weightz")
-    assert damage_of(tmp_path) == "model.safetensors has changed"
+    assert find_damage(tmp_path) == "model.safetensors has changed"
     weights.unlink()
-    assert damage_of(tmp_path) == "model.safetensors is missing"
+    assert find_damage(tmp_path) == "model.safetensors is missing"
     (tmp_path / RECORD).write_text("{")
-    assert damage_of(tmp_path).startswith(RECORD)
+    assert find_damage(tmp_path).startswith(RECORD)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from skylite.adapters.expected_modules import likely_target_modules
+from skylite.adapters.expected_modules import predict_target_modules
 from skylite.adapters.lora_modules import short_names
 from skylite.config.lora import LoraConfig
 from skylite.model.adapted_modules import adapted_modules
@@ -34,7 +34,7 @@ def test_headers_name_the_modules_that_the_trainer_adapts(model_path: Path, name
     config = LoraConfig.model_validate(SETTINGS[name])
     model = AutoModelForCausalLM.from_pretrained(model_path)
     trainers = short_names((n for n, _ in model.named_modules()), adapted_modules(model, config))
-    assert likely_target_modules(model_path, config) == trainers
+    assert predict_target_modules(model_path, config) == trainers
     assert trainers
 
 

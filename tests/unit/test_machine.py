@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from skylite.processes.machine import choose_dtype, cpu_cores, cpu_has_bf16, parse_gpus, visible
+from skylite.processes.machine import choose_dtype, cpu_cores, cpu_has_bf16, parse_gpus, visible_gpus
 
 LISTING = "0, GPU-aa11, NVIDIA H200, 9.0\n1, GPU-bb22, Tesla T4, 7.5\n"
 
@@ -24,7 +24,7 @@ def test_nvidia_smi_lines_are_read() -> None:
     [(None, [0, 1]), ("", []), ("1", [1]), ("1,0", [1, 0]), ("GPU-bb", [1]), ("0,7,1", [0]), ("-1", [])],
 )
 def test_visible_devices_apply_as_cuda_reads_them(setting: str | None, indices: list[int]) -> None:
-    assert [g.index for g in visible(parse_gpus(LISTING), setting)] == indices
+    assert [g.index for g in visible_gpus(parse_gpus(LISTING), setting)] == indices
 
 
 @pytest.mark.parametrize(

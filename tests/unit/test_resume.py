@@ -17,7 +17,7 @@ from skylite.data.prompts import PromptFileInfo, write_prompts
 from skylite.errors import ConfigError
 from skylite.orchestrator.plan import plan_run, write_run
 from skylite.orchestrator.resume import check_changes, forget_after, plan_resume
-from skylite.run.checkpoint_folder import checkpoint_steps, seal_checkpoint
+from skylite.run.checkpoint_folder import checkpoint_steps, write_checkpoint_manifest
 from skylite.run.metrics import read_metrics
 from skylite.run.run_dir import RunDir
 from skylite.run.status import Status, write_status
@@ -44,7 +44,7 @@ def run(tmp_path: Path) -> RunDir:
     for step in (10, 20):
         run.checkpoint_path(step).mkdir()
         (run.checkpoint_path(step) / "policy.safetensors").write_bytes(b"weights")
-        seal_checkpoint(run.checkpoint_path(step), step)
+        write_checkpoint_manifest(run.checkpoint_path(step), step)
     return run
 
 

@@ -33,11 +33,11 @@ def test_vllm_starts_in_its_own_way_where_ours_is_not_known_to_work(
     change: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "_version", lambda package: "0.32.0+cpu")
-    found = server.unfit(FIT | change)
+    found = server.why_not_fork(FIT | change)
     assert reason in found
     assert bool(found) == bool(reason)
     monkeypatch.setattr(server, "_version", lambda package: "0.33.1")
-    assert "not 0.33.1" in server.unfit(FIT | change)
+    assert "not 0.33.1" in server.why_not_fork(FIT | change)
 
 
 def test_a_module_of_that_name_that_is_not_the_packages_is_not_taken_for_it(
@@ -47,7 +47,7 @@ def test_a_module_of_that_name_that_is_not_the_packages_is_not_taken_for_it(
     (tmp_path / "vllm" / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
-    assert "another package" in server.unfit(FIT)
+    assert "another package" in server.why_not_fork(FIT)
 
 
 def test_threads_and_cores_by_hand() -> None:

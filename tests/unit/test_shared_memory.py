@@ -11,7 +11,7 @@ from skylite.engine.server import engine_command
 from skylite.engine.startup import engine_spec
 from skylite.errors import ConfigError
 from skylite.hub import shared_memory
-from skylite.hub.shared_memory import held_in_memory
+from skylite.hub.shared_memory import model_in_shared_memory
 from skylite.model.policy import load_policy
 from skylite.orchestrator.plan import RunPlan
 from skylite.run.run_dir import RunDir
@@ -29,7 +29,7 @@ def model(tmp_path: Path) -> Path:
 
 def test_the_files_that_are_loaded_are_there_inside_and_gone_after(model: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
-    with held_in_memory(model, copy):
+    with model_in_shared_memory(model, copy):
         assert sorted(p.name for p in copy.iterdir()) == ["config.json", "model.safetensors"]
         assert (copy / "config.json").read_text() == "config.json"
         assert copy.stat().st_mode & 0o777 == 0o700
@@ -38,8 +38,8 @@ def test_the_files_that_are_loaded_are_there_inside_and_gone_after(model: Path, 
 
 def test_two_runs_share_one_copy_and_the_last_removes_it(model: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
-    with held_in_memory(model, copy):
-        with held_in_memory(model, copy):
+    with model_in_shared_memory(model, copy):
+        with model_in_shared_memory(model, copy):
             made = copy.stat().st_ino
         assert copy.stat().st_ino == made
     assert not copy.exists()
@@ -50,7 +50,7 @@ def test_a_half_made_copy_of_a_run_that_was_killed_is_not_taken(model: Path, tmp
     leftover = tmp_path / f".copy{shared_memory.TEMPORARY_MARK}"
     leftover.mkdir()
     (leftover / "model.safetensors").write_text("half")
-    with held_in_memory(model, copy):
+    with model_in_shared_memory(model, copy):
         assert (copy / "model.safetensors").read_text() == "model.safetensors"
     assert not leftover.exists()
 
@@ -59,7 +59,7 @@ def test_no_room_is_an_error_in_words_and_leaves_nothing(model: Path, tmp_path: 
     with (model / "model.safetensors").open("wb") as file:
         file.truncate(1 << 43)  # sparse: larger than any memory, no bytes on disk
     copy = tmp_path / "copy"
-    with pytest.raises(ConfigError, match="use_shm"), held_in_memory(model, copy):
+    with pytest.raises(ConfigError, match="use_shm"), model_in_shared_memory(model, copy):
         pass
     assert [
         p.name for p in tmp_path.iterdir() if p.name.startswith((".copy", "copy")) and p.suffix != ".lock"
@@ -68,7 +68,7 @@ def test_no_room_is_an_error_in_words_and_leaves_nothing(model: Path, tmp_path: 
 
 def test_trainer_and_engines_read_the_copy_and_not_the_model(tiny_llama: Path, tmp_path: Path) -> None:
     copy, elsewhere = tmp_path / "copy", tmp_path / "on a slow disk"
-    with held_in_memory(tiny_llama, copy):
+    with model_in_shared_memory(tiny_llama, copy):
         where = resolved(elsewhere, tmp_path).model_copy(update={"shm_path": str(copy)})
         plan = RunPlan(
             run=RunDir(tmp_path / "run"),

@@ -10,7 +10,7 @@ from skylite.config.lora import LoraConfig
 from skylite.hub.resolve import safetensors_header, weight_files
 
 
-def likely_target_modules(model_path: Path, config: LoraConfig) -> list[str]:
+def predict_target_modules(model_path: Path, config: LoraConfig) -> list[str]:
     """What the trainer's manifest will most likely name as target_modules, so that vLLM can be started before it.
 
     A file does not say of which kind a module is: a matrix in a numbered layer is taken for a linear module, one elsewhere for embedding

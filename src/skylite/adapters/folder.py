@@ -13,7 +13,7 @@ from skylite.run.run_dir import AdapterVersion, RunDir, published_versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class ServedAdapter:
     """An adapter to serve and the base model under it."""
 
     adapter: AdapterVersion
@@ -26,7 +26,7 @@ class Served:
     run_config: RunConfig | None
 
 
-def find_adapter(target: Path, step: int | None) -> Served:
+def find_adapter(target: Path, step: int | None) -> ServedAdapter:
     """The adapter of a run (its newest, or that of `step`) or of an adapter folder. Raises ConfigError or ModelError in words.
 
     Its files are whole by then, as far as can be known without the base model: vLLM would say so only after its start.
@@ -51,10 +51,10 @@ def find_adapter(target: Path, step: int | None) -> Served:
     return _served(chosen[-1], run, config)
 
 
-def _served(adapter: AdapterVersion, run: RunDir | None, config: RunConfig | None) -> Served:
+def _served(adapter: AdapterVersion, run: RunDir | None, config: RunConfig | None) -> ServedAdapter:
     found = read_warm_start(adapter.path)
     base_model = config.resolved.model_path if config is not None else found.base_model
-    return Served(
+    return ServedAdapter(
         adapter=adapter,
         base_model=base_model,
         rank=found.rank,

@@ -22,7 +22,7 @@ from skylite.run.files import atomic_folder
 from skylite.run.run_dir import RunDir, adapter_name
 
 CONFIG, WEIGHTS, MANIFEST = "adapter_config.json", "adapter_model.safetensors", "manifest.json"
-REFUSED = {
+UNSUPPORTED_KEYS = {
     "use_dora": "it is a DoRA adapter",
     "lora_bias": "it has trained biases",
     "modules_to_save": "it has fully trained modules",
@@ -55,14 +55,14 @@ class WarmStart:
     """None for an adapter that skylite has not published."""
 
 
-def plan_warm_start(
+def check_warm_start(
     config: TrainConfig, model_path: Path, fingerprint: str, note: Callable[[str], None]
 ) -> None:
     """Check lora.from_adapter against settings and base model, and say what it is. Raises ConfigError or ModelError in words."""
     assert config.lora.from_adapter is not None, "checked by the caller"
-    found = read_warm_start(given_folder(config.lora.from_adapter))
-    check_fits(found, config.lora)
-    check_base(found, config.model.name, model_path, fingerprint, note)
+    found = read_warm_start(expand_adapter_path(config.lora.from_adapter))
+    check_lora_settings(found, config.lora)
+    check_base_model(found, config.model.name, model_path, fingerprint, note)
     version = adapter_name(found.manifest.version) if found.manifest is not None else "not of skylite"
     note(f"warm start from {found.folder} (rank {found.rank}, alpha {found.alpha:g}, {version})")
     if config.algorithm.uses_ref and config.algorithm.kl_ref == "base":
@@ -97,20 +97,24 @@ def read_warm_start(folder: Path) -> WarmStart:
     )
 
 
-def check_fits(found: WarmStart, lora: LoraConfig) -> None:
+def check_lora_settings(found: WarmStart, lora: LoraConfig) -> None:
     """The matrices go on with the rank and the scale they were trained with. Raises ConfigError that names both and the flags."""
     has = {"rank": float(found.rank), "alpha": found.alpha, "use_rslora": found.use_rslora}
     wants = {"rank": float(lora.rank), "alpha": lora.alpha, "use_rslora": lora.use_rslora}
     if differing := [k for k in has if has[k] != wants[k]]:
-        said = ", ".join(f"{k} {_text(has[k])}, and this run {_text(wants[k])}" for k in differing)
-        rslora = f" --set lora.use_rslora={_text(found.use_rslora)}" if "use_rslora" in differing else ""
+        said = ", ".join(
+            f"{k} {_format_value(has[k])}, and this run {_format_value(wants[k])}" for k in differing
+        )
+        rslora = (
+            f" --set lora.use_rslora={_format_value(found.use_rslora)}" if "use_rslora" in differing else ""
+        )
         raise ConfigError(
             f"The adapter {found.folder} has {said}.",
             f"Give --rank {found.rank} --alpha {found.alpha:g}{rslora}.",
         )
 
 
-def check_base(
+def check_base_model(
     found: WarmStart, model_name: str, model_path: Path, fingerprint: str, note: Callable[[str], None]
 ) -> None:
     """Raise ConfigError when the manifest names another base. A name alone only makes a note: a path differs between machines."""
@@ -139,7 +143,7 @@ def copy_warm_start(source: Path, run: RunDir) -> None:
         read_warm_start(folder)
 
 
-def given_folder(from_adapter: str) -> Path:
+def expand_adapter_path(from_adapter: str) -> Path:
     """Of lora.from_adapter; Path.expanduser raises for names that no file can have."""
     return Path(os.path.expanduser(from_adapter))
 
@@ -158,7 +162,10 @@ def _plain_lora(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     try:
         peft = json.loads(path.read_text(encoding="utf-8"))
-        kind, reasons = str(peft["peft_type"]), [reason for key, reason in REFUSED.items() if peft.get(key)]
+        kind, reasons = (
+            str(peft["peft_type"]),
+            [reason for key, reason in UNSUPPORTED_KEYS.items() if peft.get(key)],
+        )
         peft |= {
             "r": int(peft["r"]),
             "lora_alpha": float(peft["lora_alpha"]),
@@ -223,5 +230,5 @@ def _shapes(path: Path) -> dict[str, list[int]]:
         raise ModelError(f"{path} cannot be read: {error}.", "The folder is damaged.") from None
 
 
-def _text(value: float | bool) -> str:
+def _format_value(value: float | bool) -> str:
     return str(value).lower() if isinstance(value, bool) else f"{value:g}"

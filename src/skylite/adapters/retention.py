@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from skylite.config.train import CheckpointConfig, EvalConfig, SyncConfig, TrainConfig
 from skylite.errors import DataError
 from skylite.run.checkpoint_folder import checkpoint_steps
-from skylite.run.files import TEMPORARY_MARK, temporary_sibling, write_json, writing
+from skylite.run.files import TEMPORARY_MARK, convert_os_errors, temporary_sibling, write_json
 from skylite.run.run_dir import RunDir, published_versions, sampling_version
 
 Label = Literal["before", "step", "after"]
@@ -84,7 +84,7 @@ def held_out_scores(run: RunDir, config: EvalConfig) -> dict[int, float]:
     return scores
 
 
-def forget_scores_after(run: RunDir, version: int) -> None:
+def remove_scores_after(run: RunDir, version: int) -> None:
     """Remove the run's own evaluations of versions after `version`."""
     for label in get_args(Label):
         for path in run.evals.glob(f"{label}-v*"):
@@ -112,7 +112,7 @@ def remove_leftovers(run: RunDir, lora_sync_path: Path) -> list[Path]:
 
 def remove_folder(folder: Path) -> int:
     """Delete a folder; its bytes. First out of sight, so that a kill halfway leaves nothing torn under a good name. Raises WriteFailed."""
-    with writing(folder):
+    with convert_os_errors(folder):
         size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
         doomed = temporary_sibling(folder)
         folder.rename(doomed)

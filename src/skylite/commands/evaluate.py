@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skylite.adapters.folder import Served, find_adapter
+from skylite.adapters.folder import ServedAdapter, find_adapter
 from skylite.commands.notes import say
 from skylite.config.loading import load_config
 from skylite.config.train import TrainConfig
@@ -52,7 +52,7 @@ class EvalFlags:
 class EvalPlan:
     """What is evaluated, on what, where the results go."""
 
-    adapter: Served | None
+    adapter: ServedAdapter | None
     model_name: str
     config: TrainConfig
     prompts: list[Prompt]

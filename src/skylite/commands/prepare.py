@@ -15,7 +15,7 @@ from skylite.data.sources import READABLE
 from skylite.errors import ConfigError, DataError, WriteFailed
 from skylite.rewards import load_reward, resolve_spec
 from skylite.rewards.named import remember
-from skylite.run.files import exchange, fsync_path, temporary_sibling
+from skylite.run.files import fsync_path, swap_paths, temporary_sibling
 from skylite.types import Prompt
 
 _T = TypeVar("_T")
@@ -183,7 +183,7 @@ def _write_and_swap(folder: Path, prompts: dict[str, list[Prompt]], infos: dict[
             write_prompts(fresh / f"{split}.parquet", prompts[split], infos[split])
         fsync_path(fresh)
         if folder.exists():
-            exchange(fresh, folder)
+            swap_paths(fresh, folder)
         else:
             os.rename(fresh, folder)
         fsync_path(folder.parent)

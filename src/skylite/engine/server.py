@@ -18,7 +18,7 @@ from typing import Literal
 from skylite.config.train import CpuLora
 from skylite.errors import ModelError
 from skylite.processes.machine import LOOPBACK_ONLY, cpu_cores, total_memory
-from skylite.processes.preload import INTEL_OPENMP, has_library, preloading
+from skylite.processes.preload import INTEL_OPENMP, has_library, preload_env
 from skylite.vllm_plugin import CPU_SERVER, STOCK_SERVER, SWITCH, key, lifetime
 
 RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
@@ -251,4 +251,4 @@ def _cpu_env(spec: EngineSpec, base_env: Mapping[str, str]) -> dict[str, str]:
     env = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, worker_cpus()))}
     env[SWITCH] = spec.cpu_lora
     # Two OpenMP runtimes in one process do not get along (vLLM refuses it), so one that the user preloads stays.
-    return env | preloading([INTEL_OPENMP], base_env, "libgomp", "libomp", "libiomp")
+    return env | preload_env([INTEL_OPENMP], base_env, "libgomp", "libomp", "libiomp")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from skylite.adapters.folder import Served
+from skylite.adapters.folder import ServedAdapter
 from skylite.config.lora import served_rank
 from skylite.config.train import TrainConfig
 from skylite.engine.server import EngineSpec, choose_cpu_lora
 from skylite.processes.machine import choose_device, choose_dtype
 
 
-def single_engine(config: TrainConfig, adapter: Served | None, model_path: Path, uds: Path) -> EngineSpec:
+def single_engine(
+    config: TrainConfig, adapter: ServedAdapter | None, model_path: Path, uds: Path
+) -> EngineSpec:
     """An engine that holds nothing but this adapter; without one, LoRA is off."""
     device = choose_device()
     dtype = choose_dtype(config.model.dtype, device)[0]

@@ -13,7 +13,7 @@ from skylite.engine.client import VllmClient
 from skylite.engine.engine import Engine
 from skylite.engine.server import EngineSpec, engine_command, engine_env
 from skylite.errors import ChildDied, RunFailed
-from skylite.processes.child import Child, ProcessSpec, died, log_tail, poll
+from skylite.processes.child import Child, ProcessSpec, child_died, log_tail, poll
 from skylite.processes.supervisor import POLL_S, Supervisor
 from skylite.run.run_dir import AdapterVersion
 
@@ -114,7 +114,7 @@ class Watchdog:
         try:
             while not task.done():
                 if poll(self.child) is not None:
-                    raise died(self.child)
+                    raise child_died(self.child)
                 await asyncio.wait({task}, timeout=POLL_S)
             return task.result()
         finally:

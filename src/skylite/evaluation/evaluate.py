@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from skylite.engine.client import Sampling
 from skylite.engine.collect import Scorer, collect_group, gather_all, request_seed
 from skylite.engine.engine import Engine
-from skylite.errors import no_finite_score
+from skylite.errors import non_finite_reward
 from skylite.evaluation.interval import Accuracy, accuracy_of
 from skylite.run.files import atomic_file
 from skylite.types import Group, Prompt, Trajectory, is_number
@@ -72,7 +72,7 @@ async def evaluate(
             )
         for t in group.trajectories:
             if not is_number(t.reward):
-                raise no_finite_score(t.reward, prompt.id, t.samples[-1].text)
+                raise non_finite_reward(t.reward, prompt.id, t.samples[-1].text)
         return group
 
     groups = await gather_all([asyncio.create_task(one(i, p)) for i, p in enumerate(prompts)])

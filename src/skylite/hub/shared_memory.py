@@ -10,10 +10,21 @@ from pathlib import Path
 from typing import IO
 
 from skylite.errors import ConfigError
-from skylite.run.files import TEMPORARY_MARK, writing
+from skylite.run.files import TEMPORARY_MARK, convert_os_errors
 
 SHARED_MEMORY = Path("/dev/shm")
-NOT_READ = ("*.bin", "*.pth", "*.pt", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "original", "onnx", ".cache")
+OTHER_FORMATS = (
+    "*.bin",
+    "*.pth",
+    "*.pt",
+    "*.gguf",
+    "*.onnx",
+    "*.h5",
+    "*.msgpack",
+    "original",
+    "onnx",
+    ".cache",
+)
 """Other forms of the same weights; only safetensors are loaded."""
 
 
@@ -23,31 +34,31 @@ def shared_copy(fingerprint: str) -> Path:
 
 
 @contextmanager
-def held_in_memory(model: Path, copy: Path) -> Iterator[None]:
+def model_in_shared_memory(model: Path, copy: Path) -> Iterator[None]:
     """`copy` holds the files of `model` inside the block; the last run that uses it removes it.
 
     Raises ConfigError when memory has no room for it, WriteFailed when it is refused all the same. Two lock files beside the copy: one is
     held shared by whoever uses it, so that the last can be known; the other, held briefly, keeps making and removing apart.
     """
-    with _opened(Path(f"{copy}.users.lock")) as users, _opened(Path(f"{copy}.change.lock")) as change:
-        with _exclusively(change), writing(copy):
+    with _open_lock(Path(f"{copy}.users.lock")) as users, _open_lock(Path(f"{copy}.change.lock")) as change:
+        with _exclusive(change), convert_os_errors(copy):
             fcntl.flock(users, fcntl.LOCK_SH)
             if not copy.exists():
                 _copy(model, copy)
         try:
             yield
         finally:
-            with _exclusively(change):
+            with _exclusive(change):
                 _remove_if_last(copy, users)
 
 
-def _opened(lock: Path) -> IO[str]:
-    with writing(lock):
+def _open_lock(lock: Path) -> IO[str]:
+    with convert_os_errors(lock):
         return lock.open("w")
 
 
 @contextmanager
-def _exclusively(lock: IO[str]) -> Iterator[None]:
+def _exclusive(lock: IO[str]) -> Iterator[None]:
     fcntl.flock(lock, fcntl.LOCK_EX)
     try:
         yield
@@ -56,7 +67,7 @@ def _exclusively(lock: IO[str]) -> Iterator[None]:
 
 
 def _copy(model: Path, copy: Path) -> None:
-    ignore = shutil.ignore_patterns(*NOT_READ)
+    ignore = shutil.ignore_patterns(*OTHER_FORMATS)
     kept = [f for f in model.iterdir() if f.is_file() and f.name not in ignore(str(model), [f.name])]
     size, free = sum(f.stat().st_size for f in kept), shutil.disk_usage(copy.parent).free
     if size > free:
@@ -81,7 +92,7 @@ def _remove_if_last(copy: Path, users: IO[str]) -> None:
     except BlockingIOError:
         return
     # First out of sight: what a kill leaves of it under its own name, the next run would take for the model.
-    with writing(copy):
+    with convert_os_errors(copy):
         copy.rename(_temporary(copy))
         shutil.rmtree(_temporary(copy))
 

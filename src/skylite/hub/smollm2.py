@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from skylite.errors import ModelError
 from skylite.processes.child import ProcessSpec, kill, log_tail, start
-from skylite.run.files import atomic_folder, require_space, sha256_file, write_json, writing
+from skylite.run.files import atomic_folder, convert_os_errors, require_space, sha256_file, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -39,14 +39,14 @@ def converted_folder(say: Callable[[str], None]) -> Path:
     """
     gguf = _gguf()
     folder = cache_folder() / f"smollm2-135m-{sha256_file(gguf)[:12]}"
-    with writing(folder):
+    with convert_os_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = (folder.parent / f".{folder.name}.lock").open("w")
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if folder.exists() and (damage := damage_of(folder)):
+        if folder.exists() and (damage := find_damage(folder)):
             say(f"model: the converted copy in {folder} is damaged ({damage}); it is made again")
-            with writing(folder):
+            with convert_os_errors(folder):
                 shutil.rmtree(folder)
         if not folder.exists():
             require_space(folder, CONVERTED_BYTES)
@@ -80,7 +80,7 @@ def write_converted(
 ) -> None:
     """The folder with its record, whole or not at all. Raises WriteFailed."""
     with atomic_folder(folder) as temporary:
-        with _refusals():
+        with _disk_errors_as_oserror():
             model.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
         hashes = {path.name: sha256_file(path) for path in sorted(temporary.iterdir())}
@@ -90,7 +90,7 @@ def write_converted(
 
 
 @contextmanager
-def _refusals() -> Iterator[None]:
+def _disk_errors_as_oserror() -> Iterator[None]:
     """What safetensors and tokenizers tell of a refusing disk in words, as SafetensorError or Exception, as the OSError that it was."""
     try:
         yield
@@ -100,7 +100,7 @@ def _refusals() -> Iterator[None]:
         raise OSError(int(refusal[1]), str(error)) from error
 
 
-def damage_of(folder: Path) -> str:
+def find_damage(folder: Path) -> str:
     """What of a converted folder is not as it was written, in words; empty when all is (one second: every byte is hashed)."""
     try:
         hashes = json.loads((folder / RECORD).read_text(encoding="utf-8"))["files"]

@@ -6,11 +6,11 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from skylite.adapters.import_adapter import given_folder, warm_start_bytes
+from skylite.adapters.import_adapter import expand_adapter_path, warm_start_bytes
 from skylite.config.train import Resolved, TrainConfig
 from skylite.errors import ConfigError
 from skylite.hub.resolve import safetensors_header, weight_files
-from skylite.run.files import RESERVE_BYTES, free_bytes, in_words
+from skylite.run.files import RESERVE_BYTES, format_bytes, free_bytes
 from skylite.run.run_dir import RunDir
 
 TOKEN_BYTES = 8
@@ -28,18 +28,18 @@ def check_disk_space(
     kept = config.sync.keep_last + config.checkpoint.keep_last + 2
     in_run = (config.checkpoint.keep_last + 1) * checkpoint
     if config.lora.from_adapter is not None and not run.warm_start.exists():
-        in_run += warm_start_bytes(given_folder(config.lora.from_adapter))
+        in_run += warm_start_bytes(expand_adapter_path(config.lora.from_adapter))
     needs = [(Path(resolved.lora_sync_path), kept * adapter), (run.root, in_run)]
     for paths, need, free in _by_disk(needs):
         if free < need + RESERVE_BYTES:
             raise ConfigError(
-                f"The run needs {in_words(need + RESERVE_BYTES)} in {paths} (adapters and checkpoints), and {in_words(free)} are free.",
+                f"The run needs {format_bytes(need + RESERVE_BYTES)} in {paths} (adapters and checkpoints), and {format_bytes(free)} are free.",
                 "Make room, choose another --run folder, or keep fewer (checkpoint.keep_last, sync.keep_last).",
             )
     rollouts, free = rollout_bytes(config), free_bytes(run.root)
     if free < rollouts + in_run:
         say(
-            f"warning: the rollouts of {config.num_steps} steps may take up to {in_words(rollouts)}, and {in_words(free)} are free on the "
+            f"warning: the rollouts of {config.num_steps} steps may take up to {format_bytes(rollouts)}, and {format_bytes(free)} are free on the "
             f"disk of {run.root}; a run that finds it full stops whole and can be resumed"
         )
 

@@ -30,7 +30,7 @@ def explained(plan: RunPlan, error: SkyliteError, supervisor: Supervisor) -> Sky
 def _explained_death(plan: RunPlan, error: ChildDied, supervisor: Supervisor) -> SkyliteError:
     is_trainer, path = error.what.startswith(TRAINER), plan.run.trainer_error_path
     reason = plan.run.read_json(path) if path.exists() else None
-    killed = killed_rank(supervisor.log_of(TRAINER)) if is_trainer else None
+    killed = killed_rank(supervisor.recent_log(TRAINER)) if is_trainer else None
     # A rank that was killed pulls the others down; what they say of it (a closed connection) explains nothing.
     if killed is not None and not (reason and reason["final"]):
         cause = ": by hand, or by the kernel for lack of memory" if killed.endswith("SIGKILL") else ""

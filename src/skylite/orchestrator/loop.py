@@ -135,7 +135,7 @@ async def follow_training(session: Session, exchange: Exchange) -> None:
         sampled = await exchange.samples.get()
         progress.phase("training", f"step {step} of {plan.config.num_steps}")
         update = await wait_for_update(plan, step)
-        progress.event("update_seen", step=step)
+        progress.event("trainer_step_seen", step=step)
         if "anomaly/reason" in update.metrics:
             reason = update.metrics["anomaly/reason"]
             progress.screen.say(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import skylite
-from skylite.adapters.import_adapter import copy_warm_start, given_folder, plan_warm_start
+from skylite.adapters.import_adapter import check_warm_start, copy_warm_start, expand_adapter_path
 from skylite.config.train import LORA_LITERATURE_FLOOR_LR, Resolved, RunConfig, TrainConfig
 from skylite.data.prompts import PromptFileInfo, read_prompts
 from skylite.engine.server import choose_cpu_lora, engine_notes
@@ -18,7 +18,7 @@ from skylite.hub.shared_memory import shared_copy
 from skylite.processes.machine import choose_device, choose_dtype, cpu_cores
 from skylite.rewards import load_reward
 from skylite.rewards.named import remember, require_named
-from skylite.run.files import sha256_file, write_json, writing
+from skylite.run.files import convert_os_errors, sha256_file, write_json
 from skylite.run.ownership import mark_sync_folder
 from skylite.run.run_dir import RunDir, published_versions
 from skylite.types import Prompt
@@ -85,7 +85,7 @@ def plan_run(config: TrainConfig, run: RunDir, say: Callable[[str], None]) -> Ru
     for text in engine_notes(device, dtype, config.engine.cpu_lora, cpu_lora, deterministic=same_bits):
         note(text)
     if config.lora.from_adapter is not None:
-        plan_warm_start(config, model.path, model.fingerprint, note)
+        check_warm_start(config, model.path, model.fingerprint, note)
     resolved = Resolved(
         model_path=str(model.path),
         shm_path=shm_path(config, model.fingerprint),
@@ -176,7 +176,7 @@ def write_run(plan: RunPlan) -> None:
             "Move them away, or give another lora.lora_sync_path.",
         )
     if plan.config.lora.from_adapter is not None:
-        copy_warm_start(given_folder(plan.config.lora.from_adapter), plan.run)
+        copy_warm_start(expand_adapter_path(plan.config.lora.from_adapter), plan.run)
     for folder in (
         plan.run.rollouts,
         plan.run.trainer_steps,
@@ -184,7 +184,7 @@ def write_run(plan: RunPlan) -> None:
         plan.run.logs,
         Path(plan.resolved.lora_sync_path),
     ):
-        with writing(folder):
+        with convert_os_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
     write_config(plan)
 

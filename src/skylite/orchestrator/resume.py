@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import skylite
-from skylite.adapters.retention import forget_scores_after, remove_folder, remove_leftovers
+from skylite.adapters.retention import remove_folder, remove_leftovers, remove_scores_after
 from skylite.config.loading import change_config, read_run_config
 from skylite.config.train import Resolved, RunConfig, TrainConfig
 from skylite.errors import ConfigError, DataError
@@ -94,7 +94,7 @@ def forget_after(run: RunDir, lora_sync_path: Path, step: int, say: Say, *, reus
     for folder, first in ((run.trainer_steps, step), (run.rollouts, step + 1 + kept)):
         for path in (p for p in folder.glob("step-*") if step_of(p) >= first):
             path.unlink()
-    forget_scores_after(run, step)
+    remove_scores_after(run, step)
     remove_leftovers(run, lora_sync_path)
     if kept:
         say(

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
-from skylite.adapters.expected_modules import likely_target_modules
+from skylite.adapters.expected_modules import predict_target_modules
 from skylite.adapters.manifest import read_manifest
 from skylite.config.train import Resolved
 from skylite.data.tokenizer import load_tokenizer
@@ -18,7 +18,7 @@ from skylite.engine.pool import Engines
 from skylite.engine.startup import open_engines, ready_engines
 from skylite.engine.watchdog import Restarts
 from skylite.errors import SkyliteError, TrainerLost, WriteFailed, write_failed
-from skylite.hub.shared_memory import held_in_memory
+from skylite.hub.shared_memory import model_in_shared_memory
 from skylite.orchestrator.failures import TRAINER, explained, with_what_is_kept
 from skylite.orchestrator.loop import run_steps, wait_for_update
 from skylite.orchestrator.plan import RunPlan, write_config
@@ -31,8 +31,8 @@ from skylite.processes.machine import cpu_cores
 from skylite.processes.supervisor import Supervisor
 from skylite.processes.torchrun import trainer_command, trainer_env
 from skylite.rewards.pool import RewardPool
-from skylite.run.files import write_json, writing
-from skylite.run.metrics import read_metrics, with_nan
+from skylite.run.files import convert_os_errors, write_json
+from skylite.run.metrics import null_to_nan, read_metrics
 from skylite.run.run_dir import adapter_name
 from skylite.ui.closing import finished_text, stopped_text
 from skylite.ui.dashboard import Screen
@@ -52,7 +52,7 @@ async def run_session(plan: RunPlan, *, resume: bool, limit: TimeLimit | None = 
         restarts = 0
         while True:
             go_back(plan, adapters, screen) if resume else clear_requests(plan)
-            screen.state.history = tuple(with_nan(m) for m in read_metrics(plan.run.metrics_path))
+            screen.state.history = tuple(null_to_nan(m) for m in read_metrics(plan.run.metrics_path))
             try:
                 return await _supervised(plan, screen, adapters, resume, limit, restarts, stop)
             except TrainerLost as error:
@@ -69,15 +69,15 @@ def model_at_hand(resolved: Resolved) -> AbstractContextManager[None]:
     """The model's files where trainer and engines are told to read them."""
     if resolved.shm_path is None:
         return contextlib.nullcontext()
-    return held_in_memory(Path(resolved.model_path), Path(resolved.shm_path))
+    return model_in_shared_memory(Path(resolved.model_path), Path(resolved.shm_path))
 
 
 def clear_requests(plan: RunPlan) -> None:
     """What an earlier attempt asked for or complained of, and where its ranks met."""
-    with writing(plan.run.root):
+    with convert_os_errors(plan.run.root):
         plan.run.stop_path.unlink(missing_ok=True)
         plan.run.trainer_error_path.unlink(missing_ok=True)
-    with writing(plan.run.rendezvous):  # made new, so that it is a folder, and nobody else's
+    with convert_os_errors(plan.run.rendezvous):  # made new, so that it is a folder, and nobody else's
         if plan.run.rendezvous.exists():
             shutil.rmtree(plan.run.rendezvous)
         plan.run.rendezvous.mkdir(mode=0o700)
@@ -101,7 +101,7 @@ async def _supervised(
 ) -> bool:
     """The run under a supervisor, in folders that are ours, until it is done, stopped or failed."""
     end_s = plan.config.stop.grace_s * (1 - TRAINER_SHARE)
-    async with Supervisor(stop_timeout_s=end_s, hurry=stop.insisted.is_set) as supervisor:
+    async with Supervisor(stop_timeout_s=end_s, skip_wait=stop.insisted.is_set) as supervisor:
         start = plan.first_step - 1
         progress = Progress(
             plan.run, plan.config.num_steps, screen, supervisor.pids, step=start, recorded=start
@@ -145,7 +145,7 @@ async def _run(
     )
     plan.run.canary_path.unlink(missing_ok=True)  # the trainer waits for this attempt's
     async with contextlib.AsyncExitStack() as stack:
-        modules = likely_target_modules(Path(plan.resolved.model_path), plan.config.lora)
+        modules = predict_target_modules(Path(plan.resolved.model_path), plan.config.lora)
         tolerance = plan.config.sync.canary_tolerance or DEFAULT_TOLERANCE[plan.resolved.dtype]
         restarts = Restarts(
             config=plan.config.engine,

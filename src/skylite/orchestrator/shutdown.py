@@ -15,7 +15,7 @@ from skylite.orchestrator.failures import TRAINER
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.progress import Progress
 from skylite.processes.supervisor import Supervisor
-from skylite.run.files import writing
+from skylite.run.files import convert_os_errors
 from skylite.run.run_dir import RunDir
 
 FINISH_SHARE, TRAINER_SHARE = 0.6, 0.8
@@ -93,7 +93,7 @@ async def run_until_stopped(
 
 def ask_trainer_to_end(run: RunDir) -> None:
     """It writes a checkpoint of its last step and ends. Raises WriteFailed."""
-    with writing(run.stop_path):
+    with convert_os_errors(run.stop_path):
         run.stop_path.touch()
 
 

@@ -51,7 +51,7 @@ class Child:
 
     spec: ProcessSpec
     process: subprocess.Popen[bytes]
-    life_line: FileIO
+    reaper_pipe: FileIO
     """Write end of the reaper's pipe: closing it kills the whole tree, and so does our own death."""
     mark: str
     log_start: int
@@ -71,7 +71,7 @@ def start(spec: ProcessSpec) -> Child:
     """Start a process under its reaper, stdin empty. Raises RunFailed when the program does not exist."""
     spec.log_path.parent.mkdir(parents=True, exist_ok=True)
     read_end, write_end = os.pipe()
-    life_line = private_file(write_end, "wb")
+    reaper_pipe = private_file(write_end, "wb")
     mark = uuid.uuid4().hex
     # -I -S: no user code and no site packages in the reaper; the command gets its own interpreter and flags.
     argv = [sys.executable, "-I", "-S", str(REAPER), str(read_end), *spec.argv]
@@ -88,21 +88,21 @@ def start(spec: ProcessSpec) -> Child:
                 start_new_session=True,
             )
     except OSError as error:
-        life_line.close()
+        reaper_pipe.close()
         raise RunFailed(
             f"{spec.name} could not be started: {error}.",
             f"Check that {spec.log_path.parent} can be written.",
         ) from None
     finally:
         os.close(read_end)
-    return Child(spec, process, life_line, mark, log_start)
+    return Child(spec, process, reaper_pipe, mark, log_start)
 
 
 def poll(child: Child) -> int | None:
     """Exit code of an ended child (negative: the signal), None while it runs. On the end, what it left behind is killed first."""
     if child.process.returncode is None and _reaper_has_ended(child):
-        child.life_line.close()
-        _kill_remains(child)
+        child.reaper_pipe.close()
+        _kill_leftovers(child)
         child.process.wait()
     return child.process.returncode
 
@@ -115,7 +115,7 @@ def terminate(child: Child) -> None:
 
 def kill(child: Child) -> None:
     """Kill the whole tree; returns when it is gone."""
-    child.life_line.close()
+    child.reaper_pipe.close()
     deadline = time.monotonic() + KILL_S
     while poll(child) is None:
         if time.monotonic() > deadline:
@@ -126,10 +126,10 @@ def kill(child: Child) -> None:
 
 def stopped_processes(child: Child) -> list[int]:
     """Ids of the child's processes that SIGSTOP (or SIGTSTP) holds."""
-    return [pid for pid in _marked(child.mark) if _state(pid) == "T"]
+    return [pid for pid in _pids_with_mark(child.mark) if _state(pid) == "T"]
 
 
-def ending(child: Child) -> str:
+def describe_exit(child: Child) -> str:
     """How an ended child ended, in words: "ended with exit code 1", "was killed by SIGKILL"."""
     code = poll(child)
     if code is None:
@@ -137,13 +137,13 @@ def ending(child: Child) -> str:
     return f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
 
 
-def died(child: Child, lines: int = 15) -> ChildDied:
+def child_died(child: Child, lines: int = 15) -> ChildDied:
     """The error for a child that ended: how, where its log is, and the log's last lines."""
     hint = f"Its log is {child.spec.log_path}."
     if poll(child) == -signal.SIGKILL:
         hint = f"The kernel does that when memory runs out. {hint}"
     return ChildDied(
-        f"{child.name} {ending(child)}.", hint, log_tail(child.spec.log_path, lines, child.log_start)
+        f"{child.name} {describe_exit(child)}.", hint, log_tail(child.spec.log_path, lines, child.log_start)
     )
 
 
@@ -153,7 +153,7 @@ def log_tail(path: Path, lines: int, start: int = 0) -> str:
     torchrun's own summary is left out: it prints some forty lines after a rank's traceback, and the traceback is what a person needs.
     """
     kept: list[str] = []
-    for raw in log_end(path, start).split("\n"):
+    for raw in raw_log_tail(path, start).split("\n"):
         line = _ESCAPE.sub("", raw.rstrip("\r").rpartition("\r")[2]).rstrip()
         if _TORCHRUN_SUMMARY.search(line):
             break
@@ -162,7 +162,7 @@ def log_tail(path: Path, lines: int, start: int = 0) -> str:
     return "\n".join(kept[-lines:])
 
 
-def log_end(path: Path, start: int = 0) -> str:
+def raw_log_tail(path: Path, start: int = 0) -> str:
     """The last TAIL_BYTES of a log from byte `start` on, as they are; "" where there is none."""
     try:
         with path.open("rb") as stream:
@@ -184,11 +184,11 @@ def _reaper_has_ended(child: Child) -> bool:
     return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _kill_remains(child: Child) -> None:
+def _kill_leftovers(child: Child) -> None:
     """SIGKILL for the group and for every process that carries the child's mark; by id, never by name."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
-    for pid in _marked(child.mark):
+    for pid in _pids_with_mark(child.mark):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
@@ -200,7 +200,7 @@ def _state(pid: int) -> str:
     return ""
 
 
-def _marked(mark: str) -> list[int]:
+def _pids_with_mark(mark: str) -> list[int]:
     """Processes of ours whose environment holds the mark."""
     needle = f"{MARK}={mark}".encode()
     found = []

@@ -60,7 +60,7 @@ def gpus() -> list[Gpu]:
         return []
     if done.returncode != 0:
         return []
-    return visible(parse_gpus(done.stdout), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return visible_gpus(parse_gpus(done.stdout), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def parse_gpus(listing: str) -> list[Gpu]:
@@ -69,7 +69,7 @@ def parse_gpus(listing: str) -> list[Gpu]:
     return [Gpu(int(index), uuid, name, float(capability)) for index, uuid, name, capability in rows]
 
 
-def visible(found: list[Gpu], setting: str | None) -> list[Gpu]:
+def visible_gpus(found: list[Gpu], setting: str | None) -> list[Gpu]:
     """Those that CUDA_VISIBLE_DEVICES leaves, in its order; like CUDA, names after the first unknown one do not count."""
     if setting is None:
         return found
@@ -97,13 +97,13 @@ def cpu_has_bf16(cpuinfo: Path = CPUINFO) -> bool:
 
 def choose_device() -> Device:
     """cuda where there is a GPU and torch is built for it, else cpu."""
-    return "cuda" if _torch_knows_cuda() and gpus() else "cpu"
+    return "cuda" if _torch_has_cuda() and gpus() else "cpu"
 
 
 def choose_dtype(setting: Literal["auto", "bfloat16", "float32"], device: Device) -> tuple[Dtype, str]:
     """The compute type and, where something was chosen for the user or is a bad idea, why in words."""
     notes = []
-    if device == "cpu" and not _torch_knows_cuda() and (unused := gpus()):
+    if device == "cpu" and not _torch_has_cuda() and (unused := gpus()):
         notes.append(
             f"warning: {unused[0].name} is not used, because this Python has the CPU build of torch; `make setup` installs the other"
         )
@@ -123,7 +123,7 @@ def _why_bf16_is_slow(device: Device) -> str:
     return f"{old.name} has no bfloat16 instructions" if old is not None else ""
 
 
-def _torch_knows_cuda() -> bool:
+def _torch_has_cuda() -> bool:
     """By the version's local part: wheels without CUDA are called 2.13.0+cpu."""
     return not metadata.version("torch").endswith("+cpu")
 

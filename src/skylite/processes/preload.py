@@ -17,7 +17,7 @@ def has_library(*names: str) -> bool:
     return all(_path(name).is_file() for name in names)
 
 
-def preloading(names: Sequence[str], base_env: Mapping[str, str], *rivals: str) -> dict[str, str]:
+def preload_env(names: Sequence[str], base_env: Mapping[str, str], *rivals: str) -> dict[str, str]:
     """LD_PRELOAD with these libraries of the environment in front of what the user preloads.
 
     Nothing where one is missing, or where the user preloads one of `rivals`.

@@ -42,23 +42,23 @@ COMMAND_PID = "SKYLITE_COMMAND_PID"
 """Environment variable of the command and its descendants: the command's process id and group."""
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-PASSED_ON = (signal.SIGTERM, signal.SIGINT)
+FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 GRACE_S = 0.5
 
 
 def main() -> NoReturn:
-    life_line, command = int(sys.argv[1]), sys.argv[2:]
+    parent_pipe, command = int(sys.argv[1]), sys.argv[2:]
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     _prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
     signals = _signal_pipe()
-    pid = _start(command, life_line)
-    status = _watch(pid, life_line, signals)
+    pid = _start(command, parent_pipe)
+    status = _watch(pid, parent_pipe, signals)
     if status is None:
         _kill_descendants()
         os._exit(1)
     _reap_for(GRACE_S)
     _kill_descendants()
-    _end_like(status)
+    _exit_like(status)
 
 
 def _prctl(option: int, value: int) -> None:
@@ -72,30 +72,30 @@ def _signal_pipe() -> int:
     os.set_blocking(read_end, False)
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end)
-    for number in (*PASSED_ON, signal.SIGCHLD):
+    for number in (*FORWARDED_SIGNALS, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
     return read_end
 
 
-def _start(command: list[str], life_line: int) -> int:
+def _start(command: list[str], parent_pipe: int) -> int:
     """Fork and execute."""
     # Blocked over the fork, so that a signal cannot reach the child while it still has the reaper's handlers.
-    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED_SIGNALS)
     pid = os.fork()
     if pid == 0:
-        _execute(command, life_line)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+        _execute(command, parent_pipe)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
     return pid
 
 
-def _execute(command: list[str], life_line: int) -> NoReturn:
-    _die_with_pipe(life_line)
+def _execute(command: list[str], parent_pipe: int) -> NoReturn:
+    _die_with_pipe(parent_pipe)
     os.environ[COMMAND_PID] = str(os.getpid())
     signal.set_wakeup_fd(-1)
     # Python ignores SIGPIPE and SIGXFSZ, and an ignored signal stays ignored over exec.
-    for number in (*PASSED_ON, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
+    for number in (*FORWARDED_SIGNALS, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
     try:
         os.execvp(command[0], command)
     except OSError as error:
@@ -103,25 +103,25 @@ def _execute(command: list[str], life_line: int) -> NoReturn:
         os._exit(127)
 
 
-def _die_with_pipe(life_line: int) -> None:
+def _die_with_pipe(parent_pipe: int) -> None:
     """Lead a process group that the kernel kills when the pipe's last writer is gone."""
     os.setpgid(0, 0)
-    fcntl.fcntl(life_line, fcntl.F_SETOWN, -os.getpid())
-    fcntl.fcntl(life_line, F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(life_line, fcntl.F_SETFL, fcntl.fcntl(life_line, fcntl.F_GETFL) | os.O_ASYNC)
-    os.set_inheritable(life_line, True)
-    if select.select([life_line], [], [], 0)[0]:  # it ended before the kernel was told
+    fcntl.fcntl(parent_pipe, fcntl.F_SETOWN, -os.getpid())
+    fcntl.fcntl(parent_pipe, F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(parent_pipe, fcntl.F_SETFL, fcntl.fcntl(parent_pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    os.set_inheritable(parent_pipe, True)
+    if select.select([parent_pipe], [], [], 0)[0]:  # it ended before the kernel was told
         os._exit(1)
 
 
-def _watch(pid: int, life_line: int, signals: int) -> int | None:
+def _watch(pid: int, parent_pipe: int, signals: int) -> int | None:
     """Wait status of the command, or None when the parent is gone."""
     while True:
-        ready, _, _ = select.select([life_line, signals], [], [])
-        if life_line in ready:
+        ready, _, _ = select.select([parent_pipe, signals], [], [])
+        if parent_pipe in ready:
             return None
         for number in os.read(signals, 64):
-            if number in PASSED_ON:
+            if number in FORWARDED_SIGNALS:
                 os.kill(pid, number)
         status = _reap(pid)
         if status is not None:
@@ -182,7 +182,7 @@ def _parent_of(pid: str) -> int:
         return 0
 
 
-def _end_like(status: int) -> NoReturn:
+def _exit_like(status: int) -> NoReturn:
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -10,10 +10,10 @@ from typing import NoReturn, Self
 from skylite.processes.child import (
     Child,
     ProcessSpec,
-    died,
+    child_died,
     kill,
-    log_end,
     poll,
+    raw_log_tail,
     start,
     stopped_processes,
     terminate,
@@ -27,13 +27,13 @@ class Supervisor:
     """`async with Supervisor() as supervisor:` leaves no process behind, whatever ends the block."""
 
     def __init__(
-        self, stop_timeout_s: float = STOP_TIMEOUT_S, hurry: Callable[[], bool] = lambda: False
+        self, stop_timeout_s: float = STOP_TIMEOUT_S, skip_wait: Callable[[], bool] = lambda: False
     ) -> None:
-        """`hurry`: asked again and again while children are given time to end."""
+        """`skip_wait`: asked again and again while children are given time to end."""
         self._stop_timeout_s = stop_timeout_s
-        self._hurry = hurry
+        self._skip_wait = skip_wait
         self._children: dict[str, Child] = {}
-        self._may_finish: set[str] = set()
+        self._may_exit: set[str] = set()
         self._left_to_caller: set[str] = set()
         self._failure: BaseException | None = None
 
@@ -47,7 +47,7 @@ class Supervisor:
             deadline = time.monotonic() + self._stop_timeout_s
             while (
                 time.monotonic() < deadline
-                and not self._hurry()
+                and not self._skip_wait()
                 and any(poll(c) is None for c in self._children.values())
             ):
                 await asyncio.sleep(POLL_S)  # so that a second Ctrl-C is heard
@@ -78,7 +78,7 @@ class Supervisor:
         ended = [c for c in watched if poll(c) is not None and not self._has_finished(c)]
         # Several can end at once, one pulling down the next; the one that failed says more than the one that then left in order.
         for child in sorted(ended, key=lambda c: poll(c) == 0):
-            raise died(child)
+            raise child_died(child)
 
     def pids(self) -> dict[str, int]:
         """Name to process group of the children that run."""
@@ -88,10 +88,10 @@ class Supervisor:
         """Processes of a child that a signal has stopped."""
         return stopped_processes(self._children[name]) if name in self._children else []
 
-    def log_of(self, name: str) -> str:
+    def recent_log(self, name: str) -> str:
         """The end of what a child has written since it was started; "" for a child that is not there."""
         child = self._children.get(name)
-        return "" if child is None else log_end(child.spec.log_path, child.log_start)
+        return "" if child is None else raw_log_tail(child.spec.log_path, child.log_start)
 
     async def watch(self) -> NoReturn:
         """Raise ChildDied soon (POLL_S) after a child has ended."""
@@ -102,33 +102,33 @@ class Supervisor:
     async def wait_exit(self, name: str) -> None:
         """Wait until this child ends by itself. Raises ChildDied unless with exit code 0."""
         child = self._children[name]
-        self._may_finish.add(name)
+        self._may_exit.add(name)
         while poll(child) is None:
             await asyncio.sleep(POLL_S)
         if poll(child) != 0:
-            raise died(child)
+            raise child_died(child)
 
     def stop_child(self, name: str, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """End one child with its whole tree."""
-        _end([self._children[name]], timeout_s)
+        _stop_children([self._children[name]], timeout_s)
         self._forget(name)
 
     def stop(self, timeout_s: float) -> None:
         """SIGTERM for all; SIGKILL, for the whole trees, after `timeout_s` seconds."""
-        _end(list(self._children.values()), timeout_s)
+        _stop_children(list(self._children.values()), timeout_s)
         for name in list(self._children):
             self._forget(name)
 
     def _has_finished(self, child: Child) -> bool:
-        return poll(child) == 0 and (child.name in self._may_finish or child.spec.is_done())
+        return poll(child) == 0 and (child.name in self._may_exit or child.spec.is_done())
 
     def _forget(self, name: str) -> None:
         del self._children[name]
-        self._may_finish.discard(name)
+        self._may_exit.discard(name)
         self._left_to_caller.discard(name)
 
 
-def _end(children: list[Child], timeout_s: float) -> None:
+def _stop_children(children: list[Child], timeout_s: float) -> None:
     try:
         for child in children:
             terminate(child)

@@ -8,7 +8,7 @@ import uuid
 from pathlib import Path
 
 from skylite.processes.machine import LOOPBACK_ONLY
-from skylite.processes.preload import TBB_MALLOC, preloading
+from skylite.processes.preload import TBB_MALLOC, preload_env
 
 # glibc before 2.38 does not reuse a freed block for an aligned one of the same size, and torch aligns: a forward pass takes twice the
 # memory that it keeps. TBB's allocator does, and keeps freed memory too (docs/explanation/trainer.md).
@@ -42,7 +42,7 @@ def trainer_env(num_threads: int) -> dict[str, str]:
         # Else Arrow brings an allocator of its own, which keeps 8 MB of every rank to read a step's completions.
         "ARROW_DEFAULT_MEMORY_POOL": "system",
         **ALLOCATOR,
-        **preloading(TBB_MALLOC, {}, "malloc"),
+        **preload_env(TBB_MALLOC, {}, "malloc"),
     }
 
 

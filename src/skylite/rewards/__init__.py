@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from skylite.errors import ConfigError, DataError, RunFailed, no_finite_score
+from skylite.errors import ConfigError, DataError, RunFailed, non_finite_reward
 from skylite.plugin_file import import_file
 from skylite.types import Prompt, is_number
 
@@ -37,7 +37,7 @@ def finite_score(reward: RewardFn, prompt: Prompt, completion: str) -> float:
     """As `score`; raises RunFailed for NaN and infinity too."""
     value = score(reward, prompt, completion)
     if not is_number(value):
-        raise no_finite_score(value, prompt.id, completion)
+        raise non_finite_reward(value, prompt.id, completion)
     return value
 
 
@@ -54,7 +54,7 @@ def score(reward: RewardFn, prompt: Prompt, completion: str) -> float:
             "A reward must return a number for every completion; correct it.",
         ) from error
     if not isinstance(value, bool | int | float):
-        raise no_finite_score(value, prompt.id, completion)
+        raise non_finite_reward(value, prompt.id, completion)
     try:
         return float(value)
     except OverflowError:  # an int beyond every float

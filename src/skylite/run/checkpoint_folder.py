@@ -34,7 +34,7 @@ class CheckpointManifest(BaseModel):
     files: dict[str, CheckpointFile]
 
 
-def seal_checkpoint(folder: Path, step: int) -> None:
+def write_checkpoint_manifest(folder: Path, step: int) -> None:
     """Write the manifest over everything that is in the (still unfinished) folder."""
     files = {
         p.name: CheckpointFile(sha256=sha256_file(p), bytes=p.stat().st_size)
@@ -61,7 +61,7 @@ def verify_checkpoint(folder: Path) -> CheckpointManifest:
         what = f"its {MANIFEST} says format {manifest.format} and step {manifest.step}, and format {FORMAT} and step {step_of(folder)} belong"
         raise ModelError(f"The checkpoint {folder} is damaged: {what} there.", hint)
     for name, expected in manifest.files.items():
-        if damage := _damage(folder / name, expected):
+        if damage := _find_damage(folder / name, expected):
             raise ModelError(f"The checkpoint {folder} is damaged: {damage}.", hint)
     return manifest
 
@@ -108,7 +108,7 @@ def choose_checkpoint(run: RunDir, at: int | None, say: Callable[[str], None]) -
     return 0
 
 
-def _damage(path: Path, expected: CheckpointFile) -> str:
+def _find_damage(path: Path, expected: CheckpointFile) -> str:
     """What is wrong with a file, in words; empty when nothing is."""
     try:
         size = path.stat().st_size

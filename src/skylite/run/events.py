@@ -18,12 +18,12 @@ Event = Literal[
     "sampling_started",
     "sampling_ended",
     "rollouts_written",
-    "update_seen",
+    "trainer_step_seen",
     "adapter_loaded",
     "adapter_verified",
     "adapter_unloaded",
 ]
-"""sampling_* and rollouts_written carry "step" and "version" (what is sampled from), update_seen "step", adapter_* "version"."""
+"""sampling_* and rollouts_written carry "step" and "version" (what is sampled from), trainer_step_seen "step", adapter_* "version"."""
 
 
 def append_event(path: Path, event: Event, **facts: int) -> None:

@@ -49,7 +49,7 @@ def atomic_file(path: Path, num_bytes: int = 0, *, durable: bool = True) -> Iter
 
     Raises WriteFailed when the disk refuses.
     """
-    with writing(path):
+    with convert_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         if num_bytes:
             require_space(path, num_bytes)
@@ -74,7 +74,7 @@ def atomic_folder(path: Path, num_bytes: int = 0) -> Iterator[Path]:
 
     Raises WriteFailed when the disk refuses, or `path` is there already.
     """
-    with writing(path):
+    with convert_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         if num_bytes:
             require_space(path, num_bytes)
@@ -101,7 +101,7 @@ def append_line(path: Path, line: str, *, durable: bool = True) -> None:
 
     What a process that was killed while writing left of its last line is cut away first, so that only a last line is ever torn.
     """
-    with writing(path), FileIO(path, "ab+") as stream:
+    with convert_os_errors(path), FileIO(path, "ab+") as stream:
         whole = _cut_torn_line(stream)
         data = line.encode() + b"\n"
         try:
@@ -123,7 +123,7 @@ def _cut_torn_line(stream: FileIO) -> int:
     return size
 
 
-def exchange(one: Path, other: Path) -> None:
+def swap_paths(one: Path, other: Path) -> None:
     """Let two paths of a file system change places in one step, so that there is no moment without either. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0:
@@ -131,10 +131,10 @@ def exchange(one: Path, other: Path) -> None:
     number = ctypes.get_errno()
     if number not in (errno.EINVAL, errno.ENOSYS):
         raise OSError(number, os.strerror(number), str(other))
-    _exchange_in_turn(one, other)
+    _swap_by_renames(one, other)
 
 
-def _exchange_in_turn(one: Path, other: Path) -> None:
+def _swap_by_renames(one: Path, other: Path) -> None:
     """For a file system that cannot do it at once (NFS, say): a kill in between leaves `other` under a marked name beside it."""
     aside = other.with_name(f"{temporary_sibling(other).name}-old")
     os.rename(other, aside)
@@ -174,11 +174,11 @@ RESERVE_BYTES = 16 << 20
 
 def require_space(path: Path, num_bytes: int) -> None:
     """Raise WriteFailed unless the disk that `path` is to lie on has room for `num_bytes` and RESERVE_BYTES."""
-    with writing(path):
+    with convert_os_errors(path):
         free = free_bytes(path)
     if free < num_bytes + RESERVE_BYTES:
         raise WriteFailed(
-            f"{path} needs {in_words(num_bytes)}, and its disk has {in_words(free)} free, of which {in_words(RESERVE_BYTES)} are kept for "
+            f"{path} needs {format_bytes(num_bytes)}, and its disk has {format_bytes(free)} free, of which {format_bytes(RESERVE_BYTES)} are kept for "
             "status and metrics; it was not written.",
             "Make room on that disk.",
         )
@@ -193,7 +193,7 @@ def free_bytes(path: Path) -> int:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def convert_os_errors(path: Path) -> Iterator[None]:
     """Turn an operating system's refusal inside the block into WriteFailed that names `path`."""
     try:
         yield
@@ -201,7 +201,7 @@ def writing(path: Path) -> Iterator[None]:
         raise write_failed(error, path) from error
 
 
-def in_words(num_bytes: int) -> str:
+def format_bytes(num_bytes: int) -> str:
     """Such as 3.4 GiB or 120 MiB."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= size:

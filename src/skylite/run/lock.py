@@ -11,7 +11,7 @@ from pathlib import Path
 
 from skylite.errors import ConfigError
 from skylite.processes.descriptors import private_file
-from skylite.run.files import writing
+from skylite.run.files import convert_os_errors
 
 LOCK_NAME = ".skylite.lock"
 
@@ -27,7 +27,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     path, is_new = folder / LOCK_NAME, not folder.exists()
     with _locked(path) as stream:
         try:
-            with writing(path):
+            with convert_os_errors(path):
                 stream.truncate(0)
                 stream.write(b"%d\n" % os.getpid())
             yield
@@ -41,7 +41,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 def _locked(path: Path) -> FileIO:
     """The file, open and locked."""
     while True:
-        with writing(path):
+        with convert_os_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             stream = private_file(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+b")
         try:

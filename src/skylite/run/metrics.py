@@ -32,14 +32,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         return []
     steps: dict[object, dict[str, Any]] = {}
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
-        metrics = _parsed(path, number, line)
+        metrics = _parse(path, number, line)
         # Everything from this step on was done anew.
         steps = {k: m for k, m in steps.items() if m["step"] < metrics["step"]}
         steps[metrics["step"]] = metrics
     return list(steps.values())
 
 
-def with_nan(metrics: Mapping[str, Any]) -> dict[str, Any]:
+def null_to_nan(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """JSON's null back to a number that is none, for whoever shows numbers."""
     return {key: math.nan if value is None else value for key, value in metrics.items()}
 
@@ -51,7 +51,7 @@ def _line(metrics: Mapping[str, Any]) -> str:
     )
 
 
-def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
+def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         metrics = json.loads(line)
     except ValueError as error:

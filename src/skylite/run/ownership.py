@@ -40,9 +40,9 @@ def require_own_folders(run: RunDir, recorded: RunConfig) -> None:
             f"{run.config_path} names {str(folder)!r} as its lora_sync_path, which is no absolute path.",
             "Correct it there.",
         )
-    held = next(_ours_by_name(folder), None)
+    held = next(_deletable_paths(folder), None)
     if held is not None and (
-        recorded.resolved.run_id is None or _marked_for(folder) != recorded.resolved.run_id
+        recorded.resolved.run_id is None or _recorded_run_id(folder) != recorded.resolved.run_id
     ):
         raise ConfigError(
             f"{run.config_path} names {folder} as its lora_sync_path, but {held.name} in there is not known to be this run's "
@@ -51,7 +51,7 @@ def require_own_folders(run: RunDir, recorded: RunConfig) -> None:
         )
 
 
-def _ours_by_name(folder: Path) -> Iterator[Path]:
+def _deletable_paths(folder: Path) -> Iterator[Path]:
     """What a run would delete from its sync folder sooner or later."""
     yield from (adapter.path for adapter in published_versions(folder))
     yield from (
@@ -59,7 +59,7 @@ def _ours_by_name(folder: Path) -> Iterator[Path]:
     )
 
 
-def _marked_for(folder: Path) -> object:
+def _recorded_run_id(folder: Path) -> object:
     """Id of the run that the folder belongs to; None when no mark says so."""
     try:
         mark = json.loads((folder / MARK_NAME).read_text(encoding="utf-8"))

@@ -27,7 +27,7 @@ import skylite
 from skylite.config.train import TrainConfig
 from skylite.errors import ModelError
 from skylite.model.distributed import Dist
-from skylite.run.checkpoint_folder import seal_checkpoint, verify_checkpoint
+from skylite.run.checkpoint_folder import verify_checkpoint, write_checkpoint_manifest
 from skylite.run.files import atomic_folder
 from skylite.run.run_dir import RunDir
 from skylite.trainer.optimizer import FlatAdamW
@@ -61,7 +61,7 @@ def save_checkpoint(
             "config": config.model_dump(mode="json"),
         }
         (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-        seal_checkpoint(folder, step)
+        write_checkpoint_manifest(folder, step)
 
 
 def checkpoint_bytes(optimizers: Sequence[FlatAdamW]) -> int:

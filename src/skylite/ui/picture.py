@@ -16,7 +16,7 @@ from rich.console import Console
 from skylite.config.loading import read_run_config
 from skylite.errors import DataError
 from skylite.evaluation.interval import accuracy_of
-from skylite.run.metrics import read_metrics, with_nan
+from skylite.run.metrics import null_to_nan, read_metrics
 from skylite.run.run_dir import RunDir
 from skylite.ui.page import CompletionView, Page, ScreenState
 
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> None:
 
 def state_of(run: RunDir, num_steps: int) -> ScreenState:
     """The screen as it was after the last recorded step. Raises DataError for a run without one."""
-    history = [with_nan(m) for m in read_metrics(run.metrics_path)]
+    history = [null_to_nan(m) for m in read_metrics(run.metrics_path)]
     if not history:
         raise DataError(f"{run.metrics_path} holds no step yet.", "Wait for the run's first step.")
     last = int(history[-1]["step"])

@@ -28,7 +28,7 @@ class DensePunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]  # vLLM is 
         self._token_groups = group_rows(self.token_lora_indices.tolist())
         self._sampler_groups = group_rows(self.sampler_indices.tolist())
 
-    def slot_of_all(self, num_rows: int) -> int | None:
+    def single_slot(self, num_rows: int) -> int | None:
         """The slot that every row of the step's batch uses, None where rows differ or use the base."""
         groups = self._token_groups
         return groups[0].slot if len(groups) == 1 and groups[0].rows == slice(0, num_rows) else None

@@ -19,7 +19,7 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 KEY_VARIABLE = "VLLM_API_KEY"
 """vLLM reads it too. An argument could be read by everyone in the process list."""
-OPEN = frozenset({"/health"})
+PUBLIC_PATHS = frozenset({"/health"})
 """Says nothing but that the server is up."""
 
 
@@ -31,7 +31,11 @@ class RequireKey:
         self._key = hashlib.sha256(os.environ[KEY_VARIABLE].encode()).digest()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] in ("http", "websocket") and scope["path"] not in OPEN and not self._has_key(scope):
+        if (
+            scope["type"] in ("http", "websocket")
+            and scope["path"] not in PUBLIC_PATHS
+            and not self._has_key(scope)
+        ):
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008})
                 return

