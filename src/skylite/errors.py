@@ -1,16 +1,17 @@
-"""Every error a user can meet.
+"""Every error that a user can see.
 
-SkyliteError              bad input or a broken surrounding; printed as one sentence, exit code 2
+SkyliteError              bad input or a broken environment; printed as one sentence, exit code 2
 |- ConfigError            recipe, flag or `--set` value
 |- DataError              a data set, row or parquet file
 |- ModelError             a model or adapter folder
-RunFailed                 a run that had started stopped; exit code 1
-|- ChildDied              vLLM or a trainer rank ended; carries the last lines of its log
-|  '- TrainerLost        the trainer died or hangs for no reason that must come again
-|- EngineFailed           an engine did not answer a request in time, or not in a usable way; another attempt may do
-|- SyncFailed             an engine did not load the adapter, or does not sample it (canary)
-|- TrainingDiverged       loss or gradient is not finite; the update was not applied
-|- WriteFailed            the disk refused a write; what was there before is whole
+'- RunFailed              a started run stopped; exit code 1
+   |- ChildDied           vLLM or a trainer rank exited; carries the last lines of its log
+   |  '- TrainerLost      the trainer crashed or hangs; a restart may succeed
+   |- EngineFailed        an engine sent no usable answer in time; a retry may succeed
+   |  '- EngineDead       the server reports that its engine is dead
+   |- SyncFailed          an engine did not load the adapter, or does not sample from it (canary)
+   |- TrainingDiverged    loss or gradient is not finite; the optimizer step was skipped
+   '- WriteFailed         the disk refused a write; the previous content is intact
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ import os
 from pathlib import Path
 
 _WRITE_HINTS = {
-    errno.ENOSPC: "Make room on that disk.",
-    errno.EDQUOT: "Make room within your quota.",
+    errno.ENOSPC: "Free space on that disk.",
+    errno.EDQUOT: "Free space within your quota.",
     errno.EACCES: "Make that path writable for you.",
     errno.EPERM: "Make that path writable for you.",
-    errno.EROFS: "It is mounted read-only; mount it writable, or copy the run to another disk.",
-    errno.EIO: "The disk failed; see the kernel's log, and copy the run to another one.",
-    errno.EMFILE: "Raise the limit of open files (ulimit -n).",
-    errno.ENFILE: "Raise the machine's limit of open files.",
-    errno.EINVAL: "Choose a name that the file system takes.",
+    errno.EROFS: "The disk is mounted read-only; mount it writable, or copy the run to another disk.",
+    errno.EIO: "The disk failed; check the kernel log and copy the run to another disk.",
+    errno.EMFILE: "Raise the limit on open files (ulimit -n).",
+    errno.ENFILE: "Raise the system-wide limit on open files.",
+    errno.EINVAL: "Choose a name that the file system accepts.",
     errno.ENAMETOOLONG: "Choose a shorter name.",
     errno.ENOTDIR: "Choose a path whose parents are folders.",
     errno.EISDIR: "Move that folder away.",
@@ -36,7 +37,7 @@ _WRITE_HINTS = {
 
 
 class SkyliteError(Exception):
-    """What is wrong (with the value and the reason), and what to do about it."""
+    """`what` gives the problem with its value and reason; `hint` says what to do."""
 
     exit_code = 2
 
@@ -47,25 +48,25 @@ class SkyliteError(Exception):
 
 
 class ConfigError(SkyliteError):
-    """A recipe, a flag or a `--set` value that cannot be used."""
+    """A recipe, flag or `--set` value is invalid."""
 
 
 class DataError(SkyliteError):
-    """A data set, a row or a parquet file that cannot be used."""
+    """A data set, row or parquet file is invalid."""
 
 
 class ModelError(SkyliteError):
-    """A model or adapter folder that cannot be used."""
+    """A model or adapter folder is invalid."""
 
 
 class RunFailed(SkyliteError):
-    """A run that had started and cannot go on."""
+    """A started run cannot continue."""
 
     exit_code = 1
 
 
 class ChildDied(RunFailed):
-    """A child process ended; `log_tail` holds its last lines."""
+    """A child process exited; `log_tail` holds the last lines of its log."""
 
     def __init__(self, what: str, hint: str = "", log_tail: str = "") -> None:
         super().__init__(what, hint)
@@ -73,15 +74,18 @@ class ChildDied(RunFailed):
 
 
 class TrainerLost(ChildDied):
-    """The trainer was killed, hangs, or met an error nobody foresaw: the run may go on from its last checkpoint."""
+    """The trainer was killed, hangs, or raised an unexpected error.
+
+    The run may continue from its last checkpoint.
+    """
 
 
 class EngineFailed(RunFailed):
-    """A request got no usable answer: connection lost, deadline over, HTTP 5xx, or a reply that is not what vLLM sends."""
+    """A request got no usable answer: connection lost, timeout, HTTP 5xx, or a malformed reply."""
 
 
 class EngineDead(EngineFailed):
-    """A server says itself that its engine is dead."""
+    """A vLLM server reports that its engine is dead."""
 
 
 class SyncFailed(RunFailed):
@@ -89,15 +93,18 @@ class SyncFailed(RunFailed):
 
 
 class WriteFailed(RunFailed):
-    """A file or folder could not be written; the state before is whole, and nothing torn is visible under a final name."""
+    """A file or folder could not be written.
+
+    The previous content is intact, and no partial file has a final name.
+    """
 
 
 class TrainingDiverged(RunFailed):
-    """The loss or the gradient is not finite."""
+    """The loss or gradient is not finite."""
 
 
 def non_finite_reward(value: object, prompt_id: str, completion: str) -> RunFailed:
-    """For whoever cannot go on without the score of a completion."""
+    """The error for a reward that is NaN, infinite or not a number where one is required."""
     return RunFailed(
         f"The reward function returned {value!r} for prompt {prompt_id} (completion {completion[:80]!r}).",
         "A reward must return a finite number.",
@@ -105,7 +112,7 @@ def non_finite_reward(value: object, prompt_id: str, completion: str) -> RunFail
 
 
 def write_failed(error: OSError, path: Path | None = None) -> WriteFailed:
-    """What, where, why and what to do about an OSError; `path` when it is not the error's own."""
+    """Convert an OSError; give `path` when it differs from the path in the error."""
     where = path if path is not None else error.filename
     reason = os.strerror(error.errno) if error.errno else str(error)
     code = (
@@ -119,6 +126,6 @@ def write_failed(error: OSError, path: Path | None = None) -> WriteFailed:
         else ""
     )
     return WriteFailed(
-        f"{where or 'A file'} could not be written: {reason}{code}{other}. What was there before is whole.",
+        f"{where or 'A file'} could not be written: {reason}{code}{other}. Its previous content is intact.",
         _WRITE_HINTS.get(error.errno or 0, "Check the disk and the path's permissions."),
     )

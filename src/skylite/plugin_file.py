@@ -1,4 +1,4 @@
-"""Python files of the user's: data_prep files and rewards."""
+"""Import Python files that the user names: data_prep files and rewards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from skylite.errors import DataError
 
 
 def import_file(path: Path, what: str) -> ModuleType:
-    """Run a Python file as a module of its own. Raises DataError with the file's own error."""
+    """Import a Python file as a separate module. Raises DataError with the exception that the file raised."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise DataError(f"The {what} {path} is not a Python file.")
@@ -19,6 +19,6 @@ def import_file(path: Path, what: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         raise DataError(
-            f"The {what} {path} cannot be imported: {type(error).__name__}: {error}.", "Correct that file."
+            f"The {what} {path} cannot be imported: {type(error).__name__}: {error}.", "Fix that file."
         ) from error
     return module

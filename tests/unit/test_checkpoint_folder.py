@@ -20,7 +20,7 @@ from skylite.run.run_dir import RunDir
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut short": (
         lambda f: (f / "policy.safetensors").write_bytes(b"weight"),
-        "policy.safetensors has 6 bytes, the manifest says 7",
+        "policy.safetensors has 6 bytes, expected 7",
     ),
     "a changed byte": (
         lambda f: (f / "policy.safetensors").write_bytes(b"weighty"),
@@ -60,7 +60,7 @@ def test_when_none_is_whole_nothing_is_begun_unasked(tmp_path: Path) -> None:
     make(run, 10, 20)
     for step in (10, 20):
         (run.checkpoint_path(step) / "state.json").unlink()
-    with pytest.raises(ModelError, match=r"None of the 2 checkpoints .* Give --at 0"):
+    with pytest.raises(ModelError, match=r"All 2 checkpoints .* are damaged.* Give --at 0"):
         choose_checkpoint(run, None, print)
     assert choose_checkpoint(run, 0, print) == 0
 
@@ -69,7 +69,7 @@ def test_a_checkpoint_under_another_steps_name_is_refused(tmp_path: Path) -> Non
     run = RunDir(tmp_path)
     make(run, 10)
     shutil.copytree(run.checkpoint_path(10), run.checkpoint_path(30))
-    with pytest.raises(ModelError, match=r"step 10, and .* step 30"):
+    with pytest.raises(ModelError, match=r"step 10, expected .* step 30"):
         verify_checkpoint(run.checkpoint_path(30))
 
 
@@ -78,7 +78,7 @@ def test_the_step_asked_for_must_be_there(tmp_path: Path) -> None:
     make(run, 10, 20)
     assert choose_checkpoint(run, 10, print) == 10
     assert choose_checkpoint(run, 0, print) == 0
-    with pytest.raises(ConfigError, match="no checkpoint of step 15; it can go on from step 0, 10, 20"):
+    with pytest.raises(ConfigError, match="no checkpoint of step 15; it can resume from step 0, 10, 20"):
         choose_checkpoint(run, 15, print)
 
 

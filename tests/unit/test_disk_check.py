@@ -31,7 +31,7 @@ def with_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
 def test_a_write_that_cannot_fit_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_free(monkeypatch, RESERVE_BYTES + 1000)
     with (
-        pytest.raises(WriteFailed, match=r"rollouts.* needs 1.95 KiB.* free.*Make room"),
+        pytest.raises(WriteFailed, match=r"rollouts.* needs 1.95 KiB.* free.*Free space"),
         atomic_file(tmp_path / "rollouts", 2000),
     ):
         pytest.fail("the block was entered")

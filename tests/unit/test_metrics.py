@@ -46,7 +46,11 @@ def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [("nonsense", "line 2 is not JSON"), ("[1]", "line 2 is no step"), ('{"a": 1}', "line 2 is no step")],
+    [
+        ("nonsense", "line 2 is not JSON"),
+        ("[1]", "line 2 is not a JSON object"),
+        ('{"a": 1}', "line 2 is not a JSON object"),
+    ],
 )
 def test_any_other_damage_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -63,5 +67,5 @@ def test_a_status_comes_back_as_it_was(tmp_path: Path) -> None:
     write_status(path, replace(status, phase="failed", error="why", pids={}))
     assert read_status(path).error == "why"
     path.write_text('{"phase": "tr')
-    with pytest.raises(ConfigError, match=r"status\.json is no run status"):
+    with pytest.raises(ConfigError, match=r"status\.json is not a valid run status"):
         read_status(path)

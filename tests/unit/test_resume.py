@@ -88,7 +88,7 @@ def test_a_status_that_a_power_cut_emptied_says_nothing_and_refuses_nothing(run:
         run.status_path.write_text(torn)
         found, said = plan(run)
         assert found.first_step == 21
-        assert "status.json is no run status" in said[0]
+        assert "status.json is not a valid run status" in said[0]
         assert "What comes after the last step is done again." in said[0]
 
 

@@ -1,4 +1,7 @@
-"""Child processes that cannot outlive us. Each runs under a reaper (reaper.py) in a session of its own and writes to its own log."""
+"""Child processes that cannot outlive this one.
+
+Each child runs under a reaper (reaper.py), in its own session and with its own log.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,13 @@ from skylite.processes.descriptors import private_file
 
 REAPER = Path(__file__).with_name("reaper.py")
 MARK = "SKYLITE_CHILD"
-"""Environment variable, unique a child and inherited by its descendants: finds them when the reaper itself was killed."""
+"""Environment variable with a unique value per child, inherited by its descendants.
+
+It identifies them when the reaper itself was killed.
+"""
 TAIL_BYTES = 128 * 1024
 KILL_S = 2.0
-"""What a reaper gets to kill its tree before it is killed itself."""
+"""Time for a reaper to kill its process tree before it is killed itself."""
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|[\x00-\x08\x0b-\x1f\x7f]")
 _TORCHRUN_CHATTER = re.compile(r"^[WEI]\d{4} .*torch/distributed/(elastic|run)")
@@ -32,30 +38,30 @@ _TORCHRUN_SUMMARY = re.compile(r"torch/distributed/elastic/multiprocessing/api\.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
-    """What to start."""
+    """The process to start."""
 
     name: str
-    """As errors call it, e.g. "vllm-0"."""
+    """Name in error messages, e.g. "vllm-0"."""
     argv: Sequence[str]
     env: Mapping[str, str]
-    """Variables on top of the parent's own."""
+    """Variables added to the parent's environment."""
     log_path: Path
-    """Gets stdout and stderr, appended."""
+    """stdout and stderr are appended to it."""
     is_done: Callable[[], bool] = lambda: False
-    """Whether an end with exit code 0 is in order by now (a trainer after its last step); every other end is an error."""
+    """Whether exit code 0 is expected by now (a trainer after its last step). Any other exit is an error."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Child:
-    """A started process. `process` is its reaper, which ends the way the command does."""
+    """A started process. `process` is its reaper, which exits with the same code or signal as the command."""
 
     spec: ProcessSpec
     process: subprocess.Popen[bytes]
     reaper_pipe: FileIO
-    """Write end of the reaper's pipe: closing it kills the whole tree, and so does our own death."""
+    """Write end of the reaper's pipe: closing it, or the death of this process, kills the process tree."""
     mark: str
     log_start: int
-    """Size of the log when this child started; what is before belongs to an earlier one."""
+    """Size of the log when this child started; earlier bytes belong to an earlier child."""
 
     @property
     def name(self) -> str:
@@ -63,17 +69,17 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Of the reaper, which is also the process group."""
+        """Process id of the reaper, also its process group id."""
         return self.process.pid
 
 
 def start(spec: ProcessSpec) -> Child:
-    """Start a process under its reaper, stdin empty. Raises RunFailed when the program does not exist."""
+    """Start a process under its reaper with empty stdin. Raises RunFailed when it cannot be started."""
     spec.log_path.parent.mkdir(parents=True, exist_ok=True)
     read_end, write_end = os.pipe()
     reaper_pipe = private_file(write_end, "wb")
     mark = uuid.uuid4().hex
-    # -I -S: no user code and no site packages in the reaper; the command gets its own interpreter and flags.
+    # -I -S keeps user code and site packages out of the reaper; the command has its own interpreter flags.
     argv = [sys.executable, "-I", "-S", str(REAPER), str(read_end), *spec.argv]
     try:
         with spec.log_path.open("ab") as log:
@@ -91,7 +97,7 @@ def start(spec: ProcessSpec) -> Child:
         reaper_pipe.close()
         raise RunFailed(
             f"{spec.name} could not be started: {error}.",
-            f"Check that {spec.log_path.parent} can be written.",
+            f"Check that {spec.log_path.parent} is writable.",
         ) from None
     finally:
         os.close(read_end)
@@ -99,7 +105,10 @@ def start(spec: ProcessSpec) -> Child:
 
 
 def poll(child: Child) -> int | None:
-    """Exit code of an ended child (negative: the signal), None while it runs. On the end, what it left behind is killed first."""
+    """Exit code of the child (negative: the signal), None while it runs.
+
+    Kills leftover descendants before it returns the exit code.
+    """
     if child.process.returncode is None and _reaper_has_ended(child):
         child.reaper_pipe.close()
         _kill_leftovers(child)
@@ -108,29 +117,29 @@ def poll(child: Child) -> int | None:
 
 
 def terminate(child: Child) -> None:
-    """Ask the command to end: SIGTERM, which the reaper passes on."""
+    """Send SIGTERM, which the reaper forwards to the command."""
     if poll(child) is None:
         child.process.terminate()
 
 
 def kill(child: Child) -> None:
-    """Kill the whole tree; returns when it is gone."""
+    """Kill the process tree and wait until it is gone."""
     child.reaper_pipe.close()
     deadline = time.monotonic() + KILL_S
     while poll(child) is None:
         if time.monotonic() > deadline:
-            # The reaper does not answer (it was stopped, say), so it goes too; poll() then sweeps up behind it.
+            # The reaper does not react (it may be stopped), so kill it; poll() then kills its leftovers.
             child.process.kill()
         time.sleep(0.01)
 
 
 def stopped_processes(child: Child) -> list[int]:
-    """Ids of the child's processes that SIGSTOP (or SIGTSTP) holds."""
+    """Ids of the child's processes that are stopped by SIGSTOP or SIGTSTP."""
     return [pid for pid in _pids_with_mark(child.mark) if _state(pid) == "T"]
 
 
 def describe_exit(child: Child) -> str:
-    """How an ended child ended, in words: "ended with exit code 1", "was killed by SIGKILL"."""
+    """How the child ended: "ended with exit code 1", "was killed by SIGKILL", or "is running"."""
     code = poll(child)
     if code is None:
         return "is running"
@@ -138,19 +147,20 @@ def describe_exit(child: Child) -> str:
 
 
 def child_died(child: Child, lines: int = 15) -> ChildDied:
-    """The error for a child that ended: how, where its log is, and the log's last lines."""
+    """The error for an exited child: exit code or signal, path of its log, and the last `lines` lines."""
     hint = f"Its log is {child.spec.log_path}."
     if poll(child) == -signal.SIGKILL:
-        hint = f"The kernel does that when memory runs out. {hint}"
+        hint = f"The kernel sends SIGKILL when memory runs out. {hint}"
     return ChildDied(
         f"{child.name} {describe_exit(child)}.", hint, log_tail(child.spec.log_path, lines, child.log_start)
     )
 
 
 def log_tail(path: Path, lines: int, start: int = 0) -> str:
-    """The last lines of a log from byte `start` on, as plain text: no colours, a progress bar as its last state.
+    """The last lines of a log, from byte `start`, as plain text.
 
-    torchrun's own summary is left out: it prints some forty lines after a rank's traceback, and the traceback is what a person needs.
+    Removes colours and keeps only the last state of a progress bar. Omits torchrun's summary, which prints
+    about forty lines after the traceback of the failed rank.
     """
     kept: list[str] = []
     for raw in raw_log_tail(path, start).split("\n"):
@@ -163,7 +173,7 @@ def log_tail(path: Path, lines: int, start: int = 0) -> str:
 
 
 def raw_log_tail(path: Path, start: int = 0) -> str:
-    """The last TAIL_BYTES of a log from byte `start` on, as they are; "" where there is none."""
+    """The last TAIL_BYTES of a log, from byte `start`, unchanged; "" when the log does not exist."""
     try:
         with path.open("rb") as stream:
             stream.seek(max(start, path.stat().st_size - TAIL_BYTES))
@@ -180,12 +190,15 @@ def _signal_name(number: int) -> str:
 
 
 def _reaper_has_ended(child: Child) -> bool:
-    """WNOWAIT leaves the reaper a zombie, so that its process group number cannot go to a stranger while we kill the group."""
+    """Check without collecting the exit status (WNOWAIT).
+
+    The reaper stays a zombie, so the kernel cannot reuse its process group id while `poll` kills the group.
+    """
     return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _kill_leftovers(child: Child) -> None:
-    """SIGKILL for the group and for every process that carries the child's mark; by id, never by name."""
+    """Send SIGKILL to the process group and to every process with the child's mark."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     for pid in _pids_with_mark(child.mark):
@@ -194,14 +207,14 @@ def _kill_leftovers(child: Child) -> None:
 
 
 def _state(pid: int) -> str:
-    """The kernel's letter: R, S, D, T (stopped), Z; empty when the process is gone."""
+    """State letter in /proc/PID/stat: R, S, D, T (stopped), Z; empty when the process is gone."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0]
     return ""
 
 
 def _pids_with_mark(mark: str) -> list[int]:
-    """Processes of ours whose environment holds the mark."""
+    """Ids of the processes whose environment contains the mark, as far as this user may read it."""
     needle = f"{MARK}={mark}".encode()
     found = []
     for name in os.listdir("/proc"):

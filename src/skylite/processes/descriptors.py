@@ -1,6 +1,6 @@
-"""Open files that only this process may hold: a forked child (a reward worker, say) closes its copies at once.
+"""Open files that forked children (for example, reward workers) must not keep.
 
-A lock or a life line that a forked child keeps open would outlive the process that it stands for.
+A forked child that inherited a lock or a reaper pipe would keep it open after this process ends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _PRIVATE: weakref.WeakSet[FileIO] = weakref.WeakSet()
 
 
 def private_file(descriptor: int, mode: str) -> FileIO:
-    """A file object over `descriptor` that owns it, closed in every forked child. It is close-on-exec, as Python opens files."""
+    """A file object that owns `descriptor`. Forked children close their copy at once; exec closes it too."""
     file = FileIO(descriptor, mode)
     _PRIVATE.add(file)
     return file

@@ -1,4 +1,7 @@
-"""The kernel's word that a process ends with its parent, `kill -9` included. Standard library alone: called before anything else."""
+"""Let the kernel kill a process when its parent ends, even by `kill -9`.
+
+Imports only the standard library, because processes call it before their other imports.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,23 @@ import os
 import signal
 
 COMMAND_PID = "SKYLITE_COMMAND_PID"
-"""Environment variable that the reaper (processes/reaper.py) sets: process id of the command it runs. It tells a direct child of the command
-whether its parent is still the one that started it."""
+"""Environment variable set by the reaper (processes/reaper.py): process id of the command it runs.
+
+A direct child of the command compares it with its parent to see whether the command is still alive.
+"""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when `parent` ends, which must be its own parent; end now when it has ended already."""
+    """Let the kernel kill this process when its parent ends; exit now if it has ended already.
+
+    Args:
+        parent: process id of this process's parent.
+
+    Raises OSError when the kernel refuses.
+    """
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it ended before the kernel knew
+    if os.getppid() != parent:  # the parent ended before prctl
         os._exit(1)

@@ -1,27 +1,30 @@
-"""Run one command and take it down, with everything it has started, when the parent goes away.
+"""Run one command, and kill it with all its descendants when the parent dies.
 
     python reaper.py DESCRIPTOR COMMAND [ARGUMENT ...]
 
-DESCRIPTOR is the read end of a pipe whose write end only the parent holds: it ends when the parent does, `kill -9` included.
-vLLM's engine processes do not watch their parent, so somebody has to. This file imports the standard library alone and is run as
-a script: it starts in about 20 ms and takes 10 MB.
+DESCRIPTOR is the read end of a pipe. Only the parent holds the write end, so the pipe closes when the parent
+dies, even by `kill -9`. vLLM's engine processes do not watch their parent, so the reaper does. It runs as a
+script and imports only the standard library, so that it starts fast and takes little memory.
 
-Four things hold, so that no order of deaths leaves a process behind:
+Four mechanisms ensure that no order of deaths leaves a process behind:
 
-- The reaper adopts every descendant that loses its own parent (PR_SET_CHILD_SUBREAPER), so a process that opened its own session is
-  found too.
-- The command leads a process group of its own and keeps the pipe's read end open, in which the kernel is told (O_ASYNC, F_SETSIG) to
-  send SIGKILL to that whole group when the pipe ends. That needs nobody to be awake: a reaper that is stopped, or killed in the same
-  instant as the parent, changes nothing.
-- What a command starts in sessions of its own (torchrun's ranks) or what its main process may leave behind (vLLM's engine core) has
-  its kernel's word on its own parent's death (PR_SET_PDEATHSIG), checked against COMMAND_PID.
-- A reaper that is stopped when the parent dies is continued by the kernel (PR_SET_PDEATHSIG with SIGCONT), and then ends.
+- The reaper adopts every descendant that loses its parent (PR_SET_CHILD_SUBREAPER), so it also finds
+  processes that opened their own session.
+- The command leads its own process group and keeps the read end of the pipe open. The kernel sends SIGKILL to
+  that group when the pipe closes (O_ASYNC, F_SETSIG). This also works while the reaper is stopped, or when it
+  dies together with the parent.
+- Processes in other sessions (torchrun's ranks) and processes that may outlive the command (vLLM's engine
+  core) ask the kernel to kill them with their own parent (PR_SET_PDEATHSIG). They check their parent against
+  COMMAND_PID.
+- The kernel wakes a stopped reaper when the parent dies (PR_SET_PDEATHSIG with SIGCONT); the reaper then
+  kills and exits.
 
-The command itself has no PR_SET_PDEATHSIG on the reaper: it would close the pipe before the pipe ends, and its group would live on.
+The command does not use PR_SET_PDEATHSIG on the reaper. It would die, and close its end of the pipe, before
+the write end closes, and its process group would survive.
 
-SIGTERM and SIGINT are passed on to the command, which knows best how to end its children. When the command ends, what
-it left behind gets GRACE_S to finish (multiprocessing's resource tracker frees shared memory then), and the reaper ends the way the
-command did: same exit code, same signal.
+The reaper forwards SIGTERM and SIGINT to the command, which knows how to stop its children. After the command
+ends, leftover processes get GRACE_S to finish (multiprocessing's resource tracker frees shared memory then).
+The reaper then exits with the command's exit code or signal.
 """
 
 from __future__ import annotations
@@ -37,9 +40,9 @@ import time
 from typing import NoReturn
 
 F_SETSIG = 10
-"""Linux; which signal O_ASYNC sends."""
+"""Linux fcntl command that sets the signal O_ASYNC sends."""
 COMMAND_PID = "SKYLITE_COMMAND_PID"
-"""Environment variable of the command and its descendants: the command's process id and group."""
+"""Environment variable of the command and its descendants: process id and group id of the command."""
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -67,7 +70,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _signal_pipe() -> int:
-    """The read end of a pipe that gets one byte, its number, for each signal that arrives."""
+    """Read end of a pipe that receives the signal number as one byte for each signal."""
     read_end, write_end = os.pipe()
     os.set_blocking(read_end, False)
     os.set_blocking(write_end, False)
@@ -78,8 +81,8 @@ def _signal_pipe() -> int:
 
 
 def _start(command: list[str], parent_pipe: int) -> int:
-    """Fork and execute."""
-    # Blocked over the fork, so that a signal cannot reach the child while it still has the reaper's handlers.
+    """Fork and exec the command; returns its process id."""
+    # Block signals during the fork: until exec, the child still has the reaper's handlers.
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED_SIGNALS)
     pid = os.fork()
     if pid == 0:
@@ -92,7 +95,7 @@ def _execute(command: list[str], parent_pipe: int) -> NoReturn:
     _die_with_pipe(parent_pipe)
     os.environ[COMMAND_PID] = str(os.getpid())
     signal.set_wakeup_fd(-1)
-    # Python ignores SIGPIPE and SIGXFSZ, and an ignored signal stays ignored over exec.
+    # Python ignores SIGPIPE and SIGXFSZ, and ignored signals stay ignored across exec.
     for number in (*FORWARDED_SIGNALS, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
@@ -104,18 +107,18 @@ def _execute(command: list[str], parent_pipe: int) -> NoReturn:
 
 
 def _die_with_pipe(parent_pipe: int) -> None:
-    """Lead a process group that the kernel kills when the pipe's last writer is gone."""
+    """Lead a process group that the kernel kills when the last writer of the pipe is gone."""
     os.setpgid(0, 0)
     fcntl.fcntl(parent_pipe, fcntl.F_SETOWN, -os.getpid())
     fcntl.fcntl(parent_pipe, F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(parent_pipe, fcntl.F_SETFL, fcntl.fcntl(parent_pipe, fcntl.F_GETFL) | os.O_ASYNC)
     os.set_inheritable(parent_pipe, True)
-    if select.select([parent_pipe], [], [], 0)[0]:  # it ended before the kernel was told
+    if select.select([parent_pipe], [], [], 0)[0]:  # the pipe closed before the setup
         os._exit(1)
 
 
 def _watch(pid: int, parent_pipe: int, signals: int) -> int | None:
-    """Wait status of the command, or None when the parent is gone."""
+    """Wait for the command. Returns its wait status, or None when the parent is gone."""
     while True:
         ready, _, _ = select.select([parent_pipe, signals], [], [])
         if parent_pipe in ready:
@@ -129,7 +132,7 @@ def _watch(pid: int, parent_pipe: int, signals: int) -> int | None:
 
 
 def _reap(pid: int) -> int | None:
-    """Collect every ended child, adopted ones too; the wait status of `pid` when it is among them."""
+    """Collect all ended children, adopted ones included. Returns the wait status of `pid` if it ended."""
     status = None
     while (ended := _wait_any(os.WNOHANG)) is not None and ended[0] != 0:
         if ended[0] == pid:
@@ -138,7 +141,7 @@ def _reap(pid: int) -> int | None:
 
 
 def _wait_any(options: int) -> tuple[int, int] | None:
-    """`waitpid` for any child; None when there is none left."""
+    """`waitpid` for any child; None when there are no children."""
     try:
         return os.waitpid(-1, options)
     except ChildProcessError:
@@ -152,7 +155,10 @@ def _reap_for(seconds: float) -> None:
 
 
 def _kill_descendants() -> None:
-    """SIGKILL and collect until nothing is left; orphans become our children, so every round reaches deeper."""
+    """Kill and collect until no descendant is left.
+
+    Orphans become children of the reaper, so each round reaches deeper.
+    """
     while _wait_any(os.WNOHANG) is not None:
         for pid in _descendants(os.getpid()):
             try:
@@ -174,7 +180,10 @@ def _descendants(root: int) -> list[int]:
 
 
 def _parent_of(pid: str) -> int:
-    """Parent pid, 0 when the process is gone; in /proc/PID/stat it follows the name, which may hold spaces and brackets."""
+    """Parent pid; 0 when the process is gone.
+
+    In /proc/PID/stat it follows the process name, which may contain spaces and brackets.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as stream:
             return int(stream.read().rpartition(b")")[2].split()[1])
@@ -183,6 +192,7 @@ def _parent_of(pid: str) -> int:
 
 
 def _exit_like(status: int) -> NoReturn:
+    """Exit with the exit code or signal of a wait status."""
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,4 +1,4 @@
-"""Owns a run's child processes: starts them, notices the first that ends, and ends them all."""
+"""Starts the child processes of a run, detects the first that exits, and stops them all."""
 
 from __future__ import annotations
 
@@ -24,12 +24,16 @@ STOP_TIMEOUT_S = 5.0
 
 
 class Supervisor:
-    """`async with Supervisor() as supervisor:` leaves no process behind, whatever ends the block."""
+    """`async with Supervisor() as supervisor:` leaves no process behind, however the block ends."""
 
     def __init__(
         self, stop_timeout_s: float = STOP_TIMEOUT_S, skip_wait: Callable[[], bool] = lambda: False
     ) -> None:
-        """`skip_wait`: asked again and again while children are given time to end."""
+        """
+        Args:
+            stop_timeout_s: time for children to exit after SIGTERM at the end of the block, before SIGKILL.
+            skip_wait: polled during that time; True kills the children at once.
+        """
         self._stop_timeout_s = stop_timeout_s
         self._skip_wait = skip_wait
         self._children: dict[str, Child] = {}
@@ -50,57 +54,60 @@ class Supervisor:
                 and not self._skip_wait()
                 and any(poll(c) is None for c in self._children.values())
             ):
-                await asyncio.sleep(POLL_S)  # so that a second Ctrl-C is heard
+                await asyncio.sleep(POLL_S)  # lets the event loop handle a second Ctrl-C
         finally:
             self.stop(timeout_s=0)
 
     def start(self, spec: ProcessSpec) -> Child:
-        """Start a child. A name is free again after stop_child(). Raises RunFailed."""
+        """Start a child. stop_child() frees its name for reuse. Raises RunFailed."""
         if spec.name in self._children:
-            raise ValueError(f"a child named {spec.name} is there already")
+            raise ValueError(f"a child named {spec.name} already exists")
         child = start(spec)
         self._children[spec.name] = child
         return child
 
     def leave_to_caller(self, name: str) -> None:
-        """From now on the end of this child is the caller's affair."""
+        """From now on the caller handles the exit of this child; `check` ignores it."""
         self._left_to_caller.add(name)
 
     def fail(self, error: BaseException) -> None:
-        """Let `check` and `watch` raise this: a caller to whom a child was left gives up."""
+        """Make `check` and `watch` raise `error`: the caller that handles a child gives up."""
         self._failure = self._failure or error
 
     def check(self) -> None:
-        """Raise ChildDied for a child that has ended, exit code 0 included, unless its spec says that it is done; or what `fail` got."""
+        """Raise the error given to `fail`, or ChildDied for an exited child.
+
+        Exit code 0 is an error too, unless the child's spec says it is done or `wait_exit` waits for it.
+        """
         if self._failure is not None:
             raise self._failure
         watched = [c for c in self._children.values() if c.name not in self._left_to_caller]
         ended = [c for c in watched if poll(c) is not None and not self._has_finished(c)]
-        # Several can end at once, one pulling down the next; the one that failed says more than the one that then left in order.
+        # One failure can take other children down: report a failed child before one that exited with 0.
         for child in sorted(ended, key=lambda c: poll(c) == 0):
             raise child_died(child)
 
     def pids(self) -> dict[str, int]:
-        """Name to process group of the children that run."""
+        """Name -> process group id of the running children."""
         return {name: child.pid for name, child in self._children.items() if poll(child) is None}
 
     def stopped_pids(self, name: str) -> list[int]:
-        """Processes of a child that a signal has stopped."""
+        """Ids of a child's processes that are stopped by a signal."""
         return stopped_processes(self._children[name]) if name in self._children else []
 
     def recent_log(self, name: str) -> str:
-        """The end of what a child has written since it was started; "" for a child that is not there."""
+        """The last part of a child's log since its start; "" for an unknown child."""
         child = self._children.get(name)
         return "" if child is None else raw_log_tail(child.spec.log_path, child.log_start)
 
     async def watch(self) -> NoReturn:
-        """Raise ChildDied soon (POLL_S) after a child has ended."""
+        """Call `check` every POLL_S seconds until it raises."""
         while True:
             self.check()
             await asyncio.sleep(POLL_S)
 
     async def wait_exit(self, name: str) -> None:
-        """Wait until this child ends by itself. Raises ChildDied unless with exit code 0."""
+        """Wait until this child exits. Raises ChildDied unless its exit code is 0."""
         child = self._children[name]
         self._may_exit.add(name)
         while poll(child) is None:
@@ -109,12 +116,12 @@ class Supervisor:
             raise child_died(child)
 
     def stop_child(self, name: str, timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """End one child with its whole tree."""
+        """Stop one child and its process tree: SIGTERM, then SIGKILL after `timeout_s` seconds."""
         _stop_children([self._children[name]], timeout_s)
         self._forget(name)
 
     def stop(self, timeout_s: float) -> None:
-        """SIGTERM for all; SIGKILL, for the whole trees, after `timeout_s` seconds."""
+        """Stop all children and their process trees: SIGTERM, then SIGKILL after `timeout_s` seconds."""
         _stop_children(list(self._children.values()), timeout_s)
         for name in list(self._children):
             self._forget(name)

@@ -10,28 +10,32 @@ from pathlib import Path
 from skylite.processes.machine import LOOPBACK_ONLY
 from skylite.processes.preload import TBB_MALLOC, preload_env
 
-# glibc before 2.38 does not reuse a freed block for an aligned one of the same size, and torch aligns: a forward pass takes twice the
-# memory that it keeps. TBB's allocator does, and keeps freed memory too (docs/explanation/trainer.md).
+# glibc before 2.38 does not reuse a freed block for an aligned one of the same size, and torch aligns: a
+# forward pass then takes twice the memory that it keeps. TBB's allocator does, and keeps freed memory too
+# (docs/explanation/trainer.md).
 ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "17179869184", "MALLOC_TOP_PAD_": "268435456"}
-"""Where TBB's is missing glibc at least keeps freed memory: a step reuses the same buffers, and touching fresh pages is slow."""
+"""glibc settings for machines without TBB: keep freed memory, because touching fresh pages is slow."""
 
 
 def trainer_command(run: Path, rendezvous: Path, num_ranks: int, *, resume: bool) -> list[str]:
     """torchrun with `num_ranks` processes of skylite.trainer.worker on this machine.
 
-    `rendezvous`: an existing folder in which torchrun and the ranks find each other.
+    Args:
+        run: the run folder.
+        rendezvous: an existing folder for the rendezvous files of torchrun and the ranks.
     """
-    # Not --standalone: that meets over TCP on all interfaces without a key, and unpickles what it is told there. The ranks have a file of
-    # their own (model/distributed.py). Every sign of life makes the file longer, and there is no other machine to tell.
+    # Not --standalone: it opens a TCP store on all interfaces without a key, and unpickles what it receives
+    # there. The ranks use another file store (model/distributed.py). The keep-alive interval is long because
+    # each message grows the file and no other machine waits for it.
     start = uuid.uuid4().hex
-    meet = ["--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", str(rendezvous / start)]
-    meet += ["--rdzv-conf", "store_type=file,keep_alive_interval=3600", "--rdzv-id", start]
-    command = [sys.executable, "-m", "torch.distributed.run", *meet, "--nproc-per-node", str(num_ranks)]
+    options = ["--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", str(rendezvous / start)]
+    options += ["--rdzv-conf", "store_type=file,keep_alive_interval=3600", "--rdzv-id", start]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "--nproc-per-node", str(num_ranks)]
     return [*command, "-m", "skylite.trainer.worker", str(run), *(["--resume"] if resume else [])]
 
 
 def trainer_env(num_threads: int) -> dict[str, str]:
-    """Variables on top of the parent's: threads a rank, allocator, no hub."""
+    """Variables added to the parent's environment: threads per rank, allocator, offline hub."""
     return {
         **LOOPBACK_ONLY,
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -39,7 +43,7 @@ def trainer_env(num_threads: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
-        # Else Arrow brings an allocator of its own, which keeps 8 MB of every rank to read a step's completions.
+        # Arrow's own allocator would keep extra memory in each rank.
         "ARROW_DEFAULT_MEMORY_POOL": "system",
         **ALLOCATOR,
         **preload_env(TBB_MALLOC, {}, "malloc"),
@@ -50,9 +54,10 @@ _KILLED = re.compile(r"rank\s+: (\d+) \(local_rank: \d+\)\s+exitcode\s+: -\d+ \(
 
 
 def killed_rank(log: str) -> str | None:
-    """The first rank that a signal ended, by the summary torchrun leaves in its log: "rank 1 (process 77) was killed by SIGKILL".
+    """The first rank killed by a signal, such as "rank 1 (process 77) was killed by SIGKILL".
 
-    None where there is none. SIGTERM does not count: with that torchrun itself ends the ranks that are left.
+    Reads the summary in torchrun's log; None if there is none. Ignores SIGTERM, which torchrun itself sends
+    to the remaining ranks.
     """
     for rank, pid, name in _KILLED.findall(log):
         if name != "SIGTERM":

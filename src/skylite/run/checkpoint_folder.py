@@ -1,4 +1,7 @@
-"""`checkpoints/step-000010/`: a folder whose `manifest.json` names every other file by its hash. Which of them are whole, without torch."""
+"""Checkpoint folders such as `checkpoints/step-000010/`, checked without torch.
+
+Their `manifest.json` lists every other file with size and sha256.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ class CheckpointFile(BaseModel):
 
 
 class CheckpointManifest(BaseModel):
-    """Written last into a checkpoint folder, before the rename that makes the folder visible."""
+    """Written as the last file of a checkpoint folder, before the rename to its final name."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -35,7 +38,7 @@ class CheckpointManifest(BaseModel):
 
 
 def write_checkpoint_manifest(folder: Path, step: int) -> None:
-    """Write the manifest over everything that is in the (still unfinished) folder."""
+    """Write the manifest for all files in a checkpoint folder that is not yet renamed."""
     files = {
         p.name: CheckpointFile(sha256=sha256_file(p), bytes=p.stat().st_size)
         for p in sorted(folder.iterdir())
@@ -45,50 +48,55 @@ def write_checkpoint_manifest(folder: Path, step: int) -> None:
 
 
 def verify_checkpoint(folder: Path) -> CheckpointManifest:
-    """The manifest, after every file was read and found as it says. Raises ModelError in words."""
-    hint = "An older checkpoint can be used: --resume RUN --at STEP."
+    """Read the manifest and check size and sha256 of every file. Raises ModelError."""
+    hint = "Resume from an older checkpoint: --resume RUN --at STEP."
     try:
         manifest = CheckpointManifest.model_validate_json((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
         raise ModelError(
-            f"The checkpoint {folder} has no {MANIFEST}: it is damaged, or of an older skylite.", hint
+            f"The checkpoint {folder} has no {MANIFEST}: it is damaged or was written by an older skylite.",
+            hint,
         ) from None
     except (OSError, ValidationError) as error:
         raise ModelError(
             f"The checkpoint {folder} is damaged: its {MANIFEST} cannot be read ({error}).", hint
         ) from None
     if manifest.format != FORMAT or manifest.step != step_of(folder):
-        what = f"its {MANIFEST} says format {manifest.format} and step {manifest.step}, and format {FORMAT} and step {step_of(folder)} belong"
-        raise ModelError(f"The checkpoint {folder} is damaged: {what} there.", hint)
-    for name, expected in manifest.files.items():
-        if damage := _find_damage(folder / name, expected):
+        found = f"format {manifest.format} and step {manifest.step}"
+        expected = f"format {FORMAT} and step {step_of(folder)}"
+        raise ModelError(
+            f"The checkpoint {folder} is damaged: its {MANIFEST} has {found}, expected {expected}.", hint
+        )
+    for name, file in manifest.files.items():
+        if damage := _find_damage(folder / name, file):
             raise ModelError(f"The checkpoint {folder} is damaged: {damage}.", hint)
     return manifest
 
 
 def step_of(path: Path) -> int:
-    """12 for `step-000012`, with or without a suffix."""
+    """12 for `step-000012`, with or without a file suffix."""
     return int(path.stem.removeprefix("step-"))
 
 
 def checkpoint_steps(run: RunDir) -> list[int]:
-    """Steps that have a complete folder, oldest first; whether it is still whole is `verify_checkpoint`'s question."""
+    """Steps that have a checkpoint folder, oldest first. `verify_checkpoint` checks their content."""
     return sorted(step_of(p) for p in run.checkpoints.glob("step-*") if p.is_dir())
 
 
 def choose_checkpoint(run: RunDir, at: int | None, say: Callable[[str], None]) -> int:
-    """The step to go on from: the newest whole checkpoint, or `at`; 0, the start of the run, when there is none.
+    """The step to resume from: `at`, else the newest intact checkpoint, else 0 (the start of the run).
 
-    A damaged one is said aloud and passed over; asked for by `at`, or when no other is left, it is a ModelError: all that was trained is
-    not thrown away unasked. Raises ConfigError when `at` has no checkpoint.
+    Skips damaged checkpoints with a warning. Raises ModelError when the checkpoint of `at` is damaged, or
+    when all are: the user decides whether to discard the training so far. Raises ConfigError when `at` has no
+    checkpoint.
     """
     steps = checkpoint_steps(run)
     if at is not None:
         if at != 0 and at not in steps:
             have = ", ".join(map(str, [0, *steps]))
             raise ConfigError(
-                f"{run.root} has no checkpoint of step {at}; it can go on from step {have}.",
-                "Give one of those to --at.",
+                f"{run.root} has no checkpoint of step {at}; it can resume from step {have}.",
+                "Give --at one of these steps.",
             )
         if at != 0:
             verify_checkpoint(run.checkpoint_path(at))
@@ -97,28 +105,26 @@ def choose_checkpoint(run: RunDir, at: int | None, say: Callable[[str], None]) -
         try:
             verify_checkpoint(run.checkpoint_path(step))
         except ModelError as error:
-            say(f"warning: {error.what} It is passed over.")
+            say(f"warning: {error.what} It is skipped.")
         else:
             return step
     if steps:
         raise ModelError(
-            f"None of the {len(steps)} checkpoints of {run.root} is whole.",
-            "Give --at 0 to begin again from the run's start.",
+            f"All {len(steps)} checkpoints of {run.root} are damaged.",
+            "Give --at 0 to restart the run from its beginning.",
         )
     return 0
 
 
 def _find_damage(path: Path, expected: CheckpointFile) -> str:
-    """What is wrong with a file, in words; empty when nothing is."""
+    """What is wrong with a file, for an error message; empty when it is intact."""
     try:
         size = path.stat().st_size
         if size != expected.bytes:
-            return f"{path.name} has {size} bytes, the manifest says {expected.bytes}"
+            return f"{path.name} has {size} bytes, expected {expected.bytes}"
         found = sha256_file(path)
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror})"
-    return (
-        ""
-        if found == expected.sha256
-        else f"{path.name} has sha256 {found[:12]}..., the manifest says {expected.sha256[:12]}..."
-    )
+    if found != expected.sha256:
+        return f"{path.name} has sha256 {found[:12]}..., expected {expected.sha256[:12]}..."
+    return ""

@@ -1,4 +1,4 @@
-"""`events.jsonl`: what the parent did and when. Written by the parent alone; a resumed run goes on in the same file."""
+"""`events.jsonl`: a timeline of the parent. Only the parent writes it; a resumed run appends to it."""
 
 from __future__ import annotations
 
@@ -23,17 +23,22 @@ Event = Literal[
     "adapter_verified",
     "adapter_unloaded",
 ]
-"""sampling_* and rollouts_written carry "step" and "version" (what is sampled from), trainer_step_seen "step", adapter_* "version"."""
+"""Extra fields of the events:
+
+- sampling_* and rollouts_written: "step", and "version" of the adapter that is sampled from
+- trainer_step_seen (the parent has read the trainer's result of a step): "step"
+- adapter_*: "version"
+"""
 
 
 def append_event(path: Path, event: Event, **facts: int) -> None:
-    """Append one event, with the wall clock's time and the machine-wide monotonic clock's, in seconds."""
+    """Append one event with wall-clock time and machine-wide monotonic time, in seconds."""
     line = json.dumps({"event": event, **facts, "monotonic": time.monotonic(), "wall": time.time()})
     append_line(path, line, durable=False)
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """All events in order; a line torn by a kill is left out."""
+    """All events in order. Skips incomplete lines, which a killed writer leaves."""
     events = []
     for line in path.read_bytes().split(b"\n"):
         try:

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or absent, never torn: write beside, fsync, rename."""
+"""Atomic writes of files and folders: write a temporary sibling, fsync, rename."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from typing import Any
 from skylite.errors import WriteFailed, write_failed
 
 TEMPORARY_MARK = ".tmp-"
-"""Every unfinished file or folder carries this mark in its name; a reader may ignore, and a sweep may delete, those."""
-
+"""Part of the name of every unfinished file or folder: readers ignore them, and clean-up deletes them."""
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
-"""Of <fcntl.h> and <linux/fs.h>."""
+"""From <fcntl.h> and <linux/fs.h>."""
 
 
 def fsync_path(path: Path) -> None:
-    """Flush a file's data, or a folder's entries, to the disk."""
+    """Flush a file's data or a folder's entries to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -34,20 +33,23 @@ def fsync_path(path: Path) -> None:
 
 
 def temporary_sibling(path: Path) -> Path:
-    """A name beside `path`, on the same file system, so that a rename to `path` is atomic."""
+    """A temporary name in the same folder as `path`, so that renaming it to `path` is atomic."""
     return path.with_name(f".{path.name}{TEMPORARY_MARK}{os.getpid()}")
 
 
 @contextmanager
 def atomic_file(path: Path, num_bytes: int = 0, *, durable: bool = True) -> Iterator[Path]:
-    """Yield a temporary path to write; on success it becomes `path`, on any error it is removed and `path` is as before.
+    """Yield a temporary path to write, renamed to `path` on success.
+
+    An error removes the temporary file and leaves `path` unchanged.
 
     Args:
-        num_bytes: about what will be written. The disk is asked for that much room first; 0 (small files) may use the reserve.
-        durable: False is for what a run that goes on after a power cut can do without: whole for every reader, but not waited for, so
-            that the file may be found empty then.
+        num_bytes: approximate size, checked against free space before writing. 0 (small files) may use the
+            reserve (RESERVE_BYTES).
+        durable: False skips fsync. Readers still see a complete file, but after a power cut it may be empty:
+            only for files that a resumed run does not need.
 
-    Raises WriteFailed when the disk refuses.
+    Raises WriteFailed.
     """
     with convert_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,12 +69,12 @@ def atomic_file(path: Path, num_bytes: int = 0, *, durable: bool = True) -> Iter
 
 @contextmanager
 def atomic_folder(path: Path, num_bytes: int = 0) -> Iterator[Path]:
-    """Yield a temporary folder to fill; on success it becomes `path` (which must not exist), on any error it is removed.
+    """Yield a temporary folder to fill, renamed to `path` on success; an error removes it.
 
     Args:
         num_bytes: as for `atomic_file`.
 
-    Raises WriteFailed when the disk refuses, or `path` is there already.
+    Raises WriteFailed, also when `path` exists.
     """
     with convert_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +90,8 @@ def atomic_folder(path: Path, num_bytes: int = 0) -> Iterator[Path]:
             fsync_path(temporary)
             if path.exists():
                 raise WriteFailed(
-                    f"{path} exists already; a published folder is never rewritten.", "Move it away."
+                    f"{path} already exists, and skylite never overwrites a published folder.",
+                    "Move it away.",
                 )
             os.rename(temporary, path)
             fsync_path(path.parent)
@@ -97,25 +100,25 @@ def atomic_folder(path: Path, num_bytes: int = 0) -> Iterator[Path]:
 
 
 def append_line(path: Path, line: str, *, durable: bool = True) -> None:
-    """Append a line, whole or not at all. Raises WriteFailed, and leaves the file as it was.
+    """Append a complete line, or raise WriteFailed and leave the file unchanged.
 
-    What a process that was killed while writing left of its last line is cut away first, so that only a last line is ever torn.
+    First cuts off an incomplete last line from a killed writer, so that only the last line can be incomplete.
     """
     with convert_os_errors(path), FileIO(path, "ab+") as stream:
-        whole = _cut_torn_line(stream)
+        old_size = _cut_torn_line(stream)
         data = line.encode() + b"\n"
         try:
-            while data:  # a disk that fills up takes a part first and refuses the rest
+            while data:  # a disk that fills up accepts a part before it refuses the rest
                 data = data[stream.write(data) :]
             if durable:
                 os.fsync(stream.fileno())
         except OSError:
-            os.truncate(path, whole)
+            os.truncate(path, old_size)
             raise
 
 
 def _cut_torn_line(stream: FileIO) -> int:
-    """The size of the file, which then ends with a whole line."""
+    """Cut off an incomplete last line. Returns the size of the file."""
     size = os.fstat(stream.fileno()).st_size
     if size and os.pread(stream.fileno(), 1, size - 1) != b"\n":
         size = os.pread(stream.fileno(), size, 0).rfind(b"\n") + 1
@@ -124,7 +127,7 @@ def _cut_torn_line(stream: FileIO) -> int:
 
 
 def swap_paths(one: Path, other: Path) -> None:
-    """Let two paths of a file system change places in one step, so that there is no moment without either. Raises OSError."""
+    """Swap two paths on one file system atomically, so that both always exist. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0:
         return
@@ -135,7 +138,10 @@ def swap_paths(one: Path, other: Path) -> None:
 
 
 def _swap_by_renames(one: Path, other: Path) -> None:
-    """For a file system that cannot do it at once (NFS, say): a kill in between leaves `other` under a marked name beside it."""
+    """Swap on a file system without an atomic swap (e.g. NFS).
+
+    A kill in between leaves the content of `other` in its folder under a temporary name.
+    """
     aside = other.with_name(f"{temporary_sibling(other).name}-old")
     os.rename(other, aside)
     try:
@@ -147,19 +153,22 @@ def _swap_by_renames(one: Path, other: Path) -> None:
 
 
 def _remove_file(path: Path) -> None:
-    """A leftover that cannot be removed keeps its mark, so nobody takes it for more; why the write failed is what matters then."""
+    """Remove a temporary file.
+
+    Ignores failures: the file keeps its temporary name, and the error of the write matters more.
+    """
     with suppress(OSError):
         path.unlink()
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
-    """Write JSON atomically."""
+    """Write JSON atomically. Raises WriteFailed."""
     with atomic_file(path, durable=durable) as temporary:
         temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def sha256_file(path: Path, *, on_bytes: Callable[[int], None] = lambda _: None) -> str:
-    """Hex sha256 of a file; `on_bytes` hears of every chunk read."""
+    """Hex sha256 of a file. `on_bytes` receives the size of each chunk that is read."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         while chunk := stream.read(1 << 20):
@@ -169,23 +178,23 @@ def sha256_file(path: Path, *, on_bytes: Callable[[int], None] = lambda _: None)
 
 
 RESERVE_BYTES = 16 << 20
-"""Left free by every large write, so that status, metrics and the reason itself still fit on a disk that is nearly full."""
+"""Large writes leave this much free for status, metrics and the error message on a nearly full disk."""
 
 
 def require_space(path: Path, num_bytes: int) -> None:
-    """Raise WriteFailed unless the disk that `path` is to lie on has room for `num_bytes` and RESERVE_BYTES."""
+    """Raise WriteFailed unless the disk of `path` has `num_bytes` and RESERVE_BYTES free."""
     with convert_os_errors(path):
         free = free_bytes(path)
     if free < num_bytes + RESERVE_BYTES:
         raise WriteFailed(
-            f"{path} needs {format_bytes(num_bytes)}, and its disk has {format_bytes(free)} free, of which {format_bytes(RESERVE_BYTES)} are kept for "
-            "status and metrics; it was not written.",
-            "Make room on that disk.",
+            f"{path} needs {format_bytes(num_bytes)}, but its disk has only {format_bytes(free)} free, of "
+            f"which {format_bytes(RESERVE_BYTES)} are reserved for status and metrics; it was not written.",
+            "Free space on that disk.",
         )
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that we may still write on the disk of `path`, which need not exist yet."""
+    """Free bytes on the disk of `path`, which need not exist yet."""
     folder = path
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
@@ -194,7 +203,7 @@ def free_bytes(path: Path) -> int:
 
 @contextmanager
 def convert_os_errors(path: Path) -> Iterator[None]:
-    """Turn an operating system's refusal inside the block into WriteFailed that names `path`."""
+    """Convert an OSError inside the block to a WriteFailed that names `path`."""
     try:
         yield
     except OSError as error:
@@ -202,7 +211,7 @@ def convert_os_errors(path: Path) -> Iterator[None]:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Such as 3.4 GiB or 120 MiB."""
+    """A size as text, such as "3.4 GiB" or "120 MiB"."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= size:
             return f"{num_bytes / size:.3g} {unit}"

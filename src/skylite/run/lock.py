@@ -1,4 +1,4 @@
-"""One live run a folder: an advisory lock that dies with its process."""
+"""An advisory lock that allows one live run per folder; the kernel releases it when the process ends."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ LOCK_NAME = ".skylite.lock"
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Own `folder` while the block runs. Raises ConfigError naming the live owner's pid, WriteFailed.
+    """Lock `folder` while the block runs. Raises ConfigError with the pid of the live owner, or WriteFailed.
 
-    The kernel lets go of the lock when the process ends, `kill -9` included, so a file that was left behind locks nothing. Only the
-    number in the file is stale then. At the end the file goes, and with it a folder that was made for it and has stayed empty: who is
-    refused leaves nothing behind.
+    The kernel releases the lock even after `kill -9`, so a leftover lock file locks nothing; only its pid is
+    stale. At the end the lock file is removed, and the folder too if the lock created it and it is still
+    empty.
     """
     path, is_new = folder / LOCK_NAME, not folder.exists()
     with _locked(path) as stream:
@@ -32,14 +32,14 @@ def lock_folder(folder: Path) -> Iterator[None]:
                 stream.write(b"%d\n" % os.getpid())
             yield
         finally:
-            with suppress(OSError):  # it locks nothing once this process lets go
+            with suppress(OSError):  # a leftover file locks nothing
                 path.unlink()
                 if is_new:
                     folder.rmdir()
 
 
 def _locked(path: Path) -> FileIO:
-    """The file, open and locked."""
+    """Open and lock the file. Raises ConfigError when another process holds the lock."""
     while True:
         with convert_os_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,4 +56,4 @@ def _locked(path: Path) -> FileIO:
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(stream.fileno()), path.stat()):
                 return stream
-        stream.close()  # its owner removed it between our opening and locking it
+        stream.close()  # the previous owner removed the file between open and lock: try again

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one line a step, written by the parent alone."""
+"""`metrics.jsonl`: one line per step, written only by the parent."""
 
 from __future__ import annotations
 
@@ -13,34 +13,38 @@ from skylite.run.files import append_line, atomic_file
 
 
 def append_metrics(path: Path, metrics: dict[str, Any]) -> None:
-    """Append one step. JSON has no NaN or infinity: such a value becomes null. Raises WriteFailed, and leaves the file as it was."""
+    """Append one step. NaN and infinity become null, because JSON lacks them.
+
+    Raises WriteFailed and leaves the file unchanged.
+    """
     append_line(path, _line(metrics))
 
 
 def write_metrics(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Replace the file by these steps. Raises WriteFailed, and leaves the file as it was."""
+    """Replace the file by these steps. Raises WriteFailed and leaves the file unchanged."""
     with atomic_file(path) as temporary:
         temporary.write_text("".join(f"{_line(metrics)}\n" for metrics in lines), encoding="utf-8")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole lines in order, a step that was run again after a resume once, as it was the last time; empty without a file.
+    """The metrics of all steps in order; empty without a file.
 
-    A torn last line is left out. Raises DataError for any other line that is no JSON object.
+    If a step ran again after a resume, only its last metrics count. Skips an incomplete last line.
+    Raises DataError for any other line that is not a JSON object with a step.
     """
     if not path.exists():
         return []
     steps: dict[object, dict[str, Any]] = {}
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         metrics = _parse(path, number, line)
-        # Everything from this step on was done anew.
+        # A repeated step means that the run was resumed there: later steps ran again too.
         steps = {k: m for k, m in steps.items() if m["step"] < metrics["step"]}
         steps[metrics["step"]] = metrics
     return list(steps.values())
 
 
 def null_to_nan(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON's null back to a number that is none, for whoever shows numbers."""
+    """Convert null back to NaN for code that displays numbers."""
     return {key: math.nan if value is None else value for key, value in metrics.items()}
 
 
@@ -58,7 +62,7 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
         raise DataError(f"{path} line {number} is not JSON: {error}.", "Remove that line.") from None
     if not isinstance(metrics, dict) or not isinstance(metrics.get("step"), int):
         raise DataError(
-            f"{path} line {number} is no step's metrics (a JSON object with an integer step).",
+            f'{path} line {number} is not a JSON object with an integer "step".',
             "Remove that line.",
         )
     return metrics

@@ -1,4 +1,4 @@
-"""The run directory: every path of a run is spelled here and nowhere else."""
+"""The run directory: the only module that spells out the paths of a run."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _VERSION_NAME = re.compile(r"policy-v(\d{6,})")
 
 @dataclass(frozen=True, slots=True, order=True)
 class AdapterVersion:
-    """A published adapter: version k is the policy after k updates, so step k samples from version k - 1.
+    """A published adapter. Version k is the policy after k steps; on-policy, step k samples version k - 1.
 
-    The name is unique because vLLM keys its prefix cache by LoRA name: one name must mean one set of weights for ever.
+    vLLM keys its prefix cache by LoRA name, so a name must always stand for the same weights.
     """
 
     version: int
     path: Path
-    """Absolute; complete or absent."""
+    """Absolute path of the adapter folder, which is complete if it exists."""
 
     @property
     def name(self) -> str:
-        """The model name that requests to vLLM carry."""
+        """The model name in requests to vLLM."""
         return adapter_name(self.version)
 
     @property
@@ -40,22 +40,23 @@ class AdapterVersion:
 
 
 def adapter_name(version: int) -> str:
-    """`policy-v000012`: the folder's and the served model's name."""
+    """Name of the adapter folder and of the served model, such as `policy-v000012`."""
     return f"policy-v{version:06d}"
 
 
 def sampling_version(step: int, max_staleness: int) -> int:
-    """The adapter version whose completions train step `step`: a function of the step alone, so that a resumed run samples the same.
+    """The adapter version whose completions train `step`.
 
-    On-policy that is step - 1. Sampling one step ahead it is the one before, but for step 1, before which there is nothing to train.
+    On-policy (max_staleness 0) this is step - 1. With staleness 1 it is step - 2, except that step 1 uses
+    version 0. It depends only on the step, so that a resumed run samples from the same versions.
     """
     return max(0, step - 1 - max_staleness)
 
 
 def published_versions(lora_sync_path: Path) -> list[AdapterVersion]:
-    """The complete adapter folders of `lora_sync_path`, oldest first; their paths are absolute and directly below it.
+    """The complete adapter folders directly in `lora_sync_path`, oldest first, with absolute paths.
 
-    A link is no folder of ours: what it points to, in a run that somebody gave away, must be neither served nor cleaned up.
+    Ignores links: the run may come from another person, and a link target must be neither served nor deleted.
     """
     folder = lora_sync_path.resolve()
     found = [(_VERSION_NAME.fullmatch(p.name), p) for p in folder.iterdir()] if folder.is_dir() else []
@@ -68,13 +69,13 @@ def published_versions(lora_sync_path: Path) -> list[AdapterVersion]:
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """Paths of one run. Steps are 1-based; adapter version 0 is the untrained policy."""
+    """Paths of one run. Steps start at 1; adapter version 0 is the untrained policy."""
 
     root: Path
 
     @property
     def config_path(self) -> Path:
-        """The resolved config, written once by the parent; children read only this."""
+        """The resolved config, written once by the parent and read by its children."""
         return self.root / "config.json"
 
     @property
@@ -87,32 +88,35 @@ class RunDir:
 
     @property
     def events_path(self) -> Path:
-        """What the parent did and when (run/events.py)."""
+        """Timeline of the parent (run/events.py)."""
         return self.root / "events.jsonl"
 
     @property
     def canary_path(self) -> Path:
-        """Fixed token sequences the trainer scores at every publish: {"sequences": [[token ids], ...]}."""
+        """Fixed token sequences the trainer scores at each publish: {"sequences": [[token ids], ...]}."""
         return self.root / "canary.json"
 
     @property
     def micro_batch_path(self) -> Path:
-        """What trainer.tokens_per_micro_batch = "auto" found: {"tokens": N, "reason": words}; a resumed run cuts its steps alike."""
+        """Result of trainer.tokens_per_micro_batch = "auto": {"tokens": N, "reason": text}.
+
+        A resumed run reads it, so that it splits steps into the same micro-batches.
+        """
         return self.root / "micro_batch.json"
 
     @property
     def stop_path(self) -> Path:
-        """Its presence asks the trainer to write a checkpoint and end."""
+        """If this file exists, the trainer writes a checkpoint and exits."""
         return self.root / "stop"
 
     @property
     def rendezvous(self) -> Path:
-        """Files in which torchrun and the ranks of a trainer find each other; of no use after its end."""
+        """Rendezvous files of torchrun and the trainer ranks; useless after the trainer exits."""
         return self.root / "rendezvous"
 
     @property
     def trainer_error_path(self) -> Path:
-        """{"what", "hint", "rank"} of the rank that failed."""
+        """Error of the failed rank: {"what", "hint", "rank"}."""
         return self.logs / "trainer-error.json"
 
     @property
@@ -137,30 +141,33 @@ class RunDir:
 
     @property
     def rejected_steps(self) -> Path:
-        """Steps whose update was not applied: their rollouts and the reason."""
+        """Skipped optimizer steps: their rollouts and the reason."""
         return self.root / "rejected_steps"
 
     @property
     def warm_start(self) -> Path:
-        """The adapter that version 0 begins as, copied here so that a resumed run does not depend on where it came from."""
+        """Copy of the adapter that version 0 starts from; a resumed run does not need the original."""
         return self.root / "warm_start"
 
     @property
     def default_adapters(self) -> Path:
-        """`lora.lora_sync_path` unless the user sets another."""
+        """The default of `lora.lora_sync_path`."""
         return self.root / "adapters"
 
     def adapters(self, recorded: RunConfig) -> Path:
-        """Where the run's adapters are now: they moved with the run, but for a sync folder of the user's own."""
+        """The folder of the run's adapters. If the run folder was moved, the default folder moved with it."""
         own = recorded.config.lora.lora_sync_path is not None
         return Path(recorded.resolved.lora_sync_path) if own else self.default_adapters.resolve()
 
     def rollout_path(self, step: int) -> Path:
-        """Orchestrator -> trainer: the scored completions of a step."""
+        """Scored completions of a step, from orchestrator to trainer."""
         return self.rollouts / f"step-{step:06d}.parquet"
 
     def trainer_step_path(self, step: int) -> Path:
-        """Trainer -> orchestrator: metrics of the update, written after its adapter is published. Step 0 is the start."""
+        """Metrics of an optimizer step, from trainer to orchestrator, written after its adapter is published.
+
+        Step 0 is the start of the trainer.
+        """
         return self.trainer_steps / f"step-{step:06d}.json"
 
     def checkpoint_path(self, step: int) -> Path:
@@ -170,7 +177,7 @@ class RunDir:
         return self.logs / f"{name}.log"
 
     def read_json(self, path: Path) -> dict[str, Any]:
-        """A JSON object of the run, or a ConfigError that names the file."""
+        """Read a JSON object of the run. Raises ConfigError that names the file."""
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:

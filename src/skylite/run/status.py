@@ -1,4 +1,4 @@
-"""`status.json`: where a run is, for whoever looks from outside. Replaced as a whole, so a reader never sees half of it."""
+"""`status.json`: the current state of a run for other processes. Replaced atomically."""
 
 from __future__ import annotations
 
@@ -15,23 +15,26 @@ from skylite.run.files import write_json
 Phase = Literal[
     "starting", "sampling", "training", "syncing", "evaluating", "stopping", "done", "stopped", "failed"
 ]
-"""starting -> (evaluating) -> sampling -> training -> syncing -> sampling ... -> (evaluating) -> done; stopped and failed from anywhere."""
+"""starting -> (evaluating) -> sampling -> training -> syncing -> sampling ... -> (evaluating) -> done.
+
+Any phase can lead to stopping, stopped or failed.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """A run at one moment. After done, stopped or failed there are no processes."""
+    """State of a run. After done, stopped and failed it has no processes."""
 
     phase: Phase
     step: int
-    """The step that is under way, or the last one."""
+    """The current or last step."""
     num_steps: int
     adapter_version: int | None
-    """What the engines serve; None before the first sync."""
+    """The version that the engines serve; None before the first sync."""
     pids: Mapping[str, int] = field(default_factory=dict)
-    """Name to process id: the parent and its children."""
+    """Name -> process id of the parent and its children."""
     restarts: Mapping[str, int] = field(default_factory=dict)
-    """Name of a child to how often it was started again, by this parent."""
+    """Name -> number of restarts of a child by this parent."""
     error: str | None = None
     updated_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
@@ -42,7 +45,7 @@ def write_status(path: Path, status: Status) -> None:
 
 
 def read_status(path: Path) -> Status:
-    """Raises ConfigError when the file is missing or damaged."""
+    """Read the status. Raises ConfigError when the file is missing or damaged."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         return Status(**{f.name: value[f.name] for f in fields(Status)})
@@ -53,6 +56,6 @@ def read_status(path: Path) -> Status:
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{path} is no run status: {type(error).__name__} {error}.",
+            f"{path} is not a valid run status: {type(error).__name__} {error}.",
             "The run is damaged; start a new one.",
         ) from None
