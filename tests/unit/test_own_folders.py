@@ -57,7 +57,7 @@ def claim(run: RunDir, **changes: str) -> None:
 def refused_by_all(run: RunDir, outside: Path) -> list[str]:
     """Resume and clean-up refuse, in words, and change nothing."""
     before = snapshot(run.root), snapshot(outside)
-    replies: list[Reply] = [call(["train", "--resume", str(run.root)]), call(["sync", "gc", str(run.root)])]
+    replies: list[Reply] = [call(["train", "--resume", str(run.root)]), call(["adapters", "gc", str(run.root)])]
     assert [r.code for r in replies] == [2, 2], [r.said for r in replies]
     assert (snapshot(run.root), snapshot(outside)) == before
     return [r.said for r in replies]
@@ -92,7 +92,7 @@ def test_the_runs_own_sync_folder_is_known_by_its_mark_and_an_empty_one_is_marke
     own = tmp_path / "memory"
     run = begin(tmp_path, lora_sync_path=str(own))
     require_own_folders(run, read_run_config(run.config_path))
-    assert call(["sync", "gc", str(run.root)]).code == 0
+    assert call(["adapters", "gc", str(run.root)]).code == 0
     assert (own / "policy-v000000").is_dir()
     own.rename(tmp_path / "before the reboot")
     require_own_folders(run, read_run_config(run.config_path))

@@ -51,7 +51,7 @@ def test_a_live_run_is_refused_by_its_pid_to_whoever_begins_resumes_or_cleans(
             start(tmp_path, "run"),
             call(["train", "--resume", str(run.root)]),
             call(["train", "--resume", str(run.root), "--steps", "1", "--at", "7"]),
-            call(["sync", "gc", str(run.root)]),
+            call(["adapters", "gc", str(run.root)]),
         ):
             assert reply.code == 2
             assert f"{run.root} belongs to another live run (pid {pid})" in reply.said
