@@ -104,10 +104,10 @@ def refusal(root: Path, adapter: Path, **settings: Any) -> str:
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
-        ({"rank": 32, "alpha": 8.0}, ["rank 4, and this run 32", "--rank 4 --alpha 8."]),
-        ({"alpha": 8.5}, ["alpha 8, and this run 8.5", "--rank 4 --alpha 8."]),
-        ({"rank": 8, "alpha": 16.0}, ["rank 4, and this run 8, alpha 8, and this run 16"]),
-        ({"use_rslora": True}, ["use_rslora false, and this run true", "--set lora.use_rslora=false"]),
+        ({"rank": 32, "alpha": 8.0}, ["rank 4, but this run uses 32", "--rank 4 --alpha 8."]),
+        ({"alpha": 8.5}, ["alpha 8, but this run uses 8.5", "--rank 4 --alpha 8."]),
+        ({"rank": 8, "alpha": 16.0}, ["rank 4, but this run uses 8, alpha 8, but this run uses 16"]),
+        ({"use_rslora": True}, ["use_rslora false, but this run uses true", "--set lora.use_rslora=false"]),
     ],
 )
 def test_other_settings_than_the_adapters_name_the_flags_to_give(
@@ -128,7 +128,7 @@ def test_other_settings_than_the_adapters_name_the_flags_to_give(
         ({"rank_pattern": {"q_proj": 8}}, "differ from layer to layer"),
         ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4 fits a changed base"),
         ({"r": "many"}, "is not a PEFT LoRA configuration"),
-        ({"r": 8}, "matrices of rank [4], its adapter_config.json says 8"),
+        ({"r": 8}, "matrices of rank [4], but its adapter_config.json says 8"),
     ],
 )
 def test_what_is_not_plain_lora_is_refused(root: Path, changes: dict[str, Any], part: str) -> None:
@@ -142,7 +142,7 @@ def test_an_incomplete_or_damaged_folder_is_refused(root: Path) -> None:
     weights.write_bytes(whole[:-4])
     assert "cut short" in refusal(root, adapter)
     save_file({"model.embed_tokens.weight": np.ones((3, 4), np.float32)}, weights)
-    assert "model.embed_tokens.weight [3, 4], which is no LoRA matrix" in refusal(root, adapter)
+    assert "model.embed_tokens.weight [3, 4], which is not a LoRA matrix" in refusal(root, adapter)
     weights.unlink()
     assert "adapter_model.safetensors is missing" in refusal(root, adapter)
     assert "adapter_config.json is missing" in refusal(root, root / "nothing here")
@@ -218,7 +218,7 @@ def test_what_lies_in_the_way_of_the_copy_is_never_deleted(root: Path) -> None:
     run.warm_start.mkdir(parents=True)
     (run.warm_start / "mine").touch()
     plan = plan_run(config(root, make_adapter(root / "adapter", "model")), run, lambda _: None)
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="already exists"):
         write_run(plan)
     assert [p.name for p in run.root.rglob("*")] == ["warm_start", "mine"]
 

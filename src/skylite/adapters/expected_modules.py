@@ -1,4 +1,7 @@
-"""Which modules a model's adapters will change, out of the headers of its weight files: torch and the model take seconds to load."""
+"""Predict which modules get LoRA from the headers of the weight files.
+
+This saves start time: vLLM can start before torch and the model are loaded.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,11 @@ from skylite.hub.resolve import safetensors_header, weight_files
 
 
 def predict_target_modules(model_path: Path, config: LoraConfig) -> list[str]:
-    """What the trainer's manifest will most likely name as target_modules, so that vLLM can be started before it.
+    """The target_modules that the trainer's manifest will most likely contain, so that vLLM can start first.
 
-    A file does not say of which kind a module is: a matrix in a numbered layer is taken for a linear module, one elsewhere for embedding
-    or head. Whoever uses this compares it with the manifest. Raises ModelError for a damaged file.
+    Weight files do not record module types. This assumes that a matrix in a numbered layer belongs to a
+    linear module, and any other matrix to the embedding or LM head. Callers must compare the result with the
+    manifest. Raises ModelError for a damaged file.
     """
     tensors = {
         name: tensor

@@ -1,4 +1,4 @@
-"""What `eval` and `serve` are pointed at: a run, or a PEFT adapter folder of ours or anybody's."""
+"""Find the adapter that `eval` and `serve` use: in a run, or in any PEFT adapter folder."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from skylite.run.run_dir import AdapterVersion, RunDir, published_versions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedAdapter:
-    """An adapter to serve and the base model under it."""
+    """An adapter to serve and its base model."""
 
     adapter: AdapterVersion
     base_model: str
-    """Name or folder, as recorded with the adapter."""
+    """Name or folder recorded with the adapter."""
     rank: int
     target_modules: list[str] | None
-    """Module names, None where the adapter gives a pattern."""
+    """Module names; None when the adapter has a pattern instead."""
     run: RunDir | None
     run_config: RunConfig | None
 
 
 def find_adapter(target: Path, step: int | None) -> ServedAdapter:
-    """The adapter of a run (its newest, or that of `step`) or of an adapter folder. Raises ConfigError or ModelError in words.
+    """The newest adapter of a run, its adapter of `step`, or an adapter folder.
 
-    Its files are whole by then, as far as can be known without the base model: vLLM would say so only after its start.
+    Checks the adapter files as far as possible without the base model; vLLM would find errors only after its
+    start. Raises ConfigError or ModelError.
     """
     if (target / "adapter_config.json").is_file():
         if step is not None:
             raise ConfigError(
                 f"--step {step} chooses a version of a run, but {target} is an adapter folder.",
-                "Leave --step away.",
+                "Remove --step, or give the run folder.",
             )
         return _served(AdapterVersion(_version_of(target), target.resolve()), None, None)
     run = RunDir(target.resolve())
@@ -45,8 +46,8 @@ def find_adapter(target: Path, step: int | None) -> ServedAdapter:
     if not chosen:
         have = ", ".join(str(v.version) for v in versions) or "none"
         raise ConfigError(
-            f"{target} has no adapter of step {step if step is not None else 'any'} (published and kept: {have}).",
-            "Choose one of those.",
+            f"{target} has no adapter{'' if step is None else f' of step {step}'} (available steps: {have}).",
+            "Choose an available step." if versions else "Train the run first, or give another folder.",
         )
     return _served(chosen[-1], run, config)
 
@@ -65,6 +66,6 @@ def _served(adapter: AdapterVersion, run: RunDir | None, config: RunConfig | Non
 
 
 def _version_of(folder: Path) -> int:
-    """The version in a published folder's name, 0 for any other adapter folder."""
+    """The version in the name of a published folder; 0 for any other adapter folder."""
     tail = folder.resolve().name.removeprefix("policy-v")
     return int(tail) if tail.isdigit() else 0

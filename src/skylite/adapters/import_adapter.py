@@ -1,6 +1,6 @@
-"""Adapter folders from anywhere, read and checked; and `--from-adapter`: such a one as version 0 of a new run, copied into it.
+"""Read and check any PEFT adapter folder, and copy it into a new run as version 0 (`--from-adapter`).
 
-Names and shapes are checked where the model is: model/warm_start.py.
+model/warm_start.py checks tensor names and shapes, because that needs the model.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ UNSUPPORTED_KEYS = {
     "alora_invocation_tokens": "it is an activated LoRA",
     "use_qalora": "it is a QALoRA adapter",
 }
-"""Keys of adapter_config.json that must be empty or false, and what else the adapter is."""
+"""Keys of adapter_config.json that must be empty or false, with the reason for the error message."""
 CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Initialisations that take their start out of the base weights: without converting, the adapter fits a changed base only."""
+"""Values of init_lora_weights that change the base weights: the adapter does not fit the original base."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,42 +48,48 @@ class WarmStart:
     alpha: float
     use_rslora: bool
     base_model: str
-    """Name or folder, as the adapter has it."""
+    """Name or folder recorded in the adapter."""
     target_modules: list[str] | None
-    """Module names; None where the adapter gives a pattern, or nothing."""
+    """Module names; None when the adapter has a pattern or nothing instead."""
     manifest: Manifest | None
-    """None for an adapter that skylite has not published."""
+    """None for an adapter that skylite did not publish."""
 
 
 def check_warm_start(
     config: TrainConfig, model_path: Path, fingerprint: str, note: Callable[[str], None]
 ) -> None:
-    """Check lora.from_adapter against settings and base model, and say what it is. Raises ConfigError or ModelError in words."""
-    assert config.lora.from_adapter is not None, "checked by the caller"
+    """Check lora.from_adapter against settings and base model. Raises ConfigError or ModelError."""
+    assert config.lora.from_adapter is not None, "the caller checks this"
     found = read_warm_start(expand_adapter_path(config.lora.from_adapter))
     check_lora_settings(found, config.lora)
     check_base_model(found, config.model.name, model_path, fingerprint, note)
-    version = adapter_name(found.manifest.version) if found.manifest is not None else "not of skylite"
+    version = (
+        adapter_name(found.manifest.version) if found.manifest is not None else "not published by skylite"
+    )
     note(f"warm start from {found.folder} (rank {found.rank}, alpha {found.alpha:g}, {version})")
     if config.algorithm.uses_ref and config.algorithm.kl_ref == "base":
         note(
-            "warning: algorithm.kl_ref=base pulls a warm start back to the base model; init would hold it near its own start"
+            "warning: algorithm.kl_ref=base pulls a warm start back to the base model; "
+            "set it to init to stay near the warm start"
         )
 
 
 def read_warm_start(folder: Path) -> WarmStart:
-    """An adapter folder whose files are whole and hold plain LoRA, with a manifest those it names by hash. Raises ModelError."""
+    """Read an adapter folder and check that it holds intact, plain LoRA weights.
+
+    With a manifest, also checks their hash. Raises ModelError.
+    """
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise ModelError(
-                f"{folder} is no adapter folder: {name} is missing.",
-                "Give one saved by skylite or PEFT, e.g. RUN/adapters/policy-v000060.",
+                f"{folder} is not an adapter folder: {name} is missing.",
+                "Give a folder saved by skylite or PEFT, e.g. RUN/adapters/policy-v000060.",
             )
     peft = _plain_lora(folder)
     rank = peft["r"]
     if (found := _tensor_ranks(folder / WEIGHTS)) != {rank}:
         raise ModelError(
-            f"{folder / WEIGHTS} has matrices of rank {sorted(found)}, its {CONFIG} says {rank}.",
+            f"{folder / WEIGHTS} has matrices of rank {sorted(found)}, but its {CONFIG} says {rank}.",
             "The folder is damaged.",
         )
     return WarmStart(
@@ -98,18 +104,21 @@ def read_warm_start(folder: Path) -> WarmStart:
 
 
 def check_lora_settings(found: WarmStart, lora: LoraConfig) -> None:
-    """The matrices go on with the rank and the scale they were trained with. Raises ConfigError that names both and the flags."""
+    """Check that the run uses the rank and scale that the adapter was trained with.
+
+    Raises ConfigError with both values and the flags to set.
+    """
     has = {"rank": float(found.rank), "alpha": found.alpha, "use_rslora": found.use_rslora}
     wants = {"rank": float(lora.rank), "alpha": lora.alpha, "use_rslora": lora.use_rslora}
     if differing := [k for k in has if has[k] != wants[k]]:
-        said = ", ".join(
-            f"{k} {_format_value(has[k])}, and this run {_format_value(wants[k])}" for k in differing
+        difference = ", ".join(
+            f"{k} {_format_value(has[k])}, but this run uses {_format_value(wants[k])}" for k in differing
         )
         rslora = (
             f" --set lora.use_rslora={_format_value(found.use_rslora)}" if "use_rslora" in differing else ""
         )
         raise ConfigError(
-            f"The adapter {found.folder} has {said}.",
+            f"The adapter {found.folder} has {difference}.",
             f"Give --rank {found.rank} --alpha {found.alpha:g}{rslora}.",
         )
 
@@ -117,24 +126,32 @@ def check_lora_settings(found: WarmStart, lora: LoraConfig) -> None:
 def check_base_model(
     found: WarmStart, model_name: str, model_path: Path, fingerprint: str, note: Callable[[str], None]
 ) -> None:
-    """Raise ConfigError when the manifest names another base. A name alone only makes a note: a path differs between machines."""
+    """Raise ConfigError when the manifest names another base model.
+
+    Without a manifest, another name is only noted, because the path of a model differs between machines.
+    """
     if found.manifest is not None and found.manifest.base_fingerprint != fingerprint:
         raise ConfigError(
-            f"The adapter {found.folder} was trained on {found.manifest.base_model} (fingerprint {found.manifest.base_fingerprint[:12]}), "
-            f"and this run's model is {model_name} (fingerprint {fingerprint[:12]}).",
-            "Give --model the adapter's own base model.",
+            f"The adapter {found.folder} was trained on {found.manifest.base_model} "
+            f"(fingerprint {found.manifest.base_fingerprint[:12]}), but this run's model is {model_name} "
+            f"(fingerprint {fingerprint[:12]}).",
+            "Set --model to the base model of the adapter.",
         )
     if found.manifest is None and found.base_model not in (model_name, str(model_path)):
         note(
-            f"the adapter names the base model {found.base_model}, and this run's is {model_name}: taken for the same"
+            f"the adapter names the base model {found.base_model}, and this run uses {model_name}: "
+            "assuming that they are the same"
         )
 
 
 def copy_warm_start(source: Path, run: RunDir) -> None:
-    """Copy the adapter into the run, whole or not at all. Raises ConfigError when there is one already, ModelError for a damaged copy."""
+    """Copy the adapter into the run atomically.
+
+    Raises ConfigError when the run already has one, ModelError for a damaged copy, WriteFailed.
+    """
     if run.warm_start.exists():
         raise ConfigError(
-            f"{run.warm_start} exists already, from a start that did not end.",
+            f"{run.warm_start} already exists, from an interrupted start.",
             "Remove it, or choose another --run folder.",
         )
     with atomic_folder(run.warm_start, warm_start_bytes(source)) as folder:
@@ -144,12 +161,12 @@ def copy_warm_start(source: Path, run: RunDir) -> None:
 
 
 def expand_adapter_path(from_adapter: str) -> Path:
-    """Of lora.from_adapter; Path.expanduser raises for names that no file can have."""
+    """Expand ~ in lora.from_adapter. Path.expanduser would raise for names that no file can have."""
     return Path(os.path.expanduser(from_adapter))
 
 
 def warm_start_bytes(source: Path) -> int:
-    """Of the run's copy."""
+    """Size in bytes of the copy that a run makes."""
     return sum(file.stat().st_size for file in _files(source))
 
 
@@ -158,7 +175,10 @@ def _files(source: Path) -> list[Path]:
 
 
 def _plain_lora(folder: Path) -> dict[str, Any]:
-    """adapter_config.json of plain LoRA; "r" is an int, "lora_alpha" a float, "target_modules" names or None."""
+    """Read adapter_config.json of plain LoRA. Raises ModelError for any other kind.
+
+    In the result "r" is an int, "lora_alpha" a float, and "target_modules" a list of names or None.
+    """
     path = folder / CONFIG
     try:
         peft = json.loads(path.read_text(encoding="utf-8"))
@@ -182,12 +202,13 @@ def _plain_lora(folder: Path) -> dict[str, Any]:
         reasons.append("it has trained biases")
     if str(peft.get("init_lora_weights")).lower().startswith(CHANGED_BASE):
         reasons.append(
-            f"init_lora_weights={peft['init_lora_weights']} fits a changed base model (PEFT converts it on saving)"
+            f"init_lora_weights={peft['init_lora_weights']} fits a changed base model "
+            "(PEFT can convert it on saving)"
         )
     if reasons:
         raise ModelError(
             f"The adapter {folder} cannot be used: {'; '.join(reasons)}.",
-            "Only plain LoRA is trained and served.",
+            "skylite trains and serves only plain LoRA.",
         )
     plain: dict[str, Any] = peft
     return plain
@@ -202,7 +223,7 @@ def _names(modules: Any) -> list[str] | None:
 
 
 def _tensor_ranks(path: Path) -> set[int]:
-    """The ranks of the LoRA matrices of a file, out of its header."""
+    """The ranks of the LoRA matrices in a file, read from its header."""
     ranks = set()
     for name, shape in _shapes(path).items():
         is_a, is_b = (
@@ -211,21 +232,21 @@ def _tensor_ranks(path: Path) -> set[int]:
         )
         if not (is_a or is_b) or len(shape) != 2:
             raise ModelError(
-                f"{path} holds {name} {shape}, which is no LoRA matrix.",
-                "Only plain LoRA is trained and served.",
+                f"{path} contains {name} {shape}, which is not a LoRA matrix.",
+                "skylite trains and serves only plain LoRA.",
             )
         ranks.add(shape[0 if is_a else 1])
     return ranks
 
 
 def _shapes(path: Path) -> dict[str, list[int]]:
-    """Of every tensor, by the library that vLLM and the trainer will read the file with. Raises ModelError when it would refuse."""
+    """Shape of every tensor, read by the same library as in vLLM and the trainer. Raises ModelError."""
     from safetensors import SafetensorError, safe_open
 
-    safetensors_header(path)  # says more of a file that is cut short
+    safetensors_header(path)  # has a better error message for a truncated file
     try:
         with safe_open(path, framework="numpy") as tensors:
-            return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118 it is no dict
+            return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118 -- not a dict
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{path} cannot be read: {error}.", "The folder is damaged.") from None
 

@@ -1,4 +1,4 @@
-"""Names of the modules that get LoRA: patterns, and the short forms that adapter_config.json and vLLM take."""
+"""Names of modules that get LoRA: match patterns, and the short names in adapter_config.json and vLLM."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from collections.abc import Iterable, Sequence
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """A pattern is a module name (the end of the path) or a regular expression for the whole path."""
+    """Whether a module path matches a pattern: the end of the path, or a regex for the full path."""
     return any(name == p or name.endswith(f".{p}") or re.fullmatch(p, name) is not None for p in patterns)
 
 
 def short_names(modules: Iterable[str], chosen: Iterable[str]) -> list[str]:
-    """`chosen`, full paths, sorted: the last name component where it selects exactly the chosen of all `modules`, else the full path."""
+    """Shorten the full paths `chosen` to their last component where it is unambiguous; sorted.
+
+    A component that also occurs in `modules` outside of `chosen` is ambiguous; those paths stay full.
+    """
     chosen = set(chosen)
-    unsure = {name.rpartition(".")[2] for name in modules if name not in chosen}
-    return sorted({suffix if (suffix := name.rpartition(".")[2]) not in unsure else name for name in chosen})
+    ambiguous = {name.rpartition(".")[2] for name in modules if name not in chosen}
+    return sorted(
+        {suffix if (suffix := name.rpartition(".")[2]) not in ambiguous else name for name in chosen}
+    )

@@ -1,4 +1,4 @@
-"""`manifest.json` of a published adapter: what the folder holds, by hash, and what its policy must answer (the canary)."""
+"""`manifest.json` of a published adapter: its settings, the hash of its weights, and its canary."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from skylite.run.files import sha256_file
 
 
 class Canary(BaseModel):
-    """Fixed token sequences as the trainer scores them, at temperature 1. Token 0 of each is context only."""
+    """Fixed token sequences with the trainer's logprobs at temperature 1. Token 0 of each is context only."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     sequences: list[list[int]]
-    """[S][L]"""
+    """[S][L] token ids."""
     policy_logprobs: list[list[float]]
-    """[S][L - 1] with this adapter."""
+    """[S][L - 1] with the adapter."""
     base_logprobs: list[list[float]]
-    """[S][L - 1] with the adapter off."""
+    """[S][L - 1] without the adapter."""
 
 
 class Manifest(BaseModel):
-    """Written last into an adapter folder, before the rename that makes the folder visible."""
+    """Written as the last file of an adapter folder, before the rename to its final name."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     version: int
     step: int
-    """The step whose update made it; equals `version`, 0 is the untrained policy."""
+    """The step that produced it; equals `version`. 0 is the untrained policy."""
     parent: int | None
     """The version it was trained from; None for version 0."""
     weights_sha256: str
-    """Of adapter_model.safetensors."""
+    """Hash of adapter_model.safetensors."""
     weights_bytes: int
     base_model: str
     base_fingerprint: str
     rank: int
     alpha: float
     dtype: str
-    """Of the tensors in the file."""
+    """dtype of the tensors in the file."""
     target_modules: list[str]
     canary: Canary
 
 
 def read_manifest(folder: Path, verify_hash: bool = True) -> Manifest:
-    """The manifest of an adapter folder. Raises ModelError when it is missing or damaged, or the weights are not the ones it names."""
+    """Read the manifest and check the weights against it. Raises ModelError if one is missing or damaged."""
     path, weights = folder / "manifest.json", folder / "adapter_model.safetensors"
     try:
         manifest = Manifest.model_validate_json(path.read_bytes())
@@ -59,16 +59,16 @@ def read_manifest(folder: Path, verify_hash: bool = True) -> Manifest:
         ) from None
     except (OSError, ValidationError) as error:
         raise ModelError(
-            f"{path} is not an adapter manifest: {error}.", "The folder is damaged; use another version."
+            f"{path} is not a valid adapter manifest: {error}.", "The folder is damaged; use another version."
         ) from None
     if size != manifest.weights_bytes:
         raise ModelError(
-            f"{weights} has {size} bytes, its manifest says {manifest.weights_bytes}.",
+            f"{weights} has {size} bytes, but its manifest says {manifest.weights_bytes}.",
             "The folder is damaged; use another version.",
         )
     if verify_hash and (found := sha256_file(weights)) != manifest.weights_sha256:
         raise ModelError(
-            f"{weights} has sha256 {found}, its manifest says {manifest.weights_sha256}.",
+            f"{weights} has sha256 {found}, but its manifest says {manifest.weights_sha256}.",
             "The weights were changed; use another version.",
         )
     return manifest

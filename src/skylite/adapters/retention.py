@@ -1,4 +1,4 @@
-"""Which adapters and checkpoints a run keeps: pure rules, and the one place that deletes by them."""
+"""Which adapters and checkpoints a run keeps, as pure functions, and the code that deletes the others."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from skylite.run.files import TEMPORARY_MARK, convert_os_errors, temporary_sibli
 from skylite.run.run_dir import RunDir, published_versions, sampling_version
 
 Label = Literal["before", "step", "after"]
-"""Held-out evaluations that a run makes itself."""
+"""When a run evaluates on held-out problems."""
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """What a clean-up took away."""
+    """What a clean-up deleted."""
 
     adapters: list[int]
     """Versions."""
@@ -31,7 +31,7 @@ class Removed:
 
 
 def kept_checkpoints(steps: Iterable[int], config: CheckpointConfig, scores: Mapping[int, float]) -> set[int]:
-    """The newest `keep_last`, and the `keep_best` with the highest held-out accuracy (of equal ones the older)."""
+    """The newest `keep_last`, and the `keep_best` with the highest held-out accuracy (ties: older first)."""
     ordered = sorted(steps)
     best = sorted((s for s in ordered if s in scores), key=lambda s: (-scores[s], s))[: config.keep_best]
     return {*ordered[-config.keep_last :], *best}
@@ -40,37 +40,45 @@ def kept_checkpoints(steps: Iterable[int], config: CheckpointConfig, scores: Map
 def kept_adapters(
     versions: Iterable[int], newest: int, config: SyncConfig, checkpoints: Iterable[int]
 ) -> set[int]:
-    """Version 0, the last `keep_last` up to `newest` (and any after it), every `keep_every`-th, and those that checkpoints go on from."""
+    """The adapter versions to keep.
+
+    These are version 0, the last `keep_last` up to `newest`, any after it, every `keep_every`-th version, and
+    `checkpoints`, the versions that a run resumed from a checkpoint needs.
+    """
     history = {v for v in versions if config.keep_every and v % config.keep_every == 0}
     return {v for v in versions if v == 0 or v > newest - config.keep_last} | history | set(checkpoints)
 
 
 def clean_up(run: RunDir, lora_sync_path: Path, newest: int, config: TrainConfig) -> Removed:
-    """Delete what the rules do not keep, up to version `newest`. Never what an engine may still read: keep_last is at least 2.
+    """Delete the adapters and checkpoints that the rules do not keep. `newest`: the newest version in use.
 
-    vLLM re-reads an evicted adapter from its folder, and a missing one kills the engine.
+    keep_last is at least 2, so this never deletes an adapter that an engine may still read: vLLM re-reads an
+    evicted adapter from its folder, and a missing folder kills the engine.
     """
     steps = checkpoint_steps(run)
-    held = kept_checkpoints(steps, config.checkpoint, held_out_scores(run, config.eval))
-    old_steps = [s for s in steps if s not in held]
+    kept_steps = kept_checkpoints(steps, config.checkpoint, held_out_scores(run, config.eval))
+    old_steps = [s for s in steps if s not in kept_steps]
     freed = sum(remove_folder(run.checkpoint_path(s)) for s in old_steps)
     adapters = published_versions(lora_sync_path)
-    # What a run resumed from a checkpoint is sampled from first, besides the checkpoint's own version.
-    sources = {sampling_version(step + 1, config.rollout.max_staleness) for step in held}
-    kept = kept_adapters([a.version for a in adapters], newest, config.sync, held | sources)
+    # Besides the version of the checkpoint, a resumed run needs the version that it samples first from.
+    sources = {sampling_version(step + 1, config.rollout.max_staleness) for step in kept_steps}
+    kept = kept_adapters([a.version for a in adapters], newest, config.sync, kept_steps | sources)
     old_adapters = [a for a in adapters if a.version not in kept]
     freed += sum(remove_folder(a.path) for a in old_adapters)
     return Removed([a.version for a in old_adapters], old_steps, freed)
 
 
 def write_score(run: RunDir, label: Label, version: int, accuracy: float, config: EvalConfig) -> None:
-    """Record a held-out accuracy of the run's own; the completions lie beside it in parquet."""
+    """Record a held-out accuracy of the run, next to the parquet file with its completions."""
     body = {"accuracy": accuracy, "version": version, "split": config.split, "limit": config.limit}
     write_json(run.evals / f"{label}-v{version:06d}.json", body)
 
 
 def held_out_scores(run: RunDir, config: EvalConfig) -> dict[int, float]:
-    """Version -> held-out accuracy, of the evaluations that the run made itself on these problems. Raises DataError for a damaged file."""
+    """Version -> held-out accuracy, from the run's own evaluations on the problems of `config`.
+
+    Raises DataError for a damaged file.
+    """
     scores: dict[int, float] = {}
     for path in (p for label in get_args(Label) for p in sorted(run.evals.glob(f"{label}-v*.json"))):
         try:
@@ -79,13 +87,13 @@ def held_out_scores(run: RunDir, config: EvalConfig) -> dict[int, float]:
                 scores[int(body["version"])] = float(body["accuracy"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"{path} is no held-out result: {type(error).__name__} {error}.", "Remove that file."
+                f"{path} is not a valid held-out result: {type(error).__name__} {error}.", "Remove that file."
             ) from None
     return scores
 
 
 def remove_scores_after(run: RunDir, version: int) -> None:
-    """Remove the run's own evaluations of versions after `version`."""
+    """Delete the run's own evaluations of versions after `version`."""
     for label in get_args(Label):
         for path in run.evals.glob(f"{label}-v*"):
             if int(path.stem.removeprefix(f"{label}-v")) > version:
@@ -93,7 +101,7 @@ def remove_scores_after(run: RunDir, version: int) -> None:
 
 
 def remove_leftovers(run: RunDir, lora_sync_path: Path) -> list[Path]:
-    """Delete what killed writers left unfinished. Returns it. The run must be ours alone."""
+    """Delete and return unfinished files of killed writers. The caller must hold the lock of the run."""
     folders = (
         run.root,
         run.rollouts,
@@ -111,10 +119,13 @@ def remove_leftovers(run: RunDir, lora_sync_path: Path) -> list[Path]:
 
 
 def remove_folder(folder: Path) -> int:
-    """Delete a folder; its bytes. First out of sight, so that a kill halfway leaves nothing torn under a good name. Raises WriteFailed."""
+    """Delete a folder and return its size in bytes. Raises WriteFailed.
+
+    Renames it to a temporary name first, so that a kill leaves no partial folder under the final name.
+    """
     with convert_os_errors(folder):
         size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
-        doomed = temporary_sibling(folder)
-        folder.rename(doomed)
-        shutil.rmtree(doomed)
+        hidden = temporary_sibling(folder)
+        folder.rename(hidden)
+        shutil.rmtree(hidden)
     return size
