@@ -101,17 +101,17 @@ def damage_encoder_decoder(model: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (damage_truncated, "it is cut short or damaged"),
+        (damage_truncated, "it is truncated or damaged"),
         (damage_header, "is not a safetensors file"),
         (damage_header_shape, "is not a safetensors file"),
         (damage_empty, "is not a safetensors file"),
         (damage_no_weights, "has no \\*\\.safetensors weights"),
         (damage_config, "config.json cannot be read as JSON"),
-        (damage_config_list, "config.json holds list"),
+        (damage_config_list, "config.json contains a list"),
         (damage_no_config, "config.json is missing"),
         (damage_no_tokenizer, "has no tokenizer"),
-        (damage_encoder, "no causal language model.*BertForMaskedLM"),
-        (damage_encoder_decoder, "no causal language model.*T5"),
+        (damage_encoder, "not a causal language model.*BertForMaskedLM"),
+        (damage_encoder_decoder, "not a causal language model.*T5"),
     ],
 )
 def test_a_damaged_folder_is_refused_in_one_line(model: Path, damage: object, message: str) -> None:
@@ -136,7 +136,7 @@ def test_a_damaged_folder_is_refused_in_one_line(model: Path, damage: object, me
     ],
 )
 def test_a_path_that_does_not_exist_never_goes_to_the_hub(name: str) -> None:
-    with pytest.raises(ModelError, match="is no folder here and no hub id"):
+    with pytest.raises(ModelError, match="is neither a local folder nor a hub id"):
         resolve_model(name)
 
 

@@ -106,7 +106,7 @@ def refusal(root: Path, adapter: Path, **settings: Any) -> str:
     [
         ({"rank": 32, "alpha": 8.0}, ["rank 4, but this run uses 32", "--rank 4 --alpha 8."]),
         ({"alpha": 8.5}, ["alpha 8, but this run uses 8.5", "--rank 4 --alpha 8."]),
-        ({"rank": 8, "alpha": 16.0}, ["rank 4, but this run uses 8, alpha 8, but this run uses 16"]),
+        ({"rank": 8, "alpha": 16.0}, ["rank 4, but this run uses 8; alpha 8, but this run uses 16"]),
         ({"use_rslora": True}, ["use_rslora false, but this run uses true", "--set lora.use_rslora=false"]),
     ],
 )
@@ -140,7 +140,7 @@ def test_an_incomplete_or_damaged_folder_is_refused(root: Path) -> None:
     weights = adapter / "adapter_model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-4])
-    assert "cut short" in refusal(root, adapter)
+    assert "truncated" in refusal(root, adapter)
     save_file({"model.embed_tokens.weight": np.ones((3, 4), np.float32)}, weights)
     assert "model.embed_tokens.weight [3, 4], which is not a LoRA matrix" in refusal(root, adapter)
     weights.unlink()

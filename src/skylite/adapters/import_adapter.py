@@ -111,7 +111,7 @@ def check_lora_settings(found: WarmStart, lora: LoraConfig) -> None:
     has = {"rank": float(found.rank), "alpha": found.alpha, "use_rslora": found.use_rslora}
     wants = {"rank": float(lora.rank), "alpha": lora.alpha, "use_rslora": lora.use_rslora}
     if differing := [k for k in has if has[k] != wants[k]]:
-        difference = ", ".join(
+        difference = "; ".join(
             f"{k} {_format_value(has[k])}, but this run uses {_format_value(wants[k])}" for k in differing
         )
         rslora = (

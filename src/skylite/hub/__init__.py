@@ -1,1 +1,1 @@
-"""Model names to checked local folders."""
+"""Resolve model names to checked local folders."""

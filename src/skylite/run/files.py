@@ -142,14 +142,14 @@ def _swap_by_renames(one: Path, other: Path) -> None:
 
     A kill in between leaves the content of `other` in its folder under a temporary name.
     """
-    aside = other.with_name(f"{temporary_sibling(other).name}-old")
-    os.rename(other, aside)
+    old = other.with_name(f"{temporary_sibling(other).name}-old")
+    os.rename(other, old)
     try:
         os.rename(one, other)
     except OSError:
-        os.rename(aside, other)
+        os.rename(old, other)
         raise
-    os.rename(aside, one)
+    os.rename(old, one)
 
 
 def _remove_file(path: Path) -> None:

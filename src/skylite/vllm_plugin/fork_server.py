@@ -1,4 +1,4 @@
-"""Processes out of multiprocessing's fork server, which has imported what they need before it is asked for them."""
+"""Fast process start: multiprocessing's fork server imports vLLM in advance, and processes fork from it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PRELOAD = "skylite.vllm_plugin.warm"
 
 
 def start_fork_server(env: Mapping[str, str]) -> None:
-    """Start it, with `env` on top of this process's environment; it begins to import."""
+    """Start the fork server, which begins to import. `env` is added to this process's environment for it."""
     before = dict(os.environ)
     os.environ.update(env)
     try:
@@ -23,7 +23,7 @@ def start_fork_server(env: Mapping[str, str]) -> None:
 
 
 class WarmProcess(context.ForkServerProcess):
-    """A child of the fork server with the environment that its starter has by then, as vLLM's spawned processes have it."""
+    """A child of the fork server with its starter's environment at `start`, like a spawned process."""
 
     def start(self) -> None:
         self._environ = dict(os.environ)
@@ -35,4 +35,6 @@ class WarmProcess(context.ForkServerProcess):
 
 
 class WarmContext(context.ForkServerContext):
+    """Multiprocessing context that starts WarmProcess."""
+
     Process = WarmProcess

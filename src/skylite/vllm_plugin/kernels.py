@@ -1,7 +1,7 @@
-"""vLLM's own C kernels for RMS norms, which it has for CPUs and does not call there. Imported by vLLM's processes alone.
+"""Fast RMS norms in decode: use vLLM's own C kernels for CPU, which vLLM contains but does not call there.
 
-Without a compiler, which vLLM turns off where there are adapters, a norm is otherwise half a dozen operations of torch, two norms a
-layer, of which each costs more to start than to compute for the few rows of a decode.
+vLLM disables compilation when LoRA is on. A norm is then about six torch operations, and for the few rows of
+a decode each costs more to launch than to compute. Only vLLM's processes import this module.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 
 
 def install() -> None:
-    """Have vLLM's RMS norms on a CPU use the kernels, where `+rms_norm` is among its custom_ops. May be called any number of times."""
+    """Make vLLM's RMS norms on CPU use the kernels, if custom_ops has `+rms_norm`. Safe to call again."""
     RMSNorm.forward_cpu = rms_norm
 
 
 def rms_norm(norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-    """The norm of x [..., H] or, with a residual, a pair: that of x + residual, and this sum; both arguments are overwritten then.
+    """RMS norm of x [..., H]. With a residual, returns (norm of x + residual, x + residual).
 
-    The kernels read whole rows one after the other, all numbers of one type; anything else goes vLLM's way.
+    With a residual, overwrites both arguments. The kernels need contiguous inputs of one dtype; other inputs
+    use vLLM's native code.
     """
     weight, eps = norm.weight.data, norm.variance_epsilon
     plain = (

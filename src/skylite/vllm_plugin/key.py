@@ -1,7 +1,8 @@
-"""ASGI middleware for `skylite serve`: every route takes the key.
+"""ASGI middleware for `skylite serve`: every route requires the API key.
 
-vLLM's own check covers /v1 and a few more prefixes; /invocations answers completions, and /tokenize, /metrics and others tell things,
-without one. Loopback is open to every user of the machine.
+vLLM's own check covers only /v1 and a few other prefixes: without a key, /invocations serves completions, and
+/tokenize, /metrics and others disclose information. Every user of the machine can reach the loopback
+interface.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 KEY_VARIABLE = "VLLM_API_KEY"
-"""vLLM reads it too. An argument could be read by everyone in the process list."""
+"""Environment variable of the key; vLLM reads it too. An argument would be visible in the process list."""
 PUBLIC_PATHS = frozenset({"/health"})
-"""Says nothing but that the server is up."""
+"""Paths without a key: /health only shows that the server is up."""
 
 
 class RequireKey:
-    """Answers 401 to a request without `Authorization: Bearer KEY`. Raises KeyError at the start when there is no key."""
+    """Responds 401 to requests without `Authorization: Bearer KEY`. Raises KeyError if no key is set."""
 
     def __init__(self, app: App) -> None:
         self._app = app

@@ -1,6 +1,7 @@
-"""vLLM's helper processes end with the process that started them.
+"""vLLM's helper processes exit when the process that started them exits.
 
-Stock vLLM 0.32's engine core does not watch the API server: when that is killed, the core lives on and holds memory (vllm#55510).
+In stock vLLM 0.32 the engine core does not watch the API server: if the server is killed, the core keeps
+running and holds its memory (vllm#55510).
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from multiprocessing import forkserver
 from skylite.processes.parent_death import die_with_parent
 
 SWITCH = "SKYLITE_ENGINE"
-"""Environment variable that is "1" in servers that skylite starts; a plugin must not change vLLM for other programs."""
+"""Environment variable, "1" in servers that skylite starts; other vLLM programs stay unchanged."""
 
 
 def die_with_starter() -> None:
-    """In a process that multiprocessing made: the kernel kills it when its starter ends. In the first process of a server: nothing.
+    """In a multiprocessing child: let the kernel kill it when its starter exits. Elsewhere: do nothing.
 
-    Out of a fork server it ends with that, which ends with the first process (`warm.py`).
+    A process forked by a fork server exits with the fork server, which exits with the first process
+    (`warm.py`).
     """
     starter = multiprocessing.parent_process()
     if os.environ.get(SWITCH) != "1" or starter is None or starter.pid is None:

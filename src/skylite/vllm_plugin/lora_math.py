@@ -1,4 +1,4 @@
-"""LoRA for a batch whose rows use different adapters: y += (x A^T) B^T, one pair of matrix products an adapter."""
+"""LoRA for a batch with several adapters: y += (x A^T) B^T, one pair of matrix products per adapter."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class RowGroup:
 
     slot: int
     rows: slice | torch.Tensor
-    """A slice where the rows are consecutive (a view, no copy), else [N] int64."""
+    """A slice if the rows are consecutive (a view, no copy), else [N] int64."""
 
 
 def group_rows(slots: Sequence[int]) -> tuple[RowGroup, ...]:
-    """One group for every adapter slot in `slots` ([T], BASE for none), in order of slot; rows of BASE are in no group."""
+    """One group per adapter slot in `slots` ([T], BASE for no adapter), ordered by slot. Omits BASE rows."""
     members: dict[int, list[int]] = {}
     for row, slot in enumerate(slots):
         if slot != BASE:
@@ -38,24 +38,24 @@ def add_lora(
     groups: Sequence[RowGroup],
     scale: float = 1.0,
 ) -> None:
-    """y[rows] += scale * (x[rows] A[slot]^T) B[slot]^T for every group, in place; other rows are not touched.
+    """y[rows] += scale * (x[rows] A[slot]^T) B[slot]^T for every group, in place. Other rows stay unchanged.
 
     Args:
-        y: [T, O], may be a view of some columns.
+        y: [T, O]; may be a view of some columns.
         x: [T, I]
-        a: [S, 1, R, I], adapters' A matrices by slot.
-        b: [S, 1, O, R]
+        a: [S, 1, R, I], A matrices of the adapters by slot.
+        b: [S, 1, O, R], B matrices.
     """
     for group in groups:
         add_expanded(y, functional.linear(x[group.rows], a[group.slot, 0]), b, group, scale)
 
 
 def join_slices(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The A matrices of a fused layer's slices (q, k, v or gate, up) as one [S, n R, I], so that one product shrinks for all.
+    """Join the n A matrices of a fused layer (q, k, v or gate, up) to [S, n R, I]: one product instead of n.
 
     Args:
-        parts: n tensors [S, 1, R, I]. The first call moves them into common storage: they stay the same tensors, vLLM goes on
-            writing adapters into them, and what is returned sees it.
+        parts: n tensors [S, 1, R, I]. The first call moves them to common storage. They stay the same tensor
+            objects, so vLLM keeps writing adapters into them, and the returned view sees the changes.
     """
     slots, _, rank, width = parts[0].shape
     storage = parts[0].untyped_storage()
@@ -71,12 +71,12 @@ def join_slices(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def merge_slices(
     weight: torch.Tensor, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], slot: int
 ) -> torch.Tensor:
-    """W + B[slot] A[slot] in float32, slice below slice (q, k, v or gate, up in one layer).
+    """W + B[slot] A[slot] in float32, for each slice of a fused layer (q, k, v or gate, up).
 
     Args:
-        weight: [O, I], left as it is.
-        a: n tensors [S, 1, R, I], adapters' A matrices by slot.
-        b: n tensors [S, 1, O_i, R] whose O_i add up to O, the adapter's scale already in them.
+        weight: [O, I]; stays unchanged.
+        a: n tensors [S, 1, R, I], A matrices of the adapters by slot.
+        b: n tensors [S, 1, O_i, R] already multiplied by the adapter's scale. The O_i add up to O.
     """
     merged = weight.to(torch.float32, copy=True)
     start = 0
@@ -93,9 +93,9 @@ def add_expanded(
     """y[rows] += scale * shrunk B[slot]^T in place.
 
     Args:
-        y: [T, O'], where O' differs from O when layer or adapter pads its output; the padding is left alone. Its type, which may be
-            wider than the adapter's (float32 logits of a bfloat16 model), is computed in.
-        shrunk: [N, R], the group's rows of x A^T.
+        y: [T, O']. O' differs from O when the layer or the adapter pads its output; padding stays unchanged.
+            Computes in y's dtype, which may be wider than the adapter's (float32 logits of a bfloat16 model).
+        shrunk: [N, R], x A^T of the group's rows.
         b: [S, 1, O, R]
     """
     width = min(y.shape[1], b.shape[2])

@@ -1,8 +1,8 @@
-"""W + scale B A in place of W and B A, for batches of one adapter: LoRA sampling then costs what the base model's does.
+"""Merged weights W + scale B A for batches with one adapter: sampling is then as fast as with the base model.
 
-An on-policy step samples from one version alone, so nearly all of its batches are of this kind; mixed ones take dense_lora's way.
-float32 only: a bfloat16 sum would round most of an adapter away. vLLM's layers give up their weights once they are packed for
-oneDNN, so a plain copy of each is kept to make the sums from. Imported by vLLM's processes alone.
+An on-policy step samples from one version, so nearly all its batches have one adapter; mixed ones use
+dense_lora. float32 only: a bfloat16 sum would round away most of an adapter. vLLM's layers drop their weights
+after packing them for oneDNN, so this module keeps a plain copy of them. Only vLLM's processes import it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm.model_executor.layers import utils as vllm_layers
 from skylite.vllm_plugin.lora_math import merge_slices
 
 MIN_PASSES = 32
-"""Forward passes that a merged copy is kept for, even when another adapter has a batch for itself: making one costs several passes."""
+"""Minimum forward passes before a merged copy is replaced, because merging costs several passes."""
 _KEPT = "skylite_weight"
 _MERGED = "skylite_merged"
 
@@ -29,18 +29,18 @@ Product = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 @dataclass(slots=True)
 class Merged:
-    """A layer's product with one adapter merged in."""
+    """Matrix product of a layer with one adapter merged into its weights."""
 
     slot: int | None
-    """The adapter's slot; None once that slot holds another adapter."""
+    """Slot of the merged adapter; None after the slot has changed."""
     product: Product
     """(x [T, I], bias [O] or None) -> [T, O]."""
     passes: int = 0
-    """Forward passes since it was made."""
+    """Forward passes since the merge."""
 
 
 def install() -> None:
-    """Have vLLM's layers keep a copy of their weights, and its LoRA layers use merged ones. May be called any number of times."""
+    """Make vLLM's layers keep their weights, and its LoRA layers use merged ones. Safe to call again."""
     if getattr(BaseLinearLayerWithLoRA, _MERGED, False):
         return
     setattr(BaseLinearLayerWithLoRA, _MERGED, True)
@@ -51,7 +51,7 @@ def install() -> None:
     )
 
     def keep_and_pack(layer: Any, remove_weight: bool) -> None:
-        # Embedding and head come with remove_weight=False; they are never merged.
+        # Embedding and LM head have remove_weight=False; they are never merged.
         if remove_weight and layer.weight.dtype == torch.float32 and layer.weight.ndim == 2:
             setattr(layer, _KEPT, lossless_bf16(layer.weight.detach()))
         pack(layer, remove_weight)
@@ -61,7 +61,7 @@ def install() -> None:
         return apply(layer, x, bias) if product is None else product(x, bias)
 
     def reset_and_forget(layer: Any, index: int) -> None:
-        # vLLM changes a slot's matrices by this and a write after it, and in no other way.
+        # vLLM always calls this before it writes new matrices to a slot.
         merged: Merged | None = layer.__dict__.get(_MERGED)
         if merged is not None and merged.slot == index:
             merged.slot = None
@@ -73,7 +73,7 @@ def install() -> None:
 
 
 def merged_product(layer: Any, num_rows: int) -> Product | None:
-    """The layer's product for a batch whose rows all use one adapter; None where the batch or the layer has to go the other way."""
+    """The layer's product if all rows of the batch use one adapter; None if dense_lora must handle it."""
     merged: Merged | None = layer.__dict__.get(_MERGED)
     if merged is not None:
         merged.passes += 1
@@ -91,13 +91,13 @@ def merged_product(layer: Any, num_rows: int) -> Product | None:
 
 
 def lossless_bf16(weight: torch.Tensor) -> torch.Tensor:
-    """A copy in bfloat16 where that loses nothing (nearly all models are published in it), else in its own type."""
+    """Copy a weight as bfloat16 if that is lossless (as in most published models), else in its dtype."""
     half = weight.to(torch.bfloat16)
     return half if torch.equal(half.to(weight.dtype), weight) else weight.clone()
 
 
 def packed_product(weight: torch.Tensor) -> Product:
-    """The product with `weight` [O, I] by the kernel that vLLM uses for the base, so that both are equally fast."""
+    """The product with `weight` [O, I] by the kernel that vLLM uses for the base model, for equal speed."""
     if not ops._supports_onednn:
         return lambda x, bias: functional.linear(x, weight, bias)
     handler = ops.create_onednn_mm(weight.t(), 32)

@@ -1,11 +1,13 @@
-"""vLLM's API server on a CPU in less than half of its start's time: `python -m skylite.vllm_plugin.server` with the server's own arguments.
+"""Fast start of vLLM's API server on CPU: `python -m skylite.vllm_plugin.server` with the server's arguments.
 
-vLLM 0.32 starts three processes on a CPU one after the other, server, engine core and worker, and each imports torch and vLLM anew: most of
-its start. Here multiprocessing's fork server imports them beside the API server, and the engine core is forked out of it. The worker lives
-in the engine core (vLLM's UniProcExecutor). vLLM keeps it apart on CPUs so that OpenMP can be set up in its environment; the fork server
-is given that environment from its first moment.
+On CPU, vLLM 0.32 starts API server, engine core and worker one after the other, and each imports torch and
+vLLM, which takes most of the start. Here multiprocessing's fork server imports them in parallel to the API
+server, and the engine core forks from it. The worker runs inside the engine core (vLLM's UniProcExecutor).
+vLLM separates the worker on CPU to set up OpenMP in its environment; here the fork server starts with that
+environment.
 
-Where this was not tested (another vLLM, another OpenMP library, several workers) the server is started as vLLM does it, which is said.
+In untested cases (another vLLM, another OpenMP library, several workers) this module prints why, and vLLM
+starts in its own way.
 """
 
 from __future__ import annotations
@@ -25,14 +27,13 @@ EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 
 def main() -> None:
-    """Replace vLLM's way to start its engine core where that is known to work, then run its server with this process's arguments."""
+    """Replace vLLM's start of the engine core where tested, then run its server with the same arguments."""
     reason = why_not_fork(os.environ)
     if reason:
         print(f"skylite: vLLM starts in its own, slower way: {reason}", file=sys.stderr, flush=True)
     else:
-        start_fork_server(
-            omp_settings(os.environ["VLLM_CPU_OMP_THREADS_BIND"])
-        )  # first: it imports beside what this process imports
+        # First, so that its imports run in parallel to those of this process.
+        start_fork_server(omp_settings(os.environ["VLLM_CPU_OMP_THREADS_BIND"]))
         sys.argv += ["--distributed-executor-backend", EXECUTOR]
         from vllm.v1.engine import utils
 
@@ -41,21 +42,24 @@ def main() -> None:
 
 
 def why_not_fork(env: Mapping[str, str]) -> str:
-    """Why the engine core cannot be forked here, in words; empty where it can."""
+    """Why the engine core cannot be forked here, for a message; empty if it can."""
     version = _version("vllm-cpu") or _version("vllm")
     if not version.startswith(TESTED_VLLM):
         return f"this is tested with vLLM {TESTED_VLLM}x, not {version or 'another package of that name'}"
     if env.get(SWITCH) != "1":
         return "skylite did not start it"
     if "iomp" not in env.get("LD_PRELOAD", ""):
-        return "Intel's OpenMP library is not preloaded (pip install intel-openmp)"
+        return "Intel's OpenMP library is not preloaded (install it with `pip install intel-openmp`)"
     if not env.get("VLLM_CPU_OMP_THREADS_BIND", "").replace(",", "").isdigit():
         return "VLLM_CPU_OMP_THREADS_BIND does not name cores"
     return ""
 
 
 def omp_settings(cpus: str) -> dict[str, str]:
-    """What vLLM sets for a worker under Intel's OpenMP (vllm/utils/ompmultiprocessing.py): a thread on each of the cores "0,1"."""
+    """vLLM's settings for a worker with Intel's OpenMP: one thread on each core of `cpus`, such as "0,1".
+
+    Source: vllm/utils/ompmultiprocessing.py.
+    """
     return {
         "OMP_NUM_THREADS": str(len(cpus.split(","))),
         "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{cpus}]",
@@ -65,7 +69,7 @@ def omp_settings(cpus: str) -> dict[str, str]:
 
 
 def _version(package: str) -> str:
-    """Of the installed package, if the module `vllm` is out of it; else empty."""
+    """Version of the installed package if it provides the module `vllm`; else empty."""
     try:
         found = importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What the fork server imports before it is asked for an engine core (`server.py`): to import this module there is to do it."""
+"""Modules that the fork server imports in advance (`server.py`); importing this module there imports them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ MODULES = (
 
 
 def warm_up() -> None:
-    """Import MODULES. The fork server ends with its starter: children hold the pipe by which it knows that it is needed."""
+    """Import MODULES, and let the kernel kill the fork server when its starter exits.
+
+    The fork server cannot detect that exit itself: its children keep its pipe open.
+    """
     die_with_parent(os.getppid())
     for name in MODULES:
         try:
             importlib.import_module(name)
         except (ImportError, AttributeError, OSError, RuntimeError, ValueError) as error:
-            # The engine core will say it for itself, in its place.
+            # The engine core will raise the same error when it imports the module.
             print(f"skylite: {name} cannot be imported early: {error}", file=sys.stderr, flush=True)
     if title := sys.modules.get("setproctitle"):
-        title.getproctitle()  # finds the place of the title, which it cannot once the environment has been changed
+        title.getproctitle()  # must locate the title before the environment changes
 
 
 if os.environ.get(SWITCH) == "1":
