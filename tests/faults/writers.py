@@ -91,7 +91,7 @@ def writers(policy: Policy, optimizer: FlatAdamW, model: Path) -> dict[str, Call
         return RunConfig(skylite_version="test", config=settings(), resolved=resolved(model, folder))
 
     def plan(folder: Path) -> RunPlan:
-        prompt = groups(0)[0].rollouts[0].prompt
+        prompt = groups(0)[0].prompt
         return RunPlan(run=RunDir(folder / "run"), config=settings(), resolved=resolved(model, model.parent / "sync"), train=[prompt],
                        held_out=[], reward="math", first_step=1)  # fmt: skip
 

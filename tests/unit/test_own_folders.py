@@ -57,7 +57,10 @@ def claim(run: RunDir, **changes: str) -> None:
 def refused_by_all(run: RunDir, outside: Path) -> list[str]:
     """Resume and clean-up refuse, in words, and change nothing."""
     before = snapshot(run.root), snapshot(outside)
-    replies: list[Reply] = [call(["train", "--resume", str(run.root)]), call(["adapters", "gc", str(run.root)])]
+    replies: list[Reply] = [
+        call(["train", "--resume", str(run.root)]),
+        call(["adapters", "gc", str(run.root)]),
+    ]
     assert [r.code for r in replies] == [2, 2], [r.said for r in replies]
     assert (snapshot(run.root), snapshot(outside)) == before
     return [r.said for r in replies]
