@@ -61,13 +61,11 @@ class AlgorithmConfig(Section):
     """Preset that fills in the other fields of this section: grpo, bnpo, dr_grpo, dapo, gspo, cispo, sapo,
     rloo, reinforce++, reinforce++-baseline, maxrl, opo, ppo, clip_cov or kl_cov."""
     advantage: Advantage = "grpo"
-    """Formula that turns rewards into advantages (algorithms/advantages.py). gae trains the critic of section
-    `critic`."""
+    """Formula that turns rewards into advantages (algorithms/advantages.py). gae needs a critic."""
     policy_loss: PolicyLoss = "clip"
     """Loss of each token (algorithms/losses.py)."""
     aggregation: Aggregation = "token-mean"
-    """How token losses are averaged. fixed-length divides their sum by completions times
-    rollout.max_completion_tokens."""
+    """How token losses are averaged. fixed-length: over completions times rollout.max_completion_tokens."""
     clip_eps_low: float = Field(0.2, ge=0, le=1)
     """Lower clip bound of the probability ratio: 1 - clip_eps_low."""
     clip_eps_high: float = Field(0.2, ge=0)
@@ -104,14 +102,13 @@ class AlgorithmConfig(Section):
     """Share at the end of rollout.max_completion_tokens over which the reward falls by up to 1: soft overlong
     punishment (arXiv 2503.14476, eq. 13). 0: off."""
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus: the exact entropy over the vocabulary, averaged over tokens. Raise it when
-    entropy collapses."""
+    """Weight of the entropy bonus: the exact entropy over the vocabulary, averaged over tokens. Raise it
+    when entropy collapses."""
     top_entropy_quantile: float = Field(1.0, gt=0, le=1)
-    """Share of tokens, those with the highest entropy, that get the policy loss (arXiv 2506.01939).
-    1: all."""
+    """Share of tokens, those with the highest entropy, that get the policy loss
+    (arXiv 2506.01939); 1: all tokens."""
     kl_coef: float = Field(0.0, ge=0)
-    """Weight of the KL to the reference policy. 0: the KL is not computed; 1e-9 measures it without an
-    effect."""
+    """Weight of the KL to the reference policy. 0: the KL is not computed; 1e-9 only measures it."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Schulman's estimator of the KL (algorithms/kl.py)."""
     kl_in: Literal["loss", "reward"] = "loss"
@@ -120,7 +117,7 @@ class AlgorithmConfig(Section):
     """Reference policy of the KL. init: the policy at version 0, which is the warm-start adapter if there is
     one. base: always the base model."""
     updates_per_step: int = Field(1, ge=1)
-    """Optimizer updates per step, each on a mini-batch of complete groups. Must divide
+    """Optimizer updates per step, each on a mini-batch of complete groups; a divisor of
     rollout.prompts_per_step."""
 
     @model_validator(mode="before")
