@@ -27,12 +27,12 @@ from surroundings import about
 from transformers import AttentionInterface
 
 from skylite.hub.resolve import resolve_model
-from skylite.model.attention_backends import FORMS, attend, implementation
+from skylite.model.attention_backends import BACKENDS, attend, implementation
 from skylite.model.distributed import process_group, set_threads
 from skylite.model.lm_head import plain_head
 from skylite.model.loading import decoder_layers
 from skylite.model.policy import Policy, load_policy
-from skylite.model.probing import choose_passes
+from skylite.model.probing import enable_fast_paths
 from skylite.processes.machine import cpu_cores
 from skylite.processes.torchrun import trainer_env
 from skylite.run.files import write_json
@@ -96,11 +96,13 @@ def measured(args: argparse.Namespace, *, own: bool, compiled: bool) -> dict[str
     set_threads(None)
     with process_group(device) as dist:
         policy = load_policy(where, config, dist)
-        policy = choose_passes(policy, list(range(20, 60)))[0] if own else with_the_models_own_parts(policy)
+        policy = (
+            enable_fast_paths(policy, list(range(20, 60)))[0] if own else with_the_models_own_parts(policy)
+        )
         if compiled:
             # Attention over a tree is Python over its branches' lengths, which the compiler does not take.
             AttentionInterface.register(
-                implementation("sdpa"), torch.compiler.disable(partial(attend, FORMS["sdpa"]))
+                implementation("sdpa"), torch.compiler.disable(partial(attend, BACKENDS["sdpa"]))
             )
             for layer in decoder_layers(policy.model.get_base_model()):
                 layer.compile(dynamic=True)

@@ -129,7 +129,7 @@ def inner(args: argparse.Namespace) -> None:
     from skylite.hub.resolve import resolve_model
     from skylite.model.distributed import process_group, set_threads
     from skylite.model.policy import load_policy
-    from skylite.model.probing import choose_passes
+    from skylite.model.probing import enable_fast_paths
     from skylite.trainer.optimizer import make_optimizer
     from skylite.trainer.step import train_step
 
@@ -143,7 +143,7 @@ def inner(args: argparse.Namespace) -> None:
             else str(resolve_model(args.model, say=lambda _: None).path)
         )
         config, where = settings(args, folder, device, offload=args.offload)
-        policy, _ = choose_passes(load_policy(where, config, dist), list(range(20, 60)))
+        policy, _ = enable_fast_paths(load_policy(where, config, dist), list(range(20, 60)))
         if args.packing == ["padded"]:
             policy.model.get_base_model().set_attn_implementation("sdpa")
             policy = replace(policy, packing="padded")

@@ -24,10 +24,10 @@ import train_phase
 from surroundings import about
 
 from skylite.hub.resolve import resolve_model
-from skylite.model.chunked_logprobs import BLOCK_WORDS
+from skylite.model.chunked_logprobs import BLOCK_VOCAB
 from skylite.model.distributed import process_group, set_threads
 from skylite.model.policy import load_policy
-from skylite.model.probing import choose_passes
+from skylite.model.probing import enable_fast_paths
 from skylite.processes.machine import cpu_cores
 from skylite.processes.torchrun import trainer_env
 from skylite.run.files import write_json
@@ -81,7 +81,7 @@ def profile(model: str) -> dict[str, Any]:
     config, where = train_phase.settings(sizes, folder, "cpu")
     set_threads(None)
     with process_group("cpu") as dist:
-        policy, _ = choose_passes(load_policy(where, config, dist), list(range(20, 60)))
+        policy, _ = enable_fast_paths(load_policy(where, config, dist), list(range(20, 60)))
         optimizer = make_optimizer(
             "policy", policy.lora, config.optim.lr, config.optim.max_grad_norm, config.optim
         )
@@ -113,7 +113,7 @@ def kind(name: str, shapes: list[list[int]]) -> str:
     if name not in PRODUCTS:
         return name
     sides = {side for shape in shapes if len(shape) >= 2 for side in shape[-2:]}
-    if BLOCK_WORDS in sides:
+    if BLOCK_VOCAB in sides:
         return "products of the head"
     return "products of LoRA" if min(sides) <= RANK * SIBLINGS else "products with the base"
 

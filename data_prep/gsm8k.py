@@ -1,8 +1,17 @@
-"""GSM8K: 7,473 + 1,319 difficulty-school word problems (arXiv 2110.14168, https://github.com/openai/difficulty-school-math, MIT).
+"""GSM8K: 7,473 training and 1,319 test grade-school word problems.
 
-To add a data set, copy this file, edit it, and run `skylite prepare path/to/copy.py` (or put it in ./data_prep and use its name):
-NAME, SYSTEM, EXAMPLES and REWARD say what it is; `load_rows` reads raw rows; `to_prompt` makes a prompt of one; `reference` gives
-a completion of it that must score 1.0. `synthetic_rows` is optional. A DataError that names `row.where` points a person at the row.
+Source: arXiv 2110.14168, https://github.com/openai/grade-school-math, MIT license.
+
+To add a data set, copy this file, edit it, and run `skylite prepare path/to/copy.py`. (Or put the copy into
+./data_prep and run `skylite prepare NAME`.) It must define:
+
+- NAME, REWARD, SYSTEM, EXAMPLES: the data set's name, its reward, the system text and the few-shot examples
+- `load_rows`: reads the raw rows of a split
+- `to_prompt`: turns a row into a prompt
+- `reference`: a completion of the row that must score 1.0
+- `synthetic_rows` (optional): generates problems, for `skylite prepare --synthetic`
+
+Raise DataError with `row.where` in its text, so that the user finds a bad row.
 """
 
 from __future__ import annotations
@@ -12,7 +21,7 @@ from itertools import islice
 from math import ceil
 from pathlib import Path
 
-from skylite.data import synthetic as synthetic
+from skylite.data import synthetic
 from skylite.data.sources import Row, Table, generated_table, hold_out, hub_table, read_table
 from skylite.errors import DataError
 from skylite.types import Message, Prompt
@@ -32,14 +41,14 @@ EXAMPLES: list[Message] = [
 HUB = "openai/gsm8k"
 VALIDATION_ROWS = 512
 VALIDATION_SEED = 20110
-"""Fixed: the validation problems are the same ones whatever --seed is."""
+"""Fixed, so that the validation problems do not depend on --seed."""
 SYNTHETIC_TRAIN_ROWS = 4096
 SYNTHETIC_HELD_OUT = {"test": (1024, 512), "validation": (512, 128)}
-"""split -> (rows in all, rows of each difficulty), whichever is more."""
+"""split -> (minimum rows in total, minimum rows of each difficulty)."""
 
 
 def load_rows(split: str, source: Path | None) -> Table:
-    """Rows of a split out of the released train.jsonl and test.jsonl in `source`, or out of the hub."""
+    """Rows of a split, from the released train.jsonl and test.jsonl in `source`, or from the hub."""
     part = "test" if split == "test" else "train"
     hub_file = f"main/{part}-00000-of-00001.parquet"
     table = hub_table(HUB, hub_file) if source is None else read_table(source / f"{part}.jsonl", "folder")
@@ -50,39 +59,44 @@ def load_rows(split: str, source: Path | None) -> Table:
 
 
 def synthetic_rows(split: str, seed: int, difficulty: Sequence[int], limit: int | None) -> Table:
-    """Generated problems; every difficulty's run of distinct problems is cut into test, validation and train, so that none overlap."""
+    """Generated problems of a split, equally many of each difficulty.
+
+    The splits are consecutive parts of one sequence of distinct problems, so they do not overlap.
+    """
     unknown = sorted(set(difficulty) - set(synthetic.GRADES))
     if unknown:
         raise DataError(
-            f"The synthetic has no difficulty {unknown}.", f"Its difficulty are {list(synthetic.GRADES)}."
+            f"The synthetic problems have no difficulty {unknown}.", f"Use {list(synthetic.GRADES)}."
         )
-    difficulty = sorted(set(difficulty)) or list(synthetic.GRADES)
+    difficulties = sorted(set(difficulty)) or list(synthetic.GRADES)
     rows_of_each = {
-        name: max(ceil(total / len(difficulty)), each) for name, (total, each) in SYNTHETIC_HELD_OUT.items()
+        name: max(ceil(total / len(difficulties)), each) for name, (total, each) in SYNTHETIC_HELD_OUT.items()
     }
-    rows_of_each["train"] = ceil((limit or SYNTHETIC_TRAIN_ROWS) / len(difficulty))
+    rows_of_each["train"] = ceil((limit or SYNTHETIC_TRAIN_ROWS) / len(difficulties))
     start = {
         "test": 0,
         "validation": rows_of_each["test"],
         "train": rows_of_each["test"] + rows_of_each["validation"],
     }[split]
-    runs = [
+    by_difficulty = [
         list(islice(synthetic.problems(difficulty, seed), start, start + rows_of_each[split]))
-        for difficulty in difficulty
+        for difficulty in difficulties
     ]
-    mixed = [problem for row in zip(*runs, strict=True) for problem in row]
+    mixed = [problem for row in zip(*by_difficulty, strict=True) for problem in row]
     rows = [
         {"question": p.question, "answer": p.answer, "difficulty": p.difficulty}
         for p in mixed[: limit if split == "train" else None]
     ]
-    return generated_table(rows, "synthetic", f"skylite synthetic (seed {seed}, difficulty {difficulty})")
+    return generated_table(rows, "synthetic", f"skylite synthetic (seed {seed}, difficulty {difficulties})")
 
 
 def to_prompt(row: Row, prompt_id: str) -> Prompt:
-    """System text, worked examples, the question. The difficulty is the number of calculator annotations."""
+    """System text, few-shot examples, question. The difficulty counts the calculator annotations <<...>>."""
     worked, mark, answer = row.text("answer").rpartition("####")
     if not mark:
-        raise DataError(f"{row.where}: the answer has no '####'.", "GSM8K answers end in '#### NUMBER'.")
+        raise DataError(
+            f"{row.where}: the answer has no '####'.", "End it with '#### NUMBER', as GSM8K does."
+        )
     question: Message = {"role": "user", "content": row.text("question")}
     messages: list[Message] = [{"role": "system", "content": SYSTEM}, *EXAMPLES, question]
     return Prompt(
@@ -91,5 +105,5 @@ def to_prompt(row: Row, prompt_id: str) -> Prompt:
 
 
 def reference(row: Row) -> str:
-    """The worked answer as released."""
+    """The worked answer of the data set."""
     return row.text("answer")

@@ -16,7 +16,7 @@ from skylite.config.train import TrainConfig
 from skylite.model.distributed import Dist
 from skylite.model.packing import Packing
 from skylite.model.policy import Policy, load_policy
-from skylite.model.probing import choose_passes
+from skylite.model.probing import enable_fast_paths
 from skylite.processes.machine import Dtype
 from skylite.trainer.critic import Critic
 from skylite.trainer.optimizer import FlatAdamW, make_optimizer
@@ -61,7 +61,7 @@ def policy_of(
     for name, param in policy.lora.items():
         if "lora_B" in name:
             param.data.normal_(std=0.05, generator=generator)
-    policy, _ = choose_passes(policy, PROBE)
+    policy, _ = enable_fast_paths(policy, PROBE)
     if packing == "padded":
         policy.model.get_base_model().set_attn_implementation("eager")
     return replace(policy, packing=packing or policy.packing)

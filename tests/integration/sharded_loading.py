@@ -16,13 +16,13 @@ from tests.reference import resolved, settings
 
 def main(out: Path, models: list[Path]) -> None:
     from skylite.model.packing import pack_tokens
-    from skylite.model.probing import choose_passes
+    from skylite.model.probing import enable_fast_paths
 
     set_threads(1)
     found = {}
     with process_group("cpu") as dist:
         for model in models:
-            policy, _ = choose_passes(load_policy(resolved(model, model), settings(), dist), PROBE)
+            policy, _ = enable_fast_paths(load_policy(resolved(model, model), settings(), dist), PROBE)
             sharded = {n: p for n, p in policy.model.named_parameters() if isinstance(p, DTensor)}
             here = torch.tensor([float(sum(p.to_local().numel() for p in sharded.values()))])
             tokens = pack_tokens(

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from skylite.model.packing import pack_tokens
 from skylite.model.policy import load_policy, score
-from skylite.model.probing import choose_passes
+from skylite.model.probing import enable_fast_paths
 from tests.cases import PROBE
 from tests.reference import lone_rank, resolved, settings
 from tests.tiny_models import make_tiny_model
@@ -75,7 +75,7 @@ def test_the_sharded_model_computes_what_the_whole_one_does(
     family: str, found: Any, models: dict[str, Path]
 ) -> None:
     with lone_rank() as dist, torch.no_grad():
-        policy, _ = choose_passes(
+        policy, _ = enable_fast_paths(
             load_policy(resolved(models[family], models[family]), settings(), dist), PROBE
         )
         tokens = pack_tokens(

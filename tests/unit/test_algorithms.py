@@ -436,7 +436,7 @@ def test_a_field_that_is_given_wins_over_the_preset_even_with_the_default_value(
 def test_an_unknown_name_is_refused_with_the_known_ones():
     with pytest.raises(ValidationError) as caught:
         AlgorithmConfig(name="grpoo")
-    assert '"grpoo" is no algorithm' in str(caught.value)
+    assert '"grpoo" is not an algorithm' in str(caught.value)
     assert all(name in str(caught.value) for name in PRESETS)
 
 

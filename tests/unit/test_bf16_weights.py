@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from skylite.model import probing as probing_module
-from skylite.model.bf16_weights import hold_in_bf16
+from skylite.model.bf16_weights import store_in_bf16
 from skylite.model.chunked_logprobs import head_logprobs
 from skylite.model.distributed import Dist
 from skylite.model.policy import load_policy
-from skylite.model.probing import choose_passes
+from skylite.model.probing import enable_fast_paths
 from tests.cases import PROBE, gradients_after_step, policy_of
 from tests.reference import lone_rank, resolved, settings
 from tests.tiny_models import FAMILIES, make_tiny_model
@@ -55,7 +55,7 @@ def test_output_and_gradient_are_the_very_numbers_of_float32_and_the_wide_matrix
         nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 12), nn.SiLU(), nn.Linear(12, 6, bias=False))
     )
     narrow = copy.deepcopy(wide)
-    assert hold_in_bf16(narrow.modules()) is not None
+    assert store_in_bf16(narrow.modules()) is not None
     assert held(narrow) - 12 * 4 == (held(wide) - 12 * 4) / 2  # the bias stays
     kept: list[torch.dtype] = []
 
@@ -81,17 +81,17 @@ def test_what_does_not_fit_or_learns_or_is_tied_to_a_class_of_its_own_stays() ->
     model["fine"].weight[0, 0] = 1 + 2**-20  # type: ignore[index]
     model["learns"].weight.requires_grad_(True)  # type: ignore[union-attr]
     model["scaled"].weight = model["tied"].weight
-    assert hold_in_bf16(model.modules()) is not None
+    assert store_in_bf16(model.modules()) is not None
     types = {name: module.weight.dtype for name, module in model.items()}
     assert {name for name, kind in types.items() if kind == torch.bfloat16} == {"fits"}
-    assert hold_in_bf16([model["fine"], model["norm"]]) is None
+    assert store_in_bf16([model["fine"], model["norm"]]) is None
 
 
 def test_tied_matrices_stay_one_and_undo_gives_everything_back() -> None:
     model = nn.ModuleDict({"embed": rounded(nn.Embedding(9, 8)), "head": nn.Linear(8, 9, bias=False)})
     model["head"].weight = model["embed"].weight
     before = model["head"].weight.detach().clone()  # type: ignore[operator]
-    undo = hold_in_bf16(model.modules())
+    undo = store_in_bf16(model.modules())
     assert undo is not None
     assert model["head"].weight is model["embed"].weight
     assert held(model) == 9 * 8 * 2
@@ -130,7 +130,7 @@ def test_a_step_learns_the_very_same_and_the_base_takes_half(
     config = settings(algorithm={"kl_coef": 0.1, "entropy_coef": 0.01})  # the adapter off, too
     narrow = policy_of(model, config, dist)
     ours = gradients_after_step(narrow, config, dist)[0]
-    monkeypatch.setattr(probing_module, "hold_in_bf16", lambda modules: None)
+    monkeypatch.setattr(probing_module, "store_in_bf16", lambda modules: None)
     wide = policy_of(model, config, dist)
     assert torch.equal(ours, gradients_after_step(wide, config, dist)[0])
     assert held(narrow.model) < 0.7 * held(wide.model)  # norms and LoRA are as they were
@@ -142,17 +142,17 @@ def test_pefts_own_layer_takes_narrow_weights(
     """With dropout the one operation is not used."""
     model, config = rounded_model(tmp_path), settings(lora={"dropout": 0.3})
     ours = gradients_after_step(policy_of(model, config, dist), config, dist)[0]
-    monkeypatch.setattr(probing_module, "hold_in_bf16", lambda modules: None)
+    monkeypatch.setattr(probing_module, "store_in_bf16", lambda modules: None)
     assert torch.equal(ours, gradients_after_step(policy_of(model, config, dist), config, dist)[0])
 
 
 def test_it_is_said_and_what_needs_float32_is_left_wide(tmp_path: Path, dist: Dist) -> None:
     def reason(model: Path) -> str:
-        _, reasons = choose_passes(load_policy(resolved(model, model), settings(), dist), PROBE)
-        return next(r for r in reasons if r.startswith("frozen matrices"))
+        _, reasons = enable_fast_paths(load_policy(resolved(model, model), settings(), dist), PROBE)
+        return next(r for r in reasons if r.startswith("frozen weights"))
 
-    assert reason(make_tiny_model(tmp_path / "wide")).startswith("frozen matrices: none")
-    assert reason(rounded_model(tmp_path / "narrow")).startswith("frozen matrices: held in bfloat16")
+    assert reason(make_tiny_model(tmp_path / "wide")).startswith("frozen weights: none")
+    assert reason(rounded_model(tmp_path / "narrow")).startswith("frozen weights: stored in bfloat16")
 
 
 def test_a_model_that_computes_in_its_weights_type_is_left_wide(
@@ -166,6 +166,6 @@ def test_a_model_that_computes_in_its_weights_type_is_left_wide(
 
     monkeypatch.setattr(layer, "forward", forward)
     model = rounded_model(tmp_path)
-    policy, reasons = choose_passes(load_policy(resolved(model, model), settings(), dist), PROBE)
-    assert any(r.startswith("frozen matrices: left alone") for r in reasons)
+    policy, reasons = enable_fast_paths(load_policy(resolved(model, model), settings(), dist), PROBE)
+    assert any(r.startswith("frozen weights: unchanged") for r in reasons)
     assert all(p.dtype == torch.float32 for p in policy.model.parameters())

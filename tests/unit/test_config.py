@@ -111,7 +111,7 @@ def test_a_name_chooses_an_algorithm_and_what_is_set_beside_it_wins() -> None:
     assert (dapo.clip_eps_high, dapo.zero_std_groups, dapo.overlong_buffer_frac) == (0.28, "resample", 0.0)
     ppo = load_config(None, {"rollout.group_size": 1}, ["algorithm.name=ppo"])
     assert (ppo.algorithm.advantage, ppo.rollout.group_size) == ("gae", 1)
-    with pytest.raises(ConfigError, match=r"dapoo.*is no algorithm; there are grpo, bnpo"):
+    with pytest.raises(ConfigError, match=r"dapoo.*is not an algorithm; choose one of grpo, bnpo"):
         load_config(None, {}, ["algorithm.name=dapoo"])
     with pytest.raises(ConfigError, match=r"leaves algorithm\.name=rloo nothing to compare"):
         load_config(None, {"rollout.group_size": 1}, ["algorithm.name=rloo"])

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from skylite.model.distributed import Dist
-from skylite.model.fused_ops import GAINS, fuse_mlps, fuse_norms, gated, rms_norm
+from skylite.model.fused_ops import RMS_NORM_GAINS, fuse_mlps, fuse_norms, gated_activation, rms_norm
 from skylite.model.policy import load_policy
-from skylite.model.probing import choose_passes
+from skylite.model.probing import enable_fast_paths
 from skylite.model.recompute import recompute_fn_of
 from tests.cases import PROBE
 from tests.reference import lone_rank, resolved, settings
@@ -42,31 +42,37 @@ def make(*size: int) -> Tensor:
 
 def test_gradients_by_differences() -> None:
     assert torch.autograd.gradcheck(
-        lambda x: rms_norm(x, make(6), 0.1, again=False), make(3, 6).requires_grad_()
+        lambda x: rms_norm(x, make(6), 0.1, recompute=False), make(3, 6).requires_grad_()
     )
     for act in (nn.SiLU(), nn.GELU("tanh")):
         inputs = make(3, 6).requires_grad_(), make(3, 7)[:, :6].requires_grad_()
-        assert torch.autograd.gradcheck(lambda gate, up, act=act: gated(gate, up, act, again=False), inputs)
+        assert torch.autograd.gradcheck(
+            lambda gate, up, act=act: gated_activation(gate, up, act, recompute=False), inputs
+        )
 
 
 def test_a_norm_by_hand() -> None:
     # mean of squares (9 + 16) / 2 = 12.5; with eps 3.5 the root is 4
-    assert rms_norm(torch.tensor([[3.0, 4.0]]), torch.tensor([2.0, 8.0]), 3.5, again=False).tolist() == [
+    assert rms_norm(torch.tensor([[3.0, 4.0]]), torch.tensor([2.0, 8.0]), 3.5, recompute=False).tolist() == [
         [1.5, 8.0]
     ]
 
 
 @pytest.mark.parametrize("kind", ["norm", "gated"])
-def test_the_recipe_makes_the_very_same_numbers(kind: str) -> None:
+def test_recomputing_gives_the_same_bits(kind: str) -> None:
     x, up = make(5, 8).float(), make(5, 9)[:, :8].float()
 
-    def made(again: bool) -> Tensor:
-        return rms_norm(x, up[0], 1e-5, again) if kind == "norm" else gated(x, up, nn.functional.silu, again)
+    def made(recompute: bool) -> Tensor:
+        return (
+            rms_norm(x, up[0], 1e-5, recompute)
+            if kind == "norm"
+            else gated_activation(x, up, nn.functional.silu, recompute)
+        )
 
-    recipe = recompute_fn_of(made(again=True))
-    assert recipe is not None
-    assert torch.equal(recipe(), made(again=True))
-    assert recompute_fn_of(made(again=False)) is None
+    recompute_fn = recompute_fn_of(made(recompute=True))
+    assert recompute_fn is not None
+    assert torch.equal(recompute_fn(), made(recompute=True))
+    assert recompute_fn_of(made(recompute=False)) is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -78,8 +84,8 @@ def test_a_models_norms_and_mlps_fused_are_the_models(family: str, tmp_path: Pat
             nn.init.normal_(param, std=0.3)
     fused = copy.deepcopy(model)
     gain = "1 + weight" if family == "gemma" else "weight"
-    assert fuse_norms(fused, GAINS[gain], again=True) is not None
-    undo = fuse_mlps(fused, again=True)
+    assert fuse_norms(fused, RMS_NORM_GAINS[gain], recompute=True) is not None
+    undo = fuse_mlps(fused, recompute=True)
     assert undo is not None
     tokens = torch.tensor([PROBE])
 
@@ -95,7 +101,7 @@ def test_a_models_norms_and_mlps_fused_are_the_models(family: str, tmp_path: Pat
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_form_that_gives_the_same_is_chosen(family: str, tmp_path: Path, dist: Dist) -> None:
-    _, reasons = choose_passes(
+    _, reasons = enable_fast_paths(
         load_policy(resolved(make_tiny_model(tmp_path, family), tmp_path), settings(), dist), PROBE
     )
     gain = "1 + weight" if family == "gemma" else "weight"
@@ -114,6 +120,6 @@ def test_an_mlp_with_a_twist_of_its_own_is_left_alone(
     monkeypatch.setattr(
         mlp, "forward", lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x)) * (1 + self.up_proj(x)))
     )
-    policy, reasons = choose_passes(load_policy(resolved(tmp_path, tmp_path), settings(), dist), PROBE)
-    assert any(r.startswith("MLPs: left alone") for r in reasons)
+    policy, reasons = enable_fast_paths(load_policy(resolved(tmp_path, tmp_path), settings(), dist), PROBE)
+    assert any(r.startswith("MLPs: unchanged") for r in reasons)
     assert all("forward" not in vars(m) for m in policy.model.modules() if type(m) is mlp)

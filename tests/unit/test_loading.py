@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from skylite.model.distributed import Dist
 from skylite.model.loading import load_base, read_shard
-from skylite.model.policy import is_adapter, place_adapters
+from skylite.model.policy import is_lora_param, move_adapters
 from skylite.trainer.memory import peak, reset_peak
 from tests.cases import gradients_after_step, policy_of, relative_difference
 from tests.reference import lone_rank, settings
@@ -77,10 +77,10 @@ def test_adapters_go_to_the_device_that_computes_and_the_base_stays(tiny_llama: 
         base, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "embed_tokens"])
     )
     model.add_adapter("ref", LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=["up_proj"]))
-    place_adapters(model, torch.device("meta"))
+    move_adapters(model, torch.device("meta"))
     for name, param in model.named_parameters():
         assert (param.device.type, param.dtype) == (
-            ("meta", torch.float32) if is_adapter(name) else ("cpu", torch.bfloat16)
+            ("meta", torch.float32) if is_lora_param(name) else ("cpu", torch.bfloat16)
         ), name
 
 
@@ -89,7 +89,7 @@ def test_an_offloaded_base_has_the_gradient_of_the_whole_one(family: str, tmp_pa
     model = make_tiny_model(tmp_path / family, family)
     offload = settings(trainer={"offload": True})
     policy = policy_of(model, offload, dist)
-    assert all(isinstance(p, DTensor) != is_adapter(n) for n, p in policy.model.named_parameters())
+    assert all(isinstance(p, DTensor) != is_lora_param(n) for n, p in policy.model.named_parameters())
     got, _ = gradients_after_step(policy, offload, dist)
     expected, _ = gradients_after_step(policy_of(model, settings(), dist), settings(), dist)
     assert relative_difference(got, expected) < 1e-6
@@ -105,7 +105,7 @@ def test_files_that_are_not_the_parameters_are_read_whole_and_then_offloaded(
     plain = MixtralForCausalLM(config).eval()
     plain.save_pretrained(tmp_path)
     base, how = load_base(str(tmp_path), torch.float32, dist, offload=True)
-    assert "read whole by every rank" in how
+    assert "every rank read the full model" in how
     assert {p.device for p in base.parameters()} | {b.device for b in base.buffers()} == {CPU}
     tokens = torch.arange(10)[None]
     base.set_attn_implementation("eager")

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from skylite.model import lora_linear
-from skylite.model.lora_linear import fuse, lora_linears
+from skylite.model.lora_linear import fuse_lora_layers, lora_linears
 from skylite.model.recompute import with_recompute_fn
 
 
@@ -25,7 +25,7 @@ def adapted(plain: nn.Module, targets: list[str], dropout: float = 0.0, *, fused
         if "lora_" in name:
             nn.init.normal_(param, std=0.3)
     if fused:
-        fuse(peft)
+        fuse_lora_layers(peft)
     return peft
 
 

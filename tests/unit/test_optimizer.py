@@ -14,7 +14,7 @@ from skylite.config.train import Resolved, TrainConfig
 from skylite.errors import ModelError, TrainingDiverged
 from skylite.model.distributed import Dist
 from skylite.model.policy import REF, Policy, adapter_params, load_policy
-from skylite.model.warm_start import peft_file_name
+from skylite.model.warm_start import peft_tensor_name
 from skylite.run.run_dir import RunDir
 from skylite.trainer.anomaly import learn_or_undo
 from skylite.trainer.checkpoint import load_checkpoint, random_states, save_checkpoint
@@ -87,7 +87,7 @@ def test_a_warm_start_is_the_adapter_it_came_from(tiny_llama: Path, stage_one: P
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"lora": {"rank": 8}}, r"shape \[4, 128\], this run's model and rank need \[8, 128\]"),
+        ({"lora": {"rank": 8}}, r"shape \[4, 128\], but this run's model and rank need \[8, 128\]"),
         ({"lora": {"target_modules": ["q_proj"]}}, "has 24 tensors that this run would not train"),
         ({}, "lacks 2 of the 28 LoRA matrices"),
     ],
@@ -156,7 +156,7 @@ def test_what_is_published_follows_every_way_in_which_parameters_change(
 
     def agrees() -> bool:
         published = adapter_tensors(policy)
-        return all(torch.equal(published[peft_file_name(n)], p) for n, p in policy.lora.items())
+        return all(torch.equal(published[peft_tensor_name(n)], p) for n, p in policy.lora.items())
 
     assert agrees()  # after a warm start
     start = policy.flat_lora.clone()

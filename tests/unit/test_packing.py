@@ -194,7 +194,7 @@ def test_logprobs_out_of_hidden_states_equal_those_out_of_logits(
     torch.manual_seed(0)
     if chunk < 1 << 22:
         monkeypatch.setattr("skylite.model.chunked_logprobs.BLOCK_ROWS", chunk // 300)
-        monkeypatch.setattr("skylite.model.chunked_logprobs.BLOCK_WORDS", 37)
+        monkeypatch.setattr("skylite.model.chunked_logprobs.BLOCK_VOCAB", 37)
     monkeypatch.setitem(HEAD_CHUNK_ELEMENTS, "cpu", chunk)
     hidden, weight, bias = torch.randn(50, 16), torch.randn(300, 16), torch.randn(300)
     rows, targets = torch.randint(0, 50, (80,)), torch.randint(0, 300, (80,))

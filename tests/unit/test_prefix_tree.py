@@ -12,33 +12,33 @@ from skylite.model import prefix_tree as tree_module
 from skylite.model.flex_attention import flex_tree_attention, subtree_ends
 from skylite.model.packing import pack_tokens
 from skylite.model.prefix_tree import build_tree
-from skylite.model.tree_attention import Scoring, tree_attention, tree_layout
+from skylite.model.tree_attention import ScoreSettings, tree_attention, tree_layout
 from skylite.trainer.batching import arrange, plan_micro_batches
 from tests.reference import groups_of, random_samples
 
 
 def test_shared_tokens_become_one_node():
-    tree = build_tree([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 4]], families=[0, 0, 1])
-    # 1 2 | 3 4 5 | 6 4: the shared prefix, the block of family 0 (3 is shared), the block of family 1
+    tree = build_tree([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 4]], groups=[0, 0, 1])
+    # 1 2 | 3 4 5 | 6 4: the shared prefix, the block of group 0 (3 is shared), the block of group 1
     assert [len(p.mask) for p in tree.pieces] == [2, 3, 2]
     assert tree.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 4]
     assert tree.depths.tolist() == [0, 1, 2, 3, 3, 2, 3]
     assert [p.tolist() for p in tree.paths] == [[0, 1, 2, 3], [0, 1, 2, 4], [0, 1, 5, 6]]
 
 
-@pytest.mark.parametrize("call", [tree_module.CALL, 0])
+@pytest.mark.parametrize("call", [tree_module.SCORES_PER_CALL, 0])
 def test_a_node_sees_itself_and_its_ancestors_only(call, monkeypatch):
-    monkeypatch.setattr(tree_module, "CALL", call)
+    monkeypatch.setattr(tree_module, "SCORES_PER_CALL", call)
     rng = random.Random(0)
     sequences = [[rng.randrange(3) for _ in range(rng.randrange(1, 9))] for _ in range(20)]
-    tree = build_tree(sequences, families=[i % 4 for i in range(20)])
-    assert max(len(p.above) for p in tree.pieces) == (2 if call == 0 else 1), (
+    tree = build_tree(sequences, groups=[i % 4 for i in range(20)])
+    assert max(len(p.ancestors) for p in tree.pieces) == (2 if call == 0 else 1), (
         "cut again only where a call costs nothing"
     )
     nodes = np.split(np.arange(len(tree.token_ids)), np.cumsum([len(p.mask) for p in tree.pieces])[:-1])
     sees = np.zeros((len(tree.token_ids),) * 2, dtype=bool)
     for rows, piece in zip(nodes, tree.pieces, strict=True):
-        sees[rows[:, None], np.concatenate([*(nodes[i] for i in piece.above), rows])] = piece.mask
+        sees[rows[:, None], np.concatenate([*(nodes[i] for i in piece.ancestors), rows])] = piece.mask
     for sequence, path in zip(sequences, tree.paths, strict=True):
         assert tree.token_ids[path].tolist() == sequence
         for position, node in enumerate(path):
@@ -46,12 +46,12 @@ def test_a_node_sees_itself_and_its_ancestors_only(call, monkeypatch):
 
 
 @pytest.mark.parametrize("form", [tree_attention, flex_tree_attention])
-@pytest.mark.parametrize("call", [tree_module.CALL, 0])
+@pytest.mark.parametrize("call", [tree_module.SCORES_PER_CALL, 0])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (None, 2.0), (3, 2.0)])
 def test_attention_over_blocks_equals_attention_over_each_path(window, softcap, call, form, monkeypatch):
-    monkeypatch.setattr(tree_module, "CALL", call)
+    monkeypatch.setattr(tree_module, "SCORES_PER_CALL", call)
     torch.manual_seed(0)
-    tree = build_tree([[1, 2, 3, 4, 9], [1, 2, 3, 5], [1, 2, 6, 4, 4, 4]], families=[0, 0, 1])
+    tree = build_tree([[1, 2, 3, 4, 9], [1, 2, 3, 5], [1, 2, 6, 4, 4, 4]], groups=[0, 0, 1])
     num_nodes = len(tree.token_ids)
     query, key, value = (
         torch.randn(1, 4, num_nodes, 8),
@@ -59,7 +59,7 @@ def test_attention_over_blocks_equals_attention_over_each_path(window, softcap, 
         torch.randn(1, 2, num_nodes, 8),
     )
     layout = tree_layout(tree, torch.device("cpu"))
-    out = form(query, key, value, layout, Scoring(0.3, window, softcap))
+    out = form(query, key, value, layout, ScoreSettings(0.3, window, softcap))
     for path in map(torch.from_numpy, tree.paths):
         for head in range(4):
             scores = query[0, head, path] @ key[0, head // 2, path].T * 0.3
@@ -72,9 +72,9 @@ def test_attention_over_blocks_equals_attention_over_each_path(window, softcap, 
 
 def test_what_a_node_sees_follows_from_where_subtrees_end():
     rng = random.Random(1)
-    for families in (1, 4):
+    for num_groups in (1, 4):
         sequences = [[rng.randrange(3) for _ in range(rng.randrange(1, 9))] for _ in range(20)]
-        tree = build_tree(sequences, families=[i % families for i in range(20)])
+        tree = build_tree(sequences, groups=[i % num_groups for i in range(20)])
         ends, nodes = subtree_ends(tree.depths), np.arange(len(tree.depths))
         for path in tree.paths:
             for position, node in enumerate(path):
@@ -83,16 +83,16 @@ def test_what_a_node_sees_follows_from_where_subtrees_end():
                 )
 
 
-@pytest.mark.parametrize("call", [tree_module.CALL, 0])
+@pytest.mark.parametrize("call", [tree_module.SCORES_PER_CALL, 0])
 @pytest.mark.parametrize("prefix", [[1, 2], []])
 @pytest.mark.parametrize("window", [None, 3])
 def test_attention_of_one_operation_has_the_gradients_of_autograds_and_keeps_less(
     window, prefix, call, monkeypatch
 ):
-    monkeypatch.setattr(tree_module, "CALL", call)
+    monkeypatch.setattr(tree_module, "SCORES_PER_CALL", call)
     torch.manual_seed(0)
     branches = [[3, 4, 9, 9], [3, 5], [6, 4, 4, 4], [6, 4, 5], [6, 7]]
-    tree = build_tree([prefix + b for b in branches], families=[0, 0, 1, 1, 1])
+    tree = build_tree([prefix + b for b in branches], groups=[0, 0, 1, 1, 1])
     layout, num_nodes = tree_layout(tree, torch.device("cpu")), len(tree.token_ids)
     # As the model makes them: rows of a token together.
     inputs = [torch.randn(1, num_nodes, heads, 8).transpose(1, 2).requires_grad_() for heads in (6, 2, 2)]
@@ -103,7 +103,7 @@ def test_attention_of_one_operation_has_the_gradients_of_autograds_and_keeps_les
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t, s=seen: (s.update({t.data_ptr(): t.nbytes}), t)[1], lambda t: t
         ):
-            out = tree_attention(*inputs, layout, Scoring(0.3, window, softcap))
+            out = tree_attention(*inputs, layout, ScoreSettings(0.3, window, softcap))
         kept.append(sum(seen.values()))
         grads.append(torch.autograd.grad((out * weights).sum(), inputs))
     for ours, autograds in zip(*grads, strict=True):
@@ -113,13 +113,13 @@ def test_attention_of_one_operation_has_the_gradients_of_autograds_and_keeps_les
 
 def test_long_branches_are_cut_off_their_trunk_and_short_ones_are_not():
     prompt = list(range(100))
-    long = build_tree([prompt + [1000 * i + j for j in range(128)] for i in range(1, 9)], families=[0] * 8)
-    # One family: what all share is the prefix, and nothing is left of a trunk.
+    long = build_tree([prompt + [1000 * i + j for j in range(128)] for i in range(1, 9)], groups=[0] * 8)
+    # One group: what all share is the prefix, and nothing is left of a trunk.
     assert [len(p.mask) for p in long.pieces] == [100] + [128] * 8
     groups = [i // 8 for i in range(16)]
     stems = [[7, 1000 * group, *prompt] for group in groups]
     two = build_tree([stem + [1000 * i + j for j in range(1, 129)] for i, stem in enumerate(stems)], groups)
-    assert [(p.above, p.mask.shape) for p in two.pieces[:3]] == [
+    assert [(p.ancestors, p.mask.shape) for p in two.pieces[:3]] == [
         ((), (1, 1)),
         ((0,), (101, 102)),
         ((0, 1), (128, 102 + 128)),
@@ -135,7 +135,7 @@ def test_a_large_step_is_laid_out_in_a_moment():
     prompts = [shared + [rng.randrange(1000) for _ in range(60)] for _ in range(64)]
     sequences = [p + [rng.randrange(1000) for _ in range(50)] for p in prompts for _ in range(8)]
     started = time.process_time()
-    tree = build_tree(sequences, families=[i // 8 for i in range(512)])
+    tree = build_tree(sequences, groups=[i // 8 for i in range(512)])
     assert len(tree.token_ids) <= 200 + 64 * 60 + 512 * 50
     assert time.process_time() - started < 0.5
 

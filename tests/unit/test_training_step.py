@@ -23,7 +23,7 @@ from skylite.model.distributed import Dist
 from skylite.model.loading import decoder_layers
 from skylite.model.packing import Packing, pack_tokens
 from skylite.model.policy import load_policy, score
-from skylite.model.probing import choose_passes
+from skylite.model.probing import enable_fast_paths
 from skylite.trainer.publish import adapter_tensors
 from tests.cases import (
     ALGORITHMS,
@@ -199,7 +199,7 @@ def test_a_head_with_a_twist_of_its_own_gets_all_its_logits(tmp_path: Path, dist
     }
     granite = transformers.GraniteConfig(vocab_size=260, initializer_range=0.1, logits_scaling=8.0, **sizes)
     AutoModelForCausalLM.from_config(granite).save_pretrained(tmp_path)
-    policy, reasons = choose_passes(load_policy(resolved(tmp_path, tmp_path), settings(), dist), PROBE)
+    policy, reasons = enable_fast_paths(load_policy(resolved(tmp_path, tmp_path), settings(), dist), PROBE)
     assert policy.head is None
     assert "head in chunks: False" in reasons[0]
 
@@ -237,7 +237,7 @@ def test_a_model_with_attention_of_its_own_is_padded_and_said_so(tmp_path: Path,
     )
     AutoModelForCausalLM.from_config(bloom).save_pretrained(tmp_path)
     policy = load_policy(resolved(tmp_path, tmp_path), settings(), dist)
-    policy, reasons = choose_passes(policy, PROBE)
+    policy, reasons = enable_fast_paths(policy, PROBE)
     assert policy.packing == "padded"
     assert "packing: padded; " in reasons[-1]
 

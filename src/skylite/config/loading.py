@@ -1,4 +1,4 @@
-"""Recipes, flags and `--set` to a TrainConfig, every problem named at once; and the resolved run/config.json."""
+"""Builds a TrainConfig from recipe, flags and `--set`, and reads run/config.json."""
 
 from __future__ import annotations
 
@@ -19,45 +19,51 @@ from skylite.errors import ConfigError
 def load_config(
     recipe: Path | None, overrides: Mapping[str, Any], settings: Sequence[str] = ()
 ) -> TrainConfig:
-    """Recipe TOML, then flags (`overrides`, dotted key -> value), then `--set a.b=value` (TOML syntax; bare words are strings).
+    """The recipe's settings, overridden by flags, overridden by `--set`.
 
-    Raises ConfigError that names every unknown key and bad value at once.
+    Args:
+        recipe: TOML file; None: the defaults.
+        overrides: dotted key -> value, from the flags.
+        settings: `a.b=value` from `--set`, in TOML syntax; a bare word is a string.
+
+    Raises:
+        ConfigError: lists every unknown key and every bad value.
     """
-    where = f" (recipe {recipe})" if recipe is not None else ""
-    return _validated(read_recipe(recipe) if recipe is not None else {}, overrides, settings, where)
+    source = f" (recipe {recipe})" if recipe is not None else ""
+    return _validated(read_recipe(recipe) if recipe is not None else {}, overrides, settings, source)
 
 
 def change_config(config: TrainConfig, overrides: Mapping[str, Any], settings: Sequence[str]) -> TrainConfig:
-    """The same with some fields changed, given as for `load_config`, which says what is raised."""
+    """`config` with some settings changed. Arguments and errors are those of `load_config`."""
     return _validated(config.model_dump(mode="json"), overrides, settings, "")
 
 
 def _validated(
-    tree: dict[str, Any], overrides: Mapping[str, Any], settings: Sequence[str], where: str
+    tree: dict[str, Any], overrides: Mapping[str, Any], settings: Sequence[str], source: str
 ) -> TrainConfig:
     problems: list[str] = []
     for key, value in overrides.items():
-        _put(tree, key, value, problems)
+        _set_key(tree, key, value, problems)
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals or not key.strip():
             problems.append(f"--set {setting}: expected a.b=value, e.g. --set rollout.group_size=16")
             continue
-        _put(tree, key.strip(), parse_value(text.strip()), problems)
+        _set_key(tree, key.strip(), parse_value(text.strip()), problems)
     try:
         config = TrainConfig.model_validate(tree)
     except ValidationError as error:
-        problems += [_plain(e) for e in error.errors()]
+        problems += [_describe(e) for e in error.errors()]
     if problems:
         raise ConfigError(
-            f"The configuration{where} has {len(problems)} problem(s):\n"
+            f"The configuration{source} has {len(problems)} problem(s):\n"
             + "\n".join(f"  - {p}" for p in problems)
         )
     return config
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """A recipe file as a nested dict. Raises ConfigError when it is missing or not TOML."""
+    """A recipe file as a nested dict. Raises ConfigError if it is missing or not TOML."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -69,7 +75,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """A `--set` value: TOML syntax; `none` is None and what is no TOML value is taken as a string."""
+    """A `--set` value in TOML syntax. `none` becomes None, and text that is not TOML stays a string."""
     if text == "none":
         return None
     try:
@@ -79,28 +85,28 @@ def parse_value(text: str) -> Any:
 
 
 def read_run_config(path: Path) -> RunConfig:
-    """run/config.json. Raises ConfigError when it is missing, damaged, or of a skylite with other settings."""
+    """run/config.json. Raises ConfigError if it is missing, damaged or of a version with other settings."""
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
         return RunConfig.model_validate(tree)
     except FileNotFoundError:
         raise ConfigError(
             f"{path.parent} is not a skylite run: config.json is missing.",
-            "Give a folder made by `skylite train`.",
+            "Give a run folder that `skylite train` made.",
         ) from None
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
         raise ConfigError(
             f"{path} does not fit this skylite ({__version__}): {problems}.",
-            "It was made by another version, or changed by hand; use that version for it, or start a new run.",
+            "It was made by another version or edited by hand; use that version, or start a new run.",
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path} is not a run configuration: {error}.", "The run is damaged; start a new one."
+            f"{path} is not a valid run configuration: {error}.", "The run is damaged; start a new run."
         ) from None
 
 
-def _put(tree: dict[str, Any], key: str, value: Any, problems: list[str]) -> None:
+def _set_key(tree: dict[str, Any], key: str, value: Any, problems: list[str]) -> None:
     *parents, leaf = key.split(".")
     node: Any = tree
     for part in parents:
@@ -111,19 +117,19 @@ def _put(tree: dict[str, Any], key: str, value: Any, problems: list[str]) -> Non
     node[leaf] = value
 
 
-def _plain(error: Any) -> str:
-    """One pydantic error in plain words: where, what was given, why."""
+def _describe(error: Any) -> str:
+    """One pydantic error in words: the setting, its value, the reason."""
     where = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        return f"{where}: there is no such setting{_closest(error['loc'])}"
+        return f"{where}: there is no such setting{_suggestion(error['loc'])}"
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":
         return f"{where}: {message}" if where else message
     return f"{where}={error['input']!r}: {message}"
 
 
-def _closest(location: tuple[str, ...]) -> str:
-    """ ", did you mean ...?" for a misspelt key."""
+def _suggestion(location: tuple[str, ...]) -> str:
+    """ ", did you mean KEY?" for a misspelt key; without a similar key, the keys of the section."""
     section: Any = TrainConfig
     for part in location[:-1]:
         section = section.model_fields[part].annotation

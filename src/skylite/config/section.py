@@ -1,4 +1,4 @@
-"""What every section of the settings has in common."""
+"""Base class of every settings section."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """Frozen, and an unknown key is an error."""
+    """Immutable; an unknown key, NaN or infinity is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)

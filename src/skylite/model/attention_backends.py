@@ -1,4 +1,4 @@
-"""transformers' attention interface for the forms of attention over a tree."""
+"""Registers the tree attention backends with transformers."""
 
 from __future__ import annotations
 
@@ -10,30 +10,29 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from skylite.model.flex_attention import flex_tree_attention
-from skylite.model.tree_attention import Scoring, TreeLayout, tree_attention
+from skylite.model.tree_attention import ScoreSettings, TreeLayout, tree_attention
 
-HARMLESS = {"position_ids", "cache_position", "position_embeddings"}
-"""What models pass on to their attention function although rotary embedding has used it already."""
+IGNORED_KWARGS = {"position_ids", "cache_position", "position_embeddings"}
+"""Models pass these to attention although rotary embedding has already applied them."""
 
-
-TreeAttention = Callable[[Tensor, Tensor, Tensor, TreeLayout, Scoring], Tensor]
-FORMS: dict[str, TreeAttention] = {"sdpa": tree_attention, "flex": flex_tree_attention}
-"""trainer.attention."""
-
-
-def implementation(form: str) -> str:
-    """The name under which transformers knows a form."""
-    return f"skylite_tree_{form}"
+TreeAttention = Callable[[Tensor, Tensor, Tensor, TreeLayout, ScoreSettings], Tensor]
+BACKENDS: dict[str, TreeAttention] = {"sdpa": tree_attention, "flex": flex_tree_attention}
+"""By the value of trainer.attention."""
 
 
-def register_forms() -> None:
-    """Make them known to transformers."""
-    for form, compute in FORMS.items():
-        AttentionInterface.register(implementation(form), partial(attend, compute))
+def implementation(backend: str) -> str:
+    """transformers' `attn_implementation` of a backend."""
+    return f"skylite_tree_{backend}"
+
+
+def register_backends() -> None:
+    """Register all backends with transformers."""
+    for backend, attention in BACKENDS.items():
+        AttentionInterface.register(implementation(backend), partial(attend, attention))
 
 
 def attend(
-    compute: TreeAttention,
+    attention: TreeAttention,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -41,10 +40,15 @@ def attend(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Called by the model's attention layers; an argument we do not know is an error, never ignored."""
+    """Run `attention` with the arguments of a transformers attention layer.
+
+    Raises TypeError for an argument that tree attention does not support, instead of ignoring it.
+    """
     tree: TreeLayout = kwargs.pop("tree")
-    scoring = Scoring(kwargs.pop("scaling"), kwargs.pop("sliding_window", None), kwargs.pop("softcap", None))
-    unknown = [k for k, v in kwargs.items() if k not in HARMLESS and (isinstance(v, Tensor) or v)]
+    settings = ScoreSettings(
+        kwargs.pop("scaling"), kwargs.pop("sliding_window", None), kwargs.pop("softcap", None)
+    )
+    unknown = [k for k, v in kwargs.items() if k not in IGNORED_KWARGS and (isinstance(v, Tensor) or v)]
     if unknown or attention_mask is not None:
-        raise TypeError(f"tree attention does not know {unknown or 'attention_mask'}")
-    return compute(query, key, value, tree, scoring).contiguous(), None
+        raise TypeError(f"tree attention does not support {unknown or 'attention_mask'}")
+    return attention(query, key, value, tree, settings).contiguous(), None

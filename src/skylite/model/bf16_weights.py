@@ -1,7 +1,7 @@
-"""Frozen weights held as their files hold them, in bfloat16, where the pass computes in float32: half their memory, the very same numbers.
+"""Stores frozen float32 weights in bfloat16 where that is lossless: half the memory, the same results.
 
-A matrix is widened where it is used, one at a time. That is a pass over it beside a product that goes over it once a token (by hand, on two
-cores and 1,130 tokens: about 1 % of the product's time).
+Models are often published in bfloat16 and computed in float32, so every value fits. A matrix is converted
+back to float32 where it is used, one matrix at a time.
 """
 
 from __future__ import annotations
@@ -15,49 +15,52 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 
-def compute_type(x: Tensor) -> torch.dtype:
-    """What autocast, where it is on, would have matrices multiplied in; else x's own type."""
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that autocast would multiply matrices in; without autocast the dtype of x."""
     return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
 
 
-def can_widen(weight: Tensor, kind: torch.dtype) -> bool:
-    """Whether `weight` is of type `kind`, or a narrower one whose every value `kind` has."""
-    return torch.promote_types(weight.dtype, kind) == kind
+def is_lossless(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether `dtype` can represent every value of the dtype of `weight`."""
+    return torch.promote_types(weight.dtype, dtype) == dtype
 
 
-def hold_in_bf16(modules: Iterable[nn.Module]) -> Callable[[], None] | None:
-    """Hold the frozen float32 matrices of linear layers and embeddings in bfloat16, all whose values fit; returns what undoes it.
+def store_in_bf16(modules: Iterable[nn.Module]) -> Callable[[], None] | None:
+    """Store frozen float32 weights of linear layers and embeddings in bfloat16 if all their values fit.
 
-    None where there is none: other types, values of float32's own, matrices that learn or that FSDP shards.
-    Layers of a class of their own, and what is tied to theirs, are left alone: they may read their weight's type.
+    Trainable weights, FSDP shards and weights of other dtypes stay. So do layers of a subclass and the
+    weights that they share, because a subclass may read the dtype of its weight.
+
+    Returns:
+        A function that restores float32; None if no weight was changed.
     """
-    tied: dict[int, list[Any]] = {}
+    modules_by_weight: dict[int, list[Any]] = {}
     for module in modules:
         if (weight := module._parameters.get("weight")) is not None:
-            tied.setdefault(id(weight), []).append(module)
-    changed = [same for same in tied.values() if _to_bf16(same)]
+            modules_by_weight.setdefault(id(weight), []).append(module)
+    changed = [sharing for sharing in modules_by_weight.values() if _store_weight(sharing)]
 
     def undo() -> None:
-        for same in changed:
-            wide = nn.Parameter(same[0].weight.float(), False)
-            for module in same:
-                module.weight = wide
+        for sharing in changed:
+            float32 = nn.Parameter(sharing[0].weight.float(), False)
+            for module in sharing:
+                module.weight = float32
                 del module.forward
 
     return undo if changed else None
 
 
-def _to_bf16(same: Sequence[Any]) -> bool:
-    """Whether the one weight of these modules is held in bfloat16 now; tied weights stay one."""
-    weight = same[0].weight
-    if not all(type(module) in FORWARDS for module in same):
+def _store_weight(sharing: Sequence[Any]) -> bool:
+    """Store the one weight that these modules share in bfloat16. Returns whether that was possible."""
+    weight = sharing[0].weight
+    if not all(type(module) in FORWARDS for module in sharing):
         return False
     if weight.dtype != torch.float32 or weight.requires_grad or isinstance(weight, DTensor):
         return False
     bf16 = nn.Parameter(weight.detach().to(torch.bfloat16), False)
     if not torch.equal(bf16.float(), weight):
         return False
-    for module in same:
+    for module in sharing:
         module.weight = bf16
         module.forward = _forward_of(module)
     return True
@@ -69,7 +72,7 @@ def _forward_of(module: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _linear(module: nn.Linear, x: Tensor) -> Tensor:
-    y: Tensor = _Linear.apply(x.to(compute_type(x)), module.weight, module.bias)  # type: ignore[no-untyped-call]
+    y: Tensor = _Linear.apply(x.to(compute_dtype(x)), module.weight, module.bias)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -84,7 +87,7 @@ FORWARDS: dict[type[nn.Module], Callable[[Any, Tensor], Tensor]] = {
 
 
 class _Linear(torch.autograd.Function):
-    """Autograd would keep the widened matrix until backward."""
+    """x W^T + bias that saves the bfloat16 weight. Autograd would keep the float32 copy until backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The process group of the trainer, as one small value."""
+"""The trainer's process group: collectives over data-parallel ranks, threads and determinism."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 COLLECTIVE_TIMEOUT_S = 600.0
-"""Ranks only meet in collectives that all of them are about to reach (never while one waits for rollouts), so this is a hang."""
+"""Longest wait in a collective. A longer one is a hang, because no rank waits for rollouts meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dist:
-    """This rank among the others. With one process there is a group of one, so that no code needs a special case."""
+    """This rank and its process group. A single process is a group of one, without special cases in code."""
 
     dp_rank: int
     dp_size: int
@@ -31,20 +31,21 @@ class Dist:
 
     @property
     def is_main(self) -> bool:
+        """Whether this is rank 0, which prints and writes files."""
         return self.dp_rank == 0
 
     def all_reduce_sum_(self, values: Tensor) -> Tensor:
-        """Sum in place over the ranks."""
+        """Sum over all ranks, in place."""
         torch_dist.all_reduce(values)
         return values
 
     def all_reduce_max_(self, values: Tensor) -> Tensor:
-        """Maximum in place over the ranks."""
+        """Maximum over all ranks, in place."""
         torch_dist.all_reduce(values, torch_dist.ReduceOp.MAX)
         return values
 
     def all_gather(self, values: Tensor) -> Tensor:
-        """[C] of this rank (C may differ between ranks) -> all of them, rank after rank."""
+        """Concatenate the [C] of all ranks in rank order. C may differ between ranks."""
         sizes = torch.zeros(self.dp_size, dtype=torch.int64, device=self.device)
         sizes[self.dp_rank] = len(values)
         counts = self.all_reduce_sum_(sizes).tolist()
@@ -54,16 +55,17 @@ class Dist:
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     def broadcast_(self, values: Tensor) -> Tensor:
-        """Overwrite with rank 0's values."""
+        """Overwrite `values` with those of rank 0."""
         torch_dist.broadcast(values, src=0)
         return values
 
 
 @contextmanager
 def process_group(device_type: Literal["cpu", "cuda"], rendezvous: Path | None = None) -> Iterator[Dist]:
-    """Join the group that torchrun's environment describes; gloo on CPU, nccl on CUDA.
+    """Join the group that torchrun's environment describes, with gloo on a CPU and NCCL on GPUs.
 
-    `rendezvous`: folder for the file in which the ranks find each other; None: a TCP port that torchrun chose, on all interfaces.
+    `rendezvous`: folder for the file through which ranks find each other. None: a TCP port that torchrun
+    chooses and that listens on all interfaces.
     """
     dp_rank, dp_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = (
@@ -81,40 +83,44 @@ def process_group(device_type: Literal["cpu", "cuda"], rendezvous: Path | None =
         torch_dist.init_process_group(
             backend, store=_file_store(rendezvous, dp_size), rank=dp_rank, world_size=dp_size, timeout=timeout
         )
-    mesh = init_device_mesh(
-        device.type, (dp_size,), mesh_dim_names=("fsdp",)
-    )  # PEFT takes shards of a mesh of any other name for tensor parallel ones
+    # PEFT treats a mesh of any other name as tensor parallel.
+    mesh = init_device_mesh(device.type, (dp_size,), mesh_dim_names=("fsdp",))
     yield Dist(dp_rank, dp_size, device, mesh)
-    # Not in a finally: after a failure the other ranks do not take part, and leaving politely would hang.
+    # Not in a finally block: after a failure the other ranks do not take part, so this call would hang.
     torch_dist.destroy_process_group()
 
 
 def _file_store(folder: Path, dp_size: int) -> FileStore:
-    """The same file for all ranks of this start of torchrun, and for no other start."""
+    """One file per torchrun start, shared by its ranks."""
     return FileStore(str(folder / f"{os.environ['TORCHELASTIC_RUN_ID']}-ranks"), dp_size)
 
 
 def set_threads(num_threads: int | None) -> None:
-    """CPU threads of this rank: as configured, else the usable cores divided by the ranks of this machine."""
+    """Set the CPU threads of this rank. None: usable cores divided by the ranks on this machine."""
     ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     torch.set_num_threads(num_threads or max(1, len(os.sched_getaffinity(0)) // ranks))
 
 
 @contextmanager
 def half_the_threads() -> Iterator[None]:
-    """While others work on the same cores (vLLM's start, an adapter being written and hashed): threads of a product wait for each other by
-    spinning, long where one of them is not scheduled."""
-    own = torch.get_num_threads()
-    torch.set_num_threads(max(1, own // 2))
+    """Use half of the CPU threads while other work shares the cores.
+
+    Such work is vLLM's start, and the writing and hashing of an adapter. The threads of a matrix product wait
+    for each other by spinning, which wastes cores while one of them waits for the scheduler.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, num_threads // 2))
     try:
         yield
     finally:
-        torch.set_num_threads(own)
+        torch.set_num_threads(num_threads)
 
 
 def make_deterministic() -> None:
-    """Only algorithms that give the same bits every time; torch raises RuntimeError where it has none. Before the first CUDA call."""
-    os.environ.setdefault(
-        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-    )  # else cuBLAS may choose another algorithm from run to run
+    """Use only algorithms that give the same bits every time. Call it before the first CUDA call.
+
+    torch raises RuntimeError later for an operation that has no such algorithm.
+    """
+    # Without this, cuBLAS may choose another algorithm in each run.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)

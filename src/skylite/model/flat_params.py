@@ -1,4 +1,5 @@
-"""Many parameters as one tensor: one thing to broadcast, to sum over ranks, to fetch from a device, to write into a file."""
+"""Flat storage: many parameters as views of one tensor, so that a sync, an all-reduce or a write is one
+operation."""
 
 from __future__ import annotations
 
@@ -8,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 
-def views_of(flat: Tensor, params: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Parts of `flat` [P], one after the other, in the shapes of the parameters."""
+def split_like(flat: Tensor, params: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Consecutive views of `flat` [P] in the shapes of the parameters."""
     parts = torch.split(flat, [param.numel() for param in params])
     return [part.view_as(param) for part, param in zip(parts, params, strict=True)]
 
 
-def laid_out(params: Sequence[nn.Parameter]) -> Tensor:
-    """Make the parameters views of one tensor [P], which holds them one after the other; returns it."""
+def flatten_params(params: Sequence[nn.Parameter]) -> Tensor:
+    """Move the parameters into one tensor [P], in order, and make them views of it. Returns that tensor."""
     flat = torch.cat([param.data.flatten() for param in params])
-    for param, view in zip(params, views_of(flat, params), strict=True):
+    for param, view in zip(params, split_like(flat, params), strict=True):
         param.data = view
     return flat

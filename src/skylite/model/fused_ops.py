@@ -1,7 +1,8 @@
-"""Norms and gated MLPs that keep their inputs alone, and let the LoRA layers after them make their outputs again.
+"""RMS norms and gated MLPs that save only their inputs; LoRA layers recompute the outputs in backward.
 
-A LoRA layer wants its input for the gradient of A. Where that is the output of a norm or of act(gate) * up, a pass or two over it
-makes it again in backward (benchmarks/README.md, `train_phase.py`, has what that costs and spares).
+A LoRA layer needs its input for the gradient of A. If that input is the output of a norm or of act(gate) *
+up, recomputing it takes one or two element-wise passes and saves keeping it
+(trainer.checkpointing=selective).
 """
 
 from __future__ import annotations
@@ -15,50 +16,59 @@ from torch import Tensor, nn
 from skylite.model.recompute import with_recompute_fn
 
 Gain = Callable[[Tensor], Tensor]
-GAINS: dict[str, Gain] = {"weight": lambda w: w, "1 + weight": lambda w: 1 + w}
-"""What an RMS norm multiplies by: Llama and most others, Gemma."""
+RMS_NORM_GAINS: dict[str, Gain] = {"weight": lambda w: w, "1 + weight": lambda w: 1 + w}
+"""What an RMS norm multiplies by: the weight in Llama and most other models, 1 + weight in Gemma."""
 
 
-def rms_norm(x: Tensor, gain: Tensor, eps: float, again: bool) -> Tensor:
-    """y = gain * x / sqrt(mean(x^2) + eps) over the last dimension (arXiv 1910.07467, eq. 4), of x's type and computed in float32 or wider.
+def rms_norm(x: Tensor, gain: Tensor, eps: float, recompute: bool) -> Tensor:
+    """y = gain * x / sqrt(mean(x^2) + eps) over the last dimension (RMSNorm, arXiv 1910.07467, eq. 4).
 
-    No gradient for the gain: it is frozen. `again`: y carries its recipe.
+    Computed in float32 or wider; y has the dtype of x. The gain is frozen and gets no gradient.
+    `recompute`: attach a function to y that recomputes it, so that layers need not keep y.
     """
     y: Tensor = _RmsNorm.apply(x, gain, eps)  # type: ignore[no-untyped-call]
-    if not (again and torch.is_grad_enabled()):
+    if not (recompute and torch.is_grad_enabled()):
         return y
-    kept = x.detach()
-    return with_recompute_fn(y, lambda: _normed(kept, gain, eps)[0])
+    x = x.detach()
+    return with_recompute_fn(y, lambda: _normalize(x, gain, eps)[0])
 
 
-def gated(gate: Tensor, up: Tensor, act: Callable[[Tensor], Tensor], again: bool) -> Tensor:
-    """y = act(gate) * up. `again`: y carries its recipe."""
-    y: Tensor = _Gated.apply(gate, up, act)  # type: ignore[no-untyped-call]
-    if not (again and torch.is_grad_enabled()):
+def gated_activation(gate: Tensor, up: Tensor, act: Callable[[Tensor], Tensor], recompute: bool) -> Tensor:
+    """y = act(gate) * up. `recompute`: as for `rms_norm`."""
+    y: Tensor = _GatedActivation.apply(gate, up, act)  # type: ignore[no-untyped-call]
+    if not (recompute and torch.is_grad_enabled()):
         return y
-    kept = gate.detach(), up.detach()
-    return with_recompute_fn(y, lambda: act(kept[0]) * kept[1])
+    gate, up = gate.detach(), up.detach()
+    return with_recompute_fn(y, lambda: act(gate) * up)
 
 
-def fuse_norms(model: nn.Module, gain: Gain, again: bool) -> Callable[[], None] | None:
-    """Have every RMS norm of the model use `rms_norm`; returns what undoes it, None where the model has no such norm."""
+def fuse_norms(model: nn.Module, gain: Gain, recompute: bool) -> Callable[[], None] | None:
+    """Replace the forward of every RMS norm in the model by `rms_norm`.
+
+    Returns a function that undoes it; None if the model has no RMS norm.
+    """
     norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm")]
 
     def forward_of(norm: Any, eps: float) -> Callable[[Tensor], Tensor]:
-        return lambda x: rms_norm(x, gain(norm.weight), eps, again)
+        return lambda x: rms_norm(x, gain(norm.weight), eps, recompute)
 
     return _replace_forwards(
         {norm: forward_of(norm, eps) for norm in norms if (eps := _eps(norm)) is not None}
     )
 
 
-def fuse_mlps(model: nn.Module, again: bool) -> Callable[[], None] | None:
-    """Have every gated MLP of the model use `gated`; returns what undoes it, None where the model has no such MLP."""
+def fuse_mlps(model: nn.Module, recompute: bool) -> Callable[[], None] | None:
+    """Replace the forward of every gated MLP in the model by one with `gated_activation`.
+
+    Returns a function that undoes it; None if the model has no gated MLP.
+    """
     parts = ("gate_proj", "up_proj", "down_proj", "act_fn")
     mlps = [m for m in model.modules() if all(hasattr(m, part) for part in parts)]
 
     def forward_of(mlp: Any) -> Callable[[Tensor], Tensor]:
-        return lambda x: mlp.down_proj(gated(mlp.gate_proj(x), mlp.up_proj(x), mlp.act_fn, again))
+        return lambda x: mlp.down_proj(
+            gated_activation(mlp.gate_proj(x), mlp.up_proj(x), mlp.act_fn, recompute)
+        )
 
     return _replace_forwards({mlp: forward_of(mlp) for mlp in mlps})
 
@@ -66,7 +76,7 @@ def fuse_mlps(model: nn.Module, again: bool) -> Callable[[], None] | None:
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float) -> Tensor:
-        y, scale = _normed(x, gain, eps)
+        y, scale = _normalize(x, gain, eps)
         ctx.save_for_backward(x, gain, scale)
         return y
 
@@ -80,7 +90,7 @@ class _RmsNorm(torch.autograd.Function):
         return torch.addcmul(grad.mul_(scale), x_wide, shared).to(x.dtype), None, None
 
 
-class _Gated(torch.autograd.Function):
+class _GatedActivation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.save_for_backward(gate, up)
@@ -93,24 +103,23 @@ class _Gated(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         with torch.enable_grad():
             leaf = gate.detach().requires_grad_()
-            active = ctx.act(leaf)
-        (of_gate,) = torch.autograd.grad(active, leaf, grad * up)
-        return of_gate, grad * active.detach(), None
+            activation = ctx.act(leaf)
+        (grad_gate,) = torch.autograd.grad(activation, leaf, grad * up)
+        return grad_gate, grad * activation.detach(), None
 
 
-def _normed(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _normalize(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm's output, and the scale 1 / sqrt(mean(x^2) + eps) in float32 or wider."""
     x_wide = x.to(torch.promote_types(x.dtype, torch.float32))
     scale = torch.linalg.vecdot(x_wide, x_wide).unsqueeze(-1).div_(x.shape[-1]).add_(eps).rsqrt_()
     return (x_wide * scale).mul_(gain.to(x_wide.dtype)).to(x.dtype), scale
 
 
 def _eps(norm: Any) -> float | None:
-    found = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    return (
-        float(found)
-        if isinstance(found, float) and isinstance(getattr(norm, "weight", None), Tensor)
-        else None
-    )
+    """The eps of an RMS norm in transformers' usual form; None for any other module."""
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    is_usual = isinstance(eps, float) and isinstance(getattr(norm, "weight", None), Tensor)
+    return float(eps) if is_usual else None
 
 
 def _replace_forwards(forwards: dict[nn.Module, Callable[[Tensor], Tensor]]) -> Callable[[], None] | None:

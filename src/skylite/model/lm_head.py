@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from skylite.model.bf16_weights import compute_type
+from skylite.model.bf16_weights import compute_dtype
 from skylite.model.chunked_logprobs import head_logprobs
 from skylite.model.packing import PackedTokens
 
@@ -33,7 +33,7 @@ class LogprobHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [B, K, H] -> logprobs [1, C, 1]. The weights must be used in here, where FSDP has them gathered."""
         own, tokens = self._own[0], self._tokens
-        hidden = hidden.flatten(0, 1).to(compute_type(hidden))
+        hidden = hidden.flatten(0, 1).to(compute_dtype(hidden))
         self.found = head_logprobs(
             hidden, own.weight, own.bias, tokens.rows, tokens.targets, self._temperature, self._softcap
         )

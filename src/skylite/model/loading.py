@@ -1,4 +1,4 @@
-"""The frozen base: whole on a lone rank, in shards on several, each read from the files as the part that a rank holds."""
+"""Loads the frozen base model: full on a single rank, sharded by FSDP2 on several."""
 
 from __future__ import annotations
 
@@ -14,38 +14,53 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from skylite.errors import ModelError
-from skylite.model.attention_backends import register_forms
+from skylite.model.attention_backends import register_backends
 from skylite.model.distributed import Dist
 
 
 def load_base(path: str, dtype: torch.dtype, dist: Dist, offload: bool) -> tuple[PreTrainedModel, str]:
-    """The model of a local folder, frozen, with our attention, sharded by FSDP2 where there is a reason to; and how, in words.
+    """Load the frozen model of a local folder, with skylite's tree attention registered.
 
-    On several ranks no rank ever holds more than its shard and the layer at work. Files whose tensors are not the model's
-    parameters one to one (some mixtures of experts) are loaded whole by every rank first, which is said.
-    Raises ModelError when the folder is missing, damaged or incomplete.
+    A single rank holds the full model. On several ranks each rank reads its own shard, and holds no more than
+    that and the layer that it computes. If the tensors in the files are not the model's parameters one to one
+    (some mixture-of-experts models), every rank loads the full model first and then shards it.
+
+    Args:
+        path: folder with config and safetensors.
+        dtype: compute dtype of the weights.
+        dist: this rank; all ranks call this function.
+        offload: keep the shards in CPU memory.
+
+    Returns:
+        The model, and a sentence for the log that says how it was loaded.
+
+    Raises:
+        ModelError: the folder is missing, damaged or incomplete.
     """
-    register_forms()
+    register_backends()
     if dist.dp_size == 1 and not offload:
-        # A lone rank has nobody to share with, and FSDP would hold its base twice.
-        return _whole(path, dtype, dist.device), "base: whole on its one rank"
+        # FSDP on a single rank would hold the base twice.
+        return _load_full(path, dtype, dist.device), "base model: full on a single rank"
     try:
         base = _load_shards(Path(path), dtype, dist, offload)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise _unloadable(path, error) from error
-    how = "base: each rank read its shard of the files"
+        raise _load_error(path, error) from error
+    how = "base model: each rank read its shard"
     if base is None:
-        base = _whole(path, dtype, torch.device("cpu"))
+        base = _load_full(path, dtype, torch.device("cpu"))
         _shard(base, dist, offload)
-        how = "base: read whole by every rank and sharded then, because its files' tensors are not its parameters"
-    # Not base.to(device): FSDP refuses offloaded shards that are anywhere but in the machine's memory.
+        how = (
+            "base model: every rank read the full model and then sharded it, "
+            "because the tensors in its files are not its parameters"
+        )
+    # Not base.to(device): FSDP accepts offloaded shards only in CPU memory.
     for name, buffer in base.named_buffers():
         base.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer.to(dist.device)
-    return base, f"{how}; offloaded to the machine's memory" if offload else how
+    return base, f"{how}; offloaded to CPU memory" if offload else how
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks of the model: the members of its longest ModuleList."""
+    """The decoder layers: the members of the model's longest ModuleList. Raises ModelError if it has none."""
     lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList)]
     if not lists:
         raise ModelError(
@@ -55,7 +70,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return max(lists, key=len)
 
 
-def _whole(path: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def _load_full(path: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             path,
@@ -66,16 +81,19 @@ def _whole(path: str, dtype: torch.dtype, device: torch.device) -> PreTrainedMod
             device_map={"": device},
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise _unloadable(path, error) from error
+        raise _load_error(path, error) from error
     if info["missing_keys"]:
-        some = ", ".join(sorted(info["missing_keys"])[:3])
-        what = f"{path} lacks {len(info['missing_keys'])} weights of {type(model).__name__}: {some}."
-        raise ModelError(what, "The download is incomplete; fetch it again.")
+        examples = ", ".join(sorted(info["missing_keys"])[:3])
+        what = f"{path} lacks {len(info['missing_keys'])} weights of {type(model).__name__}: {examples}."
+        raise ModelError(what, "The download is incomplete; download it again.")
     return model
 
 
 def _load_shards(path: Path, dtype: torch.dtype, dist: Dist, offload: bool) -> PreTrainedModel | None:
-    """The model without weights, sharded, then filled; None where the files' names are not the parameters'."""
+    """Build the model without weights, shard it, then read the shards.
+
+    Returns None if the names of the stored tensors are not those of the parameters.
+    """
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     with init_empty_weights(include_buffers=False):
         base: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -87,26 +105,29 @@ def _load_shards(path: Path, dtype: torch.dtype, dist: Dist, offload: bool) -> P
         return None
     _shard(base, dist, offload)
     device = torch.device("cpu") if offload else dist.device
-    filled = {
+    loaded = {
         id(p): nn.Parameter(read_shard(files[n], n, p, dtype, device, dist), False)
         for n, p in base.named_parameters()
     }
-    # Tied weights are one parameter under two names, and stay one.
-    state = {n: filled[id(p)] for n, p in base.named_parameters(remove_duplicate=False)}
+    # Tied weights are one parameter under two names and must stay one.
+    state = {n: loaded[id(p)] for n, p in base.named_parameters(remove_duplicate=False)}
     base.load_state_dict(state, strict=False, assign=True)
     return base.eval()
 
 
 def _shard(base: PreTrainedModel, dist: Dist, offload: bool) -> None:
-    """FSDP2 on each decoder layer and the root. What PEFT adds afterwards is nobody's shard: every rank holds it whole."""
-    # Pinned pages are for copies to a GPU; without one torch cannot pin.
+    """Apply FSDP2 to each decoder layer and the root.
+
+    PEFT adds the LoRA matrices afterwards, so they are not sharded: every rank holds them in full.
+    """
+    # Pinned memory speeds up copies to a GPU; without a GPU torch cannot pin.
     policy = CPUOffloadPolicy(pin_memory=dist.device.type == "cuda") if offload else OffloadPolicy()
     for module in [*decoder_layers(base), base]:
         fully_shard(module, mesh=dist.mesh, reshard_after_forward=True, offload_policy=policy)
 
 
 def _tensor_files(path: Path) -> dict[str, Path]:
-    """Tensor name -> the safetensors file that holds it."""
+    """Tensor name -> the safetensors file with that tensor."""
     index = path / "model.safetensors.index.json"
     if index.exists():
         return {n: path / f for n, f in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
@@ -121,11 +142,12 @@ def _tensor_files(path: Path) -> dict[str, Path]:
 def read_shard(
     file: Path, name: str, param: Tensor, dtype: torch.dtype, device: torch.device, dist: Dist
 ) -> DTensor:
-    """This rank's rows of a stored tensor, on `device`; no other row is read. FSDP2 cuts along the first dimension as torch.chunk does.
+    """Read this rank's rows of the tensor `name` onto `device`; other rows are not read.
 
-    `param`: the sharded parameter that they are for. Raises ValueError when the stored shape is not its shape.
+    FSDP2 splits the first dimension as torch.chunk does. `param` is the sharded parameter to read for. Raises
+    ValueError if the stored shape is not the shape of `param`.
     """
-    # Not DTensor.from_local: that moves its tensor to the mesh's device, where offloaded shards must not go.
+    # Not DTensor.from_local: it moves the tensor to the mesh's device, but offloaded shards stay on the CPU.
     shard = torch.empty_like(param, dtype=dtype, device=device)
     assert isinstance(shard, DTensor)
     with safe_open(file, framework="pt") as tensors:
@@ -140,6 +162,6 @@ def read_shard(
     return shard
 
 
-def _unloadable(path: str, error: Exception) -> ModelError:
+def _load_error(path: str, error: Exception) -> ModelError:
     what = f"{path} cannot be loaded as a causal language model: {error}"
-    return ModelError(what, "Check the folder, or give another --model.")
+    return ModelError(what, "Check the folder, or choose another --model.")

@@ -1,4 +1,12 @@
-"""Which shortcuts a model takes without changing what it computes: packing, head, fused parts. Each is tried on a probe."""
+"""Enables the fast paths that leave a model's results unchanged. Each one is checked on a probe first.
+
+Fast paths: the LM head in chunks, fused norms and MLPs, frozen weights in bfloat16, prefix-tree packing.
+
+The check compares logprobs of the same tokens. The reference comes from the slow path, which is right for
+every model: padded rows, the model's own eager attention, all logits at once. (transformers' sdpa attention,
+for example, ignores the softcap of Gemma 2.) A fast path stays enabled if the mean absolute difference is
+within TOLERANCE; otherwise the slow path stays.
+"""
 
 from __future__ import annotations
 
@@ -10,88 +18,92 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skylite.model.attention_backends import implementation
-from skylite.model.bf16_weights import hold_in_bf16
-from skylite.model.fused_ops import GAINS, fuse_mlps, fuse_norms
+from skylite.model.bf16_weights import store_in_bf16
+from skylite.model.fused_ops import RMS_NORM_GAINS, fuse_mlps, fuse_norms
 from skylite.model.lm_head import plain_head
 from skylite.model.packing import pack_tokens
-from skylite.model.policy import Policy, is_adapter, score
+from skylite.model.policy import Policy, is_lora_param, score
 
-SHORTCUT_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
-"""Mean logprob difference to the plain form that rounding explains. Wrong masks, or a head with a twist, differ by tenths of nats."""
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
+"""Largest mean |logprob difference| in nats, by compute dtype.
+
+Rounding stays below it. A wrong mask, or a head that scales its logits, differs by tenths of nats.
+"""
 
 
-def choose_passes(policy: Policy, probe: list[int]) -> tuple[Policy, list[str]]:
-    """The policy with the cheapest packing and head that its model provably understands, and the reasons in words.
+def enable_fast_paths(policy: Policy, probe: list[int]) -> tuple[Policy, list[str]]:
+    """Enable each fast path that passes the check on `probe`, a sequence of token ids.
 
-    The probe is scored with padded rows, the model's own (eager) attention and all logits first: slow, but right for every model
-    (transformers' sdpa ignores Gemma 2's score cap, say). Each shortcut is kept where it gives the same.
+    Returns:
+        The policy with its packing and LM head, and a log line per fast path: enabled or not, and why.
     """
     base: PreTrainedModel = policy.model.get_base_model()
     base.set_attn_implementation("eager")
-    plain = _probe_logprobs(policy, probe)
-    reasons, head = [], plain_head(base)
+    reference = _probe_logprobs(policy, probe)
+    lines, head = [], plain_head(base)
     if head is not None:
-        gap, reason = _gap(replace(policy, head=head), probe, plain)
-        policy = replace(policy, head=head if gap <= SHORTCUT_TOLERANCE[policy.dtype] else None)
-        reasons.append(f"head in chunks: {policy.head is not None}; {reason}")
-    reasons += _replace_parts(policy, probe, plain)
+        gap, reason = _gap(replace(policy, head=head), probe, reference)
+        policy = replace(policy, head=head if gap <= TOLERANCE[policy.dtype] else None)
+        lines.append(f"LM head in chunks: {policy.head is not None}; {reason}")
+    lines += _replace_modules(policy, probe, reference)
     base.set_attn_implementation(implementation(policy.attention))
-    gap, reason = _gap(replace(policy, packing="tree"), probe, plain)
-    policy = replace(policy, packing="tree" if gap <= SHORTCUT_TOLERANCE[policy.dtype] else "padded")
+    gap, reason = _gap(replace(policy, packing="tree"), probe, reference)
+    policy = replace(policy, packing="tree" if gap <= TOLERANCE[policy.dtype] else "padded")
     if policy.packing == "padded":
         base.set_attn_implementation("eager")
-    return policy, [
-        *reasons,
-        f"packing: {policy.packing}; {reason}; attention over a tree: {policy.attention}",
-    ]
+    return policy, [*lines, f"packing: {policy.packing}; {reason}; tree attention: {policy.attention}"]
 
 
-def _replace_parts(policy: Policy, probe: list[int], plain: Tensor) -> list[str]:
-    """Fuse the model's norms and MLPs, and hold its matrices narrow, where that gives the same; what came of it, in words."""
-    again = policy.checkpointing != "none"
+def _replace_modules(policy: Policy, probe: list[int], reference: Tensor) -> list[str]:
+    """Fuse norms and MLPs and store frozen weights in bfloat16, if the check passes. Returns log lines."""
+    recompute = policy.checkpointing != "none"
     attempts = [
-        ("norms", f"fused as {gain}", partial(fuse_norms, policy.model, multiply, again))
-        for gain, multiply in GAINS.items()
+        ("norms", f"fused as {gain}", partial(fuse_norms, policy.model, multiply, recompute))
+        for gain, multiply in RMS_NORM_GAINS.items()
     ]
-    attempts.append(("MLPs", "fused as act(gate) * up", partial(fuse_mlps, policy.model, again)))
+    attempts.append(("MLPs", "fused as act(gate) * up", partial(fuse_mlps, policy.model, recompute)))
     if policy.dtype == torch.float32:
-        own = [m for n, m in policy.model.named_modules() if not is_adapter(f"{n}.")]
-        attempts.append(
-            ("frozen matrices", "held in bfloat16, which has their values", partial(hold_in_bf16, own))
-        )
-    reasons: dict[str, str] = {}
-    done: set[str] = set()
+        frozen = [m for n, m in policy.model.named_modules() if not is_lora_param(f"{n}.")]
+        attempts.append(("frozen weights", "stored in bfloat16 without loss", partial(store_in_bf16, frozen)))
+    lines: dict[str, str] = {}
+    enabled: set[str] = set()
     for part, form, attempt in attempts:
-        if part in done:
+        if part in enabled:
             continue
         undo = attempt()
         if undo is None:
-            reasons[part] = "none of a known form"
+            lines[part] = "none that qualify"
             continue
-        gap, reason = _gap(policy, probe, plain)
-        if gap <= SHORTCUT_TOLERANCE[policy.dtype]:
-            done.add(part)
+        gap, reason = _gap(policy, probe, reference)
+        if gap <= TOLERANCE[policy.dtype]:
+            enabled.add(part)
         else:
             undo()
-        reasons[part] = f"{form if part in done else 'left alone'}; {reason}"
-    return [f"{part}: {reason}" for part, reason in reasons.items()]
+        lines[part] = f"{form if part in enabled else 'unchanged'}; {reason}"
+    return [f"{part}: {line}" for part, line in lines.items()]
 
 
-def _gap(policy: Policy, probe: list[int], plain: Tensor) -> tuple[float, str]:
-    """Mean |logprob difference| to the plain form, infinite where the model cannot do it; and the same in words."""
+def _gap(policy: Policy, probe: list[int], reference: Tensor) -> tuple[float, str]:
+    """Mean |logprob difference| to the reference, and the reason in words. An error counts as infinite."""
     try:
-        gap = float((_probe_logprobs(policy, probe) - plain).abs().mean())
+        gap = float((_probe_logprobs(policy, probe) - reference).abs().mean())
     except torch.OutOfMemoryError:
         raise
     except (TypeError, ValueError, KeyError, RuntimeError) as error:
-        return float("inf"), f"the model does not take it: {error}"
-    return gap, f"logprobs differ from the plain form's by {gap:.1e} on average"
+        return float("inf"), f"the model does not support it: {error}"
+    return gap, f"mean logprob difference to the slow path {gap:.1e}"
 
 
 @torch.no_grad()
 def _probe_logprobs(policy: Policy, probe: list[int]) -> Tensor:
-    stem = probe[: max(1, len(probe) // 2)]
-    branches = [probe[len(stem) :], probe[:0:-1]]
+    """Logprobs of two completions of the probe's first half: its second half, and the probe reversed.
+
+    They share a prompt, so a tree with a wrong mask gives other logprobs.
+    """
+    prompt = probe[: max(1, len(probe) // 2)]
+    completions = [probe[len(prompt) :], probe[:0:-1]]
     return score(
-        policy, pack_tokens([stem, stem], branches, [0, 0], policy.packing, policy.device), temperature=1.0
+        policy,
+        pack_tokens([prompt, prompt], completions, [0, 0], policy.packing, policy.device),
+        temperature=1.0,
     )[0]

@@ -1,4 +1,4 @@
-"""Tensors that cost little to make again, so that a backward pass which wants them need not find them kept."""
+"""Lets a tensor carry a function that recomputes it, so that backward need not keep the tensor."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ RecomputeFn = Callable[[], Tensor]
 _ATTRIBUTE = "_skylite_recompute_fn"
 
 
-def with_recompute_fn(made: Tensor, recompute_fn: RecomputeFn) -> Tensor:
-    """`made`, with how to make it again written on it. Only this very object carries it: no view, no copy, nothing computed from it."""
-    setattr(made, _ATTRIBUTE, (recompute_fn, made._version))
-    return made
+def with_recompute_fn(tensor: Tensor, recompute_fn: RecomputeFn) -> Tensor:
+    """`tensor` itself, with `recompute_fn` attached. Views and copies do not inherit it."""
+    setattr(tensor, _ATTRIBUTE, (recompute_fn, tensor._version))
+    return tensor
 
 
-def recompute_fn_of(x: Tensor) -> RecomputeFn | None:
-    """How to make x again; None where nobody said, or x was changed since."""
-    recompute_fn, version = getattr(x, _ATTRIBUTE, (None, 0))
-    return recompute_fn if x._version == version else None
+def recompute_fn_of(tensor: Tensor) -> RecomputeFn | None:
+    """The attached function; None if there is none or the tensor was changed in place since."""
+    recompute_fn, version = getattr(tensor, _ATTRIBUTE, (None, 0))
+    return recompute_fn if tensor._version == version else None

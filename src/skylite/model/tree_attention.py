@@ -1,7 +1,9 @@
-"""Attention over a prefix tree, piece by piece: each over the pieces that it sees whole and over itself."""
+"""Attention over a prefix tree, one call per piece: each piece attends to its ancestor pieces and to
+itself."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,72 +13,75 @@ from torch import Tensor
 
 from skylite.model.prefix_tree import Tree
 
-FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @dataclass(frozen=True, slots=True)
 class TreeLayout:
-    """What attention needs to know of a Tree, on the device."""
+    """What attention needs of a Tree, on the device."""
 
     sizes: list[int]
-    """Nodes of each piece."""
-    above: list[tuple[int, ...]]
-    """For each piece those that it sees whole."""
+    """Number of nodes of each piece."""
+    ancestors: list[tuple[int, ...]]
+    """For each piece, the indices of the pieces that it sees completely."""
     masks: list[Tensor]
-    """Bool [n, keys] for each piece."""
+    """For each piece, bool [n, keys]."""
     depths: Tensor
     """[T]"""
     max_depth: int
     bias_cache: dict[Any, list[Tensor]] = field(default_factory=dict)
-    """Additive masks by window and dtype: every layer asks for the same ones."""
+    """Additive masks by (window, dtype), which the layers of a model share."""
     block_masks: dict[int | None, Any] = field(default_factory=dict)
-    """FlexAttention's, by window (flex.py)."""
+    """FlexAttention's masks by window (model/flex_attention.py)."""
 
-    def seen(self, index: int) -> list[int]:
-        """The pieces that a piece sees, itself last."""
-        return [*self.above[index], index]
+    def visible(self, index: int) -> list[int]:
+        """Indices of the pieces that a piece sees; the last is the piece itself."""
+        return [*self.ancestors[index], index]
 
 
 def tree_layout(tree: Tree, device: torch.device) -> TreeLayout:
-    """Masks and depths as tensors."""
+    """The layout of a tree: masks and depths as tensors on `device`."""
     masks = [torch.from_numpy(p.mask).to(device) for p in tree.pieces]
     depths = torch.from_numpy(tree.depths).to(device)
     return TreeLayout(
-        [len(m) for m in masks], [p.above for p in tree.pieces], masks, depths, int(tree.depths.max())
+        [len(m) for m in masks], [p.ancestors for p in tree.pieces], masks, depths, int(tree.depths.max())
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Scoring:
-    """How a model's layer scores what a token sees."""
+class ScoreSettings:
+    """How a layer computes its attention scores."""
 
     scaling: float
+    """Factor on query @ key."""
     window: int | None = None
-    """A token sees ancestors less than this many positions away."""
+    """Sliding window: a token sees only ancestors less than this many positions away. None: all."""
     softcap: float | None = None
-    """Scores become softcap * tanh(scores / softcap)."""
+    """Scores become softcap * tanh(scores / softcap). None: no cap."""
 
 
-def tree_attention(query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, scoring: Scoring) -> Tensor:
-    """query [1, H, T, D], key and value [1, K, T, D] with K dividing H -> [1, T, H, D]."""
-    biases = _additive_masks(layout, scoring.window, query.dtype)
-    if query.device.type == "cpu" and scoring.softcap is None:
-        out: Tensor = _CpuTreeAttention.apply(query, key, value, layout, biases, scoring.scaling)  # type: ignore[no-untyped-call]
+def tree_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, settings: ScoreSettings
+) -> Tensor:
+    """query [1, H, T, D], key and value [1, K, T, D] with K a divisor of H -> [1, T, H, D]."""
+    biases = _additive_masks(layout, settings.window, query.dtype)
+    if query.device.type == "cpu" and settings.softcap is None:
+        out: Tensor = _CpuTreeAttention.apply(query, key, value, layout, biases, settings.scaling)  # type: ignore[no-untyped-call]
         return out
     repeats = query.shape[1] // key.shape[1]
     key, value = (x if repeats == 1 else x.repeat_interleave(repeats, dim=1) for x in (key, value))
-    # split and cat, not slices: the gradient of a slice is a zero tensor of the whole length, one for each block.
+    # split and cat instead of slices: each slice would get a gradient of the full length.
     queries, keys, values = (torch.split(x, layout.sizes, dim=2) for x in (query, key, value))
     outputs = []
     for index, bias in enumerate(biases):
-        k, v = (_seen(x, layout, index) for x in (keys, values))
-        outputs.append(_attend(queries[index], k, v, bias, scoring))
+        k, v = (_visible(x, layout, index) for x in (keys, values))
+        outputs.append(_attend(queries[index], k, v, bias, settings))
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
 class _CpuTreeAttention(torch.autograd.Function):
-    """Keeps query, key, value and the output once. Autograd would keep a copy of key and value for every head and every branch."""
+    """Saves query, key, value and output once. Autograd would save keys per head and branch."""
 
     @staticmethod
     def forward(
@@ -88,25 +93,19 @@ class _CpuTreeAttention(torch.autograd.Function):
         biases: list[Tensor],
         scaling: float,
     ) -> Tensor:
-        query, key, value = (_alone(x) for x in (query, key, value))
+        query, key, value = (_with_own_storage(x) for x in (query, key, value))
         _, heads, num_tokens, size = query.shape
         out = query.new_empty(1, num_tokens, heads, size)
-        parts = zip(
-            *(
-                torch.split(_by_key_head(x, key.shape[1]), layout.sizes, dim=2)
-                for x in (query, out.transpose(1, 2))
-            ),
-            strict=True,
-        )
+        pieces = _split_rows((query, out.transpose(1, 2)), key.shape[1], layout)
         keys, values = (torch.split(x, layout.sizes, dim=2) for x in (key, value))
         normalizers = []
-        for index, (q, o) in enumerate(parts):
+        for index, (q, o) in enumerate(pieces):
             if not layout.sizes[index]:
                 normalizers.append(query.new_empty(0))
                 continue
-            k, v = (_seen(x, layout, index).expand(len(q), -1, -1, -1) for x in (keys, values))
-            found, normalizer = FLASH(q, k, v, attn_mask=biases[index], scale=scaling)
-            o.copy_(found)
+            k, v = (_visible(x, layout, index).expand(len(q), -1, -1, -1) for x in (keys, values))
+            attended, normalizer = FLASH_FORWARD(q, k, v, attn_mask=biases[index], scale=scaling)
+            o.copy_(attended)
             normalizers.append(normalizer)
         ctx.save_for_backward(query, key, value, out, *normalizers)
         ctx.layout, ctx.biases, ctx.scaling = layout, biases, scaling
@@ -117,58 +116,65 @@ class _CpuTreeAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, *normalizers = ctx.saved_tensors
         layout: TreeLayout = ctx.layout
-        of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        rows = (query, grad.transpose(1, 2), out.transpose(1, 2), of_query)
-        parts = zip(
-            *(torch.split(_by_key_head(x, key.shape[1]), layout.sizes, dim=2) for x in rows), strict=True
+        grad_query = torch.empty_like(query)
+        grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
+        rows = (query, grad.transpose(1, 2), out.transpose(1, 2), grad_query)
+        pieces = _split_rows(rows, key.shape[1], layout)
+        keys, values, grad_keys, grad_values = (
+            torch.split(x, layout.sizes, dim=2) for x in (key, value, grad_key, grad_value)
         )
-        keys, values, of_keys, of_values = (
-            torch.split(x, layout.sizes, dim=2) for x in (key, value, of_key, of_value)
-        )
-        for index, (q, g, o, dq) in enumerate(parts):
+        for index, (q, g, o, dq) in enumerate(pieces):
             if not layout.sizes[index]:
                 continue
-            k, v = (_seen(x, layout, index).expand(len(q), -1, -1, -1) for x in (keys, values))
-            found = FLASH_BACKWARD(
+            k, v = (_visible(x, layout, index).expand(len(q), -1, -1, -1) for x in (keys, values))
+            dq_piece, dk, dv = FLASH_BACKWARD(
                 g, q, k, v, o, normalizers[index], 0.0, False, attn_mask=ctx.biases[index], scale=ctx.scaling
             )
-            dq.copy_(found[0])
-            for whole, dx in ((of_keys, found[1]), (of_values, found[2])):
-                seen = layout.seen(index)
-                for piece, part in zip(
-                    seen, torch.split(dx.sum(0), [layout.sizes[i] for i in seen], dim=1), strict=True
-                ):
-                    whole[piece][0].add_(part)
-        return of_query, of_key, of_value, None, None, None
+            dq.copy_(dq_piece)
+            visible = layout.visible(index)
+            sizes = [layout.sizes[i] for i in visible]
+            for totals, dx in ((grad_keys, dk), (grad_values, dv)):
+                for piece, part in zip(visible, torch.split(dx.sum(0), sizes, dim=1), strict=True):
+                    totals[piece][0].add_(part)
+        return grad_query, grad_key, grad_value, None, None, None
 
 
-def _alone(x: Tensor) -> Tensor:
-    """x, copied where it is a part of something larger, which keeping x would keep."""
+def _with_own_storage(x: Tensor) -> Tensor:
+    """x, copied if it is a view of a larger tensor, because saving a view keeps the larger tensor."""
     return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
 
 
-def _by_key_head(x: Tensor, num_key_heads: int) -> Tensor:
-    """[1, H, T, D] -> a view [H / K, K, T, D]: the query heads of one key head lie along the batch, where a key is not copied for each."""
+def _split_rows(
+    tensors: Sequence[Tensor], num_key_heads: int, layout: TreeLayout
+) -> Iterator[tuple[Tensor, ...]]:
+    """For each piece, its rows of the tensors [1, H, T, D], with query heads grouped by key head."""
+    return zip(
+        *(torch.split(_group_by_key_head(x, num_key_heads), layout.sizes, dim=2) for x in tensors),
+        strict=True,
+    )
+
+
+def _group_by_key_head(x: Tensor, num_key_heads: int) -> Tensor:
+    """View [1, H, T, D] as [H / K, K, T, D]: query heads that share a key head form a batch."""
     return x[0].view(num_key_heads, -1, *x.shape[2:]).transpose(0, 1)
 
 
-def _seen(parts: tuple[Tensor, ...], layout: TreeLayout, index: int) -> Tensor:
+def _visible(pieces: tuple[Tensor, ...], layout: TreeLayout, index: int) -> Tensor:
     """The keys or values [1, K, n, D] that a piece sees."""
-    seen = layout.seen(index)
-    return parts[index] if len(seen) == 1 else torch.cat([parts[i] for i in seen], dim=2)
+    visible = layout.visible(index)
+    return pieces[index] if len(visible) == 1 else torch.cat([pieces[i] for i in visible], dim=2)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scoring: Scoring) -> Tensor:
-    if scoring.softcap is None:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scoring.scaling)
-    scores = (
-        torch.tanh(query @ key.transpose(2, 3) * (scoring.scaling / scoring.softcap)) * scoring.softcap + bias
-    )
+def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, settings: ScoreSettings) -> Tensor:
+    if settings.softcap is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=settings.scaling)
+    capped = torch.tanh(query @ key.transpose(2, 3) * (settings.scaling / settings.softcap))
+    scores = capped * settings.softcap + bias
     return torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype) @ value
 
 
 def _additive_masks(layout: TreeLayout, window: int | None, dtype: torch.dtype) -> list[Tensor]:
-    """0 where attention is allowed and -inf elsewhere, for each piece."""
+    """For each piece, 0 where attention is allowed and -inf elsewhere."""
     if window is not None and window > layout.max_depth:
         window = None
     if (window, dtype) not in layout.bias_cache:
@@ -176,7 +182,7 @@ def _additive_masks(layout: TreeLayout, window: int | None, dtype: torch.dtype) 
         biases = []
         for index, mask in enumerate(layout.masks):
             if window is not None:
-                columns = torch.cat([depths[i] for i in layout.seen(index)])
+                columns = torch.cat([depths[i] for i in layout.visible(index)])
                 mask = mask & (depths[index][:, None] - columns < window)
             biases.append(
                 torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))

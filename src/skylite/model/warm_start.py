@@ -1,4 +1,4 @@
-"""Loading a finished adapter into fresh LoRA parameters: training in stages. Not a resume: optimizer and step start anew."""
+"""Warm start: copies a finished adapter into fresh LoRA parameters. Optimizer and steps start anew."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ from torch import nn
 from skylite.errors import ModelError
 
 
-def peft_file_name(parameter: str) -> str:
-    """`...q_proj.lora_A.default.weight` -> `...q_proj.lora_A.weight`: PEFT leaves the adapter's name out of its files."""
+def peft_tensor_name(parameter: str) -> str:
+    """Name of a parameter in PEFT's files, which leave out the adapter's name.
+
+    `...q_proj.lora_A.default.weight` -> `...q_proj.lora_A.weight`
+    """
     return parameter.replace(".default.weight", ".weight").removesuffix(".default")
 
 
 def load_adapter_file(folder: Path, params: Mapping[str, nn.Parameter]) -> None:
-    """Copy `adapter_model.safetensors` of `folder` into the parameters. Raises ModelError in words when it does not fit exactly."""
+    """Copy `adapter_model.safetensors` of `folder` into `params`.
+
+    Raises ModelError if the file cannot be read, or if its names or shapes are not exactly those of `params`.
+    """
     path = folder / "adapter_model.safetensors"
     try:
         tensors = load_file(path)
@@ -26,22 +32,23 @@ def load_adapter_file(folder: Path, params: Mapping[str, nn.Parameter]) -> None:
         raise ModelError(
             f"{path} cannot be read: {error}.", "Give a complete adapter folder to --from-adapter."
         ) from None
-    names = {peft_file_name(n): n for n in params}
+    names = {peft_tensor_name(n): n for n in params}
+    remedy = "Train the modules that the adapter has: set lora.target_modules and lora.exclude_modules."
     if missing := sorted(names.keys() - tensors.keys()):
         raise ModelError(
-            f"{folder} lacks {len(missing)} of the {len(names)} LoRA matrices that this run trains, first {missing[0]}.",
-            "Train the modules that the adapter has: lora.target_modules and lora.exclude_modules.",
+            f"{folder} lacks {len(missing)} of the {len(names)} LoRA matrices that this run trains, "
+            f"first {missing[0]}.",
+            remedy,
         )
     if extra := sorted(tensors.keys() - names.keys()):
         raise ModelError(
-            f"{folder} has {len(extra)} tensors that this run would not train, first {extra[0]}.",
-            "Train the modules that the adapter has: lora.target_modules and lora.exclude_modules.",
+            f"{folder} has {len(extra)} tensors that this run would not train, first {extra[0]}.", remedy
         )
-    for file_name, name in names.items():
-        if tensors[file_name].shape != params[name].shape:
+    for tensor_name, name in names.items():
+        if tensors[tensor_name].shape != params[name].shape:
             raise ModelError(
-                f"{folder}: {file_name} has shape {list(tensors[file_name].shape)}, this run's model and rank need "
-                f"{list(params[name].shape)}.",
-                "Give the adapter's own base model and --rank.",
+                f"{folder}: {tensor_name} has shape {list(tensors[tensor_name].shape)}, "
+                f"but this run's model and rank need {list(params[name].shape)}.",
+                "Use the adapter's own base model and --rank.",
             )
-        params[name].data.copy_(tensors[file_name])
+        params[name].data.copy_(tensors[tensor_name])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import skylite
 from skylite.adapters.import_adapter import check_warm_start, copy_warm_start, expand_adapter_path
-from skylite.config.train import LORA_LITERATURE_FLOOR_LR, Resolved, RunConfig, TrainConfig
+from skylite.config.train import LOWEST_USUAL_LR, Resolved, RunConfig, TrainConfig
 from skylite.data.prompts import PromptFileInfo, read_prompts
 from skylite.engine.server import choose_cpu_lora, engine_notes
 from skylite.errors import ConfigError
@@ -71,9 +71,9 @@ def plan_run(config: TrainConfig, run: RunDir, say: Callable[[str], None]) -> Ru
         note(
             f"vLLM is started for LoRA rank {config.lora.vllm_rank}, the smallest it allows that holds rank {config.lora.rank}"
         )
-    if config.optim.lr < LORA_LITERATURE_FLOOR_LR:
+    if config.optim.lr < LOWEST_USUAL_LR:
         note(
-            f"warning: optim.lr={config.optim.lr:g} is under {LORA_LITERATURE_FLOOR_LR:g}; LoRA hardly learns at such rates"
+            f"warning: optim.lr={config.optim.lr:g} is under {LOWEST_USUAL_LR:g}; LoRA hardly learns at such rates"
         )
     if config.trainer.deterministic and config.trainer.num_threads is None:
         config = with_threads(config, cpu_cores() // config.trainer.num_ranks)

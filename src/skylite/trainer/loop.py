@@ -15,7 +15,7 @@ from skylite.config.train import RunConfig, TrainConfig
 from skylite.errors import TrainingDiverged
 from skylite.model.distributed import Dist, half_the_threads
 from skylite.model.policy import Policy, load_policy
-from skylite.model.probing import choose_passes
+from skylite.model.probing import enable_fast_paths
 from skylite.run.checkpoint_folder import checkpoint_steps
 from skylite.run.files import write_json
 from skylite.run.rollout_file import read_rollouts
@@ -109,7 +109,7 @@ def start(run: RunDir, run_config: RunConfig, dist: Dist) -> Trainer:
     config = run_config.config
     policy = load_policy(run_config.resolved, config, dist)
     sequences = wait_for_canary(run)
-    policy, reasons = choose_passes(policy, max(sequences, key=len))
+    policy, reasons = enable_fast_paths(policy, max(sequences, key=len))
     if dist.is_main:
         print("\n".join(reasons), flush=True)
     run_config = with_tokens(run, run_config, policy, dist)

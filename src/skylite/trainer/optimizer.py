@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from skylite.config.train import OptimConfig
 from skylite.errors import TrainingDiverged
 from skylite.model.distributed import Dist
-from skylite.model.flat_params import views_of
+from skylite.model.flat_params import split_like
 
 RATE_SETTINGS = {"policy": "optim.lr", "critic": "critic.lr"}
 
@@ -114,7 +114,7 @@ def is_b_matrix(parameter: str) -> bool:
 def _flat_grads(params: list[nn.Parameter]) -> Tensor:
     """Give each parameter a gradient that is a view of one flat tensor; autograd then accumulates into it in place."""
     flat = torch.zeros(sum(p.numel() for p in params), device=params[0].device)
-    for param, view in zip(params, views_of(flat, params), strict=True):
+    for param, view in zip(params, split_like(flat, params), strict=True):
         param.grad = view
     return flat
 

@@ -16,10 +16,10 @@ from skylite.adapters.manifest import Canary, Manifest
 from skylite.algorithms.kl import k3
 from skylite.config.train import RunConfig
 from skylite.errors import SyncFailed, TrainingDiverged
-from skylite.model.flat_params import views_of
+from skylite.model.flat_params import split_like
 from skylite.model.packing import pack_tokens
 from skylite.model.policy import Policy, reference_policy, score
-from skylite.model.warm_start import peft_file_name
+from skylite.model.warm_start import peft_tensor_name
 from skylite.run.files import atomic_folder, sha256_file
 from skylite.run.run_dir import AdapterVersion, adapter_name
 from skylite.trainer.optimizer import is_b_matrix
@@ -42,8 +42,8 @@ def adapter_tensors(policy: Policy) -> dict[str, Tensor]:
     LoRA is whole on every rank, so nothing is gathered from the others, and no base weight is ever materialised. One copy where device or
     type is another; else these are the parameters themselves.
     """
-    views = views_of(policy.flat_lora.to("cpu", policy.dtype), list(policy.lora.values()))
-    return {peft_file_name(name): view for name, view in zip(policy.lora, views, strict=True)}
+    views = split_like(policy.flat_lora.to("cpu", policy.dtype), list(policy.lora.values()))
+    return {peft_tensor_name(name): view for name, view in zip(policy.lora, views, strict=True)}
 
 
 def canary_logprobs(policy: Policy, sequences: Sequence[list[int]]) -> list[list[float]]:
