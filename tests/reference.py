@@ -69,7 +69,7 @@ def trajectory_of(row: Row) -> Trajectory:
         sample = Sample(
             prompt_token_ids=prompt,
             completion_token_ids=completion,
-            rollout_logprobs=[next(logprobs) for _ in completion],
+            rollout_logprobs=[next(logprobs) for _ in completion] if row.calls else row.rollout_logprobs,
             finish_reason="length" if row.truncated else "stop",
         )
         samples.append(sample)

@@ -24,7 +24,7 @@ def flex_tree_attention(
     query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, settings: ScoreSettings
 ) -> Tensor:
     """Same arguments and result as `tree_attention` (model/tree_attention.py)."""
-    attention: Callable[..., Any] = _compiled() if query.is_cuda else flex_attention
+    attention: Any = _compiled() if query.is_cuda else flex_attention
     out: Tensor = attention(
         query,
         key,

@@ -118,8 +118,8 @@ def _normalize(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def _eps(norm: Any) -> float | None:
     """The eps of an RMS norm in transformers' usual form; None for any other module."""
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    is_usual = isinstance(eps, float) and isinstance(getattr(norm, "weight", None), Tensor)
-    return float(eps) if is_usual else None
+    has_gain = isinstance(getattr(norm, "weight", None), Tensor)
+    return eps if isinstance(eps, float) and has_gain else None
 
 
 def _replace_forwards(forwards: dict[nn.Module, Callable[[Tensor], Tensor]]) -> Callable[[], None] | None:
