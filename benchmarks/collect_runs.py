@@ -1,20 +1,22 @@
-"""Finished runs to one JSON: accuracy before and after, entropy and length, sync cost, canary and logprob gaps.
+"""Summarise finished runs: accuracy before and after, entropy, length, cost of the sync, canary and logprob
+gaps.
 
-    python benchmarks/collect_runs.py runs/a runs/b runs/c --out benchmarks/results/lora_gsm8k_cpu.json
+    python benchmarks/collect_runs.py runs/a runs/b --machine "2 cores ..." --commit HASH --out FILE
 
-Reads what the runs themselves wrote: metrics.jsonl, config.json, evals/before-*.parquet and after-*.parquet (greedy), and, where
-`skylite eval RUN --step 0 --n 4 --limit 512` and `skylite eval RUN --n 4 --limit 512` were made, their JSON. Nothing is run here.
+Reads metrics.jsonl, config.json and the greedy evaluations in evals/ of each run. Accuracy of sampled
+completions is included if both of these ran before: `skylite eval RUN --step 0 --n 4 --limit 512`, `skylite
+eval RUN --n 4 --limit 512`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+from command_line import argument_parser
 
 from skylite.config.loading import read_run_config
 from skylite.evaluation.interval import wilson
@@ -40,10 +42,8 @@ COURSE = ("reward/mean", "policy/entropy", "completion/tokens_mean")
 
 
 def main() -> None:
-    """Parse the command line and write the file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Parse the command line and write the result file."""
+    parser = argument_parser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--machine", required=True, help="in words, e.g. '2 cores AMD EPYC (Zen 3), no GPU'")
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def summary(run: RunDir) -> dict[str, Any]:
-    """One run in numbers."""
+    """The numbers of one run."""
     config = read_run_config(run.config_path).config
     metrics = read_metrics(run.metrics_path)
     last = config.num_steps
@@ -79,7 +79,7 @@ def summary(run: RunDir) -> dict[str, Any]:
 
 
 def greedy(run: RunDir, version: int) -> dict[str, float] | None:
-    """Greedy pass@1 from the evaluation inside the run, or from `skylite eval`."""
+    """Greedy pass@1, from the run's own evaluation or from `skylite eval`."""
     files = sorted(run.evals.glob(f"*-v{version:06d}.parquet"))
     if not files:
         return evaluated(run, version, "greedy")
@@ -89,7 +89,7 @@ def greedy(run: RunDir, version: int) -> dict[str, float] | None:
 
 
 def evaluated(run: RunDir, version: int, kind: str) -> dict[str, float] | None:
-    """What `skylite eval` wrote, None where it was not run."""
+    """Result of `skylite eval`, None if it did not run."""
     path = run.evals / f"{adapter_name(version)}-test-{kind}.json"
     if not path.exists():
         return None

@@ -1,10 +1,12 @@
-"""Does every algorithm learn? Trains the CPU recipe with each, collects held-out accuracy before and after, draws the reward curves.
+"""Does every algorithm learn? Train the CPU recipe with each, collect held-out accuracy, draw the reward
+curves.
 
-    python benchmarks/learning.py train --data data/gsm8k-synthetic --runs runs/learning --algorithms dr_grpo dapo ppo --seeds 0
-    python benchmarks/learning.py collect runs/learning/* runs/seed0 --machine "2 cores ..." --out benchmarks/results/learning.json
-    python benchmarks/learning.py plot benchmarks/results/learning.json benchmarks/results/learning.svg      (needs the bench extra)
+    python benchmarks/learning.py train --data data/gsm8k-synthetic --runs runs/learning --algorithms dapo ppo
+    python benchmarks/learning.py collect runs/learning/* --machine "2 cores ..." --out learning.json
+    python benchmarks/learning.py plot learning.json learning.svg                     (needs the bench extra)
 
-Accuracy: greedy pass@1 on the recipe's held-out problems, as the run itself measured it. Minutes: the steps alone.
+Accuracy: greedy pass@1 on the recipe's held-out problems, measured by the run itself. Minutes: training
+steps only.
 """
 
 from __future__ import annotations
@@ -12,11 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+from command_line import SKYLITE, argument_parser
+from machine_info import commit
 
 from skylite.config.loading import read_run_config
 from skylite.run.files import write_json
@@ -27,9 +30,7 @@ ALGORITHMS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++",
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     commands = parser.add_subparsers(required=True)
     train = commands.add_parser("train")
     train.add_argument("--data", type=Path, required=True)
@@ -37,7 +38,7 @@ def main() -> None:
     train.add_argument("--algorithms", nargs="+", default=ALGORITHMS)
     train.add_argument("--seeds", nargs="+", type=int, default=[0])
     train.add_argument("--steps", type=int, default=20)
-    train.add_argument("--set", nargs="*", default=[], help="further settings, as with skylite train --set")
+    train.add_argument("--set", nargs="*", default=[], help="more settings, as for skylite train --set")
     train.set_defaults(run=train_all)
     collect = commands.add_parser("collect")
     collect.add_argument("runs", nargs="+", type=Path)
@@ -55,60 +56,42 @@ def main() -> None:
 
 
 def train_all(args: argparse.Namespace) -> None:
-    """One run after the other; each notes the commit it ran at. A run that is there already is left alone."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    """Train one run after the other and record its commit. Existing runs are left alone."""
     for algorithm in args.algorithms:
         for seed in args.seeds:
             run = args.runs / f"{algorithm}-seed{seed}"
             if run.exists():
                 continue
-            command = [
-                "skylite",
-                "train",
-                "--recipe",
-                "gsm8k_cpu",
-                "--data",
-                str(args.data),
-                "--rank",
-                "32",
-                "--alpha",
-                "32",
-            ]
-            command += [
-                "--seed",
-                str(seed),
-                "--steps",
-                str(args.steps),
-                "--run",
-                str(run),
-                "--set",
-                f"algorithm.name={algorithm}",
-            ]
-            command += [word for setting in args.set for word in ("--set", setting)]
-            done = subprocess.run([str(Path(sys.executable).with_name("skylite")), *command[1:]], check=False)
-            write_json(
-                run / "learning.json",
-                {"commit": commit, "command": " ".join(command), "exit_code": done.returncode},
+            words = (
+                f"train --recipe gsm8k_cpu --rank 32 --alpha 32 --seed {seed} --steps {args.steps}".split()
             )
+            words += ["--data", str(args.data), "--run", str(run)]
+            for setting in (f"algorithm.name={algorithm}", *args.set):
+                words += ["--set", setting]
+            done = subprocess.run([*SKYLITE, *words], check=False)
+            record = {
+                "commit": commit(),
+                "command": " ".join(["skylite", *words]),
+                "exit_code": done.returncode,
+            }
+            write_json(run / "learning.json", record)
 
 
 def row(run: RunDir, machine: str) -> dict[str, Any]:
-    """One finished run."""
+    """The numbers of one finished run."""
     config, metrics = read_run_config(run.config_path).config, read_metrics(run.metrics_path)
-    note = run.root / "learning.json"
-    made = json.loads(note.read_text(encoding="utf-8")) if note.exists() else {}
+    record_path = run.root / "learning.json"
+    record = json.loads(record_path.read_text(encoding="utf-8")) if record_path.exists() else {}
     return {
-        "algorithm": getattr(config, "algorithm", None) and config.algorithm.name,
+        "algorithm": config.algorithm.name,
         "seed": config.seed,
         "steps": len(metrics),
         "accuracy_before": accuracy(run, "before"),
         "accuracy_after": accuracy(run, "after"),
         "problems": config.eval.limit,
         "minutes": round(sum(m["time/step_s"] for m in metrics) / 60, 2),
-        "commit": made.get("commit"),
-        "command": made.get("command"),
+        "commit": record.get("commit"),
+        "command": record.get("command"),
         "machine": machine,
         "reward_mean": [round(m.get("reward/sampled_mean", m["reward/mean"]), 4) for m in metrics],
         "entropy": [round(m["policy/entropy"], 4) for m in metrics],
@@ -117,7 +100,7 @@ def row(run: RunDir, machine: str) -> dict[str, Any]:
 
 
 def accuracy(run: RunDir, label: str) -> float | None:
-    """Share of right answers, None where the run was not evaluated then."""
+    """Share of correct answers, None if the run was not evaluated at that point."""
     files = sorted(run.evals.glob(f"{label}-v*.parquet"))
     if not files:
         return None
@@ -126,7 +109,7 @@ def accuracy(run: RunDir, label: str) -> float | None:
 
 
 def draw(args: argparse.Namespace) -> None:
-    """Reward over steps, a line a run; the algorithms' first seeds in front."""
+    """Plot reward over steps, one line per run. Only the first seed of an algorithm is labelled."""
     import matplotlib
 
     matplotlib.use("svg")

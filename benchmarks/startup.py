@@ -1,11 +1,12 @@
-"""How long after `skylite train` the first rollout is asked for, against how long vLLM takes to start alone with the same flags.
+"""How long does a run take to its first rollout request, compared with starting vLLM alone?
 
-    python benchmarks/startup.py --out benchmarks/results/startup.json
+    python benchmarks/startup.py --out benchmarks/results/startup_cpu.json
 
-In turns, --rounds times: a start of vLLM's own server until /health answers; the same by our module (vllm_plugin/server.py); a run until
-its first rollout request (events.jsonl), from before the Python of each starts. The run loads its trainer meanwhile and publishes version
-0; the verification of it goes on beside the request. Medians, and run over either start; `skylite --help` alone, the median of nine; and CPU
-seconds until the first request, of vLLM and of what skylite runs beside it: over the cores, they are the least that the start can take.
+Each round starts, one after the other: vLLM's own server until /health answers (`plain`); skylite's server
+module (vllm_plugin/server.py) with the same flags (`ours`); a run until its first rollout request
+(events.jsonl). Times count from before Python starts. The run also loads its trainer, publishes version 0
+and loads it; verification runs beside the request. Reports medians, ratios, CPU seconds by process, and the
+median of nine `skylite --help`.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import json
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
-from surroundings import about
+from command_line import SKYLITE, argument_parser, train_command
+from machine_info import machine_info
 
 from skylite.adapters.expected_modules import predict_target_modules
 from skylite.config.train import TrainConfig
@@ -37,7 +38,6 @@ from skylite.run.files import write_json
 from skylite.run.run_dir import RunDir
 from skylite.vllm_plugin import CPU_SERVER, STOCK_SERVER
 
-SKYLITE = [sys.executable, "-c", "from skylite.cli import main; main()"]
 DEADLINE_S = 600.0
 
 
@@ -52,16 +52,14 @@ def main() -> None:
             ours = asyncio.run(server_start(args.model, data, Path(folder), "ours", CPU_SERVER))
             rounds.append({**plain, **ours, **run_start(args.model, data, Path(folder, f"run{index}"))})
             print(json.dumps(rounds[-1]), flush=True)
-    result = summary(rounds) | {"help_s": round(help_seconds(), 3)} | about() | {"rounds": rounds}
+    result = summary(rounds) | {"help_s": round(help_seconds(), 3)} | machine_info() | {"rounds": rounds}
     print(json.dumps({k: v for k, v in result.items() if k != "rounds"}, indent=1))
     if args.out:
         write_json(args.out, result)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
@@ -69,7 +67,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def settings(model: str, data: Path) -> dict[str, Any]:
-    """No held-out evaluation: it would come before the first rollout."""
+    """Settings without an evaluation, which would run before the first rollout."""
     return {
         "model": {"name": model},
         "data": {"path": str(data)},
@@ -79,13 +77,11 @@ def settings(model: str, data: Path) -> dict[str, Any]:
 
 
 async def server_start(model: str, data: Path, folder: Path, name: str, module: str) -> dict[str, float]:
-    """Seconds from the start of a server with a run's flags, by this module, until it serves: on the clock and of CPU."""
-    plan = plan_run(
-        TrainConfig.model_validate(settings(model, data)), RunDir(folder / "plain"), lambda _: None
-    )
-    spec = engine_spec(
-        plan, predict_target_modules(Path(plan.resolved.model_path), plan.config.lora), 0, folder
-    )
+    """Wall and CPU seconds until a server of `module` with a run's flags answers /health."""
+    config = TrainConfig.model_validate(settings(model, data))
+    plan = plan_run(config, RunDir(folder / "plain"), lambda _: None)
+    modules = predict_target_modules(Path(plan.resolved.model_path), plan.config.lora)
+    spec = engine_spec(plan.run_config, modules, 0, folder)
     command = [module if word == CPU_SERVER else word for word in engine_command(spec)]
     started = time.monotonic()
     child = start(
@@ -94,10 +90,8 @@ async def server_start(model: str, data: Path, folder: Path, name: str, module: 
     client = VllmClient(spec.name, spec.uds)
     try:
         await client.wait_ready(DEADLINE_S)
-        return {
-            f"{name}_s": time.monotonic() - started,
-            f"{name}_cpu_s": cpu_seconds(psutil.Process(child.pid)),
-        }
+        seconds = time.monotonic() - started
+        return {f"{name}_s": seconds, f"{name}_cpu_s": cpu_seconds(psutil.Process(child.pid))}
     finally:
         await client.aclose()
         kill(child)
@@ -105,24 +99,14 @@ async def server_start(model: str, data: Path, folder: Path, name: str, module: 
 
 
 def run_start(model: str, data: Path, run: Path) -> dict[str, float]:
-    """Seconds from the start of `skylite train` until each event up to the first rollout request; CPU seconds until the last."""
-    recipe = run.with_suffix(".toml")
-    recipe.write_text("", encoding="utf-8")
-    values = settings(model, data)
-    sets = [
-        f"num_steps={values['num_steps']}",
-        f"engine.kv_cache_gib={values['engine']['kv_cache_gib']}",
-        f"model.name={model}",
-    ]
-    command = [*SKYLITE, "train", "--recipe", str(recipe), "--data", str(data), "--run", str(run)]
+    """Seconds to each event up to the first rollout request of `skylite train`; CPU seconds until then."""
+    command = train_command(run, data, {"num_steps": 1, "engine.kv_cache_gib": 0.5, "model.name": model})
     started = time.monotonic()
-    process = subprocess.Popen(
-        [*command, *(word for value in sets for word in ("--set", value))], stderr=subprocess.DEVNULL
-    )
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
         while (seconds := event_times(RunDir(run), started)).get("sampling_started") is None:
             if process.poll() is not None or time.monotonic() - started > DEADLINE_S:
-                raise RuntimeError(f"the run came to no rollout request: {seconds}")
+                raise RuntimeError(f"the run sent no rollout request: {seconds}")
             time.sleep(0.1)
         used = cpu_by_part(psutil.Process(process.pid))
     finally:
@@ -132,7 +116,7 @@ def run_start(model: str, data: Path, run: Path) -> dict[str, float]:
 
 
 def cpu_by_part(run: psutil.Process) -> dict[str, float]:
-    """CPU seconds of a run's processes so far: vLLM, torchrun with its ranks, and the parent with its reward workers."""
+    """CPU seconds of a run so far: vLLM, torchrun with its ranks, the parent with its reward workers."""
     used = {"vllm_cpu_s": 0.0, "trainer_cpu_s": 0.0, "parent_cpu_s": sum(run.cpu_times()[:2])}
     for child in run.children():
         words = " ".join(child.cmdline())
@@ -142,12 +126,12 @@ def cpu_by_part(run: psutil.Process) -> dict[str, float]:
 
 
 def cpu_seconds(process: psutil.Process) -> float:
-    """User and system time of a process and its descendants, those that have ended included."""
+    """User and system time of a process and its descendants, including those that ended."""
     return sum(sum(one.cpu_times()[:4]) for one in [process, *process.children(recursive=True)])
 
 
 def help_seconds() -> float:
-    """`skylite --help`, the median of nine."""
+    """Median seconds of nine `skylite --help`."""
     seconds = []
     for _ in range(9):
         started = time.perf_counter()
@@ -157,7 +141,7 @@ def help_seconds() -> float:
 
 
 def event_times(run: RunDir, started: float) -> dict[str, float]:
-    """First occurrence of each event so far."""
+    """Seconds to the first occurrence of each event so far."""
     found: dict[str, float] = {}
     for event in read_events(run.events_path) if run.events_path.exists() else []:
         found.setdefault(event["event"], event["monotonic"] - started)

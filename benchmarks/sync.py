@@ -1,11 +1,11 @@
-"""What a step costs besides sampling and training: the sync against plain file I/O of the same bytes, its share, the orchestration's share.
+"""What does a step cost besides sampling and training? Times the sync, and compares it with plain file I/O.
 
-    python benchmarks/sync.py --gsm8k FOLDER_WITH_train.jsonl --out benchmarks/results/sync.json
-    python benchmarks/sync.py --gsm8k FOLDER_WITH_train.jsonl --set rollout.max_staleness=1 --out benchmarks/results/ahead.json
+    python benchmarks/sync.py --gsm8k FOLDER_WITH_train.jsonl --out FILE
+    python benchmarks/sync.py --gsm8k FOLDER_WITH_train.jsonl --set rollout.max_staleness=1 --out FILE
 
-One run of 4 prompts x 8 completions of at most 128 tokens, rank 32 (without --gsm8k: generated problems, which are answered shorter). Its
-metrics but those of the first and the last step (a run's end has its own waits), medians. Plain I/O: write and fsync, then read, the bytes
-of one of its adapters in the same folder.
+One run of 4 prompts x 8 completions of at most 128 tokens, LoRA rank 32. Without --gsm8k it uses generated
+problems, whose completions are shorter. Reports medians over all steps but the first and the last, where a
+run has extra waits. Plain I/O writes, syncs and reads the bytes of one adapter in the same folder.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from surroundings import about
+from command_line import SKYLITE, argument_parser, train_command
+from machine_info import machine_info
 
 from skylite.run.files import write_json
 from skylite.run.metrics import read_metrics
 from skylite.run.run_dir import RunDir, published_versions
 
-SKYLITE = [sys.executable, "-c", "from skylite.cli import main; main()"]
 REPEATS = 9
 
 
@@ -38,29 +37,29 @@ def main() -> None:
         train(args, prepare(args.gsm8k, Path(folder)), run)
         steps = read_metrics(run.metrics_path)[1:-1]
         plain = plain_io(published_versions(run.default_adapters)[-1].weights_path)
-    result = summary(steps, plain) | about() | {"plain_io": plain, "steps": [watched(s) for s in steps]}
+    result = (
+        summary(steps, plain) | machine_info() | {"plain_io": plain, "steps": [reported(s) for s in steps]}
+    )
     print(json.dumps({k: v for k, v in result.items() if not isinstance(v, list)}, indent=1))
     if args.out:
         write_json(args.out, result)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--gsm8k", type=Path, help="folder with train.jsonl as released")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--set", action="append", default=[], help="further settings of the run")
+    parser.add_argument("--set", action="append", default=[], help="more settings of the run")
     parser.add_argument(
-        "--folder", type=Path, help="where the run lies; default: the system's folder for temporary files"
+        "--folder", type=Path, help="where to put the run; default: the system's temporary folder"
     )
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
 
 def prepare(gsm8k: Path | None, folder: Path) -> Path:
-    """A prepared data set."""
+    """Prepare the data set and return its folder."""
     what = ["gsm8k", "--synthetic"] if gsm8k is None else ["gsm8k", "--source", str(gsm8k)]
     subprocess.run([*SKYLITE, "prepare", *what, "--out", str(folder / "data")], check=True)
     return folder / "data"
@@ -68,26 +67,23 @@ def prepare(gsm8k: Path | None, folder: Path) -> Path:
 
 def train(args: argparse.Namespace, data: Path, run: RunDir) -> None:
     settings = {
-        "model.name": args.model, "num_steps": args.steps, "rollout.prompts_per_step": 4, "rollout.group_size": 8,
-        "rollout.max_completion_tokens": 128, "lora.rank": 32, "optim.lr": 1e-4, "engine.kv_cache_gib": 0.5,
-        # Most groups earn nothing on GSM8K here; with this they are computed all the same, as groups that do would be.
+        "model.name": args.model,
+        "num_steps": args.steps,
+        "rollout.prompts_per_step": 4,
+        "rollout.group_size": 8,
+        "rollout.max_completion_tokens": 128,
+        "lora.rank": 32,
+        "optim.lr": 1e-4,
+        "engine.kv_cache_gib": 0.5,
+        # Most GSM8K groups get reward 0 here and would be skipped. With an entropy term they are computed.
         "algorithm.entropy_coef": 1e-12,
-    }  # fmt: skip
-    recipe = run.root.with_suffix(".toml")
-    recipe.write_text("", encoding="utf-8")
-    words = [
-        word
-        for setting in [*(f"{k}={v}" for k, v in settings.items()), *args.set]
-        for word in ("--set", setting)
-    ]
-    subprocess.run(
-        [*SKYLITE, "train", "--recipe", str(recipe), "--data", str(data), "--run", str(run.root), *words],
-        check=True,
-    )
+    }
+    words = [word for setting in args.set for word in ("--set", setting)]
+    subprocess.run([*train_command(run.root, data, settings), *words], check=True)
 
 
 def plain_io(weights: Path) -> dict[str, float]:
-    """Median seconds to write (fsync) and to read the bytes of a file, beside it."""
+    """Median seconds to write (with fsync) and to read the bytes of `weights`, in its folder."""
     data, path = weights.read_bytes(), weights.with_name("plain.bin")
     written, read = [], []
     for _ in range(REPEATS):
@@ -104,7 +100,8 @@ def plain_io(weights: Path) -> dict[str, float]:
     return {"write_s": statistics.median(written), "read_s": statistics.median(read), "bytes": len(data)}
 
 
-def watched(step: dict[str, Any]) -> dict[str, float]:
+def reported(step: dict[str, Any]) -> dict[str, float]:
+    """The metrics of a step that go into the result file."""
     return {
         k: v
         for k, v in step.items()
@@ -113,7 +110,7 @@ def watched(step: dict[str, Any]) -> dict[str, float]:
 
 
 def summary(steps: list[dict[str, Any]], plain: dict[str, float]) -> dict[str, float]:
-    """`sync_s` counts writing and loading the adapter; the trainer's canary runs beside the writing, `until_loaded_s` has both."""
+    """Medians. The sync is publish and load; `until_loaded_s` includes the canary, which runs beside it."""
 
     def median(*keys: str) -> float:
         return statistics.median(sum(s[k] for k in keys) for s in steps)

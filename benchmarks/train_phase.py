@@ -1,15 +1,15 @@
-"""The train phase alone, on made-up samples of given sizes: seconds, tokens, peak memory, and the share of the machine's matrix peak.
+"""Time the train phase alone on random samples: seconds, tokens, peak memory and MFU.
 
     python benchmarks/train_phase.py --model smollm2-135m
-    python benchmarks/train_phase.py --model smollm2-135m --prompts 4 --group-size 8 16 --completion 128 512 --rank 8 128 --out FILE
-    python benchmarks/train_phase.py --model smollm2-135m --packing tree padded        (with and without sharing the prompt)
+    python benchmarks/train_phase.py --model smollm2-135m --group-size 8 16 --completion 128 512 --out FILE
+    python benchmarks/train_phase.py --model smollm2-135m --packing tree padded     (shared prompts or not)
 
-Every combination of the lists runs in a process of its own, so that its peak memory is its own; `--ranks 2` puts torchrun around it.
+Every combination of the lists runs in its own process, so that peak memory belongs to it alone. `--ranks 2`
+uses two ranks.
 
-The share (model FLOPs utilisation) is arithmetic: forward and backward through frozen weights take 4 FLOP a weight and token that goes
-through them (2 forward, 2 for the gradient of the input; none for that of the weight), LoRA's own 6 a weight and token, attention left
-out; divided by seconds and by the rate of a [2048, 1024] x [1024, 4096] product on the same threads (on a GPU: of twenty products of
-[8192, 8192] in a row), measured in the same process before and after.
+MFU (model FLOPs utilisation) = FLOP of a step / seconds / peak. A frozen weight costs 4 FLOP per token (2
+forward, 2 for the gradient of its input), a LoRA weight 6; attention is not counted. Peak: the measured rate
+of a large matrix product (`matrix_peak`) on the same threads, mean of before and after the steps.
 """
 
 from __future__ import annotations
@@ -17,32 +17,30 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import random
 import resource
 import statistics
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from surroundings import about
+from command_line import argument_parser, under_torchrun
+from machine_info import machine_info
 
 from skylite.run.files import write_json
 
-AXES = (
-    "prompts",
-    "group_size",
-    "prompt",
-    "completion",
-    "rank",
-    "budget",
-    "packing",
-    "checkpointing",
-    "attention",
-)
+if TYPE_CHECKING:
+    import torch
+
+    from skylite.config.train import Resolved, TrainConfig
+    from skylite.model.distributed import Dist
+    from skylite.model.policy import Policy
+    from skylite.trainer.optimizer import FlatAdamW
+    from skylite.types import Group
+
+SIZES = {"prompts": 4, "group_size": 8, "prompt": 106, "completion": 128, "rank": 32, "budget": 2048}
+AXES = (*SIZES, "packing", "checkpointing", "attention")
 
 
 def main() -> None:
@@ -55,126 +53,76 @@ def main() -> None:
         rows.append(in_own_process(args, dict(zip(AXES, values, strict=True))))
         print(json.dumps(rows[-1]), flush=True)
     if args.out:
-        write_json(args.out, about() | {"rows": rows})
+        write_json(args.out, machine_info() | {"rows": rows})
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--model", required=True, help="smollm2-135m or a model folder")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    for axis, default in (
-        ("prompts", 4),
-        ("group-size", 8),
-        ("prompt", 106),
-        ("completion", 128),
-        ("rank", 32),
-        ("budget", 2048),
-    ):
-        parser.add_argument(f"--{axis}", nargs="+", type=int, default=[default])
+    for axis, default in SIZES.items():
+        parser.add_argument(f"--{axis.replace('_', '-')}", nargs="+", type=int, default=[default])
     parser.add_argument("--packing", nargs="+", choices=["tree", "padded"], default=["tree"])
     parser.add_argument("--checkpointing", nargs="+", choices=["none", "selective", "full"], default=["none"])
     parser.add_argument(
-        "--attention", nargs="+", choices=["sdpa", "flex"], default=["sdpa"], help="flex: on a GPU only"
+        "--attention", nargs="+", choices=["sdpa", "flex"], default=["sdpa"], help="flex needs a GPU"
     )
-    parser.add_argument(
-        "--offload",
-        action="store_true",
-        help="trainer.offload; on a CPU it measures nothing but that it works",
-    )
+    parser.add_argument("--offload", action="store_true", help="trainer.offload; saves memory on GPUs only")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--steps", type=int, default=4, help="the first is not counted")
-    parser.add_argument("--vocab", type=int, default=20000, help="made-up tokens are drawn below this")
-    parser.add_argument("--publish", action="store_true", help="also time the adapter's way to the disk")
+    parser.add_argument("--vocab", type=int, default=20000, help="random token ids are below this")
+    parser.add_argument(
+        "--publish", action="store_true", help="also time how long the adapter takes to publish"
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(words)
 
 
 def in_own_process(args: argparse.Namespace, axes: dict[str, Any]) -> dict[str, Any]:
-    from skylite.processes.machine import cpu_cores
-    from skylite.processes.torchrun import trainer_env
-
-    flags = [f"--{key.replace('_', '-')}={value}" for key, value in axes.items()]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={args.ranks}",
-        __file__,
-        "--inner",
-    ]
-    command += [
-        "--model",
-        args.model,
-        "--dtype",
-        args.dtype,
-        f"--steps={args.steps}",
-        f"--vocab={args.vocab}",
-        *flags,
-    ]
-    command += [flag for flag, wanted in (("--publish", args.publish), ("--offload", args.offload)) if wanted]
-    env = os.environ | trainer_env(max(1, cpu_cores() // args.ranks))
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    """Measure one combination under torchrun."""
+    words = ["--inner", "--model", args.model, "--dtype", args.dtype, f"--steps={args.steps}"]
+    words += [f"--vocab={args.vocab}", *(f"--{key.replace('_', '-')}={value}" for key, value in axes.items())]
+    words += [flag for flag, wanted in (("--publish", args.publish), ("--offload", args.offload)) if wanted]
+    found: dict[str, Any] = under_torchrun(__file__, words, args.ranks)
     return axes | {"ranks": args.ranks, "offload": args.offload} | found
 
 
 def inner(args: argparse.Namespace) -> None:
-    """One combination, in a rank."""
+    """One combination, inside a rank; rank 0 prints its numbers as JSON."""
     import torch
 
-    from skylite.hub.resolve import resolve_model
     from skylite.model.distributed import process_group, set_threads
     from skylite.model.policy import load_policy
     from skylite.model.probing import enable_fast_paths
     from skylite.trainer.optimizer import make_optimizer
-    from skylite.trainer.step import train_step
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     set_threads(None)
     with process_group(device) as dist:
-        # A folder is taken as it is: random weights have no tokenizer.
-        folder = (
-            args.model
-            if Path(args.model).is_dir()
-            else str(resolve_model(args.model, say=lambda _: None).path)
-        )
-        config, where = settings(args, folder, device, offload=args.offload)
+        config, where = settings(args, model_folder(args.model), device, offload=args.offload)
         policy, _ = enable_fast_paths(load_policy(where, config, dist), list(range(20, 60)))
         if args.packing == ["padded"]:
             policy.model.get_base_model().set_attn_implementation("sdpa")
             policy = replace(policy, packing="padded")
+        optim = config.optim
         optimizer = make_optimizer(
-            "policy",
-            policy.lora,
-            config.optim.lr,
-            config.optim.max_grad_norm,
-            config.optim,
-            offload=args.offload,
+            "policy", policy.lora, optim.lr, optim.max_grad_norm, optim, offload=args.offload
         )
-        weights = count_weights(policy)
-        loaded, peak, seconds = rss_gib("now"), [matrix_peak(policy)], []
-        for step in range(1, args.steps + 1):
-            samples = made_up(args, step)
-            started = time.perf_counter()
-            metrics = train_step(policy, optimizer, samples, step, config, dist)
-            seconds.append(time.perf_counter() - started)
-        peak.append(matrix_peak(policy))
-        median = statistics.median(seconds[1:])
-        flop = work(weights, metrics, args.packing == ["tree"])
+        loaded, peak = rss_gib("now"), [matrix_peak(policy.dtype, policy.device)]
+        seconds, metrics = timed_steps(args, policy, optimizer, config, dist)
+        peak.append(matrix_peak(policy.dtype, policy.device))
         rate = statistics.mean(peak)
+        flop = work(count_weights(policy), metrics, args.packing == ["tree"])
         found = {
-            "seconds": round(median, 3),
+            "seconds": round(seconds, 3),
             "tokens_total": metrics["tokens/total"],
             "tokens_computed": metrics["tokens/unique"],
-            "tokens_per_s": round(metrics["tokens/total"] / median, 1),
+            "tokens_per_s": round(metrics["tokens/total"] / seconds, 1),
             "peak_gib": round(peak_gib(policy), 2),
             "loaded_gib": round(loaded, 2),
             "matrix_gflops": round(rate / 1e9, 1),
-            "mfu": round(flop / median / dist.dp_size / rate, 3),
+            "mfu": round(flop / seconds / dist.dp_size / rate, 3),
         }
         if args.publish:
             found |= published(policy, config, where)
@@ -182,7 +130,32 @@ def inner(args: argparse.Namespace) -> None:
             print(json.dumps(found))
 
 
-def settings(args: argparse.Namespace, model: str, device: str, offload: bool = False) -> Any:
+def timed_steps(
+    args: argparse.Namespace, policy: Policy, optimizer: FlatAdamW, config: TrainConfig, dist: Dist
+) -> tuple[float, dict[str, float]]:
+    """Median seconds of the steps after the first, and the last step's metrics."""
+    from skylite.trainer.step import train_step
+
+    seconds: list[float] = []
+    for step in range(1, args.steps + 1):
+        groups = random_groups(args, step)
+        started = time.perf_counter()
+        metrics = train_step(policy, optimizer, groups, step, config, dist)
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[1:]), metrics
+
+
+def model_folder(model: str) -> str:
+    """The folder of a model. An existing folder is not checked: random weights have no tokenizer."""
+    from skylite.hub.resolve import resolve_model
+
+    return model if Path(model).is_dir() else str(resolve_model(model).path)
+
+
+def settings(
+    args: argparse.Namespace, model: str, device: str, offload: bool = False
+) -> tuple[TrainConfig, Resolved]:
+    """Settings of a run with these sizes. The lists in `args` hold one value each."""
     from skylite.config.train import Resolved, TrainConfig
 
     config = TrainConfig.model_validate(
@@ -207,8 +180,8 @@ def settings(args: argparse.Namespace, model: str, device: str, offload: bool = 
     )
 
 
-def made_up(args: argparse.Namespace, seed: int) -> list[Any]:
-    """Groups of random tokens; one trajectory in each is right, so that every group has a gradient."""
+def random_groups(args: argparse.Namespace, seed: int) -> list[Group]:
+    """Groups of random tokens. One trajectory per group has reward 1, so that every group has a gradient."""
     from skylite.types import Group, Prompt, Sample, Trajectory
 
     rng = random.Random(seed)
@@ -236,8 +209,8 @@ def made_up(args: argparse.Namespace, seed: int) -> list[Any]:
     return groups
 
 
-def count_weights(policy: Any) -> dict[str, int]:
-    """Weights that every token goes through, those of the head (completion tokens alone), and LoRA's."""
+def count_weights(policy: Policy) -> dict[str, int]:
+    """Weights that every token uses (body), those that completion tokens use (LM head), and LoRA's."""
     base = policy.model.get_base_model()
     head = base.get_output_embeddings().weight.numel()
     embedding = base.get_input_embeddings().weight.numel()
@@ -251,7 +224,7 @@ def count_weights(policy: Any) -> dict[str, int]:
 
 
 def work(weights: dict[str, int], metrics: dict[str, float], is_tree: bool) -> float:
-    """FLOP of a step over all ranks. The head is counted for forward and backward once; that we make its product twice is our loss."""
+    """FLOP of a step over all ranks. The LM head counts one forward, although it is recomputed."""
     tokens = metrics["tokens/unique"] if is_tree else metrics["tokens/total"]
     return (
         4.0 * weights["body"] * tokens
@@ -260,15 +233,15 @@ def work(weights: dict[str, int], metrics: dict[str, float], is_tree: bool) -> f
     )
 
 
-def matrix_peak(policy: Any) -> float:
-    """FLOP a second of large matrix products, the best of ten timings."""
+def matrix_peak(dtype: torch.dtype, device: torch.device) -> float:
+    """FLOP per second of a large matrix product, the best of ten timings."""
     import torch
 
-    on_gpu = torch.device(policy.device).type == "cuda"
-    # A GPU does the CPU's product in some 30 us, no longer than starting it and asking for its result takes.
+    on_gpu = device.type == "cuda"
+    # On a GPU one such product is as short as its launch and the wait for it, so larger ones run in a row.
     rows, inner, columns, count = (8192, 8192, 8192, 20) if on_gpu else (2048, 1024, 4096, 1)
-    a = torch.randn(rows, inner, dtype=policy.dtype, device=policy.device)
-    b = torch.randn(inner, columns, dtype=policy.dtype, device=policy.device)
+    a = torch.randn(rows, inner, dtype=dtype, device=device)
+    b = torch.randn(inner, columns, dtype=dtype, device=device)
     best = float("inf")
     for _ in range(10):
         started = time.perf_counter()
@@ -279,8 +252,8 @@ def matrix_peak(policy: Any) -> float:
     return 2 * rows * inner * columns * count / best
 
 
-def published(policy: Any, config: Any, where: Any) -> dict[str, float]:
-    """Median seconds, and bytes, of three publishes into a folder of its own: the files alone, no canary and no engine that loads them."""
+def published(policy: Policy, config: TrainConfig, where: Resolved) -> dict[str, float]:
+    """Median seconds of three publishes, and the size. Files only: no canary, and no engine loads them."""
     import tempfile
 
     from skylite.adapters.manifest import Canary
@@ -306,14 +279,15 @@ def published(policy: Any, config: Any, where: Any) -> dict[str, float]:
     return {"publish_s": round(statistics.median(seconds), 3), "adapter_mb": round(done.num_bytes / 1e6, 1)}
 
 
-def peak_gib(policy: Any) -> float:
-    """Of the device that computes: the GPU's own count, or this process's memory."""
+def peak_gib(policy: Policy) -> float:
+    """Peak memory in GiB: allocated on the GPU, or resident in this process on a CPU."""
     import torch
 
     return torch.cuda.max_memory_allocated() / 2**30 if policy.device.type == "cuda" else rss_gib("peak")
 
 
-def rss_gib(which: str) -> float:
+def rss_gib(which: Literal["now", "peak"]) -> float:
+    """Resident memory of this process in GiB."""
     if which == "peak":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return (

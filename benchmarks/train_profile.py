@@ -1,19 +1,17 @@
-"""Where the train phase spends its time on a CPU: one step of one group under torch's profiler, by kind of work.
+"""Where does the train phase spend its time on a CPU? Profiles one step of one group, by kind of operation.
 
     python benchmarks/train_profile.py --out benchmarks/results/train_profile_cpu.json
 
-Shares of the operations' own time. Matrix products are told apart by their shapes: batched ones are attention's, a side as long as the
-head's blocks of words is the head's, one no longer than the rank (or the ranks of siblings together) is LoRA's, the rest are those with
-the base. The profiler itself slows the step; `seconds` are without it.
+Shares of the operations' own time, from torch's profiler. Shapes tell matrix products apart: batched ones
+belong to attention, those with a side as long as a block of the vocabulary to the LM head, those with a side
+of at most the LoRA rank (or several adapters' ranks side by side) to LoRA, the rest to the base. `seconds`
+are measured without the profiler.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -21,15 +19,13 @@ from typing import Any
 
 import torch
 import train_phase
-from surroundings import about
+from command_line import argument_parser, under_torchrun
+from machine_info import machine_info
 
-from skylite.hub.resolve import resolve_model
 from skylite.model.chunked_logprobs import BLOCK_VOCAB
 from skylite.model.distributed import process_group, set_threads
 from skylite.model.policy import load_policy
 from skylite.model.probing import enable_fast_paths
-from skylite.processes.machine import cpu_cores
-from skylite.processes.torchrun import trainer_env
 from skylite.run.files import write_json
 from skylite.trainer.optimizer import make_optimizer
 from skylite.trainer.step import train_step
@@ -40,9 +36,7 @@ RANK, SIBLINGS = 32, 3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
@@ -50,51 +44,33 @@ def main() -> None:
     if args.inner:
         print(json.dumps(profile(args.model)))
         return
-    # The trainer's own environment, its allocator included, which has to be there before Python starts.
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-    command = [*torchrun, __file__, "--inner", "--model", args.model]
-    done = subprocess.run(
-        command, env=os.environ | trainer_env(cpu_cores()), stdout=subprocess.PIPE, text=True, check=True
-    )
-    result = about() | json.loads(done.stdout.splitlines()[-1])
+    result = machine_info() | under_torchrun(__file__, ["--inner", "--model", args.model])
     print(json.dumps(result, indent=1))
     if args.out:
         write_json(args.out, result)
 
 
 def profile(model: str) -> dict[str, Any]:
-    """Seconds of a step of one group, and the shares of its kinds of work."""
-    folder = str(resolve_model(model, say=lambda _: None).path)
-    words = [
-        "--model",
-        model,
-        "--rank",
-        str(RANK),
-        "--prompts",
-        "1",
-        "--budget",
-        "1200",
-        "--checkpointing",
-        "selective",
-    ]
-    sizes = train_phase.parse_arguments(words)
-    config, where = train_phase.settings(sizes, folder, "cpu")
+    """Seconds of a step of one group, and the share of each kind of operation."""
+    words = f"--rank {RANK} --prompts 1 --budget 1200 --checkpointing selective".split()
+    sizes = train_phase.parse_arguments(["--model", model, *words])
+    config, where = train_phase.settings(sizes, train_phase.model_folder(model), "cpu")
     set_threads(None)
     with process_group("cpu") as dist:
         policy, _ = enable_fast_paths(load_policy(where, config, dist), list(range(20, 60)))
         optimizer = make_optimizer(
             "policy", policy.lora, config.optim.lr, config.optim.max_grad_norm, config.optim
         )
-        samples, seconds = train_phase.made_up(sizes, 1), []
+        groups, seconds = train_phase.random_groups(sizes, 1), []
         for step in range(1, sizes.steps + 1):
             started = time.perf_counter()
-            train_step(policy, optimizer, samples, step, config, dist)
+            train_step(policy, optimizer, groups, step, config, dist)
             seconds.append(time.perf_counter() - started)
         with torch.profiler.profile(
             record_shapes=True, activities=[torch.profiler.ProfilerActivity.CPU]
         ) as profiler:
-            train_step(policy, optimizer, samples, 5, config, dist)
-        peak = train_phase.matrix_peak(policy)
+            train_step(policy, optimizer, groups, 5, config, dist)
+        peak = train_phase.matrix_peak(policy.dtype, policy.device)
     spent: Counter[str] = Counter()
     for event in profiler.key_averages(group_by_input_shape=True):
         spent[kind(event.key, event.input_shapes)] += event.self_cpu_time_total
@@ -107,7 +83,7 @@ def profile(model: str) -> dict[str, Any]:
 
 
 def kind(name: str, shapes: list[list[int]]) -> str:
-    """What an operation is for."""
+    """The kind of an operation; its name if it is no matrix product."""
     if name in BATCHED:
         return "products of attention"
     if name not in PRODUCTS:

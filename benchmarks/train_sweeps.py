@@ -1,9 +1,10 @@
-"""The train phase over group size (with and without the shared prompt), completion length, rank and number of ranks: rows and curves.
+"""Sweep the train phase over group size (with and without shared prompts), completion length, rank and ranks.
 
-    python benchmarks/train_sweeps.py --out benchmarks/results/train_sweeps_cpu.json --picture benchmarks/results/train_sweeps_cpu.svg
+    python benchmarks/train_sweeps.py --out FILE.json --picture FILE.svg         (needs the bench extra)
 
-Each row is a process of train_phase.py: made-up samples, one group of 8 x 128 tokens after a prompt of 106 at rank 32, but for what is
-swept. Rows that --out holds are not measured again, so that it can be done in pieces.
+Each row is one process of train_phase.py on random samples: one group of 8 completions of 128 tokens after a
+prompt of 106 tokens, LoRA rank 32, except for the swept size. Rows that --out already holds are not measured
+again.
 """
 
 from __future__ import annotations
@@ -14,14 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import train_phase
-from surroundings import about
+from command_line import argument_parser
+from machine_info import machine_info
 
 from skylite.run.files import write_json
 
 BASE: dict[str, Any] = {
-    "prompts": 1, "group_size": 8, "prompt": 106, "completion": 128, "rank": 32, "budget": 1200, "packing": "tree",
+    "prompts": 1,
+    "group_size": 8,
+    "prompt": 106,
+    "completion": 128,
+    "rank": 32,
+    "budget": 1200,
+    "packing": "tree",
     "checkpointing": "selective",
-}  # fmt: skip
+}
 SWEEPS: dict[str, list[dict[str, Any]]] = {
     "sharing": [
         {"group_size": size, "packing": packing} for size in (4, 8, 16) for packing in ("tree", "padded")
@@ -43,27 +51,26 @@ def main() -> None:
                 rows.append({"sweep": sweep, **train_phase.in_own_process(args, axes)})
                 print(json.dumps(rows[-1]), flush=True)
                 write_json(
-                    args.out, about() | {"counted_steps": args.steps - 1, "dtype": args.dtype, "rows": rows}
+                    args.out,
+                    machine_info() | {"counted_steps": args.steps - 1, "dtype": args.dtype, "rows": rows},
                 )
     if args.picture:
         draw(rows, args.picture)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--sweeps", nargs="+", choices=SWEEPS, default=list(SWEEPS))
-    parser.add_argument("--steps", type=int, default=4, help="a row; the first is not counted")
+    parser.add_argument("--steps", type=int, default=4, help="per row; the first is not counted")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--picture", type=Path)
     return parser.parse_args(namespace=argparse.Namespace(vocab=20000, publish=False, offload=False))
 
 
 def draw(rows: list[dict[str, Any]], picture: Path) -> None:
-    """Seconds a step over each swept size, memory beside them."""
+    """Plot seconds per step over each swept size, and peak memory."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -76,11 +83,11 @@ def draw(rows: list[dict[str, Any]], picture: Path) -> None:
         sharing.plot(
             [p["group_size"] for p in points], [p["seconds"] for p in points], marker="o", label=label
         )
-    sharing.set(xlabel="group size", ylabel="seconds a step", ylim=0, xticks=[4, 8, 16])
+    sharing.set(xlabel="group size", ylabel="seconds per step", ylim=0, xticks=[4, 8, 16])
     sharing.legend(fontsize="small")
     for axes, key, label in ((length, "completion", "completion tokens"), (rank, "rank", "LoRA rank")):
         seconds = axes.plot(
-            [p[key] for p in of[key]], [p["seconds"] for p in of[key]], marker="o", label="seconds a step"
+            [p[key] for p in of[key]], [p["seconds"] for p in of[key]], marker="o", label="seconds per step"
         )
         axes.set(xlabel=label, ylim=0, xticks=[p[key] for p in of[key]])
         axes.tick_params(axis="x", rotation=45)

@@ -1,3 +1,3 @@
-"""skylite: reinforcement learning of a LoRA adapter on one machine, with verification that the engine samples it."""
+"""skylite: reinforcement learning of a LoRA adapter on one machine."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

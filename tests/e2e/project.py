@@ -1,4 +1,4 @@
-"""A user's project in a temporary folder: a tiny model, a data set of its own, a reward file; and `skylite` as a process."""
+"""A user's project in a temporary folder (tiny model, data set, reward file), and `skylite` as a process."""
 
 from __future__ import annotations
 
@@ -112,6 +112,6 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 def torn(folder: Path) -> list[Path]:
-    """Unfinished files and folders that a reader could take for whole: none may be visible under a final name."""
+    """Incomplete adapters and checkpoints under their final name."""
     versions = [p for p in folder.glob("adapters/policy-v*") if not (p / "manifest.json").exists()]
     return versions + [p for p in folder.glob("checkpoints/step-*") if not (p / "state.json").exists()]

@@ -13,7 +13,7 @@ from skylite.data.prompts import read_prompts
 from skylite.engine.server import ENGINE_COMMAND
 from skylite.run.run_dir import RunDir, adapter_name
 from tests.e2e.project import Project
-from tests.torture.ground import ROOT, SYNTHETIC_COMMAND
+from tests.torture.ground import FAKE_ENGINE_COMMAND, ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.dist]
 REWARD = """
@@ -29,7 +29,7 @@ def weights(run: RunDir, version: int) -> bytes:
 def test_a_run_stops_at_a_nan_reward_and_goes_on_without_the_step(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(ENGINE_COMMAND, SYNTHETIC_COMMAND)
+    monkeypatch.setenv(ENGINE_COMMAND, FAKE_ENGINE_COMMAND)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
     prompts, _ = read_prompts(project.root / "data" / "train.parquet")
     bad = prompts_for_step(prompts, 2, 4, 0)[1].id

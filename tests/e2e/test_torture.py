@@ -1,4 +1,4 @@
-"""A few kills of what `make torture` does by the hundred: a run that is killed and resumed ends as one that was not."""
+"""A few of the cases of `make torture`: a run that is killed and resumed ends as an undisturbed one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.torture.cases import Case
 from tests.torture.ground import SETTINGS, Ground, make_ground
-from tests.torture.kills import Case, torture, undisturbed
+from tests.torture.kills import torture, undisturbed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.dist]
 CASES = [
@@ -16,14 +17,14 @@ CASES = [
     Case("rank-0", "publish", "KILL"),
     Case("engine", "load", "STOP"),
     Case("parent", "scoring", "KILL"),
-    Case("guard-engine", "published", "STOP"),
-    Case("guard-trainer", "checkpoint", "STOP+KILL"),
+    Case("reaper-engine", "published", "STOP"),
+    Case("reaper-trainer", "checkpoint", "STOP+KILL"),
 ]
 
 
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Ground:
-    return make_ground(tmp_path_factory.mktemp("torture"), tiny_llama, "synthetic", 1, SETTINGS)
+    return make_ground(tmp_path_factory.mktemp("torture"), tiny_llama, "fake", 1, SETTINGS)
 
 
 def test_a_run_that_is_killed_and_resumed_ends_as_if_nothing_had_happened(ground: Ground) -> None:

@@ -1,4 +1,4 @@
-"""What a run has left on the disk: which steps are finished, with which bytes, and whether everything is whole."""
+"""What a run left on disk: finished steps, their digests, and damaged or temporary files."""
 
 from __future__ import annotations
 
@@ -18,44 +18,41 @@ from skylite.run.status import read_status
 
 
 def digests(run: RunDir) -> dict[int, str]:
-    """Version to sha256 of its weights."""
+    """sha256 of the weights by adapter version."""
     return {a.version: _digest(a.weights_path) for a in published_versions(run.default_adapters)}
 
 
 def finished_steps(run: RunDir) -> dict[int, str]:
-    """Steps that metrics.jsonl tells of, each with the sha256 of its rollouts."""
+    """Steps in metrics.jsonl, with the sha256 of their rollouts."""
     steps = [line["step"] for line in read_metrics(run.metrics_path)] if run.metrics_path.exists() else []
     return {step: _digest(run.rollout_path(step)) for step in steps}
 
 
 def last_finished(run: RunDir) -> int:
-    """0 before the first."""
-    return (
-        max((line["step"] for line in read_metrics(run.metrics_path)), default=0)
-        if run.metrics_path.exists()
-        else 0
-    )
+    """The last step in metrics.jsonl, 0 if there is none."""
+    lines = read_metrics(run.metrics_path) if run.metrics_path.exists() else []
+    return max((line["step"] for line in lines), default=0)
 
 
 def is_done(run: RunDir) -> bool:
-    """Whether the run has recorded that nothing is left."""
+    """Whether the run recorded that it is done."""
     return run.status_path.exists() and read_status(run.status_path).phase == "done"
 
 
 def newest_checkpoint(run: RunDir) -> int:
-    """Its step; 0 without one."""
+    """The step of the newest checkpoint, 0 if there is none."""
     return max((int(p.name.removeprefix("step-")) for p in _final(run.checkpoints, "step-*")), default=0)
 
 
 def newest_trace(run: RunDir) -> int:
-    """The last step that there is anything of."""
+    """The last step of which any file exists."""
     names = [p.stem for folder in (run.rollouts, run.default_adapters) for p in _final(folder, "*-*")]
     numbers = [int(digits) for name in names if (digits := name.rpartition("-")[2].lstrip("v")).isdigit()]
     return max([last_finished(run), *numbers])
 
 
 def torn(run: RunDir) -> list[str]:
-    """What stands under a final name and is not whole."""
+    """Files under their final name that are incomplete or damaged."""
     checks: list[tuple[Path, Callable[[], object]]] = [
         (a.path, lambda a=a: read_manifest(a.path)) for a in published_versions(run.default_adapters)
     ]
@@ -80,27 +77,18 @@ def torn(run: RunDir) -> list[str]:
 
 
 def leftovers(run: RunDir) -> list[str]:
-    """Half-written files and folders, which a resumed run has to clear away."""
+    """Temporary files and folders, which a resume must remove."""
     return [f"left over: {p.relative_to(run.root)}" for p in run.root.rglob("*") if TEMPORARY_MARK in p.name]
 
 
 def verified_after(run: RunDir, wall: float) -> float | None:
-    """Seconds from `wall` (as time.time gives it) until the run that was started then had loaded and verified its adapter."""
-    later = [
-        line
-        for line in (read_events(run.events_path) if run.events_path.exists() else [])
-        if line["wall"] >= wall
-    ]
+    """Seconds from a start at `wall` (time.time()) until it had verified its adapter, None if never."""
+    events = read_events(run.events_path) if run.events_path.exists() else []
+    later = [line for line in events if line["wall"] >= wall]
     starts = [line["wall"] for line in later if line["event"] == "run_started"]
     end = starts[1] if len(starts) > 1 else float("inf")
-    return next(
-        (
-            round(line["wall"] - wall, 2)
-            for line in later
-            if line["event"] == "adapter_verified" and line["wall"] < end
-        ),
-        None,
-    )
+    verified = (line["wall"] for line in later if line["event"] == "adapter_verified" and line["wall"] < end)
+    return next((round(at - wall, 2) for at in verified), None)
 
 
 def _digest(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Where torture takes place: a tiny project, the runs in it, their processes by kind, and whether what they left is whole."""
+"""The torture test's project, its runs, and their processes by kind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.e2e.project import COMMAND, Project, make_project
 from tests.torture.moments import CHECKPOINT_EVERY
 
 STEPS = 24
-"""Of a round: a run that is disturbed until its last step is done."""
+"""Steps of a run."""
 SETTINGS = (
     "trainer.deterministic=true",
     "trainer.num_threads=1",
@@ -29,18 +29,18 @@ SETTINGS = (
     "trainer.step_timeout_s=60",
     "reward.timeout_s=20",
 )
-"""Adapters bit for bit; an engine that is restarted as often as it is killed; processes that hang are told soon."""
+"""Bit-exact adapters, an engine that restarts as often as it is killed, short time-outs."""
 VLLM_SETTINGS = ("engine.max_num_seqs=1", "engine.stall_timeout_s=60")
-"""Numbers that do not depend on what vLLM batches together."""
+"""Numbers that do not depend on how vLLM batches."""
 MARK = "SKYLITE_TORTURE"
-"""Environment variable of a run's processes, inherited by every descendant: finds them whoever their parent is."""
+"""Environment variable that every process of a run inherits. It finds orphans too."""
 ROOT = Path(__file__).parents[2]
-SYNTHETIC_COMMAND = f"{sys.executable} -m tests.fakes.engine"
+FAKE_ENGINE_COMMAND = f"{sys.executable} -m tests.fakes.engine"
 REWARD = '''
 import os
 
 def letters(prompt, completion):
-    """Each call leaves a byte, so that the moment of scoring can be seen."""
+    """Appends a byte per call, which shows when scoring starts."""
     with open(os.environ["SKYLITE_TORTURE_SCORED"], "ab") as stream:
         stream.write(b".")
     return sum(c.isascii() and c.isalpha() for c in completion) / max(1, len(completion))
@@ -49,11 +49,11 @@ def letters(prompt, completion):
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """A project and what its runs are made with."""
+    """A project, and the engine and settings of its runs."""
 
     project: Project
     engine: str
-    """"synthetic" or "vllm"."""
+    """"fake" (tests/fakes/engine.py) or "vllm"."""
     num_ranks: int
     settings: tuple[str, ...] = field(default=())
 
@@ -61,11 +61,11 @@ class Ground:
         return RunDir(self.project.root / name)
 
     def scored(self, name: str) -> Path:
-        """A byte for every completion that was scored."""
+        """File with one byte per scored completion."""
         return self.project.root / f"{name}.scored"
 
     def start(self, name: str, *, resume: bool = False, steps: int = STEPS) -> Started:
-        """`skylite train`, or its resume, in a session of its own; the output goes to NAME.out."""
+        """`skylite train`, or its resume, in a new session. The output goes to NAME.out."""
         mark = uuid.uuid4().hex
         env = {
             **os.environ,
@@ -74,20 +74,23 @@ class Ground:
             "ENGINE_DELAY_S": "0.05",
             "ENGINE_LOAD_DELAY_S": "0.05",
         }
-        if self.engine == "synthetic":
-            env[ENGINE_COMMAND] = SYNTHETIC_COMMAND
-            env["PYTHONPATH"] = os.pathsep.join(
-                filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-            )  # the run is elsewhere
+        if self.engine == "fake":
+            env[ENGINE_COMMAND] = FAKE_ENGINE_COMMAND
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         output = self.project.root / f"{name}.out"
         words = ["train", "--resume", name] if resume else self.project.train_args(name, steps, *self.flags())
         with output.open("ab") as stream:
             wall = time.time()
             start = output.stat().st_size
             process = subprocess.Popen(
-                [*COMMAND, *words], cwd=self.project.root, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT,
-                start_new_session=True, env=env,
-            )  # fmt: skip
+                [*COMMAND, *words],
+                cwd=self.project.root,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=env,
+            )
         return Started(process, mark, output, start, wall)
 
     def flags(self) -> list[str]:
@@ -110,15 +113,16 @@ class Started:
     output: Path
     output_start: int
     wall: float
-    """When, as time.time gives it."""
+    """time.time() of the start."""
     seen: set[psutil.Process] = field(default_factory=set)
-    """Its processes so far. A program that changes its title (vLLM's engine core) may write over the mark."""
+    """Processes found so far. A program that sets its title (vLLM's engine core) may overwrite the mark."""
 
-    def said(self) -> str:
+    def text(self) -> str:
+        """Output of this start."""
         return self.output.read_bytes()[self.output_start :].decode("utf-8", errors="replace")
 
     def alive(self) -> list[psutil.Process]:
-        """Its processes, whoever adopted them."""
+        """The run's processes, orphans included."""
         for process in psutil.process_iter():
             if process not in self.seen and _is_marked(process, self.mark):
                 self.seen.add(process)
@@ -144,7 +148,7 @@ def make_ground(
 
 
 def victims(started: Started) -> dict[str, psutil.Process]:
-    """The run's processes by kind: parent, reaper-trainer, reaper-engine, agent, rank-0.., engine, engine-core, reward-worker."""
+    """The run's processes by kind (KINDS, rank-1 ..., engine-core)."""
     found: dict[str, psutil.Process] = {}
     for process in started.alive():
         with contextlib.suppress(psutil.Error):
@@ -155,11 +159,11 @@ def victims(started: Started) -> dict[str, psutil.Process]:
 
 def _kind(process: psutil.Process, parent: int) -> str | None:
     words = process.cmdline()
-    text, guarded = " ".join(words), any(w.endswith("reaper.py") for w in words[:6])
+    text, under_reaper = " ".join(words), any(w.endswith("reaper.py") for w in words[:6])
     trainer = "torch.distributed.run" in text
     if process.pid == parent:
         return "parent"
-    if guarded:
+    if under_reaper:
         return "reaper-trainer" if trainer else "reaper-engine"
     if trainer:
         return "agent"

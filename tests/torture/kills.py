@@ -1,4 +1,5 @@
-"""Rounds: a run is disturbed again and again, looked at and resumed after each, until its last step is done, and then compared."""
+"""Rounds: one run is hit by signal after signal, checked and resumed, and at its end compared with an
+undisturbed run."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import psutil
 
+from tests.torture.cases import KINDS, Case, Result
 from tests.torture.evidence import (
     digests,
     finished_steps,
@@ -25,93 +26,23 @@ from tests.torture.evidence import (
     verified_after,
 )
 from tests.torture.ground import STEPS, Ground, Started, victims
-from tests.torture.moments import PHASES, hit, moment, step_for, until
+from tests.torture.moments import hit, moment, step_for, until
 
-KINDS = ("parent", "reaper-trainer", "reaper-engine", "agent", "rank-0", "engine", "reward-worker")
-SIGNALS = ("KILL", "STOP")
 STOP_HELD_S = 2.0
-"""Then it is continued, and the run must go on."""
+"""Then the process is continued, and the run must survive."""
 END_S = 300.0
-"""A run that neither goes on nor ends within this hangs."""
+"""A run that neither finishes a step nor ends within this time hangs."""
 GONE_S = 20.0
-"""What the processes of a run that ended get to be gone."""
-GOES_ON = 2
-"""So many steps more, and a run has survived: the next one or two may still be recorded by a run that is about to end."""
+"""Time for the processes of a run that ended to be gone."""
+STEPS_TO_SURVIVE = 2
+"""A run has survived after this many more steps. One that is about to end may still record the next one."""
 MISSES = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """Who gets which signal when."""
-
-    kind: str
-    """One of KINDS; "any": whoever of them is there."""
-    phase: str
-    """One of PHASES, or "random"."""
-    signal: str
-    """KILL; STOP: continued after STOP_HELD_S; STOP+KILL: then the parent is killed while the other is stopped; HANG: not continued."""
-    number: int = 0
-    """Tells random moments apart."""
-    after_s: float = 0.0
-    """For "random": seconds from the start or the resume."""
-
-
-HANGS = (
-    *(Case("engine", phase, "HANG") for phase in ("sampling", "publish", "load")),
-    Case("reward-worker", "scoring", "HANG"),
-    *(Case("rank-0", phase, "HANG") for phase in ("train", "publish", "checkpoint")),
-    *(Case(kind, "train", "HANG") for kind in ("agent", "reaper-trainer", "reaper-engine")),
-)
-"""Stopped and not continued: engine.stall_timeout_s, reward.timeout_s and trainer.step_timeout_s end that.
-A parent that is stopped nobody can tell."""
-
-
-@dataclass(slots=True)
-class Result:
-    """What became of a case. All lists are empty when all is well."""
-
-    case: Case
-    engine: str
-    kind: str = ""
-    """Who got the signal; empty: nobody."""
-    step: int = 0
-    in_phase: bool = True
-    """A write was still under its temporary name when the signal had been sent."""
-    finished: dict[int, str] = field(default_factory=dict)
-    """Steps that were finished at the signal, and the sha256 of their rollouts."""
-    exit_code: int | None = None
-    """None: the run went on by itself, or its last word had been said."""
-    ended_s: float | None = None
-    """From the signal to the end of the run, or to GOES_ON more steps."""
-    resumed_at: float | None = None
-    """time.time; None: nothing was resumed."""
-    resume_s: float | None = None
-    """From the resume's start until its adapter was verified; None: nothing was resumed, or the next signal was sooner."""
-    redone: int = 0
-    """Finished steps after the newest checkpoint: the resume trains them again from their rollouts."""
-    lost_steps: list[int] = field(default_factory=list)
-    unequal: list[int] = field(default_factory=list)
-    torn: list[str] = field(default_factory=list)
-    orphans: list[str] = field(default_factory=list)
-    tracebacks: list[str] = field(default_factory=list)
-    hangs: list[str] = field(default_factory=list)
-
-    @property
-    def well(self) -> bool:
-        return bool(self.kind) and not any(self.findings().values())
-
-    def findings(self) -> dict[str, list[Any]]:
-        """What is wrong, by name."""
-        return {
-            k: v
-            for k in ("lost_steps", "unequal", "torn", "orphans", "tracebacks", "hangs")
-            if (v := getattr(self, k))
-        }
+"""Rounds in which a case may miss its moment before it is given up."""
 
 
 @dataclass(slots=True)
 class Round:
-    """A run under torture."""
+    """One run under torture."""
 
     ground: Ground
     name: str
@@ -119,14 +50,14 @@ class Round:
     started: Started
     results: list[Result] = field(default_factory=list)
     struck: bool = False
-    """Since it was started or resumed; a run that ends without is one whose resume failed."""
+    """Whether a signal was sent since the last start. If a run ends without one, its resume failed."""
 
 
 def undisturbed(ground: Ground) -> tuple[dict[int, str], float]:
-    """Digests of every version of a run that nothing happens to, and its seconds."""
+    """Adapter digests by version of an undisturbed run, and its seconds."""
     started, began = ground.start("undisturbed"), time.monotonic()
     assert until(lambda: started.process.poll() is not None, END_S), "the undisturbed run hangs"
-    assert started.process.returncode == 0, started.said()
+    assert started.process.returncode == 0, started.text()
     found = digests(ground.run("undisturbed"))
     assert sorted(found) == list(range(STEPS + 1)), found
     return found, time.monotonic() - began
@@ -144,12 +75,12 @@ def torture(
 
 
 def one_round(this: Round, queue: deque[Case], misses: dict[Case, int], until_s: float) -> list[Result]:
-    """One run to its end. Cases leave the queue as they are done; one whose moment did not come in MISSES rounds is given up."""
-    run, whole = this.ground.run(this.name), True
+    """Take one run to its end. Cases that were executed or given up leave the queue."""
+    run, complete = this.ground.run(this.name), True
     try:
-        while whole and not is_over(this):
-            if this.started.process.poll() is not None:  # it ended later than its next steps made one think
-                whole = bool(this.results) and ended(this, this.results[-1])
+        while complete and not is_over(this):
+            if this.started.process.poll() is not None:  # it recorded its next steps and ended after them
+                complete = bool(this.results) and ended(this, this.results[-1])
                 continue
             case = next_case(this, queue) if time.monotonic() < until_s else None
             if case is None or (case.phase != "random" and step_for(case.phase, newest_trace(run)) > STEPS):
@@ -160,25 +91,25 @@ def one_round(this: Round, queue: deque[Case], misses: dict[Case, int], until_s:
                 this.results.append(result)
                 this.struck = True
                 queue.remove(case)
-                whole = settle(this, result)
+                complete = settle(this, result)
             else:
                 give_up(this, case, queue, misses)
         if this.results:
-            look_around(this.started, this.results[-1])
-            compare(this, whole)
+            check_end(this.started, this.results[-1])
+            compare(this, complete)
     finally:
         this.started.kill_all()
     return this.results
 
 
 def is_over(this: Round) -> bool:
-    """Nothing is left to do or to resume: a parent that is killed in its last moments has recorded that the run is done."""
+    """Whether nothing is left to do. A parent killed at its very end has recorded that."""
     code = this.started.process.poll()
     return code == 0 or (code is not None and is_done(this.ground.run(this.name)))
 
 
 def next_case(this: Round, queue: deque[Case]) -> Case | None:
-    """The first whose moment is still ahead: a random one that this start has left behind, or that has no step left to disturb, waits."""
+    """The first case whose moment this start has not passed. None when no step is left."""
     if last_finished(this.ground.run(this.name)) == STEPS:
         return None
     age = time.time() - this.started.wall
@@ -186,17 +117,17 @@ def next_case(this: Round, queue: deque[Case]) -> Case | None:
 
 
 def to_its_end(this: Round) -> None:
+    """Wait until the run ends."""
     if not until(lambda: this.started.process.poll() is not None, END_S):
         this.results[-1].hangs.append("the last steps did not end")
         this.started.kill_all()
 
 
 def give_up(this: Round, case: Case, queue: deque[Case], misses: dict[Case, int]) -> None:
-    """A case whose moment did not come is tried in another round, then recorded as not fired."""
+    """Try a case that missed its moment in another round, or record it as not fired."""
     queue.remove(case)
-    if (
-        case.phase == "random" and this.results
-    ):  # a run that was resumed is shorter than the one that the moments were drawn for
+    # A resumed run is shorter than the undisturbed one that random moments were drawn from.
+    if case.phase == "random" and this.results:
         queue.append(case)
         return
     misses[case] = misses.get(case, 0) + 1
@@ -207,7 +138,7 @@ def give_up(this: Round, case: Case, queue: deque[Case], misses: dict[Case, int]
 
 
 def strike(this: Round, case: Case) -> Result:
-    """Wait for the moment and send the signal. The result has no kind when the run ended before it."""
+    """Wait for the moment and send the signal. If the run ended before, the result has no kind."""
     run, started, result = this.ground.run(this.name), this.started, Result(case, this.ground.engine)
     if case.phase == "random":
         is_now, due = (lambda: False), started.wall + case.after_s
@@ -240,7 +171,7 @@ def strike(this: Round, case: Case) -> Result:
 
 
 def after_stop(case: Case, target: psutil.Process, started: Started) -> None:
-    """What follows on SIGSTOP."""
+    """Continue a stopped process, or kill the parent, after STOP_HELD_S."""
     if case.signal in ("STOP", "STOP+KILL"):
         time.sleep(STOP_HELD_S)
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -248,20 +179,20 @@ def after_stop(case: Case, target: psutil.Process, started: Started) -> None:
 
 
 def settle(this: Round, result: Result) -> bool:
-    """Until the run has gone on or ended; then it is resumed. False when this round cannot go on."""
+    """Wait until the run survives or ends, and resume it if it ended. False if the round cannot continue."""
     run, began, process = this.ground.run(this.name), time.monotonic(), this.started.process
-    goal = min(STEPS, max([last_finished(run), *result.finished]) + GOES_ON)
+    goal = min(STEPS, max([last_finished(run), *result.finished]) + STEPS_TO_SURVIVE)
     if not until(lambda: process.poll() is not None or last_finished(run) >= goal, END_S):
-        result.hangs.append("the run neither went on nor ended")
+        result.hangs.append("the run neither survived nor ended")
         this.started.kill_all()
     result.ended_s = round(time.monotonic() - began, 2)
     return process.poll() in (None, 0) or ended(this, result)
 
 
 def ended(this: Round, result: Result) -> bool:
-    """The run is over before its last step: look at what it left, and go on with it."""
+    """The run ended before its last step: check what it left and resume it. False if its resume failed."""
     run, result.exit_code = this.ground.run(this.name), this.started.process.returncode
-    look_around(this.started, result)
+    check_end(this.started, result)
     result.torn += torn(run)
     now = finished_steps(run)
     result.finished |= {step: digest for step, digest in now.items() if step not in result.finished}
@@ -272,29 +203,29 @@ def ended(this: Round, result: Result) -> bool:
         result.exit_code = None
         return True
     if not this.struck:
-        result.tracebacks.append(f"the resume ended with {result.exit_code}: {this.started.said()[-800:]}")
+        result.tracebacks.append(f"the resume ended with {result.exit_code}: {this.started.text()[-800:]}")
         return False
     this.struck, result.resumed_at = False, time.time()
     this.started = this.ground.start(this.name, resume=run.config_path.exists())
     return True
 
 
-def look_around(started: Started, result: Result) -> None:
-    """Nobody may be left, a run that ended says why, and nobody is shown a traceback but in the log's last lines."""
+def check_end(started: Started, result: Result) -> None:
+    """No process may be left, the run must give a reason, and only its quoted log may hold a traceback."""
     until(lambda: not started.alive(), GONE_S, 0.1)
     result.orphans += [describe(p) for p in started.alive()]
-    said = started.said().split("The last lines of its log")[0]
-    if "Traceback (most recent call last)" in said:
-        result.tracebacks.append(said[-1500:])
-    if started.process.returncode in (1, 2) and "skylite: " not in said:
-        result.tracebacks.append(f"it ended without a reason: {said[-600:]}")
+    text = started.text().split("The last lines of its log")[0]
+    if "Traceback (most recent call last)" in text:
+        result.tracebacks.append(text[-1500:])
+    if started.process.returncode in (1, 2) and "skylite: " not in text:
+        result.tracebacks.append(f"it ended without a reason: {text[-600:]}")
 
 
-def compare(this: Round, whole: bool) -> None:
-    """The end of a round: every step there, with the undisturbed run's bytes, and what had been finished still what it was."""
+def compare(this: Round, complete: bool) -> None:
+    """End of a round: every adapter equals the undisturbed run's, and finished steps are unchanged."""
     run, last = this.ground.run(this.name), this.results[-1]
     done, found = finished_steps(run), digests(run)
-    if whole:
+    if complete:
         last.unequal += [v for v in this.expected if found.get(v) != this.expected[v]]
         last.torn += torn(run) + leftovers(run)
     for result in this.results:
@@ -304,34 +235,8 @@ def compare(this: Round, whole: bool) -> None:
         ]
 
 
-def random_cases(count: int, seconds: float, seed: int) -> list[Case]:
-    """Moments over the whole of an undisturbed run, counted from the start or the resume."""
-    rng = random.Random(seed)
-    signals = ["KILL", "KILL", "KILL", "STOP", "STOP", "STOP+KILL"]
-    return [
-        Case("any", "random", rng.choice(signals), seed * 1000 + index, rng.uniform(0.2, seconds))
-        for index in range(count)
-    ]
-
-
-def matrix_cases(kinds: tuple[str, ...] = KINDS) -> list[Case]:
-    """Every kind at every phase, both signals; and those that are left stopped for the run to notice."""
-    return [Case(kind, phase, sent) for sent in SIGNALS for kind in kinds for phase in PHASES] + list(HANGS)
-
-
 def describe(process: psutil.Process) -> str:
     try:
         return f"{process.pid} {process.status()} {' '.join(process.cmdline())[:120]}"
     except psutil.Error:
         return str(process.pid)
-
-
-def as_row(result: Result, num_ranks: int) -> dict[str, Any]:
-    """A line of the results file."""
-    case = result.case
-    return {
-        "engine": result.engine, "ranks": num_ranks, "kind": result.kind or case.kind, "asked": case.kind, "phase": case.phase,
-        "signal": case.signal, "number": case.number, "fired": bool(result.kind), "in_phase": result.in_phase, "step": result.step,
-        "after_s": round(case.after_s, 1), "finished": len(result.finished), "exit": result.exit_code, "ended_s": result.ended_s,
-        "resume_s": result.resume_s, "redone": result.redone, **result.findings(),
-    }  # fmt: skip

@@ -1,4 +1,4 @@
-"""When a signal is sent: the phases of a step, each told from what is on the disk."""
+"""The phases of a step, recognised from files of the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHECKPOINT_EVERY = 2
 
 
 def until(is_now: Callable[[], bool], timeout_s: float, every_s: float = 0.02) -> bool:
-    """Wait. Only time in which this process ran counts, so that one that was stopped and continued does not take it for a hang."""
+    """Wait; False after `timeout_s`. Time in which this process itself was stopped does not count."""
     last = time.monotonic()
     while not is_now():
         time.sleep(every_s)
@@ -28,13 +28,13 @@ def until(is_now: Callable[[], bool], timeout_s: float, every_s: float = 0.02) -
 
 
 def step_for(phase: str, after: int) -> int:
-    """A step that begins after step `after + 1`, and has a checkpoint where that is asked for."""
+    """The next step that has not begun by step `after + 1`; one with a checkpoint for that phase."""
     step = after + 2
     return step + step % CHECKPOINT_EVERY if phase == "checkpoint" else step
 
 
 def moment(run: RunDir, scored: Path, phase: str, step: int) -> Callable[[], bool]:
-    """Whether that phase of that step has come."""
+    """A function that returns whether this phase of this step has begun."""
     base: list[int] = []
 
     def scoring() -> bool:
@@ -55,14 +55,14 @@ def moment(run: RunDir, scored: Path, phase: str, step: int) -> Callable[[], boo
 
 
 def hit(run: RunDir, phase: str, step: int) -> bool:
-    """Whether the phase was still there when the signal had been sent: for a write, whether it was before the rename."""
+    """Whether the phase still lasted when the signal was sent: a write had not been renamed yet."""
     final = {"rollout write": run.rollout_path(step), "checkpoint": run.checkpoint_path(step)}
     final |= {"publish": run.default_adapters / adapter_name(step)}
     return phase not in final or not final[phase].exists()
 
 
 def is_written(folder: Path, name: str) -> bool:
-    """Whether `name` is being written, or has just been."""
+    """Whether `name` is being written or was just written."""
     try:
         return any(
             n == name or (n.startswith(f".{name}") and TEMPORARY_MARK in n) for n in os.listdir(folder)
@@ -72,7 +72,7 @@ def is_written(folder: Path, name: str) -> bool:
 
 
 def phase_is(run: RunDir, phase: str, step: int) -> bool:
-    """What status.json says; a status that is not there yet says nothing."""
+    """Whether status.json shows this phase of this step."""
     try:
         status = json.loads(run.status_path.read_text())
     except (FileNotFoundError, ValueError):

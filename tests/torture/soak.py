@@ -1,4 +1,4 @@
-"""A long run of a tiny model whose engine is killed every so many steps: what every process takes must stay flat."""
+"""A long run of a tiny model with regular engine kills: memory and file descriptors must not grow."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tests.torture.ground import Ground, Started, victims
 SAMPLE_S = 0.5
 MIN_STEPS = 10
 LONG = 100
-"""Steps: what lives shorter is still making what is made once."""
+"""Steps. Processes that live shorter still allocate what they need once."""
 FLAT_KIB = 64.0
-"""A step, of resident memory: 64 MiB in a thousand steps; a leaked group of completions or adapter would be many times that."""
+"""Allowed growth of resident memory per step. A leaked adapter or group of completions is many times that."""
 FLAT_DESCRIPTORS = 0.1
-"""A step."""
+"""Allowed growth of open file descriptors per step."""
 
 
 @dataclass(slots=True)
 class Life:
-    """What one process took over the steps."""
+    """Samples of one process."""
 
     kind: str
     steps: list[int] = field(default_factory=list)
@@ -36,14 +36,12 @@ class Life:
 
 
 def soak(ground: Ground, name: str, steps: int, restart_every: int, timeout_s: float) -> dict[str, Any]:
-    """Run and resume until `steps` are done or the time is over, the engine killed every so many; the figures of the results file."""
-    run, lives, engine_kills, resumes, began = (
-        ground.run(name),
-        dict[psutil.Process, Life](),
-        0,
-        0,
-        time.monotonic(),
-    )
+    """Run and resume until `steps` are done or the time is over; returns a row of the results file.
+
+    `restart_every`: steps between kills of the engine.
+    """
+    run, lives, began = ground.run(name), dict[psutil.Process, Life](), time.monotonic()
+    engine_kills = resumes = 0
     started = ground.start(name, steps=steps)
     try:
         while time.monotonic() - began < timeout_s:
@@ -61,13 +59,20 @@ def soak(ground: Ground, name: str, steps: int, restart_every: int, timeout_s: f
     finally:
         started.kill_all()
     return {
-        "engine": ground.engine, "steps": last_finished(run), "of": steps, "engine_kills": engine_kills, "resumes": resumes,
-        "seconds": round(time.monotonic() - began), "adapters_left": sorted(digests(run)), "torn": torn(run), "processes": table(lives),
-    }  # fmt: skip
+        "engine": ground.engine,
+        "steps": last_finished(run),
+        "of": steps,
+        "engine_kills": engine_kills,
+        "resumes": resumes,
+        "seconds": round(time.monotonic() - began),
+        "adapters_left": sorted(digests(run)),
+        "torn": torn(run),
+        "processes": table(lives),
+    }
 
 
 def measure(started: Started, step: int, lives: dict[psutil.Process, Life]) -> dict[str, psutil.Process]:
-    """Add a sample of every process of the run; the processes by kind."""
+    """Sample every process of the run; returns the processes by kind."""
     found = victims(started)
     for kind, process in found.items():
         with contextlib.suppress(psutil.Error):
@@ -80,7 +85,7 @@ def measure(started: Started, step: int, lives: dict[psutil.Process, Life]) -> d
 
 
 def table(lives: dict[psutil.Process, Life]) -> dict[str, list[dict[str, float]]]:
-    """The figures of every process that was seen over MIN_STEPS steps, by kind."""
+    """Summaries by kind of the processes seen over at least MIN_STEPS steps."""
     found = defaultdict[str, list[dict[str, float]]](list)
     for life in lives.values():
         if life.steps[-1] - life.steps[0] >= MIN_STEPS:
@@ -89,7 +94,7 @@ def table(lives: dict[psutil.Process, Life]) -> dict[str, list[dict[str, float]]
 
 
 def soak_faults(run: dict[str, Any], kept: int) -> list[str]:
-    """What did not stay flat in a run with that result, and adapters that should be gone (`watched` and version 0 stay)."""
+    """Growth beyond the limits, and adapters that should be gone (version 0 and the last `kept` may stay)."""
     long = [
         (kind, row)
         for kind, rows in run["processes"].items()
@@ -97,12 +102,12 @@ def soak_faults(run: dict[str, Any], kept: int) -> list[str]:
         if row["to_step"] - row["from_step"] >= LONG
     ]
     faults = [
-        f"{kind}: {row['rss_kib_per_step']} KiB a step"
+        f"{kind}: {row['rss_kib_per_step']} KiB per step"
         for kind, row in long
         if row["rss_kib_per_step"] > FLAT_KIB
     ]
     faults += [
-        f"{kind}: {row['descriptors_per_step']} descriptors a step"
+        f"{kind}: {row['descriptors_per_step']} descriptors per step"
         for kind, row in long
         if row["descriptors_per_step"] > FLAT_DESCRIPTORS
     ]
@@ -111,7 +116,7 @@ def soak_faults(run: dict[str, Any], kept: int) -> list[str]:
 
 
 def figures(life: Life) -> dict[str, float]:
-    """Slopes over the second half of the samples, when everything that is made once has been made."""
+    """Slopes over the second half of the samples, after one-time allocations."""
     half = len(life.steps) // 2
     steps, rss, descriptors = life.steps[half:], life.rss_kib[half:], life.descriptors[half:]
     return {
@@ -128,5 +133,5 @@ def figures(life: Life) -> dict[str, float]:
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
-    """Least squares; 0 where x does not change."""
+    """Least squares slope, 0 if x does not change."""
     return statistics.linear_regression(x, y).slope if len(set(x)) > 1 else 0.0

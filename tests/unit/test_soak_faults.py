@@ -1,4 +1,4 @@
-"""What `make torture` takes for a leak."""
+"""What `make torture` reports as a leak."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def test_a_flat_run_has_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "fault"),
     [
-        ({"rss_kib_per_step": 500.0}, "parent: 500.0 KiB a step"),
-        ({"descriptors_per_step": 1.0}, "parent: 1.0 descriptors a step"),
+        ({"rss_kib_per_step": 500.0}, "parent: 500.0 KiB per step"),
+        ({"descriptors_per_step": 1.0}, "parent: 1.0 descriptors per step"),
         ({"adapters_left": [0, 297, 298, 299, 300]}, "adapters of versions [297] are still there"),
     ],
 )
-def test_what_grows_or_stays_is_said(changed: dict[str, Any], said: str) -> None:
-    assert soak_faults(soak_run(**changed), kept=3) == [said]
+def test_growth_and_old_adapters_are_reported(changed: dict[str, Any], fault: str) -> None:
+    assert soak_faults(soak_run(**changed), kept=3) == [fault]
 
 
-def test_a_short_life_is_still_making_what_is_made_once() -> None:
+def test_the_growth_of_a_short_lived_process_is_no_leak() -> None:
     assert soak_faults(soak_run(to_step=50, rss_kib_per_step=500.0), kept=3) == []

