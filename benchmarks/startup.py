@@ -79,7 +79,7 @@ def settings(model: str, data: Path) -> dict[str, Any]:
 async def server_start(model: str, data: Path, folder: Path, name: str, module: str) -> dict[str, float]:
     """Wall and CPU seconds until a server of `module` with a run's flags answers /health."""
     config = TrainConfig.model_validate(settings(model, data))
-    plan = plan_run(config, RunDir(folder / "plain"), lambda _: None)
+    plan = plan_run(config, RunDir(folder / "plain"))
     modules = predict_target_modules(Path(plan.resolved.model_path), plan.config.lora)
     spec = engine_spec(plan.run_config, modules, 0, folder)
     command = [module if word == CPU_SERVER else word for word in engine_command(spec)]

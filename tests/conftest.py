@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from skylite.ui.logs import set_terminal_level
 from tests.engines import EngineServer, running_server
 from tests.tiny_models import make_tiny_model
 
@@ -17,6 +19,16 @@ def own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def own_logging() -> Iterator[None]:
+    """Info is logged, and the handlers of a command that a test runs in this process go with the test."""
+    set_terminal_level(logging.INFO)
+    yield
+    logger = logging.getLogger("skylite")
+    logger.handlers.clear()
+    logger.propagate = True
 
 
 @pytest.fixture(scope="session")

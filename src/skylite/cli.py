@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,7 @@ from typing import Annotated
 import typer
 
 from skylite.errors import SkyliteError, write_failed
+from skylite.ui.logs import configure_logging, set_terminal_level
 
 app = typer.Typer(
     name="skylite",
@@ -24,11 +26,31 @@ adapters_app = typer.Typer(
 )
 app.add_typer(adapters_app, name="adapters")
 
+
+def _set_level(verbose: bool | None) -> bool | None:
+    if verbose is not None:
+        set_terminal_level(logging.DEBUG if verbose else logging.WARNING)
+    return verbose
+
+
+Verbose = Annotated[
+    bool | None,
+    typer.Option("--verbose/--quiet", "-v/-q", callback=_set_level,
+                 help="Also debug messages, with times; or warnings and errors only."),
+]  # fmt: skip
+"""The same two flags before and after the command's name; the callback does the work."""
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="A.B=VALUE", help="Any other setting, TOML syntax; repeatable."),
 ]
+
+
+@app.callback()
+def start(context: typer.Context, verbose: Verbose = None) -> None:
+    """Set up logging before a command runs."""
+    configure_logging(info_on_stdout=context.invoked_subcommand == "prepare")
+    _set_level(verbose)
 
 
 @app.command()
@@ -53,6 +75,7 @@ def prepare(
     reward: Annotated[str | None, typer.Option(help="gsm8k, math, or FILE.py:function.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Rows of the training split.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of generation and splits.")] = 0,
+    verbose: Verbose = None,
 ) -> None:
     """Write train, validation and test parquet files, every row checked against its reward."""
     from skylite.commands.prepare import prepare as run
@@ -94,6 +117,7 @@ def train(
         bool, typer.Option("--dry-run", help="Check everything, print the resolved settings, start nothing.")
     ] = False,
     settings: Settings = None,
+    verbose: Verbose = None,
 ) -> None:
     """Train: sample with vLLM, score, update with FSDP2, publish the adapter, hot-reload it, verify it; every step."""
     from skylite.commands.train import TrainFlags
@@ -118,6 +142,7 @@ def evaluate(
     step: Annotated[int | None, typer.Option(help="Adapter version of a run; default: the newest.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 0,
     settings: Settings = None,
+    verbose: Verbose = None,
 ) -> None:
     """pass@1 on held-out problems through vLLM, with a 95 % interval; per-problem results in parquet."""
     from skylite.commands.evaluate import EvalFlags
@@ -133,6 +158,7 @@ def serve(
     model: Annotated[str | None, typer.Option(help="Base model; default: the run's or adapter's.")] = None,
     step: Annotated[int | None, typer.Option(help="Adapter version of a run; default: the newest.")] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="On 127.0.0.1.")] = 8000,
+    verbose: Verbose = None,
 ) -> None:
     """Serve the trained adapter with vLLM's OpenAI API on 127.0.0.1."""
     from skylite.commands.serve import serve as run_serve
@@ -144,6 +170,7 @@ def serve(
 def replay(
     target: RunFolder,
     step: Annotated[int, typer.Option(min=1, help="The step to train again.")],
+    verbose: Verbose = None,
 ) -> None:
     """Train a step again from its stored rollouts and checkpoint: equal (exit 0), or the difference of each tensor (exit 1)."""
     from skylite.commands.replay import replay as run_replay
@@ -152,7 +179,7 @@ def replay(
 
 
 @adapters_app.command("verify")
-def adapters_verify(target: RunFolder) -> None:
+def adapters_verify(target: RunFolder, verbose: Verbose = None) -> None:
     """Hash every published adapter against its manifest and name the damaged ones (exit 1)."""
     from skylite.commands.adapters import verify
 
@@ -160,7 +187,7 @@ def adapters_verify(target: RunFolder) -> None:
 
 
 @adapters_app.command("list")
-def adapters_list(target: RunFolder) -> None:
+def adapters_list(target: RunFolder, verbose: Verbose = None) -> None:
     """Version, step, bytes, age and canary of every published adapter."""
     from skylite.commands.adapters import list_versions
 
@@ -168,7 +195,7 @@ def adapters_list(target: RunFolder) -> None:
 
 
 @adapters_app.command("gc")
-def adapters_gc(target: RunFolder) -> None:
+def adapters_gc(target: RunFolder, verbose: Verbose = None) -> None:
     """Remove adapters and checkpoints that the run's keep rules do not need, saying what."""
     from skylite.commands.adapters import gc
 

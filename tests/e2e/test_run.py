@@ -82,6 +82,10 @@ def test_a_run_trains_syncs_and_proves_every_step_then_stops_and_resumes(project
     steps = [m["step"] for m in project.metrics("run")]
     assert steps[-2:] == [done + 1, done + 2]
     assert project.status("run")["phase"] == "done"
+    log = (project.root / "run" / "logs" / "skylite.log").read_text()
+    assert f": step {done}/40  reward" in log
+    assert f" after step {done} of {done + 2}" in log
+    assert f": step {done + 2}/{done + 2}  reward" in log
     assert sorted((project.root / "run" / "evals").glob("after-*.parquet"))
 
 
@@ -192,7 +196,7 @@ def test_a_run_that_stops_in_time_and_goes_on_equals_one_that_never_stopped(proj
             project.root / "straight" / name
         ).read_bytes(), version
 
-    assert project.run("sync", "verify", "in-time").stdout == "4 of 4 published adapters are whole\n"
+    assert project.run("adapters", "verify", "in-time").stdout == "4 of 4 published adapters are whole\n"
     replayed = project.run("replay", "in-time", "--step", "2")
     assert replayed.returncode == 0, replayed.stderr
     # From the checkpoint of the stop, where that was made after step 1: after step 2 there is none before it, and all is trained again.

@@ -146,7 +146,7 @@ def small_writers(model: Path) -> dict[str, Callable[[Path, int], Any]]:
         run = RunDir(folder)
         for step in (1, 2, 3) if v == 1 else ():
             append_metrics(run.metrics_path, {"step": step, "text": "x" * 9000})
-        forget_after(run, folder / "adapters", 4 - v, lambda _: None, reuse_rollouts=False)
+        forget_after(run, folder / "adapters", 4 - v, reuse_rollouts=False)
 
     def clean(folder: Path, v: int) -> None:
         for version in range(5) if v == 1 else ():

@@ -35,11 +35,11 @@ SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=5, stop_toke
 
 @dataclass(slots=True)
 class Scene:
-    """Engines kept alive, and what was said of restarts."""
+    """Engines kept alive, and who was restarted."""
 
     folder: Path
     max_restarts: int = 1
-    said: list[str] = field(default_factory=list)
+    restarted: list[str] = field(default_factory=list)
 
     def order(self, name: str) -> None:
         (self.folder / name).touch()
@@ -54,7 +54,7 @@ class Scene:
         restarts = Restarts(
             config=config,
             verify=partial(verify_folder, tolerance=0.01),
-            tell=lambda _, sentence: self.said.append(sentence),
+            on_restart=self.restarted.append,
         )
         async with served(specs, self.folder / "logs", supervisor, restarts) as engines:
             yield engines
@@ -96,7 +96,7 @@ async def sample(engine: Engine, adapter: AdapterVersion) -> list[Sample]:
     ],
 )
 def test_the_adapter_is_proven_again_and_the_request_gets_the_answer_it_would_have_got(
-    scene: Scene, order: str, reason: str
+    scene: Scene, order: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     adapter = publish(scene.folder, 3)
 
@@ -112,7 +112,8 @@ def test_the_adapter_is_proven_again_and_the_request_gets_the_answer_it_would_ha
     with no_process_left():
         before, after = asyncio.run(run())
     assert before == after
-    assert scene.said == [f"{reason} It is started again (1 of engine.max_restarts=1)."]
+    assert scene.restarted == ["vllm-0"]
+    assert caplog.messages == [f"{reason} It is started again (1 of engine.max_restarts=1)."]
 
 
 def test_the_other_engine_goes_on_meanwhile(scene: Scene) -> None:
@@ -129,7 +130,7 @@ def test_the_other_engine_goes_on_meanwhile(scene: Scene) -> None:
             assert len(await asyncio.wait_for(waiting, 30)) == 3
 
     asyncio.run(run())
-    assert len(scene.said) == 1
+    assert len(scene.restarted) == 1
 
 
 def test_the_run_stops_with_the_reason_when_no_restart_is_left(scene: Scene) -> None:
@@ -149,7 +150,7 @@ def test_the_run_stops_with_the_reason_when_no_restart_is_left(scene: Scene) -> 
     with no_process_left(), pytest.raises(ChildDied, match="vllm-0 ended with exit code 1") as caught:
         asyncio.run(run())
     assert caught.value.log_tail.splitlines()[-1] == "the fake engine does not start"
-    assert len(scene.said) == 1
+    assert len(scene.restarted) == 1
 
 
 def test_an_adapter_that_the_new_server_does_not_sample_is_never_used(scene: Scene) -> None:
@@ -199,4 +200,4 @@ def test_a_server_that_ends_before_it_ever_served_is_not_tried_again(scene: Scen
 
     with pytest.raises(RunFailed, match="exit code 1"):
         asyncio.run(run())
-    assert scene.said == []
+    assert scene.restarted == []

@@ -40,8 +40,8 @@ def straight(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> RunD
 
 def go_on(run: RunDir, num_ranks: int, at: int | None = None) -> int:
     """What the parent does before it starts the trainer again, then the trainer to its end; the step it began after."""
-    done = choose_checkpoint(run, at, print)
-    forget_after(run, run.default_adapters, done, print, reuse_rollouts=True)
+    done = choose_checkpoint(run, at)
+    forget_after(run, run.default_adapters, done, reuse_rollouts=True)
     finish(run, num_ranks, resume=True)
     return done
 
@@ -99,7 +99,7 @@ def test_a_checkpoint_that_was_damaged_after_the_parent_looked_is_refused_by_the
     content[-1] ^= 1
     weights_file.write_bytes(content)
     with pytest.raises(ModelError, match="model-00002"):
-        choose_checkpoint(run, 4, print)
+        choose_checkpoint(run, 4)
     with trainer(run, 1, resume=True) as process:
         process.communicate(timeout=120)
         assert process.returncode == 1

@@ -39,6 +39,7 @@ from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import AdapterVersion, RunDir, published_versions
 from skylite.types import Prompt, Sample, Score
 from skylite.ui.dashboard import Screen
+from tests.logs import logged_messages
 from tests.unit.data_cases import prompt
 from tests.unit.test_engine_pool import BASE, POLICY, publish
 
@@ -147,7 +148,7 @@ def run_of(
     wrong_version: int | None = None, limit: TimeLimit | None = None,
     eval_every: int = 0, skipped_step: int | None = None, scorer: Scorer | None = None, resumed: bool = False,
 ) -> tuple[RunDir, FakeEngine, str]:  # fmt: skip
-    """A whole run: its folder, the engine, what was said."""
+    """A whole run: its folder, the engine, what was logged."""
     run = RunDir(root)
     for folder in (run.rollouts, run.trainer_steps, run.checkpoints, run.default_adapters):
         folder.mkdir(parents=True, exist_ok=True)
@@ -167,13 +168,13 @@ def run_of(
         run=run, config=config, resolved=resolved, train=PROMPTS, held_out=held_out, reward="math", first_step=first_step,
         resumed=resumed or first_step > 1,
     )  # fmt: skip
-    engine, said = FakeEngine(sample_s, wrong_version), io.StringIO()
+    engine = FakeEngine(sample_s, wrong_version)
     session = Session(
         plan=plan,
         engines=Engines([engine], 0.002),  # type: ignore[list-item]
         scorer=scorer or Half(),
         tokenizer=ChatTokenizer(NumberTokenizer(), (5,), ""),
-        progress=Progress(run, num_steps, Screen(num_steps, Console(file=said, width=400)), dict),
+        progress=Progress(run, num_steps, Screen(num_steps, Console(file=io.StringIO())), dict),
         limit=limit,
     )
 
@@ -190,8 +191,9 @@ def run_of(
             for task in (trainer, *ends):
                 task.cancel()
 
-    asyncio.run(both())
-    return run, engine, said.getvalue()
+    with logged_messages() as said:
+        asyncio.run(both())
+    return run, engine, "\n".join(said)
 
 
 def times(run: RunDir, event: str, key: str) -> dict[int, float]:
@@ -253,7 +255,7 @@ def test_an_evaluation_that_the_run_died_in_is_made_up_before_anything_is_sample
         run, _, _ = run_of(tmp_path / name, staleness, 4, eval_every=2)
         if name == "died":
             (run.evals / "step-v000002.json").unlink()  # its completions are written first
-        forget_after(run, run.default_adapters, first_step - 1, print, reuse_rollouts=False)
+        forget_after(run, run.default_adapters, first_step - 1, reuse_rollouts=False)
         _, engine, said = run_of(tmp_path / name, staleness, 6, first_step=first_step, eval_every=2)
         requests[name], scores[name] = (
             engine.requests,
@@ -355,7 +357,7 @@ def test_a_resumed_run_samples_as_one_that_was_not_interrupted(tmp_path: Path, s
     straight, engine, _ = run_of(tmp_path / "straight", staleness, 6)
     run, first, _ = run_of(tmp_path / "cut", staleness, 4)
     run.checkpoint_path(3).mkdir()
-    forget_after(run, run.default_adapters, 3, print, reuse_rollouts=False)
+    forget_after(run, run.default_adapters, 3, reuse_rollouts=False)
     assert 4 not in sampled_from(run), "what the dead attempt sampled beyond the checkpoint is sampled again"
     _, second, said = run_of(tmp_path / "cut", staleness, 6, first_step=4)
     assert sampled_from(run) == sampled_from(straight)
@@ -370,7 +372,7 @@ def test_what_was_sampled_beyond_the_checkpoint_is_trained_again_and_not_sampled
     straight, engine, _ = run_of(tmp_path / "straight", staleness, 7)
     run, _, _ = run_of(tmp_path / "cut", staleness, 5)
     stored = {k: run.rollout_path(k).read_bytes() for k in (4, 5)}
-    forget_after(run, run.default_adapters, 3, print, reuse_rollouts=True)
+    forget_after(run, run.default_adapters, 3, reuse_rollouts=True)
     _, second, _ = run_of(tmp_path / "cut", staleness, 7, first_step=4)
     assert second.requests == engine.requests[10:], "two prompts a step: steps 6 and 7 only"
     assert {k: run.rollout_path(k).read_bytes() for k in (4, 5)} == stored
@@ -392,7 +394,7 @@ def test_what_was_sampled_beyond_the_checkpoint_is_trained_again_and_not_sampled
 
 def test_a_resumed_run_whose_source_is_gone_says_so(tmp_path: Path) -> None:
     run, _, _ = run_of(tmp_path, 1, 4)
-    forget_after(run, run.default_adapters, 3, print, reuse_rollouts=False)
+    forget_after(run, run.default_adapters, 3, reuse_rollouts=False)
     (run.default_adapters / "policy-v000002").rename(tmp_path / "gone")
     _, _, said = run_of(tmp_path, 1, 6, first_step=4)
     assert "policy-v000002 is not in" in said

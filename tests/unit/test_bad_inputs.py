@@ -345,7 +345,7 @@ def test_a_runs_config(project: Path, data: st.DataObject) -> None:
         before = snapshot(project)
         run = RunDir(project / "run")
         in_words(lambda: require_own_folders(run, read_run_config(path)))
-        in_words(lambda: plan_resume(run, lambda _: None))
+        in_words(lambda: plan_resume(run))
         config = snapshot(project).keys()
         assert config == before.keys()
         reply = call(["eval", "run", "--data", "nosuch"])

@@ -16,6 +16,7 @@ from skylite.run.checkpoint_folder import (
     write_checkpoint_manifest,
 )
 from skylite.run.run_dir import RunDir
+from tests.logs import logged_messages
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut short": (
@@ -43,16 +44,17 @@ def make(run: RunDir, *steps: int) -> None:
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_named_and_the_older_one_used(damage: str, tmp_path: Path) -> None:
-    run, said = RunDir(tmp_path), []
+    run = RunDir(tmp_path)
     make(run, 10, 20)
     harm, words = DAMAGES[damage]
     harm(run.checkpoint_path(20))
-    assert choose_checkpoint(run, None, said.append) == 10
+    with logged_messages() as said:
+        assert choose_checkpoint(run, None) == 10
     assert len(said) == 1
     assert "step-000020" in said[0]
     assert words in said[0]
     with pytest.raises(ModelError, match="step-000020"):
-        choose_checkpoint(run, 20, said.append)
+        choose_checkpoint(run, 20)
 
 
 def test_when_none_is_whole_nothing_is_begun_unasked(tmp_path: Path) -> None:
@@ -61,8 +63,8 @@ def test_when_none_is_whole_nothing_is_begun_unasked(tmp_path: Path) -> None:
     for step in (10, 20):
         (run.checkpoint_path(step) / "state.json").unlink()
     with pytest.raises(ModelError, match=r"All 2 checkpoints .* are damaged.* Give --at 0"):
-        choose_checkpoint(run, None, print)
-    assert choose_checkpoint(run, 0, print) == 0
+        choose_checkpoint(run, None)
+    assert choose_checkpoint(run, 0) == 0
 
 
 def test_a_checkpoint_under_another_steps_name_is_refused(tmp_path: Path) -> None:
@@ -76,10 +78,10 @@ def test_a_checkpoint_under_another_steps_name_is_refused(tmp_path: Path) -> Non
 def test_the_step_asked_for_must_be_there(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     make(run, 10, 20)
-    assert choose_checkpoint(run, 10, print) == 10
-    assert choose_checkpoint(run, 0, print) == 0
+    assert choose_checkpoint(run, 10) == 10
+    assert choose_checkpoint(run, 0) == 0
     with pytest.raises(ConfigError, match="no checkpoint of step 15; it can resume from step 0, 10, 20"):
-        choose_checkpoint(run, 15, print)
+        choose_checkpoint(run, 15)
 
 
 def test_without_a_checkpoint_the_run_goes_on_from_its_start(tmp_path: Path) -> None:
@@ -87,4 +89,4 @@ def test_without_a_checkpoint_the_run_goes_on_from_its_start(tmp_path: Path) -> 
     run.checkpoints.mkdir()
     (run.checkpoints / ".step-000010.tmp-77").mkdir()
     assert checkpoint_steps(run) == []
-    assert choose_checkpoint(run, None, print) == 0
+    assert choose_checkpoint(run, None) == 0

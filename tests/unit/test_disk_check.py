@@ -18,6 +18,7 @@ from skylite.run.files import RESERVE_BYTES, atomic_file, require_space, swap_pa
 from skylite.run.metrics import append_metrics
 from skylite.run.run_dir import RunDir
 from skylite.trainer.anomaly import keep_inputs
+from tests.logs import logged_messages
 from tests.reference import resolved, settings
 from tests.unit.test_warm_start import make_adapter
 
@@ -49,14 +50,15 @@ def test_a_run_that_cannot_fit_is_refused_before_it_starts(
         settings(num_steps=1),
         resolved(tiny_llama, tmp_path / "sync"),
     )
-    said: list[str] = []
-    check_disk_space(run, config, found, said.append)
+    with logged_messages() as said:
+        check_disk_space(run, config, found)
     assert said == []
     with_free(monkeypatch, RESERVE_BYTES + 1000)
     with pytest.raises(ConfigError, match=r"The run needs .* MiB .*Make room"):
-        check_disk_space(run, config, found, said.append)
+        check_disk_space(run, config, found)
     with_free(monkeypatch, 1 << 30)
-    check_disk_space(run, settings(num_steps=10**6), found, said.append)
+    with logged_messages() as said:
+        check_disk_space(run, settings(num_steps=10**6), found)
     assert "may take up to" in said[0]
     assert not run.root.exists()
 
@@ -72,10 +74,10 @@ def test_a_warm_start_is_asked_for_before_the_run_and_before_it_is_copied(
     with pytest.raises(WriteFailed, match=r"warm_start needs 1 GiB"):
         copy_warm_start(source, run)
     with pytest.raises(ConfigError, match=r"The run needs 1\.\d+ GiB"):
-        check_disk_space(run, config, resolved(tiny_llama, tmp_path / "sync"), print)
+        check_disk_space(run, config, resolved(tiny_llama, tmp_path / "sync"))
     assert not run.warm_start.exists()
     run.warm_start.mkdir(parents=True)
-    check_disk_space(run, config, resolved(tiny_llama, tmp_path / "sync"), print)
+    check_disk_space(run, config, resolved(tiny_llama, tmp_path / "sync"))
 
 
 def test_what_a_bad_step_learned_from_is_asked_for_before_it_is_copied(
@@ -100,9 +102,8 @@ def test_a_model_is_not_converted_on_a_disk_without_room_for_it(
     monkeypatch.syspath_prepend(str(package.parent))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with_free(monkeypatch, CONVERTED_BYTES)
-    said: list[str] = []
-    with pytest.raises(WriteFailed, match=r"smollm2-135m-.* needs 260 MiB"):
-        converted_folder(said.append)
+    with logged_messages() as said, pytest.raises(WriteFailed, match=r"smollm2-135m-.* needs 260 MiB"):
+        converted_folder()
     assert said == []
     assert [p.name for p in cache_folder().iterdir() if not p.name.endswith(".lock")] == []
 

@@ -14,6 +14,7 @@ from skylite.engine.watchdog import Restarts
 from skylite.orchestrator.plan import RunPlan
 from skylite.processes.supervisor import Supervisor
 from skylite.run.run_dir import AdapterVersion, RunDir
+from tests.logs import logged_messages
 
 SERVER = """
 import os, socketserver, sys
@@ -60,10 +61,8 @@ async def no_verification(client: VllmClient, adapter: AdapterVersion) -> None:
 def test_engines_serve_for_exactly_the_adapters_modules(
     plan: RunPlan, wanted: list[str], starts: int
 ) -> None:
-    said: list[str] = []
-
     async def bring_up() -> bool:
-        restarts = Restarts(config=plan.config.engine, verify=no_verification, tell=lambda name, text: None)
+        restarts = Restarts(config=plan.config.engine, verify=no_verification, on_restart=lambda _: None)
         async with (
             Supervisor() as supervisor,
             open_engines(plan.run_config, plan.run.logs, ["q_proj"], supervisor, restarts) as watchdogs,
@@ -75,13 +74,13 @@ def test_engines_serve_for_exactly_the_adapters_modules(
                 supervisor,
                 started_for=["q_proj"],
                 wanted=wanted,
-                say=said.append,
             )
             async with ready as engines:
                 supervisor.check()
                 return len(engines) == 1
 
-    assert asyncio.run(bring_up())
+    with logged_messages() as said:
+        assert asyncio.run(bring_up())
     lines = [line for line in plan.run.log_path("vllm-0").read_text().splitlines() if line.startswith("ARGV")]
     assert " ".join(["--lora-target-modules", *wanted]) in lines[-1]
     assert len(said) == starts - 1

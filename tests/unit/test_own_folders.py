@@ -35,7 +35,7 @@ def begin(root: Path, name: str = "run", **lora: Any) -> RunDir:
         "lora": lora,
     }
     run = RunDir(root / name)
-    write_run(plan_run(TrainConfig.model_validate(tree), run, lambda _: None))
+    write_run(plan_run(TrainConfig.model_validate(tree), run))
     publish(run.adapters(read_run_config(run.config_path)))
     return run
 
@@ -69,8 +69,8 @@ def refused_by_all(run: RunDir, outside: Path) -> list[str]:
 def test_a_recorded_copy_in_memory_is_never_trusted(tmp_path: Path) -> None:
     run = begin(tmp_path)
     claim(run, shm_path=str(tmp_path / "data"))
-    assert plan_resume(run, lambda _: None).resolved.shm_path is None
-    plan = plan_resume(run, lambda _: None, settings=["model.use_shm=true"])
+    assert plan_resume(run).resolved.shm_path is None
+    plan = plan_resume(run, settings=["model.use_shm=true"])
     assert plan.resolved.shm_path == str(shared_copy(plan.resolved.model_fingerprint))
 
 
@@ -99,7 +99,7 @@ def test_the_runs_own_sync_folder_is_known_by_its_mark_and_an_empty_one_is_marke
     assert (own / "policy-v000000").is_dir()
     own.rename(tmp_path / "before the reboot")
     require_own_folders(run, read_run_config(run.config_path))
-    write_config(plan_resume(run, lambda _: None))
+    write_config(plan_resume(run))
     publish(own)
     require_own_folders(run, read_run_config(run.config_path))
     assert (own / MARK_NAME).read_bytes() == (tmp_path / "before the reboot" / MARK_NAME).read_bytes()
@@ -134,7 +134,7 @@ def test_a_link_within_the_run_is_none_of_that(tmp_path: Path) -> None:
 
 
 def test_the_ranks_meet_where_nobody_else_can(tmp_path: Path) -> None:
-    plan = plan_resume(begin(tmp_path), lambda _: None)
+    plan = plan_resume(begin(tmp_path))
     before = os.umask(0)
     try:
         plan.run.rendezvous.mkdir(mode=0o777)

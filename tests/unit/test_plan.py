@@ -25,5 +25,5 @@ def test_what_needs_a_gpu_is_refused_without_one(trainer: dict[str, Any], tmp_pa
     config = TrainConfig.model_validate({"data": {"path": str(tmp_path / "data")}, "trainer": trainer})
     name, value = next(iter(trainer.items()))
     with pytest.raises(ConfigError, match=f"trainer.{name}={str(value).lower()} .*GPU"):
-        plan_run(config, RunDir(tmp_path / "run"), lambda _: None)
+        plan_run(config, RunDir(tmp_path / "run"))
     assert not (tmp_path / "run").exists()

@@ -39,7 +39,7 @@ def sums(count: int) -> list[dict[str, str]]:
     return [{"q": f"What is {i} + 1?", "a": str(i + 1)} for i in range(count)]
 
 
-def test_gsm8k_from_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gsm8k_from_a_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = prepare("gsm8k", source=gsm8k_folder(tmp_path / "raw"))
     assert folder == Path("data/gsm8k")
     splits = read(folder)
@@ -50,7 +50,7 @@ def test_gsm8k_from_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert sum(p.difficulty >= 1 for p in everything) > 60  # a few released answers have no annotations
     info = splits["validation"][1]
     assert (info.source_kind, info.reward, info.count, info.split) == ("folder", "gsm8k", 6, "validation")
-    assert info.notes in capsys.readouterr().out
+    assert info.notes in caplog.messages
     assert info.made_by == f"skylite prepare gsm8k --source {tmp_path / 'raw'} --seed 0"
 
 
@@ -70,7 +70,7 @@ def test_all_of_gsm8k(tmp_path: Path) -> None:
     assert [len(splits[s][0]) for s in SPLITS] == [6961, 512, 1319]
 
 
-def test_first_source_falls_back_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_first_source_falls_back_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     raw = gsm8k_folder(tmp_path / "raw")
     info = read(prepare("gsm8k", first_source=True, source=raw))["train"][1]
     assert info.source_kind == "folder"
@@ -79,7 +79,7 @@ def test_first_source_falls_back_and_says_so(tmp_path: Path, capsys: pytest.Capt
     assert (info.source_kind, info.dataset) == ("synthetic", "gsm8k-synthetic")
     assert "not from the hub" in info.notes
     assert "nowhere is not one" in info.notes
-    assert "generated synthetic, the only one left" in capsys.readouterr().out
+    assert "generated synthetic, the only one left" in caplog.text
 
 
 def test_synthetic_has_its_own_name_and_no_overlap() -> None:

@@ -21,6 +21,7 @@ from skylite.run.checkpoint_folder import checkpoint_steps, write_checkpoint_man
 from skylite.run.metrics import read_metrics
 from skylite.run.run_dir import RunDir
 from skylite.run.status import Status, write_status
+from tests.logs import logged_messages
 from tests.reference import random_samples, settings, write_samples
 from tests.unit.data_cases import prompt
 from tests.unit.test_warm_start import make_model
@@ -40,7 +41,7 @@ def run(tmp_path: Path) -> RunDir:
         }
     )
     run = RunDir(tmp_path / "run")
-    write_run(plan_run(config, run, lambda _: None))
+    write_run(plan_run(config, run))
     for step in (10, 20):
         run.checkpoint_path(step).mkdir()
         (run.checkpoint_path(step) / "policy.safetensors").write_bytes(b"weights")
@@ -55,8 +56,8 @@ def write_data(folder: Path, count: int) -> None:
 
 
 def plan(run: RunDir, *settings: str, at: int | None = None) -> tuple[Any, list[str]]:
-    said: list[str] = []
-    return plan_resume(run, said.append, settings=settings, at=at), said
+    with logged_messages() as said:
+        return plan_resume(run, settings=settings, at=at), said
 
 
 def test_a_run_goes_on_after_its_newest_checkpoint_or_the_one_asked_for(run: RunDir) -> None:
@@ -119,7 +120,7 @@ def test_a_change_of_the_result_is_refused_with_both_values(run: RunDir, setting
 
 
 def test_what_a_cpu_cannot_do_is_refused_on_resume_too(run: RunDir) -> None:
-    check_changes(settings(), settings(trainer={"offload": True}), print)
+    check_changes(settings(), settings(trainer={"offload": True}))
     with pytest.raises(ConfigError, match=r"trainer\.offload=true moves things off a GPU"):
         plan(run, "trainer.offload=true")
 
@@ -154,7 +155,7 @@ def test_more_steps_under_a_falling_rate_are_another_run() -> None:
     with pytest.raises(
         ConfigError, match=r"num_steps is 3 and was given as 6 \(optim.schedule=cosine ends at num_steps\)"
     ):
-        check_changes(old, change_config(old, {"num_steps": 6}, ()), print)
+        check_changes(old, change_config(old, {"num_steps": 6}, ()))
 
 
 def leave_behind(run: RunDir) -> None:
@@ -183,7 +184,7 @@ def leave_behind(run: RunDir) -> None:
 def test_only_what_lies_beyond_the_checkpoint_is_forgotten(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     leave_behind(run)
-    assert forget_after(run, run.default_adapters, 3, print, reuse_rollouts=False) == 2
+    assert forget_after(run, run.default_adapters, 3, reuse_rollouts=False) == 2
     assert sorted(p.name for p in run.default_adapters.iterdir()) == [f"policy-v{v:06d}" for v in range(4)]
     assert sorted(run.rollouts.iterdir()) == [run.rollout_path(s) for s in (1, 2, 3)]
     assert sorted(run.trainer_steps.iterdir()) == [run.trainer_step_path(s) for s in range(3)]
@@ -197,11 +198,12 @@ def test_only_what_lies_beyond_the_checkpoint_is_forgotten(tmp_path: Path) -> No
 def test_stored_rollouts_are_kept_up_to_the_first_that_is_not_whole(
     tmp_path: Path, broken: int | None, kept: list[int]
 ) -> None:
-    run, said = RunDir(tmp_path), []
+    run = RunDir(tmp_path)
     leave_behind(run)
     if broken is not None:
         run.rollout_path(broken).write_bytes(b"PAR1")
-    forget_after(run, run.default_adapters, 3, said.append, reuse_rollouts=True)
+    with logged_messages() as said:
+        forget_after(run, run.default_adapters, 3, reuse_rollouts=True)
     assert sorted(run.rollouts.iterdir()) == [run.rollout_path(s) for s in kept]
     assert any("stored rollouts" in text for text in said) == (len(kept) > 3)
     assert any("sampled again" in text for text in said) == (broken is not None)
@@ -211,7 +213,7 @@ def test_the_rollouts_of_a_step_that_went_bad_are_sampled_anew(tmp_path: Path) -
     run = RunDir(tmp_path)
     leave_behind(run)
     (run.rejected_steps / "step-000004").mkdir(parents=True)
-    forget_after(run, run.default_adapters, 3, print, reuse_rollouts=True)
+    forget_after(run, run.default_adapters, 3, reuse_rollouts=True)
     assert sorted(run.rollouts.iterdir()) == [run.rollout_path(s) for s in (1, 2, 3)]
 
 
@@ -223,7 +225,7 @@ def test_a_finished_step_that_the_dead_parent_had_not_recorded_is_recorded(tmp_p
         json.dumps({"metrics": {"policy/entropy": 0.5}, "skipped": "loss/policy is nan"})
     )
     run.metrics_path.write_text(json.dumps({"step": 1}) + "\n")
-    assert forget_after(run, run.default_adapters, 3, print, reuse_rollouts=False) == 0
+    assert forget_after(run, run.default_adapters, 3, reuse_rollouts=False) == 0
     _, untold, last = read_metrics(run.metrics_path)
     assert (untold["step"], untold["policy/entropy"]) == (2, None)
     rewards = [s.reward for s in random_samples(3)]
@@ -234,12 +236,13 @@ def test_a_finished_step_that_the_dead_parent_had_not_recorded_is_recorded(tmp_p
 
 
 def test_an_update_that_a_power_cut_emptied_is_unknown_and_said(tmp_path: Path) -> None:
-    run, said = RunDir(tmp_path), list[str]()
+    run = RunDir(tmp_path)
     leave_behind(run)
     run.trainer_step_path(2).write_text("")
     run.trainer_step_path(3).write_text('{"metrics": {')
     run.metrics_path.write_text(json.dumps({"step": 1}) + "\n")
-    forget_after(run, run.default_adapters, 3, said.append, reuse_rollouts=False)
+    with logged_messages() as said:
+        forget_after(run, run.default_adapters, 3, reuse_rollouts=False)
     assert [(m["step"], m.get("policy/entropy")) for m in read_metrics(run.metrics_path)] == [
         (1, None),
         (2, None),
@@ -296,7 +299,7 @@ def test_a_kill_while_steps_are_forgotten_leaves_no_checkpoint_without_what_it_i
         died = dies_at(
             number,
             monkeypatch,
-            partial(forget_after, run, run.default_adapters, 3, print, reuse_rollouts=False),
+            partial(forget_after, run, run.default_adapters, 3, reuse_rollouts=False),
         )
         newest = checkpoint_steps(run)[-1]
         assert all((run.checkpoint_path(s) / "manifest.json").exists() for s in checkpoint_steps(run))
@@ -305,7 +308,7 @@ def test_a_kill_while_steps_are_forgotten_leaves_no_checkpoint_without_what_it_i
             (run.default_adapters / f"policy-v{v:06d}" / "manifest.json").exists()
             for v in range(3, newest + 1)
         )
-        forget_after(run, run.default_adapters, newest, print, reuse_rollouts=True)
+        forget_after(run, run.default_adapters, newest, reuse_rollouts=True)
         assert [m["step"] for m in read_metrics(run.metrics_path)] == list(range(1, newest + 1))
         assert read_metrics(run.metrics_path)[2]["policy/entropy"] == 0.5, (
             "the record of a finished step is not lost either"

@@ -27,6 +27,7 @@ from skylite.run.rollout_file import read_rollouts, write_rollouts
 from skylite.run.run_dir import AdapterVersion, RunDir
 from skylite.types import Group, Prompt, Sample, Score, Trajectory
 from skylite.ui.dashboard import Screen
+from tests.logs import logged_messages
 from tests.unit.data_cases import prompt
 
 PROMPTS = [prompt(id=str(i), messages=[{"role": "user", "content": str(i)}]) for i in range(14)]
@@ -171,17 +172,17 @@ def sampled_step(
     algorithm: dict[str, Any],
     rollout: dict[str, Any] | None = None,
 ) -> tuple[SampledStep, FakeEngine, str]:
-    """Step 3 on a fake engine: what it sampled, what was asked for, what was said."""
+    """Step 3 on a fake engine: what it sampled, what was asked for, what was logged."""
     settings = {"prompts_per_step": 4, "group_size": 2, "max_completion_tokens": 10} | (rollout or {})
     config = TrainConfig.model_validate({"algorithm": algorithm, "rollout": settings})
     resolved = Resolved(
         model_path="m", model_fingerprint="f", dtype="float32", device="cpu", lora_sync_path="a"
     )
-    run, engine, said = RunDir(folder), FakeEngine(), io.StringIO()
+    run, engine = RunDir(folder), FakeEngine()
     plan = RunPlan(
         run=run, config=config, resolved=resolved, train=PROMPTS, held_out=[], reward="math", first_step=1
     )
-    screen = Screen(9, Console(file=said, width=400))
+    screen = Screen(9, Console(file=io.StringIO()))
     session = Session(
         plan=plan,
         engines=Engines([engine], 0.1),  # type: ignore[list-item]
@@ -189,7 +190,8 @@ def sampled_step(
         tokenizer=ChatTokenizer(NumberTokenizer(), (5,), ""),
         progress=Progress(run, 9, screen, dict),
     )
-    return asyncio.run(sample_step(session, 3, AdapterVersion(2, folder))), engine, said.getvalue()
+    with logged_messages() as said:
+        return asyncio.run(sample_step(session, 3, AdapterVersion(2, folder))), engine, "\n".join(said)
 
 
 RESAMPLE = {"zero_std_groups": "resample", "max_resample_rounds": 2}

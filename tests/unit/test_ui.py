@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,10 @@ from skylite.ui import picture
 from skylite.ui.closing import finished_text, stopped_text
 from skylite.ui.curve import curve, resample, shares
 from skylite.ui.dashboard import Screen
+from skylite.ui.logs import configure_logging
 from skylite.ui.page import CompletionView, Page, ScreenState, minutes, wrapped
 
+logger = logging.getLogger("skylite.test")
 SIZES = [(80, 24), (120, 40), (60, 16), (200, 60), (40, 10)]
 SAMPLE = CompletionView(
     question="Nora has 12 apples. " * 9 + "How many?",
@@ -150,12 +153,13 @@ def test_times_read_as_clocks() -> None:
 
 def test_without_a_terminal_there_is_one_line_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     out = io.StringIO()
+    configure_logging()
     with Screen(24, Console(file=out, width=40)) as screen:
         screen.phase("starting", "vLLM")
         screen.phase("sampling", "step 1 of 24")
         screen.step(step(1), SAMPLE)
         screen.evaluation("before", EVALUATION)
-        screen.say("a note with [brackets] :smile:")
+        logger.info("a note with [brackets] :smile:")
     lines = out.getvalue().splitlines()
     assert lines[0] == "starting vLLM"
     assert lines[1].startswith("step 1/24  reward 0.500  right 50.0 %")
@@ -166,21 +170,34 @@ def test_without_a_terminal_there_is_one_line_a_step(capsys: pytest.CaptureFixtu
 
 def test_on_a_terminal_notes_stay_above_the_page() -> None:
     out = io.StringIO()
+    configure_logging()
     with Screen(
         24, Console(file=out, width=80, height=24, force_terminal=True, color_system=None), history=[step(1)]
     ) as screen:
         screen.step(step(2), SAMPLE)
-        screen.say("a note")
+        logger.info("a note")
     text = out.getvalue()
     assert text.index("a note") < text.rindex("2 of 24 steps")
+    assert "step 2/24  reward" not in text, "the page shows the step already"
+
+
+def test_quiet_shows_neither_a_page_nor_steps_but_warnings() -> None:
+    out = io.StringIO()
+    configure_logging(logging.WARNING)
+    with Screen(24, Console(file=out, width=80, height=24, force_terminal=True, color_system=None)) as screen:
+        screen.phase("starting", "vLLM")
+        screen.step(step(1), SAMPLE)
+        logger.warning("vllm-0 ended")
+    assert out.getvalue() == "warning: vllm-0 ended\n"
 
 
 def test_what_is_said_after_the_end_stands_below_the_page() -> None:
     out = io.StringIO()
+    configure_logging()
     with Screen(24, Console(file=out, width=80, height=24, force_terminal=True, color_system=None)) as screen:
         screen.step(step(1), SAMPLE)
         screen.phase("done", "")
-        screen.say("where things are")
+        logger.info("where things are")
     assert out.getvalue().rindex("1 of 24 steps") < out.getvalue().index("where things are")
 
 

@@ -22,6 +22,7 @@ from skylite.orchestrator.plan import plan_run, write_run
 from skylite.orchestrator.resume import plan_resume
 from skylite.run.files import sha256_file
 from skylite.run.run_dir import RunDir
+from tests.logs import logged_messages
 from tests.unit.data_cases import prompt
 
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -96,7 +97,7 @@ def refusal(root: Path, adapter: Path, **settings: Any) -> str:
     """What plan_run says; asserts that nothing is written."""
     before = sorted(root.rglob("*"))
     with pytest.raises((ConfigError, ModelError)) as caught:
-        plan_run(config(root, adapter, **settings), RunDir(root / "run"), lambda _: None)
+        plan_run(config(root, adapter, **settings), RunDir(root / "run"))
     assert sorted(root.rglob("*")) == before
     return str(caught.value)
 
@@ -153,8 +154,8 @@ def test_a_published_adapter_must_be_of_this_base_and_unchanged(root: Path) -> N
     adapter = publish(
         make_adapter(root / "adapter", "elsewhere"), check_folder(root / "model", "").fingerprint
     )
-    notes: list[str] = []
-    plan_run(config(root, adapter), RunDir(root / "run"), notes.append)
+    with logged_messages() as notes:
+        plan_run(config(root, adapter), RunDir(root / "run"))
     assert any(f"warm start from {adapter} (rank 4, alpha 8, policy-v000060)" in note for note in notes)
     assert not any("elsewhere" in note for note in notes), "the fingerprint says more than the path"
 
@@ -170,21 +171,21 @@ def test_a_published_adapter_must_be_of_this_base_and_unchanged(root: Path) -> N
 
 
 def test_a_foreign_adapter_of_another_base_name_is_taken_with_a_note(root: Path) -> None:
-    adapter, notes = make_adapter(root / "adapter", "/somebody/else/model"), []
-    plan = plan_run(config(root, adapter), RunDir(root / "run"), notes.append)
+    adapter = make_adapter(root / "adapter", "/somebody/else/model")
+    with logged_messages() as notes:
+        plan = plan_run(config(root, adapter), RunDir(root / "run"))
     assert any("/somebody/else/model" in note for note in plan.resolved.notes)
-    assert set(plan.resolved.notes) <= set(notes)
+    assert {note.removeprefix("warning: ") for note in plan.resolved.notes} <= set(notes)
     same = make_adapter(root / "same", str(root / "model"))
     assert not any(
-        "taken for the same" in n
-        for n in plan_run(config(root, same), RunDir(root / "run"), lambda _: None).resolved.notes
+        "taken for the same" in n for n in plan_run(config(root, same), RunDir(root / "run")).resolved.notes
     )
 
 
 def test_a_kl_that_pulls_away_from_the_start_is_said(root: Path) -> None:
     adapter = make_adapter(root / "adapter", "model")
     for ref, warned in (("base", True), ("init", False)):
-        plan = plan_run(config(root, adapter, kl_coef=0.1, kl_ref=ref), RunDir(root / "run"), lambda _: None)
+        plan = plan_run(config(root, adapter, kl_coef=0.1, kl_ref=ref), RunDir(root / "run"))
         assert any("pulls a warm start back to the base" in note for note in plan.resolved.notes) == warned
 
 
@@ -192,13 +193,13 @@ def test_the_run_owns_a_copy_and_goes_on_without_the_folder_it_came_from(root: P
     adapter = publish(make_adapter(root / "adapter", "model"), check_folder(root / "model", "").fingerprint)
     files = {p.name: p.read_bytes() for p in adapter.iterdir()}
     run = RunDir(root / "run")
-    write_run(plan_run(config(root, adapter), run, lambda _: None))
+    write_run(plan_run(config(root, adapter), run))
     shutil.rmtree(adapter)
     assert {p.name: p.read_bytes() for p in run.warm_start.iterdir()} == files
     assert read_run_config(run.config_path).resolved.warm_start == str(run.warm_start)
 
     moved = RunDir(run.root.rename(root / "moved"))
-    resolved = plan_resume(moved, lambda _: None).resolved
+    resolved = plan_resume(moved).resolved
     assert (resolved.warm_start, resolved.lora_sync_path) == (
         str(moved.warm_start),
         str(moved.default_adapters),
@@ -208,7 +209,7 @@ def test_the_run_owns_a_copy_and_goes_on_without_the_folder_it_came_from(root: P
 def test_a_run_without_a_warm_start_has_none(root: Path) -> None:
     cold = config(root, root).model_copy(update={"lora": TrainConfig().lora})
     run = RunDir(root / "run")
-    write_run(plan_run(cold, run, lambda _: None))
+    write_run(plan_run(cold, run))
     assert not run.warm_start.exists()
     assert read_run_config(run.config_path).resolved.warm_start is None
 
@@ -217,7 +218,7 @@ def test_what_lies_in_the_way_of_the_copy_is_never_deleted(root: Path) -> None:
     run = RunDir(root / "run")
     run.warm_start.mkdir(parents=True)
     (run.warm_start / "mine").touch()
-    plan = plan_run(config(root, make_adapter(root / "adapter", "model")), run, lambda _: None)
+    plan = plan_run(config(root, make_adapter(root / "adapter", "model")), run)
     with pytest.raises(ConfigError, match="already exists"):
         write_run(plan)
     assert [p.name for p in run.root.rglob("*")] == ["warm_start", "mine"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,23 +54,25 @@ class WarmStart:
     """None for an adapter that skylite did not publish."""
 
 
-def check_warm_start(
-    config: TrainConfig, model_path: Path, fingerprint: str, note: Callable[[str], None]
-) -> None:
-    """Check lora.from_adapter against settings and base model. Raises ConfigError or ModelError."""
+def check_warm_start(config: TrainConfig, model_path: Path, fingerprint: str) -> list[str]:
+    """Check lora.from_adapter against settings and base model. Returns notes on it.
+
+    Raises ConfigError or ModelError.
+    """
     assert config.lora.from_adapter is not None, "the caller checks this"
     found = read_warm_start(expand_adapter_path(config.lora.from_adapter))
     check_lora_settings(found, config.lora)
-    check_base_model(found, config.model.name, model_path, fingerprint, note)
+    notes = check_base_model(found, config.model.name, model_path, fingerprint)
     version = (
         adapter_name(found.manifest.version) if found.manifest is not None else "not published by skylite"
     )
-    note(f"warm start from {found.folder} (rank {found.rank}, alpha {found.alpha:g}, {version})")
+    notes.append(f"warm start from {found.folder} (rank {found.rank}, alpha {found.alpha:g}, {version})")
     if config.algorithm.uses_ref and config.algorithm.kl_ref == "base":
-        note(
+        notes.append(
             "warning: algorithm.kl_ref=base pulls a warm start back to the base model; "
             "set it to init to stay near the warm start"
         )
+    return notes
 
 
 def read_warm_start(folder: Path) -> WarmStart:
@@ -123,12 +124,10 @@ def check_lora_settings(found: WarmStart, lora: LoraConfig) -> None:
         )
 
 
-def check_base_model(
-    found: WarmStart, model_name: str, model_path: Path, fingerprint: str, note: Callable[[str], None]
-) -> None:
+def check_base_model(found: WarmStart, model_name: str, model_path: Path, fingerprint: str) -> list[str]:
     """Raise ConfigError when the manifest names another base model.
 
-    Without a manifest, another name is only noted, because the path of a model differs between machines.
+    Without a manifest, another name only gives a note, because the path of a model differs between machines.
     """
     if found.manifest is not None and found.manifest.base_fingerprint != fingerprint:
         raise ConfigError(
@@ -138,10 +137,11 @@ def check_base_model(
             "Set --model to the base model of the adapter.",
         )
     if found.manifest is None and found.base_model not in (model_name, str(model_path)):
-        note(
+        return [
             f"the adapter names the base model {found.base_model}, and this run uses {model_name}: "
             "assuming that they are the same"
-        )
+        ]
+    return []
 
 
 def copy_warm_start(source: Path, run: RunDir) -> None:

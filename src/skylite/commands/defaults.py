@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
 from pathlib import Path
 
 from skylite.errors import ConfigError
 
+logger = logging.getLogger(__name__)
 GPU_RECIPE = "gsm8k"
 CPU_RECIPE = "gsm8k_cpu"
 
@@ -32,27 +33,27 @@ def find_recipe(name: str) -> Path:
     raise ConfigError(f"There is no recipe {name!r}.", f"Give a .toml file or one of: {', '.join(known)}.")
 
 
-def default_recipe(say: Callable[[str], None]) -> Path:
-    """The recipe for this machine, said aloud."""
+def default_recipe() -> Path:
+    """The recipe for this machine. Logs the choice."""
     from skylite.processes.machine import choose_device
 
     if choose_device() == "cuda":
-        say(f"recipe {GPU_RECIPE}: this machine has a GPU")
+        logger.info(f"recipe {GPU_RECIPE}: this machine has a GPU")
         return find_recipe(GPU_RECIPE)
-    say(
+    logger.info(
         f"recipe {CPU_RECIPE}: no GPU here; it trains a 135M model on easy generated problems, because GSM8K is beyond so small a model"
     )
     return find_recipe(CPU_RECIPE)
 
 
-def prepare_default_data(path: Path, say: Callable[[str], None]) -> None:
+def prepare_default_data(path: Path) -> None:
     """Prepare the default recipe's data where it is missing: GSM8K on a GPU machine, the synthetic without one."""
     if (path / "train.parquet").is_file():
         return
     from skylite.commands.prepare import prepare
     from skylite.processes.machine import choose_device
 
-    say(f"{path} does not exist yet: preparing it")
+    logger.info(f"{path} does not exist yet: preparing it")
     gpu = choose_device() == "cuda"
     prepare("gsm8k", out=path, source=None, synthetic=not gpu, first_source=gpu, difficulty=(), question=None, answer=None, reward=None,
             limit=None, seed=0)  # fmt: skip

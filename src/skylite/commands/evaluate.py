@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import sys
+import logging
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from skylite.adapters.folder import ServedAdapter, find_adapter
-from skylite.commands.notes import say
 from skylite.config.loading import load_config
 from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo, read_prompts
@@ -30,6 +29,8 @@ from skylite.rewards.pool import RewardPool
 from skylite.run.files import write_json
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Prompt
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +95,7 @@ def plan_eval(flags: EvalFlags) -> EvalPlan:
     if names_reward(flags.settings):
         remember(reward)
     else:
-        require_named(reward, data if config.reward.function is None else _required(flags.target), say)
+        require_named(reward, data if config.reward.function is None else _required(flags.target))
     model_name = flags.model or (adapter.base_model if adapter is not None else config.model.name)
     run = adapter.run if adapter is not None else None
     label = "base" if adapter is None else adapter.adapter.name
@@ -114,10 +115,8 @@ def merged(recorded: TrainConfig, settings: tuple[str, ...]) -> TrainConfig:
 
 async def run_eval(plan: EvalPlan, flags: EvalFlags) -> EvalResult:
     """Start one engine, score, end it."""
-    print(
-        f"skylite: evaluating {plan.label} of {plan.model_name} on {len(plan.prompts)} problems; starting vLLM",
-        file=sys.stderr,
-        flush=True,
+    logger.info(
+        f"evaluating {plan.label} of {plan.model_name} on {len(plan.prompts)} problems; starting vLLM"
     )
     model = resolve_model(plan.model_name)
     tokenizer = load_tokenizer(model.path)
@@ -147,9 +146,7 @@ async def _score(
     stop_token_ids: tuple[int, ...],
 ) -> EvalResult:  # fmt: skip
     logs = Path(spec.uds).parent
-    restarts = Restarts(
-        config=plan.config.engine, verify=_not_verified, tell=lambda _, sentence: say(sentence)
-    )
+    restarts = Restarts(config=plan.config.engine, verify=_not_verified, on_restart=lambda _: None)
     async with serving([spec], logs, supervisor, restarts) as clients:
         name, version = BASE_NAME, 0
         if plan.adapter is not None:

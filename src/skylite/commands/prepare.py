@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
@@ -18,6 +19,7 @@ from skylite.rewards.named import remember
 from skylite.run.files import fsync_path, swap_paths, temporary_sibling
 from skylite.types import Prompt
 
+logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 PROCEDURAL = "reasoning-gym:"
 CHECK_CHUNK = 64
@@ -57,6 +59,8 @@ def prepare(
         if synthetic and (source is not None or first_source):
             raise ConfigError("--synthetic cannot go with --source or --first-source.", "Drop one of them.")
         examples = _named(target, source, synthetic, first_source, difficulty, limit, seed)
+    for note in examples.notes:
+        logger.info(note)
     prompts = _check(examples)
     folder = out if out is not None else Path("data") / examples.dataset
     infos = _infos(
@@ -87,17 +91,14 @@ def _named(
     from skylite.data.named import named_examples
 
     return named_examples(
-        load_dataset(target), source=source, synthetic=synthetic, first_source=first_source, difficulty=difficulty, limit=limit, seed=seed, say=_say
+        load_dataset(target), source=source, synthetic=synthetic, first_source=first_source, difficulty=difficulty, limit=limit, seed=seed,
     )  # fmt: skip
 
 
 def _procedural(task: str, limit: int | None, seed: int) -> ExampleSet:
     from skylite.data.procedural import procedural_examples
 
-    examples = procedural_examples(task, limit=limit, seed=seed, track=_track)
-    for note in examples.notes:
-        _say(note)
-    return examples
+    return procedural_examples(task, limit=limit, seed=seed, track=_track)
 
 
 def _own_file(
@@ -120,12 +121,9 @@ def _own_file(
         )
     load_reward(reward)
     remember(reward)
-    examples = user_file_examples(
+    return user_file_examples(
         path, question=question, answer=answer, reward=resolve_spec(reward), limit=limit, seed=seed
     )
-    for note in examples.notes:
-        _say(note)
-    return examples
 
 
 def _check(examples: ExampleSet) -> dict[str, list[Prompt]]:
@@ -207,10 +205,6 @@ def _command(target: str, flags: dict[str, object]) -> str:
         elif value is not None and not isinstance(value, bool | tuple | list):
             words.append(f"{name} {value}")
     return " ".join(words)
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
 
 
 def _track(items: Sequence[_T], description: str) -> Iterable[_T]:

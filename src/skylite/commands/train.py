@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from skylite.commands.defaults import default_recipe, find_recipe, prepare_default_data
-from skylite.commands.notes import say
 from skylite.config.loading import load_config, read_run_config
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError
@@ -19,6 +18,7 @@ from skylite.orchestrator.shutdown import TimeLimit
 from skylite.run.lock import lock_folder
 from skylite.run.ownership import require_own_folders
 from skylite.run.run_dir import RunDir
+from skylite.ui.logs import run_log
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,19 +87,20 @@ def _begin(flags: TrainFlags, run: Path | None, limit: TimeLimit | None, *, dry_
     from skylite.orchestrator.plan import plan_run, write_run
     from skylite.orchestrator.run_session import run_session
 
-    recipe = find_recipe(flags.recipe) if flags.recipe else default_recipe(say)
+    recipe = find_recipe(flags.recipe) if flags.recipe else default_recipe()
     config = load_config(recipe, flags.overrides(), flags.settings)
     if flags.recipe is None and flags.data is None:
-        prepare_default_data(Path(config.data.path), say)
-    plan = plan_run(config, RunDir((run or _new_run(recipe)).resolve()), say)
-    check_disk_space(plan.run, plan.config, plan.resolved, say)
+        prepare_default_data(Path(config.data.path))
+    plan = plan_run(config, RunDir((run or _new_run(recipe)).resolve()))
+    check_disk_space(plan.run, plan.config, plan.resolved)
     if dry_run:
         print_settings(plan.config)
         return True
     # Before anything is written: of two that begin at once, one must find the other's word.
     with lock_folder(plan.run.root), lock_folder(Path(plan.resolved.lora_sync_path)):
         write_run(plan)
-        return asyncio.run(run_session(plan, resume=False, limit=limit))
+        with run_log(plan.run.log_path("skylite")):
+            return asyncio.run(run_session(plan, resume=False, limit=limit))
 
 
 def _go_on(flags: TrainFlags, run: RunDir, at: int | None, limit: TimeLimit | None, *, dry_run: bool) -> bool:
@@ -116,12 +117,13 @@ def _go_on(flags: TrainFlags, run: RunDir, at: int | None, limit: TimeLimit | No
         ):  # before the run is looked at: a live one's newest checkpoint is another a moment later
             held.enter_context(lock_folder(run.root))
             held.enter_context(lock_folder(run.adapters(recorded)))
-        plan = plan_resume(run, say, overrides=flags.overrides(), settings=flags.settings, at=at)
+        plan = plan_resume(run, overrides=flags.overrides(), settings=flags.settings, at=at)
         if dry_run:
             print_settings(plan.config)
             return True
-        check_disk_space(plan.run, plan.config, plan.resolved, say)
-        return asyncio.run(run_session(plan, resume=True, limit=limit))
+        check_disk_space(plan.run, plan.config, plan.resolved)
+        with run_log(plan.run.log_path("skylite")):
+            return asyncio.run(run_session(plan, resume=True, limit=limit))
 
 
 def print_settings(config: TrainConfig) -> None:

@@ -23,14 +23,8 @@ def named_examples(
     difficulty: Sequence[int],
     limit: int | None,
     seed: int,
-    say: Callable[[str], None],
 ) -> ExampleSet:
     """Read or generate all splits from one source and make prompts. Raises DataError, ConfigError."""
-    notes: list[str] = []
-
-    def note(text: str) -> None:
-        notes.append(text)
-        say(text)
 
     def generate() -> Tables:
         if module.synthetic_rows is None:
@@ -44,12 +38,11 @@ def named_examples(
         }
 
     if synthetic:
-        note("source: generated synthetic, as --synthetic asks")
-        tables = generate()
+        tables, notes = generate(), ["source: generated synthetic, as --synthetic asks"]
     elif first_source:
-        tables = _first_that_works(module, source, generate, note)
+        tables, notes = _first_that_works(module, source, generate)
     else:
-        tables = _hub_or_folder(module, source, note)
+        tables, notes = _hub_or_folder(module, source)
     if difficulty and tables["train"].kind != "synthetic":
         raise ConfigError(
             "--difficulty chooses what the synthetic generates.",
@@ -58,10 +51,9 @@ def named_examples(
     return _examples(module, tables, limit, seed, notes)
 
 
-def _hub_or_folder(module: DatasetModule, source: Path | None, note: Callable[[str], None]) -> Tables:
+def _hub_or_folder(module: DatasetModule, source: Path | None) -> tuple[Tables, list[str]]:
     if source is not None:
-        note(f"source: the folder {source}, as --source asks")
-        return _read_folder(module, source)
+        return _read_folder(module, source), [f"source: the folder {source}, as --source asks"]
     try:
         tables = _load(module, None)
     except HubError as error:
@@ -69,30 +61,26 @@ def _hub_or_folder(module: DatasetModule, source: Path | None, note: Callable[[s
             ", or --synthetic for generated ones" if module.synthetic_rows else ""
         )
         raise DataError(error.what, f"Give {ways}.") from None
-    note(f"source: the hub, {tables['train'].source} and {tables['test'].source}")
-    return tables
+    return tables, [f"source: the hub, {tables['train'].source} and {tables['test'].source}"]
 
 
 def _first_that_works(
-    module: DatasetModule, source: Path | None, generate: Callable[[], Tables], note: Callable[[str], None]
-) -> Tables:  # fmt: skip
+    module: DatasetModule, source: Path | None, generate: Callable[[], Tables]
+) -> tuple[Tables, list[str]]:
     try:
         tables = _load(module, None)
     except HubError as error:
-        note(f"not from the hub: {error.what}")
+        notes = [f"not from the hub: {error.what}"]
     else:
-        note(f"source: the hub, the first that works ({tables['train'].source})")
-        return tables
+        return tables, [f"source: the hub, the first that works ({tables['train'].source})"]
     if source is not None and source.is_dir():
-        note(f"source: the folder {source}, the next that works")
-        return _read_folder(module, source)
-    note(
+        return _read_folder(module, source), [*notes, f"source: the folder {source}, the next that works"]
+    notes.append(
         f"not from a folder: {source} is not one"
         if source is not None
         else "not from a folder: no --source was given"
     )
-    note("source: generated synthetic, the only one left")
-    return generate()
+    return generate(), [*notes, "source: generated synthetic, the only one left"]
 
 
 def _read_folder(module: DatasetModule, source: Path) -> Tables:

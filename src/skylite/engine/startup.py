@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from skylite.engine.server import EngineSpec
 from skylite.engine.watchdog import Restarts, Watchdog
 from skylite.processes.supervisor import Supervisor
 
+logger = logging.getLogger(__name__)
 MAX_LORAS = 2
 """Version k and, while requests of it are in flight, k + 1."""
 
@@ -42,14 +44,13 @@ async def ready_engines(
     *,
     started_for: list[str],
     wanted: list[str],
-    say: Callable[[str], None],
 ) -> AsyncIterator[list[Engine]]:
     """The engines when they serve, for exactly the `wanted` modules: started again where they were `started_for` others."""
     if started_for == wanted:
         async with watched(watchdogs, supervisor) as engines:
             yield engines
         return
-    say(
+    logger.info(
         f"vLLM was started for LoRA on {', '.join(started_for)}, and the adapter is on {', '.join(wanted)}: it is started again"
     )
     for watchdog in watchdogs:

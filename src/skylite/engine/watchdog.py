@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from skylite.processes.child import Child, ProcessSpec, child_died, log_tail, po
 from skylite.processes.supervisor import POLL_S, Supervisor
 from skylite.run.run_dir import AdapterVersion
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOG_LINES = 15
@@ -31,8 +33,8 @@ class Restarts:
 
     config: EngineConfig
     verify: Verify
-    tell: Callable[[str, str], None]
-    """Gets the engine's name and a sentence for every restart."""
+    on_restart: Callable[[str], None]
+    """Called with the engine's name at every restart."""
 
 
 @dataclass(slots=True)
@@ -63,10 +65,8 @@ class Watchdog:
         error = await self._failure(engine)
         for count in range(1, allowed + 1):
             engine.take_down()
-            self.restarts.tell(
-                self.spec.name,
-                f"{error.what} It is started again ({count} of engine.max_restarts={allowed}).",
-            )
+            self.restarts.on_restart(self.spec.name)
+            logger.warning(f"{error.what} It is started again ({count} of engine.max_restarts={allowed}).")
             try:
                 await self._start_again(engine)
             except RunFailed as failed_again:

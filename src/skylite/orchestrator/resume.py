@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,11 @@ from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir, published_versions
 from skylite.run.status import read_status
 
-Say = Callable[[str], None]
+logger = logging.getLogger(__name__)
 
 
 def plan_resume(
     run: RunDir,
-    say: Say,
     *,
     overrides: Mapping[str, Any] | None = None,
     settings: Sequence[str] = (),
@@ -55,16 +55,18 @@ def plan_resume(
         config = config.model_copy(
             update={"reward": config.reward.model_copy(update={"function": recorded.config.reward.function})}
         )
-    check_changes(recorded.config, config, say)
+    check_changes(recorded.config, config)
     check_device(config, recorded.resolved.device)
-    require_named(reward, run.config_path if recorded.config.reward.function else Path(config.data.path), say)
+    require_named(reward, run.config_path if recorded.config.reward.function else Path(config.data.path))
     _check_inputs(recorded, config)
-    done = choose_checkpoint(run, at, say)
-    _require_work(run, config, done, say)
-    say(f"resuming {run.root} after step {done} of {config.num_steps}" + ("" if done else ", from its start"))
+    done = choose_checkpoint(run, at)
+    _require_work(run, config, done)
+    logger.info(
+        f"resuming {run.root} after step {done} of {config.num_steps}" + ("" if done else ", from its start")
+    )
     if recorded.skylite_version != skylite.__version__:
-        say(
-            f"warning: the run was made by skylite {recorded.skylite_version}, and this is {skylite.__version__}"
+        logger.warning(
+            f"the run was made by skylite {recorded.skylite_version}, and this is {skylite.__version__}"
         )
     return RunPlan(
         run=run, config=config, resolved=_where_it_is_now(run, recorded, config), train=train, held_out=held_out_prompts(config),
@@ -72,7 +74,7 @@ def plan_resume(
     )  # fmt: skip
 
 
-def forget_after(run: RunDir, lora_sync_path: Path, step: int, say: Say, *, reuse_rollouts: bool) -> int:
+def forget_after(run: RunDir, lora_sync_path: Path, step: int, *, reuse_rollouts: bool) -> int:
     """Remove what lies after `step` and unfinished files. Returns how many recorded steps go.
 
     Rollouts that were sampled after it are kept where `reuse_rollouts`: a step is a function of its rollouts, so nothing is sampled
@@ -80,8 +82,8 @@ def forget_after(run: RunDir, lora_sync_path: Path, step: int, say: Say, *, reus
     """
     lines = read_metrics(run.metrics_path)
     before = [line for line in lines if line["step"] <= step]
-    recovered = recover_records(run, before[-1]["step"] if before else 0, step, say)
-    kept = reusable_rollouts(run, step, say) if reuse_rollouts else 0
+    recovered = recover_records(run, before[-1]["step"] if before else 0, step)
+    kept = reusable_rollouts(run, step) if reuse_rollouts else 0
     # A kill or a power cut may come anywhere in here. Checkpoints go first, the newest before all, so that the one which the next resume
     # goes on from never lacks what it was made of; finished steps are recorded before what they were recovered from goes.
     for later in sorted((s for s in checkpoint_steps(run) if s > step), reverse=True):
@@ -97,32 +99,30 @@ def forget_after(run: RunDir, lora_sync_path: Path, step: int, say: Say, *, reus
     remove_scores_after(run, step)
     remove_leftovers(run, lora_sync_path)
     if kept:
-        say(
+        logger.info(
             f"steps {step + 1} to {step + kept} are trained again from their stored rollouts; nothing is sampled twice"
         )
     return len(lines) - len(before)
 
 
-def recover_records(run: RunDir, recorded: int, done: int, say: Say) -> list[dict[str, Any]]:
+def recover_records(run: RunDir, recorded: int, done: int) -> list[dict[str, Any]]:
     """Metrics of the steps after `recorded` up to `done`: the checkpoint has them, and the parent died before it recorded them."""
     steps = [k for k in range(recorded + 1, done + 1) if run.rollout_path(k).exists()]
-    return [
-        recovered_metrics(k, read_rollouts(run.rollout_path(k)), _stored_update(run, k, say)) for k in steps
-    ]
+    return [recovered_metrics(k, read_rollouts(run.rollout_path(k)), _stored_update(run, k)) for k in steps]
 
 
-def _stored_update(run: RunDir, step: int, say: Say) -> dict[str, Any]:
+def _stored_update(run: RunDir, step: int) -> dict[str, Any]:
     """The trainer's word on a finished step; empty when it was not written, or a power cut has emptied it."""
     if not run.trainer_step_path(step).exists():
         return {}
     try:
         return run.read_json(run.trainer_step_path(step))
     except ConfigError as error:
-        say(f"warning: {error.what} The trainer's metrics of step {step} are unknown.")
+        logger.warning(f"{error.what} The trainer's metrics of step {step} are unknown.")
         return {}
 
 
-def reusable_rollouts(run: RunDir, step: int, say: Say) -> int:
+def reusable_rollouts(run: RunDir, step: int) -> int:
     """How many steps right after `step` have a whole rollout file. Those of a step that went bad are sampled anew."""
     count = 0
     while (path := run.rollout_path(step + count + 1)).exists() and not any(
@@ -131,7 +131,7 @@ def reusable_rollouts(run: RunDir, step: int, say: Say) -> int:
         try:
             read_rollouts(path)
         except DataError as error:
-            say(f"warning: {error.what} It is sampled again.")
+            logger.warning(f"{error.what} It is sampled again.")
             break
         count += 1
     return count
@@ -152,9 +152,9 @@ def _check_inputs(recorded: RunConfig, config: TrainConfig) -> None:
         )
 
 
-def _require_work(run: RunDir, config: TrainConfig, done: int, say: Say) -> None:
+def _require_work(run: RunDir, config: TrainConfig, done: int) -> None:
     """Raise ConfigError when every step, and the evaluation after them, is done."""
-    is_finished = done == config.num_steps and _is_told_done(run, say)
+    is_finished = done == config.num_steps and _is_told_done(run)
     if done > config.num_steps or is_finished:
         raise ConfigError(
             f"{run.root} is at step {done} of {config.num_steps} already.",
@@ -162,14 +162,14 @@ def _require_work(run: RunDir, config: TrainConfig, done: int, say: Say) -> None
         )
 
 
-def _is_told_done(run: RunDir, say: Say) -> bool:
+def _is_told_done(run: RunDir) -> bool:
     """Whether status.json says so; it says nothing where a power cut has emptied it."""
     if not run.status_path.exists():
         return False
     try:
         return read_status(run.status_path).phase == "done"
     except ConfigError as error:
-        say(f"warning: {error.what} What comes after the last step is done again.")
+        logger.warning(f"{error.what} What comes after the last step is done again.")
         return False
 
 
@@ -208,8 +208,8 @@ ROUNDING = (
 """How the same step is cut and computed: the result is the same up to rounding."""
 
 
-def check_changes(old: TrainConfig, new: TrainConfig, say: Callable[[str], None]) -> None:
-    """Raise ConfigError that names every change (both values) that would give another result; say those that change rounding."""
+def check_changes(old: TrainConfig, new: TrainConfig) -> None:
+    """Raise ConfigError that names every change (both values) that would give another result; log those that change rounding."""
     before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
     changed = [key for key in after if before.get(key) != after[key]]
     refused = [key for key in changed if not _is_under(key, (*HARMLESS, *ROUNDING))]
@@ -226,7 +226,7 @@ def check_changes(old: TrainConfig, new: TrainConfig, say: Callable[[str], None]
         )
     for key in changed:
         if _is_under(key, ROUNDING):
-            say(
+            logger.info(
                 f"{key} is {_text(after[key])} from here on, before {_text(before.get(key))}: the result is the same up to rounding"
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import shutil
 from contextlib import AbstractContextManager
 from functools import partial
@@ -37,6 +38,8 @@ from skylite.run.run_dir import adapter_name
 from skylite.ui.closing import finished_text, stopped_text
 from skylite.ui.dashboard import Screen
 
+logger = logging.getLogger(__name__)
+
 
 async def run_session(plan: RunPlan, *, resume: bool, limit: TimeLimit | None = None) -> bool:
     """Run all steps, in folders that the caller has locked. Raises RunFailed subclasses.
@@ -51,7 +54,7 @@ async def run_session(plan: RunPlan, *, resume: bool, limit: TimeLimit | None = 
     with model_at_hand(plan.resolved), Screen(plan.config.num_steps) as screen:
         restarts = 0
         while True:
-            go_back(plan, adapters, screen) if resume else clear_requests(plan)
+            go_back(plan, adapters) if resume else clear_requests(plan)
             screen.state.history = tuple(null_to_nan(m) for m in read_metrics(plan.run.metrics_path))
             try:
                 return await _supervised(plan, screen, adapters, resume, limit, restarts, stop)
@@ -59,10 +62,10 @@ async def run_session(plan: RunPlan, *, resume: bool, limit: TimeLimit | None = 
                 allowed = plan.config.trainer.max_restarts
                 if restarts == allowed or stop.asked.is_set():
                     raise
-                screen.say(
+                logger.warning(
                     f"{error.what} The run goes back to its last checkpoint ({restarts + 1} of trainer.max_restarts={allowed})."
                 )
-            plan, resume, restarts = plan_resume(plan.run, screen.say), True, restarts + 1
+            plan, resume, restarts = plan_resume(plan.run), True, restarts + 1
 
 
 def model_at_hand(resolved: Resolved) -> AbstractContextManager[None]:
@@ -83,11 +86,11 @@ def clear_requests(plan: RunPlan) -> None:
         plan.run.rendezvous.mkdir(mode=0o700)
 
 
-def go_back(plan: RunPlan, adapters: Path, screen: Screen) -> None:
+def go_back(plan: RunPlan, adapters: Path) -> None:
     """The folder as it was at the checkpoint that the plan goes on from."""
     clear_requests(plan)
     write_config(plan)
-    forget_after(plan.run, adapters, plan.first_step - 1, screen.say, reuse_rollouts=plan.reuse_rollouts)
+    forget_after(plan.run, adapters, plan.first_step - 1, reuse_rollouts=plan.reuse_rollouts)
 
 
 async def _supervised(
@@ -126,7 +129,7 @@ async def _supervised(
                 progress.phase("failed", error=str(reason))
             raise reason from None
     progress.phase("done" if finished else "stopped")
-    screen.say(
+    logger.info(
         finished_text(plan.run, adapters, screen.state.evaluations)
         if finished
         else stopped_text(plan.run, adapters)
@@ -150,7 +153,7 @@ async def _run(
         restarts = Restarts(
             config=plan.config.engine,
             verify=partial(verify_folder, tolerance=tolerance),
-            tell=progress.restarted,
+            on_restart=progress.restarted,
         )
         watchdogs = await stack.enter_async_context(
             open_engines(plan.run_config, plan.run.logs, modules, supervisor, restarts)
@@ -160,7 +163,7 @@ async def _run(
         progress.event("trainer_started")
         tokenizer = await asyncio.to_thread(load_tokenizer, Path(plan.resolved.model_path))
         if tokenizer.note:
-            progress.screen.say(tokenizer.note)
+            logger.info(tokenizer.note)
         write_json(plan.run.canary_path, {"sequences": canary_sequences(tokenizer, plan.train)})
         progress.event("tokenizer_ready")
         pool = RewardPool(plan.reward, plan.config.reward.num_workers, plan.config.reward.timeout_s)
@@ -179,7 +182,6 @@ async def _run(
                 supervisor,
                 started_for=modules,
                 wanted=published,
-                say=progress.screen.say,
             )
         )
         progress.event("engines_ready")

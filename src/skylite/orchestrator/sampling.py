@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,8 @@ from skylite.orchestrator.session import Session
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Group, Prompt
+
+logger = logging.getLogger(__name__)
 
 
 async def sample_step(session: Session, step: int, adapter: AdapterVersion) -> SampledStep:
@@ -41,7 +44,7 @@ async def sample_step(session: Session, step: int, adapter: AdapterVersion) -> S
 
     sampled = await replace_zero_std_groups(first, sample_more, algorithm.max_resample_rounds)
     if sampled.missing:
-        session.progress.screen.say(
+        logger.info(
             f"step {step}: {sampled.missing} of {per_step} groups still have equal rewards after {len(sampled.left_out)} more were sampled "
             "(algorithm.max_resample_rounds); they are dropped"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import time
 from collections.abc import Awaitable, Coroutine
@@ -17,6 +18,8 @@ from skylite.orchestrator.progress import Progress
 from skylite.processes.supervisor import Supervisor
 from skylite.run.files import convert_os_errors
 from skylite.run.run_dir import RunDir
+
+logger = logging.getLogger(__name__)
 
 FINISH_SHARE, TRAINER_SHARE = 0.6, 0.8
 """Of stop.grace_s: by when the step must be finished, and by when the trainer has its checkpoint. The rest is for ending processes."""
@@ -65,7 +68,7 @@ async def run_until_stopped(
     try:
         await _first(running, watching, stop.asked.wait())
         if stop.asked.is_set() and plan.config.stop.mode == "finish" and progress.recorded < progress.step:
-            progress.screen.say(
+            logger.info(
                 f"step {progress.step} is finished first (stop.mode=finish); once more to end at once"
             )
             in_time = stop.left_s(plan.config.stop.grace_s * FINISH_SHARE)

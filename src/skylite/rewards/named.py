@@ -8,14 +8,17 @@ there.
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from skylite.errors import ConfigError, WriteFailed
 from skylite.rewards import BUILT_IN, resolve_spec
 from skylite.run.files import write_json
+
+logger = logging.getLogger(__name__)
 
 
 def remember(spec: str) -> None:
@@ -30,8 +33,8 @@ def remember(spec: str) -> None:
         write_json(_state_file(), {"named": sorted({*known, resolved})})
 
 
-def require_named(spec: str, where: Path, say: Callable[[str], None] = lambda _: None) -> None:
-    """Say which program will run, or raise ConfigError: `where` names a FILE.py:function that the user has not named on this machine."""
+def require_named(spec: str, where: Path) -> None:
+    """Log which program will run, or raise ConfigError: `where` names a FILE.py:function that the user has not named on this machine."""
     if spec in BUILT_IN:
         return
     if resolve_spec(spec) not in _known():
@@ -39,7 +42,7 @@ def require_named(spec: str, where: Path, say: Callable[[str], None] = lambda _:
             f"{where} names the reward {spec}, a Python program that you have not named on this machine yourself; it was not run.",
             f"If you trust it, name it: --set reward.function={spec}.",
         )
-    say(f"reward: the program {spec} runs")
+    logger.info(f"reward: the program {spec} runs")
 
 
 def names_reward(settings: Sequence[str]) -> bool:

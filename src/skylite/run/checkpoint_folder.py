@@ -5,7 +5,7 @@ Their `manifest.json` lists every other file with size and sha256.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -14,6 +14,7 @@ from skylite.errors import ConfigError, ModelError
 from skylite.run.files import sha256_file
 from skylite.run.run_dir import RunDir
 
+logger = logging.getLogger(__name__)
 FORMAT = 4
 MANIFEST = "manifest.json"
 
@@ -83,7 +84,7 @@ def checkpoint_steps(run: RunDir) -> list[int]:
     return sorted(step_of(p) for p in run.checkpoints.glob("step-*") if p.is_dir())
 
 
-def choose_checkpoint(run: RunDir, at: int | None, say: Callable[[str], None]) -> int:
+def choose_checkpoint(run: RunDir, at: int | None) -> int:
     """The step to resume from: `at`, else the newest intact checkpoint, else 0 (the start of the run).
 
     Skips damaged checkpoints with a warning. Raises ModelError when the checkpoint of `at` is damaged, or
@@ -105,7 +106,7 @@ def choose_checkpoint(run: RunDir, at: int | None, say: Callable[[str], None]) -
         try:
             verify_checkpoint(run.checkpoint_path(step))
         except ModelError as error:
-            say(f"warning: {error.what} It is skipped.")
+            logger.warning(f"{error.what} It is skipped.")
         else:
             return step
     if steps:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
 from rich.live import Live
 
+from skylite.ui.logs import ON_PAGE, lines_on_screen, shows_info
 from skylite.ui.page import ENDS, CompletionView, Page, ScreenState
+
+logger = logging.getLogger(__name__)
 
 EVERY_STEP = ("sampling", "training", "syncing")
 """Phases that come in every step: shown live, too many for a log."""
@@ -25,10 +30,12 @@ class Screen:
     ) -> None:
         self.console = console or Console(stderr=True)
         self.state = ScreenState(num_steps, history=tuple(history))
-        self._is_live = self.console.is_interactive
+        self._is_live = self.console.is_interactive and shows_info()
+        self._stack = ExitStack()
         self._live = Live(get_renderable=lambda: Page(self.state), console=self.console, refresh_per_second=4)
 
     def __enter__(self) -> Self:
+        self._stack.enter_context(lines_on_screen(self._print, has_page=self._is_live))
         if self._is_live:
             self._live.start()
         return self
@@ -38,6 +45,7 @@ class Screen:
     ) -> None:
         if self._is_live:
             self._live.stop()
+        self._stack.close()
 
     def phase(self, name: str, detail: str) -> None:
         """What happens now, e.g. phase("sampling", "step 3 of 24"). An end (done, stopped, failed) leaves the page as it is, and what
@@ -45,24 +53,22 @@ class Screen:
         self.state.phase, self.state.detail = name, detail
         if self._is_live and name in ENDS:
             self._live.stop()
-        if not self._is_live and name not in EVERY_STEP:
-            self.say(f"{name} {detail}".strip())
+        level = logging.DEBUG if name in EVERY_STEP else logging.INFO
+        logger.log(level, f"{name} {detail}".strip(), extra=ON_PAGE)
 
     def step(self, metrics: Mapping[str, Any], sample: CompletionView | None) -> None:
         """A finished step."""
         self.state.history = (*self.state.history, metrics)
         self.state.sample = sample
-        if not self._is_live:
-            self.say(step_line(metrics, self.state.num_steps))
+        logger.info(step_line(metrics, self.state.num_steps), extra=ON_PAGE)
 
     def evaluation(self, label: str, text: str) -> None:
         """A held-out result: evaluation("before", "greedy pass@1 31.4 % ...")."""
         self.state.evaluations[label] = text
-        if not self._is_live:
-            self.say(f"held out, {label}: {text}")
+        logger.info(f"held out, {label}: {text}", extra=ON_PAGE)
 
-    def say(self, text: str) -> None:
-        """A note that stays: above the page, or a line of its own."""
+    def _print(self, text: str) -> None:
+        """Print a line above the page, or on a plain terminal."""
         self.console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 

@@ -14,6 +14,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from skylite.ui.curve import curve, shares
+from skylite.ui.logs import plain
 
 LABEL_WIDTH = 11
 MAX_ROWS = 34
@@ -185,11 +186,6 @@ def wrapped(text: str, width: int) -> list[str]:
             lines += full
         lines += [line] if line else []
     return lines
-
-
-def plain(text: str) -> str:
-    """Without characters that move the cursor, colour the terminal or turn the writing direction."""
-    return "".join(c if c.isprintable() else " " for c in text)
 
 
 def clock(state: ScreenState) -> str:

@@ -1,0 +1,154 @@
+"""Where log records go: lines on the terminal, and RUN/logs/skylite.log.
+
+Modules log with `logging.getLogger(__name__)`. Only the command line configures handlers: a program that imports
+skylite keeps its own. This module does not import rich, because `skylite --help` loads it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from skylite.errors import SkyliteError, WriteFailed
+from skylite.run.files import append_line, convert_os_errors
+
+ON_PAGE: dict[str, Any] = {"on_page": True}
+"""`extra` of a record that repeats what the live page shows: a live terminal does not print it."""
+_ROOT = logging.getLogger("skylite")
+
+
+def plain(text: str) -> str:
+    """`text` without characters that move the cursor, colour the terminal or change the writing direction."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+class TerminalHandler(logging.Handler):
+    """Prints records for a person: above the live page while a screen is open, else on stderr."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.info_on_stdout = False
+        self.screen: Callable[[str], None] | None = None
+        """Prints a line on the open screen."""
+        self.has_page = False
+        """The open screen draws a live page."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.screen is not None:
+            if not (self.has_page and getattr(record, "on_page", False)):
+                self.screen(self.format(record))
+        elif self.info_on_stdout and record.levelno < logging.WARNING:
+            print(self.format(record), flush=True)
+        else:
+            name = "" if self.level == logging.DEBUG else "skylite: "
+            print(f"{name}{self.format(record)}", file=sys.stderr, flush=True)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The message, with its level from warnings up; with time and logger name at the level DEBUG."""
+        level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        head, (first, *lines) = "", super().format(record).split("\n")
+        if self.level == logging.DEBUG:
+            head = f"{_FILE_FORMAT.formatTime(record, '%H:%M:%S')} {record.name}: "
+        return "\n".join([f"{head}{level}{plain(first)}", *map(plain, lines)])
+
+
+class RunLogHandler(logging.Handler):
+    """Appends records from info up to a file. Records that come before `open` wait in memory."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._path: Path | None = None
+        self._waiting: list[str] = []
+        self._is_refused = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        head, *lines = _FILE_FORMAT.format(record).split("\n")
+        text = "\n".join([plain(head), *(f"  {plain(line)}" for line in lines)])
+        if self._path is None:
+            self._waiting.append(text)
+        else:
+            self._append(self._path, text)
+
+    def open(self, path: Path) -> None:
+        """Write what waited, and every later record, to `path`."""
+        self._path, self._is_refused = path, False
+        waiting, self._waiting = self._waiting, []
+        try:
+            with convert_os_errors(path.parent):
+                path.parent.mkdir(parents=True, exist_ok=True)
+        except WriteFailed as error:
+            self._warn_once(error)
+        for text in waiting:
+            self._append(path, text)
+
+    def shut(self) -> None:
+        """Forget what waited; later records wait again."""
+        self._path, self._waiting = None, []
+
+    def _append(self, path: Path, text: str) -> None:
+        try:
+            append_line(path, text, durable=False)
+        except WriteFailed as error:
+            self._warn_once(error)
+
+    def _warn_once(self, error: WriteFailed) -> None:
+        if not self._is_refused:
+            self._is_refused = True
+            _ROOT.warning(f"{error} The run continues without these log lines.")
+
+
+_FILE_FORMAT = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+_TERMINAL = TerminalHandler()
+_RUN_LOG = RunLogHandler()
+
+
+def configure_logging(level: int = logging.INFO, *, info_on_stdout: bool = False) -> None:
+    """Set up the handlers of the command line. `info_on_stdout`: info is what the command was asked for."""
+    _TERMINAL.info_on_stdout = info_on_stdout
+    _RUN_LOG.shut()
+    for handler in (_TERMINAL, _RUN_LOG):
+        _ROOT.addHandler(handler)
+    _ROOT.propagate = False  # a reward file may configure the root logger: each line would come twice
+    set_terminal_level(level)
+
+
+def set_terminal_level(level: int) -> None:
+    """What the terminal shows: INFO by default, WARNING for --quiet, DEBUG for --verbose."""
+    _TERMINAL.setLevel(level)
+    _ROOT.setLevel(min(level, logging.INFO))  # the log file gets info in any case
+
+
+def shows_info() -> bool:
+    """Whether the terminal shows more than warnings."""
+    return _TERMINAL.level <= logging.INFO
+
+
+@contextmanager
+def run_log(path: Path) -> Iterator[None]:
+    """Write log records to `path` too, beginning with those of the command so far.
+
+    An error that leaves the block is the last record.
+    """
+    _RUN_LOG.open(path)
+    try:
+        yield
+    except Exception as error:
+        trace = None if isinstance(error, SkyliteError) else sys.exc_info()
+        _RUN_LOG.handle(_ROOT.makeRecord(_ROOT.name, logging.ERROR, __file__, 0, str(error), (), trace))
+        raise
+    finally:
+        _RUN_LOG.shut()
+
+
+@contextmanager
+def lines_on_screen(print_line: Callable[[str], None], *, has_page: bool) -> Iterator[None]:
+    """Print the terminal's lines with `print_line` in this block."""
+    _TERMINAL.screen, _TERMINAL.has_page = print_line, has_page
+    try:
+        yield
+    finally:
+        _TERMINAL.screen, _TERMINAL.has_page = None, False
