@@ -1,11 +1,9 @@
-"""GSM8K: 7,473 training and 1,319 test grade-school word problems.
-
-Source: arXiv 2110.14168, https://github.com/openai/grade-school-math, MIT license.
+"""GSM8K: 7,473 training and 1,319 test grade-school word problems (arXiv 2110.14168, MIT license).
 
 To add a data set, copy this file, edit it, and run `skylite prepare path/to/copy.py`. (Or put the copy into
 ./data_prep and run `skylite prepare NAME`.) It must define:
 
-- NAME, REWARD, SYSTEM, EXAMPLES: the data set's name, its reward, the system text and the few-shot examples
+- NAME, REWARD, SYSTEM, FEW_SHOT: the data set's name, its reward, the system text and the few-shot examples
 - `load_rows`: reads the raw rows of a split
 - `to_prompt`: turns a row into a prompt
 - `reference`: a completion of the row that must score 1.0
@@ -29,7 +27,7 @@ from skylite.types import Message, Prompt
 NAME = "gsm8k"
 REWARD = "gsm8k"
 SYSTEM = "Solve the problem. Write each calculation on its own line, then #### and the answer."
-EXAMPLES: list[Message] = [
+FEW_SHOT: list[Message] = [
     {"role": "user", "content": "Nora has 5 cups. She buys 4 more. How many cups does she have now?"},
     {"role": "assistant", "content": "5 + 4 = 9\n#### 9"},
     {"role": "user", "content": "Jim had 12 nuts and ate 5. How many are left?"},
@@ -59,27 +57,21 @@ def load_rows(split: str, source: Path | None) -> Table:
 
 
 def synthetic_rows(split: str, seed: int, difficulty: Sequence[int], limit: int | None) -> Table:
-    """Generated problems of a split, equally many of each difficulty.
-
-    The splits are consecutive parts of one sequence of distinct problems, so they do not overlap.
-    """
-    unknown = sorted(set(difficulty) - set(synthetic.GRADES))
+    """Generated problems, equally many of each difficulty. The splits do not overlap."""
+    unknown = sorted(set(difficulty) - set(synthetic.DIFFICULTIES))
     if unknown:
         raise DataError(
-            f"The synthetic problems have no difficulty {unknown}.", f"Use {list(synthetic.GRADES)}."
+            f"There is no synthetic difficulty {unknown}.", f"Use {list(synthetic.DIFFICULTIES)}."
         )
-    difficulties = sorted(set(difficulty)) or list(synthetic.GRADES)
+    difficulties = sorted(set(difficulty)) or list(synthetic.DIFFICULTIES)
     rows_of_each = {
         name: max(ceil(total / len(difficulties)), each) for name, (total, each) in SYNTHETIC_HELD_OUT.items()
     }
     rows_of_each["train"] = ceil((limit or SYNTHETIC_TRAIN_ROWS) / len(difficulties))
-    start = {
-        "test": 0,
-        "validation": rows_of_each["test"],
-        "train": rows_of_each["test"] + rows_of_each["validation"],
-    }[split]
+    start = {"test": 0, "validation": rows_of_each["test"]}
+    start["train"] = start["validation"] + rows_of_each["validation"]
     by_difficulty = [
-        list(islice(synthetic.problems(difficulty, seed), start, start + rows_of_each[split]))
+        list(islice(synthetic.problems(difficulty, seed), start[split], start[split] + rows_of_each[split]))
         for difficulty in difficulties
     ]
     mixed = [problem for row in zip(*by_difficulty, strict=True) for problem in row]
@@ -94,11 +86,9 @@ def to_prompt(row: Row, prompt_id: str) -> Prompt:
     """System text, few-shot examples, question. The difficulty counts the calculator annotations <<...>>."""
     worked, mark, answer = row.text("answer").rpartition("####")
     if not mark:
-        raise DataError(
-            f"{row.where}: the answer has no '####'.", "End it with '#### NUMBER', as GSM8K does."
-        )
+        raise DataError(f"{row.where}: the answer has no '####'.", "End it with '#### NUMBER'.")
     question: Message = {"role": "user", "content": row.text("question")}
-    messages: list[Message] = [{"role": "system", "content": SYSTEM}, *EXAMPLES, question]
+    messages: list[Message] = [{"role": "system", "content": SYSTEM}, *FEW_SHOT, question]
     return Prompt(
         id=prompt_id, messages=messages, answer=answer.strip(), source=NAME, difficulty=worked.count("<<")
     )

@@ -1,4 +1,4 @@
-"""The command line: flags to commands, nothing else. Heavy imports happen inside the commands, so that --help is quick."""
+"""The command line: maps flags to commands. The commands do the heavy imports, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from skylite.ui.logs import configure_logging, set_terminal_level
 
 app = typer.Typer(
     name="skylite",
-    help="Train a LoRA adapter with reinforcement learning on one machine: FSDP2 trains, vLLM samples, every sync is verified.",
+    help="Train a LoRA adapter with reinforcement learning on one machine: "
+    "FSDP2 trains, vLLM samples, and every adapter sync is verified.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # its boxes take as long as all the rest of --help
+    rich_markup_mode=None,  # importing rich would double the time of --help
 )
 
 adapters_app = typer.Typer(
-    help="The published adapters of a run.", no_args_is_help=True, rich_markup_mode=None
+    help="List, verify or clean up the published adapters of a run.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 app.add_typer(adapters_app, name="adapters")
 
@@ -36,13 +39,13 @@ def _set_level(verbose: bool | None) -> bool | None:
 Verbose = Annotated[
     bool | None,
     typer.Option("--verbose/--quiet", "-v/-q", callback=_set_level,
-                 help="Also debug messages, with times; or warnings and errors only."),
+                 help="Also print debug messages and times; or only warnings and errors."),
 ]  # fmt: skip
-"""The same two flags before and after the command's name; the callback does the work."""
+"""Works before and after the name of a command: the callback sets the level, commands ignore the value."""
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="A.B=VALUE", help="Any other setting, TOML syntax; repeatable."),
+    typer.Option("--set", metavar="A.B=VALUE", help="Any other setting, in TOML syntax. Repeatable."),
 ]
 
 
@@ -57,61 +60,80 @@ def start(context: typer.Context, verbose: Verbose = None) -> None:
 def prepare(
     target: Annotated[
         str,
-        typer.Argument(help="gsm8k, reasoning-gym:TASK, a data_prep file, or your .jsonl, .csv or .parquet."),
+        typer.Argument(
+            help="gsm8k, reasoning-gym:TASK, a data_prep .py file, or your own .jsonl, .csv or .parquet file."
+        ),
     ],
-    out: Annotated[Path | None, typer.Option(help="Folder to write; default data/NAME.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Output folder. Default: data/NAME.")] = None,
     source: Annotated[
-        Path | None, typer.Option(help="Folder with the released files instead of the hub.")
+        Path | None, typer.Option(help="Folder with the released files, instead of the hub.")
     ] = None,
     synthetic: Annotated[
-        bool, typer.Option("--synthetic", help="Generate problems in the data set's format.")
+        bool, typer.Option("--synthetic", help="Generate problems in the format of the data set.")
     ] = False,
     first_source: Annotated[
-        bool, typer.Option("--first-source", help="The first that works: hub, --source, synthetic.")
+        bool,
+        typer.Option("--first-source", help="Use the first available source: hub, --source, synthetic."),
     ] = False,
-    difficulty: Annotated[str, typer.Option(help="Stand-in: reasoning steps, e.g. 1,2.")] = "",
-    question: Annotated[str | None, typer.Option(help="Question column of your file.")] = None,
-    answer: Annotated[str | None, typer.Option(help="Answer column of your file.")] = None,
-    reward: Annotated[str | None, typer.Option(help="gsm8k, math, or FILE.py:function.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Rows of the training split.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of generation and splits.")] = 0,
+    difficulty: Annotated[str, typer.Option(help="Reasoning steps of synthetic problems, e.g. 1,2.")] = "",
+    question: Annotated[str | None, typer.Option(help="Question column of your own file.")] = None,
+    answer: Annotated[str | None, typer.Option(help="Answer column of your own file.")] = None,
+    reward: Annotated[
+        str | None, typer.Option(help="Reward for your own file: gsm8k, math, or FILE.py:function.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum rows of the training split.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of generation and splits.")] = 0,
     verbose: Verbose = None,
 ) -> None:
-    """Write train, validation and test parquet files, every row checked against its reward."""
+    """Prepare a data set. Writes train, validation and test parquet files and checks every row."""
     from skylite.commands.prepare import prepare as run
 
-    run(target, out=out, source=source, synthetic=synthetic, first_source=first_source, difficulty=_numbers(difficulty), question=question,
-        answer=answer, reward=reward, limit=limit, seed=seed)  # fmt: skip
+    run(
+        target,
+        out=out,
+        source=source,
+        synthetic=synthetic,
+        first_source=first_source,
+        difficulty=_numbers(difficulty),
+        question=question,
+        answer=answer,
+        reward=reward,
+        limit=limit,
+        seed=seed,
+    )
 
 
 @app.command()
 def train(
     recipe: Annotated[
-        str | None, typer.Option(help="TOML file or a name in recipes/; default: the one for this machine.")
+        str | None,
+        typer.Option(help="TOML file, or a name in recipes/. Default: the recipe for this machine."),
     ] = None,
     model: Annotated[str | None, typer.Option(help="Hub id, local folder, or smollm2-135m.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Folder made by `skylite prepare`.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder written by `skylite prepare`.")] = None,
     rank: Annotated[int | None, typer.Option(help="LoRA rank.")] = None,
     alpha: Annotated[float | None, typer.Option(help="LoRA alpha.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps in all.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Total number of steps.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
-    group_size: Annotated[int | None, typer.Option(help="Completions a prompt.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of data order, sampling and initialisation.")] = None,
+    group_size: Annotated[int | None, typer.Option(help="Completions per prompt.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of data order, sampling and initialisation.")] = None,
     from_adapter: Annotated[
-        Path | None, typer.Option(help="Warm start: adapter folder that version 0 begins as.")
+        Path | None, typer.Option(help="Start from the weights in this adapter folder (warm start).")
     ] = None,
-    run: Annotated[Path | None, typer.Option(help="Run folder; default runs/RECIPE-DATE.")] = None,
+    run: Annotated[Path | None, typer.Option(help="Run folder. Default: runs/RECIPE-DATE.")] = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Go on with this run from its newest whole checkpoint.")
+        Path | None, typer.Option(help="Resume this run from its newest valid checkpoint.")
     ] = None,
     at: Annotated[
-        int | None, typer.Option(min=0, help="With --resume: the checkpoint's step; 0 is the start.")
+        int | None,
+        typer.Option(min=0, help="With --resume: use the checkpoint of this step; 0 starts the run again."),
     ] = None,
     max_hours: Annotated[
-        float | None, typer.Option(min=0, help="Stop between two steps in time, leaving a run to resume.")
+        float | None,
+        typer.Option(min=0, help="Stop before the step that would exceed this time. --resume continues."),
     ] = None,
     max_restarts: Annotated[
-        int | None, typer.Option(min=0, help="Go on by itself when the trainer dies, so often.")
+        int | None, typer.Option(min=0, help="Maximum automatic restarts after a trainer crash.")
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print the resolved settings, start nothing.")
@@ -119,48 +141,72 @@ def train(
     settings: Settings = None,
     verbose: Verbose = None,
 ) -> None:
-    """Train: sample with vLLM, score, update with FSDP2, publish the adapter, hot-reload it, verify it; every step."""
+    """Train a LoRA adapter. Each step samples, scores, updates, then reloads and verifies the adapter."""
     from skylite.commands.train import TrainFlags
     from skylite.commands.train import train as run_train
 
-    flags = TrainFlags(recipe=recipe, model=model, data=data, rank=rank, alpha=alpha, steps=steps, lr=lr, group_size=group_size,
-                       seed=seed, from_adapter=from_adapter, max_restarts=max_restarts, settings=tuple(settings or ()))  # fmt: skip
+    flags = TrainFlags(
+        recipe=recipe, model=model, data=data, rank=rank, alpha=alpha, steps=steps, lr=lr, seed=seed,
+        group_size=group_size, from_adapter=from_adapter, max_restarts=max_restarts,
+        settings=tuple(settings or ()),
+    )  # fmt: skip
     run_train(flags, run=run, resume=resume, dry_run=dry_run, at=at, max_hours=max_hours)
 
 
 @app.command("eval")
 def evaluate(
     target: Annotated[Path | None, typer.Argument(help="A run or an adapter folder.")] = None,
-    base: Annotated[bool, typer.Option("--base", help="The model without an adapter.")] = False,
-    model: Annotated[str | None, typer.Option(help="Base model; default: the run's or adapter's.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Prepared folder; default: the run's.")] = None,
+    base: Annotated[bool, typer.Option("--base", help="Evaluate the base model without an adapter.")] = False,
+    model: Annotated[
+        str | None, typer.Option(help="Base model. Default: that of the run or adapter.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder written by `skylite prepare`. Default: that of the run.")
+    ] = None,
     split: Annotated[str, typer.Option(help="train, validation or test.")] = "test",
-    limit: Annotated[int | None, typer.Option(min=1, help="First N problems.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Evaluate the first N problems only.")] = None,
     n: Annotated[
-        int, typer.Option("--n", min=1, help="1: greedy. More: mean of N samples at temperature 1.")
+        int, typer.Option("--n", min=1, help="1: greedy. More: mean over N samples at temperature 1.")
     ] = 1,
-    step: Annotated[int | None, typer.Option(help="Adapter version of a run; default: the newest.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 0,
+    step: Annotated[int | None, typer.Option(help="Adapter version of the run. Default: the newest.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of sampling.")] = 0,
     settings: Settings = None,
     verbose: Verbose = None,
 ) -> None:
-    """pass@1 on held-out problems through vLLM, with a 95 % interval; per-problem results in parquet."""
+    """Evaluate an adapter or the base model. Prints pass@1 on held-out problems with a 95 % interval.
+
+    Writes per-problem results to RUN/evals, or to ./evals without a run.
+    """
     from skylite.commands.evaluate import EvalFlags
     from skylite.commands.evaluate import evaluate as run_eval
 
-    run_eval(EvalFlags(target=target, base=base, model=model, data=data, split=split, limit=limit, n=n, step=step, seed=seed,
-                       settings=tuple(settings or ())))  # fmt: skip
+    run_eval(
+        EvalFlags(
+            target=target,
+            base=base,
+            model=model,
+            data=data,
+            split=split,
+            limit=limit,
+            n=n,
+            step=step,
+            seed=seed,
+            settings=tuple(settings or ()),
+        )
+    )
 
 
 @app.command()
 def serve(
     target: Annotated[Path, typer.Argument(help="A run or an adapter folder.")],
-    model: Annotated[str | None, typer.Option(help="Base model; default: the run's or adapter's.")] = None,
-    step: Annotated[int | None, typer.Option(help="Adapter version of a run; default: the newest.")] = None,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="On 127.0.0.1.")] = 8000,
+    model: Annotated[
+        str | None, typer.Option(help="Base model. Default: that of the run or adapter.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="Adapter version of the run. Default: the newest.")] = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port on 127.0.0.1.")] = 8000,
     verbose: Verbose = None,
 ) -> None:
-    """Serve the trained adapter with vLLM's OpenAI API on 127.0.0.1."""
+    """Serve an adapter on 127.0.0.1. Starts vLLM's OpenAI-compatible server and prints a random API key."""
     from skylite.commands.serve import serve as run_serve
 
     run_serve(target, model=model, step=step, port=port)
@@ -172,7 +218,7 @@ def replay(
     step: Annotated[int, typer.Option(min=1, help="The step to train again.")],
     verbose: Verbose = None,
 ) -> None:
-    """Train a step again from its stored rollouts and checkpoint: equal (exit 0), or the difference of each tensor (exit 1)."""
+    """Replay a stored step. Trains it again and compares the adapters: exit 0 if equal, 1 if different."""
     from skylite.commands.replay import replay as run_replay
 
     run_replay(target, step)
@@ -180,7 +226,7 @@ def replay(
 
 @adapters_app.command("verify")
 def adapters_verify(target: RunFolder, verbose: Verbose = None) -> None:
-    """Hash every published adapter against its manifest and name the damaged ones (exit 1)."""
+    """Check every published adapter against its hashes. Exits 1 if one is damaged."""
     from skylite.commands.adapters import verify
 
     verify(target)
@@ -188,7 +234,7 @@ def adapters_verify(target: RunFolder, verbose: Verbose = None) -> None:
 
 @adapters_app.command("list")
 def adapters_list(target: RunFolder, verbose: Verbose = None) -> None:
-    """Version, step, bytes, age and canary of every published adapter."""
+    """List the published adapters: version, step, bytes, age, canary gap."""
     from skylite.commands.adapters import list_versions
 
     list_versions(target)
@@ -196,7 +242,7 @@ def adapters_list(target: RunFolder, verbose: Verbose = None) -> None:
 
 @adapters_app.command("gc")
 def adapters_gc(target: RunFolder, verbose: Verbose = None) -> None:
-    """Remove adapters and checkpoints that the run's keep rules do not need, saying what."""
+    """Delete old adapters and checkpoints. Removes what the keep rules do not need, and unfinished files."""
     from skylite.commands.adapters import gc
 
     gc(target)
@@ -206,7 +252,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a list of whole numbers like 1,2") from None
+        raise typer.BadParameter(f"{text!r} is not a list of integers like 1,2") from None
 
 
 def main() -> None:
@@ -220,6 +266,6 @@ def main() -> None:
             print(f"\nThe last lines of its log:\n{log_tail}", file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:
-        # Nearly every write says for itself what it was doing; this is for the rest (a folder made, an old file removed).
+        # Nearly all writes raise WriteFailed; this handles the rest, such as creating a folder.
         print(f"skylite: {write_failed(error)}", file=sys.stderr)
         sys.exit(1)

@@ -138,7 +138,7 @@ def test_eval_needs_something_to_evaluate(project: Project) -> None:
 
 def test_resume_takes_no_other_settings(project: Project) -> None:
     assert "--recipe was given too" in refused(project, "train", "--resume", "run", "--recipe", "gsm8k")
-    assert "no run was given" in refused(project, *project.train_args("x", 1, "--at", "3"))
+    assert "--resume is missing" in refused(project, *project.train_args("x", 1, "--at", "3"))
     assert "not a skylite run" in refused(project, "train", "--resume", "data")
 
 
@@ -150,7 +150,7 @@ def test_a_warm_start_that_does_not_fit(project: Project, tmp_path: Path) -> Non
     assert "no adapter folder" in refused(
         project, *project.train_args("x", 1, "--from-adapter", str(tmp_path))
     )
-    assert "cannot go together" in refused(
+    assert "cannot be combined" in refused(
         project, "train", "--resume", "run", "--from-adapter", str(adapter)
     )
     assert not (project.root / "x").exists()

@@ -196,7 +196,7 @@ def test_a_run_that_stops_in_time_and_goes_on_equals_one_that_never_stopped(proj
             project.root / "straight" / name
         ).read_bytes(), version
 
-    assert project.run("adapters", "verify", "in-time").stdout == "4 of 4 published adapters are whole\n"
+    assert project.run("adapters", "verify", "in-time").stdout == "4 of 4 published adapters are intact\n"
     replayed = project.run("replay", "in-time", "--step", "2")
     assert replayed.returncode == 0, replayed.stderr
     # From the checkpoint of the stop, where that was made after step 1: after step 2 there is none before it, and all is trained again.

@@ -1,4 +1,4 @@
-"""A synthetic for a vLLM server: a real process on the same Unix socket, with the requests and replies that skylite uses. Starts at once.
+"""A fake vLLM server: a real process on the same Unix socket, with the requests and replies that skylite uses. Starts at once.
 
     SKYLITE_ENGINE_COMMAND="python -m tests.fakes.engine" skylite train ...
 

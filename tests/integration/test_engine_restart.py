@@ -1,4 +1,4 @@
-"""An engine that dies or hangs is started again, as real processes (a synthetic for vLLM's server, tests/fakes): nothing is lost."""
+"""An engine that dies or hangs restarts with its adapters, and waiting requests get their answers (fake vLLM in tests/fakes)."""
 
 from __future__ import annotations
 

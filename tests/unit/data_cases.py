@@ -6,7 +6,7 @@ import json
 from itertools import islice
 from pathlib import Path
 
-from skylite.data import synthetic as synthetic
+from skylite.data import synthetic
 from skylite.types import Prompt
 
 RELEASED = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"

@@ -43,9 +43,9 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def test_verify_names_the_damaged_and_exits_1(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_prints_damaged_adapters_and_exits_1(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     verify(run.root)
-    assert capsys.readouterr().out == "7 of 7 published adapters are whole\n"
+    assert capsys.readouterr().out == "7 of 7 published adapters are intact\n"
     (run.default_adapters / "policy-v000003" / "adapter_model.safetensors").write_bytes(b"weights X")
     (run.default_adapters / "policy-v000005" / "manifest.json").unlink()
     (run.default_adapters / "policy-v000001").rename(run.default_adapters / "policy-v000009")
@@ -54,8 +54,8 @@ def test_verify_names_the_damaged_and_exits_1(run: RunDir, capsys: pytest.Captur
     assert ended.value.code == 1
     lines = capsys.readouterr().out.splitlines()
     assert ["policy-v000003/adapter_model" in lines[0], "policy-v000005" in lines[1]] == [True, True]
-    assert "policy-v000009 holds version 1 by its manifest" in lines[2]
-    assert lines[3] == "4 of 7 published adapters are whole"
+    assert "policy-v000009 names version 1" in lines[2]
+    assert lines[3] == "4 of 7 published adapters are intact"
 
 
 def test_list_shows_every_version(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,9 +69,7 @@ def test_list_shows_every_version(run: RunDir, capsys: pytest.CaptureFixture[str
     assert "damaged" in lines[5]
 
 
-def test_gc_removes_what_the_rules_do_not_keep_and_says_it(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gc_deletes_what_the_keep_rules_do_not_need(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     gc(run.root)
     assert [a.version for a in published_versions(run.default_adapters)] == [0, 4, 5, 6]
     assert checkpoint_steps(run) == [6]
@@ -82,19 +80,19 @@ def test_gc_removes_what_the_rules_do_not_keep_and_says_it(
         "checkpoint step-000002",
         "adapter v1 ",
         "adapter v3 ",
-        "3 adapters and 2 checkpoints",
+        "3 adapters, 2 checkpoints",
     ):
         assert part in said
     assert "v4" not in said
 
 
-def test_gc_leaves_a_live_run_alone(run: RunDir) -> None:
+def test_gc_refuses_a_live_run(run: RunDir) -> None:
     with lock_folder(run.root), pytest.raises(ConfigError, match="another live run"):
         gc(run.root)
     assert len(published_versions(run.default_adapters)) == 7
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     for command in (verify, list_versions, gc):
         with pytest.raises(ConfigError, match="not a skylite run"):
             command(tmp_path)

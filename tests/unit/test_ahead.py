@@ -264,7 +264,7 @@ def test_an_evaluation_that_the_run_died_in_is_made_up_before_anything_is_sample
     assert not set(evaluation) & set(requests["whole"])
     assert requests["died"] == evaluation + requests["whole"]
     assert scores["died"] == scores["whole"]
-    assert "held out, step: step 2: greedy pass@1" in said
+    assert "evaluation (step): step 2: greedy pass@1" in said
 
 
 def test_a_resumed_run_proves_what_it_goes_on_from_before_it_samples(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.unit.data_cases import prompt
 
 INFO = PromptFileInfo(
     dataset="t", source_kind="file", source="t.jsonl", source_sha256="0" * 64, count=2, seed=3, split="train", reward="gsm8k",
-    system="Be brief.", examples=[{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "#### 2"}], limit=2,
+    system="Be brief.", few_shot=[{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "#### 2"}], limit=2,
 )  # fmt: skip
 PROMPTS = [prompt(id="t/0", difficulty=1, extra={"k": [1, None, "\u00e9"]}), prompt(id="t/1", difficulty=2)]
 
@@ -34,7 +34,7 @@ def test_round_trip(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["train.parquet"]
 
 
-def test_grades_are_filtered(tmp_path: Path) -> None:
+def test_difficulties_are_filtered(tmp_path: Path) -> None:
     path = written(tmp_path / "train.parquet")
     assert read_prompts(path, difficulty=[2])[0] == PROMPTS[1:]
     with pytest.raises(DataError, match=r"no row of difficulty \[3\]; it has \[1, 2\]"):
@@ -60,8 +60,8 @@ DAMAGE = {
     "does not exist": lambda p: p.unlink(),
     "is not a parquet file": lambda p: p.write_bytes(p.read_bytes()[:-40]),
     "is not a parquet": lambda p: p.write_bytes(b""),
-    "not one that `skylite prepare` made": lambda p: rewrite(p, pq.read_table(p).replace_schema_metadata({})),
-    "has schema version 99, this skylite reads 1": lambda p: rewrite(
+    "`skylite prepare` did not write it": lambda p: rewrite(p, pq.read_table(p).replace_schema_metadata({})),
+    "has schema version 99; this skylite reads version 2": lambda p: rewrite(
         p, with_footer(pq.read_table(p), schema_version=99)
     ),
     "has a damaged footer": lambda p: rewrite(

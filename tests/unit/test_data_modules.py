@@ -22,7 +22,7 @@ def test_every_data_prep_file_loads_and_makes_prompts(path: Path) -> None:
         made = module.to_prompt(row, "x/test/0")
         assert made.id == "x/test/0"
         assert made.messages[-1]["role"] == "user"
-        assert made.messages[1:-1] == module.examples
+        assert made.messages[1:-1] == module.few_shot
         assert load_reward(module.reward)(made, module.reference(row)) == 1.0
 
 
@@ -31,7 +31,7 @@ def test_there_is_a_gsm8k_file() -> None:
 
 
 def test_worked_examples_have_the_form_and_no_annotations() -> None:
-    examples = load_dataset("gsm8k").examples
+    examples = load_dataset("gsm8k").few_shot
     answers = [turn["content"] for turn in examples if turn["role"] == "assistant"]
     assert len(answers) == 3
     assert all("\n#### " in a and "<<" not in a for a in answers)
@@ -43,16 +43,16 @@ def test_worked_examples_have_the_form_and_no_annotations() -> None:
         ("x = (", "cannot be imported: SyntaxError"),
         ("NAME = 'x'", "does not define SYSTEM"),
         (
-            "NAME = SYSTEM = 'x'; REWARD = 3; EXAMPLES = []; load_rows = to_prompt = reference = print",
+            "NAME = SYSTEM = 'x'; REWARD = 3; FEW_SHOT = []; load_rows = to_prompt = reference = print",
             "REWARD in .* is int, not text",
         ),
         (
-            "NAME = SYSTEM = REWARD = 'x'; EXAMPLES = []; load_rows = to_prompt = 1; reference = print",
+            "NAME = SYSTEM = REWARD = 'x'; FEW_SHOT = []; load_rows = to_prompt = 1; reference = print",
             "load_rows in .* not a function",
         ),
         (
-            "NAME = SYSTEM = REWARD = 'x'; EXAMPLES = [1, 2]; load_rows = to_prompt = reference = print",
-            r"EXAMPLES\[0\]",
+            "NAME = SYSTEM = REWARD = 'x'; FEW_SHOT = [1, 2]; load_rows = to_prompt = reference = print",
+            r"FEW_SHOT\[0\]",
         ),
     ],
 )

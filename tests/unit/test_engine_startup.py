@@ -1,4 +1,4 @@
-"""Engines that were started for other modules than the adapter has are started again: real processes, a synthetic for vLLM's server."""
+"""Engines restart when the adapter has other target modules: real processes with a fake vLLM server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ socketserver.UnixStreamServer(sys.argv[sys.argv.index("--uds") + 1], Handler).se
 
 @pytest.fixture
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPlan:
-    """A plan whose engines run the synthetic."""
+    """A plan whose engines run the fake server."""
     package = tmp_path / "path" / "vllm" / "entrypoints" / "openai"
     package.mkdir(parents=True)
     for folder in (package, package.parent, package.parent.parent):

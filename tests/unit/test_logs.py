@@ -129,15 +129,15 @@ def train(tmp_path: Path) -> list[str]:
     model = make_model(tmp_path / "model")
     info = PromptFileInfo(
         dataset="t", source_kind="generated", source="t", source_sha256="0", count=9, seed=0, split="train",
-        reward="math", system="", examples=[],
+        reward="math", system="", few_shot=[],
     )  # fmt: skip
     write_prompts(tmp_path / "data" / "train.parquet", [prompt(id=f"t/{i}") for i in range(9)], info)
     for split in ("validation", "test"):
         shutil.copyfile(tmp_path / "data" / "train.parquet", tmp_path / "data" / f"{split}.parquet")
     (tmp_path / "recipe.toml").write_text("")
     return [
-        "train", "--recipe", str(tmp_path / "recipe.toml"), "--model", str(model), "--run", str(tmp_path / "run"),
-        "--data", str(tmp_path / "data"), "--set", "optim.lr=1e-7",
+        "train", "--recipe", str(tmp_path / "recipe.toml"), "--model", str(model), "--set", "optim.lr=1e-7",
+        "--run", str(tmp_path / "run"), "--data", str(tmp_path / "data"),
     ]  # fmt: skip
 
 

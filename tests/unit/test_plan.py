@@ -20,7 +20,7 @@ from tests.unit.data_cases import prompt
 @pytest.mark.parametrize("trainer", [{"attention": "flex"}, {"offload": True}])
 def test_what_needs_a_gpu_is_refused_without_one(trainer: dict[str, Any], tmp_path: Path) -> None:
     info = PromptFileInfo(dataset="t", source_kind="generated", source="t", source_sha256="0", count=1, seed=0, split="train",
-                          reward="math", system="", examples=[])  # fmt: skip
+                          reward="math", system="", few_shot=[])  # fmt: skip
     write_prompts(tmp_path / "data" / "train.parquet", [prompt()], info)
     config = TrainConfig.model_validate({"data": {"path": str(tmp_path / "data")}, "trainer": trainer})
     name, value = next(iter(trainer.items()))

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from skylite.commands.prepare import prepare
-from skylite.data.procedural import procedural_examples
 from skylite.data.prompts import PromptFileInfo, read_prompts
+from skylite.data.reasoning_gym import reasoning_gym_examples
 from skylite.errors import ConfigError, DataError, SkyliteError
 from skylite.types import Prompt
 from tests.unit.data_cases import RELEASED, gsm8k_folder
@@ -70,16 +70,16 @@ def test_all_of_gsm8k(tmp_path: Path) -> None:
     assert [len(splits[s][0]) for s in SPLITS] == [6961, 512, 1319]
 
 
-def test_first_source_falls_back_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_first_source_falls_back_and_logs_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     raw = gsm8k_folder(tmp_path / "raw")
     info = read(prepare("gsm8k", first_source=True, source=raw))["train"][1]
     assert info.source_kind == "folder"
-    assert "not from the hub" in info.notes
+    assert "hub not available" in info.notes
     info = read(prepare("gsm8k", first_source=True, source=tmp_path / "nowhere", limit=8))["train"][1]
     assert (info.source_kind, info.dataset) == ("synthetic", "gsm8k-synthetic")
-    assert "not from the hub" in info.notes
-    assert "nowhere is not one" in info.notes
-    assert "generated synthetic, the only one left" in caplog.text
+    assert "hub not available" in info.notes
+    assert "nowhere is not a folder" in info.notes
+    assert "source: synthetic, the only one available" in caplog.text
 
 
 def test_synthetic_has_its_own_name_and_no_overlap() -> None:
@@ -93,7 +93,7 @@ def test_synthetic_has_its_own_name_and_no_overlap() -> None:
     assert {p.source for p in splits["train"][0]} == {"gsm8k-synthetic"}
 
 
-def test_without_a_hub_the_two_ways_are_told() -> None:
+def test_without_a_hub_the_error_names_the_alternatives() -> None:
     with pytest.raises(DataError, match="Give --source FOLDER with the released files, or --synthetic"):
         prepare("gsm8k")
     assert not Path("data").exists()
@@ -104,7 +104,7 @@ def test_without_a_hub_the_two_ways_are_told() -> None:
     [
         (
             '{"question": "1 + 1?", "answer": "two\\n#### two"}',
-            r"line 2: its reference answer scores 0 instead of 1.0 under the reward gsm8k",
+            r"line 2: the reference answer .* scores 0 under the reward gsm8k; it must score 1.0",
         ),
         ('{"question": "1 + 1?", "answer": "2"}', r"line 2: the answer has no '####'"),
         ('{"question": "1 + 1?"}', r"line 2 has no column 'answer'; it has 'question'"),
@@ -154,7 +154,7 @@ def test_own_file_with_a_plug_in_reward(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reward", "reason"),
     [
-        ({"a": "many"}, "gsm8k", "mine.jsonl line 4: its reference answer scores 0 instead of 1.0"),
+        ({"a": "many"}, "gsm8k", "mine.jsonl line 4: the reference answer .* scores 0 under"),
         (
             {"a": "many of them"},
             "math",
@@ -182,24 +182,24 @@ def test_own_bad_row_is_named(tmp_path: Path, change: dict[str, str], reward: st
         ({"target": "mine.jsonl", "question": "q", "answer": "a", "reward": "maths"}, "no reward 'maths'"),
         (
             {"target": "mine.jsonl", "question": "q", "answer": "a", "reward": "reasoning-gym"},
-            "own entries only",
+            "only scores the entries of reasoning-gym",
         ),
-        ({"target": "mine.jsonl", "synthetic": True}, "--synthetic mean nothing"),
+        ({"target": "mine.jsonl", "synthetic": True}, "--synthetic cannot be used with your own file"),
         (
             {"target": "none.jsonl", "question": "q", "answer": "a", "reward": "math"},
             "none.jsonl does not exist",
         ),
-        ({"target": "gsm8k", "reward": "math"}, "--reward mean nothing"),
-        ({"target": "gsm8k", "synthetic": True, "first_source": True}, "cannot go with"),
-        ({"target": "gsm8k", "synthetic": True, "difficulty": [7]}, "no difficulty"),
+        ({"target": "gsm8k", "reward": "math"}, "--reward cannot be used with a data_prep file"),
+        ({"target": "gsm8k", "synthetic": True, "first_source": True}, "cannot be combined"),
+        ({"target": "gsm8k", "synthetic": True, "difficulty": [7]}, "no synthetic difficulty"),
         ({"target": "gsm8k", "source": Path("nowhere")}, "nowhere is not a folder"),
         ({"target": "gsm8k", "synthetic": True, "out": Path("mine.jsonl")}, "is a file, not a folder"),
-        ({"target": "gsm8k", "synthetic": True, "out": Path(".")}, "holds other files"),
+        ({"target": "gsm8k", "synthetic": True, "out": Path(".")}, "contains other files"),
         ({"target": "reasoning-gym:nothing"}, "no task 'nothing'"),
         ({"target": "nothing"}, "no data set 'nothing'"),
     ],
 )
-def test_what_cannot_be_done_is_one_sentence(
+def test_a_bad_combination_is_refused_in_one_sentence(
     tmp_path: Path, arguments: dict[str, object], reason: str
 ) -> None:
     own_file(tmp_path / "mine.jsonl", sums(10))
@@ -210,7 +210,7 @@ def test_what_cannot_be_done_is_one_sentence(
     assert [p.name for p in tmp_path.iterdir()] == ["mine.jsonl"]
 
 
-def test_prepared_files_are_replaced_as_a_whole(tmp_path: Path) -> None:
+def test_prepared_files_are_replaced_atomically(tmp_path: Path) -> None:
     out = tmp_path / "out"
     prepare("gsm8k", source=gsm8k_folder(tmp_path / "raw"), out=out)
     prepare("gsm8k", synthetic=True, difficulty=[1], limit=16, out=out)
@@ -233,7 +233,7 @@ def test_same_arguments_same_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("task", ["chain_sum", "graph_color", "arc_agi"])
 def test_reasoning_gym_task(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("reasoning_gym")
-    monkeypatch.setattr("skylite.data.procedural.ROWS", {"test": 4, "validation": 2, "train": 8})
+    monkeypatch.setattr("skylite.data.reasoning_gym.ROWS", {"test": 4, "validation": 2, "train": 8})
     splits = read(prepare(f"reasoning-gym:{task}", limit=6))
     assert [len(splits[s][0]) for s in SPLITS] == [6, 2, 4]
     assert splits["train"][1].reward == "reasoning-gym"
@@ -243,6 +243,6 @@ def test_reasoning_gym_task(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("task", ["rush_hour", "composite"])
 def test_a_task_that_cannot_be_checked_is_refused(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("reasoning_gym")
-    monkeypatch.setattr("skylite.data.procedural.ROWS", {"test": 1, "validation": 1, "train": 1})
+    monkeypatch.setattr("skylite.data.reasoning_gym.ROWS", {"test": 1, "validation": 1, "train": 1})
     with pytest.raises((ConfigError, DataError), match=f"reasoning-gym task {task}"):
-        procedural_examples(task, limit=None, seed=0, track=lambda items, _: items)
+        reasoning_gym_examples(task, limit=None, seed=0, show_progress=lambda items, _: items)

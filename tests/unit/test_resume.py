@@ -51,7 +51,7 @@ def run(tmp_path: Path) -> RunDir:
 
 def write_data(folder: Path, count: int) -> None:
     info = PromptFileInfo(dataset="t", source_kind="generated", source="t", source_sha256="0", count=count, seed=0, split="train",
-                          reward="math", system="", examples=[])  # fmt: skip
+                          reward="math", system="", few_shot=[])  # fmt: skip
     write_prompts(folder / "train.parquet", [prompt(id=f"t/train/{i}") for i in range(count)], info)
 
 

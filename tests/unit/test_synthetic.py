@@ -5,16 +5,20 @@ from itertools import islice
 
 import pytest
 
-from skylite.data import synthetic as synthetic
+from skylite.data import synthetic
 from skylite.data.dataset_module import load_dataset
 from skylite.data.synthetic_words import TEMPLATES
 from skylite.errors import DataError
 from skylite.rewards.gsm8k import final_number
 
+FIRST_PROBLEM = (
+    "Mei has 16 crayons. She finds 18 more and gives 3 to Yusuf. How many crayons are left?",
+    "16 + 18 = <<16+18=34>>34\n34 - 3 = <<34-3=31>>31\n#### 31",
+)
 ANNOTATION = re.compile(r"<<(\d+)([-+*/])(\d+)=(\d+)>>(\d+)")
 
 
-@pytest.mark.parametrize("difficulty", synthetic.GRADES)
+@pytest.mark.parametrize("difficulty", synthetic.DIFFICULTIES)
 def test_every_step_is_right_and_leads_to_the_answer(difficulty: int) -> None:
     for problem in islice(synthetic.problems(difficulty, seed=5), 500):
         *lines, last = problem.answer.split("\n")
@@ -36,7 +40,7 @@ def test_every_step_is_right_and_leads_to_the_answer(difficulty: int) -> None:
         assert final_number(problem.answer) == int(steps[-1][5])
 
 
-@pytest.mark.parametrize("difficulty", synthetic.GRADES)
+@pytest.mark.parametrize("difficulty", synthetic.DIFFICULTIES)
 def test_the_numbers_of_the_calculation_are_in_the_question(difficulty: int) -> None:
     for problem in islice(synthetic.problems(difficulty, seed=5), 200):
         assert not re.search(r"[{}\[\]|]", problem.question)
@@ -46,7 +50,7 @@ def test_the_numbers_of_the_calculation_are_in_the_question(difficulty: int) -> 
             known.add(int(result))
 
 
-def test_grade_one_is_easy() -> None:
+def test_difficulty_one_is_easy() -> None:
     for problem in islice(synthetic.problems(1, seed=0), 2000):
         left, operator, right, result, _ = ANNOTATION.findall(problem.answer)[0]
         assert operator in "+-*"
@@ -55,7 +59,7 @@ def test_grade_one_is_easy() -> None:
         assert len(problem.question) < 130
 
 
-@pytest.mark.parametrize("difficulty", synthetic.GRADES)
+@pytest.mark.parametrize("difficulty", synthetic.DIFFICULTIES)
 def test_there_are_ten_templates_or_more_and_all_are_used(difficulty: int) -> None:
     assert len({question for question, _ in TEMPLATES[difficulty]}) == len(TEMPLATES[difficulty]) >= 10
     assert all(len(steps.split(";")) == difficulty for _, steps in TEMPLATES[difficulty])
@@ -67,6 +71,11 @@ def test_same_seed_same_problems_however_many() -> None:
     assert list(islice(synthetic.problems(2, seed=2), 50)) != first
 
 
+def test_the_problems_are_those_of_the_published_results() -> None:
+    first = next(synthetic.problems(2, seed=0))
+    assert (first.question, first.answer) == FIRST_PROBLEM
+
+
 def test_splits_are_distinct_counted_and_balanced() -> None:
     make = load_dataset("gsm8k").synthetic_rows
     assert make is not None
@@ -74,14 +83,14 @@ def test_splits_are_distinct_counted_and_balanced() -> None:
     questions = [row.values["question"] for table in tables.values() for row in table.rows]
     assert len(set(questions)) == len(questions)
     for split, rows, each in (("train", 4096, 1024), ("validation", 512, 128), ("test", 2048, 512)):
-        difficulty = [row.values["difficulty"] for row in tables[split].rows]
-        assert len(difficulty) == rows
-        assert [difficulty.count(g) for g in synthetic.GRADES] == [each] * 4
+        difficulties = [row.values["difficulty"] for row in tables[split].rows]
+        assert len(difficulties) == rows
+        assert [difficulties.count(d) for d in synthetic.DIFFICULTIES] == [each] * 4
     assert make("train", 0, (), None) == tables["train"]
     assert make("train", 1, (), None) != tables["train"]
 
 
-def test_grades_and_limit_choose_rows() -> None:
+def test_difficulties_and_limit_choose_rows() -> None:
     make = load_dataset("gsm8k").synthetic_rows
     assert make is not None
     rows = make("train", 0, (1, 3), 101).rows
@@ -94,5 +103,5 @@ def test_grades_and_limit_choose_rows() -> None:
         for row in make(split, 0, (1,), 10_000).rows
     }
     assert not held_out & {row.values["question"] for row in make("train", 0, (1,), 10_000).rows}
-    with pytest.raises(DataError, match=r"no difficulty \[9\]"):
+    with pytest.raises(DataError, match=r"no synthetic difficulty \[9\]"):
         make("train", 0, (1, 9), None)

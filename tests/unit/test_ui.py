@@ -1,4 +1,4 @@
-"""What a person sees, drawn into consoles of given sizes."""
+"""The screen of a run, drawn into consoles of given sizes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from skylite.run.metrics import append_metrics
 from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import RunDir
 from skylite.types import Group, Prompt, Sample, Trajectory
-from skylite.ui import picture
-from skylite.ui.closing import finished_text, stopped_text
-from skylite.ui.curve import curve, resample, shares
+from skylite.ui import export_svg
+from skylite.ui.curve import curve, proportional_widths, resample
 from skylite.ui.dashboard import Screen
+from skylite.ui.end_message import finished_text, stopped_text
+from skylite.ui.live_panel import CompletionView, LivePanel, ScreenState, clock_time, wrapped
 from skylite.ui.logs import configure_logging
-from skylite.ui.page import CompletionView, Page, ScreenState, minutes, wrapped
 
 logger = logging.getLogger("skylite.test")
 SIZES = [(80, 24), (120, 40), (60, 16), (200, 60), (40, 10)]
@@ -76,14 +76,14 @@ def state(num_done: int = 12, num_steps: int = 24, sample: CompletionView | None
 
 def drawn(shown: ScreenState, width: int, height: int) -> list[str]:
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
-    console.print(Page(shown))
+    console.print(LivePanel(shown))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
 @pytest.mark.parametrize("num_done", [0, 1, 12, 24])
-def test_the_page_fits_every_size(width: int, height: int, num_done: int) -> None:
+def test_the_panel_fits_every_size(width: int, height: int, num_done: int) -> None:
     lines = drawn(state(num_done), width, height)
     assert len(lines) < height
     assert {cell_len(line) for line in lines} == {width}
@@ -91,7 +91,7 @@ def test_the_page_fits_every_size(width: int, height: int, num_done: int) -> Non
 
 def test_everything_is_on_a_small_terminal() -> None:
     text = "\n".join(drawn(state(), 80, 24))
-    for part in ("sampling  step 13", "12 of 24 steps", "about 2:00 to go", "0.500", "50.0 % of this step's completions", "812 tokens/s",
+    for part in ("sampling  step 13", "12 of 24 steps", "about 2:00 to go", "0.500", "50.0 % of the completions", "812 tokens/s",
                  "63.2 tokens", "entropy 0.412", "sample 60 %", "train 30 %", "sync 10 %", "v12", "canary gap 3.2e-05", EVALUATION,
                  "How many?", "#### 19", "reward 1, answer 19"):  # fmt: skip
         assert part in text, f"{part!r} is missing in\n{text}"
@@ -113,7 +113,7 @@ def test_hostile_text_neither_breaks_the_frame_nor_drives_the_terminal() -> None
     assert "[bold]x[/bold]" in "\n".join(lines)
 
 
-def test_numbers_that_are_none_are_shown_as_such() -> None:
+def test_nan_is_shown() -> None:
     shown = state()
     shown.history = [*shown.history, step(13, math.nan)]
     assert "nan" in "\n".join(drawn(shown, 80, 24))
@@ -134,11 +134,11 @@ def test_a_long_series_is_averaged_over_its_whole_length() -> None:
     assert len(resample(list(range(1000)), 37)) == 37
 
 
-def test_shares_add_up() -> None:
-    assert shares([1, 1, 1], 10) == [4, 3, 3]
-    assert shares([6, 3, 1], 10) == [6, 3, 1]
-    assert shares([0, 0], 10) == [0, 0]
-    assert sum(shares([0.52, 0.44, 0.02, 0.02], 17)) == 17
+def test_proportional_widths_sum_to_the_width() -> None:
+    assert proportional_widths([1, 1, 1], 10) == [4, 3, 3]
+    assert proportional_widths([6, 3, 1], 10) == [6, 3, 1]
+    assert proportional_widths([0, 0], 10) == [0, 0]
+    assert sum(proportional_widths([0.52, 0.44, 0.02, 0.02], 17)) == 17
 
 
 def test_words_wrap_and_long_words_are_cut() -> None:
@@ -148,7 +148,7 @@ def test_words_wrap_and_long_words_are_cut() -> None:
 
 
 def test_times_read_as_clocks() -> None:
-    assert [minutes(s) for s in (0, 61.9, 3723)] == ["0:00", "1:01", "1:02:03"]
+    assert [clock_time(s) for s in (0, 61.9, 3723)] == ["0:00", "1:01", "1:02:03"]
 
 
 def test_without_a_terminal_there_is_one_line_a_step(capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,13 +162,13 @@ def test_without_a_terminal_there_is_one_line_a_step(capsys: pytest.CaptureFixtu
         logger.info("a note with [brackets] :smile:")
     lines = out.getvalue().splitlines()
     assert lines[0] == "starting vLLM"
-    assert lines[1].startswith("step 1/24  reward 0.500  right 50.0 %")
-    assert lines[2:] == [f"held out, before: {EVALUATION}", "a note with [brackets] :smile:"]
+    assert lines[1].startswith("step 1/24  reward 0.500  correct 50.0 %")
+    assert lines[2:] == [f"evaluation (before): {EVALUATION}", "a note with [brackets] :smile:"]
     assert "\x1b" not in out.getvalue()
     assert capsys.readouterr() == ("", "")
 
 
-def test_on_a_terminal_notes_stay_above_the_page() -> None:
+def test_on_a_terminal_log_lines_stay_above_the_panel() -> None:
     out = io.StringIO()
     configure_logging()
     with Screen(
@@ -178,10 +178,10 @@ def test_on_a_terminal_notes_stay_above_the_page() -> None:
         logger.info("a note")
     text = out.getvalue()
     assert text.index("a note") < text.rindex("2 of 24 steps")
-    assert "step 2/24  reward" not in text, "the page shows the step already"
+    assert "step 2/24  reward" not in text, "the panel shows the step already"
 
 
-def test_quiet_shows_neither_a_page_nor_steps_but_warnings() -> None:
+def test_quiet_shows_warnings_but_no_panel_and_no_steps() -> None:
     out = io.StringIO()
     configure_logging(logging.WARNING)
     with Screen(24, Console(file=out, width=80, height=24, force_terminal=True, color_system=None)) as screen:
@@ -191,7 +191,7 @@ def test_quiet_shows_neither_a_page_nor_steps_but_warnings() -> None:
     assert out.getvalue() == "warning: vllm-0 ended\n"
 
 
-def test_what_is_said_after_the_end_stands_below_the_page() -> None:
+def test_lines_after_the_end_appear_below_the_panel() -> None:
     out = io.StringIO()
     configure_logging()
     with Screen(24, Console(file=out, width=80, height=24, force_terminal=True, color_system=None)) as screen:
@@ -201,7 +201,7 @@ def test_what_is_said_after_the_end_stands_below_the_page() -> None:
     assert out.getvalue().rindex("1 of 24 steps") < out.getvalue().index("where things are")
 
 
-def test_the_page_finds_every_number_it_shows_in_what_the_orchestrator_records() -> None:
+def test_the_panel_finds_every_metric_it_shows() -> None:
     """The trainer's half is listed here; `step_metrics` makes the other."""
     update = {
         k: step(1)[k]
@@ -219,12 +219,12 @@ def test_the_page_finds_every_number_it_shows_in_what_the_orchestrator_records()
         1, SampledStep(groups=[group()]), update, report, StepTimes(rollout_s=5.0, step_s=9.0)
     )
     shown = ScreenState(1, history=[recorded], sample=completion_view([group()]))
-    assert "50.0 % of this step's completions are right" in "\n".join(drawn(shown, 80, 24))
+    assert "50.0 % of the completions are correct" in "\n".join(drawn(shown, 80, 24))
 
 
-def test_the_closing_text_gives_the_commands(tmp_path: Path) -> None:
+def test_the_end_message_gives_the_commands(tmp_path: Path) -> None:
     run, adapters = RunDir(tmp_path / "my run"), tmp_path / "adapters"
-    assert "none was published" in stopped_text(run, adapters)
+    assert "none published yet" in stopped_text(run, adapters)
     assert "no checkpoint yet" in stopped_text(run, adapters)
     (adapters / "policy-v000007").mkdir(parents=True)
     run.checkpoint_path(7).mkdir(parents=True)
@@ -233,7 +233,7 @@ def test_the_closing_text_gives_the_commands(tmp_path: Path) -> None:
     for part in (str(adapters / "policy-v000007"), f"skylite eval {quoted}", f"skylite serve {quoted}", "31 %", "62 %",
                  f"skylite train --resume {quoted} --steps N"):  # fmt: skip
         assert part in text
-    assert "Kept: checkpoint step-000007." in stopped_text(run, adapters)
+    assert "Saved: checkpoint step-000007." in stopped_text(run, adapters)
 
 
 def test_paths_below_the_working_folder_are_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +243,7 @@ def test_paths_below_the_working_folder_are_short(tmp_path: Path, monkeypatch: p
     assert "skylite eval runs/a\n" in finished_text(run, run.default_adapters)
 
 
-def test_a_picture_is_drawn_from_what_a_run_wrote(tmp_path: Path) -> None:
+def test_an_svg_is_drawn_from_the_files_of_a_run(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     resolved = Resolved(
         model_path="m", model_fingerprint="f", dtype="float32", device="cpu", lora_sync_path="a"
@@ -253,7 +253,7 @@ def test_a_picture_is_drawn_from_what_a_run_wrote(tmp_path: Path) -> None:
     for number in (1, 2):
         append_metrics(run.metrics_path, step(number, number / 4))
     write_rollouts(run.rollout_path(2), [group()])
-    picture.main([str(run.root), str(tmp_path / "run.svg")])
+    export_svg.main([str(run.root), str(tmp_path / "run.svg")])
     svg = (tmp_path / "run.svg").read_text()
     words = svg.replace("&#160;", " ")
     for part in ("2 of 2 steps", "####", "first 0.250", "--rank 32"):

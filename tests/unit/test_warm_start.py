@@ -75,7 +75,7 @@ def root(tmp_path: Path) -> Path:
     """A model, and data for it."""
     make_model(tmp_path / "model")
     info = PromptFileInfo(dataset="t", source_kind="generated", source="t", source_sha256="0", count=1, seed=0, split="train",
-                          reward="math", system="", examples=[])  # fmt: skip
+                          reward="math", system="", few_shot=[])  # fmt: skip
     write_prompts(tmp_path / "data" / "train.parquet", [prompt()], info)
     return tmp_path
 
@@ -228,5 +228,5 @@ def test_a_warm_start_is_no_resume(tmp_path: Path) -> None:
     flags = TrainFlags(recipe=None, model=None, data=None, rank=None, alpha=None, steps=None, lr=None, group_size=None, seed=None,
                        max_restarts=None, from_adapter=tmp_path / "adapter", settings=())  # fmt: skip
     assert flags.overrides() == {"lora.from_adapter": str(tmp_path / "adapter")}
-    with pytest.raises(ConfigError, match=r"--from-adapter begins a new run .* they cannot go together"):
+    with pytest.raises(ConfigError, match=r"--from-adapter starts a new run .* they cannot be combined"):
         train(flags, run=None, resume=tmp_path / "run", dry_run=False)

@@ -1,4 +1,4 @@
-"""`skylite adapters`: the published adapters of a run: are they whole, which are there, which may go."""
+"""`skylite adapters list|verify|gc`: the published adapters of a run."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from skylite.run.run_dir import AdapterVersion, RunDir, published_versions
 
 
 def verify(target: Path) -> None:
-    """Hash every published adapter and name the damaged ones, which exit 1."""
+    """Check every published adapter against its hashes and print the damaged ones; exit 1 if any."""
     _, versions = _published(target)
     damaged = [text for text in (damage_of(v) for v in versions) if text]
     for text in damaged:
         print(f"damaged: {text}")
-    print(f"{len(versions) - len(damaged)} of {len(versions)} published adapters are whole")
+    print(f"{len(versions) - len(damaged)} of {len(versions)} published adapters are intact")
     if damaged:
         sys.exit(1)
 
 
 def damage_of(adapter: AdapterVersion) -> str:
-    """What is wrong with a published adapter, in words; empty when nothing is."""
+    """What is wrong with a published adapter; empty if nothing is."""
     try:
         manifest = read_manifest(adapter.path)
     except ModelError as error:
@@ -37,12 +37,12 @@ def damage_of(adapter: AdapterVersion) -> str:
     return (
         ""
         if manifest.version == adapter.version
-        else f"{adapter.path} holds version {manifest.version} by its manifest."
+        else f"The manifest in {adapter.path} names version {manifest.version}."
     )
 
 
 def list_versions(target: Path) -> None:
-    """A line a version: step, bytes, age, and how close trainer and engine were on its canary."""
+    """Print a line per version: step, bytes, age, and canary gap between trainer and engine."""
     run, versions = _published(target)
     gaps = {m["step"]: m.get("canary/gap_max") for m in read_metrics(run.metrics_path)}
     print(f"{'version':<16}{'step':>8}{'bytes':>14}{'age':>12}  canary gap")
@@ -51,20 +51,21 @@ def list_versions(target: Path) -> None:
 
 
 def version_line(adapter: AdapterVersion, gap: float | None) -> str:
-    """One version; a damaged one says so. Hashes are `verify`'s."""
+    """The line of a version. It shows missing files as damage, but only `verify` checks the hashes."""
     try:
         manifest = read_manifest(adapter.path, verify_hash=False)
         age_s = time.time() - adapter.manifest_path.stat().st_mtime
     except (ModelError, OSError):
-        return f"{adapter.name:<16}  damaged: see `skylite adapters verify`"
-    verification = "-" if gap is None else f"{gap:.1e}"
-    return (
-        f"{adapter.name:<16}{manifest.step:>8}{manifest.weights_bytes:>14}{_age(age_s):>12}  {verification}"
-    )
+        return f"{adapter.name:<16}  damaged: run `skylite adapters verify`"
+    canary = "-" if gap is None else f"{gap:.1e}"
+    return f"{adapter.name:<16}{manifest.step:>8}{manifest.weights_bytes:>14}{_age(age_s):>12}  {canary}"
 
 
 def gc(target: Path) -> None:
-    """Remove adapters and checkpoints that the run's rules do not keep, and what killed writers left. Not of a live run."""
+    """Delete adapters and checkpoints that the keep rules of the run do not need, and unfinished files.
+
+    Raises ConfigError while the run is live.
+    """
     run, versions = _published(target)
     recorded = read_run_config(run.config_path)
     config, folder = recorded.config, run.adapters(recorded)
@@ -79,16 +80,14 @@ def gc(target: Path) -> None:
         print(f"removed checkpoint step-{step:06d} (checkpoint.keep_last={config.checkpoint.keep_last}, "
               f"keep_best={config.checkpoint.keep_best})")  # fmt: skip
     for version in removed.adapters:
-        print(
-            f"removed adapter v{version} (sync.keep_last={config.sync.keep_last}, keep_every={config.sync.keep_every})"
-        )
-    print(
-        f"{removed.num_bytes} bytes freed by {len(removed.adapters)} adapters and {len(removed.checkpoints)} checkpoints"
-    )
+        print(f"removed adapter v{version} (sync.keep_last={config.sync.keep_last}, "
+              f"keep_every={config.sync.keep_every})")  # fmt: skip
+    print(f"freed {removed.num_bytes} bytes: {len(removed.adapters)} adapters, "
+          f"{len(removed.checkpoints)} checkpoints")  # fmt: skip
 
 
 def _published(target: Path) -> tuple[RunDir, list[AdapterVersion]]:
-    """The run and its published adapters, oldest first. Raises ConfigError when it is no run."""
+    """The run and its published adapters, oldest first. Raises ConfigError if `target` is not a run."""
     run = RunDir(target.resolve())
     return run, published_versions(run.adapters(read_run_config(run.config_path)))
 

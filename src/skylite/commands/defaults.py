@@ -1,4 +1,4 @@
-"""What `skylite train` alone means on this machine: which recipe, which data."""
+"""The defaults of `skylite train` on this machine: recipe and data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CPU_RECIPE = "gsm8k_cpu"
 
 
 def recipe_folders() -> list[Path]:
-    """Where recipe names are looked up: ./recipes, this checkout's, the copy in the wheel."""
+    """Folders searched for a recipe: ./recipes, then the checkout, then the installed package."""
     package = Path(__file__).resolve().parent.parent
     return [
         p
@@ -23,7 +23,7 @@ def recipe_folders() -> list[Path]:
 
 
 def find_recipe(name: str) -> Path:
-    """A path to a TOML file, or a name in recipes/. Raises ConfigError that lists the names there are."""
+    """The TOML file for a path or a recipe name. Raises ConfigError that lists the known names."""
     if name.endswith(".toml"):
         return Path(name)
     for folder in recipe_folders():
@@ -41,19 +41,19 @@ def default_recipe() -> Path:
         logger.info(f"recipe {GPU_RECIPE}: this machine has a GPU")
         return find_recipe(GPU_RECIPE)
     logger.info(
-        f"recipe {CPU_RECIPE}: no GPU here; it trains a 135M model on easy generated problems, because GSM8K is beyond so small a model"
+        f"recipe {CPU_RECIPE}: this machine has no GPU, so a 135M model trains on easy synthetic problems "
+        "(GSM8K is too hard for it)"
     )
     return find_recipe(CPU_RECIPE)
 
 
 def prepare_default_data(path: Path) -> None:
-    """Prepare the default recipe's data where it is missing: GSM8K on a GPU machine, the synthetic without one."""
+    """Prepare the data of the default recipe if missing: GSM8K with a GPU, else synthetic problems."""
     if (path / "train.parquet").is_file():
         return
     from skylite.commands.prepare import prepare
     from skylite.processes.machine import choose_device
 
-    logger.info(f"{path} does not exist yet: preparing it")
+    logger.info(f"preparing {path}, which does not exist yet")
     gpu = choose_device() == "cuda"
-    prepare("gsm8k", out=path, source=None, synthetic=not gpu, first_source=gpu, difficulty=(), question=None, answer=None, reward=None,
-            limit=None, seed=0)  # fmt: skip
+    prepare("gsm8k", out=path, synthetic=not gpu, first_source=gpu)

@@ -1,4 +1,4 @@
-"""`skylite eval`: pass@1 of a run's adapter, any adapter, or the base, through vLLM."""
+"""`skylite eval`: pass@1 of an adapter or of the base model, sampled with vLLM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from skylite.data.tokenizer import encode_prompts, load_tokenizer
 from skylite.engine.client import VllmClient
 from skylite.engine.server import BASE_NAME, EngineSpec
 from skylite.engine.single import single_engine
-from skylite.engine.startup import served as serving
+from skylite.engine.startup import served
 from skylite.engine.watchdog import Restarts
 from skylite.errors import ConfigError
 from skylite.evaluation.evaluate import EvalResult, write_results
@@ -51,7 +51,7 @@ class EvalFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalPlan:
-    """What is evaluated, on what, where the results go."""
+    """A checked evaluation."""
 
     adapter: ServedAdapter | None
     model_name: str
@@ -59,28 +59,31 @@ class EvalPlan:
     prompts: list[Prompt]
     reward: str
     out: Path
+    """Folder of the results."""
     label: str
+    """Adapter name, or base."""
 
 
 def evaluate(flags: EvalFlags) -> None:
-    """Evaluate and print; results go to RUN/evals, or ./evals without a run."""
+    """Evaluate and print the accuracy. Writes results to RUN/evals, or to ./evals without a run."""
     plan = plan_eval(flags)
     result = asyncio.run(run_eval(plan, flags))
     stem = f"{plan.label}-{flags.split}-{'greedy' if flags.n == 1 else f'mean{flags.n}'}"
     write_results(plan.out / f"{stem}.parquet", result)
     write_json(plan.out / f"{stem}.json", summary(plan, flags, result))
     kind = "greedy pass@1" if flags.n == 1 else f"sampled accuracy (T 1, mean of {flags.n})"
-    print(f"{plan.label} on {flags.split}: {kind} {result.accuracy}, {result.completion_tokens_mean:.1f} tokens a completion, "
+    print(f"{plan.label} on {flags.split}: {kind} {result.accuracy}, "
+          f"{result.completion_tokens_mean:.1f} tokens per completion, "
           f"{100 * result.truncated_frac:.1f} % truncated")  # fmt: skip
     print(f"per-problem results: {plan.out / stem}.parquet")
 
 
 def plan_eval(flags: EvalFlags) -> EvalPlan:
-    """Check the flags against each other and the disk. Raises SkyliteError subclasses."""
+    """Check the flags, the adapter and the data. Raises SkyliteError subclasses."""
     if flags.base and flags.target is not None:
         raise ConfigError(
-            "--base evaluates the model without an adapter, but an adapter or run was given too.",
-            "Give one of the two; --base takes --model.",
+            f"--base evaluates the model without an adapter, but {flags.target} was given too.",
+            "Remove one of them; choose the base model with --model.",
         )
     if not flags.base and flags.target is None:
         raise ConfigError(
@@ -99,12 +102,19 @@ def plan_eval(flags: EvalFlags) -> EvalPlan:
     model_name = flags.model or (adapter.base_model if adapter is not None else config.model.name)
     run = adapter.run if adapter is not None else None
     label = "base" if adapter is None else adapter.adapter.name
-    return EvalPlan(adapter=adapter, model_name=model_name, config=config, prompts=prompts, reward=reward,
-                    out=run.evals if run is not None else Path("evals"), label=label)  # fmt: skip
+    return EvalPlan(
+        adapter=adapter,
+        model_name=model_name,
+        config=config,
+        prompts=prompts,
+        reward=reward,
+        out=run.evals if run is not None else Path("evals"),
+        label=label,
+    )
 
 
 def merged(recorded: TrainConfig, settings: tuple[str, ...]) -> TrainConfig:
-    """The run's settings with `--set` on top."""
+    """The recorded settings of a run, overridden by --set."""
     flat: dict[str, Any] = {}
     for section, value in recorded.model_dump(mode="json").items():
         flat |= (
@@ -114,7 +124,7 @@ def merged(recorded: TrainConfig, settings: tuple[str, ...]) -> TrainConfig:
 
 
 async def run_eval(plan: EvalPlan, flags: EvalFlags) -> EvalResult:
-    """Start one engine, score, end it."""
+    """Start one engine, sample, score, and end the engine."""
     logger.info(
         f"evaluating {plan.label} of {plan.model_name} on {len(plan.prompts)} problems; starting vLLM"
     )
@@ -142,25 +152,38 @@ async def run_eval(plan: EvalPlan, flags: EvalFlags) -> EvalResult:
 
 
 async def _score(
-    plan: EvalPlan, flags: EvalFlags, spec: EngineSpec, supervisor: Supervisor, pool: RewardPool, token_ids: dict[str, list[int]],
+    plan: EvalPlan,
+    flags: EvalFlags,
+    spec: EngineSpec,
+    supervisor: Supervisor,
+    pool: RewardPool,
+    token_ids: dict[str, list[int]],
     stop_token_ids: tuple[int, ...],
-) -> EvalResult:  # fmt: skip
+) -> EvalResult:
     logs = Path(spec.uds).parent
-    restarts = Restarts(config=plan.config.engine, verify=_not_verified, on_restart=lambda _: None)
-    async with serving([spec], logs, supervisor, restarts) as clients:
+    restarts = Restarts(config=plan.config.engine, verify=_skip_verification, on_restart=lambda _: None)
+    async with served([spec], logs, supervisor, restarts) as engines:
         name, version = BASE_NAME, 0
         if plan.adapter is not None:
-            await clients[0].load_adapter(plan.adapter.adapter)
+            await engines[0].load_adapter(plan.adapter.adapter)
             name, version = plan.adapter.adapter.name, plan.adapter.adapter.version
         return await score_problems(
-            clients, name, version, plan.prompts, token_ids, pool,
-            n=flags.n, temperature=0.0 if flags.n == 1 else 1.0, max_tokens=plan.config.rollout.max_completion_tokens,
-            stop_token_ids=stop_token_ids, seed=flags.seed,
-        )  # fmt: skip
+            engines,
+            name,
+            version,
+            plan.prompts,
+            token_ids,
+            pool,
+            n=flags.n,
+            temperature=0.0 if flags.n == 1 else 1.0,
+            max_tokens=plan.config.rollout.max_completion_tokens,
+            stop_token_ids=stop_token_ids,
+            seed=flags.seed,
+        )
 
 
-async def _not_verified(client: VllmClient, adapter: AdapterVersion) -> None:
-    """An adapter folder from elsewhere has no canary."""
+async def _skip_verification(client: VllmClient, adapter: AdapterVersion) -> None:
+    """An adapter from elsewhere has no canary to verify against."""
 
 
 def _problems(data: Path, flags: EvalFlags, config: TrainConfig) -> tuple[list[Prompt], PromptFileInfo]:
@@ -174,11 +197,22 @@ def _required(target: Path | None) -> Path:
 
 
 def summary(plan: EvalPlan, flags: EvalFlags, result: EvalResult) -> dict[str, Any]:
-    """What was evaluated, on what, how, and the numbers."""
+    """Inputs, settings and results of the evaluation, as JSON."""
     accuracy = result.accuracy
     return {
-        "adapter": plan.label, "model": plan.model_name, "data": str(flags.data or plan.config.data.path), "split": flags.split,
-        "difficulty": plan.config.data.difficulty, "problems": accuracy.num_problems, "n": flags.n, "temperature": result.temperature,
-        "accuracy": accuracy.mean, "low": accuracy.low, "high": accuracy.high, "standard_error": accuracy.standard_error,
-        "completion_tokens_mean": result.completion_tokens_mean, "truncated_frac": result.truncated_frac, "seed": flags.seed,
-    }  # fmt: skip
+        "adapter": plan.label,
+        "model": plan.model_name,
+        "data": str(flags.data or plan.config.data.path),
+        "split": flags.split,
+        "difficulty": plan.config.data.difficulty,
+        "problems": accuracy.num_problems,
+        "n": flags.n,
+        "temperature": result.temperature,
+        "accuracy": accuracy.mean,
+        "low": accuracy.low,
+        "high": accuracy.high,
+        "standard_error": accuracy.standard_error,
+        "completion_tokens_mean": result.completion_tokens_mean,
+        "truncated_frac": result.truncated_frac,
+        "seed": flags.seed,
+    }

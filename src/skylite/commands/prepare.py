@@ -1,4 +1,4 @@
-"""`skylite prepare`: rows from somewhere become train.parquet, validation.parquet and test.parquet, every row checked."""
+"""`skylite prepare`: raw rows to train, validation and test parquet files, with every row checked."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from skylite.types import Prompt
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
-PROCEDURAL = "reasoning-gym:"
+REASONING_GYM = "reasoning-gym:"
 CHECK_CHUNK = 64
-"""Rows between two movements of the progress bar."""
+"""Rows between two updates of the progress bar."""
 
 
 def prepare(
@@ -40,36 +40,36 @@ def prepare(
     limit: int | None = None,
     seed: int = 0,
 ) -> Path:
-    """Prepare a data set, a reasoning-gym task or a user's file; returns the folder. Raises DataError, ConfigError: nothing is written."""
-    named: dict[str, object] = {
+    """Prepare a data set, a reasoning-gym task or a user's file. Returns the folder.
+
+    Raises DataError and ConfigError; nothing is written then.
+    """
+    module_flags: dict[str, object] = {
         "--source": source,
         "--synthetic": synthetic,
         "--first-source": first_source,
         "--difficulty": difficulty,
     }
-    own: dict[str, object] = {"--question": question, "--answer": answer, "--reward": reward}
-    if target.startswith(PROCEDURAL):
-        _refuse(named | own, "reasoning-gym tasks")
-        examples = _procedural(target.removeprefix(PROCEDURAL), limit, seed)
+    file_flags: dict[str, object] = {"--question": question, "--answer": answer, "--reward": reward}
+    if target.startswith(REASONING_GYM):
+        _refuse_flags(module_flags | file_flags, "a reasoning-gym task")
+        examples = _reasoning_gym_task(target.removeprefix(REASONING_GYM), limit, seed)
     elif target.endswith(READABLE):
-        _refuse(named, "a file of your own")
-        examples = _own_file(Path(target), question, answer, reward, limit, seed)
+        _refuse_flags(module_flags, "your own file")
+        examples = _user_file(Path(target), question, answer, reward, limit, seed)
     else:
-        _refuse(own, "a data set with a data_prep file (its columns and reward are in that file)")
+        _refuse_flags(file_flags, "a data_prep file, which defines its columns and reward")
         if synthetic and (source is not None or first_source):
-            raise ConfigError("--synthetic cannot go with --source or --first-source.", "Drop one of them.")
-        examples = _named(target, source, synthetic, first_source, difficulty, limit, seed)
+            raise ConfigError(
+                "--synthetic cannot be combined with --source or --first-source.", "Remove one of them."
+            )
+        examples = _dataset_module(target, source, synthetic, first_source, difficulty, limit, seed)
     for note in examples.notes:
         logger.info(note)
     prompts = _check(examples)
     folder = out if out is not None else Path("data") / examples.dataset
-    infos = _infos(
-        examples,
-        limit=limit,
-        seed=seed,
-        made_by=_command(target, named | own | {"--limit": limit, "--seed": seed}),
-    )
-    _replace_folder(folder, prompts, infos)
+    made_by = _command_line(target, module_flags | file_flags | {"--limit": limit, "--seed": seed})
+    _replace_folder(folder, prompts, _footers(examples, limit=limit, seed=seed, made_by=made_by))
     counts = ", ".join(f"{len(prompts[split])} {split}" for split in SPLITS)
     print(
         f"wrote {folder}: {counts}; every reference answer scores 1.0 under the reward {examples.reward}",
@@ -78,30 +78,35 @@ def prepare(
     return folder
 
 
-def _named(
+def _dataset_module(
     target: str,
     source: Path | None,
     synthetic: bool,
     first_source: bool,
-    difficulty: Sequence[int],
+    difficulties: Sequence[int],
     limit: int | None,
     seed: int,
 ) -> ExampleSet:
-    from skylite.data.dataset_module import load_dataset
-    from skylite.data.named import named_examples
+    from skylite.data.dataset_module import load_dataset, module_examples
 
-    return named_examples(
-        load_dataset(target), source=source, synthetic=synthetic, first_source=first_source, difficulty=difficulty, limit=limit, seed=seed,
-    )  # fmt: skip
+    return module_examples(
+        load_dataset(target),
+        source=source,
+        synthetic=synthetic,
+        first_source=first_source,
+        difficulties=difficulties,
+        limit=limit,
+        seed=seed,
+    )
 
 
-def _procedural(task: str, limit: int | None, seed: int) -> ExampleSet:
-    from skylite.data.procedural import procedural_examples
+def _reasoning_gym_task(task: str, limit: int | None, seed: int) -> ExampleSet:
+    from skylite.data.reasoning_gym import reasoning_gym_examples
 
-    return procedural_examples(task, limit=limit, seed=seed, track=_track)
+    return reasoning_gym_examples(task, limit=limit, seed=seed, show_progress=_show_progress)
 
 
-def _own_file(
+def _user_file(
     path: Path, question: str | None, answer: str | None, reward: str | None, limit: int | None, seed: int
 ) -> ExampleSet:
     from skylite.data.user_file import user_file_examples
@@ -116,7 +121,7 @@ def _own_file(
         )
     if reward == "reasoning-gym":
         raise ConfigError(
-            "The reward reasoning-gym scores reasoning-gym's own entries only.",
+            "The reward reasoning-gym only scores the entries of reasoning-gym.",
             "Use gsm8k, math or FILE.py:function.",
         )
     load_reward(reward)
@@ -127,6 +132,7 @@ def _own_file(
 
 
 def _check(examples: ExampleSet) -> dict[str, list[Prompt]]:
+    """Split -> prompts. Raises DataError for a row whose reference answer does not score 1.0."""
     reward = load_reward(examples.reward)
     prompts: dict[str, list[Prompt]] = {split: [] for split in SPLITS}
     chunks = [
@@ -134,32 +140,44 @@ def _check(examples: ExampleSet) -> dict[str, list[Prompt]]:
         for split, rows in examples.splits.items()
         for start in range(0, len(rows), CHECK_CHUNK)
     ]
-    for split, chunk in _track(chunks, "checking that every reference answer scores 1.0"):
+    for split, chunk in _show_progress(chunks, "checking that every reference answer scores 1.0"):
         prompts[split] += check_examples(chunk, examples.reward, reward)
     return prompts
 
 
-def _infos(examples: ExampleSet, *, limit: int | None, seed: int, made_by: str) -> dict[str, PromptFileInfo]:
+def _footers(
+    examples: ExampleSet, *, limit: int | None, seed: int, made_by: str
+) -> dict[str, PromptFileInfo]:
     return {
         split: PromptFileInfo(
-            dataset=examples.dataset, source_kind=table.kind, source=table.source, source_sha256=table.sha256, count=len(table.rows),
-            seed=seed, split=split, reward=examples.reward, system=examples.system, examples=examples.examples,
-            limit=limit if split == "train" else None, made_by=made_by, notes="; ".join(examples.notes),
+            dataset=examples.dataset,
+            source_kind=table.kind,
+            source=table.source,
+            source_sha256=table.sha256,
+            count=len(table.rows),
+            seed=seed,
+            split=split,
+            reward=examples.reward,
+            system=examples.system,
+            few_shot=examples.few_shot,
+            limit=limit if split == "train" else None,
+            made_by=made_by,
+            notes="; ".join(examples.notes),
         )
         for split in SPLITS
         for table in [examples.tables[split]]
-    }  # fmt: skip
+    }
 
 
 def _replace_folder(folder: Path, prompts: dict[str, list[Prompt]], infos: dict[str, PromptFileInfo]) -> None:
-    """Write the three files beside `folder` and swap them in whole; what was there before is deleted only then."""
+    """Replace the three files of `folder` atomically. Raises DataError, and leaves the folder as it was."""
     files = {f"{split}.parquet" for split in SPLITS}
     if folder.exists() and not folder.is_dir():
         raise DataError(f"{folder} is a file, not a folder.", "Choose another --out.")
     foreign = sorted(p.name for p in folder.iterdir() if p.name not in files) if folder.is_dir() else []
     if foreign:
         raise DataError(
-            f"{folder} holds other files ({', '.join(foreign[:3])}); it would be replaced as a whole.",
+            f"{folder} contains other files ({', '.join(foreign[:3])}), which prepare would delete.",
             "Choose another --out.",
         )
     try:
@@ -167,7 +185,7 @@ def _replace_folder(folder: Path, prompts: dict[str, list[Prompt]], infos: dict[
     except (OSError, WriteFailed) as error:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else error.what.rstrip(".")
         raise DataError(
-            f"{folder} cannot be written: {reason}.", "Choose another --out or make room."
+            f"{folder} cannot be written: {reason}.", "Choose another --out or free space."
         ) from None
 
 
@@ -189,13 +207,16 @@ def _write_and_swap(folder: Path, prompts: dict[str, list[Prompt]], infos: dict[
         shutil.rmtree(fresh, ignore_errors=True)
 
 
-def _refuse(flags: dict[str, object], what: str) -> None:
+def _refuse_flags(flags: dict[str, object], what: str) -> None:
     given = [name for name, value in flags.items() if value not in (None, False, ()) and value != []]
     if given:
-        raise ConfigError(f"{' and '.join(given)} mean nothing for {what}.", "Leave them out.")
+        raise ConfigError(
+            f"{' and '.join(given)} cannot be used with {what}.",
+            "Remove it." if len(given) == 1 else "Remove them.",
+        )
 
 
-def _command(target: str, flags: dict[str, object]) -> str:
+def _command_line(target: str, flags: dict[str, object]) -> str:
     words = [f"skylite prepare {target}"]
     for name, value in flags.items():
         if value is True:
@@ -207,8 +228,8 @@ def _command(target: str, flags: dict[str, object]) -> str:
     return " ".join(words)
 
 
-def _track(items: Sequence[_T], description: str) -> Iterable[_T]:
-    """The items, with a progress bar on stderr when that is a terminal."""
+def _show_progress(items: Sequence[_T], description: str) -> Iterable[_T]:
+    """The items, with a progress bar if stderr is a terminal."""
     if not sys.stderr.isatty():
         return items
     from rich.console import Console

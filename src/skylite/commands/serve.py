@@ -1,4 +1,4 @@
-"""`skylite serve`: vLLM's OpenAI server with the trained adapter, in the foreground."""
+"""`skylite serve`: vLLM's OpenAI-compatible server with a trained adapter, in the foreground."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def serve(target: Path, *, model: str | None, step: int | None, port: int) -> None:
-    """Become the server (exec): Ctrl-C ends it. The adapter answers under its version's name, the model alone as `base`."""
+    """Replace this process by the server. Its models: the adapter version, and `base` without adapter."""
     served = find_adapter(target, step)
     config = served.run_config.config if served.run_config is not None else TrainConfig()
     spec = single_engine(config, served, resolve_model(model or served.base_model).path, Path("unused"))
@@ -30,16 +30,16 @@ def serve(target: Path, *, model: str | None, step: int | None, port: int) -> No
 
 
 def _api_key() -> str:
-    """The user's own, else a random one that is said once and kept nowhere: anyone on this machine can reach 127.0.0.1."""
+    """The key from the environment, else a random one: every user of this machine can reach 127.0.0.1."""
     given = os.environ.get(KEY_VARIABLE)
     if given:
-        logger.info(f"the API key is that of {KEY_VARIABLE}")
+        logger.info(f"the API key is the value of {KEY_VARIABLE}")
         return given
-    made = secrets.token_urlsafe(24)
-    # Printed and not logged: it is a secret, and --quiet must not hide it.
+    key = secrets.token_urlsafe(24)
+    # Printed, not logged: the key is a secret, and --quiet must not hide it.
     print(
-        f"skylite: API key of this server, as `Authorization: Bearer KEY` (set {KEY_VARIABLE} for one of your own): {made}",
+        f"skylite: API key for `Authorization: Bearer KEY` (set {KEY_VARIABLE} to choose your own): {key}",
         file=sys.stderr,
         flush=True,
     )
-    return made
+    return key

@@ -1,4 +1,4 @@
-"""`skylite train`: flags to a checked plan to a run."""
+"""`skylite train`: check the flags, plan the run, run it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from skylite.ui.logs import run_log
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainFlags:
-    """The named flags of `skylite train`; None where not given. Each is an alias of one setting."""
+    """The flags of `skylite train` that set one setting each; None if not given."""
 
     recipe: str | None
     model: str | None
@@ -39,7 +39,7 @@ class TrainFlags:
     settings: tuple[str, ...]
 
     def overrides(self) -> dict[str, Any]:
-        """Dotted setting -> value, for the flags given."""
+        """Dotted setting -> value, for the given flags."""
         named = {
             "model.name": self.model,
             "data.path": None if self.data is None else str(self.data),
@@ -64,25 +64,28 @@ def train(
     at: int | None = None,
     max_hours: float | None = None,
 ) -> None:
-    """Run the command. Raises SkyliteError subclasses; a clean stop by Ctrl-C exits 130, one that --max-hours asked for 0."""
+    """Train, or resume a run. Raises SkyliteError subclasses.
+
+    Exits 130 after a clean stop by Ctrl-C, and 0 after a stop by --max-hours.
+    """
     if resume is not None:
         _refuse_flags_on_resume(flags, run)
     elif at is not None:
         raise ConfigError(
-            f"--at {at} chooses a checkpoint of --resume RUN, and no run was given.",
-            "Give --resume, or leave --at away.",
+            f"--at {at} chooses a checkpoint of the run to resume, but --resume is missing.",
+            "Add --resume RUN, or remove --at.",
         )
     limit = TimeLimit(max_hours) if max_hours is not None else None
     if resume is not None:
-        finished = _go_on(flags, RunDir(resume.resolve()), at, limit, dry_run=dry_run)
+        finished = _resume(flags, RunDir(resume.resolve()), at, limit, dry_run=dry_run)
     else:
-        finished = _begin(flags, run, limit, dry_run=dry_run)
+        finished = _start(flags, run, limit, dry_run=dry_run)
     if not finished and not (limit is not None and limit.reached):
         sys.exit(130)
 
 
-def _begin(flags: TrainFlags, run: Path | None, limit: TimeLimit | None, *, dry_run: bool) -> bool:
-    """A new run. Returns whether it finished."""
+def _start(flags: TrainFlags, run: Path | None, limit: TimeLimit | None, *, dry_run: bool) -> bool:
+    """Start a new run. Returns whether it finished."""
     from skylite.orchestrator.disk_check import check_disk_space
     from skylite.orchestrator.plan import plan_run, write_run
     from skylite.orchestrator.run_session import run_session
@@ -96,27 +99,27 @@ def _begin(flags: TrainFlags, run: Path | None, limit: TimeLimit | None, *, dry_
     if dry_run:
         print_settings(plan.config)
         return True
-    # Before anything is written: of two that begin at once, one must find the other's word.
+    # Lock before writing: of two processes that start at once, one must see the lock of the other.
     with lock_folder(plan.run.root), lock_folder(Path(plan.resolved.lora_sync_path)):
         write_run(plan)
         with run_log(plan.run.log_path("skylite")):
             return asyncio.run(run_session(plan, resume=False, limit=limit))
 
 
-def _go_on(flags: TrainFlags, run: RunDir, at: int | None, limit: TimeLimit | None, *, dry_run: bool) -> bool:
-    """A run that is there already. Returns whether it finished."""
+def _resume(
+    flags: TrainFlags, run: RunDir, at: int | None, limit: TimeLimit | None, *, dry_run: bool
+) -> bool:
+    """Resume an existing run. Returns whether it finished."""
     from skylite.orchestrator.disk_check import check_disk_space
     from skylite.orchestrator.resume import plan_resume
     from skylite.orchestrator.run_session import run_session
 
     recorded = read_run_config(run.config_path)
     require_own_folders(run, recorded)
-    with contextlib.ExitStack() as held:
-        if (
-            not dry_run
-        ):  # before the run is looked at: a live one's newest checkpoint is another a moment later
-            held.enter_context(lock_folder(run.root))
-            held.enter_context(lock_folder(run.adapters(recorded)))
+    with contextlib.ExitStack() as locks:
+        if not dry_run:  # before reading the run: a live one may write a newer checkpoint at any moment
+            locks.enter_context(lock_folder(run.root))
+            locks.enter_context(lock_folder(run.adapters(recorded)))
         plan = plan_resume(run, overrides=flags.overrides(), settings=flags.settings, at=at)
         if dry_run:
             print_settings(plan.config)
@@ -127,7 +130,7 @@ def _go_on(flags: TrainFlags, run: RunDir, at: int | None, limit: TimeLimit | No
 
 
 def print_settings(config: TrainConfig) -> None:
-    """The resolved settings as JSON on stdout."""
+    """Print the resolved settings as JSON on stdout."""
     print(config.model_dump_json(indent=1))
 
 
@@ -136,15 +139,15 @@ def _new_run(recipe: Path) -> Path:
 
 
 def _refuse_flags_on_resume(flags: TrainFlags, run: Path | None) -> None:
-    """What begins a new run cannot go with --resume; of the settings orchestrator/resume.py knows which may change."""
+    """Refuse flags that start a new run. orchestrator/resume.py checks the settings."""
     if flags.from_adapter is not None:
         raise ConfigError(
-            "--from-adapter begins a new run with an adapter's weights, --resume goes on with a run as it was: they cannot go together.",
-            "Give one of the two.",
+            "--from-adapter starts a new run and --resume continues one; they cannot be combined.",
+            "Remove one of them.",
         )
     given = (["--recipe"] if flags.recipe else []) + (["--run"] if run else [])
     if given:
         raise ConfigError(
-            f"--resume goes on with a run in its own folder, but {', '.join(given)} was given too.",
-            "Leave it away.",
+            f"--resume continues a run with its recipe and folder, but {', '.join(given)} was given too.",
+            "Remove it.",
         )

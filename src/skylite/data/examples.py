@@ -1,4 +1,4 @@
-"""Prompts on their way into parquet: each with a completion that must score 1.0 and its place in the source."""
+"""Examples: prompts with a reference completion. `check_examples` turns them into prompts for training."""
 
 from __future__ import annotations
 
@@ -15,38 +15,40 @@ from skylite.types import Message, Prompt
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 _T = TypeVar("_T")
-Track = Callable[[Sequence[_T], str], Iterable[_T]]
-"""Passes items through and shows how far it is: (items, what is done to them)."""
+ShowProgress = Callable[[Sequence[_T], str], Iterable[_T]]
+"""(items, description) -> the same items, with a progress bar while they are consumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A prompt that is not checked yet."""
+    """A prompt before its check."""
 
     prompt: Prompt
     reference: str
-    """A perfect completion."""
+    """A completion that must score 1.0."""
     where: str
-    """"train.jsonl line 17"."""
+    """The row in its source, e.g. "train.jsonl line 17", for error messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleSet:
-    """A data set that is not checked yet."""
+    """The examples of a data set before their check."""
 
     dataset: str
     reward: str
+    """Reward spec: gsm8k, math, format, reasoning-gym or FILE.py:function."""
     system: str
-    examples: list[Message]
+    few_shot: list[Message]
+    """Worked examples in every prompt: alternating user and assistant turns."""
     splits: dict[str, list[Example]]
     tables: dict[str, Table]
-    """Where each split's rows come from."""
+    """The raw rows of each split."""
     notes: list[str]
-    """Choices made, as they were said aloud."""
+    """Choices to log and to record in the parquet footers, such as the source."""
 
 
 def check_examples(examples: Sequence[Example], spec: str, reward: RewardFn) -> list[Prompt]:
-    """The prompts of the examples. Raises DataError for the first one whose reference does not score 1.0."""
+    """The prompts of the examples. Raises DataError for the first reference that does not score 1.0."""
     for example in examples:
         try:
             value = finite_score(reward, example.prompt, example.reference)
@@ -58,8 +60,8 @@ def check_examples(examples: Sequence[Example], spec: str, reward: RewardFn) -> 
             ) from error
         if value != 1.0:
             raise DataError(
-                f"{example.where}: its reference answer scores {value:g} instead of 1.0 under the reward {spec}, "
-                f"which was given {_shorten(example.reference)!r}.",
+                f"{example.where}: the reference answer {_shorten(example.reference)!r} scores {value:g} "
+                f"under the reward {spec}; it must score 1.0.",
                 "Correct or delete the row, or choose another reward; nothing was written.",
             )
     return [example.prompt for example in examples]

@@ -1,4 +1,4 @@
-"""Which prompts a step trains on: a pure function of seed and step, so that a resumed run needs no cursor."""
+"""Which prompts a step trains on: a pure function of seed and step, so a resumed run needs no cursor."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from skylite.types import Prompt
 def prompts_for_step(prompts: Sequence[Prompt], step: int, per_step: int, seed: int) -> list[Prompt]:
     """The `per_step` distinct prompts of a 1-based step.
 
-    Every epoch is a fresh permutation, walked without replacement. When per_step does not divide the number of prompts, the
-    remainder of each permutation is left out (other prompts each epoch), so that no step holds a prompt twice.
+    Every epoch is a fresh permutation, sampled without replacement. When per_step does not divide the number
+    of prompts, the epoch drops the remainder of its permutation, so no step contains a prompt twice.
     Raises DataError when there are fewer prompts than a step takes.
     """
     steps_per_epoch = len(prompts) // per_step
@@ -31,9 +31,10 @@ def prompts_for_step(prompts: Sequence[Prompt], step: int, per_step: int, seed: 
 def prompts_for_round(
     prompts: Sequence[Prompt], step: int, round_number: int, per_step: int, seed: int
 ) -> list[Prompt]:
-    """New prompts for round 1, 2, ... of a step that replaces groups: none of the step's own, none of another round's.
+    """New prompts for round 1, 2, ... of a step that replaces zero-std groups.
 
-    At most `per_step`; fewer, and at last none, when the data set runs out.
+    Disjoint from the prompts of the step and of its other rounds. At most `per_step`; fewer, then none, when
+    the data set runs out.
     """
     used = {p.id for p in prompts_for_step(prompts, step, per_step, seed)}
     rest = [p for p in prompts if p.id not in used]

@@ -1,6 +1,7 @@
-"""train.parquet, validation.parquet and test.parquet of a prepared data set: one row a prompt, what it is in the footer.
+"""train.parquet, validation.parquet and test.parquet of a prepared data set: one prompt per row.
 
-Columns: id, prompt (list of role and content), answer, source, difficulty, extra (JSON). Any parquet reader can browse them.
+Columns: id, prompt (list of role and content), answer, source, difficulty, extra (JSON). The footer records
+how the file was made (PromptFileInfo).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from skylite.errors import DataError
 from skylite.run.files import atomic_file
 from skylite.types import Message, Prompt
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 FOOTER_KEY = b"skylite"
 PROMPT_SCHEMA = pa.schema(
     [
@@ -30,7 +31,7 @@ PROMPT_SCHEMA = pa.schema(
         ("extra", pa.string()),
     ]
 )
-_AGAIN = "Make it again with `skylite prepare`."
+_HINT = "Prepare it again with `skylite prepare`."
 
 Split = Literal["train", "validation", "test"]
 SourceKind = Literal["hub", "folder", "synthetic", "generated", "file"]
@@ -38,29 +39,29 @@ SourceKind = Literal["hub", "folder", "synthetic", "generated", "file"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptFileInfo:
-    """The footer of a prompt file: where the rows come from and how they were made."""
+    """The footer of a prompt file: its source and how it was made."""
 
     dataset: str
     source_kind: SourceKind
     source: str
-    """The source in words: a hub file, a path, a generator and its settings."""
+    """A hub file, a path, or a generator and its settings."""
     source_sha256: str
-    """Of the source file; of the rows' questions and answers where a generator made them."""
+    """Of the source file, or of the generated rows."""
     count: int
     seed: int
     split: Split
     reward: str
-    """Reward spec that every reference answer scored 1.0 under: gsm8k, math, format, reasoning-gym or FILE.py:function."""
+    """Reward spec: gsm8k, math, format, reasoning-gym or FILE.py:function."""
     system: str
     """System text of the prompts; may be empty."""
-    examples: list[Message]
-    """Worked examples as user and assistant turns."""
+    few_shot: list[Message]
+    """Worked examples in every prompt: alternating user and assistant turns."""
     limit: int | None = None
-    """`--limit` that cut the training rows."""
+    """--limit of the training rows."""
     made_by: str = ""
     """Command that made the file."""
     notes: str = ""
-    """Which source was chosen and why, and anything else that was said aloud."""
+    """Choices that `skylite prepare` logged, such as the source and why."""
     schema_version: int = SCHEMA_VERSION
 
 
@@ -86,78 +87,75 @@ def write_prompts(path: Path, prompts: Sequence[Prompt], info: PromptFileInfo) -
 
 
 def read_prompts(path: Path, difficulty: Sequence[int] = ()) -> tuple[list[Prompt], PromptFileInfo]:
-    """The prompts of a split, those of `difficulty` only when given, and the footer. Raises DataError."""
+    """The prompts of a split, filtered by `difficulty` when given, and the footer. Raises DataError."""
     table = _read_table(path)
     info = _read_info(path, table.schema.metadata or {})
     _check_columns(path, table.schema)
     if table.num_rows == 0:
-        raise DataError(f"{path} has no rows.", _AGAIN)
+        raise DataError(f"{path} has no rows.", _HINT)
     if table.num_rows != info.count:
-        raise DataError(f"{path} has {table.num_rows} rows, but its footer says {info.count}.", _AGAIN)
+        raise DataError(f"{path} has {table.num_rows} rows, but its footer says {info.count}.", _HINT)
     prompts = [_to_prompt(path, number, row) for number, row in enumerate(table.to_pylist(), start=1)]
     chosen = [p for p in prompts if p.difficulty in difficulty] if difficulty else prompts
     if not chosen:
-        there = sorted({p.difficulty for p in prompts})
+        available = sorted({p.difficulty for p in prompts})
         raise DataError(
-            f"{path} has no row of difficulty {list(difficulty)}; it has {there}.",
-            "Set data.difficulty to some of those, or to [].",
+            f"{path} has no row of difficulty {list(difficulty)}; it has {available}.",
+            "Set data.difficulty to some of these, or to [] for all.",
         )
     return chosen, info
 
 
 def _read_table(path: Path) -> pa.Table:
     try:
-        # Not pq.read_table: it makes a column of a parent folder called a=b, and imports pandas where that is installed.
+        # Not pq.read_table: it makes a column of a parent folder named a=b, and imports pandas if installed.
         with pq.ParquetFile(path) as file:
             return file.read()
     except FileNotFoundError:
         raise DataError(f"{path} does not exist.", "Make it with `skylite prepare`.") from None
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path} is not a parquet file: {_one_line(error)}", _AGAIN) from None
+        raise DataError(f"{path} is not a parquet file: {_one_line(error)}", _HINT) from None
 
 
 def _read_info(path: Path, metadata: dict[bytes, bytes]) -> PromptFileInfo:
     if FOOTER_KEY not in metadata:
         raise DataError(
-            f"{path} is a parquet file, but not one that `skylite prepare` made.",
+            f"{path} is a parquet file, but `skylite prepare` did not write it.",
             "Prepare it: skylite prepare FILE.parquet --question COLUMN --answer COLUMN --reward REWARD.",
         )
     try:
         footer = json.loads(metadata[FOOTER_KEY])
         version = footer["schema_version"]
     except (ValueError, TypeError, KeyError):
-        raise DataError(f"{path} has a damaged footer.", _AGAIN) from None
+        raise DataError(f"{path} has a damaged footer.", _HINT) from None
     if version != SCHEMA_VERSION:
         raise DataError(
-            f"{path} has schema version {version!r}, this skylite reads {SCHEMA_VERSION}.", _AGAIN
+            f"{path} has schema version {version!r}; this skylite reads version {SCHEMA_VERSION}.", _HINT
         )
     known = {f.name for f in fields(PromptFileInfo)}
-    if not known >= footer.keys() >= known - {"limit", "made_by", "notes"} or footer[
-        "source_kind"
-    ] not in get_args(SourceKind):
-        raise DataError(f"{path} has a damaged footer.", _AGAIN)
+    required = known - {"limit", "made_by", "notes"}
+    if not known >= footer.keys() >= required or footer["source_kind"] not in get_args(SourceKind):
+        raise DataError(f"{path} has a damaged footer.", _HINT)
     return PromptFileInfo(**footer)
 
 
 def _check_columns(path: Path, schema: pa.Schema) -> None:
     for field in PROMPT_SCHEMA:
         if field.name not in schema.names:
-            raise DataError(f"{path} has no column {field.name!r}.", _AGAIN)
+            raise DataError(f"{path} has no column {field.name!r}.", _HINT)
         found = schema.field(field.name).type
         if found != field.type:
-            raise DataError(f"{path} has {found} in column {field.name!r} instead of {field.type}.", _AGAIN)
+            raise DataError(f"{path}: column {field.name!r} has type {found} instead of {field.type}.", _HINT)
 
 
 def _to_prompt(path: Path, number: int, row: dict[str, Any]) -> Prompt:
     empty = [name for name in PROMPT_SCHEMA.names if row[name] is None]
     if empty or not row["prompt"] or any(turn is None or None in turn.values() for turn in row["prompt"]):
-        raise DataError(f"{path} row {number} has an empty {empty[0] if empty else 'prompt'}.", _AGAIN)
+        raise DataError(f"{path} row {number} has an empty {empty[0] if empty else 'prompt'}.", _HINT)
     try:
         extra = json.loads(row["extra"])
     except ValueError as error:
-        raise DataError(
-            f"{path} row {number} has no valid JSON in column 'extra': {error}.", _AGAIN
-        ) from None
+        raise DataError(f"{path} row {number} has no valid JSON in column 'extra': {error}.", _HINT) from None
     return Prompt(
         id=row["id"],
         messages=row["prompt"],

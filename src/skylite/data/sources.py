@@ -1,4 +1,4 @@
-"""Raw rows out of .jsonl, .csv and .parquet files and out of the hub, each row knowing its place for error messages."""
+"""Raw rows from .jsonl, .csv and .parquet files and from the hub, each with its place for error messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HUB_TIMEOUT_S = 10.0
 
 
 class HubError(DataError):
-    """The hub did not answer, or does not have the file."""
+    """The hub did not respond, or does not have the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Row:
     index: int
     """0-based position in its file; part of the prompt's id."""
     where: str
-    """"train.jsonl line 17": how an error names the row."""
+    """The row in its source, e.g. "train.jsonl line 17", for error messages."""
     values: dict[str, Any]
 
     def text(self, column: str) -> str:
@@ -48,7 +48,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """The raw rows of one split and where they come from."""
+    """The raw rows of one split and their source."""
 
     rows: Sequence[Row]
     kind: SourceKind
@@ -57,7 +57,7 @@ class Table:
 
 
 def read_table(path: Path, kind: SourceKind = "file") -> Table:
-    """All rows of a .jsonl, .csv or .parquet file. Raises DataError that names file, line and reason."""
+    """All rows of a .jsonl, .csv or .parquet file. Raises DataError with file, line and reason."""
     readers = {".jsonl": _jsonl_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}
     reader = readers.get(path.suffix)
     if reader is None:
@@ -79,34 +79,37 @@ def read_table(path: Path, kind: SourceKind = "file") -> Table:
 
 
 def hub_table(repository: str, file: str) -> Table:
-    """A parquet file of a hub data set, out of the local hub cache where it is there. Raises HubError within seconds."""
+    """A parquet file of a hub data set, from the local hub cache if possible. Raises HubError in seconds."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     cached = try_to_load_from_cache(repository, file, repo_type="dataset")
     if not isinstance(cached, str):
-        _ask_hub(repository)
+        _check_hub(repository)
         try:
             cached = hf_hub_download(repository, file, repo_type="dataset", etag_timeout=HUB_TIMEOUT_S)
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-            raise HubError(f"The hub did not give {repository}/{file}: {_first_line(error)}.") from None
+            raise HubError(
+                f"Downloading {repository}/{file} from the hub failed: {_first_line(error)}."
+            ) from None
     return replace(read_table(Path(cached), "hub"), source=f"{repository}/{file}")
 
 
 def hold_out(table: Table, count: int, seed: int) -> tuple[Table, Table]:
-    """(rest, held out): `count` rows, a tenth of a small table at most, by a seed that no option changes. File order is kept."""
+    """Split off `count` rows, or a tenth of a small table, chosen by the seed.
+
+    Returns (rest, held out), both in file order. Raises DataError for fewer than two rows.
+    """
     count = min(count, max(1, len(table.rows) // 10))
     if len(table.rows) < 2:
-        raise DataError(
-            f"{table.source} has {len(table.rows)} row(s); two or more are needed to hold some out."
-        )
+        raise DataError(f"{table.source} has {len(table.rows)} row(s); holding some out needs two or more.")
     chosen = set(random.Random(seed).sample(range(len(table.rows)), count))
     rest = [row for i, row in enumerate(table.rows) if i not in chosen]
     return replace(table, rows=rest), replace(table, rows=[table.rows[i] for i in sorted(chosen)])
 
 
 def generated_table(rows: Iterable[dict[str, Any]], kind: SourceKind, source: str) -> Table:
-    """Rows that a generator made; the sha256 is that of their JSON lines."""
+    """A table of generated rows; its sha256 is that of the rows as JSON lines."""
     rows = list(rows)
     digest = sha256(
         "".join(json.dumps(row, sort_keys=True, default=str) + "\n" for row in rows).encode()
@@ -134,7 +137,7 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
 
 
 def _csv_rows(path: Path) -> Iterator[Row]:
-    # utf-8-sig: spreadsheets write a byte order mark, which would become part of the first column's name.
+    # utf-8-sig: spreadsheets write a byte order mark, which would end up in the name of the first column.
     with path.open(encoding="utf-8-sig", newline="") as stream:
         reader = csv.DictReader(stream, strict=True)
         try:
@@ -143,7 +146,7 @@ def _csv_rows(path: Path) -> Iterator[Row]:
                 if None in values or None in values.values():
                     wanted = len(reader.fieldnames or [])
                     raise DataError(
-                        f"{where} does not have {wanted} fields like the first line.", "Correct that line."
+                        f"{where} does not have {wanted} fields like the header line.", "Correct that line."
                     )
                 yield Row(index=index, where=where, values=dict(values))
         except csv.Error as error:
@@ -164,13 +167,13 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         yield Row(index=index, where=f"{path} row {index + 1}", values=values)
 
 
-def _ask_hub(repository: str) -> None:
-    """One quick question first: without a network the hub client retries for half a minute."""
+def _check_hub(repository: str) -> None:
+    """One quick request first: without a network the hub client retries for half a minute."""
     import httpx
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        raise HubError("The hub is not asked, because HF_HUB_OFFLINE is set.")
+        raise HubError("HF_HUB_OFFLINE is set, so the hub is not used.")
     try:
         httpx.head(f"{constants.ENDPOINT}/datasets/{repository}", timeout=HUB_TIMEOUT_S)
     except (httpx.HTTPError, httpx.InvalidURL) as error:

@@ -1,7 +1,8 @@
-"""Difficulty-school word problems in GSM8K's format, generated: for machines without a hub and models too small for GSM8K.
+"""Generated grade-school word problems in GSM8K's format, for machines without a hub and for small models.
 
-A template is a question with marks and its calculation. `{a}` to `{e}` are numbers, `{name}`, `{friend}`, `{pron}`, `{things}` and
-`{boxes}` words, `[x|y]` a choice. The difficulty is the number of calculation steps, each one line of the worked answer:
+A template (synthetic_words.py) is a question and its calculation. `{a}` to `{e}` stand for numbers, `{name}`,
+`{friend}`, `{pron}`, `{things}` and `{boxes}` for words, `[x|y]` for a choice. The difficulty is the number
+of calculation steps. Each step is one line of the worked answer:
 
     Leo has 4 marbles. He finds 3 more. How many marbles does Leo have now?
     4 + 3 = <<4+3=7>>7
@@ -18,9 +19,9 @@ from itertools import count
 
 from skylite.data.synthetic_words import CONTAINERS, NAMES, TEMPLATES, THINGS
 
-GRADES = tuple(TEMPLATES)
+DIFFICULTIES = tuple(TEMPLATES)
 _LARGEST = {1: 50, 2: 100, 3: 200, 4: 400}
-"""Largest number in a problem of that difficulty."""
+"""Difficulty -> largest number in a problem."""
 _STEP = re.compile(r"(\w+) ([-+*/]) (\w+)")
 
 
@@ -30,13 +31,14 @@ class Problem:
 
     question: str
     answer: str
-    """Worked, with <<...>> annotations, ending in "#### N"."""
+    """Worked answer with <<...>> annotations; the last line is "#### N"."""
     difficulty: int
 
 
 def problems(difficulty: int, seed: int) -> Iterator[Problem]:
-    """Endless distinct problems of one difficulty: the same ones for the same seed, however many are taken."""
-    rng = random.Random(f"synthetic/{seed}/{difficulty}")
+    """Endless distinct problems of one difficulty. The sequence depends on the seed only."""
+    # Another text here would generate other problems than those of the published results.
+    rng = random.Random(f"stand-in/{seed}/{difficulty}")
     seen: set[str] = set()
     for turn in count():
         template, steps = TEMPLATES[difficulty][turn % len(TEMPLATES[difficulty])]
@@ -50,7 +52,7 @@ def problems(difficulty: int, seed: int) -> Iterator[Problem]:
 
 
 def _calculation(rng: random.Random, steps: str, difficulty: int) -> tuple[dict[str, int], list[str], int]:
-    """Numbers for a template's slots (every result whole, positive and small), the worked lines, the final result."""
+    """Numbers for a template, the worked lines and the result. All results are small positive integers."""
     parsed = [(m[1], m[2], m[3]) for m in _STEP.finditer(steps)]
     while True:
         values = _draw_slots(rng, parsed, _LARGEST[difficulty])
@@ -67,7 +69,7 @@ def _calculation(rng: random.Random, steps: str, difficulty: int) -> tuple[dict[
 
 
 def _draw_slots(rng: random.Random, steps: list[tuple[str, str, str]], largest: int) -> dict[str, int]:
-    """2 to 20 for sums, 2 to 10 for products and divisors, more for what is divided or paid with."""
+    """2 to 20 for sums, 2 to 10 for factors and divisors, 10 to `largest` for dividends and payments."""
     values: dict[str, int] = {}
     for index, (left, operator, right) in enumerate(steps):
         for name in (left, right):
@@ -87,7 +89,7 @@ def _value(values: dict[str, int], name: str) -> int:
 
 
 def _apply(left: int, operator: str, right: int) -> int | None:
-    """The whole-number result, or None where there is none."""
+    """The result, or None when a division leaves a remainder."""
     if operator == "/":
         return left // right if left % right == 0 else None
     return {"+": left + right, "-": left - right, "*": left * right}[operator]

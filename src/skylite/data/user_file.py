@@ -13,19 +13,19 @@ from skylite.rewards import reference_completion
 from skylite.types import Message, Prompt
 
 HELD_OUT_SHARE = 0.05
-"""Of the distinct questions, for validation and for test each."""
+"""Share of the distinct questions in validation, and in test."""
 SYSTEMS = {
     "gsm8k": "Solve the problem step by step. End with a line of #### and the answer as a number.",
     "format": "Solve the problem step by step. End with a line of #### and the answer as a number.",
     "math": "Solve the problem step by step. Put the final answer in \\boxed{}.",
 }
-"""System text by reward; a plug-in's prompts have none."""
+"""Reward -> system text; prompts for FILE.py:function have none."""
 
 
 def user_file_examples(
     path: Path, *, question: str, answer: str, reward: str, limit: int | None, seed: int
 ) -> ExampleSet:
-    """Read, split by the seed and make prompts. Raises DataError that names file, line and reason."""
+    """Read the file, split it by the seed and make prompts. Raises DataError with file, line and reason."""
     table = read_table(path)
     texts = [row.text(question) for row in table.rows]
     tables = _split(table, texts, seed)
@@ -34,9 +34,9 @@ def user_file_examples(
     splits = {
         split: [
             _example(row, f"{path.stem}/{split}/{row.index}", path.stem, question, answer, reward, system)
-            for row in part.rows
+            for row in split_table.rows
         ]
-        for split, part in tables.items()
+        for split, split_table in tables.items()
     }
     note = f"source: {path}, split at random (seed {seed}) by question: " + ", ".join(
         f"{len(d)} {s}" for s, d in splits.items()
@@ -45,7 +45,7 @@ def user_file_examples(
         dataset=path.stem,
         reward=reward,
         system=system,
-        examples=[],
+        few_shot=[],
         splits=splits,
         tables=tables,
         notes=[note],
@@ -53,21 +53,22 @@ def user_file_examples(
 
 
 def _split(table: Table, questions: list[str], seed: int) -> dict[str, Table]:
-    """About 90/5/5, one row a part at least. Rows with the same question stay together, so that no held-out one is trained on."""
+    """Split about 90/5/5, at least one question each. Rows with the same question stay in one split."""
     distinct = sorted(set(questions))
     if len(distinct) < 3:
         raise DataError(
-            f"{table.source} has {len(distinct)} distinct question(s); train, validation and test need one each."
+            f"{table.source} has {len(distinct)} distinct question(s); "
+            "train, validation and test need one each."
         )
     random.Random(f"split/{seed}").shuffle(distinct)
     held_out = max(1, round(len(distinct) * HELD_OUT_SHARE))
-    part_of = dict.fromkeys(distinct, "train")
-    part_of.update(dict.fromkeys(distinct[:held_out], "validation"))
-    part_of.update(dict.fromkeys(distinct[held_out : 2 * held_out], "test"))
+    split_of = dict.fromkeys(distinct, "train")
+    split_of.update(dict.fromkeys(distinct[:held_out], "validation"))
+    split_of.update(dict.fromkeys(distinct[held_out : 2 * held_out], "test"))
     return {
         split: replace(
             table,
-            rows=[row for row, text in zip(table.rows, questions, strict=True) if part_of[text] == split],
+            rows=[row for row, text in zip(table.rows, questions, strict=True) if split_of[text] == split],
         )
         for split in ("train", "validation", "test")
     }

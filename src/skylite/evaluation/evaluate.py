@@ -24,7 +24,7 @@ MAX_REQUESTS_IN_FLIGHT = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
-    """Scores of one served model on one set of problems."""
+    """Scores of one model on one set of problems."""
 
     model: str
     temperature: float
@@ -48,17 +48,24 @@ async def evaluate(
     stop_token_ids: tuple[int, ...],
     seed: int,
 ) -> EvalResult:
-    """Sample `n` completions a problem (temperature 0: greedy) from `model` and score them.
+    """Sample `n` completions per problem from `model` (temperature 0: greedy) and score them.
 
-    Raises RunFailed with the problem's id for a score that is NaN or infinite: no accuracy can be made of it.
+    Args:
+        token_ids: prompt id -> prompt token ids.
+
+    Raises RunFailed with the prompt id for a score that is NaN or infinite.
     """
     slots = asyncio.Semaphore(MAX_REQUESTS_IN_FLIGHT)
 
     async def one(index: int, prompt: Prompt) -> Group:
         sampling = Sampling(
-            temperature=temperature, top_p=1.0, top_k=0, max_tokens=max_tokens, stop_token_ids=stop_token_ids,
+            temperature=temperature,
+            top_p=1.0,
+            top_k=0,
+            max_tokens=max_tokens,
+            stop_token_ids=stop_token_ids,
             seed=request_seed(seed, -1, index),
-        )  # fmt: skip
+        )
         async with slots:
             group = await collect_group(
                 clients[index % len(clients)],
@@ -88,7 +95,7 @@ async def evaluate(
 
 
 def write_results(path: Path, result: EvalResult) -> None:
-    """One row for each completion: problem, completion, score. Raises WriteFailed."""
+    """Write one row per completion to a parquet file. Raises WriteFailed."""
     rows = [_row(result, group.prompt, t) for group in result.groups for t in group.trajectories]
     table = pa.Table.from_pylist(rows)
     with atomic_file(path, table.nbytes) as temporary:

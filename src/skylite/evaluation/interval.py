@@ -1,4 +1,4 @@
-"""95 % intervals of an accuracy."""
+"""95 % confidence intervals of an accuracy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Z_95 = 1.959963984540054
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """A mean score with its 95 % interval, all in 0..1."""
+    """A mean score with its 95 % confidence interval, all in [0, 1]."""
 
     mean: float
     low: float
@@ -20,23 +20,24 @@ class Accuracy:
 
     @property
     def standard_error(self) -> float:
-        """Half the interval over 1.96."""
+        """Half the width of the interval, divided by 1.96."""
         return (self.high - self.low) / (2 * Z_95)
 
     def __str__(self) -> str:
-        return f"{100 * self.mean:.1f} % (95 % interval {100 * self.low:.1f} to {100 * self.high:.1f}, {self.num_problems} problems)"
+        interval = f"95 % interval {100 * self.low:.1f} to {100 * self.high:.1f}"
+        return f"{100 * self.mean:.1f} % ({interval}, {self.num_problems} problems)"
 
 
-def wilson(num_right: int, num_problems: int) -> Accuracy:
-    """Wilson's score interval for one right-or-wrong answer a problem (Wilson 1927, JASA 22, p. 209)."""
-    p, n, z2 = num_right / num_problems, num_problems, Z_95**2
+def wilson(num_correct: int, num_problems: int) -> Accuracy:
+    """Wilson score interval for one correct-or-wrong answer per problem (Wilson 1927, JASA 22, p. 209)."""
+    p, n, z2 = num_correct / num_problems, num_problems, Z_95**2
     centre = (p + z2 / (2 * n)) / (1 + z2 / n)
     half = Z_95 / (1 + z2 / n) * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
     return Accuracy(p, max(0.0, centre - half), min(1.0, centre + half), n)
 
 
 def clustered(problem_means: Sequence[float]) -> Accuracy:
-    """Normal interval over problems of each problem's mean score: samples of one problem are not independent."""
+    """Normal interval over the mean score of each problem: samples of one problem are not independent."""
     n = len(problem_means)
     mean = sum(problem_means) / n
     variance = sum((x - mean) ** 2 for x in problem_means) / (n - 1) if n > 1 else 0.0
@@ -45,7 +46,7 @@ def clustered(problem_means: Sequence[float]) -> Accuracy:
 
 
 def accuracy_of(rewards: Sequence[Sequence[float]]) -> Accuracy:
-    """[problems][samples] rewards: Wilson for one 0/1 score a problem, clustered otherwise."""
+    """Accuracy of rewards [problems][samples]: Wilson for one 0/1 score per problem, else clustered."""
     if all(len(row) == 1 and row[0] in (0.0, 1.0) for row in rewards):
         return wilson(sum(int(row[0]) for row in rewards), len(rewards))
     return clustered([sum(row) / len(row) for row in rewards])

@@ -8,7 +8,7 @@ from skylite.errors import ChildDied, RunFailed, SkyliteError, TrainerLost
 from skylite.orchestrator.plan import RunPlan
 from skylite.processes.supervisor import Supervisor
 from skylite.processes.torchrun import killed_rank
-from skylite.ui.closing import stopped_text
+from skylite.ui.end_message import stopped_text
 
 TRAINER = "trainer"
 

@@ -12,7 +12,7 @@ from skylite.engine.canary import CanaryReading
 from skylite.engine.pool import SyncReport
 from skylite.orchestrator.sampling import SampledStep
 from skylite.types import Group, is_number
-from skylite.ui.page import CompletionView
+from skylite.ui.live_panel import CompletionView
 
 SHOWN = ("policy/entropy", "mismatch/logprob_diff_mean", "time/train_s", "time/canary_s", "time/publish_s")
 """Of the trainer's metrics: those that the screen shows."""

@@ -35,8 +35,8 @@ from skylite.rewards.pool import RewardPool
 from skylite.run.files import convert_os_errors, write_json
 from skylite.run.metrics import null_to_nan, read_metrics
 from skylite.run.run_dir import adapter_name
-from skylite.ui.closing import finished_text, stopped_text
 from skylite.ui.dashboard import Screen
+from skylite.ui.end_message import finished_text, stopped_text
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Numbers as bars of text."""
+"""Curves and bars drawn with text characters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def resample(values: Sequence[float], width: int) -> list[float]:
-    """At most `width` values that stand for the whole series: means over equal stretches of it."""
+    """At most `width` values: means over equal stretches of the series."""
     n = len(values)
     if n <= width:
         return list(values)
@@ -19,10 +19,9 @@ def resample(values: Sequence[float], width: int) -> list[float]:
 
 
 def curve(values: Sequence[float], width: int, height: int) -> list[str]:
-    """`height` lines, top first, of at most `width` columns. The scale is 0 to 1, wider where values lie outside.
+    """`height` lines, top first, of at most `width` columns. The scale covers 0 to 1 and all values.
 
-    The lowest value still shows the thinnest bar, so that a zero is told from a step that has not been; a value that is no number is
-    left blank.
+    The lowest value shows the thinnest bar, so a zero differs from a missing step; nan is blank.
     """
     finite = [v for v in values if math.isfinite(v)]
     low, high = min([0.0, *finite]), max([1.0, *finite])
@@ -36,13 +35,13 @@ def curve(values: Sequence[float], width: int, height: int) -> list[str]:
     ]
 
 
-def shares(parts: Sequence[float], width: int) -> list[int]:
-    """`width` columns dealt out in proportion to `parts` (largest remainder), so that they add up."""
+def proportional_widths(parts: Sequence[float], width: int) -> list[int]:
+    """Integers proportional to `parts` that sum to `width` (largest remainder method)."""
     total = math.fsum(parts)
     if not total > 0:
         return [0] * len(parts)
     exact = [width * p / total for p in parts]
-    dealt = [int(x) for x in exact]
-    for k in sorted(range(len(parts)), key=lambda k: dealt[k] - exact[k])[: width - sum(dealt)]:
-        dealt[k] += 1
-    return dealt
+    widths = [int(x) for x in exact]
+    for k in sorted(range(len(parts)), key=lambda k: widths[k] - exact[k])[: width - sum(widths)]:
+        widths[k] += 1
+    return widths

@@ -1,4 +1,4 @@
-"""The screen of a run: one live page on a terminal, one clean line a step elsewhere. Shows plain values; knows nothing of the run."""
+"""The screen of a run: a live panel on a terminal, one line per step elsewhere. It only displays values."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, Self
 from rich.console import Console
 from rich.live import Live
 
-from skylite.ui.logs import ON_PAGE, lines_on_screen, shows_info
-from skylite.ui.page import ENDS, CompletionView, Page, ScreenState
+from skylite.ui.live_panel import ENDS, CompletionView, LivePanel, ScreenState
+from skylite.ui.logs import ON_PANEL, lines_on_screen, shows_info
 
 logger = logging.getLogger(__name__)
 
 EVERY_STEP = ("sampling", "training", "syncing")
-"""Phases that come in every step: shown live, too many for a log."""
+"""Phases of every step: a plain terminal shows them with --verbose only."""
 
 __all__ = ["CompletionView", "Screen", "step_line"]
 
@@ -32,10 +32,12 @@ class Screen:
         self.state = ScreenState(num_steps, history=tuple(history))
         self._is_live = self.console.is_interactive and shows_info()
         self._stack = ExitStack()
-        self._live = Live(get_renderable=lambda: Page(self.state), console=self.console, refresh_per_second=4)
+        self._live = Live(
+            get_renderable=lambda: LivePanel(self.state), console=self.console, refresh_per_second=4
+        )
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(lines_on_screen(self._print, has_page=self._is_live))
+        self._stack.enter_context(lines_on_screen(self._print, has_panel=self._is_live))
         if self._is_live:
             self._live.start()
         return self
@@ -48,37 +50,47 @@ class Screen:
         self._stack.close()
 
     def phase(self, name: str, detail: str) -> None:
-        """What happens now, e.g. phase("sampling", "step 3 of 24"). An end (done, stopped, failed) leaves the page as it is, and what
-        is said after that stands below it, where the eye is."""
+        """Show the current phase, e.g. phase("sampling", "step 3 of 24").
+
+        After the last phase (done, stopped, failed) the panel stays, and later lines appear below it.
+        """
         self.state.phase, self.state.detail = name, detail
         if self._is_live and name in ENDS:
             self._live.stop()
         level = logging.DEBUG if name in EVERY_STEP else logging.INFO
-        logger.log(level, f"{name} {detail}".strip(), extra=ON_PAGE)
+        logger.log(level, f"{name} {detail}".strip(), extra=ON_PANEL)
 
     def step(self, metrics: Mapping[str, Any], sample: CompletionView | None) -> None:
-        """A finished step."""
+        """Show a finished step and one of its completions."""
         self.state.history = (*self.state.history, metrics)
         self.state.sample = sample
-        logger.info(step_line(metrics, self.state.num_steps), extra=ON_PAGE)
+        logger.info(step_line(metrics, self.state.num_steps), extra=ON_PANEL)
 
     def evaluation(self, label: str, text: str) -> None:
-        """A held-out result: evaluation("before", "greedy pass@1 31.4 % ...")."""
+        """Show a held-out result: evaluation("before", "greedy pass@1 31.4 % ...")."""
         self.state.evaluations[label] = text
-        logger.info(f"held out, {label}: {text}", extra=ON_PAGE)
+        logger.info(f"evaluation ({label}): {text}", extra=ON_PANEL)
 
     def _print(self, text: str) -> None:
-        """Print a line above the page, or on a plain terminal."""
+        """Print a line: above the panel on a live terminal."""
         self.console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 def step_line(metrics: Mapping[str, Any], num_steps: int) -> str:
     """A step in one line, for logs."""
     m = metrics
-    sync = m["time/sync_s"]
-    return (
-        f"step {m['step']}/{num_steps}  reward {m['reward/mean']:.3f}  right {100 * m['reward/right_frac']:.1f} %  "
-        f"entropy {m['policy/entropy']:.3f}  tokens {m['completion/tokens_mean']:.1f}  "
-        f"sample {m['time/rollout_s']:.1f} s ({m['perf/completion_tokens_per_s']:.0f} tok/s)  train {m['time/train_s']:.1f} s  "
-        f"sync {sync:.2f} s  canary {m['canary/gap_max']:.1e}  gap {m['mismatch/logprob_diff_mean']:.1e}  v{m['adapter/version']}"
+    return "  ".join(
+        (
+            f"step {m['step']}/{num_steps}",
+            f"reward {m['reward/mean']:.3f}",
+            f"correct {100 * m['reward/right_frac']:.1f} %",
+            f"entropy {m['policy/entropy']:.3f}",
+            f"tokens {m['completion/tokens_mean']:.1f}",
+            f"sample {m['time/rollout_s']:.1f} s ({m['perf/completion_tokens_per_s']:.0f} tok/s)",
+            f"train {m['time/train_s']:.1f} s",
+            f"sync {m['time/sync_s']:.2f} s",
+            f"canary {m['canary/gap_max']:.1e}",
+            f"mismatch {m['mismatch/logprob_diff_mean']:.1e}",
+            f"v{m['adapter/version']}",
+        )
     )

@@ -1,7 +1,7 @@
 """Where log records go: lines on the terminal, and RUN/logs/skylite.log.
 
-Modules log with `logging.getLogger(__name__)`. Only the command line configures handlers: a program that imports
-skylite keeps its own. This module does not import rich, because `skylite --help` loads it.
+Modules log with `logging.getLogger(__name__)`. Only the command line configures handlers: a program that
+imports skylite keeps its own. This module does not import rich, because `skylite --help` loads it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 from skylite.errors import SkyliteError, WriteFailed
 from skylite.run.files import append_line, convert_os_errors
 
-ON_PAGE: dict[str, Any] = {"on_page": True}
-"""`extra` of a record that repeats what the live page shows: a live terminal does not print it."""
+ON_PANEL: dict[str, Any] = {"on_panel": True}
+"""`extra` of a record that repeats what the live panel shows: a live terminal does not print it."""
 _ROOT = logging.getLogger("skylite")
 
 
@@ -27,19 +27,19 @@ def plain(text: str) -> str:
 
 
 class TerminalHandler(logging.Handler):
-    """Prints records for a person: above the live page while a screen is open, else on stderr."""
+    """Prints records for a person: above the live panel while a screen is open, else on stderr."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.info_on_stdout = False
         self.screen: Callable[[str], None] | None = None
         """Prints a line on the open screen."""
-        self.has_page = False
-        """The open screen draws a live page."""
+        self.has_panel = False
+        """The open screen draws a live panel."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if self.screen is not None:
-            if not (self.has_page and getattr(record, "on_page", False)):
+            if not (self.has_panel and getattr(record, "on_panel", False)):
                 self.screen(self.format(record))
         elif self.info_on_stdout and record.levelno < logging.WARNING:
             print(self.format(record), flush=True)
@@ -145,10 +145,10 @@ def run_log(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def lines_on_screen(print_line: Callable[[str], None], *, has_page: bool) -> Iterator[None]:
+def lines_on_screen(print_line: Callable[[str], None], *, has_panel: bool) -> Iterator[None]:
     """Print the terminal's lines with `print_line` in this block."""
-    _TERMINAL.screen, _TERMINAL.has_page = print_line, has_page
+    _TERMINAL.screen, _TERMINAL.has_panel = print_line, has_panel
     try:
         yield
     finally:
-        _TERMINAL.screen, _TERMINAL.has_page = None, False
+        _TERMINAL.screen, _TERMINAL.has_panel = None, False

@@ -1,4 +1,4 @@
-"""A synthetic for vLLM's server: a real process on a real Unix socket that answers what skylite asks, and fails on request.
+"""A fake vLLM server: a real process on a real Unix socket that answers what skylite asks, and fails on request.
 
 Put tests/fakes first in PYTHONPATH, and `python -m vllm.entrypoints.openai.api_server` is this. A completion is a function of the
 seed. The folder FAKE_VLLM holds orders, each a file that is taken away when it is obeyed: `die` (at the next completion request),

@@ -1,4 +1,4 @@
-"""reasoning-gym tasks as prompts: generated questions, the task's own scorer."""
+"""reasoning-gym tasks: generated questions, scored by the task (rewards/reasoning_gym.py)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from itertools import islice
 from typing import Any
 
-from skylite.data.examples import Example, ExampleSet, Track
+from skylite.data.examples import Example, ExampleSet, ShowProgress
 from skylite.data.sources import Row, Table, generated_table
 from skylite.errors import ConfigError, DataError
 from skylite.rewards import reference_completion
@@ -15,21 +15,26 @@ from skylite.types import Message, Prompt
 
 SYSTEM = "Solve the problem. Give the final answer between <answer> and </answer>."
 ROWS = {"test": 256, "validation": 128, "train": 1024}
-"""Distinct questions a split, unless --limit says another number for train."""
+"""Distinct questions per split; --limit replaces the number for train."""
 _REFERENCES = ("possible_answer", "example_answer", "example_correct_answer")
-"""Metadata keys that tasks with many right answers keep one of them in."""
+"""Metadata keys under which tasks with many correct answers store one of them."""
 
 
-def procedural_examples(task: str, *, limit: int | None, seed: int, track: Track[int]) -> ExampleSet:
-    """Generate the splits of a task. Raises ConfigError for an unknown task, DataError for one that cannot be checked."""
+def reasoning_gym_examples(
+    task: str, *, limit: int | None, seed: int, show_progress: ShowProgress[int]
+) -> ExampleSet:
+    """Generate the splits of a task.
+
+    Raises ConfigError for an unknown task, and DataError for one whose reference answers cannot be checked.
+    """
     generator = _open_task(task, seed, size=4 * sum((ROWS | {"train": limit or ROWS["train"]}).values()))
     sizes = ROWS | {"train": limit or ROWS["train"]}
-    entries = _distinct_entries(task, generator, sum(sizes.values()), track)
+    entries = _distinct_entries(task, generator, sum(sizes.values()), show_progress)
     notes = [f"source: reasoning-gym task {task}, generated (seed {seed})"]
     if len(entries) < sum(sizes.values()):
         sizes = _shrink(task, sizes, len(entries))
         notes.append(
-            f"{task} has only {len(entries)} distinct questions in {len(generator)} draws, so the splits are smaller"
+            f"{task} has only {len(entries)} distinct questions in {len(generator)} draws: smaller splits"
         )
     dataset = f"reasoning-gym-{task}"
     tables: dict[str, Table] = {}
@@ -43,8 +48,14 @@ def procedural_examples(task: str, *, limit: int | None, seed: int, track: Track
         for split in sizes
     }
     return ExampleSet(
-        dataset=dataset, reward="reasoning-gym", system=SYSTEM, examples=[], splits=splits, tables=tables, notes=notes
-    )  # fmt: skip
+        dataset=dataset,
+        reward="reasoning-gym",
+        system=SYSTEM,
+        few_shot=[],
+        splits=splits,
+        tables=tables,
+        notes=notes,
+    )
 
 
 def _open_task(task: str, seed: int, size: int) -> Any:
@@ -68,10 +79,12 @@ def _open_task(task: str, seed: int, size: int) -> Any:
         ) from None
 
 
-def _distinct_entries(task: str, generator: Any, wanted: int, track: Track[int]) -> list[dict[str, Any]]:
+def _distinct_entries(
+    task: str, generator: Any, wanted: int, show_progress: ShowProgress[int]
+) -> list[dict[str, Any]]:
     """Up to `wanted` entries with different questions."""
     found: dict[str, dict[str, Any]] = {}
-    for index in track(range(len(generator)), f"generating {wanted} of {task}"):
+    for index in show_progress(range(len(generator)), f"generating {wanted} questions of {task}"):
         entry = generator[index]
         found.setdefault(entry["question"], entry)
         if len(found) == wanted:
@@ -79,15 +92,16 @@ def _distinct_entries(task: str, generator: Any, wanted: int, track: Track[int])
     return list(found.values())
 
 
-def _shrink(task: str, sizes: dict[str, int], there: int) -> dict[str, int]:
-    if there < 3:
+def _shrink(task: str, sizes: dict[str, int], available: int) -> dict[str, int]:
+    if available < 3:
         raise DataError(
-            f"reasoning-gym task {task} has only {there} distinct question(s); train, validation and test need one each."
+            f"reasoning-gym task {task} has only {available} distinct question(s); "
+            "train, validation and test need one each."
         )
     held_out = {
-        split: max(1, there * sizes[split] // sum(sizes.values())) for split in ("test", "validation")
+        split: max(1, available * sizes[split] // sum(sizes.values())) for split in ("test", "validation")
     }
-    return held_out | {"train": there - sum(held_out.values())}
+    return held_out | {"train": available - sum(held_out.values())}
 
 
 def _example(task: str, row: Row, prompt_id: str) -> Example:
@@ -100,25 +114,31 @@ def _example(task: str, row: Row, prompt_id: str) -> Example:
             "Choose another task.",
         ) from None
     if from_json(stored) != row.values:
-        raise DataError(f"reasoning-gym task {task} has entries that JSON changes.", "Choose another task.")
+        raise DataError(
+            f"reasoning-gym task {task} has entries that change when stored as JSON.", "Choose another task."
+        )
     answer = _reference(task, row.values)
     messages: list[Message] = [
         {"role": "system", "content": SYSTEM},
         {"role": "user", "content": row.values["question"]},
     ]
     prompt = Prompt(
-        id=prompt_id, messages=messages, answer=answer, source=f"reasoning-gym-{task}", extra={"task": task, "entry": stored}
-    )  # fmt: skip
+        id=prompt_id,
+        messages=messages,
+        answer=answer,
+        source=f"reasoning-gym-{task}",
+        extra={"task": task, "entry": stored},
+    )
     return Example(prompt=prompt, reference=reference_completion("reasoning-gym", answer), where=row.where)
 
 
 def _reference(task: str, entry: dict[str, Any]) -> str:
-    """The entry's answer, or the example of a right one that it carries."""
+    """The answer of an entry, or the example of a correct one in its metadata."""
     candidates = [entry["answer"], *(entry["metadata"].get(key) for key in _REFERENCES)]
     answer = next((c for c in candidates if c is not None), None)
     if answer is None:
         raise DataError(
-            f"reasoning-gym task {task} gives no reference answer, so that nobody can check that a right answer scores 1.0.",
+            f"reasoning-gym task {task} has no reference answer, so its scorer cannot be checked.",
             "Choose another task.",
         )
     return answer if isinstance(answer, str) else json.dumps(answer)

@@ -1,4 +1,4 @@
-"""The page of a run: progress, reward curve, numbers, one completion. Fills the width and never wraps, whatever a model wrote."""
+"""The live panel of a run: progress, reward curve, metrics, one completion. Its lines never wrap."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.panel import Panel
 from rich.text import Text
 
-from skylite.ui.curve import curve, shares
+from skylite.ui.curve import curve, proportional_widths
 from skylite.ui.logs import plain
 
 LABEL_WIDTH = 11
 MAX_ROWS = 34
 COMPLETION_ROWS = 9
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
-TALL = 30
-"""Rows from which on the reward curve gets several lines."""
-RECENT = 5
-"""Steps whose mean time the forecast goes by."""
+TALL_ROWS = 30
+"""Above this height the reward curve gets several lines."""
+RECENT_STEPS = 5
+"""The remaining time is estimated from this many steps."""
 ENDS = {"done": ("✔", "bold green"), "stopped": ("■", "bold yellow"), "failed": ("✘", "bold red")}
 
 
@@ -39,7 +39,7 @@ class CompletionView:
 
 @dataclass(slots=True)
 class ScreenState:
-    """What the page shows now."""
+    """What the panel shows."""
 
     num_steps: int
     phase: str = "starting"
@@ -49,64 +49,66 @@ class ScreenState:
     """Metrics of every step so far."""
     sample: CompletionView | None = None
     evaluations: dict[str, str] = field(default_factory=dict)
-    """Label (before, after) to result, in words."""
+    """Label (before, after) -> result."""
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
-    """Draws a state into the console's size; at most as tall as the console less one row, so that nothing scrolls."""
+class LivePanel:
+    """Draws a state to the size of the console, one row less than its height: nothing scrolls."""
 
     state: ScreenState
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, rows = options.max_width - 4, min(console.size.height - 1, MAX_ROWS) - 2
-        lines = page_lines(self.state, width, rows)
+        lines = panel_lines(self.state, width, rows)
         title = Text.assemble(("skylite", "bold"), ("  GRPO + LoRA", "dim"))
-        # Cropped here, line by line: rich would wrap what is too long, and a page that changes its height flickers.
+        # Crop each line: rich would wrap it, and a panel that changes its height flickers.
         yield Panel(
-            Text("\n").join(_fitted(line, width) for line in lines[:rows]),
+            Text("\n").join(_cropped(line, width) for line in lines[:rows]),
             title=title,
             title_align="left",
             border_style="blue",
         )
 
 
-def page_lines(state: ScreenState, width: int, rows: int) -> list[Text]:
-    """At most `rows` lines for a page of `width` columns."""
-    lines = [_head(state, width), _progress(state, width)]
+def panel_lines(state: ScreenState, width: int, rows: int) -> list[Text]:
+    """At most `rows` lines of at most `width` columns."""
+    lines = [_status_line(state, width), _progress_bar(state, width)]
     if state.history:
-        lines += [Text(), *_reward(state, width, 5 if rows + 3 > TALL else 1), *_numbers(state, width)]
+        lines += [
+            Text(),
+            *_reward_curve(state, width, 5 if rows + 3 > TALL_ROWS else 1),
+            *_metric_rows(state, width),
+        ]
     lines += [_row(label, Text(text, "green")) for label, text in state.evaluations.items()]
     room = min(COMPLETION_ROWS, rows - len(lines) - 1)
     if state.sample is not None and room >= 3:
         shown = completion_lines(state.sample, width, room)
-        # Filled up, so that the page keeps its height from step to step.
+        # Pad, so that the panel keeps its height.
         lines += [Text(), *shown, *[Text()] * (room - len(shown))]
     return lines
 
 
-def _head(state: ScreenState, width: int) -> Text:
+def _status_line(state: ScreenState, width: int) -> Text:
     mark, style = ENDS.get(
         state.phase, (SPINNER[int(8 * (time.monotonic() - state.started)) % len(SPINNER)], "bold cyan")
     )
     left = Text.assemble((f"{mark} {state.phase}", style), ("  " + state.detail, "default"))
-    return _both_ends(left, Text(clock(state), "dim"), width)
+    return _justified(left, Text(clock(state), "dim"), width)
 
 
-def _progress(state: ScreenState, width: int) -> Text:
+def _progress_bar(state: ScreenState, width: int) -> Text:
     done = steps_done(state)
     label = f" {done} of {state.num_steps} steps"
     room = max(0, width - len(label))
-    filled = shares([done, max(0, state.num_steps - done)], room)[0]
+    filled = proportional_widths([done, max(0, state.num_steps - done)], room)[0]
     return Text.assemble(("━" * filled, "cyan"), ("─" * (room - filled), "grey37"), (label, "default"))
 
 
-def _reward(state: ScreenState, width: int, height: int) -> list[Text]:
-    """The curve of mean rewards; its width stands for all steps of the run, so it grows to the right as the run goes on."""
+def _reward_curve(state: ScreenState, width: int, height: int) -> list[Text]:
+    """The mean reward of each step. The full width stands for all steps, so the curve grows to the right."""
     rewards = [float(m["reward/mean"]) for m in state.history]
-    best = max(
-        filter(math.isfinite, rewards), default=math.nan
-    )  # a step whose rewards were no numbers has none
+    best = max(filter(math.isfinite, rewards), default=math.nan)
     summary = Text.assemble(
         (f"{rewards[-1]:.3f}", "bold yellow"), (f"  first {rewards[0]:.3f}  best {best:.3f}", "dim")
     )
@@ -127,16 +129,16 @@ def _reward(state: ScreenState, width: int, height: int) -> list[Text]:
     return [_row(label, line) for label, line in zip(labels, drawn, strict=True)]
 
 
-def _numbers(state: ScreenState, width: int) -> list[Text]:
+def _metric_rows(state: ScreenState, width: int) -> list[Text]:
     m = state.history[-1]
-    cut = f"{100 * m['completion/truncated_frac']:.0f} % cut short"
     length = (
-        f"{m['completion/tokens_mean']:.1f} tokens a completion, {cut}, entropy {m['policy/entropy']:.3f}"
+        f"{m['completion/tokens_mean']:.1f} tokens per completion, "
+        f"{100 * m['completion/truncated_frac']:.0f} % truncated, entropy {m['policy/entropy']:.3f}"
     )
-    speed = f"{m['perf/completion_tokens_per_s']:.0f} tokens/s sampled, {m['time/step_s']:.1f} s a step"
-    gaps = f"canary gap {m['canary/gap_max']:.1e}, trainer-engine gap {m['mismatch/logprob_diff_mean']:.1e}"
+    speed = f"{m['perf/completion_tokens_per_s']:.0f} tokens/s sampled, {m['time/step_s']:.1f} s per step"
+    gaps = f"canary gap {m['canary/gap_max']:.1e}, logprob mismatch {m['mismatch/logprob_diff_mean']:.1e}"
     return [
-        _row("accuracy", Text(f"{100 * m['reward/right_frac']:.1f} % of this step's completions are right")),
+        _row("accuracy", Text(f"{100 * m['reward/right_frac']:.1f} % of the completions are correct")),
         _row("length", Text(length)),
         _row("speed", Text(speed)),
         _row("time", time_split(m, width - LABEL_WIDTH)),
@@ -145,7 +147,7 @@ def _numbers(state: ScreenState, width: int) -> list[Text]:
 
 
 def time_split(m: Mapping[str, Any], width: int) -> Text:
-    """One bar: sample, train, sync and the rest as parts of the step, with a legend."""
+    """A bar with a legend: sample, train, sync and the rest as parts of the step."""
     sync = m["time/sync_s"]
     known = {"sample": m["time/rollout_s"], "train": m["time/train_s"], "sync": sync}
     parts = {**known, "other": max(0.0, m["time/step_s"] - sum(known.values()))}
@@ -154,13 +156,13 @@ def time_split(m: Mapping[str, Any], width: int) -> Text:
     legend = Text("  ").join(
         Text(f"{name} {100 * value / total:.0f} %", styles[name]) for name, value in parts.items()
     )
-    columns = shares(list(parts.values()), max(0, min(60, width - legend.cell_len - 2)))
+    columns = proportional_widths(list(parts.values()), max(0, min(60, width - legend.cell_len - 2)))
     bar = Text.assemble(*(("█" * n, styles[name]) for name, n in zip(parts, columns, strict=True)))
     return Text.assemble(bar, "  ", legend)
 
 
 def completion_lines(sample: CompletionView, width: int, rows: int) -> list[Text]:
-    """A heading, the end of the question, the completion (its middle left out where it is long): at most `rows` lines."""
+    """At most `rows` lines: a heading, the end of the question, the completion without its middle if long."""
     heading = Text(f"── a completion: reward {sample.reward:g}, answer {plain(sample.answer)} ", "dim")
     heading.append("─" * max(0, width - heading.cell_len), "dim")
     body = rows - 1
@@ -174,7 +176,7 @@ def completion_lines(sample: CompletionView, width: int, rows: int) -> list[Text
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Lines of at most `width` columns; wide characters count twice, and blank lines are left out."""
+    """Lines of at most `width` columns, without blank lines. Wide characters count twice."""
     lines: list[str] = []
     for paragraph in text.splitlines():
         line = ""
@@ -190,15 +192,15 @@ def wrapped(text: str, width: int) -> list[str]:
 
 def clock(state: ScreenState) -> str:
     """`4:12, about 3:50 to go`."""
-    text = minutes(time.monotonic() - state.started)
+    text = clock_time(time.monotonic() - state.started)
     left = state.num_steps - steps_done(state)
     if state.history and left > 0 and state.phase not in ENDS:
-        recent = [m["time/step_s"] for m in state.history[-RECENT:]]
-        text += f", about {minutes(left * sum(recent) / len(recent))} to go"
+        recent = [m["time/step_s"] for m in state.history[-RECENT_STEPS:]]
+        text += f", about {clock_time(left * sum(recent) / len(recent))} to go"
     return text
 
 
-def minutes(seconds: float) -> str:
+def clock_time(seconds: float) -> str:
     """1:02:03 or 2:03."""
     whole = int(seconds)
     hours, rest = divmod(whole, 3600)
@@ -214,11 +216,11 @@ def _row(label: str, content: Text) -> Text:
     return Text.assemble((set_cell_size(plain(label), LABEL_WIDTH - 1) + " ", "dim"), content)
 
 
-def _both_ends(left: Text, right: Text, width: int) -> Text:
+def _justified(left: Text, right: Text, width: int) -> Text:
     left.truncate(max(0, width - right.cell_len - 1), overflow="ellipsis")
     return Text.assemble(left, " " * max(1, width - left.cell_len - right.cell_len), right)
 
 
-def _fitted(line: Text, width: int) -> Text:
+def _cropped(line: Text, width: int) -> Text:
     line.truncate(width, overflow="ellipsis")
     return line

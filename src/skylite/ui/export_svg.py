@@ -1,6 +1,6 @@
-"""The page of a run as an SVG picture, drawn from what the run wrote.
+"""The live panel of a run as an SVG file, drawn from the files of the run.
 
-python -m skylite.ui.picture RUN OUT.svg [COLUMNS ROWS]
+python -m skylite.ui.export_svg RUN OUT.svg [COLUMNS ROWS]
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from skylite.errors import DataError
 from skylite.evaluation.interval import accuracy_of
 from skylite.run.metrics import null_to_nan, read_metrics
 from skylite.run.run_dir import RunDir
-from skylite.ui.page import CompletionView, Page, ScreenState
+from skylite.ui.live_panel import CompletionView, LivePanel, ScreenState
 
 COLUMNS, ROWS = 100, 31
 
@@ -35,15 +35,15 @@ def main(arguments: list[str]) -> None:
         force_terminal=True,
         color_system="truecolor",
     )
-    console.print(Page(state_of(RunDir(Path(run)), config.num_steps)))
+    console.print(LivePanel(state_of(RunDir(Path(run)), config.num_steps)))
     console.save_svg(out, title=f"skylite train --rank {config.lora.rank} --alpha {config.lora.alpha:g}")
 
 
 def state_of(run: RunDir, num_steps: int) -> ScreenState:
-    """The screen as it was after the last recorded step. Raises DataError for a run without one."""
+    """The screen after the last recorded step. Raises DataError for a run without steps."""
     history = [null_to_nan(m) for m in read_metrics(run.metrics_path)]
     if not history:
-        raise DataError(f"{run.metrics_path} holds no step yet.", "Wait for the run's first step.")
+        raise DataError(f"{run.metrics_path} contains no step yet.", "Wait for the first step of the run.")
     last = int(history[-1]["step"])
     finished = last >= num_steps
     state = ScreenState(
@@ -51,16 +51,16 @@ def state_of(run: RunDir, num_steps: int) -> ScreenState:
         phase="done" if finished else "training",
         detail="" if finished else f"step {last + 1} of {num_steps}",
         history=history,
-        sample=_sample(run.rollout_path(last)),
+        sample=_sample_completion(run.rollout_path(last)),
         evaluations={label: text for label in ("before", "after") for text in _evaluation(run, label)},
     )
-    # Only the steps' own time is on record, not the start of the processes.
+    # The files record the time of the steps, not of the start.
     state.started -= sum(m["time/step_s"] for m in history)
     return state
 
 
-def _sample(path: Path) -> CompletionView | None:
-    """A right completion of a group that holds wrong ones too, if there is one."""
+def _sample_completion(path: Path) -> CompletionView | None:
+    """A correct completion, from a group with wrong ones if possible; None without the file."""
     if not path.is_file():
         return None
     rows = pq.read_table(path, columns=["group", "question", "completion", "answer", "reward"]).to_pylist()
@@ -75,7 +75,7 @@ def _sample(path: Path) -> CompletionView | None:
 
 
 def _evaluation(run: RunDir, label: str) -> list[str]:
-    """The result of the run's own greedy evaluation in words; empty when it made none."""
+    """The greedy held-out result as text; empty without one."""
     found = sorted(run.evals.glob(f"{label}-v*.parquet"))
     if not found:
         return []

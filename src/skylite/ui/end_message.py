@@ -1,0 +1,53 @@
+"""The message at the end of a run: where its files are and what to type next."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+from skylite.run.run_dir import RunDir, published_versions
+
+
+def finished_text(run: RunDir, adapters: Path, evaluations: Mapping[str, str] | None = None) -> str:
+    """The message of a finished run. `evaluations`: label (before, after) -> held-out result."""
+    results = [f"  {label:<9} {text}" for label, text in (evaluations or {}).items()]
+    return "\n".join(
+        [
+            "Done.",
+            *results,
+            *_adapter_lines(run, adapters),
+            f"  continue  skylite train --resume {_shell_path(run.root)} --steps N",
+        ]
+    )
+
+
+def stopped_text(run: RunDir, adapters: Path) -> str:
+    """The message of a run that was stopped or failed."""
+    checkpoints = sorted(p.name for p in run.checkpoints.glob("step-*"))
+    saved = (
+        f"Saved: checkpoint {checkpoints[-1]}."
+        if checkpoints
+        else "There is no checkpoint yet: a resume starts from step 1."
+    )
+    resume = f"  resume    skylite train --resume {_shell_path(run.root)}"
+    return "\n".join([saved, *_adapter_lines(run, adapters), resume, f"  logs      {_shell_path(run.logs)}"])
+
+
+def _adapter_lines(run: RunDir, adapters: Path) -> list[str]:
+    """Where the newest adapter is, and the commands that use it."""
+    versions = published_versions(adapters)
+    if not versions:
+        return ["  adapter   none published yet"]
+    return [
+        f"  adapter   {_shell_path(versions[-1].path)}",
+        f"  evaluate  skylite eval {_shell_path(run.root)}",
+        f"  serve     skylite serve {_shell_path(run.root)}",
+        f"  metrics   {_shell_path(run.metrics_path)}",
+    ]
+
+
+def _shell_path(path: Path) -> str:
+    """The path to type here: relative inside the working folder, quoted for the shell."""
+    here = Path.cwd()
+    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) and path != here else path))
