@@ -26,7 +26,7 @@ Verify = Callable[[VllmClient, AdapterVersion], Awaitable[object]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restarts:
+class RestartPolicy:
     """What a watchdog does with an engine that failed."""
 
     config: EngineConfig
@@ -42,11 +42,11 @@ class Watchdog:
     spec: EngineSpec
     logs: Path
     supervisor: Supervisor
-    restarts: Restarts
+    restarts: RestartPolicy
     child: Child
 
     @classmethod
-    def start(cls, spec: EngineSpec, logs: Path, supervisor: Supervisor, restarts: Restarts) -> Watchdog:
+    def start(cls, spec: EngineSpec, logs: Path, supervisor: Supervisor, restarts: RestartPolicy) -> Watchdog:
         """Start the server, watched by the supervisor like any child until `watch` takes over: what fails at once would fail again."""
         return cls(spec, logs, supervisor, restarts, supervisor.start(_process(spec, logs)))
 
@@ -62,7 +62,7 @@ class Watchdog:
         allowed = self.restarts.config.max_restarts
         error = await self._failure(engine)
         for count in range(1, allowed + 1):
-            engine.take_down()
+            engine.pause()
             self.restarts.tell(
                 self.spec.name,
                 f"{error.what} It is started again ({count} of engine.max_restarts={allowed}).",
@@ -100,7 +100,7 @@ class Watchdog:
         except RunFailed:
             await client.aclose()
             raise
-        await engine.bring_up(client)
+        await engine.resume(client)
 
     async def _make_ready(self, client: VllmClient, adapters: list[AdapterVersion]) -> None:
         await client.wait_ready(self.restarts.config.start_timeout_s)
