@@ -27,7 +27,7 @@ from transformers import AttentionInterface
 
 from skylite.model.attention_backends import BACKENDS, attend, implementation
 from skylite.model.distributed import process_group, set_threads
-from skylite.model.lm_head import plain_head
+from skylite.model.lm_head import linear_head
 from skylite.model.loading import decoder_layers
 from skylite.model.policy import Policy, load_policy
 from skylite.model.probing import enable_fast_paths
@@ -109,7 +109,7 @@ def with_model_parts(policy: Policy) -> Policy:
     """The policy with norms and MLPs from transformers; prefix tree and chunked LM head stay."""
     base = policy.model.get_base_model()
     base.set_attn_implementation(implementation("sdpa"))
-    return replace(policy, packing="tree", head=plain_head(base))
+    return replace(policy, packing="tree", head=linear_head(base))
 
 
 if __name__ == "__main__":

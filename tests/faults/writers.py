@@ -41,7 +41,7 @@ from skylite.run.metrics import append_metrics
 from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import RunDir, adapter_name
 from skylite.run.status import Status, write_status
-from skylite.trainer.anomaly import keep_inputs
+from skylite.trainer.anomaly import save_rejected_step
 from skylite.trainer.checkpoint import save_checkpoint
 from skylite.trainer.optimizer import FlatAdamW
 from skylite.trainer.publish import publish
@@ -131,7 +131,7 @@ def small_writers(model: Path) -> dict[str, Callable[[Path, int], Any]]:
         run = RunDir(folder)
         for step in (1, 2) if v == 1 else ():
             write_rollouts(run.rollout_path(step), groups(step))
-        keep_inputs(run, v, "a reason", {"loss/policy": float("nan")}, AnomalyConfig())
+        save_rejected_step(run, v, "a reason", {"loss/policy": float("nan")}, AnomalyConfig())
 
     def trainer_error(folder: Path, v: int) -> None:
         RunDir(folder).logs.mkdir(exist_ok=True)

@@ -17,10 +17,10 @@ from skylite.config.train import EngineConfig
 from skylite.engine.canary import verify_folder
 from skylite.engine.client import Sampling
 from skylite.engine.engine import Engine
-from skylite.engine.pool import Engines
+from skylite.engine.pool import EnginePool
 from skylite.engine.server import EngineSpec
-from skylite.engine.startup import served
-from skylite.engine.watchdog import Restarts
+from skylite.engine.startup import serving_engines
+from skylite.engine.watchdog import RestartPolicy
 from skylite.errors import ChildDied, RunFailed
 from skylite.processes.supervisor import Supervisor
 from skylite.run.run_dir import AdapterVersion
@@ -51,12 +51,12 @@ class Scene:
             for i in range(count)
         ]
         config = EngineConfig(stall_timeout_s=1.5, max_restarts=self.max_restarts, start_timeout_s=20)
-        restarts = Restarts(
+        restarts = RestartPolicy(
             config=config,
             verify=partial(verify_folder, tolerance=0.01),
             on_restart=self.restarted.append,
         )
-        async with served(specs, self.folder / "logs", supervisor, restarts) as engines:
+        async with serving_engines(specs, self.folder / "logs", supervisor, restarts) as engines:
             yield engines
 
 
@@ -78,7 +78,7 @@ def no_process_left() -> Iterator[None]:
 
 
 async def load_verified(engines: list[Engine], adapter: AdapterVersion) -> None:
-    everyone = Engines(engines, 0.01)
+    everyone = EnginePool(engines, 0.01)
     await everyone.load(adapter)
     await everyone.verify(adapter)
 

@@ -23,7 +23,7 @@ from skylite.data.order import prompts_for_step
 from skylite.data.tokenizer import ChatTokenizer
 from skylite.engine.client import Sampling
 from skylite.engine.collect import Scorer, request_seed
-from skylite.engine.pool import Engines
+from skylite.engine.pool import EnginePool
 from skylite.errors import ConfigError, RunFailed, SyncFailed
 from skylite.orchestrator.loop import run_steps
 from skylite.orchestrator.metrics import covered_s
@@ -171,7 +171,7 @@ def run_of(
     engine = FakeEngine(sample_s, wrong_version)
     session = Session(
         plan=plan,
-        engines=Engines([engine], 0.002),  # type: ignore[list-item]
+        engines=EnginePool([engine], 0.002),  # type: ignore[list-item]
         scorer=scorer or Half(),
         tokenizer=ChatTokenizer(NumberTokenizer(), (5,), ""),
         progress=Progress(run, num_steps, Screen(num_steps, Console(file=io.StringIO())), dict),

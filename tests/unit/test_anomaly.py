@@ -18,14 +18,14 @@ from skylite.errors import ConfigError, TrainingDiverged
 from skylite.model.distributed import Dist
 from skylite.run.run_dir import RunDir
 from skylite.trainer.anomaly import (
-    collapse_fault,
-    keep_inputs,
-    learn_or_undo,
-    limit_fault,
-    parameter_fault,
-    remembering,
-    rollout_fault,
-    state_of,
+    metric_anomaly,
+    parameter_anomaly,
+    reward_collapse,
+    rollout_anomaly,
+    save_rejected_step,
+    snapshots_before_update,
+    take_snapshot,
+    train_or_roll_back,
 )
 from skylite.trainer.optimizer import FlatAdamW
 from tests.cases import optimizer_of, policy_of, train_rows
@@ -40,7 +40,7 @@ def dist() -> Iterator[Dist]:
 
 def numbers_of(optimizer: FlatAdamW) -> list[torch.Tensor]:
     """Everything an update changes."""
-    state = state_of(optimizer)
+    state = take_snapshot(optimizer)
     return [*state.params.values(), *(v for moments in state.moments.values() for v in moments.values())]
 
 
@@ -52,7 +52,7 @@ def with_nan(samples: list[Row]) -> list[Row]:
 
 
 def judge(config: TrainConfig, optimizer: FlatAdamW) -> Callable[[Any], str]:
-    return lambda metrics: limit_fault(metrics, config.anomaly) or parameter_fault([optimizer])
+    return lambda metrics: metric_anomaly(metrics, config.anomaly) or parameter_anomaly([optimizer])
 
 
 @pytest.mark.parametrize(
@@ -92,12 +92,12 @@ def test_a_bad_step_is_undone_whole(
     def learn() -> dict[str, float]:
         return train_rows(policy, optimizer, samples, 2, config, dist)
 
-    _, fault = learn_or_undo([optimizer], dist, learn, judge(config, optimizer), dict)
+    _, fault = train_or_roll_back([optimizer], dist, learn, judge(config, optimizer), dict)
     assert re.search(words, fault), fault
     assert all(torch.equal(a, b) for a, b in zip(before, numbers_of(optimizer), strict=True))
 
     # What comes next is as if the bad step had never been.
-    _, fault = learn_or_undo(
+    _, fault = train_or_roll_back(
         [optimizer],
         dist,
         lambda: train_rows(policy, optimizer, random_samples(2), 3, settings(), dist),
@@ -112,7 +112,7 @@ def test_what_an_update_would_undo_is_not_held_twice_before_the_update(tiny_llam
     policy = policy_of(tiny_llama, settings(), dist)
     optimizer = optimizer_of(policy, settings())
     start = numbers_of(optimizer)
-    with remembering([optimizer]) as before:
+    with snapshots_before_update([optimizer]) as before:
         assert before == {}
         train_rows(policy, optimizer, random_samples(0), 1, settings(), dist)
         first = before["policy"]
@@ -138,7 +138,7 @@ def test_a_policy_whose_canary_gives_no_numbers_is_undone_before_it_is_published
         return train_rows(policy, optimizer, random_samples(0), 1, settings(), dist)
 
     assert (
-        learn_or_undo([optimizer], dist, learn, lambda _: "", publish)[1]
+        train_or_roll_back([optimizer], dist, learn, lambda _: "", publish)[1]
         == "the logprobs of policy-v000001 on the canary are not finite"
     )
     assert all(torch.equal(a, b) for a, b in zip(before, numbers_of(optimizer), strict=True))
@@ -146,17 +146,17 @@ def test_a_policy_whose_canary_gives_no_numbers_is_undone_before_it_is_published
 
 def test_a_number_among_the_inputs_that_is_none_is_named() -> None:
     samples = random_samples(0)
-    assert rollout_fault(groups_of(samples)) == ""
+    assert rollout_anomaly(groups_of(samples)) == ""
     samples[5] = replace(samples[5], rollout_logprobs=[-1.0, float("-inf")])
     assert (
-        rollout_fault(groups_of(samples))
+        rollout_anomaly(groups_of(samples))
         == "vLLM's logprob of token 1 in turn 0 of trajectory 1 of group 1 is -inf"
     )
     for reward in ("nan", "inf", "-inf", "1e+39"):
         samples[0] = replace(samples[0], prompt_id="t/train/7")
         samples[2] = replace(samples[2], reward=float(reward))
         expected = f"the reward of trajectory 2 of group 0 (prompt t/train/7) is {reward}"
-        assert rollout_fault(groups_of(samples)) == expected
+        assert rollout_anomaly(groups_of(samples)) == expected
 
 
 def test_rewards_collapse_only_when_every_step_of_the_window_is_too_low(tmp_path: Path) -> None:
@@ -165,12 +165,12 @@ def test_rewards_collapse_only_when_every_step_of_the_window_is_too_low(tmp_path
     for step, reward in enumerate([0.6, 0.1, 0.2, 0.1], 1):
         write_samples(run.rollout_path(step), [replace(s, reward=reward) for s in random_samples(0)])
     rules = AnomalyConfig(min_reward=0.5, min_reward_steps=3)
-    assert [bool(collapse_fault(run, step, rules)) for step in (1, 2, 3, 4)] == [False, False, False, True]
-    assert "in steps 2 to 4 (last 0.1)" in collapse_fault(run, 4, rules)
-    assert collapse_fault(run, 4, AnomalyConfig()) == ""
+    assert [bool(reward_collapse(run, step, rules)) for step in (1, 2, 3, 4)] == [False, False, False, True]
+    assert "in steps 2 to 4 (last 0.1)" in reward_collapse(run, 4, rules)
+    assert reward_collapse(run, 4, AnomalyConfig()) == ""
     for none in (float("nan"), float("-inf")):
         write_samples(run.rollout_path(3), [replace(s, reward=none) for s in random_samples(0)])
-        assert collapse_fault(run, 4, rules) == "", "a step without numbers is no low reward"
+        assert reward_collapse(run, 4, rules) == "", "a step without numbers is no low reward"
 
 
 def test_what_a_bad_step_learned_from_is_kept_each_time(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_what_a_bad_step_learned_from_is_kept_each_time(tmp_path: Path) -> None:
     run.rollouts.mkdir()
     write_samples(run.rollout_path(7), random_samples(0))
     for name in ("step-000007", "step-000007-2"):
-        folder = keep_inputs(
+        folder = save_rejected_step(
             run, 7, "loss/policy is nan", {"loss/policy": float("nan"), "optim/lr": 1.0}, AnomalyConfig()
         )
         assert folder == run.rejected_steps / name

@@ -38,7 +38,7 @@ ASKS: dict[str, tuple[Any, Callable[[VllmClient], Awaitable[Any]]]] = {
     ),
     "load": ({}, lambda client: client.load_adapter(AdapterVersion(1, Path("/nowhere")))),
     "unload": ({}, lambda client: client.unload_adapter("policy-v000001")),
-    "count": (COUNTERS, lambda client: client.tokens_done()),
+    "count": (COUNTERS, lambda client: client.token_count()),
 }
 """By what is asked: a good reply's body, and the question."""
 

@@ -17,7 +17,7 @@ from skylite.orchestrator.disk_check import adapter_bytes, check_disk_space, che
 from skylite.run.files import RESERVE_BYTES, atomic_file, require_space, swap_paths
 from skylite.run.metrics import append_metrics
 from skylite.run.run_dir import RunDir
-from skylite.trainer.anomaly import keep_inputs
+from skylite.trainer.anomaly import save_rejected_step
 from tests.logs import logged_messages
 from tests.reference import resolved, settings
 from tests.unit.test_warm_start import make_adapter
@@ -88,7 +88,7 @@ def test_what_a_bad_step_learned_from_is_asked_for_before_it_is_copied(
     run.rollout_path(7).write_bytes(b"x" * 2000)
     with_free(monkeypatch, RESERVE_BYTES + 1000)
     with pytest.raises(WriteFailed, match=r"rejected_steps/step-000007 needs 1\.95 KiB"):
-        keep_inputs(run, 7, "loss/policy is nan", {}, AnomalyConfig())
+        save_rejected_step(run, 7, "loss/policy is nan", {}, AnomalyConfig())
     assert list(run.rejected_steps.iterdir()) == []
 
 

@@ -209,9 +209,9 @@ def test_a_refused_adapter_and_a_dead_engine_are_told_apart(tmp_path: Path) -> N
 
 def test_a_server_that_calls_itself_dead_or_counts_nothing(tmp_path: Path) -> None:
     with pytest.raises(EngineDead, match="503"):
-        asyncio.run(talk(tmp_path, said("", 503), lambda c: c.tokens_done()))
+        asyncio.run(talk(tmp_path, said("", 503), lambda c: c.token_count()))
     with pytest.raises(EngineFailed, match="does not count its tokens"):
-        asyncio.run(talk(tmp_path, said("nothing"), lambda c: c.tokens_done()))
+        asyncio.run(talk(tmp_path, said("nothing"), lambda c: c.token_count()))
 
 
 def test_attempts_are_bounded_and_a_good_one_after_bad_ones_counts(tmp_path: Path) -> None:

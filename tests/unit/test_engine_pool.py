@@ -10,7 +10,7 @@ import pytest
 
 from skylite.adapters.manifest import Canary, Manifest
 from skylite.engine.canary import CanaryReading
-from skylite.engine.pool import Engines
+from skylite.engine.pool import EnginePool
 from skylite.errors import ModelError, SyncFailed
 from skylite.run.files import sha256_file
 from skylite.run.run_dir import AdapterVersion, adapter_name
@@ -54,21 +54,21 @@ def publish(folder: Path, version: int) -> AdapterVersion:
     return adapter
 
 
-async def take(engines: Engines, adapter: AdapterVersion) -> CanaryReading:
+async def take(engines: EnginePool, adapter: AdapterVersion) -> CanaryReading:
     """What an on-policy step does: load, verify, and the version before goes."""
     await engines.load(adapter)
     reading = await engines.verify(adapter)
-    await engines.retire(before=adapter.version)
+    await engines.unload_before(before=adapter.version)
     return reading
 
 
-def versions(engines: Engines) -> list[int]:
+def versions(engines: EnginePool) -> list[int]:
     return [a.version for a in engines.loaded]
 
 
 def test_a_version_is_loaded_everywhere_then_proven_then_the_old_one_goes(tmp_path: Path) -> None:
     events: list[str] = []
-    engines = Engines([RecordingEngine("a", events), RecordingEngine("b", events)], tolerance=0.002)  # type: ignore[list-item]
+    engines = EnginePool([RecordingEngine("a", events), RecordingEngine("b", events)], tolerance=0.002)  # type: ignore[list-item]
     asyncio.run(take(engines, publish(tmp_path, 0)))
     events.clear()
     reading = asyncio.run(take(engines, publish(tmp_path, 1)))
@@ -79,7 +79,9 @@ def test_a_version_is_loaded_everywhere_then_proven_then_the_old_one_goes(tmp_pa
 
 def test_one_refusal_is_undone_on_the_other_engine_and_tried_once_more(tmp_path: Path) -> None:
     events: list[str] = []
-    engines = Engines([RecordingEngine("a", events), RecordingEngine("b", events, refuse=1)], tolerance=0.002)  # type: ignore[list-item]
+    engines = EnginePool(
+        [RecordingEngine("a", events), RecordingEngine("b", events, refuse=1)], tolerance=0.002
+    )  # type: ignore[list-item]
     asyncio.run(take(engines, publish(tmp_path, 0)))
     assert events == [
         "a load 0",
@@ -95,7 +97,7 @@ def test_one_refusal_is_undone_on_the_other_engine_and_tried_once_more(tmp_path:
 def test_a_second_refusal_stops_with_every_engine_on_the_old_version(tmp_path: Path) -> None:
     events: list[str] = []
     a, b = RecordingEngine("a", events), RecordingEngine("b", events)
-    engines = Engines([a, b], tolerance=0.002)  # type: ignore[list-item]
+    engines = EnginePool([a, b], tolerance=0.002)  # type: ignore[list-item]
     asyncio.run(take(engines, publish(tmp_path, 0)))
     events.clear()
     b.refuse = 2
@@ -108,7 +110,7 @@ def test_a_second_refusal_stops_with_every_engine_on_the_old_version(tmp_path: P
 def test_an_engine_that_serves_the_base_stops_the_run_and_keeps_the_old_version(tmp_path: Path) -> None:
     events: list[str] = []
     a, b = RecordingEngine("a", events), RecordingEngine("b", events)
-    engines = Engines([a, b], tolerance=0.002)  # type: ignore[list-item]
+    engines = EnginePool([a, b], tolerance=0.002)  # type: ignore[list-item]
     asyncio.run(take(engines, publish(tmp_path, 0)))
     b.answers = BASE
     events.clear()
@@ -120,7 +122,7 @@ def test_an_engine_that_serves_the_base_stops_the_run_and_keeps_the_old_version(
 
 def test_weights_that_were_changed_after_the_publish_are_never_verified(tmp_path: Path) -> None:
     events: list[str] = []
-    engines = Engines([RecordingEngine("a", events)], tolerance=0.002)  # type: ignore[list-item]
+    engines = EnginePool([RecordingEngine("a", events)], tolerance=0.002)  # type: ignore[list-item]
     adapter = publish(tmp_path, 0)
     adapter.weights_path.write_bytes(b"weights X")
     with pytest.raises(ModelError, match="sha256"):
@@ -131,9 +133,9 @@ def test_weights_that_were_changed_after_the_publish_are_never_verified(tmp_path
 
 def test_the_version_before_stays_until_it_is_retired(tmp_path: Path) -> None:
     events: list[str] = []
-    engines = Engines([RecordingEngine("a", events)], tolerance=0.002)  # type: ignore[list-item]
+    engines = EnginePool([RecordingEngine("a", events)], tolerance=0.002)  # type: ignore[list-item]
     asyncio.run(take(engines, publish(tmp_path, 0)))
     asyncio.run(engines.load(publish(tmp_path, 1)))
     assert (versions(engines), events[-1]) == ([0, 1], "a load 1")
-    assert [a.version for a in asyncio.run(engines.retire(before=1))] == [0]
+    assert [a.version for a in asyncio.run(engines.unload_before(before=1))] == [0]
     assert (versions(engines), events[-1]) == ([1], "a unload 0")

@@ -9,8 +9,8 @@ import pytest
 
 from skylite.config.train import Resolved, TrainConfig
 from skylite.engine.client import VllmClient
-from skylite.engine.startup import open_engines, ready_engines
-from skylite.engine.watchdog import Restarts
+from skylite.engine.startup import engines_for_modules, start_engines
+from skylite.engine.watchdog import RestartPolicy
 from skylite.orchestrator.plan import RunPlan
 from skylite.processes.supervisor import Supervisor
 from skylite.run.run_dir import AdapterVersion, RunDir
@@ -62,12 +62,12 @@ def test_engines_serve_for_exactly_the_adapters_modules(
     plan: RunPlan, wanted: list[str], starts: int
 ) -> None:
     async def bring_up() -> bool:
-        restarts = Restarts(config=plan.config.engine, verify=no_verification, on_restart=lambda _: None)
+        restarts = RestartPolicy(config=plan.config.engine, verify=no_verification, on_restart=lambda _: None)
         async with (
             Supervisor() as supervisor,
-            open_engines(plan.run_config, plan.run.logs, ["q_proj"], supervisor, restarts) as watchdogs,
+            start_engines(plan.run_config, plan.run.logs, ["q_proj"], supervisor, restarts) as watchdogs,
         ):
-            ready = ready_engines(
+            ready = engines_for_modules(
                 plan.run_config,
                 plan.run.logs,
                 watchdogs,

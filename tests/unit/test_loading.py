@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from skylite.model.distributed import Dist
 from skylite.model.loading import load_base, read_shard
 from skylite.model.policy import is_lora_param, move_adapters
-from skylite.trainer.memory import peak, reset_peak
+from skylite.trainer.memory import peak_bytes, reset_peak_bytes
 from tests.cases import gradients_after_step, policy_of, relative_difference
 from tests.reference import lone_rank, settings
 from tests.tiny_models import make_tiny_model
@@ -64,9 +64,9 @@ def test_a_rank_reads_no_more_of_a_tensor_than_its_rows(tmp_path: Path) -> None:
     file, dist = tmp_path / "model.safetensors", rank_of(8, 5, "cpu")
     save_file({"weight": torch.ones(1 << 14, 1 << 10)}, file)  # 64 MiB, of which 8 are this rank's
     param = sharded(1 << 14, 1 << 10, dist)
-    before = reset_peak(CPU)
+    before = reset_peak_bytes(CPU)
     shard = read_shard(file, "weight", param, torch.bfloat16, CPU, dist)
-    taken = (peak(CPU) - before) / 2**20
+    taken = (peak_bytes(CPU) - before) / 2**20
     assert shard.to_local().sum() == 1 << 21
     assert taken < 24  # 8 MiB of the file's pages and 4 of bfloat16; read whole, 64 and more
 

@@ -11,7 +11,13 @@ import torch
 from skylite.config.train import RunConfig
 from skylite.model.distributed import Dist
 from skylite.run.run_dir import RunDir
-from skylite.trainer.memory import GRANULE, MOST_TOKENS, PassMemory, fit, with_tokens
+from skylite.trainer.memory import (
+    MAX_TOKENS_PER_PASS,
+    TOKEN_MULTIPLE,
+    PassMemory,
+    fit_pass_memory,
+    resolve_micro_batch_tokens,
+)
 from tests.cases import policy_of
 from tests.reference import lone_rank, resolved, settings
 
@@ -23,15 +29,15 @@ def dist() -> Iterator[Dist]:
 
 
 def test_the_line_through_two_passes_says_what_fits() -> None:
-    found = fit((100, 300), (1500.0, 3500.0))
+    found = fit_pass_memory((100, 300), (1500.0, 3500.0))
     assert found == PassMemory(fixed=500.0, per_token=10.0)
-    assert found.tokens_in(500 + 10 * 1000) == 960  # 1000, down to whole granules of 64
-    assert found.tokens_in(0) == GRANULE
-    assert PassMemory(0.0, 1e-9).tokens_in(1e12) == MOST_TOKENS
+    assert found.max_tokens(500 + 10 * 1000) == 960  # 1000, down to whole granules of 64
+    assert found.max_tokens(0) == TOKEN_MULTIPLE
+    assert PassMemory(0.0, 1e-9).max_tokens(1e12) == MAX_TOKENS_PER_PASS
 
 
 def test_a_flat_or_falling_measurement_is_bounded() -> None:
-    assert fit((100, 300), (900.0, 800.0)).tokens_in(1e9) == MOST_TOKENS
+    assert fit_pass_memory((100, 300), (900.0, 800.0)).max_tokens(1e9) == MAX_TOKENS_PER_PASS
 
 
 def test_auto_is_measured_once_and_the_same_when_resumed(
@@ -42,18 +48,23 @@ def test_auto_is_measured_once_and_the_same_when_resumed(
     policy = policy_of(tiny_llama, config, dist)
     before = {name: p.detach().clone() for name, p in policy.lora.items()}
     run = RunDir(tmp_path)
-    tokens = with_tokens(run, run_config, policy, dist).config.trainer.tokens_per_micro_batch
+    tokens = resolve_micro_batch_tokens(run, run_config, policy, dist).config.trainer.tokens_per_micro_batch
     assert isinstance(tokens, int)
-    assert tokens >= GRANULE
+    assert tokens >= TOKEN_MULTIPLE
     assert all(p.grad is None and torch.equal(p, before[n]) for n, p in policy.lora.items())
     run.micro_batch_path.write_text('{"tokens": 192, "reason": ""}', encoding="utf-8")
-    assert with_tokens(run, run_config, policy, dist).config.trainer.tokens_per_micro_batch == 192
+    assert (
+        resolve_micro_batch_tokens(run, run_config, policy, dist).config.trainer.tokens_per_micro_batch == 192
+    )
 
 
 def test_a_number_is_taken_as_it_is(tiny_llama: Path, dist: Dist, tmp_path: Path) -> None:
     config = settings(trainer={"tokens_per_micro_batch": 60})
     run_config = RunConfig(skylite_version="test", config=config, resolved=resolved(tiny_llama, tmp_path))
-    assert with_tokens(RunDir(tmp_path), run_config, policy_of(tiny_llama, config, dist), dist) is run_config
+    assert (
+        resolve_micro_batch_tokens(RunDir(tmp_path), run_config, policy_of(tiny_llama, config, dist), dist)
+        is run_config
+    )
 
 
 @pytest.mark.parametrize("bad", [8, "automatic"])

@@ -16,7 +16,7 @@ from skylite.model.distributed import Dist
 from skylite.model.policy import REF, Policy, adapter_params, load_policy
 from skylite.model.warm_start import peft_tensor_name
 from skylite.run.run_dir import RunDir
-from skylite.trainer.anomaly import learn_or_undo
+from skylite.trainer.anomaly import train_or_roll_back
 from skylite.trainer.checkpoint import load_checkpoint, random_states, save_checkpoint
 from skylite.trainer.publish import adapter_tensors, canary_logprobs, check_reference
 from tests.cases import optimizer_of, policy_of, train_rows
@@ -160,7 +160,7 @@ def test_what_is_published_follows_every_way_in_which_parameters_change(
 
     assert agrees()  # after a warm start
     start = policy.flat_lora.clone()
-    learn_or_undo(
+    train_or_roll_back(
         [optimizer],
         dist,
         lambda: train_rows(policy, optimizer, random_samples(1), 1, config, dist),

@@ -17,7 +17,7 @@ from skylite.config.train import Resolved, TrainConfig
 from skylite.data.tokenizer import ChatTokenizer
 from skylite.engine.canary import CanaryReading
 from skylite.engine.client import Sampling
-from skylite.engine.pool import Engines, SyncReport
+from skylite.engine.pool import EnginePool, SyncReport
 from skylite.orchestrator.metrics import StepTimes, completion_view, step_metrics
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.progress import Progress
@@ -185,7 +185,7 @@ def sampled_step(
     screen = Screen(9, Console(file=io.StringIO()))
     session = Session(
         plan=plan,
-        engines=Engines([engine], 0.1),  # type: ignore[list-item]
+        engines=EnginePool([engine], 0.1),  # type: ignore[list-item]
         scorer=FakeScorer(informative),
         tokenizer=ChatTokenizer(NumberTokenizer(), (5,), ""),
         progress=Progress(run, 9, screen, dict),

@@ -16,9 +16,9 @@ from skylite.data.prompts import PromptFileInfo, read_prompts
 from skylite.data.tokenizer import encode_prompts, load_tokenizer
 from skylite.engine.client import VllmClient
 from skylite.engine.server import BASE_NAME, EngineSpec
-from skylite.engine.single import single_engine
-from skylite.engine.startup import served
-from skylite.engine.watchdog import Restarts
+from skylite.engine.single import single_engine_spec
+from skylite.engine.startup import serving_engines
+from skylite.engine.watchdog import RestartPolicy
 from skylite.errors import ConfigError
 from skylite.evaluation.evaluate import EvalResult, write_results
 from skylite.evaluation.evaluate import evaluate as score_problems
@@ -136,7 +136,7 @@ async def run_eval(plan: EvalPlan, flags: EvalFlags) -> EvalResult:
     try:
         async with Supervisor() as supervisor:
             with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
-                spec = single_engine(plan.config, plan.adapter, model.path, Path(folder) / "vllm.sock")
+                spec = single_engine_spec(plan.config, plan.adapter, model.path, Path(folder) / "vllm.sock")
                 work = asyncio.ensure_future(
                     _score(plan, flags, spec, supervisor, pool, token_ids, tokenizer.stop_token_ids)
                 )
@@ -161,8 +161,8 @@ async def _score(
     stop_token_ids: tuple[int, ...],
 ) -> EvalResult:
     logs = Path(spec.uds).parent
-    restarts = Restarts(config=plan.config.engine, verify=_skip_verification, on_restart=lambda _: None)
-    async with served([spec], logs, supervisor, restarts) as engines:
+    restarts = RestartPolicy(config=plan.config.engine, verify=_skip_verification, on_restart=lambda _: None)
+    async with serving_engines([spec], logs, supervisor, restarts) as engines:
         name, version = BASE_NAME, 0
         if plan.adapter is not None:
             await engines[0].load_adapter(plan.adapter.adapter)

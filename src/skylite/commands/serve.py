@@ -11,7 +11,7 @@ from pathlib import Path
 from skylite.adapters.folder import find_adapter
 from skylite.config.train import TrainConfig
 from skylite.engine.server import BASE_NAME, serve_command, serve_env
-from skylite.engine.single import single_engine
+from skylite.engine.single import single_engine_spec
 from skylite.hub.resolve import resolve_model
 from skylite.vllm_plugin.key import KEY_VARIABLE
 
@@ -22,7 +22,7 @@ def serve(target: Path, *, model: str | None, step: int | None, port: int) -> No
     """Replace this process by the server. Its models: the adapter version, and `base` without adapter."""
     served = find_adapter(target, step)
     config = served.run_config.config if served.run_config is not None else TrainConfig()
-    spec = single_engine(config, served, resolve_model(model or served.base_model).path, Path("unused"))
+    spec = single_engine_spec(config, served, resolve_model(model or served.base_model).path, Path("unused"))
     name = served.adapter.name
     logger.info(f"serving {name} ({served.adapter.path}) and {BASE_NAME} on http://127.0.0.1:{port}/v1")
     argv = serve_command(spec, adapter_name=name, adapter_path=served.adapter.path, port=port)

@@ -49,7 +49,9 @@ def canary_sequences(tokenizer: ChatTokenizer, prompts: Sequence[Prompt]) -> lis
     return [ids[:MAX_TOKENS] for ids in map(tokenizer.encode_text, texts) if len(ids) > 1]
 
 
-def compare(engine: Sequence[float], policy: Sequence[float], base: Sequence[float]) -> CanaryReading:
+def compare_logprobs(
+    engine: Sequence[float], policy: Sequence[float], base: Sequence[float]
+) -> CanaryReading:
     """Compare flat logprobs [N] of the engine with the trainer's, adapter on (policy) and off (base)."""
     gaps = [abs(e - p) for e, p in zip(engine, policy, strict=True)]
     moved = [p - b for p, b in zip(policy, base, strict=True)]
@@ -63,7 +65,7 @@ def compare(engine: Sequence[float], policy: Sequence[float], base: Sequence[flo
     )
 
 
-def judge(name: str, engine: str, reading: CanaryReading, tolerance: float) -> None:
+def check_reading(name: str, engine: str, reading: CanaryReading, tolerance: float) -> None:
     """Raise SyncFailed unless the engine samples this adapter and not the base.
 
     A distance to the base within the engines' own noise (`gap_mean`) shows nothing either way and is let pass.
@@ -82,7 +84,7 @@ def judge(name: str, engine: str, reading: CanaryReading, tolerance: float) -> N
         )
 
 
-class Scoring(Protocol):
+class LogprobScorer(Protocol):
     """What scores tokens (rollout.engine.Engine, rollout.client.VllmClient)."""
 
     @property
@@ -92,23 +94,25 @@ class Scoring(Protocol):
         """[L - 1] logprobs of tokens 1.. of the sequence."""
 
 
-async def verify(client: Scoring, adapter: AdapterVersion, canary: Canary, tolerance: float) -> CanaryReading:
+async def verify(
+    client: LogprobScorer, adapter: AdapterVersion, canary: Canary, tolerance: float
+) -> CanaryReading:
     """Whether the engine samples what the trainer published. Raises SyncFailed."""
     reading = await read_canary(
         client, adapter, canary.sequences, canary.policy_logprobs, canary.base_logprobs
     )
-    judge(adapter.name, client.name, reading, tolerance)
+    check_reading(adapter.name, client.name, reading, tolerance)
     return reading
 
 
-async def verify_folder(client: Scoring, adapter: AdapterVersion, tolerance: float) -> CanaryReading:
+async def verify_folder(client: LogprobScorer, adapter: AdapterVersion, tolerance: float) -> CanaryReading:
     """The same by the folder's own manifest. Raises ModelError when the weights were changed since they were published."""
     manifest = await asyncio.to_thread(read_manifest, adapter.path)
     return await verify(client, adapter, manifest.canary, tolerance)
 
 
 async def read_canary(
-    client: Scoring,
+    client: LogprobScorer,
     adapter: AdapterVersion,
     sequences: Sequence[Sequence[int]],
     policy: Sequence[Sequence[float]],
@@ -116,6 +120,6 @@ async def read_canary(
 ) -> CanaryReading:
     """Ask the engine for the canary's logprobs under the adapter's name and compare."""
     rows = await asyncio.gather(*(client.prompt_logprobs(adapter.name, ids) for ids in sequences))
-    return compare(
+    return compare_logprobs(
         [x for row in rows for x in row], [x for row in policy for x in row], [x for row in base for x in row]
     )

@@ -19,7 +19,7 @@ from skylite.types import Sample
 
 REQUEST_TIMEOUT_S = 1800.0
 """A whole group may queue behind others on a slow engine; an engine that does nothing is noticed by its progress, not by this."""
-LOOK_TIMEOUT_S = 5.0
+STATUS_TIMEOUT_S = 5.0
 """For /health and /metrics, which vLLM answers without its engine."""
 _TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{.*\})? (\S+)$", re.MULTILINE)
 
@@ -101,7 +101,7 @@ class VllmClient:
     async def is_ready(self) -> bool:
         """Whether /health answers 200."""
         try:
-            return (await self._send("GET", "/health", None, LOOK_TIMEOUT_S)).status_code == httpx.codes.OK
+            return (await self._send("GET", "/health", None, STATUS_TIMEOUT_S)).status_code == httpx.codes.OK
         except EngineFailed:
             return False
 
@@ -116,12 +116,12 @@ class VllmClient:
                 )
             await asyncio.sleep(0.2)
 
-    async def tokens_done(self) -> float:
+    async def token_count(self) -> float:
         """Tokens read and made since the server started. Raises EngineFailed when it does not say, EngineDead when it gave up."""
-        health = await self._send("GET", "/health", None, LOOK_TIMEOUT_S)
+        health = await self._send("GET", "/health", None, STATUS_TIMEOUT_S)
         if health.status_code != httpx.codes.OK:
             raise EngineDead(f"{self.name} says that its engine is dead (/health: {health.status_code}).")
-        counts = _TOKENS.findall((await self._send("GET", "/metrics", None, LOOK_TIMEOUT_S)).text)
+        counts = _TOKENS.findall((await self._send("GET", "/metrics", None, STATUS_TIMEOUT_S)).text)
         if not counts:
             raise EngineFailed(f"{self.name} does not count its tokens in /metrics.")
         try:

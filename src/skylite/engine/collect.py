@@ -56,7 +56,7 @@ async def collect_group(
     return Group(prompt=prompt, trajectories=tuple(trajectories))
 
 
-async def gather_all(tasks: Sequence[asyncio.Task[T]]) -> list[T]:
+async def gather_or_cancel(tasks: Sequence[asyncio.Task[T]]) -> list[T]:
     """Results in order; the first failure cancels the rest and is raised."""
     try:
         return list(await asyncio.gather(*tasks))

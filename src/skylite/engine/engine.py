@@ -1,4 +1,4 @@
-"""One engine as the run sees it: requests survive a lost reply and a restart, groups are whole, and it is noticed when it hangs."""
+"""One engine as the run sees it: requests survive a lost reply and a restart, groups are whole, and it is noticed when it wait_for_hang."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ T = TypeVar("T")
 
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0)
 """Waits between the attempts of a request. Together longer than the 5 s in which vLLM's server notices that its engine is dead."""
-LOOK_S = 1.0
+PROGRESS_POLL_S = 1.0
 """Between two looks at an engine's progress."""
 
 
 class Engine:
-    """A vLLM server with its adapters. While it is down (`take_down`) requests wait; `bring_up` lets them go on, to the new server."""
+    """A vLLM server with its adapters. While it is down (`pause`) requests wait; `resume` lets them go on, to the new server."""
 
     def __init__(self, client: VllmClient, backoff_s: Sequence[float] = BACKOFF_S) -> None:
         self.name = client.name
@@ -37,11 +37,11 @@ class Engine:
         """Close the connections."""
         await self._client.aclose()
 
-    def take_down(self) -> None:
+    def pause(self) -> None:
         """From now on requests wait; those in flight fail with their connection and then wait too."""
         self._up.clear()
 
-    async def bring_up(self, client: VllmClient) -> None:
+    async def resume(self, client: VllmClient) -> None:
         """Go on with another server, which has every adapter of `adapters`."""
         old, self._client = self._client, client
         self._up.set()
@@ -71,7 +71,7 @@ class Engine:
 
     async def prompt_logprobs(self, model: str, token_ids: Sequence[int]) -> list[float]:
         """[L - 1] natural-log probabilities of tokens 1.. of the sequence, given those before."""
-        return await self._ask(lambda client: client.prompt_logprobs(model, token_ids))
+        return await self._with_retries(lambda client: client.prompt_logprobs(model, token_ids))
 
     async def load_adapter(self, adapter: AdapterVersion) -> None:
         """Load a version under its own name. Raises SyncFailed when it is refused."""
@@ -87,26 +87,26 @@ class Engine:
             await client.load_adapter(adapter)
             self.adapters[adapter.name] = adapter
 
-        await self._ask(load)
+        await self._with_retries(load)
 
     async def unload_adapter(self, name: str) -> None:
         """Forget a name no request uses any more."""
         self.adapters.pop(name, None)
-        await self._ask(lambda client: client.unload_adapter(name))
+        await self._with_retries(lambda client: client.unload_adapter(name))
 
-    async def hangs(self, stall_timeout_s: float) -> EngineFailed:
+    async def wait_for_hang(self, stall_timeout_s: float) -> EngineFailed:
         """Return, with the reason, once the engine does not work: it says so, does not answer, or makes no token while asked for some.
 
-        /health alone does not tell: it stays 200 when the engine behind it hangs. Tokens are counted over all requests by /metrics, so
+        /health alone does not tell: it stays 200 when the engine behind it wait_for_hang. Tokens are counted over all requests by /metrics, so
         one that only waits for its turn is not taken for a hang, and nothing is added to a token's cost as streaming would.
         """
         clock = asyncio.get_running_loop().time
         tokens, since = -1.0, clock()
         failure: EngineFailed | None = None
         while clock() - since <= stall_timeout_s:
-            await asyncio.sleep(min(LOOK_S, stall_timeout_s / 4))
+            await asyncio.sleep(min(PROGRESS_POLL_S, stall_timeout_s / 4))
             try:
-                now, failure = await self._client.tokens_done(), None
+                now, failure = await self._client.token_count(), None
             except EngineDead as error:
                 return error
             except EngineFailed as error:
@@ -121,9 +121,11 @@ class Engine:
     async def _sample(
         self, model: str, prompt_token_ids: Sequence[int], n: int, sampling: Sampling, version: int
     ) -> dict[int, Sample]:
-        return await self._ask(lambda client: client.sample(model, prompt_token_ids, n, sampling, version))
+        return await self._with_retries(
+            lambda client: client.sample(model, prompt_token_ids, n, sampling, version)
+        )
 
-    async def _ask(self, request: Callable[[VllmClient], Awaitable[T]]) -> T:
+    async def _with_retries(self, request: Callable[[VllmClient], Awaitable[T]]) -> T:
         """The answer, by as many attempts as there are waits, and one more. What failed in a server that is gone by then does not count."""
         waits = list(self._backoff_s)
         while True:

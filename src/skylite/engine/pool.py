@@ -26,7 +26,7 @@ class SyncReport:
 
 
 @dataclass(slots=True)
-class Engines:
+class EnginePool:
     """The engines and the versions they all serve."""
 
     clients: Sequence[Engine]
@@ -57,7 +57,7 @@ class Engines:
             raise
         return max(readings, key=lambda r: r.gap_max)
 
-    async def retire(self, before: int) -> list[AdapterVersion]:
+    async def unload_before(self, before: int) -> list[AdapterVersion]:
         """Unload the versions older than `before`, which no request may name any more. Returns them."""
         old = [a for a in self.loaded if a.version < before]
         self.loaded = [a for a in self.loaded if a.version >= before]
@@ -65,7 +65,7 @@ class Engines:
             await self._unload_everywhere(adapter)
         return old
 
-    def client_for(self, index: int) -> Engine:
+    def engine_for(self, index: int) -> Engine:
         """Engines take prompts in turn."""
         return self.clients[index % len(self.clients)]
 

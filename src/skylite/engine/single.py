@@ -11,7 +11,7 @@ from skylite.engine.server import EngineSpec, choose_cpu_lora
 from skylite.processes.machine import choose_device, choose_dtype
 
 
-def single_engine(
+def single_engine_spec(
     config: TrainConfig, adapter: ServedAdapter | None, model_path: Path, uds: Path
 ) -> EngineSpec:
     """An engine that holds nothing but this adapter; without one, LoRA is off."""

@@ -14,7 +14,7 @@ from typing import NoReturn
 from skylite.config.train import RunConfig
 from skylite.engine.engine import Engine
 from skylite.engine.server import EngineSpec
-from skylite.engine.watchdog import Restarts, Watchdog
+from skylite.engine.watchdog import RestartPolicy, Watchdog
 from skylite.processes.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
@@ -23,10 +23,14 @@ MAX_LORAS = 2
 
 
 @asynccontextmanager
-async def open_engines(
-    run_config: RunConfig, logs: Path, target_modules: list[str], supervisor: Supervisor, restarts: Restarts
+async def start_engines(
+    run_config: RunConfig,
+    logs: Path,
+    target_modules: list[str],
+    supervisor: Supervisor,
+    restarts: RestartPolicy,
 ) -> AsyncIterator[list[Watchdog]]:
-    """Start the engines and yield their watchdogs at once; `watched` says when they serve. The supervisor ends the processes."""
+    """Start the engines and yield their watchdogs at once; `engines_kept_alive` says when they serve. The supervisor ends the processes."""
     with tempfile.TemporaryDirectory(prefix="skylite-") as sockets:
         specs = [
             engine_spec(run_config, target_modules, index, Path(sockets))
@@ -36,7 +40,7 @@ async def open_engines(
 
 
 @asynccontextmanager
-async def ready_engines(
+async def engines_for_modules(
     run_config: RunConfig,
     logs: Path,
     watchdogs: Sequence[Watchdog],
@@ -47,7 +51,7 @@ async def ready_engines(
 ) -> AsyncIterator[list[Engine]]:
     """The engines when they serve, for exactly the `wanted` modules: started again where they were `started_for` others."""
     if started_for == wanted:
-        async with watched(watchdogs, supervisor) as engines:
+        async with engines_kept_alive(watchdogs, supervisor) as engines:
             yield engines
         return
     logger.info(
@@ -56,14 +60,16 @@ async def ready_engines(
     for watchdog in watchdogs:
         supervisor.stop_child(watchdog.spec.name)
     async with (
-        open_engines(run_config, logs, wanted, supervisor, watchdogs[0].restarts) as others,
-        watched(others, supervisor) as engines,
+        start_engines(run_config, logs, wanted, supervisor, watchdogs[0].restarts) as others,
+        engines_kept_alive(others, supervisor) as engines,
     ):
         yield engines
 
 
 @asynccontextmanager
-async def watched(watchdogs: Sequence[Watchdog], supervisor: Supervisor) -> AsyncIterator[list[Engine]]:
+async def engines_kept_alive(
+    watchdogs: Sequence[Watchdog], supervisor: Supervisor
+) -> AsyncIterator[list[Engine]]:
     """The engines once all serve. Each is kept alive by itself; the supervisor gets the error of one that gives up."""
     engines = await asyncio.gather(*(watchdog.wait_ready() for watchdog in watchdogs))
     tasks = [
@@ -88,11 +94,11 @@ def _gave_up(supervisor: Supervisor, task: asyncio.Future[NoReturn]) -> None:
 
 
 @asynccontextmanager
-async def served(
-    specs: list[EngineSpec], logs: Path, supervisor: Supervisor, restarts: Restarts
+async def serving_engines(
+    specs: list[EngineSpec], logs: Path, supervisor: Supervisor, restarts: RestartPolicy
 ) -> AsyncIterator[list[Engine]]:
     """Start engines and yield them when all serve."""
-    async with watched(
+    async with engines_kept_alive(
         [Watchdog.start(spec, logs, supervisor, restarts) for spec in specs], supervisor
     ) as engines:
         yield engines

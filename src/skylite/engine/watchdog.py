@@ -28,7 +28,7 @@ Verify = Callable[[VllmClient, AdapterVersion], Awaitable[object]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restarts:
+class RestartPolicy:
     """What a watchdog does with an engine that failed."""
 
     config: EngineConfig
@@ -44,11 +44,11 @@ class Watchdog:
     spec: EngineSpec
     logs: Path
     supervisor: Supervisor
-    restarts: Restarts
+    restarts: RestartPolicy
     child: Child
 
     @classmethod
-    def start(cls, spec: EngineSpec, logs: Path, supervisor: Supervisor, restarts: Restarts) -> Watchdog:
+    def start(cls, spec: EngineSpec, logs: Path, supervisor: Supervisor, restarts: RestartPolicy) -> Watchdog:
         """Start the server, watched by the supervisor like any child until `watch` takes over: what fails at once would fail again."""
         return cls(spec, logs, supervisor, restarts, supervisor.start(_process(spec, logs)))
 
@@ -64,7 +64,7 @@ class Watchdog:
         allowed = self.restarts.config.max_restarts
         error = await self._failure(engine)
         for count in range(1, allowed + 1):
-            engine.take_down()
+            engine.pause()
             self.restarts.on_restart(self.spec.name)
             logger.warning(f"{error.what} It is started again ({count} of engine.max_restarts={allowed}).")
             try:
@@ -78,7 +78,7 @@ class Watchdog:
     async def _failure(self, engine: Engine) -> RunFailed:
         """Wait for the process to end or hang."""
         try:
-            hang = await self._while_alive(engine.hangs(self.restarts.config.stall_timeout_s))
+            hang = await self._while_alive(engine.wait_for_hang(self.restarts.config.stall_timeout_s))
         except ChildDied as error:
             return error
         log = self.child.spec.log_path
@@ -100,7 +100,7 @@ class Watchdog:
         except RunFailed:
             await client.aclose()
             raise
-        await engine.bring_up(client)
+        await engine.resume(client)
 
     async def _make_ready(self, client: VllmClient, adapters: list[AdapterVersion]) -> None:
         await client.wait_ready(self.restarts.config.start_timeout_s)

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from skylite.engine.client import Sampling
-from skylite.engine.collect import Scorer, collect_group, gather_all, request_seed
+from skylite.engine.collect import Scorer, collect_group, gather_or_cancel, request_seed
 from skylite.engine.engine import Engine
 from skylite.errors import non_finite_reward
 from skylite.evaluation.interval import Accuracy, accuracy_of
@@ -82,7 +82,7 @@ async def evaluate(
                 raise non_finite_reward(t.reward, prompt.id, t.samples[-1].text)
         return group
 
-    groups = await gather_all([asyncio.create_task(one(i, p)) for i, p in enumerate(prompts)])
+    groups = await gather_or_cancel([asyncio.create_task(one(i, p)) for i, p in enumerate(prompts)])
     trajectories = [t for g in groups for t in g.trajectories]
     return EvalResult(
         model=model,

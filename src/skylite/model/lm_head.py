@@ -40,7 +40,7 @@ class LogprobHead(nn.Module):
         return self.found[0][None, :, None].clone()  # not a view: FSDP puts a hook on what the model returns
 
 
-def plain_head(base: PreTrainedModel) -> nn.Linear | None:
+def linear_head(base: PreTrainedModel) -> nn.Linear | None:
     """The model's vocabulary head where it is a plain linear layer (no adapter on it), else None."""
     head = base.get_output_embeddings()
     return head if type(head) is nn.Linear else None
@@ -53,20 +53,20 @@ def score_in_chunks(
     head = LogprobHead(
         own, getattr(base.config.get_text_config(), "final_logit_softcapping", None), tokens, temperature
     )
-    with head_of(base, head):
+    with replaced_head(base, head):
         outputs: Tensor = model(**tokens.inputs, use_cache=False).logits
     assert head.found is not None, "the model did not use its output embeddings"
     logprobs, entropies = head.found
-    return tied_to(logprobs, outputs), entropies
+    return keep_in_graph(logprobs, outputs), entropies
 
 
-def tied_to(values: Tensor, outputs: Tensor) -> Tensor:
+def keep_in_graph(values: Tensor, outputs: Tensor) -> Tensor:
     """`values`, with the model's own output kept in their graph, numerically unused: FSDP hangs its backward on that output."""
     return values + 0.0 * outputs.float().sum()
 
 
 @contextmanager
-def head_of(base: PreTrainedModel, head: nn.Module) -> Iterator[None]:
+def replaced_head(base: PreTrainedModel, head: nn.Module) -> Iterator[None]:
     """Let the model end in `head` instead of its vocabulary."""
     own = base.get_output_embeddings()
     base.set_output_embeddings(head)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from skylite.model.attention_backends import implementation
 from skylite.model.bf16_weights import store_in_bf16
 from skylite.model.fused_ops import RMS_NORM_GAINS, fuse_mlps, fuse_norms
-from skylite.model.lm_head import plain_head
+from skylite.model.lm_head import linear_head
 from skylite.model.packing import pack_tokens
 from skylite.model.policy import Policy, is_lora_param, score
 
@@ -40,7 +40,7 @@ def enable_fast_paths(policy: Policy, probe: list[int]) -> tuple[Policy, list[st
     base: PreTrainedModel = policy.model.get_base_model()
     base.set_attn_implementation("eager")
     reference = _probe_logprobs(policy, probe)
-    lines, head = [], plain_head(base)
+    lines, head = [], linear_head(base)
     if head is not None:
         gap, reason = _gap(replace(policy, head=head), probe, reference)
         policy = replace(policy, head=head if gap <= TOLERANCE[policy.dtype] else None)

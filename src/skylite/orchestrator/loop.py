@@ -18,7 +18,7 @@ from typing import Any
 from skylite.adapters.retention import Label, clean_up, held_out_scores, write_score
 from skylite.config.train import TrainConfig
 from skylite.data.tokenizer import encode_prompts
-from skylite.engine.collect import gather_all
+from skylite.engine.collect import gather_or_cancel
 from skylite.engine.pool import SyncReport
 from skylite.errors import TrainerLost
 from skylite.evaluation.evaluate import EvalResult, evaluate, write_results
@@ -98,7 +98,7 @@ async def _run_steps(session: Session, exchange: Exchange) -> None:
         plan.first_step <= plan.config.num_steps
     ):  # else the run died after its last step, and only what comes after it is left
         tasks = (sample_steps(session, exchange), follow_training(session, exchange))
-        await gather_all([asyncio.create_task(task) for task in tasks])
+        await gather_or_cancel([asyncio.create_task(task) for task in tasks])
     await retire_versions(session, before=plan.config.num_steps)
     await held_out_accuracy(session, "after", version=plan.config.num_steps)
 
@@ -242,7 +242,7 @@ async def verify_version(session: Session, adapter: AdapterVersion, load_s: floa
 
 async def retire_versions(session: Session, before: int) -> None:
     """Unload versions that no request names any more."""
-    for adapter in await session.engines.retire(before):
+    for adapter in await session.engines.unload_before(before):
         session.progress.event("adapter_unloaded", version=adapter.version)
 
 

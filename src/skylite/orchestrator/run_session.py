@@ -15,9 +15,9 @@ from skylite.adapters.manifest import read_manifest
 from skylite.config.train import Resolved
 from skylite.data.tokenizer import load_tokenizer
 from skylite.engine.canary import DEFAULT_TOLERANCE, canary_sequences, verify_folder
-from skylite.engine.pool import Engines
-from skylite.engine.startup import open_engines, ready_engines
-from skylite.engine.watchdog import Restarts
+from skylite.engine.pool import EnginePool
+from skylite.engine.startup import engines_for_modules, start_engines
+from skylite.engine.watchdog import RestartPolicy
 from skylite.errors import SkyliteError, TrainerLost, WriteFailed, write_failed
 from skylite.hub.shared_memory import model_in_shared_memory
 from skylite.orchestrator.failures import TRAINER, explained, with_what_is_kept
@@ -150,13 +150,13 @@ async def _run(
     async with contextlib.AsyncExitStack() as stack:
         modules = predict_target_modules(Path(plan.resolved.model_path), plan.config.lora)
         tolerance = plan.config.sync.canary_tolerance or DEFAULT_TOLERANCE[plan.resolved.dtype]
-        restarts = Restarts(
+        restarts = RestartPolicy(
             config=plan.config.engine,
             verify=partial(verify_folder, tolerance=tolerance),
             on_restart=progress.restarted,
         )
         watchdogs = await stack.enter_async_context(
-            open_engines(plan.run_config, plan.run.logs, modules, supervisor, restarts)
+            start_engines(plan.run_config, plan.run.logs, modules, supervisor, restarts)
         )
         progress.event("engines_started")
         supervisor.start(_trainer_spec(plan, resume))
@@ -175,7 +175,7 @@ async def _run(
             Path(plan.resolved.lora_sync_path) / adapter_name(start), verify_hash=False
         ).target_modules
         ready = await stack.enter_async_context(
-            ready_engines(
+            engines_for_modules(
                 plan.run_config,
                 plan.run.logs,
                 watchdogs,
@@ -185,7 +185,7 @@ async def _run(
             )
         )
         progress.event("engines_ready")
-        engines = Engines(ready, tolerance)
+        engines = EnginePool(ready, tolerance)
         await run_steps(
             Session(
                 plan=plan, engines=engines, scorer=pool, tokenizer=tokenizer, progress=progress, limit=limit

@@ -11,7 +11,7 @@ from functools import partial
 from skylite.data.order import prompts_for_round, prompts_for_step
 from skylite.data.tokenizer import encode_prompts
 from skylite.engine.client import Sampling
-from skylite.engine.collect import collect_group, gather_all, request_seed
+from skylite.engine.collect import collect_group, gather_or_cancel, request_seed
 from skylite.orchestrator.session import Session
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import AdapterVersion
@@ -72,7 +72,7 @@ async def sample_groups(
             stop_token_ids=session.tokenizer.stop_token_ids,
             seed=request_seed(plan.config.seed, step, index),
         )
-        client, ids = session.engines.client_for(index), token_ids[prompt.id]
+        client, ids = session.engines.engine_for(index), token_ids[prompt.id]
         group = collect_group(
             client,
             adapter.name,
@@ -85,7 +85,7 @@ async def sample_groups(
             penalty,
         )
         tasks.append(asyncio.create_task(group))
-    return await gather_all(tasks)
+    return await gather_or_cancel(tasks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from skylite.data.tokenizer import ChatTokenizer
 from skylite.engine.collect import Scorer
-from skylite.engine.pool import Engines
+from skylite.engine.pool import EnginePool
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.progress import Progress
 from skylite.orchestrator.shutdown import TimeLimit
@@ -19,7 +19,7 @@ class Session:
     """The resources are owned by `services.run_session`."""
 
     plan: RunPlan
-    engines: Engines
+    engines: EnginePool
     scorer: Scorer
     tokenizer: ChatTokenizer
     progress: Progress

@@ -36,9 +36,9 @@ ROLLOUT_SCHEMA = pa.schema(
         ("answer", pa.string()),
     ]
 )
-TEXT = ("question", "completion", "answer")
+TEXT_COLUMNS = ("question", "completion", "answer")
 """Columns that the trainer does not read."""
-OF_TRAJECTORY = ("reward", "penalty")
+TRAJECTORY_COLUMNS = ("reward", "penalty")
 
 
 def write_rollouts(path: Path, groups: Sequence[Group]) -> None:
@@ -53,7 +53,7 @@ def read_rollouts(path: Path, *, text: bool = True) -> list[Group]:
 
     `text`: False leaves out the columns that only people read. Raises DataError when the file is not a rollout file.
     """
-    columns = [name for name in ROLLOUT_SCHEMA.names if text or name not in TEXT]
+    columns = [name for name in ROLLOUT_SCHEMA.names if text or name not in TEXT_COLUMNS]
     rows = sorted(_read(path, columns), key=lambda row: (row["group"], row["trajectory"], row["turn"]))
     groups = [_group(path, list(of_group)) for _, of_group in groupby(rows, key=lambda row: row["group"])]
     if not groups or len({len(g.trajectories) for g in groups}) != 1:
@@ -112,7 +112,7 @@ def _trajectory(path: Path, rows: list[dict[str, Any]]) -> Trajectory:
         raise _unusable(
             path, f"{place} has the turns {[row['turn'] for row in rows]}, which must count up from 0"
         )
-    if len({repr([row[name] for name in OF_TRAJECTORY]) for row in rows}) != 1:
+    if len({repr([row[name] for name in TRAJECTORY_COLUMNS]) for row in rows}) != 1:
         raise _unusable(path, f"the turns of {place} have different rewards, which belong to the trajectory")
     return Trajectory(
         samples=tuple(_sample(path, place, row) for row in rows),
@@ -149,7 +149,7 @@ def _read(path: Path, columns: list[str]) -> list[dict[str, Any]]:
     except (OSError, KeyError, pa.ArrowException) as error:
         raise _unusable(path, str(error)) from None
     if missing := next(
-        (name for row in rows for name in columns if row[name] is None and name not in TEXT), None
+        (name for row in rows for name in columns if row[name] is None and name not in TEXT_COLUMNS), None
     ):
         raise _unusable(path, f"column {missing} has a row without a value")
     return rows

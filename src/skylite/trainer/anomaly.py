@@ -22,7 +22,7 @@ from skylite.run.run_dir import RunDir
 from skylite.trainer.optimizer import FlatAdamW
 from skylite.types import Group, is_number
 
-WATCHED = (
+FINITE_METRICS = (
     "loss/policy",
     "critic/loss",
     "policy/entropy",
@@ -35,24 +35,24 @@ WATCHED = (
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class OptimizerSnapshot:
     """What a optimizer was before a step: parameters by name, AdamW's state by name."""
 
     params: dict[str, Tensor]
     moments: dict[str, dict[str, Tensor]]
 
 
-def state_of(optimizer: FlatAdamW) -> State:
+def take_snapshot(optimizer: FlatAdamW) -> OptimizerSnapshot:
     """A copy of everything that an update changes."""
     moments = {n: optimizer.adamw.state[p] for n, p in optimizer.params.items() if p in optimizer.adamw.state}
-    return State(
+    return OptimizerSnapshot(
         {n: p.detach().clone() for n, p in optimizer.params.items()},
         {n: {k: v.clone() for k, v in values.items()} for n, values in moments.items()},
     )
 
 
-def put_back(optimizer: FlatAdamW, state: State) -> None:
-    """Undo every update since `state_of`."""
+def restore_snapshot(optimizer: FlatAdamW, state: OptimizerSnapshot) -> None:
+    """Undo every update since `take_snapshot`."""
     for name, param in optimizer.params.items():
         param.data.copy_(state.params[name])
     optimizer.adamw.state.clear()
@@ -61,16 +61,16 @@ def put_back(optimizer: FlatAdamW, state: State) -> None:
 
 
 @contextmanager
-def remembering(optimizers: Sequence[FlatAdamW]) -> Iterator[dict[str, State]]:
+def snapshots_before_update(optimizers: Sequence[FlatAdamW]) -> Iterator[dict[str, OptimizerSnapshot]]:
     """Within the block, every optimizer's state as it was before its first update, by name.
 
     It is copied at that update, not at the start of the block: until then the activations of the backward pass take the memory.
     """
-    before: dict[str, State] = {}
+    before: dict[str, OptimizerSnapshot] = {}
 
     def remember(optimizer: FlatAdamW, *_: object) -> None:
         if optimizer.name not in before:
-            before[optimizer.name] = state_of(optimizer)
+            before[optimizer.name] = take_snapshot(optimizer)
 
     with ExitStack() as stack:
         for optimizer in optimizers:
@@ -78,34 +78,34 @@ def remembering(optimizers: Sequence[FlatAdamW]) -> Iterator[dict[str, State]]:
         yield before
 
 
-def learn_or_undo(
+def train_or_roll_back(
     optimizers: Sequence[FlatAdamW],
     dist: Dist,
     learn: Callable[[], dict[str, float]],
-    find_fault: Callable[[Mapping[str, float]], str],
+    find_anomaly: Callable[[Mapping[str, float]], str],
     publish: Callable[[], dict[str, float]],
 ) -> tuple[dict[str, float], str]:
     """Metrics of `learn` and then `publish`, and why the updates were undone; empty when they stand. All ranks decide alike.
 
-    Bad is what `find_fault` names on any rank, and a TrainingDiverged, which every rank raises: gradients are summed before they are
+    Bad is what `find_anomaly` names on any rank, and a TrainingDiverged, which every rank raises: gradients are summed before they are
     judged, and the canary is the same everywhere.
     """
     metrics: dict[str, float] = {}
-    with remembering(optimizers) as before:
+    with snapshots_before_update(optimizers) as before:
         try:
             metrics = learn()
-            fault = find_fault(metrics)
+            fault = find_anomaly(metrics)
             if not dist.all_reduce_max_(torch.tensor([float(bool(fault))], device=dist.device)).item():
                 return metrics | publish(), ""
         except TrainingDiverged as error:
             fault = error.what
     for optimizer in optimizers:
         if optimizer.name in before:
-            put_back(optimizer, before[optimizer.name])
+            restore_snapshot(optimizer, before[optimizer.name])
     return metrics, fault or "another rank found a number that is not finite"
 
 
-def rollout_fault(groups: Sequence[Group]) -> str:
+def rollout_anomaly(groups: Sequence[Group]) -> str:
     """The first reward or logprob of a step's rollouts that is not a finite number, in words; "" where there is none."""
     for row, group in enumerate(groups):
         for column, trajectory in enumerate(group.trajectories):
@@ -119,9 +119,9 @@ def rollout_fault(groups: Sequence[Group]) -> str:
     return ""
 
 
-def limit_fault(metrics: Mapping[str, float], anomaly: AnomalyConfig) -> str:
+def metric_anomaly(metrics: Mapping[str, float], anomaly: AnomalyConfig) -> str:
     """Which number of a step is not finite or over its limit, in words."""
-    for name in WATCHED:
+    for name in FINITE_METRICS:
         if not math.isfinite(metrics.get(name, 0.0)):
             return f"{name} is {metrics[name]}"
     limits = {
@@ -134,7 +134,7 @@ def limit_fault(metrics: Mapping[str, float], anomaly: AnomalyConfig) -> str:
     return ""
 
 
-def collapse_fault(run: RunDir, step: int, anomaly: AnomalyConfig) -> str:
+def reward_collapse(run: RunDir, step: int, anomaly: AnomalyConfig) -> str:
     """Whether the mean reward of each of the last `min_reward_steps` steps was too low, in words."""
     first = step - anomaly.min_reward_steps + 1
     if anomaly.min_reward is None or first < 1:
@@ -147,7 +147,7 @@ def collapse_fault(run: RunDir, step: int, anomaly: AnomalyConfig) -> str:
     return f"the mean reward was under anomaly.min_reward={anomaly.min_reward:g} in steps {first} to {step} (last {means[-1]:.4g})"
 
 
-def parameter_fault(optimizers: Sequence[FlatAdamW]) -> str:
+def parameter_anomaly(optimizers: Sequence[FlatAdamW]) -> str:
     """Which parameters an update left without numbers, in words."""
     for optimizer in optimizers:
         if bad := [n for n, p in optimizer.params.items() if not bool(torch.isfinite(p).all())]:
@@ -155,7 +155,7 @@ def parameter_fault(optimizers: Sequence[FlatAdamW]) -> str:
     return ""
 
 
-def keep_inputs(
+def save_rejected_step(
     run: RunDir, step: int, reason: str, metrics: Mapping[str, float], anomaly: AnomalyConfig
 ) -> Path:
     """Copy what a bad step learned from into `rejected_steps/step-000012`, with the reason. Rank 0 only. Returns the folder."""
@@ -173,7 +173,7 @@ def keep_inputs(
     return path
 
 
-def skips_before(run: RunDir, step: int) -> int:
+def consecutive_skips(run: RunDir, step: int) -> int:
     """How many steps right before `step` were skipped."""
     count = 0
     while (path := run.trainer_step_path(step - 1 - count)).exists() and "skipped" in run.read_json(path):

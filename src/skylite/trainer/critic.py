@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from skylite.config.algorithm import CriticConfig
 from skylite.config.train import TrainConfig
 from skylite.model.distributed import Dist
-from skylite.model.lm_head import head_of, tied_to
+from skylite.model.lm_head import keep_in_graph, replaced_head
 from skylite.model.packing import PackedTokens
 from skylite.model.policy import CRITIC, Policy, adapter_params, using_adapter
 from skylite.trainer.optimizer import FlatAdamW, make_optimizer
@@ -72,9 +72,9 @@ def output_width(policy: Policy, default: int) -> int:
 def predict_values(policy: Policy, critic: Critic, tokens: PackedTokens) -> Tensor:
     """Values [C] float32 of the states in which each completion token was chosen."""
     base: PreTrainedModel = policy.model.get_base_model()
-    with using_adapter(policy, CRITIC), head_of(base, critic.head), policy.autocast():
+    with using_adapter(policy, CRITIC), replaced_head(base, critic.head), policy.autocast():
         outputs: Tensor = policy.model(**tokens.inputs, use_cache=False).logits
         values = critic.head.values
     assert values is not None
     critic.head.values = None
-    return tied_to(values, outputs).flatten()[tokens.rows]
+    return keep_in_graph(values, outputs).flatten()[tokens.rows]

@@ -21,17 +21,17 @@ from skylite.run.files import write_json
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir, adapter_name
 from skylite.trainer.anomaly import (
-    collapse_fault,
-    keep_inputs,
-    learn_or_undo,
-    limit_fault,
-    parameter_fault,
-    rollout_fault,
-    skips_before,
+    consecutive_skips,
+    metric_anomaly,
+    parameter_anomaly,
+    reward_collapse,
+    rollout_anomaly,
+    save_rejected_step,
+    train_or_roll_back,
 )
 from skylite.trainer.checkpoint import load_checkpoint, random_states, save_checkpoint
 from skylite.trainer.critic import Critic, make_critic
-from skylite.trainer.memory import with_tokens
+from skylite.trainer.memory import resolve_micro_batch_tokens
 from skylite.trainer.optimizer import FlatAdamW, make_optimizer
 from skylite.trainer.publish import b_norm, base_canary_logprobs, canary_logprobs, check_reference, publish
 from skylite.trainer.step import train_step
@@ -64,7 +64,7 @@ class Trainer:
 
 
 @dataclass(frozen=True, slots=True)
-class Learned:
+class StepResult:
     """A step that was tried."""
 
     metrics: dict[str, float]
@@ -89,13 +89,13 @@ def train(run: RunDir, run_config: RunConfig, dist: Dist, resume: bool) -> None:
         groups = wait_for_rollouts(trainer, step)
         if groups is None:
             break
-        learned = learn_guarded(trainer, groups, step)
+        learned = try_step(trainer, groups, step)
         metrics = learned.metrics | {
             "time/wait_s": learned.span[0] - waited,
             "time/train_s": learned.span[1] - learned.span[0],
         }
         if learned.fault:
-            metrics |= skip_or_stop(trainer, step, learned.fault, metrics)
+            metrics |= handle_anomaly(trainer, step, learned.fault, metrics)
             metrics |= publish_version(trainer, step)
         done = step
         if step % checkpoint.every == 0 or step == trainer.config.num_steps:
@@ -112,7 +112,7 @@ def start(run: RunDir, run_config: RunConfig, dist: Dist) -> Trainer:
     policy, reasons = enable_fast_paths(policy, max(sequences, key=len))
     if dist.is_main:
         print("\n".join(reasons), flush=True)
-    run_config = with_tokens(run, run_config, policy, dist)
+    run_config = resolve_micro_batch_tokens(run, run_config, policy, dist)
     config = run_config.config
     if config.algorithm.uses_ref:
         found = check_reference(
@@ -174,11 +174,11 @@ def wait_for_rollouts(trainer: Trainer, step: int) -> list[Group] | None:
     return None if trainer.dist.broadcast_(stopping).item() else read_rollouts(path, text=False)
 
 
-def learn_guarded(trainer: Trainer, groups: list[Group], step: int) -> Learned:
+def try_step(trainer: Trainer, groups: list[Group], step: int) -> StepResult:
     """Learn from a step and publish its version, or neither: when something is bad, the optimizers are as before."""
     rules, started = trainer.config.anomaly, time.monotonic()
-    if fault := rollout_fault(groups) or collapse_fault(trainer.run, step, rules):
-        return Learned({}, fault, (started, started))
+    if fault := rollout_anomaly(groups) or reward_collapse(trainer.run, step, rules):
+        return StepResult({}, fault, (started, started))
     ended = started
 
     def learn() -> dict[str, float]:
@@ -189,21 +189,21 @@ def learn_guarded(trainer: Trainer, groups: list[Group], step: int) -> Learned:
         ended = time.monotonic()
         return metrics
 
-    def find_fault(metrics: Mapping[str, float]) -> str:
-        return limit_fault(metrics, rules) or parameter_fault(trainer.optimizers)
+    def find_anomaly(metrics: Mapping[str, float]) -> str:
+        return metric_anomaly(metrics, rules) or parameter_anomaly(trainer.optimizers)
 
-    metrics, fault = learn_or_undo(
-        trainer.optimizers, trainer.dist, learn, find_fault, lambda: publish_version(trainer, step)
+    metrics, fault = train_or_roll_back(
+        trainer.optimizers, trainer.dist, learn, find_anomaly, lambda: publish_version(trainer, step)
     )
-    return Learned(metrics, fault, (started, ended))
+    return StepResult(metrics, fault, (started, ended))
 
 
-def skip_or_stop(trainer: Trainer, step: int, fault: str, metrics: dict[str, float]) -> dict[str, float]:
+def handle_anomaly(trainer: Trainer, step: int, fault: str, metrics: dict[str, float]) -> dict[str, float]:
     """Keep the inputs of a bad step, then go on (returns what metrics it still has) or raise TrainingDiverged, as configured."""
     run, rules, dist = trainer.run, trainer.config.anomaly, trainer.dist
     if dist.is_main:
-        keep_inputs(run, step, fault, metrics, rules)
-    skipped = skips_before(run, step)
+        save_rejected_step(run, step, fault, metrics, rules)
+    skipped = consecutive_skips(run, step)
     if rules.action == "stop" or skipped >= rules.max_skips:
         checkpoint_step(trainer, step - 1)
         dist.all_reduce_sum_(

@@ -17,8 +17,8 @@ from skylite.run.run_dir import RunDir
 
 PROBE_TOKENS = {"cpu": (256, 768), "cuda": (1024, 4096)}
 """About the tokens of the two passes."""
-GRANULE = 64
-MOST_TOKENS = 65536
+TOKEN_MULTIPLE = 64
+MAX_TOKENS_PER_PASS = 65536
 SAFETY = 0.85
 """Of the memory that is free: passes of other shapes, the optimizer's state and fragments need the rest."""
 CPU_SHARE = 0.5
@@ -32,19 +32,19 @@ class PassMemory:
     fixed: float
     per_token: float
 
-    def tokens_in(self, limit: float) -> int:
-        """The largest multiple of GRANULE tokens whose pass takes at most `limit` bytes; GRANULE where none does."""
-        tokens = int((limit - self.fixed) / self.per_token) if self.per_token > 0 else MOST_TOKENS
-        return max(GRANULE, min(tokens, MOST_TOKENS) // GRANULE * GRANULE)
+    def max_tokens(self, limit: float) -> int:
+        """The largest multiple of TOKEN_MULTIPLE tokens whose pass takes at most `limit` bytes; TOKEN_MULTIPLE where none does."""
+        tokens = int((limit - self.fixed) / self.per_token) if self.per_token > 0 else MAX_TOKENS_PER_PASS
+        return max(TOKEN_MULTIPLE, min(tokens, MAX_TOKENS_PER_PASS) // TOKEN_MULTIPLE * TOKEN_MULTIPLE)
 
 
-def fit(sizes: tuple[int, int], peaks: tuple[float, float]) -> PassMemory:
+def fit_pass_memory(sizes: tuple[int, int], peaks: tuple[float, float]) -> PassMemory:
     """The line through two measured passes (tokens, bytes)."""
     per_token = (peaks[1] - peaks[0]) / (sizes[1] - sizes[0])
     return PassMemory(fixed=max(0.0, peaks[0] - per_token * sizes[0]), per_token=per_token)
 
 
-def fitting_tokens(policy: Policy, run_config: RunConfig, dist: Dist) -> tuple[int, str]:
+def measure_micro_batch_tokens(policy: Policy, run_config: RunConfig, dist: Dist) -> tuple[int, str]:
     """The tokens of a micro-batch, the same on every rank, and how they were found, in words. All ranks call it."""
     config, device = run_config.config, policy.device
     sizes = PROBE_TOKENS[device.type]
@@ -54,15 +54,15 @@ def fitting_tokens(policy: Policy, run_config: RunConfig, dist: Dist) -> tuple[i
     )
     completion = min(longest, sizes[0] // 2)
     small, large = (_measured_pass(policy, size, completion) for size in sizes)
-    found = fit((small[0], large[0]), (small[1], large[1]))
+    found = fit_pass_memory((small[0], large[0]), (small[1], large[1]))
     limit = SAFETY * _free_bytes(device, config.engine.gpu_memory_utilization, dist.dp_size)
-    least = -dist.all_reduce_max_(torch.tensor([-found.tokens_in(limit)], device=device))
+    least = -dist.all_reduce_max_(torch.tensor([-found.max_tokens(limit)], device=device))
     tokens = int(least.item())
     reason = f"passes of {small[0]} and {large[0]} tokens say {found.per_token / 2**20:.2f} MiB a token; {limit / 2**30:.1f} GiB are free"
     return tokens, reason
 
 
-def with_tokens(run: RunDir, run_config: RunConfig, policy: Policy, dist: Dist) -> RunConfig:
+def resolve_micro_batch_tokens(run: RunDir, run_config: RunConfig, policy: Policy, dist: Dist) -> RunConfig:
     """The config with a number where it says "auto": the one found before if this run was resumed, else measured now and recorded."""
     if run_config.config.trainer.tokens_per_micro_batch != "auto":
         return run_config
@@ -72,7 +72,7 @@ def with_tokens(run: RunDir, run_config: RunConfig, policy: Policy, dist: Dist) 
     )
     tokens = int(dist.broadcast_(known).item())
     if not tokens:
-        tokens, reason = fitting_tokens(policy, run_config, dist)
+        tokens, reason = measure_micro_batch_tokens(policy, run_config, dist)
         if dist.is_main:
             write_json(run.micro_batch_path, {"tokens": tokens, "reason": reason})
             print(f"micro-batches of {tokens} tokens: {reason}", flush=True)
@@ -91,10 +91,10 @@ def _measured_pass(policy: Policy, num_tokens: int, completion: int) -> tuple[in
         policy.packing,
         policy.device,
     )
-    before = reset_peak(policy.device)
+    before = reset_peak_bytes(policy.device)
     logprobs, _ = score(policy, tokens, temperature=1.0)
     torch.autograd.grad(logprobs.sum(), list(policy.lora.values()), allow_unused=True)
-    return tokens.num_nodes, peak(policy.device) - before
+    return tokens.num_nodes, peak_bytes(policy.device) - before
 
 
 def _free_bytes(device: torch.device, engine_share: float, dp_size: int) -> float:
@@ -106,17 +106,17 @@ def _free_bytes(device: torch.device, engine_share: float, dp_size: int) -> floa
     return CPU_SHARE * _kib_line(Path("/proc/meminfo"), "MemAvailable") * 1024 / dp_size
 
 
-def reset_peak(device: torch.device) -> float:
-    """Start to count the peak anew; bytes in use now."""
+def reset_peak_bytes(device: torch.device) -> float:
+    """Start to count the peak_bytes anew; bytes in use now."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return float(torch.cuda.memory_allocated(device))
-    # 5: the kernel sets the peak back to what is resident (proc(5), clear_refs).
+    # 5: the kernel sets the peak_bytes back to what is resident (proc(5), clear_refs).
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     return _kib_line(Path("/proc/self/status"), "VmRSS") * 1024
 
 
-def peak(device: torch.device) -> float:
+def peak_bytes(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     return _kib_line(Path("/proc/self/status"), "VmHWM") * 1024
