@@ -31,6 +31,7 @@ from skylite.model.lm_head import linear_head
 from skylite.model.loading import decoder_layers
 from skylite.model.policy import Policy, load_policy
 from skylite.model.probing import enable_fast_paths
+from skylite.processes.machine import Device
 from skylite.run.files import write_json
 from skylite.trainer.optimizer import make_optimizer
 from skylite.trainer.step import train_step
@@ -68,7 +69,7 @@ def parse_arguments() -> argparse.Namespace:
 def measured(args: argparse.Namespace, *, own: bool, compiled: bool) -> dict[str, Any]:
     """Seconds per step of one form, measured inside a rank."""
     folder = train_phase.model_folder(args.model)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device: Device = "cuda" if torch.cuda.is_available() else "cpu"
     words = ["--model", args.model, "--dtype", args.dtype, "--prompts=1", "--budget=8192"]
     words += [f"--steps={args.steps}", f"--completion={args.completion}"]
     sizes = train_phase.parse_arguments(words)
@@ -79,9 +80,8 @@ def measured(args: argparse.Namespace, *, own: bool, compiled: bool) -> dict[str
         policy = enable_fast_paths(policy, list(range(20, 60)))[0] if own else with_model_parts(policy)
         if compiled:
             # Attention over a prefix tree loops in Python over branch lengths, which inductor cannot compile.
-            AttentionInterface.register(
-                implementation("sdpa"), torch.compiler.disable(partial(attend, BACKENDS["sdpa"]))
-            )
+            attention = torch.compiler.disable(partial(attend, BACKENDS["sdpa"]))  # type: ignore[no-untyped-call]
+            AttentionInterface.register(implementation("sdpa"), attention)
             for layer in decoder_layers(policy.model.get_base_model()):
                 layer.compile(dynamic=True)
         optimizer = make_optimizer(

@@ -105,7 +105,7 @@ def accuracy(run: RunDir, label: str) -> float | None:
     if not files:
         return None
     rewards = pq.read_table(files[-1], columns=["reward"])["reward"].to_pylist()
-    return round(sum(r == 1.0 for r in rewards) / len(rewards), 4)
+    return round(sum(bool(r == 1.0) for r in rewards) / len(rewards), 4)
 
 
 def draw(args: argparse.Namespace) -> None:

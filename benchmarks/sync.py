@@ -113,10 +113,10 @@ def summary(steps: list[dict[str, Any]], plain: dict[str, float]) -> dict[str, f
     """Medians. The sync is publish and load; `until_loaded_s` includes the canary, which runs beside it."""
 
     def median(*keys: str) -> float:
-        return statistics.median(sum(s[k] for k in keys) for s in steps)
+        return float(statistics.median(sum(s[k] for k in keys) for s in steps))
 
     def share(*keys: str) -> float:
-        return round(statistics.median(sum(s[k] for k in keys) / s["time/step_s"] for s in steps), 4)
+        return round(float(statistics.median(sum(s[k] for k in keys) / s["time/step_s"] for s in steps)), 4)
 
     sync, plain_s = median("time/publish_s", "time/load_s"), plain["write_s"] + plain["read_s"]
     longer = statistics.median(max(s["time/rollout_s"], s["time/train_s"]) for s in steps)

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from command_line import argument_parser, under_torchrun
 from machine_info import machine_info
 
+from skylite.processes.machine import Device
 from skylite.run.files import write_json
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def inner(args: argparse.Namespace) -> None:
     from skylite.model.probing import enable_fast_paths
     from skylite.trainer.optimizer import make_optimizer
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device: Device = "cuda" if torch.cuda.is_available() else "cpu"
     set_threads(None)
     with process_group(device) as dist:
         config, where = settings(args, model_folder(args.model), device, offload=args.offload)

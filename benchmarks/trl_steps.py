@@ -12,7 +12,7 @@ from typing import Any
 import datasets
 import peft
 import transformers
-import trl
+from trl import GRPOConfig, GRPOTrainer
 
 from skylite.data.prompts import read_prompts
 
@@ -40,8 +40,8 @@ def main() -> None:
     print("\n" + json.dumps(clock.steps))
 
 
-def trl_config(args: argparse.Namespace) -> trl.GRPOConfig:
-    return trl.GRPOConfig(
+def trl_config(args: argparse.Namespace) -> GRPOConfig:
+    return GRPOConfig(
         output_dir=str(args.data.parent / "trl"),
         use_cpu=True,
         bf16=args.dtype == "bfloat16",
@@ -93,7 +93,7 @@ class Clock(transformers.TrainerCallback):  # type: ignore[misc]
         )
 
 
-class TimedTrainer(trl.GRPOTrainer):  # type: ignore[misc]
+class TimedTrainer(GRPOTrainer):  # type: ignore[misc]
     """GRPOTrainer that adds the time of its sampling to a clock."""
 
     def __init__(self, clock: Clock, **arguments: Any) -> None:

@@ -143,7 +143,7 @@ def is_resource_tracker(process: psutil.Process) -> bool:
 def alive(process: psutil.Process) -> bool:
     """Whether a process runs. A zombie does not."""
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 

@@ -307,7 +307,8 @@ def random_samples(seed: int, num_groups: int = 4, group_size: int = 4, shared: 
     """Groups with a shared prefix, prompts of several lengths, and completions some of which begin alike or are equal."""
     rng = random.Random(seed)
     tokens = lambda n: [rng.randrange(VOCAB) for _ in range(n)]  # noqa: E731
-    prefix, samples = tokens(shared), []
+    prefix = tokens(shared)
+    samples: list[Row] = []
     for group in range(num_groups):
         prompt, opening = prefix + tokens(rng.randrange(2, 9)), tokens(2)
         for index in range(group_size):
@@ -357,7 +358,7 @@ def random_episodes(seed: int, num_groups: int = 4, group_size: int = 4) -> list
     return rows
 
 
-def settings(**sections: dict[str, Any]) -> TrainConfig:
+def settings(**sections: Any) -> TrainConfig:
     """A small configuration; sections are merged over it."""
     tree: dict[str, Any] = {
         "num_steps": 3,

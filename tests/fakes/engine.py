@@ -52,6 +52,7 @@ class Served:
         model = body["model"]
         if model != "base" and model not in self.folders:
             raise LookupError(f"The model `{model}` does not exist.")
+        choices: list[dict[str, Any]]
         if "prompt_logprobs" in body:
             choices = [{"index": 0, "text": "", "prompt_logprobs": self.scored(model, body["prompt"])}]
         else:

@@ -14,6 +14,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -241,9 +242,7 @@ def main() -> None:
         print(json.dumps(sorted(table)), flush=True)
         for line in sys.stdin:
             asked = json.loads(line)
-            answer = in_a_fork(
-                lambda asked=asked: table[asked["writer"]](Path(asked["folder"]), asked["version"])
-            )  # type: ignore[misc]
+            answer = in_a_fork(partial(table[asked["writer"]], Path(asked["folder"]), asked["version"]))
             print(json.dumps(answer), flush=True)
     os._exit(0)
 

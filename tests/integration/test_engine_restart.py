@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from skylite.engine.canary import verify_folder
 from skylite.engine.client import Sampling
 from skylite.engine.engine import Engine
 from skylite.engine.pool import EnginePool
-from skylite.engine.server import EngineSpec
 from skylite.engine.startup import serving_engines
 from skylite.engine.watchdog import RestartPolicy
 from skylite.errors import ChildDied, RunFailed
@@ -46,10 +45,7 @@ class Scene:
 
     @asynccontextmanager
     async def engines(self, supervisor: Supervisor, count: int = 1) -> AsyncIterator[list[Engine]]:
-        specs = [
-            EngineSpec(**{**fields_of(SPEC), "name": f"vllm-{i}", "uds": self.folder / f"{i}.sock"})
-            for i in range(count)
-        ]
+        specs = [replace(SPEC, name=f"vllm-{i}", uds=self.folder / f"{i}.sock") for i in range(count)]
         config = EngineConfig(stall_timeout_s=1.5, max_restarts=self.max_restarts, start_timeout_s=20)
         restarts = RestartPolicy(
             config=config,
@@ -58,10 +54,6 @@ class Scene:
         )
         async with serving_engines(specs, self.folder / "logs", supervisor, restarts) as engines:
             yield engines
-
-
-def fields_of(spec: EngineSpec) -> dict[str, object]:
-    return {name: getattr(spec, name) for name in spec.__slots__}
 
 
 @pytest.fixture

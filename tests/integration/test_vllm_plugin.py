@@ -182,7 +182,8 @@ def test_running_request_keeps_its_version_across_a_load(server: EngineServer, t
     one = publish(server, tmp_path, seed=1)
     ask = Ask(one.name, PROMPT, max_tokens=500)
     alone = server.ask(ask)
-    started, ended, sampled = threading.Event(), threading.Event(), []
+    started, ended = threading.Event(), threading.Event()
+    sampled: list[tuple[int, float]] = []
 
     def stream() -> None:
         body = {

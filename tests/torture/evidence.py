@@ -53,24 +53,19 @@ def newest_trace(run: RunDir) -> int:
 
 def torn(run: RunDir) -> list[str]:
     """Files under their final name that are incomplete or damaged."""
-    checks: list[tuple[Path, Callable[[], object]]] = [
-        (a.path, lambda a=a: read_manifest(a.path)) for a in published_versions(run.default_adapters)
+    paths_by_reader: list[tuple[Callable[[Path], object], list[Path]]] = [
+        (read_manifest, [a.path for a in published_versions(run.default_adapters)]),
+        (read_rollouts, _final(run.rollouts, "*.parquet")),
+        (run.read_json, [*_final(run.trainer_steps, "*.json"), *_final(run.root, "c*.json")]),
+        (verify_checkpoint, _final(run.checkpoints, "step-*")),
+        (read_metrics, _final(run.root, "metrics.jsonl")),
+        (read_events, _final(run.root, "events.jsonl")),
+        (read_status, _final(run.root, "status.json")),
     ]
-    checks += [(p, lambda p=p: read_rollouts(p)) for p in _final(run.rollouts, "*.parquet")]
-    checks += [
-        (p, lambda p=p: run.read_json(p))
-        for p in [*_final(run.trainer_steps, "*.json"), *_final(run.root, "c*.json")]
-    ]
-    checks += [(p, lambda p=p: verify_checkpoint(p)) for p in _final(run.checkpoints, "step-*")]
-    checks += (
-        [(run.metrics_path, lambda: read_metrics(run.metrics_path))] if run.metrics_path.exists() else []
-    )
-    checks += [(run.events_path, lambda: read_events(run.events_path))] if run.events_path.exists() else []
-    checks += [(run.status_path, lambda: read_status(run.status_path))] if run.status_path.exists() else []
     found = []
-    for path, check in checks:
+    for read, path in ((read, path) for read, paths in paths_by_reader for path in paths):
         try:
-            check()
+            read(path)
         except (SkyliteError, OSError, ValueError) as error:
             found.append(f"{path.name}: {error}")
     return found

@@ -46,14 +46,14 @@ def load_trl() -> SimpleNamespace:
 def load_verl() -> SimpleNamespace:
     """verl's advantages and losses (`core`) and its importance weights (`corrections`)."""
     _require("verl", [str(PEERS)])
-    synthetics = {
+    fakes: dict[str, dict[str, Any]] = {
         "omegaconf": {"DictConfig": object, "ListConfig": object, "OmegaConf": object},
         "tensordict": {"TensorDict": type("TensorDict", (), {})},
         "verl.protocol": {"DataProto": object},
         "verl.workers.config": {"ActorConfig": VerlConfig},
         "verl.workers.config.actor": {"PolicyLossConfig": object},
     }
-    with _only_while_loading(["verl", "verl.trainer", "verl.trainer.ppo", "verl.workers"], synthetics):
+    with _only_while_loading(["verl", "verl.trainer", "verl.trainer.ppo", "verl.workers"], fakes):
         core = importlib.import_module("verl.trainer.ppo.core_algos")
         corrections = importlib.import_module("verl.trainer.ppo.rollout_corr_helper")
     return SimpleNamespace(core=core, corrections=corrections)
@@ -63,7 +63,7 @@ def load_skyrl() -> ModuleType:
     """SkyRL's advantages and losses."""
     _require("skyrl", [str(PEERS)])
     annotation = type("Annotation", (), {"__class_getitem__": classmethod(lambda cls, _: object)})
-    synthetics = {
+    fakes: dict[str, dict[str, Any]] = {
         "ray": {"remote": lambda actor: actor, "is_initialized": lambda: False},
         "omegaconf": {"DictConfig": object},
         "jaxtyping": {"Float": annotation, "Integer": annotation},
@@ -72,7 +72,7 @@ def load_skyrl() -> ModuleType:
         "skyrl.train.config": {"AlgorithmConfig": object},
     }
     bare = ["skyrl", "skyrl.backends", "skyrl.backends.skyrl_train", "skyrl.backends.skyrl_train.utils"]
-    with _only_while_loading(bare, synthetics):
+    with _only_while_loading(bare, fakes):
         return importlib.import_module("skyrl.backends.skyrl_train.utils.ppo_utils")
 
 
@@ -95,9 +95,7 @@ class OneProcess:
 
 
 def _require(name: str, path: list[str]) -> None:
-    found = [
-        d.version for d in importlib.metadata.distributions(name=name, **({"path": path} if path else {}))
-    ]
+    found = [d.version for d in importlib.metadata.distributions(name=name, path=path or sys.path)]
     if VERSIONS[name] not in found:
         where = path[0] if path else sys.prefix
         pytest.fail(
@@ -106,16 +104,16 @@ def _require(name: str, path: list[str]) -> None:
 
 
 @contextmanager
-def _only_while_loading(bare: list[str], synthetics: dict[str, dict[str, Any]]) -> Iterator[None]:
+def _only_while_loading(bare: list[str], fakes: dict[str, dict[str, Any]]) -> Iterator[None]:
     """Packages of PEERS whose __init__ is not run (`bare`), and modules with given names alone; afterwards sys.modules is as before."""
     before = dict(sys.modules)
-    packages = {name.partition(".")[0] for name in [*bare, *synthetics]}
+    packages = {name.partition(".")[0] for name in [*bare, *fakes]}
     for name in [n for n in sys.modules if n.partition(".")[0] in packages]:
         del sys.modules[name]
     for name in bare:
         sys.modules[name] = ModuleType(name)
         sys.modules[name].__path__ = [str(PEERS.joinpath(*name.split(".")))]
-    for name, names in synthetics.items():
+    for name, names in fakes.items():
         sys.modules[name] = ModuleType(name)
         vars(sys.modules[name]).update(names)
     try:

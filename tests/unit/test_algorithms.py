@@ -1,6 +1,7 @@
 """Every advantage, loss, KL estimator, aggregation, weight and choice of tokens against numbers worked out by hand; and the presets."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -112,7 +113,7 @@ def test_gae(gamma, lam, expected):
 
 
 def losses_of(
-    name: str, policy: list[float], old: list[float], advantages: list[float], **more: object
+    name: str, policy: list[float], old: list[float], advantages: list[float], **more: Any
 ) -> tuple[list[float], list[float]]:
     """Loss of each token and the slope of their sum by each policy logprob. One sequence, unless `sequences` says otherwise."""
     sequences, selected = more.pop("sequences", [0] * len(policy)), more.pop("selected", None)
@@ -126,8 +127,8 @@ def losses_of(
         selected=None if selected is None else torch.tensor(selected),
     )
     loss = POLICY_LOSSES[name](x, AlgorithmConfig(policy_loss=name, **more))
-    loss.sum().backward()
-    return loss.tolist(), leaf.grad.tolist()
+    (slopes,) = torch.autograd.grad(loss.sum(), leaf)
+    return loss.tolist(), slopes.tolist()
 
 
 @pytest.mark.parametrize(
@@ -188,7 +189,8 @@ def test_clip_cov_takes_the_chosen_tokens_out_and_clips_the_others():
     got = losses_of(
         "clip_cov", [-1.0, -1.0, LOG2 - 1], [-1.0] * 3, [5.0, 3.0, 1.0], selected=[True, False, False]
     )
-    assert got == (pytest.approx([0, -3, -1.2]), pytest.approx([0, -3, 0]))
+    assert got[0] == pytest.approx([0, -3, -1.2])
+    assert got[1] == pytest.approx([0, -3, 0])
 
 
 def test_kl_cov_pulls_the_chosen_tokens_back_and_clips_none():
@@ -239,8 +241,8 @@ def test_what_gspo_clips_is_a_completion():
 def test_value_loss_is_the_worse_of_clipped_and_not(value, target, loss, slope):
     values = torch.tensor([value], requires_grad=True)
     got = value_loss(values, torch.tensor([2.0]), torch.tensor([target]), clip_range=1.0)
-    got.sum().backward()
-    assert (got.item(), values.grad.item()) == (loss, slope)
+    (slopes,) = torch.autograd.grad(got.sum(), values)
+    assert (got.item(), slopes.item()) == (loss, slope)
 
 
 @pytest.mark.parametrize(
@@ -255,9 +257,9 @@ def test_kl_estimators(name, likelier, rarer, slopes):
     # the policy twice and half as likely as the reference, and equal
     policy = torch.tensor([LOG2 - 3, -LOG2 - 3, -3.0], dtype=torch.float64, requires_grad=True)
     kl = KL_ESTIMATORS[name](policy, torch.full((3,), -3.0, dtype=torch.float64))
-    kl.sum().backward()
+    (slope,) = torch.autograd.grad(kl.sum(), policy)
     assert kl.tolist() == pytest.approx([likelier, rarer, 0])
-    assert policy.grad[:2].tolist() == pytest.approx(slopes)
+    assert slope[:2].tolist() == pytest.approx(slopes)
     assert set(KL_ESTIMATORS) == {"k1", "k2", "k3"}
 
 

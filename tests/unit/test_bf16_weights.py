@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -23,6 +23,8 @@ from tests.cases import PROBE, gradients_after_step, policy_of
 from tests.reference import lone_rank, resolved, settings
 from tests.tiny_models import FAMILIES, make_tiny_model
 
+Module = TypeVar("Module", bound=nn.Module)
+
 
 @pytest.fixture(scope="module")
 def dist() -> Iterator[Dist]:
@@ -30,7 +32,7 @@ def dist() -> Iterator[Dist]:
         yield dist
 
 
-def rounded(module: nn.Module) -> nn.Module:
+def rounded(module: Module) -> Module:
     """Frozen, with values that bfloat16 has."""
     for param in module.parameters():
         param.data = param.data.bfloat16().float()
@@ -59,14 +61,17 @@ def test_output_and_gradient_are_the_very_numbers_of_float32_and_the_wide_matrix
     assert held(narrow) - 12 * 4 == (held(wide) - 12 * 4) / 2  # the bias stays
     kept: list[torch.dtype] = []
 
-    def learn(model: nn.Module) -> tuple[Tensor, Tensor]:
+    def learn(model: nn.Sequential) -> tuple[Tensor, Tensor]:
         shift = torch.linspace(-1, 1, 8, requires_grad=True)
-        out = model[1:](model[0](torch.tensor([3, 1, 8])) + shift)  # type: ignore[index]
+        out = model[1:](model[0](torch.tensor([3, 1, 8])) + shift)
         return out, torch.autograd.grad(out.square().sum(), shift)[0]
 
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: (kept.append(t.dtype) if t.shape[0] in (6, 12) else None, t)[1], lambda t: t
-    ):
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.shape[0] in (6, 12):
+            kept.append(tensor.dtype)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
         ours = learn(narrow)
     assert all(torch.equal(a, b) for a, b in zip(ours, learn(wide), strict=True))
     assert kept == [torch.bfloat16, torch.bfloat16]
@@ -78,8 +83,8 @@ def test_what_does_not_fit_or_learns_or_is_tied_to_a_class_of_its_own_stays() ->
 
     linears = {k: rounded(nn.Linear(4, 4)) for k in ("fits", "fine", "learns", "tied")}
     model = nn.ModuleDict({**linears, "scaled": Scaled(4, 4), "norm": rounded(nn.LayerNorm(4))})
-    model["fine"].weight[0, 0] = 1 + 2**-20  # type: ignore[index]
-    model["learns"].weight.requires_grad_(True)  # type: ignore[union-attr]
+    linears["fine"].weight[0, 0] = 1 + 2**-20
+    linears["learns"].weight.requires_grad_(True)
     model["scaled"].weight = model["tied"].weight
     assert store_in_bf16(model.modules()) is not None
     types = {name: module.weight.dtype for name, module in model.items()}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
 from skylite.model import lora_linear
@@ -12,13 +15,13 @@ from skylite.model.lora_linear import fuse_lora_layers, lora_linears
 from skylite.model.recompute import with_recompute_fn
 
 
-def model(*, fused: bool, bias: bool = True, dropout: float = 0.0) -> nn.Module:
+def model(*, fused: bool, bias: bool = True, dropout: float = 0.0) -> PeftModel:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(8, 12, bias=bias), nn.SiLU(), nn.Linear(12, 6, bias=bias))
     return adapted(plain, ["0", "2"], dropout, fused=fused)
 
 
-def adapted(plain: nn.Module, targets: list[str], dropout: float = 0.0, *, fused: bool) -> nn.Module:
+def adapted(plain: nn.Module, targets: list[str], dropout: float = 0.0, *, fused: bool) -> PeftModel:
     """The module with LoRA matrices that are not 0."""
     peft = get_peft_model(plain, LoraConfig(r=3, lora_alpha=5, lora_dropout=dropout, target_modules=targets))
     for name, param in peft.named_parameters():
@@ -124,7 +127,7 @@ class Branches(nn.Module):
         return self.q_proj(x)[..., :4] * self.k_proj(x) + self.v_proj(x)[..., 1:5] + self.k_proj(x * 2)
 
 
-def branches(*, fused: bool, bias: bool = True) -> nn.Module:
+def branches(*, fused: bool, bias: bool = True) -> PeftModel:
     torch.manual_seed(0)
     return adapted(Branches(bias), ["q_proj", "k_proj", "v_proj"], fused=fused)
 
@@ -134,11 +137,14 @@ def test_layers_of_one_input_are_one_operation_and_give_what_each_gives_alone(
     bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
-    plain, calls = learn(branches(fused=False, bias=bias), x), []
+    plain, calls = learn(branches(fused=False, bias=bias), x), list[int]()
     apply = lora_linear.lora_linears
-    monkeypatch.setattr(
-        lora_linear, "lora_linears", lambda *args: (calls.append(len(args[1])), apply(*args))[1]
-    )
+
+    def counting(x: Tensor, weights: Sequence[Tensor], *rest: Any) -> Any:
+        calls.append(len(weights))
+        return apply(x, weights, *rest)
+
+    monkeypatch.setattr(lora_linear, "lora_linears", counting)
     ours = learn(branches(fused=True, bias=bias), x)
     assert calls == [3, 3], "all three of x; k's of 2 x brings the others' along, which nobody asks for"
     assert len(ours) == 8
@@ -148,9 +154,14 @@ def test_layers_of_one_input_are_one_operation_and_give_what_each_gives_alone(
 
 def test_of_layers_of_one_input_their_own_matrices_are_kept_and_no_joined_copy() -> None:
     kept: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
     peft = branches(fused=True)
     x = torch.randn(5, 8, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
         peft.base_model.model.q_proj(x)
     own = {p.data_ptr() for p in peft.parameters()} | {x.data_ptr()}
     assert [tuple(t.shape) for t in kept if t.data_ptr() not in own] == [(5, 9)], (

@@ -313,10 +313,10 @@ def test_every_advantage_and_loss_has_a_peer():
     assert set(KL_ESTIMATORS) == {"k1", "k2", "k3"}
 
 
-def test_no_synthetic_stays_behind(verl, skyrl):
-    synthetics = {"verl", "skyrl", "ray", "jaxtyping", "omegaconf", "tensordict", "loguru"}
+def test_no_fake_module_stays_behind(verl, skyrl):
+    fakes = {"verl", "skyrl", "ray", "jaxtyping", "omegaconf", "tensordict", "loguru"}
     empty = {name for name, module in sys.modules.items() if getattr(module, "__file__", None) is None}
-    assert not [name for name in empty if name.partition(".")[0] in synthetics]
+    assert not [name for name in empty if name.partition(".")[0] in fakes]
     assert not [name for name in sys.modules if name.partition(".")[0] in ("verl", "skyrl")]
 
 

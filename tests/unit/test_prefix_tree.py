@@ -97,13 +97,17 @@ def test_attention_of_one_operation_has_the_gradients_of_autograds_and_keeps_les
     # As the model makes them: rows of a token together.
     inputs = [torch.randn(1, num_nodes, heads, 8).transpose(1, 2).requires_grad_() for heads in (6, 2, 2)]
     weights = torch.randn(1, num_nodes, 6, 8)
+    query, key, value = inputs
     grads, kept = [], []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        seen[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
     for softcap in (None, 1e6):  # so high a cap changes nothing but the path taken
-        seen = {}
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda t, s=seen: (s.update({t.data_ptr(): t.nbytes}), t)[1], lambda t: t
-        ):
-            out = tree_attention(*inputs, layout, ScoreSettings(0.3, window, softcap))
+        seen: dict[int, int] = {}
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            out = tree_attention(query, key, value, layout, ScoreSettings(0.3, window, softcap))
         kept.append(sum(seen.values()))
         grads.append(torch.autograd.grad((out * weights).sum(), inputs))
     for ours, autograds in zip(*grads, strict=True):

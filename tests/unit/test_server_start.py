@@ -126,6 +126,6 @@ def test_a_child_has_what_the_fork_server_imported_both_environments_and_dies_wi
 def test_the_starter_hears_of_a_death(victim: str, starter: subprocess.Popen[str]) -> None:
     pid = int(min(lines_of(starter, 2), key=len))
     child = psutil.Process(pid)
-    (child if victim == "child" else child.parent()).send_signal(signal.SIGKILL)  # type: ignore[union-attr]
+    (child if victim == "child" else child.parent()).send_signal(signal.SIGKILL)
     assert lines_of(starter, 1)[0].startswith("ended")
     assert gone([child])

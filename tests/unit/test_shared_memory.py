@@ -10,10 +10,10 @@ from skylite.config.train import TrainConfig
 from skylite.engine.server import engine_command
 from skylite.engine.startup import engine_spec
 from skylite.errors import ConfigError
-from skylite.hub import shared_memory
 from skylite.hub.shared_memory import model_in_shared_memory
 from skylite.model.policy import load_policy
 from skylite.orchestrator.plan import RunPlan
+from skylite.run.files import TEMPORARY_MARK
 from skylite.run.run_dir import RunDir
 from tests.reference import lone_rank, resolved, settings
 
@@ -47,7 +47,7 @@ def test_two_runs_share_one_copy_and_the_last_removes_it(model: Path, tmp_path: 
 
 def test_a_half_made_copy_of_a_run_that_was_killed_is_not_taken(model: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
-    leftover = tmp_path / f".copy{shared_memory.TEMPORARY_MARK}"
+    leftover = tmp_path / f".copy{TEMPORARY_MARK}"
     leftover.mkdir()
     (leftover / "model.safetensors").write_text("half")
     with model_in_shared_memory(model, copy):

@@ -227,7 +227,7 @@ def test_flex_attention_gives_the_logprobs_of_the_pieces_for_each_family(tmp_pat
             tokens = pack_tokens(prompts, completions, [s.group for s in sequences], "tree", dist.device)
             with torch.no_grad():  # FlexAttention has no backward pass on a CPU
                 found.append(score(policy, tokens, temperature=1.0)[0])
-        assert torch.allclose(*found, atol=1e-5), family
+        assert torch.allclose(found[0], found[1], atol=1e-5), family
 
 
 def test_a_model_with_attention_of_its_own_is_padded_and_said_so(tmp_path: Path, dist: Dist):

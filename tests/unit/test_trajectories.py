@@ -92,7 +92,8 @@ def test_every_correction_has_the_gradient_of_single_rows(
 
 def test_metrics_do_not_depend_on_packing_or_cut(tiny_llama: Path, dist: Dist) -> None:
     found = []
-    for packing, budget in (("tree", 4096), ("tree", 60), ("padded", 60)):
+    cuts: list[tuple[Packing, int]] = [("tree", 4096), ("tree", 60), ("padded", 60)]
+    for packing, budget in cuts:
         config = settings(trainer={"tokens_per_micro_batch": budget})
         policy = policy_of(tiny_llama, config, dist, packing)
         found.append(gradients_after_step(policy, config, dist, EPISODES)[1])
