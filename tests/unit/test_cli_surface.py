@@ -19,7 +19,9 @@ FLAGS = {
         "--from-adapter", "--run", "--resume", "--at", "--max-hours", "--max-restarts", "--dry-run", "--set",
         *LOGGING,
     },
-    "eval": {"--base", "--model", "--data", "--split", "--limit", "--n", "--step", "--seed", "--set", *LOGGING},
+    "eval": {
+        "--base", "--model", "--data", "--split", "--limit", "--n", "--step", "--seed", "--set", *LOGGING,
+    },
     "replay": {"--step", *LOGGING},
     "serve": {"--model", "--step", "--port", *LOGGING},
     "adapters": set(),
