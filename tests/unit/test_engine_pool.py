@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,9 +80,8 @@ def test_a_version_is_loaded_everywhere_then_proven_then_the_old_one_goes(tmp_pa
 
 def test_one_refusal_is_undone_on_the_other_engine_and_tried_once_more(tmp_path: Path) -> None:
     events: list[str] = []
-    engines = EnginePool(
-        [RecordingEngine("a", events), RecordingEngine("b", events, refuse=1)], tolerance=0.002
-    )  # type: ignore[list-item]
+    fakes: list[Any] = [RecordingEngine("a", events), RecordingEngine("b", events, refuse=1)]
+    engines = EnginePool(fakes, tolerance=0.002)
     asyncio.run(take(engines, publish(tmp_path, 0)))
     assert events == [
         "a load 0",
