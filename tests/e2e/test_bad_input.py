@@ -147,7 +147,7 @@ def test_a_warm_start_that_does_not_fit(project: Project, tmp_path: Path) -> Non
     assert "Give --rank 4 --alpha 8." in refused(
         project, *project.train_args("x", 1, "--from-adapter", str(adapter))
     )
-    assert "no adapter folder" in refused(
+    assert "not an adapter folder" in refused(
         project, *project.train_args("x", 1, "--from-adapter", str(tmp_path))
     )
     assert "cannot be combined" in refused(

@@ -50,10 +50,7 @@ async def evaluate(
 ) -> EvalResult:
     """Sample `n` completions per problem from `model` (temperature 0: greedy) and score them.
 
-    Args:
-        token_ids: prompt id -> prompt token ids.
-
-    Raises RunFailed with the prompt id for a score that is NaN or infinite.
+    `token_ids`: prompt id -> prompt token ids. Raises RunFailed with the prompt id for a NaN or infinite score.
     """
     slots = asyncio.Semaphore(MAX_REQUESTS_IN_FLIGHT)
 
