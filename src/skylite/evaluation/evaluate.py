@@ -50,7 +50,7 @@ async def evaluate(
 ) -> EvalResult:
     """Sample `n` completions per problem from `model` (temperature 0: greedy) and score them.
 
-    `token_ids`: prompt id -> prompt token ids. Raises RunFailed with the prompt id for a NaN or infinite score.
+    `token_ids`: prompt id -> prompt token ids. Raises RunFailed for a NaN or infinite score.
     """
     slots = asyncio.Semaphore(MAX_REQUESTS_IN_FLIGHT)
 
@@ -63,20 +63,10 @@ async def evaluate(
             stop_token_ids=stop_token_ids,
             seed=request_seed(seed, -1, index),
         )
+        engine, ids = clients[index % len(clients)], token_ids[prompt.id]
         async with slots:
-            group = await collect_group(
-                clients[index % len(clients)],
-                model,
-                version,
-                prompt,
-                token_ids[prompt.id],
-                n,
-                sampling,
-                scorer,
-            )
-        for t in group.trajectories:
-            if not is_number(t.reward):
-                raise non_finite_reward(t.reward, prompt.id, t.samples[-1].text)
+            group = await collect_group(engine, model, version, prompt, ids, n, sampling, scorer)
+        _require_finite_rewards(group)
         return group
 
     groups = await gather_or_cancel([asyncio.create_task(one(i, p)) for i, p in enumerate(prompts)])
@@ -89,6 +79,12 @@ async def evaluate(
         truncated_frac=sum(t.is_truncated for t in trajectories) / len(trajectories),
         groups=groups,
     )
+
+
+def _require_finite_rewards(group: Group) -> None:
+    for t in group.trajectories:
+        if not is_number(t.reward):
+            raise non_finite_reward(t.reward, group.prompt.id, t.samples[-1].text)
 
 
 def write_results(path: Path, result: EvalResult) -> None:
