@@ -134,7 +134,7 @@ class _HeadLogprobs(torch.autograd.Function):
         logprobs = torch.empty(len(rows), dtype=torch.float32, device=hidden.device)
         entropies = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         order = torch.argsort(rows)
-        by_blocks = softcap is None and hidden.dtype == torch.float32
+        by_blocks = _in_blocks(hidden, softcap)
         expected_weight = torch.zeros_like(hidden) if by_blocks and ctx.needs_input_grad[0] else None
         # The same path with and without a gradient: the ratio of logprobs of equal weights must be exactly 1.
         if by_blocks:
@@ -241,6 +241,11 @@ def _online_softmax(
         expected_weight.div_(total[:, None])
     log_total = torch.log(total)
     return target_scores - (maximum + log_total)[rows], log_total - weighted / total
+
+
+def _in_blocks(hidden: Tensor, softcap: float | None) -> bool:
+    """Whether the forward pass makes the gradient's product too."""
+    return softcap is None and hidden.dtype == torch.float32
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
