@@ -1,4 +1,7 @@
-"""What flows through a run: prompts, the engine's samples, trajectories, groups. No torch: parent and trainer both import it."""
+"""What flows through a run: prompts, the engine's samples, trajectories, groups.
+
+No torch here: parent and trainer both import it.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """The calls of one episode, in order of their turns, and what they earned together. One turn is one call."""
+    """The calls of one episode in order, one call a turn, and what they earned together."""
 
     samples: tuple[Sample, ...]
     """At least one. A later call's prompt may contain an earlier call's tokens."""
@@ -95,9 +98,9 @@ class Group:
 
     @property
     def is_zero_std(self) -> bool:
-        """Whether all trajectories earned the same, compared as float32 like in the trainer: then there is no gradient.
+        """Whether all trajectories earned the same as float32, like in the trainer: no gradient.
 
-        False where a reward is not a finite number: such a group must reach the anomaly rules and not be resampled.
+        False where a reward is not a finite number: the anomaly rules must see such a group.
         """
         rewards = [t.train_reward for t in self.trajectories]
         return all(map(is_number, rewards)) and len(set(array("f", rewards))) == 1

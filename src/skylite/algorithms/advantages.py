@@ -1,7 +1,7 @@
-"""How good a completion, or a token of it, is: one function an algorithm, chosen by `algorithm.advantage`.
+"""Advantages: one function for each value of `algorithm.advantage`.
 
-Those in GROUP_ADVANTAGES compare completions by rewards and lengths alone; `reinforce++` and `gae` work on tokens (`token_returns`,
-`gae`) and are whitened over the whole step.
+Functions in GROUP_ADVANTAGES compare the trajectories of a group by reward and length. `reinforce++` and
+`gae` work on tokens (`token_returns`, `gae`) and are whitened over the step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ WHITEN_EPS = 1e-8
 
 
 def grpo(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """(r - mean) / std of the group, sample standard deviation (DeepSeekMath, arXiv 2402.03300, section 4.1.2)."""
+    """(r - mean) / std of the group, with the sample standard deviation.
+
+    DeepSeekMath, arXiv 2402.03300, section 4.1.2.
+    """
     return _centred(rewards) / (rewards.std(dim=1, keepdim=True) + EPS)
 
 
@@ -27,24 +30,27 @@ def dr_grpo(rewards: Tensor, lengths: Tensor) -> Tensor:
 
 
 def rloo(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """r - mean of the group's others (RLOO, arXiv 2402.14740)."""
+    """r - mean of the other trajectories in the group (RLOO, arXiv 2402.14740)."""
     size = rewards.shape[1]
     return _centred(rewards) * (size / (size - 1))
 
 
 def maxrl(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """(r - mean) / mean of the group: the gradient of the log of the pass rate (MaxRL, arXiv 2602.02710). For rewards >= 0."""
+    """(r - mean) / mean of the group, the gradient of the log pass rate (MaxRL, arXiv 2602.02710).
+
+    Rewards must not be negative.
+    """
     return _centred(rewards) / (rewards.mean(dim=1, keepdim=True) + EPS)
 
 
 def opo(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """r - mean of the group weighted by length, the baseline of least variance (OPO, arXiv 2505.23585)."""
+    """r - length-weighted mean of the group, the baseline of least variance (OPO, arXiv 2505.23585)."""
     baseline = (lengths * rewards).sum(dim=1, keepdim=True) / lengths.sum(dim=1, keepdim=True)
     return torch.where(zero_std_groups(rewards)[:, None], torch.zeros_like(rewards), rewards - baseline)
 
 
 def reinforce_plus_plus_baseline(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """r - mean of the group, then whitened over the batch's tokens (REINFORCE++-baseline, arXiv 2501.03262)."""
+    """r - mean of the group, whitened over the batch's tokens (REINFORCE++-baseline, arXiv 2501.03262)."""
     centred = _centred(rewards)
     sums = torch.stack(
         [lengths.sum(), (lengths * centred).sum(), (lengths * centred.square()).sum()]
@@ -60,11 +66,16 @@ GROUP_ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "opo": opo,
     "reinforce++-baseline": reinforce_plus_plus_baseline,
 }
-"""(rewards [N, G], lengths [N, G] in tokens) -> advantages [N, G]. A group whose rewards are all equal is centred to exact zeros."""
+"""(rewards [N, G], lengths [N, G] in tokens) -> advantages [N, G].
+
+A group with equal rewards is centred to exact zeros.
+"""
 
 
 def token_returns(token_rewards: Tensor, gamma: float) -> Tensor:
-    """[C] of one completion -> [C]: sum over t' >= t of gamma^(t' - t) * r_t' (REINFORCE++, arXiv 2501.03262)."""
+    """[C] of one trajectory -> [C]: sum over t' >= t of gamma^(t' - t) * r_t' (REINFORCE++, arXiv
+    2501.03262).
+    """
     returns = token_rewards.clone()
     for t in range(len(returns) - 2, -1, -1):
         returns[t] += gamma * returns[t + 1]
@@ -72,17 +83,17 @@ def token_returns(token_rewards: Tensor, gamma: float) -> Tensor:
 
 
 def gae(token_rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
-    """Advantages [C] of one completion from rewards [C] and values [C] of the states before each token; after the last comes nothing.
+    """Advantages [C] of one trajectory from rewards [C] and values [C] of the states before each token.
 
-    A_t = delta_t + gamma * lam * A_(t+1), delta_t = r_t + gamma * V_(t+1) - V_t (arXiv 1506.02438, eq. 16). The critic's
-    target, the return, is A + values.
+    A_t = delta_t + gamma * lam * A_(t+1), delta_t = r_t + gamma * V_(t+1) - V_t (arXiv 1506.02438, eq. 16). V
+    is 0 after the last token. The critic's target, the return, is A + values.
     """
     following = torch.cat([values[1:], values.new_zeros(1)])
     return token_returns(token_rewards + gamma * following - values, gamma * lam)
 
 
 def moments(values: Tensor) -> Tensor:
-    """[3] float64: count, sum and sum of squares; add them over ranks and give them to `whiten`."""
+    """[3] float64: count, sum and sum of squares. Add them over ranks, then pass them to `whiten`."""
     values = values.double()
     return torch.stack(
         [
@@ -94,7 +105,7 @@ def moments(values: Tensor) -> Tensor:
 
 
 def whiten(values: Tensor, sums: Tensor) -> Tensor:
-    """(values - mean) / std, with the mean and the unbiased variance of the population that `sums` ([3], see `moments`) describes."""
+    """(values - mean) / std, with mean and unbiased variance from `sums` [3], see `moments`."""
     count, total, squares = (float(x) for x in sums)
     mean = total / count
     variance = max(0.0, squares / count - mean * mean) * count / max(1.0, count - 1)
@@ -102,11 +113,11 @@ def whiten(values: Tensor, sums: Tensor) -> Tensor:
 
 
 def zero_std_groups(rewards: Tensor) -> Tensor:
-    """rewards [N, G] -> bool [N]: the groups that say nothing, because every completion earned the same."""
+    """rewards [N, G] -> bool [N]: groups without a signal, because every trajectory earned the same."""
     return (rewards == rewards[:, :1]).all(dim=1)
 
 
 def _centred(rewards: Tensor) -> Tensor:
-    """r - mean of the group; exact zeros where all are equal: rounding in the mean must not turn into a gradient."""
+    """r - mean of the group. Exactly 0 where all are equal, so that rounding makes no gradient."""
     centred = rewards - rewards.mean(dim=1, keepdim=True)
     return torch.where(zero_std_groups(rewards)[:, None], torch.zeros_like(centred), centred)

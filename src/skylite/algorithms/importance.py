@@ -1,8 +1,8 @@
-"""vLLM sampled with its own probabilities, not the trainer's: weights that correct for it, and how far apart the two are.
+"""Importance weights: they correct for vLLM's probabilities, which differ slightly from the trainer's.
 
-Truncated importance sampling: Ionides (2008); Yao et al., "Your efficient RL framework secretly brings you off-policy RL training"
-(2025). Masking instead of capping: IcePop (2025). With top-p or top-k vLLM's logprobs are those of the cut distribution, and the
-same weights correct for the cut.
+Truncated importance sampling: Ionides (2008); Yao et al., "Your efficient RL framework secretly brings you
+off-policy RL training" (2025). Masking instead of capping: IcePop (2025). With top-p or top-k, vLLM's
+logprobs are those of the truncated distribution, and the same weights correct for the truncation.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def importance_weights(
     num_segments: int,
     config: ImportanceConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weights [C] without gradient of tokens [C] of `num_segments` completions, and metrics as sums over tokens.
+    """Weights [C] without gradient, and metrics as sums over tokens.
 
-    The log weight is old - rollout, of the token or summed over its completion.
+    The log weight is old - rollout logprob, of the token or summed over its segment (a trajectory).
     """
     log_ratio = (old_logprobs - rollout_logprobs).detach()
     if config.level == "sequence":
@@ -46,7 +46,7 @@ def importance_weights(
 
 
 def _bounded(ratio: Tensor, config: ImportanceConfig) -> tuple[Tensor, Tensor]:
-    """Weights and which of them differ from the ratio."""
+    """The weights, and bool [C]: where they differ from the ratio."""
     if config.mode == "none":
         return torch.ones_like(ratio), torch.zeros_like(ratio, dtype=torch.bool)
     if config.mode == "truncate":

@@ -1,4 +1,4 @@
-"""Estimates of KL(policy || ref) from the tokens that the policy sampled. J. Schulman, "Approximating KL divergence" (2020)."""
+"""Estimators of KL(policy || ref) from sampled tokens: J. Schulman, "Approximating KL divergence" (2020)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ def k2(policy_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k3(policy_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """ref / policy - log(ref / policy) - 1: unbiased and never negative (DeepSeekMath, arXiv 2402.03300, eq. 4)."""
+    """ref / policy - log(ref / policy) - 1: unbiased and never negative.
+
+    DeepSeekMath, arXiv 2402.03300, eq. 4.
+    """
     log_ratio = ref_logprobs - policy_logprobs
-    return (
-        torch.expm1(log_ratio) - log_ratio
-    )  # expm1: exp(x) - 1 loses every digit where the policies are close
+    return torch.expm1(log_ratio) - log_ratio  # exp(x) - 1 would lose all digits for close policies
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
-"""(policy_logprobs [C], ref_logprobs [C]) -> nats a token [C]."""
+"""(policy_logprobs [C], ref_logprobs [C]) -> nats per token [C]."""

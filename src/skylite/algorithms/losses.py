@@ -1,7 +1,8 @@
-"""Policy losses, token by token: one function an algorithm, chosen by `algorithm.policy_loss`; and how tokens become one number.
+"""Policy losses per token, one function for each value of `algorithm.policy_loss`, and their aggregation.
 
-ratio = exp(policy - old) is how much likelier the token is than when the step began. Every loss is linear in the advantage's scale and
-is minimised. The caller multiplies by importance weights and by `token_weight`, and adds: no mean is ever taken of a part.
+ratio = exp(policy - old logprob): how much more likely the token is than before the step. Every loss is
+minimised and scales linearly with the advantage. The caller multiplies by importance weight and token weight
+and sums: there is no mean over a part of the batch, so the result does not depend on how the batch is cut.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from skylite.config.algorithm import AlgorithmConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """The completion tokens of one micro-batch, flattened over its whole completions. All [C]."""
+    """The sampled tokens of one micro-batch, with all tokens of each of its trajectories. All [C]."""
 
     policy_logprobs: Tensor
     """The only one with a gradient."""
     old_logprobs: Tensor
-    """The trainer's policy before the first update of this step."""
+    """Under the trainer's policy before the first update of this step."""
     advantages: Tensor
     segments: Tensor
-    """int64: which completion the token belongs to, 0 .. num_segments - 1."""
+    """int64: the trajectory of the token, 0 .. num_segments - 1."""
     num_segments: int
     selected: Tensor | None = None
-    """bool: the tokens that clip_cov or kl_cov chose among the whole mini-batch (algorithms/token_selection.py)."""
+    """bool: tokens that clip_cov or kl_cov selected in the mini-batch (token_selection.py)."""
 
     @property
     def log_ratio(self) -> Tensor:
@@ -41,24 +42,36 @@ class LossInputs:
 
 
 def clip(x: LossInputs, config: AlgorithmConfig) -> Tensor:
-    """-min(ratio A, clip(ratio, 1 - low, 1 + high) A) (PPO, arXiv 1707.06347, eq. 7; two bounds: DAPO, arXiv 2503.14476, eq. 10)."""
+    """-min(ratio A, clip(ratio, 1 - low, 1 + high) A) (PPO, arXiv 1707.06347, eq. 7).
+
+    Two bounds: DAPO, arXiv 2503.14476, eq. 10.
+    """
     return -torch.minimum(x.ratio * x.advantages, _clamped(x.ratio, config) * x.advantages)
 
 
 def dual_clip(x: LossInputs, config: AlgorithmConfig) -> Tensor:
-    """`clip`, and where A < 0 at most -c A, so that one token that became likely cannot rule the step (arXiv 1912.09729)."""
+    """`clip`, and at most -c A where A < 0, so that one token with a large ratio cannot dominate.
+
+    arXiv 1912.09729.
+    """
     clipped = clip(x, config)
     return torch.where(x.advantages < 0, torch.minimum(clipped, -config.dual_clip * x.advantages), clipped)
 
 
 def gspo(x: LossInputs, config: AlgorithmConfig) -> Tensor:
-    """`clip` with one ratio a completion: exp of the mean log ratio of its tokens (GSPO, arXiv 2507.18071, eq. 5 and 7)."""
+    """`clip` with one ratio per trajectory: exp of its mean log ratio.
+
+    GSPO, arXiv 2507.18071, eq. 5 and 7.
+    """
     ratio = _sequence_ratio(x)
     return -torch.minimum(ratio * x.advantages, _clamped(ratio, config) * x.advantages)
 
 
 def cispo(x: LossInputs, config: AlgorithmConfig) -> Tensor:
-    """-sg(clip(ratio)) A log policy: REINFORCE with a clipped weight (CISPO, arXiv 2506.13585, eq. 4 and 5)."""
+    """-sg(clip(ratio)) A log policy: REINFORCE with a clipped weight.
+
+    CISPO, arXiv 2506.13585, eq. 4 and 5.
+    """
     return -_clamped(x.ratio, config).detach() * x.advantages * x.policy_logprobs
 
 
@@ -69,13 +82,13 @@ def sapo(x: LossInputs, config: AlgorithmConfig) -> Tensor:
 
 
 def clip_cov(x: LossInputs, config: AlgorithmConfig) -> Tensor:
-    """`clip` without the chosen tokens of high covariance (Clip-Cov, arXiv 2505.22617)."""
+    """`clip` without the selected tokens of high covariance (Clip-Cov, arXiv 2505.22617)."""
     assert x.selected is not None
     return clip(x, config) * ~x.selected
 
 
 def kl_cov(x: LossInputs, config: AlgorithmConfig) -> Tensor:
-    """-ratio A, and |policy - old| on top at the tokens of highest covariance (KL-Cov, arXiv 2505.22617)."""
+    """-ratio A, plus |policy - old| at the selected tokens of high covariance (KL-Cov, arXiv 2505.22617)."""
     assert x.selected is not None
     return -x.ratio * x.advantages + config.kl_cov_coef * x.log_ratio.abs() * x.selected
 
@@ -89,7 +102,7 @@ POLICY_LOSSES: dict[str, Callable[[LossInputs, AlgorithmConfig], Tensor]] = {
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
 }
-"""-> loss [C]."""
+"""(LossInputs, AlgorithmConfig) -> loss [C]."""
 
 
 def is_clipped(x: LossInputs, config: AlgorithmConfig) -> Tensor:
@@ -99,19 +112,19 @@ def is_clipped(x: LossInputs, config: AlgorithmConfig) -> Tensor:
 
 
 def ratio_of(x: LossInputs, config: AlgorithmConfig) -> Tensor:
-    """[C] the ratio that the chosen loss bounds: the token's, or its completion's."""
+    """[C] the ratio that the loss clips: the token's, or its trajectory's."""
     return SEQUENCE_RATIOS.get(config.policy_loss, _token_ratio)(x)
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float) -> Tensor:
-    """[C] max of (v - R)^2 / 2 and the same with v kept within `clip_range` of the old value (PPO's value clipping)."""
+    """[C] max of (v - R)^2 / 2 and the same with v within `clip_range` of the old value: PPO's clipping."""
     near = old_values + (values - old_values).clamp(-clip_range, clip_range)
     return 0.5 * torch.maximum((values - returns).square(), (near - returns).square())
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
-    """A mini-batch as the denominators see it: all ranks, all micro-batches, what was skipped for want of a gradient included."""
+    """The denominators of a mini-batch's loss: over all ranks, trajectories without a gradient included."""
 
     num_tokens: int
     num_trajectories: int
@@ -124,17 +137,20 @@ def token_mean(length: int, batch: BatchSize) -> float:
 
 
 def seq_mean_token_sum(length: int, batch: BatchSize) -> float:
-    """Mean over completions of the sum over tokens: the completion is the action."""
+    """Mean over trajectories of the sum over tokens: the trajectory is the action."""
     return 1 / max(1, batch.num_trajectories)
 
 
 def seq_mean_token_mean(length: int, batch: BatchSize) -> float:
-    """Mean over completions of the mean over tokens (DeepSeekMath, arXiv 2402.03300, eq. 3)."""
+    """Mean over trajectories of the mean over tokens (DeepSeekMath, arXiv 2402.03300, eq. 3)."""
     return 1 / (max(1, batch.num_trajectories) * length)
 
 
 def fixed_length(length: int, batch: BatchSize) -> float:
-    """Sum over tokens by completions times the longest allowed, whatever they came out as (Dr. GRPO, arXiv 2503.20783)."""
+    """Sum over tokens / (trajectories * max_completion_tokens), whatever the lengths.
+
+    Dr. GRPO, arXiv 2503.20783.
+    """
     return 1 / (max(1, batch.num_trajectories) * batch.max_completion_tokens)
 
 
@@ -144,7 +160,7 @@ AGGREGATIONS: dict[str, Callable[[int, BatchSize], float]] = {
     "seq-mean-token-mean": seq_mean_token_mean,
     "fixed-length": fixed_length,
 }
-"""(tokens of a completion, mini-batch) -> the weight of each of its tokens; losses are summed with these weights."""
+"""(tokens of a trajectory, mini-batch size) -> the weight of each of its tokens in the loss's sum."""
 
 
 def _sequence_ratio(x: LossInputs) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sums over the segments of a flat row of tokens. A segment is a trajectory: the tokens that its calls sampled.
+"""Sums over the segments of a flat row of tokens. A segment is a trajectory: all tokens its calls sampled.
 
 `segments` [C] int64 holds the segment of each token, 0 .. num_segments - 1.
 """

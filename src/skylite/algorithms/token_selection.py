@@ -1,4 +1,6 @@
-"""Tokens chosen among a whole mini-batch: by covariance (Clip-Cov, KL-Cov, arXiv 2505.22617) or by entropy (arXiv 2506.01939)."""
+"""Token selection over a mini-batch: by covariance (Clip-Cov, KL-Cov, arXiv 2505.22617) or entropy
+(2506.01939).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ def covariances(advantages: Tensor, logprobs: Tensor) -> Tensor:
 def clip_cov_selection(
     cov: Tensor, clipped: Tensor, frac: float, low: float, high: float, generator: torch.Generator
 ) -> Tensor:
-    """bool [C]: `frac` of all tokens (at least one), drawn among those with low < covariance < high that are not clipped anyway."""
+    """bool [C]: a random `frac` of all tokens (at least one), from unclipped ones with low < covariance <
+    high.
+    """
     candidates = torch.nonzero((cov > low) & (cov < high) & ~clipped).flatten()
     count = min(len(candidates), max(1, int(frac * len(cov))))
     drawn = candidates[torch.randperm(len(candidates), generator=generator)[:count].to(candidates.device)]
@@ -22,11 +26,14 @@ def clip_cov_selection(
 
 
 def kl_cov_selection(cov: Tensor, frac: float) -> Tensor:
-    """bool [C]: the `frac` of all tokens (at least one) with the highest covariance; the first of equals."""
+    """bool [C]: the `frac` of all tokens (at least one) with the highest covariance.
+
+    Ties go to earlier tokens.
+    """
     order = torch.argsort(cov, descending=True, stable=True)[: max(1, int(frac * len(cov)))]
     return torch.zeros_like(cov, dtype=torch.bool).index_fill(0, order, value=True)
 
 
 def entropy_threshold(entropies: Tensor, quantile: float) -> float:
-    """The entropy that the `quantile` share of tokens with the highest reach; linear between neighbours."""
+    """The entropy reached by the `quantile` share of tokens with the highest, interpolated linearly."""
     return float(torch.quantile(entropies.double(), 1 - quantile))

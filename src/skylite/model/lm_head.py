@@ -1,6 +1,7 @@
-"""The model's last step, done our way: hidden states to logprobs of the sampled tokens, a few rows at a time.
+"""The LM head: from hidden states to logprobs of the sampled tokens, a few rows at a time.
 
-The vocabulary is by far the widest thing in a small model; here its logits exist for a few rows only, forward and backward.
+The logits over the vocabulary are the largest tensor of a small model. Here they exist for a few rows only,
+forward and backward.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from skylite.model.packing import PackedTokens
 
 
 class LogprobHead(nn.Module):
-    """Takes the place of a linear vocabulary head for one pass; `found` then holds (logprobs [C], entropies [C])."""
+    """Replaces a linear LM head for one pass. `found` then holds (logprobs [C], entropies [C])."""
 
     def __init__(
         self, own: nn.Linear, softcap: float | None, tokens: PackedTokens, temperature: float
     ) -> None:
         super().__init__()
-        # In a list: a module that owned it would enter the model's tree twice.
+        # In a list, so that the head is not registered as a submodule a second time.
         self._own = [own]
         self._softcap = softcap
         self._tokens = tokens
@@ -31,7 +32,10 @@ class LogprobHead(nn.Module):
         self.found: tuple[Tensor, Tensor] | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden [B, K, H] -> logprobs [1, C, 1]. The weights must be used in here, where FSDP has them gathered."""
+        """hidden [B, K, H] -> logprobs [1, C, 1].
+
+        The weights must be used here, where FSDP has gathered them.
+        """
         own, tokens = self._own[0], self._tokens
         hidden = hidden.flatten(0, 1).to(compute_dtype(hidden))
         self.found = head_logprobs(
@@ -41,7 +45,7 @@ class LogprobHead(nn.Module):
 
 
 def linear_head(base: PreTrainedModel) -> nn.Linear | None:
-    """The model's vocabulary head where it is a plain linear layer (no adapter on it), else None."""
+    """The LM head where it is a plain linear layer without an adapter, else None."""
     head = base.get_output_embeddings()
     return head if type(head) is nn.Linear else None
 
@@ -61,13 +65,13 @@ def score_in_chunks(
 
 
 def keep_in_graph(values: Tensor, outputs: Tensor) -> Tensor:
-    """`values`, with the model's own output kept in their graph, numerically unused: FSDP hangs its backward on that output."""
+    """`values` unchanged, with `outputs` in their graph: FSDP starts its backward at the model's output."""
     return values + 0.0 * outputs.float().sum()
 
 
 @contextmanager
 def replaced_head(base: PreTrainedModel, head: nn.Module) -> Iterator[None]:
-    """Let the model end in `head` instead of its vocabulary."""
+    """Let the model end in `head` instead of its LM head."""
     own = base.get_output_embeddings()
     base.set_output_embeddings(head)
     try:

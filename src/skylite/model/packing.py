@@ -27,7 +27,7 @@ class PackedTokens:
     targets: Tensor
     """[C] the token's id."""
     segments: Tensor
-    """[C] int64, the segment of the token. A segment is one or several sequences (the calls of a trajectory)."""
+    """[C] int64: the segment of the token. A segment is one or more sequences (the calls of a trajectory)."""
     num_segments: int
     num_nodes: int
     """Tokens the model computes, padding included."""
@@ -47,7 +47,8 @@ def pack_tokens(
         groups: the group of each sequence. In a tree, sequences of one group share every common prefix.
         segments: the segment of each sequence, counted up from 0; None: each sequence is a segment.
 
-    No sequence at all gives a call of one token that selects nothing, for a rank with nothing left to compute.
+    No sequence at all gives a call of one token that selects nothing, for a rank with nothing left to
+    compute.
     """
     segments = range(len(prompts)) if segments is None else segments
     if packing == "tree":
@@ -62,7 +63,10 @@ def pack_tree(
     segments: Sequence[int],
     device: torch.device,
 ) -> PackedTokens:
-    """One row that holds the prefix tree. The model needs an attention backend for trees (attention_backends.py)."""
+    """One row that holds the prefix tree.
+
+    The model needs an attention backend for trees (attention_backends.py).
+    """
     sequences = [(p + c)[:-1] for p, c in zip(prompts, completions, strict=True)]
     tree = build_tree(sequences or [[0]], groups or [0])
     predictors = [

@@ -1,4 +1,4 @@
-"""`rollouts/step-000012.parquet`: what the orchestrator gives the trainer. One row is one call of the engine."""
+"""`rollouts/step-000012.parquet`: from the orchestrator to the trainer. One row is one call of the engine."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def write_rollouts(path: Path, groups: Sequence[Group]) -> None:
 def read_rollouts(path: Path, *, text: bool = True) -> list[Group]:
     """The groups of a step as they were written; of a prompt only id, question and answer.
 
-    `text`: False leaves out the columns that only people read. Raises DataError when the file is not a rollout file.
+    `text`: False leaves out the columns that only people read. Raises DataError when the file is not a
+    rollout file.
     """
     columns = [name for name in ROLLOUT_SCHEMA.names if text or name not in TEXT_COLUMNS]
     rows = sorted(_read(path, columns), key=lambda row: (row["group"], row["trajectory"], row["turn"]))
@@ -65,7 +66,10 @@ def read_rollouts(path: Path, *, text: bool = True) -> list[Group]:
 
 
 def mean_reward(path: Path) -> float:
-    """The mean reward of a step's trajectories, without penalties; not finite where one is not. Raises DataError."""
+    """The mean reward of a step's trajectories, without penalties; not finite where one is not.
+
+    Raises DataError.
+    """
     rows = _read(path, ["group", "trajectory", "reward"])
     rewards: list[float] = list({(row["group"], row["trajectory"]): row["reward"] for row in rows}.values())
     if not rewards:
@@ -127,8 +131,8 @@ def _sample(path: Path, place: str, row: dict[str, Any]) -> Sample:
     if not row["prompt_token_ids"] or not num_tokens or len(row["rollout_logprobs"]) != num_tokens:
         raise _unusable(
             path,
-            f"{place} has a call with {len(row['prompt_token_ids'])} prompt tokens, {num_tokens} completion tokens and "
-            f"{len(row['rollout_logprobs'])} logprobs",
+            f"{place} has a call with {len(row['prompt_token_ids'])} prompt tokens, {num_tokens} completion tokens "
+            f"and {len(row['rollout_logprobs'])} logprobs",
         )
     return Sample(
         prompt_token_ids=row["prompt_token_ids"],
