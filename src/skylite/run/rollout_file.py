@@ -131,8 +131,8 @@ def _sample(path: Path, place: str, row: dict[str, Any]) -> Sample:
     if not row["prompt_token_ids"] or not num_tokens or len(row["rollout_logprobs"]) != num_tokens:
         raise _unusable(
             path,
-            f"{place} has a call with {len(row['prompt_token_ids'])} prompt tokens, {num_tokens} completion tokens "
-            f"and {len(row['rollout_logprobs'])} logprobs",
+            f"{place} has a call with {len(row['prompt_token_ids'])} prompt tokens, "
+            f"{num_tokens} completion tokens and {len(row['rollout_logprobs'])} logprobs",
         )
     return Sample(
         prompt_token_ids=row["prompt_token_ids"],
