@@ -1,4 +1,4 @@
-"""Random tensors for the comparisons of test_peers.py, and our loss on them. [B, T]: padded, as other people's code takes them."""
+"""Random tensors for test_peers_*.py, and our loss on them. Padded [B, T], as the peers take them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""GRPO from rewards to a loss, logprobs, packing and schedules, against numbers worked out by hand. The other algorithms:
-test_algorithms.py."""
+"""GRPO from rewards to a loss, logprobs, packing and schedules, against numbers worked out by hand."""
 
 import math
 

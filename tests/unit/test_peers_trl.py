@@ -1,4 +1,4 @@
-"""The same tensors into our code and into TRL's GRPO trainer: the same weights, losses and gradients come out. See also test_peers.py."""
+"""The same tensors into skylite and into TRL's GRPOTrainer: same weights, losses and gradients."""
 
 from __future__ import annotations
 

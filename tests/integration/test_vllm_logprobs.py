@@ -1,0 +1,96 @@
+"""Which logprobs a vLLM CPU server returns: those of the distribution that it sampled from."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from skylite.engine.client import Sampling, VllmClient
+from skylite.engine.engine import Engine
+from skylite.types import Sample
+from tests.engines import (
+    EngineServer,
+)
+from tests.integration.adapter_versions import DIFFERENT, FLOAT_NOISE, PROMPT
+
+pytestmark = pytest.mark.vllm
+
+
+def sampled(server: EngineServer, sampling: Sampling) -> list[Sample]:
+    """Eight completions of the base, through the client that runs use."""
+
+    async def ask() -> list[Sample]:
+        client = Engine(VllmClient("vllm-test", server.uds))
+        try:
+            return await client.generate(server.base, PROMPT, 8, sampling, version=0)
+        finally:
+            await client.aclose()
+
+    return asyncio.run(ask())
+
+
+def logits_of(model_path: Path, completion: Sample) -> torch.Tensor:
+    """[C, vocabulary] that the completion's tokens were drawn from, as transformers computes them."""
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([PROMPT + completion.completion_token_ids])).logits[
+            0, len(PROMPT) - 1 : -1
+        ]
+    return logits
+
+
+def cut(logits: torch.Tensor, top_p: float, top_k: int) -> torch.Tensor:
+    """Logits with -inf for every token that top-k, then top-p would not sample."""
+    kept = torch.full_like(logits, -torch.inf)
+    for row, out in zip(logits, kept, strict=True):
+        values, tokens = row.topk(top_k)
+        held = torch.softmax(values, dim=0).cumsum(dim=0)
+        count = int((held < top_p).sum()) + 1
+        out[tokens[:count]] = values[:count]
+    return kept
+
+
+@pytest.mark.parametrize(("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.7, 1.0, 0), (0.7, 0.8, 5)])
+def test_logprobs_are_those_of_the_distribution_tokens_were_drawn_from(
+    server: EngineServer, temperature: float, top_p: float, top_k: int
+) -> None:
+    """After temperature, top-k and top-p, renormalised: what an importance weight must be computed with."""
+    sampling = Sampling(
+        temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=32, stop_token_ids=(), seed=5
+    )
+    raw_gap = 0.0
+    for completion in sampled(server, sampling):
+        logits, tokens = (
+            logits_of(server.model_path, completion),
+            torch.tensor(completion.completion_token_ids)[:, None],
+        )
+        drawn_from = logits / temperature if top_k == 0 else cut(logits / temperature, top_p, top_k)
+        logprobs = torch.tensor(completion.rollout_logprobs)
+        torch.testing.assert_close(
+            logprobs, torch.log_softmax(drawn_from, dim=1).gather(1, tokens)[:, 0], atol=FLOAT_NOISE, rtol=0
+        )
+        raw_gap = max(
+            raw_gap, float((logprobs - torch.log_softmax(logits, dim=1).gather(1, tokens)[:, 0]).abs().max())
+        )
+    assert (raw_gap > DIFFERENT) == (temperature != 1), "the raw logprobs would have passed too"
+
+
+def test_the_canarys_logprobs_know_no_temperature(server: EngineServer) -> None:
+    """prompt_logprobs, on the same server, stay those of the model at temperature 1."""
+
+    async def ask() -> list[float]:
+        client = VllmClient("vllm-test", server.uds)
+        try:
+            return await client.prompt_logprobs(server.base, PROMPT)
+        finally:
+            await client.aclose()
+
+    model = AutoModelForCausalLM.from_pretrained(server.model_path, dtype=torch.float32)
+    with torch.no_grad():
+        table = torch.log_softmax(model(torch.tensor([PROMPT])).logits[0, :-1], dim=1)
+    expected = table.gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(asyncio.run(ask())), expected, atol=FLOAT_NOISE, rtol=0)

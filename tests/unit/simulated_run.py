@@ -1,0 +1,217 @@
+"""A run with real files, a fake engine and a fake trainer. The order of its events is recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+from rich.console import Console
+
+from skylite.config.train import Resolved, TrainConfig
+from skylite.data.tokenizer import ChatTokenizer
+from skylite.engine.client import Sampling
+from skylite.engine.collect import Scorer
+from skylite.engine.pool import EnginePool
+from skylite.orchestrator.loop import run_steps
+from skylite.orchestrator.plan import RunPlan
+from skylite.orchestrator.progress import Progress
+from skylite.orchestrator.session import Session
+from skylite.orchestrator.shutdown import TimeLimit
+from skylite.run.events import read_events
+from skylite.run.files import write_json
+from skylite.run.run_dir import AdapterVersion, RunDir
+from skylite.types import Prompt, Sample, Score
+from skylite.ui.dashboard import Screen
+from tests.logs import logged_messages
+from tests.unit.data_cases import prompt
+from tests.unit.test_engine_pool import BASE, POLICY, publish
+
+PROMPTS = [prompt(id=str(i), messages=[{"role": "user", "content": str(i)}]) for i in range(14)]
+MAX_LORAS = 2
+
+
+class FakeEngine:
+    """Holds at most two adapters. Like vLLM it fails if an adapter is unloaded while a request uses it."""
+
+    name = "fake"
+
+    def __init__(self, sample_s: float, wrong_version: int | None = None) -> None:
+        self.sample_s, self.wrong = sample_s, wrong_version
+        self.names: list[str] = []
+        self.in_flight: Counter[str] = Counter()
+        self.requests: list[tuple[str, int, int]] = []
+
+    def is_wrong(self, name: str) -> bool:
+        return self.wrong is not None and name.endswith(str(self.wrong))
+
+    async def load_adapter(self, adapter: AdapterVersion) -> None:
+        assert adapter.manifest_path.exists()
+        self.names.append(adapter.name)
+        assert len(self.names) <= MAX_LORAS
+
+    async def unload_adapter(self, name: str) -> None:
+        if not self.is_wrong(name):  # requests of a wrong version are discarded
+            assert not self.in_flight[name]
+        self.names.remove(name)
+
+    async def prompt_logprobs(self, model: str, token_ids: Sequence[int]) -> list[float]:
+        assert model in self.names
+        await asyncio.sleep(0.01)
+        return BASE if self.is_wrong(model) else POLICY
+
+    async def generate(
+        self, model: str, ids: list[int], n: int, sampling: Sampling, version: int
+    ) -> list[Sample]:
+        assert model in self.names
+        assert model.endswith(str(version))
+        self.requests.append((model, ids[0], sampling.seed))
+        self.in_flight[model] += 1
+        await asyncio.sleep(self.sample_s)
+        self.in_flight[model] -= 1
+        return [
+            Sample(
+                prompt_token_ids=list(ids),
+                completion_token_ids=[7],
+                rollout_logprobs=[-0.5],
+                adapter_version=version,
+            )
+        ] * n
+
+
+class Half:
+    """Gives the first completion of a group 1, the others 0."""
+
+    async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[Score]:
+        return [Score(float(i == 0)) for i in range(len(items))]
+
+
+class Broken:
+    """Gives NaN for one prompt."""
+
+    def __init__(self, prompt_id: str) -> None:
+        self.bad = prompt_id
+
+    async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[Score]:
+        return [Score(math.nan if p.id == self.bad else float(i == 0)) for i, (p, _) in enumerate(items)]
+
+
+class NumberTokenizer:
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> list[int]:
+        return [int(messages[-1]["content"])]
+
+
+def publish_update(run: RunDir, version: int, started: float, skipped: dict[str, str] | None = None) -> None:
+    """Write the files that the trainer leaves after a step."""
+    if not (run.default_adapters / f"policy-v{version:06d}").exists():
+        publish(run.default_adapters, version)
+    keys = ("time/canary_s", "time/publish_s", "time/train_s", "policy/entropy", "mismatch/logprob_diff_mean")
+    write_json(
+        run.trainer_step_path(version),
+        {"metrics": dict.fromkeys(keys, 0.01), "trained": (started, time.monotonic()), **(skipped or {})},
+    )
+
+
+async def fake_trainer(
+    run: RunDir, first_step: int, num_steps: int, train_s: float, skipped_step: int | None
+) -> None:
+    """Publish a version for each rollout file that appears."""
+    publish_update(run, first_step - 1, time.monotonic())
+    for step in range(first_step, num_steps + 1):
+        while not run.rollout_path(step).exists():
+            await asyncio.sleep(0.002)
+        started = time.monotonic()
+        await asyncio.sleep(train_s)
+        publish_update(
+            run, step, started, {"skipped": "loss/policy is nan"} if step == skipped_step else None
+        )
+
+
+def run_of(
+    root: Path,
+    staleness: int,
+    num_steps: int,
+    *,
+    first_step: int = 1,
+    sample_s: float = 0.06,
+    train_s: float = 0.06,
+    wrong_version: int | None = None,
+    limit: TimeLimit | None = None,
+    eval_every: int = 0,
+    skipped_step: int | None = None,
+    scorer: Scorer | None = None,
+    resumed: bool = False,
+) -> tuple[RunDir, FakeEngine, str]:
+    """Take a simulated run to its end: its folder, its engine, its log."""
+    plan = plan_of(root, staleness, num_steps, eval_every, first_step, resumed or first_step > 1)
+    engine = FakeEngine(sample_s, wrong_version)
+    session = Session(
+        plan=plan,
+        engines=EnginePool([engine], 0.002),  # type: ignore[list-item]
+        scorer=scorer or Half(),
+        tokenizer=ChatTokenizer(NumberTokenizer(), (5,), ""),
+        progress=Progress(plan.run, num_steps, Screen(num_steps, Console(file=io.StringIO())), dict),
+        limit=limit,
+    )
+
+    async def both() -> None:
+        trainer = asyncio.create_task(fake_trainer(plan.run, first_step, num_steps, train_s, skipped_step))
+        ends = [asyncio.create_task(run_steps(session))]
+        ends += [asyncio.create_task(limit.stop.wait())] if limit else []
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            done.pop().result()
+        finally:
+            for task in (trainer, *ends):
+                task.cancel()
+
+    with logged_messages() as said:
+        asyncio.run(both())
+    return plan.run, engine, "\n".join(said)
+
+
+def plan_of(
+    root: Path, staleness: int, num_steps: int, eval_every: int, first_step: int, resumed: bool
+) -> RunPlan:
+    """A plan with 14 prompts, 2 prompts x 2 completions a step, and the folders of its run."""
+    run = RunDir(root)
+    for folder in (run.rollouts, run.trainer_steps, run.checkpoints, run.default_adapters):
+        folder.mkdir(parents=True, exist_ok=True)
+    rollout = {"prompts_per_step": 2, "group_size": 2, "max_staleness": staleness}
+    config = {"num_steps": num_steps, "rollout": rollout, "eval": {"every": eval_every, "limit": 2}}
+    return RunPlan(
+        run=run,
+        config=TrainConfig.model_validate(config),
+        resolved=Resolved(
+            model_path="m",
+            model_fingerprint="f",
+            dtype="float32",
+            device="cpu",
+            lora_sync_path=str(run.default_adapters.resolve()),
+        ),
+        train=PROMPTS,
+        held_out=PROMPTS[:2] if eval_every else [],
+        reward="math",
+        first_step=first_step,
+        resumed=resumed,
+    )
+
+
+def times(run: RunDir, event: str, key: str) -> dict[int, float]:
+    """Step or version -> when the event was."""
+    return {e[key]: e["monotonic"] for e in read_events(run.events_path) if e["event"] == event}
+
+
+def sampled_from(run: RunDir) -> dict[int, int]:
+    """Step -> version, of the completions in the rollout files."""
+    found = {}
+    for path in sorted(run.rollouts.iterdir()):
+        (version,) = set(pq.read_table(path)["adapter_version"].to_pylist())
+        found[int(path.stem.removeprefix("step-"))] = version
+    return found

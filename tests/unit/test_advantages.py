@@ -1,0 +1,98 @@
+"""Advantages, returns and the overlong penalty against numbers worked out by hand."""
+
+import pytest
+import torch
+
+from skylite.algorithms.advantages import GROUP_ADVANTAGES, gae, moments, token_returns, whiten
+from skylite.orchestrator.sampling import overlong_penalty
+
+# Rewards of completions with 1, 1, 2 and 4 tokens: mean 2, sample variance (36 + 4 + 4 + 4) / 3 = 16.
+REWARDS, LENGTHS = [8.0, 0.0, 0.0, 0.0], [1.0, 1.0, 2.0, 4.0]
+
+
+def advantages_of(name: str, rewards: list[list[float]], lengths: list[list[float]]) -> list[list[float]]:
+    return GROUP_ADVANTAGES[name](
+        torch.tensor(rewards, dtype=torch.float64), torch.tensor(lengths, dtype=torch.float64)
+    ).tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("grpo", [1.5, -0.5, -0.5, -0.5]),  # 6 / 4 and -2 / 4
+        ("dr_grpo", [6, -2, -2, -2]),
+        ("rloo", [8, -8 / 3, -8 / 3, -8 / 3]),  # the others' mean: 0, and 8 / 3
+        ("maxrl", [3, -1, -1, -1]),  # 6 / 2 and -2 / 2
+        ("opo", [7, -1, -1, -1]),  # baseline 8 * 1 / (1 + 1 + 2 + 4) = 1
+        # The eight tokens have 6, -2 seven times: mean -1, variance (7^2 + 7 * 1^2) / 7 = 8.
+        ("reinforce++-baseline", [7 / 8**0.5, -1 / 8**0.5, -1 / 8**0.5, -1 / 8**0.5]),
+    ],
+)
+def test_advantages_of_a_group(name, expected):
+    assert advantages_of(name, [REWARDS], [LENGTHS])[0] == pytest.approx(expected, rel=1e-6)
+
+
+def test_every_group_advantage_is_worked_out_above():
+    assert set(GROUP_ADVANTAGES) == {"grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce++-baseline"}
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "maxrl", "opo"])
+def test_a_group_does_not_see_the_others_and_equal_rewards_give_zeros(name):
+    alone = advantages_of(name, [REWARDS], [LENGTHS])[0]
+    # 0.1 seven times has a mean that is not 0.1 in floating point
+    both = advantages_of(
+        name, [REWARDS * 2, [0.1] * 8, [0.0] * 8], [LENGTHS * 2, [1.0, 2, 3, 4, 5, 6, 7, 8], [1.0] * 8]
+    )
+    assert both[1] == both[2] == [0.0] * 8
+    assert advantages_of(name, [REWARDS, [1.0, 0, 1, 0]], [LENGTHS, LENGTHS])[0] == alone
+
+
+def test_reinforce_plus_plus_baseline_whitens_over_all_groups():
+    # One token each: centred 1, -1 and 3, -3; mean 0, variance (1 + 1 + 9 + 9) / 3 = 20 / 3.
+    std = (20 / 3) ** 0.5
+    got = advantages_of("reinforce++-baseline", [[2.0, 0.0], [6.0, 0.0]], [[1.0, 1.0], [1.0, 1.0]])
+    assert [x for row in got for x in row] == pytest.approx([1 / std, -1 / std, 3 / std, -3 / std])
+
+
+def test_token_returns():
+    # the reward at the end, halved a token; then rewards everywhere: 1 + 2 + 3, 2 + 3, 3
+    assert token_returns(torch.tensor([0.0, 0.0, 4.0]), gamma=0.5).tolist() == [1, 2, 4]
+    assert token_returns(torch.tensor([1.0, 2.0, 3.0]), gamma=1.0).tolist() == [6, 5, 3]
+
+
+def test_returns_are_whitened_by_moments_that_are_added_over_ranks():
+    # 1, 3 here and 5, 7 there: mean 4, variance (9 + 1 + 1 + 9) / 3 = 20 / 3
+    here, there = torch.tensor([1.0, 3.0]), torch.tensor([5.0, 7.0])
+    sums = moments(here) + moments(there)
+    assert sums.tolist() == [4, 16, 84]
+    assert whiten(here, sums).tolist() == pytest.approx([-3 / (20 / 3) ** 0.5, -1 / (20 / 3) ** 0.5])
+    assert whiten(there, sums).tolist() == pytest.approx([1 / (20 / 3) ** 0.5, 3 / (20 / 3) ** 0.5])
+
+
+def test_whitening_a_constant_gives_zeros():
+    assert whiten(torch.tensor([2.0, 2.0]), moments(torch.tensor([2.0, 2.0]))).tolist() == [0, 0]
+    assert whiten(torch.tensor([2.0]), moments(torch.tensor([2.0]))).tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("gamma", "lam", "expected"),
+    [
+        # delta: 0 + 4 / 2 - 2 = 0, 0 + 6 / 2 - 4 = -1, 8 - 6 = 2; A: 2, -1 + 2 / 4 = -0.5, 0 - 0.5 / 4
+        (0.5, 0.5, [-0.125, -0.5, 2.0]),
+        (0.5, 0.0, [0.0, -1.0, 2.0]),  # the deltas alone
+        (1.0, 1.0, [6.0, 4.0, 2.0]),  # the whole return 8 minus the value
+    ],
+)
+def test_gae(gamma, lam, expected):
+    assert gae(
+        torch.tensor([0.0, 0.0, 8.0]), torch.tensor([2.0, 4.0, 6.0]), gamma, lam
+    ).tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("length", "penalty"), [(1, 0), (80, 0), (81, -0.05), (90, -0.5), (100, -1), (130, -1)]
+)
+def test_overlong_penalty(length, penalty):
+    # the last 20 of 100 tokens
+    assert overlong_penalty(length, 100, 0.2) == pytest.approx(penalty)
+    assert overlong_penalty(length, 100, 0.0) == 0

@@ -1,0 +1,216 @@
+"""The policy on tiny models: LM head in chunks, recomputed activations, attention, refused models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from skylite.errors import ModelError
+from skylite.model.distributed import Dist
+from skylite.model.loading import decoder_layers
+from skylite.model.packing import Packing, pack_tokens
+from skylite.model.policy import load_policy, score
+from skylite.model.probing import enable_fast_paths
+from tests.cases import (
+    PROBE,
+    gradients_after_step,
+    optimizer_of,
+    policy_of,
+    relative_difference,
+    train_rows,
+)
+from tests.reference import (
+    lone_rank,
+    random_samples,
+    resolved,
+    settings,
+)
+from tests.tiny_models import FAMILIES, make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def dist() -> Iterator[Dist]:
+    with lone_rank() as dist:
+        yield dist
+
+
+def bent_logits_model(folder: Path) -> Path:
+    """A Gemma 2, whose logits go through a tanh; so steep here that it matters."""
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = transformers.Gemma2Config(
+        vocab_size=260, head_dim=16, initializer_range=0.1, final_logit_softcapping=2.0, **sizes
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "gemma2"])
+def test_logits_in_chunks_and_whole_give_the_same_gradient(family: str, tmp_path: Path, dist: Dist):
+    folder = tmp_path / "model"
+    policy = policy_of(
+        bent_logits_model(folder) if family == "gemma2" else make_tiny_model(folder, family), settings(), dist
+    )
+    assert policy.head is not None, "this family's head is linear"
+    whole, _ = gradients_after_step(replace(policy, head=None), settings(), dist)
+    chunked, _ = gradients_after_step(policy, settings(), dist)
+    assert relative_difference(chunked, whole) < 1e-5
+
+
+@pytest.mark.parametrize("packing", ["tree", "padded"])
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_recomputed_activations_give_the_same_gradient_and_keep_less(
+    mode: str, packing: Packing, tmp_path: Path, dist: Dist
+):
+    model = make_tiny_model(tmp_path / "model", "llama")
+    kept: dict[str, int] = {}
+
+    def gradient(checkpointing: str) -> torch.Tensor:
+        config = settings(
+            trainer={"checkpointing": checkpointing}, lora={"dropout": 0.2 if mode == "full" else 0.0}
+        )
+        policy = policy_of(model, config, dist, packing)
+        seen: dict[int, int] = {}
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: (seen.update({t.data_ptr(): t.nbytes}), t)[1], lambda t: t
+        ):
+            found, _ = gradients_after_step(policy, config, dist)
+        kept[checkpointing] = sum(seen.values())
+        return found
+
+    assert relative_difference(gradient(mode), gradient("none")) < 1e-6
+    assert kept[mode] < {"selective": 0.9, "full": 0.75}[mode] * kept["none"]
+
+
+def test_a_head_with_a_twist_of_its_own_gets_all_its_logits(tmp_path: Path, dist: Dist):
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    granite = transformers.GraniteConfig(vocab_size=260, initializer_range=0.1, logits_scaling=8.0, **sizes)
+    AutoModelForCausalLM.from_config(granite).save_pretrained(tmp_path)
+    policy, reasons = enable_fast_paths(load_policy(resolved(tmp_path, tmp_path), settings(), dist), PROBE)
+    assert policy.head is None
+    assert "head in chunks: False" in reasons[0]
+
+
+def test_a_tree_is_chosen_for_each_family_and_computes_fewer_tokens(tmp_path: Path, dist: Dist):
+    for family in FAMILIES:
+        policy = policy_of(make_tiny_model(tmp_path / family, family), settings(), dist)
+        assert policy.packing == "tree", family
+        _, metrics = gradients_after_step(policy, settings(), dist)
+        assert metrics["tokens/unique"] < 0.5 * metrics["tokens/total"]
+
+
+def test_flex_attention_gives_the_logprobs_of_the_pieces_for_each_family(tmp_path: Path, dist: Dist):
+    sequences = random_samples(0)
+    for family in FAMILIES:
+        model, found = make_tiny_model(tmp_path / family, family), []
+        for form in ("sdpa", "flex"):
+            policy = policy_of(model, settings(trainer={"attention": form}), dist)
+            assert policy.packing == "tree", (family, form)
+            assert policy.model.get_base_model().config._attn_implementation == f"skylite_tree_{form}"
+            prompts, completions = (
+                [s.prompt_token_ids for s in sequences],
+                [s.completion_token_ids for s in sequences],
+            )
+            tokens = pack_tokens(prompts, completions, [s.group for s in sequences], "tree", dist.device)
+            with torch.no_grad():  # FlexAttention has no backward pass on a CPU
+                found.append(score(policy, tokens, temperature=1.0)[0])
+        assert torch.allclose(found[0], found[1], atol=1e-5), family
+
+
+def test_a_model_with_attention_of_its_own_is_padded_and_said_so(tmp_path: Path, dist: Dist):
+    torch.manual_seed(0)
+    bloom = transformers.BloomConfig(
+        vocab_size=260, hidden_size=64, n_layer=2, n_head=2, initializer_range=0.1
+    )
+    AutoModelForCausalLM.from_config(bloom).save_pretrained(tmp_path)
+    policy = load_policy(resolved(tmp_path, tmp_path), settings(), dist)
+    policy, reasons = enable_fast_paths(policy, PROBE)
+    assert policy.packing == "padded"
+    assert "packing: padded; " in reasons[-1]
+
+
+def test_module_choice(tiny_llama: Path, dist: Dist):
+    def targets(**lora: Any) -> list[str]:
+        return load_policy(resolved(tiny_llama, tiny_llama), settings(lora=lora), dist).target_modules
+
+    assert targets() == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert targets(target_modules=["q_proj", "v_proj"]) == ["q_proj", "v_proj"]
+    assert targets(
+        target_modules=[r"model\.layers\.1\..*_proj"],
+        exclude_modules=["mlp.*", "gate_proj", "up_proj", "down_proj"],
+    ) == [f"model.layers.1.self_attn.{n}_proj" for n in "koqv"]
+    with pytest.raises(ModelError, match="down_proj, gate_proj, k_proj"):
+        targets(target_modules=["query"])
+
+
+def test_a_folder_that_is_no_model_is_refused_in_one_sentence(tmp_path: Path, tiny_llama: Path, dist: Dist):
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_policy(resolved(tmp_path, tmp_path), settings(), dist)
+    make_tiny_model(tmp_path / "torn")
+    weights = tmp_path / "torn" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    with pytest.raises(ModelError, match="torn"):
+        load_policy(resolved(tmp_path / "torn", tmp_path), settings(), dist)
+
+
+def test_a_model_without_some_of_its_weights_is_refused(tmp_path: Path, dist: Dist):
+    weights = make_tiny_model(tmp_path / "model") / "model.safetensors"
+    tensors = load_file(weights)
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="lacks 1 weights"):
+        load_policy(resolved(tmp_path / "model", tmp_path), settings(), dist)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "tokens", "looks"),
+    [
+        ({}, 4096, []),
+        ({}, 60, []),
+        ({"kl_coef": 0.05}, 60, ["base"]),
+        ({"kl_coef": 0.05, "kl_in": "reward"}, 60, ["policy", "base"]),
+        ({"updates_per_step": 2}, 4096, ["policy"]),
+    ],
+)
+def test_the_model_runs_once_a_micro_batch_and_again_only_for_what_the_algorithm_must_know_before(
+    algorithm: dict[str, Any], tokens: int, looks: list[str], tiny_llama: Path, dist: Dist
+):
+    """`looks`: extra passes without a graph, of the policy (old logprobs) or its base (KL reference)."""
+    config = settings(algorithm=algorithm, trainer={"tokens_per_micro_batch": tokens})
+    policy = policy_of(tiny_llama, config, dist)
+    layer = decoder_layers(policy.model.get_base_model())[0]
+    adapted = next(m for m in layer.modules() if isinstance(m, BaseTunerLayer))
+    passes: list[tuple[str, bool]] = []
+
+    def note(_: torch.nn.Module, __: Any, output: Any) -> None:
+        hidden = output if isinstance(output, torch.Tensor) else output[0]
+        passes.append(("base" if adapted.disable_adapters else "policy", hidden.requires_grad))
+
+    layer.register_forward_hook(note)
+    train_rows(policy, optimizer_of(policy, config), random_samples(0), 1, config, dist)
+    training = passes.count(("policy", True))
+    updates = algorithm.get("updates_per_step", 1)
+    assert training == updates if tokens == 4096 else training > updates
+    assert sorted(passes) == sorted([("policy", True), *((kind, False) for kind in looks)] * training)

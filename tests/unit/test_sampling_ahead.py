@@ -1,0 +1,120 @@
+"""Sampling one step ahead (rollout.max_staleness = 1), and its resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from skylite.config.loading import load_config
+from skylite.errors import ConfigError, SyncFailed
+from skylite.orchestrator.resume import forget_after
+from skylite.run.metrics import read_metrics
+from skylite.run.run_dir import RunDir, published_versions
+from tests.unit.simulated_run import (
+    run_of,
+    sampled_from,
+    times,
+)
+
+
+@pytest.mark.parametrize(
+    ("sample_s", "train_s"),
+    [(0.06, 0.06), (0.12, 0.02), (0.02, 0.12)],
+    ids=["equal", "slow engine", "slow trainer"],
+)
+def test_a_step_ahead_is_sampled_while_the_step_before_is_trained(
+    tmp_path: Path, sample_s: float, train_s: float
+) -> None:
+    run, engine, _ = run_of(tmp_path, 1, 5, sample_s=sample_s, train_s=train_s)
+    assert sampled_from(run) == {1: 0, 2: 0, 3: 1, 4: 2, 5: 3}
+    started, seen = times(run, "sampling_started", "step"), times(run, "trainer_step_seen", "step")
+    assert all(started[k + 1] < seen[k] for k in range(1, 5)), "step k + 1 begins before step k is trained"
+    written = times(run, "rollouts_written", "step")
+    assert all(written[k] < written[k + 1] for k in range(1, 5))
+    metrics = read_metrics(run.metrics_path)
+    assert [m["staleness/max"] for m in metrics] == [0, 1, 1, 1, 1]
+    assert [m["staleness/mean"] for m in metrics] == [0, 1, 1, 1, 1]
+    assert all(m["time/overlap_s"] > 0.5 * min(sample_s, train_s) for m in metrics[1:])
+    assert engine.names == ["policy-v000005"]
+
+
+def test_a_version_goes_only_after_the_last_step_sampled_from_it(tmp_path: Path) -> None:
+    run, _, _ = run_of(tmp_path, 1, 5, sample_s=0.12, train_s=0.02)
+    ended = times(run, "sampling_ended", "step")
+    unloaded, loaded = times(run, "adapter_unloaded", "version"), times(run, "adapter_loaded", "version")
+    assert all(loaded[v + 1] < ended[v + 2] < unloaded[v] for v in range(3)), (
+        "the next is loaded while requests name this one"
+    )
+
+
+def test_no_completion_of_an_unproven_version_is_handed_over(tmp_path: Path) -> None:
+    for staleness in (0, 1):
+        root = tmp_path / str(staleness)
+        with pytest.raises(SyncFailed, match="policy-v000002"):
+            run_of(root, staleness, 5, wrong_version=2)
+        assert 2 not in sampled_from(RunDir(root)).values()
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_resumed_run_samples_as_one_that_was_not_interrupted(tmp_path: Path, staleness: int) -> None:
+    straight, engine, _ = run_of(tmp_path / "straight", staleness, 6)
+    run, first, _ = run_of(tmp_path / "cut", staleness, 4)
+    run.checkpoint_path(3).mkdir()
+    forget_after(run, run.default_adapters, 3, reuse_rollouts=False)
+    assert 4 not in sampled_from(run), "what the dead attempt sampled beyond the checkpoint is sampled again"
+    _, second, said = run_of(tmp_path / "cut", staleness, 6, first_step=4)
+    assert sampled_from(run) == sampled_from(straight)
+    assert first.requests[:6] + second.requests == engine.requests
+    assert "not interrupted" not in said
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_what_was_sampled_beyond_the_checkpoint_is_trained_again_and_not_sampled_again(
+    tmp_path: Path, staleness: int
+) -> None:
+    straight, engine, _ = run_of(tmp_path / "straight", staleness, 7)
+    run, _, _ = run_of(tmp_path / "cut", staleness, 5)
+    stored = {k: run.rollout_path(k).read_bytes() for k in (4, 5)}
+    forget_after(run, run.default_adapters, 3, reuse_rollouts=True)
+    _, second, _ = run_of(tmp_path / "cut", staleness, 7, first_step=4)
+    assert second.requests == engine.requests[10:], "two prompts a step: steps 6 and 7 only"
+    assert {k: run.rollout_path(k).read_bytes() for k in (4, 5)} == stored
+    assert [m["rollout/stored"] for m in read_metrics(run.metrics_path)] == [
+        0.0,
+        0.0,
+        0.0,
+        1.0,
+        1.0,
+        0.0,
+        0.0,
+    ]
+    keys = ("step", "reward/mean", "staleness/max", "completion/tokens_mean")
+    found, expected = (
+        [{k: m[k] for k in keys} for m in read_metrics(r.metrics_path)] for r in (run, straight)
+    )
+    assert found == expected
+
+
+def test_a_resumed_run_whose_source_is_gone_says_so(tmp_path: Path) -> None:
+    run, _, _ = run_of(tmp_path, 1, 4)
+    forget_after(run, run.default_adapters, 3, reuse_rollouts=False)
+    (run.default_adapters / "policy-v000002").rename(tmp_path / "gone")
+    _, _, said = run_of(tmp_path, 1, 6, first_step=4)
+    assert "policy-v000002 is not in" in said
+    assert {k: v for k, v in sampled_from(run).items() if k > 3} == {4: 3, 5: 3, 6: 4}
+
+
+def test_clean_up_keeps_what_a_resumed_run_is_sampled_from(tmp_path: Path) -> None:
+    run, _, _ = run_of(tmp_path, 1, 3, sample_s=0.0, train_s=0.0)
+    run.checkpoint_path(3).mkdir()
+    (run.checkpoint_path(3) / "state.json").write_text("{}")
+    run_of(tmp_path, 1, 12, first_step=4, sample_s=0.0, train_s=0.0)
+    assert [a.version for a in published_versions(run.default_adapters)] == [0, 2, 3, 10, 11, 12]
+
+
+def test_staleness_without_a_correction_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"importance\.mode=none would not correct"):
+        load_config(None, {"rollout.max_staleness": 1, "importance.mode": "none"})
+    with pytest.raises(ConfigError, match=r"rollout\.max_staleness"):
+        load_config(None, {"rollout.max_staleness": 2})
