@@ -162,7 +162,7 @@ def run_of(
 
     async def both() -> None:
         trainer = asyncio.create_task(fake_trainer(plan.run, first_step, num_steps, train_s, skipped_step))
-        ends = [asyncio.create_task(run_steps(session))]
+        ends: list[asyncio.Task[Any]] = [asyncio.create_task(run_steps(session))]
         ends += [asyncio.create_task(limit.stop.wait())] if limit else []
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
