@@ -38,8 +38,10 @@ def train_command(run: Path, data: Path, settings: Mapping[str, object]) -> list
     return [*SKYLITE, "train", *where, *set_flags(settings)]
 
 
-def under_torchrun(script: str, words: Sequence[str], num_ranks: int = 1) -> Any:
-    """Run `script` in the trainer's environment; returns the JSON in its last line of output.
+def under_torchrun(
+    script: str, words: Sequence[str], num_ranks: int = 1, env: Mapping[str, str] | None = None
+) -> Any:
+    """Run `script` in the trainer's environment (or `env`); returns the JSON in its last line of output.
 
     A new process, because the allocator is chosen before Python starts and peak memory is counted from there.
     """
@@ -50,7 +52,7 @@ def under_torchrun(script: str, words: Sequence[str], num_ranks: int = 1) -> Any
         "--standalone",
         f"--nproc-per-node={num_ranks}",
     ]
-    env = os.environ | trainer_env(max(1, cpu_cores() // num_ranks))
+    added = trainer_env(max(1, cpu_cores() // num_ranks)) if env is None else env
     command = [*torchrun, script, *words]
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(command, env={**os.environ, **added}, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])

@@ -20,38 +20,36 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import command_line
-import lora_sampling
-import psutil
 import startup
 import train_phase
 from command_line import argument_parser, under_torchrun
 from machine_info import commit, machine_info
-from switched_off import PATHS, SWITCH, SpecialPath, apply, switch_off
+from paired_rounds import (
+    GROUP_SIZE,
+    MAX_TOKENS,
+    MODEL,
+    Figures,
+    in_turns,
+    variables,
+)
+from special_paths_sampling import sample_turns, verify_turns
+from switched_off import PATHS, SpecialPath, apply, switch_off
 
-from skylite.hub.resolve import resolve_model
 from skylite.processes import torchrun
+from skylite.processes.machine import cpu_cores
 from skylite.run.files import write_json
 
-MODEL, NUM_PROMPTS, GROUP_SIZE, PROMPT_TOKENS, MAX_TOKENS = "smollm2-135m", 4, 8, 106, 128
 TRAIN = ("--model", MODEL, "--checkpointing=selective", "--packing=tree", "--budget=1200", "--steps=2")
-Figures = dict[str, float]
-Measure = Callable[[bool], Figures]
-"""Figures with the path off (True) or on."""
 
 
 def main() -> None:
@@ -81,39 +79,12 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def in_turns(measure: Measure, rounds: int) -> dict[str, Any]:
-    """Medians, ratios and rounds of every figure. The order of the sides alternates."""
-    rows: dict[bool, list[Figures]] = {False: [], True: []}
-    for index in range(rounds):
-        for off in (index % 2 == 1, index % 2 == 0):
-            rows[off].append(measure(off))
-    result = {}
-    for unit in rows[False][0]:
-        on, off_ = (statistics.median(row[unit] for row in rows[side]) for side in (False, True))
-        sides = {"on": [r[unit] for r in rows[False]], "off": [r[unit] for r in rows[True]]}
-        result[unit] = {"on": on, "off": off_, "ratio": round(off_ / on, 3), "rounds": sides}
-    return result
-
-
-def variables(name: str, path: SpecialPath, off: bool) -> tuple[dict[str, str], list[str]]:
-    """Environment and flags of a side."""
-    names = [path.without] * bool(path.without) + [name] * off
-    env = {key: value for n in names for key, value in PATHS[n].env}
-    return env | {SWITCH: "+".join(names)}, [flag for n in names for flag in PATHS[n].flags]
-
-
 def in_rank(name: str, path: SpecialPath, off: bool, inner: str, words: list[str]) -> Any:
     """What `--inner` prints as the one rank of a trainer."""
     env, flags = variables(name, path, off)
-    values = torchrun.trainer_env(torchrun_threads()) | env
-    command_line.trainer_env = lambda _: {key: value for key, value in values.items() if value}
-    return under_torchrun(__file__, ["--inner", inner, "--", *words, *flags])
-
-
-def torchrun_threads() -> int:
-    from skylite.processes.machine import cpu_cores
-
-    return cpu_cores()
+    values = torchrun.trainer_env(cpu_cores()) | env
+    given = {key: value for key, value in values.items() if value}
+    return under_torchrun(__file__, ["--inner", inner, "--", *words, *flags], env=given)
 
 
 def train_turns(name: str, path: SpecialPath, rounds: int) -> dict[str, Any]:
@@ -151,10 +122,10 @@ def sync_turns(name: str, path: SpecialPath, rounds: int) -> dict[str, Any]:
 def sync_rounds(words: list[str]) -> None:
     from skylite.adapters.manifest import Canary
     from skylite.config.train import RunConfig
-    from skylite.model.distributed import process_group, set_threads
+    from skylite.model.distributed import half_the_threads, process_group, set_threads
     from skylite.model.policy import load_policy
     from skylite.model.probing import enable_fast_paths
-    from skylite.trainer import loop, publish
+    from skylite.trainer import publish
 
     path, tokens, versions = PATHS[words[0]], [list(range(20, 44)), list(range(60, 84))], iter(range(1000))
     set_threads(None)
@@ -166,7 +137,7 @@ def sync_rounds(words: list[str]) -> None:
         run_config = RunConfig(skylite_version="benchmark", config=config, resolved=where)
 
         def canary() -> Canary:
-            with loop.half_the_threads():
+            with half_the_threads():
                 found = publish.canary_logprobs(policy, tokens)
             return Canary(sequences=tokens, policy_logprobs=found, base_logprobs=found)
 
@@ -180,90 +151,6 @@ def sync_rounds(words: list[str]) -> None:
 
         measure(False), measure(True)
         print(json.dumps(in_turns(measure, int(words[1]))))
-
-
-def sample_turns(name: str, path: SpecialPath, rounds: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="skylite-") as text, ExitStack() as stack:
-        folder, servers = Path(text), {}
-        args, adapter = sampled_model(folder)
-        install_plugin(folder / "plugin")
-        for off in (False, True):
-            env, flags = variables(name, path, off)
-            here = [folder / "plugin", Path(__file__).parent, *filter(None, sys.path)]
-            env |= {"PYTHONPATH": os.pathsep.join(map(str, here))}
-            variant = lora_sampling.Variant(f"off-{off}", env=tuple(env.items()), flags=tuple(flags))
-            servers[off] = stack.enter_context(lora_sampling.running(variant, args, folder, adapter))
-
-        def measure(off: bool) -> Figures:
-            rate = sample(servers[off], random_prompts(), lora_sampling.ADAPTER)
-            mib = memory_of(str(folder / f"off-{off}.sock")) / 2**20
-            return {"tokens/s": round(rate, 1), "MiB": round(mib)}
-
-        measure(False), measure(True)
-        return in_turns(measure, rounds)
-
-
-def sampled_model(folder: Path) -> tuple[argparse.Namespace, Path]:
-    args = argparse.Namespace(model=resolve_model(MODEL).path, dtype="float32", rank=32)
-    return args, lora_sampling.write_adapter(args.model, folder / lora_sampling.ADAPTER, args.rank)
-
-
-def install_plugin(folder: Path) -> None:
-    """A package whose vLLM plugin is `switch_off`: vLLM calls it in each of its processes."""
-    info = folder / "special_paths-0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: special_paths\nVersion: 0\n", "utf-8")
-    text = "[vllm.general_plugins]\nspecial_paths = switched_off:switch_off\n"
-    (info / "entry_points.txt").write_text(text, "utf-8")
-
-
-def random_prompts() -> list[list[int]]:
-    return [[random.randrange(100, 20000) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)]
-
-
-def sample(http: Any, prompts: list[list[int]], model: str) -> float:
-    """Completion tokens per second of a step: all groups at once."""
-    body = {"model": model, "prompt": prompts, "n": GROUP_SIZE, "max_tokens": MAX_TOKENS}
-    body |= {"temperature": 1.0, "ignore_eos": True, "logprobs": 0, "return_token_ids": True}
-    started = time.perf_counter()
-    reply = http.post("/v1/completions", json=body).raise_for_status().json()
-    return sum(len(c["token_ids"]) for c in reply["choices"]) / (time.perf_counter() - started)
-
-
-def memory_of(socket: str) -> float:
-    """Bytes (PSS) of a server and its descendants."""
-    ours = psutil.Process().children(recursive=True)
-    server = next(p for p in ours if socket in p.cmdline() and "-I" not in p.cmdline())
-    return float(sum(p.memory_full_info().pss for p in [server, *server.children(recursive=True)]))
-
-
-def verify_turns(name: str, path: SpecialPath, rounds: int) -> dict[str, Any]:
-    """Off: the two canary sequences are scored before the step is sampled, on: at the same time."""
-    versions = iter(range(2, 1000))
-    with tempfile.TemporaryDirectory(prefix="skylite-") as text, ThreadPoolExecutor(2) as pool:
-        args, adapter = sampled_model(Path(text))
-        variant = lora_sampling.Variant("server")
-        with lora_sampling.running(variant, args, Path(text), adapter) as http:
-
-            def measure(off: bool) -> Figures:
-                model = f"policy-{next(versions)}"
-                body = {"lora_name": model, "lora_path": str(adapter)}
-                started = time.perf_counter()
-                http.post("/v1/load_lora_adapter", json=body).raise_for_status()
-                score = {"model": model, "max_tokens": 1, "prompt_logprobs": 0}
-                bodies = [score | {"prompt": p[:24]} for p in random_prompts()[:2]]
-                canary = [pool.submit(http.post, "/v1/completions", json=b) for b in bodies]
-                if off:
-                    [one.result() for one in canary]
-                verified = time.perf_counter() - started
-                sample(http, random_prompts(), model)
-                [one.result().raise_for_status() for one in canary]
-                seconds = time.perf_counter() - started
-                http.post("/v1/unload_lora_adapter", json={"lora_name": model}).raise_for_status()
-                return {"s": round(seconds, 2), "s before sampling": round(verified, 3)}
-
-            measure(False), measure(True)
-            return in_turns(measure, rounds)
 
 
 def read_turns(name: str, path: SpecialPath, rounds: int) -> dict[str, Any]:
@@ -333,6 +220,5 @@ MEASURES = {
     "start": start_turns,
 }
 INNER = {"train": train_once, "sync": sync_rounds, "read": read_once}
-
 if __name__ == "__main__":
     main()

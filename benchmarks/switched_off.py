@@ -59,8 +59,8 @@ def attention_by_autograd() -> Replacements:
             queries, keys, values = (torch.split(x, layout.sizes, dim=2) for x in (query, key, value))
             settings, outputs = tree.ScoreSettings(scaling), []
             for index, bias in enumerate(biases):
-                seen = (tree._visible(x, layout, index) for x in (keys, values))
-                outputs.append(tree._attend(queries[index], *seen, bias, settings))
+                seen_keys, seen_values = (tree._visible(x, layout, index) for x in (keys, values))
+                outputs.append(tree._attend(queries[index], seen_keys, seen_values, bias, settings))
             return torch.cat(outputs, dim=2).transpose(1, 2)
 
     return {"skylite.model.tree_attention:_CpuTreeAttention": Plain}
@@ -273,7 +273,12 @@ def switch_off() -> None:
 def apply(replacements: Replacements) -> Callable[[], None]:
     """Put replacements in place; returns what undoes it."""
     before = {place: _swap(place, value) for place, value in replacements.items()}
-    return lambda: [_swap(place, value) for place, value in before.items()] and None
+
+    def undo() -> None:
+        for place, value in before.items():
+            _swap(place, value)
+
+    return undo
 
 
 def _swap(place: str, value: Any) -> Any:

@@ -21,7 +21,9 @@ from skylite.processes.machine import Dtype
 from skylite.trainer.critic import Critic
 from skylite.trainer.optimizer import FlatAdamW, make_optimizer
 from skylite.trainer.step import train_step
-from tests.reference import Row, groups_of, random_samples, reference_loss, resolved
+from tests.reference import reference_loss
+from tests.rows import Row, groups_of, random_samples
+from tests.small_run import resolved
 
 PROBE = list(range(20, 40))
 

@@ -1,84 +1,22 @@
-"""Every algorithm as plainly as it can be written: one process, one sample at a time, no packing, no tricks. And tests' helpers."""
+"""Every algorithm in its plainest form: one process, one trajectory at a time, no packing."""
 
 from __future__ import annotations
 
-import json
 import math
-import random
-import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from skylite.config.algorithm import AlgorithmConfig, ImportanceConfig
-from skylite.config.train import Resolved, RunConfig, TrainConfig
-from skylite.model.distributed import Dist, process_group
-from skylite.run.rollout_file import write_rollouts
-from skylite.run.run_dir import RunDir
-from skylite.types import Group, Message, Prompt, Sample, Trajectory
-
-VOCAB = 256
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """A trajectory, flat: by default one call, or the `calls` whose completions follow each other in `completion_token_ids`."""
-
-    group: int
-    prompt_token_ids: list[int]
-    completion_token_ids: list[int]
-    rollout_logprobs: list[float]
-    reward: float
-    truncated: bool = False
-    prompt_id: str = ""
-    calls: tuple[tuple[list[int], list[int]], ...] = ()
-    """(prompt, completion) of each call; empty: the one call that the other fields describe."""
-
-    @property
-    def all_calls(self) -> tuple[tuple[list[int], list[int]], ...]:
-        return self.calls or ((self.prompt_token_ids, self.completion_token_ids),)
-
-
-def groups_of(rows: Sequence[Row]) -> list[Group]:
-    """The rows as the trainer gets them."""
-    found: dict[int, list[Row]] = {}
-    for row in rows:
-        found.setdefault(row.group, []).append(row)
-    return [
-        Group(
-            prompt=Prompt(
-                id=found[g][0].prompt_id or f"test/{g}",
-                messages=[Message(role="user", content="")],
-                answer="",
-                source="",
-            ),
-            trajectories=tuple(trajectory_of(row) for row in found[g]),
-        )
-        for g in sorted(found)
-    ]
-
-
-def trajectory_of(row: Row) -> Trajectory:
-    logprobs, samples = iter(row.rollout_logprobs), []
-    for prompt, completion in row.all_calls:
-        sample = Sample(
-            prompt_token_ids=prompt,
-            completion_token_ids=completion,
-            rollout_logprobs=[next(logprobs) for _ in completion] if row.calls else row.rollout_logprobs,
-            finish_reason="length" if row.truncated else "stop",
-        )
-        samples.append(sample)
-    return Trajectory(samples=tuple(samples), reward=row.reward)
+from skylite.config.train import TrainConfig
+from tests.rows import Row
 
 
 @dataclass(frozen=True)
 class Before:
-    """What the plain form knows of a sample before the first update: lists and tensors of its C completion tokens."""
+    """Numbers of one trajectory before the first update, each [C] over its completion tokens."""
 
     old: torch.Tensor
     entropies: torch.Tensor
@@ -89,7 +27,7 @@ class Before:
 def reference_advantages(
     samples: Sequence[Row], config: TrainConfig, before: Sequence[Before]
 ) -> list[list[float]]:
-    """A number a token of each sample, with the standard library alone."""
+    """An advantage per completion token of each row, computed with the standard library only."""
     a = config.algorithm
     penalties = [_kl_penalty(b, a) for b in before]
     if a.advantage in ("gae", "reinforce++"):
@@ -162,7 +100,7 @@ def _is_counted(sample: Row, samples: Sequence[Row], config: TrainConfig) -> boo
 
 
 def reference_logprobs(model: Any, sample: Row, temperature: float) -> torch.Tensor:
-    """[C] through the whole log softmax of a forward pass of this sample alone."""
+    """[C] logprobs from the full log softmax of one forward pass per call."""
     return reference_scores(model, sample, temperature)[0]
 
 
@@ -188,7 +126,7 @@ def reference_loss(
     config: TrainConfig,
     before: Sequence[Before] | None = None,
 ) -> torch.Tensor:
-    """The loss of the mini-batch samples[part]. `before`: of every sample, before the first update; None: this is the first."""
+    """Loss of the mini-batch samples[part]. `before`: numbers of all samples before the first update, None in it."""
     a, temperature = config.algorithm, config.rollout.temperature
     scores = {i: reference_scores(model, samples[i], temperature) for i in part}
     if before is None:
@@ -229,7 +167,7 @@ def reference_before(
     config: TrainConfig,
     values: Sequence[torch.Tensor] | None = None,
 ) -> list[Before]:
-    """Every sample under the policy as it is, and under the base where a KL needs it."""
+    """Numbers of every sample under the current policy, and under the base if the KL needs them."""
     found = []
     for index, sample in enumerate(samples):
         old, entropies = reference_scores(model, sample, config.rollout.temperature)
@@ -273,7 +211,7 @@ def _chosen_tokens(
     counted: list[int],
     config: TrainConfig,
 ) -> dict[int, torch.Tensor]:
-    """By covariance. clip_cov: all candidates, so the tests leave no room for chance (cov_frac = 1)."""
+    """Tokens chosen by covariance. clip_cov takes all candidates: tests set cov_frac = 1, so nothing is random."""
     a = config.algorithm
     if not a.selects_by_cov:
         return {}
@@ -301,120 +239,3 @@ def _importance(old: torch.Tensor, rollout: torch.Tensor, config: ImportanceConf
         weight = weight * ((weight <= config.cap) & (weight >= config.floor))
     mismatch = (torch.exp(old - rollout) - (old - rollout) - 1).mean()
     return weight * 0 if config.reject_kl is not None and mismatch > config.reject_kl else weight
-
-
-def random_samples(seed: int, num_groups: int = 4, group_size: int = 4, shared: int = 12) -> list[Row]:
-    """Groups with a shared prefix, prompts of several lengths, and completions some of which begin alike or are equal."""
-    rng = random.Random(seed)
-    tokens = lambda n: [rng.randrange(VOCAB) for _ in range(n)]  # noqa: E731
-    prefix = tokens(shared)
-    samples: list[Row] = []
-    for group in range(num_groups):
-        prompt, opening = prefix + tokens(rng.randrange(2, 9)), tokens(2)
-        for index in range(group_size):
-            completion = (opening if index % 2 else []) + tokens(rng.randrange(1, 9))
-            if index == 3:
-                completion = samples[-1].completion_token_ids
-            logprobs = [-5.0 + rng.uniform(-2, 2) for _ in completion]
-            reward = float(index == group % group_size) if group != 1 else 1.0
-            samples.append(
-                Row(
-                    group=group,
-                    prompt_token_ids=prompt,
-                    completion_token_ids=completion,
-                    rollout_logprobs=logprobs,
-                    reward=reward,
-                    truncated=group == 2 and index == 1,
-                )
-            )
-    return samples
-
-
-def random_episodes(seed: int, num_groups: int = 4, group_size: int = 4) -> list[Row]:
-    """Trajectories of one to four calls. Most prompts extend the call before; some rewrite the history, so that calls branch."""
-    rng = random.Random(seed)
-    tokens = lambda n: [rng.randrange(VOCAB) for _ in range(n)]  # noqa: E731
-    prefix, rows = tokens(12), []
-    for group in range(num_groups):
-        question = prefix + tokens(rng.randrange(2, 6))
-        for index in range(group_size):
-            prompt, calls = question, []
-            for turn in range(1 + (index + group) % 4):
-                completion = tokens(rng.randrange(1, 6))
-                calls.append((prompt, completion))
-                kept = question + tokens(1) if turn == 1 else prompt + completion
-                prompt = kept + tokens(rng.randrange(1, 4))
-            sampled = [token for _, completion in calls for token in completion]
-            row = Row(
-                group=group,
-                prompt_token_ids=question,
-                completion_token_ids=sampled,
-                rollout_logprobs=[-5.0 + rng.uniform(-2, 2) for _ in sampled],
-                reward=float(index == group % group_size) if group != 1 else 1.0,
-                truncated=group == 2 and index == 1,
-                calls=tuple(calls),
-            )
-            rows.append(row)
-    return rows
-
-
-def settings(**sections: Any) -> TrainConfig:
-    """A small configuration; sections are merged over it."""
-    tree: dict[str, Any] = {
-        "num_steps": 3,
-        "lora": {"rank": 4, "alpha": 8},
-        "rollout": {"prompts_per_step": 4, "group_size": 4},
-        "optim": {"lr": 1e-3, "max_grad_norm": 1e9},
-        "trainer": {"num_threads": 1},
-    }
-    for name, values in sections.items():
-        tree[name] = values if not isinstance(values, dict) else {**tree.get(name, {}), **values}
-    return TrainConfig.model_validate(tree)
-
-
-def resolved(model: Path, sync: Path) -> Resolved:
-    return Resolved(
-        model_path=str(model), model_fingerprint="f", dtype="float32", device="cpu", lora_sync_path=str(sync)
-    )
-
-
-def make_run(root: Path, model: Path, config: TrainConfig, steps: dict[int, list[Row]]) -> RunDir:
-    """A run directory as the parent would leave it for the trainer, with these rollouts already there."""
-    run = RunDir(root)
-    for folder in (run.rollouts, run.trainer_steps, run.checkpoints, run.logs, run.default_adapters):
-        folder.mkdir(parents=True)
-    run_config = RunConfig(
-        skylite_version="test", config=config, resolved=resolved(model, run.default_adapters)
-    )
-    run.config_path.write_text(run_config.model_dump_json(), encoding="utf-8")
-    run.canary_path.write_text(
-        json.dumps({"sequences": [list(range(20, 40)), list(range(60, 75))]}), encoding="utf-8"
-    )
-    for step, samples in steps.items():
-        write_samples(run.rollout_path(step), samples)
-    return run
-
-
-def write_samples(path: Path, samples: Sequence[Row]) -> None:
-    write_rollouts(path, groups_of(samples))
-
-
-@contextmanager
-def lone_rank() -> Iterator[Dist]:
-    """A process group of one, as torchrun would describe it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    env = {
-        "RANK": 0,
-        "WORLD_SIZE": 1,
-        "LOCAL_RANK": 0,
-        "LOCAL_WORLD_SIZE": 1,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in env.items():
-            patch.setenv(name, str(value))
-        with process_group("cpu") as dist:
-            yield dist

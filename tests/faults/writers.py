@@ -50,7 +50,7 @@ from skylite.trainer.worker import report
 from skylite.types import Group, Prompt, Sample, Trajectory
 from tests.cases import optimizer_of, policy_of
 from tests.engines import write_random_adapter
-from tests.reference import lone_rank, resolved, settings
+from tests.small_run import lone_rank, resolved, settings
 
 CANARY = Canary(sequences=[[1, 2, 3]], policy_logprobs=[[-1.0, -2.0]], base_logprobs=[[-1.5, -2.5]])
 

@@ -11,7 +11,8 @@ import torch
 from skylite.model.distributed import process_group, set_threads
 from skylite.trainer.critic import make_critic
 from tests.cases import ALGORITHMS, IMPORTANCE, optimizer_of, policy_of, train_rows
-from tests.reference import random_episodes, random_samples, settings
+from tests.rows import random_episodes, random_samples
+from tests.small_run import settings
 
 CASES = {
     **{n: {"algorithm": a} for n, a in ALGORITHMS.items()},

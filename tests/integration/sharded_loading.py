@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from skylite.model.distributed import process_group, set_threads
 from skylite.model.policy import load_policy, score
 from tests.cases import PROBE
-from tests.reference import resolved, settings
+from tests.small_run import resolved, settings
 
 
 def main(out: Path, models: list[Path]) -> None:

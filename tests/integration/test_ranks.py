@@ -13,7 +13,8 @@ import torch
 
 from tests.cases import plain_model, policy_of, reference_gradient, relative_difference
 from tests.integration.ranks import CASES, SEVERAL_TURNS
-from tests.reference import lone_rank, random_episodes, random_samples, settings
+from tests.rows import random_episodes, random_samples
+from tests.small_run import lone_rank, settings
 
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).parents[2]

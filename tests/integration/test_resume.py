@@ -17,7 +17,8 @@ from skylite.orchestrator.resume import forget_after
 from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint, verify_checkpoint
 from skylite.run.run_dir import RunDir, published_versions
 from tests.integration.torchrun import finish, largest_difference, trainer, wait_for, weights
-from tests.reference import make_run, random_samples, settings, write_samples
+from tests.rows import random_samples, write_samples
+from tests.small_run import make_run, settings
 
 pytestmark = pytest.mark.dist
 STEPS = {step: random_samples(step) for step in (1, 2, 3, 4)}

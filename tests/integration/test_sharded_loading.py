@@ -16,7 +16,7 @@ from skylite.model.packing import pack_tokens
 from skylite.model.policy import load_policy, score
 from skylite.model.probing import enable_fast_paths
 from tests.cases import PROBE
-from tests.reference import lone_rank, resolved, settings
+from tests.small_run import lone_rank, resolved, settings
 from tests.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.dist

@@ -20,7 +20,7 @@ from skylite.processes.child import ProcessSpec
 from skylite.processes.supervisor import Supervisor
 from skylite.run.run_dir import RunDir
 from skylite.ui.dashboard import Screen
-from tests.reference import resolved
+from tests.small_run import resolved
 
 GRACE_S = 5.0
 OBEYS = "while not pathlib.Path('stop').exists(): time.sleep(0.01)\npathlib.Path('checkpoint').touch()"

@@ -20,7 +20,8 @@ from skylite.processes.torchrun import trainer_command, trainer_env
 from skylite.run.files import write_json
 from skylite.run.run_dir import RunDir, adapter_name
 from tests.integration.torchrun import TIMEOUT_S, finish, largest_difference, trainer, wait_for, weights
-from tests.reference import make_run, random_samples, settings
+from tests.rows import random_samples
+from tests.small_run import make_run, settings
 
 pytestmark = pytest.mark.dist
 STEPS = {step: random_samples(step) for step in (1, 2, 3)}

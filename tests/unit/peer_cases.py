@@ -22,7 +22,7 @@ from skylite.model.packing import PackedTokens
 from skylite.trainer.micro_batch import MicroBatch
 from skylite.trainer.precompute import Precomputed, Targets
 from skylite.trainer.step import micro_batch_loss
-from tests.reference import Row
+from tests.rows import Row
 
 TOLERANCE = 1e-6
 MAX_TOKENS = 40

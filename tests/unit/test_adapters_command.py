@@ -14,7 +14,7 @@ from skylite.run.checkpoint_folder import checkpoint_steps
 from skylite.run.files import sha256_file
 from skylite.run.lock import lock_folder
 from skylite.run.run_dir import RunDir, adapter_name, published_versions
-from tests.reference import make_run, settings
+from tests.small_run import make_run, settings
 
 
 @pytest.fixture

@@ -29,7 +29,8 @@ from skylite.trainer.anomaly import (
 )
 from skylite.trainer.optimizer import FlatAdamW
 from tests.cases import optimizer_of, policy_of, train_rows
-from tests.reference import Row, groups_of, lone_rank, random_samples, settings, write_samples
+from tests.rows import Row, groups_of, random_samples, write_samples
+from tests.small_run import lone_rank, settings
 
 
 @pytest.fixture(scope="module")

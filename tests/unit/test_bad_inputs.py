@@ -24,8 +24,9 @@ from skylite.run.ownership import require_own_folders
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir
 from tests.engines import write_random_adapter
-from tests.reference import make_run, random_samples
-from tests.reference import settings as run_settings
+from tests.rows import random_samples
+from tests.small_run import make_run
+from tests.small_run import settings as run_settings
 from tests.unit.bad_inputs import (
     ODD_VALUES,
     call,

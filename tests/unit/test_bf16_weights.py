@@ -20,7 +20,7 @@ from skylite.model.distributed import Dist
 from skylite.model.policy import load_policy
 from skylite.model.probing import enable_fast_paths
 from tests.cases import PROBE, gradients_after_step, policy_of
-from tests.reference import lone_rank, resolved, settings
+from tests.small_run import lone_rank, resolved, settings
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 Module = TypeVar("Module", bound=nn.Module)

@@ -24,7 +24,9 @@ from skylite.trainer.checkpoint import load_checkpoint, random_states, save_chec
 from skylite.trainer.critic import Critic, make_critic, predict_values
 from skylite.trainer.optimizer import FlatAdamW, make_optimizer
 from tests.cases import train_rows
-from tests.reference import lone_rank, random_samples, reference_before, reference_loss, resolved, settings
+from tests.reference import reference_before, reference_loss
+from tests.rows import random_samples
+from tests.small_run import lone_rank, resolved, settings
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 PROBE = list(range(20, 40))

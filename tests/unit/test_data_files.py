@@ -14,7 +14,7 @@ from skylite.data.prompts import FOOTER_KEY, PROMPT_SCHEMA, PromptFileInfo, read
 from skylite.data.sources import hold_out, read_table
 from skylite.errors import DataError
 from skylite.types import Prompt
-from tests.reference import random_samples, write_samples
+from tests.rows import random_samples, write_samples
 from tests.unit.data_cases import prompt
 
 INFO = PromptFileInfo(

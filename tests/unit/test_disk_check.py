@@ -19,7 +19,7 @@ from skylite.run.metrics import append_metrics
 from skylite.run.run_dir import RunDir
 from skylite.trainer.anomaly import save_rejected_step
 from tests.logs import logged_messages
-from tests.reference import resolved, settings
+from tests.small_run import resolved, settings
 from tests.unit.test_warm_start import make_adapter
 
 

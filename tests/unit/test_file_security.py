@@ -15,7 +15,7 @@ from skylite.errors import ConfigError
 from skylite.rewards.named import remember, require_named
 from skylite.run.run_dir import RunDir, published_versions
 from tests.engines import write_random_adapter
-from tests.reference import settings
+from tests.small_run import settings
 from tests.unit.bad_inputs import call
 
 SOURCES = Path(__file__).parents[2] / "src" / "skylite"

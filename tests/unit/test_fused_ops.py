@@ -18,7 +18,7 @@ from skylite.model.policy import load_policy
 from skylite.model.probing import enable_fast_paths
 from skylite.model.recompute import recompute_fn_of
 from tests.cases import PROBE
-from tests.reference import lone_rank, resolved, settings
+from tests.small_run import lone_rank, resolved, settings
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 SIZES = {

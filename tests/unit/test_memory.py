@@ -19,7 +19,7 @@ from skylite.trainer.memory import (
     resolve_micro_batch_tokens,
 )
 from tests.cases import policy_of
-from tests.reference import lone_rank, resolved, settings
+from tests.small_run import lone_rank, resolved, settings
 
 
 @pytest.fixture(scope="module")

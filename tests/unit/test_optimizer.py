@@ -20,7 +20,8 @@ from skylite.trainer.anomaly import train_or_roll_back
 from skylite.trainer.checkpoint import load_checkpoint, random_states, save_checkpoint
 from skylite.trainer.publish import adapter_tensors, canary_logprobs, check_reference
 from tests.cases import optimizer_of, policy_of, train_rows
-from tests.reference import lone_rank, random_samples, resolved, settings
+from tests.rows import random_samples
+from tests.small_run import lone_rank, resolved, settings
 
 SEQUENCES = [list(range(20, 40)), list(range(60, 75))]
 

@@ -16,7 +16,7 @@ from skylite.model.chunked_logprobs import HEAD_CHUNK_ELEMENTS, head_logprobs, t
 from skylite.model.packing import pack_padded, pack_tree
 from skylite.trainer.batching import arrange
 from skylite.trainer.optimizer import rate_factor
-from tests.reference import Row, groups_of
+from tests.rows import Row, groups_of
 
 CPU = torch.device("cpu")
 

@@ -19,7 +19,7 @@ from skylite.trainer.assign_advantages import assign_advantages
 from skylite.trainer.batching import arrange
 from skylite.trainer.micro_batch import MicroBatch
 from skylite.trainer.precompute import Precomputed
-from tests.reference import groups_of, trajectory_of
+from tests.rows import groups_of, trajectory_of
 from tests.unit.peer_cases import (
     ALONE,
     GROUP,

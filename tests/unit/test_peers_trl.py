@@ -18,7 +18,7 @@ from skylite.trainer.batching import arrange
 from skylite.trainer.micro_batch import pack
 from skylite.trainer.precompute import Precomputed, Targets
 from skylite.trainer.step import micro_batch_loss
-from tests.reference import groups_of
+from tests.rows import groups_of
 from tests.unit.peer_cases import (
     ALONE,
     GROUP,

@@ -28,12 +28,8 @@ from tests.cases import (
     relative_difference,
     train_rows,
 )
-from tests.reference import (
-    lone_rank,
-    random_samples,
-    resolved,
-    settings,
-)
+from tests.rows import random_samples
+from tests.small_run import lone_rank, resolved, settings
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 

@@ -14,7 +14,7 @@ from skylite.model.packing import pack_tokens
 from skylite.model.prefix_tree import build_tree
 from skylite.model.tree_attention import ScoreSettings, tree_attention, tree_layout
 from skylite.trainer.batching import arrange, plan_micro_batches
-from tests.reference import groups_of, random_samples
+from tests.rows import groups_of, random_samples
 
 
 def test_shared_tokens_become_one_node():

@@ -15,7 +15,8 @@ from skylite.errors import RunFailed
 from skylite.orchestrator.replay import copy_for_replay, replay_step
 from skylite.run.files import sha256_file
 from skylite.run.run_dir import AdapterVersion, RunDir, adapter_name
-from tests.reference import make_run, random_samples, settings
+from tests.rows import random_samples
+from tests.small_run import make_run, settings
 
 
 def finished_run(root: Path, **sections: Any) -> RunDir:

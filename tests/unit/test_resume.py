@@ -18,7 +18,7 @@ from skylite.run.checkpoint_folder import write_checkpoint_manifest
 from skylite.run.run_dir import RunDir
 from skylite.run.status import Status, write_status
 from tests.logs import logged_messages
-from tests.reference import settings
+from tests.small_run import settings
 from tests.unit.data_cases import prompt
 from tests.unit.test_warm_start import make_model
 

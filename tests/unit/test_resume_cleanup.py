@@ -16,7 +16,7 @@ from skylite.run.checkpoint_folder import checkpoint_steps
 from skylite.run.metrics import read_metrics
 from skylite.run.run_dir import RunDir
 from tests.logs import logged_messages
-from tests.reference import random_samples, write_samples
+from tests.rows import random_samples, write_samples
 
 
 def leave_behind(run: RunDir) -> None:

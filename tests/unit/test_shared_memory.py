@@ -15,7 +15,7 @@ from skylite.model.policy import load_policy
 from skylite.orchestrator.plan import RunPlan
 from skylite.run.files import TEMPORARY_MARK
 from skylite.run.run_dir import RunDir
-from tests.reference import lone_rank, resolved, settings
+from tests.small_run import lone_rank, resolved, settings
 
 
 @pytest.fixture

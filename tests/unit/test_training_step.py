@@ -29,14 +29,9 @@ from tests.cases import (
     relative_difference,
     train_rows,
 )
-from tests.reference import (
-    lone_rank,
-    random_samples,
-    reference_before,
-    reference_logprobs,
-    reference_loss,
-    settings,
-)
+from tests.reference import reference_before, reference_logprobs, reference_loss
+from tests.rows import random_samples
+from tests.small_run import lone_rank, settings
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 

@@ -33,7 +33,8 @@ from tests.cases import (
     relative_difference,
     train_rows,
 )
-from tests.reference import Row, groups_of, lone_rank, random_episodes, settings
+from tests.rows import Row, groups_of, random_episodes
+from tests.small_run import lone_rank, settings
 
 EPISODES = random_episodes(0)
 

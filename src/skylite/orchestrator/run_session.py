@@ -13,7 +13,7 @@ from pathlib import Path
 from skylite.adapters.expected_modules import predict_target_modules
 from skylite.adapters.manifest import read_manifest
 from skylite.config.train import Resolved
-from skylite.data.tokenizer import load_tokenizer
+from skylite.data.tokenizer import ChatTokenizer, load_tokenizer
 from skylite.engine.canary import DEFAULT_TOLERANCE, canary_sequences, verify_folder
 from skylite.engine.pool import EnginePool
 from skylite.engine.startup import engines_for_modules, start_engines
@@ -161,27 +161,18 @@ async def _run(
         progress.event("engines_started")
         supervisor.start(_trainer_spec(plan, resume))
         progress.event("trainer_started")
-        tokenizer = await asyncio.to_thread(load_tokenizer, Path(plan.resolved.model_path))
-        if tokenizer.note:
-            logger.info(tokenizer.note)
-        write_json(plan.run.canary_path, {"sequences": canary_sequences(tokenizer, plan.train)})
+        tokenizer = await _load_tokenizer(plan)
         progress.event("tokenizer_ready")
         pool = RewardPool(plan.reward, plan.config.reward.num_workers, plan.config.reward.timeout_s)
         stack.callback(pool.close)
         pool.watch(supervisor.fail)
         start = plan.first_step - 1
         await wait_for_update(plan, start)
-        published = read_manifest(
-            Path(plan.resolved.lora_sync_path) / adapter_name(start), verify_hash=False
-        ).target_modules
+        adapter = Path(plan.resolved.lora_sync_path) / adapter_name(start)
+        wanted = read_manifest(adapter, verify_hash=False).target_modules
         ready = await stack.enter_async_context(
             engines_for_modules(
-                plan.run_config,
-                plan.run.logs,
-                watchdogs,
-                supervisor,
-                started_for=modules,
-                wanted=published,
+                plan.run_config, plan.run.logs, watchdogs, supervisor, started_for=modules, wanted=wanted
             )
         )
         progress.event("engines_ready")
@@ -192,6 +183,15 @@ async def _run(
             )
         )
         await trainer_exit(plan, supervisor)
+
+
+async def _load_tokenizer(plan: RunPlan) -> ChatTokenizer:
+    """The tokenizer. Also writes the canary's token sequences, for which the trainer waits."""
+    tokenizer = await asyncio.to_thread(load_tokenizer, Path(plan.resolved.model_path))
+    if tokenizer.note:
+        logger.info(tokenizer.note)
+    write_json(plan.run.canary_path, {"sequences": canary_sequences(tokenizer, plan.train)})
+    return tokenizer
 
 
 async def trainer_exit(plan: RunPlan, supervisor: Supervisor) -> None:

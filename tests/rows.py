@@ -1,0 +1,123 @@
+"""Trajectories as flat rows: random ones, and rows as the groups that the trainer gets."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from skylite.run.rollout_file import write_rollouts
+from skylite.types import Group, Message, Prompt, Sample, Trajectory
+
+VOCAB = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A trajectory of one call, or of `calls`; then `completion_token_ids` joins their completions."""
+
+    group: int
+    prompt_token_ids: list[int]
+    completion_token_ids: list[int]
+    rollout_logprobs: list[float]
+    reward: float
+    truncated: bool = False
+    prompt_id: str = ""
+    calls: tuple[tuple[list[int], list[int]], ...] = ()
+    """(prompt, completion) of each call. Empty: one call, described by the other fields."""
+
+    @property
+    def all_calls(self) -> tuple[tuple[list[int], list[int]], ...]:
+        return self.calls or ((self.prompt_token_ids, self.completion_token_ids),)
+
+
+def groups_of(rows: Sequence[Row]) -> list[Group]:
+    """The rows as groups of trajectories, in the order of their group numbers."""
+    found: dict[int, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.group, []).append(row)
+    return [
+        Group(
+            prompt=Prompt(
+                id=found[g][0].prompt_id or f"test/{g}",
+                messages=[Message(role="user", content="")],
+                answer="",
+                source="",
+            ),
+            trajectories=tuple(trajectory_of(row) for row in found[g]),
+        )
+        for g in sorted(found)
+    ]
+
+
+def trajectory_of(row: Row) -> Trajectory:
+    logprobs, samples = iter(row.rollout_logprobs), []
+    for prompt, completion in row.all_calls:
+        sample = Sample(
+            prompt_token_ids=prompt,
+            completion_token_ids=completion,
+            rollout_logprobs=[next(logprobs) for _ in completion] if row.calls else row.rollout_logprobs,
+            finish_reason="length" if row.truncated else "stop",
+        )
+        samples.append(sample)
+    return Trajectory(samples=tuple(samples), reward=row.reward)
+
+
+def random_samples(seed: int, num_groups: int = 4, group_size: int = 4, shared: int = 12) -> list[Row]:
+    """Groups with a shared prefix and prompts of several lengths. Some completions are equal or share a start."""
+    rng = random.Random(seed)
+    tokens = lambda n: [rng.randrange(VOCAB) for _ in range(n)]  # noqa: E731
+    prefix = tokens(shared)
+    samples: list[Row] = []
+    for group in range(num_groups):
+        prompt, opening = prefix + tokens(rng.randrange(2, 9)), tokens(2)
+        for index in range(group_size):
+            completion = (opening if index % 2 else []) + tokens(rng.randrange(1, 9))
+            if index == 3:
+                completion = samples[-1].completion_token_ids
+            logprobs = [-5.0 + rng.uniform(-2, 2) for _ in completion]
+            reward = float(index == group % group_size) if group != 1 else 1.0
+            samples.append(
+                Row(
+                    group=group,
+                    prompt_token_ids=prompt,
+                    completion_token_ids=completion,
+                    rollout_logprobs=logprobs,
+                    reward=reward,
+                    truncated=group == 2 and index == 1,
+                )
+            )
+    return samples
+
+
+def random_episodes(seed: int, num_groups: int = 4, group_size: int = 4) -> list[Row]:
+    """Trajectories of one to four calls. Most prompts extend the previous call, some rewrite it and so branch."""
+    rng = random.Random(seed)
+    tokens = lambda n: [rng.randrange(VOCAB) for _ in range(n)]  # noqa: E731
+    prefix, rows = tokens(12), []
+    for group in range(num_groups):
+        question = prefix + tokens(rng.randrange(2, 6))
+        for index in range(group_size):
+            prompt, calls = question, []
+            for turn in range(1 + (index + group) % 4):
+                completion = tokens(rng.randrange(1, 6))
+                calls.append((prompt, completion))
+                kept = question + tokens(1) if turn == 1 else prompt + completion
+                prompt = kept + tokens(rng.randrange(1, 4))
+            sampled = [token for _, completion in calls for token in completion]
+            row = Row(
+                group=group,
+                prompt_token_ids=question,
+                completion_token_ids=sampled,
+                rollout_logprobs=[-5.0 + rng.uniform(-2, 2) for _ in sampled],
+                reward=float(index == group % group_size) if group != 1 else 1.0,
+                truncated=group == 2 and index == 1,
+                calls=tuple(calls),
+            )
+            rows.append(row)
+    return rows
+
+
+def write_samples(path: Path, samples: Sequence[Row]) -> None:
+    write_rollouts(path, groups_of(samples))

@@ -1,0 +1,75 @@
+"""Settings, run folders and a single rank for tests."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skylite.config.train import Resolved, RunConfig, TrainConfig
+from skylite.model.distributed import Dist, process_group
+from skylite.run.run_dir import RunDir
+from tests.rows import Row, write_samples
+
+
+def settings(**sections: Any) -> TrainConfig:
+    """A small configuration, with `sections` merged into it."""
+    tree: dict[str, Any] = {
+        "num_steps": 3,
+        "lora": {"rank": 4, "alpha": 8},
+        "rollout": {"prompts_per_step": 4, "group_size": 4},
+        "optim": {"lr": 1e-3, "max_grad_norm": 1e9},
+        "trainer": {"num_threads": 1},
+    }
+    for name, values in sections.items():
+        tree[name] = values if not isinstance(values, dict) else {**tree.get(name, {}), **values}
+    return TrainConfig.model_validate(tree)
+
+
+def resolved(model: Path, sync: Path) -> Resolved:
+    return Resolved(
+        model_path=str(model), model_fingerprint="f", dtype="float32", device="cpu", lora_sync_path=str(sync)
+    )
+
+
+def make_run(root: Path, model: Path, config: TrainConfig, steps: dict[int, list[Row]]) -> RunDir:
+    """A run directory as the parent makes it for the trainer, with the rollouts of `steps`."""
+    run = RunDir(root)
+    for folder in (run.rollouts, run.trainer_steps, run.checkpoints, run.logs, run.default_adapters):
+        folder.mkdir(parents=True)
+    run_config = RunConfig(
+        skylite_version="test", config=config, resolved=resolved(model, run.default_adapters)
+    )
+    run.config_path.write_text(run_config.model_dump_json(), encoding="utf-8")
+    run.canary_path.write_text(
+        json.dumps({"sequences": [list(range(20, 40)), list(range(60, 75))]}), encoding="utf-8"
+    )
+    for step, samples in steps.items():
+        write_samples(run.rollout_path(step), samples)
+    return run
+
+
+@contextmanager
+def lone_rank() -> Iterator[Dist]:
+    """A process group of one rank, with torchrun's environment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = {
+        "RANK": 0,
+        "WORLD_SIZE": 1,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 1,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in env.items():
+            patch.setenv(name, str(value))
+        with process_group("cpu") as dist:
+            yield dist
