@@ -46,7 +46,7 @@ def test_a_run_stops_at_a_nan_reward_and_goes_on_without_the_step(
     )
     assert stopped.returncode == 1, stopped.stderr
     assert (
-        f"Step 2 went bad: the reward of sample 4 (prompt {bad}, group 1) is nan. The update was not applied"
+        f"Step 2 went bad: the reward of trajectory 0 of group 1 (prompt {bad}) is nan. The update was not applied"
         in stopped.stderr
     )
     assert "Traceback" not in stopped.stderr
