@@ -1,6 +1,6 @@
-"""What flows through a run: prompts, the engine's samples, trajectories, groups.
+"""The data of a run: prompts, samples, trajectories and groups.
 
-No torch here: parent and trainer both import it.
+Parent and trainer import it, so it must not import torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ FLOAT32_MAX = 3.4028234663852886e38
 
 
 def is_number(score: float) -> bool:
-    """Whether the score is finite as float32, the type the trainer computes with."""
+    """Whether the score is finite as a float32, the trainer's dtype."""
     return abs(score) <= FLOAT32_MAX
 
 
@@ -30,51 +30,51 @@ class Prompt:
     """One row of a prepared parquet file."""
 
     id: str
-    """Unique in its data set, e.g. "gsm8k/train/17". Metrics and errors name it."""
+    """Unique in its data set, e.g. "gsm8k/train/17". Metrics and errors show it."""
     messages: list[Message]
     """System text, few-shot examples as user/assistant pairs, and the question as the last user message."""
     answer: str
-    """Reference answer in the form the reward expects. `skylite prepare` checked that it scores 1.0."""
+    """Reference answer in the form that the reward expects. `skylite prepare` checks that it scores 1.0."""
     source: str
     """Data set name, e.g. "gsm8k" or "gsm8k-synthetic"."""
     difficulty: int = 0
     """Number of reasoning steps; 0: unknown."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """What the reward needs besides the answer, e.g. a reasoning-gym entry. JSON in the file."""
+    """More inputs of the reward, e.g. a reasoning-gym entry. JSON in the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One call of the engine. Token ids are kept as vLLM returned them and never tokenised again."""
+    """One call of the engine. The token ids are vLLM's; text is never tokenized again."""
 
     prompt_token_ids: list[int]
-    """[P] what the engine was given."""
+    """[P] the engine's input."""
     completion_token_ids: list[int]
-    """[C] what it sampled, with the end-of-turn token where that was sampled."""
+    """[C] the sampled tokens, including the end-of-turn token if it was sampled."""
     rollout_logprobs: list[float]
-    """[C] natural log, under the sampling policy at the sampling temperature."""
+    """[C] in nats, under the sampling policy at the sampling temperature."""
     finish_reason: Literal["stop", "length"] = "stop"
     adapter_version: int = 0
     text: str = ""
-    """The completion as text. Empty in the trainer, which reads token ids only."""
+    """The completion as text. Empty in the trainer, which only reads token ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """The calls of one episode in order, one call a turn, and what they earned together."""
+    """The calls of one episode, in the order of its turns, and their reward. One turn is one call."""
 
     samples: tuple[Sample, ...]
-    """At least one. A later call's prompt may contain an earlier call's tokens."""
+    """At least one. The prompt of a later call may contain tokens of an earlier call."""
     reward: float
-    """The weighted sum of `components`. NaN or infinity is allowed: the trainer's anomaly rules judge it."""
+    """The weighted sum of `components`. May be NaN or infinite: trainer/anomaly.py handles that."""
     components: Mapping[str, float] = field(default_factory=dict)
-    """Reward function name -> its own unweighted score."""
+    """Reward function name -> unweighted score."""
     penalty: float = 0.0
-    """At most 0. Added for training, left out of every score that is shown."""
+    """At most 0. Part of the training reward, but not of any reported score."""
 
     @property
     def train_reward(self) -> float:
-        """What the trainer learns from."""
+        """The reward that the trainer uses."""
         return self.reward + self.penalty
 
     @property
@@ -90,7 +90,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """`group_size` trajectories of one prompt. Advantages compare them with each other."""
+    """The `group_size` trajectories of one prompt. Advantages compare them with each other."""
 
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
@@ -98,9 +98,9 @@ class Group:
 
     @property
     def is_zero_std(self) -> bool:
-        """Whether all trajectories earned the same as float32, like in the trainer: no gradient.
+        """Whether all rewards are equal as float32, the trainer's dtype. Such a group has no gradient.
 
-        False where a reward is not a finite number: the anomaly rules must see such a group.
+        False if a reward is not finite: the group must reach the anomaly rules instead of being resampled.
         """
         rewards = [t.train_reward for t in self.trajectories]
         return all(map(is_number, rewards)) and len(set(array("f", rewards))) == 1
@@ -108,7 +108,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a completion earned."""
+    """The score of a completion."""
 
     reward: float
     """The weighted sum of `components`; may be NaN or infinite."""

@@ -46,7 +46,7 @@ from skylite.trainer.anomaly import save_rejected_step
 from skylite.trainer.checkpoint import save_checkpoint
 from skylite.trainer.optimizer import FlatAdamW
 from skylite.trainer.publish import publish
-from skylite.trainer.worker import report
+from skylite.trainer.worker import report_error
 from skylite.types import Group, Prompt, Sample, Trajectory
 from tests.cases import optimizer_of, policy_of
 from tests.engines import write_random_adapter
@@ -137,7 +137,7 @@ def small_writers(model: Path) -> dict[str, Callable[[Path, int], Any]]:
     def trainer_error(folder: Path, v: int) -> None:
         RunDir(folder).logs.mkdir(exist_ok=True)
         if v == 2:
-            report(RunDir(folder), {"what": "x" * 9000, "hint": "", "final": True})
+            report_error(RunDir(folder), {"what": "x" * 9000, "hint": "", "final": True})
 
     def named_reward(folder: Path, v: int) -> None:
         os.environ["XDG_STATE_HOME"] = str(folder)

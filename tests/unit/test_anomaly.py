@@ -52,7 +52,7 @@ def with_nan(samples: list[Row]) -> list[Row]:
     ]
 
 
-def judge(config: TrainConfig, optimizer: FlatAdamW) -> Callable[[Any], str]:
+def anomaly_finder(config: TrainConfig, optimizer: FlatAdamW) -> Callable[[Any], str]:
     return lambda metrics: metric_anomaly(metrics, config.anomaly) or parameter_anomaly([optimizer])
 
 
@@ -93,19 +93,19 @@ def test_a_bad_step_is_undone_whole(
     def learn() -> dict[str, float]:
         return train_rows(policy, optimizer, samples, 2, config, dist)
 
-    _, fault = train_or_roll_back([optimizer], dist, learn, judge(config, optimizer), dict)
-    assert re.search(words, fault), fault
+    _, anomaly = train_or_roll_back([optimizer], dist, learn, anomaly_finder(config, optimizer), dict)
+    assert re.search(words, anomaly), anomaly
     assert all(torch.equal(a, b) for a, b in zip(before, numbers_of(optimizer), strict=True))
 
     # What comes next is as if the bad step had never been.
-    _, fault = train_or_roll_back(
+    _, anomaly = train_or_roll_back(
         [optimizer],
         dist,
         lambda: train_rows(policy, optimizer, random_samples(2), 3, settings(), dist),
         lambda _: "",
         dict,
     )
-    assert fault == ""
+    assert anomaly == ""
     assert not all(torch.equal(a, b) for a, b in zip(before, numbers_of(optimizer), strict=True))
 
 
@@ -148,7 +148,7 @@ def test_a_policy_whose_canary_gives_no_numbers_is_undone_before_it_is_published
 def test_a_number_among_the_inputs_that_is_none_is_named() -> None:
     samples = random_samples(0)
     assert rollout_anomaly(groups_of(samples)) == ""
-    samples[5] = replace(samples[5], rollout_logprobs=[-1.0, float("-inf")])
+    samples[5] = replace(samples[5], completion_token_ids=[1, 2], rollout_logprobs=[-1.0, float("-inf")])
     assert (
         rollout_anomaly(groups_of(samples))
         == "vLLM's logprob of token 1 in turn 0 of trajectory 1 of group 1 is -inf"

@@ -31,7 +31,7 @@ def dist() -> Iterator[Dist]:
 def test_the_line_through_two_passes_says_what_fits() -> None:
     found = fit_pass_memory((100, 300), (1500.0, 3500.0))
     assert found == PassMemory(fixed=500.0, per_token=10.0)
-    assert found.max_tokens(500 + 10 * 1000) == 960  # 1000, down to whole granules of 64
+    assert found.max_tokens(500 + 10 * 1000) == 960  # 1000, rounded down to a multiple of 64
     assert found.max_tokens(0) == TOKEN_MULTIPLE
     assert PassMemory(0.0, 1e-9).max_tokens(1e12) == MAX_TOKENS_PER_PASS
 

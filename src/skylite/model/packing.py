@@ -1,4 +1,4 @@
-"""Token sequences as one model call: a prefix tree in one row, or right-padded rows."""
+"""Packs token sequences into one model call: a prefix tree in one row, or right-padded rows."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Packing = Literal["tree", "padded"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedTokens:
-    """Sequences as one model call. C: the completion tokens of all of them, sequence after sequence."""
+    """Sequences as one model call. [C]: the completion tokens of all sequences, sequence after sequence."""
 
     inputs: dict[str, Any]
     """Keyword arguments of the model."""
     rows: Tensor
-    """[C] the row of the flattened logits that predicts the token."""
+    """[C] row of the flattened logits that predicts the token."""
     targets: Tensor
-    """[C] the token's id."""
+    """[C] token id."""
     segments: Tensor
-    """[C] int64: the segment of the token. A segment is one or more sequences (the calls of a trajectory)."""
+    """[C] int64, segment of the token. A segment is one or several sequences: the calls of a trajectory."""
     num_segments: int
     num_nodes: int
     """Tokens the model computes, padding included."""
@@ -41,14 +41,14 @@ def pack_tokens(
     device: torch.device,
     segments: Sequence[int] | None = None,
 ) -> PackedTokens:
-    """Sequences (a prompt and its completion each) as one model call.
+    """Pack sequences, each a prompt and its completion, into one model call.
 
     Args:
         groups: the group of each sequence. In a tree, sequences of one group share every common prefix.
-        segments: the segment of each sequence, counted up from 0; None: each sequence is a segment.
+        segments: the segment of each sequence, counted from 0; None: each sequence is a segment.
 
-    No sequence at all gives a call of one token that selects nothing, for a rank with nothing left to
-    compute.
+    Without sequences, the call has one token and no completion tokens. A rank with an empty micro-batch needs
+    it, because FSDP requires the same number of calls on every rank.
     """
     segments = range(len(prompts)) if segments is None else segments
     if packing == "tree":
@@ -63,10 +63,7 @@ def pack_tree(
     segments: Sequence[int],
     device: torch.device,
 ) -> PackedTokens:
-    """One row that holds the prefix tree.
-
-    The model needs an attention backend for trees (attention_backends.py).
-    """
+    """One row with the prefix tree. Needs an attention backend for trees (attention_backends.py)."""
     sequences = [(p + c)[:-1] for p, c in zip(prompts, completions, strict=True)]
     tree = build_tree(sequences or [[0]], groups or [0])
     predictors = [
@@ -88,7 +85,7 @@ def pack_padded(
     segments: Sequence[int],
     device: torch.device,
 ) -> PackedTokens:
-    """One right-padded row for each sequence: for models that cannot compute attention over a tree."""
+    """One right-padded row per sequence, for models without tree attention."""
     sequences = [(p + c)[:-1] for p, c in zip(prompts, completions, strict=True)] or [[0]]
     longest = max(map(len, sequences))
     first = min((len(p) - 1 for p in prompts), default=0)

@@ -1,4 +1,4 @@
-"""`rollouts/step-000012.parquet`: from the orchestrator to the trainer. One row is one call of the engine."""
+"""`rollouts/step-000012.parquet`: the orchestrator's input to the trainer. One row is one engine call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skylite.types import Group, Message, Prompt, Sample, Trajectory
 
 ROLLOUT_SCHEMA = pa.schema(
     [
-        # Which call this is: `turn` of `trajectory` of `group`, each counted from 0.
+        # These three identify the call: turn in trajectory in group, each counted from 0.
         ("group", pa.int32()),
         ("trajectory", pa.int32()),
         ("turn", pa.int32()),
@@ -26,8 +26,8 @@ ROLLOUT_SCHEMA = pa.schema(
         ("rollout_logprobs", pa.list_(pa.float32())),
         ("finish_reason", pa.string()),
         ("adapter_version", pa.int32()),
-        # These three belong to the trajectory and are equal in all of its rows.
-        # float64, so that the trainer rounds their sum as `Group.is_zero_std` does.
+        # Reward, penalty and components belong to the trajectory and are equal in all of its rows.
+        # float64, so that the trainer rounds reward + penalty exactly as `Group.is_zero_std` does.
         ("reward", pa.float64()),
         ("penalty", pa.float64()),
         ("components", pa.map_(pa.string(), pa.float64())),
@@ -37,8 +37,9 @@ ROLLOUT_SCHEMA = pa.schema(
     ]
 )
 TEXT_COLUMNS = ("question", "completion", "answer")
-"""Columns that the trainer does not read."""
+"""Columns for people, which the trainer does not read."""
 TRAJECTORY_COLUMNS = ("reward", "penalty")
+"""Columns that must be equal in all rows of a trajectory."""
 
 
 def write_rollouts(path: Path, groups: Sequence[Group]) -> None:
@@ -49,10 +50,9 @@ def write_rollouts(path: Path, groups: Sequence[Group]) -> None:
 
 
 def read_rollouts(path: Path, *, text: bool = True) -> list[Group]:
-    """The groups of a step as they were written; of a prompt only id, question and answer.
+    """The groups of a step. Of each prompt, the file has only id, question and answer.
 
-    `text`: False leaves out the columns that only people read. Raises DataError when the file is not a
-    rollout file.
+    `text`: False skips TEXT_COLUMNS. Raises DataError if the file is not a valid rollout file.
     """
     columns = [name for name in ROLLOUT_SCHEMA.names if text or name not in TEXT_COLUMNS]
     rows = sorted(_read(path, columns), key=lambda row: (row["group"], row["trajectory"], row["turn"]))
@@ -66,15 +66,15 @@ def read_rollouts(path: Path, *, text: bool = True) -> list[Group]:
 
 
 def mean_reward(path: Path) -> float:
-    """The mean reward of a step's trajectories, without penalties; not finite where one is not.
+    """The mean reward of a step's trajectories, without penalties. Raises DataError.
 
-    Raises DataError.
+    The mean is not finite if a reward is not finite.
     """
     rows = _read(path, ["group", "trajectory", "reward"])
     rewards: list[float] = list({(row["group"], row["trajectory"]): row["reward"] for row in rows}.values())
     if not rewards:
         raise _unusable(path, "it has no rows")
-    return sum(rewards) / len(rewards)  # fsum refuses infinities of both signs
+    return sum(rewards) / len(rewards)  # not fsum, which raises for inf + -inf
 
 
 def _rows_of(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
@@ -147,7 +147,7 @@ def _sample(path: Path, place: str, row: dict[str, Any]) -> Sample:
 def _read(path: Path, columns: list[str]) -> list[dict[str, Any]]:
     schema = pa.schema([ROLLOUT_SCHEMA.field(name) for name in columns])
     try:
-        # Not pq.read_table: it imports pandas where that is installed, 50 MB and most of a second.
+        # pq.read_table would import pandas if it is installed, which costs memory and start-up time.
         with pq.ParquetFile(path) as file:
             rows: list[dict[str, Any]] = file.read(columns=columns).select(columns).cast(schema).to_pylist()
     except (OSError, KeyError, pa.ArrowException) as error:
@@ -161,5 +161,6 @@ def _read(path: Path, columns: list[str]) -> list[dict[str, Any]]:
 
 def _unusable(path: Path, reason: str) -> DataError:
     return DataError(
-        f"{path} is not a usable rollout file: {reason}.", "Delete it; a resumed run samples the step again."
+        f"{path} is not a usable rollout file: {reason}.",
+        "Delete the file; a resumed run samples the step again.",
     )

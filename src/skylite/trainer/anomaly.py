@@ -1,4 +1,4 @@
-"""Numbers that go bad: a step is learned from, or it leaves no trace in the optimizers and its inputs are kept."""
+"""Anomalies: find bad numbers in a step, roll its updates back, and save its inputs."""
 
 from __future__ import annotations
 
@@ -31,19 +31,21 @@ FINITE_METRICS = (
     "optim/grad_norm",
     "critic/grad_norm",
 )
-"""Metrics of which none may be infinite or no number."""
+"""Metrics that must be finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSnapshot:
-    """What a optimizer was before a step: parameters by name, AdamW's state by name."""
+    """A copy of everything that an update changes."""
 
     params: dict[str, Tensor]
+    """By parameter name."""
     moments: dict[str, dict[str, Tensor]]
+    """AdamW's state by parameter name."""
 
 
 def take_snapshot(optimizer: FlatAdamW) -> OptimizerSnapshot:
-    """A copy of everything that an update changes."""
+    """Copy the parameters and AdamW's state."""
     moments = {n: optimizer.adamw.state[p] for n, p in optimizer.params.items() if p in optimizer.adamw.state}
     return OptimizerSnapshot(
         {n: p.detach().clone() for n, p in optimizer.params.items()},
@@ -51,62 +53,67 @@ def take_snapshot(optimizer: FlatAdamW) -> OptimizerSnapshot:
     )
 
 
-def restore_snapshot(optimizer: FlatAdamW, state: OptimizerSnapshot) -> None:
+def restore_snapshot(optimizer: FlatAdamW, snapshot: OptimizerSnapshot) -> None:
     """Undo every update since `take_snapshot`."""
     for name, param in optimizer.params.items():
-        param.data.copy_(state.params[name])
+        param.data.copy_(snapshot.params[name])
     optimizer.adamw.state.clear()
-    optimizer.adamw.state.update({optimizer.params[n]: dict(values) for n, values in state.moments.items()})
-    optimizer.park_moments()
+    optimizer.adamw.state.update(
+        {optimizer.params[n]: dict(values) for n, values in snapshot.moments.items()}
+    )
+    optimizer.offload_moments()
 
 
 @contextmanager
 def snapshots_before_update(optimizers: Sequence[FlatAdamW]) -> Iterator[dict[str, OptimizerSnapshot]]:
-    """Within the block, every optimizer's state as it was before its first update, by name.
+    """Yield a dict that receives each optimizer's snapshot, by name, right before its first update.
 
-    It is copied at that update, not at the start of the block: until then the activations of the backward pass take the memory.
+    A snapshot at the start of the block would add to the peak memory of the backward pass.
     """
-    before: dict[str, OptimizerSnapshot] = {}
+    snapshots: dict[str, OptimizerSnapshot] = {}
 
-    def remember(optimizer: FlatAdamW, *_: object) -> None:
-        if optimizer.name not in before:
-            before[optimizer.name] = take_snapshot(optimizer)
+    def keep_first(optimizer: FlatAdamW, *_: object) -> None:
+        if optimizer.name not in snapshots:
+            snapshots[optimizer.name] = take_snapshot(optimizer)
 
     with ExitStack() as stack:
         for optimizer in optimizers:
-            stack.callback(optimizer.adamw.register_step_pre_hook(partial(remember, optimizer)).remove)
-        yield before
+            stack.callback(optimizer.adamw.register_step_pre_hook(partial(keep_first, optimizer)).remove)
+        yield snapshots
 
 
 def train_or_roll_back(
     optimizers: Sequence[FlatAdamW],
     dist: Dist,
-    learn: Callable[[], dict[str, float]],
+    compute: Callable[[], dict[str, float]],
     find_anomaly: Callable[[Mapping[str, float]], str],
     publish: Callable[[], dict[str, float]],
 ) -> tuple[dict[str, float], str]:
-    """Metrics of `learn` and then `publish`, and why the updates were undone; empty when they stand. All ranks decide alike.
+    """Run `compute` and `publish`, or undo all updates on an anomaly. All ranks decide alike.
 
-    Bad is what `find_anomaly` names on any rank, and a TrainingDiverged, which every rank raises: gradients are summed before they are
-    judged, and the canary is the same everywhere.
+    An anomaly is a reason from `find_anomaly` on any rank, or a TrainingDiverged. All ranks raise the latter
+    together: gradients are summed over ranks before the check, and the canary is the same on every rank.
+
+    Returns:
+        Metrics, and the reason for the rollback; an empty reason if the updates stand.
     """
     metrics: dict[str, float] = {}
-    with snapshots_before_update(optimizers) as before:
+    with snapshots_before_update(optimizers) as snapshots:
         try:
-            metrics = learn()
-            fault = find_anomaly(metrics)
-            if not dist.all_reduce_max_(torch.tensor([float(bool(fault))], device=dist.device)).item():
+            metrics = compute()
+            anomaly = find_anomaly(metrics)
+            if not dist.all_reduce_max_(torch.tensor([float(bool(anomaly))], device=dist.device)).item():
                 return metrics | publish(), ""
         except TrainingDiverged as error:
-            fault = error.what
+            anomaly = error.what
     for optimizer in optimizers:
-        if optimizer.name in before:
-            restore_snapshot(optimizer, before[optimizer.name])
-    return metrics, fault or "another rank found a number that is not finite"
+        if optimizer.name in snapshots:
+            restore_snapshot(optimizer, snapshots[optimizer.name])
+    return metrics, anomaly or "another rank found a number that is not finite"
 
 
 def rollout_anomaly(groups: Sequence[Group]) -> str:
-    """The first reward or logprob of a step's rollouts that is not a finite number, in words; "" where there is none."""
+    """Name the first reward or logprob in a step's rollouts that is not finite; "" if all are finite."""
     for row, group in enumerate(groups):
         for column, trajectory in enumerate(group.trajectories):
             name = f"trajectory {column} of group {row}"
@@ -119,14 +126,14 @@ def rollout_anomaly(groups: Sequence[Group]) -> str:
     return ""
 
 
-def metric_anomaly(metrics: Mapping[str, float], anomaly: AnomalyConfig) -> str:
-    """Which number of a step is not finite or over its limit, in words."""
+def metric_anomaly(metrics: Mapping[str, float], config: AnomalyConfig) -> str:
+    """Name the first metric that is not finite or over its limit; "" if there is none."""
     for name in FINITE_METRICS:
         if not math.isfinite(metrics.get(name, 0.0)):
             return f"{name} is {metrics[name]}"
     limits = {
-        "policy/kl_ref": ("anomaly.max_kl", anomaly.max_kl),
-        "mismatch/kl": ("anomaly.max_mismatch_kl", anomaly.max_mismatch_kl),
+        "policy/kl_ref": ("anomaly.max_kl", config.max_kl),
+        "mismatch/kl": ("anomaly.max_mismatch_kl", config.max_mismatch_kl),
     }
     for name, (setting, limit) in limits.items():
         if limit is not None and metrics.get(name, 0.0) > limit:
@@ -134,21 +141,24 @@ def metric_anomaly(metrics: Mapping[str, float], anomaly: AnomalyConfig) -> str:
     return ""
 
 
-def reward_collapse(run: RunDir, step: int, anomaly: AnomalyConfig) -> str:
-    """Whether the mean reward of each of the last `min_reward_steps` steps was too low, in words."""
-    first = step - anomaly.min_reward_steps + 1
-    if anomaly.min_reward is None or first < 1:
+def reward_collapse(run: RunDir, step: int, config: AnomalyConfig) -> str:
+    """Report a mean reward below `min_reward` in each of the last `min_reward_steps` steps; "" if none."""
+    first = step - config.min_reward_steps + 1
+    if config.min_reward is None or first < 1:
         return ""
     paths = [run.rollout_path(k) for k in range(first, step + 1)]
     means = [mean_reward(path) for path in paths if path.exists()]
-    # A step whose rewards were no numbers (it was skipped) tells nothing of how good the policy is.
-    if len(means) < len(paths) or not all(-math.inf < m < anomaly.min_reward for m in means):
+    # A skipped step whose rewards were not finite says nothing about the policy.
+    if len(means) < len(paths) or not all(-math.inf < m < config.min_reward for m in means):
         return ""
-    return f"the mean reward was under anomaly.min_reward={anomaly.min_reward:g} in steps {first} to {step} (last {means[-1]:.4g})"
+    return (
+        f"the mean reward was under anomaly.min_reward={config.min_reward:g} in steps {first} to {step} "
+        f"(last {means[-1]:.4g})"
+    )
 
 
 def parameter_anomaly(optimizers: Sequence[FlatAdamW]) -> str:
-    """Which parameters an update left without numbers, in words."""
+    """Name an optimizer whose parameters are not finite after an update; "" if there is none."""
     for optimizer in optimizers:
         if bad := [n for n, p in optimizer.params.items() if not bool(torch.isfinite(p).all())]:
             return f"the update left {len(bad)} of the {optimizer.name}'s matrices not finite, first {bad[0]}"
@@ -156,9 +166,12 @@ def parameter_anomaly(optimizers: Sequence[FlatAdamW]) -> str:
 
 
 def save_rejected_step(
-    run: RunDir, step: int, reason: str, metrics: Mapping[str, float], anomaly: AnomalyConfig
+    run: RunDir, step: int, reason: str, metrics: Mapping[str, float], config: AnomalyConfig
 ) -> Path:
-    """Copy what a bad step learned from into `rejected_steps/step-000012`, with the reason. Rank 0 only. Returns the folder."""
+    """Copy a bad step's rollouts to `rejected_steps/step-000012`, with the reason. Returns the folder.
+
+    Rank 0 only.
+    """
     name, number = run.rollout_path(step).stem, 1
     while (path := run.rejected_steps / (name if number == 1 else f"{name}-{number}")).exists():
         number += 1
@@ -168,13 +181,13 @@ def save_rejected_step(
         numbers = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
         write_json(
             folder / "reason.json",
-            {"step": step, "reason": reason, "anomaly": anomaly.model_dump(mode="json"), "metrics": numbers},
+            {"step": step, "reason": reason, "anomaly": config.model_dump(mode="json"), "metrics": numbers},
         )
     return path
 
 
 def consecutive_skips(run: RunDir, step: int) -> int:
-    """How many steps right before `step` were skipped."""
+    """The number of skipped steps in a row right before `step`."""
     count = 0
     while (path := run.trainer_step_path(step - 1 - count)).exists() and "skipped" in run.read_json(path):
         count += 1

@@ -1,4 +1,4 @@
-"""Assign advantages: from the rewards of trajectories to the advantage of every sampled token."""
+"""Assign advantages: turns the rewards of trajectories into an advantage for every sampled token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def assign_advantages(
     config: AlgorithmConfig,
     dist: Dist,
 ) -> list[Targets]:
-    """The targets of each micro-batch of this rank. All ranks call it together."""
+    """The targets of each micro-batch of this rank. All ranks call it."""
     if config.advantage in GROUP_ADVANTAGES:
         by_group = batch.advantages
         if by_group is None:
@@ -42,7 +42,7 @@ def assign_advantages(
 
 
 def _by_token(micro: MicroBatch, by_number: Tensor) -> Tensor:
-    """[N * G] by trajectory -> [C]: every token of a trajectory, in every call, gets its advantage."""
+    """[N * G] by trajectory number -> [C]: every token gets the advantage of its trajectory."""
     own = [float(by_number[number]) for number in micro.numbers]
     return torch.tensor(own, dtype=torch.float32, device=micro.keys.device)[micro.tokens.segments]
 
@@ -50,7 +50,7 @@ def _by_token(micro: MicroBatch, by_number: Tensor) -> Tensor:
 def _kl_of_trajectories(
     batch: Batch, micro_batches: Sequence[MicroBatch], known: Sequence[Precomputed], dist: Dist
 ) -> Tensor:
-    """[N, G] KL penalty summed over the tokens of each trajectory, from whichever rank computed it."""
+    """[N, G] KL penalty, summed over the tokens of each trajectory and over ranks."""
     total = torch.zeros(batch.rewards.numel(), device=dist.device)
     for micro, found in zip(micro_batches, known, strict=True):
         assert found.kl_penalty is not None
@@ -62,7 +62,7 @@ def _kl_of_trajectories(
 def _token_advantages(micro: MicroBatch, known: Precomputed, config: AlgorithmConfig) -> Targets:
     """reinforce++ and gae before whitening, along the sampled tokens of each trajectory.
 
-    The reward stands at the trajectory's last token, the KL at every one.
+    The last token gets the trajectory's reward, every token its KL penalty.
     """
     lengths = [t.num_tokens for t in micro.trajectories]
     nothing = torch.zeros_like(micro.token_weights)

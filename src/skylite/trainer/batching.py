@@ -1,4 +1,4 @@
-"""From a step's groups to a plan: which rank computes which trajectories in which micro-batch."""
+"""Plans a step: which rank computes which trajectories in which micro-batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ Numbered = tuple[int, Trajectory]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """A step's trajectories: N groups of G, in file order. Trajectory `row * G + column` is its number in the step."""
+    """A step's trajectories: N groups of G, in file order.
+
+    A trajectory's number in the step is `row * G + column`.
+    """
 
     groups: Sequence[Group]
     rewards: Tensor
@@ -33,7 +36,7 @@ class Batch:
     zero_std: list[bool]
     """[N] groups whose rewards are all equal."""
     advantages: Tensor | None
-    """[N, G] where rewards and lengths are enough to know them; None where they need values or the KL."""
+    """[N, G] if they depend on rewards and lengths only; None if they need values or the KL."""
 
     @property
     def group_size(self) -> int:
@@ -45,13 +48,13 @@ class Batch:
         return [t for g in self.groups for t in g.trajectories]
 
     def trajectory(self, number: int) -> Trajectory:
-        """One by its number."""
+        """The trajectory with this number."""
         row, column = divmod(number, self.group_size)
         return self.groups[row].trajectories[column]
 
 
 def arrange(groups: Sequence[Group], config: AlgorithmConfig) -> Batch:
-    """The step as a batch. Raises DataError when groups differ in size."""
+    """The step as a batch. Raises DataError if groups differ in size."""
     sizes = {len(g.trajectories) for g in groups}
     if len(sizes) != 1:
         raise DataError(
@@ -73,11 +76,11 @@ def arrange(groups: Sequence[Group], config: AlgorithmConfig) -> Batch:
 def plan_micro_batches(
     batch: Batch, numbers: Sequence[int], budget: int, dp_size: int, packing: Packing
 ) -> list[list[list[int]]]:
-    """[dp_size][M] micro-batches of trajectory numbers, the same M for every rank, the largest first. Some may be empty.
+    """Micro-batches of trajectory numbers, the largest first: [dp_size][M], with the same M for every rank.
 
-    A micro-batch computes at most `budget` tokens, padding included; one trajectory that is longer gets a micro-batch alone.
-    A trajectory is never cut. In a tree, a group stays together unless it exceeds the budget alone. The plan depends on
-    the arguments only, so every rank finds the same one without communication.
+    A micro-batch computes at most `budget` tokens, padding included; some may be empty. A trajectory is never
+    split, and one over the budget gets its own micro-batch. In a tree, only a group over the budget is
+    split. The plan depends on the arguments only, so all ranks agree without communication.
     """
     if not numbers:
         return [[] for _ in range(dp_size)]
@@ -89,7 +92,7 @@ def plan_micro_batches(
 
 
 def _tree_bins(items: Sequence[Numbered], group_size: int, budget: int, dp_size: int) -> list[list[int]]:
-    """Micro-batches of at most `budget` unique tokens. Their number is a multiple of `dp_size`; the largest comes first."""
+    """Micro-batches of at most `budget` unique tokens, the largest first; a multiple of `dp_size` of them."""
     prefix = _common_prefix([t.samples[0].prompt_token_ids for _, t in items])
     units = sorted(_units(items, group_size, budget, prefix), key=lambda u: -u[0])
     num_bins = dp_size
@@ -102,7 +105,7 @@ def _tree_bins(items: Sequence[Numbered], group_size: int, budget: int, dp_size:
 
 
 def _common_prefix(prompts: Sequence[list[int]]) -> int:
-    """Tokens that all prompts begin with."""
+    """Length of the prefix that all prompts share, in tokens."""
     low, high = min(prompts), max(prompts)
     differing = (k for k, (a, b) in enumerate(zip(low, high, strict=False)) if a != b)
     return next(differing, min(len(low), len(high)))
@@ -111,7 +114,10 @@ def _common_prefix(prompts: Sequence[list[int]]) -> int:
 def _units(
     items: Sequence[Numbered], group_size: int, budget: int, prefix: int
 ) -> list[tuple[int, list[int]]]:
-    """(tokens besides the prefix, trajectories) that stay together: groups, or parts of a group over the budget."""
+    """(new tokens, trajectory numbers) that stay together: a group, or a part of a group over the budget.
+
+    New tokens are those that follow the common prefix.
+    """
     units: list[tuple[int, list[int]]] = []
     previous, previous_group = np.empty(0, dtype=np.int64), None
     for group, calls, number in sorted((number // group_size, _calls(t), number) for number, t in items):
@@ -131,7 +137,7 @@ def _calls(trajectory: Trajectory) -> list[list[int]]:
 
 
 def _new_tokens(sequences: Sequence[IntArray], before: IntArray) -> int:
-    """Tokens that the calls of a trajectory add, each compared with the one before it and the first with `before`."""
+    """Tokens that the calls add to the tree, each compared with the previous one (the first: `before`)."""
     total = 0
     for sequence in sequences:
         total += len(sequence) - shared_length(before, sequence)
@@ -140,7 +146,7 @@ def _new_tokens(sequences: Sequence[IntArray], before: IntArray) -> int:
 
 
 def _fill(units: list[tuple[int, list[int]]], num_bins: int) -> list[tuple[int, list[list[int]]]]:
-    """Longest-processing-time rule: each unit, largest first, goes to the emptiest bin."""
+    """Longest-processing-time rule: each unit, from large to small, goes to the emptiest bin."""
     bins: list[tuple[int, list[list[int]]]] = [(0, []) for _ in range(num_bins)]
     for size, unit in units:
         index = min(range(num_bins), key=lambda i: bins[i][0])
@@ -150,7 +156,7 @@ def _fill(units: list[tuple[int, list[int]]], num_bins: int) -> list[tuple[int, 
 
 
 def _row_bins(items: Sequence[Numbered], group_size: int, budget: int, dp_size: int) -> list[list[int]]:
-    """The same for padded rows, each as long as the longest beside it: neighbours by length, cut as evenly as possible."""
+    """The same for padded rows. Neighbours by length share a micro-batch, which pads to its longest row."""
     ordered = sorted(items, key=lambda i: (-_row_length(i), i[0]))
     num_bins = -(-len(_cut(ordered, budget)) // dp_size) * dp_size
     limits = range(1, budget)
@@ -160,7 +166,7 @@ def _row_bins(items: Sequence[Numbered], group_size: int, budget: int, dp_size: 
 
 
 def _cut(ordered: Sequence[Numbered], budget: int) -> list[list[Numbered]]:
-    """Runs of trajectories, the longest first in each, whose rows have at most `budget` places together."""
+    """Split trajectories, sorted from long to short, into runs of at most `budget` padded tokens."""
     bins: list[list[Numbered]] = []
     for item in ordered:
         if bins and _num_rows([*bins[-1], item]) * _row_length(bins[-1][0]) <= budget:
@@ -175,5 +181,5 @@ def _num_rows(items: Sequence[Numbered]) -> int:
 
 
 def _row_length(item: Numbered) -> int:
-    """Tokens that the model reads of the longest call: all but the last."""
+    """Tokens that the model reads of the trajectory's longest call: all but the last."""
     return max(len(s.prompt_token_ids) + len(s.completion_token_ids) for s in item[1].samples) - 1

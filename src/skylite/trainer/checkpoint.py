@@ -1,7 +1,7 @@
-"""Checkpoints: each optimizer's parameters in fp32, AdamW's moments, every rank's random state, and where the run is; safetensors and JSON.
+"""Checkpoints: float32 parameters, AdamW's moments, the random state of every rank, and the step.
 
-torch.distributed.checkpoint keeps the tensors (trainer/checkpoint.py). The adapter is whole on every rank
-(model/policy.py), so rank 0 writes it all and any number of ranks can go on from it.
+torch.distributed.checkpoint stores the tensors as safetensors; the rest is JSON. The adapter is replicated on
+every rank (model/policy.py), so rank 0 writes everything, and any number of ranks can resume.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ def save_checkpoint(
     optimizers: Sequence[FlatAdamW],
     random_state: Mapping[str, Tensor],
 ) -> None:
-    """Write `checkpoints/step-000010/` unless it is there. Rank 0 only: it holds everything. The parent removes old ones."""
+    """Write `checkpoints/step-000010/` unless it exists. Rank 0 only. The parent deletes old checkpoints."""
     path = run.checkpoint_path(step)
     if path.exists():
         return
     with atomic_folder(path, checkpoint_bytes(optimizers)) as folder:
         parts = [part for x in optimizers for part in _parts(x, _moments(x))]
-        save_tensors(folder, [*parts, _under("random", random_state)])
+        save_tensors(folder, [*parts, _prefixed("random", random_state)])
         state = {
             "step": step,
             "adapter_version": step,
-            # Prompts and learning rate are functions of (seed, step): the step is their cursor.
+            # Prompts and learning rate are functions of (seed, step), so the step is all they need.
             "next_step": step + 1,
             "optimizer_updates": {x.name: _num_updates(x) for x in optimizers},
             "num_ranks": len(random_state),
@@ -65,7 +65,7 @@ def save_checkpoint(
 
 
 def checkpoint_bytes(optimizers: Sequence[FlatAdamW]) -> int:
-    """What a checkpoint takes: parameters and both moments of each optimizer."""
+    """Bytes of a checkpoint: the parameters and both moments of each optimizer."""
     return sum(
         (1 + len(MOMENTS)) * p.numel() * p.element_size()
         for optimizer in optimizers
@@ -74,61 +74,65 @@ def checkpoint_bytes(optimizers: Sequence[FlatAdamW]) -> int:
 
 
 def random_states(dist: Dist) -> dict[str, Tensor]:
-    """Each rank's generator by `rank-0`, uint8 on the CPU. Every rank calls it.
+    """The state of each rank's random generator, uint8 on the CPU: `rank-0`, `rank-1`, ... All ranks call it.
 
-    Every step seeds it anew from (seed, step, rank), so that nothing hangs on it today; it is kept so that this may change.
+    No result depends on it today, because every step seeds the generator from (seed, step, rank). It is saved
+    so that later code may rely on it.
     """
     states = dist.all_gather(_random_state(dist).to(dist.device)).view(dist.dp_size, -1).cpu()
     return {f"rank-{rank}": state.clone() for rank, state in enumerate(states)}
 
 
 def load_checkpoint(folder: Path, optimizers: Sequence[FlatAdamW], dist: Dist) -> int:
-    """Put a checkpoint into the optimizers; returns its step. Raises ModelError when it is damaged or does not fit."""
+    """Load a checkpoint into the optimizers. Returns its step.
+
+    Raises ModelError if the checkpoint is damaged or has other shapes.
+    """
     verify_checkpoint(folder)
     try:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         step, num_ranks = int(state["step"]), int(state["num_ranks"])
         updates = {x.name: int(state["optimizer_updates"][x.name]) for x in optimizers}
-        moments = {x.name: _new_moments(x) if updates[x.name] else {} for x in optimizers}
+        moments = {x.name: _empty_moments(x) if updates[x.name] else {} for x in optimizers}
         tensors = {
             name: t for x in optimizers for part in _parts(x, moments[x.name]) for name, t in part.items()
         }
-        own, stored = _under("random", {f"rank-{dist.dp_rank}": _random_state(dist)}), stored_shapes(folder)
+        own, stored = (
+            _prefixed("random", {f"rank-{dist.dp_rank}": _random_state(dist)}),
+            stored_shapes(folder),
+        )
         if {n: shape for n, shape in stored.items() if not n.startswith("random/")} != _shapes(tensors):
             names = " and ".join(x.name for x in optimizers)
             raise ModelError(
                 f"The checkpoint {folder} holds matrices of other shapes for the {names}.",
-                "Use the run's own config.json.",
+                "Use the config.json of the run that wrote it.",
             )
-        # A generator goes on among as many ranks as there were, on the same kind of device.
-        goes_on = num_ranks == dist.dp_size and _shapes(own).items() <= stored.items()
-        load_tensors(folder, tensors | own if goes_on else tensors)
+        # The random state only fits the same number of ranks on the same kind of device.
+        restores_random = num_ranks == dist.dp_size and _shapes(own).items() <= stored.items()
+        load_tensors(folder, tensors | own if restores_random else tensors)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ModelError(
             f"The checkpoint {folder} cannot be read: {error}.",
-            "Go on from an older one: --resume RUN --at STEP.",
+            "Resume from an older checkpoint: --resume RUN --at STEP.",
         ) from None
     for optimizer in optimizers:
         _restore_optimizer(optimizer, moments[optimizer.name], updates[optimizer.name])
-    if goes_on:
-        (generator,) = own.values()
-        torch.cuda.set_rng_state(
-            generator, dist.device
-        ) if dist.device.type == "cuda" else torch.set_rng_state(generator)
+    if restores_random:
+        _set_random_state(dist, *own.values())
     return step
 
 
 def _parts(optimizer: FlatAdamW, moments: Mapping[str, Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """What a checkpoint holds of a optimizer, a file each: `policy/weights/PARAMETER`, then `policy/exp_avg/PARAMETER` ..."""
+    """An optimizer's tensors, one dict per file: `policy/weights/PARAMETER`, `policy/exp_avg/PARAMETER`."""
     weights = {n: p.detach() for n, p in optimizer.params.items()}
     return [
-        _under(f"{optimizer.name}/{part}", tensors)
+        _prefixed(f"{optimizer.name}/{part}", tensors)
         for part, tensors in {"weights": weights, **moments}.items()
     ]
 
 
 def _moments(optimizer: FlatAdamW) -> dict[str, dict[str, Tensor]]:
-    """AdamW's moments by kind and parameter; none before the first update."""
+    """AdamW's moments by kind and parameter; empty before the first update."""
     state = optimizer.adamw.state
     return (
         {m: {n: state[p][m] for n, p in optimizer.params.items()} for m in MOMENTS}
@@ -137,8 +141,8 @@ def _moments(optimizer: FlatAdamW) -> dict[str, dict[str, Tensor]]:
     )
 
 
-def _new_moments(optimizer: FlatAdamW) -> dict[str, dict[str, Tensor]]:
-    """Room for them, on the CPU: the optimizer's own are made when they are given to it."""
+def _empty_moments(optimizer: FlatAdamW) -> dict[str, dict[str, Tensor]]:
+    """Uninitialised CPU tensors to load the moments into. AdamW copies them to the parameters' device."""
     return {m: {n: torch.empty_like(p, device="cpu") for n, p in optimizer.params.items()} for m in MOMENTS}
 
 
@@ -146,8 +150,15 @@ def _random_state(dist: Dist) -> Tensor:
     return torch.cuda.get_rng_state(dist.device) if dist.device.type == "cuda" else torch.get_rng_state()
 
 
-def _under(folder: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {f"{folder}/{name}": tensor for name, tensor in tensors.items()}
+def _set_random_state(dist: Dist, state: Tensor) -> None:
+    if dist.device.type == "cuda":
+        torch.cuda.set_rng_state(state, dist.device)
+    else:
+        torch.set_rng_state(state)
+
+
+def _prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{prefix}/{name}": tensor for name, tensor in tensors.items()}
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -174,12 +185,13 @@ def _restore_optimizer(
 
 
 def save_tensors(folder: Path, files: Sequence[Mapping[str, Tensor]]) -> None:
-    """Write `model-0000i-of-0000N.safetensors` for each group of tensors, and `model.safetensors.index.json`.
+    """Write `model-0000i-of-0000N.safetensors` for each dict of tensors, and `model.safetensors.index.json`.
 
-    One process writes all of it: nothing in a checkpoint is sharded. A file is made in memory before it is written. Raises OSError.
+    One process writes everything, because nothing in a checkpoint is sharded. Each file is built in memory
+    first. Raises OSError.
     """
     numbers = {name: number for number, tensors in enumerate(files, start=1) for name in tensors}
-    with _alone():
+    with _single_process():
         save(
             {name: tensor for tensors in files for name, tensor in tensors.items()},
             storage_writer=HuggingFaceStorageWriter(str(folder), numbers),
@@ -188,13 +200,13 @@ def save_tensors(folder: Path, files: Sequence[Mapping[str, Tensor]]) -> None:
 
 
 def load_tensors(folder: Path, into: Mapping[str, Tensor]) -> None:
-    """Copy the tensors of these names into the given ones, which have their shapes. Raises OSError or ValueError."""
-    with _alone():
+    """Read the tensors named in `into` into its tensors of the same shapes. Raises OSError or ValueError."""
+    with _single_process():
         load(dict(into), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor that was saved there."""
+    """The shape of every tensor in a folder that `save_tensors` wrote."""
     stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return {
         name: tuple(about.size) for name, about in stored.items() if isinstance(about, TensorStorageMetadata)
@@ -202,13 +214,11 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """Without the warning that one process works alone, which is meant, and with the cause of a failure instead of its wrapping."""
+def _single_process() -> Iterator[None]:
+    """Silence the warning about a single process, and raise the cause of a CheckpointException."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*in a single process")
         try:
             yield
-        except (
-            CheckpointException
-        ) as error:  # a BaseException, which would pass every handler that says a reason
+        except CheckpointException as error:  # a BaseException: the handlers of errors would miss it
             raise next(cause for cause, _ in error.failures.values()) from None

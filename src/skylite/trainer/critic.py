@@ -1,4 +1,4 @@
-"""PPO's critic: a second adapter on the policy's own frozen base and a linear head, so that it costs an adapter and not a model."""
+"""PPO's critic: a second adapter on the policy's frozen base, and a linear head."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from skylite.trainer.optimizer import FlatAdamW, make_optimizer
 
 
 class ValueHead(nn.Module):
-    """hidden [..., H] -> value [..., 1], in fp32 whatever autocast says. It starts at zero, so the first values are 0."""
+    """hidden [..., H] -> value [..., 1], float32 even under autocast. The first values are 0."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -27,14 +27,17 @@ class ValueHead(nn.Module):
         self.values: Tensor | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The values are also kept in `self.values`: some models bend what their head returns (Gemma 2's score cap)."""
+        """Also stores the values in `self.values`, because some models change the output of their head.
+
+        Gemma 2, for example, applies a softcap.
+        """
         self.values = (hidden.float() * self.weight).sum(dim=-1, keepdim=True) + self.bias
         return self.values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Critic:
-    """The value function and what trains it."""
+    """The value function and its optimizer."""
 
     head: ValueHead
     optimizer: FlatAdamW
@@ -42,7 +45,7 @@ class Critic:
 
 
 def make_critic(policy: Policy, config: TrainConfig, dist: Dist) -> Critic:
-    """The critic of a policy that was loaded with a critic adapter. Every rank calls it."""
+    """The critic of a policy that has a critic adapter. All ranks call it."""
     hidden_size = policy.model.get_base_model().get_input_embeddings().embedding_dim
     head = ValueHead(output_width(policy, hidden_size)).to(policy.device)
     params = {
@@ -64,13 +67,13 @@ def make_critic(policy: Policy, config: TrainConfig, dist: Dist) -> Critic:
 
 
 def output_width(policy: Policy, default: int) -> int:
-    """Width of the hidden state that the language-model head takes."""
+    """Width of the hidden state that the LM head takes."""
     head = policy.model.get_base_model().get_output_embeddings()
     return int(getattr(head, "in_features", default))
 
 
 def predict_values(policy: Policy, critic: Critic, tokens: PackedTokens) -> Tensor:
-    """Values [C] float32 of the states in which each completion token was chosen."""
+    """[C] float32 values of the states right before each completion token."""
     base: PreTrainedModel = policy.model.get_base_model()
     with using_adapter(policy, CRITIC), replaced_head(base, critic.head), policy.autocast():
         outputs: Tensor = policy.model(**tokens.inputs, use_cache=False).logits

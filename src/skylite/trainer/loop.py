@@ -1,4 +1,7 @@
-"""The trainer's loop: rollouts in, adapter versions out, joined with the rest of the run by files alone."""
+"""The trainer's loop: read rollouts, train a step, publish an adapter version.
+
+It communicates with the parent through files only.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ POLL_S = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
-    """Everything a step needs; built once by `start`."""
+    """Everything a step needs. `build_trainer` makes it once."""
 
     run: RunDir
     run_config: RunConfig
@@ -52,7 +55,7 @@ class Trainer:
     critic: Critic | None
     canary_sequences: list[list[int]]
     base_logprobs: list[list[float]]
-    """The canary with the adapter off; the base never changes."""
+    """[S][L - 1] canary logprobs of the base model, which never changes."""
 
     @property
     def config(self) -> TrainConfig:
@@ -65,47 +68,47 @@ class Trainer:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """A step that was tried."""
+    """The outcome of one attempt to train a step."""
 
     metrics: dict[str, float]
-    fault: str
-    """What was bad about it, in words; empty: its updates stand and its version is published."""
+    anomaly: str
+    """The reason why the step was rolled back; empty if its updates stand and its version is published."""
     span: tuple[float, float]
-    """When it was computed, in seconds of the monotonic clock."""
+    """Start and end of the computation, in seconds of the monotonic clock."""
 
 
 def train(run: RunDir, run_config: RunConfig, dist: Dist, resume: bool) -> None:
-    """Publish the first version, then learn from every rollout file as it appears, until the last step or a stop request."""
-    with half_the_threads():
-        trainer = start(run, run_config, dist)
+    """Publish the first version, then train on each rollout file until the last step or a stop request."""
+    with half_the_threads():  # vLLM starts at the same time
+        trainer = build_trainer(run, run_config, dist)
     checkpoint = trainer.config.checkpoint
     done = restore(trainer) if resume else 0
     started = time.monotonic()
-    record(
-        trainer, done, {"resumed": True} if done else {}, publish_version(trainer, done), (started, started)
-    )
+    metrics = publish_version(trainer, done)
+    write_step_file(trainer, done, {"resumed": True} if done else {}, metrics, (started, started))
     for step in range(done + 1, trainer.config.num_steps + 1):
         waited = time.monotonic()
         groups = wait_for_rollouts(trainer, step)
         if groups is None:
             break
-        learned = try_step(trainer, groups, step)
-        metrics = learned.metrics | {
-            "time/wait_s": learned.span[0] - waited,
-            "time/train_s": learned.span[1] - learned.span[0],
+        result = try_step(trainer, groups, step)
+        metrics = result.metrics | {
+            "time/wait_s": result.span[0] - waited,
+            "time/train_s": result.span[1] - result.span[0],
         }
-        if learned.fault:
-            metrics |= handle_anomaly(trainer, step, learned.fault, metrics)
+        if result.anomaly:
+            metrics |= handle_anomaly(trainer, step, result.anomaly, metrics)
             metrics |= publish_version(trainer, step)
         done = step
         if step % checkpoint.every == 0 or step == trainer.config.num_steps:
             metrics |= checkpoint_step(trainer, step)
-        record(trainer, step, {"skipped": learned.fault} if learned.fault else {}, metrics, learned.span)
+        facts: dict[str, bool | str] = {"skipped": result.anomaly} if result.anomaly else {}
+        write_step_file(trainer, step, facts, metrics, result.span)
     checkpoint_step(trainer, done)
 
 
-def start(run: RunDir, run_config: RunConfig, dist: Dist) -> Trainer:
-    """Load and shard the model, choose how samples are packed, score the canary with the base."""
+def build_trainer(run: RunDir, run_config: RunConfig, dist: Dist) -> Trainer:
+    """Load and shard the model, choose its fast paths, and score the canary with the base model."""
     config = run_config.config
     policy = load_policy(run_config.resolved, config, dist)
     sequences = wait_for_canary(run)
@@ -115,13 +118,13 @@ def start(run: RunDir, run_config: RunConfig, dist: Dist) -> Trainer:
     run_config = resolve_micro_batch_tokens(run, run_config, policy, dist)
     config = run_config.config
     if config.algorithm.uses_ref:
-        found = check_reference(
+        kl = check_reference(
             policy,
             sequences,
             must_agree=config.algorithm.kl_ref == "init" or config.lora.from_adapter is None,
         )
         if dist.is_main:
-            print(f"KL to the reference at the start: {found:.3g}", flush=True)
+            print(f"KL to the reference at the start: {kl:.3g}", flush=True)
     optim = config.optim
     return Trainer(
         run=run,
@@ -144,7 +147,7 @@ def start(run: RunDir, run_config: RunConfig, dist: Dist) -> Trainer:
 
 
 def wait_for_canary(run: RunDir) -> list[list[int]]:
-    """The token sequences; the parent's tokenizer may still be loading."""
+    """The canary's token ids. The parent writes them once its tokenizer is loaded."""
     while not run.canary_path.exists():
         time.sleep(POLL_S)
     sequences: list[list[int]] = run.read_json(run.canary_path)["sequences"]
@@ -152,20 +155,18 @@ def wait_for_canary(run: RunDir) -> list[list[int]]:
 
 
 def restore(trainer: Trainer) -> int:
-    """Go back to the newest checkpoint; its step, or 0 when there is none yet."""
+    """Load the newest checkpoint. Returns its step, or 0 if there is no checkpoint yet."""
     steps = checkpoint_steps(trainer.run)
-    return (
-        load_checkpoint(trainer.run.checkpoint_path(steps[-1]), trainer.optimizers, trainer.dist)
-        if steps
-        else 0
-    )
+    if not steps:
+        return 0
+    return load_checkpoint(trainer.run.checkpoint_path(steps[-1]), trainer.optimizers, trainer.dist)
 
 
 def wait_for_rollouts(trainer: Trainer, step: int) -> list[Group] | None:
-    """The groups of `step` once their file is there, or None on a stop request.
+    """The groups of `step` once their file exists, or None on a stop request.
 
-    Every rank looks at the disk for itself, because waiting in a collective would run into its timeout; what was seen first can
-    differ between ranks, so rank 0's answer counts.
+    Every rank polls the disk, because a long wait in a collective would time out. Ranks may see different
+    files first, so all follow rank 0.
     """
     path, stop = trainer.run.rollout_path(step), trainer.run.stop_path
     while not (path.exists() or stop.exists()):
@@ -175,13 +176,13 @@ def wait_for_rollouts(trainer: Trainer, step: int) -> list[Group] | None:
 
 
 def try_step(trainer: Trainer, groups: list[Group], step: int) -> StepResult:
-    """Learn from a step and publish its version, or neither: when something is bad, the optimizers are as before."""
-    rules, started = trainer.config.anomaly, time.monotonic()
-    if fault := rollout_anomaly(groups) or reward_collapse(trainer.run, step, rules):
-        return StepResult({}, fault, (started, started))
+    """Train a step and publish its version. After an anomaly, neither happened: all updates are undone."""
+    config, started = trainer.config.anomaly, time.monotonic()
+    if anomaly := rollout_anomaly(groups) or reward_collapse(trainer.run, step, config):
+        return StepResult({}, anomaly, (started, started))
     ended = started
 
-    def learn() -> dict[str, float]:
+    def compute() -> dict[str, float]:
         nonlocal ended
         metrics = train_step(
             trainer.policy, trainer.optimizer, groups, step, trainer.config, trainer.dist, trainer.critic
@@ -190,51 +191,53 @@ def try_step(trainer: Trainer, groups: list[Group], step: int) -> StepResult:
         return metrics
 
     def find_anomaly(metrics: Mapping[str, float]) -> str:
-        return metric_anomaly(metrics, rules) or parameter_anomaly(trainer.optimizers)
+        return metric_anomaly(metrics, config) or parameter_anomaly(trainer.optimizers)
 
-    metrics, fault = train_or_roll_back(
-        trainer.optimizers, trainer.dist, learn, find_anomaly, lambda: publish_version(trainer, step)
+    metrics, anomaly = train_or_roll_back(
+        trainer.optimizers, trainer.dist, compute, find_anomaly, lambda: publish_version(trainer, step)
     )
-    return StepResult(metrics, fault, (started, ended))
+    return StepResult(metrics, anomaly, (started, ended))
 
 
-def handle_anomaly(trainer: Trainer, step: int, fault: str, metrics: dict[str, float]) -> dict[str, float]:
-    """Keep the inputs of a bad step, then go on (returns what metrics it still has) or raise TrainingDiverged, as configured."""
-    run, rules, dist = trainer.run, trainer.config.anomaly, trainer.dist
+def handle_anomaly(trainer: Trainer, step: int, anomaly: str, metrics: dict[str, float]) -> dict[str, float]:
+    """Save the inputs of a rejected step, then skip the step or raise, as `anomaly.action` says.
+
+    Returns the metrics that a skipped step still has.
+    """
+    run, config, dist = trainer.run, trainer.config.anomaly, trainer.dist
     if dist.is_main:
-        save_rejected_step(run, step, fault, metrics, rules)
+        save_rejected_step(run, step, anomaly, metrics, config)
     skipped = consecutive_skips(run, step)
-    if rules.action == "stop" or skipped >= rules.max_skips:
+    if config.action == "stop" or skipped >= config.max_skips:
         checkpoint_step(trainer, step - 1)
-        dist.all_reduce_sum_(
-            torch.zeros(1, device=dist.device)
-        )  # rank 0 has written: the first rank to fail ends all others
-        also = f", and {skipped} steps before it were skipped" if skipped else ""
+        # Wait until rank 0 has written: the first rank that fails ends all others.
+        dist.all_reduce_sum_(torch.zeros(1, device=dist.device))
+        before = f", and the {skipped} steps before it were skipped" if skipped else ""
         raise TrainingDiverged(
-            f"Step {step} went bad: {fault}{also}. The update was not applied; what it learned from is in {run.rejected_steps}.",
-            "Correct the reward where it gave no number. Go on with --resume, with --set anomaly.action=skip to leave such steps out, or "
-            "begin anew from its last adapter "
-            f"(--from-adapter) with a lower optim.lr (now {trainer.config.optim.lr:g}).",
+            f"Step {step} went bad: {anomaly}{before}. The update was not applied; "
+            f"the rollouts and the reason are in {run.rejected_steps}.",
+            "Correct the reward if it returned no number. Resume with --set anomaly.action=skip to skip "
+            "such steps, or start a new run from the last adapter (--from-adapter) with a lower optim.lr "
+            f"(now {trainer.config.optim.lr:g}).",
         )
     return {name: metrics.get(name, math.nan) for name in ("policy/entropy", "mismatch/logprob_diff_mean")}
 
 
 def publish_version(trainer: Trainer, version: int) -> dict[str, float]:
-    """Score the canary (all ranks) while rank 0 writes the adapter. Returns metrics.
+    """Score the canary on all ranks while rank 0 writes the adapter. Returns metrics.
 
-    Raises TrainingDiverged, on every rank and with nothing published, when the policy gives no numbers.
+    Raises TrainingDiverged on every rank, and publishes nothing, if the policy's logprobs are not finite.
     """
     started = time.monotonic()
     metrics = {"adapter/b_norm": b_norm(trainer.policy)}
 
     def score_canary() -> Canary:
         scoring = time.monotonic()
-        with half_the_threads():
+        with half_the_threads():  # the adapter's file is written and hashed at the same time
             logprobs = canary_logprobs(trainer.policy, trainer.canary_sequences)
         metrics["time/canary_s"] = time.monotonic() - scoring
-        if not all(
-            math.isfinite(x) for row in logprobs for x in row
-        ):  # on every rank: all score the same tokens
+        # Every rank scores the same tokens, so all ranks raise or none does.
+        if not all(math.isfinite(x) for row in logprobs for x in row):
             raise TrainingDiverged(
                 f"the logprobs of {adapter_name(version)} on the canary are not finite", ""
             )
@@ -251,7 +254,10 @@ def publish_version(trainer: Trainer, version: int) -> dict[str, float]:
 
 
 def checkpoint_step(trainer: Trainer, step: int) -> dict[str, float]:
-    """Write the checkpoint of `step` unless it is there (rank 0, with every rank's random state). Returns metrics."""
+    """Write the checkpoint of `step` unless it exists. Returns metrics.
+
+    Rank 0 writes, with the random state of every rank. All ranks call it.
+    """
     started = time.monotonic()
     random_state = random_states(trainer.dist)
     if trainer.dist.is_main:
@@ -259,16 +265,17 @@ def checkpoint_step(trainer: Trainer, step: int) -> dict[str, float]:
     return {"time/checkpoint_s": time.monotonic() - started}
 
 
-def record(
+def write_step_file(
     trainer: Trainer,
     step: int,
     facts: dict[str, bool | str],
     metrics: dict[str, float],
     trained: tuple[float, float],
 ) -> None:
-    """Tell the parent, last of all: whoever sees this file finds the adapter complete.
+    """Report the step to the parent. The step's last write: once the file exists, the adapter is complete.
 
-    `trained`: when the step was computed, in seconds of the monotonic clock, which is the same for all processes of a machine.
+    `trained`: start and end of the computation, in seconds of the monotonic clock that all processes of a
+    machine share.
     """
     peak = torch.tensor([peak_rss_bytes()], device=trainer.dist.device, dtype=torch.float64)
     peak_bytes = float(trainer.dist.all_reduce_max_(peak).item())
@@ -281,7 +288,7 @@ def record(
             "trained": trained,
             "metrics": metrics | {"mem/rss_peak_bytes": peak_bytes},
         }
-        # Not waited for: what is done the checkpoint says. A resume that finds this file emptied by a power cut lacks the metrics alone.
+        # No fsync: the checkpoint records progress. A power cut can only lose these metrics.
         write_json(trainer.run.trainer_step_path(step), body, durable=False)
 
 

@@ -1,4 +1,4 @@
-"""trainer.tokens_per_micro_batch = "auto": the largest pass that fits, from two passes of known size."""
+"""Memory of a pass: measures how many tokens fit (tokens_per_micro_batch=auto), releases cached blocks."""
 
 from __future__ import annotations
 
@@ -16,54 +16,58 @@ from skylite.run.files import write_json
 from skylite.run.run_dir import RunDir
 
 PROBE_TOKENS = {"cpu": (256, 768), "cuda": (1024, 4096)}
-"""About the tokens of the two passes."""
+"""Approximate tokens of the two measured passes, by device type."""
 TOKEN_MULTIPLE = 64
+"""The measured number of tokens is rounded down to a multiple of this."""
 MAX_TOKENS_PER_PASS = 65536
 SAFETY = 0.85
-"""Of the memory that is free: passes of other shapes, the optimizer's state and fragments need the rest."""
+"""Share of the free memory to use. Other shapes, the optimizer's state and fragmentation need the rest."""
 CPU_SHARE = 0.5
-"""Of the machine's free memory: vLLM starts meanwhile, and other people may work here."""
+"""Share of the machine's free memory to use. vLLM starts at the same time, and other users need memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassMemory:
-    """What a forward and backward pass takes: bytes = fixed + per_token * tokens."""
+    """Peak memory of a forward and backward pass: bytes = fixed + per_token * tokens."""
 
     fixed: float
     per_token: float
 
     def max_tokens(self, limit: float) -> int:
-        """The largest multiple of TOKEN_MULTIPLE tokens whose pass takes at most `limit` bytes; TOKEN_MULTIPLE where none does."""
+        """The most tokens whose pass takes at most `limit` bytes: a multiple of TOKEN_MULTIPLE, never 0."""
         tokens = int((limit - self.fixed) / self.per_token) if self.per_token > 0 else MAX_TOKENS_PER_PASS
         return max(TOKEN_MULTIPLE, min(tokens, MAX_TOKENS_PER_PASS) // TOKEN_MULTIPLE * TOKEN_MULTIPLE)
 
 
 def fit_pass_memory(sizes: tuple[int, int], peaks: tuple[float, float]) -> PassMemory:
-    """The line through two measured passes (tokens, bytes)."""
+    """The line through two measured passes, given by their tokens and peak bytes."""
     per_token = (peaks[1] - peaks[0]) / (sizes[1] - sizes[0])
     return PassMemory(fixed=max(0.0, peaks[0] - per_token * sizes[0]), per_token=per_token)
 
 
 def measure_micro_batch_tokens(policy: Policy, run_config: RunConfig, dist: Dist) -> tuple[int, str]:
-    """The tokens of a micro-batch, the same on every rank, and how they were found, in words. All ranks call it."""
+    """Tokens per micro-batch, the same on every rank, and a sentence with the reason. All ranks call it."""
     config, device = run_config.config, policy.device
     sizes = PROBE_TOKENS[device.type]
-    # A padded row holds its prompt too, and what attention takes grows with the row.
+    # A padded row includes its prompt, and attention memory grows with the row.
     longest = config.rollout.max_completion_tokens + (
         config.rollout.max_prompt_tokens if policy.packing == "padded" else 0
     )
     completion = min(longest, sizes[0] // 2)
     small, large = (_measured_pass(policy, size, completion) for size in sizes)
-    found = fit_pass_memory((small[0], large[0]), (small[1], large[1]))
+    memory = fit_pass_memory((small[0], large[0]), (small[1], large[1]))
     limit = SAFETY * _free_bytes(device, config.engine.gpu_memory_utilization, dist.dp_size)
-    least = -dist.all_reduce_max_(torch.tensor([-found.max_tokens(limit)], device=device))
+    least = -dist.all_reduce_max_(torch.tensor([-memory.max_tokens(limit)], device=device))
     tokens = int(least.item())
-    reason = f"passes of {small[0]} and {large[0]} tokens say {found.per_token / 2**20:.2f} MiB a token; {limit / 2**30:.1f} GiB are free"
+    reason = (
+        f"passes of {small[0]} and {large[0]} tokens took {memory.per_token / 2**20:.2f} MiB per token; "
+        f"{limit / 2**30:.1f} GiB are free"
+    )
     return tokens, reason
 
 
 def resolve_micro_batch_tokens(run: RunDir, run_config: RunConfig, policy: Policy, dist: Dist) -> RunConfig:
-    """The config with a number where it says "auto": the one found before if this run was resumed, else measured now and recorded."""
+    """Replace "auto" in the config by a number: recorded if the run is resumed, else measured now."""
     if run_config.config.trainer.tokens_per_micro_batch != "auto":
         return run_config
     known = torch.tensor(
@@ -82,7 +86,7 @@ def resolve_micro_batch_tokens(run: RunDir, run_config: RunConfig, policy: Polic
 
 
 def _measured_pass(policy: Policy, num_tokens: int, completion: int) -> tuple[int, float]:
-    """Tokens computed by a forward and backward pass over about `num_tokens`, padding included, and the bytes it took at most."""
+    """Run a pass, forward and backward, over about `num_tokens`. Returns its padded tokens and peak bytes."""
     count = num_tokens // (completion + 1)
     tokens = pack_tokens(
         [[1]] * count,
@@ -98,25 +102,26 @@ def _measured_pass(policy: Policy, num_tokens: int, completion: int) -> tuple[in
 
 
 def _free_bytes(device: torch.device, engine_share: float, dp_size: int) -> float:
-    """Memory this rank may still take, bytes."""
+    """Bytes that this rank may still allocate."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        # The engine may not have taken its share yet.
+        # The engine may not have allocated its share yet.
         return float(min(free, total * (1 - engine_share) - torch.cuda.memory_allocated(device)))
     return CPU_SHARE * _kib_line(Path("/proc/meminfo"), "MemAvailable") * 1024 / dp_size
 
 
 def reset_peak_bytes(device: torch.device) -> float:
-    """Start to count the peak_bytes anew; bytes in use now."""
+    """Reset the peak to the bytes in use now, and return them."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return float(torch.cuda.memory_allocated(device))
-    # 5: the kernel sets the peak_bytes back to what is resident (proc(5), clear_refs).
+    # 5 resets the peak to the resident size (proc(5), clear_refs).
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     return _kib_line(Path("/proc/self/status"), "VmRSS") * 1024
 
 
 def peak_bytes(device: torch.device) -> float:
+    """Peak memory since `reset_peak_bytes`."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     return _kib_line(Path("/proc/self/status"), "VmHWM") * 1024
@@ -128,13 +133,13 @@ def _kib_line(path: Path, name: str) -> float:
 
 
 CLEAN_ALL_BUFFERS = 0
-"""Of <oneapi/tbb/scalable_allocator.h>."""
+"""Command from <oneapi/tbb/scalable_allocator.h>."""
 
 
 def release_cached_memory() -> bool:
-    """Have TBB's allocator give its free blocks back; False where it is not there.
+    """Make TBB's allocator return its free blocks to the system. False if TBB's allocator is not loaded.
 
-    It keeps them by their size, and every pass has sizes of its own: without this the blocks of one pass lie idle through the next.
+    It caches blocks by size, and every pass has other sizes: the next pass cannot reuse the blocks.
     """
     clean = getattr(ctypes.CDLL(None), "scalable_allocation_command", None)
     if clean is None:

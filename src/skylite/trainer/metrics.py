@@ -1,4 +1,4 @@
-"""A step's metrics: sums over this rank's tokens, added over ranks, divided once at the end."""
+"""A step's metrics: summed over this rank's tokens, then over ranks, and divided once at the end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MetricSums:
     sums: dict[str, Tensor] = field(default_factory=dict)
     num_tokens: int = 0
     worst: list[float] = field(default_factory=lambda: [-1.0, -1.0, 0.0, 0.0])
-    """The token on which trainer and engine differ most: |difference|, token id, the engine's logprob, the trainer's."""
+    """The largest trainer-engine mismatch: |difference|, token id, engine logprob, trainer logprob."""
     grad_norms: list[float] = field(default_factory=list)
     critic_grad_norms: list[float] = field(default_factory=list)
 
@@ -49,7 +49,7 @@ class MetricSums:
 def step_metrics(
     batch: Batch, updates: list[MiniBatch], sums: MetricSums, config: TrainConfig, dist: Dist
 ) -> dict[str, float]:
-    """All ranks' sums as metrics. Means are over the computed tokens, token counts over the step."""
+    """The metrics of all ranks. Means are over the computed tokens, token counts over the step."""
     sums.add({"tokens/computed": torch.tensor(sums.num_tokens)})
     names = sorted(sums.sums)
     reduced = dist.all_reduce_sum_(torch.stack([sums.sums[n] for n in names]).to(dist.device)).tolist()
@@ -75,11 +75,11 @@ INTERMEDIATE = {
     "critic/residual",
     "critic/residual_squares",
 }
-"""Sums that other metrics are made of."""
+"""Sums that are only inputs of other metrics."""
 
 
 def _batch_metrics(batch: Batch, config: TrainConfig) -> dict[str, float]:
-    """What the rollouts alone tell."""
+    """Metrics that depend on the rollouts only."""
     counted = [
         is_counted(batch, row, trajectory, config.algorithm)
         for row, group in enumerate(batch.groups)
@@ -96,7 +96,7 @@ def _batch_metrics(batch: Batch, config: TrainConfig) -> dict[str, float]:
 
 
 def _importance_metrics(means: dict[str, float]) -> dict[str, float]:
-    """Effective sample size as a share of the tokens: (sum w)^2 / (n sum w^2), 1 when engine and trainer agree (Kong 1992)."""
+    """Effective sample size per token: (sum w)^2 / (n sum w^2), 1 if engine and trainer agree (Kong 1992)."""
     weight, square = means["ess/weights"], means["ess/squares"]
     return {"mismatch/ess_frac": weight * weight / square if square > 0 else 1.0}
 
@@ -105,7 +105,7 @@ def _critic_metrics(means: dict[str, float], sums: MetricSums) -> dict[str, floa
     """Explained variance: 1 - Var(return - value) / Var(return), over the tokens in the loss."""
     if "critic/residual" not in means:
         return {}
-    share = means["critic/tokens"] or 1.0  # of the computed tokens, those in the loss
+    share = means["critic/tokens"] or 1.0  # share of the computed tokens that are in the loss
     mean, squares = means["critic/return_mean"] / share, means["critic/return_squares"] / share
     residual, residual_squares = means["critic/residual"] / share, means["critic/residual_squares"] / share
     variance = squares - mean**2
@@ -131,7 +131,10 @@ def _worst_mismatch(sums: MetricSums, dist: Dist) -> dict[str, float]:
 
 
 def _mean_entropy(batch: Batch, updates: list[MiniBatch], entropy_sum: float) -> float:
-    """Mean over all sampled tokens. A trajectory that was not computed counts with -log p of its tokens, whose mean is the entropy."""
+    """Mean entropy over all sampled tokens.
+
+    Tokens that were not computed count with -log p, whose expected value is the entropy.
+    """
     computed = {number for update in updates for number in update.computed}
     left_out = [t for number, t in enumerate(batch.trajectories) if number not in computed]
     skipped = -sum(x for t in left_out for s in t.samples for x in s.rollout_logprobs)

@@ -1,4 +1,4 @@
-"""Pack: from a step's batch to the mini-batches of micro-batches that this rank computes."""
+"""Pack: turns a step's batch into the mini-batches and micro-batches that this rank computes."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from skylite.trainer.batching import Batch, plan_micro_batches
 from skylite.types import Trajectory
 
 KEY_STRIDE = 1 << 24
-"""More than the tokens of any trajectory. A token's key is its trajectory's number times this, plus its place."""
+"""A token's key is trajectory number * KEY_STRIDE + token index; no trajectory has as many tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """One forward and backward pass of this rank. S trajectories, whose calls sampled C tokens, call after call."""
+    """One forward and backward pass of this rank: S trajectories with C sampled tokens, call after call."""
 
     trajectories: list[Trajectory]
     """[S]"""
     numbers: list[int]
-    """[S] their numbers in the step, see Batch."""
+    """[S] trajectory numbers in the step, see Batch."""
     tokens: PackedTokens
     """A segment is a trajectory, a sequence is a call."""
     keys: Tensor
-    """[C] int64: names each token the same way however the step is cut."""
+    """[C] int64: identifies each token, however the step is packed."""
     token_weights: Tensor
-    """[C] factor on a token's loss; 0 where it is not learned from."""
+    """[C] factor on a token's loss; 0 if the token is not in the loss."""
     rollout_logprobs: Tensor
     """[C] as vLLM reported them."""
 
@@ -55,18 +55,16 @@ class MiniBatch:
 
 
 def pack(batch: Batch, policy: Policy, config: TrainConfig, dist: Dist) -> list[MiniBatch]:
-    """Cut the step into updates, and each into micro-batches over the ranks.
+    """Split the step into updates, and each update into micro-batches over the ranks.
 
-    Trajectories without a gradient are left out, unless the algorithm needs the model's word on every one.
+    Trajectories without a gradient are dropped, unless the algorithm needs the model's outputs for all.
     """
     num_groups, num_updates = len(batch.groups), config.algorithm.updates_per_step
     bounds = [num_groups * i // num_updates for i in range(num_updates + 1)]
     parts = [range(a, b) for a, b in pairwise(bounds)]
     sizes = [_batch_size(batch, rows, config) for rows in parts]
     computed = [[n for row in rows for n in _needed(batch, row, config.algorithm)] for rows in parts]
-    if not any(
-        computed
-    ):  # no gradient at all: one group is computed without weight, so that there are metrics
+    if not any(computed):  # no gradient at all: compute one group with weight 0, to have metrics
         computed[0] = list(range(batch.group_size))
     return [
         _mini_batch(batch, n, size, policy, config, dist) for n, size in zip(computed, sizes, strict=True)
@@ -74,7 +72,7 @@ def pack(batch: Batch, policy: Policy, config: TrainConfig, dist: Dist) -> list[
 
 
 def is_counted(batch: Batch, row: int, trajectory: Trajectory, config: AlgorithmConfig) -> bool:
-    """Whether the loss has a trajectory at all: the only place that drops zero-std groups and truncated trajectories."""
+    """Whether a trajectory is in the loss. Only this drops zero-std groups and truncated trajectories."""
     dropped = batch.zero_std[row] and config.zero_std_groups != "keep"
     return not dropped and not (trajectory.is_truncated and config.mask_truncated)
 
@@ -108,7 +106,7 @@ def _mini_batch(
     batch: Batch, numbers: list[int], size: BatchSize, policy: Policy, config: TrainConfig, dist: Dist
 ) -> MiniBatch:
     budget = config.trainer.tokens_per_micro_batch
-    assert budget != "auto", "trainer/memory.py decides before the first step"
+    assert budget != "auto", "trainer/memory.py replaces it before the first step"
     plan = plan_micro_batches(batch, numbers, budget, dist.dp_size, policy.packing)
     micro_batches = [_micro_batch(batch, part, size, policy, config.algorithm) for part in plan[dist.dp_rank]]
     return MiniBatch(micro_batches, size, frozenset(numbers))
@@ -145,7 +143,7 @@ def _micro_batch(
 
 
 def _token_weight(batch: Batch, number: int, size: BatchSize, config: AlgorithmConfig) -> float:
-    """The factor on the loss of each of a trajectory's tokens."""
+    """The factor on the loss of every token of a trajectory."""
     trajectory = batch.trajectory(number)
     if not is_counted(batch, number // batch.group_size, trajectory, config):
         return 0.0

@@ -1,4 +1,4 @@
-"""Parameters that learn together: one flat gradient, one norm, one AdamW. The policy's adapter is one, PPO's critic another."""
+"""The optimizer: AdamW over one flat gradient. The policy's adapter has one, PPO's critic another."""
 
 from __future__ import annotations
 
@@ -20,30 +20,31 @@ RATE_SETTINGS = {"policy": "optim.lr", "critic": "critic.lr"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatAdamW:
-    """fp32 parameters that every rank holds whole, and their optimizer (fp32 moments)."""
+    """Replicated float32 parameters and their AdamW, whose moments are float32 too."""
 
     name: str
     """A key of RATE_SETTINGS."""
     params: dict[str, nn.Parameter]
-    """By name, sorted. Their `.grad` are views of `grads`."""
+    """By name, sorted. Each `.grad` is a view of `grads`."""
     grads: Tensor
+    """[P] float32, all gradients in one tensor: one all-reduce, one norm."""
     adamw: torch.optim.AdamW
-    """Param groups carry their rate at full height as "peak_lr"."""
+    """Each param group keeps its full learning rate as "peak_lr"."""
     max_grad_norm: float
     offload: bool = False
-    """Between updates the optimizer's moments wait in the machine's memory."""
+    """Keep the moments in CPU memory between updates."""
 
     def set_rate(self, step: int, num_steps: int, config: OptimConfig) -> float:
-        """Give every param group its rate for `step`; returns the first group's."""
+        """Set the learning rate of every param group for `step`. Returns that of the first group."""
         factor = rate_factor(step, num_steps, config)
         for group in self.adamw.param_groups:
             group["lr"] = group["peak_lr"] * factor
         return float(self.adamw.param_groups[0]["lr"])
 
     def update(self, dist: Dist, step: int) -> float:
-        """Sum the gradients over ranks, clip by the exact global norm, update. Returns the norm before clipping.
+        """Sum the gradients over ranks, clip by their global norm, update. Returns the norm before clipping.
 
-        Raises TrainingDiverged, and leaves the weights alone, when it is not finite.
+        Raises TrainingDiverged, and leaves the weights unchanged, if the norm is not finite.
         """
         dist.all_reduce_sum_(self.grads)
         norm = float(
@@ -53,19 +54,20 @@ class FlatAdamW:
         )
         if not np.isfinite(norm):
             raise TrainingDiverged(
-                f"The gradient of the {self.name} in step {step} is not finite (norm {norm}); the update was not applied.",
-                f"Start again from the last checkpoint's adapter (--from-adapter) with a lower {RATE_SETTINGS[self.name]} (now "
-                f"{self.adamw.param_groups[0]['lr']:g}).",
+                f"The gradient of the {self.name} in step {step} is not finite (norm {norm}); "
+                "the update was not applied.",
+                "Start a new run from the last adapter (--from-adapter) with a lower "
+                f"{RATE_SETTINGS[self.name]} (now {self.adamw.param_groups[0]['lr']:g}).",
             )
         if norm > self.max_grad_norm:
             self.grads.mul_(self.max_grad_norm / norm)
         self._move_moments(self.grads.device)
         self.adamw.step()
-        self.park_moments()
+        self.offload_moments()
         return norm
 
-    def park_moments(self) -> None:
-        """Where they are offloaded: back to the machine's memory."""
+    def offload_moments(self) -> None:
+        """Move the moments to CPU memory, if `offload` is on."""
         self._move_moments(torch.device("cpu"))
 
     def _move_moments(self, device: torch.device) -> None:
@@ -84,7 +86,7 @@ def make_optimizer(
     b_ratio: float = 1.0,
     offload: bool = False,
 ) -> FlatAdamW:
-    """AdamW over `params`; those of B matrices learn at `b_ratio` times the rate (LoRA+, arXiv 2402.12354)."""
+    """AdamW over `params`. B matrices get `b_ratio` times the learning rate (LoRA+, arXiv 2402.12354)."""
     named = dict(sorted(params.items()))
     fast = [p for n, p in named.items() if is_b_matrix(n) and b_ratio != 1.0]
     slow = [p for n, p in named.items() if not (is_b_matrix(n) and b_ratio != 1.0)]
@@ -107,12 +109,12 @@ def make_optimizer(
 
 
 def is_b_matrix(parameter: str) -> bool:
-    """Whether a parameter is the matrix of its LoRA pair that starts at zero."""
+    """Whether a parameter is a LoRA B matrix, which starts at zero."""
     return ".lora_B." in parameter or ".lora_embedding_B." in parameter
 
 
 def _flat_grads(params: list[nn.Parameter]) -> Tensor:
-    """Give each parameter a gradient that is a view of one flat tensor; autograd then accumulates into it in place."""
+    """Give each parameter a view of one flat tensor as its gradient. Autograd accumulates in place."""
     flat = torch.zeros(sum(p.numel() for p in params), device=params[0].device)
     for param, view in zip(params, split_like(flat, params), strict=True):
         param.grad = view
@@ -120,7 +122,10 @@ def _flat_grads(params: list[nn.Parameter]) -> Tensor:
 
 
 def rate_factor(step: int, num_steps: int, config: OptimConfig) -> float:
-    """Share of the full rate at `step` (1-based): a linear warmup, then constant, or a fall that reaches zero right after the last step."""
+    """Factor on the full learning rate at `step` (1-based): a linear warmup, then `config.schedule`.
+
+    The linear and cosine schedules reach zero right after the last step.
+    """
     if step <= config.warmup_steps:
         return step / config.warmup_steps
     done = (step - 1 - config.warmup_steps) / max(1, num_steps - config.warmup_steps)

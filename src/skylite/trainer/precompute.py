@@ -1,6 +1,6 @@
-"""Precompute: forward passes without gradient that some algorithms need before they learn.
+"""Precompute: the forward passes without gradient that some algorithms need before an update.
 
-Old logprobs, the KL to the reference, the critic's values, and the choice of tokens for an update.
+They give old logprobs, the KL to the reference, the critic's values, and the choice of tokens for an update.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from skylite.trainer.micro_batch import MicroBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precomputed:
-    """What the model says of a micro-batch before the first update. All [C]; None where the algorithm does not need it."""
+    """Model outputs before the first update. All [C]; None if the algorithm does not need it."""
 
     old_logprobs: Tensor | None = None
-    """None: the training pass itself finds them, because policy and old policy are the same in a step's only update."""
+    """None: in a step's only update the policy is the old policy, so the training pass computes them."""
     entropies: Tensor | None = None
-    """Measured with `old_logprobs`."""
+    """Computed together with `old_logprobs`."""
     kl_penalty: Tensor | None = None
-    """kl_coef times the KL estimate, where the KL is subtracted from the reward."""
+    """kl_coef times the KL estimate, if the KL is subtracted from the reward."""
     values: Tensor | None = None
-    """The critic's."""
+    """The critic's values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """What a micro-batch is trained towards. All [C]."""
+    """Advantages and returns of a micro-batch. All [C]."""
 
     known: Precomputed
     advantages: Tensor
@@ -53,12 +53,12 @@ class Targets:
 
 
 TokenChoice = tuple[Tensor, Tensor | None]
-"""[C] token weights of one update, and bool [C] the tokens that a covariance rule selected (None: no such rule)."""
+"""[C] token weights of an update, and bool [C] tokens that a covariance rule selected (None: no rule)."""
 
 
 @torch.no_grad()
 def precompute(policy: Policy, critic: Critic | None, micro: MicroBatch, config: TrainConfig) -> Precomputed:
-    """Ask the model what the step needs to know of a micro-batch before its first update."""
+    """Run the forward passes that the step needs before its first update."""
     algorithm = config.algorithm
     old_logprobs = entropies = kl_penalty = None
     if needs_old_logprobs(algorithm):
@@ -76,13 +76,13 @@ def precompute(policy: Policy, critic: Critic | None, micro: MicroBatch, config:
 
 
 def needs_old_logprobs(config: AlgorithmConfig) -> bool:
-    """Whether logprobs are needed before the training pass. One update with a plain loss needs none: old is policy."""
+    """Whether the step needs logprobs before the training pass. One update with a plain loss needs none."""
     return config.updates_per_step > 1 or config.selects_tokens or config.kl_in_reward
 
 
 @torch.no_grad()
 def ref_logprobs(policy: Policy, micro: MicroBatch, config: TrainConfig) -> Tensor:
-    """[C] of the KL's reference."""
+    """[C] logprobs of the KL's reference policy."""
     with reference_policy(policy):
         return score(policy, micro.tokens, config.rollout.temperature)[0]
 
@@ -97,7 +97,7 @@ def select_tokens(
     step: int,
     update: int,
 ) -> list[TokenChoice]:
-    """The tokens that the coming update learns from, chosen by the policy as it is now among the tokens of all ranks."""
+    """Choose the tokens of the next update with the current policy, among the tokens of all ranks."""
     algorithm = config.algorithm
     weights, selected = (
         [m.token_weights for m in micro_batches],
@@ -119,7 +119,7 @@ def select_tokens(
 def _current(
     policy: Policy, micro: MicroBatch, target: Targets, config: TrainConfig, is_first_update: bool
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs and entropies of the policy as it is now; before the first update they are known."""
+    """Logprobs and entropies of the current policy. Before the first update, the precomputed ones."""
     known = target.known
     if is_first_update and known.old_logprobs is not None and known.entropies is not None:
         return known.old_logprobs, known.entropies
@@ -134,7 +134,7 @@ def _choose_by_cov(
     dist: Dist,
     seed: int,
 ) -> list[Tensor]:
-    """Bool [C] for each micro-batch. Every rank sees all tokens in the same order, so all choose the same ones."""
+    """Bool [C] for each micro-batch. Every rank sees all tokens in the same order, so all ranks agree."""
     clipped = [_clipped(*row, config) for row in zip(micro_batches, targets, logprobs, strict=True)]
     columns = [[m.keys for m in micro_batches], [t.advantages for t in targets], logprobs, clipped]
     counted = [m.counted for m in micro_batches]

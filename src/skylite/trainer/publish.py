@@ -1,4 +1,4 @@
-"""The adapter on its way out: gather, canary, publish. The only file that writes to `lora_sync_path`."""
+"""Publishes adapter versions: canary, weights, manifest. The only file that writes to `lora_sync_path`."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from skylite.trainer.weights_file import weights_sha256, write_weights
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What was written."""
+    """The adapter that `publish` wrote."""
 
     adapter: AdapterVersion
     num_bytes: int
     seconds: float
-    """Spent on the files; most of it beside the canary."""
+    """Time spent on the files, mostly in parallel with the canary."""
 
 
 def adapter_tensors(policy: Policy) -> dict[str, Tensor]:
-    """The trainable parameters alone, by PEFT's file names, on the CPU, in the type vLLM computes with.
+    """The trainable parameters by PEFT's file names, on the CPU, in vLLM's compute dtype.
 
-    LoRA is whole on every rank, so nothing is gathered from the others, and no base weight is ever materialised. One copy where device or
-    type is another; else these are the parameters themselves.
+    LoRA is replicated on every rank, so no collective is needed and no base weight is materialised. Tensors
+    are copies if the device or dtype differs, else the parameters themselves.
     """
     views = split_like(policy.flat_lora.to("cpu", policy.dtype), list(policy.lora.values()))
     return {peft_tensor_name(name): view for name, view in zip(policy.lora, views, strict=True)}
 
 
 def canary_logprobs(policy: Policy, sequences: Sequence[list[int]]) -> list[list[float]]:
-    """[S][L - 1] logprobs at temperature 1 of every token but the first. All ranks must call it together."""
+    """[S][L - 1] logprobs at temperature 1 of every token but the first. All ranks call it."""
     tokens = pack_tokens(
         [s[:1] for s in sequences],
         [s[1:] for s in sequences],
@@ -61,45 +61,48 @@ def canary_logprobs(policy: Policy, sequences: Sequence[list[int]]) -> list[list
 
 
 def base_canary_logprobs(policy: Policy, sequences: Sequence[list[int]]) -> list[list[float]]:
-    """The same with the adapter off."""
+    """The same for the base model, without the adapter."""
     with policy.model.disable_adapter():
         return canary_logprobs(policy, sequences)
 
 
 def check_reference(policy: Policy, sequences: Sequence[list[int]], must_agree: bool) -> float:
-    """KL (k3, mean over the canary's tokens) of the policy to its reference before anything was learned.
+    """KL (k3, mean over the canary's tokens) of the policy to its reference before the first step.
 
-    Raises TrainingDiverged when `must_agree` and it is not exactly 0: the run would be pulled towards something else than its start.
+    Raises TrainingDiverged if `must_agree` and the logprobs differ at all: the KL would pull the policy away
+    from its start.
     """
     own = [x for row in canary_logprobs(policy, sequences) for x in row]
     with reference_policy(policy):
         ref = [x for row in canary_logprobs(policy, sequences) for x in row]
-    found = float(k3(torch.tensor(own), torch.tensor(ref)).mean())
+    kl = float(k3(torch.tensor(own), torch.tensor(ref)).mean())
     if must_agree and own != ref:
         raise TrainingDiverged(
-            f"The KL to the reference is {found:.3g} before the first step and must be 0: the reference is not the policy's start.",
-            "This is a fault of the model's code or of skylite; set algorithm.kl_coef=0 to train without a reference.",
+            f"The KL to the reference is {kl:.3g} before the first step and must be 0: "
+            "policy and reference differ.",
+            "This is a bug in the model's code or in skylite. Set algorithm.kl_coef=0 to train without one.",
         )
-    return found
+    return kl
 
 
 def b_norm(policy: Policy) -> float:
-    """Frobenius norm of all B matrices together: 0 at the start, so its growth is how far the policy has moved."""
+    """Frobenius norm of all B matrices. It starts at 0, so it measures how far the policy has moved."""
     return float(torch.stack([p.detach().norm() for n, p in policy.lora.items() if is_b_matrix(n)]).norm())
 
 
 def publish(
     policy: Policy, run_config: RunConfig, version: int, score_canary: Callable[[], Canary]
 ) -> Published:
-    """Write `policy-v000012/` whole, or find it there with the same weights (a resumed run). Raises SyncFailed when it differs.
+    """Write `policy-v000012/` atomically. A resumed run may find it there with the same weights.
 
-    The weights are written and hashed in a thread while `score_canary` computes.
+    A thread writes and hashes the weights while `score_canary` computes. Raises SyncFailed if the folder
+    exists with other weights.
     """
     adapter = AdapterVersion(version, Path(run_config.resolved.lora_sync_path) / adapter_name(version))
     tensors = adapter_tensors(policy)
     if adapter.path.exists():
         _require_same(adapter, weights_sha256(tensors))
-        score_canary()  # all ranks compute it together
+        score_canary()  # the other ranks are in its collectives
         return Published(adapter, adapter.weights_path.stat().st_size, 0.0)
     with (
         ThreadPoolExecutor(1) as pool,
@@ -124,7 +127,7 @@ def _timed_write(path: Path, tensors: dict[str, Tensor]) -> tuple[str, int, floa
 def _require_same(adapter: AdapterVersion, digest: str) -> None:
     if not adapter.weights_path.is_file() or sha256_file(adapter.weights_path) != digest:
         raise SyncFailed(
-            f"{adapter.path} exists already with other weights; a published adapter is never rewritten.",
+            f"{adapter.path} already exists with other weights; a published adapter is never overwritten.",
             "Move that folder away, or set another lora.lora_sync_path.",
         )
 
@@ -150,7 +153,7 @@ def _manifest(
 
 
 def _peft_json(policy: Policy, run_config: RunConfig) -> str:
-    """adapter_config.json; only what PEFT and vLLM need, so that no default of this PEFT version is frozen into the file."""
+    """adapter_config.json with only the fields that PEFT and vLLM need, so that no PEFT default is frozen."""
     lora = run_config.config.lora
     return json.dumps(
         {

@@ -1,4 +1,4 @@
-"""One training step: pack, precompute, assign_advantages, then forward_backward and optim_step for each update."""
+"""One training step: pack, precompute, assign_advantages; then per update forward_backward and optim_step."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def train_step(
     dist: Dist,
     critic: Critic | None = None,
 ) -> dict[str, float]:
-    """Learn from a step's groups; every rank gets all of them. Returns metrics, the same on every rank.
+    """Train on a step's groups; every rank gets all of them. Returns metrics, the same on every rank.
 
-    The result does not depend on how the step is cut into micro-batches or ranks, up to rounding. Raises TrainingDiverged,
-    and leaves the weights alone, when a gradient is not finite.
+    Up to rounding, the result does not depend on the number of micro-batches or ranks. Raises
+    TrainingDiverged, and leaves the weights unchanged, if a gradient is not finite.
     """
     rates = set_learning_rates(optimizer, critic, step, config)
     seed_dropout(config.seed, step, dist.dp_rank)
@@ -71,7 +71,7 @@ def set_learning_rates(
 
 
 def seed_dropout(seed: int, step: int, rank: int) -> None:
-    """The random state is a function of the step, so that a resumed run repeats it."""
+    """Seed torch from (seed, step, rank), so that a resumed run draws the same dropout masks."""
     torch.manual_seed(int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0]))
 
 
@@ -84,7 +84,7 @@ def forward_backward(
     config: TrainConfig,
     sums: MetricSums,
 ) -> None:
-    """Sum the gradient of every micro-batch into `optimizer.grads`."""
+    """Sum the gradients of all micro-batches into `optimizer.grads`."""
     optimizer.grads.zero_()
     for micro, target, choice in zip(update.micro_batches, targets, choices, strict=True):
         release_cached_memory()
@@ -93,7 +93,7 @@ def forward_backward(
 
 
 def optim_step(optimizer: FlatAdamW, dist: Dist, step: int) -> float:
-    """Sum the gradient over ranks, clip it, update. Returns its norm. Raises TrainingDiverged when that is not finite."""
+    """Sum the gradient over ranks, clip, update. Returns the norm. Raises TrainingDiverged if not finite."""
     return optimizer.update(dist, step)
 
 
@@ -106,11 +106,11 @@ def _forward_backward_micro(
     config: TrainConfig,
     sums: MetricSums,
 ) -> None:
-    """A function of its own, so that nothing of its graph is alive when the next micro-batch begins."""
-    # The KL in the loss asks its reference here, so that the logprobs of only one micro-batch are in memory.
+    """A separate function, so that its graph is freed before the next micro-batch."""
+    # The reference logprobs for the KL in the loss are computed here: only one micro-batch's are in memory.
     in_loss = config.algorithm.uses_ref and not config.algorithm.kl_in_reward
     ref = ref_logprobs(policy, micro, config) if in_loss else None
-    with lora_dropout(policy, active=True):  # around backward too, which may recompute activations
+    with lora_dropout(policy, active=True):  # also around backward, which may recompute activations
         logprobs, entropies = score(policy, micro.tokens, config.rollout.temperature)
         loss, found = micro_batch_loss(micro, target, choice, logprobs, entropies, ref, num_tokens, config)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -130,8 +130,8 @@ def micro_batch_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """This micro-batch's share of the loss, with gradient, and its metrics as sums over tokens.
 
-    loss = sum of weight * (policy loss * importance weight + kl_coef * KL), minus entropy_coef times the mean entropy.
-    `num_tokens`: in the whole update's loss.
+    loss = sum of weight * (policy loss * importance weight + kl_coef * KL) - entropy_coef * mean entropy.
+    `num_tokens`: tokens in the loss of the update, over all micro-batches and ranks.
     """
     algorithm, known = config.algorithm, target.known
     weights, selected = choice
@@ -168,7 +168,7 @@ def micro_batch_loss(
 def critic_forward_backward(
     policy: Policy, critic: Critic, update: MiniBatch, targets: Sequence[Targets], sums: MetricSums
 ) -> None:
-    """The critic's gradient over the same tokens: the mean over tokens of the clipped squared error."""
+    """Sum the critic's gradients over the same tokens. Its loss is the mean clipped squared error."""
     critic.optimizer.grads.zero_()
     for micro, target in zip(update.micro_batches, targets, strict=True):
         assert target.known.values is not None

@@ -1,7 +1,8 @@
-"""Tensors to a safetensors file, hashed while they are written: straight out of memory, where `safetensors.torch.save` copies them twice.
+"""Writes tensors to a safetensors file and hashes them at the same time.
 
-Neighbours in memory are one part, so that of an adapter whose matrices are views of one tensor the file is a header and one part, and
-neither the hash nor the write comes back to Python (and waits for its lock beside a forward pass) for every matrix.
+`safetensors.torch.save` would copy all tensors twice in memory. Tensors that are adjacent in memory are
+written as one part: an adapter whose matrices are views of one tensor needs a header and one part. Per-matrix
+writes would each wait for the GIL beside the canary's forward pass.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from torch import Tensor
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 ALIGNMENT = 8
-"""The format wants the tensors' bytes to begin at a multiple of this."""
+"""The format requires that tensor data starts at a multiple of this many bytes."""
 WRITE_BYTES = 1 << 20
-"""At once. For larger ones the kernel looks for large pages: by hand 39 MB took 0.15 s in one call beside a forward pass, else 0.015 s."""
+"""Bytes per write call. For larger writes the kernel searches for large pages, which is slow."""
 
 
 def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> tuple[str, int]:
-    """Write CPU tensors (contiguous; float32 or bfloat16) and flush them to the disk. Returns the file's sha256 and size in bytes."""
+    """Write contiguous float32 or bfloat16 CPU tensors and fsync. Returns the file's sha256 and its bytes."""
     parts = _parts(tensors)
-    # hashlib and write let go of the interpreter's lock, so the two run at once.
+    # hashlib and write release the GIL, so they run in parallel.
     with ThreadPoolExecutor(1) as pool, path.open("wb") as file:
         hashing = pool.submit(_sha256, parts)
         for part in parts:
@@ -38,14 +39,14 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> tuple[str, int]:
 
 
 def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
-    """The sha256 of the file that `write_weights` would write."""
+    """The sha256 of the file that `write_weights` would write for `tensors`."""
     return _sha256(_parts(tensors))
 
 
 def _parts(tensors: Mapping[str, Tensor]) -> list[memoryview]:
-    """The file's bytes in order: length of the header, header, tensors."""
+    """The file's bytes in order: header length, header, tensors."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    runs: list[tuple[Tensor, int]] = []  # the first of neighbours in memory, and the bytes of all
+    runs: list[tuple[Tensor, int]] = []  # (first tensor, bytes) of each run of adjacent tensors
     offset, end = 0, 0
     for name, tensor in sorted(tensors.items()):
         size = tensor.nbytes
@@ -72,7 +73,7 @@ def _same_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def _bytes_from(first: Tensor, size: int) -> memoryview:
-    """`size` bytes of the tensor's memory from its first number on."""
+    """`size` bytes of memory, starting at the tensor's first element."""
     return first.as_strided((size // first.element_size(),), (1,)).view(torch.uint8).numpy().data
 
 

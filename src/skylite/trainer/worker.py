@@ -1,6 +1,6 @@
-"""`python -m torch.distributed.run --nproc-per-node N -m skylite.trainer.worker RUN_DIR [--resume]`: one trainer rank.
+"""One trainer rank, started by torchrun: `-m skylite.trainer.worker RUN_DIR [--resume]`.
 
-torch is imported after the parent-death signal is set.
+It sets the parent-death signal before it imports torch.
 """
 
 from __future__ import annotations
@@ -22,49 +22,51 @@ from skylite.run.run_dir import RunDir
 
 
 def main() -> NoReturn:
-    """Train until done, stopped or failed, and end the process with 0 or 1."""
-    # torchrun gives every rank a session of its own, so whoever ends torchrun's group does not reach it.
+    """Train until done, stopped or failed, and exit with 0 or 1."""
+    # torchrun starts every rank in a new session, so a signal to torchrun's process group does not reach it.
     die_with_parent(int(os.environ.get(COMMAND_PID, os.getppid())))
     parser = argparse.ArgumentParser(prog="skylite.trainer.worker")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--resume", action="store_true")
     arguments = parser.parse_args()
     run = RunDir(arguments.run_dir.resolve())
-    sys.excepthook = lambda kind, error, trace: end_with_traceback(run, kind, error, trace)
+    sys.excepthook = lambda kind, error, trace: exit_with_traceback(run, kind, error, trace)
     try:
-        work(run, resume=arguments.resume)
+        run_trainer(run, resume=arguments.resume)
     except SkyliteError as error:
         print(f"skylite: {error}", file=sys.stderr)
-        report(run, {"what": error.what, "hint": error.hint, "final": True})
-        end(1)
-    end(0)
+        report_error(run, {"what": error.what, "hint": error.hint, "final": True})
+        exit_now(1)
+    exit_now(0)
 
 
-def end(code: int) -> NoReturn:
-    """End the process at once."""
-    # Not sys.exit: after a failure torch would wait at the end for peers that are stuck in a collective with us, and after a good run
-    # a thread of gloo that still runs while C++ takes itself apart aborts the process now and then. All that matters is on disk.
+def exit_now(code: int) -> NoReturn:
+    """Exit without cleanup. All results are on disk."""
+    # sys.exit has two problems. After a failure, torch waits for peers that are stuck in a collective with
+    # us. After a good run, a gloo thread that outlives C++'s static objects sometimes aborts the process.
     for stream in (sys.__stdout__, sys.__stderr__):
         if stream is not None:
             stream.flush()
     os._exit(code)
 
 
-def end_with_traceback(
+def exit_with_traceback(
     run: RunDir, kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> NoReturn:
-    """For an error nobody foresaw: the traceback to the log, its last line to the parent, and the end, so that torchrun ends all ranks."""
-    # Not sys.stderr: torch calls this with a buffer in its place, which it would print after us.
+    """Handle an unexpected error: log its traceback, report its last line to the parent, and exit.
+
+    The exit makes torchrun end all ranks.
+    """
+    # Not sys.stderr: torch replaces it with a buffer here, and would print that buffer later.
     traceback.print_exception(kind, error, trace, file=sys.__stderr__)
     last_line = traceback.format_exception_only(kind, error)[-1].strip()
-    report(
-        run, {"what": last_line, "hint": f"Its traceback is in {run.log_path('trainer')}.", "final": False}
-    )
-    end(1)
+    hint = f"Its traceback is in {run.log_path('trainer')}."
+    report_error(run, {"what": last_line, "hint": hint, "final": False})
+    exit_now(1)
 
 
-def work(run: RunDir, resume: bool) -> None:
-    """Join the other ranks and run the loop."""
+def run_trainer(run: RunDir, resume: bool) -> None:
+    """Join the process group and run the training loop."""
     run_config = read_run_config(run.config_path)
     from skylite.model.distributed import make_deterministic, process_group, set_threads
     from skylite.trainer.loop import train
@@ -76,12 +78,12 @@ def work(run: RunDir, resume: bool) -> None:
         train(run, run_config, dist, resume=resume)
 
 
-def report(run: RunDir, reason: dict[str, str | bool]) -> None:
-    """Leave the reason for the parent to show, unless another rank has: what pulled this one down came first.
+def report_error(run: RunDir, reason: dict[str, str | bool]) -> None:
+    """Write the reason for the parent, unless another rank has: the first failure caused the others.
 
-    `final`: it would happen again.
+    `final` in `reason`: a restart would fail again.
     """
-    # A disk that is full refuses this too; the log's last lines, which the parent shows then, say the same.
+    # On a full disk this fails too. The parent then shows the last lines of the log, which say the same.
     with suppress(WriteFailed):
         if not run.trainer_error_path.exists():
             write_json(run.trainer_error_path, {**reason, "rank": int(os.environ["RANK"])})
