@@ -65,9 +65,14 @@ class Trajectory:
     reward: float
     """The weighted sum of `components`. NaN or infinity is allowed: the trainer's anomaly rules judge it."""
     components: Mapping[str, float] = field(default_factory=dict)
-    """Reward function name -> its own unweighted score."""
+    """Reward function name -> its own unweighted score, in the order of reward.functions."""
     penalty: float = 0.0
     """At most 0. Added for training, left out of every score that is shown."""
+
+    @property
+    def first_score(self) -> float:
+        """The first reward function's own score, 1.0 for a right answer. Accuracies are means of it."""
+        return next(iter(self.components.values()), self.reward)
 
     @property
     def train_reward(self) -> float:
@@ -110,4 +115,4 @@ class Score:
     reward: float
     """The weighted sum of `components`; may be NaN or infinite."""
     components: Mapping[str, float] = field(default_factory=dict)
-    """Reward function name -> unweighted score."""
+    """Reward function name -> unweighted score, in the order of reward.functions."""

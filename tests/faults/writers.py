@@ -34,10 +34,10 @@ from skylite.model.policy import Policy
 from skylite.orchestrator.plan import RunPlan, write_run
 from skylite.orchestrator.resume import forget_after
 from skylite.orchestrator.shutdown import ask_trainer_to_end
-from skylite.rewards.named import remember
 from skylite.run.files import append_line, write_json
 from skylite.run.lock import lock_folder
 from skylite.run.metrics import append_metrics
+from skylite.run.named_programs import remember
 from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import RunDir, adapter_name
 from skylite.run.status import Status, write_status

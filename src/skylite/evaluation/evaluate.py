@@ -48,7 +48,7 @@ async def evaluate(
     stop_token_ids: tuple[int, ...],
     seed: int,
 ) -> EvalResult:
-    """Sample `n` completions a problem (temperature 0: greedy) from `model` and score them.
+    """Sample `n` completions a problem (temperature 0: greedy) from `model` and score them with the first reward function.
 
     Raises RunFailed with the problem's id for a score that is NaN or infinite: no accuracy can be made of it.
     """
@@ -71,8 +71,9 @@ async def evaluate(
                 scorer,
             )
         for t in group.trajectories:
-            if not is_number(t.reward):
-                raise non_finite_reward(t.reward, prompt.id, t.samples[-1].text)
+            if not is_number(t.first_score):
+                name = next(iter(t.components), "reward")
+                raise non_finite_reward(name, t.first_score, prompt.id, t.samples[-1].text)
         return group
 
     groups = await gather_all([asyncio.create_task(one(i, p)) for i, p in enumerate(prompts)])
@@ -80,7 +81,7 @@ async def evaluate(
     return EvalResult(
         model=model,
         temperature=temperature,
-        accuracy=accuracy_of([[t.reward for t in g.trajectories] for g in groups]),
+        accuracy=accuracy_of([[t.first_score for t in g.trajectories] for g in groups]),
         completion_tokens_mean=sum(t.num_tokens for t in trajectories) / len(trajectories),
         truncated_frac=sum(t.is_truncated for t in trajectories) / len(trajectories),
         groups=groups,
@@ -103,7 +104,7 @@ def _row(result: EvalResult, prompt: Prompt, trajectory: Trajectory) -> dict[str
         "question": prompt.messages[-1]["content"],
         "answer": prompt.answer,
         "completion": last.text,
-        "reward": trajectory.reward,
+        "reward": trajectory.first_score,
         "tokens": trajectory.num_tokens,
         "finish_reason": last.finish_reason,
         "model": result.model,
