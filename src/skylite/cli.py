@@ -144,11 +144,17 @@ def serve(
 def replay(
     target: RunFolder,
     step: Annotated[int, typer.Option(min=1, help="The step to train again.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="A.B=VALUE", help="Name a program that the run uses; changes no setting."
+        ),
+    ] = None,
 ) -> None:
     """Train a step again from its stored rollouts and checkpoint: equal (exit 0), or the difference of each tensor (exit 1)."""
     from skylite.commands.replay import replay as run_replay
 
-    run_replay(target, step)
+    run_replay(target, step, tuple(settings or ()))
 
 
 @adapters_app.command("verify")

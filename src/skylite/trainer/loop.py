@@ -31,6 +31,7 @@ from skylite.trainer.anomaly import (
 )
 from skylite.trainer.checkpoint import load_checkpoint, random_states, save_checkpoint
 from skylite.trainer.critic import Critic, make_critic
+from skylite.trainer.user_functions import load_functions
 from skylite.trainer.memory import with_tokens
 from skylite.trainer.optimizer import FlatAdamW, make_optimizer
 from skylite.trainer.publish import b_norm, base_canary_logprobs, canary_logprobs, check_reference, publish
@@ -107,6 +108,7 @@ def train(run: RunDir, run_config: RunConfig, dist: Dist, resume: bool) -> None:
 def start(run: RunDir, run_config: RunConfig, dist: Dist) -> Trainer:
     """Load and shard the model, choose how samples are packed, score the canary with the base."""
     config = run_config.config
+    load_functions(config.algorithm)
     policy = load_policy(run_config.resolved, config, dist)
     sequences = wait_for_canary(run)
     policy, reasons = enable_fast_paths(policy, max(sequences, key=len))
