@@ -93,7 +93,7 @@ def writers(policy: Policy, optimizer: FlatAdamW, model: Path) -> dict[str, Call
     def plan(folder: Path) -> RunPlan:
         prompt = groups(0)[0].prompt
         return RunPlan(run=RunDir(folder / "run"), config=settings(), resolved=resolved(model, model.parent / "sync"), train=[prompt],
-                       held_out=[], reward="math", first_step=1)  # fmt: skip
+                       held_out=[], rewards=("math",), first_step=1)  # fmt: skip
 
     def status(folder: Path, v: int) -> None:
         write_status(

@@ -164,7 +164,7 @@ def run_of(
     )
     held_out = PROMPTS[:2] if eval_every else []
     plan = RunPlan(
-        run=run, config=config, resolved=resolved, train=PROMPTS, held_out=held_out, reward="math", first_step=first_step,
+        run=run, config=config, resolved=resolved, train=PROMPTS, held_out=held_out, rewards=("math",), first_step=first_step,
         resumed=resumed or first_step > 1,
     )  # fmt: skip
     engine, said = FakeEngine(sample_s, wrong_version), io.StringIO()

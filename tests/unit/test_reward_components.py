@@ -10,16 +10,22 @@ from pathlib import Path
 import pytest
 
 from skylite.config.loading import load_config
+from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError, RunFailed
 from skylite.orchestrator.metrics import component_means, recovered_metrics
+from skylite.orchestrator.plan import plan_run
+from skylite.orchestrator.run_session import reward_pool
 from skylite.orchestrator.sampling import SampledStep
 from skylite.rewards.components import OTHER_METRICS, component_names, load_components, score_components
 from skylite.rewards.pool import RewardPool
 from skylite.run.rollout_file import read_rollouts, write_rollouts
+from skylite.run.run_dir import RunDir
 from skylite.trainer.anomaly import rollout_fault
 from skylite.types import Group, Sample, Score, Trajectory
 from tests.unit.data_cases import prompt
+from tests.unit.test_resume import write_data
 from tests.unit.test_sampling import metrics_of
+from tests.unit.test_warm_start import make_model
 
 OWN = """
 import os
@@ -90,6 +96,23 @@ def test_an_exception_names_the_function_and_the_prompt(own: str) -> None:
             RunFailed, match=r"The reward function odd raised LookupError: odd one \(prompt t/1,"
         ):
             scores_of(pool, "#### 7", "raise")
+    finally:
+        pool.close()
+
+
+def test_a_run_scores_with_the_settings_list(own: str, tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    write_data(tmp_path / "data", 4)
+    tree = {
+        "model": {"name": str(tmp_path / "model")},
+        "data": {"path": str(tmp_path / "data")},
+        "reward": {"functions": ["math", f"{own}:length"], "weights": [2.0, -0.5]},
+    }
+    plan = plan_run(TrainConfig.model_validate(tree), RunDir(tmp_path / "run"), lambda _: None)
+    assert plan.rewards == ("math", f"{own}:length")
+    pool = reward_pool(plan)
+    try:
+        assert scores_of(pool, "7") == [Score(1.5, {"math": 1.0, "length": 1.0})]
     finally:
         pool.close()
 

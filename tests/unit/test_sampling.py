@@ -179,7 +179,7 @@ def sampled_step(
     )
     run, engine, said = RunDir(folder), FakeEngine(), io.StringIO()
     plan = RunPlan(
-        run=run, config=config, resolved=resolved, train=PROMPTS, held_out=[], reward="math", first_step=1
+        run=run, config=config, resolved=resolved, train=PROMPTS, held_out=[], rewards=("math",), first_step=1
     )
     screen = Screen(9, Console(file=said, width=400))
     session = Session(

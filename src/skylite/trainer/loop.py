@@ -31,11 +31,11 @@ from skylite.trainer.anomaly import (
 )
 from skylite.trainer.checkpoint import load_checkpoint, random_states, save_checkpoint
 from skylite.trainer.critic import Critic, make_critic
-from skylite.trainer.user_functions import load_functions
 from skylite.trainer.memory import with_tokens
 from skylite.trainer.optimizer import FlatAdamW, make_optimizer
 from skylite.trainer.publish import b_norm, base_canary_logprobs, canary_logprobs, check_reference, publish
 from skylite.trainer.step import train_step
+from skylite.trainer.user_functions import load_functions
 from skylite.types import Group
 
 POLL_S = 0.02
