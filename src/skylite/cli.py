@@ -217,11 +217,17 @@ def replay(
     target: RunFolder,
     step: Annotated[int, typer.Option(min=1, help="The step to train again.")],
     verbose: Verbose = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="A.B=VALUE", help="Name a program that the run uses; changes no setting."
+        ),
+    ] = None,
 ) -> None:
     """Replay a stored step. Trains it again and compares the adapters: exit 0 if equal, 1 if different."""
     from skylite.commands.replay import replay as run_replay
 
-    run_replay(target, step)
+    run_replay(target, step, tuple(settings or ()))
 
 
 @adapters_app.command("verify")

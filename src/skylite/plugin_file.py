@@ -1,12 +1,93 @@
-"""Import Python files that the user names: data_prep files and rewards."""
+"""Python files that the user names: data_prep files, and functions as FILE.py:function."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from skylite.errors import DataError
+from skylite.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionKind:
+    """What a FILE.py:function is for. Every kind takes two arguments."""
+
+    name: str
+    setting: str
+    """The setting that names it."""
+    arguments: str
+    returns: str
+
+
+REWARD = FunctionKind("reward", "reward.functions", "(prompt, completion)", "float")
+ADVANTAGE = FunctionKind("advantage", "algorithm.advantage", "(rewards, lengths)", "Tensor")
+POLICY_LOSS = FunctionKind("policy loss", "algorithm.policy_loss", "(inputs, config)", "Tensor")
+
+
+def is_program(spec: str) -> bool:
+    """Whether a spec is FILE.py:function. Only such a spec can make skylite run a file."""
+    file, _, function = spec.rpartition(":")
+    return file.endswith(".py") and bool(function)
+
+
+def resolve_spec(spec: str) -> str:
+    """FILE.py:function with an absolute path, valid in every folder. Other specs stay as they are."""
+    if not is_program(spec):
+        return spec
+    file, _, function = spec.rpartition(":")
+    try:
+        return f"{os.path.realpath(file)}:{function}"
+    except ValueError:  # a path that no file can have, such as one with a NUL
+        return spec
+
+
+def load_function(spec: str, kind: FunctionKind) -> Callable[..., Any]:
+    """Run the file and return its function.
+
+    Raises ConfigError if that fails or the function does not take two arguments.
+    """
+    path, name = _find_file(spec, kind)
+    try:
+        module = import_file(path, f"{kind.name} file")
+    except DataError as error:
+        raise ConfigError(error.what, error.hint) from error
+    function: Callable[..., Any] | None = getattr(module, name, None)
+    if not callable(function):
+        raise _no_function(path, name, kind)
+    try:
+        inspect.signature(function).bind(None, None)
+    except (TypeError, ValueError) as error:
+        raise _wrong_arguments(path, name, kind, str(error)) from None
+    return function
+
+
+def check_function(spec: str, kind: FunctionKind) -> None:
+    """Check FILE.py:function without running the file, which may import torch. Raises ConfigError.
+
+    A function that the file imports or makes at run time passes; `load_function` checks that one.
+    """
+    path, name = _find_file(spec, kind)
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ConfigError(
+            f"The {kind.name} file {path} cannot be imported: {type(error).__name__}: {error}.",
+            "Fix that file.",
+        ) from None
+    if not any(_binds(node, name) for node in ast.walk(tree)):
+        raise _no_function(path, name, kind)
+    for node in tree.body:
+        if not isinstance(node, ast.FunctionDef) or node.name != name or node.decorator_list:
+            continue
+        if not _takes_two(node.args):
+            raise _wrong_arguments(path, name, kind, f"it takes ({ast.unparse(node.args)})")
 
 
 def import_file(path: Path, what: str) -> ModuleType:
@@ -22,3 +103,47 @@ def import_file(path: Path, what: str) -> ModuleType:
             f"The {what} {path} cannot be imported: {type(error).__name__}: {error}.", "Fix that file."
         ) from error
     return module
+
+
+def _find_file(spec: str, kind: FunctionKind) -> tuple[Path, str]:
+    """The file, which exists, and the function's name."""
+    file, _, name = spec.rpartition(":")
+    if not Path(file).is_file():
+        raise ConfigError(
+            f"The {kind.name} file {file} does not exist.", "Give FILE.py:function with a path from here."
+        )
+    return Path(file), name
+
+
+def _binds(node: ast.AST, name: str) -> bool:
+    """Whether a statement may give `name` a value."""
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            return node.name == name
+        case ast.Name():
+            return node.id == name and isinstance(node.ctx, ast.Store)
+        case ast.alias():
+            return (node.asname or node.name) in (name, "*")
+    return False
+
+
+def _takes_two(arguments: ast.arguments) -> bool:
+    """Whether a call with two positional arguments fits."""
+    positional = len(arguments.posonlyargs) + len(arguments.args)
+    required = positional - len(arguments.defaults)
+    has_room = positional >= 2 or arguments.vararg is not None
+    return required <= 2 and has_room and None not in arguments.kw_defaults
+
+
+def _no_function(path: Path, name: str, kind: FunctionKind) -> ConfigError:
+    return ConfigError(f"{path} has no function {name!r}.", _definition(name, kind))
+
+
+def _wrong_arguments(path: Path, name: str, kind: FunctionKind, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{name} in {path} cannot be called with {kind.arguments}: {reason}.", _definition(name, kind)
+    )
+
+
+def _definition(name: str, kind: FunctionKind) -> str:
+    return f"Define it: def {name}{kind.arguments} -> {kind.returns}."

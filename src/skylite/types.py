@@ -68,9 +68,14 @@ class Trajectory:
     reward: float
     """The weighted sum of `components`. May be NaN or infinite: trainer/anomaly.py handles that."""
     components: Mapping[str, float] = field(default_factory=dict)
-    """Reward function name -> unweighted score."""
+    """Reward function name -> its own unweighted score, in the order of reward.functions."""
     penalty: float = 0.0
     """At most 0. Part of the training reward, but not of any reported score."""
+
+    @property
+    def first_score(self) -> float:
+        """The first reward function's own score, 1.0 for a right answer. Accuracies are means of it."""
+        return next(iter(self.components.values()), self.reward)
 
     @property
     def train_reward(self) -> float:
@@ -113,4 +118,4 @@ class Score:
     reward: float
     """The weighted sum of `components`; may be NaN or infinite."""
     components: Mapping[str, float] = field(default_factory=dict)
-    """Reward function name -> unweighted score."""
+    """Reward function name -> unweighted score, in the order of reward.functions."""

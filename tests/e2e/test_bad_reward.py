@@ -35,7 +35,7 @@ def test_a_run_stops_at_a_nan_reward_and_goes_on_without_the_step(
     bad = prompts_for_step(prompts, 2, 4, 0)[1].id
     (project.root / "none.py").write_text(REWARD.format(bad=bad))
     settings = (
-        "reward.function=none.py:score",
+        'reward.functions=["none.py:score"]',
         "eval.limit=0",
         "trainer.deterministic=true",
         "sync.keep_last=9",

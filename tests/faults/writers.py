@@ -35,10 +35,10 @@ from skylite.model.policy import Policy
 from skylite.orchestrator.plan import RunPlan, write_run
 from skylite.orchestrator.resume import forget_after
 from skylite.orchestrator.shutdown import ask_trainer_to_end
-from skylite.rewards.named import remember
 from skylite.run.files import append_line, write_json
 from skylite.run.lock import lock_folder
 from skylite.run.metrics import append_metrics
+from skylite.run.named_programs import remember
 from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import RunDir, adapter_name
 from skylite.run.status import Status, write_status
@@ -94,7 +94,7 @@ def writers(policy: Policy, optimizer: FlatAdamW, model: Path) -> dict[str, Call
     def plan(folder: Path) -> RunPlan:
         prompt = groups(0)[0].prompt
         return RunPlan(run=RunDir(folder / "run"), config=settings(), resolved=resolved(model, model.parent / "sync"), train=[prompt],
-                       held_out=[], reward="math", first_step=1)  # fmt: skip
+                       held_out=[], rewards=("math",), first_step=1)  # fmt: skip
 
     def status(folder: Path, v: int) -> None:
         write_status(

@@ -41,7 +41,7 @@ def stopped(
     run.trainer_step_path(0).touch()
     plan = RunPlan(
         run=run, config=TrainConfig.model_validate({"stop": {"mode": mode, "grace_s": GRACE_S}}), resolved=resolved(root, root),
-        train=[], held_out=[], reward="gsm8k", first_step=1,
+        train=[], held_out=[], rewards=("gsm8k",), first_step=1,
     )  # fmt: skip
     return asyncio.run(_stopped(plan, trainer, step_s, signals))
 

@@ -197,7 +197,7 @@ def plan_of(
         ),
         train=PROMPTS,
         held_out=PROMPTS[:2] if eval_every else [],
-        reward="math",
+        rewards=("math",),
         first_step=first_step,
         resumed=resumed,
     )

@@ -78,7 +78,7 @@ BASE = {
         "top_p": 1.0,
         "max_completion_tokens": 16,
     },
-    "reward": {"function": "math", "num_workers": 1},
+    "reward": {"functions": ["math"], "weights": [1.0], "num_workers": 1},
     "algorithm": {"name": "grpo", "kl_coef": 0.0, "clip_eps_low": 0.2},
     "importance": {"mode": "truncate", "cap": 2.0},
     "optim": {"lr": 1e-3, "schedule": "constant", "max_grad_norm": 1.0},

@@ -48,7 +48,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPlan:
         resolved=resolved,
         train=[],
         held_out=[],
-        reward="math",
+        rewards=("math",),
         first_step=1,
     )
 

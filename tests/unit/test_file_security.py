@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from skylite.adapters.retention import clean_up
+from skylite.config.loading import load_config
 from skylite.errors import ConfigError
-from skylite.rewards.named import remember, require_named
+from skylite.orchestrator.plan import plan_run, write_run
+from skylite.plugin_file import REWARD
+from skylite.run.named_programs import remember, require_named
 from skylite.run.run_dir import RunDir, published_versions
 from tests.engines import write_random_adapter
 from tests.small_run import settings
@@ -62,16 +65,75 @@ def test_a_reward_program_that_only_the_data_names_does_not_run(given: Path, tin
     for args in (train(given, tiny_llama), ["eval", "--base", "--data", "data", "--model", str(tiny_llama)]):
         reply = call(args)
         assert reply.code == 2, reply.said
-        assert f"--set reward.function={given / 'reward.py'}:reward" in reply.said
+        assert f"--set 'reward.functions=[\"{given / 'reward.py'}:reward\"]'" in reply.said
         assert not (given / "ran").exists()
 
 
 def test_named_once_it_runs_and_is_said(given: Path, tiny_llama: Path) -> None:
-    assert call(train(given, tiny_llama, "--set", f"reward.function={given / 'reward.py'}:reward")).code == 0
+    assert (
+        call(train(given, tiny_llama, "--set", f"reward.functions=['{given / 'reward.py'}:reward']")).code
+        == 0
+    )
     assert (given / "ran").exists()
     reply = call(train(given, tiny_llama))
     assert reply.code == 0, reply.said
     assert f"the program {given / 'reward.py'}:reward runs" in reply.said
+
+
+def test_every_function_of_a_list_must_be_named(given: Path, tiny_llama: Path) -> None:
+    """The user names one; the data names the other, and a list from elsewhere must not bring it along."""
+    (given / "mine.py").write_text("def reward(prompt, completion): return 0.5")
+    mine, theirs = f"{given / 'mine.py'}:reward", f"{given / 'reward.py'}:reward"
+    assert call(train(given, tiny_llama, "--set", f"reward.functions=['{mine}']")).code == 0
+    assert not (given / "ran").exists()
+    with pytest.raises(ConfigError, match=r"names the reward \S+reward\.py:reward") as error:
+        require_named([mine, theirs], REWARD, Path("run"))
+    assert error.value.hint.endswith(f'--set \'reward.functions=["{mine}", "{theirs}"]\'.')
+    assert call(train(given, tiny_llama, "--set", f"reward.functions=['{mine}', '{theirs}']")).code == 0
+    require_named([mine, theirs], REWARD, Path("run"))
+
+
+def test_an_empty_list_does_not_name_the_data_s_reward(given: Path, tiny_llama: Path) -> None:
+    assert call(train(given, tiny_llama, "--set", "reward.functions=[]")).code == 2
+    base = ["eval", "--base", "--data", "data", "--model", str(tiny_llama), "--set", "reward.functions=[]"]
+    assert call(base).code == 2
+    assert not (given / "ran").exists()
+
+
+@pytest.mark.parametrize("setting", ["advantage", "policy_loss"])
+def test_an_algorithm_that_only_a_run_names_does_not_run(
+    setting: str, given: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither on resume nor in a replay; the parent never runs it at all."""
+    (given / "own.py").write_text(
+        f"from pathlib import Path\nPath({str(given / 'ran')!r}).touch()\ndef f(a, b): ..."
+    )
+    named = f"algorithm.{setting}={given / 'own.py'}:f"
+    config = load_config(None, {"num_steps": 1, "model.name": str(tiny_llama), "data.path": "data"}, [
+        named, f"reward.functions=['{given / 'reward.py'}:reward']"])  # fmt: skip
+    write_run(plan_run(config, RunDir(given / "run")))
+    (given / "ran").unlink()  # the reward ran
+    monkeypatch.setenv("XDG_STATE_HOME", str(given / "their-home"))
+    remember(f"{given / 'reward.py'}:reward")
+    resume, replay = ["train", "--resume", "run", "--dry-run"], ["replay", "run", "--step", "1"]
+    for args in (resume, replay):
+        reply = call(args)
+        assert reply.code == 2, reply.said
+        assert (
+            f"run/config.json names the {setting.replace('_', ' ')} {given / 'own.py'}:f, a Python"
+            in reply.said
+        )
+        assert f"name it: --set {named}." in reply.said
+    changed = call([*replay, "--set", "optim.lr=1.0"])
+    assert (changed.code, "uses the run's own settings, and --set optim.lr=1.0" in changed.said) == (2, True)
+    named_here = call([*replay, "--set", named])
+    assert "has no adapter" in named_here.said or "holds no policy-v000001" in named_here.said, (
+        named_here.said
+    )
+    reply = call(resume)
+    assert reply.code == 0, reply.said
+    assert f"the program {given / 'own.py'}:f runs" in reply.said
+    assert not (given / "ran").exists()
 
 
 def test_what_is_remembered_is_a_path_and_a_home_that_cannot_be_written_only_asks_again(
@@ -81,13 +143,13 @@ def test_what_is_remembered_is_a_path_and_a_home_that_cannot_be_written_only_ask
     (tmp_path / "file").write_text("in the way")
     remember(f"{tmp_path}/x.py:f")
     with pytest.raises(ConfigError, match="not named on this machine"):
-        require_named(f"{tmp_path}/x.py:f", Path("data"))
+        require_named([f"{tmp_path}/x.py:f"], REWARD, Path("data"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
     remember(f"{tmp_path}/x.py:f")
-    require_named(f"{tmp_path}/x.py:f", Path("data"))
+    require_named([f"{tmp_path}/x.py:f"], REWARD, Path("data"))
     for other in (f"{tmp_path}/x.py:g", f"{tmp_path}/y.py:f", "x.py:f"):
         with pytest.raises(ConfigError):
-            require_named(other, Path("data"))
+            require_named(["gsm8k", other], REWARD, Path("data"))
 
 
 def test_an_adapter_that_is_a_pickle_is_refused_and_not_opened(given: Path, tiny_llama: Path) -> None:
@@ -99,7 +161,9 @@ def test_an_adapter_that_is_a_pickle_is_refused_and_not_opened(given: Path, tiny
     (adapter / "adapter_model.safetensors").unlink()
     for name in ("adapter_model.bin", "adapter_model.pt", "adapter_model.safetensors"):
         (adapter / name).write_bytes(pickle.dumps(Trap()))
-        reply = call(train(given, tiny_llama, "--set", "reward.function=math", "--from-adapter", "adapter"))
+        reply = call(
+            train(given, tiny_llama, "--set", "reward.functions=['math']", "--from-adapter", "adapter")
+        )
         assert reply.code == 2, reply.said
         assert "adapter_model.safetensors" in reply.said
     assert not (given / "opened").exists()

@@ -125,6 +125,17 @@ def test_a_change_of_the_result_is_refused_with_both_values(run: RunDir, setting
         assert "optim.lr is 0.0001 and was given as 1e-05" in str(caught.value)
 
 
+def test_the_list_of_rewards_is_part_of_the_result(run: RunDir) -> None:
+    """The run began with the data's own reward, math."""
+    for setting in ('reward.functions=["gsm8k"]', 'reward.functions=["math", "format"]'):
+        with pytest.raises(ConfigError, match=r"reward\.functions is \[\] and was given as \["):
+            plan(run, setting)
+    with pytest.raises(ConfigError, match=r"reward\.weights is \[\] and was given as \[0\.5\]"):
+        plan(run, 'reward.functions=["math"]', "reward.weights=[0.5]")
+    same = plan(run, 'reward.functions=["math"]')[0]
+    assert (same.rewards, same.config.reward.functions) == (("math",), [])
+
+
 def test_what_a_cpu_cannot_do_is_refused_on_resume_too(run: RunDir) -> None:
     check_changes(settings(), settings(trainer={"offload": True}))
     with pytest.raises(ConfigError, match=r"trainer\.offload=true moves things off a GPU"):

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from skylite.errors import ConfigError, DataError, RunFailed
-from skylite.rewards import finite_score, load_reward, reference_completion, resolve_spec, score
+from skylite.plugin_file import resolve_spec
+from skylite.rewards import finite_score, load_reward, reference_completion, score
 from skylite.rewards.gsm8k import final_number
 from skylite.rewards.math import parse_truth
 from skylite.rewards.reasoning_gym import from_json, to_json
@@ -123,7 +124,7 @@ def test_plug_in_is_called_with_prompt_and_completion(tmp_path: Path) -> None:
     spec = plug_in(
         tmp_path, "def reward(prompt, completion):\n    return 0.5 * (prompt.answer in completion)\n"
     )
-    assert score(load_reward(spec, prompt()), prompt(), "7!") == 0.5
+    assert score("reward", load_reward(spec, prompt()), prompt(), "7!") == 0.5
 
 
 @pytest.mark.parametrize(
@@ -154,21 +155,21 @@ def test_an_exception_is_never_a_zero() -> None:
     def reward(prompt: object, completion: str) -> float:
         raise ValueError("odd")
 
-    with pytest.raises(RunFailed, match=r"ValueError: odd .prompt t/train/0"):
-        score(reward, prompt(), "text")
+    with pytest.raises(RunFailed, match=r"function odd_one raised ValueError: odd .prompt t/train/0"):
+        score("odd_one", reward, prompt(), "text")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 1e39, 10**400])
 def test_a_number_that_is_none_is_for_the_guards_in_training_and_refused_elsewhere(value: float) -> None:
-    assert not is_number(score(lambda *_: value, prompt(), "text"))
-    with pytest.raises(RunFailed, match="for prompt t/train/0"):
-        finite_score(lambda *_: value, prompt(), "text")
+    assert not is_number(score("odd_one", lambda *_: value, prompt(), "text"))
+    with pytest.raises(RunFailed, match="function odd_one returned .* for prompt t/train/0"):
+        finite_score("odd_one", lambda *_: value, prompt(), "text")
 
 
 @pytest.mark.parametrize("value", [None, "1.0", [1.0]])
 def test_what_is_no_number_at_all_is_refused_at_once(value: Any) -> None:
-    with pytest.raises(RunFailed, match="for prompt t/train/0"):
-        score(lambda *_: value, prompt(), "text")
+    with pytest.raises(RunFailed, match="function odd_one returned .* for prompt t/train/0"):
+        score("odd_one", lambda *_: value, prompt(), "text")
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def wait_until_dead(pid: int) -> None:
 
 
 def test_scores_in_order_and_names_the_prompt_of_an_exception(spec: str) -> None:
-    pool = RewardPool(spec, 2)
+    pool = RewardPool([spec], num_workers=2)
     try:
         items = [(prompt(id=f"t/{i}"), str(i)) for i in range(40)]
         assert rewards_of(asyncio.run(pool.score(items))) == [float(i) for i in range(40)]
@@ -68,7 +68,7 @@ def test_scores_in_order_and_names_the_prompt_of_an_exception(spec: str) -> None
 
 
 def test_a_worker_that_ends_is_an_error_not_a_score(spec: str) -> None:
-    pool = RewardPool(spec, 1)
+    pool = RewardPool([spec])
     try:
         with pytest.raises(ChildDied, match="reward worker ended"):
             asyncio.run(pool.score([(prompt(), "die")]))
@@ -79,7 +79,7 @@ def test_a_worker_that_ends_is_an_error_not_a_score(spec: str) -> None:
 def test_a_worker_that_ends_while_nothing_is_scored_is_told_of_at_once_and_once(spec: str) -> None:
     async def lose_one() -> list[ChildDied]:
         told: list[ChildDied] = []
-        pool = RewardPool(spec, 2)
+        pool = RewardPool([spec], num_workers=2)
         try:
             pid = int((await pool.score([(prompt(), "pid")]))[0].reward)
             pool.watch(told.append)
@@ -102,7 +102,7 @@ def test_a_worker_that_ends_while_nothing_is_scored_is_told_of_at_once_and_once(
 def test_close_is_no_loss(spec: str) -> None:
     async def open_and_close() -> list[ChildDied]:
         told: list[ChildDied] = []
-        pool = RewardPool(spec, 2)
+        pool = RewardPool([spec], num_workers=2)
         await pool.score([(prompt(), "1")])
         pool.watch(told.append)
         pool.close()
@@ -113,7 +113,7 @@ def test_close_is_no_loss(spec: str) -> None:
 
 
 def test_close_ends_a_hanging_worker(spec: str) -> None:
-    pool = RewardPool(spec, 1)
+    pool = RewardPool([spec])
     pid = int(asyncio.run(pool.score([(prompt(), "pid")]))[0].reward)
 
     async def hang() -> None:
@@ -131,7 +131,7 @@ def test_close_ends_a_hanging_worker(spec: str) -> None:
 
 def test_a_worker_that_was_stopped_ends_the_run_in_time_and_is_named(spec: str) -> None:
     async def score_by_a_stopped_one() -> int:
-        pool = RewardPool(spec, 1, timeout_s=1)
+        pool = RewardPool([spec], timeout_s=1)
         try:
             pid = int((await pool.score([(prompt(), "pid")]))[0].reward)
             os.kill(pid, signal.SIGSTOP)
@@ -149,7 +149,7 @@ def test_a_worker_that_was_stopped_ends_the_run_in_time_and_is_named(spec: str) 
 
 def test_unknown_reward_is_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match="There is no reward 'nothing'"):
-        RewardPool("nothing", 1)
+        RewardPool(["nothing"])
 
 
 PARENT = """
@@ -157,7 +157,7 @@ import asyncio, sys, time
 from skylite.rewards.pool import RewardPool
 from skylite.types import Prompt
 if __name__ == "__main__":
-    pool = RewardPool(sys.argv[1], 1)
+    pool = RewardPool([sys.argv[1]])
     asked = Prompt(id="t", messages=[], answer="", source="")
     print(int(asyncio.run(pool.score([(asked, "pid")]))[0].reward), flush=True)
     time.sleep(600)

@@ -180,7 +180,7 @@ def sampled_step(
     )
     run, engine = RunDir(folder), FakeEngine()
     plan = RunPlan(
-        run=run, config=config, resolved=resolved, train=PROMPTS, held_out=[], reward="math", first_step=1
+        run=run, config=config, resolved=resolved, train=PROMPTS, held_out=[], rewards=("math",), first_step=1
     )
     screen = Screen(9, Console(file=io.StringIO()))
     session = Session(

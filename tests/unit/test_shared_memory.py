@@ -76,7 +76,7 @@ def test_trainer_and_engines_read_the_copy_and_not_the_model(tiny_llama: Path, t
             resolved=where,
             train=[],
             held_out=[],
-            reward="math",
+            rewards=("math",),
             first_step=1,
         )
         command = engine_command(engine_spec(plan.run_config, ["q_proj"], 0, tmp_path))

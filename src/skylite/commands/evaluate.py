@@ -1,4 +1,7 @@
-"""`skylite eval`: pass@1 of an adapter or of the base model, sampled with vLLM."""
+"""`skylite eval`: pass@1 of a run's adapter, any adapter, or the base, through vLLM.
+
+It scores with the first of reward.functions alone, unweighted, or with the data's own reward: that one measures accuracy.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,12 @@ from skylite.errors import ConfigError
 from skylite.evaluation.evaluate import EvalResult, write_results
 from skylite.evaluation.evaluate import evaluate as score_problems
 from skylite.hub.resolve import resolve_model
+from skylite.orchestrator.programs import allow_rewards
+from skylite.plugin_file import REWARD
 from skylite.processes.supervisor import Supervisor
-from skylite.rewards.named import names_reward, remember, require_named
 from skylite.rewards.pool import RewardPool
 from skylite.run.files import write_json
+from skylite.run.named_programs import is_set
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Prompt
 
@@ -58,6 +63,7 @@ class EvalPlan:
     config: TrainConfig
     prompts: list[Prompt]
     reward: str
+    """Spec of the first reward function, the one that measures accuracy."""
     out: Path
     """Folder of the results."""
     label: str
@@ -65,7 +71,7 @@ class EvalPlan:
 
 
 def evaluate(flags: EvalFlags) -> None:
-    """Evaluate and print the accuracy. Writes results to RUN/evals, or to ./evals without a run."""
+    """Evaluate with the first reward function and print. Results go to RUN/evals, or ./evals without a run."""
     plan = plan_eval(flags)
     result = asyncio.run(run_eval(plan, flags))
     stem = f"{plan.label}-{flags.split}-{'greedy' if flags.n == 1 else f'mean{flags.n}'}"
@@ -94,11 +100,8 @@ def plan_eval(flags: EvalFlags) -> EvalPlan:
     config = load_config(None, {}, flags.settings) if recorded is None else merged(recorded, flags.settings)
     data = flags.data or Path(config.data.path)
     prompts, info = _problems(data, flags, config)
-    reward = config.reward.function or info.reward
-    if names_reward(flags.settings):
-        remember(reward)
-    else:
-        require_named(reward, data if config.reward.function is None else _required(flags.target))
+    named_by = None if is_set(flags.settings, REWARD.setting) else flags.target
+    (reward,) = allow_rewards(config.reward.functions[:1], info, data, named_by=named_by)
     model_name = flags.model or (adapter.base_model if adapter is not None else config.model.name)
     run = adapter.run if adapter is not None else None
     label = "base" if adapter is None else adapter.adapter.name
@@ -132,7 +135,9 @@ async def run_eval(plan: EvalPlan, flags: EvalFlags) -> EvalResult:
     tokenizer = load_tokenizer(model.path)
     rollout = plan.config.rollout
     token_ids = encode_prompts(tokenizer, plan.prompts, rollout.max_prompt_tokens)
-    pool = RewardPool(plan.reward, plan.config.reward.num_workers, plan.config.reward.timeout_s)
+    pool = RewardPool(
+        [plan.reward], num_workers=plan.config.reward.num_workers, timeout_s=plan.config.reward.timeout_s
+    )
     try:
         async with Supervisor() as supervisor:
             with tempfile.TemporaryDirectory(prefix="skylite-") as folder:

@@ -14,9 +14,10 @@ from skylite.data.examples import SPLITS, ExampleSet, check_examples
 from skylite.data.prompts import PromptFileInfo, write_prompts
 from skylite.data.sources import READABLE
 from skylite.errors import ConfigError, DataError, WriteFailed
-from skylite.rewards import load_reward, resolve_spec
-from skylite.rewards.named import remember
+from skylite.plugin_file import resolve_spec
+from skylite.rewards import load_reward
 from skylite.run.files import fsync_path, swap_paths, temporary_sibling
+from skylite.run.named_programs import remember
 from skylite.types import Prompt
 
 logger = logging.getLogger(__name__)

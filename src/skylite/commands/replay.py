@@ -4,18 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from skylite.config.loading import change_config, read_run_config
+from skylite.errors import ConfigError
+from skylite.orchestrator.programs import allow_algorithm
 from skylite.orchestrator.replay import Replayed, replay_step
 from skylite.run.run_dir import RunDir
 
 
-def replay(target: Path, step: int) -> None:
-    """Train the step again and print the result; exit 1 if it differs. Raises SkyliteError subclasses."""
-    replayed = asyncio.run(replay_step(RunDir(target.resolve()), step))
+def replay(target: Path, step: int, settings: Sequence[str] = ()) -> None:
+    """Train the step again and print equal or different; different exits 1. Raises SkyliteError subclasses.
+
+    `settings`: the user's --set. They name programs of the run that may run, and change nothing.
+    """
+    run = RunDir(target.resolve())
+    allow_programs(run, settings)
+    replayed = asyncio.run(replay_step(run, step))
     print(replay_text(replayed))
     if replayed.differences:
         sys.exit(1)
+
+
+def allow_programs(run: RunDir, settings: Sequence[str]) -> None:
+    """Check that the run's advantage and policy loss may run. Raises ConfigError if not, or if --set changes any."""
+    recorded = read_run_config(run.config_path).config
+    if change_config(recorded, {}, settings) != change_config(recorded, {}, ()):
+        raise ConfigError(
+            f"skylite replay uses the run's own settings, and --set {' --set '.join(settings)} changes them.",
+            "Leave it out; here --set only names a program that the run uses.",
+        )
+    allow_algorithm(recorded.algorithm, named_by=run.config_path, settings=settings)
 
 
 def replay_text(replayed: Replayed) -> str:

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from skylite.config.section import Section
+from skylite.plugin_file import is_program
 
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++-baseline", "maxrl", "opo", "gae"]
 PolicyLoss = Literal["clip", "dual_clip", "gspo", "cispo", "sapo", "clip_cov", "kl_cov"]
@@ -60,10 +61,11 @@ class AlgorithmConfig(Section):
     name: str = "grpo"
     """Preset that fills in the other fields of this section: grpo, bnpo, dr_grpo, dapo, gspo, cispo, sapo,
     rloo, reinforce++, reinforce++-baseline, maxrl, opo, ppo, clip_cov or kl_cov."""
-    advantage: Advantage = "grpo"
-    """Formula that turns rewards into advantages (algorithms/advantages.py). gae needs a critic."""
-    policy_loss: PolicyLoss = "clip"
-    """Loss of each token (algorithms/losses.py)."""
+    advantage: Advantage | str = "grpo"
+    """Formula that turns rewards into advantages (algorithms/advantages.py), or your own as FILE.py:function.
+    gae needs a critic."""
+    policy_loss: PolicyLoss | str = "clip"
+    """Loss of each token (algorithms/losses.py), or your own as FILE.py:function."""
     aggregation: Aggregation = "token-mean"
     """How token losses are averaged. fixed-length: over completions times rollout.max_completion_tokens."""
     clip_eps_low: float = Field(0.2, ge=0, le=1)
@@ -133,6 +135,16 @@ class AlgorithmConfig(Section):
             raise ValueError(f'"{name}" is not an algorithm; choose one of {", ".join(PRESETS)}.')
         return name
 
+    @field_validator("advantage", mode="before")
+    @classmethod
+    def check_advantage(cls, value: Any) -> Any:
+        return _check_function_name(value, "advantage", get_args(Advantage))
+
+    @field_validator("policy_loss", mode="before")
+    @classmethod
+    def check_policy_loss(cls, value: Any) -> Any:
+        return _check_function_name(value, "policy loss", get_args(PolicyLoss))
+
     @model_validator(mode="after")
     def check_maxrl_rewards(self) -> Self:
         if self.advantage == "maxrl" and (
@@ -146,7 +158,7 @@ class AlgorithmConfig(Section):
 
     @property
     def compares_groups(self) -> bool:
-        """Whether the advantage compares a completion with the others of its group."""
+        """Whether the advantage compares a completion with its group. One from a file counts as such."""
         return self.advantage not in ("gae", "reinforce++")
 
     @property
@@ -173,6 +185,13 @@ class AlgorithmConfig(Section):
     def selects_by_cov(self) -> bool:
         """Whether the policy loss selects tokens by covariance (algorithms/token_selection.py)."""
         return self.policy_loss in ("clip_cov", "kl_cov")
+
+
+def _check_function_name(value: Any, what: str, built_in: tuple[str, ...]) -> str:
+    """A built-in's name or FILE.py:function. The file is checked when a run is planned."""
+    if isinstance(value, str) and (value in built_in or is_program(value)):
+        return value
+    raise ValueError(f"{value!r} is no {what}; choose one of {', '.join(built_in)}, or FILE.py:function.")
 
 
 class ImportanceConfig(Section):

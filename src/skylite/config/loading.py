@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from skylite import __version__
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.errors import ConfigError
+from skylite.plugin_file import resolve_spec
 
 
 def load_config(
@@ -50,6 +51,7 @@ def _validated(
             problems.append(f"--set {setting}: expected a.b=value, e.g. --set rollout.group_size=16")
             continue
         _set_key(tree, key.strip(), parse_value(text.strip()), problems)
+    _resolve_programs(tree)
     try:
         config = TrainConfig.model_validate(tree)
     except ValidationError as error:
@@ -60,6 +62,16 @@ def _validated(
             + "\n".join(f"  - {p}" for p in problems)
         )
     return config
+
+
+def _resolve_programs(tree: dict[str, Any]) -> None:
+    """Give every FILE.py:function an absolute path, so that the trainer finds it from any folder."""
+    reward, algorithm = tree.get("reward"), tree.get("algorithm")
+    if isinstance(reward, dict) and isinstance(functions := reward.get("functions"), list):
+        reward["functions"] = [resolve_spec(f) if isinstance(f, str) else f for f in functions]
+    for name in ("advantage", "policy_loss"):
+        if isinstance(algorithm, dict) and isinstance(spec := algorithm.get(name), str):
+            algorithm[name] = resolve_spec(spec)
 
 
 def read_recipe(path: Path) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from skylite.config.section import Section
 
@@ -41,10 +43,26 @@ class RolloutConfig(Section):
 class RewardConfig(Section):
     """Scoring completions."""
 
-    function: str | None = None
-    """gsm8k, math, reasoning-gym, or your own as FILE.py:function. none: the reward chosen at `skylite
-    prepare`."""
+    functions: list[str] = []
+    """gsm8k, math, format, reasoning-gym, or your own as FILE.py:function. The reward is their weighted sum.
+    The first one decides what counts as right. Empty: the reward chosen at `skylite prepare`."""
+    weights: list[float] = []
+    """Weight of each function; may be negative. Empty: 1 for each."""
     num_workers: int = Field(1, ge=1)
     """Processes that compute rewards. Raise it if the reward is slow."""
     timeout_s: float = Field(600.0, gt=0)
     """Seconds to score all completions of a step. A reward that takes longer ends the run."""
+
+    @model_validator(mode="after")
+    def check_weights(self) -> Self:
+        twice = sorted({spec for spec in self.functions if self.functions.count(spec) > 1})
+        if twice:
+            raise ValueError(
+                f"reward.functions names {twice[0]} twice; name it once, with the sum of its weights."
+            )
+        if self.weights and len(self.weights) != len(self.functions):
+            raise ValueError(
+                f"reward.weights has {len(self.weights)} numbers for the {len(self.functions)} names in "
+                "reward.functions; give one for each, or none at all."
+            )
+        return self

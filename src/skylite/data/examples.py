@@ -51,7 +51,7 @@ def check_examples(examples: Sequence[Example], spec: str, reward: RewardFn) -> 
     """The prompts of the examples. Raises DataError for the first reference that does not score 1.0."""
     for example in examples:
         try:
-            value = finite_score(reward, example.prompt, example.reference)
+            value = finite_score(spec, reward, example.prompt, example.reference)
         except RunFailed as error:
             cause = error.__cause__
             reason = cause.what if isinstance(cause, DataError) else error.what

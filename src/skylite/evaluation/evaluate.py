@@ -48,7 +48,7 @@ async def evaluate(
     stop_token_ids: tuple[int, ...],
     seed: int,
 ) -> EvalResult:
-    """Sample `n` completions per problem from `model` (temperature 0: greedy) and score them.
+    """Sample `n` completions per problem from `model` (temperature 0: greedy), scored by the first reward function.
 
     `token_ids`: prompt id -> prompt token ids. Raises RunFailed for a NaN or infinite score.
     """
@@ -74,7 +74,7 @@ async def evaluate(
     return EvalResult(
         model=model,
         temperature=temperature,
-        accuracy=accuracy_of([[t.reward for t in g.trajectories] for g in groups]),
+        accuracy=accuracy_of([[t.first_score for t in g.trajectories] for g in groups]),
         completion_tokens_mean=sum(t.num_tokens for t in trajectories) / len(trajectories),
         truncated_frac=sum(t.is_truncated for t in trajectories) / len(trajectories),
         groups=groups,
@@ -83,8 +83,9 @@ async def evaluate(
 
 def _require_finite_rewards(group: Group) -> None:
     for t in group.trajectories:
-        if not is_number(t.reward):
-            raise non_finite_reward(t.reward, group.prompt.id, t.samples[-1].text)
+        if not is_number(t.first_score):
+            name = next(iter(t.components), "reward")
+            raise non_finite_reward(name, t.first_score, group.prompt.id, t.samples[-1].text)
 
 
 def write_results(path: Path, result: EvalResult) -> None:
@@ -103,7 +104,7 @@ def _row(result: EvalResult, prompt: Prompt, trajectory: Trajectory) -> dict[str
         "question": prompt.messages[-1]["content"],
         "answer": prompt.answer,
         "completion": last.text,
-        "reward": trajectory.reward,
+        "reward": trajectory.first_score,
         "tokens": trajectory.num_tokens,
         "finish_reason": last.finish_reason,
         "model": result.model,

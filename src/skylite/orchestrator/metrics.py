@@ -11,7 +11,7 @@ from typing import Any
 from skylite.engine.canary import CanaryReading
 from skylite.engine.pool import SyncReport
 from skylite.orchestrator.sampling import SampledStep
-from skylite.types import Group, is_number
+from skylite.types import Group, Trajectory, is_number
 from skylite.ui.live_panel import CompletionView
 
 SHOWN = ("policy/entropy", "mismatch/logprob_diff_mean", "time/train_s", "time/canary_s", "time/publish_s")
@@ -37,7 +37,7 @@ class StepTimes:
 def step_metrics(
     step: int, sampled: SampledStep, update: dict[str, Any], report: SyncReport, times: StepTimes
 ) -> dict[str, Any]:
-    """One line of metrics.jsonl: rollout side, the trainer's own, and the sync. Rewards are raw scores, without penalties."""
+    """One line of metrics.jsonl: rollout side, the trainer's own, and the sync. Rewards are without penalties."""
     trajectories = [t for g in sampled.groups for t in g.trajectories]
     left_out = [t for g in sampled.left_out for t in g.trajectories]
     tokens = [t.num_tokens for t in trajectories]
@@ -51,7 +51,8 @@ def step_metrics(
         "adapter/version": step,
         "reward/mean": mean,
         "reward/std": deviation,
-        "reward/right_frac": statistics.fmean(t.reward == 1.0 for t in trajectories),
+        "reward/right_frac": statistics.fmean(t.first_score == 1.0 for t in trajectories),
+        **component_means(trajectories),
         "reward/penalty_mean": statistics.fmean(t.penalty for t in trajectories),
         # With groups chosen by their rewards the mean above no longer tells how good the policy is; this one does.
         "reward/sampled_mean": sampled_mean,
@@ -75,6 +76,15 @@ def step_metrics(
         "time/canary_s": trainer_canary_s + report.canary_s,
         "sync/publish_and_load_frac": (update["time/publish_s"] + report.load_s) / times.step_s,
     }
+
+
+def component_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """`reward/NAME` of each reward function: the mean of its unweighted scores. Empty for one function: reward/mean tells it."""
+    names = list(trajectories[0].components)
+    if len(names) < 2:
+        return {}
+    scores = {name: [t.components.get(name, math.nan) for t in trajectories] for name in names}
+    return {f"reward/{name}": mean_and_deviation(scores[name])[0] for name in names}
 
 
 def mean_and_deviation(rewards: Sequence[float]) -> tuple[float, float]:

@@ -16,9 +16,9 @@ from skylite.engine.server import choose_cpu_lora, engine_notes
 from skylite.errors import ConfigError
 from skylite.hub.resolve import resolve_model
 from skylite.hub.shared_memory import shared_copy
+from skylite.orchestrator.programs import allow_algorithm, allow_rewards
 from skylite.processes.machine import choose_device, choose_dtype, cpu_cores
-from skylite.rewards import load_reward
-from skylite.rewards.named import remember, require_named
+from skylite.rewards.components import load_components
 from skylite.run.files import convert_os_errors, sha256_file, write_json
 from skylite.run.ownership import mark_sync_folder
 from skylite.run.run_dir import RunDir, published_versions
@@ -39,8 +39,8 @@ class RunPlan:
     train: Sequence[Prompt]
     held_out: Sequence[Prompt]
     """The first eval.limit problems of eval.split."""
-    reward: str
-    """Spec of the reward function."""
+    rewards: tuple[str, ...]
+    """Specs of the reward functions."""
     first_step: int
     """1, or the step after the checkpoint a resumed run continues from."""
     resumed: bool = False
@@ -59,8 +59,9 @@ def plan_run(config: TrainConfig, run: RunDir) -> RunPlan:
     train, info = read_split(config, "train")
     held_out = held_out_prompts(config)
     notes = [data_note(config, info, len(train))]
-    reward = chosen_reward(config, info)
-    load_reward(reward, train[0])
+    rewards = allow_rewards(config.reward.functions, info, Path(config.data.path))
+    load_components(rewards, config.reward.weights, train[0])
+    allow_algorithm(config.algorithm)
     device = choose_device()
     dtype, dtype_note = choose_dtype(config.model.dtype, device)
     check_device(config, device)
@@ -95,7 +96,13 @@ def plan_run(config: TrainConfig, run: RunDir) -> RunPlan:
         notes=notes,
     )
     return RunPlan(
-        run=run, config=config, resolved=resolved, train=train, held_out=held_out, reward=reward, first_step=1
+        run=run,
+        config=config,
+        resolved=resolved,
+        train=train,
+        held_out=held_out,
+        rewards=rewards,
+        first_step=1,
     )
 
 
@@ -160,15 +167,6 @@ def held_out_prompts(config: TrainConfig) -> list[Prompt]:
 def train_data_hash(config: TrainConfig) -> str:
     """sha256 of the training split: a run that goes on must find the same prompts in the same order."""
     return sha256_file(Path(config.data.path) / "train.parquet")
-
-
-def chosen_reward(config: TrainConfig, info: PromptFileInfo) -> str:
-    """The reward's spec: the settings', which is the user's word, or the data's. Raises ConfigError for a program that nobody named."""
-    if config.reward.function is not None:
-        remember(config.reward.function)
-        return config.reward.function
-    require_named(info.reward, Path(config.data.path))
-    return info.reward
 
 
 def data_note(config: TrainConfig, info: PromptFileInfo, count: int) -> str:

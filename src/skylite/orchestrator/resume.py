@@ -23,7 +23,7 @@ from skylite.orchestrator.plan import (
     shm_path,
     train_data_hash,
 )
-from skylite.rewards.named import names_reward, remember, require_named
+from skylite.orchestrator.programs import accept_same_rewards, allow_algorithm, allow_rewards
 from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint, step_of
 from skylite.run.files import fsync_path
 from skylite.run.metrics import read_metrics, write_metrics
@@ -48,16 +48,11 @@ def plan_resume(
     recorded = read_run_config(run.config_path)
     config = change_config(recorded.config, overrides or {}, settings)
     train, info = read_split(config, "train")
-    reward = recorded.config.reward.function or info.reward
-    if names_reward(settings) and config.reward.function == reward:
-        # No change: the user says that this program may run.
-        remember(reward)
-        config = config.model_copy(
-            update={"reward": config.reward.model_copy(update={"function": recorded.config.reward.function})}
-        )
+    config = accept_same_rewards(recorded.config, config, info, settings)
     check_changes(recorded.config, config)
     check_device(config, recorded.resolved.device)
-    require_named(reward, run.config_path if recorded.config.reward.function else Path(config.data.path))
+    rewards = allow_rewards(config.reward.functions, info, Path(config.data.path), named_by=run.config_path)
+    allow_algorithm(config.algorithm, named_by=run.config_path, settings=settings)
     _check_inputs(recorded, config)
     done = choose_checkpoint(run, at)
     _require_work(run, config, done)
@@ -70,7 +65,7 @@ def plan_resume(
         )
     return RunPlan(
         run=run, config=config, resolved=_where_it_is_now(run, recorded, config), train=train, held_out=held_out_prompts(config),
-        reward=reward, first_step=done + 1, resumed=True, reuse_rollouts=at is None,
+        rewards=rewards, first_step=done + 1, resumed=True, reuse_rollouts=at is None,
     )  # fmt: skip
 
 

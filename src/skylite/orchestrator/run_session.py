@@ -163,7 +163,7 @@ async def _run(
         progress.event("trainer_started")
         tokenizer = await _load_tokenizer(plan)
         progress.event("tokenizer_ready")
-        pool = RewardPool(plan.reward, plan.config.reward.num_workers, plan.config.reward.timeout_s)
+        pool = reward_pool(plan)
         stack.callback(pool.close)
         pool.watch(supervisor.fail)
         start = plan.first_step - 1
@@ -192,6 +192,12 @@ async def _load_tokenizer(plan: RunPlan) -> ChatTokenizer:
         logger.info(tokenizer.note)
     write_json(plan.run.canary_path, {"sequences": canary_sequences(tokenizer, plan.train)})
     return tokenizer
+
+
+def reward_pool(plan: RunPlan) -> RewardPool:
+    """The reward workers. Raises ConfigError if a reward cannot be loaded."""
+    config = plan.config.reward
+    return RewardPool(plan.rewards, config.weights, config.num_workers, config.timeout_s)
 
 
 async def trainer_exit(plan: RunPlan, supervisor: Supervisor) -> None:

@@ -13,21 +13,34 @@ from multiprocessing import resource_tracker
 
 from skylite.errors import ChildDied, RunFailed
 from skylite.processes.parent_death import die_with_parent
-from skylite.rewards import RewardFn, component_name, load_reward, score
+from skylite.rewards.components import Component, load_components, score_components
 from skylite.types import Prompt, Score
 
-_reward: tuple[str, RewardFn] | None = None
+_components: tuple[Component, ...] = ()
+"""In a worker."""
 
 
 class RewardPool:
-    """Worker processes that hold one reward function. They ignore Ctrl-C (the parent decides) and die with the parent."""
+    """Worker processes that hold the reward functions. They ignore Ctrl-C (the parent decides) and die with the parent."""
 
-    def __init__(self, spec: str, num_workers: int = 1, timeout_s: float = 600.0) -> None:
-        """Start the workers. `timeout_s`: for one call of `score`. Raises ConfigError when the reward cannot be loaded."""
-        load_reward(spec)
+    def __init__(
+        self,
+        specs: Sequence[str],
+        weights: Sequence[float] = (),
+        num_workers: int = 1,
+        timeout_s: float = 600.0,
+    ) -> None:
+        """Start the workers. `specs`, `weights`: as for `load_components`. `timeout_s`: for one call of `score`.
+
+        Raises ConfigError if a reward cannot be loaded.
+        """
+        load_components(specs, weights)
         context = multiprocessing.get_context("spawn")
         self._executor = ProcessPoolExecutor(
-            num_workers, mp_context=context, initializer=_start_worker, initargs=(spec, os.getpid())
+            num_workers,
+            mp_context=context,
+            initializer=_start_worker,
+            initargs=(tuple(specs), tuple(weights), os.getpid()),
         )
         before = set(multiprocessing.active_children())
         # A worker that is still importing would die of Ctrl-C with a traceback: it is started with SIGINT blocked.
@@ -95,16 +108,14 @@ def _worker_lost() -> ChildDied:
     return ChildDied("A reward worker ended.", "Was it killed, or out of memory? Go on with --resume.")
 
 
-def _start_worker(spec: str, parent: int) -> None:
-    global _reward
+def _start_worker(specs: Sequence[str], weights: Sequence[float], parent: int) -> None:
+    global _components
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(parent)
-    _reward = (component_name(spec), load_reward(spec))
+    _components = load_components(specs, weights)
 
 
 def _score_here(prompt: Prompt, completion: str) -> Score:
-    if _reward is None:
+    if not _components:
         raise RuntimeError("the worker was not started by _start_worker")
-    name, reward = _reward
-    value = score(reward, prompt, completion)
-    return Score(reward=value, components={name: value})
+    return score_components(_components, prompt, completion)

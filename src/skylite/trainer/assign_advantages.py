@@ -8,12 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from skylite.algorithms.advantages import GROUP_ADVANTAGES, gae, moments, token_returns, whiten
+from skylite.algorithms.advantages import gae, moments, token_returns, whiten
 from skylite.config.algorithm import AlgorithmConfig
 from skylite.model.distributed import Dist
 from skylite.trainer.batching import Batch
 from skylite.trainer.micro_batch import MicroBatch
 from skylite.trainer.precompute import Precomputed, Targets
+from skylite.trainer.user_functions import group_advantage
 
 
 def assign_advantages(
@@ -23,12 +24,13 @@ def assign_advantages(
     config: AlgorithmConfig,
     dist: Dist,
 ) -> list[Targets]:
-    """The targets of each micro-batch of this rank. All ranks call it."""
-    if config.advantage in GROUP_ADVANTAGES:
+    """The targets of each micro-batch of this rank. All ranks call it together."""
+    advantage = group_advantage(config.advantage)
+    if advantage is not None:
         by_group = batch.advantages
         if by_group is None:
             rewards = batch.rewards - _kl_of_trajectories(batch, micro_batches, known, dist)
-            by_group = GROUP_ADVANTAGES[config.advantage](rewards, batch.lengths)
+            by_group = advantage(rewards, batch.lengths)
         by_number = by_group.flatten()
         return [
             Targets(known=k, advantages=_by_token(m, by_number))

@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skylite.algorithms.advantages import GROUP_ADVANTAGES, zero_std_groups
+from skylite.algorithms.advantages import zero_std_groups
 from skylite.config.algorithm import AlgorithmConfig
 from skylite.errors import DataError
 from skylite.model.packing import Packing
 from skylite.model.prefix_tree import IntArray, shared_length
+from skylite.trainer.user_functions import group_advantage
 from skylite.types import Group, Trajectory
 
 Numbered = tuple[int, Trajectory]
@@ -63,13 +64,13 @@ def arrange(groups: Sequence[Group], config: AlgorithmConfig) -> Batch:
         )
     rewards = torch.tensor([[t.train_reward for t in g.trajectories] for g in groups])
     lengths = torch.tensor([[float(t.num_tokens) for t in g.trajectories] for g in groups])
-    known = config.advantage in GROUP_ADVANTAGES and not config.kl_in_reward
+    advantage = None if config.kl_in_reward else group_advantage(config.advantage)
     return Batch(
         groups=groups,
         rewards=rewards,
         lengths=lengths,
         zero_std=zero_std_groups(rewards).tolist(),
-        advantages=GROUP_ADVANTAGES[config.advantage](rewards, lengths) if known else None,
+        advantages=None if advantage is None else advantage(rewards, lengths),
     )
 
 

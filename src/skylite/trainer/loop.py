@@ -38,6 +38,7 @@ from skylite.trainer.memory import resolve_micro_batch_tokens
 from skylite.trainer.optimizer import FlatAdamW, make_optimizer
 from skylite.trainer.publish import b_norm, base_canary_logprobs, canary_logprobs, check_reference, publish
 from skylite.trainer.step import train_step
+from skylite.trainer.user_functions import load_functions
 from skylite.types import Group
 
 POLL_S = 0.02
@@ -110,6 +111,7 @@ def train(run: RunDir, run_config: RunConfig, dist: Dist, resume: bool) -> None:
 def build_trainer(run: RunDir, run_config: RunConfig, dist: Dist) -> Trainer:
     """Load and shard the model, choose its fast paths, and score the canary with the base model."""
     config = run_config.config
+    load_functions(config.algorithm)
     policy = load_policy(run_config.resolved, config, dist)
     sequences = wait_for_canary(run)
     policy, reasons = enable_fast_paths(policy, max(sequences, key=len))

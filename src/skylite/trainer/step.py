@@ -10,7 +10,7 @@ from torch import Tensor
 
 from skylite.algorithms.importance import importance_weights
 from skylite.algorithms.kl import KL_ESTIMATORS
-from skylite.algorithms.losses import POLICY_LOSSES, LossInputs, is_clipped, ratio_of, value_loss
+from skylite.algorithms.losses import LossInputs, is_clipped, ratio_of, value_loss
 from skylite.config.train import TrainConfig
 from skylite.model.distributed import Dist
 from skylite.model.policy import Policy, lora_dropout, score
@@ -22,6 +22,7 @@ from skylite.trainer.metrics import MetricSums, step_metrics
 from skylite.trainer.micro_batch import MicroBatch, MiniBatch, pack
 from skylite.trainer.optimizer import FlatAdamW
 from skylite.trainer.precompute import Targets, TokenChoice, precompute, ref_logprobs, select_tokens
+from skylite.trainer.user_functions import policy_loss
 from skylite.types import Group
 
 
@@ -146,7 +147,7 @@ def micro_batch_loss(
     importance, sums = importance_weights(
         x.old_logprobs, micro.rollout_logprobs, x.segments, x.num_segments, config.importance
     )
-    loss = (POLICY_LOSSES[algorithm.policy_loss](x, algorithm) * importance * weights).sum()
+    loss = (policy_loss(algorithm.policy_loss)(x, algorithm) * importance * weights).sum()
     sums |= {
         "loss/policy": loss.detach(),
         "policy/entropy": entropies.detach().sum(),

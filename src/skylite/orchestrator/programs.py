@@ -1,0 +1,58 @@
+"""Which programs of the user's a run uses. A program that only downloaded files name is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from skylite.config.algorithm import AlgorithmConfig
+from skylite.config.train import TrainConfig
+from skylite.data.prompts import PromptFileInfo
+from skylite.plugin_file import ADVANTAGE, POLICY_LOSS, REWARD, check_function, is_program
+from skylite.run.named_programs import is_set, remember, require_named
+
+
+def allow_rewards(
+    functions: Sequence[str], info: PromptFileInfo, data: Path, *, named_by: Path | None = None
+) -> tuple[str, ...]:
+    """The specs of the rewards: `functions`, or the one that `data` was prepared with. All of them may run.
+
+    `named_by`: the file that names `functions`; None: the user.
+    Raises ConfigError for a program that only a file names.
+    """
+    if functions and named_by is None:
+        remember(*functions)
+    elif functions and named_by is not None:
+        require_named(functions, REWARD, named_by)
+    else:
+        require_named([info.reward], REWARD, data)
+    return tuple(functions) or (info.reward,)
+
+
+def allow_algorithm(
+    config: AlgorithmConfig, *, named_by: Path | None = None, settings: Sequence[str] = ()
+) -> None:
+    """Check that advantage and policy loss may run, and their files as far as that needs no torch.
+
+    `named_by`: the file that names them; None: the user. `settings`: the user's --set, which may name them.
+    Raises ConfigError.
+    """
+    for spec, kind in ((config.advantage, ADVANTAGE), (config.policy_loss, POLICY_LOSS)):
+        if not is_program(spec):
+            continue
+        if named_by is None or is_set(settings, kind.setting):
+            remember(spec)
+        else:
+            require_named([spec], kind, named_by)
+        check_function(spec, kind)
+
+
+def accept_same_rewards(
+    recorded: TrainConfig, config: TrainConfig, info: PromptFileInfo, settings: Sequence[str]
+) -> TrainConfig:
+    """`config` of a resumed run, unchanged where --set names the run's own rewards: now they may run."""
+    functions = recorded.reward.functions
+    if not is_set(settings, REWARD.setting) or config.reward.functions != (functions or [info.reward]):
+        return config
+    remember(*config.reward.functions)
+    return config.model_copy(update={"reward": config.reward.model_copy(update={"functions": functions})})

@@ -1,0 +1,101 @@
+"""The advantage and the policy loss that the settings name: built in, or the user's as FILE.py:function.
+
+A user's function is called like a built-in, and its result is checked: a wrong shape would broadcast and
+train something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skylite.algorithms.advantages import GROUP_ADVANTAGES
+from skylite.algorithms.losses import POLICY_LOSSES, LossInputs
+from skylite.config.algorithm import AlgorithmConfig
+from skylite.errors import RunFailed
+from skylite.plugin_file import ADVANTAGE, POLICY_LOSS, FunctionKind, is_program, load_function
+
+GroupAdvantage = Callable[[Tensor, Tensor], Tensor]
+"""(rewards [N, G], lengths [N, G] in tokens) -> advantages [N, G]."""
+PolicyLoss = Callable[[LossInputs, AlgorithmConfig], Tensor]
+"""-> loss [C]."""
+
+
+def load_functions(config: AlgorithmConfig) -> None:
+    """Load both, so that a broken file ends the trainer at its start. Raises ConfigError."""
+    group_advantage(config.advantage)
+    policy_loss(config.policy_loss)
+
+
+def group_advantage(spec: str) -> GroupAdvantage | None:
+    """The advantage that compares trajectories; None for those along tokens (gae, reinforce++)."""
+    return _load(spec, ADVANTAGE).advantage if is_program(spec) else GROUP_ADVANTAGES.get(spec)
+
+
+def policy_loss(spec: str) -> PolicyLoss:
+    """The loss of each token."""
+    return _load(spec, POLICY_LOSS).policy_loss if is_program(spec) else POLICY_LOSSES[spec]
+
+
+@dataclass(frozen=True, slots=True)
+class UserFunction:
+    """A FILE.py:function. Its methods raise RunFailed, which names file and function."""
+
+    spec: str
+    kind: FunctionKind
+    function: Callable[..., Any]
+
+    def advantage(self, rewards: Tensor, lengths: Tensor) -> Tensor:
+        """[N, G] float32."""
+        # Copies: the step needs both again, and the function may change them in place.
+        found = self._call(rewards.clone(), lengths.clone())
+        return self._checked(found, rewards.shape, inputs=[rewards]).float()
+
+    def policy_loss(self, x: LossInputs, config: AlgorithmConfig) -> Tensor:
+        """[C]"""
+        if not len(x.policy_logprobs):  # an empty micro-batch, of which a function could take no maximum
+            return x.policy_logprobs * x.advantages
+        found = self._call(x, config)
+        inputs = [x.policy_logprobs, x.old_logprobs, x.advantages]
+        loss = self._checked(found, x.advantages.shape, inputs)
+        if x.policy_logprobs.requires_grad and not loss.requires_grad:
+            raise self._error("returned a loss without a gradient", "Compute it from inputs.policy_logprobs.")
+        return loss
+
+    def _call(self, *arguments: Any) -> Any:
+        try:
+            return self.function(*arguments)
+        except Exception as error:
+            what = f"raised {type(error).__name__}: {error}"
+            raise self._error(what, "Fix that file; continue with --resume.") from error
+
+    def _checked(self, value: Any, shape: torch.Size, inputs: Sequence[Tensor]) -> Tensor:
+        """The value, if it is a tensor of that shape.
+
+        Non-finite numbers made of non-finite inputs pass: the anomaly rules judge those.
+        """
+        wanted = f"Return a tensor of the shape {list(shape)}, one number for each input; take no mean."
+        if not isinstance(value, Tensor):
+            raise self._error(f"returned {type(value).__name__}, not a tensor", wanted)
+        if value.shape != shape:
+            raise self._error(f"returned the shape {list(value.shape)}, not {list(shape)}", wanted)
+        bad = int((~torch.isfinite(value.float())).sum())
+        if bad and all(bool(torch.isfinite(x).all()) for x in inputs):
+            what = f"returned {bad} of {value.numel()} numbers that are NaN or infinite"
+            raise self._error(what, "Guard its divisions and logarithms; continue with --resume.")
+        return value
+
+    def _error(self, what: str, hint: str) -> RunFailed:
+        file, _, name = self.spec.rpartition(":")
+        return RunFailed(f"The {self.kind.name} {name} in {file} {what}.", hint)
+
+
+@cache
+def _load(spec: str, kind: FunctionKind) -> UserFunction:
+    """A process runs each file once."""
+    return UserFunction(spec, kind, load_function(spec, kind))

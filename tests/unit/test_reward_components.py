@@ -1,0 +1,223 @@
+"""Rewards as a weighted list: sums by hand, in real workers, in the rollout file and in the metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from skylite.config.loading import load_config
+from skylite.config.train import TrainConfig
+from skylite.errors import ConfigError, RunFailed
+from skylite.orchestrator.metrics import component_means, recovered_metrics
+from skylite.orchestrator.plan import plan_run
+from skylite.orchestrator.run_session import reward_pool
+from skylite.orchestrator.sampling import SampledStep
+from skylite.rewards.components import OTHER_METRICS, component_names, load_components, score_components
+from skylite.rewards.pool import RewardPool
+from skylite.run.rollout_file import read_rollouts, write_rollouts
+from skylite.run.run_dir import RunDir
+from skylite.trainer.anomaly import rollout_anomaly
+from skylite.types import Group, Sample, Score, Trajectory
+from tests.unit.data_cases import prompt
+from tests.unit.test_resume import write_data
+from tests.unit.test_sampling import metrics_of
+from tests.unit.test_warm_start import make_model
+
+OWN = """
+import os
+
+def length(prompt, completion):
+    return float(len(completion))
+
+def odd(prompt, completion):
+    if completion == "raise": raise LookupError("odd one")
+    return float(completion) if completion in ("nan", "inf", "-inf") else 0.5
+
+def pid(prompt, completion):
+    return float(os.getpid())
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    (tmp_path / "mine.py").write_text(OWN, encoding="utf-8")
+    return str(tmp_path / "mine.py")
+
+
+@pytest.fixture
+def pool(own: str) -> Iterator[RewardPool]:
+    """gsm8k + 0.25 * format - 0.01 * length, in two processes."""
+    pool = RewardPool(["gsm8k", "format", f"{own}:length"], [1.0, 0.25, -0.01], num_workers=2)
+    yield pool
+    pool.close()
+
+
+def scores_of(pool: RewardPool, *completions: str) -> list[Score]:
+    return asyncio.run(pool.score([(prompt(id=f"t/{i}"), c) for i, c in enumerate(completions)]))
+
+
+def test_workers_return_the_weighted_sum_and_each_functions_own_score(pool: RewardPool) -> None:
+    right, wrong, silent = scores_of(pool, "#### 7", "#### 8", "many words")
+    assert right.reward == pytest.approx(1.0 + 0.25 - 0.06)
+    assert wrong.reward == pytest.approx(0.25 - 0.06)
+    assert silent.reward == pytest.approx(-0.10)
+    assert right.components == {"gsm8k": 1.0, "format": 1.0, "length": 6.0}
+    assert wrong.components == {"gsm8k": 0.0, "format": 1.0, "length": 6.0}
+    assert list(silent.components) == ["gsm8k", "format", "length"], "the first one decides what is right"
+
+
+def test_without_weights_every_function_counts_once(own: str) -> None:
+    components = load_components(["gsm8k", "format", f"{own}:length"])
+    assert score_components(components, prompt(), "#### 7").reward == 8.0
+    alone = score_components(load_components(["gsm8k"], [0.5]), prompt(), "#### 7")
+    assert (alone.reward, alone.components) == (0.5, {"gsm8k": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("value", "weight"), [("nan", 1.0), ("inf", 1.0), ("-inf", -2.0), ("inf", 0.0), ("nan", 0.0)]
+)
+def test_a_score_that_is_no_number_makes_the_sum_none_and_the_anomaly_rules_find_it(
+    own: str, value: str, weight: float
+) -> None:
+    score = score_components(load_components(["format", f"{own}:odd"], [1.0, weight]), prompt(), value)
+    assert not math.isfinite(score.reward)
+    assert score.components["format"] == 0.0
+    assert "is nan" in rollout_anomaly([group(score)]) or "is inf" in rollout_anomaly([group(score)])
+
+
+def test_an_exception_names_the_function_and_the_prompt(own: str) -> None:
+    pool = RewardPool(["gsm8k", f"{own}:odd"])
+    try:
+        with pytest.raises(
+            RunFailed, match=r"The reward function odd raised LookupError: odd one \(prompt t/1,"
+        ):
+            scores_of(pool, "#### 7", "raise")
+    finally:
+        pool.close()
+
+
+def test_a_run_scores_with_the_settings_list(own: str, tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    write_data(tmp_path / "data", 4)
+    tree = {
+        "model": {"name": str(tmp_path / "model")},
+        "data": {"path": str(tmp_path / "data")},
+        "reward": {"functions": ["math", f"{own}:length"], "weights": [2.0, -0.5]},
+    }
+    plan = plan_run(TrainConfig.model_validate(tree), RunDir(tmp_path / "run"))
+    assert plan.rewards == ("math", f"{own}:length")
+    pool = reward_pool(plan)
+    try:
+        assert scores_of(pool, "7") == [Score(1.5, {"math": 1.0, "length": 1.0})]
+    finally:
+        pool.close()
+
+
+def test_every_function_is_tried_on_the_example(own: str) -> None:
+    Path(own).write_text(OWN + "\ndef broken(prompt, completion):\n    return None\n")
+    with pytest.raises(
+        ConfigError, match=r"The reward \S+mine\.py:broken does not work: .* returned None for prompt"
+    ):
+        load_components(["gsm8k", f"{own}:broken"], example=prompt())
+
+
+@pytest.mark.parametrize(
+    ("specs", "names"),
+    [
+        (["gsm8k", "/a/mine.py:score"], ["gsm8k", "score"]),
+        (["/a/mine.py:score", "/a/other.py:score"], ["mine.score", "other.score"]),
+        (["format", "/a/mine.py:format"], ["format", "mine.format"]),
+        (["/a/mine.py:score", "/b/mine.py:score"], ["/a/mine.py:score", "/b/mine.py:score"]),
+        (["/a/mine.py:mean", "gsm8k"], ["mine.mean", "gsm8k"]),
+    ],
+)
+def test_no_two_components_have_one_name(specs: list[str], names: list[str]) -> None:
+    assert component_names(specs) == names
+
+
+def group(*scores: Score) -> Group:
+    """A group of trajectories of one token with these scores."""
+    return Group(
+        prompt=prompt(),
+        trajectories=tuple(
+            Trajectory(
+                samples=(Sample(prompt_token_ids=[1], completion_token_ids=[2], rollout_logprobs=[-1.0]),),
+                reward=score.reward,
+                components=score.components,
+            )
+            for score in scores
+        ),
+    )
+
+
+STEP = [
+    group(
+        Score(1.25, {"gsm8k": 1.0, "format": 1.0}),
+        Score(0.25, {"gsm8k": 0.0, "format": 1.0}),
+        Score(0.0, {"gsm8k": 0.0, "format": 0.0}),
+        Score(1.0, {"gsm8k": 0.75, "format": 1.0}),
+    )
+]
+
+
+def test_the_metrics_have_the_mean_of_each_component_and_the_first_decides_what_is_right() -> None:
+    metrics = metrics_of(SampledStep(groups=STEP))
+    assert metrics["reward/mean"] == 2.5 / 4
+    assert metrics["reward/gsm8k"] == 1.75 / 4
+    assert metrics["reward/format"] == 3 / 4
+    assert metrics["reward/right_frac"] == 1 / 4, "1.0 in total is not right"
+
+
+def test_the_rollout_file_keeps_components_in_order_for_the_metrics_of_a_resumed_run(tmp_path: Path) -> None:
+    write_rollouts(tmp_path / "step.parquet", STEP)
+    again = read_rollouts(tmp_path / "step.parquet")
+    assert [list(t.components.items()) for t in again[0].trajectories] == [
+        list(t.components.items()) for t in STEP[0].trajectories
+    ]
+    recovered = recovered_metrics(1, again, {})
+    assert (recovered["reward/gsm8k"], recovered["reward/right_frac"]) == (1.75 / 4, 1 / 4)
+
+
+def test_one_function_has_no_metric_besides_the_mean_and_nan_is_told() -> None:
+    assert component_means(group(Score(1.0, {"gsm8k": 1.0})).trajectories) == {}
+    bad = group(Score(math.nan, {"gsm8k": 1.0, "odd": math.nan}), Score(0.5, {"gsm8k": 0.0, "odd": 0.5}))
+    means = component_means(bad.trajectories)
+    assert means["reward/gsm8k"] == 0.5
+    assert math.isnan(means["reward/odd"])
+
+
+def test_no_component_can_hide_another_metric() -> None:
+    names = {
+        name.removeprefix("reward/") for name in metrics_of(SampledStep(groups=STEP)) if "reward/" in name
+    }
+    assert names - {"gsm8k", "format"} == set(OTHER_METRICS)
+
+
+def test_the_list_is_set_on_the_command_line() -> None:
+    reward = load_config(
+        None, {}, ['reward.functions=["gsm8k", "format"]', "reward.weights=[1.0, -0.2]"]
+    ).reward
+    assert (reward.functions, reward.weights) == (["gsm8k", "format"], [1.0, -0.2])
+    own = load_config(None, {}, ['reward.functions=["sub/mine.py:score"]']).reward
+    assert own.functions == [f"{Path.cwd()}/sub/mine.py:score"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (['reward.functions=["gsm8k"]', "reward.weights=[1, 2]"], "has 2 numbers for the 1 names"),
+        (["reward.weights=[1.0]"], "has 1 numbers for the 0 names"),
+        (['reward.functions=["gsm8k", "gsm8k"]'], "names gsm8k twice"),
+        (['reward.functions=["./a.py:f", "a.py:f"]'], r"names \S+/a\.py:f twice"),
+        (['reward.functions=["gsm8k"]', "reward.weights=[nan]"], "finite number"),
+        (['reward.functions=["gsm8k"]', "reward.weights=[inf]"], "finite number"),
+        (["reward.functions=gsm8k"], "valid list"),
+    ],
+)
+def test_lists_that_do_not_fit_are_refused(settings: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load_config(None, {}, settings)
