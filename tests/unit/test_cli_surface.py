@@ -22,7 +22,7 @@ FLAGS = {
     "eval": {
         "--base", "--model", "--data", "--split", "--limit", "--n", "--step", "--seed", "--set", *LOGGING,
     },
-    "replay": {"--step", *LOGGING},
+    "replay": {"--set", "--step", *LOGGING},
     "serve": {"--model", "--step", "--port", *LOGGING},
     "adapters": set(),
 }  # fmt: skip
