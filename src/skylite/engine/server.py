@@ -57,7 +57,7 @@ class EngineSpec:
     device: Literal["cpu", "cuda"]
     dtype: Literal["bfloat16", "float32"]
     uds: Path
-    """Unix socket to serve on. Its folder needs mode 0700, because some of vLLM's routes ignore the API key."""
+    """Unix socket to serve on. Its folder needs mode 0700, because some of vLLM's routes ignore API keys."""
     max_lora_rank: int
     """One of vLLM's sizes (config.lora.VLLM_LORA_RANKS)."""
     target_modules: list[str] | None
@@ -211,7 +211,7 @@ def engine_notes(
 
 
 def worker_cpus() -> list[int]:
-    """The first hardware thread of every core of this process. A second one does not speed up matrix products."""
+    """The first hardware thread of every core of this process. A second one does not help matrix products."""
     allowed = os.sched_getaffinity(0)
     return sorted({min(_siblings(cpu) & allowed) for cpu in allowed})[: cpu_cores()]
 
@@ -235,7 +235,7 @@ def _memory_flags(spec: EngineSpec) -> list[str]:
             "--kv-cache-memory-bytes",
             str(int(spec.kv_cache_gib * 2**30)),
         ]
-        # Chunked prefill of a seeded request kills vLLM 0.32's CPU engine: "CPU Generator does not use offset".
+        # Chunked prefill of a seeded request kills vLLM 0.32's CPU engine (CPU Generator does not use offset).
         return [
             *flags,
             "--no-enable-chunked-prefill",
