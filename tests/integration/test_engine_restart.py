@@ -105,7 +105,7 @@ def test_the_adapter_is_proven_again_and_the_request_gets_the_answer_it_would_ha
         before, after = asyncio.run(run())
     assert before == after
     assert scene.restarted == ["vllm-0"]
-    assert caplog.messages == [f"{reason} It is started again (1 of engine.max_restarts=1)."]
+    assert caplog.messages == [f"{reason} It restarts (1 of engine.max_restarts=1)."]
 
 
 def test_the_other_engine_goes_on_meanwhile(scene: Scene) -> None:

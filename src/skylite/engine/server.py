@@ -235,7 +235,8 @@ def _memory_flags(spec: EngineSpec) -> list[str]:
             "--kv-cache-memory-bytes",
             str(int(spec.kv_cache_gib * 2**30)),
         ]
-        # Chunked prefill of a seeded request kills vLLM 0.32's CPU engine (CPU Generator does not use offset).
+        # Chunked prefill of a seeded request kills the CPU engine of vLLM 0.32:
+        # "CPU Generator does not use offset".
         return [
             *flags,
             "--no-enable-chunked-prefill",
