@@ -67,7 +67,7 @@ def score(reward: RewardFn, prompt: Prompt, completion: str) -> float:
 
 
 def reference_completion(spec: str, answer: str) -> str:
-    """A perfect completion: only the answer, in the form that the reward expects. User rewards get it as it is."""
+    """A perfect completion: only the answer, in the form that the reward expects. User rewards get it raw."""
     if spec in ("gsm8k", "format"):
         return answer if "####" in answer else f"#### {answer}"
     if spec == "math":

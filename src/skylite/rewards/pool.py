@@ -51,8 +51,8 @@ class RewardPool:
     async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[Score]:
         """One score for each (prompt, completion text), in order.
 
-        Raises RunFailed with the prompt's id if the reward function raises, returns no number or takes too long,
-        and ChildDied if a worker ended. NaN and infinity are returned.
+        Raises RunFailed with the prompt's id if the reward function raises, returns no number or takes too
+        long, and ChildDied if a worker ended. NaN and infinity are returned.
         """
         loop = asyncio.get_running_loop()
         try:
