@@ -42,7 +42,7 @@ def test_an_engine_that_is_killed_or_hangs_is_started_again_and_the_run_goes_on(
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
-    assert "It is started again (1 of engine.max_restarts=2)." in output
+    assert "It restarts (1 of engine.max_restarts=2)." in output
     check_metrics(project, run)
 
 

@@ -83,8 +83,8 @@ async def sample(engine: Engine, adapter: AdapterVersion) -> list[Sample]:
     ("order", "reason"),
     [
         ("die", "vllm-0 ended with exit code 7."),
-        ("hang", "vllm-0 made no token for 1.5 s while 1 requests waited and /health said it is fine."),
-        ("dead", "vllm-0 says that its engine is dead (/health: 503)."),
+        ("hang", "vllm-0 generated no token for 1.5 s while 1 requests waited, and /health reports no problem."),
+        ("dead", "vllm-0 reports that its engine is dead (/health: 503)."),
     ],
 )
 def test_the_adapter_is_proven_again_and_the_request_gets_the_answer_it_would_have_got(
@@ -105,7 +105,7 @@ def test_the_adapter_is_proven_again_and_the_request_gets_the_answer_it_would_ha
         before, after = asyncio.run(run())
     assert before == after
     assert scene.restarted == ["vllm-0"]
-    assert caplog.messages == [f"{reason} It is started again (1 of engine.max_restarts=1)."]
+    assert caplog.messages == [f"{reason} It restarts (1 of engine.max_restarts=1)."]
 
 
 def test_the_other_engine_goes_on_meanwhile(scene: Scene) -> None:

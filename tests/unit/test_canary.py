@@ -21,7 +21,7 @@ def test_the_engine_with_the_adapter_passes() -> None:
 
 
 def test_an_engine_that_serves_the_base_is_refused() -> None:
-    with pytest.raises(SyncFailed, match="does not sample the adapter policy-v000001"):
+    with pytest.raises(SyncFailed, match="does not sample from the adapter policy-v000001"):
         check_reading("policy-v000001", "vllm-0", compare_logprobs(BASE, POLICY, BASE), 0.002)
 
 

@@ -115,32 +115,32 @@ def ask_for(n: int) -> Callable[[VllmClient], Awaitable[Any]]:
 @pytest.mark.parametrize(
     ("behave", "kind", "words"),
     [
-        (close, EngineFailed, "went away during /v1/completions"),
-        (half, EngineFailed, "went away during /v1/completions"),
-        (garbage, EngineFailed, "went away during /v1/completions"),
+        (close, EngineFailed, "no complete reply to /v1/completions"),
+        (half, EngineFailed, "no complete reply to /v1/completions"),
+        (garbage, EngineFailed, "no complete reply to /v1/completions"),
         (silence, EngineFailed, "did not answer /v1/completions within 1 s"),
         (drops, EngineFailed, "did not answer /v1/completions within 1 s"),
         (said("oops", 500), EngineFailed, "with 500: oops"),
         (said({"error": {"message": "EngineDead"}}, 503), EngineFailed, "with 503: EngineDead"),
         (said({"error": {"message": "no such model"}}, 404), RunFailed, "with 404: no such model"),
-        (said(b"\xff\xfe"), EngineFailed, "no reply of vLLM's"),
-        (said(b"ab", more="Content-Encoding: gzip\r\n"), EngineFailed, "went away"),
-        (said(""), EngineFailed, "no reply of vLLM's"),
-        (said("[1, 2"), EngineFailed, "no reply of vLLM's: the whole: Invalid JSON"),
-        (said([1]), EngineFailed, "no reply of vLLM's"),
+        (said(b"\xff\xfe"), EngineFailed, "malformed reply"),
+        (said(b"ab", more="Content-Encoding: gzip\r\n"), EngineFailed, "no complete reply"),
+        (said(""), EngineFailed, "malformed reply"),
+        (said("[1, 2"), EngineFailed, "malformed reply to /v1/completions: body: Invalid JSON"),
+        (said([1]), EngineFailed, "malformed reply"),
         (said({"model": "m"}), EngineFailed, "choices: Field required"),
         (said({"model": "m", "choices": {}}), EngineFailed, "choices: Input should be a valid array"),
-        (sampled(choice(), model="base"), SyncFailed, "answered as base when asked for m"),
-        (sampled(choice(), choice()), EngineFailed, r"numbered \[0, 0\] when asked for 2"),
-        (sampled(choice(2)), EngineFailed, r"numbered \[2\] when asked for 2"),
-        (sampled(choice(-1)), EngineFailed, r"numbered \[-1\]"),
+        (sampled(choice(), model="base"), SyncFailed, "sampled from base instead of m"),
+        (sampled(choice(), choice()), EngineFailed, r"indices \[0, 0\] for n=2"),
+        (sampled(choice(2)), EngineFailed, r"indices \[2\] for n=2"),
+        (sampled(choice(-1)), EngineFailed, r"indices \[-1\]"),
         (sampled(choice(token_ids=[1])), EngineFailed, "1 tokens with 2 logprobs"),
         (sampled(choice(token_ids=[])), EngineFailed, "token_ids: List should have at least 1 item"),
         (sampled(choice(token_ids=["1", 2])), EngineFailed, "token_ids.0: Input should be a valid integer"),
         (
             sampled(choice(token_ids=[1] * 5, logprobs={"token_logprobs": [-1.0] * 5})),
             EngineFailed,
-            "when asked for 4 tokens at most",
+            "5 tokens with 5 logprobs for max_tokens=4",
         ),
         (sampled(choice(logprobs=None)), EngineFailed, "logprobs"),
         (sampled(choice(logprobs={"token_logprobs": [None, -1.0]})), EngineFailed, "token_logprobs.0"),
@@ -255,7 +255,7 @@ def test_a_refusal_is_not_tried_again(tmp_path: Path) -> None:
 
 def test_a_group_that_stays_short_fails_in_words(tmp_path: Path) -> None:
     aborted = {"index": 0, "finish_reason": "abort"}
-    with pytest.raises(RunFailed, match="gave 0 of 1 completions"):
+    with pytest.raises(RunFailed, match="returned 0 of 1 completions"):
         asyncio.run(
             talk(
                 tmp_path,

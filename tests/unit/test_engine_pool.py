@@ -114,7 +114,7 @@ def test_an_engine_that_serves_the_base_stops_the_run_and_keeps_the_old_version(
     asyncio.run(take(engines, publish(tmp_path, 0)))
     b.answers = BASE
     events.clear()
-    with pytest.raises(SyncFailed, match="b does not sample the adapter policy-v000001"):
+    with pytest.raises(SyncFailed, match="b does not sample from the adapter policy-v000001"):
         asyncio.run(take(engines, publish(tmp_path, 1)))
     assert events[-2:] == ["a unload 1", "b unload 1"]
     assert versions(engines) == [0]

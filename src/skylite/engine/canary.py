@@ -1,4 +1,4 @@
-"""The verification of sync: trainer and engine score the same fixed tokens under the adapter just loaded."""
+"""Verifies an adapter sync: trainer and engine score the same fixed tokens with the adapter just loaded."""
 
 from __future__ import annotations
 
@@ -15,26 +15,29 @@ from skylite.run.run_dir import AdapterVersion
 from skylite.types import Prompt
 
 DEFAULT_TOLERANCE = {"float32": 0.002, "bfloat16": 0.5}
-"""Largest |trainer - engine| logprob of a canary token, from measured runs (docs/explanation/adapter-sync.md)."""
+"""Largest |trainer - engine| logprob of a canary token in nats (docs/explanation/adapter-sync.md)."""
 NUM_SEQUENCES = 2
 MAX_TOKENS = 24
-"""Short, because the trainer scores them at every publish: 2 x 24 tokens cost about as much as 2 completions."""
+"""Short, because the trainer scores all sequences at every publish."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryReading:
-    """How an engine's canary compares with the trainer's."""
+    """The logprobs of an engine on the canary, compared with the trainer's."""
 
     gap_max: float
-    """max |engine - policy|, nats."""
+    """max |engine - policy| in nats."""
     gap_mean: float
     base_distance: float
-    """mean |policy - base|, nats: how far the adapter has moved these tokens."""
+    """mean |policy - base| in nats: how far the adapter has moved from the base."""
     projection: float
-    """<engine - base, policy - base> / |policy - base|^2: 1 for this adapter, 0 for the base; nan while policy == base."""
+    """<engine - base, policy - base> / |policy - base|^2: 1 for this adapter, 0 for the base.
+
+    NaN while policy == base.
+    """
 
     def as_metrics(self) -> dict[str, float]:
-        """Metric lines; the projection only where it is defined."""
+        """The reading as metrics; the projection only if it is defined."""
         metrics = {
             "canary/gap_max": self.gap_max,
             "canary/gap_mean": self.gap_mean,
@@ -44,7 +47,7 @@ class CanaryReading:
 
 
 def canary_sequences(tokenizer: ChatTokenizer, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Fixed token sequences out of the first prompts: [NUM_SEQUENCES][2..MAX_TOKENS] token ids."""
+    """Fixed sequences made from the first prompts: [NUM_SEQUENCES][2..MAX_TOKENS] token ids."""
     texts = [f"{p.messages[-1]['content']}\n{p.answer}" for p in prompts[:NUM_SEQUENCES]]
     return [ids[:MAX_TOKENS] for ids in map(tokenizer.encode_text, texts) if len(ids) > 1]
 
@@ -52,7 +55,7 @@ def canary_sequences(tokenizer: ChatTokenizer, prompts: Sequence[Prompt]) -> lis
 def compare_logprobs(
     engine: Sequence[float], policy: Sequence[float], base: Sequence[float]
 ) -> CanaryReading:
-    """Compare flat logprobs [N] of the engine with the trainer's, adapter on (policy) and off (base)."""
+    """Compare the engine's logprobs [N] with the trainer's for the policy and for the base (adapter off)."""
     gaps = [abs(e - p) for e, p in zip(engine, policy, strict=True)]
     moved = [p - b for p, b in zip(policy, base, strict=True)]
     energy = sum(d * d for d in moved)
@@ -66,38 +69,40 @@ def compare_logprobs(
 
 
 def check_reading(name: str, engine: str, reading: CanaryReading, tolerance: float) -> None:
-    """Raise SyncFailed unless the engine samples this adapter and not the base.
+    """Raise SyncFailed unless the engine samples from this adapter and not from the base.
 
-    A distance to the base within the engines' own noise (`gap_mean`) shows nothing either way and is let pass.
+    If the adapter's distance to the base is within the noise (4 * `gap_mean`), the projection means nothing
+    and is not checked.
     """
     if not reading.gap_max <= tolerance:
         raise SyncFailed(
-            f"{engine} does not sample the adapter {name} that the trainer published: canary logprobs differ by up to "
-            f"{reading.gap_max:.4f} (tolerance {tolerance:g}; the adapter is {reading.base_distance:.4f} from the base).",
-            "The engine serves other weights than the trainer holds, or sync.canary_tolerance is too tight for this model.",
+            f"{engine} does not sample from the adapter {name} that the trainer published: canary logprobs "
+            f"differ by up to {reading.gap_max:.4f} (tolerance {tolerance:g}; "
+            f"the adapter is {reading.base_distance:.4f} from the base).",
+            "The engine serves other weights than the trainer's, or sync.canary_tolerance is too small.",
         )
     if reading.base_distance > 4 * reading.gap_mean and not 0.5 < reading.projection < 1.5:
         raise SyncFailed(
-            f"{engine} answers as the frozen base and not as {name}: the canary moved {reading.projection:.2f} of the way "
-            "from base to adapter (1.00 expected).",
-            "The adapter's tensors were not applied; see the engine's log.",
+            f"{engine} answers as the frozen base and not as {name}: its canary logprobs moved "
+            f"{reading.projection:.2f} of the way from base to adapter (expected 1.00).",
+            "The adapter's tensors were not applied. Read the engine's log.",
         )
 
 
 class LogprobScorer(Protocol):
-    """What scores tokens (rollout.engine.Engine, rollout.client.VllmClient)."""
+    """Scores tokens: engine.engine.Engine or engine.client.VllmClient."""
 
     @property
     def name(self) -> str: ...
 
     async def prompt_logprobs(self, model: str, token_ids: Sequence[int]) -> list[float]:
-        """[L - 1] logprobs of tokens 1.. of the sequence."""
+        """[L - 1] logprobs in nats of all tokens of the sequence but the first."""
 
 
 async def verify(
     client: LogprobScorer, adapter: AdapterVersion, canary: Canary, tolerance: float
 ) -> CanaryReading:
-    """Whether the engine samples what the trainer published. Raises SyncFailed."""
+    """Verify that the engine samples from what the trainer published. Raises SyncFailed."""
     reading = await read_canary(
         client, adapter, canary.sequences, canary.policy_logprobs, canary.base_logprobs
     )
@@ -106,7 +111,10 @@ async def verify(
 
 
 async def verify_folder(client: LogprobScorer, adapter: AdapterVersion, tolerance: float) -> CanaryReading:
-    """The same by the folder's own manifest. Raises ModelError when the weights were changed since they were published."""
+    """The same with the canary in the folder's manifest.
+
+    Raises ModelError if the weights changed after publishing.
+    """
     manifest = await asyncio.to_thread(read_manifest, adapter.path)
     return await verify(client, adapter, manifest.canary, tolerance)
 
@@ -118,7 +126,7 @@ async def read_canary(
     policy: Sequence[Sequence[float]],
     base: Sequence[Sequence[float]],
 ) -> CanaryReading:
-    """Ask the engine for the canary's logprobs under the adapter's name and compare."""
+    """Let the engine score the canary with the adapter, and compare."""
     rows = await asyncio.gather(*(client.prompt_logprobs(adapter.name, ids) for ids in sequences))
     return compare_logprobs(
         [x for row in rows for x in row], [x for row in policy for x in row], [x for row in base for x in row]

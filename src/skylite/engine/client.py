@@ -1,4 +1,7 @@
-"""vLLM over HTTP on a Unix socket: the only file that knows its requests and replies. One attempt a call; engine.py has the patience."""
+"""vLLM's HTTP API on a Unix socket. The only file that knows its requests and replies.
+
+Each method makes one attempt; engine.py retries.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ from skylite.run.run_dir import AdapterVersion
 from skylite.types import Sample
 
 REQUEST_TIMEOUT_S = 1800.0
-"""A whole group may queue behind others on a slow engine; an engine that does nothing is noticed by its progress, not by this."""
+"""Long, because a group may queue behind others on a slow engine. The watchdog detects hangs earlier."""
 STATUS_TIMEOUT_S = 5.0
-"""For /health and /metrics, which vLLM answers without its engine."""
+"""For /health and /metrics, which vLLM's server answers without its engine process."""
 _TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{.*\})? (\S+)$", re.MULTILINE)
 
 
@@ -41,13 +44,13 @@ class _Choice(_Strict):
 
 
 class _Aborted(_Strict):
-    """vLLM ends a completion so, with HTTP 200, when its engine is told to drop it."""
+    """A completion that vLLM's engine dropped. The HTTP status is still 200."""
 
     index: int
     finish_reason: Literal["abort"]
 
 
-class _Sampled(_Strict):
+class _SampleReply(_Strict):
     model: str
     choices: list[_Choice | _Aborted]
 
@@ -60,7 +63,7 @@ class _Scored(_Strict):
     prompt_logprobs: list[dict[str, _Token] | None]
 
 
-class _Prompts(_Strict):
+class _ScoreReply(_Strict):
     choices: list[_Scored] = Field(min_length=1)
 
 
@@ -69,29 +72,29 @@ Reply = TypeVar("Reply", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Every parameter is sent explicitly: an unset one would be filled in by the server."""
+    """Sampling parameters. All are sent explicitly, because the server fills in unset ones."""
 
     temperature: float
     """0 is greedy."""
     top_p: float
-    """Sample among the likeliest tokens that hold this share together; 1: all."""
+    """Sample from the most likely tokens with this total probability; 1: all."""
     top_k: int
-    """Sample among this many likeliest tokens; 0: all."""
+    """Sample from this many most likely tokens; 0: all."""
     max_tokens: int
     stop_token_ids: tuple[int, ...]
-    """End-of-turn tokens of the model."""
+    """The model's end-of-turn tokens."""
     seed: int
-    """vLLM gives sample i of a request seed + i."""
+    """vLLM uses seed + i for sample i of a request."""
 
 
 class VllmClient:
-    """One server. Owns its connections; close it with `aclose`."""
+    """Client of one vLLM server. Owns its connections; close it with `aclose`."""
 
     def __init__(self, name: str, socket_path: Path, request_timeout_s: float = REQUEST_TIMEOUT_S) -> None:
         self.name = name
         self._request_timeout_s = request_timeout_s
         transport = httpx.AsyncHTTPTransport(uds=str(socket_path), limits=httpx.Limits(max_connections=None))
-        # No timeouts of httpx's own: they are for one read each, and a reply can come drop by drop.
+        # httpx's timeouts count per read, so a slow trickle never expires. `_send` has a deadline per reply.
         self._http = httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=None)
 
     async def aclose(self) -> None:
@@ -106,7 +109,7 @@ class VllmClient:
             return False
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Return when the engine serves; raises RunFailed after `timeout_s`."""
+        """Wait until the engine serves. Raises RunFailed after `timeout_s`."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while not await self.is_ready():
             if asyncio.get_running_loop().time() > deadline:
@@ -117,31 +120,38 @@ class VllmClient:
             await asyncio.sleep(0.2)
 
     async def token_count(self) -> float:
-        """Tokens read and made since the server started. Raises EngineFailed when it does not say, EngineDead when it gave up."""
+        """Prompt and generated tokens since the server started.
+
+        Raises EngineDead if the server reports that its engine is dead, EngineFailed without a usable count.
+        """
         health = await self._send("GET", "/health", None, STATUS_TIMEOUT_S)
         if health.status_code != httpx.codes.OK:
-            raise EngineDead(f"{self.name} says that its engine is dead (/health: {health.status_code}).")
+            raise EngineDead(f"{self.name} reports that its engine is dead (/health: {health.status_code}).")
         counts = _TOKENS.findall((await self._send("GET", "/metrics", None, STATUS_TIMEOUT_S)).text)
         if not counts:
             raise EngineFailed(f"{self.name} does not count its tokens in /metrics.")
         try:
-            done = sum(map(float, counts))
+            total = sum(map(float, counts))
         except ValueError:
-            done = math.inf
-        if not math.isfinite(done):
-            raise EngineFailed(f"{self.name} counts its tokens in /metrics as {', '.join(counts)[:100]}.")
-        return done
+            total = math.inf
+        if not math.isfinite(total):
+            raise EngineFailed(
+                f"{self.name} counts its tokens in /metrics as {', '.join(counts)[:100]}, "
+                "which is not a finite number."
+            )
+        return total
 
     async def sample(
         self, model: str, prompt_token_ids: Sequence[int], n: int, sampling: Sampling, version: int
     ) -> dict[int, Sample]:
-        """Up to `n` completions of one prompt by sample index, with the sampling policy's logprobs; those that vLLM aborted are left out.
+        """Up to `n` completions of one prompt, by sample index. Completions that vLLM aborted are missing.
 
         Args:
-            model: served name; an adapter's versioned name, so that the reply shows the policy version.
+            model: served name of the base or of an adapter version. The reply must name it too.
             version: recorded in each completion.
 
-        Raises SyncFailed when the reply names another model, EngineFailed without a usable reply, RunFailed when the request is refused.
+        Raises SyncFailed if the reply names another model, EngineFailed without a usable reply, and RunFailed
+        if vLLM rejects the request.
         """
         request = {
             "model": model,
@@ -160,24 +170,22 @@ class VllmClient:
             "logprobs": 0,
             "return_token_ids": True,
         }
-        reply = await self._post("/v1/completions", request, _Sampled)
+        reply = await self._post("/v1/completions", request, _SampleReply)
         if reply.model != model:
             raise SyncFailed(
-                f"{self.name} answered as {reply.model} when asked for {model}; its completions were not used."
+                f"{self.name} sampled from {reply.model} instead of {model}; its completions were discarded."
             )
         indices = [choice.index for choice in reply.choices]
         if len(set(indices)) != len(indices) or not set(indices) <= set(range(n)):
-            raise EngineFailed(
-                f"{self.name} answered with completions numbered {indices[:20]} when asked for {n}."
-            )
+            raise EngineFailed(f"{self.name} returned completions with the indices {indices[:20]} for n={n}.")
         return {
-            c.index: self._checked(c, list(prompt_token_ids), sampling, version)
+            c.index: self._to_sample(c, list(prompt_token_ids), sampling, version)
             for c in reply.choices
             if isinstance(c, _Choice)
         }
 
     async def prompt_logprobs(self, model: str, token_ids: Sequence[int]) -> list[float]:
-        """[L - 1] natural-log probabilities of tokens 1.. of the sequence, given those before."""
+        """[L - 1] logprobs in nats of all tokens of the sequence but the first."""
         request = {
             "model": model,
             "prompt": list(token_ids),
@@ -185,29 +193,34 @@ class VllmClient:
             "temperature": 0.0,
             "prompt_logprobs": 0,
         }
-        rows = (await self._post("/v1/completions", request, _Prompts)).choices[0].prompt_logprobs
-        found = [
+        rows = (await self._post("/v1/completions", request, _ScoreReply)).choices[0].prompt_logprobs
+        logprobs = [
             row[str(token)].logprob
             for token, row in zip(token_ids, rows, strict=False)
             if row is not None and str(token) in row
         ]
-        if len(found) != len(token_ids) - 1 or len(rows) != len(token_ids):
+        if len(logprobs) != len(token_ids) - 1 or len(rows) != len(token_ids):
             raise EngineFailed(
-                f"{self.name} gave {len(found)} logprobs for a prompt of {len(token_ids)} tokens; all but the first have one."
+                f"{self.name} returned {len(logprobs)} logprobs for a prompt of {len(token_ids)} tokens; "
+                f"expected {len(token_ids) - 1}."
             )
-        return found
+        return logprobs
 
     async def load_adapter(self, adapter: AdapterVersion) -> None:
-        """Load under the version's own name. Never in place: vLLM would re-read the disk every step and keep stale cache blocks."""
+        """Load a version under its own name. Raises SyncFailed if vLLM refuses it.
+
+        Versions never share a name: vLLM's in-place load would re-read the disk every step and keep stale
+        blocks in the prefix cache.
+        """
         body = {"lora_name": adapter.name, "lora_path": str(adapter.path)}
         reply = await self._send("POST", "/v1/load_lora_adapter", body, self._request_timeout_s)
         if reply.status_code != httpx.codes.OK:
-            # vLLM says 500 both for an adapter it cannot use and for an engine that is dead.
+            # vLLM returns 500 for both an unusable adapter and a dead engine.
             kind = SyncFailed if await self.is_ready() else EngineFailed
             raise kind(f"{self.name} refused adapter {adapter.name}: {_reason(reply)}")
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget a name no request uses any more; no error when it is not there."""
+        """Unload a version that no request uses. No error if it is not loaded."""
         reply = await self._send(
             "POST", "/v1/unload_lora_adapter", {"lora_name": name}, self._request_timeout_s
         )
@@ -224,15 +237,15 @@ class VllmClient:
             return form.model_validate_json(reply.content)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(str(part).strip("_") for part in first["loc"]) or "the whole"
+            where = ".".join(str(part).strip("_") for part in first["loc"]) or "body"
             raise EngineFailed(
-                f"{self.name} answered {path} with what is no reply of vLLM's: {where}: {first['msg']}."
+                f"{self.name} sent a malformed reply to {path}: {where}: {first['msg']}."
             ) from None
 
     async def _send(
         self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float
     ) -> httpx.Response:
-        """The whole reply, or EngineFailed: no connection, a connection that breaks off, or no end of the reply by the deadline."""
+        """Send a request and read the complete reply before the deadline. Raises EngineFailed."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._http.request(method, path, json=body)
@@ -240,18 +253,18 @@ class VllmClient:
             raise EngineFailed(f"{self.name} did not answer {path} within {timeout_s:g} s.") from None
         except (httpx.TransportError, httpx.DecodingError) as error:
             raise EngineFailed(
-                f"{self.name} went away during {path}: {type(error).__name__} {error}".rstrip() + "."
+                f"{self.name} sent no complete reply to {path}: {type(error).__name__} {error}".rstrip() + "."
             ) from None
 
-    def _checked(
+    def _to_sample(
         self, choice: _Choice, prompt_token_ids: list[int], sampling: Sampling, version: int
     ) -> Sample:
-        """A choice as a sample. Raises EngineFailed when it is not what was asked for."""
+        """Convert a choice. Raises EngineFailed if its lengths do not fit the request."""
         tokens, logprobs = choice.token_ids, choice.logprobs.token_logprobs
         if len(tokens) != len(logprobs) or len(tokens) > sampling.max_tokens:
             raise EngineFailed(
-                f"{self.name} gave a completion of {len(tokens)} tokens with {len(logprobs)} logprobs when asked for "
-                f"{sampling.max_tokens} tokens at most."
+                f"{self.name} returned a completion of {len(tokens)} tokens with {len(logprobs)} logprobs "
+                f"for max_tokens={sampling.max_tokens}."
             )
         return Sample(
             prompt_token_ids=prompt_token_ids,
@@ -264,7 +277,7 @@ class VllmClient:
 
 
 def _reason(reply: httpx.Response) -> str:
-    """The message of vLLM's error reply, shortened."""
+    """The message in vLLM's error reply, shortened."""
     try:
         body = reply.json()
     except ValueError:

@@ -1,4 +1,4 @@
-"""From prompts to scored groups: one request samples a prompt's group, which is scored as soon as it arrives."""
+"""Collects scored groups: one request samples the group of a prompt, which is scored on arrival."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ T = TypeVar("T")
 
 
 class Scorer(Protocol):
-    """What scores completions (skylite.rewards.pool.RewardPool, or a fake)."""
+    """Scores completions: rewards.pool.RewardPool, or a fake in tests."""
 
     async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[Score]:
         """One score for each (prompt, completion text)."""
 
 
 def request_seed(seed: int, step: int, index: int) -> int:
-    """A request's seed as a pure function of run seed, step and prompt index, spread so that no two requests share sample seeds."""
+    """The seed of a request: a hash of run seed, step and prompt index.
+
+    Sample i uses seed + i, so the seeds of two requests must be far apart.
+    """
     digest = hashlib.sha256(f"{seed}/{step}/{index}".encode()).digest()
     return int.from_bytes(digest[:6], "big")
 
@@ -40,7 +43,7 @@ async def collect_group(
 ) -> Group:
     """Sample `n` completions of one prompt and score them: a group of one-turn trajectories.
 
-    `penalty`: sampled tokens -> what is added for training, at most 0.
+    `penalty`: number of sampled tokens -> penalty in the training reward, at most 0.
     """
     samples = await client.generate(model, prompt_token_ids, n, sampling, version)
     scores = await scorer.score([(prompt, s.text) for s in samples])
@@ -57,7 +60,7 @@ async def collect_group(
 
 
 async def gather_or_cancel(tasks: Sequence[asyncio.Task[T]]) -> list[T]:
-    """Results in order; the first failure cancels the rest and is raised."""
+    """Results in order. The first failure cancels the other tasks and is raised."""
     try:
         return list(await asyncio.gather(*tasks))
     finally:

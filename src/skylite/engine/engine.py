@@ -1,4 +1,4 @@
-"""One engine as the run sees it: requests survive a lost reply and a restart, groups are whole, and it is noticed when it wait_for_hang."""
+"""A vLLM client for the run: retries requests, survives restarts, completes groups and detects hangs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from skylite.types import Sample
 T = TypeVar("T")
 
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0)
-"""Waits between the attempts of a request. Together longer than the 5 s in which vLLM's server notices that its engine is dead."""
+"""Waits between attempts. Their sum exceeds the 5 s that vLLM's server needs to detect a dead engine."""
 PROGRESS_POLL_S = 1.0
-"""Between two looks at an engine's progress."""
+"""Longest interval between two checks of an engine's progress."""
 
 
 class Engine:
-    """A vLLM server with its adapters. While it is down (`pause`) requests wait; `resume` lets them go on, to the new server."""
+    """A vLLM server with its adapters. Requests wait between `pause` and `resume`."""
 
     def __init__(self, client: VllmClient, backoff_s: Sequence[float] = BACKOFF_S) -> None:
         self.name = client.name
         self.adapters: dict[str, AdapterVersion] = {}
-        """What is loaded, and has to be again after a restart."""
+        """Loaded adapters by name. A restarted server must load them again."""
         self._client = client
         self._backoff_s = backoff_s
         self._up = asyncio.Event()
@@ -38,11 +38,11 @@ class Engine:
         await self._client.aclose()
 
     def pause(self) -> None:
-        """From now on requests wait; those in flight fail with their connection and then wait too."""
+        """Make requests wait. Requests in flight fail with their connection and then wait, too."""
         self._up.clear()
 
     async def resume(self, client: VllmClient) -> None:
-        """Go on with another server, which has every adapter of `adapters`."""
+        """Continue with another server, which must have loaded all `adapters`."""
         old, self._client = self._client, client
         self._up.set()
         await old.aclose()
@@ -50,14 +50,15 @@ class Engine:
     async def generate(
         self, model: str, prompt_token_ids: Sequence[int], n: int, sampling: Sampling, version: int
     ) -> list[Sample]:
-        """`n` completions of one prompt. Those that a reply lacks are asked for again, each with its own seed.
+        """`n` completions of one prompt. Requests missing completions again, each with its own seed.
 
-        Raises RunFailed when some stay missing, SyncFailed when the reply is another model's, EngineFailed after the last attempt.
+        Raises RunFailed if some stay missing, SyncFailed if the reply names another model, and EngineFailed
+        after the last attempt.
         """
         found = await self._sample(model, prompt_token_ids, n, sampling, version)
         for _ in self._backoff_s:
             for index in set(range(n)) - set(found):
-                # Sample i of a request has seed + i, so this is the completion that the whole request would have held.
+                # Sample i of a request uses seed + i, so this equals the missing completion.
                 one = await self._sample(
                     model, prompt_token_ids, 1, replace(sampling, seed=sampling.seed + index), version
                 )
@@ -65,40 +66,42 @@ class Engine:
                     found[index] = one[0]
         if len(found) < n:
             raise RunFailed(
-                f"{self.name} gave {len(found)} of {n} completions of a prompt, however often it was asked for the rest."
+                f"{self.name} returned {len(found)} of {n} completions of a prompt "
+                f"after {len(self._backoff_s)} requests for the missing ones."
             )
         return [found[index] for index in range(n)]
 
     async def prompt_logprobs(self, model: str, token_ids: Sequence[int]) -> list[float]:
-        """[L - 1] natural-log probabilities of tokens 1.. of the sequence, given those before."""
+        """[L - 1] logprobs in nats of all tokens of the sequence but the first."""
         return await self._with_retries(lambda client: client.prompt_logprobs(model, token_ids))
 
     async def load_adapter(self, adapter: AdapterVersion) -> None:
-        """Load a version under its own name. Raises SyncFailed when it is refused."""
+        """Load a version under its own name. Raises SyncFailed if vLLM refuses it."""
         attempts = 0
 
         async def load(client: VllmClient) -> None:
             nonlocal attempts
             attempts += 1
             if attempts > 1:
-                await client.unload_adapter(
-                    adapter.name
-                )  # the attempt before may have loaded it and lost its reply
+                # The last attempt may have loaded it and lost the reply.
+                await client.unload_adapter(adapter.name)
             await client.load_adapter(adapter)
             self.adapters[adapter.name] = adapter
 
         await self._with_retries(load)
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget a name no request uses any more."""
+        """Unload a version that no request uses."""
         self.adapters.pop(name, None)
         await self._with_retries(lambda client: client.unload_adapter(name))
 
     async def wait_for_hang(self, stall_timeout_s: float) -> EngineFailed:
-        """Return, with the reason, once the engine does not work: it says so, does not answer, or makes no token while asked for some.
+        """Return the reason once the engine fails.
 
-        /health alone does not tell: it stays 200 when the engine behind it wait_for_hang. Tokens are counted over all requests by /metrics, so
-        one that only waits for its turn is not taken for a hang, and nothing is added to a token's cost as streaming would.
+        It fails if it reports so, or if it does not answer or generates no token for `stall_timeout_s` while
+        requests are in flight. /health is not enough: it stays 200 while the engine process hangs. The token
+        count in /metrics covers all requests, so a request that waits in the queue is no hang. Streaming
+        would detect hangs too, but costs time for every token.
         """
         clock = asyncio.get_running_loop().time
         tokens, since = -1.0, clock()
@@ -115,7 +118,8 @@ class Engine:
             if now != tokens or self._in_flight == 0:
                 tokens, since = now, clock()
         return failure or EngineFailed(
-            f"{self.name} made no token for {stall_timeout_s:g} s while {self._in_flight} requests waited and /health said it is fine."
+            f"{self.name} generated no token for {stall_timeout_s:g} s while {self._in_flight} requests "
+            "waited, and /health reports no problem."
         )
 
     async def _sample(
@@ -126,7 +130,10 @@ class Engine:
         )
 
     async def _with_retries(self, request: Callable[[VllmClient], Awaitable[T]]) -> T:
-        """The answer, by as many attempts as there are waits, and one more. What failed in a server that is gone by then does not count."""
+        """The reply, after at most one retry per wait in `_backoff_s`.
+
+        A failure does not count if the server was paused or replaced meanwhile.
+        """
         waits = list(self._backoff_s)
         while True:
             await self._up.wait()

@@ -1,4 +1,4 @@
-"""All engines of a run as one: a version is loaded by every engine or by none, and what is sampled from it is used once it is verified."""
+"""All engines of a run: each adapter version is loaded on every engine or on none, then verified."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOAD_ATTEMPTS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """One sync, all engines: seconds and the worst canary."""
+    """One adapter sync over all engines: seconds, and the worst canary reading."""
 
     load_s: float
     canary_s: float
@@ -27,29 +27,32 @@ class SyncReport:
 
 @dataclass(slots=True)
 class EnginePool:
-    """The engines and the versions they all serve."""
+    """The engines and the adapter versions that all of them serve."""
 
-    clients: Sequence[Engine]
+    engines: Sequence[Engine]
     tolerance: float
     loaded: list[AdapterVersion] = field(default_factory=list)
-    """Oldest first. The one before the newest is there while requests name it."""
+    """Oldest first. The last but one stays loaded while requests use it."""
 
     async def load(self, adapter: AdapterVersion) -> float:
-        """Load `adapter` on every engine, beside what they serve. Returns seconds. Raises SyncFailed when an engine refuses it twice."""
+        """Load `adapter` on every engine, next to the versions they serve. Returns seconds.
+
+        Raises SyncFailed if an engine refuses it twice.
+        """
         started = time.monotonic()
         await self._load_everywhere(adapter)
         self.loaded.append(adapter)
         return time.monotonic() - started
 
     async def verify(self, adapter: AdapterVersion) -> CanaryReading:
-        """Check the weights' hash, and that every engine samples from them: the worst canary.
+        """Verify the hash of the weights, and that every engine samples from them. Returns the worst reading.
 
-        Raises ModelError or SyncFailed; every engine then serves what it did before this version was loaded.
+        On failure unloads the version everywhere and raises ModelError or SyncFailed.
         """
         try:
             canary = (await asyncio.to_thread(read_manifest, adapter.path)).canary
             readings = await asyncio.gather(
-                *(verify(c, adapter, canary, self.tolerance) for c in self.clients)
+                *(verify(e, adapter, canary, self.tolerance) for e in self.engines)
             )
         except (SyncFailed, ModelError):
             self.loaded.remove(adapter)
@@ -58,7 +61,7 @@ class EnginePool:
         return max(readings, key=lambda r: r.gap_max)
 
     async def unload_before(self, before: int) -> list[AdapterVersion]:
-        """Unload the versions older than `before`, which no request may name any more. Returns them."""
+        """Unload all versions older than `before`, which no request may use. Returns them."""
         old = [a for a in self.loaded if a.version < before]
         self.loaded = [a for a in self.loaded if a.version >= before]
         for adapter in old:
@@ -66,23 +69,23 @@ class EnginePool:
         return old
 
     def engine_for(self, index: int) -> Engine:
-        """Engines take prompts in turn."""
-        return self.clients[index % len(self.clients)]
+        """The engine for the prompt at `index`: round-robin."""
+        return self.engines[index % len(self.engines)]
 
     async def _load_everywhere(self, adapter: AdapterVersion) -> None:
-        """All or nothing: when one engine fails, those that loaded it unload it before the next attempt."""
+        """All or nothing: if one engine fails, the others unload the version before the next attempt."""
         for attempt in range(1, LOAD_ATTEMPTS + 1):
             results = await asyncio.gather(
-                *(c.load_adapter(adapter) for c in self.clients), return_exceptions=True
+                *(e.load_adapter(adapter) for e in self.engines), return_exceptions=True
             )
             failures = [r for r in results if isinstance(r, BaseException)]
             if not failures:
                 return
-            for client, result in zip(self.clients, results, strict=True):
+            for engine, result in zip(self.engines, results, strict=True):
                 if not isinstance(result, BaseException):
-                    await client.unload_adapter(adapter.name)
+                    await engine.unload_adapter(adapter.name)
             if attempt == LOAD_ATTEMPTS:
                 raise failures[0]
 
     async def _unload_everywhere(self, adapter: AdapterVersion) -> None:
-        await asyncio.gather(*(c.unload_adapter(adapter.name) for c in self.clients))
+        await asyncio.gather(*(e.unload_adapter(adapter.name) for e in self.engines))

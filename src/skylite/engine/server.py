@@ -1,7 +1,6 @@
-"""vLLM's command line and environment: the only file that knows its flags.
+"""vLLM's command line and environment. The only file that knows its flags.
 
-Binding all cores by number and the Intel OpenMP runtime were the fastest of the CPU settings on a Zen 4 machine in bfloat16;
-benchmarks/lora_sampling.py --variant compares others on the machine at hand.
+benchmarks/lora_sampling.py --variant compares other CPU settings on your machine.
 """
 
 from __future__ import annotations
@@ -25,40 +24,48 @@ RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 BASE_NAME = "base"
 """Served name of the model without an adapter."""
 CPU_BLOCK_SIZE = 32
-"""Tokens a KV cache block. Only whole blocks are shared between samples of a prompt, and vLLM's CPU default is 128."""
+"""Tokens per KV cache block; vLLM's CPU default is 128. The samples of a prompt share full blocks only."""
 ENGINE_COMMAND = "SKYLITE_ENGINE_COMMAND"
-"""For tests alone: a command that is started instead of vLLM, with --uds (docs/explanation/fault-tolerance.md). The run says so."""
+"""Environment variable for tests: a command to start instead of vLLM, with --uds. The run prints a warning.
+
+See docs/explanation/fault-tolerance.md.
+"""
 CPU_BATCHED_TOKENS = 2048
-"""Tokens of one forward pass, as vLLM chooses for CPU servers; never less than a whole prompt."""
+"""Tokens per forward pass, vLLM's choice for CPU servers; raised to the longest sequence."""
 CPU_CUSTOM_OPS = ("none", "+rms_norm", "+rotary_embedding")
-"""Operations by vLLM's own kernels (the norms with our plugin's help): with adapters vLLM compiles nothing on a CPU, and takes torch's
-operations one by one all the same."""
+"""Faster decoding: vLLM's own kernels for norms (with our plugin's help) and rotary embeddings.
+
+With adapters vLLM does not compile on a CPU, and by default it still runs these as single torch operations.
+"""
 MERGED_MEMORY = 3.0
-"""Bytes that merged weights take for each byte of a bfloat16 model's files: a copy as they are and a float32 one with the adapter in it."""
+"""Bytes that merged weights need per byte of a bfloat16 model's files.
+
+They are a copy of the original weights and a float32 copy with the adapter added.
+"""
 MERGED_MEMORY_SHARE = 0.25
-"""Of the machine's memory."""
+"""Largest share of the machine's memory for merged weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """One vLLM server."""
+    """The settings of one vLLM server."""
 
     name: str
-    """As logs and errors call it."""
+    """Its name in logs and errors."""
     model_path: Path
     """Local folder."""
     device: Literal["cpu", "cuda"]
     dtype: Literal["bfloat16", "float32"]
     uds: Path
-    """Unix socket it serves on. Its folder should be 0700: some of vLLM's routes ignore an API key."""
+    """Unix socket to serve on. Its folder needs mode 0700, because some of vLLM's routes ignore API keys."""
     max_lora_rank: int
-    """One of vLLM's sizes (config.VLLM_LORA_RANKS)."""
+    """One of vLLM's sizes (config.lora.VLLM_LORA_RANKS)."""
     target_modules: list[str] | None
-    """Module names the adapters change; None makes vLLM reserve LoRA for every layer, embeddings included, which costs speed."""
+    """Module names that the adapters change. None: all layers and embeddings, which is slower."""
     max_loras: int
-    """Adapters that can be in one batch."""
+    """Largest number of adapters in one batch."""
     max_cpu_loras: int
-    """Adapters kept in memory; above max_loras, or an evicted one is read from disk again."""
+    """Adapters kept in CPU memory. More than max_loras, or vLLM reads an evicted adapter from disk again."""
     max_model_len: int
     """Prompt and completion tokens together."""
     max_num_seqs: int
@@ -67,23 +74,26 @@ class EngineSpec:
     gpu_memory_utilization: float
     """GPU only."""
     cpu_lora: CpuLora
-    """CPU only: how LoRA is computed, see EngineConfig.cpu_lora."""
+    """CPU only: how vLLM computes LoRA, see EngineConfig.cpu_lora."""
     enable_lora: bool
     seed: int
     gpus: tuple[int, ...] = ()
-    """Device indices; empty: those the environment shows."""
+    """GPU indices; empty: all that the environment makes visible."""
 
 
 def engine_command(spec: EngineSpec) -> list[str]:
-    """The argument vector that starts a server for us, on its socket."""
+    """The command line of an engine, which serves on its socket."""
     if command := os.environ.get(ENGINE_COMMAND):
         return [*shlex.split(command), "--uds", str(spec.uds)]
-    # vLLM's default is logprobs before temperature, top-p and top-k: not those of the distribution that tokens were drawn from.
+    # vLLM's default logprobs ignore temperature, top-p and top-k. We need those of the sampled distribution.
     return [*_server_command(spec), "--uds", str(spec.uds), "--logprobs-mode", "processed_logprobs"]
 
 
 def serve_command(spec: EngineSpec, *, adapter_name: str, adapter_path: Path, port: int) -> list[str]:
-    """A server for people: one fixed adapter, on 127.0.0.1 with a key (`serve_env`) instead of the socket, vLLM's own kind of logprobs."""
+    """The command line of `skylite serve`: one fixed adapter, on 127.0.0.1 with an API key (`serve_env`).
+
+    It keeps vLLM's default kind of logprobs.
+    """
     lora = ["--lora-modules", f"{adapter_name}={adapter_path}"]
     return [
         *_server_command(spec),
@@ -102,14 +112,14 @@ def _server_command(spec: EngineSpec) -> list[str]:
     command += ["--model", str(spec.model_path), "--served-model-name", BASE_NAME]
     command += ["--dtype", spec.dtype, "--seed", str(spec.seed)]
     command += ["--max-model-len", str(spec.max_model_len), "--max-num-seqs", str(spec.max_num_seqs)]
-    # "vllm": sampling defaults come from the request alone, not from the model's generation_config.json.
+    # "vllm": ignore the sampling defaults in the model's generation_config.json.
     command += ["--generation-config", "vllm", "--enable-prefix-caching"]
     command += ["--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"]
     return command + _memory_flags(spec) + (_lora_flags(spec) if spec.enable_lora else [])
 
 
 def engine_env(spec: EngineSpec, base_env: Mapping[str, str]) -> dict[str, str]:
-    """`base_env` and what vLLM needs on top of it."""
+    """`base_env` and the environment variables that an engine needs."""
     env = {
         **base_env,
         "VLLM_NO_USAGE_STATS": "1",
@@ -118,7 +128,7 @@ def engine_env(spec: EngineSpec, base_env: Mapping[str, str]) -> dict[str, str]:
         lifetime.SWITCH: "1",
         **LOOPBACK_ONLY,
         "VLLM_HOST_IP": "127.0.0.1",
-        # What the user set for servers of their own: our client sends no key, and the development routes take none.
+        # Overrides the user's own vLLM settings: our client sends no key, development routes ignore the key.
         key.KEY_VARIABLE: "",
         "VLLM_SERVER_DEV_MODE": "0",
     }
@@ -132,17 +142,16 @@ def engine_env(spec: EngineSpec, base_env: Mapping[str, str]) -> dict[str, str]:
 
 
 def serve_env(spec: EngineSpec, base_env: Mapping[str, str], api_key: str) -> dict[str, str]:
-    """The same for a server for people: with the key, and without the routes that load adapters, some of which take none."""
+    """The environment of `skylite serve`: with an API key, without adapter routes (some ignore the key)."""
     return {**engine_env(spec, base_env), RUNTIME_LORA: "0", key.KEY_VARIABLE: api_key}
 
 
 def choose_cpu_lora(
     setting: CpuLora | Literal["auto"], dtype: str, model_path: Path, *, deterministic: bool = False
 ) -> CpuLora:
-    """What `auto` is for this model on this machine: merged weights where they are exact and take no more than a quarter of its memory.
+    """Resolve `auto`: merged weights if they are exact (float32) and fit MERGED_MEMORY_SHARE, else dense.
 
-    Never where the same bits are asked for every time: whether a batch finds its version merged depends on what came before it, and
-    when (`vllm_plugin/merged.py`).
+    `deterministic` excludes merged weights: which batches use them depends on timing (vllm_plugin/merged.py).
     """
     if setting != "auto":
         return setting
@@ -164,42 +173,45 @@ def engine_notes(
     *,
     deterministic: bool = False,
 ) -> list[str]:
-    """What makes a LoRA server slower than it could be, in words for the user; empty when nothing does."""
+    """Messages about what makes sampling slower than it could be, and about a replaced engine."""
     notes = []
     if command := os.environ.get(ENGINE_COMMAND):
         notes.append(
-            f"warning: {ENGINE_COMMAND} is set: {command} samples instead of vLLM; this is for tests alone"
+            f"warning: {ENGINE_COMMAND} is set, so {command} samples instead of vLLM; this is for tests only"
         )
     if device != "cpu":
         return notes
     if not has_library(INTEL_OPENMP):
         notes.append(
-            f"{INTEL_OPENMP} was not found, so vLLM starts and may sample slower; `pip install intel-openmp` brings it."
+            f"{INTEL_OPENMP} was not found, so vLLM starts without it and may sample slower; "
+            "install it with `pip install intel-openmp`."
         )
     if chosen == "dense" and setting == "auto":
         why = (
-            "bfloat16 sums would round the adapter away"
+            "in bfloat16 they would round the adapter away"
             if dtype == "bfloat16"
-            else "their copy would take over a quarter of the memory"
+            else "they would need over a quarter of the memory"
         )
         if deterministic:
-            why = "whether a batch finds them made depends on time (trainer.deterministic)"
+            why = "which batches use them depends on timing (trainer.deterministic=true)"
         notes.append(
-            f"vLLM computes LoRA beside the base (engine.cpu_lora=dense): merged weights sample about 10 % faster, but {why}."
+            "vLLM computes LoRA next to the base (engine.cpu_lora=dense). "
+            f"Merged weights would sample faster, but {why}."
         )
     if chosen == "merged" and dtype == "bfloat16":
         notes.append(
-            "engine.cpu_lora=merged works in float32 alone; the engine computes in bfloat16, so it does as with dense."
+            "engine.cpu_lora=merged requires float32; the engine computes in bfloat16, so it uses dense."
         )
     if chosen == "stock":
         notes.append(
-            "engine.cpu_lora=stock: LoRA sampling is several times slower, and base requests in a mixed batch are wrong."
+            "engine.cpu_lora=stock: LoRA sampling is several times slower, "
+            "and base requests in a mixed batch are wrong."
         )
     return notes
 
 
 def worker_cpus() -> list[int]:
-    """The first hardware thread of every core this process may use: matrix products gain nothing from a core's second one."""
+    """The first hardware thread of every core of this process. A second one does not help matrix products."""
     allowed = os.sched_getaffinity(0)
     return sorted({min(_siblings(cpu) & allowed) for cpu in allowed})[: cpu_cores()]
 
@@ -223,7 +235,8 @@ def _memory_flags(spec: EngineSpec) -> list[str]:
             "--kv-cache-memory-bytes",
             str(int(spec.kv_cache_gib * 2**30)),
         ]
-        # A seeded request whose prefill is cut in two kills vLLM 0.32's CPU engine ("CPU Generator does not use offset").
+        # Chunked prefill of a seeded request kills the CPU engine of vLLM 0.32:
+        # "CPU Generator does not use offset".
         return [
             *flags,
             "--no-enable-chunked-prefill",
@@ -238,17 +251,18 @@ def _lora_flags(spec: EngineSpec) -> list[str]:
     flags += ["--max-loras", str(spec.max_loras), "--max-cpu-loras", str(spec.max_cpu_loras)]
     if spec.device == "cpu":
         flags += ["--compilation-config", json.dumps({"custom_ops": CPU_CUSTOM_OPS})]
-    # The names can come out of an adapter or a model that somebody gave away, and vLLM would take such a one for a setting.
-    if taken := [name for name in spec.target_modules or [] if name.startswith("-")]:
+    # Names can come from a downloaded adapter or model, and vLLM would parse such a name as a flag.
+    if flag_like := [name for name in spec.target_modules or [] if name.startswith("-")]:
         raise ModelError(
-            f"{taken[0]!r} is no name of a module that vLLM could adapt.", "Use another adapter or model."
+            f"{flag_like[0]!r} is not a valid module name: vLLM would parse it as a flag.",
+            "Use another adapter or model.",
         )
     return flags + (["--lora-target-modules", *spec.target_modules] if spec.target_modules else [])
 
 
 def _cpu_env(spec: EngineSpec, base_env: Mapping[str, str]) -> dict[str, str]:
-    # All cores by number: "auto" keeps one for the scheduler, half of a small machine.
+    # Bind all cores by number: "auto" reserves one for the scheduler, which is half of a 2-core machine.
     env = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, worker_cpus()))}
     env[SWITCH] = spec.cpu_lora
-    # Two OpenMP runtimes in one process do not get along (vLLM refuses it), so one that the user preloads stays.
+    # vLLM refuses two OpenMP runtimes in one process, so a runtime that the user preloads stays.
     return env | preload_env([INTEL_OPENMP], base_env, "libgomp", "libomp", "libiomp")

@@ -1,4 +1,4 @@
-"""One vLLM server for one adapter or the base: what `eval` and `serve` start."""
+"""The vLLM server of `eval` and `serve`: one adapter, or the base."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from skylite.processes.machine import choose_device, choose_dtype
 def single_engine_spec(
     config: TrainConfig, adapter: ServedAdapter | None, model_path: Path, uds: Path
 ) -> EngineSpec:
-    """An engine that holds nothing but this adapter; without one, LoRA is off."""
+    """An engine for this adapter only; without one, for the base with LoRA disabled."""
     device = choose_device()
     dtype = choose_dtype(config.model.dtype, device)[0]
     return EngineSpec(

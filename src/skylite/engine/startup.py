@@ -1,4 +1,4 @@
-"""The run's vLLM servers: started beside the trainer, for the rank and the modules that its adapters will have."""
+"""Starts the run's vLLM servers next to the trainer, for the LoRA rank and modules of its adapters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from skylite.processes.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 MAX_LORAS = 2
-"""Version k and, while requests of it are in flight, k + 1."""
+"""Version k, and version k + 1 while requests for k are in flight."""
 
 
 @asynccontextmanager
@@ -30,7 +30,10 @@ async def start_engines(
     supervisor: Supervisor,
     restarts: RestartPolicy,
 ) -> AsyncIterator[list[Watchdog]]:
-    """Start the engines and yield their watchdogs at once; `engines_kept_alive` says when they serve. The supervisor ends the processes."""
+    """Start the engines and yield their watchdogs at once; `engines_kept_alive` waits until they serve.
+
+    The supervisor stops the processes.
+    """
     with tempfile.TemporaryDirectory(prefix="skylite-") as sockets:
         specs = [
             engine_spec(run_config, target_modules, index, Path(sockets))
@@ -49,13 +52,14 @@ async def engines_for_modules(
     started_for: list[str],
     wanted: list[str],
 ) -> AsyncIterator[list[Engine]]:
-    """The engines when they serve, for exactly the `wanted` modules: started again where they were `started_for` others."""
+    """Yield the engines once they serve. Restarts them unless they were started for the `wanted` modules."""
     if started_for == wanted:
         async with engines_kept_alive(watchdogs, supervisor) as engines:
             yield engines
         return
     logger.info(
-        f"vLLM was started for LoRA on {', '.join(started_for)}, and the adapter is on {', '.join(wanted)}: it is started again"
+        f"vLLM was started for LoRA on {', '.join(started_for)}, but the adapter is on {', '.join(wanted)}: "
+        "vLLM restarts"
     )
     for watchdog in watchdogs:
         supervisor.stop_child(watchdog.spec.name)
@@ -70,14 +74,17 @@ async def engines_for_modules(
 async def engines_kept_alive(
     watchdogs: Sequence[Watchdog], supervisor: Supervisor
 ) -> AsyncIterator[list[Engine]]:
-    """The engines once all serve. Each is kept alive by itself; the supervisor gets the error of one that gives up."""
+    """Yield the engines once all serve, and restart any that fails.
+
+    The supervisor receives the error of an engine that may not restart again.
+    """
     engines = await asyncio.gather(*(watchdog.wait_ready() for watchdog in watchdogs))
     tasks = [
-        asyncio.ensure_future(watchdog.watch(engine))
+        asyncio.ensure_future(watchdog.keep_alive(engine))
         for watchdog, engine in zip(watchdogs, engines, strict=True)
     ]
     for task in tasks:
-        task.add_done_callback(partial(_gave_up, supervisor))
+        task.add_done_callback(partial(_report_failure, supervisor))
     try:
         yield engines
     finally:
@@ -88,7 +95,7 @@ async def engines_kept_alive(
             await engine.aclose()
 
 
-def _gave_up(supervisor: Supervisor, task: asyncio.Future[NoReturn]) -> None:
+def _report_failure(supervisor: Supervisor, task: asyncio.Future[NoReturn]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         supervisor.fail(error)
 
@@ -97,7 +104,7 @@ def _gave_up(supervisor: Supervisor, task: asyncio.Future[NoReturn]) -> None:
 async def serving_engines(
     specs: list[EngineSpec], logs: Path, supervisor: Supervisor, restarts: RestartPolicy
 ) -> AsyncIterator[list[Engine]]:
-    """Start engines and yield them when all serve."""
+    """Start engines, yield them once all serve, and keep them alive."""
     async with engines_kept_alive(
         [Watchdog.start(spec, logs, supervisor, restarts) for spec in specs], supervisor
     ) as engines:
@@ -105,7 +112,7 @@ async def serving_engines(
 
 
 def engine_spec(run_config: RunConfig, target_modules: list[str], index: int, sockets: Path) -> EngineSpec:
-    """One engine's settings. Its socket lies in a 0700 folder, because some of vLLM's routes take no key."""
+    """The settings of one engine. `sockets` needs mode 0700: some of vLLM's routes ignore API keys."""
     config, resolved = run_config.config, run_config.resolved
     return EngineSpec(
         name=f"vllm-{index}",

@@ -1,4 +1,7 @@
-"""Keeps one engine alive: a server that died or hangs is started again with its adapters, verified, so that waiting requests go on."""
+"""Keeps one engine alive: restarts a server that dies or hangs, with its adapters, and verifies them.
+
+Requests wait meanwhile and then continue.
+"""
 
 from __future__ import annotations
 
@@ -24,22 +27,22 @@ T = TypeVar("T")
 LOG_LINES = 15
 
 Verify = Callable[[VllmClient, AdapterVersion], Awaitable[object]]
-"""Raises SyncFailed unless the engine samples the adapter that it has just loaded again."""
+"""Raises SyncFailed unless the engine samples from the adapter that it has just reloaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """What a watchdog does with an engine that failed."""
+    """How a watchdog handles a failed engine."""
 
     config: EngineConfig
     verify: Verify
     on_restart: Callable[[str], None]
-    """Called with the engine's name at every restart."""
+    """Called with the engine's name before every restart."""
 
 
 @dataclass(slots=True)
 class Watchdog:
-    """One engine, its process and what it may be restarted with. The others are not touched."""
+    """One engine: its process, and how it restarts. Other engines are not affected."""
 
     spec: EngineSpec
     logs: Path
@@ -49,34 +52,38 @@ class Watchdog:
 
     @classmethod
     def start(cls, spec: EngineSpec, logs: Path, supervisor: Supervisor, restarts: RestartPolicy) -> Watchdog:
-        """Start the server, watched by the supervisor like any child until `watch` takes over: what fails at once would fail again."""
+        """Start the server.
+
+        Until `keep_alive`, the supervisor watches it like any child and ends the run if it fails, because it
+        would fail again.
+        """
         return cls(spec, logs, supervisor, restarts, supervisor.start(_process(spec, logs)))
 
     async def wait_ready(self) -> Engine:
-        """The engine, once it serves. Raises RunFailed."""
+        """Wait until the engine serves. Raises RunFailed."""
         client = VllmClient(self.spec.name, self.spec.uds)
         await client.wait_ready(self.restarts.config.start_timeout_s)
         return Engine(client)
 
-    async def watch(self, engine: Engine) -> NoReturn:
-        """Restart the server whenever it fails. Raises RunFailed, the last failure, when it may not again."""
+    async def keep_alive(self, engine: Engine) -> NoReturn:
+        """Restart the server whenever it fails. Raises the last RunFailed after `max_restarts` restarts."""
         self.supervisor.leave_to_caller(self.spec.name)
         allowed = self.restarts.config.max_restarts
-        error = await self._failure(engine)
+        error = await self._wait_for_failure(engine)
         for count in range(1, allowed + 1):
             engine.pause()
             self.restarts.on_restart(self.spec.name)
-            logger.warning(f"{error.what} It is started again ({count} of engine.max_restarts={allowed}).")
+            logger.warning(f"{error.what} It restarts ({count} of engine.max_restarts={allowed}).")
             try:
-                await self._start_again(engine)
-            except RunFailed as failed_again:
-                error = failed_again
+                await self._restart(engine)
+            except RunFailed as restart_error:
+                error = restart_error
             else:
-                error = await self._failure(engine)
+                error = await self._wait_for_failure(engine)
         raise error
 
-    async def _failure(self, engine: Engine) -> RunFailed:
-        """Wait for the process to end or hang."""
+    async def _wait_for_failure(self, engine: Engine) -> RunFailed:
+        """Return the reason once the process ends or hangs."""
         try:
             hang = await self._while_alive(engine.wait_for_hang(self.restarts.config.stall_timeout_s))
         except ChildDied as error:
@@ -84,32 +91,36 @@ class Watchdog:
         log = self.child.spec.log_path
         return ChildDied(hang.what, f"Its log is {log}.", log_tail(log, LOG_LINES, self.child.log_start))
 
-    async def _start_again(self, engine: Engine) -> None:
-        """A fresh server with the engine's adapters. Raises RunFailed."""
+    async def _restart(self, engine: Engine) -> None:
+        """Start a new server and load the engine's adapters. Raises RunFailed."""
         self.supervisor.stop_child(self.spec.name, timeout_s=0)
-        self.spec.uds.unlink(missing_ok=True)  # vLLM does not, and could not bind
+        self.spec.uds.unlink(missing_ok=True)  # vLLM cannot bind to an existing socket
         self.child = self.supervisor.start(_process(self.spec, self.logs))
         self.supervisor.leave_to_caller(self.spec.name)
         client = VllmClient(self.spec.name, self.spec.uds)
         try:
             async with asyncio.timeout(self.restarts.config.start_timeout_s):
-                await self._while_alive(self._make_ready(client, list(engine.adapters.values())))
+                await self._while_alive(self._reload_adapters(client, list(engine.adapters.values())))
         except TimeoutError:
             await client.aclose()
-            raise RunFailed(f"{self.spec.name} was not ready again within engine.start_timeout_s.") from None
+            timeout_s = self.restarts.config.start_timeout_s
+            raise RunFailed(
+                f"{self.spec.name} did not restart within {timeout_s:g} s (engine.start_timeout_s)."
+            ) from None
         except RunFailed:
             await client.aclose()
             raise
         await engine.resume(client)
 
-    async def _make_ready(self, client: VllmClient, adapters: list[AdapterVersion]) -> None:
+    async def _reload_adapters(self, client: VllmClient, adapters: list[AdapterVersion]) -> None:
+        """Wait until the server serves, then load and verify the adapters."""
         await client.wait_ready(self.restarts.config.start_timeout_s)
         for adapter in adapters:
             await client.load_adapter(adapter)
             await self.restarts.verify(client, adapter)
 
     async def _while_alive(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result, or ChildDied when the process ends first."""
+        """The result of `work`. Raises ChildDied if the process ends first."""
         task = asyncio.ensure_future(work)
         try:
             while not task.done():

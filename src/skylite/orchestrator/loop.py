@@ -269,7 +269,7 @@ async def held_out_accuracy(session: Session, label: Label, version: int) -> Eva
         return None
     session.progress.phase("evaluating", f"{label}: {len(plan.held_out)} held-out problems")
     result = await evaluate(
-        session.engines.clients,
+        session.engines.engines,
         adapter_name(version),
         version,
         plan.held_out,

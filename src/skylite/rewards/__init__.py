@@ -1,4 +1,7 @@
-"""Reward functions: (prompt, completion text) -> float. A reference answer scores 1.0; `skylite prepare` checks that on every row."""
+"""Reward functions: (prompt, completion text) -> float.
+
+A reference answer must score 1.0; `skylite prepare` checks that for every row.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,10 @@ from skylite.plugin_file import REWARD, is_program, load_function
 from skylite.types import Prompt, is_number
 
 RewardFn = Callable[[Prompt, str], float]
-"""(prompt, completion) -> a finite number. A completion that cannot be understood earns 0.0; a raised exception ends the run, NaN or
-infinity makes the step a bad one."""
+"""(prompt, completion) -> a finite number. A completion that cannot be parsed scores 0.0.
+
+An exception ends the run. NaN or infinity makes the step an anomaly (trainer/anomaly.py).
+"""
 
 BUILT_IN = ("gsm8k", "math", "format", "reasoning-gym")
 
@@ -18,7 +23,7 @@ BUILT_IN = ("gsm8k", "math", "format", "reasoning-gym")
 def load_reward(spec: str, example: Prompt | None = None) -> RewardFn:
     """The function behind a spec: one of BUILT_IN or FILE.py:function.
 
-    With `example` it is called once, on the example's own answer, so that a broken plug-in shows before anything starts.
+    With `example`, calls it once on the example's answer, to find a broken reward before the run starts.
     Raises ConfigError.
     """
     if spec not in BUILT_IN and not is_program(spec):
@@ -63,7 +68,7 @@ def score(name: str, reward: RewardFn, prompt: Prompt, completion: str) -> float
 
 
 def reference_completion(spec: str, answer: str) -> str:
-    """A perfect completion made of the answer alone, in the form the reward looks for; a plug-in gets the answer itself."""
+    """A perfect completion: only the answer, in the form that the reward expects. User rewards get it raw."""
     if spec in ("gsm8k", "format"):
         return answer if "####" in answer else f"#### {answer}"
     if spec == "math":

@@ -1,4 +1,4 @@
-"""GSM8K's own rule: the number after the last `####` is the answer (arXiv 2110.14168, section 2)."""
+"""GSM8K's rule: the answer is the number after the last `####` (arXiv 2110.14168, section 2)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from skylite.types import Prompt
 MARK = "####"
 _NUMBER = re.compile(
     r"""[ \t]*
-        (?P<before>-?) [ \t]* [$\u20ac\u00a3]? [ \t]*      # -$5 and $-5 are the same amount
+        (?P<before>-?) [ \t]* [$\u20ac\u00a3]? [ \t]*      # -$5 and $-5 are equal
         (?P<sign>[-+]?)
         (?P<digits>[0-9]{1,3}(?:,[0-9]{3})+ (?![0-9]) | [0-9]+)?
         (?P<decimals>\.[0-9]+)?
@@ -18,23 +18,26 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 _LONGEST = 40
-"""Characters of a number; Python refuses to convert thousands of digits."""
+"""Largest number of characters in a number; Python refuses to convert thousands of digits."""
 
 
 def gsm8k_reward(prompt: Prompt, completion: str) -> float:
-    """1.0 when the number after the last `####` equals the answer exactly (as numbers: 1,080.0 is 1080), else 0.0."""
+    """1.0 if the number after the last `####` equals the answer as a number (1,080.0 = 1080), else 0.0."""
     found = final_number(completion)
     return float(found is not None and found == final_number(f"{MARK} {prompt.answer}"))
 
 
 def format_reward(prompt: Prompt, completion: str) -> float:
-    """1.0 when there is a number after the last `####`, right or wrong."""
+    """1.0 if there is a number after the last `####`, right or wrong, else 0.0."""
     return float(final_number(completion) is not None)
 
 
 def final_number(text: str) -> Fraction | None:
-    """The number after the last `####`: thousands commas, a currency sign, a percent sign and a unit are allowed, a second
-    number in the line is not (`72 / 3` is no answer). None where there is no such number."""
+    """The number after the last `####`, or None.
+
+    Thousands commas, a currency sign, a percent sign and a unit are allowed. A second number in the line is
+    not: `72 / 3` is not an answer.
+    """
     _, mark, tail = text.rpartition(MARK)
     match = _NUMBER.match(tail) if mark else None
     if (

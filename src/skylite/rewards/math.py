@@ -1,4 +1,4 @@
-"""Mathematical answers compared as formulas, by math-verify."""
+"""Compares mathematical answers as formulas, with math-verify."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from skylite.errors import DataError
 from skylite.types import Prompt
 
 TIMEOUT_S = 5
-"""For one parse or one comparison; math-verify measures it with SIGALRM."""
+"""Limit for one parse or one comparison. math-verify enforces it with SIGALRM."""
 _WORDS = re.compile(r"(?<!\\)\b[A-Za-z]{3,}\b")
 _FUNCTIONS = frozenset(
     ("sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "log", "exp", "sqrt")
@@ -19,8 +19,11 @@ _FUNCTIONS = frozenset(
 
 
 def math_reward(prompt: Prompt, completion: str) -> float:
-    """1.0 when the completion's answer (the boxed one first) equals `prompt.answer` as a formula; 0.0 when it does not or when
-    it cannot be parsed or compared in TIMEOUT_S. Raises DataError for an answer that is no formula."""
+    """1.0 if the completion's answer, boxed first, equals `prompt.answer` as a formula, else 0.0.
+
+    0.0 also if parsing or comparing fails or exceeds TIMEOUT_S. Raises DataError if `prompt.answer` is not a
+    formula.
+    """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     truth = parse_truth(prompt.answer)
@@ -34,17 +37,17 @@ def math_reward(prompt: Prompt, completion: str) -> float:
 
 @lru_cache(maxsize=65536)
 def parse_truth(answer: str) -> tuple[Any, ...]:
-    """A reference answer as math-verify's candidates. Raises DataError when it is prose or cannot be parsed."""
+    """Parse a reference answer into math-verify's candidates. Raises DataError for prose or a parse error."""
     from math_verify import parse
 
     plain = parse(answer, fallback_mode="no_fallback", parsing_timeout=_timeout())
     if plain:
         return tuple(plain)
-    # math-verify reads any word in dollars as a product of letters, so that "unknown" would become a usable answer.
+    # math-verify parses any word between dollar signs as a product of letters, even "unknown".
     words = [w for w in _WORDS.findall(answer) if w not in _FUNCTIONS]
     formula = [] if words else parse(f"${answer}$", fallback_mode="no_fallback", parsing_timeout=_timeout())
     if not formula:
-        reason = f"it has the word {words[0]!r}" if words else "math-verify cannot parse it"
+        reason = f"it contains the word {words[0]!r}" if words else "math-verify cannot parse it"
         raise DataError(
             f"The answer {answer!r} is not a number or a formula: {reason}.",
             "Correct it, or use another --reward.",
@@ -53,5 +56,5 @@ def parse_truth(answer: str) -> tuple[Any, ...]:
 
 
 def _timeout() -> int | None:
-    """SIGALRM works in a main thread only (where reward workers score); elsewhere there is no time limit."""
+    """No limit outside of the main thread, because SIGALRM only works there. Reward workers score in it."""
     return TIMEOUT_S if threading.current_thread() is threading.main_thread() else None

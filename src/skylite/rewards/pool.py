@@ -1,4 +1,4 @@
-"""Reward functions in processes of their own: they may be slow, run sympy, or hang, and the event loop must not wait for them."""
+"""Runs reward functions in worker processes: they may be slow or hang, and must not block the event loop."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class RewardPool:
             initargs=(tuple(specs), tuple(weights), os.getpid()),
         )
         before = set(multiprocessing.active_children())
-        # A worker that is still importing would die of Ctrl-C with a traceback: it is started with SIGINT blocked.
-        resource_tracker.ensure_running()  # its own start unblocks SIGINT
+        # Workers start with SIGINT blocked, because Ctrl-C during their imports would print a traceback.
+        resource_tracker.ensure_running()  # starting it later would unblock SIGINT
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             for _ in range(num_workers):
@@ -56,7 +56,7 @@ class RewardPool:
         self._timeout_s = timeout_s
 
     def watch(self, lost: Callable[[ChildDied], None]) -> None:
-        """Until `close`, have the running event loop call `lost` when a worker ends, without waiting for the next call of `score`."""
+        """Until `close`, let the running event loop call `lost` as soon as a worker ends."""
         self._watching = asyncio.get_running_loop()
         for worker in self._workers:
             self._watching.add_reader(worker.sentinel, self._ended, worker.sentinel, lost)
@@ -64,8 +64,8 @@ class RewardPool:
     async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[Score]:
         """One score for each (prompt, completion text), in order.
 
-        Raises RunFailed with the prompt's id when the reward function raises, returns no number or takes too long, and ChildDied when
-        a worker ended. NaN and infinity are handed on.
+        Raises RunFailed with the prompt's id if the reward function raises, returns no number or takes too
+        long, and ChildDied if a worker ended. NaN and infinity are returned.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -85,12 +85,14 @@ class RewardPool:
             )
             pids = ", ".join(str(worker.pid) for worker in self._workers)
             raise RunFailed(
-                f"Scoring took longer than {self._timeout_s:g} s (reward.timeout_s); prompt {waiting} is not scored.",
-                f"Correct the reward, raise reward.timeout_s, or see whether somebody has stopped its workers (processes {pids}).",
+                f"Scoring took longer than {self._timeout_s:g} s (reward.timeout_s); "
+                f"prompt {waiting} is not scored.",
+                "Make the reward faster, raise reward.timeout_s, or check if a signal stopped its workers "
+                f"(processes {pids}).",
             ) from None
 
     def close(self) -> None:
-        """End the workers, a hanging one too."""
+        """Kill the workers, even if they hang."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             if self._watching is not None:
@@ -100,12 +102,12 @@ class RewardPool:
 
     def _ended(self, sentinel: int, lost: Callable[[ChildDied], None]) -> None:
         if self._watching is not None:
-            self._watching.remove_reader(sentinel)  # it stays readable
+            self._watching.remove_reader(sentinel)  # it stays readable, so the callback would run again
         lost(_worker_lost())
 
 
 def _worker_lost() -> ChildDied:
-    return ChildDied("A reward worker ended.", "Was it killed, or out of memory? Go on with --resume.")
+    return ChildDied("A reward worker ended.", "It was killed or ran out of memory. Continue with --resume.")
 
 
 def _start_worker(specs: Sequence[str], weights: Sequence[float], parent: int) -> None:

@@ -1,4 +1,4 @@
-"""reasoning-gym's own scorers, on entries that travelled through JSON."""
+"""reasoning-gym's scorers, for entries that were stored as JSON."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ _UNREADABLE = (
 
 
 def reasoning_gym_reward(prompt: Prompt, completion: str) -> float:
-    """The task's own score of the text in the last <answer>...</answer>; 0.0 without one.
+    """The task's score for the text in the last <answer>...</answer>; 0.0 without one.
 
-    Some scorers raise on an answer they cannot read. That is a 0.0 only if the same scorer still gives the reference 1.0;
-    otherwise the fault is not the completion's and the exception stands.
+    Some scorers raise for an answer that they cannot parse. Such an answer scores 0.0, but only if the
+    scorer still gives the reference answer 1.0. Otherwise the completion is not to blame, and the exception
+    is raised.
     """
     answers = _ANSWER.findall(completion)
     if not answers:
@@ -43,7 +44,7 @@ def reasoning_gym_reward(prompt: Prompt, completion: str) -> float:
 
 
 def to_json(value: Any) -> Any:
-    """Tuples and dicts with keys other than text, tagged so that `from_json` gives back an equal value: some scorers need them."""
+    """Convert to JSON, with tags for tuples and dicts with non-string keys, which some scorers need."""
     if isinstance(value, tuple):
         return {_TUPLE: [to_json(v) for v in value]}
     if isinstance(value, list):
