@@ -1,4 +1,4 @@
-"""Check that the user allows the programs (FILE.py:function) of a run; one that only a file names is refused."""
+"""Check that the user allows the programs (FILE.py:function) of a run; others are refused."""
 
 from __future__ import annotations
 
