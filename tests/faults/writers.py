@@ -33,7 +33,7 @@ from skylite.hub.shared_memory import model_in_shared_memory
 from skylite.hub.smollm2 import write_converted
 from skylite.model.policy import Policy
 from skylite.orchestrator.plan import RunPlan, write_run
-from skylite.orchestrator.resume import forget_after
+from skylite.orchestrator.resume import remove_after
 from skylite.orchestrator.shutdown import ask_trainer_to_end
 from skylite.run.files import append_line, write_json
 from skylite.run.lock import lock_folder
@@ -147,7 +147,7 @@ def small_writers(model: Path) -> dict[str, Callable[[Path, int], Any]]:
         run = RunDir(folder)
         for step in (1, 2, 3) if v == 1 else ():
             append_metrics(run.metrics_path, {"step": step, "text": "x" * 9000})
-        forget_after(run, folder / "adapters", 4 - v, reuse_rollouts=False)
+        remove_after(run, folder / "adapters", 4 - v, reuse_rollouts=False)
 
     def clean(folder: Path, v: int) -> None:
         for version in range(5) if v == 1 else ():

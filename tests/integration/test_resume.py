@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from skylite.commands.replay import replay
 from skylite.errors import ConfigError, ModelError
-from skylite.orchestrator.resume import forget_after
+from skylite.orchestrator.resume import remove_after
 from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint, verify_checkpoint
 from skylite.run.run_dir import RunDir, published_versions
 from tests.integration.torchrun import finish, largest_difference, trainer, wait_for, weights
@@ -42,7 +42,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> RunD
 def go_on(run: RunDir, num_ranks: int, at: int | None = None) -> int:
     """What the parent does before it starts the trainer again, then the trainer to its end; the step it began after."""
     done = choose_checkpoint(run, at)
-    forget_after(run, run.default_adapters, done, reuse_rollouts=True)
+    remove_after(run, run.default_adapters, done, reuse_rollouts=True)
     finish(run, num_ranks, resume=True)
     return done
 

@@ -15,7 +15,7 @@ from skylite.config.train import TrainConfig
 from skylite.orchestrator.failures import TRAINER
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.progress import Progress
-from skylite.orchestrator.shutdown import TRAINER_SHARE, listen, run_until_stopped
+from skylite.orchestrator.shutdown import TRAINER_SHARE, handle_signals, run_until_stopped
 from skylite.processes.child import ProcessSpec
 from skylite.processes.supervisor import Supervisor
 from skylite.run.run_dir import RunDir
@@ -49,7 +49,7 @@ def stopped(
 async def _stopped(
     plan: RunPlan, trainer: str, step_s: float, signals: tuple[float, ...]
 ) -> tuple[float, int]:
-    loop, stop = asyncio.get_running_loop(), listen(asyncio.Event())
+    loop, stop = asyncio.get_running_loop(), handle_signals(asyncio.Event())
 
     async def steps() -> None:
         progress.recorded, progress.step = 1, 2
@@ -70,12 +70,12 @@ async def _stopped(
         log_path=plan.run.log_path(TRAINER),
     )
     async with Supervisor(
-        stop_timeout_s=GRACE_S * (1 - TRAINER_SHARE), skip_wait=stop.insisted.is_set
+        stop_timeout_s=GRACE_S * (1 - TRAINER_SHARE), skip_wait=stop.forced.is_set
     ) as supervisor:
         progress = Progress(plan.run, 9, Screen(9), supervisor.pids)
         supervisor.start(spec)
         assert not await run_until_stopped(steps(), plan, supervisor, progress, stop)
-    return time.monotonic() - stop.asked_at, progress.recorded
+    return time.monotonic() - stop.requested_at, progress.recorded
 
 
 @pytest.mark.parametrize(("mode", "recorded"), [("finish", 2), ("abandon", 1)])

@@ -54,7 +54,7 @@ def test_a_run_that_cannot_fit_is_refused_before_it_starts(
         check_disk_space(run, config, found)
     assert said == []
     with_free(monkeypatch, RESERVE_BYTES + 1000)
-    with pytest.raises(ConfigError, match=r"The run needs .* MiB .*Make room"):
+    with pytest.raises(ConfigError, match=r"The run needs .* MiB .*Free disk space"):
         check_disk_space(run, config, found)
     with_free(monkeypatch, 1 << 30)
     with logged_messages() as said:

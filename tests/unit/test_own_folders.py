@@ -15,7 +15,7 @@ from skylite.errors import WriteFailed
 from skylite.hub.shared_memory import shared_copy
 from skylite.orchestrator.plan import plan_run, write_config, write_run
 from skylite.orchestrator.resume import plan_resume
-from skylite.orchestrator.run_session import clear_requests
+from skylite.orchestrator.run_session import clear_control_files
 from skylite.run.ownership import MARK_NAME, require_own_folders
 from skylite.run.run_dir import RunDir
 from tests.unit.bad_inputs import Reply, call, snapshot
@@ -139,7 +139,7 @@ def test_the_ranks_meet_where_nobody_else_can(tmp_path: Path) -> None:
     try:
         plan.run.rendezvous.mkdir(mode=0o777)
         (plan.run.rendezvous / "old").touch()
-        clear_requests(plan)
+        clear_control_files(plan)
     finally:
         os.umask(before)
     assert plan.run.rendezvous.stat().st_mode & 0o777 == 0o700
@@ -148,5 +148,5 @@ def test_the_ranks_meet_where_nobody_else_can(tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     plan.run.rendezvous.symlink_to(tmp_path / "outside")
     with pytest.raises(WriteFailed, match="rendezvous could not be written"):
-        clear_requests(plan)
+        clear_control_files(plan)
     assert (tmp_path / "outside").is_dir()

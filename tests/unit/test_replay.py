@@ -54,7 +54,5 @@ def test_steps_are_cut_as_the_run_cut_them(tmp_path: Path) -> None:
 
 def test_a_trainer_that_takes_too_long_is_ended_in_words(tmp_path: Path) -> None:
     run = finished_run(tmp_path / "run", trainer={"step_timeout_s": 0.2})
-    with pytest.raises(
-        RunFailed, match=r"has not come to the end of step 0 in 0.2 s \(trainer.step_timeout_s\)"
-    ):
+    with pytest.raises(RunFailed, match=r"did not finish step 0 within 0.2 s \(trainer.step_timeout_s\)"):
         asyncio.run(replay_step(run, 1))

@@ -96,19 +96,19 @@ def test_a_status_that_a_power_cut_emptied_says_nothing_and_refuses_nothing(run:
         found, said = plan(run)
         assert found.first_step == 21
         assert "status.json is not a valid run status" in said[0]
-        assert "What comes after the last step is done again." in said[0]
+        assert "The final evaluation is repeated." in said[0]
 
 
 def test_other_data_or_another_model_is_refused_and_moved_data_is_found(run: RunDir, tmp_path: Path) -> None:
     (tmp_path / "data").rename(tmp_path / "moved")
     assert plan(run, f"data.path={tmp_path / 'moved'}")[0].first_step == 21
     write_data(tmp_path / "data", 3)
-    with pytest.raises(ConfigError, match=r"train\.parquet is not the file that the run has been trained on"):
+    with pytest.raises(ConfigError, match=r"train\.parquet is not the file that the run was trained on"):
         plan(run)
     (tmp_path / "data" / "train.parquet").unlink()
     (tmp_path / "moved" / "train.parquet").rename(tmp_path / "data" / "train.parquet")
     (tmp_path / "model" / "config.json").write_text(json.dumps({"architectures": ["OtherForCausalLM"]}))
-    with pytest.raises(ConfigError, match="its fingerprint is another"):
+    with pytest.raises(ConfigError, match="its fingerprint differs"):
         plan(run)
 
 
@@ -138,7 +138,7 @@ def test_the_list_of_rewards_is_part_of_the_result(run: RunDir) -> None:
 
 def test_what_a_cpu_cannot_do_is_refused_on_resume_too(run: RunDir) -> None:
     check_changes(settings(), settings(trainer={"offload": True}))
-    with pytest.raises(ConfigError, match=r"trainer\.offload=true moves things off a GPU"):
+    with pytest.raises(ConfigError, match=r"trainer\.offload=true moves tensors off a GPU"):
         plan(run, "trainer.offload=true")
 
 
@@ -162,7 +162,7 @@ def test_what_changes_rounding_is_taken_and_said(run: RunDir) -> None:
     found, said = plan(run, "trainer.num_ranks=2")
     assert found.config.trainer.num_ranks == 2
     assert any(
-        "trainer.num_ranks is 2 from here on, before 1: the result is the same up to rounding" in text
+        "trainer.num_ranks changes from 1 to 2: the result is the same up to rounding" in text
         for text in said
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from skylite.orchestrator.resume import forget_after
+from skylite.orchestrator.resume import remove_after
 from skylite.run.checkpoint_folder import checkpoint_steps
 from skylite.run.metrics import read_metrics
 from skylite.run.run_dir import RunDir
@@ -45,7 +45,7 @@ def leave_behind(run: RunDir) -> None:
 def test_only_what_lies_beyond_the_checkpoint_is_forgotten(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     leave_behind(run)
-    assert forget_after(run, run.default_adapters, 3, reuse_rollouts=False) == 2
+    assert remove_after(run, run.default_adapters, 3, reuse_rollouts=False) == 2
     assert sorted(p.name for p in run.default_adapters.iterdir()) == [f"policy-v{v:06d}" for v in range(4)]
     assert sorted(run.rollouts.iterdir()) == [run.rollout_path(s) for s in (1, 2, 3)]
     assert sorted(run.trainer_steps.iterdir()) == [run.trainer_step_path(s) for s in range(3)]
@@ -64,7 +64,7 @@ def test_stored_rollouts_are_kept_up_to_the_first_that_is_not_whole(
     if broken is not None:
         run.rollout_path(broken).write_bytes(b"PAR1")
     with logged_messages() as said:
-        forget_after(run, run.default_adapters, 3, reuse_rollouts=True)
+        remove_after(run, run.default_adapters, 3, reuse_rollouts=True)
     assert sorted(run.rollouts.iterdir()) == [run.rollout_path(s) for s in kept]
     assert any("stored rollouts" in text for text in said) == (len(kept) > 3)
     assert any("sampled again" in text for text in said) == (broken is not None)
@@ -74,7 +74,7 @@ def test_the_rollouts_of_a_step_that_went_bad_are_sampled_anew(tmp_path: Path) -
     run = RunDir(tmp_path)
     leave_behind(run)
     (run.rejected_steps / "step-000004").mkdir(parents=True)
-    forget_after(run, run.default_adapters, 3, reuse_rollouts=True)
+    remove_after(run, run.default_adapters, 3, reuse_rollouts=True)
     assert sorted(run.rollouts.iterdir()) == [run.rollout_path(s) for s in (1, 2, 3)]
 
 
@@ -86,7 +86,7 @@ def test_a_finished_step_that_the_dead_parent_had_not_recorded_is_recorded(tmp_p
         json.dumps({"metrics": {"policy/entropy": 0.5}, "skipped": "loss/policy is nan"})
     )
     run.metrics_path.write_text(json.dumps({"step": 1}) + "\n")
-    assert forget_after(run, run.default_adapters, 3, reuse_rollouts=False) == 0
+    assert remove_after(run, run.default_adapters, 3, reuse_rollouts=False) == 0
     _, untold, last = read_metrics(run.metrics_path)
     assert (untold["step"], untold["policy/entropy"]) == (2, None)
     rewards = [s.reward for s in random_samples(3)]
@@ -103,7 +103,7 @@ def test_an_update_that_a_power_cut_emptied_is_unknown_and_said(tmp_path: Path) 
     run.trainer_step_path(3).write_text('{"metrics": {')
     run.metrics_path.write_text(json.dumps({"step": 1}) + "\n")
     with logged_messages() as said:
-        forget_after(run, run.default_adapters, 3, reuse_rollouts=False)
+        remove_after(run, run.default_adapters, 3, reuse_rollouts=False)
     assert [(m["step"], m.get("policy/entropy")) for m in read_metrics(run.metrics_path)] == [
         (1, None),
         (2, None),
@@ -160,7 +160,7 @@ def test_a_kill_while_steps_are_forgotten_leaves_no_checkpoint_without_what_it_i
         died = dies_at(
             number,
             monkeypatch,
-            partial(forget_after, run, run.default_adapters, 3, reuse_rollouts=False),
+            partial(remove_after, run, run.default_adapters, 3, reuse_rollouts=False),
         )
         newest = checkpoint_steps(run)[-1]
         assert all((run.checkpoint_path(s) / "manifest.json").exists() for s in checkpoint_steps(run))
@@ -169,7 +169,7 @@ def test_a_kill_while_steps_are_forgotten_leaves_no_checkpoint_without_what_it_i
             (run.default_adapters / f"policy-v{v:06d}" / "manifest.json").exists()
             for v in range(3, newest + 1)
         )
-        forget_after(run, run.default_adapters, newest, reuse_rollouts=True)
+        remove_after(run, run.default_adapters, newest, reuse_rollouts=True)
         assert [m["step"] for m in read_metrics(run.metrics_path)] == list(range(1, newest + 1))
         assert read_metrics(run.metrics_path)[2]["policy/entropy"] == 0.5, (
             "the record of a finished step is not lost either"

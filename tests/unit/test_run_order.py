@@ -13,8 +13,8 @@ from skylite.config.train import TrainConfig
 from skylite.data.order import prompts_for_step
 from skylite.engine.collect import request_seed
 from skylite.errors import RunFailed
-from skylite.orchestrator.metrics import covered_s
-from skylite.orchestrator.resume import forget_after
+from skylite.orchestrator.metrics import busy_s
+from skylite.orchestrator.resume import remove_after
 from skylite.orchestrator.shutdown import TimeLimit
 from skylite.run.events import read_events
 from skylite.run.metrics import read_metrics
@@ -73,7 +73,7 @@ def test_an_evaluation_that_the_run_died_in_is_made_up_before_anything_is_sample
         run, _, _ = run_of(tmp_path / name, staleness, 4, eval_every=2)
         if name == "died":
             (run.evals / "step-v000002.json").unlink()  # its completions are written first
-        forget_after(run, run.default_adapters, first_step - 1, reuse_rollouts=False)
+        remove_after(run, run.default_adapters, first_step - 1, reuse_rollouts=False)
         _, engine, said = run_of(tmp_path / name, staleness, 6, first_step=first_step, eval_every=2)
         requests[name], scores[name] = (
             engine.requests,
@@ -96,7 +96,7 @@ def test_a_resumed_run_proves_what_it_goes_on_from_before_it_samples(tmp_path: P
 
 def test_a_step_that_the_trainer_skipped_is_said_and_recorded(tmp_path: Path) -> None:
     run, _, said = run_of(tmp_path, 0, 3, skipped_step=2)
-    assert "step 2 is skipped, policy-v000002 is the adapter before it: loss/policy is nan (kept in" in said
+    assert "step 2 is skipped, policy-v000002 equals the adapter before it: loss/policy is nan" in said
     assert [m.get("anomaly/reason") for m in read_metrics(run.metrics_path)] == [
         None,
         "loss/policy is nan",
@@ -127,15 +127,15 @@ def test_a_time_limit_ends_the_run_after_a_whole_step(tmp_path: Path) -> None:
     run, _, said = run_of(tmp_path, 0, 40, limit=limit)
     steps = [m["step"] for m in read_metrics(run.metrics_path)]
     assert 1 <= len(steps) < 10
-    assert "--max-hours 9.72222e-05: the next step" in said
+    assert "--max-hours 9.72222e-05: stopping, because the next step" in said
     assert not run.trainer_step_path(steps[-1] + 1).exists()
 
 
 def test_covered_seconds_count_once() -> None:
-    assert covered_s(
-        (0.0, 10.0), [(1.0, 3.0), (2.0, 4.0), (6.0, float("inf")), (-5.0, 0.5)]
-    ) == pytest.approx(0.5 + 3.0 + 4.0)
-    assert covered_s((0.0, 1.0), [(2.0, 3.0)]) == 0.0
+    assert busy_s((0.0, 10.0), [(1.0, 3.0), (2.0, 4.0), (6.0, float("inf")), (-5.0, 0.5)]) == pytest.approx(
+        0.5 + 3.0 + 4.0
+    )
+    assert busy_s((0.0, 1.0), [(2.0, 3.0)]) == 0.0
 
 
 def test_an_event_torn_by_a_kill_is_left_out(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from skylite.data.tokenizer import ChatTokenizer
 from skylite.engine.canary import CanaryReading
 from skylite.engine.client import Sampling
 from skylite.engine.pool import EnginePool, SyncReport
-from skylite.orchestrator.metrics import StepTimes, completion_view, step_metrics
+from skylite.orchestrator.metrics import StepTimings, completion_view, step_metrics
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.progress import Progress
 from skylite.orchestrator.sampling import SampledStep, overlong_penalty, replace_zero_std_groups, sample_step
@@ -247,7 +247,7 @@ def metrics_of(step: SampledStep) -> dict[str, Any]:
         step,
         update,
         SyncReport(load_s=0.1, canary_s=0.1, canary=canary),
-        StepTimes(rollout_s=2.0, step_s=3.0),
+        StepTimings(rollout_s=2.0, step_s=3.0),
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from skylite.config.loading import load_config
 from skylite.errors import ConfigError, SyncFailed
-from skylite.orchestrator.resume import forget_after
+from skylite.orchestrator.resume import remove_after
 from skylite.run.metrics import read_metrics
 from skylite.run.run_dir import RunDir, published_versions
 from tests.unit.simulated_run import (
@@ -61,7 +61,7 @@ def test_a_resumed_run_samples_as_one_that_was_not_interrupted(tmp_path: Path, s
     straight, engine, _ = run_of(tmp_path / "straight", staleness, 6)
     run, first, _ = run_of(tmp_path / "cut", staleness, 4)
     run.checkpoint_path(3).mkdir()
-    forget_after(run, run.default_adapters, 3, reuse_rollouts=False)
+    remove_after(run, run.default_adapters, 3, reuse_rollouts=False)
     assert 4 not in sampled_from(run), "what the dead attempt sampled beyond the checkpoint is sampled again"
     _, second, said = run_of(tmp_path / "cut", staleness, 6, first_step=4)
     assert sampled_from(run) == sampled_from(straight)
@@ -76,7 +76,7 @@ def test_what_was_sampled_beyond_the_checkpoint_is_trained_again_and_not_sampled
     straight, engine, _ = run_of(tmp_path / "straight", staleness, 7)
     run, _, _ = run_of(tmp_path / "cut", staleness, 5)
     stored = {k: run.rollout_path(k).read_bytes() for k in (4, 5)}
-    forget_after(run, run.default_adapters, 3, reuse_rollouts=True)
+    remove_after(run, run.default_adapters, 3, reuse_rollouts=True)
     _, second, _ = run_of(tmp_path / "cut", staleness, 7, first_step=4)
     assert second.requests == engine.requests[10:], "two prompts a step: steps 6 and 7 only"
     assert {k: run.rollout_path(k).read_bytes() for k in (4, 5)} == stored
@@ -98,10 +98,10 @@ def test_what_was_sampled_beyond_the_checkpoint_is_trained_again_and_not_sampled
 
 def test_a_resumed_run_whose_source_is_gone_says_so(tmp_path: Path) -> None:
     run, _, _ = run_of(tmp_path, 1, 4)
-    forget_after(run, run.default_adapters, 3, reuse_rollouts=False)
+    remove_after(run, run.default_adapters, 3, reuse_rollouts=False)
     (run.default_adapters / "policy-v000002").rename(tmp_path / "gone")
     _, _, said = run_of(tmp_path, 1, 6, first_step=4)
-    assert "policy-v000002 is not in" in said
+    assert "policy-v000002 is missing in" in said
     assert {k: v for k, v in sampled_from(run).items() if k > 3} == {4: 3, 5: 3, 6: 4}
 
 

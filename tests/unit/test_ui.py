@@ -15,7 +15,7 @@ from rich.console import Console
 from skylite.config.train import Resolved, RunConfig, TrainConfig
 from skylite.engine.canary import CanaryReading
 from skylite.engine.pool import SyncReport
-from skylite.orchestrator.metrics import StepTimes, completion_view, step_metrics
+from skylite.orchestrator.metrics import StepTimings, completion_view, step_metrics
 from skylite.orchestrator.sampling import SampledStep
 from skylite.run.files import write_json
 from skylite.run.metrics import append_metrics
@@ -216,7 +216,7 @@ def test_the_panel_finds_every_metric_it_shows() -> None:
     canary = CanaryReading(gap_max=1e-5, gap_mean=1e-6, base_distance=0.1, projection=1.0)
     report = SyncReport(load_s=0.1, canary_s=0.1, canary=canary)
     recorded = step_metrics(
-        1, SampledStep(groups=[group()]), update, report, StepTimes(rollout_s=5.0, step_s=9.0)
+        1, SampledStep(groups=[group()]), update, report, StepTimings(rollout_s=5.0, step_s=9.0)
     )
     shown = ScreenState(1, history=[recorded], sample=completion_view([group()]))
     assert "50.0 % of the completions are correct" in "\n".join(drawn(shown, 80, 24))

@@ -10,7 +10,7 @@ from pathlib import Path
 from skylite.config.loading import change_config, read_run_config
 from skylite.errors import ConfigError
 from skylite.orchestrator.programs import allow_algorithm
-from skylite.orchestrator.replay import Replayed, replay_step
+from skylite.orchestrator.replay import ReplayResult, replay_step
 from skylite.run.run_dir import RunDir
 
 
@@ -28,7 +28,7 @@ def replay(target: Path, step: int, settings: Sequence[str] = ()) -> None:
 
 
 def allow_programs(run: RunDir, settings: Sequence[str]) -> None:
-    """Check that the run's advantage and policy loss may run. Raises ConfigError if not, or if --set changes any."""
+    """Check that advantage and policy loss may run. Raises ConfigError if not, or if --set changes any."""
     recorded = read_run_config(run.config_path).config
     if change_config(recorded, {}, settings) != change_config(recorded, {}, ()):
         raise ConfigError(
@@ -38,7 +38,7 @@ def allow_programs(run: RunDir, settings: Sequence[str]) -> None:
     allow_algorithm(recorded.algorithm, named_by=run.config_path, settings=settings)
 
 
-def replay_text(replayed: Replayed) -> str:
+def replay_text(replayed: ReplayResult) -> str:
     """The result as text, with the largest difference of every tensor that differs, largest first."""
     start = f"checkpoint step-{replayed.start:06d}" if replayed.start else "the start of the run"
     over = f"step {replayed.step} again from {start}"

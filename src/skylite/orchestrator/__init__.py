@@ -1,1 +1,1 @@
-"""The parent's side of a run: prompts to rollouts to adapters. Holds no model."""
+"""The parent process of a run: prompts become rollouts, rollouts become adapters. It loads no model."""

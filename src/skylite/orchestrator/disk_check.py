@@ -1,4 +1,4 @@
-"""Whether the disks have room for a run, asked before it starts; every large write asks again for itself (run/files.py)."""
+"""Check before a run starts that the disks can hold it. Every large write checks again (run/files.py)."""
 
 from __future__ import annotations
 
@@ -17,47 +17,49 @@ from skylite.run.run_dir import RunDir
 logger = logging.getLogger(__name__)
 
 TOKEN_BYTES = 8
-"""Of a completion token in a rollout file: id, logprob and text, compressed. Measured 5 to 8 on the CPU recipe."""
+"""Upper bound for one completion token in a rollout file: id, logprob and text, compressed."""
 FLOAT32_BYTES = 4
 
 
 def check_disk_space(run: RunDir, config: TrainConfig, resolved: Resolved) -> None:
-    """Raise ConfigError when adapters and checkpoints cannot fit; warn when the rollouts of all steps might not."""
+    """Raise ConfigError if adapters and checkpoints cannot fit; warn if the rollouts of all steps may not."""
     adapter = adapter_bytes(Path(resolved.model_path), config, resolved.dtype)
     checkpoint = checkpoint_bytes(Path(resolved.model_path), config)
-    # One more of each than is kept: the new one stands before an old one goes.
+    # One more of each: the new one is complete before the oldest is deleted.
     kept = config.sync.keep_last + config.checkpoint.keep_last + 2
     in_run = (config.checkpoint.keep_last + 1) * checkpoint
     if config.lora.from_adapter is not None and not run.warm_start.exists():
         in_run += warm_start_bytes(expand_adapter_path(config.lora.from_adapter))
     needs = [(Path(resolved.lora_sync_path), kept * adapter), (run.root, in_run)]
-    for paths, need, free in _by_disk(needs):
+    for paths, need, free in _needs_by_disk(needs):
         if free < need + RESERVE_BYTES:
             raise ConfigError(
-                f"The run needs {format_bytes(need + RESERVE_BYTES)} in {paths} (adapters and checkpoints), and {format_bytes(free)} are free.",
-                "Make room, choose another --run folder, or keep fewer (checkpoint.keep_last, sync.keep_last).",
+                f"The run needs {format_bytes(need + RESERVE_BYTES)} in {paths} "
+                f"for adapters and checkpoints, but only {format_bytes(free)} are free.",
+                "Free disk space, choose another --run, or lower checkpoint.keep_last or sync.keep_last.",
             )
     rollouts, free = rollout_bytes(config), free_bytes(run.root)
     if free < rollouts + in_run:
         logger.warning(
-            f"the rollouts of {config.num_steps} steps may take up to {format_bytes(rollouts)}, and {format_bytes(free)} are free on the "
-            f"disk of {run.root}; a run that finds it full stops whole and can be resumed"
+            f"the rollouts of {config.num_steps} steps may take up to {format_bytes(rollouts)}, "
+            f"but the disk of {run.root} has only {format_bytes(free)} free; "
+            "if it fills up, the run stops cleanly and can be resumed"
         )
 
 
 def adapter_bytes(model_path: Path, config: TrainConfig, dtype: str) -> int:
-    """Of one published adapter, at most: LoRA on every matrix but the embedding and the head."""
+    """Maximum size of one published adapter: LoRA on every matrix except the embedding and the LM head."""
     return _lora_parameters(model_path, config.lora.rank) * (2 if dtype == "bfloat16" else FLOAT32_BYTES)
 
 
 def checkpoint_bytes(model_path: Path, config: TrainConfig) -> int:
-    """Of one checkpoint, at most: parameters and AdamW's two moments in float32, of the policy and a critic."""
+    """Maximum size of one checkpoint: LoRA and two AdamW moments in float32, for policy and critic."""
     rank = config.lora.rank + (config.critic.rank if config.algorithm.uses_critic else 0)
     return 3 * FLOAT32_BYTES * _lora_parameters(model_path, rank)
 
 
 def rollout_bytes(config: TrainConfig) -> int:
-    """Of all steps' rollout files, if every completion had its full length."""
+    """Size of the rollout files of all steps if every completion reaches rollout.max_completion_tokens."""
     rollout = config.rollout
     return (
         config.num_steps
@@ -81,12 +83,12 @@ def _lora_parameters(model_path: Path, rank: int) -> int:
     return count
 
 
-def _by_disk(needs: Sequence[tuple[Path, int]]) -> list[tuple[str, int, int]]:
-    """(folders, bytes needed, bytes free) of each disk."""
+def _needs_by_disk(needs: Sequence[tuple[Path, int]]) -> list[tuple[str, int, int]]:
+    """(folders, bytes needed, bytes free) for each disk."""
     disks: dict[int, list[tuple[Path, int]]] = {}
     for path, need in needs:
-        there = next(p for p in (path, *path.parents) if p.exists())
-        disks.setdefault(there.stat().st_dev, []).append((path, need))
+        existing = next(p for p in (path, *path.parents) if p.exists())
+        disks.setdefault(existing.stat().st_dev, []).append((path, need))
     return [
         (" and ".join(str(p) for p, _ in on_disk), sum(n for _, n in on_disk), free_bytes(on_disk[0][0]))
         for on_disk in disks.values()

@@ -1,4 +1,4 @@
-"""Why a run failed, in words, and whether the trainer may simply be started again."""
+"""Explain why a run failed, and decide whether a restart of the trainer may help."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from skylite.ui.end_message import stopped_text
 TRAINER = "trainer"
 
 
-def explained(plan: RunPlan, error: SkyliteError, supervisor: Supervisor) -> SkyliteError:
-    """The error with the rank's own reason where the trainer left one. TrainerLost: it need not come again."""
+def explain_failure(plan: RunPlan, error: SkyliteError, supervisor: Supervisor) -> SkyliteError:
+    """Add what the trainer's ranks reported to the error. TrainerLost means that a restart may succeed."""
     if isinstance(error, TrainerLost):
         stopped = supervisor.stopped_pids(TRAINER)
         if stopped:
@@ -23,15 +23,15 @@ def explained(plan: RunPlan, error: SkyliteError, supervisor: Supervisor) -> Sky
                 error.hint,
             )
     elif isinstance(error, ChildDied):
-        error = _explained_death(plan, error, supervisor)
+        error = _explain_death(plan, error, supervisor)
     return error
 
 
-def _explained_death(plan: RunPlan, error: ChildDied, supervisor: Supervisor) -> SkyliteError:
+def _explain_death(plan: RunPlan, error: ChildDied, supervisor: Supervisor) -> SkyliteError:
     is_trainer, path = error.what.startswith(TRAINER), plan.run.trainer_error_path
     reason = plan.run.read_json(path) if path.exists() else None
     killed = killed_rank(supervisor.recent_log(TRAINER)) if is_trainer else None
-    # A rank that was killed pulls the others down; what they say of it (a closed connection) explains nothing.
+    # A killed rank takes the others down. Their errors (a closed connection) do not name the cause.
     if killed is not None and not (reason and reason["final"]):
         cause = ": by hand, or by the kernel for lack of memory" if killed.endswith("SIGKILL") else ""
         return TrainerLost(f"The trainer stopped: {killed}{cause}.", error.hint, error.log_tail)
@@ -41,7 +41,7 @@ def _explained_death(plan: RunPlan, error: ChildDied, supervisor: Supervisor) ->
     return TrainerLost(error.what, error.hint, error.log_tail) if is_trainer else error
 
 
-def with_what_is_kept(plan: RunPlan, error: SkyliteError) -> SkyliteError:
-    """The error, and below it where things are and what to type next."""
+def with_next_commands(plan: RunPlan, error: SkyliteError) -> SkyliteError:
+    """Append the run's folders and the commands to type next to the error's text."""
     error.args = (f"{error}\n{stopped_text(plan.run, Path(plan.resolved.lora_sync_path))}",)
     return error

@@ -1,4 +1,4 @@
-"""A step in numbers: what metrics.jsonl holds and the screen shows."""
+"""The metrics of a step, for metrics.jsonl and the screen."""
 
 from __future__ import annotations
 
@@ -14,36 +14,42 @@ from skylite.orchestrator.sampling import SampledStep
 from skylite.types import Group, Trajectory, is_number
 from skylite.ui.live_panel import CompletionView
 
-SHOWN = ("policy/entropy", "mismatch/logprob_diff_mean", "time/train_s", "time/canary_s", "time/publish_s")
-"""Of the trainer's metrics: those that the screen shows."""
+SCREEN_METRICS = (
+    "policy/entropy",
+    "mismatch/logprob_diff_mean",
+    "time/train_s",
+    "time/canary_s",
+    "time/publish_s",
+)
+"""The trainer's metrics that the screen shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimes:
-    """Seconds of a step."""
+class StepTimings:
+    """Durations of a step, in seconds."""
 
     rollout_s: float
-    """Its sampling."""
+    """Sampling."""
     step_s: float
-    """From the record of the step before to its own."""
+    """From the record of the step before to the record of this one."""
     sync_s: float = 0.0
-    """From the end of its training until every engine holds the new version: canary of the trainer, files, load."""
+    """From the end of training until every engine has loaded the adapter: trainer canary, files, load."""
     overlap_s: float = 0.0
-    """Of its sampling, while the step before was trained."""
+    """The part of rollout_s during which an earlier step was trained."""
     overhead_s: float = 0.0
-    """Of step_s, when nothing was sampled and nothing trained."""
+    """The part of step_s without sampling or training."""
 
 
 def step_metrics(
-    step: int, sampled: SampledStep, update: dict[str, Any], report: SyncReport, times: StepTimes
+    step: int, sampled: SampledStep, update: dict[str, Any], report: SyncReport, times: StepTimings
 ) -> dict[str, Any]:
-    """One line of metrics.jsonl: rollout side, the trainer's own, and the sync. Rewards are without penalties."""
+    """One line of metrics.jsonl: rollouts, trainer, adapter sync. Rewards are scores without penalties."""
     trajectories = [t for g in sampled.groups for t in g.trajectories]
     left_out = [t for g in sampled.left_out for t in g.trajectories]
     tokens = [t.num_tokens for t in trajectories]
     num_sampled = sum(tokens) + sum(t.num_tokens for t in left_out)
-    mean, deviation = mean_and_deviation([t.reward for t in trajectories])
-    sampled_mean, _ = mean_and_deviation([t.reward for t in trajectories + left_out])
+    mean, deviation = mean_and_std([t.reward for t in trajectories])
+    sampled_mean, _ = mean_and_std([t.reward for t in trajectories + left_out])
     staleness = [step - 1 - s.adapter_version for t in trajectories for s in t.samples]
     trainer_canary_s = update["time/canary_s"]
     return {
@@ -54,7 +60,7 @@ def step_metrics(
         "reward/right_frac": statistics.fmean(t.first_score == 1.0 for t in trajectories),
         **component_means(trajectories),
         "reward/penalty_mean": statistics.fmean(t.penalty for t in trajectories),
-        # With groups chosen by their rewards the mean above no longer tells how good the policy is; this one does.
+        # Resampling selects groups by reward, which biases reward/mean. This mean includes all groups.
         "reward/sampled_mean": sampled_mean,
         "groups/resampled": len(sampled.left_out),
         "groups/zero_std_sampled_frac": sampled.zero_std_frac,
@@ -79,42 +85,42 @@ def step_metrics(
 
 
 def component_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """`reward/NAME` of each reward function: the mean of its unweighted scores. Empty for one function: reward/mean tells it."""
+    """`reward/NAME`: mean of each reward function's unweighted scores. Empty for a single function."""
     names = list(trajectories[0].components)
     if len(names) < 2:
         return {}
     scores = {name: [t.components.get(name, math.nan) for t in trajectories] for name in names}
-    return {f"reward/{name}": mean_and_deviation(scores[name])[0] for name in names}
+    return {f"reward/{name}": mean_and_std(scores[name])[0] for name in names}
 
 
-def mean_and_deviation(rewards: Sequence[float]) -> tuple[float, float]:
-    """Both nan where a reward is no number: `statistics` raises for some of those."""
+def mean_and_std(rewards: Sequence[float]) -> tuple[float, float]:
+    """Mean and population std. Both are nan if a reward is not finite in float32: `statistics` may raise."""
     if not all(map(is_number, rewards)):
         return math.nan, math.nan
     return statistics.fmean(rewards), statistics.pstdev(rewards)
 
 
 def trainer_metrics(update: Mapping[str, Any]) -> dict[str, Any]:
-    """The trainer's part of a step's metrics, out of its update file; a step that was skipped says why."""
+    """The trainer's metrics from its step file, with the reason if the step was skipped."""
     skipped = {"anomaly/skipped": 1.0, "anomaly/reason": update["skipped"]} if "skipped" in update else {}
     return {**update["metrics"], **skipped}
 
 
 def recovered_metrics(step: int, groups: Sequence[Group], update: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics of a step that was finished when the parent died before it wrote them; what nobody has on record is nan.
+    """Metrics of a finished step that the parent did not record before it died. Unknown values are nan.
 
-    `update` may be empty: the trainer died with the parent, after the step's checkpoint.
+    `update` is empty if the trainer died too, after it wrote the step's checkpoint.
     """
     nan = math.nan
     unseen = CanaryReading(gap_max=nan, gap_mean=nan, base_distance=nan, projection=nan)
     report = SyncReport(load_s=nan, canary_s=nan, canary=unseen)
-    times = StepTimes(rollout_s=nan, step_s=nan, sync_s=nan, overlap_s=nan, overhead_s=nan)
-    trained = dict.fromkeys(SHOWN, nan) | (trainer_metrics(update) if "metrics" in update else {})
+    times = StepTimings(rollout_s=nan, step_s=nan, sync_s=nan, overlap_s=nan, overhead_s=nan)
+    trained = dict.fromkeys(SCREEN_METRICS, nan) | (trainer_metrics(update) if "metrics" in update else {})
     return step_metrics(step, SampledStep(groups=groups, stored=True), trained, report, times)
 
 
 def completion_view(groups: Sequence[Group]) -> CompletionView:
-    """One completion for the screen: the best of the first group with different rewards, where there is one."""
+    """One completion for the screen: the best of the first group with mixed rewards, else of group 0."""
     mixed = next((g for g in groups if len({t.reward for t in g.trajectories}) > 1), groups[0])
     best = max(mixed.trajectories, key=lambda t: t.reward)
     return CompletionView(
@@ -125,14 +131,14 @@ def completion_view(groups: Sequence[Group]) -> CompletionView:
     )
 
 
-Span = tuple[float, float]
+Interval = tuple[float, float]
 """Start and end in seconds of time.monotonic(), which all processes of a machine share."""
 
 
-def covered_s(window: Span, spans: Iterable[Span]) -> float:
-    """Seconds of `window` in which at least one of `spans` ran."""
+def busy_s(window: Interval, intervals: Iterable[Interval]) -> float:
+    """Seconds of `window` that at least one of `intervals` covers."""
     total, reached = 0.0, window[0]
-    for start, end in sorted(spans):
+    for start, end in sorted(intervals):
         start, end = max(start, reached), min(end, window[1])
         total += max(0.0, end - start)
         reached = max(reached, end)

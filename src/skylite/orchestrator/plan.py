@@ -1,4 +1,4 @@
-"""From flags to a run directory: everything that can be refused is refused here, before a process starts."""
+"""From settings to a run directory. Everything is checked here, before a process starts."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from skylite.types import Prompt
 
 logger = logging.getLogger(__name__)
 WARNING = "warning: "
-"""How a note in config.json says that it is one."""
+"""Prefix of a note in config.json that is a warning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """A checked run: what the orchestrator needs besides the children."""
+    """A checked run: all that the orchestrator needs to start it."""
 
     run: RunDir
     config: TrainConfig
@@ -44,9 +44,9 @@ class RunPlan:
     first_step: int
     """1, or the step after the checkpoint a resumed run continues from."""
     resumed: bool = False
-    """Goes on with a run, from a checkpoint or, without one, from its start."""
+    """Continues an existing run, from a checkpoint or, if there is none, from its start."""
     reuse_rollouts: bool = False
-    """A resumed run trains again on rollouts that were sampled after its checkpoint."""
+    """Train again on the stored rollouts of steps after the checkpoint."""
 
     @property
     def run_config(self) -> RunConfig:
@@ -55,46 +55,15 @@ class RunPlan:
 
 
 def plan_run(config: TrainConfig, run: RunDir) -> RunPlan:
-    """Check data, reward, model and machine. Nothing is written. Raises SkyliteError subclasses."""
+    """Check data, reward, model and machine. Writes nothing. Raises SkyliteError subclasses."""
     train, info = read_split(config, "train")
     held_out = held_out_prompts(config)
-    notes = [data_note(config, info, len(train))]
     rewards = allow_rewards(config.reward.functions, info, Path(config.data.path))
     load_components(rewards, config.reward.weights, train[0])
     allow_algorithm(config.algorithm)
-    device = choose_device()
-    dtype, dtype_note = choose_dtype(config.model.dtype, device)
-    check_device(config, device)
-    notes += [dtype_note, *settings_notes(config)]
-    if config.trainer.deterministic and config.trainer.num_threads is None:
-        config = with_threads(config, cpu_cores() // config.trainer.num_ranks)
-        notes.append(
-            f"deterministic: {config.trainer.num_threads} CPU threads a rank, wherever the run goes on"
-        )
-    model = resolve_model(config.model.name)
-    same_bits = config.trainer.deterministic
-    cpu_lora = choose_cpu_lora(config.engine.cpu_lora, dtype, model.path, deterministic=same_bits)
-    notes += [
-        model.note,
-        *engine_notes(device, dtype, config.engine.cpu_lora, cpu_lora, deterministic=same_bits),
-    ]
-    if config.lora.from_adapter is not None:
-        notes += check_warm_start(config, model.path, model.fingerprint)
-    notes = [text for text in notes if text]
-    log_notes(notes)
-    resolved = Resolved(
-        model_path=str(model.path),
-        shm_path=shm_path(config, model.fingerprint),
-        model_fingerprint=model.fingerprint,
-        data_sha256=train_data_hash(config),
-        dtype=dtype,
-        device=device,
-        cpu_lora=cpu_lora,
-        lora_sync_path=str(Path(config.lora.lora_sync_path or run.default_adapters).resolve()),
-        run_id=uuid.uuid4().hex,
-        warm_start=str(run.warm_start) if config.lora.from_adapter is not None else None,
-        notes=notes,
-    )
+    config, threads_note = fix_threads(config)
+    resolved = resolve_choices(config, run, [data_note(config, info, len(train)), threads_note])
+    log_notes(resolved.notes)
     return RunPlan(
         run=run,
         config=config,
@@ -106,22 +75,56 @@ def plan_run(config: TrainConfig, run: RunDir) -> RunPlan:
     )
 
 
+def resolve_choices(config: TrainConfig, run: RunDir, notes: Sequence[str]) -> Resolved:
+    """Choose device, dtype, model files and folders; add a note on each choice. Raises SkyliteError."""
+    device = choose_device()
+    dtype, dtype_note = choose_dtype(config.model.dtype, device)
+    check_device(config, device)
+    model = resolve_model(config.model.name)
+    same_bits = config.trainer.deterministic
+    cpu_lora = choose_cpu_lora(config.engine.cpu_lora, dtype, model.path, deterministic=same_bits)
+    notes = [
+        *notes,
+        dtype_note,
+        *settings_notes(config),
+        model.note,
+        *engine_notes(device, dtype, config.engine.cpu_lora, cpu_lora, deterministic=same_bits),
+    ]
+    if config.lora.from_adapter is not None:
+        notes += check_warm_start(config, model.path, model.fingerprint)
+    return Resolved(
+        model_path=str(model.path),
+        shm_path=shm_path(config, model.fingerprint),
+        model_fingerprint=model.fingerprint,
+        data_sha256=train_data_hash(config),
+        dtype=dtype,
+        device=device,
+        cpu_lora=cpu_lora,
+        lora_sync_path=str(Path(config.lora.lora_sync_path or run.default_adapters).resolve()),
+        run_id=uuid.uuid4().hex,
+        warm_start=str(run.warm_start) if config.lora.from_adapter is not None else None,
+        notes=[text for text in notes if text],
+    )
+
+
 def settings_notes(config: TrainConfig) -> list[str]:
-    """Notes on settings that are unusual or that vLLM rounds up."""
+    """Notes on unusual settings, and on the LoRA rank that vLLM rounds up."""
     notes = []
     if config.lora.vllm_rank != config.lora.rank:
         notes.append(
-            f"vLLM is started for LoRA rank {config.lora.vllm_rank}, the smallest it allows that holds rank {config.lora.rank}"
+            f"vLLM is started for LoRA rank {config.lora.vllm_rank}, the smallest rank it allows "
+            f"that holds rank {config.lora.rank}"
         )
     if config.optim.lr < LOWEST_USUAL_LR:
         notes.append(
-            f"warning: optim.lr={config.optim.lr:g} is under {LOWEST_USUAL_LR:g}; LoRA hardly learns at such rates"
+            f"warning: optim.lr={config.optim.lr:g} is under {LOWEST_USUAL_LR:g}; "
+            "LoRA hardly learns at such rates"
         )
     return notes
 
 
 def log_notes(notes: Sequence[str]) -> None:
-    """Log the notes of config.json; one that begins with "warning: " is a warning."""
+    """Log the notes of config.json. A note that begins with "warning: " is logged as a warning."""
     for text in notes:
         if text.startswith(WARNING):
             logger.warning(text.removeprefix(WARNING))
@@ -130,20 +133,24 @@ def log_notes(notes: Sequence[str]) -> None:
 
 
 def check_device(config: TrainConfig, device: str) -> None:
-    """Raise ConfigError for what only a GPU can do."""
+    """Raise ConfigError for settings that need a GPU if there is none."""
     if config.trainer.attention == "flex" and device == "cpu":
         raise ConfigError(
             "trainer.attention=flex has no backward pass on a CPU, and this run has no GPU.",
-            "Leave it at sdpa.",
+            "Use trainer.attention=sdpa.",
         )
     if config.trainer.offload and device == "cpu":
         raise ConfigError(
-            "trainer.offload=true moves things off a GPU, and this run has none.", "Leave it false on a CPU."
+            "trainer.offload=true moves tensors off a GPU, and this run has no GPU.",
+            "Use trainer.offload=false.",
         )
 
 
 def shm_path(config: TrainConfig, fingerprint: str) -> str | None:
-    """Where model.use_shm holds the model; the last run that uses that folder deletes it, so it is never taken from a file."""
+    """Shared memory folder for the model (model.use_shm), else None.
+
+    Always computed, never read from config.json, because the last run that uses the folder deletes it.
+    """
     return str(shared_copy(fingerprint)) if config.model.use_shm else None
 
 
@@ -152,11 +159,14 @@ def read_split(config: TrainConfig, split: str) -> tuple[list[Prompt], PromptFil
     return read_prompts(Path(config.data.path) / f"{split}.parquet", difficulty=tuple(config.data.difficulty))
 
 
-def with_threads(config: TrainConfig, num_threads: int) -> TrainConfig:
-    """With a fixed number of CPU threads a rank: sums are rounded by how they are shared out."""
-    return config.model_copy(
-        update={"trainer": config.trainer.model_copy(update={"num_threads": max(1, num_threads)})}
-    )
+def fix_threads(config: TrainConfig) -> tuple[TrainConfig, str]:
+    """Fix the CPU threads per rank of a deterministic run, with a note: their number affects rounding."""
+    trainer = config.trainer
+    if not trainer.deterministic or trainer.num_threads is not None:
+        return config, ""
+    num_threads = max(1, cpu_cores() // trainer.num_ranks)
+    fixed = config.model_copy(update={"trainer": trainer.model_copy(update={"num_threads": num_threads})})
+    return fixed, f"deterministic: {num_threads} CPU threads per rank, also after a resume on another machine"
 
 
 def held_out_prompts(config: TrainConfig) -> list[Prompt]:
@@ -165,31 +175,33 @@ def held_out_prompts(config: TrainConfig) -> list[Prompt]:
 
 
 def train_data_hash(config: TrainConfig) -> str:
-    """sha256 of the training split: a run that goes on must find the same prompts in the same order."""
+    """sha256 of the training split: a resumed run needs the same prompts in the same order."""
     return sha256_file(Path(config.data.path) / "train.parquet")
 
 
 def data_note(config: TrainConfig, info: PromptFileInfo, count: int) -> str:
-    """What the run trains on, in words; recorded in the run."""
+    """The training data in one sentence, for config.json."""
     difficulty = f", difficulty {config.data.difficulty}" if config.data.difficulty else ""
-    return f"data: {info.dataset} ({info.source_kind}: {info.source}){difficulty}, {count} training problems, reward {info.reward}"
+    source = f"{info.dataset} ({info.source_kind}: {info.source}){difficulty}"
+    return f"data: {source}, {count} training problems, reward {info.reward}"
 
 
 def write_run(plan: RunPlan) -> None:
-    """Create the run directory, its copy of a warm start, and its config.json. Its folders must be locked.
+    """Create the run directory, its copy of a warm start, and its config.json. The caller holds the locks.
 
-    Raises ConfigError, and has written nothing, when the folder holds a run already, or its lora_sync_path another's adapters.
+    Raises ConfigError before writing anything if the folder holds a run, or lora_sync_path other adapters.
     """
     if plan.run.config_path.exists():
         raise ConfigError(
             f"{plan.run.root} holds a run already.",
-            f"Use --resume {plan.run.root} to go on with it, or another --run folder.",
+            f"Use --resume {plan.run.root} to continue it, or choose another --run folder.",
         )
     published = published_versions(Path(plan.resolved.lora_sync_path))
     if published:
         raise ConfigError(
-            f"{plan.resolved.lora_sync_path} holds adapters of another run, such as {published[-1].name}; they are never written over.",
-            "Move them away, or give another lora.lora_sync_path.",
+            f"{plan.resolved.lora_sync_path} holds adapters of another run, such as {published[-1].name}; "
+            "skylite never overwrites them.",
+            "Move them away, or choose another lora.lora_sync_path.",
         )
     if plan.config.lora.from_adapter is not None:
         copy_warm_start(expand_adapter_path(plan.config.lora.from_adapter), plan.run)
@@ -206,6 +218,6 @@ def write_run(plan: RunPlan) -> None:
 
 
 def write_config(plan: RunPlan) -> None:
-    """Write config.json, which is what the children are told, and the mark in a sync folder of the user's own."""
+    """Write config.json, which the child processes read, and mark a lora_sync_path that the user chose."""
     write_json(plan.run.config_path, plan.run_config.model_dump(mode="json"))
     mark_sync_folder(plan.run_config)

@@ -1,4 +1,4 @@
-"""Which programs of the user's a run uses. A program that only downloaded files name is refused."""
+"""Check that the user allows the programs (FILE.py:function) of a run; others are refused."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from skylite.run.named_programs import is_set, remember, require_named
 def allow_rewards(
     functions: Sequence[str], info: PromptFileInfo, data: Path, *, named_by: Path | None = None
 ) -> tuple[str, ...]:
-    """The specs of the rewards: `functions`, or the one that `data` was prepared with. All of them may run.
+    """Return the specs of the reward functions: `functions`, or the reward that `data` was prepared with.
 
-    `named_by`: the file that names `functions`; None: the user.
+    `named_by`: the file that names `functions`; None: the user names them.
     Raises ConfigError for a program that only a file names.
     """
     if functions and named_by is None:
@@ -32,10 +32,10 @@ def allow_rewards(
 def allow_algorithm(
     config: AlgorithmConfig, *, named_by: Path | None = None, settings: Sequence[str] = ()
 ) -> None:
-    """Check that advantage and policy loss may run, and their files as far as that needs no torch.
+    """Check that advantage and policy loss may run, and check their files without importing torch.
 
-    `named_by`: the file that names them; None: the user. `settings`: the user's --set, which may name them.
-    Raises ConfigError.
+    `named_by`: the file that names them; None: the user names them. `settings`: the user's --set, which may
+    name them. Raises ConfigError.
     """
     for spec, kind in ((config.advantage, ADVANTAGE), (config.policy_loss, POLICY_LOSS)):
         if not is_program(spec):
@@ -50,7 +50,7 @@ def allow_algorithm(
 def accept_same_rewards(
     recorded: TrainConfig, config: TrainConfig, info: PromptFileInfo, settings: Sequence[str]
 ) -> TrainConfig:
-    """`config` of a resumed run, unchanged where --set names the run's own rewards: now they may run."""
+    """If --set names the rewards that the run uses already, allow them and undo that change in `config`."""
     functions = recorded.reward.functions
     if not is_set(settings, REWARD.setting) or config.reward.functions != (functions or [info.reward]):
         return config

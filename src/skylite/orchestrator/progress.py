@@ -1,4 +1,4 @@
-"""Where the run is: told to the person (screen) and to whoever looks from outside (status.json) in one call."""
+"""Report the run's phase to the user (screen) and to other programs (status.json) in one call."""
 
 from __future__ import annotations
 
@@ -17,32 +17,39 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Progress:
-    """The run's state machine. `step`, `recorded` and `adapter_version` are set by the loop as they change."""
+    """The run's state. The step loop sets `step`, `recorded` and `adapter_version`."""
 
     run: RunDir
     num_steps: int
     screen: Screen
     child_pids: Callable[[], Mapping[str, int]]
     step: int = 0
-    """The step under way; equal to `recorded` between steps."""
+    """The current step; equal to `recorded` between steps."""
     recorded: int = 0
-    """The last step whose metrics are written."""
+    """The last step whose metrics are in metrics.jsonl."""
     adapter_version: int | None = None
     restarts: dict[str, int] = field(default_factory=dict)
-    """Child to how often it was started again."""
+    """Child process name -> number of restarts."""
 
     def phase(self, phase: Phase, detail: str = "", error: str | None = None) -> None:
-        """Enter a phase."""
+        """Enter a phase: show it and write status.json."""
         self.screen.phase(phase, detail)
         pids = {"skylite": os.getpid(), **self.child_pids()}
         write_status(
             self.run.status_path,
-            Status(phase=phase, step=self.step, num_steps=self.num_steps, adapter_version=self.adapter_version, pids=pids,
-                   restarts=self.restarts, error=error),
-        )  # fmt: skip
+            Status(
+                phase=phase,
+                step=self.step,
+                num_steps=self.num_steps,
+                adapter_version=self.adapter_version,
+                pids=pids,
+                restarts=self.restarts,
+                error=error,
+            ),
+        )
 
     def event(self, event: Event, **facts: int) -> None:
-        """Record that something happened, with its time."""
+        """Append an event with its time to events.jsonl."""
         append_event(self.run.events_path, event, **facts)
         logger.debug(" ".join([event, *(f"{name}={value}" for name, value in facts.items())]))
 

@@ -1,4 +1,4 @@
-"""A step again, from what is stored of it: its checkpoint, its rollouts, the same trainer, in a folder of its own."""
+"""Train a step again from its checkpoint and stored rollouts, in a temporary folder."""
 
 from __future__ import annotations
 
@@ -28,113 +28,116 @@ POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
-    """A step that was trained a second time."""
+class ReplayResult:
+    """How the adapter of a replayed step differs from the original."""
 
     step: int
     start: int
-    """Step of the checkpoint it was trained from; 0: the start of the run."""
+    """Step of the checkpoint that the replay started from; 0: the start of the run."""
     num_tensors: int
     differences: dict[str, float]
-    """Tensor to max |first - second|, for those that differ; empty when the step is the same bit for bit."""
+    """Tensor name -> max |original - replayed|, for tensors that differ. Empty if both are bit-equal."""
 
 
-async def replay_step(run: RunDir, step: int) -> Replayed:
-    """Train `step` again and compare the adapter. The run is only read. Raises ConfigError when too little of it is stored."""
+async def replay_step(run: RunDir, step: int) -> ReplayResult:
+    """Train `step` again and compare the adapters; the run is only read.
+
+    Raises ConfigError if the adapter or the rollouts are not stored, ModelError if the adapter is damaged.
+    """
     recorded = read_run_config(run.config_path)
     original = stored_adapter(run, recorded, step)
     start = newest_checkpoint_before(run, step)
     missing = [k for k in range(start + 1, step + 1) if not run.rollout_path(k).exists()]
     if missing:
         raise ConfigError(
-            f"{run.root} has no rollouts of step {missing[0]}, which step {step} is trained after.",
+            f"{run.root} has no rollouts of step {missing[0]}; a replay of step {step} needs them.",
             "Replay another step.",
         )
     with tempfile.TemporaryDirectory(prefix="skylite-replay-") as folder:
-        again = copy_for_replay(run, recorded, RunDir(Path(folder)), start, step)
-        await _train(again, recorded, start, step)
+        replay = copy_for_replay(run, recorded, RunDir(Path(folder)), start, step)
+        await _train(replay, recorded, start, step)
         return compare(
             step,
             start,
             original.weights_path,
-            again.default_adapters / adapter_name(step) / original.weights_path.name,
+            replay.default_adapters / adapter_name(step) / original.weights_path.name,
         )
 
 
 def stored_adapter(run: RunDir, recorded: RunConfig, step: int) -> AdapterVersion:
-    """The version that `step` published, whole. Raises ConfigError when it is not kept, ModelError when it is damaged."""
+    """Adapter that `step` published. Raises ConfigError if it is not stored, ModelError if it is damaged."""
     folder = run.adapters(recorded)
     adapter = AdapterVersion(step, folder / adapter_name(step))
     if step < 1 or not adapter.path.is_dir():
         raise ConfigError(
-            f"{folder} holds no {adapter.name} to compare with: step {step} was not trained, or its adapter was cleaned up.",
-            "See `skylite adapters list`; sync.keep_every keeps a history.",
+            f"{folder} holds no {adapter.name} to compare with: step {step} was not trained, "
+            "or its adapter was deleted.",
+            "`skylite adapters list` shows the stored ones; sync.keep_every keeps more.",
         )
     read_manifest(adapter.path)
     return adapter
 
 
 def newest_checkpoint_before(run: RunDir, step: int) -> int:
-    """The newest whole checkpoint's step before `step`; 0 when there is none."""
+    """Step of the newest undamaged checkpoint before `step`; 0 if there is none."""
     for found in reversed([s for s in checkpoint_steps(run) if s < step]):
         try:
             verify_checkpoint(run.checkpoint_path(found))
         except ModelError:
-            continue  # what is replayed from is said in the result
+            continue  # ReplayResult.start tells which one was used
         return found
     return 0
 
 
-def copy_for_replay(run: RunDir, recorded: RunConfig, again: RunDir, start: int, step: int) -> RunDir:
-    """A run directory in which the trainer finds itself after step `start`, with the rollouts up to `step`."""
+def copy_for_replay(run: RunDir, recorded: RunConfig, replay: RunDir, start: int, step: int) -> RunDir:
+    """Fill `replay`: a run directory as it was after step `start`, with the rollouts up to `step`."""
     for folder in (
-        again.rollouts,
-        again.trainer_steps,
-        again.checkpoints,
-        again.logs,
-        again.default_adapters,
-        again.rendezvous,
+        replay.rollouts,
+        replay.trainer_steps,
+        replay.checkpoints,
+        replay.logs,
+        replay.default_adapters,
+        replay.rendezvous,
     ):
         folder.mkdir(parents=True)
     update = {
-        "lora_sync_path": str(again.default_adapters),
+        "lora_sync_path": str(replay.default_adapters),
         "warm_start": str(run.warm_start) if recorded.resolved.warm_start else None,
-        "shm_path": None,  # it went with the run's end; the same files lie in model_path
+        "shm_path": None,  # deleted when the run ended; model_path holds the same files
     }
     config = recorded.model_copy(update={"resolved": recorded.resolved.model_copy(update=update)})
-    write_json(again.config_path, config.model_dump(mode="json"))
-    shutil.copyfile(run.canary_path, again.canary_path)
-    if (
-        run.micro_batch_path.exists()
-    ):  # measured anew it could be another, and the sums would be others in their last bits
-        shutil.copyfile(run.micro_batch_path, again.micro_batch_path)
+    write_json(replay.config_path, config.model_dump(mode="json"))
+    shutil.copyfile(run.canary_path, replay.canary_path)
+    # A newly measured micro-batch size could differ, which would change the rounding of sums.
+    if run.micro_batch_path.exists():
+        shutil.copyfile(run.micro_batch_path, replay.micro_batch_path)
     if start:
-        again.checkpoint_path(start).symlink_to(run.checkpoint_path(start).resolve())
+        replay.checkpoint_path(start).symlink_to(run.checkpoint_path(start).resolve())
     for path in (p for p in run.rollouts.glob("step-*") if step_of(p) <= step):
-        (again.rollouts / path.name).symlink_to(path.resolve())
+        (replay.rollouts / path.name).symlink_to(path.resolve())
     for path in (p for p in run.trainer_steps.glob("step-*") if step_of(p) < start):
-        (again.trainer_steps / path.name).symlink_to(path.resolve())
-    return again
+        (replay.trainer_steps / path.name).symlink_to(path.resolve())
+    return replay
 
 
-def compare(step: int, start: int, first: Path, second: Path) -> Replayed:
-    """Both files' tensors, by name. Raises ModelError when they do not hold the same ones."""
+def compare(step: int, start: int, first: Path, second: Path) -> ReplayResult:
+    """Compare the tensors of two adapter files by name. Raises ModelError if names or shapes differ."""
     import torch
     from safetensors.torch import load_file
 
     a, b = load_file(first), load_file(second)
     if {n: t.shape for n, t in a.items()} != {n: t.shape for n, t in b.items()}:
         raise ModelError(
-            f"{first} holds other tensors than a replay of its step.",
-            "The run's config.json was changed; use its own.",
+            f"{first} and its replay hold different tensors: the run's config.json was changed.",
+            "Restore the original config.json.",
         )
     differing = [n for n in sorted(a) if not torch.equal(a[n], b[n])]
     differences = {n: float((a[n].double() - b[n].double()).abs().max()) for n in differing}
-    return Replayed(step=step, start=start, num_tensors=len(a), differences=differences)
+    return ReplayResult(step=step, start=start, num_tensors=len(a), differences=differences)
 
 
 async def _train(run: RunDir, recorded: RunConfig, start: int, step: int) -> None:
-    """Run the trainer until `step` is published, then ask it to end. Raises RunFailed, also when a step takes too long."""
+    """Run the trainer until it publishes `step`. Raises RunFailed, also if a step exceeds the time limit."""
     trainer = recorded.config.trainer
     spec = ProcessSpec(
         name=TRAINER,
@@ -150,12 +153,10 @@ async def _train(run: RunDir, recorded: RunConfig, start: int, step: int) -> Non
                 await _in_time(
                     _published(run, supervisor, trained),
                     trainer.step_timeout_s,
-                    f"to the end of step {trained}",
+                    f"finish step {trained}",
                 )
             ask_trainer_to_end(run)
-            await _in_time(
-                supervisor.wait_exit(TRAINER), trainer.step_timeout_s, f"to its own end after step {step}"
-            )
+            await _in_time(supervisor.wait_exit(TRAINER), trainer.step_timeout_s, f"end after step {step}")
         except ChildDied:
             if not run.trainer_error_path.exists():
                 raise
@@ -169,11 +170,12 @@ async def _published(run: RunDir, supervisor: Supervisor, step: int) -> None:
         await asyncio.sleep(POLL_S)
 
 
-async def _in_time(work: Coroutine[Any, Any, None], timeout_s: float, where: str) -> None:
+async def _in_time(work: Coroutine[Any, Any, None], timeout_s: float, goal: str) -> None:
     try:
         await asyncio.wait_for(work, timeout_s)
     except TimeoutError:
         raise RunFailed(
-            f"The trainer of the replay has not come {where} in {timeout_s:g} s (trainer.step_timeout_s): it was ended.",
-            "If this machine is slower than the run's was, raise that setting in the run's config.json.",
+            f"The replay's trainer did not {goal} within {timeout_s:g} s "
+            "(trainer.step_timeout_s) and was ended.",
+            "If this machine is slower than the original, raise the setting in the run's config.json.",
         ) from None

@@ -1,4 +1,4 @@
-"""Going on with a run: from which checkpoint, with which settings, and what a dead attempt left beyond it is put away."""
+"""Resume a run: choose the checkpoint, check changed settings, remove everything written after it."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ def plan_resume(
     settings: Sequence[str] = (),
     at: int | None = None,
 ) -> RunPlan:
-    """The plan of an existing run that goes on from its newest whole checkpoint, or from that of step `at`. Nothing is written.
+    """Plan an existing run from its newest undamaged checkpoint, or from the checkpoint of step `at`.
 
-    Raises ConfigError for a change that would give another run, for other data or another model, and when there is nothing left to do.
+    Writes nothing. Raises ConfigError if a change would alter the run's result, if data or model differ,
+    or if no work is left.
     """
     recorded = read_run_config(run.config_path)
     config = change_config(recorded.config, overrides or {}, settings)
@@ -61,26 +62,34 @@ def plan_resume(
     )
     if recorded.skylite_version != skylite.__version__:
         logger.warning(
-            f"the run was made by skylite {recorded.skylite_version}, and this is {skylite.__version__}"
+            f"the run was started with skylite {recorded.skylite_version}, and this is {skylite.__version__}"
         )
     return RunPlan(
-        run=run, config=config, resolved=_where_it_is_now(run, recorded, config), train=train, held_out=held_out_prompts(config),
-        rewards=rewards, first_step=done + 1, resumed=True, reuse_rollouts=at is None,
-    )  # fmt: skip
+        run=run,
+        config=config,
+        resolved=_relocate(run, recorded, config),
+        train=train,
+        held_out=held_out_prompts(config),
+        rewards=rewards,
+        first_step=done + 1,
+        resumed=True,
+        reuse_rollouts=at is None,
+    )
 
 
-def forget_after(run: RunDir, lora_sync_path: Path, step: int, *, reuse_rollouts: bool) -> int:
-    """Remove what lies after `step` and unfinished files. Returns how many recorded steps go.
+def remove_after(run: RunDir, lora_sync_path: Path, step: int, *, reuse_rollouts: bool) -> int:
+    """Remove everything after `step` and unfinished files. Returns the number of recorded steps removed.
 
-    Rollouts that were sampled after it are kept where `reuse_rollouts`: a step is a function of its rollouts, so nothing is sampled
-    twice. The update file of `step` goes too: the resumed trainer writes it again once its adapter stands, and the parent waits for that.
+    With `reuse_rollouts`, later rollouts are kept: a step depends only on its rollouts, so nothing is
+    sampled twice. The trainer's file of `step` is removed too: the resumed trainer writes it again once
+    its adapter is published, and the parent waits for it.
     """
     lines = read_metrics(run.metrics_path)
     before = [line for line in lines if line["step"] <= step]
-    recovered = recover_records(run, before[-1]["step"] if before else 0, step)
+    recovered = recover_metrics(run, before[-1]["step"] if before else 0, step)
     kept = reusable_rollouts(run, step) if reuse_rollouts else 0
-    # A kill or a power cut may come anywhere in here. Checkpoints go first, the newest before all, so that the one which the next resume
-    # goes on from never lacks what it was made of; finished steps are recorded before what they were recovered from goes.
+    # A kill or a power cut may interrupt this anywhere. Checkpoints go first, newest first, so that the next
+    # resume never finds a checkpoint whose files are gone. Metrics are written before their sources go.
     for later in sorted((s for s in checkpoint_steps(run) if s > step), reverse=True):
         remove_folder(run.checkpoint_path(later))
     if run.checkpoints.exists():
@@ -94,20 +103,18 @@ def forget_after(run: RunDir, lora_sync_path: Path, step: int, *, reuse_rollouts
     remove_scores_after(run, step)
     remove_leftovers(run, lora_sync_path)
     if kept:
-        logger.info(
-            f"steps {step + 1} to {step + kept} are trained again from their stored rollouts; nothing is sampled twice"
-        )
+        logger.info(f"training steps {step + 1} to {step + kept} again from their stored rollouts")
     return len(lines) - len(before)
 
 
-def recover_records(run: RunDir, recorded: int, done: int) -> list[dict[str, Any]]:
-    """Metrics of the steps after `recorded` up to `done`: the checkpoint has them, and the parent died before it recorded them."""
+def recover_metrics(run: RunDir, recorded: int, done: int) -> list[dict[str, Any]]:
+    """Metrics of steps `recorded` + 1 to `done`, which are in the checkpoint but were not recorded."""
     steps = [k for k in range(recorded + 1, done + 1) if run.rollout_path(k).exists()]
     return [recovered_metrics(k, read_rollouts(run.rollout_path(k)), _stored_update(run, k)) for k in steps]
 
 
 def _stored_update(run: RunDir, step: int) -> dict[str, Any]:
-    """The trainer's word on a finished step; empty when it was not written, or a power cut has emptied it."""
+    """The trainer's report on a finished step; empty if the file is missing or a power cut emptied it."""
     if not run.trainer_step_path(step).exists():
         return {}
     try:
@@ -118,7 +125,7 @@ def _stored_update(run: RunDir, step: int) -> dict[str, Any]:
 
 
 def reusable_rollouts(run: RunDir, step: int) -> int:
-    """How many steps right after `step` have a whole rollout file. Those of a step that went bad are sampled anew."""
+    """Number of steps right after `step` with an undamaged rollout file. A rejected step is sampled again."""
     count = 0
     while (path := run.rollout_path(step + count + 1)).exists() and not any(
         run.rejected_steps.glob(f"{path.stem}*")
@@ -133,43 +140,45 @@ def reusable_rollouts(run: RunDir, step: int) -> int:
 
 
 def _check_inputs(recorded: RunConfig, config: TrainConfig) -> None:
-    """Data and model are still those the run began with. Raises ConfigError."""
+    """Raise ConfigError unless data and model are the same as at the start of the run."""
     resolved = recorded.resolved
     if resolved.data_sha256 is not None and train_data_hash(config) != resolved.data_sha256:
         raise ConfigError(
-            f"{Path(config.data.path) / 'train.parquet'} is not the file that the run has been trained on (its sha256 is another).",
-            "Give --data the folder it has been moved to, or prepare it again as it was.",
+            f"{Path(config.data.path) / 'train.parquet'} is not the file that the run was trained on "
+            "(its sha256 differs).",
+            "Point --data to the folder it was moved to, or prepare it again in the same way.",
         )
     if check_folder(Path(resolved.model_path), "").fingerprint != resolved.model_fingerprint:
         raise ConfigError(
-            f"The model in {resolved.model_path} is not the one that the run has been trained on (its fingerprint is another).",
-            "Put the old one back, or start a new run.",
+            f"The model in {resolved.model_path} is not the one that the run was trained on "
+            "(its fingerprint differs).",
+            "Restore the original model, or start a new run.",
         )
 
 
 def _require_work(run: RunDir, config: TrainConfig, done: int) -> None:
-    """Raise ConfigError when every step, and the evaluation after them, is done."""
-    is_finished = done == config.num_steps and _is_told_done(run)
+    """Raise ConfigError if every step and the final evaluation are done."""
+    is_finished = done == config.num_steps and _status_is_done(run)
     if done > config.num_steps or is_finished:
         raise ConfigError(
             f"{run.root} is at step {done} of {config.num_steps} already.",
-            f"Give more steps, e.g. --steps {done + 10}.",
+            f"Set more steps, e.g. --steps {done + 10}.",
         )
 
 
-def _is_told_done(run: RunDir) -> bool:
-    """Whether status.json says so; it says nothing where a power cut has emptied it."""
+def _status_is_done(run: RunDir) -> bool:
+    """Whether status.json has phase "done". False if a power cut emptied it."""
     if not run.status_path.exists():
         return False
     try:
         return read_status(run.status_path).phase == "done"
     except ConfigError as error:
-        logger.warning(f"{error.what} What comes after the last step is done again.")
+        logger.warning(f"{error.what} The final evaluation is repeated.")
         return False
 
 
-def _where_it_is_now(run: RunDir, recorded: RunConfig, config: TrainConfig) -> Resolved:
-    """A run may have been moved, and its adapters and its copy of a warm start with it."""
+def _relocate(run: RunDir, recorded: RunConfig, config: TrainConfig) -> Resolved:
+    """Update the paths: the run may have been moved, with its adapters and its copy of a warm start."""
     old = recorded.resolved
     update = {
         "warm_start": str(run.warm_start) if old.warm_start else None,
@@ -180,15 +189,15 @@ def _where_it_is_now(run: RunDir, recorded: RunConfig, config: TrainConfig) -> R
     return old.model_copy(update=update)
 
 
-HARMLESS = (
+SAFE_CHANGES = (
     "checkpoint", "eval", "anomaly", "sync", "stop", "num_steps",
     "reward.num_workers", "reward.timeout_s", "trainer.step_timeout_s", "trainer.max_restarts",
     "engine.start_timeout_s", "engine.stall_timeout_s", "engine.max_restarts",
     "data.path", "model.use_shm", "trainer.offload",
 )  # fmt: skip
-"""Sections and fields that no number of a step depends on. data.path: the file itself is compared by its hash.
-The last two: where the model and the moments lie."""
-ROUNDING = (
+"""Sections and fields that do not change any result. data.path: the file is compared by its hash.
+model.use_shm and trainer.offload only change where the model and the AdamW moments are stored."""
+ROUNDING_CHANGES = (
     "trainer.num_ranks",
     "trainer.num_threads",
     "trainer.tokens_per_micro_batch",
@@ -200,37 +209,38 @@ ROUNDING = (
     "engine.kv_cache_gib",
     "engine.gpu_memory_utilization",
 )
-"""How the same step is cut and computed: the result is the same up to rounding."""
+"""Settings that change how a step is computed: its result stays the same up to rounding."""
 
 
 def check_changes(old: TrainConfig, new: TrainConfig) -> None:
-    """Raise ConfigError that names every change (both values) that would give another result; log those that change rounding."""
-    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    """Raise ConfigError for changes that alter the result, naming both values; log changes of rounding."""
+    before, after = _flatten(old.model_dump(mode="json")), _flatten(new.model_dump(mode="json"))
     changed = [key for key in after if before.get(key) != after[key]]
-    refused = [key for key in changed if not _is_under(key, (*HARMLESS, *ROUNDING))]
+    refused = [key for key in changed if not _is_under(key, (*SAFE_CHANGES, *ROUNDING_CHANGES))]
     if old.optim.schedule != "constant" and "num_steps" in changed:
         refused.append("num_steps")
     if refused:
-        said = "; ".join(
+        changes = "; ".join(
             f"{key} is {_text(before.get(key))} and was given as {_text(after[key])}" for key in refused
         )
         why = f" (optim.schedule={old.optim.schedule} ends at num_steps)" if "num_steps" in refused else ""
         raise ConfigError(
-            f"--resume goes on with a run as it was, and this would change its result: {said}{why}.",
-            "Leave it away, or begin a new run with --from-adapter.",
+            f"--resume continues a run unchanged, and this would change its result: {changes}{why}.",
+            "Drop the change, or start a new run with --from-adapter.",
         )
     for key in changed:
-        if _is_under(key, ROUNDING):
+        if _is_under(key, ROUNDING_CHANGES):
             logger.info(
-                f"{key} is {_text(after[key])} from here on, before {_text(before.get(key))}: the result is the same up to rounding"
+                f"{key} changes from {_text(before.get(key))} to {_text(after[key])}: "
+                "the result is the same up to rounding"
             )
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested sections to dotted fields."""
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested sections to dotted names."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        found |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return found
 
 
@@ -239,5 +249,5 @@ def _is_under(key: str, names: tuple[str, ...]) -> bool:
 
 
 def _text(value: Any) -> str:
-    """As one would type it."""
+    """The value as typed on the command line."""
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

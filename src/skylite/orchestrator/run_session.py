@@ -1,4 +1,4 @@
-"""A run's resources, in order: screen, trainer, engines, reward workers; and their end, whatever ends the run."""
+"""Start the resources of a run (screen, engines, trainer, reward workers), run all steps, clean up."""
 
 from __future__ import annotations
 
@@ -20,13 +20,19 @@ from skylite.engine.startup import engines_for_modules, start_engines
 from skylite.engine.watchdog import RestartPolicy
 from skylite.errors import SkyliteError, TrainerLost, WriteFailed, write_failed
 from skylite.hub.shared_memory import model_in_shared_memory
-from skylite.orchestrator.failures import TRAINER, explained, with_what_is_kept
-from skylite.orchestrator.loop import run_steps, wait_for_update
+from skylite.orchestrator.failures import TRAINER, explain_failure, with_next_commands
+from skylite.orchestrator.loop import run_steps, wait_for_trainer_step
 from skylite.orchestrator.plan import RunPlan, write_config
 from skylite.orchestrator.progress import Progress
-from skylite.orchestrator.resume import forget_after, plan_resume
+from skylite.orchestrator.resume import plan_resume, remove_after
 from skylite.orchestrator.session import Session
-from skylite.orchestrator.shutdown import TRAINER_SHARE, Stop, TimeLimit, listen, run_until_stopped
+from skylite.orchestrator.shutdown import (
+    TRAINER_SHARE,
+    StopRequest,
+    TimeLimit,
+    handle_signals,
+    run_until_stopped,
+)
 from skylite.processes.child import ProcessSpec
 from skylite.processes.machine import cpu_cores
 from skylite.processes.supervisor import Supervisor
@@ -46,51 +52,52 @@ async def run_session(plan: RunPlan, *, resume: bool, limit: TimeLimit | None = 
 
     Returns whether the run finished: False after a clean stop, by a signal or by `limit`.
 
-    A trainer that is lost may be restarted (trainer.max_restarts): a --resume that nobody has to type, engines included. Theirs cannot
-    be kept, because vLLM keys its prefix cache by an adapter's name and path, and the same versions are made again.
+    If the trainer is lost, the run resumes from its last checkpoint (trainer.max_restarts). The engines
+    restart too: vLLM keys its prefix cache by adapter name and path, and the same versions are written again.
     """
     adapters = Path(plan.resolved.lora_sync_path)
-    stop = listen(limit.stop if limit is not None else asyncio.Event())
-    with model_at_hand(plan.resolved), Screen(plan.config.num_steps) as screen:
+    stop = handle_signals(limit.stop if limit is not None else asyncio.Event())
+    with provide_model_files(plan.resolved), Screen(plan.config.num_steps) as screen:
         restarts = 0
         while True:
-            go_back(plan, adapters) if resume else clear_requests(plan)
+            roll_back(plan, adapters) if resume else clear_control_files(plan)
             screen.state.history = tuple(null_to_nan(m) for m in read_metrics(plan.run.metrics_path))
             try:
                 return await _supervised(plan, screen, adapters, resume, limit, restarts, stop)
             except TrainerLost as error:
                 allowed = plan.config.trainer.max_restarts
-                if restarts == allowed or stop.asked.is_set():
+                if restarts == allowed or stop.requested.is_set():
                     raise
                 logger.warning(
-                    f"{error.what} The run goes back to its last checkpoint ({restarts + 1} of trainer.max_restarts={allowed})."
+                    f"{error.what} The run resumes from its last checkpoint "
+                    f"(restart {restarts + 1} of trainer.max_restarts={allowed})."
                 )
             plan, resume, restarts = plan_resume(plan.run), True, restarts + 1
 
 
-def model_at_hand(resolved: Resolved) -> AbstractContextManager[None]:
-    """The model's files where trainer and engines are told to read them."""
+def provide_model_files(resolved: Resolved) -> AbstractContextManager[None]:
+    """Keep the model's files where trainer and engines read them (model.use_shm)."""
     if resolved.shm_path is None:
         return contextlib.nullcontext()
     return model_in_shared_memory(Path(resolved.model_path), Path(resolved.shm_path))
 
 
-def clear_requests(plan: RunPlan) -> None:
-    """What an earlier attempt asked for or complained of, and where its ranks met."""
+def clear_control_files(plan: RunPlan) -> None:
+    """Remove the stop request, the trainer's error and the rendezvous of an earlier attempt."""
     with convert_os_errors(plan.run.root):
         plan.run.stop_path.unlink(missing_ok=True)
         plan.run.trainer_error_path.unlink(missing_ok=True)
-    with convert_os_errors(plan.run.rendezvous):  # made new, so that it is a folder, and nobody else's
+    with convert_os_errors(plan.run.rendezvous):  # created anew, so that it is a folder that this user owns
         if plan.run.rendezvous.exists():
             shutil.rmtree(plan.run.rendezvous)
         plan.run.rendezvous.mkdir(mode=0o700)
 
 
-def go_back(plan: RunPlan, adapters: Path) -> None:
-    """The folder as it was at the checkpoint that the plan goes on from."""
-    clear_requests(plan)
+def roll_back(plan: RunPlan, adapters: Path) -> None:
+    """Restore the run directory to the checkpoint from which the plan resumes."""
+    clear_control_files(plan)
     write_config(plan)
-    forget_after(plan.run, adapters, plan.first_step - 1, reuse_rollouts=plan.reuse_rollouts)
+    remove_after(plan.run, adapters, plan.first_step - 1, reuse_rollouts=plan.reuse_rollouts)
 
 
 async def _supervised(
@@ -100,11 +107,11 @@ async def _supervised(
     resume: bool,
     limit: TimeLimit | None,
     restarts: int,
-    stop: Stop,
+    stop: StopRequest,
 ) -> bool:
-    """The run under a supervisor, in folders that are ours, until it is done, stopped or failed."""
+    """Run under a supervisor until the run is done, stopped or failed."""
     end_s = plan.config.stop.grace_s * (1 - TRAINER_SHARE)
-    async with Supervisor(stop_timeout_s=end_s, skip_wait=stop.insisted.is_set) as supervisor:
+    async with Supervisor(stop_timeout_s=end_s, skip_wait=stop.forced.is_set) as supervisor:
         start = plan.first_step - 1
         progress = Progress(
             plan.run, plan.config.num_steps, screen, supervisor.pids, step=start, recorded=start
@@ -116,15 +123,17 @@ async def _supervised(
                 _run(plan, supervisor, progress, resume, limit), plan, supervisor, progress, stop
             )
         except (SkyliteError, OSError) as error:
-            reason = explained(plan, write_failed(error) if isinstance(error, OSError) else error, supervisor)
+            reason = explain_failure(
+                plan, write_failed(error) if isinstance(error, OSError) else error, supervisor
+            )
             if (
                 isinstance(reason, TrainerLost)
                 and restarts < plan.config.trainer.max_restarts
-                and not stop.asked.is_set()
+                and not stop.requested.is_set()
             ):
                 raise reason from None
-            reason = with_what_is_kept(plan, reason)
-            # A disk that refuses the status as well must not hide why the run ended.
+            reason = with_next_commands(plan, reason)
+            # If status.json cannot be written either, the user must still see why the run ended.
             with contextlib.suppress(WriteFailed):
                 progress.phase("failed", error=str(reason))
             raise reason from None
@@ -140,13 +149,13 @@ async def _supervised(
 async def _run(
     plan: RunPlan, supervisor: Supervisor, progress: Progress, resume: bool, limit: TimeLimit | None
 ) -> None:
-    """Bring everything up side by side, then every step."""
+    """Start engines, trainer and reward workers side by side, then run every step."""
     progress.event("run_started")
     progress.phase(
         "starting",
         f"vLLM: {plan.config.engine.num_engines} engine(s); trainer: {plan.config.trainer.num_ranks} rank(s)",
     )
-    plan.run.canary_path.unlink(missing_ok=True)  # the trainer waits for this attempt's
+    plan.run.canary_path.unlink(missing_ok=True)  # the trainer waits for the new one
     async with contextlib.AsyncExitStack() as stack:
         modules = predict_target_modules(Path(plan.resolved.model_path), plan.config.lora)
         tolerance = plan.config.sync.canary_tolerance or DEFAULT_TOLERANCE[plan.resolved.dtype]
@@ -166,13 +175,15 @@ async def _run(
         pool = reward_pool(plan)
         stack.callback(pool.close)
         pool.watch(supervisor.fail)
-        start = plan.first_step - 1
-        await wait_for_update(plan, start)
-        adapter = Path(plan.resolved.lora_sync_path) / adapter_name(start)
-        wanted = read_manifest(adapter, verify_hash=False).target_modules
+        await wait_for_trainer_step(plan, plan.first_step - 1)
         ready = await stack.enter_async_context(
             engines_for_modules(
-                plan.run_config, plan.run.logs, watchdogs, supervisor, started_for=modules, wanted=wanted
+                plan.run_config,
+                plan.run.logs,
+                watchdogs,
+                supervisor,
+                started_for=modules,
+                wanted=_published_modules(plan),
             )
         )
         progress.event("engines_ready")
@@ -182,11 +193,11 @@ async def _run(
                 plan=plan, engines=engines, scorer=pool, tokenizer=tokenizer, progress=progress, limit=limit
             )
         )
-        await trainer_exit(plan, supervisor)
+        await wait_for_trainer_exit(plan, supervisor)
 
 
 async def _load_tokenizer(plan: RunPlan) -> ChatTokenizer:
-    """The tokenizer. Also writes the canary's token sequences, for which the trainer waits."""
+    """Load the tokenizer and write the canary sequences, for which the trainer waits."""
     tokenizer = await asyncio.to_thread(load_tokenizer, Path(plan.resolved.model_path))
     if tokenizer.note:
         logger.info(tokenizer.note)
@@ -200,14 +211,21 @@ def reward_pool(plan: RunPlan) -> RewardPool:
     return RewardPool(plan.rewards, config.weights, config.num_workers, config.timeout_s)
 
 
-async def trainer_exit(plan: RunPlan, supervisor: Supervisor) -> None:
-    """The trainer's end after its last step. Raises ChildDied, TrainerLost when it does not come."""
+def _published_modules(plan: RunPlan) -> list[str]:
+    """Target modules of the adapter that the first step starts from."""
+    adapter = Path(plan.resolved.lora_sync_path) / adapter_name(plan.first_step - 1)
+    return read_manifest(adapter, verify_hash=False).target_modules
+
+
+async def wait_for_trainer_exit(plan: RunPlan, supervisor: Supervisor) -> None:
+    """Wait until the trainer ends after its last step. Raises ChildDied; TrainerLost if it hangs."""
     timeout_s = plan.config.trainer.step_timeout_s
     try:
         await asyncio.wait_for(supervisor.wait_exit(TRAINER), timeout_s)
     except TimeoutError:
         raise TrainerLost(
-            f"The trainer has not ended {timeout_s:g} s (trainer.step_timeout_s) after its last step: it hangs."
+            f"The trainer did not end within {timeout_s:g} s (trainer.step_timeout_s) "
+            "after its last step: it hangs."
         ) from None
 
 

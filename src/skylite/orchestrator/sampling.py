@@ -1,4 +1,4 @@
-"""What a step samples: its prompts' groups from one adapter version, scored; more prompts where groups are replaced."""
+"""Sample one step: groups of completions from one adapter version, with rewards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ logger = logging.getLogger(__name__)
 
 
 async def sample_step(session: Session, step: int, adapter: AdapterVersion) -> SampledStep:
-    """The step's rollout groups, sampled from `adapter`, which the engines serve, or those that a resumed run has stored."""
+    """Return the rollout groups of a step.
+
+    They are sampled from `adapter`, which the engines have loaded. If a resumed run already has the step's
+    rollout file, its groups are returned instead.
+    """
     stored = session.plan.run.rollout_path(step)
     if stored.exists():
         return SampledStep(groups=await asyncio.to_thread(read_rollouts, stored), stored=True)
@@ -35,18 +39,18 @@ async def sample_step(session: Session, step: int, adapter: AdapterVersion) -> S
 
     async def sample_more(round_number: int, count: int) -> list[Group]:
         prompts = prompts_for_round(train, step, round_number, per_step, config.seed)[:count]
-        if step == session.progress.step:  # else it is sampled ahead, and what is under way is another step
+        if step == session.progress.step:  # otherwise this step is sampled ahead of the one on screen
             session.progress.phase(
                 "sampling",
-                f"step {step} of {config.num_steps}, {count} groups with equal rewards are replaced",
+                f"step {step} of {config.num_steps}, replacing {count} groups with equal rewards",
             )
         return await sample_groups(session, step, adapter, prompts, first_index=round_number * per_step)
 
     sampled = await replace_zero_std_groups(first, sample_more, algorithm.max_resample_rounds)
     if sampled.missing:
         logger.info(
-            f"step {step}: {sampled.missing} of {per_step} groups still have equal rewards after {len(sampled.left_out)} more were sampled "
-            "(algorithm.max_resample_rounds); they are dropped"
+            f"step {step}: {sampled.missing} of {per_step} groups still have equal rewards after "
+            f"{len(sampled.left_out)} more were sampled (algorithm.max_resample_rounds); they are dropped"
         )
     return sampled
 
@@ -54,7 +58,10 @@ async def sample_step(session: Session, step: int, adapter: AdapterVersion) -> S
 async def sample_groups(
     session: Session, step: int, adapter: AdapterVersion, prompts: Sequence[Prompt], first_index: int
 ) -> list[Group]:
-    """A group of each prompt. Prompts are numbered from `first_index` within the step: their seeds depend on it."""
+    """Sample one group per prompt.
+
+    `first_index`: number of the first prompt within the step. The request seeds depend on the prompt numbers.
+    """
     plan, rollout = session.plan, session.plan.config.rollout
     penalty = partial(
         overlong_penalty,
@@ -90,20 +97,20 @@ async def sample_groups(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledStep:
-    """What a step sampled."""
+    """The groups that a step sampled."""
 
     groups: Sequence[Group]
-    """The step's own: they go to the trainer."""
+    """They go to the trainer."""
     left_out: Sequence[Group] = ()
-    """Replaced by others, or sampled for nothing: each has equal rewards."""
+    """Groups of equal rewards that were sampled and discarded."""
     missing: int = 0
-    """How many of `groups` should have been replaced and could not be; the trainer drops them."""
+    """Number of `groups` that still have equal rewards after resampling; the trainer drops them."""
     stored: bool = False
-    """Read from the step's rollout file, which is there already (a resumed run)."""
+    """Read from the rollout file of an earlier attempt (resumed run)."""
 
     @property
     def zero_std_frac(self) -> float:
-        """Share of equal groups among all that were sampled."""
+        """Fraction of groups with equal rewards among all sampled groups."""
         groups = [*self.groups, *self.left_out]
         return sum(g.is_zero_std for g in groups) / len(groups)
 
@@ -113,28 +120,33 @@ async def replace_zero_std_groups(
     sample_more: Callable[[int, int], Awaitable[Sequence[Group]]],
     max_rounds: int,
 ) -> SampledStep:
-    """Replace the equal groups of `first`, in their places, by those of new prompts.
+    """Replace groups of equal rewards by groups of new prompts, at the same positions.
 
     Args:
-        sample_more: (round 1.., how many) -> groups of that many new prompts; fewer, or none, when there are no more prompts.
+        first: the groups sampled so far.
+        sample_more: (round number from 1, count) -> groups of `count` new prompts; fewer if none are left.
+        max_rounds: maximum number of calls of `sample_more`.
     """
     groups, left_out = list(first), []
     for round_number in range(1, max_rounds + 1):
-        places = [i for i, group in enumerate(groups) if group.is_zero_std]
-        if not places:
+        positions = [i for i, group in enumerate(groups) if group.is_zero_std]
+        if not positions:
             break
-        fresh = await sample_more(round_number, len(places))
+        fresh = await sample_more(round_number, len(positions))
         if not fresh:
             break
         left_out += [g for g in fresh if g.is_zero_std]
-        for place, group in zip(places, (g for g in fresh if not g.is_zero_std), strict=False):
-            left_out.append(groups[place])
-            groups[place] = group
+        for position, group in zip(positions, (g for g in fresh if not g.is_zero_std), strict=False):
+            left_out.append(groups[position])
+            groups[position] = group
     return SampledStep(groups=groups, left_out=left_out, missing=sum(g.is_zero_std for g in groups))
 
 
 def overlong_penalty(length: int, max_completion_tokens: int, buffer_frac: float) -> float:
-    """Soft overlong punishment: 0, then down to -1 over the last `buffer_frac` of the length (DAPO, arXiv 2503.14476, eq. 13)."""
+    """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13).
+
+    0 up to the last `buffer_frac` of `max_completion_tokens`, then linear down to -1.
+    """
     buffer = buffer_frac * max_completion_tokens
     over = length - (max_completion_tokens - buffer)
     return -min(1.0, over / buffer) if buffer > 0 and over > 0 else 0.0

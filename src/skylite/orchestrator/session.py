@@ -1,4 +1,4 @@
-"""What a running orchestrator works with."""
+"""The resources that the step loop uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skylite.run.run_dir import AdapterVersion, adapter_name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """The resources are owned by `services.run_session`."""
+    """Plan, engines, reward workers, tokenizer and progress. run_session.py creates and closes them."""
 
     plan: RunPlan
     engines: EnginePool
@@ -27,9 +27,9 @@ class Session:
 
     @property
     def adapters(self) -> Path:
-        """Where the trainer publishes."""
+        """The folder into which the trainer publishes adapters."""
         return Path(self.plan.resolved.lora_sync_path)
 
     def adapter(self, version: int) -> AdapterVersion:
-        """A version as it is, or will be, published."""
+        """An adapter version, published or not yet."""
         return AdapterVersion(version, self.adapters / adapter_name(version))

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks for an end within stop.grace_s, the second insists on one now."""
+"""Ctrl-C and SIGTERM: the first signal stops the run within stop.grace_s, the second one at once."""
 
 from __future__ import annotations
 
@@ -22,58 +22,72 @@ from skylite.run.run_dir import RunDir
 logger = logging.getLogger(__name__)
 
 FINISH_SHARE, TRAINER_SHARE = 0.6, 0.8
-"""Of stop.grace_s: by when the step must be finished, and by when the trainer has its checkpoint. The rest is for ending processes."""
+"""Fractions of stop.grace_s: the deadline for the current step, and for the trainer's checkpoint.
+The remaining time is for ending processes."""
 FAILURE_GRACE_S = 6.0
-"""How long a broken request waits for the news that a process has ended, which explains it better."""
+"""Wait after a failed request, in seconds: if a process has ended, its end explains the failure better."""
 POLL_S = 0.02
 
 
 @dataclass(slots=True)
-class Stop:
-    """What the user asked for."""
+class StopRequest:
+    """Whether the run must stop, and how soon."""
 
-    asked: asyncio.Event
-    insisted: asyncio.Event = field(default_factory=asyncio.Event)
-    asked_at: float = 0.0
-    """time.monotonic()"""
+    requested: asyncio.Event
+    """Stop within stop.grace_s."""
+    forced: asyncio.Event = field(default_factory=asyncio.Event)
+    """Stop at once."""
+    requested_at: float = 0.0
+    """time.monotonic() of the request; 0 if there is none, or until `remaining_s` is first called."""
 
-    def ask(self) -> None:
-        """One signal."""
-        if self.asked.is_set():
-            self.insisted.set()
+    def on_signal(self) -> None:
+        """Count one signal."""
+        if self.requested.is_set():
+            self.forced.set()
         else:
-            self.asked_at = time.monotonic()
-            self.asked.set()
+            self.requested_at = time.monotonic()
+            self.requested.set()
 
-    def left_s(self, grace_s: float) -> float:
-        """Seconds until `grace_s` after the first signal."""
-        self.asked_at = self.asked_at or time.monotonic()  # a time limit asks without a signal
-        return self.asked_at + grace_s - time.monotonic()
+    def remaining_s(self, grace_s: float) -> float:
+        """Seconds left until `grace_s` after the request."""
+        self.requested_at = self.requested_at or time.monotonic()  # TimeLimit sets the event without a signal
+        return self.requested_at + grace_s - time.monotonic()
 
 
-def listen(asked: asyncio.Event) -> Stop:
-    """From now on SIGINT and SIGTERM are heard here; `asked` may be set by others too."""
-    stop = Stop(asked)
+def handle_signals(requested: asyncio.Event) -> StopRequest:
+    """Turn SIGINT and SIGTERM into stop requests. Other code may set `requested` too."""
+    stop = StopRequest(requested)
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.ask)
+        asyncio.get_running_loop().add_signal_handler(number, stop.on_signal)
     return stop
 
 
 async def run_until_stopped(
-    work: Coroutine[Any, Any, None], plan: RunPlan, supervisor: Supervisor, progress: Progress, stop: Stop
+    work: Coroutine[Any, Any, None],
+    plan: RunPlan,
+    supervisor: Supervisor,
+    progress: Progress,
+    stop: StopRequest,
 ) -> bool:
-    """The work's end, a child's death or the end that was asked for, whichever comes first. True when the work is done; False leaves a
-    trainer that has written its checkpoint and ended, if it could in time."""
+    """Wait until the work ends, a child process dies or a stop is requested.
+
+    Returns True if the work is done. Returns False after a stop: the trainer had time to write its checkpoint
+    and end. Raises the error of the work or of the child.
+    """
     running, watching = asyncio.ensure_future(work), asyncio.ensure_future(supervisor.watch())
     try:
-        await _first(running, watching, stop.asked.wait())
-        if stop.asked.is_set() and plan.config.stop.mode == "finish" and progress.recorded < progress.step:
+        await _wait_for_first(running, watching, stop.requested.wait())
+        if (
+            stop.requested.is_set()
+            and plan.config.stop.mode == "finish"
+            and progress.recorded < progress.step
+        ):
             logger.info(
-                f"step {progress.step} is finished first (stop.mode=finish); once more to end at once"
+                f"finishing step {progress.step} first (stop.mode=finish); press Ctrl-C again to stop at once"
             )
-            in_time = stop.left_s(plan.config.stop.grace_s * FINISH_SHARE)
-            await _first(
-                running, watching, stop.insisted.wait(), _recorded(progress, progress.step), timeout_s=in_time
+            in_time = stop.remaining_s(plan.config.stop.grace_s * FINISH_SHARE)
+            await _wait_for_first(
+                running, watching, stop.forced.wait(), _recorded(progress, progress.step), timeout_s=in_time
             )
         if (
             running.done()
@@ -95,20 +109,20 @@ async def run_until_stopped(
 
 
 def ask_trainer_to_end(run: RunDir) -> None:
-    """It writes a checkpoint of its last step and ends. Raises WriteFailed."""
+    """Ask the trainer to write a checkpoint of its last step and end. Raises WriteFailed."""
     with convert_os_errors(run.stop_path):
         run.stop_path.touch()
 
 
-async def _stop_trainer(plan: RunPlan, supervisor: Supervisor, progress: Progress, stop: Stop) -> None:
-    """Ask the trainer for a checkpoint of its last step and its end. One that has not published anything has nothing to keep."""
-    if stop.insisted.is_set() or not plan.run.trainer_step_path(plan.first_step - 1).exists():
+async def _stop_trainer(plan: RunPlan, supervisor: Supervisor, progress: Progress, stop: StopRequest) -> None:
+    """Give the trainer time to write a checkpoint and end. Before its first adapter, it has none to write."""
+    if stop.forced.is_set() or not plan.run.trainer_step_path(plan.first_step - 1).exists():
         return
     progress.phase("stopping", "the trainer writes its checkpoint")
     ask_trainer_to_end(plan.run)
     with contextlib.suppress(ChildDied):
-        in_time = stop.left_s(plan.config.stop.grace_s * TRAINER_SHARE)
-        await _first(supervisor.wait_exit(TRAINER), stop.insisted.wait(), timeout_s=in_time)
+        in_time = stop.remaining_s(plan.config.stop.grace_s * TRAINER_SHARE)
+        await _wait_for_first(supervisor.wait_exit(TRAINER), stop.forced.wait(), timeout_s=in_time)
 
 
 async def _recorded(progress: Progress, step: int) -> None:
@@ -116,8 +130,8 @@ async def _recorded(progress: Progress, step: int) -> None:
         await asyncio.sleep(POLL_S)
 
 
-async def _first(*things: Awaitable[Any], timeout_s: float | None = None) -> None:
-    """Until the first is done. Coroutines are cancelled then; tasks that came from outside go on."""
+async def _wait_for_first(*things: Awaitable[Any], timeout_s: float | None = None) -> None:
+    """Wait until one is done. Then cancel the coroutines among `things`; the caller's tasks keep running."""
     tasks = [asyncio.ensure_future(thing) for thing in things]
     try:
         await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -130,17 +144,17 @@ async def _first(*things: Awaitable[Any], timeout_s: float | None = None) -> Non
 
 @dataclass(slots=True)
 class TimeLimit:
-    """Asks for a stop in time. None of its fields says anything of the run itself: the same run may go on under another limit."""
+    """Request a stop before a time limit passes. Not part of the run: a resume may use another limit."""
 
     hours: float
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     started: float = field(default_factory=time.monotonic)
     longest_s: float = 0.0
-    """Of the steps so far: what the next one is taken to need."""
+    """Longest step so far, in seconds: the estimate for the next one."""
     reached: bool = False
 
     def step_ended(self, step_s: float) -> bool:
-        """Note a finished step; whether the run is to end here, in which case `stop` is set."""
+        """Note a finished step. Returns True and sets `stop` if the next step would pass the limit."""
         self.longest_s = max(self.longest_s, step_s)
         if time.monotonic() - self.started + self.longest_s > 3600 * self.hours:
             self.reached = True
@@ -149,5 +163,6 @@ class TimeLimit:
 
     def __str__(self) -> str:
         return (
-            f"--max-hours {self.hours:g}: the next step, at {self.longest_s:.1f} s, would end after the limit"
+            f"--max-hours {self.hours:g}: stopping, because the next step ({self.longest_s:.1f} s) "
+            "would pass the limit"
         )
