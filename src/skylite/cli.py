@@ -216,13 +216,13 @@ def serve(
 def replay(
     target: RunFolder,
     step: Annotated[int, typer.Option(min=1, help="The step to train again.")],
-    verbose: Verbose = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="A.B=VALUE", help="Name a program that the run uses; changes no setting."
+            "--set", metavar="A.B=VALUE", help="Name a program that the run uses. Changes no setting."
         ),
     ] = None,
+    verbose: Verbose = None,
 ) -> None:
     """Replay a stored step. Trains it again and compares the adapters: exit 0 if equal, 1 if different."""
     from skylite.commands.replay import replay as run_replay

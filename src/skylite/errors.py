@@ -106,7 +106,8 @@ class TrainingDiverged(RunFailed):
 def non_finite_reward(name: str, value: object, prompt_id: str, completion: str) -> RunFailed:
     """The error for a reward that is NaN, infinite or not a number where one is required."""
     return RunFailed(
-        f"The reward function {name} returned {value!r} for prompt {prompt_id} (completion {completion[:80]!r}).",
+        f"The reward function {name} returned {value!r} for prompt {prompt_id} "
+        f"(completion {completion[:80]!r}).",
         "A reward must return a finite number.",
     )
 

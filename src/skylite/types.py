@@ -68,7 +68,7 @@ class Trajectory:
     reward: float
     """The weighted sum of `components`. May be NaN or infinite: trainer/anomaly.py handles that."""
     components: Mapping[str, float] = field(default_factory=dict)
-    """Reward function name -> its own unweighted score, in the order of reward.functions."""
+    """Reward function name -> unweighted score, in the order of reward.functions."""
     penalty: float = 0.0
     """At most 0. Part of the training reward, but not of any reported score."""
 

@@ -1,4 +1,4 @@
-"""FILE.py:function as advantage or policy loss: the built-ins' gradients bit for bit, and faults in one sentence."""
+"""FILE.py:function as advantage or policy loss: the built-ins' gradients bit for bit and the faults."""
 
 from __future__ import annotations
 

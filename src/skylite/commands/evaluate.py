@@ -1,6 +1,6 @@
-"""`skylite eval`: pass@1 of a run's adapter, any adapter, or the base, through vLLM.
+"""`skylite eval`: pass@1 of an adapter or of the base model, sampled with vLLM.
 
-It scores with the first of reward.functions alone, unweighted, or with the data's own reward: that one measures accuracy.
+The first of reward.functions alone scores, unweighted, or the data's own reward: it measures accuracy.
 """
 
 from __future__ import annotations
@@ -71,7 +71,10 @@ class EvalPlan:
 
 
 def evaluate(flags: EvalFlags) -> None:
-    """Evaluate with the first reward function and print. Results go to RUN/evals, or ./evals without a run."""
+    """Evaluate with the first reward function and print the accuracy.
+
+    Writes results to RUN/evals, or to ./evals without a run.
+    """
     plan = plan_eval(flags)
     result = asyncio.run(run_eval(plan, flags))
     stem = f"{plan.label}-{flags.split}-{'greedy' if flags.n == 1 else f'mean{flags.n}'}"

@@ -48,9 +48,10 @@ async def evaluate(
     stop_token_ids: tuple[int, ...],
     seed: int,
 ) -> EvalResult:
-    """Sample `n` completions per problem from `model` (temperature 0: greedy), scored by the first reward function.
+    """Sample `n` completions per problem from `model` (temperature 0: greedy) and score them.
 
-    `token_ids`: prompt id -> prompt token ids. Raises RunFailed for a NaN or infinite score.
+    Accuracy is the mean score of the first reward function. `token_ids`: prompt id -> prompt token ids.
+    Raises RunFailed for a NaN or infinite score.
     """
     slots = asyncio.Semaphore(MAX_REQUESTS_IN_FLIGHT)
 

@@ -24,7 +24,7 @@ def assign_advantages(
     config: AlgorithmConfig,
     dist: Dist,
 ) -> list[Targets]:
-    """The targets of each micro-batch of this rank. All ranks call it together."""
+    """The targets of each micro-batch of this rank. All ranks call it."""
     advantage = group_advantage(config.advantage)
     if advantage is not None:
         by_group = batch.advantages
