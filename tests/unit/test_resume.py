@@ -84,7 +84,7 @@ def test_a_finished_run_has_nothing_to_go_on_with(run: RunDir) -> None:
     assert plan(run, "num_steps=21")[0].first_step == 21
 
 
-def test_a_status_that_a_power_cut_emptied_says_nothing_and_refuses_nothing(run: RunDir) -> None:
+def test_a_damaged_status_says_nothing_and_refuses_nothing(run: RunDir) -> None:
     for torn in ("", '{"phase": "do'):
         run.status_path.write_text(torn)
         found, said = plan(run)
@@ -235,7 +235,7 @@ def test_a_finished_step_that_the_dead_parent_had_not_recorded_is_recorded(tmp_p
     assert [m["step"] for m in read_metrics(run.metrics_path)] == [1, 2, 3]
 
 
-def test_an_update_that_a_power_cut_emptied_is_unknown_and_said(tmp_path: Path) -> None:
+def test_a_damaged_update_is_unknown_and_said(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     leave_behind(run)
     run.trainer_step_path(2).write_text("")

@@ -112,7 +112,7 @@ def recover_records(run: RunDir, recorded: int, done: int) -> list[dict[str, Any
 
 
 def _stored_update(run: RunDir, step: int) -> dict[str, Any]:
-    """The trainer's word on a finished step; empty when it was not written, or a power cut has emptied it."""
+    """The trainer's word on a finished step; empty when it was not written or is damaged."""
     if not run.trainer_step_path(step).exists():
         return {}
     try:
@@ -163,7 +163,7 @@ def _require_work(run: RunDir, config: TrainConfig, done: int) -> None:
 
 
 def _is_told_done(run: RunDir) -> bool:
-    """Whether status.json says so; it says nothing where a power cut has emptied it."""
+    """Whether status.json says so; a missing or damaged one says no."""
     if not run.status_path.exists():
         return False
     try:

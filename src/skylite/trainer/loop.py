@@ -281,8 +281,7 @@ def record(
             "trained": trained,
             "metrics": metrics | {"mem/rss_peak_bytes": peak_bytes},
         }
-        # Not waited for: what is done the checkpoint says. A resume that finds this file emptied by a power cut lacks the metrics alone.
-        write_json(trainer.run.trainer_step_path(step), body, durable=False)
+        write_json(trainer.run.trainer_step_path(step), body)
 
 
 def peak_rss_bytes() -> float:
