@@ -171,7 +171,7 @@ def wait_for_rollouts(trainer: Trainer, step: int) -> list[Group] | None:
     while not (path.exists() or stop.exists()):
         time.sleep(POLL_S)
     stopping = torch.tensor([float(stop.exists())], device=trainer.dist.device)
-    return None if trainer.dist.broadcast_(stopping).item() else read_rollouts(path, text=False)
+    return None if trainer.dist.broadcast_(stopping).item() else read_rollouts(path)
 
 
 def try_step(trainer: Trainer, groups: list[Group], step: int) -> StepResult:
