@@ -141,7 +141,7 @@ def _sample(path: Path, place: str, row: dict[str, Any]) -> Sample:
 def _read(path: Path, columns: list[str]) -> list[dict[str, Any]]:
     schema = pa.schema([ROLLOUT_SCHEMA.field(name) for name in columns])
     try:
-        # Not pq.read_table: it imports pandas where that is installed, 50 MB and most of a second.
+        # Not pq.read_table: it makes a column of a parent folder named a=b.
         with pq.ParquetFile(path) as file:
             rows: list[dict[str, Any]] = file.read(columns=columns).select(columns).cast(schema).to_pylist()
     except (OSError, KeyError, pa.ArrowException) as error:
