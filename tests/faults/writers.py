@@ -107,7 +107,7 @@ def writers(policy: Policy, optimizer: FlatAdamW, model: Path) -> dict[str, Call
             pass
 
     return {
-        "publish": lambda folder, v: publish(policy, config(folder), v, lambda: CANARY),
+        "publish": lambda folder, v: publish(policy, config(folder), v, CANARY),
         "checkpoint": lambda folder, v: checkpoint(RunDir(folder), v, optimizer),
         "rollouts": lambda folder, v: write_rollouts(RunDir(folder).rollout_path(v), groups(v)),
         "metrics": lambda folder, v: append_metrics(

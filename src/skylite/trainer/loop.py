@@ -220,34 +220,28 @@ def handle_anomaly(trainer: Trainer, step: int, fault: str, metrics: dict[str, f
 
 
 def publish_version(trainer: Trainer, version: int) -> dict[str, float]:
-    """Score the canary (all ranks) while rank 0 writes the adapter. Returns metrics.
+    """Score the canary (all ranks) and write the adapter (rank 0). Returns metrics.
 
-    Raises TrainingDiverged, on every rank and with nothing published, when the policy gives no numbers.
+    Raises TrainingDiverged on every rank, with nothing published, when the policy's logprobs are not finite.
     """
     started = time.monotonic()
     metrics = {"adapter/b_norm": b_norm(trainer.policy)}
-
-    def score_canary() -> Canary:
-        scoring = time.monotonic()
-        with half_the_threads():
-            logprobs = canary_logprobs(trainer.policy, trainer.canary_sequences)
-        metrics["time/canary_s"] = time.monotonic() - scoring
-        if not all(
-            math.isfinite(x) for row in logprobs for x in row
-        ):  # on every rank: all score the same tokens
-            raise TrainingDiverged(
-                f"the logprobs of {adapter_name(version)} on the canary are not finite", ""
-            )
-        return Canary(
-            sequences=trainer.canary_sequences, policy_logprobs=logprobs, base_logprobs=trainer.base_logprobs
-        )
-
+    canary = score_canary(trainer, version)
+    metrics["time/canary_s"] = time.monotonic() - started
     if trainer.dist.is_main:
-        published = publish(trainer.policy, trainer.run_config, version, score_canary)
+        published = publish(trainer.policy, trainer.run_config, version, canary)
         metrics |= {"adapter/bytes": float(published.num_bytes), "time/publish_s": published.seconds}
-    else:
-        score_canary()
     return metrics | {"time/publish_and_canary_s": time.monotonic() - started}
+
+
+def score_canary(trainer: Trainer, version: int) -> Canary:
+    """The canary under the adapter as it is. All ranks call it; raises TrainingDiverged on all of them."""
+    logprobs = canary_logprobs(trainer.policy, trainer.canary_sequences)
+    if not all(math.isfinite(x) for row in logprobs for x in row):
+        raise TrainingDiverged(f"the logprobs of {adapter_name(version)} on the canary are not finite", "")
+    return Canary(
+        sequences=trainer.canary_sequences, policy_logprobs=logprobs, base_logprobs=trainer.base_logprobs
+    )
 
 
 def checkpoint_step(trainer: Trainer, step: int) -> dict[str, float]:
