@@ -255,7 +255,6 @@ PATHS: dict[str, SpecialPath] = {
     "KV blocks of 32 tokens": SpecialPath(kind="sample", flags=("--block-size", "128")),
     "verified beside sampling": SpecialPath(kind="verify"),
     "parquet without pandas": SpecialPath(kind="read", off=read_by_pandas_user),
-    "Arrow by malloc": SpecialPath(kind="read", env=(("ARROW_DEFAULT_MEMORY_POOL", ""),)),
     "half the threads at start": SpecialPath(kind="start", off=all_threads),
     "tokenizer without torch": SpecialPath(
         kind="start", off=replaced("skylite.data.tokenizer:_without_torch", no_block)

@@ -274,7 +274,7 @@ def published(policy: Policy, config: TrainConfig, where: Resolved) -> dict[str,
                 policy,
                 run_config,
                 version,
-                lambda: Canary(sequences=[], policy_logprobs=[], base_logprobs=[]),
+                Canary(sequences=[], policy_logprobs=[], base_logprobs=[]),
             )
             seconds.append(time.perf_counter() - started)
     return {"publish_s": round(statistics.median(seconds), 3), "adapter_mb": round(done.num_bytes / 1e6, 1)}

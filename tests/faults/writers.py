@@ -107,7 +107,7 @@ def writers(policy: Policy, optimizer: FlatAdamW, model: Path) -> dict[str, Call
             pass
 
     return {
-        "publish": lambda folder, v: publish(policy, config(folder), v, lambda: CANARY),
+        "publish": lambda folder, v: publish(policy, config(folder), v, CANARY),
         "checkpoint": lambda folder, v: checkpoint(RunDir(folder), v, optimizer),
         "rollouts": lambda folder, v: write_rollouts(RunDir(folder).rollout_path(v), groups(v)),
         "metrics": lambda folder, v: append_metrics(
@@ -179,7 +179,7 @@ def small_writers(model: Path) -> dict[str, Callable[[Path, int], Any]]:
             *converted, model / "config.json", folder / f"smollm2-{v}"
         ),
         "events": lambda folder, v: append_line(
-            RunDir(folder).events_path, json.dumps({"event": "x" * 9000, "step": v}), durable=False
+            RunDir(folder).events_path, json.dumps({"event": "x" * 9000, "step": v})
         ),
         "forget": forget,
         "micro-batch": lambda folder, v: write_json(
@@ -191,7 +191,7 @@ def small_writers(model: Path) -> dict[str, Callable[[Path, int], Any]]:
         "stop": stop,
         "trainer error": trainer_error,
         "update": lambda folder, v: write_json(
-            RunDir(folder).trainer_step_path(1), {"step": v, "text": "x" * 9000}, durable=False
+            RunDir(folder).trainer_step_path(1), {"step": v, "text": "x" * 9000}
         ),
     }
 

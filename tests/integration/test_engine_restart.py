@@ -83,7 +83,10 @@ async def sample(engine: Engine, adapter: AdapterVersion) -> list[Sample]:
     ("order", "reason"),
     [
         ("die", "vllm-0 ended with exit code 7."),
-        ("hang", "vllm-0 generated no token for 1.5 s while 1 requests waited, and /health reports no problem."),
+        (
+            "hang",
+            "vllm-0 generated no token for 1.5 s while 1 requests waited, and /health reports no problem.",
+        ),
         ("dead", "vllm-0 reports that its engine is dead (/health: 503)."),
     ],
 )

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +12,6 @@ from skylite.data.prompts import FOOTER_KEY, PROMPT_SCHEMA, PromptFileInfo, read
 from skylite.data.sources import hold_out, read_table
 from skylite.errors import DataError
 from skylite.types import Prompt
-from tests.rows import random_samples, write_samples
 from tests.unit.data_cases import prompt
 
 INFO = PromptFileInfo(
@@ -161,16 +158,3 @@ def test_hold_out_is_a_partition_fixed_by_its_seed(tmp_path: Path) -> None:
     assert hold_out(table, 8, seed=1) == (rest, held)
     assert hold_out(table, 8, seed=2) != (rest, held)
     assert len(hold_out(table, 512, seed=1)[1].rows) == 10
-
-
-def test_prompts_and_rollouts_are_read_without_pandas(tmp_path: Path) -> None:
-    """Importing it would be most of a second of every start, and 50 MB of every trainer."""
-    written(tmp_path / "train.parquet")
-    write_samples(tmp_path / "rollouts.parquet", random_samples(0))
-    code = (
-        "import sys; from pathlib import Path; from skylite.data.prompts import read_prompts; "
-        "from skylite.run.rollout_file import mean_reward, read_rollouts; folder = Path(sys.argv[1]); "
-        "read_prompts(folder / 'train.parquet'); read_rollouts(folder / 'rollouts.parquet'); mean_reward(folder / 'rollouts.parquet'); "
-        "sys.exit('pandas' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 0

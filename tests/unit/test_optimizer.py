@@ -14,9 +14,7 @@ from skylite.config.train import Resolved, TrainConfig
 from skylite.errors import ModelError, TrainingDiverged
 from skylite.model.distributed import Dist
 from skylite.model.policy import REF, Policy, adapter_params, load_policy
-from skylite.model.warm_start import peft_tensor_name
 from skylite.run.run_dir import RunDir
-from skylite.trainer.anomaly import train_or_roll_back
 from skylite.trainer.checkpoint import load_checkpoint, random_states, save_checkpoint
 from skylite.trainer.publish import adapter_tensors, canary_logprobs, check_reference
 from tests.cases import optimizer_of, policy_of, train_rows
@@ -145,31 +143,3 @@ def test_only_the_policy_is_published(tiny_llama: Path, stage_one: Path, dist: D
     assert canary_logprobs(policy, SEQUENCES) == canary_logprobs(
         warm(tiny_llama, stage_one, warm_settings(stage_one), dist), SEQUENCES
     )
-
-
-def test_what_is_published_follows_every_way_in_which_parameters_change(
-    tiny_llama: Path, stage_one: Path, dist: Dist
-) -> None:
-    """The file is written from one tensor; the parameters must stay views of it."""
-    config = warm_settings(stage_one)
-    policy = warm(tiny_llama, stage_one, config, dist)
-    optimizer = optimizer_of(policy, config)
-
-    def agrees() -> bool:
-        published = adapter_tensors(policy)
-        return all(torch.equal(published[peft_tensor_name(n)], p) for n, p in policy.lora.items())
-
-    assert agrees()  # after a warm start
-    start = policy.flat_lora.clone()
-    train_or_roll_back(
-        [optimizer],
-        dist,
-        lambda: train_rows(policy, optimizer, random_samples(1), 1, config, dist),
-        lambda _: "bad",
-        dict,
-    )
-    assert agrees()
-    assert torch.equal(policy.flat_lora, start)  # undone
-    train_rows(policy, optimizer, random_samples(1), 1, config, dist)
-    assert agrees()
-    assert not torch.equal(policy.flat_lora, start)

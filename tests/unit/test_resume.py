@@ -90,7 +90,7 @@ def test_a_finished_run_has_nothing_to_go_on_with(run: RunDir) -> None:
     assert plan(run, "num_steps=21")[0].first_step == 21
 
 
-def test_a_status_that_a_power_cut_emptied_says_nothing_and_refuses_nothing(run: RunDir) -> None:
+def test_a_damaged_status_says_nothing_and_refuses_nothing(run: RunDir) -> None:
     for torn in ("", '{"phase": "do'):
         run.status_path.write_text(torn)
         found, said = plan(run)

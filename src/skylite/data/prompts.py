@@ -108,7 +108,7 @@ def read_prompts(path: Path, difficulty: Sequence[int] = ()) -> tuple[list[Promp
 
 def _read_table(path: Path) -> pa.Table:
     try:
-        # Not pq.read_table: it makes a column of a parent folder named a=b, and imports pandas if installed.
+        # Not pq.read_table: it makes a column of a parent folder named a=b.
         with pq.ParquetFile(path) as file:
             return file.read()
     except FileNotFoundError:

@@ -24,7 +24,6 @@ from skylite.model.activation_checkpointing import Checkpointing, checkpoint_lay
 from skylite.model.adapted_modules import adapted_modules
 from skylite.model.chunked_logprobs import token_logprobs
 from skylite.model.distributed import Dist
-from skylite.model.flat_params import flatten_params
 from skylite.model.lm_head import score_in_chunks
 from skylite.model.loading import decoder_layers, load_base
 from skylite.model.lora_linear import fuse_lora_layers
@@ -47,8 +46,6 @@ class Policy:
     model: PeftModel
     lora: dict[str, nn.Parameter]
     """Trainable parameters of the POLICY adapter by name, sorted; float32, equal on every rank."""
-    flat_lora: Tensor
-    """[P] storage of all parameters in `lora`, in its order; a publish copies this one tensor."""
     target_modules: list[str]
     """Module names as adapter_config.json has them."""
     dtype: torch.dtype
@@ -90,8 +87,8 @@ def load_policy(resolved: Resolved, config: TrainConfig, dist: Dist) -> Policy:
     params = adapter_params(model, POLICY)
     if resolved.warm_start is not None:
         load_adapter_file(Path(resolved.warm_start), params)
-    flat_lora = flatten_params(list(params.values()))
-    dist.broadcast_(flat_lora)
+    for param in params.values():
+        dist.broadcast_(param.data)
     if REF in model.peft_config:
         for param, ref in zip(params.values(), adapter_params(model, REF).values(), strict=True):
             ref.data.copy_(param.data)
@@ -101,7 +98,6 @@ def load_policy(resolved: Resolved, config: TrainConfig, dist: Dist) -> Policy:
     return Policy(
         model=model,
         lora=params,
-        flat_lora=flat_lora,
         target_modules=target_modules,
         dtype=dtype,
         packing="padded",

@@ -43,8 +43,6 @@ def trainer_env(num_threads: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
-        # Arrow's own allocator would keep extra memory in each rank.
-        "ARROW_DEFAULT_MEMORY_POOL": "system",
         **ALLOCATOR,
         **preload_env(TBB_MALLOC, {}, "malloc"),
     }

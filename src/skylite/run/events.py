@@ -34,7 +34,7 @@ Event = Literal[
 def append_event(path: Path, event: Event, **facts: int) -> None:
     """Append one event with wall-clock time and machine-wide monotonic time, in seconds."""
     line = json.dumps({"event": event, **facts, "monotonic": time.monotonic(), "wall": time.time()})
-    append_line(path, line, durable=False)
+    append_line(path, line)
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

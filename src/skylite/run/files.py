@@ -38,7 +38,7 @@ def temporary_sibling(path: Path) -> Path:
 
 
 @contextmanager
-def atomic_file(path: Path, num_bytes: int = 0, *, durable: bool = True) -> Iterator[Path]:
+def atomic_file(path: Path, num_bytes: int = 0) -> Iterator[Path]:
     """Yield a temporary path to write, renamed to `path` on success.
 
     An error removes the temporary file and leaves `path` unchanged.
@@ -46,8 +46,6 @@ def atomic_file(path: Path, num_bytes: int = 0, *, durable: bool = True) -> Iter
     Args:
         num_bytes: approximate size, checked against free space before writing. 0 (small files) may use the
             reserve (RESERVE_BYTES).
-        durable: False skips fsync. Readers still see a complete file, but after a power cut it may be empty:
-            only for files that a resumed run does not need.
 
     Raises WriteFailed.
     """
@@ -58,11 +56,9 @@ def atomic_file(path: Path, num_bytes: int = 0, *, durable: bool = True) -> Iter
         temporary = temporary_sibling(path)
         try:
             yield temporary
-            if durable:
-                fsync_path(temporary)
+            fsync_path(temporary)
             os.replace(temporary, path)
-            if durable:
-                fsync_path(path.parent)
+            fsync_path(path.parent)
         finally:
             _remove_file(temporary)
 
@@ -99,7 +95,7 @@ def atomic_folder(path: Path, num_bytes: int = 0) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def append_line(path: Path, line: str, *, durable: bool = True) -> None:
+def append_line(path: Path, line: str) -> None:
     """Append a complete line, or raise WriteFailed and leave the file unchanged.
 
     First cuts off an incomplete last line from a killed writer, so that only the last line can be incomplete.
@@ -110,8 +106,7 @@ def append_line(path: Path, line: str, *, durable: bool = True) -> None:
         try:
             while data:  # a disk that fills up accepts a part before it refuses the rest
                 data = data[stream.write(data) :]
-            if durable:
-                os.fsync(stream.fileno())
+            os.fsync(stream.fileno())
         except OSError:
             os.truncate(path, old_size)
             raise
@@ -161,9 +156,9 @@ def _remove_file(path: Path) -> None:
         path.unlink()
 
 
-def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
+def write_json(path: Path, value: Any) -> None:
     """Write JSON atomically. Raises WriteFailed."""
-    with atomic_file(path, durable=durable) as temporary:
+    with atomic_file(path) as temporary:
         temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

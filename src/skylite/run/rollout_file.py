@@ -36,8 +36,6 @@ ROLLOUT_SCHEMA = pa.schema(
         ("answer", pa.string()),
     ]
 )
-TEXT_COLUMNS = ("question", "completion", "answer")
-"""Columns for people, which the trainer does not read."""
 TRAJECTORY_COLUMNS = ("reward", "penalty")
 """Columns that must be equal in all rows of a trajectory."""
 
@@ -49,13 +47,13 @@ def write_rollouts(path: Path, groups: Sequence[Group]) -> None:
         pq.write_table(table, temporary, compression="zstd")
 
 
-def read_rollouts(path: Path, *, text: bool = True) -> list[Group]:
-    """The groups of a step. Of each prompt, the file has only id, question and answer.
+def read_rollouts(path: Path) -> list[Group]:
+    """The groups of a step as they were written; of a prompt only id, question and answer.
 
-    `text`: False skips TEXT_COLUMNS. Raises DataError if the file is not a valid rollout file.
+    Raises DataError when the file is not a rollout file.
     """
-    columns = [name for name in ROLLOUT_SCHEMA.names if text or name not in TEXT_COLUMNS]
-    rows = sorted(_read(path, columns), key=lambda row: (row["group"], row["trajectory"], row["turn"]))
+    rows = _read(path, ROLLOUT_SCHEMA.names)
+    rows.sort(key=lambda row: (row["group"], row["trajectory"], row["turn"]))
     groups = [_group(path, list(of_group)) for _, of_group in groupby(rows, key=lambda row: row["group"])]
     if not groups or len({len(g.trajectories) for g in groups}) != 1:
         sizes = sorted({len(g.trajectories) for g in groups})
@@ -102,8 +100,8 @@ def _rows_of(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
 
 def _group(path: Path, rows: list[dict[str, Any]]) -> Group:
     first = rows[0]
-    question = [Message(role="user", content=first.get("question") or "")]
-    prompt = Prompt(id=first["prompt_id"], messages=question, answer=first.get("answer") or "", source="")
+    question = [Message(role="user", content=first["question"])]
+    prompt = Prompt(id=first["prompt_id"], messages=question, answer=first["answer"], source="")
     trajectories = [
         _trajectory(path, list(calls)) for _, calls in groupby(rows, key=lambda row: row["trajectory"])
     ]
@@ -140,21 +138,19 @@ def _sample(path: Path, place: str, row: dict[str, Any]) -> Sample:
         rollout_logprobs=row["rollout_logprobs"],
         finish_reason=row["finish_reason"],
         adapter_version=row["adapter_version"],
-        text=row.get("completion") or "",
+        text=row["completion"],
     )
 
 
 def _read(path: Path, columns: list[str]) -> list[dict[str, Any]]:
     schema = pa.schema([ROLLOUT_SCHEMA.field(name) for name in columns])
     try:
-        # pq.read_table would import pandas if it is installed, which costs memory and start-up time.
+        # Not pq.read_table: it makes a column of a parent folder named a=b.
         with pq.ParquetFile(path) as file:
             rows: list[dict[str, Any]] = file.read(columns=columns).select(columns).cast(schema).to_pylist()
     except (OSError, KeyError, pa.ArrowException) as error:
         raise _unusable(path, str(error)) from None
-    if missing := next(
-        (name for row in rows for name in columns if row[name] is None and name not in TEXT_COLUMNS), None
-    ):
+    if missing := next((name for row in rows for name in columns if row[name] is None), None):
         raise _unusable(path, f"column {missing} has a row without a value")
     return rows
 

@@ -41,7 +41,7 @@ class Status:
 
 def write_status(path: Path, status: Status) -> None:
     """Replace the file atomically."""
-    write_json(path, asdict(status), durable=False)
+    write_json(path, asdict(status))
 
 
 def read_status(path: Path) -> Status:

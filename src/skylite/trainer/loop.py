@@ -174,7 +174,7 @@ def wait_for_rollouts(trainer: Trainer, step: int) -> list[Group] | None:
     while not (path.exists() or stop.exists()):
         time.sleep(POLL_S)
     stopping = torch.tensor([float(stop.exists())], device=trainer.dist.device)
-    return None if trainer.dist.broadcast_(stopping).item() else read_rollouts(path, text=False)
+    return None if trainer.dist.broadcast_(stopping).item() else read_rollouts(path)
 
 
 def try_step(trainer: Trainer, groups: list[Group], step: int) -> StepResult:
@@ -226,33 +226,28 @@ def handle_anomaly(trainer: Trainer, step: int, anomaly: str, metrics: dict[str,
 
 
 def publish_version(trainer: Trainer, version: int) -> dict[str, float]:
-    """Score the canary on all ranks while rank 0 writes the adapter. Returns metrics.
+    """Score the canary (all ranks) and write the adapter (rank 0). Returns metrics.
 
-    Raises TrainingDiverged on every rank, and publishes nothing, if the policy's logprobs are not finite.
+    Raises TrainingDiverged on every rank, with nothing published, when the policy's logprobs are not finite.
     """
     started = time.monotonic()
     metrics = {"adapter/b_norm": b_norm(trainer.policy)}
-
-    def score_canary() -> Canary:
-        scoring = time.monotonic()
-        with half_the_threads():  # the adapter's file is written and hashed at the same time
-            logprobs = canary_logprobs(trainer.policy, trainer.canary_sequences)
-        metrics["time/canary_s"] = time.monotonic() - scoring
-        # Every rank scores the same tokens, so all ranks raise or none does.
-        if not all(math.isfinite(x) for row in logprobs for x in row):
-            raise TrainingDiverged(
-                f"the logprobs of {adapter_name(version)} on the canary are not finite", ""
-            )
-        return Canary(
-            sequences=trainer.canary_sequences, policy_logprobs=logprobs, base_logprobs=trainer.base_logprobs
-        )
-
+    canary = score_canary(trainer, version)
+    metrics["time/canary_s"] = time.monotonic() - started
     if trainer.dist.is_main:
-        published = publish(trainer.policy, trainer.run_config, version, score_canary)
+        published = publish(trainer.policy, trainer.run_config, version, canary)
         metrics |= {"adapter/bytes": float(published.num_bytes), "time/publish_s": published.seconds}
-    else:
-        score_canary()
     return metrics | {"time/publish_and_canary_s": time.monotonic() - started}
+
+
+def score_canary(trainer: Trainer, version: int) -> Canary:
+    """The canary under the adapter as it is. All ranks call it; raises TrainingDiverged on all of them."""
+    logprobs = canary_logprobs(trainer.policy, trainer.canary_sequences)
+    if not all(math.isfinite(x) for row in logprobs for x in row):
+        raise TrainingDiverged(f"the logprobs of {adapter_name(version)} on the canary are not finite", "")
+    return Canary(
+        sequences=trainer.canary_sequences, policy_logprobs=logprobs, base_logprobs=trainer.base_logprobs
+    )
 
 
 def checkpoint_step(trainer: Trainer, step: int) -> dict[str, float]:
@@ -290,8 +285,7 @@ def write_step_file(
             "trained": trained,
             "metrics": metrics | {"mem/rss_peak_bytes": peak_bytes},
         }
-        # No fsync: the checkpoint records progress. A power cut can only lose these metrics.
-        write_json(trainer.run.trainer_step_path(step), body, durable=False)
+        write_json(trainer.run.trainer_step_path(step), body)
 
 
 def peak_rss_bytes() -> float:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from skylite.config.train import OptimConfig
 from skylite.errors import TrainingDiverged
 from skylite.model.distributed import Dist
-from skylite.model.flat_params import split_like
 
 RATE_SETTINGS = {"policy": "optim.lr", "critic": "critic.lr"}
 
@@ -114,10 +113,11 @@ def is_b_matrix(parameter: str) -> bool:
 
 
 def _flat_grads(params: list[nn.Parameter]) -> Tensor:
-    """Give each parameter a view of one flat tensor as its gradient. Autograd accumulates in place."""
-    flat = torch.zeros(sum(p.numel() for p in params), device=params[0].device)
-    for param, view in zip(params, split_like(flat, params), strict=True):
-        param.grad = view
+    """Give each parameter a gradient that is a view of one flat tensor; autograd then accumulates into it in place."""
+    sizes = [p.numel() for p in params]
+    flat = torch.zeros(sum(sizes), device=params[0].device)
+    for param, part in zip(params, torch.split(flat, sizes), strict=True):
+        param.grad = part.view_as(param)
     return flat
 
 

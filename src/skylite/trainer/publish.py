@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from skylite.adapters.manifest import Canary, Manifest
 from skylite.algorithms.kl import k3
 from skylite.config.train import RunConfig
 from skylite.errors import SyncFailed, TrainingDiverged
-from skylite.model.flat_params import split_like
 from skylite.model.packing import pack_tokens
 from skylite.model.policy import Policy, reference_policy, score
 from skylite.model.warm_start import peft_tensor_name
 from skylite.run.files import atomic_folder, sha256_file
 from skylite.run.run_dir import AdapterVersion, adapter_name
 from skylite.trainer.optimizer import is_b_matrix
-from skylite.trainer.weights_file import weights_sha256, write_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +32,14 @@ class Published:
     adapter: AdapterVersion
     num_bytes: int
     seconds: float
-    """Time spent on the files, mostly in parallel with the canary."""
 
 
 def adapter_tensors(policy: Policy) -> dict[str, Tensor]:
-    """The trainable parameters by PEFT's file names, on the CPU, in vLLM's compute dtype.
+    """The trainable parameters by PEFT's file names, on the CPU, in the type vLLM computes with.
 
-    LoRA is replicated on every rank, so no collective is needed and no base weight is materialised. Tensors
-    are copies if the device or dtype differs, else the parameters themselves.
+    Every rank holds all of LoRA, so nothing is gathered. Copies only where device or type differs.
     """
-    views = split_like(policy.flat_lora.to("cpu", policy.dtype), list(policy.lora.values()))
-    return {peft_tensor_name(name): view for name, view in zip(policy.lora, views, strict=True)}
+    return {peft_tensor_name(n): p.detach().to("cpu", policy.dtype) for n, p in policy.lora.items()}
 
 
 def canary_logprobs(policy: Policy, sequences: Sequence[list[int]]) -> list[list[float]]:
@@ -90,38 +86,25 @@ def b_norm(policy: Policy) -> float:
     return float(torch.stack([p.detach().norm() for n, p in policy.lora.items() if is_b_matrix(n)]).norm())
 
 
-def publish(
-    policy: Policy, run_config: RunConfig, version: int, score_canary: Callable[[], Canary]
-) -> Published:
-    """Write `policy-v000012/` atomically. A resumed run may find it there with the same weights.
+def publish(policy: Policy, run_config: RunConfig, version: int, canary: Canary) -> Published:
+    """Write `policy-v000012/` as a complete folder, or find it with the same weights (a resumed run).
 
-    A thread writes and hashes the weights while `score_canary` computes. Raises SyncFailed if the folder
-    exists with other weights.
+    Raises SyncFailed when the weights differ.
     """
-    adapter = AdapterVersion(version, Path(run_config.resolved.lora_sync_path) / adapter_name(version))
-    tensors = adapter_tensors(policy)
-    if adapter.path.exists():
-        _require_same(adapter, weights_sha256(tensors))
-        score_canary()  # the other ranks are in its collectives
-        return Published(adapter, adapter.weights_path.stat().st_size, 0.0)
-    with (
-        ThreadPoolExecutor(1) as pool,
-        atomic_folder(adapter.path, sum(t.nbytes for t in tensors.values())) as folder,
-    ):
-        writing = pool.submit(_timed_write, folder / adapter.weights_path.name, tensors)
-        canary = score_canary()
-        digest, num_bytes, write_s = writing.result()
-        finishing = time.monotonic()
-        manifest = _manifest(policy, run_config, version, canary, digest, num_bytes)
-        (folder / "adapter_config.json").write_text(_peft_json(policy, run_config), encoding="utf-8")
-        (folder / adapter.manifest_path.name).write_text(manifest.model_dump_json(), encoding="utf-8")
-    return Published(adapter, num_bytes, write_s + time.monotonic() - finishing)
-
-
-def _timed_write(path: Path, tensors: dict[str, Tensor]) -> tuple[str, int, float]:
     started = time.monotonic()
-    digest, num_bytes = write_weights(path, tensors)
-    return digest, num_bytes, time.monotonic() - started
+    adapter = AdapterVersion(version, Path(run_config.resolved.lora_sync_path) / adapter_name(version))
+    # Not save_file: it hides the number of an error in a text.
+    weights = save(adapter_tensors(policy), {"format": "pt"})
+    digest = hashlib.sha256(weights).hexdigest()
+    if adapter.path.exists():
+        _require_same(adapter, digest)
+    else:
+        with atomic_folder(adapter.path, len(weights)) as folder:
+            manifest = _manifest(policy, run_config, version, canary, digest, len(weights))
+            (folder / adapter.weights_path.name).write_bytes(weights)
+            (folder / "adapter_config.json").write_text(_peft_json(policy, run_config), encoding="utf-8")
+            (folder / adapter.manifest_path.name).write_text(manifest.model_dump_json(), encoding="utf-8")
+    return Published(adapter, len(weights), time.monotonic() - started)
 
 
 def _require_same(adapter: AdapterVersion, digest: str) -> None:

@@ -91,7 +91,7 @@ class RunLogHandler(logging.Handler):
 
     def _append(self, path: Path, text: str) -> None:
         try:
-            append_line(path, text, durable=False)
+            append_line(path, text)
         except WriteFailed as error:
             self._warn_once(error)
 
