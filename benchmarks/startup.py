@@ -3,7 +3,7 @@
     python benchmarks/startup.py --out benchmarks/results/startup_cpu.json
 
 Each round starts, one after the other: vLLM's own server until /health answers (`plain`); skylite's server
-module (vllm_plugin/server.py) with the same flags (`ours`); a run until its first rollout request
+module (vllm_plugin/cpu_server.py) with the same flags (`ours`); a run until its first rollout request
 (events.jsonl). Times count from before Python starts. The run also loads its trainer, publishes version 0
 and loads it; verification runs beside the request. Reports medians, ratios, CPU seconds by process, and the
 median of nine `skylite --help`.
@@ -26,10 +26,10 @@ import psutil
 from command_line import SKYLITE, argument_parser, train_command
 from machine_info import machine_info
 
-from skylite.adapters.expected_modules import predict_target_modules
+from skylite.adapters.target_modules import predict_target_modules
 from skylite.config.train import TrainConfig
 from skylite.engine.client import VllmClient
-from skylite.engine.server import engine_command, engine_env
+from skylite.engine.server_command import engine_command, engine_env
 from skylite.engine.startup import engine_spec
 from skylite.orchestrator.plan import plan_run
 from skylite.processes.child import ProcessSpec, kill, start

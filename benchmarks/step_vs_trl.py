@@ -31,10 +31,10 @@ from machine_info import machine_info
 from sync import plain_io
 
 from skylite.hub.resolve import resolve_model
-from skylite.processes.machine import cpu_cores
+from skylite.processes.hardware import cpu_cores
 from skylite.processes.torchrun import trainer_env
 from skylite.run.files import write_json
-from skylite.run.metrics import read_metrics
+from skylite.run.metrics_file import read_metrics
 from skylite.run.run_dir import RunDir, published_versions
 
 NUM_QUESTIONS = 64

@@ -122,7 +122,7 @@ def plain_publish() -> Replacements:
             os.fsync(file.fileno())
         return hashlib.sha256(data).hexdigest(), len(data)
 
-    publish = "skylite.trainer.publish"
+    publish = "skylite.trainer.publish_adapter"
     return {f"{publish}:write_weights": write, f"{publish}:ThreadPoolExecutor": InTurn, **all_threads()}
 
 
@@ -171,7 +171,7 @@ def torch_product() -> Replacements:
     def product(weight: Any) -> Any:
         return lambda x, bias: functional.linear(x, weight, bias)
 
-    return {"skylite.vllm_plugin.merged:packed_product": product}
+    return {"skylite.vllm_plugin.merged_weights:packed_product": product}
 
 
 def engines_after_the_trainer() -> Replacements:
@@ -196,7 +196,11 @@ def engines_after_the_trainer() -> Replacements:
     return {f"{session}:start_engines": remember, f"{session}:engines_for_modules": start}
 
 
-MODEL, WEIGHTS_FILE, MERGED = "skylite.model", "skylite.trainer.weights_file", "skylite.vllm_plugin.merged"
+MODEL, WEIGHTS_FILE, MERGED = (
+    "skylite.model",
+    "skylite.trainer.weights_file",
+    "skylite.vllm_plugin.merged_weights",
+)
 NO_TBB = (("LD_PRELOAD", ""),)
 GLIBC = (("MALLOC_MMAP_MAX_", ""), ("MALLOC_TRIM_THRESHOLD_", ""), ("MALLOC_TOP_PAD_", ""))
 PATHS: dict[str, SpecialPath] = {
@@ -235,7 +239,7 @@ PATHS: dict[str, SpecialPath] = {
         kind="sync", off=replaced(f"{WEIGHTS_FILE}:ThreadPoolExecutor", InTurn)
     ),
     "write beside the canary": SpecialPath(
-        kind="sync", off=replaced("skylite.trainer.publish:ThreadPoolExecutor", InTurn)
+        kind="sync", off=replaced("skylite.trainer.publish_adapter:ThreadPoolExecutor", InTurn)
     ),
     "half the threads beside a write": SpecialPath(kind="sync", off=all_threads),
     "publish, all of these": SpecialPath(kind="sync", off=plain_publish),
@@ -247,7 +251,7 @@ PATHS: dict[str, SpecialPath] = {
     "dense: A of slices joined": SpecialPath(kind="sample", off=each_slice_alone, without="weights merged"),
     "dense: slices of rows": SpecialPath(kind="sample", off=rows_by_index, without="weights merged"),
     "kernels for norms": SpecialPath(
-        kind="sample", off=replaced("skylite.vllm_plugin.kernels:install", nothing)
+        kind="sample", off=replaced("skylite.vllm_plugin.norm_kernels:install", nothing)
     ),
     "kernels for norms and rotary": SpecialPath(
         kind="sample", flags=("--compilation-config", '{"custom_ops": ["none"]}')

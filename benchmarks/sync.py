@@ -24,7 +24,7 @@ from command_line import SKYLITE, argument_parser, train_command
 from machine_info import machine_info
 
 from skylite.run.files import write_json
-from skylite.run.metrics import read_metrics
+from skylite.run.metrics_file import read_metrics
 from skylite.run.run_dir import RunDir, published_versions
 
 REPEATS = 9

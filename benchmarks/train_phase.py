@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from command_line import argument_parser, under_torchrun
 from machine_info import machine_info
 
-from skylite.processes.machine import Device
+from skylite.processes.hardware import Device
 from skylite.run.files import write_json
 
 if TYPE_CHECKING:
@@ -94,8 +94,8 @@ def inner(args: argparse.Namespace) -> None:
     import torch
 
     from skylite.model.distributed import process_group, set_threads
+    from skylite.model.fast_paths import enable_fast_paths
     from skylite.model.policy import load_policy
-    from skylite.model.probing import enable_fast_paths
     from skylite.trainer.optimizer import make_optimizer
 
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -259,7 +259,7 @@ def published(policy: Policy, config: TrainConfig, where: Resolved) -> dict[str,
 
     from skylite.adapters.manifest import Canary
     from skylite.config.train import RunConfig
-    from skylite.trainer.publish import publish
+    from skylite.trainer.publish_adapter import publish
 
     seconds = []
     with tempfile.TemporaryDirectory(prefix="skylite-") as folder:

@@ -24,8 +24,8 @@ from machine_info import machine_info
 
 from skylite.model.chunked_logprobs import BLOCK_VOCAB
 from skylite.model.distributed import process_group, set_threads
+from skylite.model.fast_paths import enable_fast_paths
 from skylite.model.policy import load_policy
-from skylite.model.probing import enable_fast_paths
 from skylite.run.files import write_json
 from skylite.trainer.optimizer import make_optimizer
 from skylite.trainer.step import train_step

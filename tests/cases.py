@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 from skylite.config.algorithm import PRESETS
 from skylite.config.train import TrainConfig
 from skylite.model.distributed import Dist
+from skylite.model.fast_paths import enable_fast_paths
 from skylite.model.packing import Packing
 from skylite.model.policy import Policy, load_policy
-from skylite.model.probing import enable_fast_paths
-from skylite.processes.machine import Dtype
+from skylite.processes.hardware import Dtype
 from skylite.trainer.critic import Critic
 from skylite.trainer.optimizer import FlatAdamW, make_optimizer
 from skylite.trainer.step import train_step

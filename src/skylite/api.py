@@ -12,7 +12,7 @@ from skylite.config.loading import read_run_config
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.errors import ConfigError
 from skylite.run.checkpoint_folder import step_of
-from skylite.run.metrics import read_metrics
+from skylite.run.metrics_file import read_metrics
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir, published_versions
 from skylite.run.status import Status, read_status

@@ -10,7 +10,7 @@ import pytest
 
 from skylite.data.order import prompts_for_step
 from skylite.data.prompts import read_prompts
-from skylite.engine.server import ENGINE_COMMAND
+from skylite.engine.server_command import ENGINE_COMMAND
 from skylite.run.run_dir import RunDir, adapter_name
 from tests.e2e.project import Project
 from tests.torture.ground import FAKE_ENGINE_COMMAND, ROOT

@@ -27,8 +27,8 @@ from skylite.adapters.retention import clean_up, write_score
 from skylite.commands.prepare import prepare
 from skylite.config.train import AnomalyConfig, EvalConfig, RunConfig
 from skylite.errors import SkyliteError
+from skylite.evaluation.confidence_interval import accuracy_of
 from skylite.evaluation.evaluate import EvalResult, write_results
-from skylite.evaluation.interval import accuracy_of
 from skylite.hub.shared_memory import model_in_shared_memory
 from skylite.hub.smollm2 import write_converted
 from skylite.model.policy import Policy
@@ -37,7 +37,7 @@ from skylite.orchestrator.resume import remove_after
 from skylite.orchestrator.shutdown import ask_trainer_to_end
 from skylite.run.files import append_line, write_json
 from skylite.run.lock import lock_folder
-from skylite.run.metrics import append_metrics
+from skylite.run.metrics_file import append_metrics
 from skylite.run.named_programs import remember
 from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import RunDir, adapter_name
@@ -45,7 +45,7 @@ from skylite.run.status import Status, write_status
 from skylite.trainer.anomaly import save_rejected_step
 from skylite.trainer.checkpoint import save_checkpoint
 from skylite.trainer.optimizer import FlatAdamW
-from skylite.trainer.publish import publish
+from skylite.trainer.publish_adapter import publish
 from skylite.trainer.worker import report_error
 from skylite.types import Group, Prompt, Sample, Trajectory
 from tests.cases import optimizer_of, policy_of

@@ -15,8 +15,8 @@ from tests.small_run import resolved, settings
 
 
 def main(out: Path, models: list[Path]) -> None:
+    from skylite.model.fast_paths import enable_fast_paths
     from skylite.model.packing import pack_tokens
-    from skylite.model.probing import enable_fast_paths
 
     set_threads(1)
     found = {}

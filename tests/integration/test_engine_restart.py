@@ -16,8 +16,8 @@ import pytest
 from skylite.config.train import EngineConfig
 from skylite.engine.canary import verify_folder
 from skylite.engine.client import Sampling
-from skylite.engine.engine import Engine
-from skylite.engine.pool import EnginePool
+from skylite.engine.engine_pool import EnginePool
+from skylite.engine.retrying_client import Engine
 from skylite.engine.startup import serving_engines
 from skylite.engine.watchdog import RestartPolicy
 from skylite.errors import ChildDied, RunFailed

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from skylite.model.fast_paths import enable_fast_paths
 from skylite.model.packing import pack_tokens
 from skylite.model.policy import load_policy, score
-from skylite.model.probing import enable_fast_paths
 from tests.cases import PROBE
 from tests.small_run import lone_rank, resolved, settings
 from tests.tiny_models import make_tiny_model

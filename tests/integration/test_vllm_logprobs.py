@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from skylite.engine.client import Sampling, VllmClient
-from skylite.engine.engine import Engine
+from skylite.engine.retrying_client import Engine
 from skylite.types import Sample
 from tests.engines import (
     EngineServer,

@@ -11,7 +11,7 @@ from skylite.errors import SkyliteError
 from skylite.run.checkpoint_folder import verify_checkpoint
 from skylite.run.events import read_events
 from skylite.run.files import TEMPORARY_MARK
-from skylite.run.metrics import read_metrics
+from skylite.run.metrics_file import read_metrics
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir, published_versions
 from skylite.run.status import read_status

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from skylite.engine.server import ENGINE_COMMAND
+from skylite.engine.server_command import ENGINE_COMMAND
 from skylite.run.run_dir import RunDir
 from skylite.vllm_plugin import CPU_SERVER
 from tests.e2e.project import COMMAND, Project, make_project

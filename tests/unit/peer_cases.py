@@ -19,7 +19,7 @@ from skylite.algorithms.token_selection import (
 )
 from skylite.config.train import TrainConfig
 from skylite.model.packing import PackedTokens
-from skylite.trainer.micro_batch import MicroBatch
+from skylite.trainer.pack import MicroBatch
 from skylite.trainer.precompute import Precomputed, Targets
 from skylite.trainer.step import micro_batch_loss
 from tests.rows import Row

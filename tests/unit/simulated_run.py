@@ -17,12 +17,12 @@ from rich.console import Console
 from skylite.config.train import Resolved, TrainConfig
 from skylite.data.tokenizer import ChatTokenizer
 from skylite.engine.client import Sampling
-from skylite.engine.collect import Scorer
-from skylite.engine.pool import EnginePool
+from skylite.engine.collect_groups import Scorer
+from skylite.engine.engine_pool import EnginePool
 from skylite.orchestrator.loop import run_steps
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.progress import Progress
-from skylite.orchestrator.session import Session
+from skylite.orchestrator.run_resources import Session
 from skylite.orchestrator.shutdown import TimeLimit
 from skylite.run.events import read_events
 from skylite.run.files import write_json

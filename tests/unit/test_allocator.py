@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from skylite.processes.preload import TBB_MALLOC, has_library, preload_env
+from skylite.processes.preload_libraries import TBB_MALLOC, has_library, preload_env
 from skylite.trainer.memory import release_cached_memory
 
 PASSES = """

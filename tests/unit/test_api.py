@@ -11,7 +11,7 @@ import pytest
 
 import skylite
 from skylite.errors import ConfigError, DataError, SkyliteError
-from skylite.run.metrics import append_metrics
+from skylite.run.metrics_file import append_metrics
 from skylite.run.run_dir import RunDir, adapter_name
 from skylite.run.status import Status, write_status
 from tests.engines import write_random_adapter

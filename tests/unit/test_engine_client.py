@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from skylite.engine.client import Sampling, VllmClient
-from skylite.engine.engine import Engine
+from skylite.engine.retrying_client import Engine
 from skylite.errors import EngineDead, EngineFailed, RunFailed, SyncFailed
 from skylite.run.run_dir import AdapterVersion
 

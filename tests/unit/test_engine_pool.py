@@ -11,7 +11,7 @@ import pytest
 
 from skylite.adapters.manifest import Canary, Manifest
 from skylite.engine.canary import CanaryReading
-from skylite.engine.pool import EnginePool
+from skylite.engine.engine_pool import EnginePool
 from skylite.errors import ModelError, SyncFailed
 from skylite.run.files import sha256_file
 from skylite.run.run_dir import AdapterVersion, adapter_name

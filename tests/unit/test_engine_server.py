@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from skylite.engine.server import (
+from skylite.engine.server_command import (
     EngineSpec,
     choose_cpu_lora,
     engine_command,
@@ -24,7 +24,7 @@ from skylite.engine.server import (
 )
 from skylite.errors import ModelError
 from skylite.processes.torchrun import trainer_env
-from skylite.vllm_plugin.key import RequireKey
+from skylite.vllm_plugin.api_key import RequireKey
 
 SPEC = EngineSpec(
     name="vllm-0",
@@ -173,7 +173,7 @@ def test_a_server_for_people_takes_a_key_that_no_process_list_shows() -> None:
     assert (env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"], env["VLLM_SERVER_DEV_MODE"]) == ("0", "0")
     served = serve_command(SPEC, adapter_name="policy-v000001", adapter_path=Path("a"), port=8000)
     assert "secret" not in served
-    assert served[served.index("--middleware") + 1] == "skylite.vllm_plugin.key.RequireKey"
+    assert served[served.index("--middleware") + 1] == "skylite.vllm_plugin.api_key.RequireKey"
 
 
 def test_neither_engines_nor_ranks_speak_over_the_interface_that_a_cluster_names() -> None:

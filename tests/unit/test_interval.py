@@ -2,7 +2,7 @@
 
 import pytest
 
-from skylite.evaluation.interval import accuracy_of, clustered, wilson
+from skylite.evaluation.confidence_interval import accuracy_of, clustered, wilson
 
 
 def test_wilson_matches_a_worked_example() -> None:

@@ -11,8 +11,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
 from skylite.model import lora_linear
+from skylite.model.activation_checkpointing import with_recompute_fn
 from skylite.model.lora_linear import fuse_lora_layers, lora_linears
-from skylite.model.recompute import with_recompute_fn
 
 
 def model(*, fused: bool, bias: bool = True, dropout: float = 0.0) -> PeftModel:

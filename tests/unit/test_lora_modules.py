@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from skylite.adapters.expected_modules import predict_target_modules
-from skylite.adapters.lora_modules import short_names
+from skylite.adapters.target_modules import predict_target_modules, short_names
 from skylite.config.lora import LoraConfig
 from skylite.model.adapted_modules import adapted_modules
 from tests.tiny_models import FAMILIES, make_tiny_model

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from skylite.processes.machine import choose_dtype, cpu_cores, cpu_has_bf16, parse_gpus, visible_gpus
+from skylite.processes.hardware import choose_dtype, cpu_cores, cpu_has_bf16, parse_gpus, visible_gpus
 
 LISTING = "0, GPU-aa11, NVIDIA H200, 9.0\n1, GPU-bb22, Tesla T4, 7.5\n"
 

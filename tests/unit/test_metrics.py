@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from skylite.errors import ConfigError, DataError
-from skylite.run.metrics import append_metrics, read_metrics
+from skylite.run.metrics_file import append_metrics, read_metrics
 from skylite.run.status import Status, read_status, write_status
 
 

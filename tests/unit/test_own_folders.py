@@ -16,7 +16,7 @@ from skylite.hub.shared_memory import shared_copy
 from skylite.orchestrator.plan import plan_run, write_config, write_run
 from skylite.orchestrator.resume import plan_resume
 from skylite.orchestrator.run_session import clear_control_files
-from skylite.run.ownership import MARK_NAME, require_own_folders
+from skylite.run.own_folders import MARK_NAME, require_own_folders
 from skylite.run.run_dir import RunDir
 from tests.unit.bad_inputs import Reply, call, snapshot
 from tests.unit.test_resume import write_data

@@ -15,7 +15,7 @@ from skylite.config.train import TrainConfig
 from skylite.orchestrator.sampling import overlong_penalty
 from skylite.trainer.assign_advantages import assign_advantages
 from skylite.trainer.batching import arrange
-from skylite.trainer.micro_batch import pack
+from skylite.trainer.pack import pack
 from skylite.trainer.precompute import Precomputed, Targets
 from skylite.trainer.step import micro_batch_loss
 from tests.rows import groups_of

@@ -11,7 +11,7 @@ from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo, write_prompts
 from skylite.errors import ConfigError
 from skylite.orchestrator.plan import plan_run
-from skylite.processes.machine import choose_device
+from skylite.processes.hardware import choose_device
 from skylite.run.run_dir import RunDir
 from tests.unit.data_cases import prompt
 

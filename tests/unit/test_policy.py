@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from skylite.errors import ModelError
 from skylite.model.distributed import Dist
+from skylite.model.fast_paths import enable_fast_paths
 from skylite.model.loading import decoder_layers
 from skylite.model.packing import Packing, pack_tokens
 from skylite.model.policy import load_policy, score
-from skylite.model.probing import enable_fast_paths
 from tests.cases import (
     PROBE,
     gradients_after_step,

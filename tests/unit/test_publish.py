@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from skylite.adapters.manifest import Canary, read_manifest
 from skylite.config.train import RunConfig
 from skylite.errors import SyncFailed
-from skylite.trainer.publish import adapter_tensors, publish
+from skylite.trainer.publish_adapter import adapter_tensors, publish
 from tests.cases import policy_of
 from tests.small_run import lone_rank, resolved, settings
 

@@ -13,7 +13,7 @@ import pytest
 
 from skylite.orchestrator.resume import remove_after
 from skylite.run.checkpoint_folder import checkpoint_steps
-from skylite.run.metrics import read_metrics
+from skylite.run.metrics_file import read_metrics
 from skylite.run.run_dir import RunDir
 from tests.logs import logged_messages
 from tests.rows import random_samples, write_samples

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from skylite.errors import ChildDied, ConfigError, RunFailed
-from skylite.rewards.pool import RewardPool
+from skylite.rewards.worker_pool import RewardPool
 from skylite.types import Score
 from tests.unit.data_cases import prompt
 
@@ -154,7 +154,7 @@ def test_unknown_reward_is_refused_before_anything_starts() -> None:
 
 PARENT = """
 import asyncio, sys, time
-from skylite.rewards.pool import RewardPool
+from skylite.rewards.worker_pool import RewardPool
 from skylite.types import Prompt
 if __name__ == "__main__":
     pool = RewardPool([sys.argv[1]])

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from skylite.vllm_plugin import server
-from skylite.vllm_plugin.lifetime import SWITCH
+from skylite.vllm_plugin import cpu_server as server
+from skylite.vllm_plugin.exit_with_parent import SWITCH
 
 FIT = {SWITCH: "1", "LD_PRELOAD": "/lib/libiomp5.so", "VLLM_CPU_OMP_THREADS_BIND": "0,2"}
 
@@ -59,7 +59,7 @@ def test_threads_and_cores_by_hand() -> None:
 PROGRAM = """
 import os, sys, time
 from skylite.vllm_plugin import fork_server
-from skylite.vllm_plugin.lifetime import die_with_starter
+from skylite.vllm_plugin.exit_with_parent import die_with_starter
 
 def child():
     die_with_starter()

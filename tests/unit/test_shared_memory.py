@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from skylite.config.train import TrainConfig
-from skylite.engine.server import engine_command
+from skylite.engine.server_command import engine_command
 from skylite.engine.startup import engine_spec
 from skylite.errors import ConfigError
 from skylite.hub.shared_memory import model_in_shared_memory

@@ -17,7 +17,7 @@ import torch
 from skylite.errors import TrainingDiverged
 from skylite.model.distributed import Dist
 from skylite.model.packing import Packing
-from skylite.trainer.publish import adapter_tensors
+from skylite.trainer.publish_adapter import adapter_tensors
 from tests.cases import (
     ALGORITHMS,
     IMPORTANCE,

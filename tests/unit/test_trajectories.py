@@ -20,7 +20,7 @@ from skylite.run.rollout_file import mean_reward, read_rollouts, write_rollouts
 from skylite.trainer.assign_advantages import assign_advantages
 from skylite.trainer.batching import arrange
 from skylite.trainer.critic import make_critic
-from skylite.trainer.micro_batch import pack
+from skylite.trainer.pack import pack
 from skylite.trainer.precompute import Precomputed
 from tests.cases import (
     ALGORITHMS,

@@ -14,11 +14,11 @@ from rich.console import Console
 
 from skylite.config.train import Resolved, RunConfig, TrainConfig
 from skylite.engine.canary import CanaryReading
-from skylite.engine.pool import SyncReport
-from skylite.orchestrator.metrics import StepTimings, completion_view, step_metrics
+from skylite.engine.engine_pool import SyncReport
 from skylite.orchestrator.sampling import SampledStep
+from skylite.orchestrator.step_metrics import StepTimings, completion_view, step_metrics
 from skylite.run.files import write_json
-from skylite.run.metrics import append_metrics
+from skylite.run.metrics_file import append_metrics
 from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import RunDir
 from skylite.types import Group, Prompt, Sample, Trajectory

@@ -18,8 +18,8 @@ from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo, read_prompts
 from skylite.data.tokenizer import encode_prompts, load_tokenizer
 from skylite.engine.client import VllmClient
-from skylite.engine.server import BASE_NAME, EngineSpec
-from skylite.engine.single import single_engine_spec
+from skylite.engine.server_command import BASE_NAME, EngineSpec
+from skylite.engine.single_engine import single_engine_spec
 from skylite.engine.startup import serving_engines
 from skylite.engine.watchdog import RestartPolicy
 from skylite.errors import ConfigError
@@ -29,7 +29,7 @@ from skylite.hub.resolve import resolve_model
 from skylite.orchestrator.programs import allow_rewards
 from skylite.plugin_file import REWARD
 from skylite.processes.supervisor import Supervisor
-from skylite.rewards.pool import RewardPool
+from skylite.rewards.worker_pool import RewardPool
 from skylite.run.files import write_json
 from skylite.run.named_programs import is_set
 from skylite.run.run_dir import AdapterVersion

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from skylite.adapters.folder import find_adapter
 from skylite.config.train import TrainConfig
-from skylite.engine.server import BASE_NAME, serve_command, serve_env
-from skylite.engine.single import single_engine_spec
+from skylite.engine.server_command import BASE_NAME, serve_command, serve_env
+from skylite.engine.single_engine import single_engine_spec
 from skylite.hub.resolve import resolve_model
-from skylite.vllm_plugin.key import KEY_VARIABLE
+from skylite.vllm_plugin.api_key import KEY_VARIABLE
 
 logger = logging.getLogger(__name__)
 

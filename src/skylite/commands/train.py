@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skylite.commands.defaults import default_recipe, find_recipe, prepare_default_data
+from skylite.commands.default_recipe import default_recipe, find_recipe, prepare_default_data
 from skylite.config.loading import load_config, read_run_config
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError
 from skylite.orchestrator.shutdown import TimeLimit
 from skylite.run.lock import lock_folder
-from skylite.run.ownership import require_own_folders
+from skylite.run.own_folders import require_own_folders
 from skylite.run.run_dir import RunDir
 from skylite.ui.logs import run_log
 

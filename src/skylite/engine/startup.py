@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from skylite.config.train import RunConfig
-from skylite.engine.engine import Engine
-from skylite.engine.server import EngineSpec
+from skylite.engine.retrying_client import Engine
+from skylite.engine.server_command import EngineSpec
 from skylite.engine.watchdog import RestartPolicy, Watchdog
 from skylite.processes.supervisor import Supervisor
 

@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from skylite.engine.client import Sampling
-from skylite.engine.collect import Scorer, collect_group, gather_or_cancel, request_seed
-from skylite.engine.engine import Engine
+from skylite.engine.collect_groups import Scorer, collect_group, gather_or_cancel, request_seed
+from skylite.engine.retrying_client import Engine
 from skylite.errors import non_finite_reward
-from skylite.evaluation.interval import Accuracy, accuracy_of
+from skylite.evaluation.confidence_interval import Accuracy, accuracy_of
 from skylite.run.files import atomic_file
 from skylite.types import Group, Prompt, Trajectory, is_number
 

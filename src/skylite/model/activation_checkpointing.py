@@ -1,4 +1,7 @@
-"""Activation checkpointing: which activations the forward pass keeps and which backward recomputes."""
+"""Activation checkpointing: which activations forward keeps, which backward recomputes, and how.
+
+A cheap tensor can carry the function that recomputes it, so that a backward pass need not keep it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 Checkpointing = Literal["none", "selective", "full"]
@@ -30,3 +33,19 @@ def _checkpointed(forward: Callable[..., Any], has_dropout: bool) -> Callable[..
         )
 
     return call
+
+
+RecomputeFn = Callable[[], Tensor]
+_ATTRIBUTE = "_skylite_recompute_fn"
+
+
+def with_recompute_fn(tensor: Tensor, recompute_fn: RecomputeFn) -> Tensor:
+    """`tensor` itself, with `recompute_fn` attached. Views and copies do not inherit it."""
+    setattr(tensor, _ATTRIBUTE, (recompute_fn, tensor._version))
+    return tensor
+
+
+def recompute_fn_of(tensor: Tensor) -> RecomputeFn | None:
+    """The attached function; None if there is none or the tensor was changed in place since."""
+    recompute_fn, version = getattr(tensor, _ATTRIBUTE, (None, 0))
+    return recompute_fn if tensor._version == version else None

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from skylite.adapters.lora_modules import matches
+from skylite.adapters.target_modules import matches
 from skylite.config.lora import LoraConfig
 from skylite.errors import ModelError
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from skylite.model.recompute import with_recompute_fn
+from skylite.model.activation_checkpointing import with_recompute_fn
 
 Gain = Callable[[Tensor], Tensor]
 RMS_NORM_GAINS: dict[str, Gain] = {"weight": lambda w: w, "1 + weight": lambda w: 1 + w}

@@ -17,8 +17,8 @@ from peft.tuners.lora import Linear as PeftLinear
 from torch import Tensor, nn
 from torch.nn import functional
 
+from skylite.model.activation_checkpointing import RecomputeFn, recompute_fn_of
 from skylite.model.bf16_weights import compute_dtype, is_lossless
-from skylite.model.recompute import RecomputeFn, recompute_fn_of
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that transformers models call with the same input x."""

@@ -16,7 +16,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from skylite.adapters.lora_modules import short_names
+from skylite.adapters.target_modules import short_names
 from skylite.config.lora import LoraConfig
 from skylite.config.train import Resolved, TrainConfig
 from skylite.errors import ModelError
@@ -25,10 +25,10 @@ from skylite.model.adapted_modules import adapted_modules
 from skylite.model.chunked_logprobs import token_logprobs
 from skylite.model.distributed import Dist
 from skylite.model.lm_head import score_in_chunks
+from skylite.model.load_adapter import load_adapter_file
 from skylite.model.loading import decoder_layers, load_base
 from skylite.model.lora_linear import fuse_lora_layers
 from skylite.model.packing import PackedTokens, Packing
-from skylite.model.warm_start import load_adapter_file
 
 # Names of the adapters that share the frozen base.
 POLICY = "default"

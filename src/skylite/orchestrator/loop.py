@@ -19,11 +19,14 @@ from typing import Any
 from skylite.adapters.retention import Label, clean_up, held_out_scores, write_score
 from skylite.config.train import TrainConfig
 from skylite.data.tokenizer import encode_prompts
-from skylite.engine.collect import gather_or_cancel
-from skylite.engine.pool import SyncReport
+from skylite.engine.collect_groups import gather_or_cancel
+from skylite.engine.engine_pool import SyncReport
 from skylite.errors import TrainerLost
 from skylite.evaluation.evaluate import EvalResult, evaluate, write_results
-from skylite.orchestrator.metrics import (
+from skylite.orchestrator.plan import RunPlan
+from skylite.orchestrator.run_resources import Session
+from skylite.orchestrator.sampling import SampledStep, sample_step
+from skylite.orchestrator.step_metrics import (
     Interval,
     StepTimings,
     busy_s,
@@ -31,10 +34,7 @@ from skylite.orchestrator.metrics import (
     step_metrics,
     trainer_metrics,
 )
-from skylite.orchestrator.plan import RunPlan
-from skylite.orchestrator.sampling import SampledStep, sample_step
-from skylite.orchestrator.session import Session
-from skylite.run.metrics import append_metrics
+from skylite.run.metrics_file import append_metrics
 from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import AdapterVersion, adapter_name, sampling_version
 

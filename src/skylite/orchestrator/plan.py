@@ -12,15 +12,15 @@ import skylite
 from skylite.adapters.import_adapter import check_warm_start, copy_warm_start, expand_adapter_path
 from skylite.config.train import LOWEST_USUAL_LR, Resolved, RunConfig, TrainConfig
 from skylite.data.prompts import PromptFileInfo, read_prompts
-from skylite.engine.server import choose_cpu_lora, engine_notes
+from skylite.engine.server_command import choose_cpu_lora, engine_notes
 from skylite.errors import ConfigError
 from skylite.hub.resolve import resolve_model
 from skylite.hub.shared_memory import shared_copy
 from skylite.orchestrator.programs import allow_algorithm, allow_rewards
-from skylite.processes.machine import choose_device, choose_dtype, cpu_cores
+from skylite.processes.hardware import choose_device, choose_dtype, cpu_cores
 from skylite.rewards.components import load_components
 from skylite.run.files import convert_os_errors, sha256_file, write_json
-from skylite.run.ownership import mark_sync_folder
+from skylite.run.own_folders import mark_sync_folder
 from skylite.run.run_dir import RunDir, published_versions
 from skylite.types import Prompt
 

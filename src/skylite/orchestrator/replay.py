@@ -16,7 +16,7 @@ from skylite.config.train import RunConfig
 from skylite.errors import ChildDied, ConfigError, ModelError, RunFailed
 from skylite.orchestrator.shutdown import ask_trainer_to_end
 from skylite.processes.child import ProcessSpec
-from skylite.processes.machine import cpu_cores
+from skylite.processes.hardware import cpu_cores
 from skylite.processes.supervisor import Supervisor
 from skylite.processes.torchrun import trainer_command, trainer_env
 from skylite.run.checkpoint_folder import checkpoint_steps, step_of, verify_checkpoint

@@ -14,7 +14,6 @@ from skylite.config.loading import change_config, read_run_config
 from skylite.config.train import Resolved, RunConfig, TrainConfig
 from skylite.errors import ConfigError, DataError
 from skylite.hub.resolve import check_folder
-from skylite.orchestrator.metrics import recovered_metrics
 from skylite.orchestrator.plan import (
     RunPlan,
     check_device,
@@ -24,9 +23,10 @@ from skylite.orchestrator.plan import (
     train_data_hash,
 )
 from skylite.orchestrator.programs import accept_same_rewards, allow_algorithm, allow_rewards
+from skylite.orchestrator.step_metrics import recovered_metrics
 from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint, step_of
 from skylite.run.files import fsync_path
-from skylite.run.metrics import read_metrics, write_metrics
+from skylite.run.metrics_file import read_metrics, write_metrics
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir, published_versions
 from skylite.run.status import read_status

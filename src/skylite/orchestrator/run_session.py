@@ -10,12 +10,12 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
-from skylite.adapters.expected_modules import predict_target_modules
 from skylite.adapters.manifest import read_manifest
+from skylite.adapters.target_modules import predict_target_modules
 from skylite.config.train import Resolved
 from skylite.data.tokenizer import ChatTokenizer, load_tokenizer
 from skylite.engine.canary import DEFAULT_TOLERANCE, canary_sequences, verify_folder
-from skylite.engine.pool import EnginePool
+from skylite.engine.engine_pool import EnginePool
 from skylite.engine.startup import engines_for_modules, start_engines
 from skylite.engine.watchdog import RestartPolicy
 from skylite.errors import SkyliteError, TrainerLost, WriteFailed, write_failed
@@ -25,7 +25,7 @@ from skylite.orchestrator.loop import run_steps, wait_for_trainer_step
 from skylite.orchestrator.plan import RunPlan, write_config
 from skylite.orchestrator.progress import Progress
 from skylite.orchestrator.resume import plan_resume, remove_after
-from skylite.orchestrator.session import Session
+from skylite.orchestrator.run_resources import Session
 from skylite.orchestrator.shutdown import (
     TRAINER_SHARE,
     StopRequest,
@@ -34,12 +34,12 @@ from skylite.orchestrator.shutdown import (
     run_until_stopped,
 )
 from skylite.processes.child import ProcessSpec
-from skylite.processes.machine import cpu_cores
+from skylite.processes.hardware import cpu_cores
 from skylite.processes.supervisor import Supervisor
 from skylite.processes.torchrun import trainer_command, trainer_env
-from skylite.rewards.pool import RewardPool
+from skylite.rewards.worker_pool import RewardPool
 from skylite.run.files import convert_os_errors, write_json
-from skylite.run.metrics import null_to_nan, read_metrics
+from skylite.run.metrics_file import null_to_nan, read_metrics
 from skylite.run.run_dir import adapter_name
 from skylite.ui.dashboard import Screen
 from skylite.ui.end_message import finished_text, stopped_text

@@ -11,8 +11,8 @@ from functools import partial
 from skylite.data.order import prompts_for_round, prompts_for_step
 from skylite.data.tokenizer import encode_prompts
 from skylite.engine.client import Sampling
-from skylite.engine.collect import collect_group, gather_or_cancel, request_seed
-from skylite.orchestrator.session import Session
+from skylite.engine.collect_groups import collect_group, gather_or_cancel, request_seed
+from skylite.orchestrator.run_resources import Session
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Group, Prompt

@@ -19,7 +19,7 @@ from io import FileIO
 from pathlib import Path
 
 from skylite.errors import ChildDied, RunFailed
-from skylite.processes.descriptors import private_file
+from skylite.processes.file_descriptors import private_file
 
 REAPER = Path(__file__).with_name("reaper.py")
 MARK = "SKYLITE_CHILD"

@@ -7,8 +7,8 @@ import sys
 import uuid
 from pathlib import Path
 
-from skylite.processes.machine import LOOPBACK_ONLY
-from skylite.processes.preload import TBB_MALLOC, preload_env
+from skylite.processes.hardware import LOOPBACK_ONLY
+from skylite.processes.preload_libraries import TBB_MALLOC, preload_env
 
 # glibc before 2.38 does not reuse a freed block for an aligned one of the same size, and torch aligns: a
 # forward pass then takes twice the memory that it keeps. TBB's allocator does, and keeps freed memory too

@@ -10,7 +10,7 @@ from io import FileIO
 from pathlib import Path
 
 from skylite.errors import ConfigError
-from skylite.processes.descriptors import private_file
+from skylite.processes.file_descriptors import private_file
 from skylite.run.files import convert_os_errors
 
 LOCK_NAME = ".skylite.lock"

@@ -12,7 +12,7 @@ from skylite.algorithms.advantages import gae, moments, token_returns, whiten
 from skylite.config.algorithm import AlgorithmConfig
 from skylite.model.distributed import Dist
 from skylite.trainer.batching import Batch
-from skylite.trainer.micro_batch import MicroBatch
+from skylite.trainer.pack import MicroBatch
 from skylite.trainer.precompute import Precomputed, Targets
 from skylite.trainer.user_functions import group_advantage
 

@@ -17,8 +17,8 @@ from skylite.adapters.manifest import Canary
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.errors import TrainingDiverged
 from skylite.model.distributed import Dist, half_the_threads
+from skylite.model.fast_paths import enable_fast_paths
 from skylite.model.policy import Policy, load_policy
-from skylite.model.probing import enable_fast_paths
 from skylite.run.checkpoint_folder import checkpoint_steps
 from skylite.run.files import write_json
 from skylite.run.rollout_file import read_rollouts
@@ -36,7 +36,13 @@ from skylite.trainer.checkpoint import load_checkpoint, random_states, save_chec
 from skylite.trainer.critic import Critic, make_critic
 from skylite.trainer.memory import resolve_micro_batch_tokens
 from skylite.trainer.optimizer import FlatAdamW, make_optimizer
-from skylite.trainer.publish import b_norm, base_canary_logprobs, canary_logprobs, check_reference, publish
+from skylite.trainer.publish_adapter import (
+    b_norm,
+    base_canary_logprobs,
+    canary_logprobs,
+    check_reference,
+    publish,
+)
 from skylite.trainer.step import train_step
 from skylite.trainer.user_functions import load_functions
 from skylite.types import Group

@@ -15,8 +15,8 @@ from rich.console import Console
 
 from skylite.config.loading import read_run_config
 from skylite.errors import DataError
-from skylite.evaluation.interval import accuracy_of
-from skylite.run.metrics import null_to_nan, read_metrics
+from skylite.evaluation.confidence_interval import accuracy_of
+from skylite.run.metrics_file import null_to_nan, read_metrics
 from skylite.run.run_dir import RunDir
 from skylite.ui.live_panel import CompletionView, LivePanel, ScreenState
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from skylite.vllm_plugin.lifetime import die_with_starter
+from skylite.vllm_plugin.exit_with_parent import die_with_starter
 
 SWITCH = "SKYLITE_CPU_LORA"
 """Environment variable that enables the plugin (DENSE or MERGED); other vLLM programs stay unchanged."""
@@ -18,7 +18,7 @@ MERGED = "merged"
 """As DENSE, and merged weights (merged.py) for batches that use a single adapter."""
 TESTED_VLLM = "0.32."
 """vLLM versions that this plugin is tested with."""
-STOCK_SERVER, CPU_SERVER = "vllm.entrypoints.openai.api_server", "skylite.vllm_plugin.server"
+STOCK_SERVER, CPU_SERVER = "vllm.entrypoints.openai.api_server", "skylite.vllm_plugin.cpu_server"
 """Server modules. CPU_SERVER starts faster, and falls back to STOCK_SERVER where that is untested."""
 WRAPPER = "skylite.vllm_plugin.dense_lora.DensePunicaWrapperCPU"
 
@@ -47,10 +47,10 @@ def register() -> None:
         return
     # vLLM's only hook for this: the class name that it later imports.
     CpuPlatform.get_punica_wrapper = classmethod(lambda cls: WRAPPER)
-    from skylite.vllm_plugin import kernels
+    from skylite.vllm_plugin import norm_kernels
 
-    kernels.install()
+    norm_kernels.install()
     if os.environ[SWITCH] == MERGED:
-        from skylite.vllm_plugin import merged
+        from skylite.vllm_plugin import merged_weights
 
-        merged.install()
+        merged_weights.install()

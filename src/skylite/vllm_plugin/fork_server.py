@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from multiprocessing import context, forkserver
 
-PRELOAD = "skylite.vllm_plugin.warm"
+PRELOAD = "skylite.vllm_plugin.warm_imports"
 """The module that the fork server imports."""
 
 

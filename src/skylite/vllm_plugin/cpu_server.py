@@ -1,4 +1,4 @@
-"""Fast start of vLLM's API server on CPU: `python -m skylite.vllm_plugin.server` with the server's arguments.
+"""Fast start of vLLM's API server on CPU: `python -m skylite.vllm_plugin.cpu_server` with the server's arguments.
 
 On CPU, vLLM 0.32 starts API server, engine core and worker one after the other, and each imports torch and
 vLLM, which takes most of the start. Here multiprocessing's fork server imports them in parallel to the API
@@ -20,8 +20,8 @@ import sys
 from collections.abc import Mapping
 
 from skylite.vllm_plugin import STOCK_SERVER, TESTED_VLLM
+from skylite.vllm_plugin.exit_with_parent import SWITCH
 from skylite.vllm_plugin.fork_server import WarmContext, start_fork_server
-from skylite.vllm_plugin.lifetime import SWITCH
 
 EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 

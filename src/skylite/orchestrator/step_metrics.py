@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skylite.engine.canary import CanaryReading
-from skylite.engine.pool import SyncReport
+from skylite.engine.engine_pool import SyncReport
 from skylite.orchestrator.sampling import SampledStep
 from skylite.types import Group, Trajectory, is_number
 from skylite.ui.live_panel import CompletionView

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from skylite.adapters.manifest import read_manifest
 from skylite.engine.canary import CanaryReading, verify
-from skylite.engine.engine import Engine
+from skylite.engine.retrying_client import Engine
 from skylite.errors import ModelError, SyncFailed
 from skylite.run.run_dir import AdapterVersion
 

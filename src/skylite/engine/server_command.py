@@ -16,9 +16,10 @@ from typing import Literal
 
 from skylite.config.train import CpuLora
 from skylite.errors import ModelError
-from skylite.processes.machine import LOOPBACK_ONLY, cpu_cores, total_memory
-from skylite.processes.preload import INTEL_OPENMP, has_library, preload_env
-from skylite.vllm_plugin import CPU_SERVER, STOCK_SERVER, SWITCH, key, lifetime
+from skylite.processes.hardware import LOOPBACK_ONLY, cpu_cores, total_memory
+from skylite.processes.preload_libraries import INTEL_OPENMP, has_library, preload_env
+from skylite.vllm_plugin import CPU_SERVER, STOCK_SERVER, SWITCH, exit_with_parent
+from skylite.vllm_plugin import api_key as api_keys
 
 RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 BASE_NAME = "base"
@@ -103,7 +104,7 @@ def serve_command(spec: EngineSpec, *, adapter_name: str, adapter_path: Path, po
         str(port),
         *lora,
         "--middleware",
-        f"{key.__name__}.RequireKey",
+        f"{api_keys.__name__}.RequireKey",
     ]
 
 
@@ -125,11 +126,11 @@ def engine_env(spec: EngineSpec, base_env: Mapping[str, str]) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        lifetime.SWITCH: "1",
+        exit_with_parent.SWITCH: "1",
         **LOOPBACK_ONLY,
         "VLLM_HOST_IP": "127.0.0.1",
         # Overrides the user's own vLLM settings: our client sends no key, development routes ignore the key.
-        key.KEY_VARIABLE: "",
+        api_keys.KEY_VARIABLE: "",
         "VLLM_SERVER_DEV_MODE": "0",
     }
     if spec.enable_lora:
@@ -143,7 +144,7 @@ def engine_env(spec: EngineSpec, base_env: Mapping[str, str]) -> dict[str, str]:
 
 def serve_env(spec: EngineSpec, base_env: Mapping[str, str], api_key: str) -> dict[str, str]:
     """The environment of `skylite serve`: with an API key, without adapter routes (some ignore the key)."""
-    return {**engine_env(spec, base_env), RUNTIME_LORA: "0", key.KEY_VARIABLE: api_key}
+    return {**engine_env(spec, base_env), RUNTIME_LORA: "0", api_keys.KEY_VARIABLE: api_key}
 
 
 def choose_cpu_lora(
@@ -151,7 +152,7 @@ def choose_cpu_lora(
 ) -> CpuLora:
     """Resolve `auto`: merged weights if they are exact (float32) and fit MERGED_MEMORY_SHARE, else dense.
 
-    `deterministic` excludes merged weights: which batches use them depends on timing (vllm_plugin/merged.py).
+    `deterministic` excludes merged weights: which batches use them depends on timing (vllm_plugin/merged_weights.py).
     """
     if setting != "auto":
         return setting

@@ -35,7 +35,7 @@ def find_recipe(name: str) -> Path:
 
 def default_recipe() -> Path:
     """The recipe for this machine. Logs the choice."""
-    from skylite.processes.machine import choose_device
+    from skylite.processes.hardware import choose_device
 
     if choose_device() == "cuda":
         logger.info(f"recipe {GPU_RECIPE}: this machine has a GPU")
@@ -52,7 +52,7 @@ def prepare_default_data(path: Path) -> None:
     if (path / "train.parquet").is_file():
         return
     from skylite.commands.prepare import prepare
-    from skylite.processes.machine import choose_device
+    from skylite.processes.hardware import choose_device
 
     logger.info(f"preparing {path}, which does not exist yet")
     gpu = choose_device() == "cuda"

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skylite.data.tokenizer import ChatTokenizer
-from skylite.engine.collect import Scorer
-from skylite.engine.pool import EnginePool
+from skylite.engine.collect_groups import Scorer
+from skylite.engine.engine_pool import EnginePool
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.progress import Progress
 from skylite.orchestrator.shutdown import TimeLimit

@@ -7,8 +7,8 @@ from pathlib import Path
 from skylite.adapters.folder import ServedAdapter
 from skylite.config.lora import served_rank
 from skylite.config.train import TrainConfig
-from skylite.engine.server import EngineSpec, choose_cpu_lora
-from skylite.processes.machine import choose_device, choose_dtype
+from skylite.engine.server_command import EngineSpec, choose_cpu_lora
+from skylite.processes.hardware import choose_device, choose_dtype
 
 
 def single_engine_spec(

@@ -7,7 +7,7 @@ import os
 import sys
 
 from skylite.processes.parent_death import die_with_parent
-from skylite.vllm_plugin.lifetime import SWITCH
+from skylite.vllm_plugin.exit_with_parent import SWITCH
 
 MODULES = (
     "setproctitle",

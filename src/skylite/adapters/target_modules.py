@@ -1,16 +1,31 @@
-"""Predict which modules get LoRA from the headers of the weight files.
-
-This saves start time: vLLM can start before torch and the model are loaded.
-"""
+"""Names of modules that get LoRA: match patterns, and the short names in adapter_config.json and vLLM."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from skylite.adapters.lora_modules import matches, short_names
 from skylite.config.lora import LoraConfig
 from skylite.hub.resolve import safetensors_header, weight_files
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a module path matches a pattern: the end of the path, or a regex for the full path."""
+    return any(name == p or name.endswith(f".{p}") or re.fullmatch(p, name) is not None for p in patterns)
+
+
+def short_names(modules: Iterable[str], chosen: Iterable[str]) -> list[str]:
+    """Shorten the full paths `chosen` to their last component where it is unambiguous; sorted.
+
+    A component that also occurs in `modules` outside of `chosen` is ambiguous; those paths stay full.
+    """
+    chosen = set(chosen)
+    ambiguous = {name.rpartition(".")[2] for name in modules if name not in chosen}
+    return sorted(
+        {suffix if (suffix := name.rpartition(".")[2]) not in ambiguous else name for name in chosen}
+    )
 
 
 def predict_target_modules(model_path: Path, config: LoraConfig) -> list[str]:

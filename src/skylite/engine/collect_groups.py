@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from skylite.engine.client import Sampling
-from skylite.engine.engine import Engine
+from skylite.engine.retrying_client import Engine
 from skylite.types import Group, Prompt, Score, Trajectory
 
 T = TypeVar("T")

@@ -17,9 +17,9 @@ from skylite.adapters.manifest import Canary, Manifest
 from skylite.algorithms.kl import k3
 from skylite.config.train import RunConfig
 from skylite.errors import SyncFailed, TrainingDiverged
+from skylite.model.load_adapter import peft_tensor_name
 from skylite.model.packing import pack_tokens
 from skylite.model.policy import Policy, reference_policy, score
-from skylite.model.warm_start import peft_tensor_name
 from skylite.run.files import atomic_folder, sha256_file
 from skylite.run.run_dir import AdapterVersion, adapter_name
 from skylite.trainer.optimizer import is_b_matrix
