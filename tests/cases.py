@@ -1,4 +1,6 @@
-"""Every algorithm as the trainer's tests run it: settings, a policy whose B matrices are not zero, one step, the plain reference."""
+"""Every algorithm as the trainer's tests run it: settings, a policy whose B matrices are not zero, one step,
+the plain reference.
+"""
 
 from __future__ import annotations
 

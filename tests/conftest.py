@@ -39,6 +39,9 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def vllm_server(tiny_llama: Path) -> Iterator[EngineServer]:
-    """One vLLM CPU server of the tiny Llama for the whole session. Give adapters names of your own: a name is for ever."""
+    """One vLLM CPU server of the tiny Llama for the whole session.
+
+    Give adapters names of your own: a name is for ever.
+    """
     with running_server(tiny_llama) as server:
         yield server

@@ -35,7 +35,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request: greedy, of exactly `max_tokens` tokens. A `salt` keeps it from sharing cache blocks with requests of another salt."""
+    """A request: greedy, of exactly `max_tokens` tokens.
+
+    A `salt` keeps it from sharing cache blocks with requests of another salt.
+    """
 
     model: str
     prompt: list[int]
@@ -85,7 +88,9 @@ class EngineServer:
 def running_server(
     model_path: Path, *, cpu_lora: CpuLora = "merged", target_modules: list[str] | None = None
 ) -> Iterator[EngineServer]:
-    """Start a server for a tiny model (two adapters in a batch, rank up to 8), yield it when it serves, kill it at the end."""
+    """Start a server for a tiny model (two adapters in a batch, rank up to 8), yield it when it serves, kill
+    it at the end.
+    """
     with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
         spec = EngineSpec(
             name="vllm-test",
@@ -131,7 +136,10 @@ def write_random_adapter(
     scale: float = 0.5,
     target_modules: Sequence[str] = TARGET_MODULES,
 ) -> Path:
-    """A PEFT folder with Gaussian A and B (B is not zero), alpha = 2 * rank; `scale` is the update's size relative to random weights'."""
+    """A PEFT folder with Gaussian A and B (B is not zero), alpha = 2 * rank.
+
+    `scale` is the update's size relative to random weights'.
+    """
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in sorted(load_file(model_path / "model.safetensors").items()):
@@ -155,7 +163,9 @@ def write_random_adapter(
 def _random_pair(
     module: str, shape: Sequence[int], rank: int, scale: float, generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
-    """PEFT's two tensors of one layer; an embedding's weight is [vocabulary, hidden], and its A is looked up by token."""
+    """PEFT's two tensors of one layer; an embedding's weight is [vocabulary, hidden], and its A is looked up
+    by token.
+    """
     embedding = module.endswith("embed_tokens")
     outputs, inputs = reversed(shape) if embedding else shape
     a = torch.randn(rank, inputs, generator=generator) / (1.0 if embedding else inputs**0.5)

@@ -1,4 +1,6 @@
-"""Tiny random models made on the fly: the real architectures of transformers with hidden size 64, no network needed."""
+"""Tiny random models made on the fly: the real architectures of transformers with hidden size 64, no network
+needed.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,19 @@ VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 """One token a byte (ids 0 to 255), then the special tokens."""
 EOS_TOKEN = "<|im_end|>"
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
 def make_tiny_model(folder: Path, family: str = "llama", seed: int = 0) -> Path:
-    """A random float32 model of `family` (see FAMILIES) with its tokenizer, saved in `folder`, which is returned.
+    """A random float32 model of `family` (see FAMILIES) with its tokenizer, saved in `folder`, which is
+    returned.
 
-    Two layers, hidden size 64, two heads of 32 (the smallest that vLLM's CPU attention takes), one KV head. The weights are
-    larger than usual (std 0.1), so that the distributions differ clearly from uniform and from prompt to prompt.
+    Two layers, hidden size 64, two heads of 32 (the smallest that vLLM's CPU attention takes), one KV head.
+    The weights are larger than usual (std 0.1), so that the distributions differ clearly from uniform and
+    from prompt to prompt.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -65,7 +70,9 @@ def tiny_config(family: str) -> Any:
 
 
 def tiny_tokenizer() -> Any:
-    """A tokenizer with one token a byte and a ChatML chat template; every text encodes and decodes without loss."""
+    """A tokenizer with one token a byte and a ChatML chat template; every text encodes and decodes without
+    loss.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,6 @@
-"""Sampling one step ahead on real parts: two versions in one vLLM at a time, an interruption that changes no version."""
+"""Sampling one step ahead on real parts: two versions in one vLLM at a time, an interruption that changes no
+version.
+"""
 
 from __future__ import annotations
 

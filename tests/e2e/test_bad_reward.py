@@ -1,4 +1,6 @@
-"""A reward that is no number, through the whole program: the step is not learned from, kept, and stopped at or skipped as configured."""
+"""A reward that is no number, through the whole program: the step is not learned from, kept, and stopped at
+or skipped as configured.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,8 @@ def test_a_run_stops_at_a_nan_reward_and_goes_on_without_the_step(
     )
     assert stopped.returncode == 1, stopped.stderr
     assert (
-        f"Step 2 went bad: the reward of trajectory 0 of group 1 (prompt {bad}) is nan. The update was not applied"
-        in stopped.stderr
+        f"Step 2 went bad: the reward of trajectory 0 of group 1 (prompt {bad}) is nan. "
+        "The update was not applied" in stopped.stderr
     )
     assert "Traceback" not in stopped.stderr
     assert (run.rejected_steps / "step-000002" / "rollouts.parquet").read_bytes() == run.rollout_path(

@@ -1,7 +1,8 @@
-"""`python -m tests.faults.writers MODEL`: a process that runs one of skylite's own writers a line of stdin, each in a fork of its own.
+"""`python -m tests.faults.writers MODEL`: a process that runs one of skylite's own writers a line of stdin,
+each in a fork of its own.
 
-In: {"writer": name, "folder": path}. Out: {"code": exit code as of the command line, "said": message, "kind": exception class}.
-The fork is what dies or fails; torch is imported once.
+In: {"writer": name, "folder": path}. Out: {"code": exit code as of the command line, "said": message, "kind":
+exception class}. The fork is what dies or fails; torch is imported once.
 """
 
 from __future__ import annotations
@@ -73,8 +74,14 @@ def groups(version: int) -> list[Group]:
 
 
 def results(version: int) -> EvalResult:
-    return EvalResult(model=f"m{version}", temperature=0.0, accuracy=accuracy_of([[1.0, 0.0]]), completion_tokens_mean=1.0,
-                      truncated_frac=0.0, groups=groups(version))  # fmt: skip
+    return EvalResult(
+        model=f"m{version}",
+        temperature=0.0,
+        accuracy=accuracy_of([[1.0, 0.0]]),
+        completion_tokens_mean=1.0,
+        truncated_frac=0.0,
+        groups=groups(version),
+    )
 
 
 def rows(folder: Path, version: int) -> Path:
@@ -93,8 +100,15 @@ def writers(policy: Policy, optimizer: FlatAdamW, model: Path) -> dict[str, Call
 
     def plan(folder: Path) -> RunPlan:
         prompt = groups(0)[0].prompt
-        return RunPlan(run=RunDir(folder / "run"), config=settings(), resolved=resolved(model, model.parent / "sync"), train=[prompt],
-                       held_out=[], rewards=("math",), first_step=1)  # fmt: skip
+        return RunPlan(
+            run=RunDir(folder / "run"),
+            config=settings(),
+            resolved=resolved(model, model.parent / "sync"),
+            train=[prompt],
+            held_out=[],
+            rewards=("math",),
+            first_step=1,
+        )
 
     def status(folder: Path, v: int) -> None:
         write_status(
@@ -126,7 +140,10 @@ def writers(policy: Policy, optimizer: FlatAdamW, model: Path) -> dict[str, Call
 
 
 def small_writers(model: Path) -> dict[str, Callable[[Path, int], Any]]:
-    """The same, of what needs no policy. Version 1 is where the inputs of version 2 are laid ready, while nothing fails yet."""
+    """The same, of what needs no policy.
+
+    Version 1 is where the inputs of version 2 are laid ready, while nothing fails yet.
+    """
 
     def bad_inputs(folder: Path, v: int) -> None:
         run = RunDir(folder)

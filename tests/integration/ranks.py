@@ -1,4 +1,6 @@
-"""`torchrun -m tests.integration.ranks MODEL OUT`: the gradient of every algorithm on these ranks, into OUT (rank 0 writes)."""
+"""`torchrun -m tests.integration.ranks MODEL OUT`: the gradient of every algorithm on these ranks, into OUT
+(rank 0 writes).
+"""
 
 from __future__ import annotations
 

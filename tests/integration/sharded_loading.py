@@ -1,4 +1,6 @@
-"""`torchrun -m tests.integration.sharded_loading OUT MODEL...`: what two ranks hold of each model, and the logprobs they compute."""
+"""`torchrun -m tests.integration.sharded_loading OUT MODEL...`: what two ranks hold of each model, and the
+logprobs they compute.
+"""
 
 from __future__ import annotations
 

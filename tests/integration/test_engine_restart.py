@@ -1,4 +1,6 @@
-"""An engine that dies or hangs restarts with its adapters, and waiting requests get their answers (fake vLLM in tests/fakes)."""
+"""An engine that dies or hangs restarts with its adapters, and waiting requests get their answers (fake vLLM
+in tests/fakes).
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ import os, subprocess, sys, time
 # One grandchild in our session, one in a session of its own, and one that its parent leaves behind at once.
 sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 pids = [os.getpid(), subprocess.Popen(sleep).pid, subprocess.Popen(sleep, start_new_session=True).pid]
-orphan = "import os,subprocess,sys; print(subprocess.Popen(sys.argv[1:], stdout=-3, start_new_session=True).pid)"
+orphan = "import subprocess,sys; print(subprocess.Popen(sys.argv[1:], stdout=-3, start_new_session=True).pid)"
 pids.append(int(subprocess.run([sys.executable, "-S", "-c", orphan, *sleep], stdout=-1, text=True).stdout))
 open(sys.argv[1] + ".tmp", "w").write(" ".join(map(str, pids)))
 os.rename(sys.argv[1] + ".tmp", sys.argv[1])
@@ -31,9 +31,11 @@ time.sleep(600)
 """
 RANKS = """
 import os, subprocess, sys, time
-# As vLLM's core: a child in our group. As torchrun's rank: one in a session of its own that has the kernel watch us.
+# As vLLM's core: a child in our group. As torchrun's rank: one in a session of its own that has the kernel
+# watch us.
 sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
-rank = "import os, time; from skylite.processes.parent_death import *; die_with_parent(int(os.environ[COMMAND_PID])); "
+rank = "import os, time; from skylite.processes.parent_death import *; "
+rank += "die_with_parent(int(os.environ[COMMAND_PID])); "
 rank += "print(1, flush=True); time.sleep(600)"
 last = subprocess.Popen([sys.executable, "-c", rank], start_new_session=True, stdout=-1)
 last.stdout.readline()
@@ -125,7 +127,8 @@ def test_a_parent_that_is_killed_with_forked_workers_alive_still_takes_the_tree(
     """A forked worker inherits our descriptors; the reaper's pipe must not be among them."""
     fork_first = PARENT.replace(
         "time.sleep(600)",
-        "import os\nworker = os.fork()\nworker and (folder / 'worker').write_text(str(worker))\ntime.sleep(600)",
+        "import os\nworker = os.fork()\n"
+        "worker and (folder / 'worker').write_text(str(worker))\ntime.sleep(600)",
     )
     parent = subprocess.Popen([sys.executable, "-c", fork_first, str(tmp_path), TREE])
     pids = tree_pids(tmp_path)
@@ -140,7 +143,9 @@ def test_a_parent_that_is_killed_with_forked_workers_alive_still_takes_the_tree(
 
 @pytest.mark.parametrize("deaths", ["reaper parent", "parent reaper", "stopped-reaper parent"])
 def test_a_guard_that_cannot_act_when_the_parent_dies_is_not_needed(tmp_path: Path, deaths: str) -> None:
-    """Both killed in one instant, or the reaper stopped before: the kernel ends the command's group, and that the ranks."""
+    """Both killed in one instant, or the reaper stopped before: the kernel ends the command's group, and that
+    the ranks.
+    """
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), RANKS])
     pids = tree_pids(tmp_path)
     processes = {"parent": parent.pid, "reaper": int((tmp_path / "reaper").read_text())}
@@ -232,8 +237,12 @@ def test_sigterm_reaches_the_command_which_may_end_in_order(tmp_path: Path) -> N
 def test_an_end_in_order_is_no_death(tmp_path: Path) -> None:
     def trainer(flag: Path) -> ProcessSpec:
         return ProcessSpec(
-            name="trainer", argv=[sys.executable, "-c", "pass"], env={}, log_path=tmp_path / "t.log", is_done=flag.exists
-        )  # fmt: skip
+            name="trainer",
+            argv=[sys.executable, "-c", "pass"],
+            env={},
+            log_path=tmp_path / "t.log",
+            is_done=flag.exists,
+        )
 
     async def run(flag: Path) -> None:
         async with Supervisor() as supervisor:

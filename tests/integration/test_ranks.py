@@ -1,4 +1,6 @@
-"""Every algorithm on one and on two torchrun ranks: the same gradients and metrics, and those of the plain reference."""
+"""Every algorithm on one and on two torchrun ranks: the same gradients and metrics, and those of the plain
+reference.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A run that was killed and goes on, under real torchrun: bit for bit on the ranks it had, up to rounding on others."""
+"""A run that was killed and goes on, under real torchrun: bit for bit on the ranks it had, up to rounding on
+others.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def straight(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> RunD
 
 
 def go_on(run: RunDir, num_ranks: int, at: int | None = None) -> int:
-    """What the parent does before it starts the trainer again, then the trainer to its end; the step it began after."""
+    """What the parent does before it starts the trainer again, then the trainer to its end; the step it began
+    after.
+    """
     done = choose_checkpoint(run, at)
     remove_after(run, run.default_adapters, done, reuse_rollouts=True)
     finish(run, num_ranks, resume=True)

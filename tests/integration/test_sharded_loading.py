@@ -1,4 +1,6 @@
-"""Two ranks read their own shards of a base from its files: the same model as a lone rank's, and nobody holds it whole."""
+"""Two ranks read their own shards of a base from its files: the same model as a lone rank's, and nobody holds
+it whole.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Real signals to a run of which only the trainer is a synthetic: whatever is under way, the end comes in stop.grace_s."""
+"""Real signals to a run of which only the trainer is a synthetic: whatever is under way, the end comes in
+stop.grace_s.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ DEAF = f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{IGNORES}"
 def stopped(
     root: Path, mode: str, trainer: str, step_s: float, signals: tuple[float, ...]
 ) -> tuple[float, int]:
-    """Seconds from the first signal to the end of everything, and the last step recorded, of a run whose second step is under way.
+    """Seconds from the first signal to the end of everything, and the last step recorded, of a run whose
+    second step is under way.
 
     `signals`: seconds after the start of the step, each SIGTERM.
     """
@@ -40,9 +43,14 @@ def stopped(
         folder.mkdir()
     run.trainer_step_path(0).touch()
     plan = RunPlan(
-        run=run, config=TrainConfig.model_validate({"stop": {"mode": mode, "grace_s": GRACE_S}}), resolved=resolved(root, root),
-        train=[], held_out=[], rewards=("gsm8k",), first_step=1,
-    )  # fmt: skip
+        run=run,
+        config=TrainConfig.model_validate({"stop": {"mode": mode, "grace_s": GRACE_S}}),
+        resolved=resolved(root, root),
+        train=[],
+        held_out=[],
+        rewards=("gsm8k",),
+        first_step=1,
+    )
     return asyncio.run(_stopped(plan, trainer, step_s, signals))
 
 

@@ -1,4 +1,4 @@
-"""The trainer under real torchrun (gloo): one and two ranks, a stop request, a rank that fails or is killed."""
+"""The trainer under real torchrun (gloo): ranks, a stop request, a rank that fails or is killed."""
 
 from __future__ import annotations
 
@@ -174,7 +174,9 @@ worker.main()
 def test_an_error_nobody_foresaw_ends_all_ranks_at_once_and_its_last_line_is_the_reason(
     tmp_path: Path,
 ) -> None:
-    """Rank 0 waits for rank 1 in a collective; its complaint about the lost peer comes second and must not hide the reason."""
+    """Rank 0 waits for rank 1 in a collective; its complaint about the lost peer comes second and must not
+    hide the reason.
+    """
     run = RunDir(tmp_path)
     (tmp_path / "work.py").write_text(UNFORESEEN)
     run.rendezvous.mkdir()
@@ -182,8 +184,12 @@ def test_an_error_nobody_foresaw_ends_all_ranks_at_once_and_its_last_line_is_the
     started = time.monotonic()
     done = subprocess.run(
         [*command[: command.index("-m", 2)], str(tmp_path / "work.py"), str(tmp_path)],
-        env={**os.environ, **trainer_env(1)}, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
-    )  # fmt: skip
+        env={**os.environ, **trainer_env(1)},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
     assert done.returncode == 1
     assert time.monotonic() - started < 60
     assert "print(1 / 0)" in done.stderr, "the rank's own traceback is in the log"

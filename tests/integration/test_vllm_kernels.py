@@ -1,4 +1,6 @@
-"""vLLM's norms by its own kernels: the same numbers as by torch's operations, wherever the kernels may be used."""
+"""vLLM's norms by its own kernels: the same numbers as by torch's operations, wherever the kernels may be
+used.
+"""
 
 from __future__ import annotations
 

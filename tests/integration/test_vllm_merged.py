@@ -1,4 +1,4 @@
-"""Merged weights inside vLLM's LoRA layers: when they are used, and that they are never an older adapter's."""
+"""Merged weights inside vLLM's LoRA layers: when vLLM uses them, and never an older adapter's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every write of skylite's, failed at every call it makes, by a file system layer under the real process (tests/faults)."""
+"""Every write of skylite's, failed at every call it makes, by a file system layer under the real process
+(tests/faults).
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,30 @@ from skylite.run.files import TEMPORARY_MARK
 from tests.faults.layer import ALL, FAULTS, OPEN, RENAME, SHORT, WRITE, Fault, Layer
 
 WRITERS = (
-    "bad inputs", "canary", "checkpoint", "clean-up", "config", "conversion", "eval", "events", "forget", "lock", "metrics", "micro-batch",
-    "model in memory", "named reward", "prepare", "publish", "rollouts", "score", "status", "stop", "trainer error", "update", "warm start",
-)  # fmt: skip
+    "bad inputs",
+    "canary",
+    "checkpoint",
+    "clean-up",
+    "config",
+    "conversion",
+    "eval",
+    "events",
+    "forget",
+    "lock",
+    "metrics",
+    "micro-batch",
+    "model in memory",
+    "named reward",
+    "prepare",
+    "publish",
+    "rollouts",
+    "score",
+    "status",
+    "stop",
+    "trainer error",
+    "update",
+    "warm start",
+)
 SILENT = ("named reward", "trainer error")
 """What these could not write is asked for again, or stands in the log too, so they do not end anything."""
 MAKES = {
@@ -81,7 +104,9 @@ def writers(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Itera
 
 
 def visible(folder: Path) -> dict[str, str]:
-    """Path to sha256 of every file under a final name; a folder on the way counts as soon as it is there, an empty one not."""
+    """Path to sha256 of every file under a final name; a folder on the way counts as soon as it is there, an
+    empty one not.
+    """
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != ".skylite.lock")
     kept = [p for p in files if not any(TEMPORARY_MARK in part for part in p.relative_to(folder).parts)]
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in kept}

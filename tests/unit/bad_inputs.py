@@ -1,4 +1,6 @@
-"""Generated damage: to the bytes of a file, to the tree of a JSON document; and skylite's command line called in this process."""
+"""Generated damage: to the bytes of a file, to the tree of a JSON document; and skylite's command line called
+in this process.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,37 @@ from hypothesis import strategies as st
 from skylite.cli import main
 
 ODD_VALUES: list[Any] = [
-    None, True, False, 0, -1, 1, 10**30, -(10**30), 0.5, float("nan"), float("inf"), -1e308, "", " ", "x", "\x00", "../..", "/dev/null",
-    "\ud800", "none", "a" * 5000, [], [None], [[]], [1, "x"], {}, {"": None}, {"x": {"x": {}}}, "FILE.py:function", "1e400",
-]  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    10**30,
+    -(10**30),
+    0.5,
+    float("nan"),
+    float("inf"),
+    -1e308,
+    "",
+    " ",
+    "x",
+    "\x00",
+    "../..",
+    "/dev/null",
+    "\ud800",
+    "none",
+    "a" * 5000,
+    [],
+    [None],
+    [[]],
+    [1, "x"],
+    {},
+    {"": None},
+    {"x": {"x": {}}},
+    "FILE.py:function",
+    "1e400",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +89,9 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
 
 @st.composite
 def damaged_bytes(draw: st.DrawFn, whole: bytes) -> bytes:
-    """Cut short, with bytes changed, cut out, doubled or put in, or something else altogether; never `whole` itself."""
+    """Cut short, with bytes changed, cut out, doubled or put in, or something else altogether; never `whole`
+    itself.
+    """
     kind = draw(st.sampled_from(["cut", "flip", "remove", "insert", "double", "other", "zeros"]))
     at = draw(st.integers(0, max(0, len(whole) - 1)))
     length = draw(st.integers(1, 64))

@@ -89,7 +89,9 @@ def shape_id(shape: tuple[int, int, int, torch.dtype]) -> str:
 
 
 def make_case(batch: int, tokens: int, seed: int, dtype: torch.dtype) -> Case:
-    """Ratios far on both sides of every bound, completions of every length from one token on, a group of equal rewards."""
+    """Ratios far on both sides of every bound, completions of every length from one token on, a group of
+    equal rewards.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -117,7 +119,9 @@ def make_case(batch: int, tokens: int, seed: int, dtype: torch.dtype) -> Case:
 
 
 def assert_same(mine: Tensor, theirs: Tensor) -> None:
-    """Equal to TOLERANCE, relative to the largest entry of theirs: a small entry is a difference of large ones."""
+    """Equal to TOLERANCE, relative to the largest entry of theirs: a small entry is a difference of large
+    ones.
+    """
     assert mine.shape == theirs.shape
     assert mine.isfinite().all()
     assert (mine - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
@@ -210,9 +214,12 @@ def chosen_by_cov(micro: MicroBatch, targets: Targets, policy: Tensor, config: T
     if algorithm.policy_loss == "kl_cov":
         return kl_cov_selection(cov, algorithm.cov_frac)
     x = LossInputs(
-        policy_logprobs=policy, old_logprobs=targets.known.old_logprobs, advantages=targets.advantages,
-        segments=micro.tokens.segments, num_segments=micro.tokens.num_segments,
-    )  # fmt: skip
+        policy_logprobs=policy,
+        old_logprobs=targets.known.old_logprobs,
+        advantages=targets.advantages,
+        segments=micro.tokens.segments,
+        num_segments=micro.tokens.num_segments,
+    )
     bounds = algorithm.clip_cov_low, algorithm.clip_cov_high
     return clip_cov_selection(
         cov, is_clipped(x, algorithm), algorithm.cov_frac, *bounds, torch.Generator().manual_seed(0)
@@ -231,8 +238,12 @@ def samples_of(case: Case) -> list[Row]:
     )
     return [
         Row(
-            group=group, prompt_token_ids=[5], completion_token_ids=[1000 + n] * length, rollout_logprobs=logprobs[keep].tolist(),
-            reward=reward, truncated=length % 2 == 1,
+            group=group,
+            prompt_token_ids=[5],
+            completion_token_ids=[1000 + n] * length,
+            rollout_logprobs=logprobs[keep].tolist(),
+            reward=reward,
+            truncated=length % 2 == 1,
         )
         for n, (group, length, reward, logprobs, keep) in enumerate(rows)
-    ]  # fmt: skip
+    ]

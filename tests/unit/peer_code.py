@@ -1,8 +1,10 @@
-"""Implementations that we did not write, as they were published: TRL, verl and SkyRL. Development dependencies (Makefile, pyproject.toml).
+"""Implementations that we did not write, as they were published: TRL, verl and SkyRL. Development
+dependencies (Makefile, pyproject.toml).
 
-TRL is an ordinary package. verl and SkyRL would drag in Ray, other versions of what we use and much more, so `make setup` puts their
-wheels alone into the folder `peers` of the environment, where nothing else finds them. Their files of formulas are run unchanged;
-the packages they import for transport, configuration and logging are replaced by names without content while they load.
+TRL is an ordinary package. verl and SkyRL would drag in Ray, other versions of what we use and much more, so
+`make setup` puts their wheels alone into the folder `peers` of the environment, where nothing else finds
+them. Their files of formulas are run unchanged; the packages they import for transport, configuration and
+logging are replaced by names without content while they load.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def load_trl() -> SimpleNamespace:
     from trl import import_utils
 
     with pytest.MonkeyPatch.context() as patch:
-        # TRL imports vLLM where it finds it, which takes as long as all these tests and has no part in the formulas.
+        # TRL imports vLLM where it finds it, which takes as long as all these tests and has no part in the
+        # formulas.
         patch.setattr(import_utils, "is_vllm_available", lambda *_, **__: False)
         trainer = importlib.import_module("trl.trainer.grpo_trainer")
         rewards = importlib.import_module("trl.rewards")
@@ -99,13 +102,16 @@ def _require(name: str, path: list[str]) -> None:
     if VERSIONS[name] not in found:
         where = path[0] if path else sys.prefix
         pytest.fail(
-            f"{name} {VERSIONS[name]} is not installed in {where}, and the formulas are compared with it; run `make setup`."
+            f"{name} {VERSIONS[name]} is not installed in {where}, and the tests compare formulas with it; "
+            "run `make setup`."
         )
 
 
 @contextmanager
 def _only_while_loading(bare: list[str], fakes: dict[str, dict[str, Any]]) -> Iterator[None]:
-    """Packages of PEERS whose __init__ is not run (`bare`), and modules with given names alone; afterwards sys.modules is as before."""
+    """Packages of PEERS whose __init__ is not run (`bare`), and modules with given names alone; afterwards
+    sys.modules is as before.
+    """
     before = dict(sys.modules)
     packages = {name.partition(".")[0] for name in [*bare, *fakes]}
     for name in [n for n in sys.modules if n.partition(".")[0] in packages]:

@@ -1,4 +1,6 @@
-"""`skylite adapters`: damaged adapters are named, what is there is listed, what the rules do not keep goes and the rest stays."""
+"""`skylite adapters`: damaged adapters are named, what is there is listed, what the rules do not keep goes
+and the rest stays.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,19 @@ def run(tmp_path: Path) -> RunDir:
         weights = folder / "adapter_model.safetensors"
         weights.write_bytes(b"weights %d" % version)
         manifest = Manifest(
-            version=version, step=version, parent=None, weights_sha256=sha256_file(weights), weights_bytes=9, base_model="b",
-            base_fingerprint="f", rank=4, alpha=8.0, dtype="float32", target_modules=["q_proj"],
+            version=version,
+            step=version,
+            parent=None,
+            weights_sha256=sha256_file(weights),
+            weights_bytes=9,
+            base_model="b",
+            base_fingerprint="f",
+            rank=4,
+            alpha=8.0,
+            dtype="float32",
+            target_modules=["q_proj"],
             canary=Canary(sequences=[[1, 2]], policy_logprobs=[[-1.0]], base_logprobs=[[-1.0]]),
-        )  # fmt: skip
+        )
         (folder / "manifest.json").write_text(manifest.model_dump_json())
     for step in (2, 4, 6):
         run.checkpoint_path(step).mkdir()

@@ -1,4 +1,6 @@
-"""A step whose numbers go bad leaves the optimizers as they were, is named in words, and keeps what it learned from."""
+"""A step whose numbers go bad leaves the optimizers as they were, is named in words, and keeps what it
+learned from.
+"""
 
 from __future__ import annotations
 

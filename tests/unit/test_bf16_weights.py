@@ -1,4 +1,6 @@
-"""Frozen matrices held in bfloat16: the very numbers of float32, half the bytes, and only where every value fits."""
+"""Frozen matrices held in bfloat16: the very numbers of float32, half the bytes, and only where every value
+fits.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""PPO: the critic on the policy's own base, against a plain model of its own; what it costs; what a checkpoint keeps of it."""
+"""PPO: the critic on the policy's own base, against a plain model of its own; what it costs; what a
+checkpoint keeps of it.
+"""
 
 from __future__ import annotations
 
@@ -150,7 +152,9 @@ def test_a_critic_costs_an_adapter_and_not_a_model(tiny_llama: Path, dist: Dist)
 
 
 def test_values_start_at_zero_and_learn_the_return(tiny_llama: Path, dist: Dist) -> None:
-    """The reward depends on the prompt alone, so that every group is equal (nothing to compare) and every value can be known."""
+    """The reward depends on the prompt alone, so that every group is equal (nothing to compare) and every
+    value can be known.
+    """
     config = settings(algorithm={"name": "ppo"}, critic={"lr": 1e-2, "clip": 10.0}, num_steps=40)
     samples = [replace(s, reward=float(s.group % 2)) for s in SAMPLES]
     policy = load_policy(resolved(tiny_llama, tiny_llama), config, dist)

@@ -15,9 +15,18 @@ from skylite.types import Prompt
 from tests.unit.data_cases import prompt
 
 INFO = PromptFileInfo(
-    dataset="t", source_kind="file", source="t.jsonl", source_sha256="0" * 64, count=2, seed=3, split="train", reward="gsm8k",
-    system="Be brief.", few_shot=[{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "#### 2"}], limit=2,
-)  # fmt: skip
+    dataset="t",
+    source_kind="file",
+    source="t.jsonl",
+    source_sha256="0" * 64,
+    count=2,
+    seed=3,
+    split="train",
+    reward="gsm8k",
+    system="Be brief.",
+    few_shot=[{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "#### 2"}],
+    limit=2,
+)
 PROMPTS = [prompt(id="t/0", difficulty=1, extra={"k": [1, None, "\u00e9"]}), prompt(id="t/1", difficulty=2)]
 
 

@@ -1,4 +1,6 @@
-"""The client against a real server on a Unix socket that misbehaves: every bad reply is one clear error, in bounded time."""
+"""The client against a real server on a Unix socket that misbehaves: every bad reply is one clear error, in
+bounded time.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""All engines or none: the order of load, verification and unload, and what is left after a failure, on recorded events."""
+"""All engines or none: the order of load, verification and unload, and what is left after a failure, on
+recorded events.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ POLICY, BASE = [-1.0, -2.0], [-1.5, -2.5]
 
 
 class RecordingEngine:
-    """Answers the canary of whatever was loaded; refuses the loads it is told to; writes down what it was asked."""
+    """Answers the canary of whatever was loaded; refuses the loads it is told to; writes down what it was
+    asked.
+    """
 
     def __init__(
         self, name: str, events: list[str], refuse: int = 0, answers: Sequence[float] = POLICY
@@ -47,10 +51,19 @@ def publish(folder: Path, version: int) -> AdapterVersion:
     adapter.path.mkdir()
     adapter.weights_path.write_bytes(b"weights %d" % version)
     manifest = Manifest(
-        version=version, step=version, parent=version - 1 if version else None, weights_sha256=sha256_file(adapter.weights_path),
-        weights_bytes=adapter.weights_path.stat().st_size, base_model="m", base_fingerprint="f", rank=8, alpha=8.0, dtype="float32",
-        target_modules=["q_proj"], canary=Canary(sequences=[[1, 2, 3]], policy_logprobs=[POLICY], base_logprobs=[BASE]),
-    )  # fmt: skip
+        version=version,
+        step=version,
+        parent=version - 1 if version else None,
+        weights_sha256=sha256_file(adapter.weights_path),
+        weights_bytes=adapter.weights_path.stat().st_size,
+        base_model="m",
+        base_fingerprint="f",
+        rank=8,
+        alpha=8.0,
+        dtype="float32",
+        target_modules=["q_proj"],
+        canary=Canary(sequences=[[1, 2, 3]], policy_logprobs=[POLICY], base_logprobs=[BASE]),
+    )
     adapter.manifest_path.write_text(manifest.model_dump_json())
     return adapter
 

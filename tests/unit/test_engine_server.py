@@ -64,7 +64,7 @@ def test_gpu_server_gets_no_cpu_settings() -> None:
 
 
 def test_only_where_vllm_compiles_nothing_are_its_own_kernels_asked_for() -> None:
-    """With adapters on a CPU; a base model alone is compiled, and the kernels would cut its graph in pieces."""
+    """With adapters on a CPU. A base model alone is compiled, and the kernels would split its graph."""
     command = engine_command(SPEC)
     assert json.loads(command[command.index("--compilation-config") + 1]) == {
         "custom_ops": ["none", "+rms_norm", "+rotary_embedding"]

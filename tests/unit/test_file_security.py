@@ -32,7 +32,9 @@ def reward(prompt, completion):
 
 @pytest.fixture
 def given(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with prepared data whose reward is a program, as it came from another machine: nothing was named on this one."""
+    """A working folder with prepared data whose reward is a program, as it came from another machine: nothing
+    was named on this one.
+    """
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text("".join(json.dumps({"q": f"say {i}", "a": "x"}) + "\n" for i in range(9)))
     Path("reward.py").write_text(PROGRAM.format(ran=str(tmp_path / "ran")))
@@ -57,8 +59,21 @@ def given(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def train(given: Path, tiny_llama: Path, *more: str) -> list[str]:
-    return ["train", "--recipe", "gsm8k_cpu", "--data", "data", "--set", "data.difficulty=[]", "--model", str(tiny_llama), "--run", "r",
-            "--dry-run", *more]  # fmt: skip
+    return [
+        "train",
+        "--recipe",
+        "gsm8k_cpu",
+        "--data",
+        "data",
+        "--set",
+        "data.difficulty=[]",
+        "--model",
+        str(tiny_llama),
+        "--run",
+        "r",
+        "--dry-run",
+        *more,
+    ]
 
 
 def test_a_reward_program_that_only_the_data_names_does_not_run(given: Path, tiny_llama: Path) -> None:
@@ -109,8 +124,11 @@ def test_an_algorithm_that_only_a_run_names_does_not_run(
         f"from pathlib import Path\nPath({str(given / 'ran')!r}).touch()\ndef f(a, b): ..."
     )
     named = f"algorithm.{setting}={given / 'own.py'}:f"
-    config = load_config(None, {"num_steps": 1, "model.name": str(tiny_llama), "data.path": "data"}, [
-        named, f"reward.functions=['{given / 'reward.py'}:reward']"])  # fmt: skip
+    config = load_config(
+        None,
+        {"num_steps": 1, "model.name": str(tiny_llama), "data.path": "data"},
+        [named, f"reward.functions=['{given / 'reward.py'}:reward']"],
+    )
     write_run(plan_run(config, RunDir(given / "run")))
     (given / "ran").unlink()  # the reward ran
     monkeypatch.setenv("XDG_STATE_HOME", str(given / "their-home"))

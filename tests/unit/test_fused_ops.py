@@ -1,4 +1,6 @@
-"""Norms and gated MLPs that keep their inputs alone: transformers' own numbers, gradients by differences, and what is kept."""
+"""Norms and gated MLPs that keep their inputs alone: transformers' own numbers, gradients by differences, and
+what is kept.
+"""
 
 from __future__ import annotations
 

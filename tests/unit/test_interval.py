@@ -6,7 +6,8 @@ from skylite.evaluation.confidence_interval import accuracy_of, clustered, wilso
 
 
 def test_wilson_matches_a_worked_example() -> None:
-    # p = 0.8, n = 10: centre (0.8 + 0.19207) / 1.38415 = 0.71674, half 1.96 / 1.38415 * sqrt(0.016 + 0.009604) = 0.22659
+    # p = 0.8, n = 10: centre (0.8 + 0.19207) / 1.38415 = 0.71674, half 1.96 / 1.38415 * sqrt(0.016 +
+    # 0.009604) = 0.22659
     result = wilson(8, 10)
     assert (result.low, result.high) == pytest.approx((0.4902, 0.9433), abs=2e-4)
 

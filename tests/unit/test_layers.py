@@ -108,7 +108,8 @@ def test_algorithms_are_pure_tensors(name: str) -> None:
 
 
 def test_help_loads_no_heavy_module() -> None:
-    code = "import sys, skylite.cli; print(sorted(set(sys.modules) & {'torch', 'transformers', 'pyarrow', 'httpx', 'pydantic'}))"
+    heavy = {"torch", "transformers", "pyarrow", "httpx", "pydantic"}
+    code = f"import sys, skylite.cli; print(sorted(set(sys.modules) & {heavy}))"
     assert (
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True

@@ -1,4 +1,6 @@
-"""The base in shards: each rank's rows and no others, where they belong; and offloaded shards compute what the whole base does."""
+"""The base in shards: each rank's rows and no others, where they belong; and offloaded shards compute what
+the whole base does.
+"""
 
 from __future__ import annotations
 
@@ -99,9 +101,14 @@ def test_files_that_are_not_the_parameters_are_read_whole_and_then_offloaded(
     tmp_path: Path, dist: Dist
 ) -> None:
     config = MixtralConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
         num_local_experts=2,
-    )  # fmt: skip
+    )
     plain = MixtralForCausalLM(config).eval()
     plain.save_pretrained(tmp_path)
     base, how = load_base(str(tmp_path), torch.float32, dist, offload=True)

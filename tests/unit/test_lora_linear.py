@@ -1,4 +1,7 @@
-"""The LoRA linear layer of one operation: the numbers of PEFT's own, gradients included; PEFT's path where something else is asked."""
+"""The LoRA linear layer of one operation: the numbers of PEFT's own, gradients included.
+
+PEFT's path where something else is asked.
+"""
 
 from __future__ import annotations
 

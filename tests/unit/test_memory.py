@@ -1,4 +1,6 @@
-"""The largest micro-batch that fits: the line through two passes, and passes of a tiny model as they are measured."""
+"""The largest micro-batch that fits: the line through two passes, and passes of a tiny model as they are
+measured.
+"""
 
 from __future__ import annotations
 

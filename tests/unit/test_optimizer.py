@@ -53,7 +53,8 @@ def test_lora_plus_gives_b_its_own_rate(tiny_llama: Path, dist: Dist) -> None:
     start = {n: p.detach().clone() for n, p in policy.lora.items()}
     metrics = train_rows(policy, optimizer_of(policy, config), random_samples(0), 1, config, dist)
     moved = {n: float((p.detach() - start[n]).abs().max()) for n, p in policy.lora.items()}
-    # The first step of AdamW moves a parameter by its rate, whatever the gradient: half the rate, in the first of two warmup steps.
+    # The first step of AdamW moves a parameter by its rate, whatever the gradient: half the rate, in the
+    # first of two warmup steps.
     assert all(
         m == pytest.approx(4e-3 if "lora_B" in n else 5e-4, rel=1e-3) for n, m in moved.items() if m > 0
     )

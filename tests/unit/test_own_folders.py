@@ -1,4 +1,6 @@
-"""A run that somebody else made says where its folders are; what is not the run's is neither written nor deleted."""
+"""A run that somebody else made says where its folders are; what is not the run's is neither written nor
+deleted.
+"""
 
 from __future__ import annotations
 

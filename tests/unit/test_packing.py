@@ -30,7 +30,9 @@ def loss_of(
     num_tokens: int = 1,
     **algorithm: float,
 ) -> tuple[float, float]:
-    """Loss and its derivative by the policy's logprob for one token whose old logprob is -1, in a batch of `num_tokens`."""
+    """Loss and its derivative by the policy's logprob for one token whose old logprob is -1, in a batch of
+    `num_tokens`.
+    """
     old, sequences = torch.tensor([-1.0]), torch.tensor([0])
     policy = (old + math.log(ratio)).requires_grad_()
     config = AlgorithmConfig(**algorithm)
@@ -107,7 +109,8 @@ def test_importance_weight_is_capped_and_can_be_off():
 
 
 def test_k3_kl_by_hand():
-    # policy 0.5, reference 0.25: 0.5 - log 0.5 - 1 = 0.1931; its derivative by the policy: 1 - ref / policy = 0.5
+    # policy 0.5, reference 0.25: 0.5 - log 0.5 - 1 = 0.1931; its derivative by the policy: 1 - ref / policy =
+    # 0.5
     policy = torch.tensor([0.5]).log().requires_grad_()
     kl = k3(policy, torch.tensor([0.25]).log())
     (slope,) = torch.autograd.grad(kl.sum(), policy)
@@ -149,7 +152,8 @@ def test_token_logprobs_and_entropy_equal_log_softmax_and_its_gradient(monkeypat
     "pack", [lambda p, c: pack_padded([p], [c], [0], CPU), lambda p, c: pack_tree([p], [c], [0], [0], CPU)]
 )
 def test_each_completion_token_is_predicted_by_the_token_before_it(pack):
-    # prompt [7, 8], completion [9, 10, 11]: the rows that predict are those of 8, 9 and 10; 11 is never an input.
+    # prompt [7, 8], completion [9, 10, 11]: the rows that predict are those of 8, 9 and 10; 11 is never an
+    # input.
     tokens = pack([7, 8], [9, 10, 11])
     assert tokens.inputs["input_ids"].tolist() == [[7, 8, 9, 10]]
     kept = tokens.inputs["logits_to_keep"][tokens.rows].tolist()
@@ -191,7 +195,9 @@ def test_learning_rate_schedules():
 def test_logprobs_out_of_hidden_states_equal_those_out_of_logits(
     softcap, chunk, through_entropy, monkeypatch
 ):
-    """Three gradients: through the logprobs alone (the entropy's taken as 0, or not taken at all), and through both."""
+    """Three gradients: through the logprobs alone (the entropy's taken as 0, or not taken at all), and
+    through both.
+    """
     torch.manual_seed(0)
     if chunk < 1 << 22:
         monkeypatch.setattr("skylite.model.chunked_logprobs.BLOCK_ROWS", chunk // 300)

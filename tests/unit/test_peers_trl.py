@@ -66,14 +66,27 @@ def trl_trainer(trl: SimpleNamespace, **settings: Any) -> Any:
     vars(model)["is_gradient_checkpointing"] = False
     vars(trainer).update(
         {
-            "model": model, "accelerator": OneProcess(), "args": SimpleNamespace(**args), "aux_loss_enabled": False,
-            "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "importance_sampling_level": "token", "beta": 0.0,
-            "epsilon_low": 0.2, "epsilon_high": 0.2, "use_vllm": False, "vllm_importance_sampling_correction": False,
-            "current_gradient_accumulation_steps": 1, "max_completion_length": MAX_TOKENS, "use_adaptive_entropy": False,
-            "entropy_coef": 0.0, "_entropy_bonus_enabled": False, "_metrics": {"train": defaultdict(list)},
+            "model": model,
+            "accelerator": OneProcess(),
+            "args": SimpleNamespace(**args),
+            "aux_loss_enabled": False,
+            "top_entropy_quantile": 1.0,
+            "off_policy_mask_threshold": None,
+            "importance_sampling_level": "token",
+            "beta": 0.0,
+            "epsilon_low": 0.2,
+            "epsilon_high": 0.2,
+            "use_vllm": False,
+            "vllm_importance_sampling_correction": False,
+            "current_gradient_accumulation_steps": 1,
+            "max_completion_length": MAX_TOKENS,
+            "use_adaptive_entropy": False,
+            "entropy_coef": 0.0,
+            "_entropy_bonus_enabled": False,
+            "_metrics": {"train": defaultdict(list)},
         }
         | settings
-    )  # fmt: skip
+    )
     return trainer
 
 
@@ -86,10 +99,16 @@ def trl_loss(
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (policy, entropies, None)
     ids = torch.zeros(case.mask.shape, dtype=torch.int64)
     inputs = {
-        "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1] + 1, "completion_ids": ids, "completion_mask": case.mask.long(),
-        "advantages": case.advantages, "old_per_token_logps": case.old, "ref_per_token_logps": case.ref,
-        "num_items_in_batch": case.mask.sum(), "importance_sampling_ratio": ratio,
-    }  # fmt: skip
+        "prompt_ids": ids[:, :1],
+        "prompt_mask": ids[:, :1] + 1,
+        "completion_ids": ids,
+        "completion_mask": case.mask.long(),
+        "advantages": case.advantages,
+        "old_per_token_logps": case.old,
+        "ref_per_token_logps": case.ref,
+        "num_items_in_batch": case.mask.sum(),
+        "importance_sampling_ratio": ratio,
+    }
     return result_of(trainer._compute_loss(trainer.model, inputs), policy, entropies), trainer._metrics[
         "train"
     ]
@@ -177,7 +196,8 @@ def test_trl_overlong_punishment(trl):
 
 
 def trl_step(trl: SimpleNamespace, case: Case, patch: pytest.MonkeyPatch, **settings: Any) -> dict[str, Any]:
-    """GRPOTrainer._generate_and_score_completions with our completions, logprobs and rewards: from rewards to what its loss is given.
+    """GRPOTrainer._generate_and_score_completions with our completions, logprobs and rewards: from rewards to
+    what its loss is given.
 
     Token ids: 0 pads, 1 ends; completions of odd length do not end.
     """
@@ -185,13 +205,31 @@ def trl_step(trl: SimpleNamespace, case: Case, patch: pytest.MonkeyPatch, **sett
     completions = [[7] * (n - 1) + [7 if n % 2 else 1] for n in case.lengths.tolist()]
     logprobs = [row[keep].tolist() for row, keep in zip(case.rollout, case.mask, strict=True)]
     trainer = trl_trainer(
-        trl, environment_factories=None, environments=None, tools=None, _tokenizer=SimpleNamespace(pad_token_id=0), eos_token_ids=[1],
-        pad_to_multiple_of=None, use_vllm=True, vllm_importance_sampling_correction=True, num_iterations=1, num_generations=GROUP,
-        args={"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "gradient_checkpointing_kwargs": None},
-        multi_objective_aggregation="sum_then_normalize", reward_weights=torch.ones(1), reward_func_names=["reward"],
-        _pending_extra_logs={}, _pending_metrics={}, _logs=defaultdict(list, {"rewards": defaultdict(list)}), log_multimodal=False,
+        trl,
+        environment_factories=None,
+        environments=None,
+        tools=None,
+        _tokenizer=SimpleNamespace(pad_token_id=0),
+        eos_token_ids=[1],
+        pad_to_multiple_of=None,
+        use_vllm=True,
+        vllm_importance_sampling_correction=True,
+        num_iterations=1,
+        num_generations=GROUP,
+        args={
+            "per_device_train_batch_size": 1,
+            "gradient_accumulation_steps": 1,
+            "gradient_checkpointing_kwargs": None,
+        },
+        multi_objective_aggregation="sum_then_normalize",
+        reward_weights=torch.ones(1),
+        reward_func_names=["reward"],
+        _pending_extra_logs={},
+        _pending_metrics={},
+        _logs=defaultdict(list, {"rewards": defaultdict(list)}),
+        log_multimodal=False,
         **settings,
-    )  # fmt: skip
+    )
     trainer._generate = lambda prompts: (
         [[5]] * len(prompts),
         completions,
@@ -215,9 +253,15 @@ def test_trl_importance_weights_in_the_loss(trl, case, monkeypatch, level, mode)
     low, cap = (0.5, 1.5) if level == "token" else (0.1, 3.0)
     floor = low if mode == "mask" else None
     inputs = trl_step(
-        trl, case, monkeypatch, mask_truncated_completions=False, scale_rewards="none", vllm_importance_sampling_mode=f"{level}_{mode}",
-        vllm_importance_sampling_clip_min=floor, vllm_importance_sampling_clip_max=cap,
-    )  # fmt: skip
+        trl,
+        case,
+        monkeypatch,
+        mask_truncated_completions=False,
+        scale_rewards="none",
+        vllm_importance_sampling_mode=f"{level}_{mode}",
+        vllm_importance_sampling_clip_min=floor,
+        vllm_importance_sampling_clip_max=cap,
+    )
     case = replace(case, advantages=inputs["advantages"])
     ratio = inputs["importance_sampling_ratio"]
     theirs, _ = trl_loss(
@@ -229,12 +273,20 @@ def test_trl_importance_weights_in_the_loss(trl, case, monkeypatch, level, mode)
 
 @pytest.mark.parametrize("mask_truncated", [False, True])
 def test_trl_from_rewards_to_gradients(trl, monkeypatch, mask_truncated):
-    """A whole step: groups, advantages, micro-batches, weights, loss; ours cut into several micro-batches, all in float32."""
+    """A whole step: groups, advantages, micro-batches, weights, loss; ours cut into several micro-batches,
+    all in float32.
+    """
     case = make_case(12, 33, 7, torch.float32)
     inputs = trl_step(
-        trl, case, monkeypatch, mask_truncated_completions=mask_truncated, scale_rewards="none",
-        vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_min=None, vllm_importance_sampling_clip_max=2.0,
-    )  # fmt: skip
+        trl,
+        case,
+        monkeypatch,
+        mask_truncated_completions=mask_truncated,
+        scale_rewards="none",
+        vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_min=None,
+        vllm_importance_sampling_clip_max=2.0,
+    )
     trainer = trl_trainer(trl, loss_type="dapo", use_vllm=True, vllm_importance_sampling_correction=True)
     leaf = case.policy.clone().requires_grad_()
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (leaf, case.entropies, None)

@@ -19,8 +19,18 @@ from tests.unit.data_cases import prompt
 @pytest.mark.skipif(choose_device() != "cpu", reason="it is about machines without a GPU")
 @pytest.mark.parametrize("trainer", [{"attention": "flex"}, {"offload": True}])
 def test_what_needs_a_gpu_is_refused_without_one(trainer: dict[str, Any], tmp_path: Path) -> None:
-    info = PromptFileInfo(dataset="t", source_kind="generated", source="t", source_sha256="0", count=1, seed=0, split="train",
-                          reward="math", system="", few_shot=[])  # fmt: skip
+    info = PromptFileInfo(
+        dataset="t",
+        source_kind="generated",
+        source="t",
+        source_sha256="0",
+        count=1,
+        seed=0,
+        split="train",
+        reward="math",
+        system="",
+        few_shot=[],
+    )
     write_prompts(tmp_path / "data" / "train.parquet", [prompt()], info)
     config = TrainConfig.model_validate({"data": {"path": str(tmp_path / "data")}, "trainer": trainer})
     name, value = next(iter(trainer.items()))

@@ -19,7 +19,7 @@ E1121 05:50:02.2 100 torch/distributed/elastic/multiprocessing/api.py:984] faile
 Traceback (most recent call last):
   File "torch/distributed/run.py", line 1, in main
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
-"""
+"""  # noqa: E501 -- as torchrun prints them
 
 
 def tail(folder: Path, text: str, lines: int = 15, start: int = 0) -> list[str]:

@@ -29,10 +29,19 @@ def finished_run(root: Path, **sections: Any) -> RunDir:
     adapter.path.mkdir()
     adapter.weights_path.write_bytes(b"weights")
     manifest = Manifest(
-        version=1, step=1, parent=0, weights_sha256=sha256_file(adapter.weights_path), weights_bytes=7, base_model="b",
-        base_fingerprint="f", rank=4, alpha=8.0, dtype="float32", target_modules=["q_proj"],
+        version=1,
+        step=1,
+        parent=0,
+        weights_sha256=sha256_file(adapter.weights_path),
+        weights_bytes=7,
+        base_model="b",
+        base_fingerprint="f",
+        rank=4,
+        alpha=8.0,
+        dtype="float32",
+        target_modules=["q_proj"],
         canary=Canary(sequences=[[1, 2]], policy_logprobs=[[-1.0]], base_logprobs=[[-1.0]]),
-    )  # fmt: skip
+    )
     adapter.manifest_path.write_text(manifest.model_dump_json())
     return run
 

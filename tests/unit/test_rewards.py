@@ -162,13 +162,13 @@ def test_an_exception_is_never_a_zero() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 1e39, 10**400])
 def test_a_number_that_is_none_is_for_the_guards_in_training_and_refused_elsewhere(value: float) -> None:
     assert not is_number(score("odd_one", lambda *_: value, prompt(), "text"))
-    with pytest.raises(RunFailed, match="function odd_one returned .* for prompt t/train/0"):
+    with pytest.raises(RunFailed, match=r"function odd_one returned .* for prompt t/train/0"):
         finite_score("odd_one", lambda *_: value, prompt(), "text")
 
 
 @pytest.mark.parametrize("value", [None, "1.0", [1.0]])
 def test_what_is_no_number_at_all_is_refused_at_once(value: Any) -> None:
-    with pytest.raises(RunFailed, match="function odd_one returned .* for prompt t/train/0"):
+    with pytest.raises(RunFailed, match=r"function odd_one returned .* for prompt t/train/0"):
         score("odd_one", lambda *_: value, prompt(), "text")
 
 

@@ -1,4 +1,6 @@
-"""What a step samples: equal groups replaced by other prompts within a bound, the same way every time; penalties; what is sent to vLLM."""
+"""What a step samples: equal groups replaced by other prompts within a bound, the same way every time;
+penalties; what is sent to vLLM.
+"""
 
 from __future__ import annotations
 

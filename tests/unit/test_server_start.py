@@ -1,4 +1,6 @@
-"""The quick start of vLLM's CPU server: where it is used, and processes out of a fork server that live and die as vLLM's own would."""
+"""The quick start of vLLM's CPU server: where it is used, and processes out of a fork server that live and
+die as vLLM's own would.
+"""
 
 from __future__ import annotations
 

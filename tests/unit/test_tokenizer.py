@@ -17,7 +17,8 @@ from skylite.data.tokenizer import load_tokenizer
 {before}
 tokenizer = load_tokenizer(Path(sys.argv[1]))
 quiet = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS")
-found = {{"chat": tokenizer.encode_chat(json.loads(sys.argv[2])), "torch": "torch" in sys.modules, "quiet": quiet}}
+chat = tokenizer.encode_chat(json.loads(sys.argv[2]))
+found = {{"chat": chat, "torch": "torch" in sys.modules, "quiet": quiet}}
 import torch
 print(json.dumps(found | {{"torch_after": torch.tensor(3).item()}}))
 """

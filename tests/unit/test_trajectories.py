@@ -1,9 +1,12 @@
-"""Trajectories of several calls: the same gradients as one padded row for each call, whatever the packing and the cut."""
+"""Trajectories of several calls: the same gradients as one padded row for each call, whatever the packing and
+the cut.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +63,7 @@ def episode(*calls: tuple[list[int], list[int]], reward: float, group: int = 0) 
 def test_the_episodes_have_several_calls_and_some_branch() -> None:
     calls = [row.all_calls for row in EPISODES]
     assert {len(c) for c in calls} == {1, 2, 3, 4}
-    extends = [b[0][: len(a[0] + a[1])] == a[0] + a[1] for c in calls for a, b in zip(c, c[1:], strict=False)]
+    extends = [b[0][: len(a[0] + a[1])] == a[0] + a[1] for c in calls for a, b in pairwise(c)]
     assert True in extends
     assert False in extends
 
@@ -104,7 +107,9 @@ def test_metrics_do_not_depend_on_packing_or_cut(tiny_llama: Path, dist: Dist) -
 
 
 def test_a_tree_computes_the_history_once(tiny_llama: Path, dist: Dist) -> None:
-    """Call 2's prompt holds call 1, so its 4 + 3 tokens are no new nodes; each call's last token is never an input."""
+    """Call 2's prompt holds call 1, so its 4 + 3 tokens are no new nodes; each call's last token is never an
+    input.
+    """
     first = ([1, 2, 3, 4], [5, 6, 7])
     second = ([1, 2, 3, 4, 5, 6, 7, 8], [9, 10])
     config = settings(rollout={"prompts_per_step": 1, "group_size": 2})
@@ -131,7 +136,9 @@ def test_every_token_of_every_call_gets_the_trajectorys_advantage(tiny_llama: Pa
 
 
 def test_ppo_runs_along_the_sampled_tokens_of_a_trajectory(tiny_llama: Path, dist: Dist) -> None:
-    """With gamma 0.5 and values 0 a reward of 1 after three tokens in two calls is worth 0.25, 0.5 and 1, before whitening."""
+    """With gamma 0.5 and values 0 a reward of 1 after three tokens in two calls is worth 0.25, 0.5 and 1,
+    before whitening.
+    """
     rows = [
         episode(([1, 2], [3]), ([1, 2, 3, 4], [5, 6]), reward=1.0),
         episode(([1, 2], [7, 8]), reward=0.0),

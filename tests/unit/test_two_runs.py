@@ -32,8 +32,24 @@ def live(folder: Path) -> Iterator[int]:
 
 def start(root: Path, name: str, *more: str) -> Reply:
     """A new run on what `begin` has made."""
-    return call(["train", "--recipe", "gsm8k_cpu", "--model", str(root / "model"), "--data", str(root / "data"), "--run", str(root / name),
-                 "--set", "data.difficulty=[]", "--set", "eval.limit=0", *more])  # fmt: skip
+    return call(
+        [
+            "train",
+            "--recipe",
+            "gsm8k_cpu",
+            "--model",
+            str(root / "model"),
+            "--data",
+            str(root / "data"),
+            "--run",
+            str(root / name),
+            "--set",
+            "data.difficulty=[]",
+            "--set",
+            "eval.limit=0",
+            *more,
+        ]
+    )
 
 
 @pytest.fixture

@@ -91,9 +91,25 @@ def test_the_panel_fits_every_size(width: int, height: int, num_done: int) -> No
 
 def test_everything_is_on_a_small_terminal() -> None:
     text = "\n".join(drawn(state(), 80, 24))
-    for part in ("sampling  step 13", "12 of 24 steps", "about 2:00 to go", "0.500", "50.0 % of the completions", "812 tokens/s",
-                 "63.2 tokens", "entropy 0.412", "sample 60 %", "train 30 %", "sync 10 %", "v12", "canary gap 3.2e-05", EVALUATION,
-                 "How many?", "#### 19", "reward 1, answer 19"):  # fmt: skip
+    for part in (
+        "sampling  step 13",
+        "12 of 24 steps",
+        "about 2:00 to go",
+        "0.500",
+        "50.0 % of the completions",
+        "812 tokens/s",
+        "63.2 tokens",
+        "entropy 0.412",
+        "sample 60 %",
+        "train 30 %",
+        "sync 10 %",
+        "v12",
+        "canary gap 3.2e-05",
+        EVALUATION,
+        "How many?",
+        "#### 19",
+        "reward 1, answer 19",
+    ):
         assert part in text, f"{part!r} is missing in\n{text}"
 
 
@@ -230,8 +246,14 @@ def test_the_end_message_gives_the_commands(tmp_path: Path) -> None:
     run.checkpoint_path(7).mkdir(parents=True)
     text = finished_text(run, adapters, {"before": "31 %", "after": "62 %"})
     quoted = f"'{run.root}'"
-    for part in (str(adapters / "policy-v000007"), f"skylite eval {quoted}", f"skylite serve {quoted}", "31 %", "62 %",
-                 f"skylite train --resume {quoted} --steps N"):  # fmt: skip
+    for part in (
+        str(adapters / "policy-v000007"),
+        f"skylite eval {quoted}",
+        f"skylite serve {quoted}",
+        "31 %",
+        "62 %",
+        f"skylite train --resume {quoted} --steps N",
+    ):
         assert part in text
     assert "Saved: checkpoint step-000007." in stopped_text(run, adapters)
 

@@ -119,9 +119,12 @@ def test_groups_hold_every_adapter_row_once_and_runs_as_slices() -> None:
 
 
 def test_register_imports_nothing_while_switched_off() -> None:
-    """vLLM loads the plugin in every program of the environment; without the switch that must cost nothing and change nothing."""
+    """vLLM loads the plugin in every program of the environment; without the switch that must cost nothing
+    and change nothing.
+    """
     code = (
-        "import os, sys; os.environ.pop('SKYLITE_CPU_LORA', None); import skylite.vllm_plugin as plugin; plugin.register(); "
+        "import os, sys; os.environ.pop('SKYLITE_CPU_LORA', None); import skylite.vllm_plugin as plugin; "
+        "plugin.register(); "
         "print({'vllm', 'torch'} & set(sys.modules))"
     )
     assert (

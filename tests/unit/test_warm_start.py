@@ -62,10 +62,19 @@ def publish(adapter: Path, fingerprint: str) -> Path:
     """Give an adapter folder skylite's manifest."""
     weights = adapter / "adapter_model.safetensors"
     manifest = Manifest(
-        version=60, step=60, parent=59, weights_sha256=sha256_file(weights), weights_bytes=weights.stat().st_size, base_model="the-base",
-        base_fingerprint=fingerprint, rank=4, alpha=8.0, dtype="float32", target_modules=["q_proj"],
+        version=60,
+        step=60,
+        parent=59,
+        weights_sha256=sha256_file(weights),
+        weights_bytes=weights.stat().st_size,
+        base_model="the-base",
+        base_fingerprint=fingerprint,
+        rank=4,
+        alpha=8.0,
+        dtype="float32",
+        target_modules=["q_proj"],
         canary=Canary(sequences=[[1, 2]], policy_logprobs=[[-1.0]], base_logprobs=[[-1.0]]),
-    )  # fmt: skip
+    )
     (adapter / "manifest.json").write_text(manifest.model_dump_json())
     return adapter
 
@@ -74,8 +83,18 @@ def publish(adapter: Path, fingerprint: str) -> Path:
 def root(tmp_path: Path) -> Path:
     """A model, and data for it."""
     make_model(tmp_path / "model")
-    info = PromptFileInfo(dataset="t", source_kind="generated", source="t", source_sha256="0", count=1, seed=0, split="train",
-                          reward="math", system="", few_shot=[])  # fmt: skip
+    info = PromptFileInfo(
+        dataset="t",
+        source_kind="generated",
+        source="t",
+        source_sha256="0",
+        count=1,
+        seed=0,
+        split="train",
+        reward="math",
+        system="",
+        few_shot=[],
+    )
     write_prompts(tmp_path / "data" / "train.parquet", [prompt()], info)
     return tmp_path
 
@@ -225,8 +244,20 @@ def test_what_lies_in_the_way_of_the_copy_is_never_deleted(root: Path) -> None:
 
 
 def test_a_warm_start_is_no_resume(tmp_path: Path) -> None:
-    flags = TrainFlags(recipe=None, model=None, data=None, rank=None, alpha=None, steps=None, lr=None, group_size=None, seed=None,
-                       max_restarts=None, from_adapter=tmp_path / "adapter", settings=())  # fmt: skip
+    flags = TrainFlags(
+        recipe=None,
+        model=None,
+        data=None,
+        rank=None,
+        alpha=None,
+        steps=None,
+        lr=None,
+        group_size=None,
+        seed=None,
+        max_restarts=None,
+        from_adapter=tmp_path / "adapter",
+        settings=(),
+    )
     assert flags.overrides() == {"lora.from_adapter": str(tmp_path / "adapter")}
     with pytest.raises(ConfigError, match=r"--from-adapter starts a new run .* they cannot be combined"):
         train(flags, run=None, resume=tmp_path / "run", dry_run=False)

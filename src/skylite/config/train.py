@@ -261,7 +261,10 @@ class Resolved(Section):
     lora_sync_path: str
     """Absolute path of the folder that adapters are published in."""
     run_id: str | None = None
-    """Random id that marks a lora_sync_path outside the run as its own (run/own_folders.py); None: no mark."""
+    """Random id that marks a lora_sync_path outside the run as its own (run/own_folders.py).
+
+    None: no mark.
+    """
     warm_start: str | None = None
     """The run's own copy of lora.from_adapter."""
     notes: list[str] = []

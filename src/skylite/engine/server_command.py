@@ -152,7 +152,8 @@ def choose_cpu_lora(
 ) -> CpuLora:
     """Resolve `auto`: merged weights if they are exact (float32) and fit MERGED_MEMORY_SHARE, else dense.
 
-    `deterministic` excludes merged weights: which batches use them depends on timing (vllm_plugin/merged_weights.py).
+    `deterministic` excludes merged weights: which batches use them depends on timing
+    (vllm_plugin/merged_weights.py).
     """
     if setting != "auto":
         return setting

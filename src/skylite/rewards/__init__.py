@@ -48,7 +48,8 @@ def finite_score(name: str, reward: RewardFn, prompt: Prompt, completion: str) -
 
 
 def score(name: str, reward: RewardFn, prompt: Prompt, completion: str) -> float:
-    """The reward of one completion, NaN and infinity included: in training the guards decide what becomes of such a step.
+    """The reward of one completion, NaN and infinity included: in training the guards decide what becomes of
+    such a step.
 
     Raises RunFailed with the prompt's id when the function raises or returns no number at all.
     """
@@ -56,7 +57,8 @@ def score(name: str, reward: RewardFn, prompt: Prompt, completion: str) -> float
         value = reward(prompt, completion)
     except Exception as error:
         raise RunFailed(
-            f"The reward function {name} raised {type(error).__name__}: {error} (prompt {prompt.id}, completion {completion[:80]!r}).",
+            f"The reward function {name} raised {type(error).__name__}: {error} "
+            f"(prompt {prompt.id}, completion {completion[:80]!r}).",
             "A reward must return a number for every completion; correct it.",
         ) from error
     if not isinstance(value, bool | int | float):

@@ -21,7 +21,10 @@ _components: tuple[Component, ...] = ()
 
 
 class RewardPool:
-    """Worker processes that hold the reward functions. They ignore Ctrl-C (the parent decides) and die with the parent."""
+    """Worker processes that hold the reward functions.
+
+    They ignore Ctrl-C (the parent decides) and die with the parent.
+    """
 
     def __init__(
         self,
@@ -30,7 +33,8 @@ class RewardPool:
         num_workers: int = 1,
         timeout_s: float = 600.0,
     ) -> None:
-        """Start the workers. `specs`, `weights`: as for `load_components`. `timeout_s`: for one call of `score`.
+        """Start the workers. `specs`, `weights`: as for `load_components`. `timeout_s`: for one call of
+        `score`.
 
         Raises ConfigError if a reward cannot be loaded.
         """

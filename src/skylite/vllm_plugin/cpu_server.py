@@ -1,4 +1,5 @@
-"""Fast start of vLLM's API server on CPU: `python -m skylite.vllm_plugin.cpu_server` with the server's arguments.
+"""Fast start of vLLM's API server on CPU: `python -m skylite.vllm_plugin.cpu_server` with the server's
+arguments.
 
 On CPU, vLLM 0.32 starts API server, engine core and worker one after the other, and each imports torch and
 vLLM, which takes most of the start. Here multiprocessing's fork server imports them in parallel to the API

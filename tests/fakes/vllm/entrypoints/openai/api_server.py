@@ -1,8 +1,10 @@
-"""A fake vLLM server: a real process on a real Unix socket that answers what skylite asks, and fails on request.
+"""A fake vLLM server: a real process on a real Unix socket that answers what skylite asks, and fails on
+request.
 
-Put tests/fakes first in PYTHONPATH, and `python -m vllm.entrypoints.openai.api_server` is this. A completion is a function of the
-seed. The folder FAKE_VLLM holds orders, each a file that is taken away when it is obeyed: `die` (at the next completion request),
-`hang` (no completion any more, while /health and /metrics answer), `dead` (500, and /health says 503), `short` (one choice only).
+Put tests/fakes first in PYTHONPATH, and `python -m vllm.entrypoints.openai.api_server` is this. A completion
+is a function of the seed. The folder FAKE_VLLM holds orders, each a file that is taken away when it is
+obeyed: `die` (at the next completion request), `hang` (no completion any more, while /health and /metrics
+answer), `dead` (500, and /health says 503), `short` (one choice only).
 """
 
 from __future__ import annotations
@@ -36,8 +38,13 @@ def choice(index: int, seed: int, max_tokens: int) -> dict[str, Any]:
     """A completion, always the same for its seed."""
     draw = random.Random(seed)
     tokens = [draw.randrange(100) for _ in range(max_tokens)]
-    return {"index": index, "text": f"text {seed}", "token_ids": tokens, "logprobs": {"token_logprobs": [-0.5] * max_tokens},
-            "finish_reason": "length"}  # fmt: skip
+    return {
+        "index": index,
+        "text": f"text {seed}",
+        "token_ids": tokens,
+        "logprobs": {"token_logprobs": [-0.5] * max_tokens},
+        "finish_reason": "length",
+    }
 
 
 def canary(name: str, ids: list[int]) -> list[dict[str, Any] | None]:
@@ -65,7 +72,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/metrics":
             self.reply(
-                f'vllm:prompt_tokens_total{{a="b"}} {state["tokens"]}.0\nvllm:generation_tokens_total{{a="b"}} 1e+00\n'
+                f'vllm:prompt_tokens_total{{a="b"}} {state["tokens"]}.0\n'
+                'vllm:generation_tokens_total{{a="b"}} 1e+00\n'
             )
         else:
             self.reply("", 503 if state["dead"] else 200)
