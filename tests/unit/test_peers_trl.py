@@ -22,7 +22,6 @@ from tests.rows import groups_of
 from tests.unit.peer_cases import (
     ALONE,
     GROUP,
-    MAX_TOKENS,
     SHAPES,
     TOLERANCE,
     Case,
@@ -34,7 +33,8 @@ from tests.unit.peer_cases import (
     samples_of,
     shape_id,
 )
-from tests.unit.peer_code import OneProcess, load_trl
+from tests.unit.peer_code import load_trl
+from tests.unit.trl_trainer import trl_trainer
 
 
 @pytest.fixture(scope="module")
@@ -45,49 +45,6 @@ def trl() -> SimpleNamespace:
 @pytest.fixture(params=SHAPES, ids=shape_id)
 def case(request: pytest.FixtureRequest) -> Case:
     return make_case(*request.param)
-
-
-def trl_trainer(trl: SimpleNamespace, **settings: Any) -> Any:
-    """A GRPOTrainer that was never set up: just what its loss reads, as its own defaults have it."""
-    config = trl.trainer.GRPOConfig
-    default = {
-        name: config.__dataclass_fields__[name].default
-        for name in ("sapo_temperature_pos", "sapo_temperature_neg")
-    }
-    args = {
-        **default,
-        "delta": None,
-        "use_bias_correction_kl": False,
-        "steps_per_generation": 1,
-        **settings.pop("args", {}),
-    }
-    trainer = object.__new__(trl.trainer.GRPOTrainer)
-    model = torch.nn.Linear(1, 1)
-    vars(model)["is_gradient_checkpointing"] = False
-    vars(trainer).update(
-        {
-            "model": model,
-            "accelerator": OneProcess(),
-            "args": SimpleNamespace(**args),
-            "aux_loss_enabled": False,
-            "top_entropy_quantile": 1.0,
-            "off_policy_mask_threshold": None,
-            "importance_sampling_level": "token",
-            "beta": 0.0,
-            "epsilon_low": 0.2,
-            "epsilon_high": 0.2,
-            "use_vllm": False,
-            "vllm_importance_sampling_correction": False,
-            "current_gradient_accumulation_steps": 1,
-            "max_completion_length": MAX_TOKENS,
-            "use_adaptive_entropy": False,
-            "entropy_coef": 0.0,
-            "_entropy_bonus_enabled": False,
-            "_metrics": {"train": defaultdict(list)},
-        }
-        | settings
-    )
-    return trainer
 
 
 def trl_loss(

@@ -23,7 +23,6 @@ from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import RunDir
 from skylite.types import Group, Prompt, Sample, Trajectory
 from skylite.ui import export_svg
-from skylite.ui.curve import curve, proportional_widths, resample
 from skylite.ui.dashboard import Screen
 from skylite.ui.end_message import finished_text, stopped_text
 from skylite.ui.live_panel import CompletionView, LivePanel, ScreenState, clock_time, wrapped
@@ -135,26 +134,6 @@ def test_nan_is_shown() -> None:
     assert "nan" in "\n".join(drawn(shown, 80, 24))
     shown.history = [step(1, math.nan), step(2, 0.25)]
     assert "first nan  best 0.250" in "\n".join(drawn(shown, 80, 24))
-
-
-def test_a_curve_rises_with_its_values() -> None:
-    assert curve([0.0, 0.5, 1.0], 10, 1) == ["▁▄█"]
-    assert curve([0.0, 0.5, 1.0], 10, 2) == ["  █", "▁██"]
-    assert curve([-1.0, 3.0], 10, 1) == ["▁█"], "the scale widens"
-    assert curve([math.nan, 1.0], 10, 1) == [" █"]
-
-
-def test_a_long_series_is_averaged_over_its_whole_length() -> None:
-    assert resample([0, 1, 2, 3, 4, 5], 3) == [0.5, 2.5, 4.5]
-    assert resample([1, 2], 5) == [1, 2]
-    assert len(resample(list(range(1000)), 37)) == 37
-
-
-def test_proportional_widths_sum_to_the_width() -> None:
-    assert proportional_widths([1, 1, 1], 10) == [4, 3, 3]
-    assert proportional_widths([6, 3, 1], 10) == [6, 3, 1]
-    assert proportional_widths([0, 0], 10) == [0, 0]
-    assert sum(proportional_widths([0.52, 0.44, 0.02, 0.02], 17)) == 17
 
 
 def test_words_wrap_and_long_words_are_cut() -> None:
