@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def episode(*calls: tuple[list[int], list[int]], reward: float, group: int = 0) 
 def test_the_episodes_have_several_calls_and_some_branch() -> None:
     calls = [row.all_calls for row in EPISODES]
     assert {len(c) for c in calls} == {1, 2, 3, 4}
-    extends = [b[0][: len(a[0] + a[1])] == a[0] + a[1] for c in calls for a, b in zip(c, c[1:], strict=False)]
+    extends = [b[0][: len(a[0] + a[1])] == a[0] + a[1] for c in calls for a, b in pairwise(c)]
     assert True in extends
     assert False in extends
 
