@@ -126,10 +126,7 @@ def reference_loss(
     config: TrainConfig,
     before: Sequence[Before] | None = None,
 ) -> torch.Tensor:
-    """Loss of the mini-batch samples[part].
-
-    `before`: numbers of all samples before the first update, None in it.
-    """
+    """Loss of the mini-batch samples[part]. `before`: all samples before the first update, or None."""
     a, temperature = config.algorithm, config.rollout.temperature
     scores = {i: reference_scores(model, samples[i], temperature) for i in part}
     if before is None:
@@ -214,9 +211,7 @@ def _chosen_tokens(
     counted: list[int],
     config: TrainConfig,
 ) -> dict[int, torch.Tensor]:
-    """Tokens chosen by covariance. clip_cov takes all candidates: tests set cov_frac = 1, so nothing is
-    random.
-    """
+    """Tokens chosen by covariance. clip_cov takes all candidates (tests set cov_frac = 1)."""
     a = config.algorithm
     if not a.selects_by_cov:
         return {}

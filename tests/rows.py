@@ -65,10 +65,7 @@ def trajectory_of(row: Row) -> Trajectory:
 
 
 def random_samples(seed: int, num_groups: int = 4, group_size: int = 4, shared: int = 12) -> list[Row]:
-    """Groups with a shared prefix and prompts of several lengths.
-
-    Some completions are equal or share a start.
-    """
+    """Groups with a shared prefix, prompts of several lengths, and completions that partly begin alike."""
     rng = random.Random(seed)
     tokens = lambda n: [rng.randrange(VOCAB) for _ in range(n)]  # noqa: E731
     prefix = tokens(shared)
@@ -95,10 +92,7 @@ def random_samples(seed: int, num_groups: int = 4, group_size: int = 4, shared: 
 
 
 def random_episodes(seed: int, num_groups: int = 4, group_size: int = 4) -> list[Row]:
-    """Trajectories of one to four calls.
-
-    Most prompts extend the previous call, some rewrite it and so branch.
-    """
+    """Trajectories of one to four calls. Most prompts extend the previous call, some rewrite it (branch)."""
     rng = random.Random(seed)
     tokens = lambda n: [rng.randrange(VOCAB) for _ in range(n)]  # noqa: E731
     prefix, rows = tokens(12), []
