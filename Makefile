@@ -46,11 +46,15 @@ check: $(READY) ## format, lint and types: ruff, mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# The unit tests are mostly single-threaded: two at a time, a file's tests in one process. The others need both cores.
+UNIT_TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit
+
 test: $(READY) ## all tests
-	$(BIN)/python -m pytest
+	$(UNIT_TESTS)
+	$(BIN)/python -m pytest tests/integration tests/e2e
 
 test-unit: $(READY) ## unit tests only: no vLLM, no torchrun
-	$(BIN)/python -m pytest tests/unit
+	$(UNIT_TESTS)
 
 test-dist: $(READY) ## tests with torchrun on several processes
 	$(BIN)/python -m pytest -m dist
