@@ -46,7 +46,7 @@ check: $(READY) ## format, lint and types: ruff, mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# The unit tests are mostly single-threaded: two at a time, a file's tests in one process. The others need both cores.
+# Unit tests are mostly single-threaded, so two processes run them. The others need both cores.
 UNIT_TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit
 
 test: $(READY) ## all tests

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Literal
 
 SWITCH = "SKYLITE_SWITCHED_OFF"
 """Environment variable: names of paths, joined by `+`."""
-Kind = Literal["train", "sync", "sample", "verify", "read", "start"]
+Kind = Literal["train", "sample", "verify", "start"]
 Replacements = Mapping[str, Any]
 """`module:attribute` to its replacement."""
 
@@ -89,57 +87,8 @@ def logprobs_by_autograd() -> Replacements:
     return {"skylite.model.policy:token_logprobs": logprobs}
 
 
-class InTurn:
-    """A ThreadPoolExecutor that runs a call when it is submitted, in the submitting thread."""
-
-    def __init__(self, *_: Any) -> None: ...
-    def __enter__(self) -> InTurn:
-        return self
-
-    __exit__ = nothing
-
-    def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        done.set_result(call(*args))
-        return done
-
-
 def all_threads() -> Replacements:
     return {"skylite.trainer.loop:half_the_threads": no_block}
-
-
-def plain_publish() -> Replacements:
-    """An adapter serialised by safetensors, hashed, written, and only then the canary, by all threads."""
-    import hashlib
-
-    from safetensors.torch import save
-
-    def write(path: Path, tensors: Any) -> tuple[str, int]:
-        data = save(dict(tensors), {"format": "pt"})
-        with path.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        return hashlib.sha256(data).hexdigest(), len(data)
-
-    publish = "skylite.trainer.publish_adapter"
-    return {f"{publish}:write_weights": write, f"{publish}:ThreadPoolExecutor": InTurn, **all_threads()}
-
-
-def read_by_pandas_user() -> Replacements:
-    """pyarrow.parquet.read_table, which imports pandas if it is installed."""
-    import pyarrow.parquet as pq
-
-    class File:
-        def __init__(self, path: Any) -> None:
-            self.read = lambda **kwargs: pq.read_table(path, **kwargs)
-
-        def __enter__(self) -> File:
-            return self
-
-        __exit__ = nothing
-
-    return {"pyarrow.parquet:ParquetFile": File}
 
 
 def each_slice_alone() -> Replacements:
@@ -196,18 +145,14 @@ def engines_after_the_trainer() -> Replacements:
     return {f"{session}:start_engines": remember, f"{session}:engines_for_modules": start}
 
 
-MODEL, WEIGHTS_FILE, MERGED = (
-    "skylite.model",
-    "skylite.trainer.weights_file",
-    "skylite.vllm_plugin.merged_weights",
-)
+MODEL, MERGED = "skylite.model", "skylite.vllm_plugin.merged_weights"
 NO_TBB = (("LD_PRELOAD", ""),)
 GLIBC = (("MALLOC_MMAP_MAX_", ""), ("MALLOC_TRIM_THRESHOLD_", ""), ("MALLOC_TOP_PAD_", ""))
 PATHS: dict[str, SpecialPath] = {
-    "bf16 weights": SpecialPath(kind="train", off=replaced(f"{MODEL}.probing:store_in_bf16", nothing)),
+    "bf16 weights": SpecialPath(kind="train", off=replaced(f"{MODEL}.fast_paths:store_in_bf16", nothing)),
     "selective checkpointing": SpecialPath(kind="train", flags=("--checkpointing=none",)),
-    "fused norms": SpecialPath(kind="train", off=replaced(f"{MODEL}.probing:fuse_norms", nothing)),
-    "fused MLPs": SpecialPath(kind="train", off=replaced(f"{MODEL}.probing:fuse_mlps", nothing)),
+    "fused norms": SpecialPath(kind="train", off=replaced(f"{MODEL}.fast_paths:fuse_norms", nothing)),
+    "fused MLPs": SpecialPath(kind="train", off=replaced(f"{MODEL}.fast_paths:fuse_mlps", nothing)),
     "fused LoRA layers": SpecialPath(kind="train", off=replaced(f"{MODEL}.policy:fuse_lora_layers", nothing)),
     "siblings' A joined": SpecialPath(kind="train", off=replaced(f"{MODEL}.lora_linear:SIBLINGS", ())),
     "prefix tree": SpecialPath(kind="train", flags=("--packing=padded",)),
@@ -216,7 +161,7 @@ PATHS: dict[str, SpecialPath] = {
         kind="train", off=replaced(f"{MODEL}.prefix_tree:SCORES_PER_CALL", 1 << 60)
     ),
     "masks cached": SpecialPath(kind="train", off=masks_computed_again),
-    "LM head in chunks": SpecialPath(kind="train", off=replaced(f"{MODEL}.probing:linear_head", nothing)),
+    "LM head in chunks": SpecialPath(kind="train", off=replaced(f"{MODEL}.fast_paths:linear_head", nothing)),
     "LM head's gradient in forward": SpecialPath(
         kind="train", off=replaced(f"{MODEL}.chunked_logprobs:_in_blocks", lambda *_: False)
     ),
@@ -231,18 +176,6 @@ PATHS: dict[str, SpecialPath] = {
     ),
     "TBB's allocator": SpecialPath(kind="train", env=NO_TBB),
     "glibc keeps memory": SpecialPath(kind="train", env=GLIBC, without="TBB's allocator"),
-    "one tensor, one part": SpecialPath(
-        kind="sync", off=replaced(f"{WEIGHTS_FILE}:_same_memory", lambda *_: False)
-    ),
-    "writes of 1 MiB": SpecialPath(kind="sync", off=replaced(f"{WEIGHTS_FILE}:WRITE_BYTES", 1 << 40)),
-    "hash beside the write": SpecialPath(
-        kind="sync", off=replaced(f"{WEIGHTS_FILE}:ThreadPoolExecutor", InTurn)
-    ),
-    "write beside the canary": SpecialPath(
-        kind="sync", off=replaced("skylite.trainer.publish_adapter:ThreadPoolExecutor", InTurn)
-    ),
-    "half the threads beside a write": SpecialPath(kind="sync", off=all_threads),
-    "publish, all of these": SpecialPath(kind="sync", off=plain_publish),
     "weights merged": SpecialPath(kind="sample", env=(("SKYLITE_CPU_LORA", "dense"),)),
     "merged: oneDNN's packed product": SpecialPath(kind="sample", off=torch_product),
     "merged: copy in bf16": SpecialPath(
@@ -258,7 +191,6 @@ PATHS: dict[str, SpecialPath] = {
     ),
     "KV blocks of 32 tokens": SpecialPath(kind="sample", flags=("--block-size", "128")),
     "verified beside sampling": SpecialPath(kind="verify"),
-    "parquet without pandas": SpecialPath(kind="read", off=read_by_pandas_user),
     "half the threads at start": SpecialPath(kind="start", off=all_threads),
     "tokenizer without torch": SpecialPath(
         kind="start", off=replaced("skylite.data.tokenizer:_without_torch", no_block)
