@@ -144,7 +144,7 @@ def sync_rounds(words: list[str]) -> None:
         def measure(off: bool) -> Figures:
             undo = apply(path.off() if off else {})
             started = time.perf_counter()
-            done = publish.publish(policy, run_config, next(versions), canary)
+            done = publish.publish(policy, run_config, next(versions), canary())
             seconds = time.perf_counter() - started
             undo()
             return {"ms with canary": round(seconds * 1e3, 1), "ms written": round(done.seconds * 1e3, 1)}
