@@ -112,6 +112,75 @@ def shortened(group: int, index: int, trajectory: Any) -> Any:
     )
 
 
+<<<<<<< HEAD
+=======
+def sync_turns(name: str, path: SpecialPath, rounds: int) -> dict[str, Any]:
+    return in_rank(name, path, False, "sync", [name, str(max(rounds, 9))])  # type: ignore[no-any-return]
+
+
+def sync_rounds(words: list[str]) -> None:
+    from skylite.adapters.manifest import Canary
+    from skylite.config.train import RunConfig
+    from skylite.model.distributed import half_the_threads, process_group, set_threads
+    from skylite.model.fast_paths import enable_fast_paths
+    from skylite.model.policy import load_policy
+    from skylite.trainer import publish_adapter as publish
+
+    path, tokens, versions = PATHS[words[0]], [list(range(20, 44)), list(range(60, 84))], iter(range(1000))
+    set_threads(None)
+    with process_group("cpu") as dist, tempfile.TemporaryDirectory(prefix="skylite-") as folder:
+        args = train_phase.parse_arguments(list(TRAIN))
+        config, where = train_phase.settings(args, train_phase.model_folder(MODEL), "cpu")
+        policy, _ = enable_fast_paths(load_policy(where, config, dist), tokens[0])
+        where = where.model_copy(update={"lora_sync_path": folder})
+        run_config = RunConfig(skylite_version="benchmark", config=config, resolved=where)
+
+        def canary() -> Canary:
+            with half_the_threads():
+                found = publish.canary_logprobs(policy, tokens)
+            return Canary(sequences=tokens, policy_logprobs=found, base_logprobs=found)
+
+        def measure(off: bool) -> Figures:
+            undo = apply(path.off() if off else {})
+            started = time.perf_counter()
+            done = publish.publish(policy, run_config, next(versions), canary())
+            seconds = time.perf_counter() - started
+            undo()
+            return {"ms with canary": round(seconds * 1e3, 1), "ms written": round(done.seconds * 1e3, 1)}
+
+        measure(False), measure(True)
+        print(json.dumps(in_turns(measure, int(words[1]))))
+
+
+def read_turns(name: str, path: SpecialPath, rounds: int) -> dict[str, Any]:
+    from skylite.run.rollout_file import write_rollouts
+
+    args = train_phase.parse_arguments(list(TRAIN))
+    with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
+        file = Path(folder, "rollouts.parquet")
+        groups = train_phase.random_groups(args, 0)
+        write_rollouts(
+            file,
+            [
+                replace(g, prompt=replace(g.prompt, messages=[{"role": "user", "content": "?"}]))
+                for g in groups
+            ],
+        )
+        return in_turns(lambda off: in_rank(name, path, off, "read", [str(file)]), rounds)
+
+
+def read_once(words: list[str]) -> None:
+    from skylite.run.rollout_file import read_rollouts
+
+    switch_off()
+    before, started = train_phase.rss_gib("now"), time.perf_counter()
+    read_rollouts(Path(words[0]))
+    seconds = time.perf_counter() - started
+    mib = round((train_phase.rss_gib("now") - before) * 1024)
+    print(json.dumps({"s": round(seconds, 3), "MiB": mib}))
+
+
+>>>>>>> habits
 def start_turns(name: str, path: SpecialPath, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
         data, count = Path(folder, "data"), iter(range(1000))
