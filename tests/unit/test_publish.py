@@ -34,5 +34,5 @@ def test_a_published_file_holds_the_adapter_and_never_changes(
     assert read_manifest(published.adapter.path).version == 3  # checks the hash
     assert publish(policy, run_config, 3, CANARY).adapter == published.adapter
     next(iter(policy.lora.values())).data[0, 0] += 1
-    with pytest.raises(SyncFailed, match="exists already with other weights"):
+    with pytest.raises(SyncFailed, match="already exists with other weights"):
         publish(policy, run_config, 3, CANARY)
