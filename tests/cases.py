@@ -1,5 +1,6 @@
-"""Every algorithm as the trainer's tests run it: settings, a policy whose B matrices are not zero, one step,
-the plain reference.
+"""What the trainer's tests share: settings of every algorithm, a policy, one step, the plain reference.
+
+The policy's B matrices are not zero, so that the adapter changes the output.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ IMPORTANCE: dict[str, dict[str, Any]] = {
 def policy_of(
     model: Path, config: TrainConfig, dist: Dist, packing: Packing | None = None, dtype: Dtype = "float32"
 ) -> Policy:
-    """A policy whose B matrices are not zero, packed as its model allows or as told."""
+    """A policy whose B matrices are not zero, packed as `packing` says or as its model allows."""
     policy = load_policy(resolved(model, model).model_copy(update={"dtype": dtype}), config, dist)
     generator = torch.Generator().manual_seed(1)
     for name, param in policy.lora.items():
@@ -77,7 +78,7 @@ def optimizer_of(policy: Policy, config: TrainConfig) -> FlatAdamW:
 
 
 def plain_model(model: Path, policy: Policy, config: TrainConfig) -> Any:
-    """The same weights in an ordinary PEFT model, unsharded, with transformers' own attention."""
+    """The same weights in a plain PEFT model: no shards, transformers' attention."""
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
     plain = PeftModel(
         base, LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=policy.target_modules)
@@ -97,14 +98,14 @@ def train_rows(
     dist: Dist,
     critic: Critic | None = None,
 ) -> dict[str, float]:
-    """`train_step` on flat rows."""
+    """Run `train_step` on rows."""
     return train_step(policy, optimizer, groups_of(rows), step, config, dist, critic)
 
 
 def gradients_after_step(
     policy: Policy, config: TrainConfig, dist: Dist, rows: Sequence[Row] | None = None
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """The gradient [P] of the step's last update, with the weights put back; and the step's metrics."""
+    """Gradient [P] of the step's last update and the step's metrics. The weights are restored."""
     before = {n: p.detach().clone() for n, p in policy.lora.items()}
     optimizer = optimizer_of(policy, config)
     metrics = train_rows(policy, optimizer, rows or random_samples(0), 1, config, dist)
@@ -116,7 +117,7 @@ def gradients_after_step(
 def reference_gradient(
     plain: Any, policy: Policy, config: TrainConfig, rows: Sequence[Row] | None = None
 ) -> torch.Tensor:
-    """[P] flat, in the order of the policy's parameters, of the first update."""
+    """Gradient [P] of the first update, flat, in the order of the policy's parameters."""
     samples = rows or random_samples(0)
     reference_loss(plain, samples, range(len(samples)), config).backward()
     return flat_gradient(plain, policy)

@@ -1,4 +1,4 @@
-"""Every algorithm in its plainest form: one process, one trajectory at a time, no packing."""
+"""Plain reference of every algorithm: one process, one trajectory at a time, no packing."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def reference_before(
     config: TrainConfig,
     values: Sequence[torch.Tensor] | None = None,
 ) -> list[Before]:
-    """Numbers of every sample under the current policy, and under the base if the KL needs them."""
+    """Numbers of every sample under the current policy, and under the base model if the KL needs them."""
     found = []
     for index, sample in enumerate(samples):
         old, entropies = reference_scores(model, sample, config.rollout.temperature)

@@ -1,6 +1,4 @@
-"""Generated damage: to the bytes of a file, to the tree of a JSON document; and skylite's command line called
-in this process.
-"""
+"""Generated damage to files and JSON trees, and skylite's command line called in this process."""
 
 from __future__ import annotations
 
@@ -58,29 +56,29 @@ class Reply:
     """How a command ended and what it printed, both streams together."""
 
     code: int
-    said: str
+    output: str
 
 
 def call(args: list[str]) -> Reply:
     """`skylite ARGS` through its own `main`, in this process."""
-    said = io.StringIO()
+    output = io.StringIO()
     with (
         pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(said),
-        contextlib.redirect_stderr(said),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(output),
     ):
         patch.setattr(sys, "argv", ["skylite", *args])
         try:
             main()
         except SystemExit as end:
-            return Reply(int(end.code or 0), said.getvalue())
+            return Reply(int(end.code or 0), output.getvalue())
         except Exception:  # noqa: BLE001 what a user would see as a traceback is the finding
-            return Reply(-1, said.getvalue() + traceback.format_exc())
-    return Reply(0, said.getvalue())
+            return Reply(-1, output.getvalue() + traceback.format_exc())
+    return Reply(0, output.getvalue())
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
-    """Every path below with size and time of change."""
+    """Size and modification time of every path below `folder`."""
     return {
         str(p.relative_to(folder)): (p.stat().st_size, p.stat().st_mtime_ns)
         for p in sorted(folder.rglob("*"))
@@ -88,29 +86,27 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 @st.composite
-def damaged_bytes(draw: st.DrawFn, whole: bytes) -> bytes:
-    """Cut short, with bytes changed, cut out, doubled or put in, or something else altogether; never `whole`
-    itself.
-    """
+def damaged_bytes(draw: st.DrawFn, good: bytes) -> bytes:
+    """`good` with bytes cut, changed, doubled or inserted, or other bytes. Never equal to `good`."""
     kind = draw(st.sampled_from(["cut", "flip", "remove", "insert", "double", "other", "zeros"]))
-    at = draw(st.integers(0, max(0, len(whole) - 1)))
+    at = draw(st.integers(0, max(0, len(good) - 1)))
     length = draw(st.integers(1, 64))
     some = draw(st.binary(min_size=1, max_size=64))
     damaged = {
-        "cut": whole[:at],
-        "flip": whole[:at] + some + whole[at + len(some) :],
-        "remove": whole[:at] + whole[at + length :],
-        "insert": whole[:at] + some + whole[at:],
-        "double": whole[:at] + whole[at : at + length] + whole[at:],
+        "cut": good[:at],
+        "flip": good[:at] + some + good[at + len(some) :],
+        "remove": good[:at] + good[at + length :],
+        "insert": good[:at] + some + good[at:],
+        "double": good[:at] + good[at : at + length] + good[at:],
         "other": some,
-        "zeros": whole[:at] + bytes(length) + whole[at + length :],
+        "zeros": good[:at] + bytes(length) + good[at + length :],
     }[kind]
-    return damaged if damaged != whole else whole[: len(whole) // 2]
+    return damaged if damaged != good else good[: len(good) // 2]
 
 
 @st.composite
 def damaged_tree(draw: st.DrawFn, tree: Any) -> Any:
-    """A JSON tree with one to three nodes replaced, removed, renamed or put in."""
+    """A JSON tree with one to three nodes replaced, removed, renamed or inserted."""
     tree = deepcopy(tree)
     for _ in range(draw(st.integers(1, 3))):
         node, key = draw(st.sampled_from(_places(tree))) if _places(tree) else (None, None)
@@ -128,16 +124,16 @@ def damaged_tree(draw: st.DrawFn, tree: Any) -> Any:
 
 @st.composite
 def damaged_json(draw: st.DrawFn, tree: Any) -> bytes:
-    """A document whose tree or whose bytes are damaged."""
-    whole = json.dumps(tree).encode()
+    """A JSON document with a damaged tree or damaged bytes."""
+    good = json.dumps(tree).encode()
     if draw(st.booleans()):
-        return draw(damaged_bytes(whole))
+        return draw(damaged_bytes(good))
     changed = json.dumps(draw(damaged_tree(tree))).encode()
-    return changed if changed != whole else whole[:-1]
+    return changed if changed != good else good[:-1]
 
 
 def toml_text(tree: dict[str, Any]) -> str:
-    """A tree of sections as TOML; JSON's scalars and lists are TOML's, but for null."""
+    """A tree of sections as TOML. JSON's scalars and lists are valid TOML, except null."""
     lines = [f"{json.dumps(k)} = {_toml(v)}" for k, v in tree.items() if not isinstance(v, dict)]
     for name, section in tree.items():
         if isinstance(section, dict):
@@ -156,7 +152,7 @@ def _toml(value: Any) -> str:
 
 
 def _places(tree: Any) -> list[tuple[Any, Any]]:
-    """(container, key) of every node but the root."""
+    """(container, key) of every node except the root."""
     if isinstance(tree, dict):
         return [(tree, k) for k in tree] + [p for v in tree.values() for p in _places(v)]
     if isinstance(tree, list):

@@ -1,6 +1,4 @@
-"""GSM8K-format files for the data tests: the released ones where the checkout has them beside it, generated
-ones elsewhere.
-"""
+"""GSM8K-format files for the data tests: the released files if present, else generated ones."""
 
 from __future__ import annotations
 
@@ -15,9 +13,7 @@ RELEASED = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 
 
 def gsm8k_folder(folder: Path, train: int = 60, test: int = 10) -> Path:
-    """A folder with train.jsonl and test.jsonl: the first released rows, or generated ones in the same
-    format.
-    """
+    """A folder with train.jsonl and test.jsonl: the first released rows, or generated rows."""
     folder.mkdir(parents=True, exist_ok=True)
     for split, count in (("train", train), ("test", test)):
         (folder / f"{split}.jsonl").write_text("".join(_lines(split, count)), encoding="utf-8")

@@ -43,23 +43,23 @@ def generated(number: int) -> Callable[[Any], Any]:
 
 
 def refused(args: list[str], root: Path) -> str:
-    """Run a command that must refuse its input in words or accept it. The disk must not change."""
+    """Run a command that must accept its input or refuse it in one sentence. The disk must not change."""
     before = snapshot(root)
     reply = call(args)
-    count(reply.code, reply.said)
+    count(reply.code, reply.output)
     assert snapshot(root) == before, (args, reply)
-    return reply.said
+    return reply.output
 
 
-def count(code: int, said: str) -> None:
-    assert "Traceback" not in said, said
-    assert code in (0, 2), said
-    assert code == 0 or said.strip(), "no reason was given"
+def count(code: int, output: str) -> None:
+    assert "Traceback" not in output, output
+    assert code in (0, 2), output
+    assert code == 0 or output.strip(), "no reason was given"
     counts["refused" if code else "accepted"] += 1
 
 
-def in_words(work: Callable[[], Any]) -> None:
-    """Run a function that must refuse its input with a SkyliteError or accept it."""
+def accepted_or_refused(work: Callable[[], Any]) -> None:
+    """Run a function that must accept its input or raise a SkyliteError."""
     try:
         work()
     except SkyliteError as error:

@@ -1,4 +1,4 @@
-"""Random tensors for test_peers_*.py, and our loss on them. Padded [B, T], as the peers take them."""
+"""Random tensors for test_peers_*.py, padded [B, T] as the peers take them, and our loss on them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GROUP = 4
 ALONE: Any = SimpleNamespace(
     dp_rank=0, dp_size=1, device=torch.device("cpu"), all_reduce_sum_=lambda x: x, all_gather=lambda x: x
 )
-"""A Dist of one process."""
+"""A `Dist` of one process."""
 SHAPES = [
     (4, 1, 0, torch.float64),
     (4, 7, 1, torch.float64),
@@ -40,12 +40,12 @@ SHAPES = [
     (12, 33, 5, torch.float32),
     (64, 40, 6, torch.float32),
 ]
-"""Completions, tokens of the longest, seed, type."""
+"""Number of completions, tokens of the longest, seed, dtype."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Random tensors, [B, T] but for `rewards` and `advantages` [B]: whole groups of GROUP."""
+    """Random tensors [B, T], `rewards` and `advantages` [B]. Each group has GROUP completions."""
 
     mask: Tensor
     policy: Tensor
@@ -79,7 +79,7 @@ class Case:
 
     @property
     def token_rewards(self) -> Tensor:
-        """[B, T]: a number at every token, as with a KL in the reward; the reward at the last."""
+        """[B, T]: a value at every token, as with a KL in the reward, plus the reward at the last token."""
         last = torch.arange(self.mask.shape[1]) == self.lengths[:, None] - 1
         return 0.1 * (self.ref - self.old) * self.mask + last * self.rewards[:, None]
 
@@ -89,9 +89,7 @@ def shape_id(shape: tuple[int, int, int, torch.dtype]) -> str:
 
 
 def make_case(batch: int, tokens: int, seed: int, dtype: torch.dtype) -> Case:
-    """Ratios far on both sides of every bound, completions of every length from one token on, a group of
-    equal rewards.
-    """
+    """Ratios on both sides of every bound, completions of all lengths, one group of equal rewards."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -108,8 +106,8 @@ def make_case(batch: int, tokens: int, seed: int, dtype: torch.dtype) -> Case:
         "policy": old + 0.5 * normal(batch, tokens),
         "old": old,
         "ref": old + 0.5 * normal(batch, tokens),
-        "entropies": 2 * normal(batch, tokens).abs().float(),  # TRL looks for its quantile in float32 ...
-        "rollout": (old + 0.6 * normal(batch, tokens)).float(),  # ... and reads what vLLM says in it
+        "entropies": 2 * normal(batch, tokens).abs().float(),  # TRL computes its quantile in float32 ...
+        "rollout": (old + 0.6 * normal(batch, tokens)).float(),  # ... and reads vLLM's logprobs in float32
         "values": normal(batch, tokens),
         "rewards": rewards,
         "advantages": normal(batch),
@@ -119,9 +117,7 @@ def make_case(batch: int, tokens: int, seed: int, dtype: torch.dtype) -> Case:
 
 
 def assert_same(mine: Tensor, theirs: Tensor) -> None:
-    """Equal to TOLERANCE, relative to the largest entry of theirs: a small entry is a difference of large
-    ones.
-    """
+    """Equal within TOLERANCE of their largest entry: small entries are differences of large ones."""
     assert mine.shape == theirs.shape
     assert mine.isfinite().all()
     assert (mine - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
@@ -129,7 +125,7 @@ def assert_same(mine: Tensor, theirs: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Result:
-    """A loss and its gradients by policy logprobs and entropies [C]."""
+    """A loss and its gradients with respect to policy logprobs and entropies, each [C]."""
 
     loss: Tensor
     by_policy: Tensor
@@ -151,14 +147,14 @@ def assert_same_result(mine: Result, theirs: Result, mask: Tensor) -> None:
     """`theirs` is padded."""
     assert_same(mine.by_policy, theirs.by_policy[mask])
     assert_same(mine.by_entropies, theirs.by_entropies[mask])
-    # A loss is a sum of terms of both signs: as exact as those are, and they are as large as their gradients.
+    # A loss sums terms of both signs, each as large as its gradient: the tolerance scales with them.
     scale = max(theirs.loss.abs(), theirs.by_policy.abs().sum() if theirs.loss.dtype == torch.float32 else 0)
     assert (mine.loss - theirs.loss).abs() <= TOLERANCE * scale
     assert theirs.loss != 0
 
 
 def ours(case: Case, importance: dict[str, Any] | None = None, **algorithm: Any) -> Result:
-    """Through `micro_batch_loss`, one micro-batch; tokens are chosen as `select_tokens` does it."""
+    """Our loss of one micro-batch through `micro_batch_loss`. Tokens are chosen as in `select_tokens`."""
     config = TrainConfig.model_validate(
         {
             "algorithm": algorithm,
@@ -208,7 +204,7 @@ def packed(case: Case) -> PackedTokens:
 
 
 def chosen_by_cov(micro: MicroBatch, targets: Targets, policy: Tensor, config: TrainConfig) -> Tensor:
-    """With the dice of `torch.manual_seed(0)`."""
+    """Tokens chosen by covariance, with torch seeded to 0."""
     assert targets.known.old_logprobs is not None
     algorithm, cov = config.algorithm, covariances(targets.advantages, policy)
     if algorithm.policy_loss == "kl_cov":
@@ -227,7 +223,7 @@ def chosen_by_cov(micro: MicroBatch, targets: Targets, policy: Tensor, config: T
 
 
 def samples_of(case: Case) -> list[Row]:
-    """Truncated are the completions of odd length, as in `trl_step`. No two begin alike."""
+    """Completions of odd length are truncated, as in `trl_step`. No two share a prefix."""
     rows = zip(
         case.groups.tolist(),
         case.lengths.tolist(),

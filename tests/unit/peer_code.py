@@ -1,10 +1,9 @@
-"""Implementations that we did not write, as they were published: TRL, verl and SkyRL. Development
-dependencies (Makefile, pyproject.toml).
+"""Published implementations to compare with: TRL, verl and SkyRL (development dependencies).
 
-TRL is an ordinary package. verl and SkyRL would drag in Ray, other versions of what we use and much more, so
-`make setup` puts their wheels alone into the folder `peers` of the environment, where nothing else finds
-them. Their files of formulas are run unchanged; the packages they import for transport, configuration and
-logging are replaced by names without content while they load.
+TRL is an ordinary package. verl and SkyRL require Ray and conflicting versions of our dependencies.
+`make setup` therefore installs only their wheels, into the folder `peers`, which is on no import path.
+Their formulas run unchanged. While they load, empty modules replace the packages that they import for
+transport, configuration and logging.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ def load_trl() -> SimpleNamespace:
     from trl import import_utils
 
     with pytest.MonkeyPatch.context() as patch:
-        # TRL imports vLLM where it finds it, which takes as long as all these tests and has no part in the
-        # formulas.
+        # TRL imports vLLM if it is installed. That takes as long as all these tests, and no formula needs it.
         patch.setattr(import_utils, "is_vllm_available", lambda *_, **__: False)
         trainer = importlib.import_module("trl.trainer.grpo_trainer")
         rewards = importlib.import_module("trl.rewards")
@@ -80,7 +78,7 @@ def load_skyrl() -> ModuleType:
 
 
 class OneProcess:
-    """accelerate's Accelerator in a program of one process."""
+    """accelerate's Accelerator for one process."""
 
     num_processes = 1
     process_index = 0
@@ -109,8 +107,9 @@ def _require(name: str, path: list[str]) -> None:
 
 @contextmanager
 def _only_while_loading(bare: list[str], fakes: dict[str, dict[str, Any]]) -> Iterator[None]:
-    """Packages of PEERS whose __init__ is not run (`bare`), and modules with given names alone; afterwards
-    sys.modules is as before.
+    """Load packages of PEERS without their __init__ (`bare`) and with fake modules (`fakes`).
+
+    Restores sys.modules at the end.
     """
     before = dict(sys.modules)
     packages = {name.partition(".")[0] for name in [*bare, *fakes]}

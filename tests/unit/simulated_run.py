@@ -1,4 +1,4 @@
-"""A run with real files, a fake engine and a fake trainer. The order of its events is recorded."""
+"""A run with real files, a fake engine and a fake trainer. It records the order of events."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MAX_LORAS = 2
 
 
 class FakeEngine:
-    """Holds at most two adapters. Like vLLM it fails if an adapter is unloaded while a request uses it."""
+    """Holds at most two adapters. Like vLLM, it fails if an adapter is unloaded while a request uses it."""
 
     name = "fake"
 
@@ -86,14 +86,14 @@ class FakeEngine:
 
 
 class Half:
-    """Gives the first completion of a group 1, the others 0."""
+    """Scores the first completion of a group 1, the others 0."""
 
     async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[Score]:
         return [Score(float(i == 0)) for i in range(len(items))]
 
 
 class Broken:
-    """Gives NaN for one prompt."""
+    """Scores one prompt NaN."""
 
     def __init__(self, prompt_id: str) -> None:
         self.bad = prompt_id
@@ -108,7 +108,7 @@ class NumberTokenizer:
 
 
 def publish_update(run: RunDir, version: int, started: float, skipped: dict[str, str] | None = None) -> None:
-    """Write the files that the trainer leaves after a step."""
+    """Write the files that the trainer writes after a step."""
     if not (run.default_adapters / f"policy-v{version:06d}").exists():
         publish(run.default_adapters, version)
     keys = ("time/canary_s", "time/publish_s", "time/train_s", "policy/entropy", "mismatch/logprob_diff_mean")
@@ -148,7 +148,7 @@ def run_of(
     scorer: Scorer | None = None,
     resumed: bool = False,
 ) -> tuple[RunDir, FakeEngine, str]:
-    """Take a simulated run to its end: its folder, its engine, its log."""
+    """Run a simulated run to its end. Returns its folder, engine and log."""
     plan = plan_of(root, staleness, num_steps, eval_every, first_step, resumed or first_step > 1)
     engine = FakeEngine(sample_s, wrong_version)
     session = Session(
@@ -171,15 +171,15 @@ def run_of(
             for task in (trainer, *ends):
                 task.cancel()
 
-    with logged_messages() as said:
+    with logged_messages() as logged:
         asyncio.run(both())
-    return plan.run, engine, "\n".join(said)
+    return plan.run, engine, "\n".join(logged)
 
 
 def plan_of(
     root: Path, staleness: int, num_steps: int, eval_every: int, first_step: int, resumed: bool
 ) -> RunPlan:
-    """A plan with 14 prompts, 2 prompts x 2 completions a step, and the folders of its run."""
+    """A plan with 14 prompts and 2 prompts x 2 completions a step, and the folders of its run."""
     run = RunDir(root)
     for folder in (run.rollouts, run.trainer_steps, run.checkpoints, run.default_adapters):
         folder.mkdir(parents=True, exist_ok=True)
@@ -204,12 +204,12 @@ def plan_of(
 
 
 def times(run: RunDir, event: str, key: str) -> dict[int, float]:
-    """Step or version -> when the event was."""
+    """Time of the event by step or version."""
     return {e[key]: e["monotonic"] for e in read_events(run.events_path) if e["event"] == event}
 
 
 def sampled_from(run: RunDir) -> dict[int, int]:
-    """Step -> version, of the completions in the rollout files."""
+    """Adapter version by step, from the completions in the rollout files."""
     found = {}
     for path in sorted(run.rollouts.iterdir()):
         (version,) = set(pq.read_table(path)["adapter_version"].to_pylist())

@@ -1,6 +1,4 @@
-"""`skylite adapters`: damaged adapters are named, what is there is listed, what the rules do not keep goes
-and the rest stays.
-"""
+"""`skylite adapters`: verify names damaged adapters, list shows all, gc deletes what no rule keeps."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from tests.small_run import make_run, settings
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """A run after step 6: every version still there, checkpoints of steps 2, 4 and 6."""
+    """A run after step 6 with every adapter version and checkpoints of steps 2, 4 and 6."""
     sections = {"sync": {"keep_last": 2, "keep_every": 4}, "checkpoint": {"every": 2, "keep_last": 1}}
     run = make_run(tmp_path / "run", tmp_path, settings(**sections), {})
     for version in range(7):
@@ -85,7 +83,7 @@ def test_gc_deletes_what_the_keep_rules_do_not_need(run: RunDir, capsys: pytest.
     assert [a.version for a in published_versions(run.default_adapters)] == [0, 4, 5, 6]
     assert checkpoint_steps(run) == [6]
     assert not list(run.root.rglob(".*tmp*"))
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for part in (
         "policy-v000007.tmp-77",
         "checkpoint step-000002",
@@ -93,8 +91,8 @@ def test_gc_deletes_what_the_keep_rules_do_not_need(run: RunDir, capsys: pytest.
         "adapter v3 ",
         "3 adapters, 2 checkpoints",
     ):
-        assert part in said
-    assert "v4" not in said
+        assert part in output
+    assert "v4" not in output
 
 
 def test_gc_refuses_a_live_run(run: RunDir) -> None:

@@ -1,4 +1,4 @@
-"""Advantages, returns and the overlong penalty against numbers worked out by hand."""
+"""Advantages, returns and the overlong penalty against values computed by hand."""
 
 import pytest
 import torch
@@ -32,14 +32,14 @@ def test_advantages_of_a_group(name, expected):
     assert advantages_of(name, [REWARDS], [LENGTHS])[0] == pytest.approx(expected, rel=1e-6)
 
 
-def test_every_group_advantage_is_worked_out_above():
+def test_every_group_advantage_is_tested():
     assert set(GROUP_ADVANTAGES) == {"grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce++-baseline"}
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "maxrl", "opo"])
-def test_a_group_does_not_see_the_others_and_equal_rewards_give_zeros(name):
+def test_groups_are_independent_and_equal_rewards_give_zeros(name):
     alone = advantages_of(name, [REWARDS], [LENGTHS])[0]
-    # 0.1 seven times has a mean that is not 0.1 in floating point
+    # the mean of seven 0.1s is not 0.1 in floating point
     both = advantages_of(
         name, [REWARDS * 2, [0.1] * 8, [0.0] * 8], [LENGTHS * 2, [1.0, 2, 3, 4, 5, 6, 7, 8], [1.0] * 8]
     )
@@ -55,13 +55,13 @@ def test_reinforce_plus_plus_baseline_whitens_over_all_groups():
 
 
 def test_token_returns():
-    # the reward at the end, halved a token; then rewards everywhere: 1 + 2 + 3, 2 + 3, 3
+    # a reward at the end with gamma 0.5; then a reward at every token: 1 + 2 + 3, 2 + 3, 3
     assert token_returns(torch.tensor([0.0, 0.0, 4.0]), gamma=0.5).tolist() == [1, 2, 4]
     assert token_returns(torch.tensor([1.0, 2.0, 3.0]), gamma=1.0).tolist() == [6, 5, 3]
 
 
-def test_returns_are_whitened_by_moments_that_are_added_over_ranks():
-    # 1, 3 here and 5, 7 there: mean 4, variance (9 + 1 + 1 + 9) / 3 = 20 / 3
+def test_whitening_uses_moments_summed_over_ranks():
+    # 1, 3 on this rank and 5, 7 on the other: mean 4, variance (9 + 1 + 1 + 9) / 3 = 20 / 3
     here, there = torch.tensor([1.0, 3.0]), torch.tensor([5.0, 7.0])
     sums = moments(here) + moments(there)
     assert sums.tolist() == [4, 16, 84]
@@ -79,8 +79,8 @@ def test_whitening_a_constant_gives_zeros():
     [
         # delta: 0 + 4 / 2 - 2 = 0, 0 + 6 / 2 - 4 = -1, 8 - 6 = 2; A: 2, -1 + 2 / 4 = -0.5, 0 - 0.5 / 4
         (0.5, 0.5, [-0.125, -0.5, 2.0]),
-        (0.5, 0.0, [0.0, -1.0, 2.0]),  # the deltas alone
-        (1.0, 1.0, [6.0, 4.0, 2.0]),  # the whole return 8 minus the value
+        (0.5, 0.0, [0.0, -1.0, 2.0]),  # only the deltas
+        (1.0, 1.0, [6.0, 4.0, 2.0]),  # the full return 8 minus the value
     ],
 )
 def test_gae(gamma, lam, expected):

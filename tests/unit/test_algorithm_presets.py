@@ -1,4 +1,4 @@
-"""algorithm.name fills in the other settings; given settings win."""
+"""algorithm.name fills in the other algorithm settings; explicit settings override it."""
 
 import pytest
 from pydantic import ValidationError
@@ -42,14 +42,14 @@ DEFAULTS = AlgorithmConfig().model_dump()
         ("kl_cov", {"policy_loss": "kl_cov"}),
     ],
 )
-def test_the_name_fills_in_its_row_and_nothing_else(name, row):
+def test_the_name_sets_its_row_and_nothing_else(name, row):
     config = AlgorithmConfig(name=name)
     assert config.model_dump() == {**DEFAULTS, "name": name, **row}
     assert AlgorithmConfig.model_validate(config.model_dump()) == config
     assert AlgorithmConfig.model_validate_json(config.model_dump_json()) == config
 
 
-def test_every_preset_and_every_choice_is_known():
+def test_every_preset_and_choice_is_implemented():
     assert len(PRESETS) == 15
     for name in PRESETS:
         config = AlgorithmConfig(name=name)
@@ -59,20 +59,20 @@ def test_every_preset_and_every_choice_is_known():
         assert config.kl_estimator in KL_ESTIMATORS
 
 
-def test_a_field_that_is_given_wins_over_the_preset_even_with_the_default_value():
+def test_an_explicit_field_overrides_the_preset_even_with_the_default_value():
     config = AlgorithmConfig(name="dapo", clip_eps_high=0.2, kl_coef=0.5)
     assert (config.clip_eps_high, config.zero_std_groups, config.kl_coef) == (0.2, "resample", 0.5)
     assert AlgorithmConfig.model_validate(config.model_dump()) == config
 
 
-def test_an_unknown_name_is_refused_with_the_known_ones():
+def test_an_unknown_name_is_refused_and_the_known_ones_listed():
     with pytest.raises(ValidationError) as caught:
         AlgorithmConfig(name="grpoo")
     assert '"grpoo" is not an algorithm' in str(caught.value)
     assert all(name in str(caught.value) for name in PRESETS)
 
 
-def test_what_an_algorithm_needs():
+def test_what_each_algorithm_requires():
     needs_groups = {name for name in PRESETS if AlgorithmConfig(name=name).compares_groups}
     assert set(PRESETS) - needs_groups == {"ppo", "reinforce++"}
     assert {name for name in PRESETS if AlgorithmConfig(name=name).uses_critic} == {"ppo"}

@@ -1,4 +1,4 @@
-"""Freed memory goes back between passes, where the allocator would keep it."""
+"""Freed memory returns to the system between passes, even if the allocator caches it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ print(held - start, kept - start, release_cached_memory(), resident() - start)
 
 
 @pytest.mark.skipif(not has_library(*TBB_MALLOC), reason="TBB's allocator is not here")
-def test_what_tbb_keeps_goes_back() -> None:
+def test_memory_cached_by_tbb_is_released() -> None:
     env = os.environ | preload_env(TBB_MALLOC, {}, "malloc")
     done = subprocess.run(
         [sys.executable, "-c", PASSES], env=env, capture_output=True, text=True, check=True, timeout=120
@@ -41,5 +41,5 @@ def test_what_tbb_keeps_goes_back() -> None:
     assert float(left) < float(kept) / 2
 
 
-def test_without_tbb_nothing_happens() -> None:
+def test_without_tbb_releasing_does_nothing() -> None:
     assert release_cached_memory() is False

@@ -1,6 +1,4 @@
-"""A step whose numbers go bad leaves the optimizers as they were, is named in words, and keeps what it
-learned from.
-"""
+"""A step with bad numbers is rolled back, reported with its reason, and its inputs are saved."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ def dist() -> Iterator[Dist]:
 
 
 def numbers_of(optimizer: FlatAdamW) -> list[torch.Tensor]:
-    """Everything an update changes."""
+    """Every tensor that an update changes."""
     state = take_snapshot(optimizer)
     return [*state.params.values(), *(v for moments in state.moments.values() for v in moments.values())]
 
@@ -62,7 +60,7 @@ def anomaly_finder(config: TrainConfig, optimizer: FlatAdamW) -> Callable[[Any],
     ("sections", "samples", "words"),
     [
         ({}, with_nan(random_samples(1)), "gradient of the policy in step 2 is not finite"),
-        # The first update of the step is good and applied; the second is not.
+        # The first update of the step is good and applied; the second is bad.
         (
             {"algorithm": {"updates_per_step": 2}},
             with_nan(random_samples(1)[::-1])[::-1],
@@ -81,7 +79,7 @@ def anomaly_finder(config: TrainConfig, optimizer: FlatAdamW) -> Callable[[Any],
         ),
     ],
 )
-def test_a_bad_step_is_undone_whole(
+def test_a_bad_step_is_rolled_back_completely(
     sections: Any, samples: list[Row], words: str, tiny_llama: Path, dist: Dist
 ) -> None:
     config = settings(**sections)
@@ -99,7 +97,7 @@ def test_a_bad_step_is_undone_whole(
     assert re.search(words, anomaly), anomaly
     assert all(torch.equal(a, b) for a, b in zip(before, numbers_of(optimizer), strict=True))
 
-    # What comes next is as if the bad step had never been.
+    # The next step is the same as without the bad step.
     _, anomaly = train_or_roll_back(
         [optimizer],
         dist,
@@ -111,7 +109,7 @@ def test_a_bad_step_is_undone_whole(
     assert not all(torch.equal(a, b) for a, b in zip(before, numbers_of(optimizer), strict=True))
 
 
-def test_what_an_update_would_undo_is_not_held_twice_before_the_update(tiny_llama: Path, dist: Dist) -> None:
+def test_the_rollback_copy_is_made_once_at_the_first_update(tiny_llama: Path, dist: Dist) -> None:
     policy = policy_of(tiny_llama, settings(), dist)
     optimizer = optimizer_of(policy, settings())
     start = numbers_of(optimizer)
@@ -127,9 +125,7 @@ def test_what_an_update_would_undo_is_not_held_twice_before_the_update(tiny_llam
     assert before["policy"] is first
 
 
-def test_a_policy_whose_canary_gives_no_numbers_is_undone_before_it_is_published(
-    tiny_llama: Path, dist: Dist
-) -> None:
+def test_a_policy_with_a_nan_canary_is_rolled_back_before_publishing(tiny_llama: Path, dist: Dist) -> None:
     policy = policy_of(tiny_llama, settings(), dist)
     optimizer = optimizer_of(policy, settings())
     before = numbers_of(optimizer)
@@ -147,7 +143,7 @@ def test_a_policy_whose_canary_gives_no_numbers_is_undone_before_it_is_published
     assert all(torch.equal(a, b) for a, b in zip(before, numbers_of(optimizer), strict=True))
 
 
-def test_a_number_among_the_inputs_that_is_none_is_named() -> None:
+def test_an_input_that_is_not_finite_is_named() -> None:
     samples = random_samples(0)
     assert rollout_anomaly(groups_of(samples)) == ""
     samples[5] = replace(samples[5], completion_token_ids=[1, 2], rollout_logprobs=[-1.0, float("-inf")])
@@ -162,7 +158,7 @@ def test_a_number_among_the_inputs_that_is_none_is_named() -> None:
         assert rollout_anomaly(groups_of(samples)) == expected
 
 
-def test_rewards_collapse_only_when_every_step_of_the_window_is_too_low(tmp_path: Path) -> None:
+def test_reward_collapse_needs_every_step_of_the_window_to_be_too_low(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.rollouts.mkdir()
     for step, reward in enumerate([0.6, 0.1, 0.2, 0.1], 1):
@@ -176,7 +172,7 @@ def test_rewards_collapse_only_when_every_step_of_the_window_is_too_low(tmp_path
         assert reward_collapse(run, 4, rules) == "", "a step without numbers is no low reward"
 
 
-def test_what_a_bad_step_learned_from_is_kept_each_time(tmp_path: Path) -> None:
+def test_the_inputs_of_every_bad_step_are_saved(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.rollouts.mkdir()
     write_samples(run.rollout_path(7), random_samples(0))
@@ -193,7 +189,7 @@ def test_what_a_bad_step_learned_from_is_kept_each_time(tmp_path: Path) -> None:
         )
 
 
-def test_a_limit_on_a_kl_that_is_not_measured_is_refused() -> None:
+def test_a_kl_limit_without_a_measured_kl_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"anomaly.max_kl=0.1 limits .* algorithm.kl_coef=0 does not measure"
     ):

@@ -1,4 +1,4 @@
-"""`skylite.load_run`: a run folder from Python, and the example of its page."""
+"""`skylite.load_run`: read a run folder from Python, and the examples of its page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "python-api.md"
 
 @pytest.fixture
 def run(tmp_path: Path, tiny_llama: Path) -> RunDir:
-    """Three of three steps, of which the adapters 0 and 3 are kept."""
+    """A finished run of three steps that keeps adapters 0 and 3."""
     rows = {step: random_samples(step) for step in (1, 2, 3)}
     run = make_run(tmp_path / "runs" / "NAME", tiny_llama, settings(), rows)
     for step in (1, 2, 3):
@@ -37,7 +37,7 @@ def run(tmp_path: Path, tiny_llama: Path) -> RunDir:
     return run
 
 
-def test_a_run_is_read(run: RunDir) -> None:
+def test_load_run_reads_a_run(run: RunDir) -> None:
     found = skylite.load_run(run.root)
     assert (found.config, found.status.phase, found.steps) == (settings(), "done", [1, 2, 3])
     assert found.lora_sync_path == run.default_adapters
@@ -46,7 +46,7 @@ def test_a_run_is_read(run: RunDir) -> None:
     assert rewards == [s.reward for s in random_samples(2)]
 
 
-def test_metrics_are_a_table_with_nulls_for_what_a_step_lacks(run: RunDir) -> None:
+def test_metrics_are_a_table_with_null_for_missing_values(run: RunDir) -> None:
     table = skylite.load_run(str(run.root)).metrics
     assert table.to_pydict() == {
         "step": [1, 2, 3],
@@ -62,7 +62,7 @@ def test_metrics_are_a_table_with_nulls_for_what_a_step_lacks(run: RunDir) -> No
         _ = skylite.load_run(run.root).metrics
 
 
-def test_what_is_not_there_is_said_with_what_is(run: RunDir, tmp_path: Path) -> None:
+def test_a_missing_item_is_reported_with_the_available_ones(run: RunDir, tmp_path: Path) -> None:
     found = skylite.load_run(run.root)
     with pytest.raises(SkyliteError, match=r"no adapter of step 2 \(published and kept: 0, 3\)"):
         found.adapter(2)
@@ -75,7 +75,7 @@ def test_what_is_not_there_is_said_with_what_is(run: RunDir, tmp_path: Path) -> 
         _ = found.status
 
 
-def test_a_run_that_moved_keeps_its_adapters(run: RunDir, tmp_path: Path) -> None:
+def test_a_moved_run_finds_its_adapters(run: RunDir, tmp_path: Path) -> None:
     run.root.rename(tmp_path / "moved")
     assert (
         skylite.load_run(tmp_path / "moved").adapter(0) == tmp_path / "moved" / "adapters" / "policy-v000000"
@@ -95,7 +95,7 @@ def test_the_examples_of_the_page_run(run: RunDir) -> None:
     assert lines[-1] == "LoRA True"
 
 
-def test_importing_loads_nothing_heavy() -> None:
+def test_importing_skylite_loads_no_heavy_module() -> None:
     for module, heavy in (
         ("skylite", {"pyarrow", "pydantic"}),
         ("skylite.api", {"torch", "transformers", "vllm"}),

@@ -1,4 +1,4 @@
-"""A thousand generated bad inputs: exit code 2 and a sentence, no traceback, no hang, no change on disk."""
+"""A thousand generated bad inputs: exit code 2 and one sentence, no traceback, hang or change on disk."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.unit.bad_inputs import (
     snapshot,
     toml_text,
 )
-from tests.unit.fuzzing import FACTOR, count, counts, generated, in_words, refused
+from tests.unit.fuzzing import FACTOR, accepted_or_refused, count, counts, generated, refused
 
 PREPARE = "prepare rows.jsonl --question q --answer a --reward math --out data"
 DRY_RUN = "train --recipe gsm8k_cpu --model model --run new --dry-run"
@@ -44,7 +44,7 @@ DRY_RUN = "train --recipe gsm8k_cpu --model model --run new --dry-run"
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Iterator[Path]:
-    """The working directory, with data, model, an adapter, and a run with a checkpoint and rollouts."""
+    """The working directory: data, a model, an adapter, and a run with a checkpoint and rollouts."""
     root = tmp_path_factory.mktemp("project")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
@@ -147,7 +147,7 @@ def test_data_files(project: Path, kind: str, data: st.DataObject) -> None:
     reply = call(
         ["prepare", path.name, "--question", question, "--answer", "a", "--reward", reward, "--out", "fresh"]
     )
-    count(reply.code, reply.said)
+    count(reply.code, reply.output)
     shutil.rmtree(project / "fresh") if reply.code == 0 else None
     after = snapshot(project)
     assert {k: v for k, v in after.items() if k != "."} == before
@@ -171,7 +171,7 @@ def test_prepared_data(project: Path, data: st.DataObject, split: str) -> None:
 
 
 def bad_adapter(project: Path, data: st.DataObject, damage: str) -> Path:
-    """A copy of the whole adapter, then damaged."""
+    """A damaged copy of the good adapter."""
     folder = project / "bad-adapter"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(project / "adapter", folder)
@@ -222,10 +222,10 @@ def test_adapter_folders(project: Path, data: st.DataObject, damage: str) -> Non
 
 @generated(150)
 @given(data=st.data(), damage=DAMAGES, has_manifest=st.booleans())
-def test_adapter_folders_to_serve_and_to_evaluate(
+def test_adapter_folders_for_serve_and_eval(
     project: Path, data: st.DataObject, damage: str, has_manifest: bool
 ) -> None:
-    """Neither model nor data are there, so that vLLM never starts; the adapter is looked at before them."""
+    """The adapter is checked first. Model and data are missing, so that vLLM never starts."""
     folder = bad_adapter(project, data, damage)
     if has_manifest:
         whole = project / "adapter" / "adapter_model.safetensors"
@@ -237,8 +237,8 @@ def test_adapter_folders_to_serve_and_to_evaluate(
         ["serve", "bad-adapter", "--model", "nosuch"],
         ["eval", "bad-adapter", "--model", "nosuch", "--data", "nosuch"],
     ):
-        said = refused(command, project)
-        assert "nosuch" not in said or not is_told, said
+        output = refused(command, project)
+        assert "nosuch" not in output or not is_told, output
 
 
 @generated(100)
@@ -248,24 +248,24 @@ def test_manifests(project: Path, data: st.DataObject, tmp_path_factory: pytest.
     folder.mkdir(exist_ok=True)
     (folder / "adapter_model.safetensors").write_bytes(b"weights")
     (folder / "manifest.json").write_bytes(data.draw(damaged_json(MANIFEST)))
-    in_words(lambda: read_manifest(folder))
+    accepted_or_refused(lambda: read_manifest(folder))
 
 
 @generated(150)
 @given(data=st.data())
-def test_a_runs_config(project: Path, data: st.DataObject) -> None:
+def test_run_configs(project: Path, data: st.DataObject) -> None:
     path = project / "run" / "config.json"
     whole = path.read_bytes()
     try:
         path.write_bytes(data.draw(damaged_json(json.loads(whole))))
         before = snapshot(project)
         run = RunDir(project / "run")
-        in_words(lambda: require_own_folders(run, read_run_config(path)))
-        in_words(lambda: plan_resume(run))
+        accepted_or_refused(lambda: require_own_folders(run, read_run_config(path)))
+        accepted_or_refused(lambda: plan_resume(run))
         config = snapshot(project).keys()
         assert config == before.keys()
         reply = call(["eval", "run", "--data", "nosuch"])
-        count(reply.code, reply.said)
+        count(reply.code, reply.output)
     finally:
         path.write_bytes(whole)
 
@@ -276,10 +276,10 @@ def test_rollout_files(project: Path, data: st.DataObject) -> None:
     whole = (project / "run" / "rollouts" / "step-000001.parquet").read_bytes()
     path = project / "bad-rollouts.parquet"
     path.write_bytes(data.draw(damaged_bytes(whole)))
-    in_words(lambda: read_rollouts(path))
+    accepted_or_refused(lambda: read_rollouts(path))
 
 
-def test_a_thousand_were_bad(project: Path) -> None:
+def test_at_least_a_thousand_inputs_were_bad(project: Path) -> None:
     print(f"bad inputs: {counts['refused']} refused in words, {counts['accepted']} accepted as valid")
     assert counts["refused"] >= 1000 * min(FACTOR, 1)
     assert load_config(None, {}, ()) is not None

@@ -1,6 +1,6 @@
-"""Generated bad replies of vLLM (truncated, wrong types or lengths, slow, error status) give a sentence.
+"""Generated bad vLLM replies give one error sentence. The replies are the same in every run.
 
-The same replies in every run.
+Replies are truncated, slow, of wrong types or lengths, or have an error status.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.unit.fuzzing import FACTOR, generated
 from tests.unit.test_engine_client import Behaviour, ask_for, choice, talk
 
 counts: Counter[str] = Counter()
-"""Replies by what became of them."""
+"""Number of replies by outcome."""
 COUNTERS = "vllm:prompt_tokens_total 5\nvllm:generation_tokens_total 7\n"
 STATUSES = (100, 101, 204, 206, 301, 302, 400, 401, 404, 413, 429, 500, 502, 503, 599, 999)
 TIMEOUT_S = 0.3
@@ -40,7 +40,7 @@ ASKS: dict[str, tuple[Any, Callable[[VllmClient], Awaitable[Any]]]] = {
     "unload": ({}, lambda client: client.unload_adapter("policy-v000001")),
     "count": (COUNTERS, lambda client: client.token_count()),
 }
-"""By what is asked: a good reply's body, and the question."""
+"""By request: the body of a good reply, and the request."""
 
 
 def http(body: bytes, status: int = 200, length: int | None = None) -> bytes:
@@ -52,7 +52,7 @@ def http(body: bytes, status: int = 200, length: int | None = None) -> bytes:
 
 @st.composite
 def replies(draw: st.DrawFn, good: Any) -> bytes:
-    """A whole HTTP reply of which something is wrong."""
+    """A complete HTTP reply with something wrong in it."""
     body = good.encode() if isinstance(good, str) else json.dumps(good).encode()
     kind = draw(st.sampled_from(["body", "body", "status", "length", "bytes"]))
     if kind == "body":
@@ -65,7 +65,7 @@ def replies(draw: st.DrawFn, good: Any) -> bytes:
 
 
 def sends(reply: bytes, pause_s: float) -> Behaviour:
-    """In two parts with a pause between them."""
+    """Send the reply in two parts with a pause between them."""
 
     async def behave(writer: asyncio.StreamWriter, _: int) -> None:
         writer.write(reply[: len(reply) // 2])
@@ -95,7 +95,7 @@ def test_replies(tmp_path_factory: Any, asked: str, data: st.DataObject, pause_s
 
 
 def usable(asked: str, answer: Any) -> bool:
-    """What came through is what was asked for."""
+    """Whether the answer has the requested form."""
     if asked == "sample":
         found: list[Sample] = list(answer.values())
         return set(answer) <= {0, 1} and all(

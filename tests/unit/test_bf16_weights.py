@@ -1,6 +1,4 @@
-"""Frozen matrices held in bfloat16: the very numbers of float32, half the bytes, and only where every value
-fits.
-"""
+"""Frozen matrices held in bfloat16: same results as float32 in half the bytes, if every value fits."""
 
 from __future__ import annotations
 
@@ -35,14 +33,14 @@ def dist() -> Iterator[Dist]:
 
 
 def rounded(module: Module) -> Module:
-    """Frozen, with values that bfloat16 has."""
+    """The frozen module with values that bfloat16 represents exactly."""
     for param in module.parameters():
         param.data = param.data.bfloat16().float()
     return module.requires_grad_(False)
 
 
 def rounded_model(folder: Path, family: str = "llama") -> Path:
-    """A tiny model whose file is float32, but whose values are bfloat16's."""
+    """A tiny model saved as float32 whose values bfloat16 represents exactly."""
     make_tiny_model(folder, family)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     rounded(model).save_pretrained(folder)
@@ -53,14 +51,14 @@ def held(module: nn.Module) -> int:
     return sum(p.nbytes for p in module.parameters())
 
 
-def test_output_and_gradient_are_the_very_numbers_of_float32_and_the_wide_matrix_is_not_kept() -> None:
+def test_output_and_gradient_equal_float32_and_the_float32_matrix_is_not_kept() -> None:
     torch.manual_seed(0)
-    wide = rounded(
+    in_fp32 = rounded(
         nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 12), nn.SiLU(), nn.Linear(12, 6, bias=False))
     )
-    narrow = copy.deepcopy(wide)
-    assert store_in_bf16(narrow.modules()) is not None
-    assert held(narrow) - 12 * 4 == (held(wide) - 12 * 4) / 2  # the bias stays
+    in_bf16 = copy.deepcopy(in_fp32)
+    assert store_in_bf16(in_bf16.modules()) is not None
+    assert held(in_bf16) - 12 * 4 == (held(in_fp32) - 12 * 4) / 2  # the bias stays float32
     kept: list[torch.dtype] = []
 
     def learn(model: nn.Sequential) -> tuple[Tensor, Tensor]:
@@ -74,12 +72,12 @@ def test_output_and_gradient_are_the_very_numbers_of_float32_and_the_wide_matrix
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        ours = learn(narrow)
-    assert all(torch.equal(a, b) for a, b in zip(ours, learn(wide), strict=True))
+        ours = learn(in_bf16)
+    assert all(torch.equal(a, b) for a, b in zip(ours, learn(in_fp32), strict=True))
     assert kept == [torch.bfloat16, torch.bfloat16]
 
 
-def test_what_does_not_fit_or_learns_or_is_tied_to_a_class_of_its_own_stays() -> None:
+def test_matrices_that_do_not_fit_or_train_or_have_a_custom_class_stay_float32() -> None:
     class Scaled(nn.Embedding):
         pass
 
@@ -94,7 +92,7 @@ def test_what_does_not_fit_or_learns_or_is_tied_to_a_class_of_its_own_stays() ->
     assert store_in_bf16([model["fine"], model["norm"]]) is None
 
 
-def test_tied_matrices_stay_one_and_undo_gives_everything_back() -> None:
+def test_tied_matrices_stay_tied_and_undo_restores_float32() -> None:
     model = nn.ModuleDict({"embed": rounded(nn.Embedding(9, 8)), "head": nn.Linear(8, 9, bias=False)})
     model["head"].weight = model["embed"].weight
     before = model["head"].weight.detach().clone()  # type: ignore[operator]
@@ -109,7 +107,7 @@ def test_tied_matrices_stay_one_and_undo_gives_everything_back() -> None:
 
 
 @pytest.mark.parametrize("way", ["blocks", "entropy", "softcap"])
-def test_a_narrow_head_gives_the_very_numbers_of_the_wide_one(way: str) -> None:
+def test_a_bf16_lm_head_gives_the_same_numbers_as_float32(way: str) -> None:
     torch.manual_seed(0)
     weight, rows, targets = (
         torch.randn(40, 8).bfloat16(),
@@ -130,39 +128,39 @@ def test_a_narrow_head_gives_the_very_numbers_of_the_wide_one(way: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_step_learns_the_very_same_and_the_base_takes_half(
+def test_a_step_gives_the_same_gradient_and_the_base_takes_half_the_bytes(
     family: str, tmp_path: Path, dist: Dist, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = rounded_model(tmp_path, family)
-    config = settings(algorithm={"kl_coef": 0.1, "entropy_coef": 0.01})  # the adapter off, too
-    narrow = policy_of(model, config, dist)
-    ours = gradients_after_step(narrow, config, dist)[0]
+    config = settings(algorithm={"kl_coef": 0.1, "entropy_coef": 0.01})  # also runs the base model
+    in_bf16 = policy_of(model, config, dist)
+    ours = gradients_after_step(in_bf16, config, dist)[0]
     monkeypatch.setattr(probing_module, "store_in_bf16", lambda modules: None)
-    wide = policy_of(model, config, dist)
-    assert torch.equal(ours, gradients_after_step(wide, config, dist)[0])
-    assert held(narrow.model) < 0.7 * held(wide.model)  # norms and LoRA are as they were
+    in_fp32 = policy_of(model, config, dist)
+    assert torch.equal(ours, gradients_after_step(in_fp32, config, dist)[0])
+    assert held(in_bf16.model) < 0.7 * held(in_fp32.model)  # norms and LoRA stay float32
 
 
-def test_pefts_own_layer_takes_narrow_weights(
+def test_pefts_layer_accepts_bf16_weights(
     tmp_path: Path, dist: Dist, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With dropout the one operation is not used."""
+    """With dropout the fused operation is not used."""
     model, config = rounded_model(tmp_path), settings(lora={"dropout": 0.3})
     ours = gradients_after_step(policy_of(model, config, dist), config, dist)[0]
     monkeypatch.setattr(probing_module, "store_in_bf16", lambda modules: None)
     assert torch.equal(ours, gradients_after_step(policy_of(model, config, dist), config, dist)[0])
 
 
-def test_it_is_said_and_what_needs_float32_is_left_wide(tmp_path: Path, dist: Dist) -> None:
+def test_the_choice_is_logged_and_a_model_that_needs_float32_keeps_it(tmp_path: Path, dist: Dist) -> None:
     def reason(model: Path) -> str:
         _, reasons = enable_fast_paths(load_policy(resolved(model, model), settings(), dist), PROBE)
         return next(r for r in reasons if r.startswith("frozen weights"))
 
-    assert reason(make_tiny_model(tmp_path / "wide")).startswith("frozen weights: none")
-    assert reason(rounded_model(tmp_path / "narrow")).startswith("frozen weights: stored in bfloat16")
+    assert reason(make_tiny_model(tmp_path / "in_fp32")).startswith("frozen weights: none")
+    assert reason(rounded_model(tmp_path / "in_bf16")).startswith("frozen weights: stored in bfloat16")
 
 
-def test_a_model_that_computes_in_its_weights_type_is_left_wide(
+def test_a_model_that_computes_in_its_weights_dtype_stays_float32(
     tmp_path: Path, dist: Dist, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = transformers.models.llama.modeling_llama.LlamaDecoderLayer

@@ -1,4 +1,4 @@
-"""The canary tells this adapter from the base, from another version, and from noise."""
+"""The canary distinguishes this adapter from the base model, another version and noise."""
 
 import math
 
@@ -20,19 +20,19 @@ def test_the_engine_with_the_adapter_passes() -> None:
     check_reading("policy-v000001", "vllm-0", reading, 0.002)
 
 
-def test_an_engine_that_serves_the_base_is_refused() -> None:
+def test_an_engine_that_serves_the_base_is_rejected() -> None:
     with pytest.raises(SyncFailed, match="does not sample from the adapter policy-v000001"):
         check_reading("policy-v000001", "vllm-0", compare_logprobs(BASE, POLICY, BASE), 0.002)
 
 
-def test_the_projection_is_the_share_of_the_way_from_base_to_adapter() -> None:
+def test_the_projection_is_the_fraction_of_the_way_from_base_to_adapter() -> None:
     reading = compare_logprobs([b + 0.01 for b in BASE], POLICY, BASE)
     assert reading.gap_max < 0.5
     near = compare_logprobs([-1.38, -1.81, -0.88], [-1.0, -2.0, -0.5], BASE)
     assert near.projection == pytest.approx((0.02 * 0.4 + 0.01 * 0.2 + 0.02 * 0.4) / 0.36)
 
 
-def test_a_wide_tolerance_does_not_let_a_clear_base_through() -> None:
+def test_a_large_tolerance_still_rejects_a_clear_base() -> None:
     policy, base = [-1.0, -2.0, -3.0, -4.0], [-1.0, -2.0, -3.0, -3.0]
     engine = [-1.0, -2.0, -3.0, -3.0]
     reading = compare_logprobs(engine, policy, base)
@@ -48,7 +48,7 @@ def test_an_untrained_adapter_equals_the_base_and_passes() -> None:
     check_reading("policy-v000000", "vllm-0", reading, 0.002)
 
 
-def test_nan_from_an_engine_never_passes() -> None:
+def test_nan_logprobs_never_pass() -> None:
     with pytest.raises(SyncFailed):
         check_reading(
             "policy-v000001", "vllm-0", compare_logprobs([math.nan, -2.0, -0.5], POLICY, BASE), 0.002

@@ -1,4 +1,4 @@
-"""A checkpoint that is not whole is named and passed over; the next older one is used."""
+"""A damaged checkpoint is named and skipped. The next older one is used."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ def make(run: RunDir, *steps: int) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_the_older_one_used(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_older_one_is_used(damage: str, tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     make(run, 10, 20)
     harm, words = DAMAGES[damage]
     harm(run.checkpoint_path(20))
-    with logged_messages() as said:
+    with logged_messages() as logged:
         assert choose_checkpoint(run, None) == 10
-    assert len(said) == 1
-    assert "step-000020" in said[0]
-    assert words in said[0]
+    assert len(logged) == 1
+    assert "step-000020" in logged[0]
+    assert words in logged[0]
     with pytest.raises(ModelError, match="step-000020"):
         choose_checkpoint(run, 20)
 
 
-def test_when_none_is_whole_nothing_is_begun_unasked(tmp_path: Path) -> None:
+def test_without_an_intact_checkpoint_the_resume_is_refused(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     make(run, 10, 20)
     for step in (10, 20):
@@ -67,7 +67,7 @@ def test_when_none_is_whole_nothing_is_begun_unasked(tmp_path: Path) -> None:
     assert choose_checkpoint(run, 0) == 0
 
 
-def test_a_checkpoint_under_another_steps_name_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_in_another_steps_folder_is_refused(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     make(run, 10)
     shutil.copytree(run.checkpoint_path(10), run.checkpoint_path(30))
@@ -75,7 +75,7 @@ def test_a_checkpoint_under_another_steps_name_is_refused(tmp_path: Path) -> Non
         verify_checkpoint(run.checkpoint_path(30))
 
 
-def test_the_step_asked_for_must_be_there(tmp_path: Path) -> None:
+def test_the_requested_step_must_have_a_checkpoint(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     make(run, 10, 20)
     assert choose_checkpoint(run, 10) == 10
@@ -84,7 +84,7 @@ def test_the_step_asked_for_must_be_there(tmp_path: Path) -> None:
         choose_checkpoint(run, 15)
 
 
-def test_without_a_checkpoint_the_run_goes_on_from_its_start(tmp_path: Path) -> None:
+def test_a_run_without_checkpoints_resumes_from_its_start(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.checkpoints.mkdir()
     (run.checkpoints / ".step-000010.tmp-77").mkdir()

@@ -28,7 +28,7 @@ FLAGS = {
 }  # fmt: skip
 
 
-def test_the_flags_are_these() -> None:
+def test_the_flags_are_unchanged() -> None:
     group: Any = typer.main.get_command(app)
     found = {
         name: {o for p in c.params for o in (*p.opts, *p.secondary_opts) if o.startswith("--")}

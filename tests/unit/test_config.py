@@ -1,4 +1,4 @@
-"""Bad settings are refused all at once, in plain words; good ones arrive."""
+"""All bad settings are reported at once, each with a reason. Good settings are applied."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def test_every_recipe_loads(recipe: Path) -> None:
     assert load_config(recipe, {}).num_steps >= 1
 
 
-def test_there_are_recipes() -> None:
+def test_the_repository_has_recipes() -> None:
     assert {"gsm8k", "gsm8k_cpu"} <= {p.stem for p in RECIPES}
 
 
@@ -42,7 +42,7 @@ def test_every_problem_is_named_at_once() -> None:
         ("lora.rank=513", "512"),
     ],
 )
-def test_what_vllm_cannot_serve_is_refused_with_the_reason(setting: str, reason: str) -> None:
+def test_settings_that_vllm_cannot_serve_are_refused_with_the_reason(setting: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         load_config(None, {}, [setting])
 
@@ -50,7 +50,7 @@ def test_what_vllm_cannot_serve_is_refused_with_the_reason(setting: str, reason:
 @pytest.mark.parametrize(
     ("rank", "served"), [(1, 1), (2, 8), (8, 8), (12, 16), (32, 32), (33, 64), (300, 320), (512, 512)]
 )
-def test_the_rank_is_rounded_up_to_one_vllm_allows(rank: int, served: int) -> None:
+def test_the_rank_is_rounded_up_to_one_that_vllm_allows(rank: int, served: int) -> None:
     assert load_config(None, {"lora.rank": rank}).lora.vllm_rank == served
     assert served in VLLM_LORA_RANKS
 
@@ -60,7 +60,7 @@ def test_groups_of_one_are_refused() -> None:
         load_config(None, {"rollout.group_size": 1})
 
 
-def test_mini_batches_hold_whole_groups() -> None:
+def test_mini_batches_hold_complete_groups() -> None:
     with pytest.raises(ConfigError, match="must divide"):
         load_config(None, {"algorithm.updates_per_step": 3, "rollout.prompts_per_step": 8})
     assert (
@@ -87,7 +87,7 @@ def test_set_values_are_toml_and_bare_words_are_strings(text: str, value: object
     assert parse_value(text) == value
 
 
-def test_flags_win_over_the_recipe_and_set_wins_over_flags(tmp_path: Path) -> None:
+def test_flags_override_the_recipe_and_set_overrides_flags(tmp_path: Path) -> None:
     recipe = tmp_path / "r.toml"
     recipe.write_text("num_steps = 7\n[lora]\nrank = 4\nalpha = 8\n")
     config = load_config(recipe, {"lora.rank": 16}, ["lora.rank=64"])
@@ -95,18 +95,18 @@ def test_flags_win_over_the_recipe_and_set_wins_over_flags(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("text", ["num_steps = ", "[lora\nrank=3", "\x00"])
-def test_a_broken_recipe_is_one_sentence(tmp_path: Path, text: str) -> None:
+def test_a_broken_recipe_gives_one_sentence(tmp_path: Path, text: str) -> None:
     (tmp_path / "r.toml").write_text(text)
     with pytest.raises(ConfigError, match="not valid TOML"):
         load_config(tmp_path / "r.toml", {})
 
 
-def test_the_config_survives_json() -> None:
+def test_the_config_round_trips_through_json() -> None:
     config = load_config(None, {"lora.target_modules": ["q_proj"], "importance.reject_kl": None})
     assert TrainConfig.model_validate_json(config.model_dump_json()) == config
 
 
-def test_a_name_chooses_an_algorithm_and_what_is_set_beside_it_wins() -> None:
+def test_explicit_settings_override_the_named_algorithm() -> None:
     dapo = load_config(None, {}, ["algorithm.name=dapo", "algorithm.overlong_buffer_frac=0.0"]).algorithm
     assert (dapo.clip_eps_high, dapo.zero_std_groups, dapo.overlong_buffer_frac) == (0.28, "resample", 0.0)
     ppo = load_config(None, {"rollout.group_size": 1}, ["algorithm.name=ppo"])
@@ -119,7 +119,7 @@ def test_a_name_chooses_an_algorithm_and_what_is_set_beside_it_wins() -> None:
         load_config(None, {}, ["algorithm.name=maxrl", "algorithm.overlong_buffer_frac=0.2"])
 
 
-def test_a_run_of_another_version_is_not_called_damaged(tmp_path: Path) -> None:
+def test_a_run_of_another_version_is_not_reported_as_damaged(tmp_path: Path) -> None:
     resolved = {
         "model_path": "m",
         "model_fingerprint": "f",

@@ -1,6 +1,4 @@
-"""PPO: the critic on the policy's own base, against a plain model of its own; what it costs; what a
-checkpoint keeps of it.
-"""
+"""PPO's critic, which shares the policy's base: gradients against a plain model, memory, checkpoint."""
 
 from __future__ import annotations
 
@@ -62,7 +60,7 @@ def parts(model: Path, config: TrainConfig, dist: Dist) -> tuple[Policy, FlatAda
 def plain(
     model: Path, adapter: dict[str, torch.nn.Parameter], name: str, rank: int, alpha: int, modules: list[str]
 ) -> Any:
-    """An ordinary PEFT model with one of the adapters, called "default" here."""
+    """A plain PEFT model with one of the adapters, named "default" here."""
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
     found = PeftModel(
         base, LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, target_modules=modules)
@@ -74,7 +72,7 @@ def plain(
 
 
 def plain_values(model: Any, weight: torch.Tensor, bias: torch.Tensor, sample: Any) -> torch.Tensor:
-    """[C] at the tokens before each completion token."""
+    """Values [C] at the token before each completion token."""
     ids = sample.prompt_token_ids + sample.completion_token_ids
     hidden = model(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0]
     return (hidden @ weight + bias)[len(sample.prompt_token_ids) - 1 : -1]
@@ -104,7 +102,7 @@ def test_policy_and_critic_have_the_gradients_of_two_plain_models(
         returns = gae(rewards, value.detach(), 0.95, 0.9) + value.detach()
         total = (
             total + 0.5 * ((value - returns) ** 2).sum() / num_tokens
-        )  # the old value is the value: nothing is clipped yet
+        )  # the old values equal the values: nothing is clipped yet
     total.backward()
 
     parameters = dict(own.named_parameters())
@@ -120,7 +118,7 @@ def test_policy_and_critic_have_the_gradients_of_two_plain_models(
     assert metrics["critic/grad_norm"] == pytest.approx(float(wanted.norm()), rel=1e-4)
 
 
-def test_the_critic_leaves_the_policy_alone_and_the_other_way_round(tiny_llama: Path, dist: Dist) -> None:
+def test_critic_and_policy_do_not_change_each_other(tiny_llama: Path, dist: Dist) -> None:
     config = ppo_settings(updates_per_step=2)
     policy, optimizer, critic = parts(tiny_llama, config, dist)
     base = base_weights(policy)
@@ -141,7 +139,7 @@ def test_the_critic_leaves_the_policy_alone_and_the_other_way_round(tiny_llama: 
     assert all(torch.equal(p, base[n]) for n, p in base_weights(policy).items())
 
 
-def test_a_critic_costs_an_adapter_and_not_a_model(tiny_llama: Path, dist: Dist) -> None:
+def test_a_critic_adds_an_adapter_not_a_model(tiny_llama: Path, dist: Dist) -> None:
     with_critic = load_policy(resolved(tiny_llama, tiny_llama), ppo_settings(), dist)
     critic = make_critic(with_critic, ppo_settings(), dist)
     without = load_policy(resolved(tiny_llama, tiny_llama), settings(), dist)
@@ -152,9 +150,7 @@ def test_a_critic_costs_an_adapter_and_not_a_model(tiny_llama: Path, dist: Dist)
 
 
 def test_values_start_at_zero_and_learn_the_return(tiny_llama: Path, dist: Dist) -> None:
-    """The reward depends on the prompt alone, so that every group is equal (nothing to compare) and every
-    value can be known.
-    """
+    """The reward depends only on the prompt: groups have equal rewards and every value is predictable."""
     config = settings(algorithm={"name": "ppo"}, critic={"lr": 1e-2, "clip": 10.0}, num_steps=40)
     samples = [replace(s, reward=float(s.group % 2)) for s in SAMPLES]
     policy = load_policy(resolved(tiny_llama, tiny_llama), config, dist)
@@ -173,7 +169,7 @@ def test_values_start_at_zero_and_learn_the_return(tiny_llama: Path, dist: Dist)
     assert history[0]["groups/zero_std_frac"] == 1.0
 
 
-def test_a_checkpoint_brings_the_critic_back(tiny_llama: Path, tmp_path: Path, dist: Dist) -> None:
+def test_a_checkpoint_restores_the_critic(tiny_llama: Path, tmp_path: Path, dist: Dist) -> None:
     config = ppo_settings()
     policy, optimizer, critic = parts(tiny_llama, config, dist)
     run = RunDir(tmp_path)

@@ -14,7 +14,7 @@ def test_a_curve_rises_with_its_values() -> None:
     assert curve([math.nan, 1.0], 10, 1) == [" █"]
 
 
-def test_a_long_series_is_averaged_over_its_whole_length() -> None:
+def test_a_long_series_is_averaged_over_its_full_length() -> None:
     assert resample([0, 1, 2, 3, 4, 5], 3) == [0.5, 2.5, 4.5]
     assert resample([1, 2], 5) == [1, 2]
     assert len(resample(list(range(1000)), 37)) == 37

@@ -90,7 +90,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("reason", DAMAGE)
-def test_damaged_file_is_one_sentence(tmp_path: Path, reason: str) -> None:
+def test_damaged_file_gives_one_sentence(tmp_path: Path, reason: str) -> None:
     path = written(tmp_path / "train.parquet")
     DAMAGE[reason](path)
     with pytest.raises(DataError, match=reason) as error:
@@ -109,7 +109,7 @@ def test_wrong_count_is_not_written(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_columns_are_those_documented(tmp_path: Path) -> None:
+def test_columns_match_the_documentation(tmp_path: Path) -> None:
     assert pq.read_schema(written(tmp_path / "a.parquet")).names == PROMPT_SCHEMA.names
     assert PROMPT_SCHEMA.names == ["id", "prompt", "answer", "source", "difficulty", "extra"]
 

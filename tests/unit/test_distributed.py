@@ -1,4 +1,4 @@
-"""Threads of a rank while vLLM starts beside it."""
+"""Threads of a rank while vLLM starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from skylite.model.distributed import half_the_threads
 
 
 @pytest.mark.parametrize(("own", "beside"), [(4, 2), (1, 1)])
-def test_half_the_threads_until_the_start_is_over_or_failed(own: int, beside: int) -> None:
+def test_half_the_threads_until_vllm_started_or_failed(own: int, beside: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(own)
     try:

@@ -1,4 +1,4 @@
-"""The documents name only what exists: links, files, settings, commands, messages. The README stays short."""
+"""The documents name only existing links, files, settings, commands and messages. The README is short."""
 
 from __future__ import annotations
 
@@ -52,23 +52,23 @@ def prose(page: Path) -> list[str]:
 
 
 def spans(page: Path) -> list[str]:
-    """What stands in backticks, outside of code blocks."""
+    """Text in backticks outside of code blocks."""
     return SPAN.findall("\n".join(prose(page)))
 
 
 def code_lines(page: Path) -> list[str]:
-    """Lines of code blocks, and what stands in backticks."""
+    """Lines of code blocks, and text in backticks."""
     return split(page)[1] + spans(page)
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub gives to a page's headings."""
+    """The anchors that GitHub generates for a page's headings."""
     headings = [line.lstrip("#").strip() for line in prose(page) if line.startswith("#")]
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @BY_NAME
-def test_relative_links_lead_somewhere(page: Path) -> None:
+def test_relative_links_exist(page: Path) -> None:
     targets = [t for t in LINK.findall("\n".join(prose(page))) if not t.startswith(("http://", "https://"))]
     for target in targets:
         name, _, anchor = target.partition("#")
@@ -138,7 +138,7 @@ def test_the_index_links_every_page() -> None:
     assert set((ROOT / "docs").rglob("*.md")) - {index} <= linked
 
 
-def test_messages_in_troubleshooting_are_those_of_the_code() -> None:
+def test_messages_in_troubleshooting_match_the_code() -> None:
     for heading in re.findall(r"^### `(.+)`$", text_of(ROOT / "docs" / "troubleshooting.md"), re.MULTILINE):
         parts = [part.strip() for part in heading.split("...") if part.strip()]
         assert any(all(part in text for part in parts) for text in texts_in_code()), (
@@ -154,7 +154,7 @@ def test_documents_named_in_code_exist(folder: str) -> None:
 
 
 def flags_of(words: list[str]) -> tuple[bool, set[str]]:
-    """Whether `words` begin with a command of skylite, and the flags it takes."""
+    """Whether `words` begin with a skylite command, and the flags of that command."""
     command = typer.main.get_command(app)
     for word in words:
         commands = getattr(command, "commands", None)
@@ -168,7 +168,7 @@ def flags_of(words: list[str]) -> tuple[bool, set[str]]:
 
 @cache
 def texts_in_code() -> list[str]:
-    """Every string of the source; in an f-string the values are left out."""
+    """Every string of the source. The values of f-strings are left out."""
     found: list[str] = []
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -1,6 +1,4 @@
-"""The client against a real server on a Unix socket that misbehaves: every bad reply is one clear error, in
-bounded time.
-"""
+"""The client against a misbehaving server on a Unix socket: one clear error in bounded time."""
 
 from __future__ import annotations
 
@@ -33,8 +31,8 @@ def choice(index: int = 0, **changes: Any) -> dict[str, Any]:
     return good | changes
 
 
-def said(value: Any, status: int = 200, more: str = "") -> Behaviour:
-    """A whole HTTP reply; text and bytes go as they are."""
+def replies(value: Any, status: int = 200, more: str = "") -> Behaviour:
+    """A complete HTTP reply. Text and bytes are sent unchanged, other values as JSON."""
     body = (
         value
         if isinstance(value, bytes)
@@ -48,11 +46,11 @@ def said(value: Any, status: int = 200, more: str = "") -> Behaviour:
 
 
 def sampled(*choices: dict[str, Any], model: str = "m") -> Behaviour:
-    return said({"model": model, "choices": list(choices)})
+    return replies({"model": model, "choices": list(choices)})
 
 
 async def close(writer: asyncio.StreamWriter, _: int) -> None:
-    """Nothing at all."""
+    """Send nothing."""
 
 
 async def half(writer: asyncio.StreamWriter, _: int) -> None:
@@ -77,7 +75,7 @@ async def drops(writer: asyncio.StreamWriter, _: int) -> None:
 async def talk(
     folder: Path, behave: Behaviour, ask: Callable[[VllmClient], Awaitable[Any]], timeout_s: float = 1.0
 ) -> Any:
-    """What `ask` gets from a server that behaves so; `behave` also hears how many requests came before."""
+    """Run `ask` against a server with this behaviour. `behave` also gets the number of earlier requests."""
     count = 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -122,16 +120,16 @@ def ask_for(n: int) -> Callable[[VllmClient], Awaitable[Any]]:
         (garbage, EngineFailed, "no complete reply to /v1/completions"),
         (silence, EngineFailed, "did not answer /v1/completions within 1 s"),
         (drops, EngineFailed, "did not answer /v1/completions within 1 s"),
-        (said("oops", 500), EngineFailed, "with 500: oops"),
-        (said({"error": {"message": "EngineDead"}}, 503), EngineFailed, "with 503: EngineDead"),
-        (said({"error": {"message": "no such model"}}, 404), RunFailed, "with 404: no such model"),
-        (said(b"\xff\xfe"), EngineFailed, "malformed reply"),
-        (said(b"ab", more="Content-Encoding: gzip\r\n"), EngineFailed, "no complete reply"),
-        (said(""), EngineFailed, "malformed reply"),
-        (said("[1, 2"), EngineFailed, "malformed reply to /v1/completions: body: Invalid JSON"),
-        (said([1]), EngineFailed, "malformed reply"),
-        (said({"model": "m"}), EngineFailed, "choices: Field required"),
-        (said({"model": "m", "choices": {}}), EngineFailed, "choices: Input should be a valid array"),
+        (replies("oops", 500), EngineFailed, "with 500: oops"),
+        (replies({"error": {"message": "EngineDead"}}, 503), EngineFailed, "with 503: EngineDead"),
+        (replies({"error": {"message": "no such model"}}, 404), RunFailed, "with 404: no such model"),
+        (replies(b"\xff\xfe"), EngineFailed, "malformed reply"),
+        (replies(b"ab", more="Content-Encoding: gzip\r\n"), EngineFailed, "no complete reply"),
+        (replies(""), EngineFailed, "malformed reply"),
+        (replies("[1, 2"), EngineFailed, "malformed reply to /v1/completions: body: Invalid JSON"),
+        (replies([1]), EngineFailed, "malformed reply"),
+        (replies({"model": "m"}), EngineFailed, "choices: Field required"),
+        (replies({"model": "m", "choices": {}}), EngineFailed, "choices: Input should be a valid array"),
         (sampled(choice(), model="base"), SyncFailed, "sampled from base instead of m"),
         (sampled(choice(), choice()), EngineFailed, r"indices \[0, 0\] for n=2"),
         (sampled(choice(2)), EngineFailed, r"indices \[2\] for n=2"),
@@ -151,7 +149,7 @@ def ask_for(n: int) -> Callable[[VllmClient], Awaitable[Any]]:
         (sampled(choice(text=5)), EngineFailed, "text"),
     ],
 )
-def test_a_bad_reply_is_one_clear_error(
+def test_a_bad_reply_gives_one_clear_error(
     tmp_path: Path, behave: Behaviour, kind: type[RunFailed], words: str
 ) -> None:
     began = time.monotonic()
@@ -161,7 +159,7 @@ def test_a_bad_reply_is_one_clear_error(
     assert caught.value.what.startswith("vllm-0 ")
 
 
-def test_what_vllm_aborted_is_left_out(tmp_path: Path) -> None:
+def test_completions_that_vllm_aborted_are_left_out(tmp_path: Path) -> None:
     aborted = {"index": 0, "text": "", "token_ids": [], "logprobs": None, "finish_reason": "abort"}
     found = asyncio.run(talk(tmp_path, sampled(aborted, choice(1)), ask_for(2)))
     assert list(found) == [1]
@@ -182,24 +180,24 @@ def test_what_vllm_aborted_is_left_out(tmp_path: Path) -> None:
         [None, {"8": {"logprob": "x"}}],
     ],
 )
-def test_a_canary_of_the_wrong_shape_is_an_error(tmp_path: Path, rows: list[Any]) -> None:
+def test_canary_logprobs_of_the_wrong_shape_are_an_error(tmp_path: Path, rows: list[Any]) -> None:
     with pytest.raises(EngineFailed, match="vllm-0"):
         asyncio.run(
             talk(
                 tmp_path,
-                said({"choices": [{"prompt_logprobs": rows}]}),
+                replies({"choices": [{"prompt_logprobs": rows}]}),
                 lambda c: c.prompt_logprobs("m", [7, 8]),
             )
         )
 
 
-def test_a_refused_adapter_and_a_dead_engine_are_told_apart(tmp_path: Path) -> None:
-    """vLLM answers 500 to both."""
+def test_a_refused_adapter_is_not_mistaken_for_a_dead_engine(tmp_path: Path) -> None:
+    """vLLM answers both with status 500."""
     adapter = AdapterVersion(1, tmp_path)
 
     def answers(health: int) -> Behaviour:
         async def behave(writer: asyncio.StreamWriter, number: int) -> None:
-            await said({"error": {"message": "rank 64"}}, 500 if number == 0 else health)(writer, number)
+            await replies({"error": {"message": "rank 64"}}, 500 if number == 0 else health)(writer, number)
 
         return behave
 
@@ -209,14 +207,14 @@ def test_a_refused_adapter_and_a_dead_engine_are_told_apart(tmp_path: Path) -> N
         asyncio.run(talk(tmp_path, answers(503), lambda c: c.load_adapter(adapter)))
 
 
-def test_a_server_that_calls_itself_dead_or_counts_nothing(tmp_path: Path) -> None:
+def test_a_server_that_reports_itself_dead_or_has_no_metrics(tmp_path: Path) -> None:
     with pytest.raises(EngineDead, match="503"):
-        asyncio.run(talk(tmp_path, said("", 503), lambda c: c.token_count()))
+        asyncio.run(talk(tmp_path, replies("", 503), lambda c: c.token_count()))
     with pytest.raises(EngineFailed, match="does not count its tokens"):
-        asyncio.run(talk(tmp_path, said("nothing"), lambda c: c.token_count()))
+        asyncio.run(talk(tmp_path, replies("nothing"), lambda c: c.token_count()))
 
 
-def test_attempts_are_bounded_and_a_good_one_after_bad_ones_counts(tmp_path: Path) -> None:
+def test_retries_are_bounded_and_a_good_reply_after_bad_ones_counts(tmp_path: Path) -> None:
     async def attempts(good_from: int) -> tuple[int, list[Any]]:
         last = -1
 
@@ -240,13 +238,13 @@ def test_attempts_are_bounded_and_a_good_one_after_bad_ones_counts(tmp_path: Pat
     assert asyncio.run(attempts(9)) == (3, [])
 
 
-def test_a_refusal_is_not_tried_again(tmp_path: Path) -> None:
+def test_a_refusal_is_not_retried(tmp_path: Path) -> None:
     count = 0
 
     async def behave(writer: asyncio.StreamWriter, number: int) -> None:
         nonlocal count
         count += 1
-        await said({"error": {"message": "too long"}}, 400)(writer, number)
+        await replies({"error": {"message": "too long"}}, 400)(writer, number)
 
     with pytest.raises(RunFailed, match="too long"):
         asyncio.run(
@@ -255,7 +253,7 @@ def test_a_refusal_is_not_tried_again(tmp_path: Path) -> None:
     assert count == 1
 
 
-def test_a_group_that_stays_short_fails_in_words(tmp_path: Path) -> None:
+def test_a_group_with_missing_completions_fails_with_a_reason(tmp_path: Path) -> None:
     aborted = {"index": 0, "finish_reason": "abort"}
     with pytest.raises(RunFailed, match="returned 0 of 1 completions"):
         asyncio.run(

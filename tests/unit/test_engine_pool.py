@@ -1,6 +1,4 @@
-"""All engines or none: the order of load, verification and unload, and what is left after a failure, on
-recorded events.
-"""
+"""All engines or none: the order of load, verification and unload, and the state after a failure."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ POLICY, BASE = [-1.0, -2.0], [-1.5, -2.5]
 
 
 class RecordingEngine:
-    """Answers the canary of whatever was loaded; refuses the loads it is told to; writes down what it was
-    asked.
-    """
+    """Records requests, answers the canary of the loaded adapter and refuses the first `refuse` loads."""
 
     def __init__(
         self, name: str, events: list[str], refuse: int = 0, answers: Sequence[float] = POLICY
@@ -46,7 +42,7 @@ class RecordingEngine:
 
 
 def publish(folder: Path, version: int) -> AdapterVersion:
-    """A published adapter with a whole manifest; its weights are any bytes."""
+    """A published adapter with a complete manifest. Its weights are arbitrary bytes."""
     adapter = AdapterVersion(version, folder / adapter_name(version))
     adapter.path.mkdir()
     adapter.weights_path.write_bytes(b"weights %d" % version)
@@ -69,7 +65,7 @@ def publish(folder: Path, version: int) -> AdapterVersion:
 
 
 async def take(engines: EnginePool, adapter: AdapterVersion) -> CanaryReading:
-    """What an on-policy step does: load, verify, and the version before goes."""
+    """What an on-policy step does: load, verify, unload the version before."""
     await engines.load(adapter)
     reading = await engines.verify(adapter)
     await engines.unload_before(before=adapter.version)
@@ -80,7 +76,7 @@ def versions(engines: EnginePool) -> list[int]:
     return [a.version for a in engines.loaded]
 
 
-def test_a_version_is_loaded_everywhere_then_proven_then_the_old_one_goes(tmp_path: Path) -> None:
+def test_a_version_is_loaded_everywhere_and_verified_before_the_old_one_is_unloaded(tmp_path: Path) -> None:
     events: list[str] = []
     engines = EnginePool([RecordingEngine("a", events), RecordingEngine("b", events)], tolerance=0.002)  # type: ignore[list-item]
     asyncio.run(take(engines, publish(tmp_path, 0)))
@@ -91,7 +87,7 @@ def test_a_version_is_loaded_everywhere_then_proven_then_the_old_one_goes(tmp_pa
     assert versions(engines) == [1]
 
 
-def test_one_refusal_is_undone_on_the_other_engine_and_tried_once_more(tmp_path: Path) -> None:
+def test_a_refused_load_is_undone_on_the_other_engine_and_retried_once(tmp_path: Path) -> None:
     events: list[str] = []
     fakes: list[Any] = [RecordingEngine("a", events), RecordingEngine("b", events, refuse=1)]
     engines = EnginePool(fakes, tolerance=0.002)
@@ -107,7 +103,7 @@ def test_one_refusal_is_undone_on_the_other_engine_and_tried_once_more(tmp_path:
     ]
 
 
-def test_a_second_refusal_stops_with_every_engine_on_the_old_version(tmp_path: Path) -> None:
+def test_a_second_refusal_fails_with_every_engine_on_the_old_version(tmp_path: Path) -> None:
     events: list[str] = []
     a, b = RecordingEngine("a", events), RecordingEngine("b", events)
     engines = EnginePool([a, b], tolerance=0.002)  # type: ignore[list-item]
@@ -120,7 +116,7 @@ def test_a_second_refusal_stops_with_every_engine_on_the_old_version(tmp_path: P
     assert versions(engines) == [0]
 
 
-def test_an_engine_that_serves_the_base_stops_the_run_and_keeps_the_old_version(tmp_path: Path) -> None:
+def test_an_engine_that_serves_the_base_fails_the_sync_and_keeps_the_old_version(tmp_path: Path) -> None:
     events: list[str] = []
     a, b = RecordingEngine("a", events), RecordingEngine("b", events)
     engines = EnginePool([a, b], tolerance=0.002)  # type: ignore[list-item]
@@ -133,7 +129,7 @@ def test_an_engine_that_serves_the_base_stops_the_run_and_keeps_the_old_version(
     assert versions(engines) == [0]
 
 
-def test_weights_that_were_changed_after_the_publish_are_never_verified(tmp_path: Path) -> None:
+def test_weights_changed_after_publishing_never_pass_verification(tmp_path: Path) -> None:
     events: list[str] = []
     engines = EnginePool([RecordingEngine("a", events)], tolerance=0.002)  # type: ignore[list-item]
     adapter = publish(tmp_path, 0)
@@ -144,7 +140,7 @@ def test_weights_that_were_changed_after_the_publish_are_never_verified(tmp_path
     assert versions(engines) == []
 
 
-def test_the_version_before_stays_until_it_is_retired(tmp_path: Path) -> None:
+def test_the_old_version_stays_until_it_is_retired(tmp_path: Path) -> None:
     events: list[str] = []
     engines = EnginePool([RecordingEngine("a", events)], tolerance=0.002)  # type: ignore[list-item]
     asyncio.run(take(engines, publish(tmp_path, 0)))

@@ -1,4 +1,4 @@
-"""vLLM's command line and environment, as far as something would go wrong without a sound."""
+"""vLLM's command line and environment: the settings that would fail silently."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ SPEC = EngineSpec(
 )
 
 
-def test_half_a_gib_of_cache_is_half_a_gib() -> None:
-    """VLLM_CPU_KVCACHE_SPACE takes whole GiB only, so it must not be used."""
+def test_a_cache_of_half_a_gib_is_not_rounded() -> None:
+    """VLLM_CPU_KVCACHE_SPACE takes only integer GiB, so it must not be used."""
     command = engine_command(SPEC)
     assert command[command.index("--kv-cache-memory-bytes") + 1] == str(2**29)
     assert "VLLM_CPU_KVCACHE_SPACE" not in engine_env(SPEC, {})
@@ -63,8 +63,8 @@ def test_gpu_server_gets_no_cpu_settings() -> None:
     assert not {"SKYLITE_CPU_LORA", "VLLM_CPU_OMP_THREADS_BIND", "LD_PRELOAD"} & set(env)
 
 
-def test_only_where_vllm_compiles_nothing_are_its_own_kernels_asked_for() -> None:
-    """With adapters on a CPU. A base model alone is compiled, and the kernels would split its graph."""
+def test_vllms_kernels_are_chosen_only_without_compilation() -> None:
+    """With adapters on a CPU nothing is compiled. A base model is, and the kernels would split its graph."""
     command = engine_command(SPEC)
     assert json.loads(command[command.index("--compilation-config") + 1]) == {
         "custom_ops": ["none", "+rms_norm", "+rotary_embedding"]
@@ -72,7 +72,7 @@ def test_only_where_vllm_compiles_nothing_are_its_own_kernels_asked_for() -> Non
     assert "--compilation-config" not in engine_command(dataclasses.replace(SPEC, enable_lora=False))
 
 
-def test_a_strangers_module_name_is_no_setting_of_the_server() -> None:
+def test_a_module_name_from_an_adapter_cannot_become_a_server_flag() -> None:
     spec = dataclasses.replace(SPEC, target_modules=["q_proj", "--middleware=their.module"])
     for command in (
         lambda: engine_command(spec),
@@ -82,13 +82,13 @@ def test_a_strangers_module_name_is_no_setting_of_the_server() -> None:
             command()
 
 
-def test_adapters_cannot_be_loaded_into_a_server_without_lora() -> None:
+def test_a_server_without_lora_cannot_load_adapters() -> None:
     spec = dataclasses.replace(SPEC, enable_lora=False)
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in engine_env(spec, {})
     assert not [flag for flag in engine_command(spec) if "lora" in flag]
 
 
-def test_our_engines_give_the_logprobs_tokens_were_drawn_with_and_a_server_for_people_vllms_own() -> None:
+def test_engines_return_sampling_logprobs_and_skylite_serve_keeps_vllms_default() -> None:
     command = engine_command(SPEC)
     assert command[command.index("--logprobs-mode") + 1] == "processed_logprobs"
     assert command[command.index("--uds") + 1] == "run/vllm.sock"
@@ -97,13 +97,13 @@ def test_our_engines_give_the_logprobs_tokens_were_drawn_with_and_a_server_for_p
     assert served[served.index("--host") + 1] == "127.0.0.1"
 
 
-def test_switching_the_kernels_off_overrides_the_surrounding_environment() -> None:
+def test_switching_the_kernels_off_overrides_the_environment() -> None:
     spec = dataclasses.replace(SPEC, cpu_lora="stock")
     assert engine_env(spec, {"SKYLITE_CPU_LORA": "merged"})["SKYLITE_CPU_LORA"] == "stock"
     assert any("cpu_lora=stock" in note for note in engine_notes("cpu", "float32", "stock", "stock"))
 
 
-def test_the_same_bits_every_time_rule_out_weights_whose_merging_depends_on_time(tmp_path: Path) -> None:
+def test_auto_does_not_merge_weights_in_deterministic_runs(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"0" * 64)
     assert choose_cpu_lora("auto", "float32", tmp_path) == "merged"
     assert choose_cpu_lora("auto", "float32", tmp_path, deterministic=True) == "dense"
@@ -114,7 +114,7 @@ def test_the_same_bits_every_time_rule_out_weights_whose_merging_depends_on_time
     )
 
 
-def test_threads_go_to_the_cores_this_process_may_use() -> None:
+def test_threads_are_bound_to_the_cores_of_this_process() -> None:
     allowed = os.sched_getaffinity(0)
     one = {min(allowed)}
     os.sched_setaffinity(0, one)
@@ -124,7 +124,7 @@ def test_threads_go_to_the_cores_this_process_may_use() -> None:
         os.sched_setaffinity(0, allowed)
 
 
-def test_openmp_is_preloaded_before_what_the_user_preloads(
+def test_openmp_is_preloaded_before_the_users_libraries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "lib").mkdir()
@@ -155,7 +155,7 @@ def test_the_trainer_preloads_an_allocator_that_reuses_what_it_frees(
     assert "LD_PRELOAD" not in trainer_env(2)
 
 
-def test_the_allocator_that_pip_brought_really_serves_a_child() -> None:
+def test_a_child_really_uses_the_allocator_installed_by_pip() -> None:
     code = "print('libtbbmalloc_proxy' in open('/proc/self/maps').read())"
     child = subprocess.run(
         [sys.executable, "-c", code],
@@ -167,7 +167,7 @@ def test_the_allocator_that_pip_brought_really_serves_a_child() -> None:
     assert (child.stdout.strip(), child.stderr) == ("True", "")
 
 
-def test_a_server_for_people_takes_a_key_that_no_process_list_shows() -> None:
+def test_the_api_key_of_skylite_serve_is_in_no_process_list() -> None:
     env = serve_env(SPEC, {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}, "secret")
     assert env["VLLM_API_KEY"] == "secret"
     assert (env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"], env["VLLM_SERVER_DEV_MODE"]) == ("0", "0")
@@ -176,7 +176,7 @@ def test_a_server_for_people_takes_a_key_that_no_process_list_shows() -> None:
     assert served[served.index("--middleware") + 1] == "skylite.vllm_plugin.api_key.RequireKey"
 
 
-def test_neither_engines_nor_ranks_speak_over_the_interface_that_a_cluster_names() -> None:
+def test_engines_and_ranks_ignore_the_network_interface_of_the_cluster() -> None:
     cluster = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "ib0", "VLLM_HOST_IP": "192.0.2.1"}
     engine, trainer = engine_env(SPEC, cluster), {**cluster, **trainer_env(1)}
     assert (engine["GLOO_SOCKET_IFNAME"], engine["NCCL_SOCKET_IFNAME"], engine["VLLM_HOST_IP"]) == (
@@ -187,7 +187,7 @@ def test_neither_engines_nor_ranks_speak_over_the_interface_that_a_cluster_names
     assert (trainer["GLOO_SOCKET_IFNAME"], trainer["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
 
 
-def test_a_key_in_the_surrounding_environment_does_not_lock_us_out_of_our_own_engines() -> None:
+def test_an_api_key_in_the_environment_does_not_block_our_engines() -> None:
     assert engine_env(SPEC, {"VLLM_API_KEY": "users"})["VLLM_API_KEY"] == ""
 
 
@@ -202,7 +202,7 @@ def test_a_key_in_the_surrounding_environment_does_not_lock_us_out_of_our_own_en
         ("/health", None, 200),
     ],
 )
-def test_every_route_but_health_takes_the_key(
+def test_every_route_except_health_requires_the_key(
     path: str, header: str | None, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -1,4 +1,4 @@
-"""Engines restart when the adapter has other target modules: real processes with a fake vLLM server."""
+"""Engines restart if the adapter has other target modules: real processes, a fake vLLM server."""
 
 from __future__ import annotations
 
@@ -54,13 +54,11 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPlan:
 
 
 async def no_verification(client: VllmClient, adapter: AdapterVersion) -> None:
-    """Nothing is restarted here."""
+    """Accept any adapter."""
 
 
 @pytest.mark.parametrize(("wanted", "starts"), [(["q_proj"], 1), (["k_proj", "q_proj"], 2)])
-def test_engines_serve_for_exactly_the_adapters_modules(
-    plan: RunPlan, wanted: list[str], starts: int
-) -> None:
+def test_engines_serve_exactly_the_adapters_modules(plan: RunPlan, wanted: list[str], starts: int) -> None:
     async def bring_up() -> bool:
         restarts = RestartPolicy(config=plan.config.engine, verify=no_verification, on_restart=lambda _: None)
         async with (
@@ -79,9 +77,9 @@ def test_engines_serve_for_exactly_the_adapters_modules(
                 supervisor.check()
                 return len(engines) == 1
 
-    with logged_messages() as said:
+    with logged_messages() as logged:
         assert asyncio.run(bring_up())
     lines = [line for line in plan.run.log_path("vllm-0").read_text().splitlines() if line.startswith("ARGV")]
     assert " ".join(["--lora-target-modules", *wanted]) in lines[-1]
-    assert len(said) == starts - 1
-    assert all("k_proj" in text for text in said)
+    assert len(logged) == starts - 1
+    assert all("k_proj" in text for text in logged)

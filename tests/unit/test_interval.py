@@ -1,4 +1,4 @@
-"""Intervals against numbers worked out by hand."""
+"""Confidence intervals against values computed by hand."""
 
 import pytest
 
@@ -6,8 +6,8 @@ from skylite.evaluation.confidence_interval import accuracy_of, clustered, wilso
 
 
 def test_wilson_matches_a_worked_example() -> None:
-    # p = 0.8, n = 10: centre (0.8 + 0.19207) / 1.38415 = 0.71674, half 1.96 / 1.38415 * sqrt(0.016 +
-    # 0.009604) = 0.22659
+    # p = 0.8, n = 10: centre (0.8 + 0.19207) / 1.38415 = 0.71674,
+    # half width 1.96 / 1.38415 * sqrt(0.016 + 0.009604) = 0.22659
     result = wilson(8, 10)
     assert (result.low, result.high) == pytest.approx((0.4902, 0.9433), abs=2e-4)
 
@@ -18,7 +18,7 @@ def test_wilson_stays_inside_zero_and_one() -> None:
 
 
 def test_samples_of_one_problem_count_as_one_observation() -> None:
-    # Two problems, means 1 and 0: standard error is 0.7071 / sqrt(2) = 0.5 however many samples each has.
+    # Two problems with means 1 and 0: standard error 0.7071 / sqrt(2) = 0.5 for any number of samples.
     assert accuracy_of([[1.0] * 50, [0.0] * 50]).standard_error == pytest.approx(
         clustered([1.0, 0.0]).standard_error
     )

@@ -33,7 +33,7 @@ LAYERS = (
     ("plugin_file", "types"),
     ("errors",),
 )
-"""From the top down. A file imports from its own folder and from the rows below it."""
+"""From top to bottom. A file imports from its own folder and from the rows below."""
 TRAINER_SIDE = ("trainer", "model", "algorithms")
 FILES = sorted(SOURCE.rglob("*.py"))
 PARENT_FILES = [p for p in FILES if p.relative_to(SOURCE).parts[0] not in (*TRAINER_SIDE, "vllm_plugin")]
@@ -41,7 +41,7 @@ RANK = {name: number for number, row in enumerate(LAYERS) for name in row}
 
 
 def upward_imports(own: str, source: str) -> list[str]:
-    """The skylite modules that `source`, a file of the layer `own`, may not import."""
+    """The skylite modules that `source`, a file of the layer `own`, imports but must not."""
     parts = [name.split(".") for name in imported(ast.parse(source), top_level_only=False)]
     others = {p[1] for p in parts if p[0] == "skylite" and len(p) > 1 and p[1] != own}
     crosses = {name for name in others if name in TRAINER_SIDE and own not in TRAINER_SIDE}
@@ -94,14 +94,14 @@ def test_an_upward_import_is_found(own: str, line: str, found: list[str]) -> Non
 
 
 @pytest.mark.parametrize("path", PARENT_FILES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_the_parent_imports_nothing_heavy(path: Path) -> None:
+def test_the_parent_imports_no_heavy_module(path: Path) -> None:
     roots = {name.split(".")[0] for name in imported(ast.parse(path.read_text()), top_level_only=True)}
     assert not roots & HEAVY
 
 
 @pytest.mark.parametrize("name", ["algorithms"])
 def test_algorithms_are_pure_tensors(name: str) -> None:
-    """No file, no parquet, no process: what an algorithm needs is in its arguments."""
+    """No files, parquet or processes: an algorithm gets everything as arguments."""
     for path in (SOURCE / name).glob("*.py"):
         roots = {n.split(".")[0] for n in imported(ast.parse(path.read_text()), top_level_only=False)}
         assert not roots & {"pyarrow", "pathlib", "os", "json", "transformers", "peft"}, path

@@ -1,6 +1,4 @@
-"""The base in shards: each rank's rows and no others, where they belong; and offloaded shards compute what
-the whole base does.
-"""
+"""Sharded base weights: each rank reads only its rows. Offloading does not change the gradient."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ def dist() -> Iterator[Dist]:
 
 
 def rank_of(size: int, rank: int, device_type: str) -> Dist:
-    """A rank among others that are not there; enough for all that talks to nobody."""
+    """One rank without the others, for code that does not communicate."""
     mesh = DeviceMesh(
         device_type, list(range(size)), mesh_dim_names=("fsdp",), _init_backend=False, _rank=rank
     )
@@ -41,7 +39,7 @@ def rank_of(size: int, rank: int, device_type: str) -> Dist:
 
 
 def sharded(rows: int, columns: int, dist: Dist) -> DTensor:
-    """A parameter [rows, columns] without numbers, as FSDP2 leaves it on this rank."""
+    """A parameter [rows, columns] on the meta device, sharded as FSDP2 does on this rank."""
     parts = torch.empty(rows, columns, device="meta").chunk(dist.dp_size)
     own = parts[dist.dp_rank] if dist.dp_rank < len(parts) else torch.empty(0, columns, device="meta")
     return DTensor.from_local(
@@ -50,7 +48,7 @@ def sharded(rows: int, columns: int, dist: Dist) -> DTensor:
 
 
 @pytest.mark.parametrize("rows", [16, 13])
-def test_each_rank_reads_its_rows_and_keeps_them_off_the_gpu_of_its_mesh(rows: int, tmp_path: Path) -> None:
+def test_each_rank_reads_its_rows_and_keeps_them_off_the_gpu(rows: int, tmp_path: Path) -> None:
     whole, file = torch.randn(rows, 3), tmp_path / "model.safetensors"
     save_file({"weight": whole}, file)
     found = []
@@ -64,16 +62,16 @@ def test_each_rank_reads_its_rows_and_keeps_them_off_the_gpu_of_its_mesh(rows: i
 
 def test_a_rank_reads_no_more_of_a_tensor_than_its_rows(tmp_path: Path) -> None:
     file, dist = tmp_path / "model.safetensors", rank_of(8, 5, "cpu")
-    save_file({"weight": torch.ones(1 << 14, 1 << 10)}, file)  # 64 MiB, of which 8 are this rank's
+    save_file({"weight": torch.ones(1 << 14, 1 << 10)}, file)  # 64 MiB, 8 of them this rank's
     param = sharded(1 << 14, 1 << 10, dist)
     before = reset_peak_bytes(CPU)
     shard = read_shard(file, "weight", param, torch.bfloat16, CPU, dist)
     taken = (peak_bytes(CPU) - before) / 2**20
     assert shard.to_local().sum() == 1 << 21
-    assert taken < 24  # 8 MiB of the file's pages and 4 of bfloat16; read whole, 64 and more
+    assert taken < 24  # 8 MiB of file pages and 4 of bfloat16; a full read takes 64 or more
 
 
-def test_adapters_go_to_the_device_that_computes_and_the_base_stays(tiny_llama: Path) -> None:
+def test_adapters_go_to_the_compute_device_and_the_base_stays(tiny_llama: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16)
     model = get_peft_model(
         base, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "embed_tokens"])
@@ -87,7 +85,7 @@ def test_adapters_go_to_the_device_that_computes_and_the_base_stays(tiny_llama: 
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma"])
-def test_an_offloaded_base_has_the_gradient_of_the_whole_one(family: str, tmp_path: Path, dist: Dist) -> None:
+def test_an_offloaded_base_has_the_same_gradient(family: str, tmp_path: Path, dist: Dist) -> None:
     model = make_tiny_model(tmp_path / family, family)
     offload = settings(trainer={"offload": True})
     policy = policy_of(model, offload, dist)
@@ -97,7 +95,7 @@ def test_an_offloaded_base_has_the_gradient_of_the_whole_one(family: str, tmp_pa
     assert relative_difference(got, expected) < 1e-6
 
 
-def test_files_that_are_not_the_parameters_are_read_whole_and_then_offloaded(
+def test_checkpoints_with_other_tensor_names_are_loaded_fully_then_offloaded(
     tmp_path: Path, dist: Dist
 ) -> None:
     config = MixtralConfig(

@@ -25,7 +25,7 @@ with lock_folder(Path(sys.argv[1])):
 """
 
 
-def test_a_folder_of_a_live_process_is_refused_and_free_after_its_death(tmp_path: Path) -> None:
+def test_a_live_owner_locks_the_folder_and_its_death_frees_it(tmp_path: Path) -> None:
     owner = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -43,7 +43,7 @@ def test_a_folder_of_a_live_process_is_refused_and_free_after_its_death(tmp_path
     owner.communicate()
 
 
-def test_the_lock_is_let_go_at_the_end_of_the_block(tmp_path: Path) -> None:
+def test_the_lock_is_released_at_the_end_of_the_block(tmp_path: Path) -> None:
     with lock_folder(tmp_path / "new"):
         with pytest.raises(ConfigError, match=f"pid {os.getpid()}"), lock_folder(tmp_path / "new"):
             pass
@@ -53,7 +53,7 @@ def test_the_lock_is_let_go_at_the_end_of_the_block(tmp_path: Path) -> None:
         pass
 
 
-def test_what_was_made_for_the_lock_alone_goes_with_it(tmp_path: Path) -> None:
+def test_files_made_only_for_the_lock_are_removed_with_it(tmp_path: Path) -> None:
     with lock_folder(tmp_path / "made"):
         pass
     with lock_folder(tmp_path / "used"):
@@ -68,7 +68,7 @@ def test_what_was_made_for_the_lock_alone_goes_with_it(tmp_path: Path) -> None:
     ]
 
 
-def test_a_link_in_the_place_of_the_lock_is_not_written_through(tmp_path: Path) -> None:
+def test_a_symlink_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / LOCK_NAME).symlink_to(tmp_path / "mine")
@@ -77,8 +77,8 @@ def test_a_link_in_the_place_of_the_lock_is_not_written_through(tmp_path: Path) 
     assert (tmp_path / "mine").read_text() == "mine"
 
 
-def test_there_is_one_owner_though_the_file_comes_and_goes(tmp_path: Path) -> None:
-    """Each thread opens the file anew, so the kernel keeps them apart as it does processes."""
+def test_there_is_one_owner_although_the_file_is_removed_and_recreated(tmp_path: Path) -> None:
+    """Each thread opens the file again, so the kernel treats the threads like separate processes."""
     inside, alone = threading.Lock(), []
 
     def take() -> None:

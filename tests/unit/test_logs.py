@@ -52,13 +52,13 @@ def test_verbose_shows_debug_with_time_and_logger(capsys: pytest.CaptureFixture[
     ]
 
 
-def test_what_a_command_is_asked_for_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_requested_output_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging(info_on_stdout=True)
     log_some()
     assert capsys.readouterr() == ("a choice\n", "skylite: warning: a risk\n")
 
 
-def test_a_line_comes_once_when_a_library_configures_the_root_logger(
+def test_a_line_appears_once_if_a_library_configures_the_root_logger(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     configure_logging()
@@ -72,10 +72,10 @@ def test_a_line_comes_once_when_a_library_configures_the_root_logger(
 
 
 @pytest.mark.parametrize("level", [logging.WARNING, logging.INFO, logging.DEBUG])
-def test_the_run_has_every_line_from_info_up_with_its_time(tmp_path: Path, level: int) -> None:
+def test_the_runs_log_file_has_every_line_from_info_up_with_its_time(tmp_path: Path, level: int) -> None:
     configure_logging(level)
     logger.info("before the run folder exists")
-    for _ in range(2):  # the second time is a resume: the file goes on
+    for _ in range(2):  # the second time is a resume, which appends to the file
         with run_log(tmp_path / "logs" / "skylite.log"):
             log_some()
     lines = (tmp_path / "logs" / "skylite.log").read_text().splitlines()
@@ -110,22 +110,22 @@ def test_text_from_outside_cannot_forge_lines_or_drive_the_terminal(
     assert not set("\x1b\r\u202e") & set(capsys.readouterr().err)
 
 
-def test_a_disk_that_refuses_the_log_is_named_once_and_the_run_continues(
+def test_a_failed_log_write_is_reported_once_and_the_run_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "logs").write_text("a file, not a folder")
     configure_logging()
     with run_log(tmp_path / "logs" / "skylite.log"):
         log_some()
-    said = capsys.readouterr().err
-    assert said.count("could not be written") == 1
-    assert f"skylite: warning: {tmp_path / 'logs'}" in said
-    assert said.endswith("skylite: a choice\nskylite: warning: a risk\n")
+    output = capsys.readouterr().err
+    assert output.count("could not be written") == 1
+    assert f"skylite: warning: {tmp_path / 'logs'}" in output
+    assert output.endswith("skylite: a choice\nskylite: warning: a risk\n")
 
 
 @pytest.fixture
 def train(tmp_path: Path) -> list[str]:
-    """`skylite train` of a model and data that are checked but not loaded."""
+    """Arguments of `skylite train` with a model and data that are checked but not loaded."""
     model = make_model(tmp_path / "model")
     info = PromptFileInfo(
         dataset="t", source_kind="generated", source="t", source_sha256="0", count=9, seed=0, split="train",
@@ -146,20 +146,20 @@ def train(tmp_path: Path) -> list[str]:
 def test_quiet_on_the_command_line(train: list[str], flag: str, is_first: bool) -> None:
     reply = call([flag, *train, "--dry-run"] if is_first else [*train, "--dry-run", flag])
     assert reply.code == 0
-    head, brace, settings = reply.said.partition("{")
+    head, brace, settings = reply.output.partition("{")
     assert head == "skylite: warning: optim.lr=1e-07 is under 5e-06; LoRA hardly learns at such rates\n"
     assert TrainConfig.model_validate_json(brace + settings).num_steps > 0
-    assert "skylite: data: t (generated: t)" in call([*train, "--dry-run"]).said
+    assert "skylite: data: t (generated: t)" in call([*train, "--dry-run"]).output
 
 
 @pytest.mark.parametrize("flag", ["--verbose", "-v"])
 def test_verbose_on_the_command_line(train: list[str], flag: str) -> None:
     for arguments in ([flag, *train], [*train, flag], ["--quiet", *train, flag]):
-        said = call([*arguments, "--dry-run"]).said
-        assert re.search(r"^\d\d:\d\d:\d\d skylite\.orchestrator\.plan: data: t ", said, re.MULTILINE)
+        output = call([*arguments, "--dry-run"]).output
+        assert re.search(r"^\d\d:\d\d:\d\d skylite\.orchestrator\.plan: data: t ", output, re.MULTILINE)
 
 
-def test_a_run_and_its_resume_write_one_log_file_and_a_dry_run_none(
+def test_a_run_and_its_resume_share_one_log_file_and_a_dry_run_writes_none(
     train: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run_session(plan: RunPlan, *, resume: bool, limit: TimeLimit | None) -> bool:

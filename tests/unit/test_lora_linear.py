@@ -1,7 +1,4 @@
-"""The LoRA linear layer of one operation: the numbers of PEFT's own, gradients included.
-
-PEFT's path where something else is asked.
-"""
+"""The fused LoRA linear layer: PEFT's outputs and gradients, and PEFT's path where it does not apply."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ def model(*, fused: bool, bias: bool = True, dropout: float = 0.0) -> PeftModel:
 
 
 def adapted(plain: nn.Module, targets: list[str], dropout: float = 0.0, *, fused: bool) -> PeftModel:
-    """The module with LoRA matrices that are not 0."""
+    """The module with nonzero LoRA matrices."""
     peft = get_peft_model(plain, LoraConfig(r=3, lora_alpha=5, lora_dropout=dropout, target_modules=targets))
     for name, param in peft.named_parameters():
         if "lora_" in name:
@@ -46,7 +43,7 @@ def learn(peft: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(7, 8), (2, 5, 8)])
-def test_same_output_and_gradients_as_pefts_own_layer(bias: bool, shape: tuple[int, ...]) -> None:
+def test_output_and_gradients_equal_pefts_layer(bias: bool, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     ours, pefts = learn(model(fused=True, bias=bias), x), learn(model(fused=False, bias=bias), x)
     assert ours.keys() == pefts.keys()
@@ -55,7 +52,7 @@ def test_same_output_and_gradients_as_pefts_own_layer(bias: bool, shape: tuple[i
         assert torch.allclose(ours[name], value, rtol=1e-5, atol=1e-6), name
 
 
-def test_gradients_by_differences() -> None:
+def test_gradients_equal_finite_differences() -> None:
     def make(*size: int) -> Tensor:
         return torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(size)))
 
@@ -77,7 +74,7 @@ def test_gradients_by_differences() -> None:
     )
 
 
-def test_nothing_but_the_input_and_the_small_product_is_kept() -> None:
+def test_only_the_input_and_the_small_product_are_kept_for_backward() -> None:
     kept: list[tuple[int, ...]] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -90,7 +87,7 @@ def test_nothing_but_the_input_and_the_small_product_is_kept() -> None:
     assert sorted(kept) == sorted([(7, 8), (7, 3), (12, 8), (3, 8), (12, 3)])
 
 
-def test_where_peft_would_compute_something_else_it_does() -> None:
+def test_unsupported_settings_use_pefts_path() -> None:
     x = torch.randn(7, 8)
     off, plain = model(fused=True), model(fused=False)
     with off.disable_adapter(), plain.disable_adapter():
@@ -103,7 +100,7 @@ def test_where_peft_would_compute_something_else_it_does() -> None:
     assert not torch.allclose(ours, dropping.eval()(x))
 
 
-def test_autocast_computes_in_its_type_and_learns_in_float32() -> None:
+def test_autocast_computes_in_its_dtype_with_float32_gradients() -> None:
     peft, reference = model(fused=True), model(fused=False)
     for name, param in peft.named_parameters():
         if "lora_" not in name:
@@ -120,7 +117,7 @@ def test_autocast_computes_in_its_type_and_learns_in_float32() -> None:
 
 
 class Branches(nn.Module):
-    """The layers of an attention block that read the same x, and one that reads another."""
+    """Three attention layers that read the same x, and one that reads another input."""
 
     def __init__(self, bias: bool) -> None:
         super().__init__()
@@ -136,7 +133,7 @@ def branches(*, fused: bool, bias: bool = True) -> PeftModel:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_layers_of_one_input_are_one_operation_and_give_what_each_gives_alone(
+def test_layers_of_one_input_are_fused_with_unchanged_results(
     bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
@@ -155,7 +152,7 @@ def test_layers_of_one_input_are_one_operation_and_give_what_each_gives_alone(
         assert torch.allclose(ours[name], value, rtol=1e-5, atol=1e-5), name
 
 
-def test_of_layers_of_one_input_their_own_matrices_are_kept_and_no_joined_copy() -> None:
+def test_fused_layers_keep_their_matrices_and_no_joined_copy() -> None:
     kept: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -172,14 +169,14 @@ def test_of_layers_of_one_input_their_own_matrices_are_kept_and_no_joined_copy()
     )
 
 
-def test_layers_of_one_input_can_still_be_switched_off() -> None:
+def test_fused_layers_can_still_disable_the_adapter() -> None:
     ours, plain = branches(fused=True), branches(fused=False)
     x = torch.randn(5, 8)
     with ours.disable_adapter(), plain.disable_adapter():
         assert torch.equal(ours(x), plain(x))
 
 
-def test_an_input_that_can_be_made_again_is_not_kept() -> None:
+def test_an_input_that_can_be_recomputed_is_not_kept() -> None:
     x = torch.randn(7, 8, requires_grad=True)
     made, kept = [], []
 

@@ -1,4 +1,4 @@
-"""The modules that vLLM is started for, out of file headers, are those that the trainer then adapts."""
+"""The modules read from file headers to start vLLM are those that the trainer adapts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_headers_name_the_modules_that_the_trainer_adapts(model_path: Path, name
     assert trainers
 
 
-def test_a_short_name_selects_exactly_the_chosen() -> None:
+def test_a_short_name_selects_exactly_the_chosen_modules() -> None:
     modules = ["a.0.q", "a.1.q", "a.0.k", "b.q"]
     assert short_names(modules, ["a.0.q", "a.1.q", "b.q"]) == ["q"]
     assert short_names(modules, ["a.0.q", "a.0.k"]) == ["a.0.q", "k"]

@@ -1,4 +1,4 @@
-"""Policy losses, value loss, KL estimators and aggregations against numbers worked out by hand."""
+"""Policy losses, value loss, KL estimators and aggregations against values computed by hand."""
 
 import math
 from typing import Any
@@ -23,7 +23,7 @@ LOG2, LOG3, LOG4 = math.log(2), math.log(3), math.log(4)
 def losses_of(
     name: str, policy: list[float], old: list[float], advantages: list[float], **more: Any
 ) -> tuple[list[float], list[float]]:
-    """Loss of each token, and slope of their sum by each policy logprob. Default: one sequence."""
+    """Loss of each token, and gradient of their sum by each policy logprob. Default: one sequence."""
     sequences, selected = more.pop("sequences", [0] * len(policy)), more.pop("selected", None)
     leaf = torch.tensor(policy, dtype=torch.float64, requires_grad=True)
     x = LossInputs(
@@ -47,10 +47,10 @@ def losses_of(
         ("clip", 2, 2, {"clip_eps_high": 0.5}, -3, 0),  # 1.5 * 2
         ("clip", 2, -2, {}, 4, 4),
         ("clip", 0.25, -2, {"clip_eps_low": 0.5}, 1, 0),  # 0.5 * 2
-        ("dual_clip", 2, -2, {}, 4, 4),  # under 3 * 2: as clip
+        ("dual_clip", 2, -2, {}, 4, 4),  # below 3 * 2: same as clip
         ("dual_clip", 4, -2, {}, 6, 0),  # at most 3 * 2
         ("dual_clip", 4, -2, {"dual_clip": 3.5}, 7, 0),
-        ("dual_clip", 4, 2, {}, -2.4, 0),  # a good token: as clip
+        ("dual_clip", 4, 2, {}, -2.4, 0),  # a good token: same as clip
         ("sapo", 1, 3, {}, -6, -3),  # the gate is 1/2 * 4 and its slope 1/4 * 4
         ("sapo", 1, -2, {"sapo_tau_neg": 2.0}, 2, 2),  # 1/2 * 4/2 * 2; the slope has no tau
         ("sapo", 1 + LOG3, 1, {}, -3, -0.75 * (1 + LOG3)),  # sigmoid(log 3) = 3/4, its slope 3/16
@@ -66,13 +66,13 @@ def test_loss_of_one_token(name, ratio, advantage, settings, loss, slope):
 @pytest.mark.parametrize(
     ("eps_high", "advantage", "loss", "slope"),
     [
-        (3.0, 1.0, -2.0, -2.0),  # the slope: two tokens' losses, each moved by half of what a token moves
+        (3.0, 1.0, -2.0, -2.0),  # slope: a token moves two tokens' losses by half each
         (0.25, 1.0, -1.25, 0.0),  # clipped
-        (0.25, -1.0, 2.0, 2.0),  # bad and likelier: not clipped
+        (0.25, -1.0, 2.0, 2.0),  # bad and more likely: not clipped
     ],
 )
-def test_gspo_has_one_ratio_a_completion(eps_high, advantage, loss, slope):
-    # Log ratios log 4 and 0: mean log 2. The other completion has ratio 1/2, clipped at 0.8 if it is bad.
+def test_gspo_has_one_ratio_per_completion(eps_high, advantage, loss, slope):
+    # Log ratios log 4 and 0: mean log 2. The other completion has ratio 1/2, clipped at 0.8 if bad.
     policy, old = [LOG4 - 1, -1.0, -LOG2 - 2], [-1.0, -1.0, -2.0]
     got = losses_of(
         "gspo", policy, old, [advantage, advantage, 1.0], sequences=[0, 0, 1], clip_eps_high=eps_high
@@ -92,7 +92,7 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient(ratio, settings, weight):
     assert (loss[0], slope[0]) == pytest.approx((6 * weight, -2 * weight))
 
 
-def test_clip_cov_takes_the_chosen_tokens_out_and_clips_the_others():
+def test_clip_cov_drops_the_chosen_tokens_and_clips_the_others():
     # ratios 1, 1 and 2
     got = losses_of(
         "clip_cov", [-1.0, -1.0, LOG2 - 1], [-1.0] * 3, [5.0, 3.0, 1.0], selected=[True, False, False]
@@ -101,19 +101,19 @@ def test_clip_cov_takes_the_chosen_tokens_out_and_clips_the_others():
     assert got[1] == pytest.approx([0, -3, 0])
 
 
-def test_kl_cov_pulls_the_chosen_tokens_back_and_clips_none():
-    # ratio 2, A 3: -6; ratio 1/2: -1.5. Chosen: log 2 / 2 more, and a slope of 1/2 towards the old policy.
+def test_kl_cov_penalises_the_chosen_tokens_and_clips_none():
+    # ratio 2, A 3: -6; ratio 1/2: -1.5. Chosen: plus log 2 / 2, and a slope of 1/2 to the old policy.
     policy, old = [LOG2 - 1, LOG2 - 1, -LOG2 - 1], [-1.0] * 3
     got = losses_of("kl_cov", policy, old, [3.0] * 3, selected=[False, True, True], kl_cov_coef=0.5)
     assert got[0] == pytest.approx([-6, -6 + LOG2 / 2, -1.5 + LOG2 / 2])
     assert got[1] == pytest.approx([-6, -5.5, -2])
 
 
-def test_every_policy_loss_is_worked_out_above():
+def test_every_policy_loss_is_tested():
     assert set(POLICY_LOSSES) == {"clip", "dual_clip", "gspo", "cispo", "sapo", "clip_cov", "kl_cov"}
 
 
-def test_clipped_tokens_are_those_out_of_bounds_in_the_direction_of_their_advantage():
+def test_clipped_tokens_are_out_of_bounds_in_the_direction_of_their_advantage():
     ratios, advantages = (
         torch.tensor([2.0, 2.0, 0.5, 0.5, 1.1, 2.0]),
         torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 0.0]),
@@ -128,8 +128,8 @@ def test_clipped_tokens_are_those_out_of_bounds_in_the_direction_of_their_advant
     assert is_clipped(x, AlgorithmConfig()).tolist() == [True, False, False, True, False, False]
 
 
-def test_what_gspo_clips_is_a_completion():
-    # ratios 4 and 1/4: each is out of bounds, their completion's is 1; the other completion's is 2
+def test_gspo_clips_completions():
+    # ratios 4 and 1/4 are out of bounds, but their completion's is 1; the other completion's is 2
     x = LossInputs(
         policy_logprobs=torch.tensor([LOG4, -LOG4, LOG2]),
         old_logprobs=torch.zeros(3),
@@ -144,12 +144,12 @@ def test_what_gspo_clips_is_a_completion():
 @pytest.mark.parametrize(
     ("value", "target", "loss", "slope"),
     [
-        (5.0, 9.0, 18.0, 0.0),  # kept within 2 + 1: (3 - 9)^2 / 2, worse than (5 - 9)^2 / 2
-        (5.0, 1.0, 8.0, 4.0),  # (5 - 1)^2 / 2, worse than (3 - 1)^2 / 2
+        (5.0, 9.0, 18.0, 0.0),  # clipped at 2 + 1: (3 - 9)^2 / 2 > (5 - 9)^2 / 2
+        (5.0, 1.0, 8.0, 4.0),  # (5 - 1)^2 / 2 > (3 - 1)^2 / 2
         (2.5, 1.0, 1.125, 1.5),  # not clipped
     ],
 )
-def test_value_loss_is_the_worse_of_clipped_and_not(value, target, loss, slope):
+def test_value_loss_is_the_larger_of_clipped_and_unclipped(value, target, loss, slope):
     values = torch.tensor([value], requires_grad=True)
     got = value_loss(values, torch.tensor([2.0]), torch.tensor([target]), clip_range=1.0)
     (slopes,) = torch.autograd.grad(got.sum(), values)
@@ -165,7 +165,7 @@ def test_value_loss_is_the_worse_of_clipped_and_not(value, target, loss, slope):
     ],
 )
 def test_kl_estimators(name, likelier, rarer, slopes):
-    # the policy twice and half as likely as the reference, and equal
+    # the policy is twice as likely as the reference, half as likely, and equally likely
     policy = torch.tensor([LOG2 - 3, -LOG2 - 3, -3.0], dtype=torch.float64, requires_grad=True)
     kl = KL_ESTIMATORS[name](policy, torch.full((3,), -3.0, dtype=torch.float64))
     (slope,) = torch.autograd.grad(kl.sum(), policy)
@@ -184,8 +184,8 @@ def test_kl_estimators(name, likelier, rarer, slopes):
     ],
 )
 def test_aggregations(name, expected):
-    # completions of losses 1, 2, 3 and of 6, of at most 8 tokens
+    # completions with losses 1, 2, 3 and 6, with at most 8 tokens
     size = BatchSize(num_tokens=4, num_trajectories=2, max_completion_tokens=8)
     assert 6 * AGGREGATIONS[name](3, size) + 6 * AGGREGATIONS[name](1, size) == pytest.approx(expected)
-    assert AGGREGATIONS[name](3, BatchSize(0, 0, 8)) > 0  # nothing counted: nothing is divided by zero
+    assert AGGREGATIONS[name](3, BatchSize(0, 0, 8)) > 0  # no tokens counted: no division by zero
     assert set(AGGREGATIONS) == {"token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "fixed-length"}

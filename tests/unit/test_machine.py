@@ -1,4 +1,4 @@
-"""What the machine says about itself, from texts of real machines."""
+"""Detection of the machine's hardware, on output of real machines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from skylite.processes.hardware import choose_dtype, cpu_cores, cpu_has_bf16, pa
 LISTING = "0, GPU-aa11, NVIDIA H200, 9.0\n1, GPU-bb22, Tesla T4, 7.5\n"
 
 
-def test_nvidia_smi_lines_are_read() -> None:
+def test_nvidia_smi_output_is_parsed() -> None:
     first, second = parse_gpus(LISTING)
     assert (first.name, first.compute_capability) == ("NVIDIA H200", 9.0)
     assert (second.index, second.uuid) == (1, "GPU-bb22")
@@ -23,7 +23,7 @@ def test_nvidia_smi_lines_are_read() -> None:
     ("setting", "indices"),
     [(None, [0, 1]), ("", []), ("1", [1]), ("1,0", [1, 0]), ("GPU-bb", [1]), ("0,7,1", [0]), ("-1", [])],
 )
-def test_visible_devices_apply_as_cuda_reads_them(setting: str | None, indices: list[int]) -> None:
+def test_visible_devices_are_interpreted_as_cuda_does(setting: str | None, indices: list[int]) -> None:
     assert [g.index for g in visible_gpus(parse_gpus(LISTING), setting)] == indices
 
 
@@ -37,12 +37,12 @@ def test_visible_devices_apply_as_cuda_reads_them(setting: str | None, indices: 
         ("", False),
     ],
 )
-def test_bf16_instructions_are_read_off_the_flags(tmp_path: Path, text: str, expected: bool) -> None:
+def test_bf16_support_is_read_from_the_cpu_flags(tmp_path: Path, text: str, expected: bool) -> None:
     (tmp_path / "cpuinfo").write_text(text)
     assert cpu_has_bf16(tmp_path / "cpuinfo") is expected
 
 
-def test_a_given_dtype_is_kept_and_a_choice_is_explained() -> None:
+def test_an_explicit_dtype_is_kept_and_an_automatic_one_explained() -> None:
     assert choose_dtype("float32", "cpu")[0] == "float32"
     assert choose_dtype("bfloat16", "cpu")[0] == "bfloat16"
     dtype, note = choose_dtype("auto", "cpu")
@@ -50,7 +50,7 @@ def test_a_given_dtype_is_kept_and_a_choice_is_explained() -> None:
     assert ("float32" in note) is not cpu_has_bf16()
 
 
-def test_affinity_limits_the_cores() -> None:
+def test_cpu_affinity_limits_the_cores() -> None:
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(before)})

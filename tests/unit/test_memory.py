@@ -1,6 +1,4 @@
-"""The largest micro-batch that fits: the line through two passes, and passes of a tiny model as they are
-measured.
-"""
+"""The largest micro-batch that fits: a line through two measured passes, and passes of a tiny model."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ def dist() -> Iterator[Dist]:
         yield dist
 
 
-def test_the_line_through_two_passes_says_what_fits() -> None:
+def test_the_line_through_two_passes_gives_the_largest_micro_batch() -> None:
     found = fit_pass_memory((100, 300), (1500.0, 3500.0))
     assert found == PassMemory(fixed=500.0, per_token=10.0)
     assert found.max_tokens(500 + 10 * 1000) == 960  # 1000, rounded down to a multiple of 64
@@ -42,9 +40,7 @@ def test_a_flat_or_falling_measurement_is_bounded() -> None:
     assert fit_pass_memory((100, 300), (900.0, 800.0)).max_tokens(1e9) == MAX_TOKENS_PER_PASS
 
 
-def test_auto_is_measured_once_and_the_same_when_resumed(
-    tiny_llama: Path, dist: Dist, tmp_path: Path
-) -> None:
+def test_auto_is_measured_once_and_reused_on_resume(tiny_llama: Path, dist: Dist, tmp_path: Path) -> None:
     config = settings(trainer={"tokens_per_micro_batch": "auto"})
     run_config = RunConfig(skylite_version="test", config=config, resolved=resolved(tiny_llama, tmp_path))
     policy = policy_of(tiny_llama, config, dist)
@@ -60,7 +56,7 @@ def test_auto_is_measured_once_and_the_same_when_resumed(
     )
 
 
-def test_a_number_is_taken_as_it_is(tiny_llama: Path, dist: Dist, tmp_path: Path) -> None:
+def test_an_explicit_number_is_used_unchanged(tiny_llama: Path, dist: Dist, tmp_path: Path) -> None:
     config = settings(trainer={"tokens_per_micro_batch": 60})
     run_config = RunConfig(skylite_version="test", config=config, resolved=resolved(tiny_llama, tmp_path))
     assert (

@@ -1,4 +1,4 @@
-"""metrics.jsonl and status.json: whole lines, whole files."""
+"""metrics.jsonl and status.json: only complete lines and files are read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skylite.run.metrics_file import append_metrics, read_metrics
 from skylite.run.status import Status, read_status, write_status
 
 
-def test_lines_come_back_in_order(tmp_path: Path) -> None:
+def test_lines_are_read_in_order(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     assert read_metrics(path) == []
     append_metrics(path, {"step": 1, "reward/mean": 0.5})
@@ -21,7 +21,7 @@ def test_lines_come_back_in_order(tmp_path: Path) -> None:
     assert read_metrics(path) == [{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 0.625}]
 
 
-def test_a_torn_last_line_is_left_out_and_does_not_spoil_the_next(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_ignored_and_the_next_line_is_read(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     append_metrics(path, {"step": 1})
     with path.open("a") as stream:
@@ -31,14 +31,14 @@ def test_a_torn_last_line_is_left_out_and_does_not_spoil_the_next(tmp_path: Path
     assert read_metrics(path) == [{"step": 1}, {"step": 2}]
 
 
-def test_steps_that_are_done_anew_after_a_resume_count_once(tmp_path: Path) -> None:
+def test_steps_repeated_after_a_resume_count_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for step, value in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.4)):
         append_metrics(path, {"step": step, "value": value})
     assert read_metrics(path) == [{"step": 1, "value": 0.1}, {"step": 2, "value": 0.4}]
 
 
-def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
+def test_nan_and_infinity_become_null(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     append_metrics(path, {"step": 1, "a": float("nan"), "b": float("inf"), "c": 1.5})
     assert json.loads(path.read_text()) == {"step": 1, "a": None, "b": None, "c": 1.5}
@@ -59,7 +59,7 @@ def test_any_other_damage_is_named(tmp_path: Path, line: str, message: str) -> N
         read_metrics(path)
 
 
-def test_a_status_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_a_status_round_trips(tmp_path: Path) -> None:
     path = tmp_path / "status.json"
     status = Status(phase="training", step=3, num_steps=24, adapter_version=2, pids={"trainer": 17})
     write_status(path, status)

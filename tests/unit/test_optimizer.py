@@ -1,4 +1,4 @@
-"""What learns, how fast, and what it starts from."""
+"""Learning rates (LoRA+), checkpointed optimizer state and warm starts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def dist() -> Iterator[Dist]:
 
 @pytest.fixture
 def stage_one(tiny_llama: Path, tmp_path: Path, dist: Dist) -> Path:
-    """An adapter that was trained: nothing in it is zero."""
+    """A trained adapter: no matrix is zero."""
     policy = policy_of(tiny_llama, settings(), dist)
     save_file(adapter_tensors(policy), tmp_path / "adapter_model.safetensors")
     return tmp_path
@@ -47,14 +47,13 @@ def warm_settings(adapter: Path, **algorithm: Any) -> TrainConfig:
     return settings(lora={"from_adapter": str(adapter)}, algorithm=algorithm)
 
 
-def test_lora_plus_gives_b_its_own_rate(tiny_llama: Path, dist: Dist) -> None:
+def test_lora_plus_gives_b_another_learning_rate(tiny_llama: Path, dist: Dist) -> None:
     config = settings(optim={"lr": 1e-3, "lora_plus_ratio": 8.0, "warmup_steps": 2})
     policy = policy_of(tiny_llama, config, dist)
     start = {n: p.detach().clone() for n, p in policy.lora.items()}
     metrics = train_rows(policy, optimizer_of(policy, config), random_samples(0), 1, config, dist)
     moved = {n: float((p.detach() - start[n]).abs().max()) for n, p in policy.lora.items()}
-    # The first step of AdamW moves a parameter by its rate, whatever the gradient: half the rate, in the
-    # first of two warmup steps.
+    # AdamW's first step moves a parameter by its rate for any gradient: half the rate in warmup step 1 of 2.
     assert all(
         m == pytest.approx(4e-3 if "lora_B" in n else 5e-4, rel=1e-3) for n, m in moved.items() if m > 0
     )
@@ -77,11 +76,11 @@ def test_a_checkpoint_restores_both_rates_of_lora_plus(tiny_llama: Path, tmp_pat
     assert all(torch.equal(p, again.lora[n]) for n, p in policy.lora.items())
 
 
-def test_a_warm_start_is_the_adapter_it_came_from(tiny_llama: Path, stage_one: Path, dist: Dist) -> None:
+def test_a_warm_start_equals_its_source_adapter(tiny_llama: Path, stage_one: Path, dist: Dist) -> None:
     trained = policy_of(tiny_llama, settings(), dist)
     again = warm(tiny_llama, stage_one, warm_settings(stage_one), dist)
     assert all(torch.equal(p, trained.lora[n]) for n, p in again.lora.items())
-    assert REF not in again.model.peft_config  # no KL, no copy
+    assert REF not in again.model.peft_config  # without a KL there is no reference copy
 
 
 @pytest.mark.parametrize(
@@ -92,7 +91,7 @@ def test_a_warm_start_is_the_adapter_it_came_from(tiny_llama: Path, stage_one: P
         ({}, "lacks 2 of the 28 LoRA matrices"),
     ],
 )
-def test_an_adapter_that_does_not_fit_is_refused_in_words(
+def test_an_adapter_that_does_not_fit_is_refused_with_a_reason(
     change: dict[str, Any], sentence: str, tiny_llama: Path, stage_one: Path, dist: Dist
 ) -> None:
     if not change:
@@ -105,7 +104,7 @@ def test_an_adapter_that_does_not_fit_is_refused_in_words(
         warm(tiny_llama, stage_one, settings(**change), dist)
 
 
-def test_the_kl_to_the_start_is_exactly_zero_and_moves_with_training(
+def test_the_kl_to_the_start_is_zero_and_grows_with_training(
     tiny_llama: Path, stage_one: Path, dist: Dist
 ) -> None:
     cold = load_policy(resolved(tiny_llama, tiny_llama), settings(algorithm={"kl_coef": 0.1}), dist)
@@ -122,9 +121,7 @@ def test_the_kl_to_the_start_is_exactly_zero_and_moves_with_training(
     assert all(torch.equal(p, frozen[n]) for n, p in adapter_params(policy.model, REF).items())
 
 
-def test_a_warm_start_under_a_kl_to_the_base_is_away_from_it(
-    tiny_llama: Path, stage_one: Path, dist: Dist
-) -> None:
+def test_a_warm_start_has_a_nonzero_kl_to_the_base(tiny_llama: Path, stage_one: Path, dist: Dist) -> None:
     policy = warm(tiny_llama, stage_one, warm_settings(stage_one, kl_coef=0.1, kl_ref="base"), dist)
     assert check_reference(policy, SEQUENCES, must_agree=False) > 0.0
     with pytest.raises(TrainingDiverged, match="must be 0"):

@@ -1,6 +1,4 @@
-"""A run that somebody else made says where its folders are; what is not the run's is neither written nor
-deleted.
-"""
+"""A run from elsewhere names its folders. Folders that are not the run's are never written or deleted."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from tests.unit.test_warm_start import make_model
 
 
 def begin(root: Path, name: str = "run", **lora: Any) -> RunDir:
-    """A run as `skylite train` begins it, its adapter 0 published."""
+    """A run as `skylite train` starts it, with adapter 0 published."""
     if not (root / "model").exists():
         make_model(root / "model")
         write_data(root / "data", 4)
@@ -48,7 +46,7 @@ def publish(folder: Path) -> None:
 
 
 def claim(run: RunDir, **changes: str) -> None:
-    """Change what the run's config.json says of this machine."""
+    """Change the machine's paths in the run's config.json."""
     tree = json.loads(run.config_path.read_text())
     tree["resolved"] |= changes
     if "lora_sync_path" in changes:
@@ -57,18 +55,18 @@ def claim(run: RunDir, **changes: str) -> None:
 
 
 def refused_by_all(run: RunDir, outside: Path) -> list[str]:
-    """Resume and clean-up refuse, in words, and change nothing."""
+    """Messages of resume and clean-up, which both refuse and change nothing."""
     before = snapshot(run.root), snapshot(outside)
     replies: list[Reply] = [
         call(["train", "--resume", str(run.root)]),
         call(["adapters", "gc", str(run.root)]),
     ]
-    assert [r.code for r in replies] == [2, 2], [r.said for r in replies]
+    assert [r.code for r in replies] == [2, 2], [r.output for r in replies]
     assert (snapshot(run.root), snapshot(outside)) == before
-    return [r.said for r in replies]
+    return [r.output for r in replies]
 
 
-def test_a_recorded_copy_in_memory_is_never_trusted(tmp_path: Path) -> None:
+def test_a_recorded_in_memory_copy_is_never_trusted(tmp_path: Path) -> None:
     run = begin(tmp_path)
     claim(run, shm_path=str(tmp_path / "data"))
     assert plan_resume(run).resolved.shm_path is None
@@ -77,7 +75,7 @@ def test_a_recorded_copy_in_memory_is_never_trusted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("whose", ["another run's", "a run's that marked it", "a killed writer's"])
-def test_a_recorded_sync_folder_that_is_not_the_runs_is_refused(tmp_path: Path, whose: str) -> None:
+def test_a_sync_folder_of_another_run_is_refused(tmp_path: Path, whose: str) -> None:
     run, outside = begin(tmp_path), tmp_path / "outside"
     if whose == "another run's":
         outside = begin(tmp_path, "other").default_adapters
@@ -86,12 +84,12 @@ def test_a_recorded_sync_folder_that_is_not_the_runs_is_refused(tmp_path: Path, 
     else:
         (outside / ".policy-v000001.tmp-7").mkdir(parents=True)
     claim(run, lora_sync_path=str(outside))
-    for said in refused_by_all(run, outside):
-        assert f"names {outside} as its lora_sync_path" in said
-        assert "move them away" in said
+    for message in refused_by_all(run, outside):
+        assert f"names {outside} as its lora_sync_path" in message
+        assert "move them away" in message
 
 
-def test_the_runs_own_sync_folder_is_known_by_its_mark_and_an_empty_one_is_marked_again(
+def test_the_sync_folder_is_recognised_by_its_mark_and_an_empty_one_is_marked_again(
     tmp_path: Path,
 ) -> None:
     own = tmp_path / "memory"
@@ -119,23 +117,23 @@ def test_the_runs_own_sync_folder_is_known_by_its_mark_and_an_empty_one_is_marke
         "rollouts/step-000009",
     ],
 )
-def test_a_link_that_leads_out_of_the_run_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_symlink_out_of_the_run_is_refused(tmp_path: Path, name: str) -> None:
     run, outside = begin(tmp_path), tmp_path / "outside"
     publish(outside)
     if (run.root / name).exists():
         (run.root / name).rename(tmp_path / "aside")
     (run.root / name).symlink_to(outside)
-    for said in refused_by_all(run, outside):
-        assert f"{run.root / name} is a link out of the run, to {outside}" in said
+    for message in refused_by_all(run, outside):
+        assert f"{run.root / name} is a link out of the run, to {outside}" in message
 
 
-def test_a_link_within_the_run_is_none_of_that(tmp_path: Path) -> None:
+def test_a_symlink_within_the_run_is_accepted(tmp_path: Path) -> None:
     run = begin(tmp_path)
     (run.root / "newest").symlink_to(run.default_adapters / "policy-v000000")
     require_own_folders(run, read_run_config(run.config_path))
 
 
-def test_the_ranks_meet_where_nobody_else_can(tmp_path: Path) -> None:
+def test_the_ranks_rendezvous_in_a_private_folder(tmp_path: Path) -> None:
     plan = plan_resume(begin(tmp_path))
     before = os.umask(0)
     try:

@@ -1,4 +1,4 @@
-"""GRPO from rewards to a loss, logprobs, packing and schedules, against numbers worked out by hand."""
+"""GRPO from rewards to loss, logprobs, packing and schedules against values computed by hand."""
 
 import math
 
@@ -30,8 +30,9 @@ def loss_of(
     num_tokens: int = 1,
     **algorithm: float,
 ) -> tuple[float, float]:
-    """Loss and its derivative by the policy's logprob for one token whose old logprob is -1, in a batch of
-    `num_tokens`.
+    """Loss of one token and its derivative by the policy's logprob.
+
+    The token's old logprob is -1, and the batch has `num_tokens` tokens.
     """
     old, sequences = torch.tensor([-1.0]), torch.tensor([0])
     policy = (old + math.log(ratio)).requires_grad_()
@@ -71,9 +72,9 @@ def test_advantages_without_the_standard_deviation():
     assert dr_grpo(torch.tensor([[3.0, 1.0]]), torch.ones(1, 2))[0].tolist() == [1.0, -1.0]
 
 
-def test_equal_rewards_give_exact_zeros_whatever_the_rounding_of_their_mean():
+def test_equal_rewards_give_advantages_of_exactly_zero():
     rewards = torch.full((1, 7), 0.1)
-    assert (rewards - rewards.mean()).abs().max() > 0  # the trap is there
+    assert (rewards - rewards.mean()).abs().max() > 0  # the mean is rounded
     assert grpo(rewards, torch.ones(1, 7)).tolist() == [[0.0] * 7]
     assert zero_std_groups(torch.tensor([[1.0, 1.0], [1.0, 0.0]])).tolist() == [True, False]
 
@@ -85,10 +86,10 @@ def test_loss_of_the_first_update_is_minus_the_advantage():
 @pytest.mark.parametrize(
     ("ratio", "advantage", "loss", "slope"),
     [
-        (1.1, 2.0, -2.2, -2.2),  # inside the bounds
-        (1.5, 2.0, -2.4, 0.0),  # too likely already: clipped at 1.2, no gradient
+        (1.1, 2.0, -2.2, -2.2),  # within the bounds
+        (1.5, 2.0, -2.4, 0.0),  # already too likely: clipped at 1.2, no gradient
         (1.5, -2.0, 3.0, 3.0),  # bad and more likely: never clipped
-        (0.5, -2.0, 1.6, 0.0),  # bad and unlikely already: clipped at 0.8
+        (0.5, -2.0, 1.6, 0.0),  # bad and already unlikely: clipped at 0.8
         (0.5, 2.0, -1.0, -1.0),  # good and unlikely: never clipped
     ],
 )
@@ -96,21 +97,20 @@ def test_clipping_works_in_the_direction_of_the_advantage(ratio, advantage, loss
     assert loss_of(ratio, advantage) == pytest.approx((loss, slope), abs=1e-6)
 
 
-def test_clip_higher_moves_the_upper_bound_alone():
+def test_clip_higher_changes_only_the_upper_bound():
     assert loss_of(1.25, 1.0, clip_eps_high=0.28)[0] == pytest.approx(-1.25)
     assert loss_of(1.5, 1.0, clip_eps_high=0.28)[0] == pytest.approx(-1.28)
     assert loss_of(0.5, -1.0, clip_eps_high=0.28)[0] == pytest.approx(0.8)
 
 
-def test_importance_weight_is_capped_and_can_be_off():
+def test_importance_weight_is_capped_and_can_be_switched_off():
     assert loss_of(1.0, 1.0, weight_log=math.log(1.5)) == pytest.approx((-1.5, -1.5))
     assert loss_of(1.0, 1.0, weight_log=math.log(7.0)) == pytest.approx((-2.0, -2.0))
     assert loss_of(1.0, 1.0, weight_log=math.log(7.0), importance="none")[0] == pytest.approx(-1.0)
 
 
 def test_k3_kl_by_hand():
-    # policy 0.5, reference 0.25: 0.5 - log 0.5 - 1 = 0.1931; its derivative by the policy: 1 - ref / policy =
-    # 0.5
+    # policy 0.5, reference 0.25: 0.5 - log 0.5 - 1 = 0.1931; derivative: 1 - ref / policy = 0.5
     policy = torch.tensor([0.5]).log().requires_grad_()
     kl = k3(policy, torch.tensor([0.25]).log())
     (slope,) = torch.autograd.grad(kl.sum(), policy)
@@ -124,7 +124,7 @@ def test_the_loss_is_divided_by_the_global_token_count():
 @pytest.mark.parametrize("wanted", ["logprobs", "entropy", "both"])
 @pytest.mark.parametrize("chunk_elements", [1 << 24, 22])
 def test_token_logprobs_and_entropy_equal_log_softmax_and_its_gradient(monkeypatch, wanted, chunk_elements):
-    # 22 elements: two of the five rows a chunk, the last one alone. Row 3 is named twice.
+    # 22 elements: two of the five rows per chunk, so the last is alone. Row 3 is wanted twice.
     monkeypatch.setattr("skylite.model.chunked_logprobs.ROW_CHUNK_ELEMENTS", chunk_elements)
     torch.manual_seed(0)
     logits = 3 * torch.randn(5, 11)
@@ -152,8 +152,7 @@ def test_token_logprobs_and_entropy_equal_log_softmax_and_its_gradient(monkeypat
     "pack", [lambda p, c: pack_padded([p], [c], [0], CPU), lambda p, c: pack_tree([p], [c], [0], [0], CPU)]
 )
 def test_each_completion_token_is_predicted_by_the_token_before_it(pack):
-    # prompt [7, 8], completion [9, 10, 11]: the rows that predict are those of 8, 9 and 10; 11 is never an
-    # input.
+    # prompt [7, 8], completion [9, 10, 11]: the rows of 8, 9 and 10 predict; 11 is never an input.
     tokens = pack([7, 8], [9, 10, 11])
     assert tokens.inputs["input_ids"].tolist() == [[7, 8, 9, 10]]
     kept = tokens.inputs["logits_to_keep"][tokens.rows].tolist()
@@ -162,7 +161,7 @@ def test_each_completion_token_is_predicted_by_the_token_before_it(pack):
     assert (tokens.segments.tolist(), tokens.num_segments) == ([0, 0, 0], 1)
 
 
-def test_samples_are_arranged_by_group():
+def test_samples_are_ordered_by_group():
     batch = arrange(groups_of([sample(4), sample(2), sample(4), sample(2)]), AlgorithmConfig())
     assert [[g.prompt.id] * len(g.trajectories) for g in batch.groups] == [["test/2"] * 2, ["test/4"] * 2]
     assert (batch.rewards.tolist(), batch.lengths.tolist(), batch.zero_std) == (
@@ -172,7 +171,7 @@ def test_samples_are_arranged_by_group():
     )
 
 
-def test_a_group_of_another_size_is_refused():
+def test_groups_of_different_sizes_are_refused():
     with pytest.raises(DataError, match="same number"):
         arrange(groups_of([sample(0), sample(0), sample(1)]), AlgorithmConfig())
 
@@ -192,12 +191,8 @@ def test_learning_rate_schedules():
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("chunk", [300, 300 * 7, 1 << 22], ids=["row by row", "seven rows", "all rows"])
 @pytest.mark.parametrize("through_entropy", [0.0, None, 1.0])
-def test_logprobs_out_of_hidden_states_equal_those_out_of_logits(
-    softcap, chunk, through_entropy, monkeypatch
-):
-    """Three gradients: through the logprobs alone (the entropy's taken as 0, or not taken at all), and
-    through both.
-    """
+def test_logprobs_from_hidden_states_equal_those_from_logits(softcap, chunk, through_entropy, monkeypatch):
+    """Three gradients: logprobs with a zero entropy gradient, logprobs without entropy, and both."""
     torch.manual_seed(0)
     if chunk < 1 << 22:
         monkeypatch.setattr("skylite.model.chunked_logprobs.BLOCK_ROWS", chunk // 300)
@@ -224,7 +219,7 @@ def test_logprobs_out_of_hidden_states_equal_those_out_of_logits(
     assert torch.allclose(mine.grad, plain.grad, atol=3e-6 * float(plain.grad.abs().max()))
 
 
-def test_a_logprob_is_never_over_zero_and_a_certain_tokens_entropy_is_zero():
+def test_logprobs_are_never_positive_and_a_certain_token_has_no_entropy():
     weight = torch.randn(5000, 64, generator=torch.Generator().manual_seed(0))
     hidden = (weight[[4000, 17]] * 10).requires_grad_()
     logprobs, entropies = head_logprobs(
@@ -236,8 +231,8 @@ def test_a_logprob_is_never_over_zero_and_a_certain_tokens_entropy_is_zero():
     assert grad.abs().max() == 0
 
 
-def test_logprobs_are_the_same_bits_with_a_gradient_and_without():
-    """|log ratio| has a gradient of 1 or -1 wherever rounding differs (KL-Cov)."""
+def test_logprobs_are_bit_equal_with_and_without_a_gradient():
+    """KL-Cov needs this: |log ratio| has a gradient of 1 or -1 wherever rounding differs."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(9, 64, generator=generator), torch.randn(5000, 64, generator=generator)
     rows, targets = torch.arange(9), torch.arange(9) * 500
@@ -248,7 +243,7 @@ def test_logprobs_are_the_same_bits_with_a_gradient_and_without():
 
 
 def test_logprobs_in_bfloat16_do_not_depend_on_the_size_of_a_chunk(monkeypatch):
-    """bfloat16 is what a GPU computes in, and there it is the chunks that are made twice."""
+    """GPUs compute in bfloat16, and there the backward pass recomputes the chunks."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(50, 16).bfloat16(), torch.randn(300, 16).bfloat16()
     rows, targets, on = torch.randint(0, 50, (80,)), torch.randint(0, 300, (80,)), torch.randn(80)

@@ -1,7 +1,7 @@
-"""The same tensors into skylite's advantages and into verl's and SkyRL's: same advantages.
+"""skylite, verl and SkyRL compute the same advantages from the same tensors.
 
-Theirs are padded [B, T] with a mask, and the padding holds random numbers; ours are completion tokens in a
-row [C]. Losses: test_peers_losses.py. TRL: test_peers_trl.py. Their code: peer_code.py.
+Their tensors are padded [B, T] with a mask and random numbers as padding. Ours are completion tokens [C].
+Losses: test_peers_losses.py. TRL: test_peers_trl.py. Their code: peer_code.py.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def verl_group_advantages(verl: SimpleNamespace, name: str, token_rewards: Tenso
 
 
 def group_advantages(name: str, case: Case) -> Tensor:
-    """Ours, [C]."""
+    """Our advantages [C]."""
     grid = (-1, GROUP)
     advantages = GROUP_ADVANTAGES[name](
         case.rewards.view(grid), case.lengths.view(grid).to(case.rewards.dtype)
@@ -136,14 +136,14 @@ def test_skyrl_maxrl(skyrl, case):
     assert_same(group_advantages("maxrl", case), theirs[case.mask])
 
 
-def test_no_fake_module_stays_behind(verl, skyrl):
+def test_no_fake_module_stays_loaded(verl, skyrl):
     fakes = {"verl", "skyrl", "ray", "jaxtyping", "omegaconf", "tensordict", "loguru"}
     empty = {name for name, module in sys.modules.items() if getattr(module, "__file__", None) is None}
     assert not [name for name in empty if name.partition(".")[0] in fakes]
     assert not [name for name in sys.modules if name.partition(".")[0] in ("verl", "skyrl")]
 
 
-def test_a_missing_peer_is_said(monkeypatch, tmp_path):
+def test_a_missing_peer_is_reported(monkeypatch, tmp_path):
     monkeypatch.setattr("tests.unit.peer_code.PEERS", tmp_path)
     for name, load in (("verl", load_verl), ("skyrl", load_skyrl)):
         with pytest.raises(

@@ -1,7 +1,7 @@
-"""The same tensors into skylite's and verl's losses and importance weights: same values, same gradients.
+"""skylite and verl compute the same losses, gradients and importance weights from the same tensors.
 
-Theirs are padded [B, T] with a mask, and the padding holds random numbers; ours are completion tokens in a
-row [C], and go through `micro_batch_loss` as in a training step.
+Their tensors are padded [B, T] with a mask and random numbers as padding. Ours are completion tokens [C] and
+go through `micro_batch_loss` as in a training step.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def verl_loss(
     weights: Tensor | None = None,
     **settings: Any,
 ) -> tuple[Result, dict[str, float]]:
-    """A registered policy loss of verl on our tensors, and its metrics."""
+    """One of verl's registered policy losses on our tensors, and its metrics."""
     chosen = {
         "clip_cov_ratio": 1.0,
         "clip_cov_lb": 0.0,
@@ -203,8 +203,8 @@ def test_verl_mismatch_metrics(verl, case):
     assert float(share) == pytest.approx(metrics["rollout_is_eff_sample_size"], rel=TOLERANCE)
 
 
-def test_every_advantage_and_loss_has_a_peer():
-    """What is compared above, by our names: a new algorithm fails here until it is compared too."""
+def test_every_advantage_and_loss_is_compared_with_a_peer():
+    """A new algorithm fails here until it is compared above."""
     assert set(GROUP_ADVANTAGES) == {"grpo", "dr_grpo", "rloo", "opo", "reinforce++-baseline", "maxrl"}
     assert set(POLICY_LOSSES) == {"clip", "dual_clip", "gspo", "cispo", "sapo", "clip_cov", "kl_cov"}
     assert set(AGGREGATIONS) == set(VERL_AGGREGATION)

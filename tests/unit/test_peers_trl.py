@@ -1,4 +1,4 @@
-"""The same tensors into skylite and into TRL's GRPOTrainer: same weights, losses and gradients."""
+"""skylite and TRL's GRPOTrainer compute the same weights, losses and gradients from the same tensors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 def trl_loss(
     trl: SimpleNamespace, case: Case, ratio: Tensor | None = None, **settings: Any
 ) -> tuple[Result, dict[str, list[float]]]:
-    """GRPOTrainer._compute_loss on our tensors, and what it logged."""
+    """GRPOTrainer._compute_loss on our tensors, and its logged metrics."""
     trainer = trl_trainer(trl, **settings)
     policy, entropies = case.policy.clone().requires_grad_(), case.entropies.clone().requires_grad_()
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (policy, entropies, None)
@@ -107,7 +107,7 @@ def trl_loss(
     ids=lambda x: "-".join(map(str, x.values())),
 )
 def test_trl_losses(trl, case, algorithm, settings):
-    if settings["loss_type"] == "luspo":  # TRL keeps one loss a completion there, times its mask
+    if settings["loss_type"] == "luspo":  # here TRL broadcasts one loss per completion over its mask
         case = replace(case, mask=torch.ones_like(case.mask))
     theirs, _ = trl_loss(trl, case, **settings)
     assert_same_result(ours(case, **algorithm), theirs, case.mask)
@@ -124,7 +124,7 @@ def test_trl_kl_in_the_loss(trl, case, aggregation):
     )
 
 
-def test_trl_entropy_bonus_and_what_is_clipped(trl, case):
+def test_trl_entropy_bonus_and_clipped_tokens(trl, case):
     theirs, logged = trl_loss(trl, case, loss_type="bnpo", entropy_coef=0.2, _entropy_bonus_enabled=True)
     mine = ours(case, entropy_coef=0.2)
     assert_same_result(mine, theirs, case.mask)
@@ -139,7 +139,7 @@ def test_trl_entropy_bonus_and_what_is_clipped(trl, case):
 
 
 @pytest.mark.parametrize("quantile", [0.8, 0.2, 0.05])
-def test_trl_top_entropy_tokens_alone_get_the_policy_loss(trl, case, quantile):
+def test_trl_only_top_entropy_tokens_get_the_policy_loss(trl, case, quantile):
     theirs, _ = trl_loss(trl, case, loss_type="bnpo", beta=0.1, top_entropy_quantile=quantile)
     assert_same_result(ours(case, kl_coef=0.1, top_entropy_quantile=quantile), theirs, case.mask)
 
@@ -153,10 +153,9 @@ def test_trl_overlong_punishment(trl):
 
 
 def trl_step(trl: SimpleNamespace, case: Case, patch: pytest.MonkeyPatch, **settings: Any) -> dict[str, Any]:
-    """GRPOTrainer._generate_and_score_completions with our completions, logprobs and rewards: from rewards to
-    what its loss is given.
+    """GRPOTrainer._generate_and_score_completions on our completions, logprobs and rewards.
 
-    Token ids: 0 pads, 1 ends; completions of odd length do not end.
+    Returns the inputs of its loss. Token ids: 0 is padding, 1 is EOS. Completions of odd length have no EOS.
     """
     patch.setattr(trl.trainer, "gather_object", lambda x: x)
     completions = [[7] * (n - 1) + [7 if n % 2 else 1] for n in case.lengths.tolist()]
@@ -230,9 +229,7 @@ def test_trl_importance_weights_in_the_loss(trl, case, monkeypatch, level, mode)
 
 @pytest.mark.parametrize("mask_truncated", [False, True])
 def test_trl_from_rewards_to_gradients(trl, monkeypatch, mask_truncated):
-    """A whole step: groups, advantages, micro-batches, weights, loss; ours cut into several micro-batches,
-    all in float32.
-    """
+    """A full step in float32: groups, advantages, weights, loss. Ours has several micro-batches."""
     case = make_case(12, 33, 7, torch.float32)
     inputs = trl_step(
         trl,

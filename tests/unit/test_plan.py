@@ -1,4 +1,4 @@
-"""What `skylite train` refuses before anything is written, whichever machine it is on."""
+"""Settings that `skylite train` refuses on any machine before it writes anything."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from skylite.run.run_dir import RunDir
 from tests.unit.data_cases import prompt
 
 
-@pytest.mark.skipif(choose_device() != "cpu", reason="it is about machines without a GPU")
+@pytest.mark.skipif(choose_device() != "cpu", reason="needs a machine without a GPU")
 @pytest.mark.parametrize("trainer", [{"attention": "flex"}, {"offload": True}])
-def test_what_needs_a_gpu_is_refused_without_one(trainer: dict[str, Any], tmp_path: Path) -> None:
+def test_gpu_settings_are_refused_without_a_gpu(trainer: dict[str, Any], tmp_path: Path) -> None:
     info = PromptFileInfo(
         dataset="t",
         source_kind="generated",

@@ -1,4 +1,4 @@
-"""The policy on tiny models: LM head in chunks, recomputed activations, attention, refused models."""
+"""The policy on tiny models: chunked LM head, recomputed activations, attention, refused models."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def dist() -> Iterator[Dist]:
 
 
 def bent_logits_model(folder: Path) -> Path:
-    """A Gemma 2, whose logits go through a tanh; so steep here that it matters."""
+    """A Gemma 2 with logit softcapping (tanh), steep enough here to change the result."""
     torch.manual_seed(0)
     sizes = {
         "hidden_size": 64,
@@ -57,20 +57,20 @@ def bent_logits_model(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "gemma2"])
-def test_logits_in_chunks_and_whole_give_the_same_gradient(family: str, tmp_path: Path, dist: Dist):
+def test_chunked_and_full_logits_give_the_same_gradient(family: str, tmp_path: Path, dist: Dist):
     folder = tmp_path / "model"
     policy = policy_of(
         bent_logits_model(folder) if family == "gemma2" else make_tiny_model(folder, family), settings(), dist
     )
     assert policy.head is not None, "this family's head is linear"
-    whole, _ = gradients_after_step(replace(policy, head=None), settings(), dist)
+    full, _ = gradients_after_step(replace(policy, head=None), settings(), dist)
     chunked, _ = gradients_after_step(policy, settings(), dist)
-    assert relative_difference(chunked, whole) < 1e-5
+    assert relative_difference(chunked, full) < 1e-5
 
 
 @pytest.mark.parametrize("packing", ["tree", "padded"])
 @pytest.mark.parametrize("mode", ["selective", "full"])
-def test_recomputed_activations_give_the_same_gradient_and_keep_less(
+def test_recomputed_activations_give_the_same_gradient_in_less_memory(
     mode: str, packing: Packing, tmp_path: Path, dist: Dist
 ):
     model = make_tiny_model(tmp_path / "model", "llama")
@@ -93,7 +93,7 @@ def test_recomputed_activations_give_the_same_gradient_and_keep_less(
     assert kept[mode] < {"selective": 0.9, "full": 0.75}[mode] * kept["none"]
 
 
-def test_a_head_with_a_twist_of_its_own_gets_all_its_logits(tmp_path: Path, dist: Dist):
+def test_an_unusual_lm_head_computes_full_logits(tmp_path: Path, dist: Dist):
     torch.manual_seed(0)
     sizes = {
         "hidden_size": 64,
@@ -109,7 +109,7 @@ def test_a_head_with_a_twist_of_its_own_gets_all_its_logits(tmp_path: Path, dist
     assert "head in chunks: False" in reasons[0]
 
 
-def test_a_tree_is_chosen_for_each_family_and_computes_fewer_tokens(tmp_path: Path, dist: Dist):
+def test_prefix_tree_packing_is_chosen_for_each_family_and_computes_fewer_tokens(tmp_path: Path, dist: Dist):
     for family in FAMILIES:
         policy = policy_of(make_tiny_model(tmp_path / family, family), settings(), dist)
         assert policy.packing == "tree", family
@@ -117,7 +117,7 @@ def test_a_tree_is_chosen_for_each_family_and_computes_fewer_tokens(tmp_path: Pa
         assert metrics["tokens/unique"] < 0.5 * metrics["tokens/total"]
 
 
-def test_flex_attention_gives_the_logprobs_of_the_pieces_for_each_family(tmp_path: Path, dist: Dist):
+def test_flex_attention_and_sdpa_give_the_same_logprobs_for_each_family(tmp_path: Path, dist: Dist):
     sequences = random_samples(0)
     for family in FAMILIES:
         model, found = make_tiny_model(tmp_path / family, family), []
@@ -135,7 +135,7 @@ def test_flex_attention_gives_the_logprobs_of_the_pieces_for_each_family(tmp_pat
         assert torch.allclose(found[0], found[1], atol=1e-5), family
 
 
-def test_a_model_with_attention_of_its_own_is_padded_and_said_so(tmp_path: Path, dist: Dist):
+def test_a_model_with_custom_attention_is_padded_and_logs_it(tmp_path: Path, dist: Dist):
     torch.manual_seed(0)
     bloom = transformers.BloomConfig(
         vocab_size=260, hidden_size=64, n_layer=2, n_head=2, initializer_range=0.1
@@ -147,7 +147,7 @@ def test_a_model_with_attention_of_its_own_is_padded_and_said_so(tmp_path: Path,
     assert "packing: padded; " in reasons[-1]
 
 
-def test_module_choice(tiny_llama: Path, dist: Dist):
+def test_target_modules_are_chosen(tiny_llama: Path, dist: Dist):
     def targets(**lora: Any) -> list[str]:
         return load_policy(resolved(tiny_llama, tiny_llama), settings(lora=lora), dist).target_modules
 
@@ -161,7 +161,7 @@ def test_module_choice(tiny_llama: Path, dist: Dist):
         targets(target_modules=["query"])
 
 
-def test_a_folder_that_is_no_model_is_refused_in_one_sentence(tmp_path: Path, tiny_llama: Path, dist: Dist):
+def test_a_folder_without_a_model_is_refused_in_one_sentence(tmp_path: Path, tiny_llama: Path, dist: Dist):
     with pytest.raises(ModelError, match="cannot be loaded"):
         load_policy(resolved(tmp_path, tmp_path), settings(), dist)
     make_tiny_model(tmp_path / "torn")
@@ -171,7 +171,7 @@ def test_a_folder_that_is_no_model_is_refused_in_one_sentence(tmp_path: Path, ti
         load_policy(resolved(tmp_path / "torn", tmp_path), settings(), dist)
 
 
-def test_a_model_without_some_of_its_weights_is_refused(tmp_path: Path, dist: Dist):
+def test_a_model_with_missing_weights_is_refused(tmp_path: Path, dist: Dist):
     weights = make_tiny_model(tmp_path / "model") / "model.safetensors"
     tensors = load_file(weights)
     del tensors["model.layers.0.mlp.up_proj.weight"]
@@ -181,7 +181,7 @@ def test_a_model_without_some_of_its_weights_is_refused(tmp_path: Path, dist: Di
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "tokens", "looks"),
+    ("algorithm", "tokens", "extra_passes"),
     [
         ({}, 4096, []),
         ({}, 60, []),
@@ -190,10 +190,10 @@ def test_a_model_without_some_of_its_weights_is_refused(tmp_path: Path, dist: Di
         ({"updates_per_step": 2}, 4096, ["policy"]),
     ],
 )
-def test_the_model_runs_once_a_micro_batch_and_again_only_for_what_the_algorithm_must_know_before(
-    algorithm: dict[str, Any], tokens: int, looks: list[str], tiny_llama: Path, dist: Dist
+def test_the_model_runs_once_per_micro_batch_plus_the_precompute_passes(
+    algorithm: dict[str, Any], tokens: int, extra_passes: list[str], tiny_llama: Path, dist: Dist
 ):
-    """`looks`: extra passes without a graph, of the policy (old logprobs) or its base (KL reference)."""
+    """`extra_passes`: forward passes without a graph, of the policy (old logprobs) or its base (KL)."""
     config = settings(algorithm=algorithm, trainer={"tokens_per_micro_batch": tokens})
     policy = policy_of(tiny_llama, config, dist)
     layer = decoder_layers(policy.model.get_base_model())[0]
@@ -209,4 +209,4 @@ def test_the_model_runs_once_a_micro_batch_and_again_only_for_what_the_algorithm
     training = passes.count(("policy", True))
     updates = algorithm.get("updates_per_step", 1)
     assert training == updates if tokens == 4096 else training > updates
-    assert sorted(passes) == sorted([("policy", True), *((kind, False) for kind in looks)] * training)
+    assert sorted(passes) == sorted([("policy", True), *((kind, False) for kind in extra_passes)] * training)

@@ -1,4 +1,4 @@
-"""The prefix tree: what is shared, what sees what, and how a batch is cut."""
+"""The prefix tree: shared tokens, the attention mask, and how a batch is split."""
 
 import random
 import time
@@ -19,7 +19,7 @@ from tests.rows import groups_of, random_samples
 
 def test_shared_tokens_become_one_node():
     tree = build_tree([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 4]], groups=[0, 0, 1])
-    # 1 2 | 3 4 5 | 6 4: the shared prefix, the block of group 0 (3 is shared), the block of group 1
+    # 1 2 | 3 4 5 | 6 4: the shared prefix, group 0's block (3 is shared), group 1's block
     assert [len(p.mask) for p in tree.pieces] == [2, 3, 2]
     assert tree.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 4]
     assert tree.depths.tolist() == [0, 1, 2, 3, 3, 2, 3]
@@ -27,7 +27,7 @@ def test_shared_tokens_become_one_node():
 
 
 @pytest.mark.parametrize("call", [tree_module.SCORES_PER_CALL, 0])
-def test_a_node_sees_itself_and_its_ancestors_only(call, monkeypatch):
+def test_a_node_attends_only_to_itself_and_its_ancestors(call, monkeypatch):
     monkeypatch.setattr(tree_module, "SCORES_PER_CALL", call)
     rng = random.Random(0)
     sequences = [[rng.randrange(3) for _ in range(rng.randrange(1, 9))] for _ in range(20)]
@@ -70,7 +70,7 @@ def test_attention_over_blocks_equals_attention_over_each_path(window, softcap, 
             assert torch.allclose(out[0, path, head], expected, atol=1e-5)
 
 
-def test_what_a_node_sees_follows_from_where_subtrees_end():
+def test_the_mask_follows_from_the_ends_of_subtrees():
     rng = random.Random(1)
     for num_groups in (1, 4):
         sequences = [[rng.randrange(3) for _ in range(rng.randrange(1, 9))] for _ in range(20)]
@@ -86,15 +86,13 @@ def test_what_a_node_sees_follows_from_where_subtrees_end():
 @pytest.mark.parametrize("call", [tree_module.SCORES_PER_CALL, 0])
 @pytest.mark.parametrize("prefix", [[1, 2], []])
 @pytest.mark.parametrize("window", [None, 3])
-def test_attention_of_one_operation_has_the_gradients_of_autograds_and_keeps_less(
-    window, prefix, call, monkeypatch
-):
+def test_fused_attention_has_autograds_gradients_and_keeps_less(window, prefix, call, monkeypatch):
     monkeypatch.setattr(tree_module, "SCORES_PER_CALL", call)
     torch.manual_seed(0)
     branches = [[3, 4, 9, 9], [3, 5], [6, 4, 4, 4], [6, 4, 5], [6, 7]]
     tree = build_tree([prefix + b for b in branches], groups=[0, 0, 1, 1, 1])
     layout, num_nodes = tree_layout(tree, torch.device("cpu")), len(tree.token_ids)
-    # As the model makes them: rows of a token together.
+    # In the model's memory layout: a token's rows are contiguous.
     inputs = [torch.randn(1, num_nodes, heads, 8).transpose(1, 2).requires_grad_() for heads in (6, 2, 2)]
     weights = torch.randn(1, num_nodes, 6, 8)
     query, key, value = inputs
@@ -104,7 +102,7 @@ def test_attention_of_one_operation_has_the_gradients_of_autograds_and_keeps_les
         seen[tensor.data_ptr()] = tensor.nbytes
         return tensor
 
-    for softcap in (None, 1e6):  # so high a cap changes nothing but the path taken
+    for softcap in (None, 1e6):  # a cap this high changes only the code path
         seen: dict[int, int] = {}
         with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
             out = tree_attention(query, key, value, layout, ScoreSettings(0.3, window, softcap))
@@ -115,10 +113,10 @@ def test_attention_of_one_operation_has_the_gradients_of_autograds_and_keeps_les
     assert kept[0] < 0.7 * kept[1]
 
 
-def test_long_branches_are_cut_off_their_trunk_and_short_ones_are_not():
+def test_only_long_branches_are_split_from_their_trunk():
     prompt = list(range(100))
     long = build_tree([prompt + [1000 * i + j for j in range(128)] for i in range(1, 9)], groups=[0] * 8)
-    # One group: what all share is the prefix, and nothing is left of a trunk.
+    # One group: the tokens that all share are the prefix, so no trunk is left.
     assert [len(p.mask) for p in long.pieces] == [100] + [128] * 8
     groups = [i // 8 for i in range(16)]
     stems = [[7, 1000 * group, *prompt] for group in groups]
@@ -133,7 +131,7 @@ def test_long_branches_are_cut_off_their_trunk_and_short_ones_are_not():
     assert [len(p.mask) for p in short.pieces] == [1, 101 + 24, 101 + 24]
 
 
-def test_a_large_step_is_laid_out_in_a_moment():
+def test_a_large_step_is_packed_quickly():
     rng = random.Random(0)
     shared = [rng.randrange(1000) for _ in range(200)]
     prompts = [shared + [rng.randrange(1000) for _ in range(60)] for _ in range(64)]
@@ -149,7 +147,7 @@ def batch_of(seed, num_groups):
 
 
 def size(batch, numbers, packing):
-    """Tokens that a micro-batch computes."""
+    """Number of tokens that a micro-batch computes."""
     samples = [(n // batch.group_size, s) for n in numbers for s in batch.trajectory(n).samples]
     prompts, completions = (
         [s.prompt_token_ids for _, s in samples],
@@ -161,7 +159,7 @@ def size(batch, numbers, packing):
 @pytest.mark.parametrize("packing", ["tree", "padded"])
 @pytest.mark.parametrize("dp_size", [1, 2, 3])
 @pytest.mark.parametrize("budget", [16, 40, 90, 4096])
-def test_every_trajectory_is_trained_once_within_the_budget_and_ranks_run_the_same_number(
+def test_each_trajectory_is_trained_once_in_budget_and_ranks_run_equally_many_passes(
     dp_size, budget, packing
 ):
     batch = batch_of(0, num_groups=5)
@@ -174,7 +172,7 @@ def test_every_trajectory_is_trained_once_within_the_budget_and_ranks_run_the_sa
 
 
 @pytest.mark.parametrize("packing", ["tree", "padded"])
-def test_ranks_get_similar_work_and_the_largest_comes_first(packing):
+def test_ranks_get_similar_work_and_the_largest_micro_batch_is_first(packing):
     batch = batch_of(1, num_groups=8)
     plan = plan_micro_batches(batch, range(32), 80 if packing == "tree" else 120, 2, packing)
     sizes = [[size(batch, m, packing) for m in rank] for rank in plan]
@@ -182,7 +180,7 @@ def test_ranks_get_similar_work_and_the_largest_comes_first(packing):
     assert abs(sum(sizes[0]) - sum(sizes[1])) <= 0.25 * sum(sizes[0])
 
 
-def test_padded_rows_are_few_passes_and_hold_hardly_more_than_their_tokens():
+def test_padded_rows_need_few_passes_and_little_padding():
     batch = batch_of(2, num_groups=8)
     plan = plan_micro_batches(batch, range(32), 200, 2, "padded")
     tokens = sum(size(batch, [n], "padded") for n in range(32))

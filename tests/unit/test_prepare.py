@@ -17,7 +17,7 @@ SPLITS = ("train", "validation", "test")
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The hub client's own switch (read at import) and an empty cache: no test asks a network."""
+    """Set the hub client's offline switch (read at import) and an empty cache: no test uses the network."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -54,7 +54,7 @@ def test_gsm8k_from_a_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert info.made_by == f"skylite prepare gsm8k --source {tmp_path / 'raw'} --seed 0"
 
 
-def test_validation_is_the_same_whatever_the_seed(tmp_path: Path) -> None:
+def test_validation_does_not_depend_on_the_seed(tmp_path: Path) -> None:
     raw = gsm8k_folder(tmp_path / "raw")
     one = read(prepare("gsm8k", source=raw, seed=1, limit=20, out=tmp_path / "one"))
     two = read(prepare("gsm8k", source=raw, seed=2, limit=20, out=tmp_path / "two"))
@@ -70,7 +70,9 @@ def test_all_of_gsm8k(tmp_path: Path) -> None:
     assert [len(splits[s][0]) for s in SPLITS] == [6961, 512, 1319]
 
 
-def test_first_source_falls_back_and_logs_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unavailable_source_falls_back_to_the_next_and_logs_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     raw = gsm8k_folder(tmp_path / "raw")
     info = read(prepare("gsm8k", first_source=True, source=raw))["train"][1]
     assert info.source_kind == "folder"
@@ -93,7 +95,7 @@ def test_synthetic_has_its_own_name_and_no_overlap() -> None:
     assert {p.source for p in splits["train"][0]} == {"gsm8k-synthetic"}
 
 
-def test_without_a_hub_the_error_names_the_alternatives() -> None:
+def test_without_the_hub_the_error_names_the_alternatives() -> None:
     with pytest.raises(DataError, match="Give --source FOLDER with the released files, or --synthetic"):
         prepare("gsm8k")
     assert not Path("data").exists()
@@ -122,7 +124,7 @@ def test_a_bad_row_is_named_and_nothing_is_written(tmp_path: Path, line: str, re
     assert sorted(p.name for p in tmp_path.iterdir()) == ["raw"]
 
 
-def test_own_file_is_split_by_question(tmp_path: Path) -> None:
+def test_a_users_file_is_split_by_question(tmp_path: Path) -> None:
     path = own_file(tmp_path / "mine.jsonl", [*sums(100), *sums(100)])
     splits = read(prepare(str(path), question="q", answer="a", reward="gsm8k"))
     assert [len(splits[s][0]) for s in SPLITS] == [180, 10, 10]
@@ -132,7 +134,7 @@ def test_own_file_is_split_by_question(tmp_path: Path) -> None:
     assert again["test"][0] != splits["test"][0]
 
 
-def test_own_csv_with_math_reward(tmp_path: Path) -> None:
+def test_a_users_csv_with_the_math_reward(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text(
         "q,a\n" + "".join(f"half of {i}?,\\frac{{{i}}}{{2}}\n" for i in range(1, 21)), encoding="utf-8"
@@ -142,7 +144,7 @@ def test_own_csv_with_math_reward(tmp_path: Path) -> None:
     assert info.reward == "math"
 
 
-def test_own_file_with_a_plug_in_reward(tmp_path: Path) -> None:
+def test_a_users_file_with_a_reward_function(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "def reward(prompt, completion):\n    return float(completion == prompt.answer)\n", encoding="utf-8"
     )
@@ -163,7 +165,9 @@ def test_own_file_with_a_plug_in_reward(tmp_path: Path) -> None:
         ({"a": ""}, "math", "mine.jsonl line 4 has an empty 'a'"),
     ],
 )
-def test_own_bad_row_is_named(tmp_path: Path, change: dict[str, str], reward: str, reason: str) -> None:
+def test_a_bad_row_of_a_users_file_is_named(
+    tmp_path: Path, change: dict[str, str], reward: str, reason: str
+) -> None:
     rows = sums(10)
     rows[3] |= change
     with pytest.raises(DataError, match=reason):
@@ -223,7 +227,7 @@ def test_prepared_files_are_replaced_atomically(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "raw"]
 
 
-def test_same_arguments_same_bytes(tmp_path: Path) -> None:
+def test_the_same_arguments_give_the_same_bytes(tmp_path: Path) -> None:
     folders = [
         prepare("gsm8k", synthetic=True, limit=16, seed=4, out=tmp_path / name) for name in ("one", "two")
     ]

@@ -1,4 +1,4 @@
-"""The last lines of a log, as a person should see them."""
+"""The last lines of a process's log, cleaned up for a reader."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tail(folder: Path, text: str, lines: int = 15, start: int = 0) -> list[str]:
     return log_tail(path, lines, start).splitlines()
 
 
-def test_the_last_lines_without_blank_ones(tmp_path: Path) -> None:
+def test_the_last_lines_without_blank_lines(tmp_path: Path) -> None:
     assert tail(tmp_path, "a\n\nb\n \nc\n", 2) == ["b", "c"]
     assert tail(tmp_path, "") == []
     assert log_tail(tmp_path / "none.log", 5) == ""
@@ -38,7 +38,7 @@ def test_colours_and_progress_bars_are_flattened(tmp_path: Path) -> None:
     assert tail(tmp_path, "\x1b[31mred\x1b[0m\n10%\r50%\r100%\nend\r\n\x07") == ["red", "100%", "end"]
 
 
-def test_torchruns_own_summary_does_not_hide_the_traceback(tmp_path: Path) -> None:
+def test_torchruns_summary_does_not_hide_the_traceback(tmp_path: Path) -> None:
     assert tail(tmp_path, TORCHRUN)[-1] == "[rank0]: ValueError: the reason"
     assert tail(tmp_path, TORCHRUN)[0] == "loading"
 
@@ -52,7 +52,7 @@ def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
     assert all(len(line) < 600 for line in tail(tmp_path, "x" * (2 * TAIL_BYTES) + "\nend\n"))
 
 
-def test_bytes_that_are_no_text_do_no_harm(tmp_path: Path) -> None:
+def test_bytes_that_are_not_text_are_harmless(tmp_path: Path) -> None:
     (tmp_path / "b.log").write_bytes(b"\xff\xfe ok\n")
     assert log_tail(tmp_path / "b.log", 1).endswith("ok")
 
@@ -64,7 +64,7 @@ FAILURE = """[{rank}]:
   exitcode  : {code} (pid: {pid}) {signal}
   error_file: <N/A>
 """
-"""How torchrun's summary tells of a rank."""
+"""torchrun's summary line for a failed rank."""
 
 
 @pytest.mark.parametrize(

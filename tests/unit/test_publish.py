@@ -1,4 +1,4 @@
-"""A published adapter: its file, its hash, and what a second publish of its version does."""
+"""A published adapter: its file, its hash, and a second publish of the same version."""
 
 from __future__ import annotations
 

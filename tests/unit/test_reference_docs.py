@@ -1,4 +1,4 @@
-"""docs/reference says what the code says."""
+"""docs/reference matches the code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ INTERMEDIATE = {
     "critic/tokens",
     "tokens/computed",
 }
-"""Sums that `trainer/metrics.py` turns into other metrics."""
+"""Sums from which `trainer/metrics.py` computes other metrics."""
 
 
 def generator() -> ModuleType:
@@ -46,11 +46,11 @@ def reference(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["cli.md", "config.md"])
-def test_generated_pages_are_fresh(name: str) -> None:
+def test_generated_pages_are_up_to_date(name: str) -> None:
     assert reference(name) == generator().pages()[name], "stale: run `make docs-reference`"
 
 
-def test_every_metric_of_the_code_is_described_and_no_other() -> None:
+def test_exactly_the_metrics_of_the_code_are_described() -> None:
     strings = re.findall(
         r'"([a-z]+/[a-z_]+)"', "\n".join(p.read_text(encoding="utf-8") for p in SOURCE.rglob("*.py"))
     )

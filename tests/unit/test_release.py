@@ -1,4 +1,4 @@
-"""The version is the same everywhere, and what a release ships is in the repository."""
+"""The version is the same everywhere, and the repository has the files of a release."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def test_the_citation_names_the_package_version() -> None:
     assert f"\nversion: {skylite.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
-def test_the_package_says_that_it_has_types() -> None:
+def test_the_package_is_marked_as_typed() -> None:
     assert (Path(skylite.__file__).parent / "py.typed").is_file()
 
 
-def test_every_pin_names_a_version_and_no_place() -> None:
+def test_every_pin_is_a_version_and_not_a_path_or_url() -> None:
     lines = (ROOT / "constraints" / "cpu.txt").read_text().splitlines()
     pins = [line for line in lines if not line.startswith("#")]
     assert [p for p in pins if not re.fullmatch(r"[\w.-]+==[\w.+!]+", p)] == []

@@ -1,4 +1,4 @@
-"""`skylite replay`: what the second trainer is given, and how long it may take."""
+"""`skylite replay`: the inputs of the second trainer and its time limit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.small_run import make_run, settings
 
 
 def finished_run(root: Path, **sections: Any) -> RunDir:
-    """A run that has published version 1, from a model held in memory then."""
+    """A run that published version 1 from an in-memory model that is gone now."""
     run = make_run(root, root.parent / "model", settings(**sections), {1: random_samples(1)})
     tree = json.loads(run.config_path.read_text())
     tree["resolved"]["shm_path"] = str(root.parent / "gone")
@@ -46,13 +46,13 @@ def finished_run(root: Path, **sections: Any) -> RunDir:
     return run
 
 
-def test_the_model_is_read_from_the_disk_and_not_from_memory_given_back(tmp_path: Path) -> None:
+def test_the_model_is_read_from_disk_and_not_from_released_memory(tmp_path: Path) -> None:
     run = finished_run(tmp_path / "run")
     again = copy_for_replay(run, read_run_config(run.config_path), RunDir(tmp_path / "again"), 0, 1)
     assert read_run_config(again.config_path).resolved.load_path == str(tmp_path / "model")
 
 
-def test_steps_are_cut_as_the_run_cut_them(tmp_path: Path) -> None:
+def test_micro_batches_are_the_same_as_in_the_run(tmp_path: Path) -> None:
     run = finished_run(tmp_path / "run", trainer={"tokens_per_micro_batch": "auto"})
     recorded = read_run_config(run.config_path)
     assert not copy_for_replay(run, recorded, RunDir(tmp_path / "fixed"), 0, 1).micro_batch_path.exists()
@@ -61,7 +61,7 @@ def test_steps_are_cut_as_the_run_cut_them(tmp_path: Path) -> None:
     assert again.read_json(again.micro_batch_path)["tokens"] == 192
 
 
-def test_a_trainer_that_takes_too_long_is_ended_in_words(tmp_path: Path) -> None:
+def test_a_trainer_that_exceeds_its_limit_is_ended_with_a_reason(tmp_path: Path) -> None:
     run = finished_run(tmp_path / "run", trainer={"step_timeout_s": 0.2})
     with pytest.raises(RunFailed, match=r"did not finish step 0 within 0.2 s \(trainer.step_timeout_s\)"):
         asyncio.run(replay_step(run, 1))

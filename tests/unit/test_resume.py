@@ -1,4 +1,4 @@
-"""What a resume continues from, which settings may change, what it refuses."""
+"""Resume: where it continues, which settings may change, what it refuses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.unit.test_warm_start import make_model
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """A run of 20 steps with whole checkpoints of steps 10 and 20, as `skylite train` has begun it."""
+    """A run of 20 steps, started as by `skylite train`, with checkpoints of steps 10 and 20."""
     make_model(tmp_path / "model")
     write_data(tmp_path / "data", 4)
     config = TrainConfig.model_validate(
@@ -62,11 +62,11 @@ def write_data(folder: Path, count: int) -> None:
 
 
 def plan(run: RunDir, *settings: str, at: int | None = None) -> tuple[Any, list[str]]:
-    with logged_messages() as said:
-        return plan_resume(run, settings=settings, at=at), said
+    with logged_messages() as logged:
+        return plan_resume(run, settings=settings, at=at), logged
 
 
-def test_a_run_goes_on_after_its_newest_checkpoint_or_the_one_asked_for(run: RunDir) -> None:
+def test_a_run_resumes_from_its_newest_or_the_requested_checkpoint(run: RunDir) -> None:
     assert plan(run, "num_steps=30")[0].first_step == 21
     assert plan(run)[0].first_step == 21, "the last step is done, and what comes after it is not"
     earlier, _ = plan(run, at=10)
@@ -74,14 +74,14 @@ def test_a_run_goes_on_after_its_newest_checkpoint_or_the_one_asked_for(run: Run
     assert plan(run, at=0)[0].first_step == 1
 
 
-def test_a_damaged_checkpoint_is_passed_over_aloud(run: RunDir) -> None:
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(run: RunDir) -> None:
     (run.checkpoint_path(20) / "policy.safetensors").write_bytes(b"w")
-    found, said = plan(run)
+    found, logged = plan(run)
     assert found.first_step == 11
-    assert "step-000020 is damaged" in said[0]
+    assert "step-000020 is damaged" in logged[0]
 
 
-def test_a_finished_run_has_nothing_to_go_on_with(run: RunDir) -> None:
+def test_a_finished_run_cannot_resume_without_more_steps(run: RunDir) -> None:
     write_status(run.status_path, Status(phase="done", step=20, num_steps=20, adapter_version=20))
     with pytest.raises(ConfigError, match="at step 20 of 20 already"):
         plan(run)
@@ -90,16 +90,16 @@ def test_a_finished_run_has_nothing_to_go_on_with(run: RunDir) -> None:
     assert plan(run, "num_steps=21")[0].first_step == 21
 
 
-def test_a_damaged_status_says_nothing_and_refuses_nothing(run: RunDir) -> None:
+def test_a_damaged_status_does_not_stop_a_resume(run: RunDir) -> None:
     for torn in ("", '{"phase": "do'):
         run.status_path.write_text(torn)
-        found, said = plan(run)
+        found, logged = plan(run)
         assert found.first_step == 21
-        assert "status.json is not a valid run status" in said[0]
-        assert "The final evaluation is repeated." in said[0]
+        assert "status.json is not a valid run status" in logged[0]
+        assert "The final evaluation is repeated." in logged[0]
 
 
-def test_other_data_or_another_model_is_refused_and_moved_data_is_found(run: RunDir, tmp_path: Path) -> None:
+def test_other_data_or_another_model_is_refused_and_moved_data_accepted(run: RunDir, tmp_path: Path) -> None:
     (tmp_path / "data").rename(tmp_path / "moved")
     assert plan(run, f"data.path={tmp_path / 'moved'}")[0].first_step == 21
     write_data(tmp_path / "data", 3)
@@ -115,7 +115,7 @@ def test_other_data_or_another_model_is_refused_and_moved_data_is_found(run: Run
 @pytest.mark.parametrize(
     "setting", ["rollout.temperature=0.7", "seed=1", "lora.rank=8", "algorithm.name=rloo", "optim.lr=1e-5"]
 )
-def test_a_change_of_the_result_is_refused_with_both_values(run: RunDir, setting: str) -> None:
+def test_a_setting_that_changes_the_result_is_refused_with_both_values(run: RunDir, setting: str) -> None:
     name = setting.partition("=")[0]
     with pytest.raises(
         ConfigError, match=rf"would change its result: {name} is \S+ and was given as \S+"
@@ -125,8 +125,8 @@ def test_a_change_of_the_result_is_refused_with_both_values(run: RunDir, setting
         assert "optim.lr is 0.0001 and was given as 1e-05" in str(caught.value)
 
 
-def test_the_list_of_rewards_is_part_of_the_result(run: RunDir) -> None:
-    """The run began with the data's own reward, math."""
+def test_a_changed_reward_list_is_refused(run: RunDir) -> None:
+    """The run started with the data's reward, math."""
     for setting in ('reward.functions=["gsm8k"]', 'reward.functions=["math", "format"]'):
         with pytest.raises(ConfigError, match=r"reward\.functions is \[\] and was given as \["):
             plan(run, setting)
@@ -136,7 +136,7 @@ def test_the_list_of_rewards_is_part_of_the_result(run: RunDir) -> None:
     assert (same.rewards, same.config.reward.functions) == (("math",), [])
 
 
-def test_what_a_cpu_cannot_do_is_refused_on_resume_too(run: RunDir) -> None:
+def test_gpu_settings_are_also_refused_on_resume(run: RunDir) -> None:
     check_changes(settings(), settings(trainer={"offload": True}))
     with pytest.raises(ConfigError, match=r"trainer\.offload=true moves tensors off a GPU"):
         plan(run, "trainer.offload=true")
@@ -153,21 +153,21 @@ def test_what_a_cpu_cannot_do_is_refused_on_resume_too(run: RunDir) -> None:
         "model.use_shm=true",
     ],
 )
-def test_what_changes_nothing_is_taken(run: RunDir, setting: str) -> None:
-    _, said = plan(run, setting)
-    assert not any("rounding" in text for text in said)
+def test_settings_that_do_not_change_the_result_are_accepted(run: RunDir, setting: str) -> None:
+    _, logged = plan(run, setting)
+    assert not any("rounding" in text for text in logged)
 
 
-def test_what_changes_rounding_is_taken_and_said(run: RunDir) -> None:
-    found, said = plan(run, "trainer.num_ranks=2")
+def test_settings_that_change_only_rounding_are_accepted_and_logged(run: RunDir) -> None:
+    found, logged = plan(run, "trainer.num_ranks=2")
     assert found.config.trainer.num_ranks == 2
     assert any(
         "trainer.num_ranks changes from 1 to 2: the result is the same up to rounding" in text
-        for text in said
+        for text in logged
     )
 
 
-def test_more_steps_under_a_falling_rate_are_another_run() -> None:
+def test_more_steps_are_refused_if_the_learning_rate_ends_with_them() -> None:
     old = settings(optim={"schedule": "cosine"})
     with pytest.raises(
         ConfigError, match=r"num_steps is 3 and was given as 6 \(optim.schedule=cosine ends at num_steps\)"

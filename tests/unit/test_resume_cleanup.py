@@ -1,4 +1,4 @@
-"""What a resume removes and keeps, at every point where it may be killed."""
+"""What a resume removes and keeps, even if it is killed at any point."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.rows import random_samples, write_samples
 
 
 def leave_behind(run: RunDir) -> None:
-    """Steps 1 to 5, a checkpoint of step 3 and one that should not be, and what a killed writer leaves."""
+    """Steps 1 to 5, a checkpoint of step 3, a stray one of step 5, and files of a killed writer."""
     for folder in (run.rollouts, run.trainer_steps, run.checkpoints, run.evals, run.default_adapters):
         folder.mkdir()
     for step in range(6):
@@ -42,7 +42,7 @@ def leave_behind(run: RunDir) -> None:
     )
 
 
-def test_only_what_lies_beyond_the_checkpoint_is_forgotten(tmp_path: Path) -> None:
+def test_only_files_after_the_checkpoint_are_removed(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     leave_behind(run)
     assert remove_after(run, run.default_adapters, 3, reuse_rollouts=False) == 2
@@ -56,21 +56,21 @@ def test_only_what_lies_beyond_the_checkpoint_is_forgotten(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("broken", "kept"), [(None, [1, 2, 3, 4, 5]), (5, [1, 2, 3, 4]), (4, [1, 2, 3])])
-def test_stored_rollouts_are_kept_up_to_the_first_that_is_not_whole(
+def test_stored_rollouts_are_kept_up_to_the_first_damaged_one(
     tmp_path: Path, broken: int | None, kept: list[int]
 ) -> None:
     run = RunDir(tmp_path)
     leave_behind(run)
     if broken is not None:
         run.rollout_path(broken).write_bytes(b"PAR1")
-    with logged_messages() as said:
+    with logged_messages() as logged:
         remove_after(run, run.default_adapters, 3, reuse_rollouts=True)
     assert sorted(run.rollouts.iterdir()) == [run.rollout_path(s) for s in kept]
-    assert any("stored rollouts" in text for text in said) == (len(kept) > 3)
-    assert any("sampled again" in text for text in said) == (broken is not None)
+    assert any("stored rollouts" in text for text in logged) == (len(kept) > 3)
+    assert any("sampled again" in text for text in logged) == (broken is not None)
 
 
-def test_the_rollouts_of_a_step_that_went_bad_are_sampled_anew(tmp_path: Path) -> None:
+def test_the_rollouts_of_a_rejected_step_are_sampled_again(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     leave_behind(run)
     (run.rejected_steps / "step-000004").mkdir(parents=True)
@@ -78,7 +78,7 @@ def test_the_rollouts_of_a_step_that_went_bad_are_sampled_anew(tmp_path: Path) -
     assert sorted(run.rollouts.iterdir()) == [run.rollout_path(s) for s in (1, 2, 3)]
 
 
-def test_a_finished_step_that_the_dead_parent_had_not_recorded_is_recorded(tmp_path: Path) -> None:
+def test_a_finished_step_that_the_dead_parent_did_not_record_is_recorded(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     leave_behind(run)
     run.trainer_step_path(2).unlink()
@@ -96,31 +96,31 @@ def test_a_finished_step_that_the_dead_parent_had_not_recorded_is_recorded(tmp_p
     assert [m["step"] for m in read_metrics(run.metrics_path)] == [1, 2, 3]
 
 
-def test_an_update_that_a_power_cut_emptied_is_unknown_and_said(tmp_path: Path) -> None:
+def test_an_update_file_emptied_by_a_power_cut_is_reported(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     leave_behind(run)
     run.trainer_step_path(2).write_text("")
     run.trainer_step_path(3).write_text('{"metrics": {')
     run.metrics_path.write_text(json.dumps({"step": 1}) + "\n")
-    with logged_messages() as said:
+    with logged_messages() as logged:
         remove_after(run, run.default_adapters, 3, reuse_rollouts=False)
     assert [(m["step"], m.get("policy/entropy")) for m in read_metrics(run.metrics_path)] == [
         (1, None),
         (2, None),
         (3, None),
     ]
-    assert ["metrics of step 2 are unknown" in said[0], "metrics of step 3 are unknown" in said[1]] == [
+    assert ["metrics of step 2 are unknown" in logged[0], "metrics of step 3 are unknown" in logged[1]] == [
         True,
         True,
     ]
 
 
 CHANGES = ("rename", "replace", "unlink", "rmdir")
-"""The calls of `os` that remove or replace a file name."""
+"""Functions of `os` that remove or replace a file name."""
 
 
 def dies_at(number: int, monkeypatch: pytest.MonkeyPatch, work: Callable[[], object]) -> bool:
-    """Run `work` and end it at change number `number` of a file name; False if it made fewer changes."""
+    """Run `work` and stop it at file name change `number`. False if it made fewer changes."""
     calls = 0
 
     def counted(real: Callable[..., None]) -> Callable[..., None]:
@@ -143,10 +143,10 @@ def dies_at(number: int, monkeypatch: pytest.MonkeyPatch, work: Callable[[], obj
     return False
 
 
-def test_a_kill_while_steps_are_forgotten_leaves_no_checkpoint_without_what_it_is_made_of(
+def test_a_kill_during_cleanup_leaves_no_checkpoint_without_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At every change of a name; then a plain resume goes on from the newest checkpoint that is left."""
+    """Kill at every file name change. A resume then continues from the newest remaining checkpoint."""
     for number in range(1, 100):
         run = RunDir(tmp_path / str(number))
         run.root.mkdir()

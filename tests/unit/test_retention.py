@@ -1,4 +1,4 @@
-"""What a clean-up keeps, and that it takes the rest and nothing else."""
+"""What a clean-up keeps. It removes the rest and nothing else."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_newest_and_the_best_checkpoints_are_kept() -> None:
     assert kept_checkpoints(steps, CheckpointConfig(keep_last=1, keep_best=2), {}) == {60}
 
 
-def test_the_first_the_last_the_history_and_those_of_checkpoints_are_kept() -> None:
+def test_first_last_recent_and_checkpoint_adapters_are_kept() -> None:
     assert kept_adapters(range(10), 9, SyncConfig(keep_last=3), [4]) == {0, 4, 7, 8, 9}
     assert kept_adapters(range(10), 9, SyncConfig(keep_last=2, keep_every=3), []) == {0, 3, 6, 8, 9}
     assert kept_adapters(range(10), 7, SyncConfig(keep_last=2), []) == {0, 6, 7, 8, 9}, (
@@ -37,7 +37,7 @@ def test_the_first_the_last_the_history_and_those_of_checkpoints_are_kept() -> N
     )
 
 
-def test_clean_up_takes_the_rest(tmp_path: Path) -> None:
+def test_clean_up_removes_the_rest(tmp_path: Path) -> None:
     run, config = (
         RunDir(tmp_path),
         TrainConfig(checkpoint=CheckpointConfig(every=2, keep_last=1), sync=SyncConfig(keep_last=2)),

@@ -1,4 +1,4 @@
-"""Rewards as a weighted list: sums by hand, in real workers, in the rollout file and in the metrics."""
+"""Weighted reward lists: sums in real workers, in the rollout file and in the metrics."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def own(tmp_path: Path) -> str:
 
 @pytest.fixture
 def pool(own: str) -> Iterator[RewardPool]:
-    """gsm8k + 0.25 * format - 0.01 * length, in two processes."""
+    """A pool of two processes for gsm8k + 0.25 * format - 0.01 * length."""
     pool = RewardPool(["gsm8k", "format", f"{own}:length"], [1.0, 0.25, -0.01], num_workers=2)
     yield pool
     pool.close()
@@ -60,7 +60,7 @@ def scores_of(pool: RewardPool, *completions: str) -> list[Score]:
     return asyncio.run(pool.score([(prompt(id=f"t/{i}"), c) for i, c in enumerate(completions)]))
 
 
-def test_workers_return_the_weighted_sum_and_each_functions_own_score(pool: RewardPool) -> None:
+def test_workers_return_the_weighted_sum_and_the_score_of_each_function(pool: RewardPool) -> None:
     right, wrong, silent = scores_of(pool, "#### 7", "#### 8", "many words")
     assert right.reward == pytest.approx(1.0 + 0.25 - 0.06)
     assert wrong.reward == pytest.approx(0.25 - 0.06)
@@ -70,7 +70,7 @@ def test_workers_return_the_weighted_sum_and_each_functions_own_score(pool: Rewa
     assert list(silent.components) == ["gsm8k", "format", "length"], "the first one decides what is right"
 
 
-def test_without_weights_every_function_counts_once(own: str) -> None:
+def test_without_weights_every_function_has_weight_1(own: str) -> None:
     components = load_components(["gsm8k", "format", f"{own}:length"])
     assert score_components(components, prompt(), "#### 7").reward == 8.0
     alone = score_components(load_components(["gsm8k"], [0.5]), prompt(), "#### 7")
@@ -80,7 +80,7 @@ def test_without_weights_every_function_counts_once(own: str) -> None:
 @pytest.mark.parametrize(
     ("value", "weight"), [("nan", 1.0), ("inf", 1.0), ("-inf", -2.0), ("inf", 0.0), ("nan", 0.0)]
 )
-def test_a_score_that_is_no_number_makes_the_sum_none_and_the_anomaly_rules_find_it(
+def test_a_nan_score_makes_the_sum_nan_and_the_anomaly_rules_find_it(
     own: str, value: str, weight: float
 ) -> None:
     score = score_components(load_components(["format", f"{own}:odd"], [1.0, weight]), prompt(), value)
@@ -100,7 +100,7 @@ def test_an_exception_names_the_function_and_the_prompt(own: str) -> None:
         pool.close()
 
 
-def test_a_run_scores_with_the_settings_list(own: str, tmp_path: Path) -> None:
+def test_a_run_scores_with_the_reward_list_of_its_settings(own: str, tmp_path: Path) -> None:
     make_model(tmp_path / "model")
     write_data(tmp_path / "data", 4)
     tree = {
@@ -117,7 +117,7 @@ def test_a_run_scores_with_the_settings_list(own: str, tmp_path: Path) -> None:
         pool.close()
 
 
-def test_every_function_is_tried_on_the_example(own: str) -> None:
+def test_every_function_scores_the_example_first(own: str) -> None:
     Path(own).write_text(OWN + "\ndef broken(prompt, completion):\n    return None\n")
     with pytest.raises(
         ConfigError, match=r"The reward \S+mine\.py:broken does not work: .* returned None for prompt"
@@ -135,12 +135,12 @@ def test_every_function_is_tried_on_the_example(own: str) -> None:
         (["/a/mine.py:mean", "gsm8k"], ["mine.mean", "gsm8k"]),
     ],
 )
-def test_no_two_components_have_one_name(specs: list[str], names: list[str]) -> None:
+def test_component_names_are_unique(specs: list[str], names: list[str]) -> None:
     assert component_names(specs) == names
 
 
 def group(*scores: Score) -> Group:
-    """A group of trajectories of one token with these scores."""
+    """A group of one-token trajectories with these scores."""
     return Group(
         prompt=prompt(),
         trajectories=tuple(
@@ -164,7 +164,7 @@ STEP = [
 ]
 
 
-def test_the_metrics_have_the_mean_of_each_component_and_the_first_decides_what_is_right() -> None:
+def test_metrics_have_each_components_mean_and_the_first_defines_correctness() -> None:
     metrics = metrics_of(SampledStep(groups=STEP))
     assert metrics["reward/mean"] == 2.5 / 4
     assert metrics["reward/gsm8k"] == 1.75 / 4
@@ -172,7 +172,7 @@ def test_the_metrics_have_the_mean_of_each_component_and_the_first_decides_what_
     assert metrics["reward/right_frac"] == 1 / 4, "1.0 in total is not right"
 
 
-def test_the_rollout_file_keeps_components_in_order_for_the_metrics_of_a_resumed_run(tmp_path: Path) -> None:
+def test_the_rollout_file_keeps_the_order_of_components(tmp_path: Path) -> None:
     write_rollouts(tmp_path / "step.parquet", STEP)
     again = read_rollouts(tmp_path / "step.parquet")
     assert [list(t.components.items()) for t in again[0].trajectories] == [
@@ -182,7 +182,7 @@ def test_the_rollout_file_keeps_components_in_order_for_the_metrics_of_a_resumed
     assert (recovered["reward/gsm8k"], recovered["reward/right_frac"]) == (1.75 / 4, 1 / 4)
 
 
-def test_one_function_has_no_metric_besides_the_mean_and_nan_is_told() -> None:
+def test_one_function_has_no_component_metric_and_nan_is_reported() -> None:
     assert component_means(group(Score(1.0, {"gsm8k": 1.0})).trajectories) == {}
     bad = group(Score(math.nan, {"gsm8k": 1.0, "odd": math.nan}), Score(0.5, {"gsm8k": 0.0, "odd": 0.5}))
     means = component_means(bad.trajectories)
@@ -218,6 +218,6 @@ def test_the_list_is_set_on_the_command_line() -> None:
         (["reward.functions=gsm8k"], "valid list"),
     ],
 )
-def test_lists_that_do_not_fit_are_refused(settings: list[str], reason: str) -> None:
+def test_bad_reward_lists_are_refused(settings: list[str], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         load_config(None, {}, settings)

@@ -61,7 +61,7 @@ def test_format_ignores_whether_the_number_is_right() -> None:
 
 
 @pytest.mark.skipif(not RELEASED.is_dir(), reason="the released GSM8K files are not beside this checkout")
-def test_every_released_gsm8k_answer_is_a_number() -> None:
+def test_every_released_gsm8k_answer_is_parsed_as_a_number() -> None:
     for name in ("train", "test"):
         for line in (RELEASED / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
             assert final_number(json.loads(line)["answer"]) is not None
@@ -90,7 +90,7 @@ def test_math_refuses_prose_as_ground_truth(answer: str) -> None:
         parse_truth(answer)
 
 
-def test_entries_survive_json() -> None:
+def test_reasoning_gym_entries_round_trip_through_json() -> None:
     entry = {"a": (1, (2, [3.5, None])), "b": {1: "x", 2: {"y": (True,)}}, "c": [], "d": {}}
     back = from_json(json.loads(json.dumps(to_json(entry))))
     assert back == entry
@@ -115,13 +115,13 @@ def test_reasoning_gym_does_not_hide_a_broken_entry() -> None:
         load_reward("reasoning-gym")(asked, "<answer>7</answer>")
 
 
-def plug_in(folder: Path, text: str) -> str:
+def reward_file(folder: Path, text: str) -> str:
     (folder / "mine.py").write_text(text, encoding="utf-8")
     return f"{folder / 'mine.py'}:reward"
 
 
-def test_plug_in_is_called_with_prompt_and_completion(tmp_path: Path) -> None:
-    spec = plug_in(
+def test_a_reward_function_gets_prompt_and_completion(tmp_path: Path) -> None:
+    spec = reward_file(
         tmp_path, "def reward(prompt, completion):\n    return 0.5 * (prompt.answer in completion)\n"
     )
     assert score("reward", load_reward(spec, prompt()), prompt(), "7!") == 0.5
@@ -140,9 +140,9 @@ def test_plug_in_is_called_with_prompt_and_completion(tmp_path: Path) -> None:
         ("def reward(prompt, completion): raise KeyError('x')", "raised KeyError: 'x' .prompt t/train/0"),
     ],
 )
-def test_broken_plug_in_is_refused_at_load(tmp_path: Path, text: str, reason: str) -> None:
+def test_a_broken_reward_file_is_refused_at_load(tmp_path: Path, text: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        load_reward(plug_in(tmp_path, text), prompt())
+        load_reward(reward_file(tmp_path, text), prompt())
 
 
 @pytest.mark.parametrize("spec", ["gsm9k", "nowhere.py:reward", "mine.txt:reward", "mine.py:", ""])
@@ -151,7 +151,7 @@ def test_unknown_spec_is_refused(spec: str) -> None:
         load_reward(spec)
 
 
-def test_an_exception_is_never_a_zero() -> None:
+def test_an_exception_never_counts_as_reward_zero() -> None:
     def reward(prompt: object, completion: str) -> float:
         raise ValueError("odd")
 
@@ -160,14 +160,14 @@ def test_an_exception_is_never_a_zero() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 1e39, 10**400])
-def test_a_number_that_is_none_is_for_the_guards_in_training_and_refused_elsewhere(value: float) -> None:
+def test_a_nan_reward_reaches_the_anomaly_rules_in_training_and_is_refused_elsewhere(value: float) -> None:
     assert not is_number(score("odd_one", lambda *_: value, prompt(), "text"))
     with pytest.raises(RunFailed, match=r"function odd_one returned .* for prompt t/train/0"):
         finite_score("odd_one", lambda *_: value, prompt(), "text")
 
 
 @pytest.mark.parametrize("value", [None, "1.0", [1.0]])
-def test_what_is_no_number_at_all_is_refused_at_once(value: Any) -> None:
+def test_a_reward_of_another_type_is_refused(value: Any) -> None:
     with pytest.raises(RunFailed, match=r"function odd_one returned .* for prompt t/train/0"):
         score("odd_one", lambda *_: value, prompt(), "text")
 

@@ -49,7 +49,7 @@ def wait_until_dead(pid: int) -> None:
         time.sleep(0.05)
 
 
-def test_scores_in_order_and_names_the_prompt_of_an_exception(spec: str) -> None:
+def test_scores_are_in_order_and_an_exception_names_its_prompt(spec: str) -> None:
     pool = RewardPool([spec], num_workers=2)
     try:
         items = [(prompt(id=f"t/{i}"), str(i)) for i in range(40)]
@@ -67,7 +67,7 @@ def test_scores_in_order_and_names_the_prompt_of_an_exception(spec: str) -> None
         pool.close()
 
 
-def test_a_worker_that_ends_is_an_error_not_a_score(spec: str) -> None:
+def test_a_dead_worker_is_an_error_and_not_a_score(spec: str) -> None:
     pool = RewardPool([spec])
     try:
         with pytest.raises(ChildDied, match="reward worker ended"):
@@ -76,38 +76,38 @@ def test_a_worker_that_ends_is_an_error_not_a_score(spec: str) -> None:
         pool.close()
 
 
-def test_a_worker_that_ends_while_nothing_is_scored_is_told_of_at_once_and_once(spec: str) -> None:
+def test_the_death_of_an_idle_worker_is_reported_at_once(spec: str) -> None:
     async def lose_one() -> list[ChildDied]:
-        told: list[ChildDied] = []
+        deaths: list[ChildDied] = []
         pool = RewardPool([spec], num_workers=2)
         try:
             pid = int((await pool.score([(prompt(), "pid")]))[0].reward)
-            pool.watch(told.append)
+            pool.watch(deaths.append)
             await asyncio.sleep(0.2)
-            assert told == []
+            assert deaths == []
             os.kill(pid, signal.SIGKILL)
             deadline = time.monotonic() + 10
-            while not told and time.monotonic() < deadline:
+            while not deaths and time.monotonic() < deadline:
                 await asyncio.sleep(0.02)
             await asyncio.sleep(0.3)
-            return told
+            return deaths
         finally:
             pool.close()
 
-    told = asyncio.run(lose_one())
-    assert 1 <= len(told) <= 2  # once a worker; the executor ends the others when one is lost
-    assert "reward worker ended" in told[0].what
+    deaths = asyncio.run(lose_one())
+    assert 1 <= len(deaths) <= 2  # once per worker: the executor ends the others when one dies
+    assert "reward worker ended" in deaths[0].what
 
 
-def test_close_is_no_loss(spec: str) -> None:
+def test_close_reports_no_death(spec: str) -> None:
     async def open_and_close() -> list[ChildDied]:
-        told: list[ChildDied] = []
+        deaths: list[ChildDied] = []
         pool = RewardPool([spec], num_workers=2)
         await pool.score([(prompt(), "1")])
-        pool.watch(told.append)
+        pool.watch(deaths.append)
         pool.close()
         await asyncio.sleep(0.2)
-        return told
+        return deaths
 
     assert asyncio.run(open_and_close()) == []
 
@@ -121,7 +121,7 @@ def test_close_ends_a_hanging_worker(spec: str) -> None:
             await asyncio.wait_for(pool.score([(prompt(), "hang")]), timeout=0.5)
 
     asyncio.run(hang())
-    os.kill(pid, signal.SIGINT)  # Ctrl-C reaches the whole process group; a worker leaves it to the parent
+    os.kill(pid, signal.SIGINT)  # Ctrl-C reaches every process of the group; workers leave it to the parent
     assert alive(pid)
     started = time.monotonic()
     pool.close()
@@ -129,7 +129,7 @@ def test_close_ends_a_hanging_worker(spec: str) -> None:
     assert not alive(pid)
 
 
-def test_a_worker_that_was_stopped_ends_the_run_in_time_and_is_named(spec: str) -> None:
+def test_a_stopped_worker_fails_the_run_in_time_and_is_named(spec: str) -> None:
     async def score_by_a_stopped_one() -> int:
         pool = RewardPool([spec], timeout_s=1)
         try:
@@ -147,7 +147,7 @@ def test_a_worker_that_was_stopped_ends_the_run_in_time_and_is_named(spec: str) 
     assert not alive(asyncio.run(score_by_a_stopped_one()))
 
 
-def test_unknown_reward_is_refused_before_anything_starts() -> None:
+def test_an_unknown_reward_is_refused_before_a_worker_starts() -> None:
     with pytest.raises(ConfigError, match="There is no reward 'nothing'"):
         RewardPool(["nothing"])
 

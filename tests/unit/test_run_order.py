@@ -29,7 +29,7 @@ from tests.unit.simulated_run import (
 )
 
 
-def test_on_policy_a_step_is_sampled_from_the_version_before_it_and_nothing_overlaps(tmp_path: Path) -> None:
+def test_on_policy_steps_sample_from_the_version_before_without_overlap(tmp_path: Path) -> None:
     run, engine, _ = run_of(tmp_path, 0, 4)
     assert sampled_from(run) == {k: k - 1 for k in range(1, 5)}
     started, loaded = times(run, "sampling_started", "step"), times(run, "adapter_loaded", "version")
@@ -40,14 +40,14 @@ def test_on_policy_a_step_is_sampled_from_the_version_before_it_and_nothing_over
     assert engine.names == ["policy-v000004"]
 
 
-def test_after_the_last_step_the_newest_version_stays_for_what_comes_after(tmp_path: Path) -> None:
+def test_after_the_last_step_the_newest_version_stays_loaded(tmp_path: Path) -> None:
     run, engine, _ = run_of(tmp_path, 0, 4, first_step=5)
     assert engine.names == ["policy-v000004"]
     assert read_metrics(run.metrics_path) == []
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_held_out_problems_are_scored_every_so_many_steps(tmp_path: Path, staleness: int) -> None:
+def test_held_out_problems_are_evaluated_every_eval_every_steps(tmp_path: Path, staleness: int) -> None:
     run, engine, _ = run_of(tmp_path, staleness, 5, eval_every=2)
     assert sorted(p.name for p in run.evals.glob("*.json")) == [
         "after-v000005.json",
@@ -63,18 +63,18 @@ def test_held_out_problems_are_scored_every_so_many_steps(tmp_path: Path, stalen
 
 
 @pytest.mark.parametrize(("staleness", "first_step"), [(0, 3), (1, 3), (1, 4)])
-def test_an_evaluation_that_the_run_died_in_is_made_up_before_anything_is_sampled(
+def test_an_interrupted_evaluation_is_repeated_before_sampling(
     tmp_path: Path, staleness: int, first_step: int
 ) -> None:
-    """Sampling ahead, the step after it may be trained, and have a checkpoint, by then."""
+    """When sampling ahead, the next step may be trained and have a checkpoint by then."""
     evaluation = [("policy-v000002", index, request_seed(0, -1, index)) for index in range(2)]
-    requests, scores, said = {}, {}, ""
+    requests, scores, logged = {}, {}, ""
     for name in ("whole", "died"):
         run, _, _ = run_of(tmp_path / name, staleness, 4, eval_every=2)
         if name == "died":
-            (run.evals / "step-v000002.json").unlink()  # its completions are written first
+            (run.evals / "step-v000002.json").unlink()  # the completions are written before it
         remove_after(run, run.default_adapters, first_step - 1, reuse_rollouts=False)
-        _, engine, said = run_of(tmp_path / name, staleness, 6, first_step=first_step, eval_every=2)
+        _, engine, logged = run_of(tmp_path / name, staleness, 6, first_step=first_step, eval_every=2)
         requests[name], scores[name] = (
             engine.requests,
             held_out_scores(run, TrainConfig.model_validate({"eval": {"limit": 2}}).eval),
@@ -82,10 +82,10 @@ def test_an_evaluation_that_the_run_died_in_is_made_up_before_anything_is_sample
     assert not set(evaluation) & set(requests["whole"])
     assert requests["died"] == evaluation + requests["whole"]
     assert scores["died"] == scores["whole"]
-    assert "evaluation (step): step 2: greedy pass@1" in said
+    assert "evaluation (step): step 2: greedy pass@1" in logged
 
 
-def test_a_resumed_run_proves_what_it_goes_on_from_before_it_samples(tmp_path: Path) -> None:
+def test_a_resumed_run_verifies_its_adapter_before_sampling(tmp_path: Path) -> None:
     for first_step in (1, 3):
         run, _, _ = run_of(tmp_path / str(first_step), 0, 3, first_step=first_step, resumed=True)
         assert (
@@ -94,9 +94,9 @@ def test_a_resumed_run_proves_what_it_goes_on_from_before_it_samples(tmp_path: P
         )
 
 
-def test_a_step_that_the_trainer_skipped_is_said_and_recorded(tmp_path: Path) -> None:
-    run, _, said = run_of(tmp_path, 0, 3, skipped_step=2)
-    assert "step 2 is skipped, policy-v000002 equals the adapter before it: loss/policy is nan" in said
+def test_a_step_skipped_by_the_trainer_is_logged_and_recorded(tmp_path: Path) -> None:
+    run, _, logged = run_of(tmp_path, 0, 3, skipped_step=2)
+    assert "step 2 is skipped, policy-v000002 equals the adapter before it: loss/policy is nan" in logged
     assert [m.get("anomaly/reason") for m in read_metrics(run.metrics_path)] == [
         None,
         "loss/policy is nan",
@@ -104,41 +104,41 @@ def test_a_step_that_the_trainer_skipped_is_said_and_recorded(tmp_path: Path) ->
     ]
 
 
-def test_a_reward_that_is_no_number_reaches_the_trainer_and_is_null_in_the_metrics(tmp_path: Path) -> None:
+def test_a_nan_reward_reaches_the_trainer_and_is_null_in_the_metrics(tmp_path: Path) -> None:
     bad = prompts_for_step(PROMPTS, 2, 2, 0)[1].id
-    run, _, said = run_of(tmp_path, 0, 3, skipped_step=2, scorer=Broken(bad))
+    run, _, logged = run_of(tmp_path, 0, 3, skipped_step=2, scorer=Broken(bad))
     rewards = [t.reward for g in read_rollouts(run.rollout_path(2)) for t in g.trajectories]
     assert list(map(math.isnan, rewards)) == [False, False, True, True]
     assert [
         json.loads(line, parse_constant=pytest.fail)["reward/mean"]
         for line in run.metrics_path.read_text().splitlines()
     ][1] is None
-    assert "step 2/3  reward nan" in said
+    assert "step 2/3  reward nan" in logged
 
 
-def test_a_held_out_score_that_is_no_number_is_refused_with_the_problem(tmp_path: Path) -> None:
+def test_a_nan_held_out_score_is_refused_and_names_the_problem(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="returned nan for prompt 1 "):
         run_of(tmp_path, 0, 3, eval_every=1, scorer=Broken("1"))
     assert list(RunDir(tmp_path).evals.glob("*")) == []
 
 
-def test_a_time_limit_ends_the_run_after_a_whole_step(tmp_path: Path) -> None:
+def test_a_time_limit_ends_the_run_after_a_complete_step(tmp_path: Path) -> None:
     limit = TimeLimit(hours=0.35 / 3600)
-    run, _, said = run_of(tmp_path, 0, 40, limit=limit)
+    run, _, logged = run_of(tmp_path, 0, 40, limit=limit)
     steps = [m["step"] for m in read_metrics(run.metrics_path)]
     assert 1 <= len(steps) < 10
-    assert "--max-hours 9.72222e-05: stopping, because the next step" in said
+    assert "--max-hours 9.72222e-05: stopping, because the next step" in logged
     assert not run.trainer_step_path(steps[-1] + 1).exists()
 
 
-def test_covered_seconds_count_once() -> None:
+def test_overlapping_seconds_count_once() -> None:
     assert busy_s((0.0, 10.0), [(1.0, 3.0), (2.0, 4.0), (6.0, float("inf")), (-5.0, 0.5)]) == pytest.approx(
         0.5 + 3.0 + 4.0
     )
     assert busy_s((0.0, 1.0), [(2.0, 3.0)]) == 0.0
 
 
-def test_an_event_torn_by_a_kill_is_left_out(tmp_path: Path) -> None:
+def test_an_event_cut_off_by_a_kill_is_ignored(tmp_path: Path) -> None:
     run, _, _ = run_of(tmp_path, 0, 1)
     whole = read_events(run.events_path)
     with run.events_path.open("ab") as stream:

@@ -1,6 +1,4 @@
-"""What a step samples: equal groups replaced by other prompts within a bound, the same way every time;
-penalties; what is sent to vLLM.
-"""
+"""What a step samples: bounded, repeatable replacement of zero-std groups; penalties; vLLM requests."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ def names(groups: Sequence[Group]) -> list[str]:
 def replaced(
     first: Sequence[Group], rounds: Sequence[Sequence[Group]], max_rounds: int
 ) -> tuple[SampledStep, list[int]]:
-    """The outcome with these groups sampled in further rounds, and how many each round was asked for."""
+    """The outcome if further rounds sample these groups, and the number of groups asked of each round."""
     asked: list[int] = []
 
     async def sample_more(round_number: int, count: int) -> Sequence[Group]:
@@ -63,7 +61,7 @@ def replaced(
     return asyncio.run(replace_zero_std_groups(first, sample_more, max_rounds)), asked
 
 
-def test_zero_std_groups_are_replaced_in_their_places_until_the_step_is_full() -> None:
+def test_zero_std_groups_are_replaced_in_place_until_the_step_is_full() -> None:
     first = [group("a", 0, 1), group("b", 0, 0), group("c", 1, 1), group("d", 1, 0)]
     sampled, asked = replaced(first, [[group("e", 1, 1), group("f", 0, 1)], [group("g", 0, 1)]], max_rounds=4)
     assert names(sampled.groups) == ["a", "f", "g", "d"]
@@ -72,7 +70,7 @@ def test_zero_std_groups_are_replaced_in_their_places_until_the_step_is_full() -
     assert sampled.zero_std_frac == pytest.approx(3 / 7)
 
 
-def test_the_bound_holds_and_what_is_missing_is_counted() -> None:
+def test_resampling_rounds_are_bounded_and_missing_groups_counted() -> None:
     first = [group("a", 0, 1), group("b", 0, 0), group("c", 1, 1)]
     sampled, asked = replaced(
         first, [[group("d", 0, 0), group("e", 1, 1)], [group("f", 0, 0), group("g", 0, 1)]], max_rounds=2
@@ -81,7 +79,7 @@ def test_the_bound_holds_and_what_is_missing_is_counted() -> None:
     assert names(sampled.groups) == ["a", "g", "c"]
 
 
-def test_a_data_set_that_runs_out_ends_it() -> None:
+def test_resampling_ends_when_the_data_set_runs_out() -> None:
     sampled, asked = replaced([group("a", 0, 0), group("b", 1, 1)], [[group("c", 0, 1)], []], max_rounds=9)
     assert names(sampled.groups) == ["c", "b"]
     assert (asked, sampled.missing) == ([2, 1], 1)
@@ -92,8 +90,8 @@ def test_nothing_more_is_sampled_for_a_full_step() -> None:
     assert (asked, list(sampled.left_out), sampled.missing) == ([], [], 0)
 
 
-def test_a_group_is_judged_on_what_is_trained_on(tmp_path: Path) -> None:
-    """Reward plus penalty, in float32, here as in the trainer."""
+def test_zero_std_is_decided_on_the_reward_that_is_trained(tmp_path: Path) -> None:
+    """Both sampling and trainer use reward plus penalty in float32."""
     import torch
 
     from skylite.config.algorithm import AlgorithmConfig
@@ -116,7 +114,7 @@ def test_a_group_is_judged_on_what_is_trained_on(tmp_path: Path) -> None:
 NONE = [[math.nan] * 2, [math.inf] * 2, [-math.inf, math.inf], [1.0, math.nan], [1e39] * 2]
 
 
-def test_a_group_with_a_reward_that_is_no_number_is_left_to_the_guards() -> None:
+def test_a_group_with_a_nan_reward_reaches_the_anomaly_rules() -> None:
     first = [group(str(i), *rewards) for i, rewards in enumerate(NONE)]
     sampled, asked = replaced(first, [], max_rounds=4)
     assert (asked, list(sampled.groups), sampled.missing, sampled.zero_std_frac) == ([], first, 0, 0.0)
@@ -125,7 +123,7 @@ def test_a_group_with_a_reward_that_is_no_number_is_left_to_the_guards() -> None
 
 
 @pytest.mark.parametrize("rewards", NONE)
-def test_a_step_with_a_reward_that_is_no_number_has_metrics(rewards: list[float]) -> None:
+def test_a_step_with_a_nan_reward_has_metrics(rewards: list[float]) -> None:
     step = SampledStep(groups=[group("a", 0.0, 1.0), group("b", *rewards)], left_out=[group("c", 1.0, 1.0)])
     metrics = metrics_of(step)
     assert all(math.isnan(metrics[k]) for k in ("reward/mean", "reward/std", "reward/sampled_mean"))
@@ -134,7 +132,7 @@ def test_a_step_with_a_reward_that_is_no_number_has_metrics(rewards: list[float]
 
 
 class FakeEngine:
-    """Completions as long as the prompt's number; which prompts are right is up to `score`."""
+    """Returns completions as long as the prompt's number. `score` decides which are correct."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[int, Sampling]] = []
@@ -154,7 +152,7 @@ class FakeEngine:
 
 
 class FakeScorer:
-    """The first of a group is right where `informative` says so of the prompt; all others are wrong."""
+    """The first completion of a group is correct if `informative` accepts the prompt, all others wrong."""
 
     def __init__(self, informative: Callable[[int], bool]) -> None:
         self.informative = informative
@@ -174,7 +172,7 @@ def sampled_step(
     algorithm: dict[str, Any],
     rollout: dict[str, Any] | None = None,
 ) -> tuple[SampledStep, FakeEngine, str]:
-    """Step 3 on a fake engine: what it sampled, what was asked for, what was logged."""
+    """Step 3 on a fake engine: the sampled step, the requests, the log."""
     settings = {"prompts_per_step": 4, "group_size": 2, "max_completion_tokens": 10} | (rollout or {})
     config = TrainConfig.model_validate({"algorithm": algorithm, "rollout": settings})
     resolved = Resolved(
@@ -192,14 +190,14 @@ def sampled_step(
         tokenizer=ChatTokenizer(NumberTokenizer(), (5,), ""),
         progress=Progress(run, 9, screen, dict),
     )
-    with logged_messages() as said:
-        return asyncio.run(sample_step(session, 3, AdapterVersion(2, folder))), engine, "\n".join(said)
+    with logged_messages() as logged:
+        return asyncio.run(sample_step(session, 3, AdapterVersion(2, folder))), engine, "\n".join(logged)
 
 
 RESAMPLE = {"zero_std_groups": "resample", "max_resample_rounds": 2}
 
 
-def test_a_step_samples_the_same_again_and_never_a_prompt_or_seed_twice(tmp_path: Path) -> None:
+def test_a_step_is_repeatable_and_uses_no_prompt_or_seed_twice(tmp_path: Path) -> None:
     once, engine, _ = sampled_step(tmp_path, lambda i: i % 3 == 0, RESAMPLE)
     again, other, _ = sampled_step(tmp_path, lambda i: i % 3 == 0, RESAMPLE)
     assert engine.requests == other.requests
@@ -211,16 +209,18 @@ def test_a_step_samples_the_same_again_and_never_a_prompt_or_seed_twice(tmp_path
     assert len(once.groups) + len(once.left_out) == len(engine.requests)
 
 
-def test_without_resample_a_step_is_one_round(tmp_path: Path) -> None:
+def test_without_resampling_a_step_is_one_round(tmp_path: Path) -> None:
     for zero_std_groups in ("keep", "drop"):
-        sampled, engine, said = sampled_step(tmp_path, lambda i: False, {"zero_std_groups": zero_std_groups})
-        assert (len(engine.requests), sampled.missing, said) == (4, 0, "")
+        sampled, engine, logged = sampled_step(
+            tmp_path, lambda i: False, {"zero_std_groups": zero_std_groups}
+        )
+        assert (len(engine.requests), sampled.missing, logged) == (4, 0, "")
 
 
-def test_what_could_not_be_replaced_is_said_and_recorded(tmp_path: Path) -> None:
-    sampled, engine, said = sampled_step(tmp_path, lambda i: False, RESAMPLE)
+def test_groups_that_could_not_be_replaced_are_logged_and_recorded(tmp_path: Path) -> None:
+    sampled, engine, logged = sampled_step(tmp_path, lambda i: False, RESAMPLE)
     assert len(engine.requests) == 12
-    assert "step 3: 4 of 4 groups still have equal rewards after 8 more were sampled" in said
+    assert "step 3: 4 of 4 groups still have equal rewards after 8 more were sampled" in logged
     metrics = metrics_of(sampled)
     assert (
         metrics["groups/resampled"],
@@ -235,13 +235,13 @@ def test_what_could_not_be_replaced_is_said_and_recorded(tmp_path: Path) -> None
 
 
 def test_the_data_set_may_run_out(tmp_path: Path) -> None:
-    _, engine, said = sampled_step(tmp_path, lambda i: False, RESAMPLE | {"max_resample_rounds": 9})
+    _, engine, logged = sampled_step(tmp_path, lambda i: False, RESAMPLE | {"max_resample_rounds": 9})
     assert sorted(i for i, _ in engine.requests) == list(range(14))
-    assert "after 10 more were sampled" in said
+    assert "after 10 more were sampled" in logged
 
 
 def metrics_of(step: SampledStep) -> dict[str, Any]:
-    """Of step 1, which took 2 s to sample."""
+    """Metrics of step 1, which took 2 s to sample."""
     update = {"time/publish_s": 0.0, "time/canary_s": 0.0}
     canary = CanaryReading(gap_max=0.0, gap_mean=0.0, base_distance=0.0, projection=1.0)
     return step_metrics(
@@ -253,7 +253,7 @@ def metrics_of(step: SampledStep) -> dict[str, Any]:
     )
 
 
-def test_rewards_are_reported_raw_and_of_all_that_was_sampled() -> None:
+def test_reported_rewards_are_raw_and_include_every_sampled_group() -> None:
     metrics = metrics_of(
         SampledStep(
             groups=[group("a", 0.0, 1.0, penalties=[0.0, -0.5])], left_out=[group("b", 1.0, 1.0, tokens=3)]
@@ -268,7 +268,7 @@ def test_rewards_are_reported_raw_and_of_all_that_was_sampled() -> None:
     assert metrics["perf/completion_tokens_per_s"] == (2 + 6) / 2.0
 
 
-def test_overlong_completions_are_penalised_over_the_last_part_of_the_length(tmp_path: Path) -> None:
+def test_overlong_completions_are_penalised_near_the_length_limit(tmp_path: Path) -> None:
     """Completion i has i + 1 tokens of 10, and the last 4 cost a quarter each."""
     sampled, _, _ = sampled_step(tmp_path, lambda i: False, {"overlong_buffer_frac": 0.4})
     for g in sampled.groups:

@@ -23,9 +23,7 @@ from tests.unit.simulated_run import (
     [(0.06, 0.06), (0.12, 0.02), (0.02, 0.12)],
     ids=["equal", "slow engine", "slow trainer"],
 )
-def test_a_step_ahead_is_sampled_while_the_step_before_is_trained(
-    tmp_path: Path, sample_s: float, train_s: float
-) -> None:
+def test_the_next_step_is_sampled_during_training(tmp_path: Path, sample_s: float, train_s: float) -> None:
     run, engine, _ = run_of(tmp_path, 1, 5, sample_s=sample_s, train_s=train_s)
     assert sampled_from(run) == {1: 0, 2: 0, 3: 1, 4: 2, 5: 3}
     started, seen = times(run, "sampling_started", "step"), times(run, "trainer_step_seen", "step")
@@ -39,7 +37,7 @@ def test_a_step_ahead_is_sampled_while_the_step_before_is_trained(
     assert engine.names == ["policy-v000005"]
 
 
-def test_a_version_goes_only_after_the_last_step_sampled_from_it(tmp_path: Path) -> None:
+def test_a_version_is_unloaded_after_the_last_step_sampled_from_it(tmp_path: Path) -> None:
     run, _, _ = run_of(tmp_path, 1, 5, sample_s=0.12, train_s=0.02)
     ended = times(run, "sampling_ended", "step")
     unloaded, loaded = times(run, "adapter_unloaded", "version"), times(run, "adapter_loaded", "version")
@@ -48,7 +46,7 @@ def test_a_version_goes_only_after_the_last_step_sampled_from_it(tmp_path: Path)
     )
 
 
-def test_no_completion_of_an_unproven_version_is_handed_over(tmp_path: Path) -> None:
+def test_completions_of_an_unverified_version_never_reach_the_trainer(tmp_path: Path) -> None:
     for staleness in (0, 1):
         root = tmp_path / str(staleness)
         with pytest.raises(SyncFailed, match="policy-v000002"):
@@ -57,22 +55,20 @@ def test_no_completion_of_an_unproven_version_is_handed_over(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_resumed_run_samples_as_one_that_was_not_interrupted(tmp_path: Path, staleness: int) -> None:
+def test_a_resumed_run_samples_like_an_uninterrupted_one(tmp_path: Path, staleness: int) -> None:
     straight, engine, _ = run_of(tmp_path / "straight", staleness, 6)
     run, first, _ = run_of(tmp_path / "cut", staleness, 4)
     run.checkpoint_path(3).mkdir()
     remove_after(run, run.default_adapters, 3, reuse_rollouts=False)
     assert 4 not in sampled_from(run), "what the dead attempt sampled beyond the checkpoint is sampled again"
-    _, second, said = run_of(tmp_path / "cut", staleness, 6, first_step=4)
+    _, second, logged = run_of(tmp_path / "cut", staleness, 6, first_step=4)
     assert sampled_from(run) == sampled_from(straight)
     assert first.requests[:6] + second.requests == engine.requests
-    assert "not interrupted" not in said
+    assert "not interrupted" not in logged
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_what_was_sampled_beyond_the_checkpoint_is_trained_again_and_not_sampled_again(
-    tmp_path: Path, staleness: int
-) -> None:
+def test_rollouts_after_the_checkpoint_are_reused_on_resume(tmp_path: Path, staleness: int) -> None:
     straight, engine, _ = run_of(tmp_path / "straight", staleness, 7)
     run, _, _ = run_of(tmp_path / "cut", staleness, 5)
     stored = {k: run.rollout_path(k).read_bytes() for k in (4, 5)}
@@ -96,16 +92,16 @@ def test_what_was_sampled_beyond_the_checkpoint_is_trained_again_and_not_sampled
     assert found == expected
 
 
-def test_a_resumed_run_whose_source_is_gone_says_so(tmp_path: Path) -> None:
+def test_a_resume_without_the_adapter_to_sample_from_logs_it(tmp_path: Path) -> None:
     run, _, _ = run_of(tmp_path, 1, 4)
     remove_after(run, run.default_adapters, 3, reuse_rollouts=False)
     (run.default_adapters / "policy-v000002").rename(tmp_path / "gone")
-    _, _, said = run_of(tmp_path, 1, 6, first_step=4)
-    assert "policy-v000002 is missing in" in said
+    _, _, logged = run_of(tmp_path, 1, 6, first_step=4)
+    assert "policy-v000002 is missing in" in logged
     assert {k: v for k, v in sampled_from(run).items() if k > 3} == {4: 3, 5: 3, 6: 4}
 
 
-def test_clean_up_keeps_what_a_resumed_run_is_sampled_from(tmp_path: Path) -> None:
+def test_clean_up_keeps_the_adapter_that_a_resumed_run_samples_from(tmp_path: Path) -> None:
     run, _, _ = run_of(tmp_path, 1, 3, sample_s=0.0, train_s=0.0)
     run.checkpoint_path(3).mkdir()
     (run.checkpoint_path(3) / "state.json").write_text("{}")

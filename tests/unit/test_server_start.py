@@ -1,6 +1,4 @@
-"""The quick start of vLLM's CPU server: where it is used, and processes out of a fork server that live and
-die as vLLM's own would.
-"""
+"""The fork server that starts vLLM on a CPU: when it is used, and how its processes live and die."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ FIT = {SWITCH: "1", "LD_PRELOAD": "/lib/libiomp5.so", "VLLM_CPU_OMP_THREADS_BIND
         ({"VLLM_CPU_OMP_THREADS_BIND": "auto"}, "does not name cores"),
     ],
 )
-def test_vllm_starts_in_its_own_way_where_ours_is_not_known_to_work(
+def test_an_untested_setup_starts_vllm_without_the_fork_server(
     change: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "_version", lambda package: "0.32.0+cpu")
@@ -42,7 +40,7 @@ def test_vllm_starts_in_its_own_way_where_ours_is_not_known_to_work(
     assert "not 0.33.1" in server.why_not_fork(FIT | change)
 
 
-def test_a_module_of_that_name_that_is_not_the_packages_is_not_taken_for_it(
+def test_another_module_named_vllm_is_not_mistaken_for_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "vllm").mkdir()
@@ -52,7 +50,7 @@ def test_a_module_of_that_name_that_is_not_the_packages_is_not_taken_for_it(
     assert "another package" in server.why_not_fork(FIT)
 
 
-def test_threads_and_cores_by_hand() -> None:
+def test_openmp_settings_for_given_cores() -> None:
     found = server.omp_settings("0,2,5")
     assert found["OMP_NUM_THREADS"] == "3"
     assert found["KMP_AFFINITY"] == "granularity=fine,explicit,proclist=[0,2,5]"
@@ -112,11 +110,11 @@ def gone(processes: list[psutil.Process]) -> bool:
     return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
 
 
-def test_a_child_has_what_the_fork_server_imported_both_environments_and_dies_with_the_starter(
+def test_a_child_has_the_imports_and_environment_and_dies_with_the_starter(
     starter: subprocess.Popen[str],
 ) -> None:
-    pid, said = sorted(lines_of(starter, 2), key=len)
-    assert said == f"{pid} the fork server's the starter's True"
+    pid, line = sorted(lines_of(starter, 2), key=len)
+    assert line == f"{pid} the fork server's the starter's True"
     tree = psutil.Process(starter.pid).children(recursive=True)
     assert int(pid) in [p.pid for p in tree]
     starter.kill()
@@ -125,7 +123,7 @@ def test_a_child_has_what_the_fork_server_imported_both_environments_and_dies_wi
 
 
 @pytest.mark.parametrize("victim", ["child", "fork server"])
-def test_the_starter_hears_of_a_death(victim: str, starter: subprocess.Popen[str]) -> None:
+def test_the_starter_notices_a_death(victim: str, starter: subprocess.Popen[str]) -> None:
     pid = int(min(lines_of(starter, 2), key=len))
     child = psutil.Process(pid)
     (child if victim == "child" else child.parent()).send_signal(signal.SIGKILL)

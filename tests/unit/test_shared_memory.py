@@ -1,4 +1,4 @@
-"""A model's files in memory: copied once, shared by runs, gone with the last of them."""
+"""A model's files in memory: copied once, shared by runs, removed with the last run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_files_that_are_loaded_are_there_inside_and_gone_after(model: Path, tmp_path: Path) -> None:
+def test_the_model_files_exist_inside_the_block_and_are_removed_after_it(model: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     with model_in_shared_memory(model, copy):
         assert sorted(p.name for p in copy.iterdir()) == ["config.json", "model.safetensors"]
@@ -45,7 +45,7 @@ def test_two_runs_share_one_copy_and_the_last_removes_it(model: Path, tmp_path: 
     assert not copy.exists()
 
 
-def test_a_half_made_copy_of_a_run_that_was_killed_is_not_taken(model: Path, tmp_path: Path) -> None:
+def test_an_unfinished_copy_of_a_killed_run_is_not_used(model: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     leftover = tmp_path / f".copy{TEMPORARY_MARK}"
     leftover.mkdir()
@@ -55,7 +55,7 @@ def test_a_half_made_copy_of_a_run_that_was_killed_is_not_taken(model: Path, tmp
     assert not leftover.exists()
 
 
-def test_no_room_is_an_error_in_words_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
+def test_too_little_memory_is_a_clear_error_and_leaves_no_files(model: Path, tmp_path: Path) -> None:
     with (model / "model.safetensors").open("wb") as file:
         file.truncate(1 << 43)  # sparse: larger than any memory, no bytes on disk
     copy = tmp_path / "copy"
@@ -66,7 +66,7 @@ def test_no_room_is_an_error_in_words_and_leaves_nothing(model: Path, tmp_path: 
     ] == []
 
 
-def test_trainer_and_engines_read_the_copy_and_not_the_model(tiny_llama: Path, tmp_path: Path) -> None:
+def test_trainer_and_engines_read_the_copy(tiny_llama: Path, tmp_path: Path) -> None:
     copy, elsewhere = tmp_path / "copy", tmp_path / "on a slow disk"
     with model_in_shared_memory(tiny_llama, copy):
         where = resolved(elsewhere, tmp_path).model_copy(update={"shm_path": str(copy)})

@@ -21,7 +21,7 @@ def relative(path: Path) -> str:
 
 
 def long_functions(source: str) -> list[str]:
-    """Functions of `source` that have more than FUNCTION_LINES lines, without their decorators."""
+    """Functions of `source` with more than FUNCTION_LINES lines, not counting decorators."""
     functions = (
         n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
     )

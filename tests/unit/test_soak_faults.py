@@ -1,4 +1,4 @@
-"""What `make torture` reports as a leak."""
+"""The leaks that `make torture` reports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def soak_run(**changed: Any) -> dict[str, Any]:
     return run
 
 
-def test_a_flat_run_has_none() -> None:
+def test_a_run_with_constant_memory_has_no_leak() -> None:
     assert soak_faults(soak_run(), kept=3) == []
 
 
@@ -33,5 +33,5 @@ def test_growth_and_old_adapters_are_reported(changed: dict[str, Any], fault: st
     assert soak_faults(soak_run(**changed), kept=3) == [fault]
 
 
-def test_the_growth_of_a_short_lived_process_is_no_leak() -> None:
+def test_growth_of_a_short_lived_process_is_no_leak() -> None:
     assert soak_faults(soak_run(to_step=50, rss_kib_per_step=500.0), kept=3) == []

@@ -19,7 +19,7 @@ ANNOTATION = re.compile(r"<<(\d+)([-+*/])(\d+)=(\d+)>>(\d+)")
 
 
 @pytest.mark.parametrize("difficulty", synthetic.DIFFICULTIES)
-def test_every_step_is_right_and_leads_to_the_answer(difficulty: int) -> None:
+def test_every_step_is_correct_and_leads_to_the_answer(difficulty: int) -> None:
     for problem in islice(synthetic.problems(difficulty, seed=5), 500):
         *lines, last = problem.answer.split("\n")
         steps = [ANNOTATION.search(line) for line in lines]
@@ -50,7 +50,7 @@ def test_the_numbers_of_the_calculation_are_in_the_question(difficulty: int) -> 
             known.add(int(result))
 
 
-def test_difficulty_one_is_easy() -> None:
+def test_difficulty_1_is_easy() -> None:
     for problem in islice(synthetic.problems(1, seed=0), 2000):
         left, operator, right, result, _ = ANNOTATION.findall(problem.answer)[0]
         assert operator in "+-*"
@@ -60,18 +60,18 @@ def test_difficulty_one_is_easy() -> None:
 
 
 @pytest.mark.parametrize("difficulty", synthetic.DIFFICULTIES)
-def test_there_are_ten_templates_or_more_and_all_are_used(difficulty: int) -> None:
+def test_at_least_ten_templates_are_all_used(difficulty: int) -> None:
     assert len({question for question, _ in TEMPLATES[difficulty]}) == len(TEMPLATES[difficulty]) >= 10
     assert all(len(steps.split(";")) == difficulty for _, steps in TEMPLATES[difficulty])
 
 
-def test_same_seed_same_problems_however_many() -> None:
+def test_the_problems_of_a_seed_do_not_depend_on_their_number() -> None:
     first = list(islice(synthetic.problems(2, seed=1), 50))
     assert list(islice(synthetic.problems(2, seed=1), 300))[:50] == first
     assert list(islice(synthetic.problems(2, seed=2), 50)) != first
 
 
-def test_the_problems_are_those_of_the_published_results() -> None:
+def test_the_problems_equal_those_of_the_published_results() -> None:
     first = next(synthetic.problems(2, seed=0))
     assert (first.question, first.answer) == FIRST_PROBLEM
 
@@ -90,7 +90,7 @@ def test_splits_are_distinct_counted_and_balanced() -> None:
     assert make("train", 1, (), None) != tables["train"]
 
 
-def test_difficulties_and_limit_choose_rows() -> None:
+def test_difficulties_and_limit_select_rows() -> None:
     make = load_dataset("gsm8k").synthetic_rows
     assert make is not None
     rows = make("train", 0, (1, 3), 101).rows

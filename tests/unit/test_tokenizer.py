@@ -1,4 +1,4 @@
-"""The tokenizer in the parent, which is to stay small and quick to start."""
+"""The tokenizer in the parent process, which must stay small and start quickly."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ print(json.dumps(found | {{"torch_after": torch.tensor(3).item()}}))
 
 
 def load(model: Path, before: str = "") -> tuple[dict[str, object], str]:
-    """What a process that loads the tokenizer finds, and what it says besides."""
+    """The result of a process that loads the tokenizer, and its stderr."""
     command = [sys.executable, "-c", LOAD.format(before=before), str(model), json.dumps(QUESTION)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     found: dict[str, object] = json.loads(done.stdout)
     return found, done.stderr
 
 
-def test_it_is_loaded_without_torch_and_gives_the_same_tokens(tiny_llama: Path) -> None:
+def test_the_tokenizer_loads_without_torch_and_gives_the_same_tokens(tiny_llama: Path) -> None:
     expected = AutoTokenizer.from_pretrained(tiny_llama).apply_chat_template(
         QUESTION, add_generation_prompt=True, return_dict=False
     )
-    found, said = load(tiny_llama)
+    found, output = load(tiny_llama)
     assert found == {"chat": expected, "torch": False, "quiet": None, "torch_after": 3}
-    assert "PyTorch" not in said
+    assert "PyTorch" not in output
 
 
-def test_where_torch_is_there_already_transformers_finds_it(tiny_llama: Path) -> None:
+def test_transformers_finds_torch_if_it_is_already_imported(tiny_llama: Path) -> None:
     found, _ = load(
         tiny_llama, before="import torch; os.environ['TRANSFORMERS_NO_ADVISORY_WARNINGS'] = 'mine'"
     )

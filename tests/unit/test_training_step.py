@@ -1,4 +1,4 @@
-"""train_step on tiny models against the plain reference, for any order and cut of the batch."""
+"""train_step on tiny models against the plain reference, for any order and split of the batch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def dist() -> Iterator[Dist]:
 
 
 def sliding_window_model(folder: Path) -> Path:
-    """A Mistral that sees six tokens back, so that its window cuts through prefix, prompt and completion."""
+    """A Mistral with a window of six tokens, which ends within prefix, prompt and completion."""
     make_tiny_model(folder, "mistral")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"sliding_window": 6}))
@@ -51,7 +51,7 @@ def sliding_window_model(folder: Path) -> Path:
 
 @pytest.mark.parametrize("packing", ["tree", "padded"])
 @pytest.mark.parametrize("family", [*FAMILIES, "mistral-window"])
-def test_gradients_equal_the_plain_reference(family: str, packing: Packing, tmp_path: Path, dist: Dist):
+def test_gradients_equal_the_reference(family: str, packing: Packing, tmp_path: Path, dist: Dist):
     folder = tmp_path / "model"
     model = sliding_window_model(folder) if family == "mistral-window" else make_tiny_model(folder, family)
     config = settings(rollout={"temperature": 0.8}, algorithm={"kl_coef": 0.05})
@@ -63,7 +63,7 @@ def test_gradients_equal_the_plain_reference(family: str, packing: Packing, tmp_
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_over_a_bfloat16_base_the_adapter_learns_in_float32(family: str, tmp_path: Path, dist: Dist):
+def test_the_adapter_trains_in_float32_over_a_bfloat16_base(family: str, tmp_path: Path, dist: Dist):
     model, config = make_tiny_model(tmp_path / "model", family), settings()
     policy = policy_of(model, config, dist, dtype="bfloat16")
     optimizer = optimizer_of(policy, config)
@@ -75,13 +75,13 @@ def test_over_a_bfloat16_base_the_adapter_learns_in_float32(family: str, tmp_pat
         torch.float32
     }
     expected, _ = gradients_after_step(policy_of(model, config, dist), config, dist)
-    # bfloat16 has 8 bits: rounding costs some percent over two layers, a wrong cast or scale tens of percent.
+    # bfloat16 has 8 bits: rounding costs a few percent over two layers, a wrong cast or scale far more.
     assert 1e-4 < relative_difference(optimizer.grads, expected) < 0.05
 
 
 @pytest.mark.parametrize("budget", [4096, 40], ids=["one pass", "many passes"])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_algorithm_has_the_gradient_of_the_plain_reference(
+def test_every_algorithm_has_the_gradient_of_the_reference(
     name: str, budget: int, tiny_llama: Path, dist: Dist
 ):
     config = settings(algorithm=ALGORITHMS[name], trainer={"tokens_per_micro_batch": budget})
@@ -94,7 +94,7 @@ def test_every_algorithm_has_the_gradient_of_the_plain_reference(
 
 
 @pytest.mark.parametrize("name", IMPORTANCE)
-def test_every_correction_has_the_gradient_of_the_plain_reference(name: str, tiny_llama: Path, dist: Dist):
+def test_every_correction_has_the_gradient_of_the_reference(name: str, tiny_llama: Path, dist: Dist):
     config = settings(importance=IMPORTANCE[name], trainer={"tokens_per_micro_batch": 40})
     policy = policy_of(tiny_llama, config, dist)
     got, _ = gradients_after_step(policy, config, dist)
@@ -120,8 +120,8 @@ def test_the_order_of_the_samples_does_not_matter(order: int, tiny_llama: Path, 
     assert relative_difference(optimizer.grads, expected) < 1e-5
 
 
-def test_metrics_equal_the_plain_reference(tiny_llama: Path, dist: Dist):
-    config = settings(algorithm={"kl_coef": 1e-9})  # so that every group is computed
+def test_metrics_equal_the_reference(tiny_llama: Path, dist: Dist):
+    config = settings(algorithm={"kl_coef": 1e-9})  # a KL makes every group compute a gradient
     policy = policy_of(tiny_llama, config, dist)
     _, metrics = gradients_after_step(policy, config, dist)
     plain, samples = plain_model(tiny_llama, policy, config), random_samples(0)
@@ -139,7 +139,7 @@ def test_metrics_equal_the_plain_reference(tiny_llama: Path, dist: Dist):
 @pytest.mark.parametrize(
     "algorithm", [{}, {"updates_per_step": 2}, {"name": "dr_grpo"}, {"name": "reinforce++"}, {"name": "gspo"}]
 )
-def test_the_update_does_not_depend_on_how_the_batch_is_cut(
+def test_the_update_does_not_depend_on_the_micro_batches(
     tiny_llama: Path, dist: Dist, algorithm: dict[str, Any]
 ):
     gradients = []
@@ -150,7 +150,7 @@ def test_the_update_does_not_depend_on_how_the_batch_is_cut(
         assert relative_difference(other, gradients[0]) < 1e-5
 
 
-def test_groups_without_a_difference_are_skipped_without_changing_the_update(tiny_llama: Path, dist: Dist):
+def test_zero_std_groups_are_skipped_without_changing_the_update(tiny_llama: Path, dist: Dist):
     skipping, whole = settings(), settings(algorithm={"kl_coef": 1e-12})
     a, metrics_a = gradients_after_step(policy_of(tiny_llama, skipping, dist), skipping, dist)
     b, metrics_b = gradients_after_step(policy_of(tiny_llama, whole, dist), whole, dist)
@@ -192,7 +192,7 @@ def test_the_gradient_is_clipped_by_its_exact_norm(tiny_llama: Path, dist: Dist)
     assert float(clipped.norm()) == pytest.approx(0.01, rel=1e-4)
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run_and_leaves_the_weights(tiny_llama: Path, dist: Dist):
+def test_a_non_finite_gradient_stops_the_run_and_keeps_the_weights(tiny_llama: Path, dist: Dist):
     config = settings()
     policy = policy_of(tiny_llama, config, dist)
     samples = random_samples(0)
@@ -203,10 +203,10 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_leaves_the_weights(tiny
     assert all(torch.equal(before[n], t) for n, t in adapter_tensors(policy).items())
 
 
-def test_dropout_is_a_function_of_seed_and_step(tiny_llama: Path, dist: Dist):
+def test_dropout_depends_only_on_seed_and_step(tiny_llama: Path, dist: Dist):
     def gradient(seed: int, step: int) -> torch.Tensor:
         policy = policy_of(tiny_llama, settings(lora={"dropout": 0.3}), dist)
-        torch.manual_seed(time.monotonic_ns() % 1000)  # whatever ran before must not matter
+        torch.manual_seed(time.monotonic_ns() % 1000)  # earlier random numbers must not matter
         config = settings(lora={"dropout": 0.3}, seed=seed)
         optimizer = optimizer_of(policy, config)
         train_rows(policy, optimizer, random_samples(0), step, config, dist)

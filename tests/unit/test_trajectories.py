@@ -1,6 +1,4 @@
-"""Trajectories of several calls: the same gradients as one padded row for each call, whatever the packing and
-the cut.
-"""
+"""Trajectories of several calls have the gradients of one padded row per call, for any packing."""
 
 from __future__ import annotations
 
@@ -71,7 +69,7 @@ def test_the_episodes_have_several_calls_and_some_branch() -> None:
 @pytest.mark.parametrize("packing", ["tree", "padded"])
 @pytest.mark.parametrize("budget", [4096, 60], ids=["one pass", "many passes"])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_algorithm_has_the_gradient_of_single_rows(
+def test_every_algorithm_has_the_gradient_of_padded_rows(
     name: str, budget: int, packing: Packing, tiny_llama: Path, dist: Dist
 ) -> None:
     config = settings(algorithm=ALGORITHMS[name], trainer={"tokens_per_micro_batch": budget})
@@ -84,7 +82,7 @@ def test_every_algorithm_has_the_gradient_of_single_rows(
 @pytest.mark.parametrize(
     "correction", [*(c for c in IMPORTANCE.values() if "reject_kl" not in c), {"reject_kl": 2.0}], ids=str
 )
-def test_every_correction_has_the_gradient_of_single_rows(
+def test_every_correction_has_the_gradient_of_padded_rows(
     correction: dict[str, Any], tiny_llama: Path, dist: Dist
 ) -> None:
     config = settings(importance=correction, trainer={"tokens_per_micro_batch": 60})
@@ -94,7 +92,7 @@ def test_every_correction_has_the_gradient_of_single_rows(
     assert relative_difference(got, expected) < 1e-5
 
 
-def test_metrics_do_not_depend_on_packing_or_cut(tiny_llama: Path, dist: Dist) -> None:
+def test_metrics_do_not_depend_on_packing_or_micro_batches(tiny_llama: Path, dist: Dist) -> None:
     found = []
     cuts: list[tuple[Packing, int]] = [("tree", 4096), ("tree", 60), ("padded", 60)]
     for packing, budget in cuts:
@@ -107,9 +105,7 @@ def test_metrics_do_not_depend_on_packing_or_cut(tiny_llama: Path, dist: Dist) -
 
 
 def test_a_tree_computes_the_history_once(tiny_llama: Path, dist: Dist) -> None:
-    """Call 2's prompt holds call 1, so its 4 + 3 tokens are no new nodes; each call's last token is never an
-    input.
-    """
+    """Call 2's prompt contains call 1, whose 4 + 3 tokens add no nodes. A call's last token is no input."""
     first = ([1, 2, 3, 4], [5, 6, 7])
     second = ([1, 2, 3, 4, 5, 6, 7, 8], [9, 10])
     config = settings(rollout={"prompts_per_step": 1, "group_size": 2})
@@ -135,10 +131,8 @@ def test_every_token_of_every_call_gets_the_trajectorys_advantage(tiny_llama: Pa
     assert by_token == {3: 0.5, 5: 0.5, 6: 0.5, 7: -0.5, 8: -0.5}
 
 
-def test_ppo_runs_along_the_sampled_tokens_of_a_trajectory(tiny_llama: Path, dist: Dist) -> None:
-    """With gamma 0.5 and values 0 a reward of 1 after three tokens in two calls is worth 0.25, 0.5 and 1,
-    before whitening.
-    """
+def test_ppo_returns_follow_the_sampled_tokens_of_a_trajectory(tiny_llama: Path, dist: Dist) -> None:
+    """Gamma 0.5, values 0, reward 1 after three tokens in two calls: 0.25, 0.5 and 1 before whitening."""
     rows = [
         episode(([1, 2], [3]), ([1, 2, 3, 4], [5, 6]), reward=1.0),
         episode(([1, 2], [7, 8]), reward=0.0),
@@ -180,7 +174,7 @@ def test_rollout_files_keep_every_call(tmp_path: Path) -> None:
     assert [[t.reward for t in g.trajectories] for g in again] == [
         [t.reward for t in g.trajectories] for g in groups
     ]
-    # A mean over trajectories: one with many calls counts once.
+    # A mean over trajectories: a trajectory with many calls counts once.
     assert mean_reward(path) == pytest.approx(sum(row.reward for row in EPISODES) / len(EPISODES))
 
 
@@ -195,7 +189,7 @@ def test_rollout_files_keep_every_call(tmp_path: Path) -> None:
         ("reward", 2, None, "without a value"),
     ],
 )
-def test_a_rollout_file_that_does_not_add_up_is_refused_in_words(
+def test_an_inconsistent_rollout_file_is_refused_with_a_reason(
     column: str, row: int, value: object, words: str, tmp_path: Path
 ) -> None:
     rows = [

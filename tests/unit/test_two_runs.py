@@ -1,4 +1,4 @@
-"""Two runs on one folder: the second is refused by the first's pid, and has written nothing."""
+"""Two runs on one folder: the second is refused, names the first's pid and writes nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def live(folder: Path) -> Iterator[int]:
 
 
 def start(root: Path, name: str, *more: str) -> Reply:
-    """A new run on what `begin` has made."""
+    """Start a new run on the model and data of `begin`."""
     return call(
         [
             "train",
@@ -54,11 +54,11 @@ def start(root: Path, name: str, *more: str) -> Reply:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """One whose adapters lie in a folder of its own."""
+    """A run with a separate sync folder for its adapters."""
     return begin(tmp_path, lora_sync_path=str(tmp_path / "sync"))
 
 
-def test_a_live_run_is_refused_by_its_pid_to_whoever_begins_resumes_or_cleans(
+def test_start_resume_and_clean_up_of_a_live_run_are_refused_with_its_pid(
     run: RunDir, tmp_path: Path
 ) -> None:
     with live(run.root) as pid:
@@ -70,31 +70,27 @@ def test_a_live_run_is_refused_by_its_pid_to_whoever_begins_resumes_or_cleans(
             call(["adapters", "gc", str(run.root)]),
         ):
             assert reply.code == 2
-            assert f"{run.root} belongs to another live run (pid {pid})" in reply.said
+            assert f"{run.root} belongs to another live run (pid {pid})" in reply.output
         assert snapshot(tmp_path) == before
         assert call(["train", "--resume", str(run.root), "--dry-run"]).code == 0
         assert snapshot(tmp_path) == before
-    assert "holds a run already" in start(tmp_path, "run").said
+    assert "holds a run already" in start(tmp_path, "run").output
 
 
-def test_a_live_runs_sync_folder_is_refused_by_its_pid_and_the_second_leaves_no_folder(
-    run: RunDir, tmp_path: Path
-) -> None:
+def test_a_live_runs_sync_folder_is_refused_and_no_run_folder_is_left(run: RunDir, tmp_path: Path) -> None:
     with live(tmp_path / "sync") as pid:
         before = snapshot(tmp_path)
         reply = start(tmp_path, "second", "--set", f"lora.lora_sync_path={tmp_path / 'sync'}")
         assert reply.code == 2
-        assert f"{tmp_path / 'sync'} belongs to another live run (pid {pid})" in reply.said
+        assert f"{tmp_path / 'sync'} belongs to another live run (pid {pid})" in reply.output
         assert snapshot(tmp_path) == before
 
 
-def test_a_dead_runs_adapters_are_refused_and_the_second_leaves_no_folder(
-    run: RunDir, tmp_path: Path
-) -> None:
+def test_a_dead_runs_adapters_are_refused_and_no_run_folder_is_left(run: RunDir, tmp_path: Path) -> None:
     before = snapshot(tmp_path)
     reply = start(tmp_path, "second", "--set", f"lora.lora_sync_path={tmp_path / 'sync'}")
     assert reply.code == 2
-    assert f"{tmp_path / 'sync'} holds adapters of another run, such as policy-v000000" in reply.said
+    assert f"{tmp_path / 'sync'} holds adapters of another run, such as policy-v000000" in reply.output
     assert {k: v for k, v in snapshot(tmp_path).items() if k != "sync"} == {
         k: v for k, v in before.items() if k != "sync"
     }

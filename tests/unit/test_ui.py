@@ -1,4 +1,4 @@
-"""The screen of a run, drawn into consoles of given sizes."""
+"""The screen of a run on consoles of given sizes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def step(number: int, reward: float = 0.5) -> dict[str, Any]:
         "time/train_s": 3.0,
         "time/publish_s": 0.25,
         "time/load_s": 0.25,
-        "time/canary_s": 7.5,  # beside the sampling
+        "time/canary_s": 7.5,  # during sampling
         "time/sync_s": 1.0,
         "time/step_s": 10.0,
         "policy/entropy": 0.4123,
@@ -88,7 +88,7 @@ def test_the_panel_fits_every_size(width: int, height: int, num_done: int) -> No
     assert {cell_len(line) for line in lines} == {width}
 
 
-def test_everything_is_on_a_small_terminal() -> None:
+def test_a_small_terminal_shows_everything() -> None:
     text = "\n".join(drawn(state(), 80, 24))
     for part in (
         "sampling  step 13",
@@ -118,7 +118,7 @@ def test_the_height_stays_when_completions_get_longer() -> None:
         assert len(drawn(state(), width, height)) == len(drawn(state(sample=long), width, height))
 
 
-def test_hostile_text_neither_breaks_the_frame_nor_drives_the_terminal() -> None:
+def test_hostile_text_neither_breaks_the_frame_nor_controls_the_terminal() -> None:
     evil = "\x1b[2J\x1b[31m[bold]x[/bold]\r\n\t\u202eabc\x00" + "日本" * 200 + "e\u0301" * 50 + "a" * 500
     lines = drawn(
         state(sample=CompletionView(question=evil, completion=evil, reward=0.0, answer=evil)), 80, 24
@@ -142,11 +142,11 @@ def test_words_wrap_and_long_words_are_cut() -> None:
     assert wrapped("日本日本", 4) == ["日本", "日本"]
 
 
-def test_times_read_as_clocks() -> None:
+def test_durations_are_formatted_as_clocks() -> None:
     assert [clock_time(s) for s in (0, 61.9, 3723)] == ["0:00", "1:01", "1:02:03"]
 
 
-def test_without_a_terminal_there_is_one_line_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_there_is_one_line_per_step(capsys: pytest.CaptureFixture[str]) -> None:
     out = io.StringIO()
     configure_logging()
     with Screen(24, Console(file=out, width=40)) as screen:
@@ -176,7 +176,7 @@ def test_on_a_terminal_log_lines_stay_above_the_panel() -> None:
     assert "step 2/24  reward" not in text, "the panel shows the step already"
 
 
-def test_quiet_shows_warnings_but_no_panel_and_no_steps() -> None:
+def test_quiet_shows_only_warnings() -> None:
     out = io.StringIO()
     configure_logging(logging.WARNING)
     with Screen(24, Console(file=out, width=80, height=24, force_terminal=True, color_system=None)) as screen:
@@ -197,7 +197,7 @@ def test_lines_after_the_end_appear_below_the_panel() -> None:
 
 
 def test_the_panel_finds_every_metric_it_shows() -> None:
-    """The trainer's half is listed here; `step_metrics` makes the other."""
+    """The trainer's metrics are listed here. `step_metrics` makes the others."""
     update = {
         k: step(1)[k]
         for k in (
@@ -244,7 +244,7 @@ def test_paths_below_the_working_folder_are_short(tmp_path: Path, monkeypatch: p
     assert "skylite eval runs/a\n" in finished_text(run, run.default_adapters)
 
 
-def test_an_svg_is_drawn_from_the_files_of_a_run(tmp_path: Path) -> None:
+def test_an_svg_is_drawn_from_a_runs_files(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     resolved = Resolved(
         model_path="m", model_fingerprint="f", dtype="float32", device="cpu", lora_sync_path="a"

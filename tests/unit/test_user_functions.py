@@ -1,4 +1,4 @@
-"""FILE.py:function as advantage or policy loss: the built-ins' gradients bit for bit and the faults."""
+"""FILE.py:function as advantage or policy loss: bit-equal gradients to the built-ins, and errors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def dist() -> Iterator[Dist]:
 
 
 def own_file(folder: Path, text: str) -> str:
-    """A file of that text; `name`, its only function."""
+    """The spec of the only function of a file with this text."""
     (folder / "mine.py").write_text(text, encoding="utf-8")
     return f"{folder / 'mine.py'}:mine"
 
@@ -53,7 +53,7 @@ def own_file(folder: Path, text: str) -> str:
     [{}, {"zero_std_groups": "drop"}, {"kl_coef": 0.2, "kl_in": "reward"}],
     ids=["plain", "drop", "kl in the reward"],
 )
-def test_an_own_advantage_gives_the_built_ins_gradient(
+def test_a_users_advantage_gives_the_built_ins_gradient(
     more: dict[str, Any], tmp_path: Path, tiny_llama: Path, dist: Dist
 ) -> None:
     (tmp_path / "mine.py").write_text(OWN, encoding="utf-8")
@@ -64,11 +64,11 @@ def test_an_own_advantage_gives_the_built_ins_gradient(
     found, own_metrics = gradients_after_step(policy, own, dist)
     assert expected.norm() > 0
     assert torch.equal(found, expected)
-    # tokens/unique too: a group without a gradient is left out of the passes.
+    # tokens/unique too: passes leave out groups without a gradient.
     assert own_metrics == metrics
 
 
-def test_an_own_loss_gives_the_built_ins_gradient(tmp_path: Path, tiny_llama: Path, dist: Dist) -> None:
+def test_a_users_loss_gives_the_built_ins_gradient(tmp_path: Path, tiny_llama: Path, dist: Dist) -> None:
     (tmp_path / "mine.py").write_text(OWN, encoding="utf-8")
     more = {"updates_per_step": 2, "clip_eps_low": 0.001, "clip_eps_high": 0.001}
     built_in = settings(algorithm=more)
@@ -81,8 +81,8 @@ def test_an_own_loss_gives_the_built_ins_gradient(tmp_path: Path, tiny_llama: Pa
     assert own_metrics == metrics
 
 
-def test_groups_without_a_gradient_are_found_by_the_numbers(tmp_path: Path) -> None:
-    """Of an advantage that is not 0 where all rewards are equal."""
+def test_groups_are_skipped_by_their_advantages_and_not_by_equal_rewards(tmp_path: Path) -> None:
+    """The advantage is not 0 for equal rewards."""
     spec = own_file(tmp_path, "def mine(rewards, lengths): return rewards - 0.5")
     batch = arrange(groups_of(random_samples(0)), AlgorithmConfig(advantage=spec))
     assert batch.zero_std == [False, True, False, False]
@@ -90,7 +90,7 @@ def test_groups_without_a_gradient_are_found_by_the_numbers(tmp_path: Path) -> N
     assert batch.advantages[1].tolist() == [0.5] * 4
 
 
-def test_the_functions_copies_are_its_own(tmp_path: Path) -> None:
+def test_a_function_gets_copies_of_its_inputs(tmp_path: Path) -> None:
     spec = own_file(tmp_path, "def mine(rewards, lengths): return rewards.sub_(1) * lengths.zero_()")
     batch = arrange(groups_of(random_samples(0)), AlgorithmConfig(advantage=spec))
     assert batch.rewards.max() == 1.0
@@ -107,7 +107,7 @@ def test_the_functions_copies_are_its_own(tmp_path: Path) -> None:
         ("rewards[7]", "raised IndexError: index 7"),
     ],
 )
-def test_an_advantage_of_no_use_is_one_sentence(body: str, reason: str, tmp_path: Path) -> None:
+def test_a_bad_advantage_gives_one_sentence(body: str, reason: str, tmp_path: Path) -> None:
     spec = own_file(tmp_path, f"def mine(rewards, lengths): return {body}")
     advantage = group_advantage(spec)
     assert advantage is not None
@@ -134,20 +134,20 @@ def loss_inputs(count: int = 3) -> LossInputs:
         ("inputs.ratios", "raised AttributeError"),
     ],
 )
-def test_a_loss_of_no_use_is_one_sentence(body: str, reason: str, tmp_path: Path) -> None:
+def test_a_bad_loss_gives_one_sentence(body: str, reason: str, tmp_path: Path) -> None:
     spec = own_file(tmp_path, f"def mine(inputs, config): return {body}")
     with pytest.raises(RunFailed, match=rf"^The policy loss mine in {tmp_path}/mine\.py {reason}"):
         policy_loss(spec)(loss_inputs(), AlgorithmConfig())
 
 
-def test_an_empty_micro_batch_asks_no_function(tmp_path: Path) -> None:
+def test_an_empty_micro_batch_does_not_call_the_function(tmp_path: Path) -> None:
     spec = own_file(tmp_path, "def mine(inputs, config): return -inputs.ratio * inputs.advantages.max()")
     loss = policy_loss(spec)(loss_inputs(0), AlgorithmConfig())
     assert loss.shape == (0,)
     assert loss.requires_grad, "backward runs on every rank"
 
 
-def test_numbers_that_were_bad_before_are_left_to_the_anomaly_rules(tmp_path: Path) -> None:
+def test_nan_rewards_pass_through_to_the_anomaly_rules(tmp_path: Path) -> None:
     spec = own_file(tmp_path, "def mine(rewards, lengths): return rewards * 2")
     advantage = group_advantage(spec)
     assert advantage is not None
@@ -178,7 +178,7 @@ def test_a_file_runs_once(tmp_path: Path) -> None:
         ("def mine(a, b, *, c): ...", r"it takes \(a, b, \*, c\)"),
     ],
 )
-def test_what_shows_without_running_the_file_is_refused(
+def test_faults_visible_without_running_the_file_are_refused(
     text: str | None, reason: str, tmp_path: Path
 ) -> None:
     spec = f"{tmp_path / 'mine.py'}:mine" if text is None else own_file(tmp_path, text)
@@ -202,7 +202,7 @@ def test_what_shows_without_running_the_file_is_refused(
         "raise SystemExit('the file ran')\ndef mine(a, b): ...",
     ],
 )
-def test_what_may_be_right_is_left_to_the_trainer(text: str, tmp_path: Path) -> None:
+def test_possibly_valid_files_are_left_to_the_trainer(text: str, tmp_path: Path) -> None:
     check_function(own_file(tmp_path, text), POLICY_LOSS)
 
 
@@ -217,12 +217,12 @@ def test_what_may_be_right_is_left_to_the_trainer(text: str, tmp_path: Path) -> 
         ("algorithm.policy_loss=3", "3 is no policy loss"),
     ],
 )
-def test_names_that_mean_nothing_are_refused(setting: str, reason: str) -> None:
+def test_unknown_names_are_refused(setting: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         load_config(None, {}, [setting])
 
 
-def test_settings_hold_an_absolute_path_and_groups_are_compared() -> None:
+def test_settings_store_an_absolute_path_and_a_users_advantage_compares_groups() -> None:
     algorithm = load_config(None, {}, ["algorithm.advantage=sub/mine.py:f"]).algorithm
     assert algorithm.advantage == f"{Path.cwd()}/sub/mine.py:f"
     assert algorithm.compares_groups

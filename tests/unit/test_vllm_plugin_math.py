@@ -1,4 +1,4 @@
-"""The plugin's LoRA arithmetic against one row at a time, written out."""
+"""The plugin's LoRA arithmetic against a plain computation, one row at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SLOTS = {
 def naive(
     y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, slots: list[int], scale: float
 ) -> torch.Tensor:
-    """Row by row: y_t + scale * B A x_t of the row's own adapter, base rows as they were."""
+    """Row by row: y_t + scale * B A x_t with the row's adapter. Base rows stay unchanged."""
     rows = [
         row if s == BASE else row + scale * (b[s, 0] @ (a[s, 0] @ x[t]))
         for t, (row, s) in enumerate(zip(y, slots, strict=True))
@@ -42,7 +42,7 @@ def matrices(
 
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 @pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS.keys())
-def test_every_row_gets_its_own_adapter(slots: list[int], scale: float) -> None:
+def test_every_row_gets_its_adapter(slots: list[int], scale: float) -> None:
     torch.manual_seed(0)
     a, b = matrices(6, 5)
     x, y = torch.randn(len(slots), 6, dtype=torch.float64), torch.randn(len(slots), 5, dtype=torch.float64)
@@ -51,7 +51,7 @@ def test_every_row_gets_its_own_adapter(slots: list[int], scale: float) -> None:
     torch.testing.assert_close(y, expected)
 
 
-def test_base_rows_are_bit_for_bit_untouched() -> None:
+def test_base_rows_are_bit_equal() -> None:
     torch.manual_seed(0)
     slots = [1, BASE, 0, BASE, 1]
     a, b = matrices(6, 5)
@@ -64,7 +64,7 @@ def test_base_rows_are_bit_for_bit_untouched() -> None:
 
 
 @pytest.mark.parametrize("slots", [[0, 0, 0, 0], [0, BASE, 1, 0]], ids=["one adapter", "mixed"])
-def test_a_view_of_columns_is_written_in_place(slots: list[int]) -> None:
+def test_a_view_of_columns_is_updated_in_place(slots: list[int]) -> None:
     """q, k and v share one output tensor; each is a range of its columns."""
     torch.manual_seed(0)
     a, b = matrices(6, 5)
@@ -76,7 +76,7 @@ def test_a_view_of_columns_is_written_in_place(slots: list[int]) -> None:
 
 
 @pytest.mark.parametrize("width", [4, 8], ids=["layer narrower than the adapter", "layer padded"])
-def test_padding_of_either_side_is_left_alone(width: int) -> None:
+def test_padding_on_either_side_is_unchanged(width: int) -> None:
     torch.manual_seed(0)
     a, b = matrices(6, 5)
     x, y = torch.randn(2, 6, dtype=torch.float64), torch.zeros(2, width, dtype=torch.float64)
@@ -87,7 +87,7 @@ def test_padding_of_either_side_is_left_alone(width: int) -> None:
     assert not y[:, 5:].any()
 
 
-def test_wider_logits_than_the_adapter_are_added_to_in_their_own_type() -> None:
+def test_logits_wider_than_the_adapter_are_updated_in_their_dtype() -> None:
     torch.manual_seed(0)
     a, b = (m.to(torch.bfloat16) for m in matrices(6, 5))
     x, y = torch.randn(3, 6).to(torch.bfloat16), torch.zeros(3, 5, dtype=torch.float32)
@@ -97,8 +97,8 @@ def test_wider_logits_than_the_adapter_are_added_to_in_their_own_type() -> None:
     torch.testing.assert_close(y, expected, rtol=0.02, atol=0.02)
 
 
-def test_an_embedding_is_only_expanded() -> None:
-    """vLLM looks the rows of A up by token itself and hands them over."""
+def test_an_embedding_only_applies_b() -> None:
+    """vLLM looks up the rows of A by token and passes them in."""
     torch.manual_seed(0)
     _, b = matrices(6, 5)
     rows_of_a, y = torch.randn(3, 3, dtype=torch.float64), torch.zeros(3, 5, dtype=torch.float64)
@@ -109,7 +109,7 @@ def test_an_embedding_is_only_expanded() -> None:
     )
 
 
-def test_groups_hold_every_adapter_row_once_and_runs_as_slices() -> None:
+def test_groups_contain_every_adapter_row_once_and_consecutive_rows_as_slices() -> None:
     groups = group_rows([1, 1, BASE, 0, BASE, 0])
     assert [g.slot for g in groups] == [0, 1]
     assert isinstance(groups[0].rows, torch.Tensor)
@@ -119,9 +119,7 @@ def test_groups_hold_every_adapter_row_once_and_runs_as_slices() -> None:
 
 
 def test_register_imports_nothing_while_switched_off() -> None:
-    """vLLM loads the plugin in every program of the environment; without the switch that must cost nothing
-    and change nothing.
-    """
+    """vLLM loads the plugin in every process: when off, it must cost and change nothing."""
     code = (
         "import os, sys; os.environ.pop('SKYLITE_CPU_LORA', None); import skylite.vllm_plugin as plugin; "
         "plugin.register(); "
@@ -135,7 +133,7 @@ def test_register_imports_nothing_while_switched_off() -> None:
     )
 
 
-def test_joined_slices_are_one_product_and_see_what_is_written_later():
+def test_joined_slices_are_one_product_and_see_later_writes():
     parts = [torch.randn(2, 1, 3, 5, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     before = [p.clone() for p in parts]
     joined = join_slices(parts)
@@ -146,7 +144,7 @@ def test_joined_slices_are_one_product_and_see_what_is_written_later():
     assert torch.equal(parts[2], before[2])
 
 
-def test_merged_weights_give_what_base_and_adapter_give_together() -> None:
+def test_merged_weights_equal_base_plus_adapter() -> None:
     """A fused layer of two slices of different widths, slot 1 of 2."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(5, 4, generator=generator)

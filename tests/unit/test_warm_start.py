@@ -1,4 +1,4 @@
-"""A warm start is checked in words before anything is written, and the run then owns its copy."""
+"""A warm start is checked before anything is written, and the run then owns a copy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
 def make_model(folder: Path, seed: int = 0) -> Path:
-    """What the parent looks at of a model; nothing loads it."""
+    """The files of a model that the parent reads. Nothing loads it."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"architectures": ["TestForCausalLM"]}))
     (folder / "tokenizer.json").write_text("{}")
@@ -59,7 +59,7 @@ def make_adapter(folder: Path, base: str, rank: int = 4, **changes: Any) -> Path
 
 
 def publish(adapter: Path, fingerprint: str) -> Path:
-    """Give an adapter folder skylite's manifest."""
+    """Write skylite's manifest into an adapter folder."""
     weights = adapter / "adapter_model.safetensors"
     manifest = Manifest(
         version=60,
@@ -81,7 +81,7 @@ def publish(adapter: Path, fingerprint: str) -> Path:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A model, and data for it."""
+    """A folder with a model and data."""
     make_model(tmp_path / "model")
     info = PromptFileInfo(
         dataset="t",
@@ -113,7 +113,7 @@ def config(
 
 
 def refusal(root: Path, adapter: Path, **settings: Any) -> str:
-    """What plan_run says; asserts that nothing is written."""
+    """The error of plan_run, which must write nothing."""
     before = sorted(root.rglob("*"))
     with pytest.raises((ConfigError, ModelError)) as caught:
         plan_run(config(root, adapter, **settings), RunDir(root / "run"))
@@ -130,12 +130,12 @@ def refusal(root: Path, adapter: Path, **settings: Any) -> str:
         ({"use_rslora": True}, ["use_rslora false, but this run uses true", "--set lora.use_rslora=false"]),
     ],
 )
-def test_other_settings_than_the_adapters_name_the_flags_to_give(
+def test_settings_that_differ_from_the_adapter_are_refused_with_the_right_flags(
     root: Path, settings: dict[str, Any], parts: list[str]
 ) -> None:
-    said = refusal(root, make_adapter(root / "adapter", "model"), **settings)
+    message = refusal(root, make_adapter(root / "adapter", "model"), **settings)
     for part in parts:
-        assert part in said
+        assert part in message
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_other_settings_than_the_adapters_name_the_flags_to_give(
         ({"r": 8}, "matrices of rank [4], but its adapter_config.json says 8"),
     ],
 )
-def test_what_is_not_plain_lora_is_refused(root: Path, changes: dict[str, Any], part: str) -> None:
+def test_only_plain_lora_is_accepted(root: Path, changes: dict[str, Any], part: str) -> None:
     assert part in refusal(root, make_adapter(root / "adapter", "model", **changes))
 
 
@@ -169,7 +169,7 @@ def test_an_incomplete_or_damaged_folder_is_refused(root: Path) -> None:
     assert "adapter_config.json is missing" in refusal(root, Path("~nobody of this name/adapter"))
 
 
-def test_a_published_adapter_must_be_of_this_base_and_unchanged(root: Path) -> None:
+def test_a_published_adapter_must_match_this_base_and_be_unchanged(root: Path) -> None:
     adapter = publish(
         make_adapter(root / "adapter", "elsewhere"), check_folder(root / "model", "").fingerprint
     )
@@ -189,7 +189,7 @@ def test_a_published_adapter_must_be_of_this_base_and_unchanged(root: Path) -> N
     assert "sha256" in refusal(root, adapter)
 
 
-def test_a_foreign_adapter_of_another_base_name_is_taken_with_a_note(root: Path) -> None:
+def test_an_adapter_of_another_base_name_is_accepted_with_a_note(root: Path) -> None:
     adapter = make_adapter(root / "adapter", "/somebody/else/model")
     with logged_messages() as notes:
         plan = plan_run(config(root, adapter), RunDir(root / "run"))
@@ -201,14 +201,14 @@ def test_a_foreign_adapter_of_another_base_name_is_taken_with_a_note(root: Path)
     )
 
 
-def test_a_kl_that_pulls_away_from_the_start_is_said(root: Path) -> None:
+def test_a_kl_to_the_base_is_logged_for_a_warm_start(root: Path) -> None:
     adapter = make_adapter(root / "adapter", "model")
     for ref, warned in (("base", True), ("init", False)):
         plan = plan_run(config(root, adapter, kl_coef=0.1, kl_ref=ref), RunDir(root / "run"))
         assert any("pulls a warm start back to the base" in note for note in plan.resolved.notes) == warned
 
 
-def test_the_run_owns_a_copy_and_goes_on_without_the_folder_it_came_from(root: Path) -> None:
+def test_the_run_owns_a_copy_and_resumes_without_the_source_folder(root: Path) -> None:
     adapter = publish(make_adapter(root / "adapter", "model"), check_folder(root / "model", "").fingerprint)
     files = {p.name: p.read_bytes() for p in adapter.iterdir()}
     run = RunDir(root / "run")
@@ -233,7 +233,7 @@ def test_a_run_without_a_warm_start_has_none(root: Path) -> None:
     assert read_run_config(run.config_path).resolved.warm_start is None
 
 
-def test_what_lies_in_the_way_of_the_copy_is_never_deleted(root: Path) -> None:
+def test_existing_files_in_place_of_the_copy_are_never_deleted(root: Path) -> None:
     run = RunDir(root / "run")
     run.warm_start.mkdir(parents=True)
     (run.warm_start / "mine").touch()
@@ -243,7 +243,7 @@ def test_what_lies_in_the_way_of_the_copy_is_never_deleted(root: Path) -> None:
     assert [p.name for p in run.root.rglob("*")] == ["warm_start", "mine"]
 
 
-def test_a_warm_start_is_no_resume(tmp_path: Path) -> None:
+def test_from_adapter_is_an_ordinary_setting(tmp_path: Path) -> None:
     flags = TrainFlags(
         recipe=None,
         model=None,

@@ -13,7 +13,7 @@ from tests.unit.peer_code import OneProcess
 
 
 def trl_trainer(trl: SimpleNamespace, **settings: Any) -> Any:
-    """A GRPOTrainer that was never set up: just what its loss reads, as its own defaults have it."""
+    """A GRPOTrainer without its __init__: only the attributes that its loss reads, with TRL's defaults."""
     config = trl.trainer.GRPOConfig
     default = {
         name: config.__dataclass_fields__[name].default
