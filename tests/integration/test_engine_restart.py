@@ -27,7 +27,7 @@ from skylite.processes.supervisor import Supervisor
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Sample
 from skylite.vllm_plugin import CPU_SERVER
-from tests.unit.test_engine_pool import publish
+from tests.unit.engine_cases import publish
 from tests.unit.test_engine_server import SPEC
 
 FAKES = Path(__file__).parents[1] / "fakes"

@@ -31,7 +31,7 @@ from skylite.types import Prompt, Sample, Score
 from skylite.ui.dashboard import Screen
 from tests.logs import logged_messages
 from tests.unit.data_cases import prompt
-from tests.unit.test_engine_pool import BASE, POLICY, publish
+from tests.unit.engine_cases import BASE, POLICY, publish
 
 PROMPTS = [prompt(id=str(i), messages=[{"role": "user", "content": str(i)}]) for i in range(14)]
 MAX_LORAS = 2

@@ -22,8 +22,8 @@ from skylite.errors import RunFailed
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Sample
 from tests.unit.bad_inputs import damaged_bytes, damaged_json
+from tests.unit.bad_server import Behaviour, ask_for, choice, talk
 from tests.unit.fuzzing import FACTOR, generated
-from tests.unit.test_engine_client import Behaviour, ask_for, choice, talk
 
 counts: Counter[str] = Counter()
 """Number of replies by outcome."""

@@ -20,7 +20,7 @@ from skylite.run.run_dir import RunDir
 from skylite.trainer.anomaly import save_rejected_step
 from tests.logs import logged_messages
 from tests.small_run import resolved, settings
-from tests.unit.test_warm_start import make_adapter
+from tests.unit.run_cases import make_adapter
 
 
 def with_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:

@@ -5,30 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from skylite.engine.client import Sampling, VllmClient
 from skylite.engine.retrying_client import Engine
 from skylite.errors import EngineDead, EngineFailed, RunFailed, SyncFailed
 from skylite.run.run_dir import AdapterVersion
-
-SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=4, stop_token_ids=(), seed=40)
-Behaviour = Callable[[asyncio.StreamWriter, int], Awaitable[None]]
-
-
-def choice(index: int = 0, **changes: Any) -> dict[str, Any]:
-    good = {
-        "index": index,
-        "text": "ab",
-        "token_ids": [1, 2],
-        "logprobs": {"token_logprobs": [-1.0, -2.0]},
-        "finish_reason": "stop",
-    }
-    return good | changes
+from tests.unit.bad_server import SAMPLING, Behaviour, ask_for, choice, talk
 
 
 def replies(value: Any, status: int = 200, more: str = "") -> Behaviour:
@@ -70,46 +55,6 @@ async def drops(writer: asyncio.StreamWriter, _: int) -> None:
     for _ in range(400):
         writer.write(b" ")
         await asyncio.sleep(0.05)
-
-
-async def talk(
-    folder: Path, behave: Behaviour, ask: Callable[[VllmClient], Awaitable[Any]], timeout_s: float = 1.0
-) -> Any:
-    """Run `ask` against a server with this behaviour. `behave` also gets the number of earlier requests."""
-    count = 0
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal count
-        try:
-            head = await reader.readuntil(b"\r\n\r\n")
-            length = next(
-                (
-                    int(line.split(b":")[1])
-                    for line in head.lower().split(b"\r\n")
-                    if line.startswith(b"content-length")
-                ),
-                0,
-            )
-            await reader.readexactly(length)
-            number, count = count, count + 1
-            await behave(writer, number)
-            await writer.drain()
-        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            pass
-        finally:
-            writer.close()
-
-    server = await asyncio.start_unix_server(serve, folder / "s")
-    client = VllmClient("vllm-0", folder / "s", request_timeout_s=timeout_s)
-    try:
-        return await ask(client)
-    finally:
-        await client.aclose()
-        server.close()
-
-
-def ask_for(n: int) -> Callable[[VllmClient], Awaitable[Any]]:
-    return lambda client: client.sample("m", [7, 8], n, SAMPLING, version=3)
 
 
 @pytest.mark.parametrize(

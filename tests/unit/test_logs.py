@@ -17,7 +17,7 @@ from skylite.orchestrator.shutdown import TimeLimit
 from skylite.ui.logs import configure_logging, run_log
 from tests.unit.bad_inputs import call
 from tests.unit.data_cases import prompt
-from tests.unit.test_warm_start import make_model
+from tests.unit.run_cases import make_model
 
 logger = logging.getLogger("skylite.test")
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"

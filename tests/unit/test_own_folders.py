@@ -5,44 +5,19 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from skylite.config.loading import read_run_config
-from skylite.config.train import TrainConfig
 from skylite.errors import WriteFailed
 from skylite.hub.shared_memory import shared_copy
-from skylite.orchestrator.plan import plan_run, write_config, write_run
+from skylite.orchestrator.plan import write_config
 from skylite.orchestrator.resume import plan_resume
 from skylite.orchestrator.run_session import clear_control_files
 from skylite.run.own_folders import MARK_NAME, require_own_folders
 from skylite.run.run_dir import RunDir
 from tests.unit.bad_inputs import Reply, call, snapshot
-from tests.unit.test_resume import write_data
-from tests.unit.test_warm_start import make_model
-
-
-def begin(root: Path, name: str = "run", **lora: Any) -> RunDir:
-    """A run as `skylite train` starts it, with adapter 0 published."""
-    if not (root / "model").exists():
-        make_model(root / "model")
-        write_data(root / "data", 4)
-    tree = {
-        "num_steps": 2,
-        "model": {"name": str(root / "model")},
-        "data": {"path": str(root / "data")},
-        "lora": lora,
-    }
-    run = RunDir(root / name)
-    write_run(plan_run(TrainConfig.model_validate(tree), run))
-    publish(run.adapters(read_run_config(run.config_path)))
-    return run
-
-
-def publish(folder: Path) -> None:
-    (folder / "policy-v000000").mkdir(parents=True)
-    (folder / "policy-v000000" / "adapter_model.safetensors").write_bytes(b"precious")
+from tests.unit.run_cases import begin, publish_adapter_0
 
 
 def claim(run: RunDir, **changes: str) -> None:
@@ -100,7 +75,7 @@ def test_the_sync_folder_is_recognised_by_its_mark_and_an_empty_one_is_marked_ag
     own.rename(tmp_path / "before the reboot")
     require_own_folders(run, read_run_config(run.config_path))
     write_config(plan_resume(run))
-    publish(own)
+    publish_adapter_0(own)
     require_own_folders(run, read_run_config(run.config_path))
     assert (own / MARK_NAME).read_bytes() == (tmp_path / "before the reboot" / MARK_NAME).read_bytes()
 
@@ -119,7 +94,7 @@ def test_the_sync_folder_is_recognised_by_its_mark_and_an_empty_one_is_marked_ag
 )
 def test_a_symlink_out_of_the_run_is_refused(tmp_path: Path, name: str) -> None:
     run, outside = begin(tmp_path), tmp_path / "outside"
-    publish(outside)
+    publish_adapter_0(outside)
     if (run.root / name).exists():
         (run.root / name).rename(tmp_path / "aside")
     (run.root / name).symlink_to(outside)

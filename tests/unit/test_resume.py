@@ -10,7 +10,6 @@ import pytest
 
 from skylite.config.loading import change_config
 from skylite.config.train import TrainConfig
-from skylite.data.prompts import PromptFileInfo, write_prompts
 from skylite.errors import ConfigError
 from skylite.orchestrator.plan import plan_run, write_run
 from skylite.orchestrator.resume import check_changes, plan_resume
@@ -19,8 +18,7 @@ from skylite.run.run_dir import RunDir
 from skylite.run.status import Status, write_status
 from tests.logs import logged_messages
 from tests.small_run import settings
-from tests.unit.data_cases import prompt
-from tests.unit.test_warm_start import make_model
+from tests.unit.run_cases import make_model, write_data
 
 
 @pytest.fixture
@@ -43,22 +41,6 @@ def run(tmp_path: Path) -> RunDir:
         (run.checkpoint_path(step) / "policy.safetensors").write_bytes(b"weights")
         write_checkpoint_manifest(run.checkpoint_path(step), step)
     return run
-
-
-def write_data(folder: Path, count: int) -> None:
-    info = PromptFileInfo(
-        dataset="t",
-        source_kind="generated",
-        source="t",
-        source_sha256="0",
-        count=count,
-        seed=0,
-        split="train",
-        reward="math",
-        system="",
-        few_shot=[],
-    )
-    write_prompts(folder / "train.parquet", [prompt(id=f"t/train/{i}") for i in range(count)], info)
 
 
 def plan(run: RunDir, *settings: str, at: int | None = None) -> tuple[Any, list[str]]:

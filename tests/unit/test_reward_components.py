@@ -23,9 +23,8 @@ from skylite.run.run_dir import RunDir
 from skylite.trainer.anomaly import rollout_anomaly
 from skylite.types import Group, Sample, Score, Trajectory
 from tests.unit.data_cases import prompt
-from tests.unit.test_resume import write_data
+from tests.unit.run_cases import make_model, write_data
 from tests.unit.test_sampling import metrics_of
-from tests.unit.test_warm_start import make_model
 
 OWN = """
 import os

@@ -12,8 +12,8 @@ import pytest
 
 from skylite.run.run_dir import RunDir
 from tests.unit.bad_inputs import Reply, call, snapshot
+from tests.unit.run_cases import begin
 from tests.unit.test_lock import HOLD
-from tests.unit.test_own_folders import begin
 
 
 @contextmanager

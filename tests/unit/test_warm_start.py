@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,38 +23,7 @@ from skylite.run.files import sha256_file
 from skylite.run.run_dir import RunDir
 from tests.logs import logged_messages
 from tests.unit.data_cases import prompt
-
-LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
-
-
-def make_model(folder: Path, seed: int = 0) -> Path:
-    """The files of a model that the parent reads. Nothing loads it."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"architectures": ["TestForCausalLM"]}))
-    (folder / "tokenizer.json").write_text("{}")
-    save_file(
-        {"w": np.random.default_rng(seed).random((64, 64), dtype=np.float32)}, folder / "model.safetensors"
-    )
-    return folder
-
-
-def make_adapter(folder: Path, base: str, rank: int = 4, **changes: Any) -> Path:
-    """A PEFT folder with one adapted module; `changes` go into adapter_config.json."""
-    folder.mkdir()
-    peft = {
-        "peft_type": "LORA",
-        "r": rank,
-        "lora_alpha": 2 * rank,
-        "bias": "none",
-        "base_model_name_or_path": base,
-    } | changes
-    (folder / "adapter_config.json").write_text(json.dumps(peft))
-    tensors = {
-        f"{LAYER}.lora_A.weight": np.ones((rank, 8), np.float32),
-        f"{LAYER}.lora_B.weight": np.ones((6, rank), np.float32),
-    }
-    save_file(tensors, folder / "adapter_model.safetensors")
-    return folder
+from tests.unit.run_cases import make_adapter, make_model
 
 
 def publish(adapter: Path, fingerprint: str) -> Path:
