@@ -189,8 +189,8 @@ def _token_losses(
     low, high, ratio = 1 - a.clip_eps_low, 1 + a.clip_eps_high, torch.exp(policy - old)
     clipped = -torch.min(ratio * adv, torch.clamp(ratio, low, high) * adv)
     if a.policy_loss == "gspo":
-        whole = torch.exp((policy - old).mean())
-        return -torch.min(whole * adv, torch.clamp(whole, low, high) * adv)
+        sequence_ratio = torch.exp((policy - old).mean())
+        return -torch.min(sequence_ratio * adv, torch.clamp(sequence_ratio, low, high) * adv)
     if a.policy_loss == "cispo":
         return -torch.clamp(ratio, low, high).detach() * adv * policy
     if a.policy_loss == "sapo":

@@ -176,15 +176,15 @@ def bad_adapter(project: Path, data: st.DataObject, damage: str) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(project / "adapter", folder)
     config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
-    whole = weights.read_bytes()
+    good = weights.read_bytes()
     if damage == "config":
         config.write_bytes(data.draw(damaged_json(json.loads(config.read_bytes()))))
     elif damage == "weights":
-        weights.write_bytes(data.draw(damaged_bytes(whole)))
+        weights.write_bytes(data.draw(damaged_bytes(good)))
     elif damage == "header":
-        length = int.from_bytes(whole[:8], "little")
-        header = data.draw(damaged_json(json.loads(whole[8 : 8 + length])))
-        weights.write_bytes(len(header).to_bytes(8, "little") + header + whole[8 + length :])
+        length = int.from_bytes(good[:8], "little")
+        header = data.draw(damaged_json(json.loads(good[8 : 8 + length])))
+        weights.write_bytes(len(header).to_bytes(8, "little") + header + good[8 + length :])
     elif damage == "pickle":
         weights.rename(
             folder
@@ -228,8 +228,8 @@ def test_adapter_folders_for_serve_and_eval(
     """The adapter is checked first. Model and data are missing, so that vLLM never starts."""
     folder = bad_adapter(project, data, damage)
     if has_manifest:
-        whole = project / "adapter" / "adapter_model.safetensors"
-        facts = {"weights_sha256": sha256_file(whole), "weights_bytes": whole.stat().st_size}
+        good = project / "adapter" / "adapter_model.safetensors"
+        facts = {"weights_sha256": sha256_file(good), "weights_bytes": good.stat().st_size}
         manifest = Manifest.model_validate(MANIFEST | facts)
         (folder / "manifest.json").write_text(manifest.model_dump_json())
     is_told = damage in ("pickle", "name") or (has_manifest and damage in ("weights", "header"))
@@ -255,9 +255,9 @@ def test_manifests(project: Path, data: st.DataObject, tmp_path_factory: pytest.
 @given(data=st.data())
 def test_run_configs(project: Path, data: st.DataObject) -> None:
     path = project / "run" / "config.json"
-    whole = path.read_bytes()
+    good = path.read_bytes()
     try:
-        path.write_bytes(data.draw(damaged_json(json.loads(whole))))
+        path.write_bytes(data.draw(damaged_json(json.loads(good))))
         before = snapshot(project)
         run = RunDir(project / "run")
         accepted_or_refused(lambda: require_own_folders(run, read_run_config(path)))
@@ -267,19 +267,19 @@ def test_run_configs(project: Path, data: st.DataObject) -> None:
         reply = call(["eval", "run", "--data", "nosuch"])
         count(reply.code, reply.output)
     finally:
-        path.write_bytes(whole)
+        path.write_bytes(good)
 
 
 @generated(100)
 @given(data=st.data())
 def test_rollout_files(project: Path, data: st.DataObject) -> None:
-    whole = (project / "run" / "rollouts" / "step-000001.parquet").read_bytes()
+    good = (project / "run" / "rollouts" / "step-000001.parquet").read_bytes()
     path = project / "bad-rollouts.parquet"
-    path.write_bytes(data.draw(damaged_bytes(whole)))
+    path.write_bytes(data.draw(damaged_bytes(good)))
     accepted_or_refused(lambda: read_rollouts(path))
 
 
 def test_at_least_a_thousand_inputs_were_bad(project: Path) -> None:
-    print(f"bad inputs: {counts['refused']} refused in words, {counts['accepted']} accepted as valid")
+    print(f"bad inputs: {counts['refused']} refused with a reason, {counts['accepted']} accepted as valid")
     assert counts["refused"] >= 1000 * min(FACTOR, 1)
     assert load_config(None, {}, ()) is not None

@@ -109,6 +109,6 @@ def usable(asked: str, answer: Any) -> bool:
 
 
 def test_most_replies_were_bad() -> None:
-    print(f"bad replies: {counts['refused']} refused in words, {counts['accepted']} accepted as valid")
+    print(f"bad replies: {counts['refused']} refused with a reason, {counts['accepted']} accepted as valid")
     assert FACTOR < 1 or counts["refused"] >= 100
     assert counts["without words"] == 0

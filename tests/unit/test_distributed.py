@@ -10,13 +10,13 @@ import torch
 from skylite.model.distributed import half_the_threads
 
 
-@pytest.mark.parametrize(("own", "beside"), [(4, 2), (1, 1)])
-def test_half_the_threads_until_vllm_started_or_failed(own: int, beside: int) -> None:
+@pytest.mark.parametrize(("own", "during_start"), [(4, 2), (1, 1)])
+def test_half_the_threads_until_vllm_started_or_failed(own: int, during_start: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(own)
     try:
         with suppress(ValueError), half_the_threads():
-            assert torch.get_num_threads() == beside
+            assert torch.get_num_threads() == during_start
             int("a start that fails")
         assert torch.get_num_threads() == own
     finally:

@@ -41,10 +41,10 @@ def test_the_fingerprint_is_stable_and_changes_with_the_weights(model: Path, tmp
 
 
 def test_all_files_of_an_index_must_exist(model: Path) -> None:
-    whole = resolve_model(str(model)).fingerprint
+    original = resolve_model(str(model)).fingerprint
     index = model / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
-    assert resolve_model(str(model)).fingerprint == whole
+    assert resolve_model(str(model)).fingerprint == original
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}))
     with pytest.raises(ModelError, match=r"lacks model-2\.safetensors"):
         resolve_model(str(model))

@@ -49,15 +49,15 @@ def sharded(rows: int, columns: int, dist: Dist) -> DTensor:
 
 @pytest.mark.parametrize("rows", [16, 13])
 def test_each_rank_reads_its_rows_and_keeps_them_off_the_gpu(rows: int, tmp_path: Path) -> None:
-    whole, file = torch.randn(rows, 3), tmp_path / "model.safetensors"
-    save_file({"weight": whole}, file)
+    complete, file = torch.randn(rows, 3), tmp_path / "model.safetensors"
+    save_file({"weight": complete}, file)
     found = []
     for rank in range(8):
         dist = rank_of(8, rank, "cuda")
         shard = read_shard(file, "weight", sharded(rows, 3, dist), torch.float32, CPU, dist)
-        assert (shard.device, shard.to_local().device, shard.shape) == (CPU, CPU, whole.shape)
+        assert (shard.device, shard.to_local().device, shard.shape) == (CPU, CPU, complete.shape)
         found.append(shard.to_local())
-    assert torch.equal(torch.cat(found), whole)
+    assert torch.equal(torch.cat(found), complete)
 
 
 def test_a_rank_reads_no_more_of_a_tensor_than_its_rows(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_validation_does_not_depend_on_the_seed(tmp_path: Path) -> None:
     assert not {p.id for p in one["train"][0]} & {p.id for p in one["validation"][0]}
 
 
-@pytest.mark.skipif(not RELEASED.is_dir(), reason="the released GSM8K files are not beside this checkout")
+@pytest.mark.skipif(not RELEASED.is_dir(), reason="the released GSM8K files are not next to this checkout")
 def test_all_of_gsm8k(tmp_path: Path) -> None:
     splits = read(prepare("gsm8k", source=RELEASED))
     assert [len(splits[s][0]) for s in SPLITS] == [6961, 512, 1319]

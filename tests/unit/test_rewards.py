@@ -60,7 +60,7 @@ def test_format_ignores_whether_the_number_is_right() -> None:
     assert [reward(prompt(), text) for text in ("#### 8", "8", "#### many")] == [1.0, 0.0, 0.0]
 
 
-@pytest.mark.skipif(not RELEASED.is_dir(), reason="the released GSM8K files are not beside this checkout")
+@pytest.mark.skipif(not RELEASED.is_dir(), reason="the released GSM8K files are not next to this checkout")
 def test_every_released_gsm8k_answer_is_parsed_as_a_number() -> None:
     for name in ("train", "test"):
         for line in (RELEASED / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():

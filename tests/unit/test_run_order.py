@@ -69,7 +69,7 @@ def test_an_interrupted_evaluation_is_repeated_before_sampling(
     """When sampling ahead, the next step may be trained and have a checkpoint by then."""
     evaluation = [("policy-v000002", index, request_seed(0, -1, index)) for index in range(2)]
     requests, scores, logged = {}, {}, ""
-    for name in ("whole", "died"):
+    for name in ("original", "died"):
         run, _, _ = run_of(tmp_path / name, staleness, 4, eval_every=2)
         if name == "died":
             (run.evals / "step-v000002.json").unlink()  # the completions are written before it
@@ -79,9 +79,9 @@ def test_an_interrupted_evaluation_is_repeated_before_sampling(
             engine.requests,
             held_out_scores(run, TrainConfig.model_validate({"eval": {"limit": 2}}).eval),
         )
-    assert not set(evaluation) & set(requests["whole"])
-    assert requests["died"] == evaluation + requests["whole"]
-    assert scores["died"] == scores["whole"]
+    assert not set(evaluation) & set(requests["original"])
+    assert requests["died"] == evaluation + requests["original"]
+    assert scores["died"] == scores["original"]
     assert "evaluation (step): step 2: greedy pass@1" in logged
 
 
@@ -140,7 +140,7 @@ def test_overlapping_seconds_count_once() -> None:
 
 def test_an_event_cut_off_by_a_kill_is_ignored(tmp_path: Path) -> None:
     run, _, _ = run_of(tmp_path, 0, 1)
-    whole = read_events(run.events_path)
+    original = read_events(run.events_path)
     with run.events_path.open("ab") as stream:
         stream.write(json.dumps({"event": "trainer_step_seen"}).encode()[:9])
-    assert read_events(run.events_path) == whole
+    assert read_events(run.events_path) == original

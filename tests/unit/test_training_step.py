@@ -151,9 +151,9 @@ def test_the_update_does_not_depend_on_the_micro_batches(
 
 
 def test_zero_std_groups_are_skipped_without_changing_the_update(tiny_llama: Path, dist: Dist):
-    skipping, whole = settings(), settings(algorithm={"kl_coef": 1e-12})
+    skipping, complete = settings(), settings(algorithm={"kl_coef": 1e-12})
     a, metrics_a = gradients_after_step(policy_of(tiny_llama, skipping, dist), skipping, dist)
-    b, metrics_b = gradients_after_step(policy_of(tiny_llama, whole, dist), whole, dist)
+    b, metrics_b = gradients_after_step(policy_of(tiny_llama, complete, dist), complete, dist)
     assert metrics_a["tokens/unique"] < metrics_b["tokens/unique"]
     assert torch.allclose(a, b, atol=1e-6)
     assert metrics_a["loss/policy"] == pytest.approx(metrics_b["loss/policy"], abs=1e-6)

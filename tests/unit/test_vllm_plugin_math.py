@@ -68,11 +68,11 @@ def test_a_view_of_columns_is_updated_in_place(slots: list[int]) -> None:
     """q, k and v share one output tensor; each is a range of its columns."""
     torch.manual_seed(0)
     a, b = matrices(6, 5)
-    x, whole = torch.randn(4, 6, dtype=torch.float64), torch.randn(4, 12, dtype=torch.float64)
-    expected = whole.clone()
-    expected[:, 4:9] = naive(whole[:, 4:9], x, a, b, slots, 1.0)
-    add_lora(whole.narrow(1, 4, 5), x, a, b, group_rows(slots))
-    torch.testing.assert_close(whole, expected)
+    x, complete = torch.randn(4, 6, dtype=torch.float64), torch.randn(4, 12, dtype=torch.float64)
+    expected = complete.clone()
+    expected[:, 4:9] = naive(complete[:, 4:9], x, a, b, slots, 1.0)
+    add_lora(complete.narrow(1, 4, 5), x, a, b, group_rows(slots))
+    torch.testing.assert_close(complete, expected)
 
 
 @pytest.mark.parametrize("width", [4, 8], ids=["layer narrower than the adapter", "layer padded"])

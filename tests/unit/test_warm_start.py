@@ -126,8 +126,8 @@ def test_only_plain_lora_is_accepted(root: Path, changes: dict[str, Any], part: 
 def test_an_incomplete_or_damaged_folder_is_refused(root: Path) -> None:
     adapter = make_adapter(root / "adapter", "model")
     weights = adapter / "adapter_model.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-4])
+    good = weights.read_bytes()
+    weights.write_bytes(good[:-4])
     assert "truncated" in refusal(root, adapter)
     save_file({"model.embed_tokens.weight": np.ones((3, 4), np.float32)}, weights)
     assert "model.embed_tokens.weight [3, 4], which is not a LoRA matrix" in refusal(root, adapter)
