@@ -146,7 +146,7 @@ def bad_inputs(factor: float) -> dict[str, Any]:
     env = {**os.environ, "FUZZ_FACTOR": str(factor)}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=env)
     text = done.stdout
-    found = re.findall(r"(\d+) refused in words, (\d+) accepted", text)
+    found = re.findall(r"(\d+) refused with a reason, (\d+) accepted", text)
     return {
         "factor": factor,
         "refused": sum(int(refused) for refused, _ in found),
