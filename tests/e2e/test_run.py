@@ -94,7 +94,7 @@ def test_a_run_that_stops_in_time_and_goes_on_equals_one_that_never_stopped(proj
         *project.train_args("in-time", 3, *extra, "--max-hours", "0.0001"), timeout_s=DEADLINE_S
     )
     assert stopped.returncode == 0, stopped.stderr
-    assert "--max-hours 0.0001: the next step" in stopped.stderr
+    assert "--max-hours 0.0001: stopping" in stopped.stderr
     assert [m["step"] for m in project.metrics("in-time")] == [1]
     assert project.status("in-time")["phase"] == "stopped"
 

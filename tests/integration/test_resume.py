@@ -139,5 +139,5 @@ def test_a_step_whose_adapter_or_rollouts_are_gone_cannot_be_replayed(
     with pytest.raises(ConfigError, match="holds no policy-v000007 to compare with"):
         replay(run.root, 7)
     run.rollout_path(3).unlink()
-    with pytest.raises(ConfigError, match="no rollouts of step 3, which step 4 is trained after"):
+    with pytest.raises(ConfigError, match="no rollouts of step 3; a replay of step 4 needs them"):
         replay(run.root, 4)
