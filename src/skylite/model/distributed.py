@@ -105,8 +105,8 @@ def set_threads(num_threads: int | None) -> None:
 def half_the_threads() -> Iterator[None]:
     """Use half of the CPU threads while other work shares the cores.
 
-    Such work is vLLM's start, and the writing and hashing of an adapter. The threads of a matrix product wait
-    for each other by spinning, which wastes cores while one of them waits for the scheduler.
+    Such work is vLLM's start. The threads of a matrix product wait for each other by spinning, which wastes
+    cores while one of them waits for the scheduler.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(max(1, num_threads // 2))

@@ -40,7 +40,7 @@ def load_reward(spec: str, example: Prompt | None = None) -> RewardFn:
 
 
 def finite_score(name: str, reward: RewardFn, prompt: Prompt, completion: str) -> float:
-    """As `score`; raises RunFailed for NaN and infinity too."""
+    """Like `score`, but raises RunFailed for NaN and infinity, too."""
     value = score(name, reward, prompt, completion)
     if not is_number(value):
         raise non_finite_reward(name, value, prompt.id, completion)
@@ -48,10 +48,9 @@ def finite_score(name: str, reward: RewardFn, prompt: Prompt, completion: str) -
 
 
 def score(name: str, reward: RewardFn, prompt: Prompt, completion: str) -> float:
-    """The reward of one completion, NaN and infinity included: in training the guards decide what becomes of
-    such a step.
+    """The reward of one completion. It may be NaN or infinite: trainer/anomaly.py handles such a step.
 
-    Raises RunFailed with the prompt's id when the function raises or returns no number at all.
+    Raises RunFailed with the prompt's id if the function raises or does not return a number.
     """
     try:
         value = reward(prompt, completion)
@@ -65,12 +64,12 @@ def score(name: str, reward: RewardFn, prompt: Prompt, completion: str) -> float
         raise non_finite_reward(name, value, prompt.id, completion)
     try:
         return float(value)
-    except OverflowError:  # an int beyond every float
+    except OverflowError:  # an int too large for a float
         return float("inf") if value > 0 else float("-inf")
 
 
 def reference_completion(spec: str, answer: str) -> str:
-    """A perfect completion: only the answer, in the form that the reward expects. User rewards get it raw."""
+    """A perfect completion: the answer in the form that the reward expects, or as it is."""
     if spec in ("gsm8k", "format"):
         return answer if "####" in answer else f"#### {answer}"
     if spec == "math":

@@ -34,7 +34,7 @@ def load_components(
 
 
 def score_components(components: Sequence[Component], prompt: Prompt, completion: str) -> Score:
-    """The weighted sum, and each function's own score by name. It is NaN or infinite where a score is.
+    """The weighted sum, and each function's unweighted score by name. NaN or infinite if a score is.
 
     Raises RunFailed, which names function and prompt, if a function raises or does not return a number.
     """
@@ -43,9 +43,9 @@ def score_components(components: Sequence[Component], prompt: Prompt, completion
 
 
 def component_names(specs: Sequence[str]) -> list[str]:
-    """A name for each spec, no two alike: the function's name.
+    """A unique name for each spec: the function's name.
 
-    Where that is taken, the file's stem comes before it; where that is taken too, the full spec is the name.
+    If that is taken, FILE.function; if that is taken too, the full spec.
     """
     taken = [*OTHER_METRICS, *(_function_name(spec) for spec in specs)]
     names = [
@@ -55,11 +55,11 @@ def component_names(specs: Sequence[str]) -> list[str]:
 
 
 def _function_name(spec: str) -> str:
-    """A built-in's name, or the function's."""
+    """The name of the built-in reward or of the function."""
     return spec.rpartition(":")[2]
 
 
 def _with_stem(spec: str) -> str:
-    """`my_rewards.score` for my_rewards.py:score; a built-in's own name."""
+    """`my_rewards.score` for my_rewards.py:score; the name of a built-in reward unchanged."""
     file, _, function = spec.rpartition(":")
     return f"{Path(file).stem}.{function}" if file else spec

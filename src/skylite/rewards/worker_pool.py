@@ -17,13 +17,13 @@ from skylite.rewards.components import Component, load_components, score_compone
 from skylite.types import Prompt, Score
 
 _components: tuple[Component, ...] = ()
-"""In a worker."""
+"""The reward functions of this worker process; empty in the parent."""
 
 
 class RewardPool:
-    """Worker processes that hold the reward functions.
+    """Worker processes with the reward functions.
 
-    They ignore Ctrl-C (the parent decides) and die with the parent.
+    They ignore Ctrl-C, which the parent handles, and die with the parent.
     """
 
     def __init__(
@@ -33,10 +33,9 @@ class RewardPool:
         num_workers: int = 1,
         timeout_s: float = 600.0,
     ) -> None:
-        """Start the workers. `specs`, `weights`: as for `load_components`. `timeout_s`: for one call of
-        `score`.
+        """Start the workers. Raises ConfigError if a reward cannot be loaded.
 
-        Raises ConfigError if a reward cannot be loaded.
+        `specs`, `weights`: as for `load_components`. `timeout_s`: limit for one call of `score`.
         """
         load_components(specs, weights)
         context = multiprocessing.get_context("spawn")

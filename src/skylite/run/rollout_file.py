@@ -48,9 +48,9 @@ def write_rollouts(path: Path, groups: Sequence[Group]) -> None:
 
 
 def read_rollouts(path: Path) -> list[Group]:
-    """The groups of a step as they were written; of a prompt only id, question and answer.
+    """The groups of a step. Of each prompt, the file has only id, question and answer.
 
-    Raises DataError when the file is not a rollout file.
+    Raises DataError if the file is not a valid rollout file.
     """
     rows = _read(path, ROLLOUT_SCHEMA.names)
     rows.sort(key=lambda row: (row["group"], row["trajectory"], row["turn"]))
@@ -145,7 +145,7 @@ def _sample(path: Path, place: str, row: dict[str, Any]) -> Sample:
 def _read(path: Path, columns: list[str]) -> list[dict[str, Any]]:
     schema = pa.schema([ROLLOUT_SCHEMA.field(name) for name in columns])
     try:
-        # Not pq.read_table: it makes a column of a parent folder named a=b.
+        # pq.read_table would turn a parent folder named a=b into a column a.
         with pq.ParquetFile(path) as file:
             rows: list[dict[str, Any]] = file.read(columns=columns).select(columns).cast(schema).to_pylist()
     except (OSError, KeyError, pa.ArrowException) as error:

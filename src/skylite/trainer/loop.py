@@ -1,7 +1,4 @@
-"""The trainer's loop: read rollouts, train a step, publish an adapter version.
-
-It communicates with the parent through files only.
-"""
+"""The trainer's loop: read rollouts, train a step, publish an adapter. Talks to the parent through files only."""
 
 from __future__ import annotations
 
@@ -126,11 +123,8 @@ def build_trainer(run: RunDir, run_config: RunConfig, dist: Dist) -> Trainer:
     run_config = resolve_micro_batch_tokens(run, run_config, policy, dist)
     config = run_config.config
     if config.algorithm.uses_ref:
-        kl = check_reference(
-            policy,
-            sequences,
-            must_agree=config.algorithm.kl_ref == "init" or config.lora.from_adapter is None,
-        )
+        must_agree = config.algorithm.kl_ref == "init" or config.lora.from_adapter is None
+        kl = check_reference(policy, sequences, must_agree)
         if dist.is_main:
             print(f"KL to the reference at the start: {kl:.3g}", flush=True)
     optim = config.optim
@@ -232,9 +226,9 @@ def handle_anomaly(trainer: Trainer, step: int, anomaly: str, metrics: dict[str,
 
 
 def publish_version(trainer: Trainer, version: int) -> dict[str, float]:
-    """Score the canary (all ranks) and write the adapter (rank 0). Returns metrics.
+    """Score the canary on all ranks, then let rank 0 write the adapter. Returns metrics.
 
-    Raises TrainingDiverged on every rank, with nothing published, when the policy's logprobs are not finite.
+    Raises TrainingDiverged on every rank, and publishes nothing, if the policy's logprobs are not finite.
     """
     started = time.monotonic()
     metrics = {"adapter/b_norm": b_norm(trainer.policy)}
@@ -247,7 +241,10 @@ def publish_version(trainer: Trainer, version: int) -> dict[str, float]:
 
 
 def score_canary(trainer: Trainer, version: int) -> Canary:
-    """The canary under the adapter as it is. All ranks call it; raises TrainingDiverged on all of them."""
+    """The canary's logprobs with the current adapter. All ranks call it.
+
+    Raises TrainingDiverged on all ranks or on none, because every rank scores the same tokens.
+    """
     logprobs = canary_logprobs(trainer.policy, trainer.canary_sequences)
     if not all(math.isfinite(x) for row in logprobs for x in row):
         raise TrainingDiverged(f"the logprobs of {adapter_name(version)} on the canary are not finite", "")

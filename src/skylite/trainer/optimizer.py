@@ -113,9 +113,7 @@ def is_b_matrix(parameter: str) -> bool:
 
 
 def _flat_grads(params: list[nn.Parameter]) -> Tensor:
-    """Give each parameter a gradient that is a view of one flat tensor; autograd then accumulates into it in
-    place.
-    """
+    """Give each parameter a view of one flat tensor as its gradient. Autograd accumulates in place."""
     sizes = [p.numel() for p in params]
     flat = torch.zeros(sum(sizes), device=params[0].device)
     for param, part in zip(params, torch.split(flat, sizes), strict=True):

@@ -35,9 +35,9 @@ class Published:
 
 
 def adapter_tensors(policy: Policy) -> dict[str, Tensor]:
-    """The trainable parameters by PEFT's file names, on the CPU, in the type vLLM computes with.
+    """The trainable parameters by PEFT's tensor names, on the CPU, in vLLM's compute dtype.
 
-    Every rank holds all of LoRA, so nothing is gathered. Copies only where device or type differs.
+    LoRA is replicated on every rank, so nothing is gathered. Copies only if the device or dtype differs.
     """
     return {peft_tensor_name(n): p.detach().to("cpu", policy.dtype) for n, p in policy.lora.items()}
 
@@ -87,13 +87,13 @@ def b_norm(policy: Policy) -> float:
 
 
 def publish(policy: Policy, run_config: RunConfig, version: int, canary: Canary) -> Published:
-    """Write `policy-v000012/` as a complete folder, or find it with the same weights (a resumed run).
+    """Write `policy-v000012/` atomically. A resumed run may find it there with the same weights.
 
-    Raises SyncFailed when the weights differ.
+    Raises SyncFailed if the folder exists with other weights.
     """
     started = time.monotonic()
     adapter = AdapterVersion(version, Path(run_config.resolved.lora_sync_path) / adapter_name(version))
-    # Not save_file: it hides the number of an error in a text.
+    # save_file would hide the errno of a failed write.
     weights = save(adapter_tensors(policy), {"format": "pt"})
     digest = hashlib.sha256(weights).hexdigest()
     if adapter.path.exists():

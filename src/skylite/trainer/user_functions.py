@@ -33,12 +33,12 @@ def load_functions(config: AlgorithmConfig) -> None:
 
 
 def group_advantage(spec: str) -> GroupAdvantage | None:
-    """The advantage that compares trajectories; None for those along tokens (gae, reinforce++)."""
+    """The advantage function over groups; None for advantages per token (gae, reinforce++)."""
     return _load(spec, ADVANTAGE).advantage if is_program(spec) else GROUP_ADVANTAGES.get(spec)
 
 
 def policy_loss(spec: str) -> PolicyLoss:
-    """The loss of each token."""
+    """The loss function per token."""
     return _load(spec, POLICY_LOSS).policy_loss if is_program(spec) else POLICY_LOSSES[spec]
 
 
@@ -58,7 +58,7 @@ class UserFunction:
 
     def policy_loss(self, x: LossInputs, config: AlgorithmConfig) -> Tensor:
         """[C]"""
-        if not len(x.policy_logprobs):  # an empty micro-batch, of which a function could take no maximum
+        if not len(x.policy_logprobs):  # an empty micro-batch, for which max() and similar calls would fail
             return x.policy_logprobs * x.advantages
         found = self._call(x, config)
         inputs = [x.policy_logprobs, x.old_logprobs, x.advantages]
@@ -97,5 +97,5 @@ class UserFunction:
 
 @cache
 def _load(spec: str, kind: FunctionKind) -> UserFunction:
-    """A process runs each file once."""
+    """Cached, so that a process runs each file once."""
     return UserFunction(spec, kind, load_function(spec, kind))
