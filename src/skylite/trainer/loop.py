@@ -1,4 +1,4 @@
-"""The trainer's loop: read rollouts, train a step, publish an adapter. Talks to the parent through files only."""
+"""The trainer's loop: read rollouts, train, publish an adapter. It talks to the parent through files only."""
 
 from __future__ import annotations
 
