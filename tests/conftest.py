@@ -15,7 +15,7 @@ from tests.tiny_models import make_tiny_model
 
 @pytest.fixture(scope="session", autouse=True)
 def own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What skylite remembers about its user goes to a folder of the tests' own."""
+    """What skylite remembers about its user goes to a temporary folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
@@ -39,9 +39,9 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def vllm_server(tiny_llama: Path) -> Iterator[EngineServer]:
-    """One vLLM CPU server of the tiny Llama for the whole session.
+    """One vLLM CPU server of the tiny Llama for the session.
 
-    Give adapters names of your own: a name is for ever.
+    Give your adapters unique names: a name cannot be reused.
     """
     with running_server(tiny_llama) as server:
         yield server

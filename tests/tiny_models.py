@@ -1,6 +1,4 @@
-"""Tiny random models made on the fly: the real architectures of transformers with hidden size 64, no network
-needed.
-"""
+"""Tiny random models, made when needed: real transformers architectures with hidden size 64, no network."""
 
 from __future__ import annotations
 

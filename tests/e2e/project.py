@@ -54,7 +54,7 @@ class Project:
         return ["train", *named, *settings, *more, "--steps", str(steps), "--run", run, *extra]
 
     def start(self, *args: str) -> subprocess.Popen[str]:
-        """`skylite ARGS` in a session of its own, output captured."""
+        """Start `skylite ARGS` in a new session and capture its output."""
         return subprocess.Popen(
             [*COMMAND, *args],
             cwd=self.root,
@@ -66,13 +66,13 @@ class Project:
         )
 
     def run(self, *args: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
-        """`skylite ARGS` to its end."""
+        """Run `skylite ARGS` until it ends."""
         return subprocess.run(
             [*COMMAND, *args], cwd=self.root, capture_output=True, text=True, timeout=timeout_s, check=False
         )
 
     def metrics(self, run: str) -> list[dict[str, Any]]:
-        """metrics.jsonl, whole lines."""
+        """The lines of metrics.jsonl."""
         path = self.root / run / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 

@@ -1,4 +1,4 @@
-"""Run skylite, wait for its steps and the end of its processes, check what it recorded."""
+"""Run skylite, wait for steps and for processes to end, and check metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEADLINE_S = 240.0
 
 @contextlib.contextmanager
 def running(project: Project, *args: str) -> Iterator[subprocess.Popen[str]]:
-    """A skylite process that is gone, with all its descendants, after the block, whatever the test found."""
+    """A skylite process. After the block it and its descendants are gone, even if the test failed."""
     process = project.start(*args)
     below: list[psutil.Process] = []
     try:
@@ -37,7 +37,7 @@ def running(project: Project, *args: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def wait_for_step(project: Project, process: subprocess.Popen[str], run: str, step: int) -> None:
-    """Until metrics.jsonl has `step`."""
+    """Wait until metrics.jsonl has `step`."""
     deadline = time.monotonic() + DEADLINE_S
     while len(project.metrics(run)) < step:
         assert process.poll() is None, process.communicate()[0]
@@ -46,13 +46,13 @@ def wait_for_step(project: Project, process: subprocess.Popen[str], run: str, st
 
 
 def wait_gone(processes: list[psutil.Process], timeout_s: float = 15.0) -> list[psutil.Process]:
-    """Those that still live after `timeout_s`."""
+    """The processes that are still alive after `timeout_s`."""
     _, alive = psutil.wait_procs(processes, timeout=timeout_s)
     return [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
 def check_metrics(project: Project, run: str) -> None:
-    """Every step has its numbers, and they are sane."""
+    """Check that every step recorded its metrics, with plausible values."""
     for line in project.metrics(run):
         for key in (
             "time/publish_s",
@@ -75,17 +75,17 @@ def check_metrics(project: Project, run: str) -> None:
 
 
 def command_of(processes: list[psutil.Process], mark: str) -> psutil.Process:
-    """The process that runs the module `mark` itself, not the guard or the agent that names it."""
+    """The process that runs module `mark`, not the reaper or torchrun, which have it in their command line."""
     return next(
         p
         for p in reversed(processes)
         if mark in p.cmdline()
         and "torch.distributed.run" not in p.cmdline()
-        and "guard.py" not in " ".join(p.cmdline()[:6])
+        and "reaper.py" not in " ".join(p.cmdline()[:6])
     )
 
 
-def said_in(secret: str, root: Path, processes: list[psutil.Process]) -> list[str]:
-    """Files and command lines that hold it."""
+def places_with(secret: str, root: Path, processes: list[psutil.Process]) -> list[str]:
+    """Files and command lines that contain the secret."""
     files = [str(path) for path in root.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
     return files + [" ".join(p.cmdline()) for p in processes if secret in " ".join(p.cmdline())]

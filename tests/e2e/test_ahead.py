@@ -1,6 +1,4 @@
-"""Sampling one step ahead on real parts: two versions in one vLLM at a time, an interruption that changes no
-version.
-"""
+"""Sampling one step ahead with real vLLM: two versions are loaded, and a resume keeps the versions."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ def test_a_step_is_sampled_while_the_one_before_is_trained_and_resume_keeps_the_
     metrics = project.metrics("ahead")
     assert [m["staleness/max"] for m in metrics] == [0, 1, 1, 1, 1]
     assert all(m["canary/gap_max"] < 0.002 for m in metrics)
-    # A stale completion is corrected for, not taken for the trainer's own.
+    # Step 3's completions are stale: their logprobs must differ from the trainer's.
     assert metrics[0]["mismatch/logprob_diff_mean"] < 1e-3 < metrics[2]["mismatch/logprob_diff_mean"]
     order = [
         (e["event"], e["step"])

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.e2e
 
 
 def refused(project: Project, *args: str) -> str:
-    """What `skylite ARGS` says on stderr; asserts that it refuses in words."""
+    """The stderr of `skylite ARGS`, after checking that it exits with 2 and without a traceback."""
     done = project.run(*args, timeout_s=120)
     assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
     assert "Traceback" not in done.stderr + done.stdout
@@ -22,14 +22,14 @@ def refused(project: Project, *args: str) -> str:
 
 
 def test_unknown_settings_and_bad_values_all_at_once(project: Project) -> None:
-    said = refused(
+    message = refused(
         project,
         *project.train_args(
             "x", 1, "--set", "lora.rnk=3", "--set", "algorithm.clip_eps_low=7", "--set", "lora.use_dora=true"
         ),
     )
     for part in ("did you mean rank?", "clip_eps_low", "DoRA"):
-        assert part in said
+        assert part in message
     assert not (project.root / "x").exists()
 
 
@@ -55,7 +55,7 @@ def test_a_malformed_parquet_file(project: Project, tmp_path: Path, content: byt
 def test_a_broken_jsonl_line_is_named(project: Project, tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"q": "1+1", "a": "2"}\n{"q": "broken\n')
-    said = refused(
+    message = refused(
         project,
         "prepare",
         str(bad),
@@ -68,7 +68,7 @@ def test_a_broken_jsonl_line_is_named(project: Project, tmp_path: Path) -> None:
         "--out",
         str(tmp_path / "out"),
     )
-    assert "bad.jsonl, line 2" in said or "bad.jsonl:2" in said or "line 2" in said
+    assert "bad.jsonl, line 2" in message or "bad.jsonl:2" in message or "line 2" in message
     assert not (tmp_path / "out").exists()
 
 
@@ -93,8 +93,8 @@ def test_a_damaged_model_folder(project: Project, tmp_path: Path, damage: str) -
     elif damage == "no weights":
         (model / "model.safetensors").unlink()
     elif damage == "truncated weights":
-        whole = (model / "model.safetensors").read_bytes()
-        (model / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+        content = (model / "model.safetensors").read_bytes()
+        (model / "model.safetensors").write_bytes(content[: len(content) // 2])
     elif damage == "not causal":
         config = json.loads((model / "config.json").read_text())
         (model / "config.json").write_text(
@@ -102,7 +102,7 @@ def test_a_damaged_model_folder(project: Project, tmp_path: Path, damage: str) -
         )
     else:
         (model / "tokenizer.json").unlink()
-    said = refused(
+    message = refused(
         project,
         "train",
         "--recipe",
@@ -116,7 +116,7 @@ def test_a_damaged_model_folder(project: Project, tmp_path: Path, damage: str) -
         "--run",
         "x",
     )
-    assert str(model) in said
+    assert str(model) in message
     assert not (project.root / "x").exists()
 
 

@@ -1,21 +1,18 @@
-"""A reward that is no number, through the whole program: the step is not learned from, kept, and stopped at
-or skipped as configured.
+"""A NaN reward in a real run: the step trains nothing and is kept on disk. The run stops or skips it, as
+configured.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from skylite.data.order import prompts_for_step
 from skylite.data.prompts import read_prompts
-from skylite.engine.server_command import ENGINE_COMMAND
 from skylite.run.run_dir import RunDir, adapter_name
 from tests.e2e.project import Project
-from tests.torture.ground import FAKE_ENGINE_COMMAND, ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.dist]
 REWARD = """
@@ -28,11 +25,8 @@ def weights(run: RunDir, version: int) -> bytes:
     return (run.default_adapters / adapter_name(version) / "adapter_model.safetensors").read_bytes()
 
 
-def test_a_run_stops_at_a_nan_reward_and_goes_on_without_the_step(
-    project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(ENGINE_COMMAND, FAKE_ENGINE_COMMAND)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
+@pytest.mark.usefixtures("fake_engine")
+def test_a_run_stops_at_a_nan_reward_and_continues_without_the_step(project: Project) -> None:
     prompts, _ = read_prompts(project.root / "data" / "train.parquet")
     bad = prompts_for_step(prompts, 2, 4, 0)[1].id
     (project.root / "none.py").write_text(REWARD.format(bad=bad))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import signal
 import time
+from subprocess import Popen
 
 import psutil
 import pytest
@@ -15,104 +16,90 @@ from tests.e2e.running import (
     DEADLINE_S,
     check_metrics,
     command_of,
+    places_with,
     running,
-    said_in,
     wait_for_step,
     wait_gone,
 )
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.dist]
+Process = Popen[str]
 
 
-@pytest.mark.parametrize("order", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_engine_that_is_killed_or_hangs_is_started_again_and_the_run_goes_on(
-    project: Project, order: signal.Signals
-) -> None:
-    run = f"engine-{order.name}"
-    with running(
-        project, *project.train_args(run, 60, "--set", "eval.limit=0", "--set", "engine.stall_timeout_s=5")
-    ) as process:
-        wait_for_step(project, process, run, 1)
-        (core,) = [p for p in descendants(process.pid) if p.cmdline()[0].startswith("VLLM::EngineCore")]
-        core.send_signal(order)
-        before = len(project.metrics(run))
-        wait_for_step(project, process, run, before + 3)
-        assert project.metrics(run)[-1]["restarts"] == 1
-        assert project.status(run)["restarts"] == {"vllm-0": 1}
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, output
-    assert "It restarts (1 of engine.max_restarts=2)." in output
-    check_metrics(project, run)
-
-
-def test_a_rank_that_stands_still_is_killed_and_the_run_is_started_again_from_its_checkpoint(
+def test_a_run_survives_a_killed_engine_a_hung_engine_and_a_hung_rank_and_then_fails_with_a_reason(
     project: Project,
 ) -> None:
-    settings = (
-        "--set",
-        "eval.limit=0",
-        "--set",
-        "checkpoint.every=2",
-        "--set",
-        "trainer.step_timeout_s=30",
-        "--max-restarts",
-        "1",
-    )
-    with running(project, *project.train_args("stood-still", 60, *settings)) as process:
-        wait_for_step(project, process, "stood-still", 3)
-        rank = command_of(descendants(process.pid), "skylite.trainer.worker")
-        rank.send_signal(signal.SIGSTOP)
-        # The parent, which lives on, keeps multiprocessing's tracker.
-        children = [p for p in descendants(process.pid) if "resource_tracker" not in " ".join(p.cmdline())]
-        deadline = time.monotonic() + DEADLINE_S
-        while not [m for m in project.metrics("stood-still") if m.get("restarts")]:
-            assert process.poll() is None, process.communicate()[0]
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        assert wait_gone(children) == []
-        assert project.status("stood-still")["restarts"] == {"trainer": 1}
-        children = descendants(process.pid)
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.3)
-        process.send_signal(signal.SIGINT)
-        asked = time.monotonic()
-        output, _ = process.communicate(timeout=60)
-    assert time.monotonic() - asked < 5, "a second Ctrl-C ends at once"
-    assert process.returncode == 130, output
-    assert wait_gone(children) == []
-    assert (
-        f"in 30 s (trainer.step_timeout_s): it hangs. Stopped by a signal (SIGSTOP): process {rank.pid}."
-        in output
-    )
-    steps = [m["step"] for m in project.metrics("stood-still")]
-    assert steps == list(range(1, len(steps) + 1))
-    check_metrics(project, "stood-still")
+    """One run, so that vLLM starts as rarely as possible. The third engine to die is one too many."""
+    settings = ("eval.limit=0", "engine.stall_timeout_s=5", "checkpoint.every=2", "trainer.step_timeout_s=30")
+    flags = [*(word for setting in settings for word in ("--set", setting)), "--max-restarts", "1"]
+    with running(project, *project.train_args("deaths", 90, *flags)) as process:
+        wait_for_step(project, process, "deaths", 1)
+        for restarts, order in enumerate((signal.SIGKILL, signal.SIGSTOP), start=1):
+            engine_core(process).send_signal(order)
+            wait_for_step(project, process, "deaths", len(project.metrics("deaths")) + 3)
+            assert project.metrics("deaths")[-1]["restarts"] == restarts
+            assert project.status("deaths")["restarts"] == {"vllm-0": restarts}
+        rank = hang_the_rank(project, process)
+        assert project.status("deaths")["restarts"] == {"vllm-0": 2, "trainer": 1}
 
-
-@pytest.mark.parametrize("victim", ["trainer", "vllm"])
-def test_a_killed_child_ends_the_run_with_its_reason(project: Project, victim: str) -> None:
-    run = f"killed-{victim}"
-    with running(project, *project.train_args(run, 60, "--set", "engine.max_restarts=0")) as process:
-        wait_for_step(project, process, run, 1)
         children = descendants(process.pid)
-        mark = "skylite.trainer.worker" if victim == "trainer" else CPU_SERVER
-        command_of(children, mark).send_signal(signal.SIGKILL)
+        command_of(children, CPU_SERVER).send_signal(signal.SIGKILL)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 1, output
+    assert "It restarts (1 of engine.max_restarts=2)." in output
+    assert "It restarts (2 of engine.max_restarts=2)." in output
+    assert f"it hangs. Stopped by a signal (SIGSTOP): process {rank.pid}." in output
+    assert "vllm-0" in output.rpartition("skylite:")[2]
+    check_failed(project, "deaths", output, children)
+    steps = [m["step"] for m in project.metrics("deaths")]
+    assert steps == list(range(1, len(steps) + 1))
+    check_metrics(project, "deaths")
+
+
+def engine_core(process: Process) -> psutil.Process:
+    """vLLM's engine core below skylite."""
+    (core,) = [p for p in descendants(process.pid) if p.cmdline()[0].startswith("VLLM::EngineCore")]
+    return core
+
+
+def hang_the_rank(project: Project, process: Process) -> psutil.Process:
+    """Stop the rank with SIGSTOP, and wait until a new trainer has finished a step."""
+    before = len(project.metrics("deaths"))
+    below = descendants(process.pid)
+    rank = command_of(below, "skylite.trainer.worker")
+    torchrun = [p for p in below if "torch.distributed.run" in p.cmdline()]
+    rank.send_signal(signal.SIGSTOP)
+    deadline = time.monotonic() + DEADLINE_S
+    while "trainer" not in project.status("deaths")["restarts"] or len(project.metrics("deaths")) <= before:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert wait_gone([rank, *torchrun]) == []
+    return rank
+
+
+def check_failed(project: Project, run: str, output: str, children: list[psutil.Process]) -> None:
+    """The run failed in words, and left no process and no incomplete file."""
     assert "Traceback (most recent call last)" not in output.split("The last lines of its log")[0]
-    assert (
-        "was killed by SIGKILL: by hand, or by the kernel for lack of memory"
-        if victim == "trainer"
-        else "vllm-0"
-    ) in output
     assert wait_gone(children) == []
     assert torn(project.root / run) == []
     assert project.status(run)["phase"] == "failed"
 
 
+@pytest.mark.usefixtures("fake_engine")
+def test_a_killed_trainer_ends_the_run_with_the_reason(project: Project) -> None:
+    with running(project, *project.train_args("killed-trainer", 600)) as process:
+        wait_for_step(project, process, "killed-trainer", 1)
+        children = descendants(process.pid)
+        command_of(children, "skylite.trainer.worker").send_signal(signal.SIGKILL)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, output
+    assert "was killed by SIGKILL: by hand, or by the kernel for lack of memory" in output
+    check_failed(project, "killed-trainer", output, children)
+
+
 def reachable(processes: list[psutil.Process]) -> list[str]:
-    """Where they listen for other machines."""
+    """Addresses that other machines can reach."""
     found = [(p, c) for p in processes for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
     return [
         f"{c.laddr} {' '.join(p.cmdline())}"
@@ -121,7 +108,7 @@ def reachable(processes: list[psutil.Process]) -> list[str]:
     ]
 
 
-def test_a_run_shows_nobody_its_secrets_nor_an_open_port_and_a_killed_parent_leaves_nothing_behind(
+def test_a_run_leaks_no_secret_opens_no_port_and_leaves_nothing_after_its_parent_is_killed(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secrets = {"HF_TOKEN": "hf_neverwritten", "VLLM_API_KEY": "usersownneverwritten"}
@@ -137,7 +124,9 @@ def test_a_run_shows_nobody_its_secrets_nor_an_open_port_and_a_killed_parent_lea
         )
         everyone = [psutil.Process(process.pid), *children]
         assert reachable(everyone) == []
-        assert [said_in(value, project.root / "killed-parent", everyone) for value in secrets.values()] == [
+        assert [
+            places_with(value, project.root / "killed-parent", everyone) for value in secrets.values()
+        ] == [
             [],
             [],
         ]

@@ -20,8 +20,8 @@ from tests.e2e.project import Project, descendants
 from tests.e2e.running import (
     DEADLINE_S,
     check_metrics,
+    places_with,
     running,
-    said_in,
     wait_for_step,
     wait_gone,
 )
@@ -29,7 +29,7 @@ from tests.e2e.running import (
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.dist]
 
 
-def test_a_run_trains_syncs_and_proves_every_step_then_stops_and_resumes(project: Project) -> None:
+def test_a_run_trains_and_verifies_every_step_then_stops_and_resumes(project: Project) -> None:
     with running(project, *project.train_args("run", 40)) as process:
         wait_for_step(project, process, "run", 3)
         children = descendants(process.pid)
@@ -58,10 +58,9 @@ def test_a_run_trains_syncs_and_proves_every_step_then_stops_and_resumes(project
     assert sorted((project.root / "run" / "evals").glob("after-*.parquet"))
 
 
-def test_a_second_stage_begins_as_the_first_ended(project: Project) -> None:
-    """Warm start at another temperature: the trainer's logprobs equal vLLM's. The first run may go."""
-    first = project.run(*project.train_args("stage-one", 2, "--set", "eval.limit=0"), timeout_s=DEADLINE_S)
-    assert first.returncode == 0, first.stderr
+def test_a_second_stage_starts_from_the_first_stages_adapter(project: Project, finished: str) -> None:
+    """Warm start at another temperature: the trainer's logprobs equal vLLM's. The first run may be deleted."""
+    shutil.copytree(project.root / finished, project.root / "stage-one")
     given = project.root / "stage-one" / "adapters" / "policy-v000002"
     settings = ("--set", "eval.limit=0", "--set", "rollout.temperature=0.7", "--set", "checkpoint.every=1")
     second = project.run(
@@ -83,8 +82,8 @@ def test_a_second_stage_begins_as_the_first_ended(project: Project) -> None:
     check_metrics(project, "stage-two")
 
 
-def test_a_run_that_stops_in_time_and_goes_on_equals_one_that_never_stopped(project: Project) -> None:
-    """With one request at a time the engine gives the same bits, whatever it did before."""
+def test_a_run_stopped_by_its_time_limit_and_resumed_equals_one_that_never_stopped(project: Project) -> None:
+    """With one request at a time, vLLM's numbers do not depend on earlier requests."""
     kept = ("checkpoint.every=2", "checkpoint.keep_last=3")
     settings = ("trainer.deterministic=true", "engine.max_num_seqs=1", "eval.limit=0", *kept)
     extra = [word for setting in settings for word in ("--set", setting)]
@@ -117,9 +116,10 @@ def test_a_run_that_stops_in_time_and_goes_on_equals_one_that_never_stopped(proj
     assert "gives the published adapter bit for bit" in replayed.stdout
 
 
+@pytest.mark.usefixtures("fake_engine")
 def test_two_runs_cannot_share_a_sync_folder(project: Project, tmp_path: Path) -> None:
     shared = f"lora.lora_sync_path={tmp_path / 'sync'}"
-    with running(project, *project.train_args("first", 60, "--set", shared)) as process:
+    with running(project, *project.train_args("first", 600, "--set", shared)) as process:
         deadline = time.monotonic() + 60
         while not (project.root / "first" / "status.json").exists():
             assert time.monotonic() < deadline
@@ -132,25 +132,22 @@ def test_two_runs_cannot_share_a_sync_folder(project: Project, tmp_path: Path) -
         assert "Traceback" not in second.stderr
 
 
-def test_a_finished_run_can_be_evaluated_and_served(project: Project) -> None:
-    trained = project.run(*project.train_args("finished", 2, "--set", "eval.limit=0"), timeout_s=DEADLINE_S)
-    assert trained.returncode == 0, trained.stderr
-    assert "skylite eval finished" in trained.stderr
-
-    evaluated = project.run("eval", "finished", "--limit", "4", "--n", "2", timeout_s=DEADLINE_S)
+def test_a_finished_run_can_be_evaluated(project: Project, finished: str) -> None:
+    evaluated = project.run("eval", finished, "--limit", "4", "--n", "2", timeout_s=DEADLINE_S)
     assert evaluated.returncode == 0, evaluated.stderr
-    result = json.loads((project.root / "finished" / "evals" / "policy-v000002-test-mean2.json").read_text())
+    evals = project.root / finished / "evals"
+    result = json.loads((evals / "policy-v000002-test-mean2.json").read_text())
     assert (result["problems"], result["n"], result["adapter"]) == (4, 2, "policy-v000002")
-    rows = pq.read_table(
-        project.root / "finished" / "evals" / "policy-v000002-test-mean2.parquet"
-    ).to_pylist()
+    rows = pq.read_table(evals / "policy-v000002-test-mean2.parquet").to_pylist()
     assert len(rows) == 8
     assert result["accuracy"] == pytest.approx(sum(r["reward"] for r in rows) / 8)
 
+
+def test_a_finished_run_can_be_served(project: Project, finished: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    with running(project, "serve", "finished", "--port", str(port)) as process:
+    with running(project, "serve", finished, "--port", str(port)) as process:
         assert process.stdout is not None
         key = next(line.split()[-1] for line in process.stdout if "API key" in line)
         url, given = f"http://127.0.0.1:{port}", {"Authorization": f"Bearer {key}"}
@@ -170,11 +167,11 @@ def test_a_finished_run_can_be_evaluated_and_served(project: Project) -> None:
                 httpx.post(url + path, json={}, headers={"Authorization": "Bearer x"}).status_code == 401
             ), path
         assert httpx.post(f"{url}/adapters", json={}, headers=given).status_code == 404, (
-            "adapters cannot be loaded, with the key either"
+            "adapters cannot be loaded, even with the key"
         )
         children = descendants(process.pid)
-        assert said_in(key, project.root, [psutil.Process(process.pid), *children]) == []
+        assert places_with(key, project.root, [psutil.Process(process.pid), *children]) == []
         process.send_signal(signal.SIGINT)
         log, _ = process.communicate(timeout=60)
-        assert key not in log, "said once, before vLLM's own log begins"
+        assert key not in log, "printed once, before vLLM's own log begins"
     assert wait_gone(children) == []

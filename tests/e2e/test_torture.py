@@ -1,4 +1,4 @@
-"""A few of the cases of `make torture`: a run that is killed and resumed ends as an undisturbed one."""
+"""A few of the cases of `make torture`: a run that is killed and resumed equals an undisturbed one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Ground
     return make_ground(tmp_path_factory.mktemp("torture"), tiny_llama, "fake", 1, SETTINGS)
 
 
-def test_a_run_that_is_killed_and_resumed_ends_as_if_nothing_had_happened(ground: Ground) -> None:
+def test_a_run_that_is_killed_and_resumed_equals_an_undisturbed_one(ground: Ground) -> None:
     expected, _ = undisturbed(ground)
     results = [
         result for of_round in torture(ground, CASES, expected, time.monotonic() + 400) for result in of_round

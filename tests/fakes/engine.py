@@ -1,12 +1,10 @@
-"""A fake vLLM server: a real process on the same Unix socket, with the requests and replies that skylite
-uses. Starts at once.
+"""A fake vLLM server: a real process on the same Unix socket, with the same requests and replies. Starts fast.
 
     SKYLITE_ENGINE_COMMAND="python -m tests.fakes.engine" skylite train ...
 
-It answers deterministically, as a function of the adapter's weights, the prompt and the seed: so whatever
-differs in one adapter is in everything after it. The canary's logprobs are read from the adapter's own
-manifest: this shows the run's machinery, not the sampling. ENGINE_DELAY_S makes a completion take that long,
-ENGINE_LOAD_DELAY_S the load of an adapter.
+Its answers depend only on the adapter's weights, the prompt and the seed, so two runs with the same adapters
+get the same completions. It reads the canary's logprobs from the adapter's manifest: it tests the run's
+machinery, not the sampling. ENGINE_DELAY_S delays each completion, ENGINE_LOAD_DELAY_S each adapter load.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The preload library, built with the system's compiler, and the memory it shares with the test."""
+"""The preload library that makes system calls fail, and the memory it shares with the test."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""`python -m tests.faults.writers MODEL`: a process that runs one of skylite's own writers a line of stdin,
-each in a fork of its own.
+"""`python -m tests.faults.writers MODEL`: runs one of skylite's writers per line of stdin, each in a new fork.
 
-In: {"writer": name, "folder": path}. Out: {"code": exit code as of the command line, "said": message, "kind":
-exception class}. The fork is what dies or fails; torch is imported once.
+In: {"writer": name, "folder": path}. Out: {"code": exit code of the command line, "message": text, "kind":
+exception class}. A fault kills or fails only the fork, so torch is imported once.
 """
 
 from __future__ import annotations
@@ -226,9 +225,9 @@ def in_a_fork(work: Callable[[], Any]) -> dict[str, Any]:
         os._exit(0)
     os.close(write_end)
     with os.fdopen(read_end, "rb") as stream:
-        said = stream.read()
+        text = stream.read()
     os.waitpid(pid, 0)
-    answer: dict[str, Any] = json.loads(said)
+    answer: dict[str, Any] = json.loads(text)
     return answer
 
 
@@ -237,10 +236,10 @@ def outcome(work: Callable[[], Any]) -> dict[str, Any]:
     try:
         work()
     except SkyliteError as error:
-        return {"code": error.exit_code, "said": str(error), "kind": type(error).__name__}
+        return {"code": error.exit_code, "message": str(error), "kind": type(error).__name__}
     except BaseException as error:  # noqa: BLE001 whatever else comes out is the test's finding
-        return {"code": -1, "said": traceback.format_exc()[-3000:], "kind": type(error).__name__}
-    return {"code": 0, "said": "", "kind": ""}
+        return {"code": -1, "message": traceback.format_exc()[-3000:], "kind": type(error).__name__}
+    return {"code": 0, "message": "", "kind": ""}
 
 
 def main() -> None:

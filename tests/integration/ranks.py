@@ -1,6 +1,4 @@
-"""`torchrun -m tests.integration.ranks MODEL OUT`: the gradient of every algorithm on these ranks, into OUT
-(rank 0 writes).
-"""
+"""`torchrun -m tests.integration.ranks MODEL OUT`: writes each algorithm's gradient on these ranks to OUT."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.dist
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_gpu_check_measures_a_tiny_shape_without_a_gpu_and_goes_on_after_a_failure(
+def test_the_gpu_check_measures_a_tiny_shape_without_a_gpu_and_continues_after_a_failure(
     tmp_path: Path,
 ) -> None:
     out = tmp_path / "gpu.json"

@@ -1,6 +1,4 @@
-"""An engine that dies or hangs restarts with its adapters, and waiting requests get their answers (fake vLLM
-in tests/fakes).
-"""
+"""An engine that dies or hangs restarts with its adapters, and waiting requests get answers (fake vLLM)."""
 
 from __future__ import annotations
 
@@ -92,7 +90,7 @@ async def sample(engine: Engine, adapter: AdapterVersion) -> list[Sample]:
         ("dead", "vllm-0 reports that its engine is dead (/health: 503)."),
     ],
 )
-def test_the_adapter_is_proven_again_and_the_request_gets_the_answer_it_would_have_got(
+def test_after_a_restart_the_adapter_is_verified_again_and_the_request_gets_the_same_answer(
     scene: Scene, order: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     adapter = publish(scene.folder, 3)
@@ -113,7 +111,7 @@ def test_the_adapter_is_proven_again_and_the_request_gets_the_answer_it_would_ha
     assert caplog.messages == [f"{reason} It restarts (1 of engine.max_restarts=1)."]
 
 
-def test_the_other_engine_goes_on_meanwhile(scene: Scene) -> None:
+def test_the_other_engine_keeps_sampling_during_a_restart(scene: Scene) -> None:
     adapter = publish(scene.folder, 3)
 
     async def run() -> None:
@@ -130,7 +128,7 @@ def test_the_other_engine_goes_on_meanwhile(scene: Scene) -> None:
     assert len(scene.restarted) == 1
 
 
-def test_the_run_stops_with_the_reason_when_no_restart_is_left(scene: Scene) -> None:
+def test_the_run_stops_with_a_reason_when_no_restart_is_left(scene: Scene) -> None:
     adapter = publish(scene.folder, 3)
 
     async def run() -> None:
@@ -150,7 +148,7 @@ def test_the_run_stops_with_the_reason_when_no_restart_is_left(scene: Scene) -> 
     assert len(scene.restarted) == 1
 
 
-def test_an_adapter_that_the_new_server_does_not_sample_is_never_used(scene: Scene) -> None:
+def test_an_adapter_that_the_new_server_ignores_is_never_used(scene: Scene) -> None:
     adapter = publish(scene.folder, 3)
 
     async def run() -> None:
@@ -169,22 +167,22 @@ def test_an_adapter_that_the_new_server_does_not_sample_is_never_used(scene: Sce
         asyncio.run(run())
 
 
-def test_a_short_group_is_completed_with_the_missing_samples_own_seeds(scene: Scene) -> None:
+def test_missing_samples_of_a_group_are_requested_with_their_own_seeds(scene: Scene) -> None:
     adapter = publish(scene.folder, 3)
 
     async def run() -> tuple[list[Sample], list[Sample]]:
         async with Supervisor() as supervisor, scene.engines(supervisor) as engines:
             await load_verified(engines, adapter)
-            whole = await sample(engines[0], adapter)
+            full = await sample(engines[0], adapter)
             scene.order("short")
-            return whole, await sample(engines[0], adapter)
+            return full, await sample(engines[0], adapter)
 
-    whole, completed = asyncio.run(run())
-    assert completed == whole
-    assert len({c.text for c in whole}) == 3
+    full, completed = asyncio.run(run())
+    assert completed == full
+    assert len({c.text for c in full}) == 3
 
 
-def test_a_server_that_ends_before_it_ever_served_is_not_tried_again(scene: Scene) -> None:
+def test_a_server_that_ends_before_it_is_ready_is_not_restarted(scene: Scene) -> None:
     scene.order("refuse to start")
 
     async def run() -> None:

@@ -1,4 +1,4 @@
-"""Real process trees: whatever is killed, nothing is left behind, and the error says what happened."""
+"""Real process trees: a kill leaves no process behind, and the error names what happened."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from skylite.processes.supervisor import Supervisor
 
 TREE = """
 import os, subprocess, sys, time
-# One grandchild in our session, one in a session of its own, and one that its parent leaves behind at once.
+# One grandchild in our session, one in a new session, and one that its parent leaves behind at once.
 sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 pids = [os.getpid(), subprocess.Popen(sleep).pid, subprocess.Popen(sleep, start_new_session=True).pid]
 orphan = "import subprocess,sys; print(subprocess.Popen(sys.argv[1:], stdout=-3, start_new_session=True).pid)"
@@ -31,7 +31,7 @@ time.sleep(600)
 """
 RANKS = """
 import os, subprocess, sys, time
-# As vLLM's core: a child in our group. As torchrun's rank: one in a session of its own that has the kernel
+# As vLLM's core: a child in our group. As torchrun's rank: one in a new session that has the kernel
 # watch us.
 sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 rank = "import os, time; from skylite.processes.parent_death import *; "
@@ -99,7 +99,7 @@ def assert_gone(pids: list[int]) -> None:
     wait_until(lambda: not any(is_running(p) for p in pids), f"{pids} are gone", seconds=5.0)
 
 
-def test_killing_the_command_takes_its_tree_and_is_reported_as_it_was(tmp_path: Path) -> None:
+def test_killing_the_command_ends_its_tree_and_is_reported(tmp_path: Path) -> None:
     child, pids = start_tree(tmp_path)
     os.kill(pids[0], signal.SIGKILL)
     wait_until(lambda: poll(child) is not None, "the end is noticed")
@@ -107,14 +107,14 @@ def test_killing_the_command_takes_its_tree_and_is_reported_as_it_was(tmp_path: 
     assert_gone([*pids, child.pid])
 
 
-def test_killing_the_guard_takes_the_tree(tmp_path: Path) -> None:
+def test_killing_the_reaper_ends_the_tree(tmp_path: Path) -> None:
     child, pids = start_tree(tmp_path)
     os.kill(child.pid, signal.SIGKILL)
     wait_until(lambda: poll(child) is not None, "the end is noticed")
     assert_gone(pids)
 
 
-def test_killing_the_parent_takes_the_tree(tmp_path: Path) -> None:
+def test_killing_the_parent_ends_the_tree(tmp_path: Path) -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), TREE])
     pids = tree_pids(tmp_path)
     reaper = int((tmp_path / "reaper").read_text())
@@ -123,7 +123,7 @@ def test_killing_the_parent_takes_the_tree(tmp_path: Path) -> None:
     assert_gone([*pids, reaper])
 
 
-def test_a_parent_that_is_killed_with_forked_workers_alive_still_takes_the_tree(tmp_path: Path) -> None:
+def test_killing_the_parent_ends_the_tree_even_if_forked_workers_live(tmp_path: Path) -> None:
     """A forked worker inherits our descriptors; the reaper's pipe must not be among them."""
     fork_first = PARENT.replace(
         "time.sleep(600)",
@@ -142,7 +142,7 @@ def test_a_parent_that_is_killed_with_forked_workers_alive_still_takes_the_tree(
 
 
 @pytest.mark.parametrize("deaths", ["reaper parent", "parent reaper", "stopped-reaper parent"])
-def test_a_guard_that_cannot_act_when_the_parent_dies_is_not_needed(tmp_path: Path, deaths: str) -> None:
+def test_the_tree_ends_with_the_parent_even_if_the_reaper_cannot_act(tmp_path: Path, deaths: str) -> None:
     """Both killed in one instant, or the reaper stopped before: the kernel ends the command's group, and that
     the ranks.
     """
@@ -159,7 +159,7 @@ def test_a_guard_that_cannot_act_when_the_parent_dies_is_not_needed(tmp_path: Pa
     assert_gone([processes["reaper"]])
 
 
-def test_kill_answers_when_the_guard_is_stopped(tmp_path: Path) -> None:
+def test_kill_returns_even_if_the_reaper_is_stopped(tmp_path: Path) -> None:
     child, pids = start_tree(tmp_path)
     os.kill(child.pid, signal.SIGSTOP)
     kill(child)
@@ -184,7 +184,7 @@ def test_kill_answers_when_the_guard_is_stopped(tmp_path: Path) -> None:
         ("print('all done')", "ended with exit code 0", "all done"),
     ],
 )
-def test_watch_says_how_a_child_ended_and_shows_its_last_lines(
+def test_watch_reports_how_a_child_ended_with_its_last_lines(
     tmp_path: Path, code: str, ending: str, tail: str
 ) -> None:
     async def run() -> None:
@@ -207,7 +207,7 @@ def test_a_program_that_does_not_exist_is_named(tmp_path: Path) -> None:
     assert log_tail(tmp_path / "x.log", 5) == "/nowhere/program cannot be started: No such file or directory"
 
 
-def test_stop_is_quick_and_ends_what_ignores_sigterm(tmp_path: Path) -> None:
+def test_stop_is_quick_and_kills_a_child_that_ignores_sigterm(tmp_path: Path) -> None:
     supervisor = Supervisor()
     stubborn = supervisor.start(spec(tmp_path, STUBBORN, str(tmp_path / "ready"), name="stubborn"))
     tree = supervisor.start(spec(tmp_path, TREE, str(tmp_path / "pids"), name="tree"))
@@ -220,7 +220,7 @@ def test_stop_is_quick_and_ends_what_ignores_sigterm(tmp_path: Path) -> None:
     assert_gone([*pids, stubborn.pid, tree.pid])
 
 
-def test_sigterm_reaches_the_command_which_may_end_in_order(tmp_path: Path) -> None:
+def test_sigterm_reaches_the_command_which_can_clean_up(tmp_path: Path) -> None:
     code = (
         "import pathlib, signal, sys, time\n"
         "def end(*_): pathlib.Path(sys.argv[1]).write_text('kept'); sys.exit(0)\n"
@@ -234,7 +234,7 @@ def test_sigterm_reaches_the_command_which_may_end_in_order(tmp_path: Path) -> N
     assert poll(child) == 0
 
 
-def test_an_end_in_order_is_no_death(tmp_path: Path) -> None:
+def test_a_child_that_exits_with_0_is_not_a_failure(tmp_path: Path) -> None:
     def trainer(flag: Path) -> ProcessSpec:
         return ProcessSpec(
             name="trainer",
@@ -258,7 +258,7 @@ def test_an_end_in_order_is_no_death(tmp_path: Path) -> None:
         asyncio.run(run(tmp_path / "never"))
 
 
-def test_the_environment_is_ours_plus_the_specs(tmp_path: Path) -> None:
+def test_a_child_gets_our_environment_and_the_specs(tmp_path: Path) -> None:
     code = "import os; print(os.environ['EXTRA'], 'PATH' in os.environ)"
     child = start(
         ProcessSpec(

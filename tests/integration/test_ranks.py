@@ -1,6 +1,4 @@
-"""Every algorithm on one and on two torchrun ranks: the same gradients and metrics, and those of the plain
-reference.
-"""
+"""Every algorithm gives the same gradients and metrics on one rank, on two, and in the plain reference."""
 
 from __future__ import annotations
 

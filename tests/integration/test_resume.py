@@ -1,6 +1,4 @@
-"""A run that was killed and goes on, under real torchrun: bit for bit on the ranks it had, up to rounding on
-others.
-"""
+"""A killed run resumes under real torchrun: bit for bit on as many ranks, up to rounding on others."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> RunD
     return run
 
 
-def go_on(run: RunDir, num_ranks: int, at: int | None = None) -> int:
+def resume_trainer(run: RunDir, num_ranks: int, at: int | None = None) -> int:
     """What the parent does before it starts the trainer again, then the trainer to its end; the step it began
     after.
     """
@@ -59,14 +57,14 @@ def copy_of(straight: RunDir, root: Path) -> RunDir:
     return RunDir(root)
 
 
-def test_a_killed_run_goes_on_bit_for_bit(straight: RunDir, tmp_path: Path, tiny_llama: Path) -> None:
+def test_a_killed_run_resumes_bit_for_bit(straight: RunDir, tmp_path: Path, tiny_llama: Path) -> None:
     run = make_run(tmp_path / "killed", tiny_llama, CONFIG, {s: STEPS[s] for s in (1, 2, 3)})
     with trainer(run, 1) as process:
         wait_for(run.trainer_step_path(3), process)
         os.killpg(process.pid, signal.SIGKILL)
     assert checkpoint_steps(run) == [2]
     shutil.copy(straight.rollout_path(4), run.rollout_path(4))
-    assert go_on(run, 1) == 2
+    assert resume_trainer(run, 1) == 2
     assert run.read_json(run.trainer_step_path(2))["resumed"] is True
     for version in range(5):
         assert largest_difference(weights(run, version), weights(straight, version)) == 0.0, version
@@ -82,20 +80,20 @@ def test_a_killed_run_goes_on_bit_for_bit(straight: RunDir, tmp_path: Path, tiny
         ), name
 
 
-def test_one_rank_goes_on_as_two_and_two_as_one(straight: RunDir, tmp_path: Path) -> None:
+def test_a_run_of_one_rank_resumes_on_two_and_a_run_of_two_on_one(straight: RunDir, tmp_path: Path) -> None:
     run = copy_of(straight, tmp_path / "copy")
-    assert go_on(run, 2, at=2) == 2
+    assert resume_trainer(run, 2, at=2) == 2
     state = run.read_json(run.checkpoint_path(4) / "state.json")
     moved = largest_difference(weights(straight, 4), weights(straight, 2))
     assert largest_difference(weights(run, 4), weights(straight, 4)) < 1e-3 * moved
     assert (state["num_ranks"], state["optimizer_updates"]) == (2, {"policy": 8})
     made_by_two = (run.default_adapters / "policy-v000004" / "manifest.json").stat().st_ino
-    assert go_on(run, 1, at=4) == 4
-    # A version that is there already is left alone when it is the same, and a SyncFailed when it is not.
+    assert resume_trainer(run, 1, at=4) == 4
+    # Publishing an existing version again keeps it if it is equal, and raises SyncFailed if not.
     assert (run.default_adapters / "policy-v000004" / "manifest.json").stat().st_ino == made_by_two
 
 
-def test_a_checkpoint_that_was_damaged_after_the_parent_looked_is_refused_by_the_trainer(
+def test_the_trainer_refuses_a_checkpoint_damaged_after_the_parents_check(
     straight: RunDir, tmp_path: Path
 ) -> None:
     run = copy_of(straight, tmp_path / "copy")
@@ -111,7 +109,7 @@ def test_a_checkpoint_that_was_damaged_after_the_parent_looked_is_refused_by_the
     assert "model-00002-of-00004.safetensors has sha256" in run.read_json(run.trainer_error_path)["what"]
 
 
-def test_a_replayed_step_is_equal_and_one_with_other_rollouts_is_not(
+def test_a_replay_is_equal_unless_the_rollouts_were_changed(
     straight: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = copy_of(straight, tmp_path / "copy")
@@ -132,9 +130,7 @@ def test_a_replayed_step_is_equal_and_one_with_other_rollouts_is_not(
     )
 
 
-def test_a_step_whose_adapter_or_rollouts_are_gone_cannot_be_replayed(
-    straight: RunDir, tmp_path: Path
-) -> None:
+def test_a_step_without_its_adapter_or_rollouts_cannot_be_replayed(straight: RunDir, tmp_path: Path) -> None:
     run = copy_of(straight, tmp_path / "copy")
     with pytest.raises(ConfigError, match="holds no policy-v000007 to compare with"):
         replay(run.root, 7)

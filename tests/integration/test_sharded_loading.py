@@ -1,6 +1,4 @@
-"""Two ranks read their own shards of a base from its files: the same model as a lone rank's, and nobody holds
-it whole.
-"""
+"""Two ranks each read their shard of the base model from its files. Together they equal one rank's model."""
 
 from __future__ import annotations
 
@@ -62,7 +60,7 @@ def found(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_shards_put_together_are_the_files(family: str, found: Any, models: dict[str, Path]) -> None:
+def test_joined_shards_equal_the_files(family: str, found: Any, models: dict[str, Path]) -> None:
     stored = load_file(models[family] / "model.safetensors")
     weights = {
         n.removeprefix("base_model.model.").replace(".base_layer.", "."): w
@@ -73,7 +71,7 @@ def test_shards_put_together_are_the_files(family: str, found: Any, models: dict
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_sharded_model_computes_what_the_whole_one_does(
+def test_the_sharded_model_computes_the_same_as_the_full_one(
     family: str, found: Any, models: dict[str, Path]
 ) -> None:
     with lone_rank() as dist, torch.no_grad():
@@ -89,5 +87,5 @@ def test_the_sharded_model_computes_what_the_whole_one_does(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_rank_holds_more_than_about_half(family: str, found: Any) -> None:
+def test_each_rank_holds_about_half_of_the_weights(family: str, found: Any) -> None:
     assert found[family]["share"] < 0.52

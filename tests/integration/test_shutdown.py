@@ -1,6 +1,4 @@
-"""Real signals to a run of which only the trainer is a synthetic: whatever is under way, the end comes in
-stop.grace_s.
-"""
+"""Real signals to a run with a synthetic trainer: it always ends within stop.grace_s."""
 
 from __future__ import annotations
 
@@ -97,15 +95,13 @@ def test_a_signal_finishes_or_abandons_the_step_and_the_trainer_writes_its_check
 
 
 @pytest.mark.parametrize("trainer", [IGNORES, DEAF], ids=["hangs", "ignores SIGTERM"])
-def test_neither_a_step_without_end_nor_a_trainer_that_hears_nothing_outlasts_the_grace(
-    tmp_path: Path, trainer: str
-) -> None:
+def test_an_endless_step_or_a_deaf_trainer_is_ended_within_the_grace(tmp_path: Path, trainer: str) -> None:
     seconds, last = stopped(tmp_path, "finish", trainer, step_s=600, signals=(0.2,))
     assert last == 1
     assert seconds < GRACE_S + 2
 
 
-def test_a_step_that_is_not_finished_in_time_still_leaves_the_trainer_time_for_its_checkpoint(
+def test_an_unfinished_step_leaves_the_trainer_time_for_its_checkpoint(
     tmp_path: Path,
 ) -> None:
     seconds, _ = stopped(tmp_path, "finish", OBEYS, step_s=600, signals=(0.2,))
@@ -113,6 +109,6 @@ def test_a_step_that_is_not_finished_in_time_still_leaves_the_trainer_time_for_i
     assert (tmp_path / "checkpoint").exists()
 
 
-def test_a_second_signal_ends_everything_at_once(tmp_path: Path) -> None:
+def test_a_second_signal_ends_everything_immediately(tmp_path: Path) -> None:
     seconds, _ = stopped(tmp_path, "finish", DEAF, step_s=600, signals=(0.2, 0.6))
     assert seconds < 2

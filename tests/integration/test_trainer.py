@@ -52,7 +52,7 @@ def test_two_ranks_give_the_update_of_one(straight: RunDir, tmp_path: Path, tiny
         assert two[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6), key
 
 
-def test_every_version_is_published_whole_before_it_is_announced(straight: RunDir) -> None:
+def test_every_version_is_complete_before_it_is_announced(straight: RunDir) -> None:
     parents = []
     for version in range(4):
         folder = straight.default_adapters / adapter_name(version)
@@ -82,9 +82,7 @@ def test_peft_loads_a_published_adapter_and_gives_the_manifests_logprobs(
     assert canary.policy_logprobs != canary.base_logprobs
 
 
-def test_a_stop_request_writes_a_checkpoint_of_the_last_step_and_ends_well(
-    tmp_path: Path, tiny_llama: Path
-) -> None:
+def test_a_stop_request_writes_a_checkpoint_and_exits_with_0(tmp_path: Path, tiny_llama: Path) -> None:
     run = make_run(tmp_path / "stopped", tiny_llama, settings(), {1: STEPS[1]})
     with trainer(run, 2) as process:
         wait_for(run.trainer_step_path(1), process)
@@ -112,7 +110,7 @@ def test_a_gradient_that_is_not_finite_ends_both_ranks_with_the_reason(
     ]
 
 
-def test_a_bad_step_is_skipped_by_both_ranks_and_the_next_learns_again(
+def test_both_ranks_skip_a_bad_step_and_train_the_next(
     straight: RunDir, tmp_path: Path, tiny_llama: Path
 ) -> None:
     poisoned = [replace(s, rollout_logprobs=[float("nan")] * len(s.rollout_logprobs)) for s in STEPS[2]]
@@ -130,7 +128,7 @@ def test_a_bad_step_is_skipped_by_both_ranks_and_the_next_learns_again(
     ).read_bytes()
 
 
-def test_a_model_that_is_not_there_is_one_sentence_from_the_rank(tmp_path: Path, tiny_llama: Path) -> None:
+def test_a_missing_model_is_reported_in_one_sentence(tmp_path: Path, tiny_llama: Path) -> None:
     run = make_run(tmp_path / "missing", tiny_llama, settings(), STEPS)
     config = read_run_config(run.config_path)
     missing = config.model_copy(
@@ -155,7 +153,7 @@ def test_ranks_die_with_a_killed_torchrun(tmp_path: Path, tiny_llama: Path) -> N
     assert [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
 
 
-UNFORESEEN = """
+UNEXPECTED = """
 from skylite.trainer import worker
 
 def work(run, resume):
@@ -166,19 +164,19 @@ def work(run, resume):
             print(1 / 0)
         dist.all_reduce_sum_(torch.ones(1))
 
-worker.work = work
+worker.run_trainer = work
 worker.main()
 """
 
 
-def test_an_error_nobody_foresaw_ends_all_ranks_at_once_and_its_last_line_is_the_reason(
+def test_an_unexpected_error_ends_all_ranks_and_its_last_line_is_the_reason(
     tmp_path: Path,
 ) -> None:
     """Rank 0 waits for rank 1 in a collective; its complaint about the lost peer comes second and must not
     hide the reason.
     """
     run = RunDir(tmp_path)
-    (tmp_path / "work.py").write_text(UNFORESEEN)
+    (tmp_path / "work.py").write_text(UNEXPECTED)
     run.rendezvous.mkdir()
     command = trainer_command(run.root, run.rendezvous, 2, resume=False)
     started = time.monotonic()

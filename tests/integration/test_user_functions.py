@@ -20,7 +20,7 @@ def make(root: Path, model: Path, **algorithm: str) -> RunDir:
     return make_run(root, model, config, {1: random_samples(1)})
 
 
-def test_own_functions_publish_the_built_ins_adapter(tmp_path: Path, tiny_llama: Path) -> None:
+def test_user_functions_publish_the_same_adapter_as_the_built_ins(tmp_path: Path, tiny_llama: Path) -> None:
     own = tmp_path / "mine.py"
     own.write_text(OWN, encoding="utf-8")
     built_in = make(tmp_path / "built-in", tiny_llama, advantage="dr_grpo", policy_loss="clip")

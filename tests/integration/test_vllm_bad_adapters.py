@@ -1,4 +1,4 @@
-"""Adapters that a vLLM CPU server must refuse, and go on serving."""
+"""Adapters that a vLLM CPU server must refuse without stopping."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def unknown_modules(folder: Path, model: Path) -> Path:
 @pytest.mark.parametrize(
     "damage", [rank_too_large, truncated, missing_folder, missing_weights, wrong_shapes, unknown_modules]
 )
-def test_bad_adapter_is_refused_and_the_engine_serves_on(
+def test_a_bad_adapter_is_refused_and_the_engine_keeps_serving(
     server: EngineServer, tmp_path: Path, damage
 ) -> None:
     good = publish(server, tmp_path, seed=1)

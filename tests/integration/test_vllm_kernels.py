@@ -1,6 +1,4 @@
-"""vLLM's norms by its own kernels: the same numbers as by torch's operations, wherever the kernels may be
-used.
-"""
+"""vLLM's kernels for norms give the numbers of torch's operations, wherever skylite uses them."""
 
 from __future__ import annotations
 
@@ -84,7 +82,7 @@ def test_the_kernel_gives_the_norm_and_leaves_its_input_alone(
     assert used == []
 
 
-def test_with_a_residual_the_sum_is_normed_and_handed_on(norm_of: Any, used: list[str]) -> None:
+def test_with_a_residual_the_sum_is_normed_and_returned(norm_of: Any, used: list[str]) -> None:
     norm = norm_of(torch.float32)
     x, residual = torch.randn(2, 7, HIDDEN, generator=torch.Generator().manual_seed(2)).unbind(0)
     added = x + residual
@@ -94,7 +92,7 @@ def test_with_a_residual_the_sum_is_normed_and_handed_on(norm_of: Any, used: lis
     assert used == []
 
 
-def test_what_the_kernels_cannot_read_goes_vllms_way(norm_of: Any, used: list[str]) -> None:
+def test_unsupported_inputs_use_vllms_norm(norm_of: Any, used: list[str]) -> None:
     norm, wide = (
         norm_of(torch.float32),
         torch.randn(7, 3 * HIDDEN, generator=torch.Generator().manual_seed(3)),

@@ -55,7 +55,7 @@ def cut(logits: torch.Tensor, top_p: float, top_k: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.7, 1.0, 0), (0.7, 0.8, 5)])
-def test_logprobs_are_those_of_the_distribution_tokens_were_drawn_from(
+def test_logprobs_are_of_the_distribution_that_tokens_were_sampled_from(
     server: EngineServer, temperature: float, top_p: float, top_k: int
 ) -> None:
     """After temperature, top-k and top-p, renormalised: what an importance weight must be computed with."""
@@ -79,7 +79,7 @@ def test_logprobs_are_those_of_the_distribution_tokens_were_drawn_from(
     assert (raw_gap > DIFFERENT) == (temperature != 1), "the raw logprobs would have passed too"
 
 
-def test_the_canarys_logprobs_know_no_temperature(server: EngineServer) -> None:
+def test_the_canarys_logprobs_ignore_the_temperature(server: EngineServer) -> None:
     """prompt_logprobs, on the same server, stay those of the model at temperature 1."""
 
     async def ask() -> list[float]:

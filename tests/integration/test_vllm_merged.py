@@ -83,7 +83,7 @@ def test_a_batch_of_one_adapter_gets_base_plus_adapter_and_another_batch_none(
     assert merged.merged_product(layer, 3) is None
 
 
-def test_a_second_adapter_waits_until_the_copy_has_paid_for_itself(merged: Any, layer: Layer) -> None:
+def test_a_second_adapter_is_merged_only_after_the_first_copy_paid_off(merged: Any, layer: Layer) -> None:
     merged.merged_product(layer, 3)
     layer.punica_wrapper.slot = 1
     products = [merged.merged_product(layer, 3) for _ in range(merged.MIN_PASSES)]
@@ -91,7 +91,7 @@ def test_a_second_adapter_waits_until_the_copy_has_paid_for_itself(merged: Any, 
     torch.testing.assert_close(products[-1](X, None), layer.reference(1, X))
 
 
-def test_vllm_refilling_a_slot_ends_its_merged_copy_at_once(merged: Any) -> None:
+def test_a_refilled_slot_drops_its_merged_copy(merged: Any) -> None:
     """By vLLM's own class and its own way of writing an adapter."""
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
@@ -113,7 +113,7 @@ def test_vllm_refilling_a_slot_ends_its_merged_copy_at_once(merged: Any) -> None
         torch.testing.assert_close(real._apply_sync(X), X @ (real.base_layer.skylite_weight + b @ a).T)
 
 
-def test_a_copy_is_kept_in_bfloat16_only_where_that_is_exact(merged: Any) -> None:
+def test_a_copy_is_in_bfloat16_only_if_that_is_exact(merged: Any) -> None:
     published = torch.randn(4, 4).to(torch.bfloat16).float()
     assert merged.lossless_bf16(published).dtype == torch.bfloat16
     finer = published + 2**-20

@@ -98,7 +98,7 @@ def test_embedding_and_head_adapters_in_a_mixed_batch(tiny_llama: Path, tmp_path
     ]
 
 
-def test_nothing_is_served_from_an_older_versions_cache(server: EngineServer, tmp_path: Path) -> None:
+def test_no_completion_uses_the_kv_cache_of_an_older_version(server: EngineServer, tmp_path: Path) -> None:
     """A prompt that version 1 cached gets the same answer from version 2 as with an empty cache."""
     one, two = publish(server, tmp_path, seed=1), publish(server, tmp_path, seed=2)
     first = server.ask(Ask(one.name, PROMPT))

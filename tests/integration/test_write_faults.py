@@ -1,6 +1,4 @@
-"""Every write of skylite's, failed at every call it makes, by a file system layer under the real process
-(tests/faults).
-"""
+"""Fail each system call of each of skylite's writers (tests/faults), and check what is on disk."""
 
 from __future__ import annotations
 
@@ -140,7 +138,7 @@ def test_a_write_that_fails_at_any_call_leaves_the_state_before_or_after(
         ):  # a second time is a second folder
             continue
         again = writers.write(writer, folder, 2)
-        assert again["code"] == 0 or "already" in again["said"], f"{what}; again: {again}"
+        assert again["code"] == 0 or "already" in again["message"], f"{what}; again: {again}"
         assert visible(folder) == after, what
     else:
         pytest.fail(f"{writer} made more than {MAX_CALLS} calls")
@@ -180,8 +178,8 @@ def check(
         assert found == after or (silent and found == before), what
     else:
         assert found in (before, after), what
-        assert str(folder) in answer["said"], what
-        assert "\n" not in answer["said"].strip(), what
+        assert str(folder) in answer["message"], what
+        assert "\n" not in answer["message"].strip(), what
     assert leftovers(folder) == [], what
 
 

@@ -1,4 +1,4 @@
-"""The trainer as a process, and what it published: helpers of the tests under real torchrun."""
+"""Start the trainer under torchrun, and read what it published."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIMEOUT_S = 180.0
 
 @contextlib.contextmanager
 def trainer(run: RunDir, num_ranks: int, resume: bool = False) -> Iterator[subprocess.Popen[str]]:
-    """torchrun on a run directory, in a session of its own that is gone after the block."""
+    """torchrun on a run directory, in a new session, which is ended after the block."""
     run.rendezvous.mkdir(exist_ok=True)
     process = subprocess.Popen(
         trainer_command(run.root, run.rendezvous, num_ranks, resume=resume),

@@ -1,2 +1,1 @@
-"""Runs that are killed, stopped and resumed, as real processes: `make torture`, and a few of them in `make
-test`."""
+"""Real runs that are killed, stopped and resumed: `make torture`, and a few of them in `make test`."""

@@ -1,4 +1,4 @@
-"""The cases of the torture test, who gets which signal when, and what became of each."""
+"""The cases of the torture test: which process gets which signal when, and the result of each."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Rounds: one run is hit by signal after signal, checked and resumed, and at its end compared with an
-undisturbed run."""
+"""Rounds: signals hit one run, which is checked and resumed. Its end is compared with an undisturbed run."""
 
 from __future__ import annotations
 
