@@ -1,4 +1,4 @@
-"""A fake vLLM server: a real process on the same Unix socket, with the same requests and replies. Starts fast.
+"""A fake vLLM server that starts fast: a real process with the same Unix socket, requests and replies.
 
     SKYLITE_ENGINE_COMMAND="python -m tests.fakes.engine" skylite train ...
 

@@ -1,4 +1,4 @@
-"""`python -m tests.faults.writers MODEL`: runs one of skylite's writers per line of stdin, each in a new fork.
+"""`python -m tests.faults.writers MODEL`: run a writer of skylite per line of stdin, each in a new fork.
 
 In: {"writer": name, "folder": path}. Out: {"code": exit code of the command line, "message": text, "kind":
 exception class}. A fault kills or fails only the fork, so torch is imported once.
