@@ -75,7 +75,7 @@ def check_metrics(project: Project, run: str) -> None:
 
 
 def command_of(processes: list[psutil.Process], mark: str) -> psutil.Process:
-    """The process that runs module `mark`, not the reaper or torchrun, which have it in their command line."""
+    """The process that runs module `mark`, without the reaper and torchrun, which name it too."""
     return next(
         p
         for p in reversed(processes)

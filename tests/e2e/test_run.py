@@ -59,7 +59,7 @@ def test_a_run_trains_and_verifies_every_step_then_stops_and_resumes(project: Pr
 
 
 def test_a_second_stage_starts_from_the_first_stages_adapter(project: Project, finished: str) -> None:
-    """Warm start at another temperature: the trainer's logprobs equal vLLM's. The first run may be deleted."""
+    """Warm start at another temperature: the trainer's logprobs equal vLLM's. The first run can go."""
     shutil.copytree(project.root / finished, project.root / "stage-one")
     given = project.root / "stage-one" / "adapters" / "policy-v000002"
     settings = ("--set", "eval.limit=0", "--set", "rollout.temperature=0.7", "--set", "checkpoint.every=1")
