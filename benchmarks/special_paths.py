@@ -50,7 +50,7 @@ TRAIN = ("--model", MODEL, "--checkpointing=selective", "--packing=tree", "--bud
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--run"]:  # as a process of skylite: --run MODULE ARGUMENTS
+    if sys.argv[1:2] == ["--instead-of"]:  # as a process of skylite: --instead-of MODULE ARGUMENTS
         as_process_of_skylite(sys.argv[2:])
         return
     args = parse_arguments()
@@ -117,7 +117,7 @@ def start_turns(name: str, path: SpecialPath, rounds: int) -> dict[str, Any]:
         data, count = Path(folder, "data"), iter(range(1000))
         prepare = [*command_line.SKYLITE, "prepare", "gsm8k", "--synthetic", "--out", str(data)]
         subprocess.run(prepare, check=True)
-        command_line.SKYLITE = [sys.executable, __file__, "--run", "skylite.cli"]
+        command_line.SKYLITE = [sys.executable, __file__, "--instead-of", "skylite.cli"]
 
         def measure(off: bool) -> Figures:
             os.environ |= variables(name, path, off)[0]
@@ -134,7 +134,7 @@ def as_process_of_skylite(words: list[str]) -> None:
     def trainer_command(*args: Any, **kwargs: Any) -> list[str]:
         found = command(*args, **kwargs)
         module = found.index("skylite.trainer.worker")
-        return [*found[: module - 1], __file__, "--run", *found[module:]]
+        return [*found[: module - 1], __file__, "--instead-of", *found[module:]]
 
     torchrun.trainer_command = trainer_command
     switch_off()

@@ -147,7 +147,6 @@ def engines_after_the_trainer() -> Replacements:
 
 MODEL, MERGED = "skylite.model", "skylite.vllm_plugin.merged_weights"
 NO_TBB = (("LD_PRELOAD", ""),)
-GLIBC = (("MALLOC_MMAP_MAX_", ""), ("MALLOC_TRIM_THRESHOLD_", ""), ("MALLOC_TOP_PAD_", ""))
 PATHS: dict[str, SpecialPath] = {
     "bf16 weights": SpecialPath(kind="train", off=replaced(f"{MODEL}.fast_paths:store_in_bf16", nothing)),
     "selective checkpointing": SpecialPath(kind="train", flags=("--checkpointing=none",)),
@@ -175,7 +174,6 @@ PATHS: dict[str, SpecialPath] = {
         kind="train", off=replaced("skylite.trainer.step:release_cached_memory", nothing)
     ),
     "TBB's allocator": SpecialPath(kind="train", env=NO_TBB),
-    "glibc keeps memory": SpecialPath(kind="train", env=GLIBC, without="TBB's allocator"),
     "weights merged": SpecialPath(kind="sample", env=(("SKYLITE_CPU_LORA", "dense"),)),
     "merged: oneDNN's packed product": SpecialPath(kind="sample", off=torch_product),
     "merged: copy in bf16": SpecialPath(

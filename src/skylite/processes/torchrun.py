@@ -10,12 +10,6 @@ from pathlib import Path
 from skylite.processes.hardware import LOOPBACK_ONLY
 from skylite.processes.preload_libraries import TBB_MALLOC, preload_env
 
-# glibc before 2.38 does not reuse a freed block for an aligned one of the same size, and torch aligns: a
-# forward pass then takes twice the memory that it keeps. TBB's allocator does, and keeps freed memory too
-# (docs/explanation/trainer.md).
-ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "17179869184", "MALLOC_TOP_PAD_": "268435456"}
-"""glibc settings for machines without TBB: keep freed memory, because touching fresh pages is slow."""
-
 
 def trainer_command(run: Path, rendezvous: Path, num_ranks: int, *, resume: bool) -> list[str]:
     """torchrun with `num_ranks` processes of skylite.trainer.worker on this machine.
@@ -43,7 +37,8 @@ def trainer_env(num_threads: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
-        **ALLOCATOR,
+        # glibc before 2.38 does not reuse a freed block for an aligned one of the same size, and torch aligns.
+        # TBB's allocator does: a step needs two thirds of the memory (docs/explanation/trainer.md).
         **preload_env(TBB_MALLOC, {}, "malloc"),
     }
 
