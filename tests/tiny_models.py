@@ -48,9 +48,13 @@ def tiny_config(family: str) -> Any:
         "qwen2": transformers.Qwen2Config,
         "qwen3": transformers.Qwen3Config,
         "gemma": transformers.GemmaConfig,
+        "gemma3": transformers.Gemma3TextConfig,
         "mistral": transformers.MistralConfig,
     }
+    # Gemma 3: windows shorter than a test's sequences.
+    own = {"sliding_window": 8, "query_pre_attn_scalar": 32} if family == "gemma3" else {}
     return classes[family](
+        **own,
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
         intermediate_size=128,

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from skylite.model.float32_arithmetic import row_dot
+
 ROW_CHUNK_ELEMENTS = 1 << 24
 """Logits that `token_logprobs` handles at once: 64 MiB of float32 scratch for any vocabulary."""
 HEAD_CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
@@ -54,7 +56,7 @@ class _TokenLogprobs(torch.autograd.Function):
             scaled = logits[chunk].float() / temperature
             normalizers[chunk] = torch.logsumexp(scaled, dim=1)
             probs = torch.exp(scaled - normalizers[chunk, None])
-            entropies[chunk] = normalizers[chunk] - torch.linalg.vecdot(probs, scaled)
+            entropies[chunk] = normalizers[chunk] - row_dot(probs, scaled)
         logprobs = logits[rows, targets].float() / temperature - normalizers[rows]
         ctx.save_for_backward(logits, rows, targets, normalizers, entropies)
         ctx.temperature = temperature
@@ -155,7 +157,7 @@ class _HeadLogprobs(torch.autograd.Function):
                     _logits(hidden[chunk], converted, bias, softcap).float().div_(temperature), dim=1
                 )
                 logprobs[tokens] = log_probs[rows[tokens] - chunk.start, targets[tokens]]
-                entropies[chunk] = -torch.linalg.vecdot(torch.exp(log_probs), log_probs)
+                entropies[chunk] = -row_dot(torch.exp(log_probs), log_probs)
         ctx.save_for_backward(hidden, weight, bias, rows, targets, order, entropies, expected_weight)
         ctx.temperature, ctx.softcap = temperature, softcap
         ctx.set_materialize_grads(False)
@@ -233,7 +235,7 @@ def _online_softmax(
         scores.sub_(new_maximum[:, None])
         probs = torch.exp(scores)
         total.add_(probs.sum(dim=1))
-        weighted.add_(torch.linalg.vecdot(probs, scores))
+        weighted.add_(row_dot(probs, scores))
         if expected_weight is not None:
             expected_weight.mul_(rescale[:, None]).addmm_(probs, block)
         maximum = new_maximum

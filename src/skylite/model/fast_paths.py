@@ -2,14 +2,16 @@
 
 Fast paths: the LM head in chunks, fused norms and MLPs, frozen weights in bfloat16, prefix-tree packing.
 
-The check compares logprobs of the same tokens. The reference comes from the slow path, which is right for
-every model: padded rows, the model's own eager attention, all logits at once. (transformers' sdpa attention,
-for example, ignores the softcap of Gemma 2.) A fast path stays enabled if the mean absolute difference is
-within TOLERANCE; otherwise the slow path stays.
+The check compares logprobs of the same tokens. It computes in float32 whatever the compute dtype is, to judge
+the structure (masks, positions, gains) and not bfloat16's rounding. The reference comes from the slow path,
+which is right for every model: padded rows, the model's own eager attention, all logits at once.
+(transformers' sdpa attention, for example, ignores the softcap of Gemma 2.) A fast path stays enabled if the
+mean absolute difference is within TOLERANCE; otherwise the slow path stays.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -19,15 +21,16 @@ from transformers import PreTrainedModel
 
 from skylite.model.attention_backends import implementation
 from skylite.model.bf16_weights import store_in_bf16
+from skylite.model.float32_arithmetic import Float32Arithmetic
 from skylite.model.fused_ops import RMS_NORM_GAINS, fuse_mlps, fuse_norms
 from skylite.model.lm_head import linear_head
 from skylite.model.packing import pack_tokens
 from skylite.model.policy import Policy, is_lora_param, score
 
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
-"""Largest mean |logprob difference| in nats, by compute dtype.
+TOLERANCE = 1e-3
+"""Largest mean |logprob difference| in nats.
 
-Rounding stays below it. A wrong mask, or a head that scales its logits, differs by tenths of nats.
+Float32's rounding stays below it. A wrong mask, or a head that scales its logits, differs by tenths of nats.
 """
 
 
@@ -43,15 +46,20 @@ def enable_fast_paths(policy: Policy, probe: list[int]) -> tuple[Policy, list[st
     lines, head = [], linear_head(base)
     if head is not None:
         gap, reason = _gap(replace(policy, head=head), probe, reference)
-        policy = replace(policy, head=head if gap <= TOLERANCE[policy.dtype] else None)
+        policy = replace(policy, head=head if gap <= TOLERANCE else None)
         lines.append(f"LM head in chunks: {policy.head is not None}; {reason}")
     lines += _replace_modules(policy, probe, reference)
     base.set_attn_implementation(implementation(policy.attention))
     gap, reason = _gap(replace(policy, packing="tree"), probe, reference)
-    policy = replace(policy, packing="tree" if gap <= TOLERANCE[policy.dtype] else "padded")
+    policy = replace(policy, packing="tree" if gap <= TOLERANCE else "padded")
+    lines.append(f"packing: {policy.packing}; {reason}; tree attention: {policy.attention}")
     if policy.packing == "padded":
-        base.set_attn_implementation("eager")
-    return policy, [*lines, f"packing: {policy.packing}; {reason}; tree attention: {policy.attention}"]
+        base.set_attn_implementation("sdpa")
+        gap, reason = _gap(policy, probe, reference)
+        chosen = "sdpa" if gap <= TOLERANCE else "eager"
+        base.set_attn_implementation(chosen)
+        lines.append(f"attention of padded rows: {chosen}; sdpa: {reason}")
+    return policy, lines
 
 
 def _replace_modules(policy: Policy, probe: list[int], reference: Tensor) -> list[str]:
@@ -75,7 +83,7 @@ def _replace_modules(policy: Policy, probe: list[int], reference: Tensor) -> lis
             lines[part] = "none that qualify"
             continue
         gap, reason = _gap(policy, probe, reference)
-        if gap <= TOLERANCE[policy.dtype]:
+        if gap <= TOLERANCE:
             enabled.add(part)
         else:
             undo()
@@ -102,8 +110,6 @@ def _probe_logprobs(policy: Policy, probe: list[int]) -> Tensor:
     """
     prompt = probe[: max(1, len(probe) // 2)]
     completions = [probe[len(prompt) :], probe[:0:-1]]
-    return score(
-        policy,
-        pack_tokens([prompt, prompt], completions, [0, 0], policy.packing, policy.device),
-        temperature=1.0,
-    )[0]
+    tokens = pack_tokens([prompt, prompt], completions, [0, 0], policy.packing, policy.device)
+    with Float32Arithmetic() if policy.dtype == torch.bfloat16 else nullcontext():
+        return score(replace(policy, dtype=torch.float32), tokens, temperature=1.0)[0]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from skylite.model.activation_checkpointing import with_recompute_fn
+from skylite.model.float32_arithmetic import row_dot
 
 Gain = Callable[[Tensor], Tensor]
 RMS_NORM_GAINS: dict[str, Gain] = {"weight": lambda w: w, "1 + weight": lambda w: 1 + w}
@@ -86,7 +87,7 @@ class _RmsNorm(torch.autograd.Function):
         x, gain, scale = ctx.saved_tensors
         x_wide, grad = x.to(scale.dtype), grad.to(scale.dtype) * gain.to(scale.dtype)
         # d/dx (x s) . g = s g - x s^3 mean(x . g), with s = 1 / sqrt(mean(x^2) + eps)
-        shared = torch.linalg.vecdot(x_wide, grad).unsqueeze(-1).mul_(scale.pow(3)).div_(-x.shape[-1])
+        shared = row_dot(x_wide, grad).unsqueeze(-1).mul_(scale.pow(3)).div_(-x.shape[-1])
         return torch.addcmul(grad.mul_(scale), x_wide, shared).to(x.dtype), None, None
 
 
@@ -111,7 +112,7 @@ class _GatedActivation(torch.autograd.Function):
 def _normalize(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The norm's output, and the scale 1 / sqrt(mean(x^2) + eps) in float32 or wider."""
     x_wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    scale = torch.linalg.vecdot(x_wide, x_wide).unsqueeze(-1).div_(x.shape[-1]).add_(eps).rsqrt_()
+    scale = row_dot(x_wide, x_wide).unsqueeze(-1).div_(x.shape[-1]).add_(eps).rsqrt_()
     return (x_wide * scale).mul_(gain.to(x_wide.dtype)).to(x.dtype), scale
 
 

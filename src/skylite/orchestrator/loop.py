@@ -49,6 +49,8 @@ class TrainerStep:
     metrics: dict[str, Any]
     trained: Interval
     """When the trainer computed the step."""
+    choices: list[str]
+    """The trainer's fast paths; only after its start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +223,7 @@ async def wait_for_trainer_step(plan: RunPlan, step: int) -> TrainerStep:
         await asyncio.sleep(POLL_S)
     body = run.read_json(run.trainer_step_path(step))
     started, ended = body["trained"]
-    return TrainerStep(trainer_metrics(body), (started, ended))
+    return TrainerStep(trainer_metrics(body), (started, ended), body.get("choices", []))
 
 
 async def load_adapter(session: Session, queues: StepQueues, version: int) -> LoadedAdapter:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import shutil
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from skylite.engine.watchdog import RestartPolicy
 from skylite.errors import SkyliteError, TrainerLost, WriteFailed, write_failed
 from skylite.hub.shared_memory import model_in_shared_memory
 from skylite.orchestrator.failures import TRAINER, explain_failure, with_next_commands
-from skylite.orchestrator.loop import run_steps, wait_for_trainer_step
+from skylite.orchestrator.loop import TrainerStep, run_steps, wait_for_trainer_step
 from skylite.orchestrator.plan import RunPlan, write_config
 from skylite.orchestrator.progress import Progress
 from skylite.orchestrator.resume import plan_resume, remove_after
@@ -175,7 +176,7 @@ async def _run(
         pool = reward_pool(plan)
         stack.callback(pool.close)
         pool.watch(supervisor.fail)
-        await wait_for_trainer_step(plan, plan.first_step - 1)
+        record_choices(plan, await wait_for_trainer_step(plan, plan.first_step - 1))
         ready = await stack.enter_async_context(
             engines_for_modules(
                 plan.run_config,
@@ -203,6 +204,13 @@ async def _load_tokenizer(plan: RunPlan) -> ChatTokenizer:
         logger.info(tokenizer.note)
     write_json(plan.run.canary_path, {"sequences": canary_sequences(tokenizer, plan.train)})
     return tokenizer
+
+
+def record_choices(plan: RunPlan, first: TrainerStep) -> None:
+    """Print which fast paths the trainer chose for the model, and add them to config.json."""
+    for choice in first.choices:
+        logger.info(f"trainer: {choice}")
+    write_config(replace(plan, resolved=plan.resolved.model_copy(update={"choices": first.choices})))
 
 
 def reward_pool(plan: RunPlan) -> RewardPool:

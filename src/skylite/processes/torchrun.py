@@ -37,8 +37,8 @@ def trainer_env(num_threads: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
-        # glibc before 2.38 does not reuse a freed block for an aligned one of the same size, and torch aligns.
-        # TBB's allocator does: a step needs two thirds of the memory (docs/explanation/trainer.md).
+        # glibc before 2.38 does not reuse a freed block for an aligned one of the same size, and torch
+        # aligns. TBB's allocator does: a step needs two thirds of the memory (docs/explanation/trainer.md).
         **preload_env(TBB_MALLOC, {}, "malloc"),
     }
 

@@ -7,6 +7,7 @@ import resource
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -60,6 +61,8 @@ class Trainer:
     canary_sequences: list[list[int]]
     base_logprobs: list[list[float]]
     """[S][L - 1] canary logprobs of the base model, which never changes."""
+    choices: list[str]
+    """A sentence per fast path: used or not, and why."""
 
     @property
     def config(self) -> TrainConfig:
@@ -89,7 +92,8 @@ def train(run: RunDir, run_config: RunConfig, dist: Dist, resume: bool) -> None:
     done = restore(trainer) if resume else 0
     started = time.monotonic()
     metrics = publish_version(trainer, done)
-    write_step_file(trainer, done, {"resumed": True} if done else {}, metrics, (started, started))
+    facts = {"resumed": done > 0, "choices": trainer.choices}
+    write_step_file(trainer, done, facts, metrics, (started, started))
     for step in range(done + 1, trainer.config.num_steps + 1):
         waited = time.monotonic()
         groups = wait_for_rollouts(trainer, step)
@@ -106,8 +110,9 @@ def train(run: RunDir, run_config: RunConfig, dist: Dist, resume: bool) -> None:
         done = step
         if step % checkpoint.every == 0 or step == trainer.config.num_steps:
             metrics |= checkpoint_step(trainer, step)
-        facts: dict[str, bool | str] = {"skipped": result.anomaly} if result.anomaly else {}
-        write_step_file(trainer, step, facts, metrics, result.span)
+        write_step_file(
+            trainer, step, {"skipped": result.anomaly} if result.anomaly else {}, metrics, result.span
+        )
     checkpoint_step(trainer, done)
 
 
@@ -117,9 +122,7 @@ def build_trainer(run: RunDir, run_config: RunConfig, dist: Dist) -> Trainer:
     load_functions(config.algorithm)
     policy = load_policy(run_config.resolved, config, dist)
     sequences = wait_for_canary(run)
-    policy, reasons = enable_fast_paths(policy, max(sequences, key=len))
-    if dist.is_main:
-        print("\n".join(reasons), flush=True)
+    policy, choices = enable_fast_paths(policy, max(sequences, key=len))
     run_config = resolve_micro_batch_tokens(run, run_config, policy, dist)
     config = run_config.config
     if config.algorithm.uses_ref:
@@ -145,6 +148,7 @@ def build_trainer(run: RunDir, run_config: RunConfig, dist: Dist) -> Trainer:
         critic=make_critic(policy, config, dist) if config.algorithm.uses_critic else None,
         canary_sequences=sequences,
         base_logprobs=base_canary_logprobs(policy, sequences),
+        choices=choices,
     )
 
 
@@ -268,7 +272,7 @@ def checkpoint_step(trainer: Trainer, step: int) -> dict[str, float]:
 def write_step_file(
     trainer: Trainer,
     step: int,
-    facts: dict[str, bool | str],
+    facts: Mapping[str, Any],
     metrics: dict[str, float],
     trained: tuple[float, float],
 ) -> None:
@@ -280,10 +284,10 @@ def write_step_file(
     peak = torch.tensor([peak_rss_bytes()], device=trainer.dist.device, dtype=torch.float64)
     peak_bytes = float(trainer.dist.all_reduce_max_(peak).item())
     if trainer.dist.is_main:
-        facts = facts | {"packing": trainer.policy.packing}
         body = {
             "step": step,
             "version": step,
+            "packing": trainer.policy.packing,
             **facts,
             "trained": trained,
             "metrics": metrics | {"mem/rss_peak_bytes": peak_bytes},

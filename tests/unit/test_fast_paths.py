@@ -1,0 +1,83 @@
+"""The probe accepts right structures in bfloat16, and rejects wrong ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from skylite.model.distributed import Dist
+from skylite.model.fast_paths import TOLERANCE, enable_fast_paths
+from skylite.model.float32_arithmetic import Float32Arithmetic, row_dot
+from skylite.model.policy import Policy, load_policy
+from tests.small_run import lone_rank, resolved, settings
+from tests.tiny_models import make_tiny_model
+from tests.wrong_structures import WRONG, tree_gap, wrong_norm_gap
+
+FAMILIES = ("llama", "qwen3", "gemma", "gemma3", "mistral")
+
+
+@pytest.fixture(scope="module")
+def dist() -> Iterator[Dist]:
+    with lone_rank() as dist:
+        yield dist
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, dist: Dist) -> Policy:
+    """A bfloat16 policy of a tiny random model."""
+    model = make_tiny_model(tmp_path_factory.mktemp("model") / request.param, request.param)
+    in_bf16 = resolved(model, model).model_copy(update={"dtype": "bfloat16"})
+    return load_policy(in_bf16, settings(), dist)
+
+
+def probes(count: int) -> list[list[int]]:
+    return [random.Random(seed).choices(range(256), k=24) for seed in range(count)]
+
+
+def test_the_right_structure_is_accepted_in_bfloat16(policy: Policy) -> None:
+    assert max(tree_gap(policy, probe) for probe in probes(4)) < TOLERANCE / 10
+    chosen, choices = enable_fast_paths(policy, probes(1)[0])
+    assert chosen.packing == "tree"
+    assert chosen.head is not None
+    assert [c.split(":")[0] for c in choices] == ["LM head in chunks", "norms", "MLPs", "packing"]
+    assert not any("unchanged" in c for c in choices)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_structure_is_rejected_in_bfloat16(policy: Policy, name: str) -> None:
+    with WRONG[name]():
+        assert min(tree_gap(policy, probe) for probe in probes(4)) > TOLERANCE
+
+
+def test_a_wrong_norm_is_rejected_in_bfloat16(policy: Policy) -> None:
+    assert min(wrong_norm_gap(policy, probe) for probe in probes(4)) > TOLERANCE
+
+
+def test_a_model_without_tree_attention_uses_padded_rows_with_torchs_attention(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with WRONG["wrong scale"]():
+        chosen, choices = enable_fast_paths(policy, probes(1)[0])
+    assert chosen.packing == "padded"
+    assert choices[-1].startswith("attention of padded rows: sdpa; ")
+    assert policy.model.get_base_model().config._attn_implementation == "sdpa"
+
+
+def test_bfloat16_weights_compute_in_float32() -> None:
+    layer = torch.nn.Linear(8, 4).bfloat16()
+    x = torch.randn(3, 8)
+    with Float32Arithmetic():
+        y = layer(x)
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(y, x @ layer.weight.float().t() + layer.bias.float())
+
+
+def test_a_row_dot_keeps_float32_under_autocast() -> None:
+    x = torch.randn(4, 512)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = row_dot(x, x)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, torch.linalg.vecdot(x, x), rtol=0, atol=0)

@@ -1,0 +1,98 @@
+"""Wrong ways to compute a model over a prefix tree. The probe of model/fast_paths.py must reject each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from skylite.model import attention_backends, fast_paths, tree_attention
+from skylite.model.fused_ops import RMS_NORM_GAINS, fuse_norms
+from skylite.model.packing import pack_tokens
+from skylite.model.policy import Policy
+
+Change = Callable[..., Any]
+
+
+@contextmanager
+def _attention(change: Change) -> Iterator[None]:
+    """`change(query, key, value, layout, settings)` gives other arguments to the tree attention."""
+    right = tree_attention.tree_attention
+
+    def wrong(*args: Any) -> torch.Tensor:
+        return right(*change(*args))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(attention_backends.BACKENDS, "sdpa", wrong)
+        attention_backends.register_backends()
+        yield
+    attention_backends.register_backends()
+
+
+@contextmanager
+def _packing(change: Change) -> Iterator[None]:
+    """`change(tokens)` gives other packed tokens to a tree pass."""
+
+    def wrong(*args: Any) -> Any:
+        tokens = pack_tokens(*args)
+        return change(tokens) if args[3] == "tree" else tokens
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fast_paths, "pack_tokens", wrong)
+        yield
+
+
+def _mask_off_by_one(query: Any, key: Any, value: Any, layout: Any, settings: Any) -> Any:
+    """Each token sees its successor too."""
+    masks = [torch.roll(mask, -1, dims=0) if len(mask) > 1 else mask for mask in layout.masks]
+    return query, key, value, replace(layout, masks=masks, bias_cache={}, block_masks={}), settings
+
+
+def _wrong_scale(query: Any, key: Any, value: Any, layout: Any, settings: Any) -> Any:
+    return query, key, value, layout, replace(settings, scaling=settings.scaling * 1.1)
+
+
+def _swapped_heads(query: Any, key: Any, value: Any, layout: Any, settings: Any) -> Any:
+    return query.roll(1, dims=1), key, value, layout, settings
+
+
+def _shifted_positions(tokens: Any) -> Any:
+    """The tokens after the first four are one position further."""
+    positions = tokens.inputs["position_ids"]
+    return replace(tokens, inputs=tokens.inputs | {"position_ids": positions + (positions >= 4)})
+
+
+WRONG: dict[str, Callable[[], Any]] = {
+    "mask off by one": lambda: _attention(_mask_off_by_one),
+    "wrong scale": lambda: _attention(_wrong_scale),
+    "swapped heads": lambda: _attention(_swapped_heads),
+    "shifted positions": lambda: _packing(_shifted_positions),
+}
+
+
+def tree_gap(policy: Policy, probe: list[int]) -> float:
+    """Mean |logprob difference| between the tree pass and the slow path, as enable_fast_paths computes it."""
+    base = policy.model.get_base_model()
+    base.set_attn_implementation("eager")
+    reference = fast_paths._probe_logprobs(replace(policy, packing="padded"), probe)
+    base.set_attn_implementation(attention_backends.implementation("sdpa"))
+    return fast_paths._gap(replace(policy, packing="tree"), probe, reference)[0]
+
+
+def wrong_norm_gap(policy: Policy, probe: list[int]) -> float:
+    """The same of padded rows whose norms multiply by the other family's gain (missing or extra offset)."""
+    base = policy.model.get_base_model()
+    base.set_attn_implementation("eager")
+    policy = replace(policy, packing="padded")
+    reference = fast_paths._probe_logprobs(policy, probe)
+    gaps = []
+    for gain in RMS_NORM_GAINS.values():
+        undo = fuse_norms(policy.model, gain, False)
+        assert undo is not None
+        gaps.append(fast_paths._gap(policy, probe, reference)[0])
+        undo()
+    return max(gaps)
