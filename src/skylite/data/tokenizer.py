@@ -70,7 +70,7 @@ def load_tokenizer(model_path: Path) -> ChatTokenizer:
 
 @contextmanager
 def _without_torch() -> Iterator[None]:
-    """Import transformers as if torch were not installed: this saves 5 CPU seconds and 330 MB at start.
+    """Import transformers as if torch were not installed: buys 5 CPU seconds and 330 MB at start.
 
     transformers then offers no models in this process. Does nothing if either is imported already.
     """

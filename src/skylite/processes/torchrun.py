@@ -38,7 +38,7 @@ def trainer_env(num_threads: int) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
         # glibc before 2.38 does not reuse a freed block for an aligned one of the same size, and torch
-        # aligns. TBB's allocator does: a step needs two thirds of the memory (docs/explanation/trainer.md).
+        # aligns. TBB's allocator does. Buys memory: without it the peak of a train phase is 46 % higher.
         **preload_env(TBB_MALLOC, {}, "malloc"),
     }
 

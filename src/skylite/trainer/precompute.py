@@ -1,6 +1,8 @@
 """Precompute: the forward passes without gradient that some algorithms need before an update.
 
 They give old logprobs, the KL to the reference, the critic's values, and the choice of tokens for an update.
+
+Old logprobs come from the training pass where they can. Without that a train phase takes 35 % longer.
 """
 
 from __future__ import annotations

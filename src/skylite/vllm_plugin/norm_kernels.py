@@ -2,6 +2,8 @@
 
 vLLM disables compilation when LoRA is on. A norm is then about six torch operations, and for the few rows of
 a decode each costs more to launch than to compute. Only vLLM's processes import this module.
+
+Buys time: without it sampling is 5 % slower.
 """
 
 from __future__ import annotations
