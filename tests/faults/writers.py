@@ -25,7 +25,8 @@ from skylite.adapters.import_adapter import copy_warm_start
 from skylite.adapters.manifest import Canary
 from skylite.adapters.retention import clean_up, write_score
 from skylite.commands.prepare import prepare
-from skylite.config.train import AnomalyConfig, EvalConfig, RunConfig
+from skylite.config.checkpoint import EvalConfig
+from skylite.config.train import AnomalyConfig, RunConfig
 from skylite.errors import SkyliteError
 from skylite.evaluation.confidence_interval import accuracy_of
 from skylite.evaluation.evaluate import EvalResult, write_results

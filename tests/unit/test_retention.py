@@ -14,8 +14,9 @@ from skylite.adapters.retention import (
     kept_checkpoints,
     write_score,
 )
+from skylite.config.checkpoint import CheckpointConfig
 from skylite.config.loading import load_config
-from skylite.config.train import CheckpointConfig, SyncConfig, TrainConfig
+from skylite.config.train import SyncConfig, TrainConfig
 from skylite.errors import ConfigError
 from skylite.run.run_dir import RunDir, adapter_name, published_versions
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from skylite.config.train import CheckpointConfig, EvalConfig, SyncConfig, TrainConfig
+from skylite.config.checkpoint import CheckpointConfig, EvalConfig
+from skylite.config.train import SyncConfig, TrainConfig
 from skylite.errors import DataError
 from skylite.run.checkpoint_folder import checkpoint_steps
 from skylite.run.files import TEMPORARY_MARK, convert_os_errors, temporary_sibling, write_json

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from skylite.config.algorithm import AlgorithmConfig, CriticConfig, ImportanceConfig
+from skylite.config.checkpoint import CheckpointConfig, EvalConfig, StopConfig
 from skylite.config.lora import LoraConfig
 from skylite.config.rollout import DataConfig, RewardConfig, RolloutConfig
 from skylite.config.section import Section
@@ -113,38 +114,6 @@ class SyncConfig(Section):
     canary_tolerance: float | None = Field(None, gt=0)
     """Largest allowed |trainer - vLLM| logprob on the canary tokens. none: a value for the compute type
     (docs/explanation/adapter-sync.md)."""
-
-
-class CheckpointConfig(Section):
-    """Checkpoints that --resume continues from."""
-
-    every: int = Field(10, ge=1)
-    """Steps between checkpoints. The last step and a clean stop always write one."""
-    keep_last: int = Field(2, ge=1)
-    """Newest checkpoints to keep."""
-    keep_best: int = Field(0, ge=0)
-    """Also keep the N checkpoints with the highest held-out accuracy. Needs eval.limit and eval.every."""
-
-
-class StopConfig(Section):
-    """How Ctrl-C and SIGTERM end a run."""
-
-    mode: Literal["finish", "abandon"] = "finish"
-    """What the first signal does with the current step. A second signal ends everything at once."""
-    grace_s: float = Field(25.0, ge=5)
-    """Seconds from the signal to the end of all processes: the step has 60 %, step and checkpoint
-    together 80 %. Clusters usually kill 30 s after SIGTERM."""
-
-
-class EvalConfig(Section):
-    """Held-out evaluation during a run."""
-
-    split: Literal["train", "validation", "test"] = "test"
-    """Split that the held-out problems come from."""
-    limit: int = Field(0, ge=0)
-    """Number of held-out problems, sampled greedily before and after the run. 0: no evaluation."""
-    every: int = Field(0, ge=0)
-    """Also evaluate every N steps. 0: only before and after the run."""
 
 
 class AnomalyConfig(Section):
