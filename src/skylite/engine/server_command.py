@@ -16,6 +16,7 @@ from typing import Literal
 
 from skylite.config.train import CpuLora
 from skylite.errors import ModelError
+from skylite.processes.gpus import cuda_env
 from skylite.processes.hardware import LOOPBACK_ONLY, cpu_cores, total_memory
 from skylite.processes.preload_libraries import INTEL_OPENMP, has_library, preload_env
 from skylite.vllm_plugin import CPU_SERVER, STOCK_SERVER, SWITCH, exit_with_parent
@@ -79,7 +80,7 @@ class EngineSpec:
     enable_lora: bool
     seed: int
     gpus: tuple[int, ...] = ()
-    """GPU indices; empty: all that the environment makes visible."""
+    """GPUs by nvidia-smi's numbers; empty: all that the environment makes visible."""
 
 
 def engine_command(spec: EngineSpec) -> list[str]:
@@ -137,9 +138,7 @@ def engine_env(spec: EngineSpec, base_env: Mapping[str, str]) -> dict[str, str]:
         env[RUNTIME_LORA] = "1"
     if spec.device == "cpu":
         env |= _cpu_env(spec, base_env)
-    if spec.gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.gpus))
-    return env
+    return env | cuda_env(spec.gpus)
 
 
 def serve_env(spec: EngineSpec, base_env: Mapping[str, str], api_key: str) -> dict[str, str]:

@@ -8,6 +8,7 @@ from skylite.adapters.folder import ServedAdapter
 from skylite.config.lora import served_rank
 from skylite.config.train import TrainConfig
 from skylite.engine.server_command import EngineSpec, choose_cpu_lora
+from skylite.processes.gpus import visible_gpus
 from skylite.processes.hardware import choose_device, choose_dtype
 
 
@@ -34,4 +35,5 @@ def single_engine_spec(
         cpu_lora=choose_cpu_lora(config.engine.cpu_lora, dtype, model_path),
         enable_lora=adapter is not None,
         seed=config.seed,
+        gpus=tuple(g.index for g in visible_gpus()[:1]) if device == "cuda" else (),
     )

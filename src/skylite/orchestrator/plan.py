@@ -16,7 +16,9 @@ from skylite.engine.server_command import choose_cpu_lora, engine_notes
 from skylite.errors import ConfigError
 from skylite.hub.resolve import resolve_model
 from skylite.hub.shared_memory import shared_copy
+from skylite.orchestrator.gpu_plan import place
 from skylite.orchestrator.programs import allow_algorithm, allow_rewards
+from skylite.processes.gpus import why_no_gpu
 from skylite.processes.hardware import choose_device, choose_dtype, cpu_cores
 from skylite.rewards.components import load_components
 from skylite.run.files import convert_os_errors, sha256_file, write_json
@@ -80,11 +82,14 @@ def resolve_choices(config: TrainConfig, run: RunDir, notes: Sequence[str]) -> R
     device = choose_device()
     dtype, dtype_note = choose_dtype(config.model.dtype, device)
     check_device(config, device)
+    placement = place(config, device)
     model = resolve_model(config.model.name)
     same_bits = config.trainer.deterministic
     cpu_lora = choose_cpu_lora(config.engine.cpu_lora, dtype, model.path, deterministic=same_bits)
     notes = [
         *notes,
+        why_no_gpu() if device == "cpu" else "",
+        *placement.notes,
         dtype_note,
         *settings_notes(config),
         model.note,
@@ -100,6 +105,8 @@ def resolve_choices(config: TrainConfig, run: RunDir, notes: Sequence[str]) -> R
         dtype=dtype,
         device=device,
         cpu_lora=cpu_lora,
+        rank_gpus=placement.rank_gpus,
+        engine_gpus=placement.engine_gpus,
         lora_sync_path=str(Path(config.lora.lora_sync_path or run.default_adapters).resolve()),
         run_id=uuid.uuid4().hex,
         warm_start=str(run.warm_start) if config.lora.from_adapter is not None else None,

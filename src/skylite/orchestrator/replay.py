@@ -14,6 +14,7 @@ from skylite.adapters.manifest import read_manifest
 from skylite.config.loading import read_run_config
 from skylite.config.train import RunConfig
 from skylite.errors import ChildDied, ConfigError, ModelError, RunFailed
+from skylite.orchestrator.gpu_plan import place_ranks
 from skylite.orchestrator.shutdown import ask_trainer_to_end
 from skylite.processes.child import ProcessSpec
 from skylite.processes.hardware import cpu_cores
@@ -42,9 +43,10 @@ class ReplayResult:
 async def replay_step(run: RunDir, step: int) -> ReplayResult:
     """Train `step` again and compare the adapters; the run is only read.
 
-    Raises ConfigError if the adapter or the rollouts are not stored, ModelError if the adapter is damaged.
+    Raises ConfigError if the adapter or the rollouts are not stored, or if this machine lacks the run's GPUs;
+    ModelError if the adapter is damaged.
     """
-    recorded = read_run_config(run.config_path)
+    recorded = place_ranks(read_run_config(run.config_path))
     original = stored_adapter(run, recorded, step)
     start = newest_checkpoint_before(run, step)
     missing = [k for k in range(start + 1, step + 1) if not run.rollout_path(k).exists()]
@@ -142,7 +144,9 @@ async def _train(run: RunDir, recorded: RunConfig, start: int, step: int) -> Non
     spec = ProcessSpec(
         name=TRAINER,
         argv=trainer_command(run.root, run.rendezvous, trainer.num_ranks, resume=True),
-        env=trainer_env(trainer.num_threads or max(1, cpu_cores() // trainer.num_ranks)),
+        env=trainer_env(
+            trainer.num_threads or max(1, cpu_cores() // trainer.num_ranks), recorded.resolved.rank_gpus
+        ),
         log_path=run.log_path(TRAINER),
         is_done=run.trainer_step_path(step).exists,
     )

@@ -14,10 +14,12 @@ from skylite.config.loading import change_config, read_run_config
 from skylite.config.train import Resolved, RunConfig, TrainConfig
 from skylite.errors import ConfigError, DataError
 from skylite.hub.resolve import check_folder
+from skylite.orchestrator.gpu_plan import Placement, place_again
 from skylite.orchestrator.plan import (
     RunPlan,
     check_device,
     held_out_prompts,
+    log_notes,
     read_split,
     shm_path,
     train_data_hash,
@@ -52,6 +54,8 @@ def plan_resume(
     config = accept_same_rewards(recorded.config, config, info, settings)
     check_changes(recorded.config, config)
     check_device(config, recorded.resolved.device)
+    placement = place_again(recorded, config)
+    log_notes(placement.notes)
     rewards = allow_rewards(config.reward.functions, info, Path(config.data.path), named_by=run.config_path)
     allow_algorithm(config.algorithm, named_by=run.config_path, settings=settings)
     _check_inputs(recorded, config)
@@ -67,7 +71,7 @@ def plan_resume(
     return RunPlan(
         run=run,
         config=config,
-        resolved=_relocate(run, recorded, config),
+        resolved=_relocate(run, recorded, config, placement),
         train=train,
         held_out=held_out_prompts(config),
         rewards=rewards,
@@ -177,14 +181,16 @@ def _status_is_done(run: RunDir) -> bool:
         return False
 
 
-def _relocate(run: RunDir, recorded: RunConfig, config: TrainConfig) -> Resolved:
-    """Update the paths: the run may have been moved, with its adapters and its copy of a warm start."""
+def _relocate(run: RunDir, recorded: RunConfig, config: TrainConfig, placement: Placement) -> Resolved:
+    """Update paths and GPUs: the run may have been moved, with its adapters and its copy of a warm start."""
     old = recorded.resolved
     update = {
         "warm_start": str(run.warm_start) if old.warm_start else None,
         "lora_sync_path": str(run.adapters(recorded)),
         "shm_path": shm_path(config, old.model_fingerprint),
         "run_id": old.run_id or uuid.uuid4().hex,
+        "rank_gpus": placement.rank_gpus,
+        "engine_gpus": placement.engine_gpus,
     }
     return old.model_copy(update=update)
 
@@ -208,6 +214,7 @@ ROUNDING_CHANGES = (
     "engine.max_num_seqs",
     "engine.kv_cache_gib",
     "engine.gpu_memory_utilization",
+    "engine.gpus",
 )
 """Settings that change how a step is computed: its result stays the same up to rounding."""
 

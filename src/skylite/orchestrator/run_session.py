@@ -242,7 +242,9 @@ def _trainer_spec(plan: RunPlan, resume: bool) -> ProcessSpec:
     return ProcessSpec(
         name=TRAINER,
         argv=trainer_command(plan.run.root, plan.run.rendezvous, trainer.num_ranks, resume=resume),
-        env=trainer_env(trainer.num_threads or max(1, cpu_cores() // trainer.num_ranks)),
+        env=trainer_env(
+            trainer.num_threads or max(1, cpu_cores() // trainer.num_ranks), plan.resolved.rank_gpus
+        ),
         log_path=plan.run.log_path(TRAINER),
         is_done=plan.run.trainer_step_path(plan.config.num_steps).exists,
     )

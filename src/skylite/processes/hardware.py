@@ -1,15 +1,15 @@
-"""Detect cores, memory, GPUs and bfloat16 support of this machine, without importing torch."""
+"""Cores, memory, device and compute type of this machine, without importing torch."""
 
 from __future__ import annotations
 
 import math
 import os
-import shutil
-import subprocess
-from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Literal
+
+from skylite.errors import ConfigError
+from skylite.processes.gpus import visible_gpus
+from skylite.processes.torch_cuda import check_torch
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["bfloat16", "float32"]
@@ -21,23 +21,11 @@ BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """x86 and Arm flags of the instructions for fast bfloat16 matrix products."""
 BF16_CAPABILITY = 8.0
 """Minimum CUDA compute capability for bfloat16 in vLLM (Ampere)."""
-SMI_TIMEOUT_S = 30.0
-"""A cold driver takes several seconds to answer."""
 LOOPBACK_ONLY = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Environment of processes that torch.distributed connects.
 
 By default gloo listens on the interface of the host name, and NCCL on the fastest interface.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """A GPU as listed by nvidia-smi."""
-
-    index: int
-    uuid: str
-    name: str
-    compute_capability: float
 
 
 def cpu_cores() -> int:
@@ -52,44 +40,6 @@ def total_memory() -> int:
     return machine if limit == "max" else min(machine, int(limit))
 
 
-def gpus() -> list[Gpu]:
-    """GPUs this process may use (respects CUDA_VISIBLE_DEVICES); empty without a working nvidia-smi."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    query = ["nvidia-smi", "--query-gpu=index,uuid,name,compute_cap", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=SMI_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        return []
-    if done.returncode != 0:
-        return []
-    return visible_gpus(parse_gpus(done.stdout), os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-def parse_gpus(listing: str) -> list[Gpu]:
-    """Parse nvidia-smi lines such as `0, GPU-3f..., NVIDIA H200, 9.0`."""
-    rows = [[cell.strip() for cell in line.split(",")] for line in listing.splitlines() if line.strip()]
-    return [Gpu(int(index), uuid, name, float(capability)) for index, uuid, name, capability in rows]
-
-
-def visible_gpus(found: list[Gpu], setting: str | None) -> list[Gpu]:
-    """GPUs that CUDA_VISIBLE_DEVICES (`setting`) selects, in its order.
-
-    Like CUDA, ignores all entries after the first unknown one.
-    """
-    if setting is None:
-        return found
-    chosen: list[Gpu] = []
-    for name in (part.strip() for part in setting.split(",")):
-        match = [
-            g for g in found if name == str(g.index) or (name.startswith("GPU-") and g.uuid.startswith(name))
-        ]
-        if not match:
-            break
-        chosen += match
-    return chosen
-
-
 def cpu_has_bf16(cpuinfo: Path = CPUINFO) -> bool:
     """Whether the CPU multiplies bfloat16 matrices in hardware."""
     if not cpuinfo.exists():
@@ -102,37 +52,43 @@ def cpu_has_bf16(cpuinfo: Path = CPUINFO) -> bool:
 
 
 def choose_device() -> Device:
-    """cuda if there is a GPU and torch is a CUDA build, else cpu."""
-    return "cuda" if _torch_has_cuda() and gpus() else "cpu"
+    """cuda if this process may use a GPU, else cpu. Raises ConfigError if torch cannot use the GPU."""
+    gpus = visible_gpus()
+    if not gpus:
+        return "cpu"
+    check_torch(gpus)
+    return "cuda"
 
 
 def choose_dtype(setting: Literal["auto", "bfloat16", "float32"], device: Device) -> tuple[Dtype, str]:
-    """The compute dtype, and notes for the user on an automatic choice or a poor setting (empty if none)."""
-    notes = []
-    if device == "cpu" and not _torch_has_cuda() and (unused := gpus()):
-        notes.append(
-            f"warning: {unused[0].name} is not used, because this Python has the CPU build of torch; "
-            "`make setup` installs the CUDA build"
+    """The compute dtype, and a note on an automatic choice or a slow setting (empty if none).
+
+    Raises ConfigError for bfloat16 on a GPU that vLLM refuses it on.
+    """
+    missing = _without_bf16(device)
+    if setting == "auto":
+        return ("float32", f"dtype float32: {missing}") if missing else ("bfloat16", "")
+    if setting == "bfloat16" and missing and device == "cuda":
+        raise ConfigError(
+            f"model.dtype=bfloat16 cannot be used: {missing}.",
+            "Use model.dtype=float32; skylite has no float16.",
         )
-    slow = _why_bf16_is_slow(device)
-    dtype: Dtype = ("float32" if slow else "bfloat16") if setting == "auto" else setting
-    if slow and setting == "auto":
-        notes.append(f"dtype float32: {slow}")
-    if slow and setting == "bfloat16":
-        notes.append(f"warning: dtype is bfloat16, but {slow}; float32 is several times faster here")
-    return dtype, "; ".join(notes)
+    if setting == "bfloat16" and missing:
+        return setting, f"warning: dtype is bfloat16, but {missing}; float32 is several times faster here"
+    return setting, ""
 
 
-def _why_bf16_is_slow(device: Device) -> str:
+def _without_bf16(device: Device) -> str:
+    """Why bfloat16 is slow or refused on this device; empty if it is neither."""
     if device == "cpu":
         return "" if cpu_has_bf16() else "this CPU has no bfloat16 instructions"
-    old = next((g for g in gpus() if g.compute_capability < BF16_CAPABILITY), None)
-    return f"{old.name} has no bfloat16 instructions" if old is not None else ""
-
-
-def _torch_has_cuda() -> bool:
-    """Read it from the version: CPU wheels have a local part, as in 2.13.0+cpu."""
-    return not metadata.version("torch").endswith("+cpu")
+    old = next((g for g in visible_gpus() if g.compute_capability < BF16_CAPABILITY), None)
+    if old is None:
+        return ""
+    return (
+        f"{old.name} has compute capability {old.compute_capability}, "
+        f"and bfloat16 needs {BF16_CAPABILITY} or newer"
+    )
 
 
 def _quota_cores(path: Path) -> int:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import sys
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
+from skylite.processes.gpus import cuda_env
 from skylite.processes.hardware import LOOPBACK_ONLY
 from skylite.processes.preload_libraries import TBB_MALLOC, preload_env
 
@@ -28,10 +30,11 @@ def trainer_command(run: Path, rendezvous: Path, num_ranks: int, *, resume: bool
     return [*command, "-m", "skylite.trainer.worker", str(run), *(["--resume"] if resume else [])]
 
 
-def trainer_env(num_threads: int) -> dict[str, str]:
-    """Variables added to the parent's environment: threads per rank, allocator, offline hub."""
+def trainer_env(num_threads: int, gpus: Sequence[int] = ()) -> dict[str, str]:
+    """Variables added to the parent's environment: threads per rank, allocator, offline hub, GPUs."""
     return {
         **LOOPBACK_ONLY,
+        **cuda_env(gpus),
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": str(num_threads),
         "TOKENIZERS_PARALLELISM": "false",

@@ -1,0 +1,165 @@
+"""Which GPU each rank and engine gets. Refuses a placement that cannot work, before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from skylite.config.train import RunConfig, TrainConfig
+from skylite.errors import ConfigError
+from skylite.processes.gpus import (
+    VISIBLE,
+    Gpu,
+    GpuProcess,
+    describe,
+    memory_in_use,
+    visible_gpus,
+    why_no_gpu,
+)
+from skylite.processes.hardware import choose_device, choose_dtype
+from skylite.processes.torch_cuda import check_torch
+
+GIB = 2**30
+UNNAMED_BYTES = 1 << 30
+"""Memory in use by no process that nvidia-smi shows, that is worth a warning. A driver uses less."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """GPUs by nvidia-smi's numbers. All empty on a CPU."""
+
+    rank_gpus: list[int]
+    """Of rank 0, 1, ..."""
+    engine_gpus: list[int]
+    """Of engine 0, 1, ..."""
+    notes: list[str]
+
+
+def place(config: TrainConfig, device: str) -> Placement:
+    """Give each rank and engine its GPU.
+
+    Rank i gets visible GPU i. Engine i gets visible GPU `engine.gpus[i]`; by default the engines take the
+    GPUs after the ranks' in turn, and then share the ranks'. Raises ConfigError if there are too few GPUs or
+    if other processes hold memory that the engines need.
+    """
+    if device == "cpu":
+        if config.engine.gpus:
+            raise ConfigError(
+                f"engine.gpus={config.engine.gpus} places engines on GPUs, and this run has none.",
+                "Use engine.gpus=[].",
+            )
+        return Placement(rank_gpus=[], engine_gpus=[], notes=[])
+    gpus = visible_gpus()
+    ranks = gpus[: require_ranks(config, gpus)]
+    engines = [gpus[i] for i in engine_positions(config, len(gpus))]
+    torch = check_torch(gpus)
+    notes = [f"{describe(gpus)}; driver {gpus[0].driver}, torch {torch.version} for CUDA {torch.cuda}"]
+    notes.append(
+        f"rank 0 to {len(ranks) - 1} on GPU {_numbers(ranks)}; engine 0 to {len(engines) - 1} on GPU "
+        f"{_numbers(engines)}"
+    )
+    for gpu in dict.fromkeys(engines):
+        notes.append(check_memory(gpu, engines.count(gpu), config.engine.gpu_memory_utilization))
+    return Placement(
+        rank_gpus=[g.index for g in ranks],
+        engine_gpus=[g.index for g in engines],
+        notes=[n for n in notes if n],
+    )
+
+
+def place_again(recorded: RunConfig, config: TrainConfig) -> Placement:
+    """The placement of a recorded run on this machine, which may be another than at its start.
+
+    Raises ConfigError also if this machine lacks the run's device or its compute type.
+    """
+    device, dtype = recorded.resolved.device, recorded.resolved.dtype
+    if device == "cuda":
+        if choose_device() == "cpu":
+            raise ConfigError(
+                "The run was started on a GPU, and this machine has none that may be used. "
+                f"{why_no_gpu()}".strip(),
+                "Continue it on a machine with a GPU: a CPU would round differently.",
+            )
+        choose_dtype(dtype, device)
+    return place(config, device)
+
+
+def place_ranks(recorded: RunConfig) -> RunConfig:
+    """`recorded` with the GPUs of its ranks on this machine, for a trainer without engines."""
+    if recorded.resolved.device == "cpu":
+        return recorded
+    choose_device()
+    gpus = visible_gpus()
+    ranks = [g.index for g in gpus[: require_ranks(recorded.config, gpus)]]
+    return recorded.model_copy(
+        update={"resolved": recorded.resolved.model_copy(update={"rank_gpus": ranks, "engine_gpus": []})}
+    )
+
+
+def require_ranks(config: TrainConfig, gpus: Sequence[Gpu]) -> int:
+    """The number of ranks. Raises ConfigError if it exceeds the GPUs."""
+    ranks = config.trainer.num_ranks
+    if ranks > len(gpus):
+        raise ConfigError(
+            f"trainer.num_ranks={ranks} needs {ranks} GPUs, because every rank trains on its own, and "
+            f"{len(gpus)} can be used: {describe(gpus) or 'none'}.",
+            f"Use trainer.num_ranks={max(1, len(gpus))}, or make more GPUs visible ({VISIBLE}).",
+        )
+    return ranks
+
+
+def engine_positions(config: TrainConfig, num_gpus: int) -> list[int]:
+    """The visible GPU of each engine. Raises ConfigError for engine.gpus that do not fit."""
+    chosen, count = config.engine.gpus, config.engine.num_engines
+    if not chosen:
+        return [(config.trainer.num_ranks + i) % num_gpus for i in range(count)]
+    if len(chosen) != count:
+        raise ConfigError(
+            f"engine.gpus={chosen} names {len(chosen)} GPU(s) for engine.num_engines={count}.",
+            "Name one for each engine, or leave it empty.",
+        )
+    if beyond := [i for i in chosen if i >= num_gpus]:
+        raise ConfigError(
+            f"engine.gpus={chosen} names visible GPU {beyond[0]}, and there are {num_gpus}, counted from 0.",
+            f"Name 0 to {num_gpus - 1}.",
+        )
+    return list(chosen)
+
+
+def check_memory(gpu: Gpu, num_engines: int, share: float) -> str:
+    """A warning if other processes use the GPU, else "". Raises ConfigError if its engines do not fit."""
+    if num_engines * share >= 1:
+        raise ConfigError(
+            f"{num_engines} engines share GPU {gpu.index} ({gpu.name}), and each takes "
+            f"engine.gpu_memory_utilization={share:g} of its memory.",
+            f"Lower it below {1 / num_engines:.2f}, use fewer engines, or place them with engine.gpus.",
+        )
+    used, processes = memory_in_use(gpu)
+    if gpu.total_bytes is None:
+        return ""
+    wanted, free = num_engines * share * gpu.total_bytes, gpu.total_bytes - used
+    others = users_text(used, processes)
+    if wanted > free:
+        raise ConfigError(
+            f"GPU {gpu.index} ({gpu.name}) has {free / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB free, and "
+            f"vLLM takes {wanted / GIB:.1f} GiB (engine.gpu_memory_utilization={share:g}"
+            f"{f' x {num_engines} engines' if num_engines > 1 else ''}); "
+            f"{others or 'the driver uses the rest'}.",
+            f"End those processes, choose another GPU ({VISIBLE}), or lower engine.gpu_memory_utilization.",
+        )
+    return f"warning: GPU {gpu.index} ({gpu.name}) is not free: {others}" if others else ""
+
+
+def users_text(used: int, processes: Sequence[GpuProcess]) -> str:
+    """Who uses a GPU, such as `process 41 (python3) uses 3.0 GiB`; empty for a free GPU."""
+    if not processes:
+        return f"processes that cannot be seen here use {used / GIB:.1f} GiB" if used > UNNAMED_BYTES else ""
+    return ", ".join(
+        f"process {p.pid} ({p.name.rpartition('/')[2]})"
+        + (f" uses {p.used_bytes / GIB:.1f} GiB" if p.used_bytes is not None else "")
+        for p in processes
+    )
+
+
+def _numbers(gpus: Sequence[Gpu]) -> str:
+    return ", ".join(str(g.index) for g in gpus)

@@ -1,0 +1,197 @@
+"""GPUs as nvidia-smi lists them and CUDA_VISIBLE_DEVICES selects them. The only file that runs nvidia-smi."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from skylite.errors import ConfigError
+
+SMI = "nvidia-smi"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+DRIVER_DEVICE = Path("/dev/nvidiactl")
+"""Exists when an NVIDIA driver is loaded."""
+SMI_TIMEOUT_S = 30.0
+"""A cold driver takes several seconds to answer."""
+SMI_FIELDS = ("index", "uuid", "name", "compute_cap", "memory.total", "driver_version", "mig.mode.current")
+USE_CPU = f"set {VISIBLE}=-1 to train on the CPU"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU as listed by nvidia-smi."""
+
+    index: int
+    """Its number in nvidia-smi, which is CUDA's number in PCI order (`cuda_env`)."""
+    uuid: str
+    name: str
+    compute_capability: float
+    total_bytes: int | None
+    """None: nvidia-smi does not know it (GPUs that share the machine's memory)."""
+    driver: str
+    mig: bool
+    """Whether the GPU is divided into MIG devices."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuProcess:
+    """A process with memory on a GPU."""
+
+    pid: int
+    name: str
+    used_bytes: int | None
+    """None: the driver does not tell."""
+
+
+def visible_gpus() -> list[Gpu]:
+    """GPUs that this process may use, in the order of CUDA_VISIBLE_DEVICES. Empty on a machine without GPUs.
+
+    Raises ConfigError if nvidia-smi fails, or if CUDA_VISIBLE_DEVICES names what cannot be used.
+    """
+    setting = os.environ.get(VISIBLE)
+    if hides_all(setting):
+        return []
+    found = list_gpus()
+    chosen = select_gpus(found, setting) if setting is not None and found else found
+    if divided := next((g for g in chosen if g.mig), None):
+        raise ConfigError(
+            f"GPU {divided.index} ({divided.name}) is divided by MIG, and vLLM does not support its parts.",
+            f"Choose another GPU with {VISIBLE}, or switch MIG off (nvidia-smi -i {divided.index} -mig 0).",
+        )
+    return chosen
+
+
+def list_gpus() -> list[Gpu]:
+    """All GPUs of this machine. Raises ConfigError if nvidia-smi fails or is missing next to a driver."""
+    path = shutil.which(SMI)
+    if path is not None:
+        return parse_gpus(_ask_smi_once(path))
+    if DRIVER_DEVICE.exists():
+        raise ConfigError(
+            f"This machine has an NVIDIA driver ({DRIVER_DEVICE}), but no nvidia-smi to ask about its GPUs.",
+            f"Put nvidia-smi on PATH (containers: NVIDIA_DRIVER_CAPABILITIES=compute,utility), or {USE_CPU}.",
+        )
+    return []
+
+
+def parse_gpus(listing: str) -> list[Gpu]:
+    """Parse nvidia-smi's answer to SMI_FIELDS. Raises ConfigError for a line of another form."""
+    return [_parse_gpu(line) for line in listing.splitlines() if line.strip()]
+
+
+def hides_all(setting: str | None) -> bool:
+    """Whether a value of CUDA_VISIBLE_DEVICES hides every GPU, as an empty one and -1 do."""
+    return setting is not None and (not setting.strip() or setting.strip().startswith("-"))
+
+
+def select_gpus(found: Sequence[Gpu], setting: str) -> list[Gpu]:
+    """GPUs that CUDA_VISIBLE_DEVICES (`setting`) names, by number or UUID, in its order.
+
+    Like CUDA, ignores everything after -1. Raises ConfigError for a name that is not one of `found`. CUDA
+    would silently ignore it and all that follow.
+    """
+    chosen: list[Gpu] = []
+    for name in (part.strip() for part in setting.split(",")):
+        if name.startswith("-"):
+            break
+        if name.startswith("MIG-"):
+            raise ConfigError(
+                f"{VISIBLE}={setting} names a part of a GPU ({name}), and vLLM does not support MIG.",
+                f"Name a complete GPU, or {USE_CPU}.",
+            )
+        named = [g for g in found if name == str(g.index) or _is_uuid(name, g.uuid)]
+        if len(named) != 1 or named[0] in chosen:
+            why = "more than once" if named else "which is no GPU of this machine"
+            raise ConfigError(
+                f"{VISIBLE}={setting} names {name!r}, {why} ({describe(found)}).",
+                f"Name each GPU once, by its number or UUID in `nvidia-smi -L`, or {USE_CPU}.",
+            )
+        chosen += named
+    return chosen
+
+
+def describe(gpus: Sequence[Gpu]) -> str:
+    """Such as `GPU 0: NVIDIA H200, GPU 1: NVIDIA H200`."""
+    return ", ".join(f"GPU {g.index}: {g.name}" for g in gpus)
+
+
+def why_no_gpu() -> str:
+    """Why this run uses no GPU although something names one; empty for a machine without GPUs."""
+    setting = os.environ.get(VISIBLE)
+    if hides_all(setting):
+        return f"no GPU is used: {VISIBLE}={setting} hides all"
+    if setting is not None:
+        return f"warning: {VISIBLE}={setting} names a GPU, but this machine has none; this run uses the CPU"
+    return "" if shutil.which(SMI) is None else "no GPU is used: nvidia-smi lists none"
+
+
+def memory_in_use(gpu: Gpu) -> tuple[int, list[GpuProcess]]:
+    """Bytes in use on the GPU now, and the processes that use them (those that this container may see)."""
+    path = shutil.which(SMI)
+    if path is None or gpu.total_bytes is None:
+        return 0, []
+    one = ["-i", gpu.uuid, "--format=csv,noheader,nounits"]
+    used = _ask_smi(path, ["--query-gpu=memory.used", *one])
+    listing = _ask_smi(path, ["--query-compute-apps=pid,used_memory,process_name", *one])
+    rows = [[cell.strip() for cell in line.split(",", 2)] for line in listing.splitlines()]
+    processes = [
+        GpuProcess(int(row[0]), row[2], _mebibytes(row[1]))
+        for row in rows
+        if len(row) == 3 and row[0].isdigit()
+    ]
+    return _mebibytes(used) or 0, processes
+
+
+def cuda_env(gpus: Sequence[int]) -> dict[str, str]:
+    """Environment that makes exactly these GPUs visible, by nvidia-smi's numbers; empty for no GPU.
+
+    CUDA's own order is fastest first, so without the second variable its numbers may name other GPUs.
+    """
+    return {VISIBLE: ",".join(map(str, gpus)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if gpus else {}
+
+
+@functools.cache
+def _ask_smi_once(path: str) -> str:
+    return _ask_smi(path, [f"--query-gpu={','.join(SMI_FIELDS)}", "--format=csv,noheader,nounits"])
+
+
+def _ask_smi(path: str, arguments: list[str]) -> str:
+    """nvidia-smi's answer; empty if it finds no GPU. Raises ConfigError if it fails."""
+    try:
+        done = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=SMI_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise _smi_failed(f"no answer within {SMI_TIMEOUT_S:g} s") from None
+    text = (done.stdout.strip() or done.stderr.strip()).strip()
+    if "no devices were found" in text.lower():
+        return ""
+    if done.returncode != 0:
+        raise _smi_failed(text.splitlines()[0] if text else f"exit code {done.returncode}")
+    return done.stdout
+
+
+def _smi_failed(reason: str) -> ConfigError:
+    return ConfigError(
+        f"nvidia-smi failed: {reason.rstrip('.')}.",
+        f"Repair the driver until nvidia-smi lists the GPUs, or {USE_CPU}.",
+    )
+
+
+def _parse_gpu(line: str) -> Gpu:
+    try:
+        index, uuid, name, capability, total, driver, mig = (cell.strip() for cell in line.split(","))
+        return Gpu(int(index), uuid, name, float(capability), _mebibytes(total), driver, mig == "Enabled")
+    except ValueError:
+        raise _smi_failed(f"it lists {line.strip()!r}") from None
+
+
+def _mebibytes(text: str) -> int | None:
+    return int(text) << 20 if text.strip().isdigit() else None
+
+
+def _is_uuid(name: str, uuid: str) -> bool:
+    return name.startswith("GPU-") and uuid.startswith(name)

@@ -1,0 +1,74 @@
+"""A machine with any GPUs: a stub nvidia-smi on PATH, and a stub torch for the child that asks it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from skylite.processes import gpus, torch_cuda
+
+H200 = "NVIDIA H200, 9.0, 143771, 580.95.05, Disabled"
+T4 = "Tesla T4, 7.5, 15360, 580.95.05, [N/A]"
+SMI = """#!/bin/sh
+here=$(dirname "$0")
+case "$*" in
+    *memory.used*) echo {used} ;;
+    *compute-apps*) cat "$here/processes" ;;
+    *) cat "$here/gpus"; exit {code} ;;
+esac
+"""
+TORCH = """
+__version__ = {version!r}
+class version:
+    cuda = {cuda!r}
+class cuda:
+    def init():
+        if {error!r}:
+            raise RuntimeError({error!r})
+    def device_count():
+        import os
+        return len(os.environ["CUDA_VISIBLE_DEVICES"].split(","))
+    def get_arch_list():
+        return ["sm_75", "sm_80", "sm_90", "compute_90"]
+"""
+
+
+class Machine:
+    """What nvidia-smi and torch of this test say. Without a call, the machine has no nvidia-smi."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.folder, self.patch = folder, patch
+        patch.delenv(gpus.VISIBLE, raising=False)
+        patch.setattr(gpus, "DRIVER_DEVICE", folder / "nvidiactl")
+        patch.setattr(gpus, "SMI", str(folder / "nvidia-smi"))
+
+    def lists(
+        self, *cards: str, used_mib: int = 4, processes: Sequence[str] = (), text: str = "", code: int = 0
+    ) -> None:
+        """nvidia-smi lists these GPUs, or prints `text` and exits with `code`."""
+        rows = []
+        for index, card in enumerate(cards):
+            name, _, rest = card.partition(", ")
+            rows.append(f"{index}, GPU-{index}a5e-11, {name}, {rest}\n")
+        self.folder.mkdir(exist_ok=True)
+        (self.folder / "gpus").write_text("".join(rows) or text)
+        (self.folder / "processes").write_text("".join(f"{line}\n" for line in processes))
+        (self.folder / "nvidia-smi").write_text(SMI.format(used=used_mib, code=code))
+        (self.folder / "nvidia-smi").chmod(0o755)
+        self.patch.setenv("PATH", f"{self.folder}:{os.environ['PATH']}")
+        gpus._ask_smi_once.cache_clear()
+
+    def has_torch(self, version: str = "2.13.0", cuda: str | None = "13.0", error: str = "") -> None:
+        """The child finds this torch. It sees as many GPUs as CUDA_VISIBLE_DEVICES names."""
+        package = self.folder / "packages" / "torch"
+        package.mkdir(parents=True, exist_ok=True)
+        (package / "__init__.py").write_text(TORCH.format(version=version, cuda=cuda, error=error))
+        self.patch.setenv("PYTHONPATH", str(package.parent))
+        torch_cuda.ask_torch.cache_clear()
+
+    def sees(self, setting: str) -> None:
+        """CUDA_VISIBLE_DEVICES."""
+        self.patch.setenv(gpus.VISIBLE, setting)

@@ -1,0 +1,198 @@
+"""GPUs that skylite uses or refuses, on machines played by a stub nvidia-smi and a stub torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from skylite.errors import ConfigError
+from skylite.processes import gpus
+from skylite.processes.gpus import cuda_env, visible_gpus, why_no_gpu
+from skylite.processes.hardware import choose_device, choose_dtype
+from skylite.processes.torch_cuda import ask_torch
+from tests.unit.gpu_cases import H200, T4, Machine
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_machine_without_gpus_uses_the_cpu(machine: Machine) -> None:
+    assert (choose_device(), why_no_gpu()) == ("cpu", "")
+
+
+def test_a_gpu_that_torch_can_use_is_used(machine: Machine) -> None:
+    machine.lists(H200, T4)
+    machine.has_torch()
+    assert choose_device() == "cuda"
+    first, second = visible_gpus()
+    assert (first.name, first.compute_capability, first.total_bytes) == ("NVIDIA H200", 9.0, 143771 << 20)
+    assert (second.index, second.uuid, second.driver, second.mig) == (1, "GPU-1a5e-11", "580.95.05", False)
+
+
+@pytest.mark.parametrize(
+    ("setting", "indices"),
+    [
+        ("1", [1]),
+        ("1,0", [1, 0]),
+        (" 0 , 1 ", [0, 1]),
+        ("GPU-1a", [1]),
+        ("GPU-0a5e-11,1", [0, 1]),
+        ("0,-1,1", [0]),
+    ],
+)
+def test_visible_devices_select_gpus(machine: Machine, setting: str, indices: list[int]) -> None:
+    machine.lists(H200, H200)
+    machine.sees(setting)
+    assert [g.index for g in visible_gpus()] == indices
+
+
+@pytest.mark.parametrize("setting", ["", " ", "-1", "-1,0"])
+def test_hidden_gpus_mean_the_cpu_and_a_note(machine: Machine, setting: str) -> None:
+    machine.lists(H200)
+    machine.sees(setting)
+    assert choose_device() == "cpu"
+    assert f"CUDA_VISIBLE_DEVICES={setting} hides all" in why_no_gpu()
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ("2", "names '2', which is no GPU of this machine"),
+        ("0,7,1", "names '7', which is no GPU of this machine"),
+        ("GPU-", "names 'GPU-', more than once"),
+        ("GPU-ff", "names 'GPU-ff', which is no GPU"),
+        ("0,0", "names '0', more than once"),
+        ("0,", "names '', which is no GPU"),
+        ("MIG-c7-11", "vLLM does not support MIG"),
+        ("all", "names 'all', which is no GPU"),
+    ],
+)
+def test_a_setting_that_cuda_would_misread_is_refused(machine: Machine, setting: str, reason: str) -> None:
+    machine.lists(H200, H200)
+    machine.sees(setting)
+    with pytest.raises(ConfigError) as error:
+        visible_gpus()
+    assert reason in str(error.value)
+    assert f"CUDA_VISIBLE_DEVICES={setting}" in error.value.what
+    assert "set CUDA_VISIBLE_DEVICES=-1" in error.value.hint
+
+
+def test_a_named_gpu_on_a_machine_without_any_gives_a_warning(machine: Machine) -> None:
+    machine.sees("0")
+    assert choose_device() == "cpu"
+    assert why_no_gpu().startswith("warning: CUDA_VISIBLE_DEVICES=0 names a GPU, but this machine has none")
+
+
+def test_a_gpu_in_mig_mode_is_refused_unless_another_is_chosen(machine: Machine) -> None:
+    machine.lists(H200.replace("Disabled", "Enabled"), H200)
+    with pytest.raises(ConfigError, match=r"GPU 0 .* is divided by MIG"):
+        visible_gpus()
+    machine.sees("1")
+    assert [g.index for g in visible_gpus()] == [1]
+
+
+@pytest.mark.parametrize(("text", "code"), [("No devices were found\n", 6), ("", 0)])
+def test_a_driver_without_gpus_means_the_cpu_and_a_note(machine: Machine, text: str, code: int) -> None:
+    machine.lists(text=text, code=code)
+    assert choose_device() == "cpu"
+    assert why_no_gpu() == "no GPU is used: nvidia-smi lists none"
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n", 9),
+        ("Failed to initialize NVML: Driver/library version mismatch\n", 18),
+        ('Field "compute_cap" is not a valid field to query.\n', 2),
+        ("0, GPU-1, [Unknown Error], [Unknown Error]\n", 0),
+        ("Unable to determine the device handle for GPU 0000:01:00.0: Unknown Error\n", 0),
+    ],
+)
+def test_a_failing_nvidia_smi_is_no_reason_to_use_the_cpu(machine: Machine, text: str, code: int) -> None:
+    machine.lists(text=text, code=code)
+    with pytest.raises(ConfigError, match="nvidia-smi failed: ") as error:
+        choose_device()
+    assert text.strip().rstrip(".") in error.value.what
+
+
+def test_a_driver_without_nvidia_smi_is_refused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "DRIVER_DEVICE", ROOT)
+    with pytest.raises(ConfigError, match="but no nvidia-smi"):
+        choose_device()
+
+
+def test_a_cpu_build_of_torch_is_refused_on_a_gpu(machine: Machine) -> None:
+    machine.lists(H200)
+    machine.has_torch("2.13.0+cpu", cuda=None)
+    with pytest.raises(ConfigError, match=r"NVIDIA H200 cannot be used.* CPU build of torch \(2.13.0\+cpu\)"):
+        choose_device()
+
+
+def test_an_old_driver_is_named_with_the_driver_that_torch_needs(machine: Machine) -> None:
+    machine.lists(H200.replace("580.95.05", "570.133.20"))
+    machine.has_torch(error="The NVIDIA driver on your system is too old (found version 12080).")
+    with pytest.raises(ConfigError) as error:
+        choose_device()
+    assert "torch 2.13.0 is built for CUDA 13.0, which driver 570.133.20" in error.value.what
+    assert "Install NVIDIA driver 580 or newer" in error.value.hint
+    assert error.value.exit_code == 2
+
+
+def test_any_other_reason_of_torch_is_shown(machine: Machine) -> None:
+    machine.lists(H200)
+    machine.has_torch(error="CUDA unknown error - this may be due to an incorrectly set up environment")
+    with pytest.raises(ConfigError, match=r"driver 580.95.05.*CUDA 13.0 cannot use them: CUDA unknown error"):
+        choose_device()
+
+
+def test_a_gpu_without_code_in_torch_is_refused(machine: Machine) -> None:
+    machine.lists("Tesla V100-SXM2-16GB, 7.0, 16384, 580.95.05, [N/A]")
+    machine.has_torch()
+    with pytest.raises(ConfigError, match=r"compute capability 7.0, and torch 2.13.0 has code for 7.5"):
+        choose_device()
+
+
+def test_bfloat16_is_refused_below_8_and_auto_takes_float32(machine: Machine) -> None:
+    machine.lists(H200, T4)
+    machine.has_torch()
+    dtype, note = choose_dtype("auto", "cuda")
+    assert (dtype, "Tesla T4 has compute capability 7.5" in note) == ("float32", True)
+    with pytest.raises(ConfigError, match=r"model.dtype=bfloat16 .* Use model.dtype=float32"):
+        choose_dtype("bfloat16", "cuda")
+    machine.sees("0")
+    assert choose_dtype("auto", "cuda") == ("bfloat16", "")
+
+
+def test_torch_of_this_machine_answers() -> None:
+    """The child's program, with the real torch."""
+    answer = ask_torch(sys.executable, os.environ.get("PYTHONPATH", ""), ())
+    assert answer.version[0].isdigit()
+    assert (answer.cuda is None) == answer.version.endswith("+cpu")
+
+
+def test_children_see_their_gpus_by_nvidia_smis_numbers() -> None:
+    assert cuda_env([2, 0]) == {"CUDA_VISIBLE_DEVICES": "2,0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert cuda_env([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("listing", "setting", "counted"),
+    [
+        ("GPU 0: NVIDIA H200 (UUID: GPU-3f)\n  MIG 1g.18gb Device 0: (UUID: MIG-1)\n", None, "1"),
+        ("GPU 0: NVIDIA H200 (UUID: GPU-3f)\nGPU 1: NVIDIA H200 (UUID: GPU-4f)\n", "1", "2"),
+        ("GPU 0: NVIDIA H200 (UUID: GPU-3f)\n", "", ""),
+        ("GPU 0: NVIDIA H200 (UUID: GPU-3f)\n", "-1", ""),
+        ("0 GPUs\n", None, ""),
+        ("No devices were found\n", None, ""),
+        ("Unable to determine the device handle for GPU 0000:01:00.0: Unknown Error\n", None, ""),
+    ],
+)
+def test_make_counts_gpus_only(machine: Machine, listing: str, setting: str | None, counted: str) -> None:
+    machine.lists(text=listing)
+    if setting is not None:
+        machine.sees(setting)
+    made = ["make", "-f", str(ROOT / "Makefile"), "--eval", "count: ; @echo '[$(GPU)]'", "count"]
+    assert subprocess.run(made, capture_output=True, text=True, check=True).stdout.strip() == f"[{counted}]"
