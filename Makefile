@@ -33,7 +33,7 @@ RECIPE := $(if $(GPU),gsm8k,gsm8k_cpu_real)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lora-gsm8k check test test-unit test-dist test-vllm test-e2e gpu-check torture docs-reference lock clean
+.PHONY: help setup lora-gsm8k check test test-unit test-dist test-vllm test-e2e gpu-check torture docs-reference vllm-models lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -80,6 +80,9 @@ torture: $(READY) ## kills, bad inputs and a long run (1 to 2 hours), results in
 
 docs-reference: $(READY) ## write docs/reference/cli.md and config.md from the code
 	$(BIN)/python docs/generate_reference.py
+
+vllm-models: $(READY) ## write engine/vllm_models.json, what vLLM serves with LoRA, from the installed vLLM
+	$(BIN)/python -m tests.integration.vllm_models
 
 lock: $(READY) ## write the package versions in .venv to constraints/cpu.txt (CPU machines only)
 	@test -z "$(GPU)" || { echo "make lock: $(LOCK) holds CPU builds, and this machine has a GPU."; exit 1; }

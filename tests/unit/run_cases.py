@@ -22,7 +22,7 @@ LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
 def make_model(folder: Path, seed: int = 0) -> Path:
     """The files of a model that the parent reads. Nothing loads it."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"architectures": ["TestForCausalLM"]}))
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     (folder / "tokenizer.json").write_text("{}")
     save_file(
         {"w": np.random.default_rng(seed).random((64, 64), dtype=np.float32)}, folder / "model.safetensors"

@@ -31,9 +31,16 @@ def short_names(modules: Iterable[str], chosen: Iterable[str]) -> list[str]:
 def predict_target_modules(model_path: Path, config: LoraConfig) -> list[str]:
     """The target_modules that the trainer's manifest will most likely contain, so that vLLM can start first.
 
+    Callers must compare the result with the manifest. Raises ModelError for a damaged file.
+    """
+    return short_names(*predict_modules(model_path, config))
+
+
+def predict_modules(model_path: Path, config: LoraConfig) -> tuple[set[str], set[str]]:
+    """Paths of all modules with weights, and of those that most likely get LoRA, read from the weight files.
+
     Weight files do not record module types. This assumes that a matrix in a numbered layer belongs to a
-    linear module, and any other matrix to the embedding or LM head. Callers must compare the result with the
-    manifest. Raises ModelError for a damaged file.
+    linear module, and any other matrix to the embedding or LM head. Raises ModelError for a damaged file.
     """
     tensors = {
         name: tensor
@@ -51,4 +58,4 @@ def predict_target_modules(model_path: Path, config: LoraConfig) -> list[str]:
         chosen = {name for name in matrices if any(part.isdigit() for part in name.split("."))}
     else:
         chosen = {name for name in matrices if matches(name, config.target_modules)}
-    return short_names(modules, {name for name in chosen if not matches(name, config.exclude_modules)})
+    return modules, {name for name in chosen if not matches(name, config.exclude_modules)}

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from skylite.adapters.folder import ServedAdapter
 from skylite.config.lora import served_rank
 from skylite.config.train import TrainConfig
+from skylite.engine.served_models import check_build, check_lora
 from skylite.engine.server_command import EngineSpec, choose_cpu_lora
 from skylite.processes.gpus import visible_gpus
 from skylite.processes.hardware import choose_device, choose_dtype
+
+logger = logging.getLogger(__name__)
 
 
 def single_engine_spec(
     config: TrainConfig, adapter: ServedAdapter | None, model_path: Path, uds: Path
 ) -> EngineSpec:
-    """An engine for this adapter only; without one, for the base with LoRA disabled."""
+    """An engine for this adapter only; without one, for the base with LoRA disabled. Raises SkyliteError."""
     device = choose_device()
+    check_build(device)
+    if adapter is not None and (note := check_lora(model_path, device)):
+        logger.info(note)
     dtype = choose_dtype(config.model.dtype, device)[0]
     return EngineSpec(
         name="vllm",

@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 SMOLLM2 = "smollm2-135m"
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""Ends of the architectures in config.json that generate text."""
 MAX_HEADER_BYTES = 100 << 20
 SAMPLES, SAMPLE_BYTES = 16, 4096
 """The fingerprint includes SAMPLES - 1 samples of each weight file, of SAMPLE_BYTES each.
@@ -63,9 +65,7 @@ def check_folder(path: Path, note: str) -> ResolvedModel:
     """
     config = _json_object(path / "config.json")
     architectures = config.get("architectures") or []
-    causal = any(
-        str(a).endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for a in architectures
-    )
+    causal = any(str(a).endswith(CAUSAL_SUFFIXES) for a in architectures)
     if not causal or config.get("is_encoder_decoder"):
         raise ModelError(
             f"{path} is not a causal language model: "

@@ -12,6 +12,7 @@ import skylite
 from skylite.adapters.import_adapter import check_warm_start, copy_warm_start, expand_adapter_path
 from skylite.config.train import LOWEST_USUAL_LR, Resolved, RunConfig, TrainConfig
 from skylite.data.prompts import PromptFileInfo, read_prompts
+from skylite.engine.served_models import check_build, check_lora
 from skylite.engine.server_command import choose_cpu_lora, engine_notes
 from skylite.errors import ConfigError
 from skylite.hub.resolve import resolve_model
@@ -83,7 +84,9 @@ def resolve_choices(config: TrainConfig, run: RunDir, notes: Sequence[str]) -> R
     dtype, dtype_note = choose_dtype(config.model.dtype, device)
     check_device(config, device)
     placement = place(config, device)
+    check_build(device)
     model = resolve_model(config.model.name)
+    served_note = check_lora(model.path, device, config.lora)
     same_bits = config.trainer.deterministic
     cpu_lora = choose_cpu_lora(config.engine.cpu_lora, dtype, model.path, deterministic=same_bits)
     notes = [
@@ -93,6 +96,7 @@ def resolve_choices(config: TrainConfig, run: RunDir, notes: Sequence[str]) -> R
         dtype_note,
         *settings_notes(config),
         model.note,
+        served_note,
         *engine_notes(device, dtype, config.engine.cpu_lora, cpu_lora, deterministic=same_bits),
     ]
     if config.lora.from_adapter is not None:
