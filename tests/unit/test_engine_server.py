@@ -154,6 +154,11 @@ def test_the_trainer_preloads_an_allocator_that_reuses_what_it_frees(
     assert "LD_PRELOAD" not in trainer_env(2)
 
 
+def test_the_trainer_does_not_prefer_cudnn_attention() -> None:
+    """torch reads the variable once, at the first attention call."""
+    assert trainer_env(2)["TORCH_CUDNN_SDPA_DEPRIORITIZED"] == "1"
+
+
 def test_a_child_really_uses_the_allocator_installed_by_pip() -> None:
     code = "print('libtbbmalloc_proxy' in open('/proc/self/maps').read())"
     child = subprocess.run(
