@@ -70,7 +70,7 @@ def masks_computed_again() -> Replacements:
     cached = tree._additive_masks
 
     def masks(layout: Any, *args: Any) -> Any:
-        layout.bias_cache.clear()
+        layout.masks.clear()
         return cached(layout, *args)
 
     return {"skylite.model.tree_attention:_additive_masks": masks}

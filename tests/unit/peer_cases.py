@@ -200,6 +200,7 @@ def packed(case: Case) -> PackedTokens:
         segments=case.sequences,
         num_segments=len(case.mask),
         num_nodes=0,
+        tokens_before=np.zeros(1, dtype=np.int64),
     )
 
 

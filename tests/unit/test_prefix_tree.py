@@ -9,18 +9,36 @@ import torch
 
 from skylite.config.algorithm import AlgorithmConfig
 from skylite.model import prefix_tree as tree_module
-from skylite.model.flex_attention import flex_tree_attention, subtree_ends
+from skylite.model import tree_attention as tree_attention_module
+from skylite.model.flex_attention import flex_tree_attention
 from skylite.model.packing import pack_tokens
-from skylite.model.prefix_tree import build_tree
-from skylite.model.tree_attention import ScoreSettings, tree_attention, tree_layout
+from skylite.model.prefix_tree import Tree, build_tree
+from skylite.model.tree_attention import ScoreSettings, TreeLayout, tree_attention, tree_layout
 from skylite.trainer.batching import arrange, plan_micro_batches
 from tests.rows import groups_of, random_samples
+
+
+def layout_of(tree: Tree) -> TreeLayout:
+    return tree_layout(tree, torch.from_numpy(tree.depths), torch.from_numpy(tree.ends))
+
+
+def masks_of(tree: Tree, window: int | None = None) -> list[torch.Tensor]:
+    return tree_attention_module._additive_masks(layout_of(tree), window, torch.float32)
+
+
+def visible_nodes(tree: Tree, window: int | None) -> np.ndarray:
+    """bool [T, T] from the masks of the pieces."""
+    nodes = np.split(np.arange(len(tree.token_ids)), np.cumsum([p.size for p in tree.pieces])[:-1])
+    sees = np.zeros((len(tree.token_ids),) * 2, dtype=bool)
+    for rows, piece, mask in zip(nodes, tree.pieces, masks_of(tree, window), strict=True):
+        sees[rows[:, None], np.concatenate([*(nodes[i] for i in piece.ancestors), rows])] = mask.numpy() == 0
+    return sees
 
 
 def test_shared_tokens_become_one_node():
     tree = build_tree([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 4]], groups=[0, 0, 1])
     # 1 2 | 3 4 5 | 6 4: the shared prefix, group 0's block (3 is shared), group 1's block
-    assert [len(p.mask) for p in tree.pieces] == [2, 3, 2]
+    assert [p.size for p in tree.pieces] == [2, 3, 2]
     assert tree.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 4]
     assert tree.depths.tolist() == [0, 1, 2, 3, 3, 2, 3]
     assert [p.tolist() for p in tree.paths] == [[0, 1, 2, 3], [0, 1, 2, 4], [0, 1, 5, 6]]
@@ -35,14 +53,13 @@ def test_a_node_attends_only_to_itself_and_its_ancestors(call, monkeypatch):
     assert max(len(p.ancestors) for p in tree.pieces) == (2 if call == 0 else 1), (
         "cut again only where a call costs nothing"
     )
-    nodes = np.split(np.arange(len(tree.token_ids)), np.cumsum([len(p.mask) for p in tree.pieces])[:-1])
-    sees = np.zeros((len(tree.token_ids),) * 2, dtype=bool)
-    for rows, piece in zip(nodes, tree.pieces, strict=True):
-        sees[rows[:, None], np.concatenate([*(nodes[i] for i in piece.ancestors), rows])] = piece.mask
-    for sequence, path in zip(sequences, tree.paths, strict=True):
-        assert tree.token_ids[path].tolist() == sequence
-        for position, node in enumerate(path):
-            assert np.flatnonzero(sees[node]).tolist() == sorted(path[: position + 1].tolist())
+    for window in (None, 1, 3):
+        sees = visible_nodes(tree, window)
+        for sequence, path in zip(sequences, tree.paths, strict=True):
+            assert tree.token_ids[path].tolist() == sequence
+            for position, node in enumerate(path):
+                seen = path[: position + 1][-window:] if window else path[: position + 1]
+                assert np.flatnonzero(sees[node]).tolist() == sorted(seen.tolist())
 
 
 @pytest.mark.parametrize("form", [tree_attention, flex_tree_attention])
@@ -58,7 +75,7 @@ def test_attention_over_blocks_equals_attention_over_each_path(window, softcap, 
         torch.randn(1, 2, num_nodes, 8),
         torch.randn(1, 2, num_nodes, 8),
     )
-    layout = tree_layout(tree, torch.device("cpu"))
+    layout = layout_of(tree)
     out = form(query, key, value, layout, ScoreSettings(0.3, window, softcap))
     for path in map(torch.from_numpy, tree.paths):
         for head in range(4):
@@ -75,7 +92,7 @@ def test_the_mask_follows_from_the_ends_of_subtrees():
     for num_groups in (1, 4):
         sequences = [[rng.randrange(3) for _ in range(rng.randrange(1, 9))] for _ in range(20)]
         tree = build_tree(sequences, groups=[i % num_groups for i in range(20)])
-        ends, nodes = subtree_ends(tree.depths), np.arange(len(tree.depths))
+        ends, nodes = tree.ends, np.arange(len(tree.depths))
         for path in tree.paths:
             for position, node in enumerate(path):
                 assert nodes[(nodes <= node) & (node < ends)].tolist() == sorted(
@@ -91,7 +108,7 @@ def test_fused_attention_has_autograds_gradients_and_keeps_less(window, prefix, 
     torch.manual_seed(0)
     branches = [[3, 4, 9, 9], [3, 5], [6, 4, 4, 4], [6, 4, 5], [6, 7]]
     tree = build_tree([prefix + b for b in branches], groups=[0, 0, 1, 1, 1])
-    layout, num_nodes = tree_layout(tree, torch.device("cpu")), len(tree.token_ids)
+    layout, num_nodes = layout_of(tree), len(tree.token_ids)
     # In the model's memory layout: a token's rows are contiguous.
     inputs = [torch.randn(1, num_nodes, heads, 8).transpose(1, 2).requires_grad_() for heads in (6, 2, 2)]
     weights = torch.randn(1, num_nodes, 6, 8)
@@ -117,18 +134,18 @@ def test_only_long_branches_are_split_from_their_trunk():
     prompt = list(range(100))
     long = build_tree([prompt + [1000 * i + j for j in range(128)] for i in range(1, 9)], groups=[0] * 8)
     # One group: the tokens that all share are the prefix, so no trunk is left.
-    assert [len(p.mask) for p in long.pieces] == [100] + [128] * 8
+    assert [p.size for p in long.pieces] == [100] + [128] * 8
     groups = [i // 8 for i in range(16)]
     stems = [[7, 1000 * group, *prompt] for group in groups]
     two = build_tree([stem + [1000 * i + j for j in range(1, 129)] for i, stem in enumerate(stems)], groups)
-    assert [(p.ancestors, p.mask.shape) for p in two.pieces[:3]] == [
+    assert [(p.ancestors, tuple(m.shape)) for p, m in zip(two.pieces[:3], masks_of(two), strict=False)] == [
         ((), (1, 1)),
         ((0,), (101, 102)),
         ((0, 1), (128, 102 + 128)),
     ]
-    assert sum(p.mask.size for p in two.pieces) < 0.3 * 2 * (101 + 8 * 128) ** 2
+    assert sum(m.numel() for m in masks_of(two)) < 0.3 * 2 * (101 + 8 * 128) ** 2
     short = build_tree([[*stem, 1000 * i, 3, 4] for i, stem in enumerate(stems)], groups)
-    assert [len(p.mask) for p in short.pieces] == [1, 101 + 24, 101 + 24]
+    assert [p.size for p in short.pieces] == [1, 101 + 24, 101 + 24]
 
 
 def test_a_large_step_is_packed_quickly():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from skylite.model.float32_arithmetic import row_dot
+from skylite.model.prefix_tree import IntArray
 
 ROW_CHUNK_ELEMENTS = 1 << 24
 """Logits that `token_logprobs` handles at once: 64 MiB of float32 scratch for any vocabulary."""
@@ -95,6 +98,7 @@ def head_logprobs(
     targets: Tensor,
     temperature: float,
     softcap: float | None = None,
+    tokens_before: IntArray | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`token_logprobs` of the LM head's logits, without ever holding all logits [N, V].
 
@@ -113,11 +117,18 @@ def head_logprobs(
         targets: [C] int64 token ids.
         temperature: sampling temperature.
         softcap: logits become softcap * tanh(logits / softcap), as in Gemma 2.
+        tokens_before: [N + 1] number of tokens that earlier rows predict (PackedTokens). None: computed from
+            `rows`, which waits for the device.
 
     Returns:
         logprobs [C] and entropies [C] in nats, float32, both differentiable.
     """
-    logprobs, entropies = _HeadLogprobs.apply(hidden, weight, bias, rows, targets, temperature, softcap)  # type: ignore[no-untyped-call]
+    if tokens_before is None:
+        counts = np.bincount(rows.cpu().numpy(), minlength=len(hidden))
+        tokens_before = np.concatenate([[0], np.cumsum(counts)])
+    logprobs, entropies = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, rows, targets, temperature, softcap, tokens_before
+    )
     return logprobs, entropies
 
 
@@ -132,6 +143,7 @@ class _HeadLogprobs(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         softcap: float | None,
+        tokens_before: IntArray,
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(len(rows), dtype=torch.float32, device=hidden.device)
         entropies = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
@@ -140,7 +152,7 @@ class _HeadLogprobs(torch.autograd.Function):
         expected_weight = torch.zeros_like(hidden) if by_blocks and ctx.needs_input_grad[0] else None
         # The same path with and without a gradient: the ratio of logprobs of equal weights must be exactly 1.
         if by_blocks:
-            for chunk, tokens in _chunks_with_tokens(len(hidden), BLOCK_ROWS, rows, order):
+            for chunk, tokens in _chunks_with_tokens(tokens_before, BLOCK_ROWS, order):
                 logprobs[tokens], entropies[chunk] = _online_softmax(
                     hidden[chunk],
                     weight,
@@ -152,14 +164,14 @@ class _HeadLogprobs(torch.autograd.Function):
                 )
         else:
             converted = weight.to(hidden.dtype)
-            for chunk, tokens in _chunks_with_tokens(len(hidden), _chunk_rows(weight), rows, order):
+            for chunk, tokens in _chunks_with_tokens(tokens_before, _chunk_rows(weight), order):
                 log_probs = torch.log_softmax(
                     _logits(hidden[chunk], converted, bias, softcap).float().div_(temperature), dim=1
                 )
                 logprobs[tokens] = log_probs[rows[tokens] - chunk.start, targets[tokens]]
                 entropies[chunk] = -row_dot(torch.exp(log_probs), log_probs)
         ctx.save_for_backward(hidden, weight, bias, rows, targets, order, entropies, expected_weight)
-        ctx.temperature, ctx.softcap = temperature, softcap
+        ctx.temperature, ctx.softcap, ctx.tokens_before = temperature, softcap, tokens_before
         ctx.set_materialize_grads(False)
         return logprobs, entropies[rows]
 
@@ -167,7 +179,7 @@ class _HeadLogprobs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None
-    ) -> tuple[Tensor, None, None, None, None, None, None]:
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, rows, targets, order, entropies, expected_weight = ctx.saved_tensors
         grad_logprobs = (
             torch.zeros_like(rows, dtype=torch.float32)
@@ -178,14 +190,14 @@ class _HeadLogprobs(torch.autograd.Function):
         if expected_weight is not None and grad_entropies is None:
             grad_hidden = expected_weight.mul(-logprob_grads[:, None])
             target_grads = weight[targets].to(hidden.dtype).mul_(grad_logprobs[:, None])
-            return grad_hidden.index_add_(0, rows, target_grads), None, None, None, None, None, None
+            return grad_hidden.index_add_(0, rows, target_grads), *[None] * 7
         entropy_grads = (
             None
             if grad_entropies is None
             else _sum_by_row(grad_entropies / ctx.temperature, rows, len(hidden))
         )
         grad_hidden, weight = torch.empty_like(hidden), weight.to(hidden.dtype)
-        for chunk, tokens in _chunks_with_tokens(len(hidden), _chunk_rows(weight), rows, order):
+        for chunk, tokens in _chunks_with_tokens(ctx.tokens_before, _chunk_rows(weight), order):
             logits = _logits(hidden[chunk], weight, bias, ctx.softcap).float()
             log_probs = torch.log_softmax(logits / ctx.temperature, dim=1)
             slope = -logprob_grads[chunk, None]
@@ -198,7 +210,7 @@ class _HeadLogprobs(torch.autograd.Function):
             if ctx.softcap is not None:  # d tanh = 1 - tanh^2
                 grad.mul_(1 - (logits / ctx.softcap).square())
             grad_hidden[chunk] = grad.to(weight.dtype) @ weight
-        return grad_hidden, None, None, None, None, None, None
+        return grad_hidden, *[None] * 7
 
 
 def _online_softmax(
@@ -225,8 +237,10 @@ def _online_softmax(
             hidden, block, None if bias is None else bias[start : start + BLOCK_VOCAB]
         )
         scores = scores if temperature == 1 else scores.div_(temperature)
-        here = torch.nonzero((targets >= start) & (targets < start + len(block)))[:, 0]
-        target_scores[here] = scores[rows[here], targets[here] - start]
+        column = targets - start
+        is_here = (column >= 0) & (column < len(block))  # a mask, because indices would wait for the device
+        found = scores[rows, column.clamp(0, len(block) - 1)]
+        target_scores = torch.where(is_here, found, target_scores)
         new_maximum = torch.maximum(maximum, scores.amax(dim=1))
         shift = maximum - new_maximum
         rescale = torch.exp(shift)
@@ -260,13 +274,12 @@ def _chunk_rows(weight: Tensor) -> int:
     return max(1, HEAD_CHUNK_ELEMENTS[weight.device.type] // len(weight))
 
 
-def _chunks_with_tokens(num_rows: int, size: int, rows: Tensor, order: Tensor) -> list[tuple[slice, Tensor]]:
+def _chunks_with_tokens(tokens_before: IntArray, size: int, order: Tensor) -> list[tuple[slice, Tensor]]:
     """Chunks of `size` rows, each with the indices of the tokens that it predicts. `order` sorts `rows`."""
-    starts = list(range(0, num_rows, size))
-    bounds = torch.searchsorted(rows[order], torch.tensor([*starts, num_rows], device=rows.device)).tolist()
+    starts = [*range(0, len(tokens_before) - 1, size), len(tokens_before) - 1]
+    bounds = tokens_before[starts].tolist()
     return [
-        (slice(a, min(a + size, num_rows)), order[i:j])
-        for a, i, j in zip(starts, bounds[:-1], bounds[1:], strict=True)
+        (slice(a, b), order[i:j]) for (a, b), (i, j) in zip(pairwise(starts), pairwise(bounds), strict=True)
     ]
 
 

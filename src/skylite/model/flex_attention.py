@@ -11,13 +11,14 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from skylite.model.prefix_tree import IntArray
 from skylite.model.tree_attention import ScoreSettings, TreeLayout
+
+BLOCK = 128
+"""Nodes on each side of a block of scores: FlexAttention's own default."""
 
 
 def flex_tree_attention(
@@ -37,19 +38,6 @@ def flex_tree_attention(
     return out.transpose(1, 2)
 
 
-def subtree_ends(depths: IntArray) -> IntArray:
-    """[T]: one past the last descendant of each node, for nodes in depth-first order.
-
-    So query q sees key k if k <= q < ends[k].
-    """
-    ends, open_nodes = np.full(len(depths), len(depths), dtype=np.int64), list[int]()
-    for node, depth in enumerate(depths.tolist()):
-        while open_nodes and depths[open_nodes[-1]] >= depth:
-            ends[open_nodes.pop()] = node
-        open_nodes.append(node)
-    return ends
-
-
 @cache
 def _compiled() -> Callable[..., Any]:
     """Compiled FlexAttention skips masked blocks; uncompiled it computes every score.
@@ -65,17 +53,58 @@ def _softcap(softcap: float) -> Callable[..., Tensor]:
 
 
 def _block_mask(layout: TreeLayout, window: int | None) -> BlockMask:
-    """The mask of a sliding window, built once for all layers that use it."""
-    if window not in layout.block_masks:
-        depths = layout.depths
-        ends = torch.from_numpy(subtree_ends(depths.cpu().numpy())).to(depths.device)
-
-        def is_visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            is_ancestor = (k <= q) & (q < ends[k])
-            return is_ancestor if window is None else is_ancestor & (depths[q] - depths[k] < window)
-
-        layout.block_masks[window] = create_block_mask(
-            is_visible, None, None, len(depths), len(depths), device=depths.device
-        )
-    mask: BlockMask = layout.block_masks[window]
+    """The mask of a sliding window, built once in a pass for all layers that use it."""
+    if window not in layout.masks:
+        layout.masks[window] = block_mask(layout.depths, layout.ends, window)
+    mask: BlockMask = layout.masks[window]
     return mask
+
+
+def block_mask(depths: Tensor, ends: Tensor, window: int | None) -> BlockMask:
+    """The mask of a tree from the bounds of its blocks of nodes, without comparing pairs of nodes.
+
+    A block of keys before a block of queries holds an ancestor if a subtree in it reaches the first query,
+    and is completely visible if all its subtrees reach past the last query. With a window, a block may be
+    visited although it hides every key: FlexAttention then masks each score.
+
+    Args:
+        depths: [T]
+        ends: [T] as in Tree.
+        window: as in ScoreSettings.
+    """
+    num_nodes, device = len(depths), depths.device
+    first_end, last_end = _block_bounds(ends)
+    lowest, highest = _block_bounds(depths)
+    blocks = torch.arange(len(first_end), device=device)
+    queries, keys = blocks[:, None] * BLOCK, blocks * BLOCK
+    visited = (keys == queries) | ((keys < queries) & (last_end > queries))
+    full = (keys < queries) & (first_end >= queries + BLOCK) & (queries + BLOCK <= num_nodes)
+    if window is not None:
+        visited &= lowest[:, None] - highest < window
+        full &= highest[:, None] - lowest < window
+
+    def is_visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        is_ancestor = (k <= q) & (q < ends[k])
+        return is_ancestor if window is None else is_ancestor & (depths[q] - depths[k] < window)
+
+    return BlockMask.from_kv_blocks(
+        *_ordered(visited & ~full),
+        *_ordered(full),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=is_visible,
+        seq_lengths=(num_nodes, num_nodes),
+    )
+
+
+def _block_bounds(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest value of each block of nodes."""
+    missing = -len(values) % BLOCK
+    padded = torch.cat([values, values[-1:].expand(missing)]).view(-1, BLOCK)
+    return padded.amin(dim=1), padded.amax(dim=1)
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """For each row of queries, the number of key blocks and their indices, in BlockMask's form."""
+    counts = blocks.sum(dim=1, dtype=torch.int32)
+    indices = torch.argsort(blocks.int(), dim=1, descending=True, stable=True).int()
+    return counts[None, None], indices[None, None].contiguous()

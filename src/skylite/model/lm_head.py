@@ -38,7 +38,14 @@ class LogprobHead(nn.Module):
         linear, tokens = self._linear[0], self._tokens
         hidden = hidden.flatten(0, 1).to(compute_dtype(hidden))
         self.result = head_logprobs(
-            hidden, linear.weight, linear.bias, tokens.rows, tokens.targets, self._temperature, self._softcap
+            hidden,
+            linear.weight,
+            linear.bias,
+            tokens.rows,
+            tokens.targets,
+            self._temperature,
+            self._softcap,
+            tokens.tokens_before,
         )
         # Not a view, because FSDP puts a hook on the model's output.
         return self.result[0][None, :, None].clone()
@@ -57,7 +64,7 @@ def score_in_chunks(
     softcap = getattr(base.config.get_text_config(), "final_logit_softcapping", None)
     head = LogprobHead(linear, softcap, tokens, temperature)
     with replaced_head(base, head):
-        outputs: Tensor = model(**tokens.inputs, use_cache=False).logits
+        outputs: Tensor = model(**tokens.model_inputs(), use_cache=False).logits
     assert head.result is not None, "the model did not use its output embeddings"
     logprobs, entropies = head.result
     return keep_in_graph(logprobs, outputs), entropies

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from skylite.model.prefix_tree import build_tree
-from skylite.model.tree_attention import tree_layout
+from skylite.model.prefix_tree import IntArray, build_tree
+from skylite.model.tree_attention import TreeLayout, tree_layout
 
+NO_TOKENS: IntArray = np.zeros(0, dtype=np.int64)
 Packing = Literal["tree", "padded"]
 
 
@@ -21,7 +23,7 @@ class PackedTokens:
     """Sequences as one model call. [C]: the completion tokens of all sequences, sequence after sequence."""
 
     inputs: dict[str, Any]
-    """Keyword arguments of the model."""
+    """Tensors of the model's arguments, and the layout of the tree; see `model_inputs`."""
     rows: Tensor
     """[C] row of the flattened logits that predicts the token."""
     targets: Tensor
@@ -31,6 +33,14 @@ class PackedTokens:
     num_segments: int
     num_nodes: int
     """Tokens the model computes, padding included."""
+    tokens_before: IntArray
+    """[N + 1] for each row of the flattened logits and for their end, the number of tokens that earlier rows
+    predict. On the host, so that cutting the rows into chunks does not wait for the device."""
+
+    def model_inputs(self) -> dict[str, Any]:
+        """Keyword arguments for one pass of the model. A tree gets no masks from another pass."""
+        tree: TreeLayout | None = self.inputs.get("tree")
+        return self.inputs if tree is None else self.inputs | {"tree": tree.for_one_pass()}
 
 
 def pack_tokens(
@@ -69,14 +79,18 @@ def pack_tree(
     predictors = [
         path[len(p) - 1 :][: len(c)] for p, c, path in zip(prompts, completions, tree.paths, strict=False)
     ]
-    nodes, rows = np.unique(np.concatenate(predictors or [np.zeros(0, dtype=np.int64)]), return_inverse=True)
+    nodes, rows = np.unique(np.concatenate(predictors or [NO_TOKENS]), return_inverse=True)
+    kept = nodes if len(nodes) else np.zeros(1, dtype=np.int64)
+    (input_ids, depths, ends, logits_to_keep), tokens = _packed(
+        [tree.token_ids, tree.depths, tree.ends, kept], rows, len(kept), completions, segments, device
+    )
     inputs = {
-        "input_ids": torch.from_numpy(tree.token_ids)[None].to(device),
-        "position_ids": torch.from_numpy(tree.depths)[None].to(device),
-        "logits_to_keep": torch.from_numpy(nodes if len(nodes) else np.zeros(1, dtype=np.int64)).to(device),
-        "tree": tree_layout(tree, device),
+        "input_ids": input_ids[None],
+        "position_ids": depths[None],
+        "logits_to_keep": logits_to_keep,
+        "tree": tree_layout(tree, depths, ends),
     }
-    return _packed(inputs, rows, completions, segments, len(tree.token_ids), device)
+    return PackedTokens(inputs=inputs, num_nodes=len(tree.token_ids), **tokens)
 
 
 def pack_padded(
@@ -94,30 +108,52 @@ def pack_padded(
         b * kept + np.arange(len(p) - 1 - first, len(p) - 1 - first + len(c))
         for b, (p, c) in enumerate(zip(prompts, completions, strict=True))
     ]
-    mask = [[1] * len(s) + [0] * (longest - len(s)) for s in sequences]
-    inputs = {
-        "input_ids": torch.tensor([s + [0] * (longest - len(s)) for s in sequences], device=device),
-        "attention_mask": torch.tensor(mask, device=device),
-        "logits_to_keep": torch.arange(first, longest, device=device),
-    }
-    flat = np.concatenate(rows or [np.zeros(0, dtype=np.int64)])
-    return _packed(inputs, flat, completions, segments, longest * len(sequences), device)
+    ids = np.array([s + [0] * (longest - len(s)) for s in sequences])
+    mask = np.array([[1] * len(s) + [0] * (longest - len(s)) for s in sequences])
+    flat, num_rows = np.concatenate(rows or [NO_TOKENS]), kept * len(sequences)
+    arrays, tokens = _packed(
+        [ids, mask, np.arange(first, longest)], flat, num_rows, completions, segments, device
+    )
+    inputs = dict(zip(("input_ids", "attention_mask", "logits_to_keep"), arrays, strict=True))
+    return PackedTokens(inputs=inputs, num_nodes=ids.size, **tokens)
+
+
+def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """The arrays as tensors on the device, copied in one piece. Those with wider elements come first."""
+    as_bytes = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays]
+    joined = torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.uint8), *as_bytes]))
+    if device.type == "cuda":
+        joined = joined.pin_memory()  # without it, the copy waits for the device
+    parts = torch.split(joined.to(device, non_blocking=True), [a.nbytes for a in arrays])
+    return [
+        part.view(getattr(torch, a.dtype.name)).view(a.shape) for part, a in zip(parts, arrays, strict=True)
+    ]
 
 
 def _packed(
-    inputs: dict[str, Any],
-    rows: Any,
+    arrays: list[IntArray],
+    rows: IntArray,
+    num_rows: int,
     completions: Sequence[list[int]],
     segments: Sequence[int],
-    num_nodes: int,
     device: torch.device,
-) -> PackedTokens:
-    lengths = torch.tensor([len(c) for c in completions], dtype=torch.int64)
-    return PackedTokens(
-        inputs=inputs,
-        rows=torch.from_numpy(rows).to(device),
-        targets=torch.tensor([token for c in completions for token in c], dtype=torch.int64, device=device),
-        segments=torch.repeat_interleave(torch.tensor(list(segments), dtype=torch.int64), lengths).to(device),
-        num_segments=max(segments, default=-1) + 1,
-        num_nodes=num_nodes,
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """`arrays` on the device, and the fields of PackedTokens that follow from the completions."""
+    targets = np.array([token for c in completions for token in c], dtype=np.int64)
+    lengths = np.array([len(c) for c in completions], dtype=np.int64)
+    by_token = np.repeat(np.array(segments, dtype=np.int64), lengths)
+    *arrays_there, rows_there, targets_there, segments_there = upload(
+        [*arrays, rows, targets, by_token], device
     )
+    return arrays_there, {
+        "rows": rows_there,
+        "targets": targets_there,
+        "segments": segments_there,
+        "num_segments": max(segments, default=-1) + 1,
+        "tokens_before": tokens_before(rows, num_rows),
+    }
+
+
+def tokens_before(rows: IntArray, num_rows: int) -> IntArray:
+    """[num_rows + 1], see PackedTokens."""
+    return np.concatenate([NO_TOKENS, [0], np.cumsum(np.bincount(rows, minlength=num_rows))])

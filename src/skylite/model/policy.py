@@ -127,7 +127,7 @@ def score(policy: Policy, tokens: PackedTokens, temperature: float) -> tuple[Ten
             return score_in_chunks(
                 policy.model, policy.model.get_base_model(), policy.head, tokens, temperature
             )
-        logits = policy.model(**tokens.inputs, use_cache=False).logits
+        logits = policy.model(**tokens.model_inputs(), use_cache=False).logits
     return token_logprobs(logits.flatten(0, 1), tokens.rows, tokens.targets, temperature)
 
 

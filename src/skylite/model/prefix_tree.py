@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 SCORES_PER_CALL = 16384
 """Overhead of one attention call, as the number of attention scores that cost the same time."""
 
@@ -29,9 +28,14 @@ class Piece:
     """Consecutive nodes whose attention is one call."""
 
     ancestors: tuple[int, ...]
-    """Indices of the pieces that every node of this piece sees completely, from the root down."""
-    mask: BoolArray
-    """[n, nodes in ancestors + n]: True if the column is the row itself or its ancestor."""
+    """Indices of the pieces that every node of this piece sees completely, from the root down.
+
+    Together they form a chain from the root, so their nodes have the depths 0, 1, 2 and so on.
+    """
+    size: int
+    """Number of nodes."""
+    is_chain: bool
+    """Whether each node is the parent of the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,8 @@ class Tree:
     """[T]"""
     depths: IntArray
     """[T] distance from the root, which is the token's position in its sequence."""
+    ends: IntArray
+    """[T] one past the node's last descendant. So node q sees node k if k <= q < ends[k]."""
     paths: list[IntArray]
     """The nodes of each given sequence, in order."""
     pieces: list[Piece]
@@ -54,12 +60,14 @@ def build_tree(sequences: Sequence[Sequence[int]], groups: Sequence[int]) -> Tre
     arrays = [np.asarray(s, dtype=np.int64) for s in sequences]
     prefix = min(shared_length(arrays[order[0]], a) for a in arrays)
     paths: list[IntArray] = [np.empty(0, dtype=np.int64)] * len(sequences)
+    ends = np.full(sum(map(len, arrays)), -1, dtype=np.int64)
     tokens, depths, blocks = [arrays[order[0]][:prefix]], [np.arange(prefix)], list[list[int]]()
     num_nodes, previous = prefix, order[0]
     paths[previous] = np.arange(prefix)
     for i in order:
         same_group = groups[i] == groups[previous] and i != order[0]
         shared = max(prefix, shared_length(arrays[previous], arrays[i])) if same_group else prefix
+        ends[paths[previous][shared:]] = num_nodes
         new = np.arange(num_nodes, num_nodes + len(arrays[i]) - shared)
         paths[i] = np.concatenate([paths[previous][:shared], new])
         tokens.append(arrays[i][shared:])
@@ -68,10 +76,11 @@ def build_tree(sequences: Sequence[Sequence[int]], groups: Sequence[int]) -> Tre
             blocks.append([])
         blocks[-1].append(i)
         num_nodes, previous = num_nodes + len(new), i
-    pieces = [Piece((), np.tri(prefix, dtype=np.bool_))]
+    ends = np.where(ends[:num_nodes] < 0, num_nodes, ends[:num_nodes])
+    pieces = [Piece((), prefix, is_chain=True)]
     for block in blocks:
         pieces += _block_pieces([paths[i] for i in block], prefix, len(pieces))
-    return Tree(np.concatenate(tokens), np.concatenate(depths), paths, pieces)
+    return Tree(np.concatenate(tokens), np.concatenate(depths), ends, paths, pieces)
 
 
 def shared_length(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
@@ -97,10 +106,15 @@ def _block_pieces(paths: list[IntArray], prefix: int, first_index: int) -> list[
     split_scores = (trunk - prefix) * trunk + sum(n * (trunk + n) for n in sizes)
     saved_scores = size * (prefix + size) - split_scores
     if trunk == prefix or saved_scores < SCORES_PER_CALL * len(branches):
-        mask = _block_mask(paths, prefix)
-        return [Piece((0,), mask)] if len(mask) else []
-    pieces = [Piece((0,), _block_mask([first[:trunk]], prefix))]
-    return pieces + [Piece((0, first_index), _block_mask(branch, trunk)) for branch in branches]
+        return [_piece((0,), paths, prefix)] if size else []
+    pieces = [_piece((0,), [first[:trunk]], prefix)]
+    return pieces + [_piece((0, first_index), branch, trunk) for branch in branches]
+
+
+def _piece(ancestors: tuple[int, ...], paths: list[IntArray], depth: int) -> Piece:
+    """The piece of the nodes at `depth` or deeper on these paths."""
+    size = _num_nodes(paths, depth)
+    return Piece(ancestors, size, is_chain=size == max(map(len, paths)) - depth)
 
 
 def _branches(paths: list[IntArray], trunk: int) -> list[list[IntArray]]:
@@ -113,23 +127,3 @@ def _num_nodes(paths: list[IntArray], depth: int) -> int:
     """Nodes at `depth` or deeper on consecutive paths, whose nodes are numbered consecutively."""
     below = [p for p in paths if len(p) > depth]
     return max(int(p[-1]) for p in below) + 1 - min(int(p[depth]) for p in below) if below else 0
-
-
-def _block_mask(paths: list[IntArray], prefix: int) -> BoolArray:
-    """[n, prefix + n]: what the n nodes on `paths` after the first `prefix` tokens see.
-
-    `paths` are in depth-first order and share their first `prefix` nodes, which all n nodes see.
-    """
-    first = min((int(p[prefix]) for p in paths if len(p) > prefix), default=0)
-    num_nodes = _num_nodes(paths, prefix)
-    mask = np.zeros((num_nodes, prefix + num_nodes), dtype=np.bool_)
-    mask[:, :prefix] = True
-    rows_filled = 0
-    for path in paths:
-        local = path[prefix:] - first
-        rows = local[local >= rows_filled]
-        mask[rows[:, None], prefix + local] = np.tri(
-            len(rows), len(local), len(local) - len(rows), dtype=np.bool_
-        )
-        rows_filled += len(rows)
-    return mask

@@ -3,50 +3,51 @@ itself."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 -- torch's own name for it
 from torch import Tensor
 
-from skylite.model.prefix_tree import Tree
+from skylite.model.prefix_tree import Piece, Tree
 
 FLASH_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
+ROW_ELEMENTS = 16
+"""Mask rows of other lengths make torch's memory-efficient attention copy the mask in every call."""
+
 
 @dataclass(frozen=True, slots=True)
 class TreeLayout:
-    """What attention needs of a Tree, on the device."""
+    """What attention needs of a Tree, on the device, and the masks of one pass of the model."""
 
+    pieces: list[Piece]
     sizes: list[int]
     """Number of nodes of each piece."""
-    ancestors: list[tuple[int, ...]]
-    """For each piece, the indices of the pieces that it sees completely."""
-    masks: list[Tensor]
-    """For each piece, bool [n, keys]."""
     depths: Tensor
     """[T]"""
+    ends: Tensor
+    """[T]"""
     max_depth: int
-    bias_cache: dict[Any, list[Tensor]] = field(default_factory=dict)
-    """Additive masks by (window, dtype), which the layers of a model share."""
-    block_masks: dict[int | None, Any] = field(default_factory=dict)
-    """FlexAttention's masks by window (model/flex_attention.py)."""
+    masks: dict[Any, Any] = field(default_factory=dict)
+    """Masks that the layers of a pass share: additive ones by (window, dtype), FlexAttention's by window."""
 
     def visible(self, index: int) -> list[int]:
         """Indices of the pieces that a piece sees; the last is the piece itself."""
-        return [*self.ancestors[index], index]
+        return [*self.pieces[index].ancestors, index]
+
+    def for_one_pass(self) -> TreeLayout:
+        """The layout without masks. The autograd graph of a pass holds its masks, and frees them."""
+        return replace(self, masks={})
 
 
-def tree_layout(tree: Tree, device: torch.device) -> TreeLayout:
-    """The layout of a tree: masks and depths as tensors on `device`."""
-    masks = [torch.from_numpy(p.mask).to(device) for p in tree.pieces]
-    depths = torch.from_numpy(tree.depths).to(device)
-    return TreeLayout(
-        [len(m) for m in masks], [p.ancestors for p in tree.pieces], masks, depths, int(tree.depths.max())
-    )
+def tree_layout(tree: Tree, depths: Tensor, ends: Tensor) -> TreeLayout:
+    """The layout of a tree. `depths` and `ends` are the tree's, on the device."""
+    return TreeLayout(tree.pieces, [p.size for p in tree.pieces], depths, ends, int(tree.depths.max()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,18 +175,62 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, settings: S
 
 
 def _additive_masks(layout: TreeLayout, window: int | None, dtype: torch.dtype) -> list[Tensor]:
-    """For each piece, 0 where attention is allowed and -inf elsewhere."""
+    """For each piece [n, keys], 0 where attention is allowed and -inf elsewhere. Made once in a pass."""
     if window is not None and window > layout.max_depth:
         window = None
-    if (window, dtype) not in layout.bias_cache:
-        depths = torch.split(layout.depths, layout.sizes)
-        biases = []
-        for index, mask in enumerate(layout.masks):
-            if window is not None:
-                columns = torch.cat([depths[i] for i in layout.visible(index)])
-                mask = mask & (depths[index][:, None] - columns < window)
-            biases.append(
-                torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
-            )
-        layout.bias_cache[window, dtype] = biases
-    return layout.bias_cache[window, dtype]
+    if (window, dtype) not in layout.masks:
+        layout.masks[window, dtype] = _make_masks(layout, window, dtype)
+    masks: list[Tensor] = layout.masks[window, dtype]
+    return masks
+
+
+def _make_masks(layout: TreeLayout, window: int | None, dtype: torch.dtype) -> list[Tensor]:
+    """Chains with equally many ancestors share one mask: each takes its first rows and columns."""
+    sizes, starts = layout.sizes, [0, *itertools.accumulate(layout.sizes)]
+    above = [sum(sizes[i] for i in piece.ancestors) for piece in layout.pieces]
+    longest: dict[int, int] = {}
+    for piece, num_above in zip(layout.pieces, above, strict=True):
+        if piece.is_chain:
+            longest[num_above] = max(longest.get(num_above, 0), piece.size)
+    shared = {
+        num_above: _chain_mask(size, num_above, window, dtype, layout.depths.device)
+        for num_above, size in longest.items()
+    }
+    return [
+        shared[num_above][: piece.size, : num_above + piece.size]
+        if piece.is_chain
+        else _subtree_mask(layout, slice(start, start + piece.size), num_above, window, dtype)
+        for piece, start, num_above in zip(layout.pieces, starts, above, strict=False)
+    ]
+
+
+def _chain_mask(
+    size: int, num_above: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """[size, num_above + size] for a chain below a chain of `num_above` nodes."""
+    mask = _no_mask(size, num_above + size, dtype, device)
+    rows = torch.arange(num_above, num_above + size, device=device)[:, None]
+    columns = torch.arange(num_above + size, device=device)
+    hidden = columns > rows if window is None else (columns > rows) | (columns <= rows - window)
+    return mask.masked_fill_(hidden, float("-inf"))
+
+
+def _subtree_mask(
+    layout: TreeLayout, nodes: slice, num_above: int, window: int | None, dtype: torch.dtype
+) -> Tensor:
+    """[n, num_above + n] for any n consecutive nodes below a chain of `num_above` nodes."""
+    device, depths, size = layout.depths.device, layout.depths[nodes], nodes.stop - nodes.start
+    mask = _no_mask(size, num_above + size, dtype, device)
+    columns = torch.arange(nodes.start, nodes.stop, device=device)
+    rows = columns[:, None]
+    mask[:, num_above:].masked_fill_((columns > rows) | (rows >= layout.ends[nodes]), float("-inf"))
+    if window is not None:
+        column_depths = torch.cat([torch.arange(num_above, device=device), depths])
+        mask.masked_fill_(column_depths <= depths[:, None] - window, float("-inf"))
+    return mask
+
+
+def _no_mask(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros [rows, columns]. Each row takes a multiple of ROW_ELEMENTS in memory."""
+    padded = -(-columns // ROW_ELEMENTS) * ROW_ELEMENTS
+    return torch.zeros(rows, padded, dtype=dtype, device=device)[:, :columns]

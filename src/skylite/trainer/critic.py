@@ -76,7 +76,7 @@ def predict_values(policy: Policy, critic: Critic, tokens: PackedTokens) -> Tens
     """[C] float32 values of the states right before each completion token."""
     base: PreTrainedModel = policy.model.get_base_model()
     with using_adapter(policy, CRITIC), replaced_head(base, critic.head), policy.autocast():
-        outputs: Tensor = policy.model(**tokens.inputs, use_cache=False).logits
+        outputs: Tensor = policy.model(**tokens.model_inputs(), use_cache=False).logits
         values = critic.head.values
     assert values is not None
     critic.head.values = None

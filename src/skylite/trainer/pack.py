@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from skylite.algorithms.losses import AGGREGATIONS, BatchSize
 from skylite.config.algorithm import AlgorithmConfig
 from skylite.config.train import TrainConfig
 from skylite.model.distributed import Dist
-from skylite.model.packing import PackedTokens, pack_tokens
+from skylite.model.packing import NO_TOKENS, PackedTokens, pack_tokens, upload
 from skylite.model.policy import Policy
 from skylite.trainer.batching import Batch, plan_micro_batches
 from skylite.types import Trajectory
@@ -118,10 +118,18 @@ def _micro_batch(
     trajectories, device = [batch.trajectory(n) for n in numbers], policy.device
     calls = [(index, s) for index, t in enumerate(trajectories) for s in t.samples]
     samples = [s for _, s in calls]
-    keys = [
-        n * KEY_STRIDE + k for n, t in zip(numbers, trajectories, strict=True) for k in range(t.num_tokens)
-    ]
-    weights = [_token_weight(batch, n, size, config) for n in numbers]
+    lengths = np.array([t.num_tokens for t in trajectories], dtype=np.int64)
+    starts = np.array(numbers, dtype=np.int64) * KEY_STRIDE
+    weights = np.array([_token_weight(batch, n, size, config) for n in numbers], dtype=np.float32)
+    rollout = np.array([x for s in samples for x in s.rollout_logprobs], dtype=np.float32)
+    keys, token_weights, rollout_logprobs = upload(
+        [
+            np.repeat(starts, lengths) + np.concatenate([NO_TOKENS, *map(np.arange, lengths)]),
+            np.repeat(weights, lengths),
+            rollout,
+        ],
+        device,
+    )
     tokens = pack_tokens(
         [s.prompt_token_ids for s in samples],
         [s.completion_token_ids for s in samples],
@@ -134,11 +142,9 @@ def _micro_batch(
         trajectories=trajectories,
         numbers=numbers,
         tokens=tokens,
-        keys=torch.tensor(keys, dtype=torch.int64, device=device),
-        token_weights=torch.tensor(weights, dtype=torch.float32, device=device)[tokens.segments],
-        rollout_logprobs=torch.tensor(
-            [x for s in samples for x in s.rollout_logprobs], dtype=torch.float32, device=device
-        ),
+        keys=keys,
+        token_weights=token_weights,
+        rollout_logprobs=rollout_logprobs,
     )
 
 
