@@ -60,6 +60,35 @@ def test_token_returns():
     assert token_returns(torch.tensor([1.0, 2.0, 3.0]), gamma=1.0).tolist() == [6, 5, 3]
 
 
+def looped_returns(rewards: torch.Tensor, gamma: float) -> torch.Tensor:
+    returns = rewards.clone()
+    for t in range(len(returns) - 2, -1, -1):
+        returns[t] += gamma * returns[t + 1]
+    return returns
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 64, 513])
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
+def test_returns_and_gae_of_padded_rows_equal_a_loop_over_tokens(length, gamma, lam):
+    torch.manual_seed(0)
+    rewards, values = torch.randn(5, length), torch.randn(5, length)
+    lengths = torch.randint(1, length + 1, (5,))
+    padding = torch.arange(length) >= lengths[:, None]
+    rewards, values = rewards.masked_fill(padding, 0.0), values.masked_fill(padding, 0.0)
+    returns, advantages = token_returns(rewards, gamma), gae(rewards, values, gamma, lam)
+    for row, kept in enumerate(lengths.tolist()):
+        r, v = rewards[row, :kept].double(), values[row, :kept].double()
+        deltas = r + gamma * torch.cat([v[1:], v.new_zeros(1)]) - v
+        torch.testing.assert_close(
+            returns[row, :kept].double(), looped_returns(r, gamma), atol=1e-6, rtol=1e-6
+        )
+        torch.testing.assert_close(
+            advantages[row, :kept].double(), looped_returns(deltas, gamma * lam), atol=1e-6, rtol=1e-6
+        )
+    assert not returns.masked_select(padding).any()
+    assert not advantages.masked_select(padding).any()
+
+
 def test_whitening_uses_moments_summed_over_ranks():
     # 1, 3 on this rank and 5, 7 on the other: mean 4, variance (9 + 1 + 1 + 9) / 3 = 20 / 3
     here, there = torch.tensor([1.0, 3.0]), torch.tensor([5.0, 7.0])

@@ -73,22 +73,24 @@ A group with equal rewards is centred to exact zeros.
 
 
 def token_returns(token_rewards: Tensor, gamma: float) -> Tensor:
-    """[C] of one trajectory -> [C]: sum over t' >= t of gamma^(t' - t) * r_t' (REINFORCE++, arXiv
-    2501.03262).
+    """[..., L] -> [..., L]: sum over t' >= t of gamma^(t' - t) * r_t' (REINFORCE++, arXiv 2501.03262).
+
+    Each row is a trajectory, with zeros after its last token. Summed in float64.
     """
-    returns = token_rewards.clone()
-    for t in range(len(returns) - 2, -1, -1):
-        returns[t] += gamma * returns[t + 1]
-    return returns
+    returns, factor, reach = token_rewards.double(), gamma, 1
+    while reach < returns.shape[-1]:  # now each token has the terms of the next `reach` tokens
+        following = torch.nn.functional.pad(returns[..., reach:], (0, reach))
+        returns, factor, reach = returns + factor * following, factor * factor, 2 * reach
+    return returns.to(token_rewards.dtype)
 
 
 def gae(token_rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
-    """Advantages [C] of one trajectory from rewards [C] and values [C] of the states before each token.
+    """Advantages [..., L] from rewards and values of the states before each token, as for `token_returns`.
 
     A_t = delta_t + gamma * lam * A_(t+1), delta_t = r_t + gamma * V_(t+1) - V_t (arXiv 1506.02438, eq. 16). V
     is 0 after the last token. The critic's target, the return, is A + values.
     """
-    following = torch.cat([values[1:], values.new_zeros(1)])
+    following = torch.nn.functional.pad(values[..., 1:], (0, 1))
     return token_returns(token_rewards + gamma * following - values, gamma * lam)
 
 

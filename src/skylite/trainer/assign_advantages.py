@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from skylite.algorithms.advantages import gae, moments, token_returns, whiten
 from skylite.config.algorithm import AlgorithmConfig
 from skylite.model.distributed import Dist
+from skylite.model.packing import upload
 from skylite.trainer.batching import Batch
 from skylite.trainer.pack import MicroBatch
 from skylite.trainer.precompute import Precomputed, Targets
 from skylite.trainer.user_functions import group_advantage
+from skylite.types import Trajectory
+
+FloatArray = npt.NDArray[np.float32]
 
 
 def assign_advantages(
@@ -31,22 +37,16 @@ def assign_advantages(
         if by_group is None:
             rewards = batch.rewards - _kl_of_trajectories(batch, micro_batches, known, dist)
             by_group = advantage(rewards, batch.lengths)
-        by_number = by_group.flatten()
-        return [
-            Targets(known=k, advantages=_by_token(m, by_number))
-            for m, k in zip(micro_batches, known, strict=True)
-        ]
-    found = [_token_advantages(m, k, config) for m, k in zip(micro_batches, known, strict=True)]
-    counted = [moments(t.advantages[m.counted]) for m, t in zip(micro_batches, found, strict=True)]
-    sums = torch.stack(counted).sum(dim=0) if counted else torch.zeros(3, dtype=torch.float64)
-    dist.all_reduce_sum_(sums)
-    return [replace(t, advantages=whiten(t.advantages, sums)) for t in found]
+        by_number = by_group.float().flatten().numpy()
+        by_token = upload([_by_token(m, by_number) for m in micro_batches], dist.device)
+        return [Targets(known=k, advantages=a) for k, a in zip(known, by_token, strict=True)]
+    return _token_targets(micro_batches, known, config, dist)
 
 
-def _by_token(micro: MicroBatch, by_number: Tensor) -> Tensor:
+def _by_token(micro: MicroBatch, by_number: FloatArray) -> FloatArray:
     """[N * G] by trajectory number -> [C]: every token gets the advantage of its trajectory."""
-    own = [float(by_number[number]) for number in micro.numbers]
-    return torch.tensor(own, dtype=torch.float32, device=micro.keys.device)[micro.tokens.segments]
+    lengths = np.array([t.num_tokens for t in micro.trajectories], dtype=np.int64)
+    return np.repeat(by_number[np.array(micro.numbers, dtype=np.int64)], lengths)
 
 
 def _kl_of_trajectories(
@@ -61,27 +61,53 @@ def _kl_of_trajectories(
     return dist.all_reduce_sum_(total).cpu().view_as(batch.rewards)
 
 
-def _token_advantages(micro: MicroBatch, known: Precomputed, config: AlgorithmConfig) -> Targets:
-    """reinforce++ and gae before whitening, along the sampled tokens of each trajectory.
+def _token_targets(
+    micro_batches: Sequence[MicroBatch], known: Sequence[Precomputed], config: AlgorithmConfig, dist: Dist
+) -> list[Targets]:
+    """The targets of reinforce++ and gae: advantages along each trajectory, whitened over the step.
 
-    The last token gets the trajectory's reward, every token its KL penalty.
+    Computed on the CPU for all micro-batches at once, so it waits for the device once.
     """
-    lengths = [t.num_tokens for t in micro.trajectories]
-    nothing = torch.zeros_like(micro.token_weights)
-    rewards = nothing if known.kl_penalty is None else -known.kl_penalty
-    values = nothing if known.values is None else known.values
-    parts = zip(micro.trajectories, torch.split(rewards, lengths), torch.split(values, lengths), strict=True)
-    advantages, returns = [], []
-    for trajectory, token_rewards, token_values in parts:
-        token_rewards = token_rewards.clone()
-        token_rewards[-1] += trajectory.train_reward
-        if config.uses_critic:
-            advantages.append(gae(token_rewards, token_values, config.gamma, config.gae_lambda))
-            returns.append(advantages[-1] + token_values)
-        else:
-            advantages.append(token_returns(token_rewards, config.gamma))
-    return Targets(
-        known=known,
-        advantages=torch.cat(advantages) if advantages else nothing,
-        returns=(torch.cat(returns) if returns else values) if config.uses_critic else None,
+    sizes = [len(m.token_weights) for m in micro_batches]
+    nothing = [torch.zeros_like(m.token_weights) for m in micro_batches]
+    kl, values, weights = _fetched(
+        [x if k.kl_penalty is None else k.kl_penalty for x, k in zip(nothing, known, strict=True)],
+        [x if k.values is None else k.values for x, k in zip(nothing, known, strict=True)],
+        [m.token_weights for m in micro_batches],
     )
+    advantages = _along_trajectories([t for m in micro_batches for t in m.trajectories], -kl, values, config)
+    sums = dist.all_reduce_sum_(moments(advantages[weights > 0]).to(dist.device)).cpu()
+    found = torch.stack([whiten(advantages, sums), advantages + values]).to(dist.device)
+    return [
+        Targets(known=k, advantages=advantage, returns=returns if config.uses_critic else None)
+        for k, advantage, returns in zip(known, *(torch.split(x, sizes) for x in found), strict=True)
+    ]
+
+
+def _fetched(*columns: Sequence[Tensor]) -> Sequence[Tensor]:
+    """For each column, the values of all micro-batches on the CPU."""
+    rows = [torch.cat(list(parts)) if parts else torch.zeros(0) for parts in columns]
+    return torch.unbind(torch.stack(rows).cpu())
+
+
+def _along_trajectories(
+    trajectories: Sequence[Trajectory], token_rewards: Tensor, values: Tensor, config: AlgorithmConfig
+) -> Tensor:
+    """[C] advantages before whitening from [C] KL penalties (negative) and values.
+
+    The last token of a trajectory gets the trajectory's reward too.
+    """
+    if not trajectories:
+        return token_rewards
+    lengths = [t.num_tokens for t in trajectories]
+    last = torch.tensor(lengths).cumsum(0) - 1
+    rewards = token_rewards.index_add(
+        0, last, torch.tensor([t.train_reward for t in trajectories], dtype=token_rewards.dtype)
+    )
+    rewards, values = (pad_sequence(list(torch.split(x, lengths)), batch_first=True) for x in (rewards, values))
+    advantages = (
+        gae(rewards, values, config.gamma, config.gae_lambda)
+        if config.uses_critic
+        else token_returns(rewards, config.gamma)
+    )
+    return advantages[torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]]
