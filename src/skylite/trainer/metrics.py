@@ -21,39 +21,46 @@ class MetricSums:
     """Sums over the tokens that this rank computed in a step."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
+    """On the device until the end of the step, because fetching one waits for the device."""
     num_tokens: int = 0
-    worst: list[float] = field(default_factory=lambda: [-1.0, -1.0, 0.0, 0.0])
-    """The largest trainer-engine mismatch: |difference|, token id, engine logprob, trainer logprob."""
+    num_nodes: int = 0
+    worst: Tensor | None = None
+    """[4] the largest trainer-engine mismatch: |difference|, token id, engine logprob, trainer logprob."""
     grad_norms: list[float] = field(default_factory=list)
     critic_grad_norms: list[float] = field(default_factory=list)
 
     def add(self, sums: dict[str, Tensor]) -> None:
         """Add a micro-batch's sums by name."""
         for key, value in sums.items():
-            before = self.sums.get(key, torch.zeros((), dtype=torch.float64))
-            self.sums[key] = before + value.detach().double().cpu()
+            value = value.detach().double()
+            self.sums[key] = self.sums[key] + value if key in self.sums else value
 
     def add_mismatch(self, micro: MicroBatch, logprobs: Tensor) -> None:
         """Count the micro-batch's tokens and keep the worst mismatch with the engine."""
         self.num_tokens += len(logprobs)
+        self.num_nodes += micro.tokens.num_nodes
         if not len(logprobs):
             return
         gaps = (logprobs - micro.rollout_logprobs).abs()
-        at = int(gaps.argmax())
-        if float(gaps[at]) > self.worst[0]:
-            self.worst = [
-                float(x[at]) for x in (gaps, micro.tokens.targets, micro.rollout_logprobs, logprobs)
-            ]
+        rows = torch.stack(
+            [x.double() for x in (gaps, micro.tokens.targets, micro.rollout_logprobs, logprobs)]
+        )
+        found = rows.index_select(1, gaps.argmax()[None])[:, 0]
+        worst = _no_mismatch(found.device) if self.worst is None else self.worst
+        self.worst = torch.where(found[0] > worst[0], found, worst)
 
 
 def step_metrics(
     batch: Batch, updates: list[MiniBatch], sums: MetricSums, config: TrainConfig, dist: Dist
 ) -> dict[str, float]:
     """The metrics of all ranks. Means are over the computed tokens, token counts over the step."""
-    sums.add({"tokens/computed": torch.tensor(sums.num_tokens)})
+    counts = [sums.num_tokens, sums.num_nodes]
     names = sorted(sums.sums)
-    reduced = dist.all_reduce_sum_(torch.stack([sums.sums[n] for n in names]).to(dist.device)).tolist()
-    total = dict(zip(names, reduced, strict=True))
+    own = torch.stack(
+        [*torch.tensor(counts, dtype=torch.float64, device=dist.device), *(sums.sums[n] for n in names)]
+    )
+    reduced = dist.all_reduce_sum_(own).tolist()
+    total = dict(zip(["tokens/computed", "tokens/unique", *names], reduced, strict=True))
     num_computed = max(1.0, total.pop("tokens/computed"))
     means = {n: value / (len(updates) if n in LOSSES else num_computed) for n, value in total.items()}
     metrics = means | _importance_metrics(means) | _critic_metrics(means, sums) | _worst_mismatch(sums, dist)
@@ -120,7 +127,7 @@ def _critic_metrics(means: dict[str, float], sums: MetricSums) -> dict[str, floa
 
 
 def _worst_mismatch(sums: MetricSums, dist: Dist) -> dict[str, float]:
-    own = torch.tensor(sums.worst, dtype=torch.float64, device=dist.device)
+    own = _no_mismatch(dist.device) if sums.worst is None else sums.worst
     gap, token, rollout, policy = max(dist.all_gather(own).view(-1, 4).tolist())
     return {
         "mismatch/logprob_diff_max": max(0.0, gap),
@@ -128,6 +135,11 @@ def _worst_mismatch(sums: MetricSums, dist: Dist) -> dict[str, float]:
         "mismatch/worst_rollout_logprob": rollout,
         "mismatch/worst_policy_logprob": policy,
     }
+
+
+def _no_mismatch(device: torch.device) -> Tensor:
+    """[-1, -1, 0, 0] float64, in the form of `MetricSums.worst`."""
+    return torch.nn.functional.pad(torch.full((2,), -1.0, dtype=torch.float64, device=device), (0, 2))
 
 
 def _mean_entropy(batch: Batch, updates: list[MiniBatch], entropy_sum: float) -> float:

@@ -115,7 +115,7 @@ def _forward_backward_micro(
         logprobs, entropies = score(policy, micro.tokens, config.rollout.temperature)
         loss, found = micro_batch_loss(micro, target, choice, logprobs, entropies, ref, num_tokens, config)
         loss.backward()  # type: ignore[no-untyped-call]
-    sums.add(found | {"tokens/unique": torch.tensor(micro.tokens.num_nodes)})
+    sums.add(found)
     sums.add_mismatch(micro, logprobs.detach())
 
 
@@ -179,12 +179,13 @@ def critic_forward_backward(
         losses = value_loss(values, old_values, returns, critic.config.clip)
         loss = (losses * counted).sum() / max(1, update.size.num_tokens)
         loss.backward()  # type: ignore[no-untyped-call]
-        residual, counted_returns = (returns - old_values)[counted], returns[counted]
+        # Factors instead of indices: an index by a mask waits for the device.
+        residual, counted_returns = (returns - old_values) * counted, returns * counted
         sums.add(
             {
                 "critic/loss": loss.detach(),
                 "critic/tokens": counted.sum(),
-                "critic/value_mean": old_values[counted].sum(),
+                "critic/value_mean": (old_values * counted).sum(),
                 "critic/return_mean": counted_returns.sum(),
                 "critic/return_squares": counted_returns.square().sum(),
                 "critic/residual": residual.sum(),
