@@ -20,7 +20,10 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
 SCORES_PER_CALL = 16384
-"""Overhead of one attention call, as the number of attention scores that cost the same time."""
+"""Overhead of one attention call, as the number of attention scores that cost the same time.
+
+The cut buys time: without it a step takes 20 % longer at 512-token completions (benchmarks/NOTES.md).
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,9 @@ def _along_trajectories(
     rewards = token_rewards.index_add(
         0, last, torch.tensor([t.train_reward for t in trajectories], dtype=token_rewards.dtype)
     )
-    rewards, values = (pad_sequence(list(torch.split(x, lengths)), batch_first=True) for x in (rewards, values))
+    rewards, values = (
+        pad_sequence(list(torch.split(x, lengths)), batch_first=True) for x in (rewards, values)
+    )
     advantages = (
         gae(rewards, values, config.gamma, config.gae_lambda)
         if config.uses_critic
