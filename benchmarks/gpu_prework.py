@@ -179,8 +179,8 @@ def micro_batch(trajectories: list[Any], first: int) -> tuple[Any, Any]:
     import torch
 
     from skylite.model.packing import PackedTokens
-    from skylite.trainer.pack import MicroBatch
-    from skylite.trainer.precompute import Precomputed
+    from skylite.trainer.micro_batches import MicroBatch
+    from skylite.trainer.precompute_logprobs import Precomputed
 
     size = len(trajectories)
     segments = torch.arange(size).repeat_interleave(TOKENS)

@@ -168,7 +168,7 @@ PATHS: dict[str, SpecialPath] = {
         kind="train", off=logprobs_by_autograd, without="LM head in chunks"
     ),
     "old logprobs of the training pass": SpecialPath(
-        kind="train", off=replaced("skylite.trainer.precompute:needs_old_logprobs", lambda _: True)
+        kind="train", off=replaced("skylite.trainer.precompute_logprobs:needs_old_logprobs", lambda _: True)
     ),
     "cached blocks released": SpecialPath(
         kind="train", off=replaced("skylite.trainer.step:release_cached_memory", nothing)

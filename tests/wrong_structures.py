@@ -46,10 +46,17 @@ def _packing(change: Change) -> Iterator[None]:
         yield
 
 
-def _mask_off_by_one(query: Any, key: Any, value: Any, layout: Any, settings: Any) -> Any:
-    """Each token sees its successor too."""
-    masks = [torch.roll(mask, -1, dims=0) if len(mask) > 1 else mask for mask in layout.masks]
-    return query, key, value, replace(layout, masks=masks, bias_cache={}, block_masks={}), settings
+@contextmanager
+def _mask_off_by_one() -> Iterator[None]:
+    """Each token gets the mask of its successor, so it sees one token of the future."""
+    right = tree_attention._make_masks
+
+    def wrong(*args: Any) -> list[torch.Tensor]:
+        return [torch.roll(mask, -1, dims=0) for mask in right(*args)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_attention, "_make_masks", wrong)
+        yield
 
 
 def _wrong_scale(query: Any, key: Any, value: Any, layout: Any, settings: Any) -> Any:
@@ -67,7 +74,7 @@ def _shifted_positions(tokens: Any) -> Any:
 
 
 WRONG: dict[str, Callable[[], Any]] = {
-    "mask off by one": lambda: _attention(_mask_off_by_one),
+    "mask off by one": _mask_off_by_one,
     "wrong scale": lambda: _attention(_wrong_scale),
     "swapped heads": lambda: _attention(_swapped_heads),
     "shifted positions": lambda: _packing(_shifted_positions),

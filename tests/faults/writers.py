@@ -39,7 +39,7 @@ from skylite.orchestrator.shutdown import ask_trainer_to_end
 from skylite.run.files import append_line, write_json
 from skylite.run.lock import lock_folder
 from skylite.run.metrics_file import append_metrics
-from skylite.run.named_programs import remember
+from skylite.run.programs_named_by_user import remember
 from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import RunDir, adapter_name
 from skylite.run.status import Status, write_status

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from skylite.config.train import EngineConfig
-from skylite.engine.canary import verify_folder
+from skylite.engine.adapter_canary import verify_folder
 from skylite.engine.client import Sampling
 from skylite.engine.engine_pool import EnginePool
 from skylite.engine.retrying_client import Engine

@@ -19,8 +19,8 @@ from skylite.algorithms.token_selection import (
 )
 from skylite.config.train import TrainConfig
 from skylite.model.packing import PackedTokens
-from skylite.trainer.pack import MicroBatch
-from skylite.trainer.precompute import Precomputed, Targets
+from skylite.trainer.micro_batches import MicroBatch
+from skylite.trainer.precompute_logprobs import Precomputed, Targets
 from skylite.trainer.step import micro_batch_loss
 from tests.rows import Row
 

@@ -20,7 +20,7 @@ from skylite.adapters.manifest import Manifest, read_manifest
 from skylite.config.loading import load_config, read_run_config
 from skylite.orchestrator.resume import plan_resume
 from skylite.run.files import sha256_file
-from skylite.run.own_folders import require_own_folders
+from skylite.run.folder_owner import require_own_folders
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir
 from tests.engines import write_random_adapter

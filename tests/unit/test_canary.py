@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from skylite.engine.canary import check_reading, compare_logprobs
+from skylite.engine.adapter_canary import check_reading, compare_logprobs
 from skylite.errors import SyncFailed
 
 POLICY = [-1.0, -2.0, -0.5]

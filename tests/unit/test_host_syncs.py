@@ -27,8 +27,8 @@ from skylite.model.packing import PackedTokens, pack_tokens
 from skylite.model.policy import CRITIC, POLICY, Policy, adapter_params
 from skylite.trainer.critic import Critic, ValueHead
 from skylite.trainer.metrics import MetricSums
-from skylite.trainer.pack import MicroBatch, MiniBatch
-from skylite.trainer.precompute import Precomputed, Targets
+from skylite.trainer.micro_batches import MicroBatch, MiniBatch
+from skylite.trainer.precompute_logprobs import Precomputed, Targets
 from skylite.trainer.step import _forward_backward_micro, critic_forward_backward
 from tests.small_run import settings
 from tests.tiny_models import tiny_config

@@ -17,8 +17,8 @@ from skylite.algorithms.advantages import GROUP_ADVANTAGES
 from skylite.config.train import TrainConfig
 from skylite.trainer.assign_advantages import assign_advantages
 from skylite.trainer.batching import arrange
-from skylite.trainer.pack import MicroBatch
-from skylite.trainer.precompute import Precomputed
+from skylite.trainer.micro_batches import MicroBatch
+from skylite.trainer.precompute_logprobs import Precomputed
 from tests.rows import groups_of, trajectory_of
 from tests.unit.peer_cases import (
     ALONE,

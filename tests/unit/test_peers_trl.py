@@ -15,8 +15,8 @@ from skylite.config.train import TrainConfig
 from skylite.orchestrator.sampling import overlong_penalty
 from skylite.trainer.assign_advantages import assign_advantages
 from skylite.trainer.batching import arrange
-from skylite.trainer.pack import pack
-from skylite.trainer.precompute import Precomputed, Targets
+from skylite.trainer.micro_batches import pack
+from skylite.trainer.precompute_logprobs import Precomputed, Targets
 from skylite.trainer.step import micro_batch_loss
 from tests.rows import groups_of
 from tests.unit.peer_cases import (

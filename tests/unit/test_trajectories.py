@@ -21,8 +21,8 @@ from skylite.run.rollout_file import mean_reward, read_rollouts, write_rollouts
 from skylite.trainer.assign_advantages import assign_advantages
 from skylite.trainer.batching import arrange
 from skylite.trainer.critic import make_critic
-from skylite.trainer.pack import pack
-from skylite.trainer.precompute import Precomputed
+from skylite.trainer.micro_batches import pack
+from skylite.trainer.precompute_logprobs import Precomputed
 from tests.cases import (
     ALGORITHMS,
     IMPORTANCE,

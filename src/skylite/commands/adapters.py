@@ -11,9 +11,9 @@ from skylite.adapters.retention import clean_up, remove_leftovers
 from skylite.config.loading import read_run_config
 from skylite.errors import ModelError
 from skylite.run.files import TEMPORARY_MARK
+from skylite.run.folder_owner import require_own_folders
 from skylite.run.lock import lock_folder
 from skylite.run.metrics_file import read_metrics
-from skylite.run.own_folders import require_own_folders
 from skylite.run.run_dir import AdapterVersion, RunDir, published_versions
 
 

@@ -26,12 +26,12 @@ from skylite.errors import ConfigError
 from skylite.evaluation.evaluate import EvalResult, write_results
 from skylite.evaluation.evaluate import evaluate as score_problems
 from skylite.hub.resolve import resolve_model
-from skylite.orchestrator.programs import allow_rewards
+from skylite.orchestrator.allowed_programs import allow_rewards
 from skylite.plugin_file import REWARD
 from skylite.processes.supervisor import Supervisor
 from skylite.rewards.worker_pool import RewardPool
 from skylite.run.files import write_json
-from skylite.run.named_programs import is_set
+from skylite.run.programs_named_by_user import is_set
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Prompt
 

@@ -17,7 +17,7 @@ from skylite.errors import ConfigError, DataError, WriteFailed
 from skylite.plugin_file import resolve_spec
 from skylite.rewards import load_reward
 from skylite.run.files import fsync_path, swap_paths, temporary_sibling
-from skylite.run.named_programs import remember
+from skylite.run.programs_named_by_user import remember
 from skylite.types import Prompt
 
 logger = logging.getLogger(__name__)

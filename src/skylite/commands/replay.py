@@ -9,7 +9,7 @@ from pathlib import Path
 
 from skylite.config.loading import change_config, read_run_config
 from skylite.errors import ConfigError
-from skylite.orchestrator.programs import allow_algorithm
+from skylite.orchestrator.allowed_programs import allow_algorithm
 from skylite.orchestrator.replay import ReplayResult, replay_step
 from skylite.run.run_dir import RunDir
 

@@ -15,8 +15,8 @@ from skylite.config.loading import load_config, read_run_config
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError
 from skylite.orchestrator.shutdown import TimeLimit
+from skylite.run.folder_owner import require_own_folders
 from skylite.run.lock import lock_folder
-from skylite.run.own_folders import require_own_folders
 from skylite.run.run_dir import RunDir
 from skylite.ui.logs import run_log
 

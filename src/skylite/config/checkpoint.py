@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from skylite.config.section import Section
+from skylite.config.base_section import Section
 
 
 class CheckpointConfig(Section):

@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from skylite.config.section import Section
+from skylite.config.base_section import Section
 
 
 class DataConfig(Section):

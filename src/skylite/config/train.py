@@ -7,10 +7,10 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from skylite.config.algorithm import AlgorithmConfig, CriticConfig, ImportanceConfig
+from skylite.config.base_section import Section
 from skylite.config.checkpoint import CheckpointConfig, EvalConfig, StopConfig
 from skylite.config.lora import LoraConfig
 from skylite.config.rollout import DataConfig, RewardConfig, RolloutConfig
-from skylite.config.section import Section
 
 LOWEST_USUAL_LR = 5e-6
 """LoRA hardly learns below this rate; a run with a lower optim.lr prints a warning."""
@@ -236,7 +236,7 @@ class Resolved(Section):
     lora_sync_path: str
     """Absolute path of the folder that adapters are published in."""
     run_id: str | None = None
-    """Random id that marks a lora_sync_path outside the run as its own (run/own_folders.py).
+    """Random id that marks a lora_sync_path outside the run as its own (run/folder_owner.py).
 
     None: no mark.
     """

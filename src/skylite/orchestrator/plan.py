@@ -17,13 +17,13 @@ from skylite.engine.server_command import choose_cpu_lora, engine_notes
 from skylite.errors import ConfigError
 from skylite.hub.resolve import resolve_model
 from skylite.hub.shared_memory import shared_copy
+from skylite.orchestrator.allowed_programs import allow_algorithm, allow_rewards
 from skylite.orchestrator.gpu_plan import place
-from skylite.orchestrator.programs import allow_algorithm, allow_rewards
 from skylite.processes.gpus import why_no_gpu
 from skylite.processes.hardware import choose_device, choose_dtype, cpu_cores
 from skylite.rewards.components import load_components
 from skylite.run.files import convert_os_errors, sha256_file, write_json
-from skylite.run.own_folders import mark_sync_folder
+from skylite.run.folder_owner import mark_sync_folder
 from skylite.run.run_dir import RunDir, published_versions
 from skylite.types import Prompt
 

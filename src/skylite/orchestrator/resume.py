@@ -14,6 +14,7 @@ from skylite.config.loading import change_config, read_run_config
 from skylite.config.train import Resolved, RunConfig, TrainConfig
 from skylite.errors import ConfigError, DataError
 from skylite.hub.resolve import check_folder
+from skylite.orchestrator.allowed_programs import accept_same_rewards, allow_algorithm, allow_rewards
 from skylite.orchestrator.gpu_plan import Placement, place_again
 from skylite.orchestrator.plan import (
     RunPlan,
@@ -24,7 +25,6 @@ from skylite.orchestrator.plan import (
     shm_path,
     train_data_hash,
 )
-from skylite.orchestrator.programs import accept_same_rewards, allow_algorithm, allow_rewards
 from skylite.orchestrator.step_metrics import recovered_metrics
 from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint, step_of
 from skylite.run.files import fsync_path

@@ -15,7 +15,7 @@ from skylite.adapters.manifest import read_manifest
 from skylite.adapters.target_modules import predict_target_modules
 from skylite.config.train import Resolved
 from skylite.data.tokenizer import ChatTokenizer, load_tokenizer
-from skylite.engine.canary import DEFAULT_TOLERANCE, canary_sequences, verify_folder
+from skylite.engine.adapter_canary import DEFAULT_TOLERANCE, canary_sequences, verify_folder
 from skylite.engine.engine_pool import EnginePool
 from skylite.engine.startup import engines_for_modules, start_engines
 from skylite.engine.watchdog import RestartPolicy

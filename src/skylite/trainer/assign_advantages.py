@@ -15,8 +15,8 @@ from skylite.config.algorithm import AlgorithmConfig
 from skylite.model.distributed import Dist
 from skylite.model.packing import upload
 from skylite.trainer.batching import Batch
-from skylite.trainer.pack import MicroBatch
-from skylite.trainer.precompute import Precomputed, Targets
+from skylite.trainer.micro_batches import MicroBatch
+from skylite.trainer.precompute_logprobs import Precomputed, Targets
 from skylite.trainer.user_functions import group_advantage
 from skylite.types import Trajectory
 

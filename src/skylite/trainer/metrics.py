@@ -10,7 +10,7 @@ from torch import Tensor
 from skylite.config.train import TrainConfig
 from skylite.model.distributed import Dist
 from skylite.trainer.batching import Batch
-from skylite.trainer.pack import MicroBatch, MiniBatch, is_counted
+from skylite.trainer.micro_batches import MicroBatch, MiniBatch, is_counted
 
 LOSSES = ("loss/policy", "critic/loss")
 """Sums of weighted losses. Their mean is over updates, not over tokens."""

@@ -19,9 +19,9 @@ from skylite.trainer.batching import arrange
 from skylite.trainer.critic import Critic, predict_values
 from skylite.trainer.memory import release_cached_memory
 from skylite.trainer.metrics import MetricSums, step_metrics
+from skylite.trainer.micro_batches import MicroBatch, MiniBatch, pack
 from skylite.trainer.optimizer import FlatAdamW
-from skylite.trainer.pack import MicroBatch, MiniBatch, pack
-from skylite.trainer.precompute import Targets, TokenChoice, precompute, ref_logprobs, select_tokens
+from skylite.trainer.precompute_logprobs import Targets, TokenChoice, precompute, ref_logprobs, select_tokens
 from skylite.trainer.user_functions import policy_loss
 from skylite.types import Group
 

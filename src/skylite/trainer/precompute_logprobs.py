@@ -27,7 +27,7 @@ from skylite.config.train import TrainConfig
 from skylite.model.distributed import Dist
 from skylite.model.policy import Policy, reference_policy, score
 from skylite.trainer.critic import Critic, predict_values
-from skylite.trainer.pack import MicroBatch
+from skylite.trainer.micro_batches import MicroBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from skylite.hub.shared_memory import shared_copy
 from skylite.orchestrator.plan import write_config
 from skylite.orchestrator.resume import plan_resume
 from skylite.orchestrator.run_session import clear_control_files
-from skylite.run.own_folders import MARK_NAME, require_own_folders
+from skylite.run.folder_owner import MARK_NAME, require_own_folders
 from skylite.run.run_dir import RunDir
 from tests.unit.bad_inputs import Reply, call, snapshot
 from tests.unit.run_cases import begin, publish_adapter_0

@@ -9,7 +9,7 @@ from skylite.config.algorithm import AlgorithmConfig
 from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo
 from skylite.plugin_file import ADVANTAGE, POLICY_LOSS, REWARD, check_function, is_program
-from skylite.run.named_programs import is_set, remember, require_named
+from skylite.run.programs_named_by_user import is_set, remember, require_named
 
 
 def allow_rewards(
