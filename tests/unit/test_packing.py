@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ from skylite.config.algorithm import AlgorithmConfig, ImportanceConfig
 from skylite.config.train import OptimConfig
 from skylite.errors import DataError
 from skylite.model.chunked_logprobs import HEAD_CHUNK_ELEMENTS, head_logprobs, token_logprobs
-from skylite.model.packing import pack_padded, pack_tree
+from skylite.model.packing import pack_padded, pack_tree, upload
 from skylite.trainer.batching import arrange
 from skylite.trainer.optimizer import rate_factor
 from tests.rows import Row, groups_of
@@ -256,3 +257,11 @@ def test_logprobs_in_bfloat16_do_not_depend_on_the_size_of_a_chunk(monkeypatch):
         found.append((logprobs, entropies, grad))
     for some in found[1:]:
         torch.testing.assert_close(some, found[0])
+
+
+def test_arrays_without_elements_are_uploaded_beside_others() -> None:
+    """A rank may get a micro-batch without a trajectory."""
+    ids, weights = upload([np.zeros(0, np.int64), np.array([1.5, 2.5], np.float32)], torch.device("cpu"))
+    assert (ids.dtype, ids.shape) == (torch.int64, (0,))
+    assert weights.tolist() == [1.5, 2.5]
+    assert upload([np.zeros((2, 0), np.float32)], torch.device("cpu"))[0].shape == (2, 0)

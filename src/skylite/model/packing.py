@@ -126,7 +126,10 @@ def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[Ten
         joined = joined.pin_memory()  # without it, the copy waits for the device
     parts = torch.split(joined.to(device, non_blocking=True), [a.nbytes for a in arrays])
     return [
-        part.view(getattr(torch, a.dtype.name)).view(a.shape) for part, a in zip(parts, arrays, strict=True)
+        # A part without bytes cannot be viewed as another type.
+        (part.view(dtype) if a.size else part.to(dtype)).view(a.shape)
+        for part, a in zip(parts, arrays, strict=True)
+        for dtype in [getattr(torch, a.dtype.name)]
     ]
 
 
