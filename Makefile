@@ -49,12 +49,12 @@ check: $(READY) ## format, lint and types: ruff, mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Unit tests are mostly single-threaded, so two processes run them. The others need both cores.
+# Two processes share the test files. Most tests wait for one thread: an import, a start, a disk.
 UNIT_TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit
 
 test: $(READY) ## all tests
 	$(UNIT_TESTS)
-	$(BIN)/python -m pytest tests/integration tests/e2e
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/integration tests/e2e
 
 test-unit: $(READY) ## unit tests only: no vLLM, no torchrun
 	$(UNIT_TESTS)

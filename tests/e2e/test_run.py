@@ -1,26 +1,17 @@
-"""The program through its command line: prepare, train, stop, resume, evaluate, serve."""
+"""The program through its command line: train, stop, resume."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import shutil
 import signal
-import socket
 import time
 from pathlib import Path
 
-import httpx
-import psutil
-import pyarrow.parquet as pq
 import pytest
-from safetensors.numpy import load_file
 
 from tests.e2e.project import Project, descendants
 from tests.e2e.running import (
     DEADLINE_S,
     check_metrics,
-    places_with,
     running,
     wait_for_step,
     wait_gone,
@@ -56,30 +47,6 @@ def test_a_run_trains_and_verifies_every_step_then_stops_and_resumes(project: Pr
     assert f" after step {done} of {done + 2}" in log
     assert f": step {done + 2}/{done + 2}  reward" in log
     assert sorted((project.root / "run" / "evals").glob("after-*.parquet"))
-
-
-def test_a_second_stage_starts_from_the_first_stages_adapter(project: Project, finished: str) -> None:
-    """Warm start at another temperature: the trainer's logprobs equal vLLM's. The first run can go."""
-    shutil.copytree(project.root / finished, project.root / "stage-one")
-    given = project.root / "stage-one" / "adapters" / "policy-v000002"
-    settings = ("--set", "eval.limit=0", "--set", "rollout.temperature=0.7", "--set", "checkpoint.every=1")
-    second = project.run(
-        *project.train_args("stage-two", 1, "--from-adapter", str(given), *settings), timeout_s=DEADLINE_S
-    )
-    assert second.returncode == 0, second.stderr
-    assert f"warm start from {given} (rank 8, alpha 16, policy-v000002)" in second.stderr
-    start, end = (
-        load_file(folder / "adapter_model.safetensors")
-        for folder in (project.root / "stage-two/adapters/policy-v000000", given)
-    )
-    assert start.keys() == end.keys()
-    assert all((start[name] == end[name]).all() for name in end)
-
-    shutil.rmtree(project.root / "stage-one")
-    resumed = project.run("train", "--resume", "stage-two", "--steps", "2", timeout_s=DEADLINE_S)
-    assert resumed.returncode == 0, resumed.stderr
-    assert len(project.metrics("stage-two")) == 2
-    check_metrics(project, "stage-two")
 
 
 def test_a_run_stopped_by_its_time_limit_and_resumed_equals_one_that_never_stopped(project: Project) -> None:
@@ -130,48 +97,3 @@ def test_two_runs_cannot_share_a_sync_folder(project: Project, tmp_path: Path) -
         assert f"belongs to another live run (pid {process.pid})" in second.stderr
         assert not (project.root / "second").exists()
         assert "Traceback" not in second.stderr
-
-
-def test_a_finished_run_can_be_evaluated(project: Project, finished: str) -> None:
-    evaluated = project.run("eval", finished, "--limit", "4", "--n", "2", timeout_s=DEADLINE_S)
-    assert evaluated.returncode == 0, evaluated.stderr
-    evals = project.root / finished / "evals"
-    result = json.loads((evals / "policy-v000002-test-mean2.json").read_text())
-    assert (result["problems"], result["n"], result["adapter"]) == (4, 2, "policy-v000002")
-    rows = pq.read_table(evals / "policy-v000002-test-mean2.parquet").to_pylist()
-    assert len(rows) == 8
-    assert result["accuracy"] == pytest.approx(sum(r["reward"] for r in rows) / 8)
-
-
-def test_a_finished_run_can_be_served(project: Project, finished: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with running(project, "serve", finished, "--port", str(port)) as process:
-        assert process.stdout is not None
-        key = next(line.split()[-1] for line in process.stdout if "API key" in line)
-        url, given = f"http://127.0.0.1:{port}", {"Authorization": f"Bearer {key}"}
-        deadline = time.monotonic() + DEADLINE_S
-        models: list[str] = []
-        while not models:
-            assert process.poll() is None, process.communicate()[0]
-            assert time.monotonic() < deadline
-            with contextlib.suppress(httpx.TransportError):
-                models = [m["id"] for m in httpx.get(f"{url}/v1/models", headers=given).json()["data"]]
-            time.sleep(0.5)
-        assert models == ["base", "policy-v000002"]
-        for path in ("/v1/models", "/metrics", "/version", "/openapi.json"):
-            assert httpx.get(url + path).status_code == 401, path
-        for path in ("/invocations", "/tokenize", "/adapters", "/v1/load_lora_adapter", "/v1/completions"):
-            assert (
-                httpx.post(url + path, json={}, headers={"Authorization": "Bearer x"}).status_code == 401
-            ), path
-        assert httpx.post(f"{url}/adapters", json={}, headers=given).status_code == 404, (
-            "adapters cannot be loaded, even with the key"
-        )
-        children = descendants(process.pid)
-        assert places_with(key, project.root, [psutil.Process(process.pid), *children]) == []
-        process.send_signal(signal.SIGINT)
-        log, _ = process.communicate(timeout=60)
-        assert key not in log, "printed once, before vLLM's own log begins"
-    assert wait_gone(children) == []
