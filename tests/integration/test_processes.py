@@ -20,7 +20,7 @@ from skylite.processes.supervisor import Supervisor
 
 TREE = """
 import os, subprocess, sys, time
-# One grandchild in our session, one in a new session, and one that its parent leaves behind at once.
+# One grandchild in our session, one in a new session, and one that its parent leaves behind immediately.
 sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 pids = [os.getpid(), subprocess.Popen(sleep).pid, subprocess.Popen(sleep, start_new_session=True).pid]
 orphan = "import subprocess,sys; print(subprocess.Popen(sys.argv[1:], stdout=-3, start_new_session=True).pid)"

@@ -24,7 +24,7 @@ class StopConfig(Section):
     """How Ctrl-C and SIGTERM end a run."""
 
     mode: Literal["finish", "abandon"] = "finish"
-    """What the first signal does with the current step. A second signal ends everything at once."""
+    """What the first signal does with the current step. A second signal ends everything immediately."""
     grace_s: float = Field(25.0, ge=5)
     """Seconds from the signal to the end of all processes: the step has 60 %, step and checkpoint
     together 80 %. Clusters usually kill 30 s after SIGTERM."""

@@ -2,11 +2,11 @@
 
 Fast paths: the LM head in chunks, fused norms and MLPs, frozen weights in bfloat16, prefix-tree packing.
 
-The check compares logprobs of the same tokens. It computes in float32 whatever the compute dtype is, to judge
-the structure (masks, positions, gains) and not bfloat16's rounding. The reference comes from the slow path,
-which is right for every model: padded rows, the model's own eager attention, all logits at once.
-(transformers' sdpa attention, for example, ignores the softcap of Gemma 2.) A fast path stays enabled if the
-mean absolute difference is within TOLERANCE; otherwise the slow path stays.
+The check compares logprobs of the same tokens. It computes in float32, also for a bfloat16 policy, to judge
+the structure (masks, positions, gains) and not the rounding. The reference comes from the slow path, which is
+right for every model: padded rows, the model's own eager attention, all logits together. (transformers'
+sdpa attention, for example, ignores the softcap of Gemma 2.) A fast path stays enabled if the mean absolute
+difference is within TOLERANCE; otherwise the slow path stays.
 """
 
 from __future__ import annotations
