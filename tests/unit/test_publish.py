@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 
 from skylite.adapters.manifest import Canary, read_manifest
 from skylite.config.train import RunConfig
@@ -30,6 +30,7 @@ def test_a_published_file_holds_the_adapter_and_never_changes(
     loaded, tensors = load_file(published.adapter.weights_path), adapter_tensors(policy)
     assert loaded.keys() == tensors.keys()
     assert all(t.dtype == dtype and torch.equal(loaded[name], t) for name, t in tensors.items())
+    assert published.adapter.weights_path.read_bytes() == save(tensors, {"format": "pt"})
     assert published.num_bytes == published.adapter.weights_path.stat().st_size
     assert read_manifest(published.adapter.path).version == 3  # checks the hash
     assert publish(policy, run_config, 3, CANARY).adapter == published.adapter

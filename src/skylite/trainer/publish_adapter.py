@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Sequence
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from skylite.adapters.manifest import Canary, Manifest
@@ -23,6 +21,7 @@ from skylite.model.policy import Policy, reference_policy, score
 from skylite.run.files import atomic_folder, sha256_file
 from skylite.run.run_dir import AdapterVersion, adapter_name
 from skylite.trainer.optimizer import is_b_matrix
+from skylite.trainer.write_safetensors import safetensors_buffers, sha256_of, write_buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +92,17 @@ def publish(policy: Policy, run_config: RunConfig, version: int, canary: Canary)
     """
     started = time.monotonic()
     adapter = AdapterVersion(version, Path(run_config.resolved.lora_sync_path) / adapter_name(version))
-    # save_file would hide the errno of a failed write.
-    weights = save(adapter_tensors(policy), {"format": "pt"})
-    digest = hashlib.sha256(weights).hexdigest()
+    buffers = safetensors_buffers(adapter_tensors(policy))
+    num_bytes = sum(buffer.nbytes for buffer in buffers)
     if adapter.path.exists():
-        _require_same(adapter, digest)
+        _require_same(adapter, sha256_of(buffers))
     else:
-        with atomic_folder(adapter.path, len(weights)) as folder:
-            manifest = _manifest(policy, run_config, version, canary, digest, len(weights))
-            (folder / adapter.weights_path.name).write_bytes(weights)
+        with atomic_folder(adapter.path, num_bytes) as folder:
+            digest = write_buffers(folder / adapter.weights_path.name, buffers)
+            manifest = _manifest(policy, run_config, version, canary, digest, num_bytes)
             (folder / "adapter_config.json").write_text(_peft_json(policy, run_config), encoding="utf-8")
             (folder / adapter.manifest_path.name).write_text(manifest.model_dump_json(), encoding="utf-8")
-    return Published(adapter, len(weights), time.monotonic() - started)
+    return Published(adapter, num_bytes, time.monotonic() - started)
 
 
 def _require_same(adapter: AdapterVersion, digest: str) -> None:
