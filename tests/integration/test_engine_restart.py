@@ -34,11 +34,11 @@ SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=5, stop_toke
 
 @dataclass(slots=True)
 class Scene:
-    """Engines kept alive, and who was restarted."""
+    """Engines kept alive, and how often each was restarted."""
 
     folder: Path
     max_restarts: int = 1
-    restarted: list[str] = field(default_factory=list)
+    restarts: dict[str, int] = field(default_factory=dict)
 
     def order(self, name: str) -> None:
         (self.folder / name).touch()
@@ -50,7 +50,7 @@ class Scene:
         restarts = RestartPolicy(
             config=config,
             verify=partial(verify_folder, tolerance=0.01),
-            on_restart=self.restarted.append,
+            counts=self.restarts,
         )
         async with serving_engines(specs, self.folder / "logs", supervisor, restarts) as engines:
             yield engines
@@ -107,7 +107,7 @@ def test_after_a_restart_the_adapter_is_verified_again_and_the_request_gets_the_
     with no_process_left():
         before, after = asyncio.run(run())
     assert before == after
-    assert scene.restarted == ["vllm-0"]
+    assert scene.restarts == {"vllm-0": 1}
     assert caplog.messages == [f"{reason} It restarts (1 of engine.max_restarts=1)."]
 
 
@@ -125,7 +125,7 @@ def test_the_other_engine_keeps_sampling_during_a_restart(scene: Scene) -> None:
             assert len(await asyncio.wait_for(waiting, 30)) == 3
 
     asyncio.run(run())
-    assert len(scene.restarted) == 1
+    assert scene.restarts == {"vllm-0": 1}
 
 
 def test_the_run_stops_with_a_reason_when_no_restart_is_left(scene: Scene) -> None:
@@ -145,7 +145,7 @@ def test_the_run_stops_with_a_reason_when_no_restart_is_left(scene: Scene) -> No
     with no_process_left(), pytest.raises(ChildDied, match="vllm-0 ended with exit code 1") as caught:
         asyncio.run(run())
     assert caught.value.log_tail.splitlines()[-1] == "the fake engine does not start"
-    assert len(scene.restarted) == 1
+    assert scene.restarts == {"vllm-0": 1}
 
 
 def test_an_adapter_that_the_new_server_ignores_is_never_used(scene: Scene) -> None:
@@ -195,4 +195,4 @@ def test_a_server_that_ends_before_it_is_ready_is_not_restarted(scene: Scene) ->
 
     with pytest.raises(RunFailed, match="exit code 1"):
         asyncio.run(run())
-    assert scene.restarted == []
+    assert scene.restarts == {}

@@ -60,7 +60,7 @@ async def no_verification(client: VllmClient, adapter: AdapterVersion) -> None:
 @pytest.mark.parametrize(("wanted", "starts"), [(["q_proj"], 1), (["k_proj", "q_proj"], 2)])
 def test_engines_serve_exactly_the_adapters_modules(plan: RunPlan, wanted: list[str], starts: int) -> None:
     async def bring_up() -> bool:
-        restarts = RestartPolicy(config=plan.config.engine, verify=no_verification, on_restart=lambda _: None)
+        restarts = RestartPolicy(config=plan.config.engine, verify=no_verification, counts={})
         async with (
             Supervisor() as supervisor,
             start_engines(plan.run_config, plan.run.logs, ["q_proj"], supervisor, restarts) as watchdogs,

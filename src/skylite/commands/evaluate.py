@@ -169,7 +169,7 @@ async def _score(
     stop_token_ids: tuple[int, ...],
 ) -> EvalResult:
     logs = Path(spec.uds).parent
-    restarts = RestartPolicy(config=plan.config.engine, verify=_skip_verification, on_restart=lambda _: None)
+    restarts = RestartPolicy(config=plan.config.engine, verify=_skip_verification, counts={})
     async with serving_engines([spec], logs, supervisor, restarts) as engines:
         name, version = BASE_NAME, 0
         if plan.adapter is not None:

@@ -36,8 +36,8 @@ class RestartPolicy:
 
     config: EngineConfig
     verify: Verify
-    on_restart: Callable[[str], None]
-    """Called with the engine's name before every restart."""
+    counts: dict[str, int]
+    """Engine name -> restarts so far. A run that restarts its trainer, and so its engines, keeps counting."""
 
 
 @dataclass(slots=True)
@@ -68,11 +68,11 @@ class Watchdog:
     async def keep_alive(self, engine: Engine) -> NoReturn:
         """Restart the server whenever it fails. Raises the last RunFailed after `max_restarts` restarts."""
         self.supervisor.leave_to_caller(self.spec.name)
-        allowed = self.restarts.config.max_restarts
+        allowed, counts = self.restarts.config.max_restarts, self.restarts.counts
         error = await self._wait_for_failure(engine)
-        for count in range(1, allowed + 1):
+        while (count := counts.get(self.spec.name, 0) + 1) <= allowed:
             engine.pause()
-            self.restarts.on_restart(self.spec.name)
+            counts[self.spec.name] = count
             logger.warning(f"{error.what} It restarts ({count} of engine.max_restarts={allowed}).")
             try:
                 await self._restart(engine)

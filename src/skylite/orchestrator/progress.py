@@ -29,7 +29,7 @@ class Progress:
     """The last step whose metrics are in metrics.jsonl."""
     adapter_version: int | None = None
     restarts: dict[str, int] = field(default_factory=dict)
-    """Child process name -> number of restarts."""
+    """Child process name -> number of restarts, over all starts of the trainer."""
 
     def phase(self, phase: Phase, detail: str = "", error: str | None = None) -> None:
         """Enter a phase: show it and write status.json."""
@@ -52,7 +52,3 @@ class Progress:
         """Append an event with its time to events.jsonl."""
         append_event(self.run.events_path, event, **facts)
         logger.debug(" ".join([event, *(f"{name}={value}" for name, value in facts.items())]))
-
-    def restarted(self, child: str) -> None:
-        """Count a restart of a child, for status.json and metrics.jsonl."""
-        self.restarts[child] = self.restarts.get(child, 0) + 1

@@ -59,7 +59,7 @@ async def run_session(plan: RunPlan, *, resume: bool, limit: TimeLimit | None = 
     adapters = Path(plan.resolved.lora_sync_path)
     stop = handle_signals(limit.stop if limit is not None else asyncio.Event())
     with provide_model_files(plan.resolved), Screen(plan.config.num_steps) as screen:
-        restarts = 0
+        restarts: dict[str, int] = {}
         while True:
             roll_back(plan, adapters) if resume else clear_control_files(plan)
             screen.state.history = tuple(null_to_nan(m) for m in read_metrics(plan.run.metrics_path))
@@ -67,13 +67,14 @@ async def run_session(plan: RunPlan, *, resume: bool, limit: TimeLimit | None = 
                 return await _supervised(plan, screen, adapters, resume, limit, restarts, stop)
             except TrainerLost as error:
                 allowed = plan.config.trainer.max_restarts
-                if restarts == allowed or stop.requested.is_set():
+                if restarts.get(TRAINER, 0) == allowed or stop.requested.is_set():
                     raise
+                restarts[TRAINER] = restarts.get(TRAINER, 0) + 1
                 logger.warning(
                     f"{error.what} The run resumes from its last checkpoint "
-                    f"(restart {restarts + 1} of trainer.max_restarts={allowed})."
+                    f"(restart {restarts[TRAINER]} of trainer.max_restarts={allowed})."
                 )
-            plan, resume, restarts = plan_resume(plan.run), True, restarts + 1
+            plan, resume = plan_resume(plan.run), True
 
 
 def provide_model_files(resolved: Resolved) -> AbstractContextManager[None]:
@@ -107,7 +108,7 @@ async def _supervised(
     adapters: Path,
     resume: bool,
     limit: TimeLimit | None,
-    restarts: int,
+    restarts: dict[str, int],
     stop: StopRequest,
 ) -> bool:
     """Run under a supervisor until the run is done, stopped or failed."""
@@ -115,10 +116,14 @@ async def _supervised(
     async with Supervisor(stop_timeout_s=end_s, skip_wait=stop.forced.is_set) as supervisor:
         start = plan.first_step - 1
         progress = Progress(
-            plan.run, plan.config.num_steps, screen, supervisor.pids, step=start, recorded=start
+            plan.run,
+            plan.config.num_steps,
+            screen,
+            supervisor.pids,
+            step=start,
+            recorded=start,
+            restarts=restarts,
         )
-        if restarts:
-            progress.restarts[TRAINER] = restarts
         try:
             finished = await run_until_stopped(
                 _run(plan, supervisor, progress, resume, limit), plan, supervisor, progress, stop
@@ -129,7 +134,7 @@ async def _supervised(
             )
             if (
                 isinstance(reason, TrainerLost)
-                and restarts < plan.config.trainer.max_restarts
+                and restarts.get(TRAINER, 0) < plan.config.trainer.max_restarts
                 and not stop.requested.is_set()
             ):
                 raise reason from None
@@ -163,7 +168,7 @@ async def _run(
         restarts = RestartPolicy(
             config=plan.config.engine,
             verify=partial(verify_folder, tolerance=tolerance),
-            on_restart=progress.restarted,
+            counts=progress.restarts,
         )
         watchdogs = await stack.enter_async_context(
             start_engines(plan.run_config, plan.run.logs, modules, supervisor, restarts)
