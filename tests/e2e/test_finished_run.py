@@ -1,4 +1,4 @@
-"""What users do with a finished run: train on from its adapter, evaluate it, serve it."""
+"""A finished run: another that was stopped equals it; users train on from it, evaluate it and serve it."""
 
 from __future__ import annotations
 
@@ -15,22 +15,54 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import load_file
 
+from tests.e2e.conftest import EXACT
 from tests.e2e.project import Project, descendants
 from tests.e2e.running import DEADLINE_S, check_metrics, places_with, running, wait_gone
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.dist]
 
 
+def test_a_run_stopped_by_its_time_limit_and_resumed_equals_one_that_never_stopped(
+    project: Project, finished: str
+) -> None:
+    extra = [word for setting in EXACT for word in ("--set", setting)]
+    stopped = project.run(
+        *project.train_args("in-time", 3, *extra, "--max-hours", "0.0001"), timeout_s=DEADLINE_S
+    )
+    assert stopped.returncode == 0, stopped.stderr
+    assert "--max-hours 0.0001: stopping" in stopped.stderr
+    assert [m["step"] for m in project.metrics("in-time")] == [1]
+    assert project.status("in-time")["phase"] == "stopped"
+
+    resumed = project.run("train", "--resume", "in-time", timeout_s=DEADLINE_S)
+    assert resumed.returncode == 0, resumed.stderr
+    # If the trainer finished a step after the limit, the resume records it without the parent's metrics.
+    assert [m["step"] for m in project.metrics("in-time")] == [1, 2, 3]
+    check_metrics(project, finished)
+    for version in range(4):
+        name = f"adapters/policy-v{version:06d}/adapter_model.safetensors"
+        assert (project.root / "in-time" / name).read_bytes() == (
+            project.root / finished / name
+        ).read_bytes(), version
+
+    assert project.run("adapters", "verify", "in-time").stdout == "4 of 4 published adapters are intact\n"
+    replayed = project.run("replay", "in-time", "--step", "2")
+    assert replayed.returncode == 0, replayed.stderr
+    # Replay starts at the stop's checkpoint if that is of step 1, otherwise at the start of the run.
+    assert replayed.stdout.startswith("equal: step 2 again from ")
+    assert "gives the published adapter bit for bit" in replayed.stdout
+
+
 def test_a_second_stage_starts_from_the_first_stages_adapter(project: Project, finished: str) -> None:
     """Warm start at another temperature: the trainer's logprobs equal vLLM's. The first run can go."""
     shutil.copytree(project.root / finished, project.root / "stage-one")
-    given = project.root / "stage-one" / "adapters" / "policy-v000002"
+    given = project.root / "stage-one" / "adapters" / "policy-v000003"
     settings = ("--set", "eval.limit=0", "--set", "rollout.temperature=0.7", "--set", "checkpoint.every=1")
     second = project.run(
         *project.train_args("stage-two", 1, "--from-adapter", str(given), *settings), timeout_s=DEADLINE_S
     )
     assert second.returncode == 0, second.stderr
-    assert f"warm start from {given} (rank 8, alpha 16, policy-v000002)" in second.stderr
+    assert f"warm start from {given} (rank 8, alpha 16, policy-v000003)" in second.stderr
     start, end = (
         load_file(folder / "adapter_model.safetensors")
         for folder in (project.root / "stage-two/adapters/policy-v000000", given)
@@ -49,9 +81,9 @@ def test_a_finished_run_can_be_evaluated(project: Project, finished: str) -> Non
     evaluated = project.run("eval", finished, "--limit", "4", "--n", "2", timeout_s=DEADLINE_S)
     assert evaluated.returncode == 0, evaluated.stderr
     evals = project.root / finished / "evals"
-    result = json.loads((evals / "policy-v000002-test-mean2.json").read_text())
-    assert (result["problems"], result["n"], result["adapter"]) == (4, 2, "policy-v000002")
-    rows = pq.read_table(evals / "policy-v000002-test-mean2.parquet").to_pylist()
+    result = json.loads((evals / "policy-v000003-test-mean2.json").read_text())
+    assert (result["problems"], result["n"], result["adapter"]) == (4, 2, "policy-v000003")
+    rows = pq.read_table(evals / "policy-v000003-test-mean2.parquet").to_pylist()
     assert len(rows) == 8
     assert result["accuracy"] == pytest.approx(sum(r["reward"] for r in rows) / 8)
 
@@ -72,7 +104,7 @@ def test_a_finished_run_can_be_served(project: Project, finished: str) -> None:
             with contextlib.suppress(httpx.TransportError):
                 models = [m["id"] for m in httpx.get(f"{url}/v1/models", headers=given).json()["data"]]
             time.sleep(0.5)
-        assert models == ["base", "policy-v000002"]
+        assert models == ["base", "policy-v000003"]
         for path in ("/v1/models", "/metrics", "/version", "/openapi.json"):
             assert httpx.get(url + path).status_code == 401, path
         for path in ("/invocations", "/tokenize", "/adapters", "/v1/load_lora_adapter", "/v1/completions"):

@@ -49,40 +49,6 @@ def test_a_run_trains_and_verifies_every_step_then_stops_and_resumes(project: Pr
     assert sorted((project.root / "run" / "evals").glob("after-*.parquet"))
 
 
-def test_a_run_stopped_by_its_time_limit_and_resumed_equals_one_that_never_stopped(project: Project) -> None:
-    """With one request at a time, vLLM's numbers do not depend on earlier requests."""
-    kept = ("checkpoint.every=2", "checkpoint.keep_last=3")
-    settings = ("trainer.deterministic=true", "engine.max_num_seqs=1", "eval.limit=0", *kept)
-    extra = [word for setting in settings for word in ("--set", setting)]
-    straight = project.run(*project.train_args("straight", 3, *extra), timeout_s=DEADLINE_S)
-    assert straight.returncode == 0, straight.stderr
-    stopped = project.run(
-        *project.train_args("in-time", 3, *extra, "--max-hours", "0.0001"), timeout_s=DEADLINE_S
-    )
-    assert stopped.returncode == 0, stopped.stderr
-    assert "--max-hours 0.0001: stopping" in stopped.stderr
-    assert [m["step"] for m in project.metrics("in-time")] == [1]
-    assert project.status("in-time")["phase"] == "stopped"
-
-    resumed = project.run("train", "--resume", "in-time", timeout_s=DEADLINE_S)
-    assert resumed.returncode == 0, resumed.stderr
-    # If the trainer finished a step after the limit, the resume records it without the parent's metrics.
-    assert [m["step"] for m in project.metrics("in-time")] == [1, 2, 3]
-    check_metrics(project, "straight")
-    for version in range(4):
-        name = f"adapters/policy-v{version:06d}/adapter_model.safetensors"
-        assert (project.root / "in-time" / name).read_bytes() == (
-            project.root / "straight" / name
-        ).read_bytes(), version
-
-    assert project.run("adapters", "verify", "in-time").stdout == "4 of 4 published adapters are intact\n"
-    replayed = project.run("replay", "in-time", "--step", "2")
-    assert replayed.returncode == 0, replayed.stderr
-    # Replay starts at the stop's checkpoint if that is of step 1, otherwise at the start of the run.
-    assert replayed.stdout.startswith("equal: step 2 again from ")
-    assert "gives the published adapter bit for bit" in replayed.stdout
-
-
 @pytest.mark.usefixtures("fake_engine")
 def test_two_runs_cannot_share_a_sync_folder(project: Project, tmp_path: Path) -> None:
     shared = f"lora.lora_sync_path={tmp_path / 'sync'}"
