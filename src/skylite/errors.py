@@ -80,6 +80,10 @@ class TrainerLost(ChildDied):
     """
 
 
+class OutOfMemory(TrainerLost):
+    """A step did not fit into memory; the trainer has chosen smaller micro-batches for the next attempt."""
+
+
 class EngineFailed(RunFailed):
     """A request got no usable answer: connection lost, timeout, HTTP 5xx, or a malformed reply."""
 

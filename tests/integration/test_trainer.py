@@ -197,3 +197,64 @@ def test_an_unexpected_error_ends_all_ranks_and_its_last_line_is_the_reason(
         1,
         False,
     )
+
+
+HUNGRY = """
+import torch
+from skylite.algorithms.losses import POLICY_LOSSES
+
+def loss(x, config):
+    if len(x.policy_logprobs) > {limit}:
+        torch.empty(1 << 60)  # more than any machine has
+    return POLICY_LOSSES["clip"](x, config)
+"""
+
+
+@pytest.fixture
+def hungry(tmp_path: Path) -> str:
+    """A policy loss that runs out of memory in a micro-batch of more than 40 completion tokens."""
+    path = tmp_path / "hungry.py"
+    path.write_text(HUNGRY.format(limit=40), encoding="utf-8")
+    return f"{path}:loss"
+
+
+def micro_batches_of(tokens: int) -> dict[str, int]:
+    return {"tokens_per_micro_batch": tokens}
+
+
+def test_a_step_that_runs_out_of_memory_is_computed_again_with_smaller_micro_batches(
+    hungry: str, tmp_path: Path, tiny_llama: Path
+) -> None:
+    """The adapters are those of a run that had the smaller micro-batches from the start."""
+    config = settings(algorithm={"policy_loss": hungry}, trainer=micro_batches_of(320))
+    run = make_run(tmp_path / "large", tiny_llama, config, STEPS)
+    finish(run, 1)
+    report = run.read_json(run.trainer_step_path(1))
+    tokens = report["tokens_per_micro_batch"]
+    assert tokens < 320
+    assert len(report["warnings"]) == [320, 160, 80, 40, 20].index(tokens)
+    assert "DefaultCPUAllocator: can't allocate memory" in report["warnings"][0]
+    assert run.read_json(run.trainer_step_path(2))["warnings"] == []
+    assert run.read_json(run.trainer_step_path(3))["tokens_per_micro_batch"] == tokens
+    small = make_run(tmp_path / "small", tiny_llama, settings(trainer=micro_batches_of(tokens)), STEPS)
+    finish(small, 1)
+    for version in (1, 2, 3):
+        assert largest_difference(weights(run, version), weights(small, version)) == 0.0
+
+
+def test_several_ranks_resume_with_smaller_micro_batches(
+    hungry: str, tmp_path: Path, tiny_llama: Path
+) -> None:
+    config = settings(algorithm={"policy_loss": hungry}, trainer=micro_batches_of(320))
+    run = make_run(tmp_path / "two", tiny_llama, config, STEPS)
+    for tokens in (160, 80, 40, 20):
+        with trainer(run, 2, resume=tokens < 160) as process:
+            output, _ = process.communicate(timeout=TIMEOUT_S)
+        if process.returncode == 0:
+            break
+        reason = run.read_json(run.trainer_error_path)
+        assert (reason["final"], reason["out_of_memory"]) == (False, True), output
+        assert f"computed again with trainer.tokens_per_micro_batch={tokens}." in reason["what"]
+        run.trainer_error_path.unlink()
+    assert tokens < 160, "it never ran out of memory"
+    assert run.trainer_step_path(3).exists(), output

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from skylite.config.train import RunConfig
+from skylite.errors import RunFailed
 from skylite.model.distributed import Dist
 from skylite.run.run_dir import RunDir
 from skylite.trainer.memory import (
@@ -17,7 +18,9 @@ from skylite.trainer.memory import (
     PassMemory,
     fit_pass_memory,
     resolve_micro_batch_tokens,
+    with_micro_batch_tokens,
 )
+from skylite.trainer.out_of_memory import first_line, halve_micro_batches, is_out_of_memory
 from tests.cases import policy_of
 from tests.small_run import lone_rank, resolved, settings
 
@@ -50,7 +53,7 @@ def test_auto_is_measured_once_and_reused_on_resume(tiny_llama: Path, dist: Dist
     assert isinstance(tokens, int)
     assert tokens >= TOKEN_MULTIPLE
     assert all(p.grad is None and torch.equal(p, before[n]) for n, p in policy.lora.items())
-    run.micro_batch_path.write_text('{"tokens": 192, "reason": ""}', encoding="utf-8")
+    run.micro_batch_path.write_text('{"tokens": 192, "reason": "", "setting": "auto"}', encoding="utf-8")
     assert (
         resolve_micro_batch_tokens(run, run_config, policy, dist).config.trainer.tokens_per_micro_batch == 192
     )
@@ -69,3 +72,39 @@ def test_an_explicit_number_is_used_unchanged(tiny_llama: Path, dist: Dist, tmp_
 def test_other_values_are_refused(bad: object) -> None:
     with pytest.raises(ValueError, match="tokens_per_micro_batch"):
         settings(trainer={"tokens_per_micro_batch": bad})
+
+
+def test_a_recorded_size_counts_for_its_setting_only(tiny_llama: Path, dist: Dist, tmp_path: Path) -> None:
+    config = settings(trainer={"tokens_per_micro_batch": 60})
+    run_config = RunConfig(skylite_version="test", config=config, resolved=resolved(tiny_llama, tmp_path))
+    run, policy = RunDir(tmp_path), policy_of(tiny_llama, config, dist)
+    halved = halve_micro_batches(run, run_config, 3, "no memory")
+    assert halved.config.trainer.tokens_per_micro_batch == 30
+    assert run.read_json(run.micro_batch_path) == {
+        "tokens": 30,
+        "reason": "step 3 ran out of memory with 60 tokens per micro-batch: no memory",
+        "setting": 60,
+    }
+    resumed = resolve_micro_batch_tokens(run, run_config, policy, dist)
+    assert resumed.config.trainer.tokens_per_micro_batch == 30
+    changed = with_micro_batch_tokens(run_config, 50)
+    assert resolve_micro_batch_tokens(run, changed, policy, dist) is changed
+
+
+def test_micro_batches_cannot_shrink_for_ever(tmp_path: Path) -> None:
+    config = settings(trainer={"tokens_per_micro_batch": 60})
+    run_config = RunConfig(skylite_version="test", config=config, resolved=resolved(tmp_path, tmp_path))
+    halved = halve_micro_batches(RunDir(tmp_path), run_config, 3, "no memory")
+    with pytest.raises(RunFailed, match="Step 3 ran out of memory with micro-batches of only 30 tokens"):
+        halve_micro_batches(RunDir(tmp_path), halved, 3, "no memory")
+
+
+def test_every_kind_of_failed_allocation_is_recognised() -> None:
+    with pytest.raises(RuntimeError) as cpu:
+        torch.empty(1 << 60)
+    assert is_out_of_memory(cpu.value)
+    assert first_line(cpu.value).startswith("[enforce fail at alloc_cpu.cpp")
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    assert is_out_of_memory(MemoryError())
+    assert first_line(MemoryError()) == "MemoryError"
+    assert not is_out_of_memory(RuntimeError("shapes differ"))

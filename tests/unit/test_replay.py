@@ -56,7 +56,8 @@ def test_micro_batches_are_the_same_as_in_the_run(tmp_path: Path) -> None:
     run = finished_run(tmp_path / "run", trainer={"tokens_per_micro_batch": "auto"})
     recorded = read_run_config(run.config_path)
     assert not copy_for_replay(run, recorded, RunDir(tmp_path / "fixed"), 0, 1).micro_batch_path.exists()
-    run.micro_batch_path.write_text('{"tokens": 192, "reason": "measured then"}')
+    run.micro_batch_path.write_text('{"tokens": 96, "reason": "halved later", "setting": "auto"}')
+    run.trainer_step_path(1).write_text('{"tokens_per_micro_batch": 192}')
     again = copy_for_replay(run, recorded, RunDir(tmp_path / "auto"), 0, 1)
     assert again.read_json(again.micro_batch_path)["tokens"] == 192
 

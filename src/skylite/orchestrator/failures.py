@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from skylite.errors import ChildDied, RunFailed, SkyliteError, TrainerLost
+from skylite.errors import ChildDied, OutOfMemory, RunFailed, SkyliteError, TrainerLost
 from skylite.orchestrator.plan import RunPlan
 from skylite.processes.supervisor import Supervisor
 from skylite.processes.torchrun import killed_rank
@@ -37,8 +37,20 @@ def _explain_death(plan: RunPlan, error: ChildDied, supervisor: Supervisor) -> S
         return TrainerLost(f"The trainer stopped: {killed}{cause}.", error.hint, error.log_tail)
     if reason is not None:
         what, hint = f"The trainer stopped (rank {reason['rank']}): {reason['what']}", str(reason["hint"])
+        if reason.get("out_of_memory"):
+            return OutOfMemory(what, hint, error.log_tail)
         return RunFailed(what, hint) if reason["final"] else TrainerLost(what, hint, error.log_tail)
     return TrainerLost(error.what, error.hint, error.log_tail) if is_trainer else error
+
+
+def may_resume(plan: RunPlan, error: SkyliteError, trainer_restarts: int, stop_requested: bool) -> bool:
+    """Whether the run resumes by itself from its last checkpoint.
+
+    A lack of memory does not count as a restart: each attempt has smaller micro-batches, down to a smallest.
+    """
+    if stop_requested or not isinstance(error, TrainerLost):
+        return False
+    return isinstance(error, OutOfMemory) or trainer_restarts < plan.config.trainer.max_restarts
 
 
 def with_next_commands(plan: RunPlan, error: SkyliteError) -> SkyliteError:

@@ -51,6 +51,8 @@ class TrainerStep:
     """When the trainer computed the step."""
     choices: list[str]
     """The trainer's fast paths; only after its start."""
+    warnings: list[str]
+    """Sentences for the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,8 @@ async def record_steps(session: Session, queues: StepQueues) -> None:
         progress.phase("training", f"step {step} of {plan.config.num_steps}")
         trainer_step = await wait_for_trainer_step(plan, step)
         progress.event("trainer_step_seen", step=step)
+        for warning in trainer_step.warnings:
+            logger.warning(warning)
         if "anomaly/reason" in trainer_step.metrics:
             reason = trainer_step.metrics["anomaly/reason"]
             logger.warning(
@@ -223,7 +227,8 @@ async def wait_for_trainer_step(plan: RunPlan, step: int) -> TrainerStep:
         await asyncio.sleep(POLL_S)
     body = run.read_json(run.trainer_step_path(step))
     started, ended = body["trained"]
-    return TrainerStep(trainer_metrics(body), (started, ended), body.get("choices", []))
+    choices, warnings = body.get("choices", []), body.get("warnings", [])
+    return TrainerStep(trainer_metrics(body), (started, ended), choices, warnings)
 
 
 async def load_adapter(session: Session, queues: StepQueues, version: int) -> LoadedAdapter:

@@ -110,9 +110,10 @@ def copy_for_replay(run: RunDir, recorded: RunConfig, replay: RunDir, start: int
     config = recorded.model_copy(update={"resolved": recorded.resolved.model_copy(update=update)})
     write_json(replay.config_path, config.model_dump(mode="json"))
     shutil.copyfile(run.canary_path, replay.canary_path)
-    # A newly measured micro-batch size could differ, which would change the rounding of sums.
     if run.micro_batch_path.exists():
-        shutil.copyfile(run.micro_batch_path, replay.micro_batch_path)
+        # Other micro-batches than those of the step would change the rounding of sums.
+        tokens = run.read_json(run.trainer_step_path(step))["tokens_per_micro_batch"]
+        write_json(replay.micro_batch_path, run.read_json(run.micro_batch_path) | {"tokens": tokens})
     if start:
         replay.checkpoint_path(start).symlink_to(run.checkpoint_path(start).resolve())
     for path in (p for p in run.rollouts.glob("step-*") if step_of(p) <= step):

@@ -19,9 +19,9 @@ from skylite.engine.adapter_canary import DEFAULT_TOLERANCE, canary_sequences, v
 from skylite.engine.engine_pool import EnginePool
 from skylite.engine.startup import engines_for_modules, start_engines
 from skylite.engine.watchdog import RestartPolicy
-from skylite.errors import SkyliteError, TrainerLost, WriteFailed, write_failed
+from skylite.errors import OutOfMemory, SkyliteError, TrainerLost, WriteFailed, write_failed
 from skylite.hub.shared_memory import model_in_shared_memory
-from skylite.orchestrator.failures import TRAINER, explain_failure, with_next_commands
+from skylite.orchestrator.failures import TRAINER, explain_failure, may_resume, with_next_commands
 from skylite.orchestrator.loop import TrainerStep, run_steps, wait_for_trainer_step
 from skylite.orchestrator.plan import RunPlan, write_config
 from skylite.orchestrator.progress import Progress
@@ -66,14 +66,16 @@ async def run_session(plan: RunPlan, *, resume: bool, limit: TimeLimit | None = 
             try:
                 return await _supervised(plan, screen, adapters, resume, limit, restarts, stop)
             except TrainerLost as error:
-                allowed = plan.config.trainer.max_restarts
-                if restarts.get(TRAINER, 0) == allowed or stop.requested.is_set():
+                if not may_resume(plan, error, restarts.get(TRAINER, 0), stop.requested.is_set()):
                     raise
-                restarts[TRAINER] = restarts.get(TRAINER, 0) + 1
-                logger.warning(
-                    f"{error.what} The run resumes from its last checkpoint "
-                    f"(restart {restarts[TRAINER]} of trainer.max_restarts={allowed})."
-                )
+                allowed = ""
+                if not isinstance(error, OutOfMemory):
+                    restarts[TRAINER] = restarts.get(TRAINER, 0) + 1
+                    allowed = (
+                        f" (restart {restarts[TRAINER]} of "
+                        f"trainer.max_restarts={plan.config.trainer.max_restarts})"
+                    )
+                logger.warning(f"{error.what} The run resumes from its last checkpoint{allowed}.")
             plan, resume = plan_resume(plan.run), True
 
 
@@ -132,11 +134,7 @@ async def _supervised(
             reason = explain_failure(
                 plan, write_failed(error) if isinstance(error, OSError) else error, supervisor
             )
-            if (
-                isinstance(reason, TrainerLost)
-                and restarts.get(TRAINER, 0) < plan.config.trainer.max_restarts
-                and not stop.requested.is_set()
-            ):
+            if may_resume(plan, reason, restarts.get(TRAINER, 0), stop.requested.is_set()):
                 raise reason from None
             reason = with_next_commands(plan, reason)
             # If status.json cannot be written either, the user must still see why the run ended.

@@ -98,9 +98,10 @@ class RunDir:
 
     @property
     def micro_batch_path(self) -> Path:
-        """Result of trainer.tokens_per_micro_batch = "auto": {"tokens": N, "reason": text}.
+        """Tokens per micro-batch that replace the setting: {"tokens": N, "reason": text, "setting": value}.
 
-        A resumed run reads it, so that it splits steps into the same micro-batches.
+        They were measured for "auto", or halved after a step ran out of memory. A resumed run with the same
+        setting splits steps into the same micro-batches.
         """
         return self.root / "micro_batch.json"
 

@@ -106,10 +106,17 @@ def train_or_roll_back(
                 return metrics | publish(), ""
         except TrainingDiverged as error:
             anomaly = error.what
+        except Exception:  # a step that ran out of memory is computed again
+            _restore(optimizers, snapshots)
+            raise
+    _restore(optimizers, snapshots)
+    return metrics, anomaly or "another rank found a number that is not finite"
+
+
+def _restore(optimizers: Sequence[FlatAdamW], snapshots: Mapping[str, OptimizerSnapshot]) -> None:
     for optimizer in optimizers:
         if optimizer.name in snapshots:
             restore_snapshot(optimizer, snapshots[optimizer.name])
-    return metrics, anomaly or "another rank found a number that is not finite"
 
 
 def rollout_anomaly(groups: Sequence[Group]) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import resource
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from skylite.model.distributed import Dist, half_the_threads
 from skylite.model.fast_paths import enable_fast_paths
 from skylite.model.policy import Policy, load_policy
 from skylite.run.checkpoint_folder import checkpoint_steps
-from skylite.run.files import write_json
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir, adapter_name
 from skylite.trainer.anomaly import (
@@ -34,18 +32,25 @@ from skylite.trainer.checkpoint import load_checkpoint, random_states, save_chec
 from skylite.trainer.critic import Critic, make_critic
 from skylite.trainer.memory import resolve_micro_batch_tokens
 from skylite.trainer.optimizer import FlatAdamW, make_optimizer
+from skylite.trainer.out_of_memory import (
+    first_line,
+    halve_micro_batches,
+    is_out_of_memory,
+    lost_to_memory,
+)
 from skylite.trainer.publish_adapter import (
+    POLL_S,
     b_norm,
     base_canary_logprobs,
     canary_logprobs,
     check_reference,
     publish,
+    wait_for_canary,
 )
 from skylite.trainer.step import train_step
+from skylite.trainer.step_file import write_step_file
 from skylite.trainer.user_functions import load_functions
 from skylite.types import Group
-
-POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +87,8 @@ class StepResult:
     """The reason why the step was rolled back; empty if its updates stand and its version is published."""
     span: tuple[float, float]
     """Start and end of the computation, in seconds of the monotonic clock."""
+    warnings: tuple[str, ...] = ()
+    """Sentences for the user."""
 
 
 def train(run: RunDir, run_config: RunConfig, dist: Dist, resume: bool) -> None:
@@ -93,13 +100,13 @@ def train(run: RunDir, run_config: RunConfig, dist: Dist, resume: bool) -> None:
     started = time.monotonic()
     metrics = publish_version(trainer, done)
     facts = {"resumed": done > 0, "choices": trainer.choices}
-    write_step_file(trainer, done, facts, metrics, (started, started))
+    write_step_file(run, dist, done, common_facts(trainer) | facts, metrics, (started, started))
     for step in range(done + 1, trainer.config.num_steps + 1):
         waited = time.monotonic()
         groups = wait_for_rollouts(trainer, step)
         if groups is None:
             break
-        result = try_step(trainer, groups, step)
+        trainer, result = try_until_it_fits(trainer, groups, step)
         metrics = result.metrics | {
             "time/wait_s": result.span[0] - waited,
             "time/train_s": result.span[1] - result.span[0],
@@ -110,9 +117,9 @@ def train(run: RunDir, run_config: RunConfig, dist: Dist, resume: bool) -> None:
         done = step
         if step % checkpoint.every == 0 or step == trainer.config.num_steps:
             metrics |= checkpoint_step(trainer, step)
-        write_step_file(
-            trainer, step, {"skipped": result.anomaly} if result.anomaly else {}, metrics, result.span
-        )
+        facts = {"skipped": result.anomaly} if result.anomaly else {}
+        facts |= common_facts(trainer) | {"warnings": result.warnings}
+        write_step_file(run, dist, step, facts, metrics, result.span)
     checkpoint_step(trainer, done)
 
 
@@ -152,14 +159,6 @@ def build_trainer(run: RunDir, run_config: RunConfig, dist: Dist) -> Trainer:
     )
 
 
-def wait_for_canary(run: RunDir) -> list[list[int]]:
-    """The canary's token ids. The parent writes them once its tokenizer is loaded."""
-    while not run.canary_path.exists():
-        time.sleep(POLL_S)
-    sequences: list[list[int]] = run.read_json(run.canary_path)["sequences"]
-    return sequences
-
-
 def restore(trainer: Trainer) -> int:
     """Load the newest checkpoint. Returns its step, or 0 if there is no checkpoint yet."""
     steps = checkpoint_steps(trainer.run)
@@ -179,6 +178,32 @@ def wait_for_rollouts(trainer: Trainer, step: int) -> list[Group] | None:
         time.sleep(POLL_S)
     stopping = torch.tensor([float(stop.exists())], device=trainer.dist.device)
     return None if trainer.dist.broadcast_(stopping).item() else read_rollouts(path)
+
+
+def try_until_it_fits(trainer: Trainer, groups: list[Group], step: int) -> tuple[Trainer, StepResult]:
+    """`try_step`, again with smaller micro-batches while it runs out of memory.
+
+    Returns the trainer with the micro-batches that fitted. Raises OutOfMemory if there are several ranks, and
+    RunFailed if no micro-batch is small enough.
+    """
+    warnings: list[str] = []
+    while True:
+        try:
+            result = try_step(trainer, groups, step)
+            return trainer, replace(result, warnings=tuple(warnings))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = first_line(error)
+        # Outside the handler, because the error holds the frames, and so the tensors, of the attempt.
+        run_config = halve_micro_batches(trainer.run, trainer.run_config, step, reason)
+        if trainer.dist.dp_size > 1:
+            raise lost_to_memory(run_config, step, reason)
+        trainer = replace(trainer, run_config=run_config)
+        warnings.append(
+            f"step {step} ran out of memory ({reason}); it was computed again, and the run continues, with "
+            f"trainer.tokens_per_micro_batch={run_config.config.trainer.tokens_per_micro_batch}"
+        )
 
 
 def try_step(trainer: Trainer, groups: list[Group], step: int) -> StepResult:
@@ -269,32 +294,7 @@ def checkpoint_step(trainer: Trainer, step: int) -> dict[str, float]:
     return {"time/checkpoint_s": time.monotonic() - started}
 
 
-def write_step_file(
-    trainer: Trainer,
-    step: int,
-    facts: Mapping[str, Any],
-    metrics: dict[str, float],
-    trained: tuple[float, float],
-) -> None:
-    """Report the step to the parent. The step's last write: once the file exists, the adapter is complete.
-
-    `trained`: start and end of the computation, in seconds of the monotonic clock that all processes of a
-    machine share.
-    """
-    peak = torch.tensor([peak_rss_bytes()], device=trainer.dist.device, dtype=torch.float64)
-    peak_bytes = float(trainer.dist.all_reduce_max_(peak).item())
-    if trainer.dist.is_main:
-        body = {
-            "step": step,
-            "version": step,
-            "packing": trainer.policy.packing,
-            **facts,
-            "trained": trained,
-            "metrics": metrics | {"mem/rss_peak_bytes": peak_bytes},
-        }
-        write_json(trainer.run.trainer_step_path(step), body)
-
-
-def peak_rss_bytes() -> float:
-    """Largest resident memory of this process so far (getrusage counts KiB on Linux)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+def common_facts(trainer: Trainer) -> dict[str, Any]:
+    """Facts in every step file. A replay needs the micro-batches: their number affects rounding."""
+    tokens = trainer.config.trainer.tokens_per_micro_batch
+    return {"packing": trainer.policy.packing, "tokens_per_micro_batch": tokens}

@@ -70,19 +70,31 @@ def measure_micro_batch_tokens(policy: Policy, run_config: RunConfig, dist: Dist
 
 
 def resolve_micro_batch_tokens(run: RunDir, run_config: RunConfig, policy: Policy, dist: Dist) -> RunConfig:
-    """Replace "auto" in the config by a number: recorded if the run is resumed, else measured now."""
-    if run_config.config.trainer.tokens_per_micro_batch != "auto":
-        return run_config
-    known = torch.tensor(
-        [int(run.read_json(run.micro_batch_path)["tokens"]) if run.micro_batch_path.exists() else 0],
-        device=dist.device,
-    )
+    """Fix the tokens per micro-batch: as recorded for this setting, else as set, or measured for "auto".
+
+    An earlier start of the run has recorded a measurement, or a smaller size after it ran out of memory.
+    """
+    setting = run_config.config.trainer.tokens_per_micro_batch
+    known = torch.tensor([recorded_tokens(run, setting)], device=dist.device)
     tokens = int(dist.broadcast_(known).item())
+    if not tokens and setting != "auto":
+        return run_config
     if not tokens:
         tokens, reason = measure_micro_batch_tokens(policy, run_config, dist)
         if dist.is_main:
-            write_json(run.micro_batch_path, {"tokens": tokens, "reason": reason})
+            write_json(run.micro_batch_path, {"tokens": tokens, "reason": reason, "setting": setting})
             print(f"micro-batches of {tokens} tokens: {reason}", flush=True)
+    return with_micro_batch_tokens(run_config, tokens)
+
+
+def recorded_tokens(run: RunDir, setting: int | str) -> int:
+    """The tokens in micro_batch.json if it was made for this setting, else 0."""
+    record = run.read_json(run.micro_batch_path) if run.micro_batch_path.exists() else {}
+    return int(record["tokens"]) if record.get("setting") == setting else 0
+
+
+def with_micro_batch_tokens(run_config: RunConfig, tokens: int) -> RunConfig:
+    """`run_config` with trainer.tokens_per_micro_batch replaced."""
     config = run_config.config
     trainer = config.trainer.model_copy(update={"tokens_per_micro_batch": tokens})
     return run_config.model_copy(update={"config": config.model_copy(update={"trainer": trainer})})

@@ -19,9 +19,11 @@ from skylite.model.load_adapter import peft_tensor_name
 from skylite.model.packing import pack_tokens
 from skylite.model.policy import Policy, reference_policy, score
 from skylite.run.files import atomic_folder, sha256_file
-from skylite.run.run_dir import AdapterVersion, adapter_name
+from skylite.run.run_dir import AdapterVersion, RunDir, adapter_name
 from skylite.trainer.optimizer import is_b_matrix
 from skylite.trainer.write_safetensors import safetensors_buffers, sha256_of, write_buffers
+
+POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,14 @@ def adapter_tensors(policy: Policy) -> dict[str, Tensor]:
     LoRA is replicated on every rank, so nothing is gathered. Copies only if the device or dtype differs.
     """
     return {peft_tensor_name(n): p.detach().to("cpu", policy.dtype) for n, p in policy.lora.items()}
+
+
+def wait_for_canary(run: RunDir) -> list[list[int]]:
+    """The canary's token ids. The parent writes them once its tokenizer is loaded."""
+    while not run.canary_path.exists():
+        time.sleep(POLL_S)
+    sequences: list[list[int]] = run.read_json(run.canary_path)["sequences"]
+    return sequences
 
 
 def canary_logprobs(policy: Policy, sequences: Sequence[list[int]]) -> list[list[float]]:

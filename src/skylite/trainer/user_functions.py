@@ -19,6 +19,7 @@ from skylite.algorithms.losses import POLICY_LOSSES, LossInputs
 from skylite.config.algorithm import AlgorithmConfig
 from skylite.errors import RunFailed
 from skylite.plugin_file import ADVANTAGE, POLICY_LOSS, FunctionKind, is_program, load_function
+from skylite.trainer.out_of_memory import is_out_of_memory
 
 GroupAdvantage = Callable[[Tensor, Tensor], Tensor]
 """(rewards [N, G], lengths [N, G] in tokens) -> advantages [N, G]."""
@@ -71,6 +72,8 @@ class UserFunction:
         try:
             return self.function(*arguments)
         except Exception as error:
+            if is_out_of_memory(error):  # it succeeds with smaller micro-batches
+                raise
             what = f"raised {type(error).__name__}: {error}"
             raise self._error(what, "Fix that file; continue with --resume.") from error
 

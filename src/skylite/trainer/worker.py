@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from skylite.config.loading import read_run_config
-from skylite.errors import SkyliteError, WriteFailed
+from skylite.errors import OutOfMemory, SkyliteError, WriteFailed
 from skylite.processes.parent_death import COMMAND_PID, die_with_parent
 from skylite.run.files import write_json
 from skylite.run.run_dir import RunDir
@@ -35,7 +35,9 @@ def main() -> NoReturn:
         run_trainer(run, resume=arguments.resume)
     except SkyliteError as error:
         print(f"skylite: {error}", file=sys.stderr)
-        report_error(run, {"what": error.what, "hint": error.hint, "final": True})
+        lost = isinstance(error, OutOfMemory)
+        kind = {"final": not lost, "out_of_memory": lost}
+        report_error(run, {"what": error.what, "hint": error.hint, **kind})
         exit_now(1)
     exit_now(0)
 
