@@ -8,6 +8,7 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -210,51 +211,45 @@ def loss(x, config):
 """
 
 
-@pytest.fixture
-def hungry(tmp_path: Path) -> str:
-    """A policy loss that runs out of memory in a micro-batch of more than 40 completion tokens."""
-    path = tmp_path / "hungry.py"
-    path.write_text(HUNGRY.format(limit=40), encoding="utf-8")
+def hungry(folder: Path, limit: int) -> str:
+    """A policy loss that runs out of memory in a micro-batch of more than `limit` completion tokens."""
+    path = folder / "hungry.py"
+    path.write_text(HUNGRY.format(limit=limit), encoding="utf-8")
     return f"{path}:loss"
 
 
-def micro_batches_of(tokens: int) -> dict[str, int]:
-    return {"tokens_per_micro_batch": tokens}
+def short_run(root: Path, model: Path, steps: int, tokens: int, **sections: Any) -> RunDir:
+    config = settings(**sections, trainer={"tokens_per_micro_batch": tokens})
+    rows = {step: STEPS[step] for step in range(1, steps + 1)}
+    return make_run(root, model, config.model_copy(update={"num_steps": steps}), rows)
 
 
 def test_a_step_that_runs_out_of_memory_is_computed_again_with_smaller_micro_batches(
-    hungry: str, tmp_path: Path, tiny_llama: Path
+    tmp_path: Path, tiny_llama: Path
 ) -> None:
     """The adapters are those of a run that had the smaller micro-batches from the start."""
-    config = settings(algorithm={"policy_loss": hungry}, trainer=micro_batches_of(320))
-    run = make_run(tmp_path / "large", tiny_llama, config, STEPS)
+    loss = hungry(tmp_path, 27)
+    run = short_run(tmp_path / "large", tiny_llama, 2, 160, algorithm={"policy_loss": loss})
     finish(run, 1)
-    report = run.read_json(run.trainer_step_path(1))
-    tokens = report["tokens_per_micro_batch"]
-    assert tokens < 320
-    assert len(report["warnings"]) == [320, 160, 80, 40, 20].index(tokens)
-    assert "DefaultCPUAllocator: can't allocate memory" in report["warnings"][0]
-    assert run.read_json(run.trainer_step_path(2))["warnings"] == []
-    assert run.read_json(run.trainer_step_path(3))["tokens_per_micro_batch"] == tokens
-    small = make_run(tmp_path / "small", tiny_llama, settings(trainer=micro_batches_of(tokens)), STEPS)
+    first, second = (run.read_json(run.trainer_step_path(step)) for step in (1, 2))
+    assert [r["tokens_per_micro_batch"] for r in (first, second)] == [40, 40]
+    assert ["tokens_per_micro_batch=80" in w for w in first["warnings"]] == [True, False]
+    assert "DefaultCPUAllocator: can't allocate memory" in first["warnings"][0]
+    assert second["warnings"] == []
+    small = short_run(tmp_path / "small", tiny_llama, 2, 40)
     finish(small, 1)
-    for version in (1, 2, 3):
+    for version in (1, 2):
         assert largest_difference(weights(run, version), weights(small, version)) == 0.0
 
 
-def test_several_ranks_resume_with_smaller_micro_batches(
-    hungry: str, tmp_path: Path, tiny_llama: Path
-) -> None:
-    config = settings(algorithm={"policy_loss": hungry}, trainer=micro_batches_of(320))
-    run = make_run(tmp_path / "two", tiny_llama, config, STEPS)
-    for tokens in (160, 80, 40, 20):
-        with trainer(run, 2, resume=tokens < 160) as process:
-            output, _ = process.communicate(timeout=TIMEOUT_S)
-        if process.returncode == 0:
-            break
-        reason = run.read_json(run.trainer_error_path)
-        assert (reason["final"], reason["out_of_memory"]) == (False, True), output
-        assert f"computed again with trainer.tokens_per_micro_batch={tokens}." in reason["what"]
-        run.trainer_error_path.unlink()
-    assert tokens < 160, "it never ran out of memory"
-    assert run.trainer_step_path(3).exists(), output
+def test_two_ranks_end_and_resume_with_smaller_micro_batches(tmp_path: Path, tiny_llama: Path) -> None:
+    loss = hungry(tmp_path, 20)
+    run = short_run(tmp_path / "two", tiny_llama, 1, 100, algorithm={"policy_loss": loss})
+    with trainer(run, 2) as process:
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1, output
+    reason = run.read_json(run.trainer_error_path)
+    assert (reason["final"], reason["out_of_memory"]) == (False, True), output
+    assert reason["what"].endswith("computed again with trainer.tokens_per_micro_batch=50.")
+    finish(run, 2, resume=True)
+    assert run.read_json(run.trainer_step_path(1))["tokens_per_micro_batch"] == 50
