@@ -243,13 +243,13 @@ def test_a_step_that_runs_out_of_memory_is_computed_again_with_smaller_micro_bat
 
 
 def test_two_ranks_end_and_resume_with_smaller_micro_batches(tmp_path: Path, tiny_llama: Path) -> None:
-    loss = hungry(tmp_path, 20)
-    run = short_run(tmp_path / "two", tiny_llama, 1, 100, algorithm={"policy_loss": loss})
+    loss = hungry(tmp_path, 23)
+    run = short_run(tmp_path / "two", tiny_llama, 1, 50, algorithm={"policy_loss": loss})
     with trainer(run, 2) as process:
         output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1, output
     reason = run.read_json(run.trainer_error_path)
     assert (reason["final"], reason["out_of_memory"]) == (False, True), output
-    assert reason["what"].endswith("computed again with trainer.tokens_per_micro_batch=50.")
+    assert reason["what"].endswith("computed again with trainer.tokens_per_micro_batch=25.")
     finish(run, 2, resume=True)
-    assert run.read_json(run.trainer_step_path(1))["tokens_per_micro_batch"] == 50
+    assert run.read_json(run.trainer_step_path(1))["tokens_per_micro_batch"] == 25
