@@ -47,7 +47,8 @@ def make_run(root: Path, model: Path, config: TrainConfig, steps: dict[int, list
     )
     run.config_path.write_text(run_config.model_dump_json(), encoding="utf-8")
     run.canary_path.write_text(
-        json.dumps({"sequences": [list(range(20, 40)), list(range(60, 75))]}), encoding="utf-8"
+        json.dumps({"sequences": [list(range(20, 40)), list(range(60, 75))], "longest_prompt_tokens": 20}),
+        encoding="utf-8",
     )
     for step, samples in steps.items():
         write_samples(run.rollout_path(step), samples)

@@ -190,7 +190,9 @@ def small_writers(model: Path) -> dict[str, Callable[[Path, int], Any]]:
     converted = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     return {
         "bad inputs": bad_inputs,
-        "canary": lambda folder, v: write_json(RunDir(folder).canary_path, {"sequences": [[v] * 2000] * 4}),
+        "canary": lambda folder, v: write_json(
+            RunDir(folder).canary_path, {"sequences": [[v] * 2000] * 4, "longest_prompt_tokens": v}
+        ),
         "clean-up": clean,
         "conversion": lambda folder, v: write_converted(
             *converted, model / "config.json", folder / f"smollm2-{v}"

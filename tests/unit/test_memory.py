@@ -49,6 +49,7 @@ def test_auto_is_measured_once_and_reused_on_resume(tiny_llama: Path, dist: Dist
     policy = policy_of(tiny_llama, config, dist)
     before = {name: p.detach().clone() for name, p in policy.lora.items()}
     run = RunDir(tmp_path)
+    run.canary_path.write_text('{"sequences": [], "longest_prompt_tokens": 20}', encoding="utf-8")
     tokens = resolve_micro_batch_tokens(run, run_config, policy, dist).config.trainer.tokens_per_micro_batch
     assert isinstance(tokens, int)
     assert tokens >= TOKEN_MULTIPLE

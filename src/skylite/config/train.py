@@ -233,6 +233,11 @@ class Resolved(Section):
     """GPU of each rank, by nvidia-smi's numbers; empty on a CPU."""
     engine_gpus: list[int] = []
     """GPU of each engine, by nvidia-smi's numbers; empty on a CPU."""
+    kv_cache_bytes: int | None = None
+    """KV cache of each engine on a GPU; None on a CPU (engine.kv_cache_gib) and if the GPU's size is
+    unknown."""
+    trainer_memory_bytes: int | None = None
+    """What torch may allocate on each rank's GPU; None: no limit."""
     lora_sync_path: str
     """Absolute path of the folder that adapters are published in."""
     run_id: str | None = None

@@ -75,6 +75,8 @@ class EngineSpec:
     """CPU only."""
     gpu_memory_utilization: float
     """GPU only."""
+    kv_cache_bytes: int | None = None
+    """GPU only. None: what vLLM finds free within gpu_memory_utilization when it starts."""
     cpu_lora: CpuLora
     """CPU only: how vLLM computes LoRA, see EngineConfig.cpu_lora."""
     enable_lora: bool
@@ -244,7 +246,10 @@ def _memory_flags(spec: EngineSpec) -> list[str]:
             "--max-num-batched-tokens",
             str(max(CPU_BATCHED_TOKENS, spec.max_model_len)),
         ]
-    return ["--gpu-memory-utilization", str(spec.gpu_memory_utilization)]
+    flags = ["--gpu-memory-utilization", str(spec.gpu_memory_utilization)]
+    if spec.kv_cache_bytes is not None:
+        flags += ["--kv-cache-memory-bytes", str(spec.kv_cache_bytes)]
+    return flags
 
 
 def _lora_flags(spec: EngineSpec) -> list[str]:

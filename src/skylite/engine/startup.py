@@ -134,5 +134,6 @@ def engine_spec(run_config: RunConfig, target_modules: list[str], index: int, so
         cpu_lora=resolved.cpu_lora,
         enable_lora=True,
         seed=config.seed,
+        kv_cache_bytes=resolved.kv_cache_bytes,
         gpus=tuple(resolved.engine_gpus[index : index + 1]),
     )

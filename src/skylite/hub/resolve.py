@@ -126,6 +126,16 @@ def safetensors_header(path: Path) -> bytes:
     return header
 
 
+def tensor_shapes(path: Path) -> dict[str, list[int]]:
+    """Shape of each tensor in a model folder, by name. Raises ModelError for a damaged file."""
+    return {
+        name: list(tensor["shape"])
+        for file in weight_files(path)
+        for name, tensor in json.loads(safetensors_header(file)).items()
+        if name != "__metadata__"
+    }
+
+
 def _samples(path: Path) -> bytes:
     size = path.stat().st_size
     with path.open("rb") as stream:

@@ -19,6 +19,7 @@ from skylite.hub.resolve import resolve_model
 from skylite.hub.shared_memory import shared_copy
 from skylite.orchestrator.allowed_programs import allow_algorithm, allow_rewards
 from skylite.orchestrator.gpu_plan import place
+from skylite.orchestrator.memory_plan import plan_memory
 from skylite.processes.gpus import why_no_gpu
 from skylite.processes.hardware import choose_device, choose_dtype, cpu_cores
 from skylite.rewards.components import load_components
@@ -89,6 +90,7 @@ def resolve_choices(config: TrainConfig, run: RunDir, notes: Sequence[str]) -> R
     served_note = check_lora(model.path, device, config.lora)
     same_bits = config.trainer.deterministic
     cpu_lora = choose_cpu_lora(config.engine.cpu_lora, dtype, model.path, deterministic=same_bits)
+    memory = plan_memory(config, model.path, device, dtype, cpu_lora, placement)
     notes = [
         *notes,
         why_no_gpu() if device == "cpu" else "",
@@ -98,6 +100,7 @@ def resolve_choices(config: TrainConfig, run: RunDir, notes: Sequence[str]) -> R
         model.note,
         served_note,
         *engine_notes(device, dtype, config.engine.cpu_lora, cpu_lora, deterministic=same_bits),
+        *memory.notes,
     ]
     if config.lora.from_adapter is not None:
         notes += check_warm_start(config, model.path, model.fingerprint)
@@ -111,6 +114,8 @@ def resolve_choices(config: TrainConfig, run: RunDir, notes: Sequence[str]) -> R
         cpu_lora=cpu_lora,
         rank_gpus=placement.rank_gpus,
         engine_gpus=placement.engine_gpus,
+        kv_cache_bytes=memory.kv_cache_bytes,
+        trainer_memory_bytes=memory.trainer_bytes,
         lora_sync_path=str(Path(config.lora.lora_sync_path or run.default_adapters).resolve()),
         run_id=uuid.uuid4().hex,
         warm_start=str(run.warm_start) if config.lora.from_adapter is not None else None,

@@ -16,6 +16,7 @@ from skylite.errors import ConfigError, DataError
 from skylite.hub.resolve import check_folder
 from skylite.orchestrator.allowed_programs import accept_same_rewards, allow_algorithm, allow_rewards
 from skylite.orchestrator.gpu_plan import Placement, place_again
+from skylite.orchestrator.memory_plan import MemoryBudget, plan_memory
 from skylite.orchestrator.plan import (
     RunPlan,
     check_device,
@@ -61,6 +62,10 @@ def plan_resume(
     _check_inputs(recorded, config)
     done = choose_checkpoint(run, at)
     _require_work(run, config, done)
+    resolved = recorded.resolved
+    memory = plan_memory(
+        config, Path(resolved.model_path), resolved.device, resolved.dtype, resolved.cpu_lora, placement
+    )
     logger.info(
         f"resuming {run.root} after step {done} of {config.num_steps}" + ("" if done else ", from its start")
     )
@@ -71,7 +76,7 @@ def plan_resume(
     return RunPlan(
         run=run,
         config=config,
-        resolved=_relocate(run, recorded, config, placement),
+        resolved=_relocate(run, recorded, config, placement, memory),
         train=train,
         held_out=held_out_prompts(config),
         rewards=rewards,
@@ -181,7 +186,9 @@ def _status_is_done(run: RunDir) -> bool:
         return False
 
 
-def _relocate(run: RunDir, recorded: RunConfig, config: TrainConfig, placement: Placement) -> Resolved:
+def _relocate(
+    run: RunDir, recorded: RunConfig, config: TrainConfig, placement: Placement, memory: MemoryBudget
+) -> Resolved:
     """Update paths and GPUs: the run may have been moved, with its adapters and its copy of a warm start."""
     old = recorded.resolved
     update = {
@@ -191,6 +198,8 @@ def _relocate(run: RunDir, recorded: RunConfig, config: TrainConfig, placement: 
         "run_id": old.run_id or uuid.uuid4().hex,
         "rank_gpus": placement.rank_gpus,
         "engine_gpus": placement.engine_gpus,
+        "kv_cache_bytes": memory.kv_cache_bytes,
+        "trainer_memory_bytes": memory.trainer_bytes,
     }
     return old.model_copy(update=update)
 

@@ -46,6 +46,8 @@ from skylite.ui.dashboard import Screen
 from skylite.ui.end_message import finished_text, stopped_text
 
 logger = logging.getLogger(__name__)
+LONGEST_PROMPTS = 16
+"""Prompts to encode for the longest one. The longest text need not have the most tokens."""
 
 
 async def run_session(plan: RunPlan, *, resume: bool, limit: TimeLimit | None = None) -> bool:
@@ -205,8 +207,18 @@ async def _load_tokenizer(plan: RunPlan) -> ChatTokenizer:
     tokenizer = await asyncio.to_thread(load_tokenizer, Path(plan.resolved.model_path))
     if tokenizer.note:
         logger.info(tokenizer.note)
-    write_json(plan.run.canary_path, {"sequences": canary_sequences(tokenizer, plan.train)})
+    longest = await asyncio.to_thread(longest_prompt_tokens, tokenizer, plan)
+    sequences = canary_sequences(tokenizer, plan.train)
+    write_json(plan.run.canary_path, {"sequences": sequences, "longest_prompt_tokens": longest})
     return tokenizer
+
+
+def longest_prompt_tokens(tokenizer: ChatTokenizer, plan: RunPlan) -> int:
+    """Tokens of the longest training prompt that is sampled, judged by the prompts with the longest text."""
+    by_text = sorted(plan.train, key=lambda p: -sum(len(m["content"]) for m in p.messages))
+    tokens = [len(tokenizer.encode_chat(p.messages)) for p in by_text[:LONGEST_PROMPTS]]
+    limit = plan.config.rollout.max_prompt_tokens
+    return max((count for count in tokens if count <= limit), default=limit)
 
 
 def record_choices(plan: RunPlan, first: TrainerStep) -> None:

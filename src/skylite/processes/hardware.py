@@ -15,6 +15,7 @@ Device = Literal["cpu", "cuda"]
 Dtype = Literal["bfloat16", "float32"]
 
 CPUINFO = Path("/proc/cpuinfo")
+MEMINFO = Path("/proc/meminfo")
 CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
@@ -38,6 +39,12 @@ def total_memory() -> int:
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = CGROUP_MEMORY.read_text().strip() if CGROUP_MEMORY.is_file() else "max"
     return machine if limit == "max" else min(machine, int(limit))
+
+
+def available_memory(meminfo: Path = MEMINFO) -> int:
+    """Bytes that processes can still allocate without swapping, within the container's limit."""
+    line = next(x for x in meminfo.read_text().splitlines() if x.startswith("MemAvailable:"))
+    return min(int(line.split()[1]) * 1024, total_memory())
 
 
 def cpu_has_bf16(cpuinfo: Path = CPUINFO) -> bool:

@@ -40,6 +40,8 @@ def trainer_env(num_threads: int, gpus: Sequence[int] = ()) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
+        # Other sizes in every micro-batch would leave blocks that no later tensor fits.
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         # On Hopper, torch prefers cuDNN's attention, which builds a plan for every new shape of a piece.
         "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
         # glibc before 2.38 does not reuse a freed block for an aligned one of the same size, and torch

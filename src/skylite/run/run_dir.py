@@ -93,7 +93,11 @@ class RunDir:
 
     @property
     def canary_path(self) -> Path:
-        """Fixed token sequences the trainer scores at each publish: {"sequences": [[token ids], ...]}."""
+        """What the trainer needs of the data at its start.
+
+        {"sequences": [[token ids], ...], "longest_prompt_tokens": N}: the canary, which it scores at each
+        publish, and the longest training prompt.
+        """
         return self.root / "canary.json"
 
     @property

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from skylite.config.train import RunConfig
+from skylite.config.train import Resolved, RunConfig
 from skylite.model.distributed import Dist
 from skylite.model.packing import pack_tokens
 from skylite.model.policy import Policy, score
@@ -48,18 +48,21 @@ def fit_pass_memory(sizes: tuple[int, int], peaks: tuple[float, float]) -> PassM
     return PassMemory(fixed=max(0.0, peaks[0] - per_token * sizes[0]), per_token=per_token)
 
 
-def measure_micro_batch_tokens(policy: Policy, run_config: RunConfig, dist: Dist) -> tuple[int, str]:
-    """Tokens per micro-batch, the same on every rank, and a sentence with the reason. All ranks call it."""
-    config, device = run_config.config, policy.device
+def measure_micro_batch_tokens(
+    policy: Policy, run_config: RunConfig, longest_prompt: int, dist: Dist
+) -> tuple[int, str]:
+    """Tokens per micro-batch, the same on every rank, and a sentence with the reason. All ranks call it.
+
+    The measured passes have the longest prompt and the longest completions: attention's memory grows with
+    both.
+    """
+    device, completion = policy.device, run_config.config.rollout.max_completion_tokens
     sizes = PROBE_TOKENS[device.type]
-    # A padded row includes its prompt, and attention memory grows with the row.
-    longest = config.rollout.max_completion_tokens + (
-        config.rollout.max_prompt_tokens if policy.packing == "padded" else 0
-    )
-    completion = min(longest, sizes[0] // 2)
-    small, large = (_measured_pass(policy, size, completion) for size in sizes)
+    fewest = max(1, sizes[0] // completion)
+    counts = (fewest, max(fewest + 2, sizes[1] // completion))
+    small, large = (_measured_pass(policy, count, longest_prompt, completion) for count in counts)
     memory = fit_pass_memory((small[0], large[0]), (small[1], large[1]))
-    limit = SAFETY * _free_bytes(device, config.engine.gpu_memory_utilization, dist.dp_size)
+    limit = SAFETY * _free_bytes(device, run_config.resolved, dist.dp_size)
     least = -dist.all_reduce_max_(torch.tensor([-memory.max_tokens(limit)], device=device))
     tokens = int(least.item())
     reason = (
@@ -80,7 +83,7 @@ def resolve_micro_batch_tokens(run: RunDir, run_config: RunConfig, policy: Polic
     if not tokens and setting != "auto":
         return run_config
     if not tokens:
-        tokens, reason = measure_micro_batch_tokens(policy, run_config, dist)
+        tokens, reason = measure_micro_batch_tokens(policy, run_config, longest_prompt(run), dist)
         if dist.is_main:
             write_json(run.micro_batch_path, {"tokens": tokens, "reason": reason, "setting": setting})
             print(f"micro-batches of {tokens} tokens: {reason}", flush=True)
@@ -100,13 +103,17 @@ def with_micro_batch_tokens(run_config: RunConfig, tokens: int) -> RunConfig:
     return run_config.model_copy(update={"config": config.model_copy(update={"trainer": trainer})})
 
 
-def _measured_pass(policy: Policy, num_tokens: int, completion: int) -> tuple[int, float]:
-    """Run a pass, forward and backward, over about `num_tokens`. Returns its padded tokens and peak bytes."""
-    count = num_tokens // (completion + 1)
+def longest_prompt(run: RunDir) -> int:
+    """Tokens of the longest training prompt, which the parent has looked up."""
+    return int(run.read_json(run.canary_path)["longest_prompt_tokens"])
+
+
+def _measured_pass(policy: Policy, count: int, prompt: int, completion: int) -> tuple[int, float]:
+    """Run a pass, forward and backward, over a group. Returns its tokens with padding, and peak bytes."""
     tokens = pack_tokens(
-        [[1]] * count,
+        [[1] * prompt] * count,
         [[2 + i] * completion for i in range(count)],
-        list(range(count)),
+        [0] * count,
         policy.packing,
         policy.device,
     )
@@ -116,12 +123,19 @@ def _measured_pass(policy: Policy, num_tokens: int, completion: int) -> tuple[in
     return tokens.num_nodes, peak_bytes(policy.device) - before
 
 
-def _free_bytes(device: torch.device, engine_share: float, dp_size: int) -> float:
+def limit_gpu_memory(resolved: Resolved, device: torch.device) -> None:
+    """Keep torch out of the memory of the engines on this rank's GPU: an engine may start at any time."""
+    if device.type == "cuda" and resolved.trainer_memory_bytes is not None:
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, resolved.trainer_memory_bytes / total), device)
+
+
+def _free_bytes(device: torch.device, resolved: Resolved, dp_size: int) -> float:
     """Bytes that this rank may still allocate."""
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        # The engine may not have allocated its share yet.
-        return float(min(free, total * (1 - engine_share) - torch.cuda.memory_allocated(device)))
+        if resolved.trainer_memory_bytes is not None:
+            return float(resolved.trainer_memory_bytes - torch.cuda.memory_allocated(device))
+        return float(torch.cuda.mem_get_info(device)[0])
     return CPU_SHARE * _kib_line(Path("/proc/meminfo"), "MemAvailable") * 1024 / dp_size
 
 

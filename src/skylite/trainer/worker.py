@@ -72,11 +72,13 @@ def run_trainer(run: RunDir, resume: bool) -> None:
     run_config = read_run_config(run.config_path)
     from skylite.model.distributed import make_deterministic, process_group, set_threads
     from skylite.trainer.loop import train
+    from skylite.trainer.memory import limit_gpu_memory
 
     set_threads(run_config.config.trainer.num_threads)
     if run_config.config.trainer.deterministic:
         make_deterministic()
     with process_group(run_config.resolved.device, run.rendezvous) as dist:
+        limit_gpu_memory(run_config.resolved, dist.device)
         train(run, run_config, dist, resume=resume)
 
 

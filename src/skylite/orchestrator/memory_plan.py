@@ -1,0 +1,191 @@
+"""Memory budgets, fixed before anything starts: a KV cache of a set size, and a limit for each trainer rank.
+
+Together they fit the GPU, so neither the order of the starts nor the restart of an engine matters. A run that
+cannot fit is refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from skylite.config.train import CpuLora, TrainConfig
+from skylite.engine.startup import MAX_LORAS
+from skylite.errors import ConfigError
+from skylite.orchestrator.gpu_plan import Placement
+from skylite.orchestrator.predicted_memory import (
+    EngineMemory,
+    TrainerMemory,
+    engine_memory,
+    model_sizes,
+    trainer_memory,
+)
+from skylite.processes.gpus import Gpu, visible_gpus
+from skylite.processes.hardware import available_memory
+
+GIB = 2**30
+MARGIN = 1.1
+"""A prediction is refused if it exceeds the memory by more than its own error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBudget:
+    """What the engines and the trainer may use. None on a CPU, or if the size of a GPU is unknown."""
+
+    kv_cache_bytes: int | None
+    """Of each engine."""
+    trainer_bytes: int | None
+    """What torch may allocate on a rank's GPU."""
+    notes: list[str]
+
+
+def plan_memory(
+    config: TrainConfig, model_path: Path, device: str, dtype: str, cpu_lora: CpuLora, placement: Placement
+) -> MemoryBudget:
+    """Predict and divide the memory. Raises ConfigError if the run cannot fit on its GPUs."""
+    sizes = model_sizes(model_path, config.lora)
+    if device == "cpu":
+        trainer = trainer_memory(sizes, config, "cpu", dtype)
+        engine = engine_memory(sizes, config, "cpu", dtype, max_loras=MAX_LORAS, cpu_lora=cpu_lora)
+        return MemoryBudget(
+            kv_cache_bytes=None, trainer_bytes=None, notes=[cpu_note(config, trainer, engine)]
+        )
+    gpus = {gpu.index: gpu for gpu in visible_gpus()}
+    trainer = trainer_memory(sizes, config, "cuda", dtype)
+    engine = engine_memory(sizes, config, "cuda", dtype, max_loras=MAX_LORAS, cpu_lora=cpu_lora)
+    return divide_gpus(config, trainer, engine, placement, gpus)
+
+
+def divide_gpus(
+    config: TrainConfig,
+    trainer: TrainerMemory,
+    engine: EngineMemory,
+    placement: Placement,
+    gpus: dict[int, Gpu],
+) -> MemoryBudget:
+    """The smallest GPU of the engines fixes the KV cache, the fullest GPU of the ranks fixes their limit."""
+    totals = {index: gpu.total_bytes for index, gpu in gpus.items()}
+    used = [totals[i] for i in (*placement.engine_gpus, *placement.rank_gpus)]
+    if None in used:
+        note = "memory: nvidia-smi does not tell the size of a GPU, so vLLM and torch share it without limits"
+        return MemoryBudget(kv_cache_bytes=None, trainer_bytes=None, notes=[note])
+    smallest = min(totals[i] or 0 for i in placement.engine_gpus)
+    kv_cache = kv_cache_bytes(config, engine, smallest)
+    limits = [
+        (totals[i] or 0) - placement.engine_gpus.count(i) * (engine.before_kv() + kv_cache)
+        for i in placement.rank_gpus
+    ]
+    limit = min(limits)
+    gpu = gpus[placement.rank_gpus[limits.index(limit)]]
+    require_trainer(config, trainer, limit, gpu, beside=placement.engine_gpus.count(gpu.index))
+    return MemoryBudget(
+        kv_cache_bytes=kv_cache,
+        trainer_bytes=limit - trainer.process,
+        notes=[gpu_note(engine, kv_cache), trainer_note(config, trainer, limit)],
+    )
+
+
+def kv_cache_bytes(config: TrainConfig, engine: EngineMemory, total: int) -> int:
+    """What remains of an engine's share, at most what max_num_seqs of the longest sequences fill.
+
+    Raises ConfigError if one sequence does not fit.
+    """
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
+    share = config.engine.gpu_memory_utilization
+    left = int(share * total) - engine.before_kv()
+    if left < longest * engine.kv_per_token:
+        raise ConfigError(
+            f"vLLM does not fit: engine.gpu_memory_utilization={share:g} of {gib(total)} is "
+            f"{gib(share * total)}; {engine_parts(engine)}, and one sequence of {longest} tokens needs a KV "
+            f"cache of {gib(longest * engine.kv_per_token)}.",
+            "Raise engine.gpu_memory_utilization, lower rollout.max_completion_tokens, or use a smaller "
+            "model.",
+        )
+    return min(left, config.engine.max_num_seqs * longest * engine.kv_per_token)
+
+
+def require_trainer(
+    config: TrainConfig, trainer: TrainerMemory, limit: int, gpu: Gpu, *, beside: int
+) -> None:
+    """Raise ConfigError if the trainer cannot compute its longest trajectory in `limit` bytes."""
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
+    needed = trainer.total(longest)
+    if needed > limit * MARGIN:
+        engines = f" beside {beside} engine(s)" if beside else ""
+        raise ConfigError(
+            f"The trainer does not fit on GPU {gpu.index} ({gpu.name}){engines}: a trajectory of {longest} "
+            f"tokens needs about {gib(needed)} ({trainer_parts(trainer, longest)}), "
+            f"and {gib(limit)} are left.",
+            "Use trainer.checkpointing=full, a lower engine.gpu_memory_utilization or "
+            "rollout.max_completion_tokens, more ranks (trainer.num_ranks), or trainer.offload=true.",
+        )
+
+
+def cpu_note(config: TrainConfig, trainer: TrainerMemory, engine: EngineMemory) -> str:
+    """The prediction for a CPU run, and a warning if the machine has less."""
+    tokens = micro_batch_tokens(config)
+    kv_cache = int(config.engine.kv_cache_gib * GIB)
+    ranks, engines = config.trainer.num_ranks, config.engine.num_engines
+    total = ranks * trainer.total(tokens) + engines * (engine.before_kv() + kv_cache)
+    free = available_memory()
+    text = (
+        f"memory: about {gib(total)} of {gib(free)} free; {engines} engine(s) of "
+        f"{gib(engine.before_kv() + kv_cache)} ({engine_parts(engine)}, KV cache {gib(kv_cache)}), {ranks} "
+        f"rank(s) of {gib(trainer.total(tokens))} at {tokens} tokens ({trainer_parts(trainer, tokens)})"
+    )
+    return f"warning: {text}; lower trainer.tokens_per_micro_batch" if total > free else text
+
+
+def gpu_note(engine: EngineMemory, kv_cache: int) -> str:
+    tokens = kv_cache // max(1, engine.kv_per_token)
+    return (
+        f"memory of an engine: {gib(engine.before_kv() + kv_cache)} ({engine_parts(engine)}, "
+        f"KV cache {gib(kv_cache)} for {tokens} tokens)"
+    )
+
+
+def trainer_note(config: TrainConfig, trainer: TrainerMemory, limit: int) -> str:
+    tokens = micro_batch_tokens(config)
+    return (
+        f"memory of a rank: about {gib(trainer.total(tokens))} of {gib(limit)} at {tokens} tokens per "
+        f"micro-batch ({trainer_parts(trainer, tokens)})"
+    )
+
+
+def micro_batch_tokens(config: TrainConfig) -> int:
+    """The tokens of a micro-batch; for "auto", which is measured later, those of the longest trajectory."""
+    tokens = config.trainer.tokens_per_micro_batch
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
+    return longest if tokens == "auto" else max(tokens, longest)
+
+
+def engine_parts(engine: EngineMemory) -> str:
+    return parts_text(
+        [
+            ("weights", engine.weights),
+            ("LoRA slots", engine.lora_slots),
+            ("activations", engine.activations),
+            ("process", engine.process),
+        ]
+    )
+
+
+def trainer_parts(trainer: TrainerMemory, tokens: int) -> str:
+    activations = trainer.total(tokens) - trainer.state()
+    return parts_text(
+        [
+            ("weights", trainer.weights),
+            ("adapter and optimizer", trainer.adapter),
+            ("activations and head", activations),
+            ("process", trainer.process),
+        ]
+    )
+
+
+def parts_text(parts: Sequence[tuple[str, int]]) -> str:
+    return ", ".join(f"{name} {gib(count)}" for name, count in parts)
+
+
+def gib(count: float) -> str:
+    return f"{count / GIB:.1f} GiB"

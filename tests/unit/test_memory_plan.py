@@ -1,0 +1,205 @@
+"""Memory budgets on stub machines, and predictions computed by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from skylite.config.train import Resolved, RunConfig, TrainConfig
+from skylite.engine.server_command import engine_command
+from skylite.engine.startup import engine_spec
+from skylite.errors import ConfigError
+from skylite.orchestrator.gpu_plan import place
+from skylite.orchestrator.memory_plan import MemoryBudget, plan_memory
+from skylite.orchestrator.predicted_memory import engine_memory, model_sizes, trainer_memory
+from skylite.processes.gpus import visible_gpus
+from tests.unit.gpu_cases import H200, T4, Machine
+
+HIDDEN, INNER, KEYS, VOCAB, LAYERS, RANK = 64, 192, 32, 500, 3, 4
+LAYER = {
+    "input_layernorm": (HIDDEN,),
+    "post_attention_layernorm": (HIDDEN,),
+    "self_attn.q_proj": (HIDDEN, HIDDEN),
+    "self_attn.k_proj": (KEYS, HIDDEN),
+    "self_attn.v_proj": (KEYS, HIDDEN),
+    "self_attn.o_proj": (HIDDEN, HIDDEN),
+    "mlp.gate_proj": (INNER, HIDDEN),
+    "mlp.up_proj": (INNER, HIDDEN),
+    "mlp.down_proj": (HIDDEN, INNER),
+}
+GIB = 2**30
+TOTAL = 143771 * 2**20
+"""Of the stub H200."""
+
+
+def model(folder: Path, factor: int = 1) -> Path:
+    """A model folder with a Llama's shapes, each `factor` times as large, in a file with holes."""
+    shapes = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    for layer in range(LAYERS):
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in LAYER.items()}
+    folder.mkdir(exist_ok=True)
+    if factor == 1:
+        tensors = {name: np.zeros(shape, dtype=np.float16) for name, shape in shapes.items()}
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        large = [size * factor for size in shape]
+        start, end = end, end + 2 * int(np.prod(large))
+        header[name] = {"dtype": "BF16", "shape": large, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return folder
+
+
+def config(**sections: Any) -> TrainConfig:
+    tree = {
+        "lora": {"rank": RANK, "alpha": 8},
+        "rollout": {"max_prompt_tokens": 100, "max_completion_tokens": 100},
+    }
+    return TrainConfig.model_validate(tree | sections)
+
+
+def plan(machine: Machine, gpus: list[str], folder: Path, settings: TrainConfig) -> MemoryBudget:
+    machine.lists(*gpus)
+    machine.has_torch()
+    return plan_memory(settings, folder, "cuda", "bfloat16", "dense", place(settings, "cuda"))
+
+
+def test_a_rank_is_predicted_from_the_shapes(tmp_path: Path) -> None:
+    sizes = model_sizes(model(tmp_path / "m"), config().lora)
+    per_layer = 2 * HIDDEN * HIDDEN + 2 * KEYS * HIDDEN + 3 * INNER * HIDDEN + 2 * HIDDEN
+    assert sizes.parameters == VOCAB * HIDDEN + HIDDEN + LAYERS * per_layer
+    per_rank = 2 * (2 * HIDDEN) + 2 * (HIDDEN + KEYS) + 3 * (HIDDEN + INNER)
+    assert sizes.lora == RANK * LAYERS * per_rank
+
+    found = trainer_memory(sizes, config(), "cpu", "float32")
+    assert found.weights == 2 * sizes.parameters, "stored in bfloat16"
+    assert found.adapter == 7 * 4 * sizes.lora
+    # Of each layer: two norm inputs, q, k, v, attention's output, gate, up, x A^T of 7 modules. A head has
+    # one normalizer, each norm one scale.
+    kept = 2 * HIDDEN + 2 * HIDDEN + 2 * KEYS + 2 * INNER + 7 * RANK
+    assert found.kept == 4 * (LAYERS * (kept + 2 + 1) + 3 * HIDDEN)
+    assert found.work == 9 * INNER * 4
+    assert found.total(1000) == found.state() + int(1000 * found.kept) + found.head
+
+    more = trainer_memory(sizes, config(trainer={"checkpointing": "none"}), "cpu", "float32")
+    assert more.kept - found.kept == 4 * LAYERS * (2 * HIDDEN + INNER)
+    less = trainer_memory(sizes, config(trainer={"checkpointing": "full"}), "cpu", "float32")
+    assert less.kept == 4 * (LAYERS + 3) * HIDDEN
+
+
+def test_an_engine_is_predicted_from_the_shapes(tmp_path: Path) -> None:
+    sizes = model_sizes(model(tmp_path / "m"), config().lora)
+    found = engine_memory(sizes, config(), "cuda", "bfloat16", max_loras=2, cpu_lora="dense")
+    assert found.weights == 2 * sizes.parameters
+    assert found.lora_slots == 2 * 2 * 8 * sizes.lora_per_rank, "vLLM rounds rank 4 up to 8"
+    assert found.kv_per_token == 2 * 2 * KEYS * LAYERS
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_engine_and_trainer_together_fit_the_gpu(machine: Machine, tmp_path: Path, gpus: int) -> None:
+    settings = config(engine={"gpu_memory_utilization": 0.4})
+    folder = model(tmp_path / "m", 40)
+    budget = plan(machine, [H200] * gpus, folder, settings)
+    sizes = model_sizes(folder, settings.lora)
+    engine = engine_memory(sizes, settings, "cuda", "bfloat16", max_loras=2, cpu_lora="dense")
+    trainer = trainer_memory(sizes, settings, "cuda", "bfloat16")
+    assert budget.kv_cache_bytes is not None
+    assert budget.trainer_bytes is not None
+    assert budget.kv_cache_bytes == 128 * 200 * engine.kv_per_token, "no more than 128 sequences fill"
+    used = engine.before_kv() + budget.kv_cache_bytes
+    assert budget.trainer_bytes + trainer.process == TOTAL - (used if gpus == 1 else 0)
+    assert budget.notes[0].startswith(f"memory of an engine: {used / GIB:.1f} GiB (weights ")
+
+
+def test_two_engines_beside_a_rank_leave_it_less(machine: Machine, tmp_path: Path) -> None:
+    folder = model(tmp_path / "m", 40)
+    one, two = (
+        plan(machine, [H200], folder, config(engine={"num_engines": n, "gpu_memory_utilization": 0.3}))
+        for n in (1, 2)
+    )
+    assert one.kv_cache_bytes == two.kv_cache_bytes
+    assert one.trainer_bytes is not None
+    assert two.trainer_bytes is not None
+    assert TOTAL - two.trainer_bytes > 1.8 * (TOTAL - one.trainer_bytes) - 2 * GIB
+
+
+def test_the_kv_cache_gets_what_is_left_of_a_small_share(machine: Machine, tmp_path: Path) -> None:
+    settings = config(
+        engine={"gpu_memory_utilization": 0.035},
+        rollout={"max_prompt_tokens": 8000, "max_completion_tokens": 8000},
+    )
+    folder = model(tmp_path / "m", 40)
+    budget = plan(machine, [H200], folder, settings)
+    engine = engine_memory(
+        model_sizes(folder, settings.lora), settings, "cuda", "bfloat16", max_loras=2, cpu_lora="dense"
+    )
+    assert budget.kv_cache_bytes == int(0.035 * TOTAL) - engine.before_kv()
+
+
+@pytest.mark.parametrize(
+    ("card", "factor", "sections", "reason"),
+    [
+        (
+            T4,
+            100,
+            {"engine": {"gpu_memory_utilization": 0.1}},
+            r"vLLM does not fit: .*=0.1 of 15.0 GiB is 1.5 GiB; weights",
+        ),
+        (
+            T4,
+            50,
+            {
+                "rollout": {"max_prompt_tokens": 1000, "max_completion_tokens": 30000},
+                "engine": {"max_num_seqs": 1},
+            },
+            r"The trainer does not fit on GPU 0 \(Tesla T4\) beside 1 engine\(s\): a trajectory of 31000",
+        ),
+    ],
+)
+def test_a_run_that_cannot_fit_is_refused(
+    machine: Machine, tmp_path: Path, card: str, factor: int, sections: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        plan(machine, [card], model(tmp_path / "m", factor), config(**sections))
+
+
+def test_a_gpu_of_unknown_size_has_no_budget(machine: Machine, tmp_path: Path) -> None:
+    budget = plan(machine, ["NVIDIA GB10, 12.1, [N/A], 580.95.05, [N/A]"], model(tmp_path / "m"), config())
+    assert (budget.kv_cache_bytes, budget.trainer_bytes) == (None, None)
+    assert "does not tell the size" in budget.notes[0]
+
+
+def test_vllm_is_started_with_the_budget(machine: Machine, tmp_path: Path) -> None:
+    machine.lists(H200)
+    assert visible_gpus()
+    resolved = Resolved(
+        model_path="m",
+        model_fingerprint="0",
+        dtype="bfloat16",
+        device="cuda",
+        lora_sync_path="a",
+        rank_gpus=[0],
+        engine_gpus=[0],
+        kv_cache_bytes=123456789,
+    )
+    run_config = RunConfig(skylite_version="1", config=config(), resolved=resolved)
+    command = engine_command(engine_spec(run_config, ["q_proj"], 0, tmp_path))
+    assert command[command.index("--kv-cache-memory-bytes") + 1] == "123456789"
+
+
+def test_a_cpu_run_says_what_it_needs(tmp_path: Path) -> None:
+    settings = config(trainer={"tokens_per_micro_batch": 50_000_000})
+    budget = plan_memory(settings, model(tmp_path / "m"), "cpu", "float32", "merged", place(config(), "cpu"))
+    assert (budget.kv_cache_bytes, budget.trainer_bytes) == (None, None)
+    assert budget.notes[0].startswith("warning: memory: about ")
+    small = plan_memory(config(), model(tmp_path / "m"), "cpu", "float32", "merged", place(config(), "cpu"))
+    assert small.notes[0].startswith("memory: about ")
