@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._higher_order_ops.flex_attention import flex_attention as flex_operation
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,7 +40,9 @@ class NoCopies(TorchDispatchMode):
         to_gpu = any(x.device.type == "cuda" for x in after)
         if from_gpu and not to_gpu and after:
             raise HostSync(f"{func} copies from the GPU")
-        unpinned = [x for x in before if x.device.type == "cpu" and x.dim() and not getattr(x, _PINNED, False)]
+        unpinned = [
+            x for x in before if x.device.type == "cpu" and x.dim() and not getattr(x, _PINNED, False)
+        ]
         if to_gpu and unpinned:
             raise HostSync(f"{func} copies to the GPU from memory that is not pinned")
         return out
@@ -53,6 +55,7 @@ def fake_gpu() -> Iterator[FakeTensorMode]:
     - attention: memory-efficient attention, which a GPU uses with a mask, instead of the choice of a backend
     - FlexAttention: its operation without the compiler
     - pinned memory: a mark
+    - Module.to: new parameters
     - autocast: torch refuses it without a GPU
     """
 
@@ -63,10 +66,24 @@ def fake_gpu() -> Iterator[FakeTensorMode]:
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=False) as mode:
         patch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
         patch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+        patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        patch.setattr(nn.Module, "_apply", apply)
         patch.setattr(Tensor, "pin_memory", pin_memory)
         patch.setattr(torch.nn.functional, "scaled_dot_product_attention", efficient_attention)
         patch.setattr(flex_attention, "_compiled", lambda: uncompiled_flex)
         yield mode
+
+
+def apply(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """Module._apply with new parameters. torch's own exchanges contents, which fake tensors do not allow."""
+    for child in module.children():
+        apply(child, change)
+    for name, param in module._parameters.items():
+        if param is not None and (changed := change(param.detach())).device != param.device:
+            module._parameters[name] = nn.Parameter(changed, param.requires_grad)
+    for name, buffer in module._buffers.items():
+        module._buffers[name] = None if buffer is None else change(buffer)
+    return module
 
 
 def efficient_attention(
