@@ -64,7 +64,8 @@ def enable_fast_paths(policy: Policy, probe: list[int]) -> tuple[Policy, list[st
 
 def _replace_modules(policy: Policy, probe: list[int], reference: Tensor) -> list[str]:
     """Fuse norms and MLPs and store frozen weights in bfloat16, if the check passes. Returns log lines."""
-    recompute = policy.checkpointing != "none"
+    # Not with full checkpointing: what recomputes a tensor holds its inputs, which backward computes anyway.
+    recompute = policy.checkpointing == "selective"
     attempts = [
         ("norms", f"fused as {gain}", partial(fuse_norms, policy.model, multiply, recompute))
         for gain, multiply in RMS_NORM_GAINS.items()

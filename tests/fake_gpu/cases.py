@@ -1,0 +1,212 @@
+"""The training step on fake CUDA tensors, forward and backward. tests/unit/test_fake_gpu.py runs this file.
+
+It needs a process of its own, because tests.fake_gpu.preload must come before torch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from skylite.algorithms.losses import BatchSize
+from skylite.config.train import TrainConfig
+from skylite.model.chunked_logprobs import HEAD_CHUNK_ELEMENTS
+from skylite.model.policy import score
+from skylite.model.tree_attention import ROW_ELEMENTS
+from skylite.trainer.batching import Batch, arrange
+from skylite.trainer.critic import make_critic
+from skylite.trainer.metrics import MetricSums
+from skylite.trainer.micro_batches import MicroBatch, MiniBatch
+from skylite.trainer.optimizer import make_optimizer
+from skylite.trainer.precompute_logprobs import precompute
+from skylite.trainer.step import critic_forward_backward, forward_backward
+from tests.fake_gpu.memory import Allocation, LiveBytes
+from tests.fake_gpu.mode import GPU, HostSync, NoCopies, efficient_attention, fake_gpu
+from tests.fake_gpu.policies import fake_policy, micro_batch, one_rank, targets_of
+from tests.rows import Row, groups_of
+from tests.small_run import settings
+from tests.tiny_models import tiny_config
+
+PROMPT, COMPLETION, GROUP = 100, 500, 8
+VOCAB = 1 << 16
+FORMS = [("tree", "sdpa"), ("tree", "flex"), ("padded", "sdpa")]
+
+
+def moe_config(**sizes: Any) -> Any:
+    import transformers
+
+    return transformers.Qwen3MoeConfig(
+        **sizes, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, head_dim=32
+    )
+
+
+def model_config(family: str) -> Any:
+    """A tiny model with a large vocabulary."""
+    config = tiny_config("llama" if family == "moe" else family)
+    if family == "moe":
+        names = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
+        config = moe_config(**{name: getattr(config, name) for name in names.split()})
+    config.vocab_size = VOCAB
+    return config
+
+
+def group_batch(config: TrainConfig, vocab: int = VOCAB) -> Batch:
+    """One group: a shared prompt and completions that share nothing."""
+    rng = random.Random(0)
+    prompt = [rng.randrange(vocab) for _ in range(PROMPT)]
+    rows = [
+        Row(
+            group=0,
+            prompt_token_ids=prompt,
+            completion_token_ids=[index, *(rng.randrange(vocab) for _ in range(COMPLETION - 1))],
+            rollout_logprobs=[-1.0] * COMPLETION,
+            reward=float(index == 0),
+        )
+        for index in range(GROUP)
+    ]
+    return arrange(groups_of(rows), config.algorithm)
+
+
+def trained(family: str, packing: Any, config: TrainConfig) -> tuple[LiveBytes, MicroBatch]:
+    """Run a micro-batch, forward and backward, and the optimizer. Returns what it allocated, and itself."""
+    batch, config_of_model = group_batch(config), model_config(family)
+    with fake_gpu(), LiveBytes() as memory:
+        policy = fake_policy(config_of_model, config, packing)
+        optim, size = config.optim, BatchSize(100, GROUP, 100)
+        optimizer = make_optimizer("policy", policy.lora, optim.lr, optim.max_grad_norm, optim)
+        critic = make_critic(policy, config, one_rank()) if config.algorithm.uses_critic else None
+        memory.reset_peak()
+        with NoCopies():
+            micro = micro_batch(batch, range(GROUP), policy, config)
+            target = targets_of(micro, precompute(policy, critic, micro, config))
+            update, sums = MiniBatch([micro], size, frozenset()), MetricSums()
+            forward_backward(policy, optimizer, update, [target], [(micro.token_weights, None)], config, sums)
+            if critic is not None:
+                critic_forward_backward(policy, critic, update, [target], sums)
+            optimizer.adamw.step()
+        assert {x.device for x in [*sums.sums.values(), sums.worst] if x is not None} == {GPU}
+        assert all(p.grad is not None and p.grad.device == GPU for p in policy.lora.values())
+    return memory, micro
+
+
+def settings_of(attention: str = "sdpa", **sections: Any) -> TrainConfig:
+    return settings(**{"trainer": {"attention": attention, "checkpointing": "selective"}, **sections})
+
+
+@pytest.mark.parametrize(("packing", "attention"), FORMS)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "moe"])
+def test_a_micro_batch_stays_on_the_gpu_and_its_largest_tensor_is_a_chunk_of_logits(
+    family: str, packing: str, attention: str
+):
+    memory, micro = trained(family, packing, settings_of(attention))
+    largest = memory.largest()
+    rows = min(HEAD_CHUNK_ELEMENTS["cuda"] // VOCAB, len(micro.tokens.tokens_before) - 1)
+    assert largest.shape == (rows, VOCAB)
+    assert largest.num_bytes == rows * VOCAB * 4, "a chunk of logits in float32"
+    masks = [a for a in memory.allocations if is_square(a, micro.tokens.num_nodes)]
+    assert not masks, "nobody may compare all nodes with all nodes"
+
+
+def is_square(allocation: Allocation, num_nodes: int) -> bool:
+    return VOCAB not in allocation.shape and allocation.num_bytes >= num_nodes**2
+
+
+@pytest.mark.parametrize(("attention", "family"), [("sdpa", "gemma3"), ("flex", "qwen3")])
+def test_the_probes_stay_on_the_gpu(attention: str, family: str):
+    """Not for mixtures of experts: the fake grouped product takes bfloat16 only, and the probe is float32."""
+    with fake_gpu():
+        policy = fake_policy(model_config(family), settings_of(attention), "tree", probes=True)
+    assert policy.head is not None
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_the_other_ways_of_checkpointing_stay_on_the_gpu(checkpointing: str):
+    trained("llama", "tree", settings(trainer={"checkpointing": checkpointing}))
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [{"name": "ppo"}, {"kl_coef": 0.1, "entropy_coef": 0.01}, {"name": "gspo", "updates_per_step": 2}],
+    ids=["ppo", "kl and entropy", "gspo, two updates"],
+)
+def test_other_algorithms_stay_on_the_gpu(algorithm: dict[str, Any]):
+    trained("qwen3", "tree", settings_of(algorithm=algorithm))
+
+
+def test_the_masks_of_the_pieces_have_the_size_of_their_pieces():
+    memory, micro = trained("llama", "tree", settings_of())
+    tree = micro.tokens.inputs["tree"]
+    longest = max(tree.sizes)
+    above = max(sum(tree.sizes[i] for i in piece.ancestors) for piece in tree.pieces)
+    columns = -(-(above + longest) // ROW_ELEMENTS) * ROW_ELEMENTS
+    masks = {a.num_bytes for a in memory.allocations if a.shape == (longest, columns)}
+    assert masks == {longest * columns * 2}, "bfloat16"
+
+
+WAITS: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda x: x.sum().item(),
+    "float": lambda x: float(x.sum()),
+    "bool": lambda x: bool(x.any()),
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "index by a mask": lambda x: x[x > 0],
+    "numpy": lambda x: x.cpu().numpy(),
+    "upload": lambda x: x + torch.zeros(3).to(x.device),
+    "other device": lambda x: x + torch.zeros(3),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_wait_or_a_wrong_device_is_noticed(name: str):
+    with fake_gpu(), NoCopies():
+        x = torch.ones(3, device=GPU)
+        with pytest.raises((HostSync, RuntimeError, DataDependentOutputException)):
+            WAITS[name](x)
+
+
+def test_live_bytes_are_those_of_a_hand_computed_pass():
+    """y = relu(x W), z = y V: autograd keeps x, W, V and y, and backward adds gradients."""
+    with fake_gpu(), LiveBytes() as memory:
+        x = torch.empty(64, 128, device=GPU)
+        w, v = (torch.empty(128, 128, device=GPU, requires_grad=True) for _ in range(2))
+        assert memory.now == 4 * (64 * 128 + 2 * 128 * 128)
+        before = memory.reset_peak()
+        z = torch.relu(x @ w) @ v
+        assert memory.now - before == 4 * 2 * 64 * 128, "relu's output and z"
+        assert memory.peak - before == 4 * 2 * 64 * 128
+        z.sum().backward()
+        del z
+        assert memory.now - before == 4 * 2 * 128 * 128, "the gradients of W and V"
+
+
+def test_efficient_attention_has_the_shape_of_torchs_own():
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8)
+    mask = torch.ones(5, 7, dtype=torch.bool)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, mask, enable_gqa=True)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fakes = [torch.empty(x.shape, dtype=x.dtype, device=GPU) for x in (q, k, k, mask)]
+        got = efficient_attention(*fakes, enable_gqa=True)
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+
+
+def test_full_checkpointing_keeps_only_the_inputs_of_the_layers():
+    """Per layer and token: one hidden state in bfloat16. Masks, the head's rows and rounding: 10 %."""
+    config, wide = settings(trainer={"checkpointing": "full", "attention": "flex"}), model_config("llama")
+    wide.num_hidden_layers, wide.vocab_size = 12, 260
+    batch = group_batch(config, vocab=256)
+    with fake_gpu(), LiveBytes() as memory:
+        policy = fake_policy(wide, config, "tree")
+        micro = micro_batch(batch, range(GROUP), policy, config)
+        before = memory.reset_peak()
+        logprobs, _ = score(policy, micro.tokens, 1.0)
+        kept = memory.now - before
+        del logprobs
+    inputs = wide.num_hidden_layers * micro.tokens.num_nodes * wide.hidden_size * 2
+    print(kept / inputs)
+    assert inputs <= kept < 1.5 * inputs

@@ -1,0 +1,100 @@
+"""A policy of any shape on a fake GPU, through skylite's own code: loading, adapters, fast paths, packing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from skylite.algorithms.losses import BatchSize
+from skylite.config.train import Resolved, TrainConfig
+from skylite.model import fast_paths
+from skylite.model import policy as policy_module
+from skylite.model.attention_backends import register_backends
+from skylite.model.distributed import Dist
+from skylite.model.fast_paths import enable_fast_paths
+from skylite.model.packing import Packing
+from skylite.model.policy import Policy, load_policy
+from skylite.trainer.batching import Batch
+from skylite.trainer.micro_batches import MicroBatch, _micro_batch
+from skylite.trainer.precompute_logprobs import Precomputed, Targets
+from tests.fake_gpu.mode import GPU
+
+
+@dataclass(frozen=True)
+class OneRank:
+    """A Dist of one rank without a process group."""
+
+    dp_rank: int = 0
+    dp_size: int = 1
+    device: torch.device = GPU
+    is_main: bool = False
+
+    def all_reduce_sum_(self, values: Tensor) -> Tensor:
+        return values
+
+    all_reduce_max_ = all_gather = broadcast_ = all_reduce_sum_
+
+
+def one_rank() -> Dist:
+    return cast(Dist, OneRank())
+
+
+def fake_policy(
+    model_config: Any,
+    config: TrainConfig,
+    packing: Packing,
+    dtype: torch.dtype = torch.bfloat16,
+    probes: bool = False,
+) -> Policy:
+    """The policy with all fast paths on. Call it inside `fake_gpu`.
+
+    `probes`: run them too, which takes most of the time. Without values their result is ignored.
+    """
+
+    def load_base(path: str, dtype: torch.dtype, dist: Dist, offload: bool) -> tuple[Any, str]:
+        register_backends()
+        with dist.device:
+            base = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
+        return base.eval(), ""
+
+    def gap(policy: Policy, probe: list[int], reference: Tensor) -> tuple[float, str]:
+        if probes:
+            assert probe_logprobs(policy, probe).shape == reference.shape
+        return 0.0, "fake"
+
+    probe_logprobs = fast_paths._probe_logprobs
+    resolved = Resolved(
+        model_path="",
+        model_fingerprint="",
+        dtype="bfloat16" if dtype == torch.bfloat16 else "float32",
+        device="cuda",
+        lora_sync_path="",
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy_module, "load_base", load_base)
+        patch.setattr(fast_paths, "_gap", gap)
+        patch.setattr(fast_paths, "_probe_logprobs", probe_logprobs if probes else lambda *_: None)
+        policy = load_policy(resolved, config, one_rank())
+        policy, _ = enable_fast_paths(policy, list(range(24)))
+    if packing == "padded":
+        policy.model.get_base_model().set_attn_implementation("sdpa")
+        policy = replace(policy, packing="padded")
+    return policy
+
+
+def micro_batch(batch: Batch, numbers: Sequence[int], policy: Policy, config: TrainConfig) -> MicroBatch:
+    """The micro-batch of these trajectories, as `pack` makes it."""
+    size = BatchSize(1000, len(numbers), config.rollout.max_completion_tokens)
+    return _micro_batch(batch, list(numbers), size, policy, config.algorithm)
+
+
+def targets_of(micro: MicroBatch, known: Precomputed) -> Targets:
+    """Advantages and returns of the right shape."""
+    column = torch.empty_like(micro.token_weights)
+    return Targets(known=known, advantages=column, returns=column)

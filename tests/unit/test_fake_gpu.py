@@ -1,0 +1,27 @@
+"""Runs tests/fake_gpu/cases.py in its own process: the training step on CUDA tensors without a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fake_gpu.compiler import has_compiler, is_cpu_build
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.skipif(is_cpu_build() and not has_compiler(), reason="a CPU build of torch needs a C++ compiler")
+def test_the_training_step_runs_on_fake_cuda_tensors() -> None:
+    plugins = ["-p", "tests.fake_gpu.preload", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *plugins, "tests/fake_gpu/cases.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
