@@ -14,6 +14,7 @@ import argparse
 import functools
 import itertools
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ from machine_info import machine_info
 
 from skylite.config.train import TrainConfig
 from skylite.orchestrator import predicted_memory
+from skylite.processes.torchrun import trainer_env
 from skylite.run.files import write_json
 
 PROMPT, GROUP = 128, 8
@@ -83,7 +85,8 @@ def compare_pass(model: Path, dtype: str, tokens: int, checkpointing: str) -> di
     """One case in a new process, so that no memory of an earlier pass is counted."""
     case = f"{dtype},{tokens},{checkpointing}"
     command = [sys.executable, __file__, "--model", str(model), "--one", case]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    env = os.environ | trainer_env(1)
+    done = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
     measured = json.loads(done.stdout.splitlines()[-1])
     config = settings(tokens, checkpointing)
     sizes = predicted_memory.model_sizes(model, config.lora)

@@ -114,8 +114,8 @@ class SyncConfig(Section):
     keep_every: int = Field(0, ge=0)
     """Also keep every N-th version. 0: no others."""
     canary_tolerance: float | None = Field(None, gt=0)
-    """Largest allowed |trainer - vLLM| logprob on the canary tokens. none: a value for the compute type
-    (docs/explanation/adapter-sync.md)."""
+    """Largest allowed |trainer - vLLM| logprob on the canary tokens. none: 0.002 in float32, and in bfloat16
+    a rule that tells rounding from another adapter (docs/explanation/adapter-sync.md)."""
 
 
 class AnomalyConfig(Section):

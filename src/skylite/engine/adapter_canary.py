@@ -10,13 +10,16 @@ from typing import Protocol
 
 from skylite.adapters.manifest import Canary, read_manifest
 from skylite.data.tokenizer import ChatTokenizer
+from skylite.engine.bf16_canary import Scores, check_paired, read_paired
+from skylite.engine.server_command import BASE_NAME
 from skylite.errors import SyncFailed
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Prompt
 
-DEFAULT_TOLERANCE = {"float32": 0.002, "bfloat16": 0.5}
-"""Largest |trainer - engine| logprob of a canary token in nats (docs/explanation/adapter-sync.md)."""
-NUM_SEQUENCES = 2
+DEFAULT_TOLERANCE = {"float32": 0.002, "bfloat16": None}
+"""Largest |trainer - engine| logprob of a canary token in nats; None: the rule of bf16_canary.py."""
+NUM_SEQUENCES = {"float32": 2, "bfloat16": 16}
+"""Rounding hides a bfloat16 adapter's first moves in few tokens."""
 MAX_TOKENS = 24
 """Short, because the trainer scores all sequences at every publish."""
 
@@ -35,20 +38,29 @@ class CanaryReading:
 
     NaN while policy == base.
     """
+    rounding: float = math.nan
+    """mean |engine - base| of the base in nats, in bfloat16 only."""
+    projection_error: float = math.nan
+    """Standard error of the projection, in bfloat16 only."""
 
     def as_metrics(self) -> dict[str, float]:
-        """The reading as metrics; the projection only if it is defined."""
+        """The reading as metrics, without those that are not defined."""
         metrics = {
             "canary/gap_max": self.gap_max,
             "canary/gap_mean": self.gap_mean,
             "canary/base_distance": self.base_distance,
         }
-        return metrics if math.isnan(self.projection) else metrics | {"canary/projection": self.projection}
+        optional = {
+            "canary/projection": self.projection,
+            "canary/rounding": self.rounding,
+            "canary/projection_error": self.projection_error,
+        }
+        return metrics | {name: value for name, value in optional.items() if not math.isnan(value)}
 
 
-def canary_sequences(tokenizer: ChatTokenizer, prompts: Sequence[Prompt]) -> list[list[int]]:
+def canary_sequences(tokenizer: ChatTokenizer, prompts: Sequence[Prompt], dtype: str) -> list[list[int]]:
     """Fixed sequences made from the first prompts: [NUM_SEQUENCES][2..MAX_TOKENS] token ids."""
-    texts = [f"{p.messages[-1]['content']}\n{p.answer}" for p in prompts[:NUM_SEQUENCES]]
+    texts = [f"{p.messages[-1]['content']}\n{p.answer}" for p in prompts[: NUM_SEQUENCES[dtype]]]
     return [ids[:MAX_TOKENS] for ids in map(tokenizer.encode_text, texts) if len(ids) > 1]
 
 
@@ -100,17 +112,29 @@ class LogprobScorer(Protocol):
 
 
 async def verify(
-    client: LogprobScorer, adapter: AdapterVersion, canary: Canary, tolerance: float
+    client: LogprobScorer,
+    adapter: AdapterVersion,
+    canary: Canary,
+    tolerance: float | None,
+    before: AdapterVersion | None = None,
 ) -> CanaryReading:
-    """Verify that the engine samples from what the trainer published. Raises SyncFailed."""
-    reading = await read_canary(
-        client, adapter, canary.sequences, canary.policy_logprobs, canary.base_logprobs
-    )
+    """Verify that the engine samples from what the trainer published. Raises SyncFailed.
+
+    Args:
+        tolerance: None for the rule of bf16_canary.py.
+        before: an older version that the engine serves too.
+    """
+    if tolerance is None:
+        return await _verify_paired(client, adapter, canary, before)
+    engine = await _score(client, adapter.name, canary.sequences)
+    reading = compare_logprobs(engine, _flat(canary.policy_logprobs), _flat(canary.base_logprobs))
     check_reading(adapter.name, client.name, reading, tolerance)
     return reading
 
 
-async def verify_folder(client: LogprobScorer, adapter: AdapterVersion, tolerance: float) -> CanaryReading:
+async def verify_folder(
+    client: LogprobScorer, adapter: AdapterVersion, tolerance: float | None
+) -> CanaryReading:
     """The same with the canary in the folder's manifest.
 
     Raises ModelError if the weights changed after publishing.
@@ -119,15 +143,39 @@ async def verify_folder(client: LogprobScorer, adapter: AdapterVersion, toleranc
     return await verify(client, adapter, manifest.canary, tolerance)
 
 
-async def read_canary(
-    client: LogprobScorer,
-    adapter: AdapterVersion,
-    sequences: Sequence[Sequence[int]],
-    policy: Sequence[Sequence[float]],
-    base: Sequence[Sequence[float]],
+async def _verify_paired(
+    client: LogprobScorer, adapter: AdapterVersion, canary: Canary, before: AdapterVersion | None
 ) -> CanaryReading:
-    """Let the engine score the canary with the adapter, and compare."""
-    rows = await asyncio.gather(*(client.prompt_logprobs(adapter.name, ids) for ids in sequences))
-    return compare_logprobs(
-        [x for row in rows for x in row], [x for row in policy for x in row], [x for row in base for x in row]
+    names = [adapter.name, BASE_NAME, *([before.name] if before else [])]
+    rows = await asyncio.gather(*(_score(client, name, canary.sequences) for name in names))
+    policy_before = None
+    if before is not None:
+        older = await asyncio.to_thread(read_manifest, before.path, verify_hash=False)
+        policy_before = _flat(older.canary.policy_logprobs)
+    scores = Scores(
+        engine=rows[0],
+        engine_base=rows[1],
+        policy=_flat(canary.policy_logprobs),
+        base=_flat(canary.base_logprobs),
+        engine_before=rows[2] if before else None,
+        policy_before=policy_before,
     )
+    reading = read_paired(scores)
+    check_paired(adapter.name, client.name, reading)
+    return CanaryReading(
+        gap_max=reading.gap_max,
+        gap_mean=reading.gap_mean,
+        base_distance=reading.base_distance,
+        projection=reading.projection,
+        rounding=reading.rounding,
+        projection_error=reading.projection_error,
+    )
+
+
+async def _score(client: LogprobScorer, model: str, sequences: Sequence[Sequence[int]]) -> list[float]:
+    """The engine's logprobs of all tokens of all sequences but each first."""
+    return _flat(await asyncio.gather(*(client.prompt_logprobs(model, ids) for ids in sequences)))
+
+
+def _flat(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [x for row in rows for x in row]

@@ -30,7 +30,8 @@ class EnginePool:
     """The engines and the adapter versions that all of them serve."""
 
     engines: Sequence[Engine]
-    tolerance: float
+    tolerance: float | None
+    """Of the canary; None: the rule of bf16_canary.py."""
     loaded: list[AdapterVersion] = field(default_factory=list)
     """Oldest first. The last but one stays loaded while requests use it."""
 
@@ -52,13 +53,18 @@ class EnginePool:
         try:
             canary = (await asyncio.to_thread(read_manifest, adapter.path)).canary
             readings = await asyncio.gather(
-                *(verify(e, adapter, canary, self.tolerance) for e in self.engines)
+                *(verify(e, adapter, canary, self.tolerance, self._before(adapter)) for e in self.engines)
             )
         except (SyncFailed, ModelError):
             self.loaded.remove(adapter)
             await self._unload_everywhere(adapter)
             raise
         return max(readings, key=lambda r: r.gap_max)
+
+    def _before(self, adapter: AdapterVersion) -> AdapterVersion | None:
+        """The newest older version that the engines serve, if its folder is still there."""
+        older = [a for a in self.loaded if a.version < adapter.version and a.path.exists()]
+        return older[-1] if older else None
 
     async def unload_before(self, before: int) -> list[AdapterVersion]:
         """Unload all versions older than `before`, which no request may use. Returns them."""

@@ -208,7 +208,7 @@ async def _load_tokenizer(plan: RunPlan) -> ChatTokenizer:
     if tokenizer.note:
         logger.info(tokenizer.note)
     longest = await asyncio.to_thread(longest_prompt_tokens, tokenizer, plan)
-    sequences = canary_sequences(tokenizer, plan.train)
+    sequences = canary_sequences(tokenizer, plan.train, plan.resolved.dtype)
     write_json(plan.run.canary_path, {"sequences": sequences, "longest_prompt_tokens": longest})
     return tokenizer
 

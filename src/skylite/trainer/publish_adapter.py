@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from skylite.adapters.manifest import Canary, Manifest
 from skylite.algorithms.kl import k3
 from skylite.config.train import RunConfig
 from skylite.errors import SyncFailed, TrainingDiverged
+from skylite.model.float32_arithmetic import Float32Arithmetic
 from skylite.model.load_adapter import peft_tensor_name
 from skylite.model.packing import pack_tokens
 from skylite.model.policy import Policy, reference_policy, score
@@ -52,7 +54,10 @@ def wait_for_canary(run: RunDir) -> list[list[int]]:
 
 
 def canary_logprobs(policy: Policy, sequences: Sequence[list[int]]) -> list[list[float]]:
-    """[S][L - 1] logprobs at temperature 1 of every token but the first. All ranks call it."""
+    """[S][L - 1] logprobs at temperature 1 of every token but the first. All ranks call it.
+
+    Computed in float32 also for a bfloat16 policy, so that only the engine's rounding is in the canary.
+    """
     tokens = pack_tokens(
         [s[:1] for s in sequences],
         [s[1:] for s in sequences],
@@ -60,8 +65,9 @@ def canary_logprobs(policy: Policy, sequences: Sequence[list[int]]) -> list[list
         policy.packing,
         policy.device,
     )
-    with torch.no_grad():
-        logprobs, _ = score(policy, tokens, temperature=1.0)
+    exact = Float32Arithmetic() if policy.dtype == torch.bfloat16 else nullcontext()
+    with torch.no_grad(), exact:
+        logprobs, _ = score(replace(policy, dtype=torch.float32), tokens, temperature=1.0)
     return [part.tolist() for part in torch.split(logprobs, [len(s) - 1 for s in sequences])]
 
 

@@ -1,0 +1,145 @@
+"""The canary in bfloat16: tells a wrong adapter from rounding.
+
+A bfloat16 model rounds each logprob by some hundredths of a nat, and a few by whole nats, while an adapter
+moves them by a hundredth in its first step. So no limit on single gaps can judge. The rule compares two moves
+over all tokens: of the engine, from its own logprobs of the base to those of the adapter, and of the trainer,
+which scores the canary in float32. Error rates: benchmarks/NOTES.md, "The canary in bfloat16".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from skylite.errors import SyncFailed
+
+CLIP = 3.0
+"""Differences beyond this many mean roundings are clipped: one token must not decide."""
+MAX_STANDARD_ERRORS = 5.0
+SLACK = 0.1
+"""How far the projection may be from 1: by so many standard errors, and this share of the move."""
+MAX_GAP_RATIO = 1.6
+"""Largest mean gap with the adapter, in mean gaps without it."""
+MAX_ROUNDING = 0.25
+"""Largest mean gap of the base in nats. Two implementations of one model stay far below."""
+MOVED = 0.1
+"""An adapter whose logprobs differ by this share of the rounding cannot give the same bits as another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """Logprobs of all canary tokens, [N] each."""
+
+    engine: Sequence[float]
+    engine_base: Sequence[float]
+    policy: Sequence[float]
+    """The trainer's, in float32."""
+    base: Sequence[float]
+    engine_before: Sequence[float] | None = None
+    """With the version before, if the engine serves it."""
+    policy_before: Sequence[float] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairedReading:
+    """What the scores say. Gaps in nats."""
+
+    gap_max: float
+    gap_mean: float
+    """Of the engine with the adapter to the trainer."""
+    rounding: float
+    """Mean gap without the adapter: what rounding alone does."""
+    base_distance: float
+    """mean |policy - base|."""
+    projection: float
+    """The share of the adapter's move from the base that the engine made.
+
+    NaN while the adapter equals the base.
+    """
+    projection_error: float
+    """Standard error of `projection`."""
+    same_as: str
+    """"the base" or "the version before" if the engine gave the same bits although the adapter moved."""
+
+
+def read_paired(scores: Scores) -> PairedReading:
+    """Compare the engine's move with the trainer's."""
+    gaps = _differences(scores.engine, scores.policy)
+    own = _differences(scores.engine_base, scores.base)
+    moved = _differences(scores.policy, scores.base)
+    rounding, energy = _mean_abs(own), sum(d * d for d in moved)
+    projection = error = math.nan
+    if energy > 0:
+        limit = CLIP * rounding
+        # (engine - engine_base) - (policy - base): 0 but for two roundings.
+        rest = [_clip(gap - o, limit) for gap, o in zip(gaps, own, strict=True)]
+        spread = math.sqrt(2 * sum(_clip(o, limit) ** 2 for o in own) / len(own))
+        projection = 1 + sum(r * d for r, d in zip(rest, moved, strict=True)) / energy
+        error = spread / math.sqrt(energy)
+    return PairedReading(
+        gap_max=max(map(abs, gaps)),
+        gap_mean=_mean_abs(gaps),
+        rounding=rounding,
+        base_distance=_mean_abs(moved),
+        projection=projection,
+        projection_error=error,
+        same_as=_same_as(scores, rounding),
+    )
+
+
+def check_paired(name: str, engine: str, reading: PairedReading) -> None:
+    """Raise SyncFailed unless the engine samples from this adapter, as far as rounding lets it be seen."""
+    facts = f"(projection {reading.projection:.2f} +- {reading.projection_error:.2f}, mean gap "
+    facts += f"{reading.gap_mean:.3f} with the adapter and {reading.rounding:.3f} without)"
+    if not reading.rounding <= MAX_ROUNDING:
+        raise SyncFailed(
+            f"{engine} and the trainer disagree about the base model: canary logprobs differ by "
+            f"{reading.rounding:.3f} nats on average (limit {MAX_ROUNDING}).",
+            "They do not compute the same model. Compare the versions of vLLM and transformers.",
+        )
+    if reading.same_as:
+        raise SyncFailed(
+            f"{engine} does not sample from the adapter {name} that the trainer published: it gives the same "
+            f"logprobs as {reading.same_as}, to the bit.",
+            "The adapter's tensors were not applied. Read the engine's log.",
+        )
+    allowed = MAX_STANDARD_ERRORS * reading.projection_error + SLACK
+    if abs(reading.projection - 1) > allowed:  # NaN for an adapter that equals the base
+        raise SyncFailed(
+            f"{engine} does not sample from the adapter {name} that the trainer published: its logprobs "
+            f"moved {reading.projection:.2f} of the way from base to adapter, expected 1 +- {allowed:.2f} "
+            f"{facts}.",
+            "The engine serves other weights than the trainer's, or only a part of them. Read its log.",
+        )
+    if not reading.gap_mean <= MAX_GAP_RATIO * reading.rounding:
+        raise SyncFailed(
+            f"{engine} does not sample from the adapter {name} that the trainer published: with it, the "
+            f"canary logprobs differ more than {MAX_GAP_RATIO:g} times as much as without {facts}.",
+            "The engine serves other weights than the trainer's. Read its log.",
+        )
+
+
+def _same_as(scores: Scores, rounding: float) -> str:
+    def moved_from(other: Sequence[float]) -> bool:
+        moves = _differences(scores.policy, other)
+        return math.sqrt(sum(m * m for m in moves) / len(moves)) > MOVED * rounding
+
+    if list(scores.engine) == list(scores.engine_base) and moved_from(scores.base):
+        return "the base"
+    before, policy_before = scores.engine_before, scores.policy_before
+    if before is None or policy_before is None:
+        return ""
+    return "the version before" if list(scores.engine) == list(before) and moved_from(policy_before) else ""
+
+
+def _differences(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    return [x - y for x, y in zip(a, b, strict=True)]
+
+
+def _mean_abs(values: Sequence[float]) -> float:
+    return sum(map(abs, values)) / len(values)
+
+
+def _clip(value: float, limit: float) -> float:
+    return max(-limit, min(limit, value))

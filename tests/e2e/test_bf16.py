@@ -1,0 +1,36 @@
+"""The loop in bfloat16 on a CPU, with real vLLM: canary, resume and replay."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from skylite.adapters.manifest import read_manifest
+from skylite.engine.adapter_canary import NUM_SEQUENCES
+from tests.e2e.project import Project
+from tests.e2e.running import DEADLINE_S
+
+pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.dist]
+
+
+def test_a_bfloat16_run_verifies_every_version_resumes_and_replays(project: Project) -> None:
+    settings = ("model.dtype=bfloat16", "eval.limit=0", "checkpoint.every=1", "trainer.deterministic=true")
+    extra = [word for setting in settings for word in ("--set", setting)]
+    done = project.run(*project.train_args("bf16", 2, *extra), timeout_s=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    resumed = project.run("train", "--resume", "bf16", "--steps", "3", timeout_s=DEADLINE_S)
+    assert resumed.returncode == 0, resumed.stderr
+    lines = project.metrics("bf16")
+    assert [m["step"] for m in lines] == [1, 2, 3]
+    for line in lines:
+        assert abs(line["canary/projection"] - 1) < 0.1 + 5 * line["canary/projection_error"]
+        assert 0 < line["canary/rounding"] < 0.25
+        assert math.isfinite(line["loss/policy"])
+    newest = read_manifest(project.root / "bf16" / "adapters" / "policy-v000003")
+    assert newest.dtype == "bfloat16"
+    assert len(newest.canary.sequences) == NUM_SEQUENCES["bfloat16"]
+
+    replayed = project.run("replay", "bf16", "--step", "2")
+    assert replayed.returncode == 0, replayed.stderr
+    assert replayed.stdout.startswith("equal: step 2 again from "), replayed.stdout

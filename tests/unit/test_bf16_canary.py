@@ -1,0 +1,192 @@
+"""The bfloat16 canary on simulated roundings, and in one pool with an engine that serves other weights."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from skylite.adapters.manifest import Canary, read_manifest
+from skylite.engine.adapter_canary import CanaryReading
+from skylite.engine.bf16_canary import Scores, check_paired, read_paired
+from skylite.engine.engine_pool import EnginePool
+from skylite.errors import SyncFailed
+from skylite.run.files import write_json
+from skylite.run.run_dir import AdapterVersion
+from tests.unit.engine_cases import publish
+
+N = 368
+Array = np.ndarray
+
+
+def rounding(rng: np.random.Generator) -> Array:
+    """Heavy tails, as measured: mean 0.05 nats, a few beyond one."""
+    return rng.standard_t(2.5, N) * 0.035
+
+
+def scores(seed: int, size: float, engine_move: Callable[[Array, np.random.Generator], Array]) -> Scores:
+    """An adapter that moves the logprobs by `size` (root mean square), and an engine that moves otherwise."""
+    rng = np.random.default_rng(seed)
+    base, move = -rng.exponential(2.0, N), rng.normal(0, size, N)
+    return Scores(
+        engine=(base + engine_move(move, rng) + rounding(rng)).tolist(),
+        engine_base=(base + rounding(rng)).tolist(),
+        policy=(base + move).tolist(),
+        base=base.tolist(),
+    )
+
+
+def is_refused(found: Scores) -> bool:
+    try:
+        check_paired("policy-v000001", "vllm-0", read_paired(found))
+    except SyncFailed:
+        return True
+    return False
+
+
+def refused(size: float, engine_move: Callable[[Array, np.random.Generator], Array]) -> float:
+    """Share of 100 canaries that are refused."""
+    return sum(is_refused(scores(seed, size, engine_move)) for seed in range(100)) / 100
+
+
+@pytest.mark.parametrize("size", [0.0, 0.02, 0.1, 0.5])
+def test_rounding_alone_passes(size: float) -> None:
+    assert refused(size, lambda move, _: move) == 0.0
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5, 1.5, 2.0, -1.0])
+def test_a_scaled_or_missing_adapter_is_refused(factor: float) -> None:
+    assert refused(0.1, lambda move, _: factor * move) == 1.0
+
+
+def test_another_adapter_of_the_same_size_is_refused() -> None:
+    assert refused(0.1, lambda move, rng: rng.permutation(move)) == 1.0
+
+
+def test_noise_beyond_rounding_is_refused() -> None:
+    assert refused(0.1, lambda move, rng: move + 4 * rounding(rng)) > 0.9
+
+
+def test_numbers_by_hand() -> None:
+    found = read_paired(
+        Scores(engine=[-1.0, -2.1], engine_base=[-1.5, -2.5], policy=[-1.0, -2.0], base=[-1.6, -2.4])
+    )
+    assert found.gap_mean == pytest.approx(0.05)
+    assert found.rounding == pytest.approx(0.1)
+    # Moves of the engine: 0.5, 0.4. Of the trainer: 0.6, 0.4.
+    assert found.projection == pytest.approx((0.5 * 0.6 + 0.4 * 0.4) / (0.36 + 0.16))
+    assert found.projection_error == pytest.approx(math.sqrt(2 * 0.01) / math.sqrt(0.52))
+
+
+def test_one_wild_token_does_not_decide() -> None:
+    found = scores(0, 0.1, lambda move, _: move)
+    assert not is_refused(found)
+    wild = Scores(
+        engine=[found.engine[0] - 3.0, *found.engine[1:]],
+        engine_base=found.engine_base,
+        policy=found.policy,
+        base=found.base,
+    )
+    assert not is_refused(wild)
+
+
+@pytest.mark.parametrize("same", ["the base", "the version before"])
+def test_the_bits_of_another_version_are_refused_while_rounding_hides_the_move(same: str) -> None:
+    found = scores(0, 0.01, lambda move, _: move)
+    other = found.engine_base if same == "the base" else [x + 0.01 for x in found.engine]
+    served = Scores(
+        engine=other,
+        engine_base=found.engine_base,
+        policy=found.policy,
+        base=found.base,
+        engine_before=other if same != "the base" else None,
+        policy_before=[x + 0.02 for x in found.policy] if same != "the base" else None,
+    )
+    with pytest.raises(SyncFailed, match=f"gives the same logprobs as {same}, to the bit"):
+        check_paired("policy-v000001", "vllm-0", read_paired(served))
+
+
+def test_an_unmoved_adapter_may_have_the_bases_bits() -> None:
+    found = scores(0, 0.0, lambda move, _: move)
+    equal = Scores(
+        engine=found.engine_base, engine_base=found.engine_base, policy=found.base, base=found.base
+    )
+    reading = read_paired(equal)
+    assert math.isnan(reading.projection)
+    check_paired("policy-v000000", "vllm-0", reading)
+
+
+def test_another_base_model_is_refused() -> None:
+    found = scores(0, 0.1, lambda move, _: move)
+    other = Scores(
+        engine=[x - 0.5 for x in found.engine],
+        engine_base=[x - 0.5 for x in found.engine_base],
+        policy=found.policy,
+        base=found.base,
+    )
+    with pytest.raises(SyncFailed, match="disagree about the base model"):
+        check_paired("policy-v000001", "vllm-0", read_paired(other))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_numbers_that_are_not_finite_are_refused(bad: float) -> None:
+    found = scores(0, 0.1, lambda move, _: move)
+    broken = Scores(
+        engine=[bad, *found.engine[1:]],
+        engine_base=found.engine_base,
+        policy=found.policy,
+        base=found.base,
+    )
+    assert is_refused(broken)
+
+
+class PairedEngine:
+    """Answers with stored scores by model name."""
+
+    name = "vllm-0"
+
+    def __init__(self, answers: dict[str, Sequence[float]]) -> None:
+        self.answers, self.asked = answers, list[str]()
+
+    async def load_adapter(self, adapter: AdapterVersion) -> None: ...
+
+    async def unload_adapter(self, name: str) -> None: ...
+
+    async def prompt_logprobs(self, model: str, token_ids: Sequence[int]) -> list[float]:
+        self.asked.append(model)
+        return list(self.answers[model])
+
+
+def with_canary(adapter: AdapterVersion, found: Scores) -> AdapterVersion:
+    canary = Canary(
+        sequences=[list(range(N + 1))], policy_logprobs=[list(found.policy)], base_logprobs=[list(found.base)]
+    )
+    manifest = read_manifest(adapter.path).model_copy(update={"canary": canary})
+    write_json(adapter.manifest_path, manifest.model_dump(mode="json"))
+    return adapter
+
+
+def test_the_pool_asks_for_the_base_and_the_version_before(tmp_path: Path) -> None:
+    older, newer = (scores(0, size, lambda move, _: move) for size in (0.1, 0.12))
+    engine = PairedEngine(
+        {"base": older.engine_base, "policy-v000001": older.engine, "policy-v000002": newer.engine}
+    )
+    pool = EnginePool([engine], tolerance=None)  # type: ignore[list-item]
+
+    async def take(version: int, found: Scores) -> CanaryReading:
+        adapter = with_canary(publish(tmp_path, version), found)
+        await pool.load(adapter)
+        return await pool.verify(adapter)
+
+    asyncio.run(take(1, older))
+    assert engine.asked == ["policy-v000001", "base"]
+    reading = asyncio.run(take(2, newer))
+    assert engine.asked[2:] == ["policy-v000002", "base", "policy-v000001"]
+    assert reading.as_metrics()["canary/rounding"] == pytest.approx(reading.rounding)
+    engine.answers["policy-v000003"] = newer.engine
+    with pytest.raises(SyncFailed, match="same logprobs as the version before"):
+        asyncio.run(take(3, scores(0, 0.14, lambda move, _: move)))
