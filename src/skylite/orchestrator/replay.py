@@ -20,7 +20,7 @@ from skylite.processes.child import ProcessSpec
 from skylite.processes.hardware import cpu_cores
 from skylite.processes.supervisor import Supervisor
 from skylite.processes.torchrun import trainer_command, trainer_env
-from skylite.run.checkpoint_folder import checkpoint_steps, step_of, verify_checkpoint
+from skylite.run.checkpoint_folder import checkpoint_steps, verify_checkpoint
 from skylite.run.files import write_json
 from skylite.run.run_dir import AdapterVersion, RunDir, adapter_name
 
@@ -116,9 +116,9 @@ def copy_for_replay(run: RunDir, recorded: RunConfig, replay: RunDir, start: int
         write_json(replay.micro_batch_path, run.read_json(run.micro_batch_path) | {"tokens": tokens})
     if start:
         replay.checkpoint_path(start).symlink_to(run.checkpoint_path(start).resolve())
-    for path in (p for p in run.rollouts.glob("step-*") if step_of(p) <= step):
+    for path in (p for k, p in run.stored_rollouts().items() if k <= step):
         (replay.rollouts / path.name).symlink_to(path.resolve())
-    for path in (p for p in run.trainer_steps.glob("step-*") if step_of(p) < start):
+    for path in (p for k, p in run.stored_trainer_steps().items() if k < start):
         (replay.trainer_steps / path.name).symlink_to(path.resolve())
     return replay
 

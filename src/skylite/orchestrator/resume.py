@@ -27,7 +27,7 @@ from skylite.orchestrator.plan import (
     train_data_hash,
 )
 from skylite.orchestrator.step_metrics import recovered_metrics
-from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint, step_of
+from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint
 from skylite.run.files import fsync_path
 from skylite.run.metrics_file import read_metrics, write_metrics
 from skylite.run.rollout_file import read_rollouts
@@ -106,8 +106,8 @@ def remove_after(run: RunDir, lora_sync_path: Path, step: int, *, reuse_rollouts
     for adapter in reversed([a for a in published_versions(lora_sync_path) if a.version > step]):
         remove_folder(adapter.path)
     write_metrics(run.metrics_path, [*before, *recovered])
-    for folder, first in ((run.trainer_steps, step), (run.rollouts, step + 1 + kept)):
-        for path in (p for p in folder.glob("step-*") if step_of(p) >= first):
+    for paths, first in ((run.stored_trainer_steps(), step), (run.stored_rollouts(), step + 1 + kept)):
+        for path in (p for k, p in paths.items() if k >= first):
             path.unlink()
     remove_scores_after(run, step)
     remove_leftovers(run, lora_sync_path)
@@ -136,9 +136,9 @@ def _stored_update(run: RunDir, step: int) -> dict[str, Any]:
 def reusable_rollouts(run: RunDir, step: int) -> int:
     """Number of steps right after `step` with an undamaged rollout file. A rejected step is sampled again."""
     count = 0
-    while (path := run.rollout_path(step + count + 1)).exists() and not any(
-        run.rejected_steps.glob(f"{path.stem}*")
-    ):
+    while (path := run.rollout_path(step + count + 1)).exists() and not (
+        run.rejected_steps / path.stem
+    ).exists():
         try:
             read_rollouts(path)
         except DataError as error:
