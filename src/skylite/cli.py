@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from skylite.errors import SkyliteError, write_failed
-from skylite.ui.logs import configure_logging, set_terminal_level
+from skylite.ui.logs import configure_logging, set_terminal_level, unforeseen_text
 
 app = typer.Typer(
     name="skylite",
@@ -262,7 +262,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def main() -> None:
-    """Run the command line. A SkyliteError becomes one message on stderr and its exit code."""
+    """Run the command line. Every error becomes one message on stderr and a nonzero exit code."""
     try:
         app()
     except SkyliteError as error:
@@ -274,4 +274,7 @@ def main() -> None:
     except OSError as error:
         # Nearly all writes raise WriteFailed; this handles the rest, such as creating a folder.
         print(f"skylite: {write_failed(error)}", file=sys.stderr)
+        sys.exit(1)
+    except Exception as error:  # noqa: BLE001 a sentence for every error; its traceback is saved
+        print(f"skylite: {unforeseen_text(error)}", file=sys.stderr)
         sys.exit(1)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import errno
 import os
+import traceback
 from pathlib import Path
 
 _WRITE_HINTS = {
@@ -114,6 +115,12 @@ def non_finite_reward(name: str, value: object, prompt_id: str, completion: str)
         f"(completion {completion[:80]!r}).",
         "A reward must return a finite number.",
     )
+
+
+def error_line(error: BaseException) -> str:
+    """Class and first line of any error, without characters that control a terminal."""
+    line = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
+    return "".join(c if c.isprintable() else " " for c in line)
 
 
 def write_failed(error: OSError, path: Path | None = None) -> WriteFailed:

@@ -87,6 +87,7 @@ def train(
 def _start(flags: TrainFlags, run: Path | None, limit: TimeLimit | None, *, dry_run: bool) -> bool:
     """Start a new run. Returns whether it finished."""
     from skylite.orchestrator.disk_check import check_disk_space
+    from skylite.orchestrator.failures import failures_recorded
     from skylite.orchestrator.plan import plan_run, write_run
     from skylite.orchestrator.run_session import run_session
 
@@ -102,7 +103,7 @@ def _start(flags: TrainFlags, run: Path | None, limit: TimeLimit | None, *, dry_
     # Lock before writing: of two processes that start at once, one must see the lock of the other.
     with lock_folder(plan.run.root), lock_folder(Path(plan.resolved.lora_sync_path)):
         write_run(plan)
-        with run_log(plan.run.log_path("skylite")):
+        with failures_recorded(plan), run_log(plan.run.log_path("skylite")):
             return asyncio.run(run_session(plan, resume=False, limit=limit))
 
 
@@ -111,6 +112,7 @@ def _resume(
 ) -> bool:
     """Resume an existing run. Returns whether it finished."""
     from skylite.orchestrator.disk_check import check_disk_space
+    from skylite.orchestrator.failures import failures_recorded
     from skylite.orchestrator.resume import plan_resume
     from skylite.orchestrator.run_session import run_session
 
@@ -125,7 +127,7 @@ def _resume(
             print_settings(plan.config)
             return True
         check_disk_space(plan.run, plan.config, plan.resolved)
-        with run_log(plan.run.log_path("skylite")):
+        with failures_recorded(plan), run_log(plan.run.log_path("skylite")):
             return asyncio.run(run_session(plan, resume=True, limit=limit))
 
 

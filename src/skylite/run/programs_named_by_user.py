@@ -55,9 +55,13 @@ def _setting(specs: Sequence[str], kind: FunctionKind) -> str:
     return shlex.quote(f"{kind.setting}={json.dumps(list(specs)) if kind is REWARD else specs[0]}")
 
 
+def state_folder() -> Path:
+    """Where skylite keeps what it remembers about its user."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "skylite"
+
+
 def _state_file() -> Path:
-    home = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return home / "skylite" / "programs.json"
+    return state_folder() / "programs.json"
 
 
 def _known() -> set[str]:
