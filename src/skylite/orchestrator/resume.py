@@ -160,8 +160,8 @@ def _check_inputs(recorded: RunConfig, config: TrainConfig) -> None:
     if check_folder(Path(resolved.model_path), "").fingerprint != resolved.model_fingerprint:
         raise ConfigError(
             f"The model in {resolved.model_path} is not the one that the run was trained on "
-            "(its fingerprint differs).",
-            "Restore the original model, or start a new run.",
+            "(its fingerprint differs: weights, config, tokenizer, chat template or generation_config).",
+            "Restore the original files, or start a new run.",
         )
 
 
