@@ -107,7 +107,7 @@ def prepare(
 def train(
     recipe: Annotated[
         str | None,
-        typer.Option(help="TOML file, or a name in recipes/. Default: the recipe for this machine."),
+        typer.Option(help="TOML file, or the name of a bundled recipe. Default: the one for this machine."),
     ] = None,
     model: Annotated[str | None, typer.Option(help="Hub id, local folder, or smollm2-135m.")] = None,
     data: Annotated[Path | None, typer.Option(help="Folder written by `skylite prepare`.")] = None,

@@ -95,7 +95,8 @@ def _start(flags: TrainFlags, run: Path | None, limit: TimeLimit | None, *, dry_
     config = load_config(recipe, flags.overrides(), flags.settings)
     if flags.recipe is None and flags.data is None:
         prepare_default_data(Path(config.data.path))
-    plan = plan_run(config, RunDir((run or _new_run(recipe)).resolve()))
+    run_dir = RunDir((run or _new_run(recipe)).resolve())
+    plan = plan_run(config, run_dir, recipe=recipe, settings=flags.settings)
     check_disk_space(plan.run, plan.config, plan.resolved)
     if dry_run:
         print_settings(plan.config)

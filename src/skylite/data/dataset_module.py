@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import skylite
+from skylite.config.bundled import bundled_folder, bundled_names, is_bare
 from skylite.data.examples import SPLITS, Example, ExampleSet, sample_rows
 from skylite.data.sources import HubError, Row, Table
 from skylite.errors import ConfigError, DataError
@@ -45,28 +45,29 @@ class DatasetModule:
     synthetic_rows: SyntheticRows | None
 
 
-def data_prep_folders() -> list[Path]:
-    """Folders searched for a data_prep file: ./data_prep, then the checkout, then the installed package."""
-    package = Path(skylite.__file__).resolve().parent
-    return [Path("data_prep"), package.parents[1] / "data_prep", package / "_bundled" / "data_prep"]
-
-
 def find_dataset_file(target: str) -> Path:
-    """The data_prep file for a name or a path ending in .py. Raises DataError that lists the known names."""
-    if target.endswith(".py"):
-        path = Path(target)
-        if not path.is_file():
-            raise DataError(f"{target} does not exist.", "Give a file like data_prep/gsm8k.py.")
-        return path
-    for folder in data_prep_folders():
-        if (folder / f"{target}.py").is_file():
-            return folder / f"{target}.py"
-    known = sorted({p.stem for folder in data_prep_folders() for p in folder.glob("*.py")})
-    raise DataError(
-        f"There is no data set {target!r}.",
-        f"Give one of: {', '.join(known)}; reasoning-gym:TASK; a data_prep .py file; "
-        "or a .jsonl, .csv or .parquet file.",
+    """The data_prep file for a bare name, which is a bundled one, or for a path.
+
+    Raises DataError that lists the bundled names.
+    """
+    known = (
+        f"Give one of: {bundled_names('data_prep')}; reasoning-gym:TASK; a data_prep .py file; "
+        "or a .jsonl, .csv or .parquet file."
     )
+    if not is_bare(target):
+        if not Path(target).is_file():
+            raise DataError(
+                f"The file {target} does not exist; a name with a slash or a suffix is a path.", known
+            )
+        return Path(target)
+    path = bundled_folder("data_prep") / f"{target}.py"
+    if not path.is_file():
+        raise DataError(
+            f"There is no bundled data set {target!r} in {path.parent}; "
+            "a name without slash and suffix means one.",
+            f"{known} For a file of yours give its path, such as ./{target}.py.",
+        )
+    return path
 
 
 def load_dataset(target: str) -> DatasetModule:

@@ -1,7 +1,7 @@
 """Which FILE.py:function programs the user has named on this machine. No others run.
 
-A prepared file and a run's config.json name programs, and both can come from somebody else. skylite remembers
-the paths that the user names (`prepare --reward`, `--set`, a recipe) in
+Prepared files, recipes and a run's config.json name programs, and all can come from somebody else. skylite remembers
+the paths that the user names on the command line (`prepare --reward`, `--set`) in
 $XDG_STATE_HOME/skylite/programs.json. Every other program is refused.
 """
 
