@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib.util
 import inspect
 import os
@@ -48,14 +49,24 @@ def resolve_spec(spec: str) -> str:
         return spec
 
 
-def load_function(spec: str, kind: FunctionKind) -> Callable[..., Any]:
+def program_sha256(spec: str) -> str | None:
+    """sha256 of the file that the spec names; None if it cannot be read."""
+    path = Path(spec.rpartition(":")[0])
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    except (OSError, ValueError):
+        return None
+
+
+def load_function(spec: str, kind: FunctionKind, sha256: str | None = None) -> Callable[..., Any]:
     """Run the file and return its function.
 
-    Raises ConfigError if that fails or the function does not take two arguments.
+    Raises ConfigError if that fails, the function does not take two arguments, or the file's content does not
+    have the `sha256` (None: any content).
     """
     path, name = _find_file(spec, kind)
     try:
-        module = import_file(path, f"{kind.name} file")
+        module = import_file(path, f"{kind.name} file", sha256)
     except DataError as error:
         raise ConfigError(error.what, error.hint) from error
     function: Callable[..., Any] | None = getattr(module, name, None)
@@ -90,14 +101,23 @@ def check_function(spec: str, kind: FunctionKind) -> None:
             raise _wrong_arguments(path, name, kind, f"it takes ({ast.unparse(node.args)})")
 
 
-def import_file(path: Path, what: str) -> ModuleType:
-    """Import a Python file as a separate module. Raises DataError with the exception that the file raised."""
+def import_file(path: Path, what: str, sha256: str | None = None) -> ModuleType:
+    """Run a Python file as a separate module. Raises DataError with the exception that the file raised.
+
+    It runs the very bytes that were compared with `sha256` (None: not compared), and never a compiled file
+    beside it.
+    """
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise DataError(f"The {what} {path} is not a Python file.")
     module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        source = path.read_bytes()
+        if sha256 is not None and hashlib.sha256(source).hexdigest() != sha256:
+            raise DataError(f"The {what} {path} has changed since skylite checked it.", "Start again.")
+        exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
+    except DataError:
+        raise
     except Exception as error:
         raise DataError(
             f"The {what} {path} cannot be imported: {type(error).__name__}: {error}.", "Fix that file."

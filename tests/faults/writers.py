@@ -248,6 +248,8 @@ def outcome(work: Callable[[], Any]) -> dict[str, Any]:
 def main() -> None:
     model = Path(sys.argv[1])
     write_random_adapter(model.parent / "adapter", model)
+    for v in (1, 2):
+        (model.parent / f"reward-{v}.py").write_text("def reward(prompt, completion): return 1.0\n")
     torch.set_num_threads(1)
     with lone_rank() as dist:
         policy = policy_of(model, settings(), dist)

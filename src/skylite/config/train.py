@@ -246,6 +246,8 @@ class Resolved(Section):
 
     None: no mark.
     """
+    programs: dict[str, str] = {}
+    """FILE.py:function -> sha256 of the file that the user allowed. Rewritten by every start of the run."""
     warm_start: str | None = None
     """The run's own copy of lora.from_adapter."""
     choices: list[str] = []

@@ -70,11 +70,14 @@ def plan_run(
     train, info = read_split(config, "train")
     held_out = held_out_prompts(config)
     named_by = None if is_set(settings, REWARD.setting) else recipe
-    rewards = allow_rewards(config.reward.functions, info, Path(config.data.path), named_by=named_by)
-    load_components(rewards, config.reward.weights, train[0])
-    allow_algorithm(config.algorithm, named_by=recipe, settings=settings)
+    rewards, programs = allow_rewards(
+        config.reward.functions, info, Path(config.data.path), named_by=named_by
+    )
+    load_components(rewards, config.reward.weights, train[0], programs=programs)
+    programs |= allow_algorithm(config.algorithm, named_by=recipe, settings=settings)
     config, threads_note = fix_threads(config)
     resolved = resolve_choices(config, run, [data_note(config, info, len(train)), threads_note])
+    resolved = resolved.model_copy(update={"programs": programs})
     log_notes(resolved.notes)
     return RunPlan(
         run=run,

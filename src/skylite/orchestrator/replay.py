@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,13 +40,16 @@ class ReplayResult:
     """Tensor name -> max |original - replayed|, for tensors that differ. Empty if both are bit-equal."""
 
 
-async def replay_step(run: RunDir, step: int) -> ReplayResult:
+async def replay_step(run: RunDir, step: int, programs: Mapping[str, str]) -> ReplayResult:
     """Train `step` again and compare the adapters; the run is only read.
 
+    `programs`: FILE.py:function -> sha256 of the file that the user allowed.
     Raises ConfigError if the adapter or the rollouts are not stored, or if this machine lacks the run's GPUs;
     ModelError if the adapter is damaged.
     """
     recorded = place_ranks(read_run_config(run.config_path))
+    resolved = recorded.resolved.model_copy(update={"programs": dict(programs)})
+    recorded = recorded.model_copy(update={"resolved": resolved})
     original = stored_adapter(run, recorded, step)
     start = newest_checkpoint_before(run, step)
     missing = [k for k in range(start + 1, step + 1) if not run.rollout_path(k).exists()]

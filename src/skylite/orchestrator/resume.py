@@ -57,8 +57,10 @@ def plan_resume(
     check_device(config, recorded.resolved.device)
     placement = place_again(recorded, config)
     log_notes(placement.notes)
-    rewards = allow_rewards(config.reward.functions, info, Path(config.data.path), named_by=run.config_path)
-    allow_algorithm(config.algorithm, named_by=run.config_path, settings=settings)
+    rewards, programs = allow_rewards(
+        config.reward.functions, info, Path(config.data.path), named_by=run.config_path
+    )
+    programs |= allow_algorithm(config.algorithm, named_by=run.config_path, settings=settings)
     _check_inputs(recorded, config)
     done = choose_checkpoint(run, at)
     _require_work(run, config, done)
@@ -73,10 +75,11 @@ def plan_resume(
         logger.warning(
             f"the run was started with skylite {recorded.skylite_version}, and this is {skylite.__version__}"
         )
+    resolved = _relocate(run, recorded, config, placement, memory)
     return RunPlan(
         run=run,
         config=config,
-        resolved=_relocate(run, recorded, config, placement, memory),
+        resolved=resolved.model_copy(update={"programs": programs}),
         train=train,
         held_out=held_out_prompts(config),
         rewards=rewards,

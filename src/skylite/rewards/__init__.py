@@ -20,17 +20,17 @@ An exception ends the run. NaN or infinity makes the step an anomaly (trainer/an
 BUILT_IN = ("gsm8k", "math", "format", "reasoning-gym")
 
 
-def load_reward(spec: str, example: Prompt | None = None) -> RewardFn:
+def load_reward(spec: str, example: Prompt | None = None, sha256: str | None = None) -> RewardFn:
     """The function behind a spec: one of BUILT_IN or FILE.py:function.
 
     With `example`, calls it once on the example's answer, to find a broken reward before the run starts.
-    Raises ConfigError.
+    `sha256`: of the content that the file must have; None: any. Raises ConfigError.
     """
     if spec not in BUILT_IN and not is_program(spec):
         raise ConfigError(
             f"There is no reward {spec!r}.", f"Use one of {', '.join(BUILT_IN)}, or FILE.py:function."
         )
-    reward: RewardFn = _built_in(spec) if spec in BUILT_IN else load_function(spec, REWARD)
+    reward: RewardFn = _built_in(spec) if spec in BUILT_IN else load_function(spec, REWARD, sha256)
     if example is not None:
         try:
             finite_score(spec, reward, example, reference_completion(spec, example.answer))

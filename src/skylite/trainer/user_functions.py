@@ -6,7 +6,7 @@ train something else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -25,10 +25,16 @@ GroupAdvantage = Callable[[Tensor, Tensor], Tensor]
 """(rewards [N, G], lengths [N, G] in tokens) -> advantages [N, G]."""
 PolicyLoss = Callable[[LossInputs, AlgorithmConfig], Tensor]
 """-> loss [C]."""
+_hashes: dict[str, str] = {}
+"""FILE.py:function -> sha256 of the file that the user allowed; the trainer sets it at its start."""
 
 
-def load_functions(config: AlgorithmConfig) -> None:
-    """Load both, so that a broken file ends the trainer at its start. Raises ConfigError."""
+def load_functions(config: AlgorithmConfig, programs: Mapping[str, str]) -> None:
+    """Load both, so that a broken file ends the trainer at its start. Raises ConfigError.
+
+    `programs`: spec -> sha256 that the file must have.
+    """
+    _hashes.update(programs)
     group_advantage(config.advantage)
     policy_loss(config.policy_loss)
 
@@ -101,4 +107,4 @@ class UserFunction:
 @cache
 def _load(spec: str, kind: FunctionKind) -> UserFunction:
     """Cached, so that a process runs each file once."""
-    return UserFunction(spec, kind, load_function(spec, kind))
+    return UserFunction(spec, kind, load_function(spec, kind, _hashes.get(spec)))
