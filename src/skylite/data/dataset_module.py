@@ -12,15 +12,17 @@ synthetic_rows  optional, (split, seed, difficulties, limit) -> Table: generated
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from skylite.config.bundled import bundled_folder, bundled_names, is_bare
 from skylite.data.examples import SPLITS, Example, ExampleSet, sample_rows
 from skylite.data.sources import HubError, Row, Table
-from skylite.errors import ConfigError, DataError
-from skylite.plugin_file import import_file
+from skylite.errors import ConfigError, DataError, SkyliteError
+from skylite.plugin_file import UserCodeFailed, import_file, user_code
 from skylite.types import Message, Prompt
 
 Tables = dict[str, Table]
@@ -93,11 +95,27 @@ def load_dataset(target: str) -> DatasetModule:
         system=module.SYSTEM,
         few_shot=module.FEW_SHOT,
         reward=module.REWARD,
-        load_rows=module.load_rows,
-        to_prompt=module.to_prompt,
-        reference=module.reference,
-        synthetic_rows=synthetic,
+        load_rows=_guarded(path, module.load_rows),
+        to_prompt=_guarded(path, module.to_prompt),
+        reference=_guarded(path, module.reference),
+        synthetic_rows=None if synthetic is None else _guarded(path, synthetic),
     )
+
+
+def _guarded(path: Path, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of a data_prep file; what it raises becomes a DataError that names file and row."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        try:
+            with user_code(keep=SkyliteError):
+                return function(*arguments)
+        except UserCodeFailed as error:
+            row = next((f" for {a.where}" for a in arguments if isinstance(a, Row)), "")
+            name = getattr(function, "__name__", "a function")
+            raise DataError(f"{name} in {path} raised {error}{row}.", "Fix that file.") from error
+
+    return call
 
 
 def module_examples(

@@ -18,7 +18,15 @@ from skylite.algorithms.advantages import GROUP_ADVANTAGES
 from skylite.algorithms.losses import POLICY_LOSSES, LossInputs
 from skylite.config.algorithm import AlgorithmConfig
 from skylite.errors import RunFailed
-from skylite.plugin_file import ADVANTAGE, POLICY_LOSS, FunctionKind, is_program, load_function
+from skylite.plugin_file import (
+    ADVANTAGE,
+    POLICY_LOSS,
+    FunctionKind,
+    UserCodeFailed,
+    is_program,
+    load_function,
+    user_code,
+)
 from skylite.trainer.out_of_memory import is_out_of_memory
 
 GroupAdvantage = Callable[[Tensor, Tensor], Tensor]
@@ -76,12 +84,13 @@ class UserFunction:
 
     def _call(self, *arguments: Any) -> Any:
         try:
-            return self.function(*arguments)
-        except Exception as error:
-            if is_out_of_memory(error):  # it succeeds with smaller micro-batches
-                raise
-            what = f"raised {type(error).__name__}: {error}"
-            raise self._error(what, "Fix that file; continue with --resume.") from error
+            with user_code():
+                return self.function(*arguments)
+        except UserCodeFailed as error:
+            cause = error.__cause__ or error
+            if is_out_of_memory(cause):  # it succeeds with smaller micro-batches
+                raise cause from None
+            raise self._error(f"raised {error}", "Fix that file; continue with --resume.") from cause
 
     def _checked(self, value: Any, shape: torch.Size, inputs: Sequence[Tensor]) -> Tensor:
         """The value, if it is a tensor of that shape.
