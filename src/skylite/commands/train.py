@@ -102,7 +102,9 @@ def _start(flags: TrainFlags, run: Path | None, limit: TimeLimit | None, *, dry_
         print_settings(plan.config)
         return True
     # Lock before writing: of two processes that start at once, one must see the lock of the other.
-    with lock_folder(plan.run.root), lock_folder(Path(plan.resolved.lora_sync_path)):
+    is_private = config.lora.lora_sync_path is not None
+    adapters = Path(plan.resolved.lora_sync_path)
+    with lock_folder(plan.run.root), lock_folder(adapters, is_private=is_private):
         write_run(plan)
         with failures_recorded(plan), run_log(plan.run.log_path("skylite")):
             return asyncio.run(run_session(plan, resume=False, limit=limit))
@@ -122,7 +124,8 @@ def _resume(
     with contextlib.ExitStack() as locks:
         if not dry_run:  # before reading the run: a live one may write a newer checkpoint at any moment
             locks.enter_context(lock_folder(run.root))
-            locks.enter_context(lock_folder(run.adapters(recorded)))
+            is_private = recorded.config.lora.lora_sync_path is not None
+            locks.enter_context(lock_folder(run.adapters(recorded), is_private=is_private))
         plan = plan_resume(run, overrides=flags.overrides(), settings=flags.settings, at=at)
         if dry_run:
             print_settings(plan.config)
