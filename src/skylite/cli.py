@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from skylite.errors import SkyliteError, write_failed
+from skylite.processes.import_path import protect_imports
 from skylite.ui.logs import configure_logging, set_terminal_level, unforeseen_text
 
 app = typer.Typer(
@@ -263,6 +264,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def main() -> None:
     """Run the command line. Every error becomes one message on stderr and a nonzero exit code."""
+    protect_imports()
     try:
         app()
     except SkyliteError as error:
