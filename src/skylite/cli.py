@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from skylite.errors import SkyliteError, write_failed
-from skylite.ui.logs import configure_logging, set_terminal_level
+from skylite.processes.import_path import protect_imports
+from skylite.ui.logs import configure_logging, set_terminal_level, unforeseen_text
 
 app = typer.Typer(
     name="skylite",
@@ -107,7 +108,7 @@ def prepare(
 def train(
     recipe: Annotated[
         str | None,
-        typer.Option(help="TOML file, or a name in recipes/. Default: the recipe for this machine."),
+        typer.Option(help="TOML file, or the name of a bundled recipe. Default: the one for this machine."),
     ] = None,
     model: Annotated[str | None, typer.Option(help="Hub id, local folder, or smollm2-135m.")] = None,
     data: Annotated[Path | None, typer.Option(help="Folder written by `skylite prepare`.")] = None,
@@ -262,7 +263,8 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def main() -> None:
-    """Run the command line. A SkyliteError becomes one message on stderr and its exit code."""
+    """Run the command line. Every error becomes one message on stderr and a nonzero exit code."""
+    protect_imports()
     try:
         app()
     except SkyliteError as error:
@@ -274,4 +276,7 @@ def main() -> None:
     except OSError as error:
         # Nearly all writes raise WriteFailed; this handles the rest, such as creating a folder.
         print(f"skylite: {write_failed(error)}", file=sys.stderr)
+        sys.exit(1)
+    except Exception as error:  # noqa: BLE001 a sentence for every error; its traceback is saved
+        print(f"skylite: {unforeseen_text(error)}", file=sys.stderr)
         sys.exit(1)

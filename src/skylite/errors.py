@@ -107,13 +107,23 @@ class TrainingDiverged(RunFailed):
     """The loss or gradient is not finite."""
 
 
-def non_finite_reward(name: str, value: object, prompt_id: str, completion: str) -> RunFailed:
+def non_finite_reward(name: str, value: str, prompt_id: str, completion: str) -> RunFailed:
     """The error for a reward that is NaN, infinite or not a number where one is required."""
     return RunFailed(
-        f"The reward function {name} returned {value!r} for prompt {prompt_id} "
+        f"The reward function {name} returned {value} for prompt {prompt_id} "
         f"(completion {completion[:80]!r}).",
         "A reward must return a finite number.",
     )
+
+
+def error_line(error: BaseException) -> str:
+    """Class and first line of any error, at most 500 characters, none of which controls a terminal."""
+    try:
+        text = str(error).strip().partition("\n")[0][:500]
+    except BaseException:  # noqa: BLE001 a user's class may raise anything here
+        text = ""
+    line = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return "".join(c if c.isprintable() else " " for c in line)
 
 
 def write_failed(error: OSError, path: Path | None = None) -> WriteFailed:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib.util
 import inspect
 import os
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from skylite.errors import ConfigError, DataError
+from skylite.errors import ConfigError, DataError, error_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +52,47 @@ def resolve_spec(spec: str) -> str:
         return spec
 
 
-def load_function(spec: str, kind: FunctionKind) -> Callable[..., Any]:
+def program_sha256(spec: str) -> str | None:
+    """sha256 of the file that the spec names; None if it cannot be read."""
+    path = Path(spec.rpartition(":")[0])
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    except (OSError, ValueError):
+        return None
+
+
+def load_function(spec: str, kind: FunctionKind, sha256: str | None = None) -> Callable[..., Any]:
     """Run the file and return its function.
 
-    Raises ConfigError if that fails or the function does not take two arguments.
+    Raises ConfigError if that fails, the function does not take two arguments, or the file's content does not
+    have the `sha256` (None: any content).
     """
     path, name = _find_file(spec, kind)
     try:
-        module = import_file(path, f"{kind.name} file")
+        module = import_file(path, f"{kind.name} file", sha256)
     except DataError as error:
         raise ConfigError(error.what, error.hint) from error
-    function: Callable[..., Any] | None = getattr(module, name, None)
+    try:
+        with user_code():
+            function: Callable[..., Any] | None = getattr(module, name, None)
+            problem = _call_problem(function)
+    except UserCodeFailed as error:
+        raise ConfigError(f"{name} in {path} cannot be used: {error}.", "Fix that file.") from error
     if not callable(function):
         raise _no_function(path, name, kind)
-    try:
-        inspect.signature(function).bind(None, None)
-    except (TypeError, ValueError) as error:
-        raise _wrong_arguments(path, name, kind, str(error)) from None
+    if problem:
+        raise _wrong_arguments(path, name, kind, problem)
     return function
+
+
+def _call_problem(function: Callable[..., Any] | None) -> str:
+    """Why the function cannot be called with two arguments; "" if it can, or is no function."""
+    try:
+        if callable(function):
+            inspect.signature(function).bind(None, None)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return ""
 
 
 def check_function(spec: str, kind: FunctionKind) -> None:
@@ -76,9 +103,9 @@ def check_function(spec: str, kind: FunctionKind) -> None:
     path, name = _find_file(spec, kind)
     try:
         tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError) as error:
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(
-            f"The {kind.name} file {path} cannot be imported: {type(error).__name__}: {error}.",
+            f"The {kind.name} file {path} cannot be imported: {error_line(error)}.",
             "Fix that file.",
         ) from None
     if not any(_binds(node, name) for node in ast.walk(tree)):
@@ -90,19 +117,61 @@ def check_function(spec: str, kind: FunctionKind) -> None:
             raise _wrong_arguments(path, name, kind, f"it takes ({ast.unparse(node.args)})")
 
 
-def import_file(path: Path, what: str) -> ModuleType:
-    """Import a Python file as a separate module. Raises DataError with the exception that the file raised."""
+def import_file(path: Path, what: str, sha256: str | None = None) -> ModuleType:
+    """Run a Python file as a separate module. Raises DataError with the exception that the file raised.
+
+    It runs the very bytes that were compared with `sha256` (None: not compared), and never a compiled file
+    beside it.
+    """
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise DataError(f"The {what} {path} is not a Python file.")
     module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise DataError(
-            f"The {what} {path} cannot be imported: {type(error).__name__}: {error}.", "Fix that file."
-        ) from error
+        source = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"The {what} {path} cannot be imported: {error_line(error)}.") from None
+    if sha256 is not None and hashlib.sha256(source).hexdigest() != sha256:
+        raise DataError(f"The {what} {path} has changed since skylite checked it.", "Start again.")
+    try:
+        with user_code():
+            exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
+    except UserCodeFailed as error:
+        raise DataError(f"The {what} {path} cannot be imported: {error}.", "Fix that file.") from error
     return module
+
+
+class UserCodeFailed(Exception):
+    """A user's code raised. The text names class and message; `__cause__` is what was raised."""
+
+
+@contextmanager
+def user_code(keep: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+    """Turn whatever the user's code in the block raises into UserCodeFailed, except `keep`.
+
+    This includes SystemExit, KeyboardInterrupt and CancelledError, which would end the run as if nothing was
+    wrong. A Ctrl-C that the user really presses stays a KeyboardInterrupt.
+    """
+    pressed = False
+
+    def on_ctrl_c(*_: object) -> None:
+        nonlocal pressed
+        pressed = True
+        raise KeyboardInterrupt
+
+    is_main = threading.current_thread() is threading.main_thread()
+    hears_ctrl_c = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if hears_ctrl_c:
+        signal.signal(signal.SIGINT, on_ctrl_c)
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, keep) or (pressed and isinstance(error, KeyboardInterrupt)):
+            raise
+        raise UserCodeFailed(error_line(error)) from error
+    finally:
+        if hears_ctrl_c:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _find_file(spec: str, kind: FunctionKind) -> tuple[Path, str]:

@@ -75,7 +75,7 @@ def test_a_broken_jsonl_line_is_named(project: Project, tmp_path: Path) -> None:
 def test_a_broken_recipe(project: Project, tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text("num_steps = = 3")
     assert "not valid TOML" in refused(project, "train", "--recipe", str(tmp_path / "r.toml"))
-    assert "no recipe 'nosuch'" in refused(project, "train", "--recipe", "nosuch")
+    assert "no bundled recipe 'nosuch'" in refused(project, "train", "--recipe", "nosuch")
 
 
 @pytest.mark.parametrize(

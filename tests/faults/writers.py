@@ -172,14 +172,13 @@ def small_writers(model: Path) -> dict[str, Callable[[Path, int], Any]]:
         clean_up(RunDir(folder), folder, newest=2 + v, config=settings(sync={"keep_last": 3}))
 
     def in_memory(folder: Path, v: int) -> None:
-        for lock in (
-            (folder / f"copy-{k}.{kind}.lock" for k in (1, 2) for kind in ("users", "change"))
-            if v == 1
-            else ()
-        ):
-            lock.touch()
-        with (folder / f"copy-{v}.users.lock").open() as other_run:
-            fcntl.flock(other_run, fcntl.LOCK_SH)  # so that the copy stays
+        if v == 1:
+            folder.chmod(0o700)
+            for name in ("change.lock", "copy-1.users.lock", "copy-2.users.lock"):
+                (folder / name).touch()
+        with contextlib.ExitStack() as other_runs:  # they use both copies, so that these stay
+            for name in ("copy-1.users.lock", "copy-2.users.lock"):
+                fcntl.flock(other_runs.enter_context((folder / name).open()), fcntl.LOCK_SH)
             with model_in_shared_memory(model, folder / f"copy-{v}"):
                 pass
 
@@ -248,6 +247,8 @@ def outcome(work: Callable[[], Any]) -> dict[str, Any]:
 def main() -> None:
     model = Path(sys.argv[1])
     write_random_adapter(model.parent / "adapter", model)
+    for v in (1, 2):
+        (model.parent / f"reward-{v}.py").write_text("def reward(prompt, completion): return 1.0\n")
     torch.set_num_threads(1)
     with lone_rank() as dist:
         policy = policy_of(model, settings(), dist)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import sys
 import traceback
 from copy import deepcopy
@@ -68,6 +69,9 @@ def call(args: list[str]) -> Reply:
         contextlib.redirect_stderr(output),
     ):
         patch.setattr(sys, "argv", ["skylite", *args])
+        patch.setattr(sys, "path", list(sys.path))  # main() changes these three for the rest of the process
+        for name in ("PYTHONPATH", "PYTHONSAFEPATH"):
+            patch.setenv(name, os.environ.get(name, ""))
         try:
             main()
         except SystemExit as end:

@@ -63,16 +63,28 @@ def test_a_broken_file_is_refused_with_the_reason(tmp_path: Path, text: str, rea
 
 
 def test_unknown_names_list_the_known_ones() -> None:
-    with pytest.raises(DataError, match=r"no data set 'gsm9k'.*gsm8k"):
+    with pytest.raises(DataError, match=r"no bundled data set 'gsm9k'.*gsm8k"):
         load_dataset("gsm9k")
-    with pytest.raises(DataError, match=r"nowhere\.py does not exist"):
-        load_dataset("nowhere.py")
 
 
-def test_a_file_in_the_working_folder_is_found_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "data_prep").mkdir()
-    (tmp_path / "data_prep" / "gsm8k.py").write_text(
-        FILES[0].read_text(encoding="utf-8").replace('NAME = "gsm8k"', 'NAME = "mine"')
-    )
+@pytest.mark.parametrize("name", ["nowhere.py", "./gsm8k", "data_prep/gsm8k", "gsm8k.txt", "../gsm8k", ""])
+def test_a_name_with_a_slash_or_a_suffix_is_a_path(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    assert load_dataset("gsm8k").name == "mine"
+    with pytest.raises(DataError, match=r"does not exist|no bundled data set ''"):
+        load_dataset(name)
+
+
+def test_a_bare_name_is_the_bundled_file_in_every_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data_prep").mkdir()
+    for path in ("data_prep/gsm8k.py", "gsm8k.py", "gsm8k"):
+        (tmp_path / path).write_text(
+            FILES[0].read_text(encoding="utf-8").replace('NAME = "gsm8k"', 'NAME = "mine"')
+        )
+    monkeypatch.chdir(tmp_path)
+    assert load_dataset("gsm8k").name == "gsm8k"
+    for path in ("data_prep/gsm8k.py", "./gsm8k.py", str(tmp_path / "gsm8k.py")):
+        assert load_dataset(path).name == "mine"

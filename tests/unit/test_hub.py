@@ -40,6 +40,41 @@ def test_the_fingerprint_is_stable_and_changes_with_the_weights(model: Path, tmp
     assert resolve_model(str(model)).fingerprint != resolve_model(str(other)).fingerprint
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "merges.txt",
+        "spiece.model",
+        "qwen.tiktoken",
+        "tekken.json",
+        "chat_template.jinja",
+        "chat_template.json",
+        "additional_chat_templates/tool_use.jinja",
+        "generation_config.json",
+    ],
+)
+def test_the_fingerprint_includes_what_decides_prompts_and_stop_tokens(model: Path, name: str) -> None:
+    """Added, then changed; a file moved under another name changes it, too."""
+    (model / name).parent.mkdir(exist_ok=True)
+    found = {resolve_model(str(model)).fingerprint}
+    for text in ("{}", '{"a": 1}'):
+        (model / name).write_text(text)
+        found.add(resolve_model(str(model)).fingerprint)
+    assert len(found) == 3
+
+
+def test_the_fingerprint_leaves_out_files_that_nothing_reads(model: Path) -> None:
+    original = resolve_model(str(model)).fingerprint
+    for name in ("README.md", "LICENSE.txt", "pytorch_model.bin", ".skylite.json", "tokenizer.json.bak"):
+        (model / name).write_text("text")
+    assert resolve_model(str(model)).fingerprint == original
+
+
 def test_all_files_of_an_index_must_exist(model: Path) -> None:
     original = resolve_model(str(model)).fingerprint
     index = model / "model.safetensors.index.json"

@@ -200,7 +200,7 @@ def test_a_bad_row_of_a_users_file_is_named(
         ({"target": "gsm8k", "synthetic": True, "out": Path("mine.jsonl")}, "is a file, not a folder"),
         ({"target": "gsm8k", "synthetic": True, "out": Path(".")}, "contains other files"),
         ({"target": "reasoning-gym:nothing"}, "no task 'nothing'"),
-        ({"target": "nothing"}, "no data set 'nothing'"),
+        ({"target": "nothing"}, "no bundled data set 'nothing'"),
     ],
 )
 def test_a_bad_combination_is_refused_in_one_sentence(

@@ -65,4 +65,4 @@ def test_micro_batches_are_the_same_as_in_the_run(tmp_path: Path) -> None:
 def test_a_trainer_that_exceeds_its_limit_is_ended_with_a_reason(tmp_path: Path) -> None:
     run = finished_run(tmp_path / "run", trainer={"step_timeout_s": 0.2})
     with pytest.raises(RunFailed, match=r"did not finish step 0 within 0.2 s \(trainer.step_timeout_s\)"):
-        asyncio.run(replay_step(run, 1))
+        asyncio.run(replay_step(run, 1, {}))

@@ -94,6 +94,13 @@ def test_other_data_or_another_model_is_refused_and_moved_data_accepted(run: Run
         plan(run)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "generation_config.json"])
+def test_another_tokenizer_template_or_stop_token_is_refused(run: RunDir, tmp_path: Path, name: str) -> None:
+    (tmp_path / "model" / name).write_text('{"changed": 1}')
+    with pytest.raises(ConfigError, match=r"its fingerprint differs.*tokenizer.*chat template"):
+        plan(run)
+
+
 @pytest.mark.parametrize(
     "setting", ["rollout.temperature=0.7", "seed=1", "lora.rank=8", "algorithm.name=rloo", "optim.lr=1e-5"]
 )

@@ -134,7 +134,7 @@ def check_base_model(found: WarmStart, model_name: str, model_path: Path, finger
             f"The adapter {found.folder} was trained on {found.manifest.base_model} "
             f"(fingerprint {found.manifest.base_fingerprint[:12]}), but this run's model is {model_name} "
             f"(fingerprint {fingerprint[:12]}).",
-            "Set --model to the base model of the adapter.",
+            "Set --model to the base model of the adapter, with the same tokenizer and chat template.",
         )
     if found.manifest is None and found.base_model not in (model_name, str(model_path)):
         return [

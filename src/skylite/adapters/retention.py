@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -14,7 +15,7 @@ from skylite.config.train import SyncConfig, TrainConfig
 from skylite.errors import DataError
 from skylite.run.checkpoint_folder import checkpoint_steps
 from skylite.run.files import TEMPORARY_MARK, convert_os_errors, temporary_sibling, write_json
-from skylite.run.run_dir import RunDir, published_versions, sampling_version
+from skylite.run.run_dir import RunDir, numbered_paths, published_versions, sampling_version
 
 Label = Literal["before", "step", "after"]
 """When a run evaluates on held-out problems."""
@@ -81,7 +82,8 @@ def held_out_scores(run: RunDir, config: EvalConfig) -> dict[int, float]:
     Raises DataError for a damaged file.
     """
     scores: dict[int, float] = {}
-    for path in (p for label in get_args(Label) for p in sorted(run.evals.glob(f"{label}-v*.json"))):
+    results = [numbered_paths(run.evals, f"{label}-v", ".json").values() for label in get_args(Label)]
+    for path in (p for paths in results for p in paths):
         try:
             body = json.loads(path.read_text(encoding="utf-8"))
             if (body["split"], body["limit"]) == (config.split, config.limit):
@@ -95,9 +97,9 @@ def held_out_scores(run: RunDir, config: EvalConfig) -> dict[int, float]:
 
 def remove_scores_after(run: RunDir, version: int) -> None:
     """Delete the run's own evaluations of versions after `version`."""
-    for label in get_args(Label):
-        for path in run.evals.glob(f"{label}-v*"):
-            if int(path.stem.removeprefix(f"{label}-v")) > version:
+    for label, suffix in product(get_args(Label), (".json", ".parquet")):
+        for found, path in numbered_paths(run.evals, f"{label}-v", suffix).items():
+            if found > version:
                 path.unlink()
 
 

@@ -70,7 +70,8 @@ def gc(target: Path) -> None:
     recorded = read_run_config(run.config_path)
     config, folder = recorded.config, run.adapters(recorded)
     require_own_folders(run, recorded)
-    with lock_folder(run.root), lock_folder(folder):
+    is_private = config.lora.lora_sync_path is not None
+    with lock_folder(run.root), lock_folder(folder, is_private=is_private):
         leftovers = remove_leftovers(run, folder)
         newest = max((v.version for v in versions), default=0)
         removed = clean_up(run, folder, newest, config)

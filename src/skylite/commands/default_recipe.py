@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from skylite.config.bundled import bundled_folder, bundled_names, is_bare
 from skylite.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -12,25 +13,26 @@ GPU_RECIPE = "gsm8k"
 CPU_RECIPE = "gsm8k_cpu"
 
 
-def recipe_folders() -> list[Path]:
-    """Folders searched for a recipe: ./recipes, then the checkout, then the installed package."""
-    package = Path(__file__).resolve().parent.parent
-    return [
-        p
-        for p in (Path("recipes"), package.parent.parent / "recipes", package / "_bundled" / "recipes")
-        if p.is_dir()
-    ]
-
-
 def find_recipe(name: str) -> Path:
-    """The TOML file for a path or a recipe name. Raises ConfigError that lists the known names."""
-    if name.endswith(".toml"):
+    """The TOML file for a bare name, which is a bundled recipe, or for a path.
+
+    Raises ConfigError that lists the bundled names.
+    """
+    known = f"The bundled recipes are {bundled_names('recipes')}."
+    if not is_bare(name):
+        if not Path(name).is_file():
+            raise ConfigError(
+                f"The recipe file {name} does not exist; a name with a slash or a suffix is a path.", known
+            )
         return Path(name)
-    for folder in recipe_folders():
-        if (folder / f"{name}.toml").is_file():
-            return folder / f"{name}.toml"
-    known = sorted({p.stem for folder in recipe_folders() for p in folder.glob("*.toml")})
-    raise ConfigError(f"There is no recipe {name!r}.", f"Give a .toml file or one of: {', '.join(known)}.")
+    path = bundled_folder("recipes") / f"{name}.toml"
+    if not path.is_file():
+        raise ConfigError(
+            f"There is no bundled recipe {name!r} in {path.parent}; "
+            "a name without slash and suffix means one.",
+            f"{known} For a file of yours give its path, such as ./{name}.toml.",
+        )
+    return path
 
 
 def default_recipe() -> Path:

@@ -64,6 +64,8 @@ class EvalPlan:
     prompts: list[Prompt]
     reward: str
     """Spec of the first reward function, the one that measures accuracy."""
+    programs: dict[str, str]
+    """FILE.py:function -> sha256 of the file that the user allowed."""
     out: Path
     """Folder of the results."""
     label: str
@@ -104,7 +106,7 @@ def plan_eval(flags: EvalFlags) -> EvalPlan:
     data = flags.data or Path(config.data.path)
     prompts, info = _problems(data, flags, config)
     named_by = None if is_set(flags.settings, REWARD.setting) else flags.target
-    (reward,) = allow_rewards(config.reward.functions[:1], info, data, named_by=named_by)
+    (reward,), programs = allow_rewards(config.reward.functions[:1], info, data, named_by=named_by)
     model_name = flags.model or (adapter.base_model if adapter is not None else config.model.name)
     run = adapter.run if adapter is not None else None
     label = "base" if adapter is None else adapter.adapter.name
@@ -114,6 +116,7 @@ def plan_eval(flags: EvalFlags) -> EvalPlan:
         config=config,
         prompts=prompts,
         reward=reward,
+        programs=programs,
         out=run.evals if run is not None else Path("evals"),
         label=label,
     )
@@ -139,7 +142,10 @@ async def run_eval(plan: EvalPlan, flags: EvalFlags) -> EvalResult:
     rollout = plan.config.rollout
     token_ids = encode_prompts(tokenizer, plan.prompts, rollout.max_prompt_tokens)
     pool = RewardPool(
-        [plan.reward], num_workers=plan.config.reward.num_workers, timeout_s=plan.config.reward.timeout_s
+        [plan.reward],
+        num_workers=plan.config.reward.num_workers,
+        timeout_s=plan.config.reward.timeout_s,
+        programs=plan.programs,
     )
     try:
         async with Supervisor() as supervisor:

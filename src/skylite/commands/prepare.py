@@ -125,8 +125,7 @@ def _user_file(
             "The reward reasoning-gym only scores the entries of reasoning-gym.",
             "Use gsm8k, math or FILE.py:function.",
         )
-    load_reward(reward)
-    remember(reward)
+    load_reward(reward, sha256=remember(reward).get(reward))
     return user_file_examples(
         path, question=question, answer=answer, reward=resolve_spec(reward), limit=limit, seed=seed
     )

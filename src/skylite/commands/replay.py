@@ -20,22 +20,25 @@ def replay(target: Path, step: int, settings: Sequence[str] = ()) -> None:
     `settings`: the user's --set. They name programs of the run that may run, and change nothing.
     """
     run = RunDir(target.resolve())
-    allow_programs(run, settings)
-    replayed = asyncio.run(replay_step(run, step))
+    programs = allow_programs(run, settings)
+    replayed = asyncio.run(replay_step(run, step, programs))
     print(replay_text(replayed))
     if replayed.differences:
         sys.exit(1)
 
 
-def allow_programs(run: RunDir, settings: Sequence[str]) -> None:
-    """Check that advantage and policy loss may run. Raises ConfigError if not, or if --set changes any."""
+def allow_programs(run: RunDir, settings: Sequence[str]) -> dict[str, str]:
+    """Check that advantage and policy loss may run. Returns spec -> sha256 of their files.
+
+    Raises ConfigError if they may not, or if --set changes a setting.
+    """
     recorded = read_run_config(run.config_path).config
     if change_config(recorded, {}, settings) != change_config(recorded, {}, ()):
         raise ConfigError(
             f"skylite replay uses the run's own settings, and --set {' --set '.join(settings)} changes them.",
             "Leave it out; here --set only names a program that the run uses.",
         )
-    allow_algorithm(recorded.algorithm, named_by=run.config_path, settings=settings)
+    return allow_algorithm(recorded.algorithm, named_by=run.config_path, settings=settings)
 
 
 def replay_text(replayed: ReplayResult) -> str:

@@ -87,6 +87,7 @@ def train(
 def _start(flags: TrainFlags, run: Path | None, limit: TimeLimit | None, *, dry_run: bool) -> bool:
     """Start a new run. Returns whether it finished."""
     from skylite.orchestrator.disk_check import check_disk_space
+    from skylite.orchestrator.failures import failures_recorded
     from skylite.orchestrator.plan import plan_run, write_run
     from skylite.orchestrator.run_session import run_session
 
@@ -94,15 +95,18 @@ def _start(flags: TrainFlags, run: Path | None, limit: TimeLimit | None, *, dry_
     config = load_config(recipe, flags.overrides(), flags.settings)
     if flags.recipe is None and flags.data is None:
         prepare_default_data(Path(config.data.path))
-    plan = plan_run(config, RunDir((run or _new_run(recipe)).resolve()))
+    run_dir = RunDir((run or _new_run(recipe)).resolve())
+    plan = plan_run(config, run_dir, recipe=recipe, settings=flags.settings)
     check_disk_space(plan.run, plan.config, plan.resolved)
     if dry_run:
         print_settings(plan.config)
         return True
     # Lock before writing: of two processes that start at once, one must see the lock of the other.
-    with lock_folder(plan.run.root), lock_folder(Path(plan.resolved.lora_sync_path)):
+    is_private = config.lora.lora_sync_path is not None
+    adapters = Path(plan.resolved.lora_sync_path)
+    with lock_folder(plan.run.root), lock_folder(adapters, is_private=is_private):
         write_run(plan)
-        with run_log(plan.run.log_path("skylite")):
+        with failures_recorded(plan), run_log(plan.run.log_path("skylite")):
             return asyncio.run(run_session(plan, resume=False, limit=limit))
 
 
@@ -111,6 +115,7 @@ def _resume(
 ) -> bool:
     """Resume an existing run. Returns whether it finished."""
     from skylite.orchestrator.disk_check import check_disk_space
+    from skylite.orchestrator.failures import failures_recorded
     from skylite.orchestrator.resume import plan_resume
     from skylite.orchestrator.run_session import run_session
 
@@ -119,13 +124,14 @@ def _resume(
     with contextlib.ExitStack() as locks:
         if not dry_run:  # before reading the run: a live one may write a newer checkpoint at any moment
             locks.enter_context(lock_folder(run.root))
-            locks.enter_context(lock_folder(run.adapters(recorded)))
+            is_private = recorded.config.lora.lora_sync_path is not None
+            locks.enter_context(lock_folder(run.adapters(recorded), is_private=is_private))
         plan = plan_resume(run, overrides=flags.overrides(), settings=flags.settings, at=at)
         if dry_run:
             print_settings(plan.config)
             return True
         check_disk_space(plan.run, plan.config, plan.resolved)
-        with run_log(plan.run.log_path("skylite")):
+        with failures_recorded(plan), run_log(plan.run.log_path("skylite")):
             return asyncio.run(run_session(plan, resume=True, limit=limit))
 
 

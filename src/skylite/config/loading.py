@@ -80,7 +80,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
-            f"The recipe {path} does not exist.", "Give a TOML file, or a name from recipes/."
+            f"The recipe {path} does not exist.", "Give a TOML file, or the name of a bundled recipe."
         ) from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"The recipe {path} is not valid TOML: {error}.", "Correct that line.") from None

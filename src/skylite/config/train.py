@@ -220,7 +220,8 @@ class Resolved(Section):
     shm_path: str | None = None
     """Copy of `model_path` in memory (model.use_shm); None: there is none."""
     model_fingerprint: str
-    """sha256 over the model config and, of each weight file, name, size, header and data samples."""
+    """sha256 of the model: its config, tokenizer, chat templates and generation_config, and of each weight
+    file name, size, header and data samples."""
     data_sha256: str | None = None
     """sha256 of train.parquet, compared on resume; None: not compared."""
     dtype: Literal["bfloat16", "float32"]
@@ -245,6 +246,8 @@ class Resolved(Section):
 
     None: no mark.
     """
+    programs: dict[str, str] = {}
+    """FILE.py:function -> sha256 of the file that the user allowed. Rewritten by every start of the run."""
     warm_start: str | None = None
     """The run's own copy of lora.from_adapter."""
     choices: list[str] = []

@@ -12,15 +12,17 @@ synthetic_rows  optional, (split, seed, difficulties, limit) -> Table: generated
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-import skylite
+from skylite.config.bundled import bundled_folder, bundled_names, is_bare
 from skylite.data.examples import SPLITS, Example, ExampleSet, sample_rows
 from skylite.data.sources import HubError, Row, Table
-from skylite.errors import ConfigError, DataError
-from skylite.plugin_file import import_file
+from skylite.errors import ConfigError, DataError, SkyliteError
+from skylite.plugin_file import UserCodeFailed, import_file, user_code
 from skylite.types import Message, Prompt
 
 Tables = dict[str, Table]
@@ -45,28 +47,29 @@ class DatasetModule:
     synthetic_rows: SyntheticRows | None
 
 
-def data_prep_folders() -> list[Path]:
-    """Folders searched for a data_prep file: ./data_prep, then the checkout, then the installed package."""
-    package = Path(skylite.__file__).resolve().parent
-    return [Path("data_prep"), package.parents[1] / "data_prep", package / "_bundled" / "data_prep"]
-
-
 def find_dataset_file(target: str) -> Path:
-    """The data_prep file for a name or a path ending in .py. Raises DataError that lists the known names."""
-    if target.endswith(".py"):
-        path = Path(target)
-        if not path.is_file():
-            raise DataError(f"{target} does not exist.", "Give a file like data_prep/gsm8k.py.")
-        return path
-    for folder in data_prep_folders():
-        if (folder / f"{target}.py").is_file():
-            return folder / f"{target}.py"
-    known = sorted({p.stem for folder in data_prep_folders() for p in folder.glob("*.py")})
-    raise DataError(
-        f"There is no data set {target!r}.",
-        f"Give one of: {', '.join(known)}; reasoning-gym:TASK; a data_prep .py file; "
-        "or a .jsonl, .csv or .parquet file.",
+    """The data_prep file for a bare name, which is a bundled one, or for a path.
+
+    Raises DataError that lists the bundled names.
+    """
+    known = (
+        f"Give one of: {bundled_names('data_prep')}; reasoning-gym:TASK; a data_prep .py file; "
+        "or a .jsonl, .csv or .parquet file."
     )
+    if not is_bare(target):
+        if not Path(target).is_file():
+            raise DataError(
+                f"The file {target} does not exist; a name with a slash or a suffix is a path.", known
+            )
+        return Path(target)
+    path = bundled_folder("data_prep") / f"{target}.py"
+    if not path.is_file():
+        raise DataError(
+            f"There is no bundled data set {target!r} in {path.parent}; "
+            "a name without slash and suffix means one.",
+            f"{known} For a file of yours give its path, such as ./{target}.py.",
+        )
+    return path
 
 
 def load_dataset(target: str) -> DatasetModule:
@@ -92,11 +95,27 @@ def load_dataset(target: str) -> DatasetModule:
         system=module.SYSTEM,
         few_shot=module.FEW_SHOT,
         reward=module.REWARD,
-        load_rows=module.load_rows,
-        to_prompt=module.to_prompt,
-        reference=module.reference,
-        synthetic_rows=synthetic,
+        load_rows=_guarded(path, module.load_rows),
+        to_prompt=_guarded(path, module.to_prompt),
+        reference=_guarded(path, module.reference),
+        synthetic_rows=None if synthetic is None else _guarded(path, synthetic),
     )
+
+
+def _guarded(path: Path, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of a data_prep file; what it raises becomes a DataError that names file and row."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        try:
+            with user_code(keep=SkyliteError):
+                return function(*arguments)
+        except UserCodeFailed as error:
+            row = next((f" for {a.where}" for a in arguments if isinstance(a, Row)), "")
+            name = getattr(function, "__name__", "a function")
+            raise DataError(f"{name} in {path} raised {error}{row}.", "Fix that file.") from error
+
+    return call
 
 
 def module_examples(

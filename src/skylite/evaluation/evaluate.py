@@ -86,7 +86,7 @@ def _require_finite_rewards(group: Group) -> None:
     for t in group.trajectories:
         if not is_number(t.first_score):
             name = next(iter(t.components), "reward")
-            raise non_finite_reward(name, t.first_score, group.prompt.id, t.samples[-1].text)
+            raise non_finite_reward(name, repr(t.first_score), group.prompt.id, t.samples[-1].text)
 
 
 def write_results(path: Path, result: EvalResult) -> None:

@@ -11,11 +11,17 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from skylite.errors import ModelError
+from skylite.run.files import sha256_file
 
 logger = logging.getLogger(__name__)
 SMOLLM2 = "smollm2-135m"
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+PROMPT_FILES = (
+    "*token*.json", "vocab.*", "merges.txt", "tekken.json", "*.model", "*.model.v*", "*.tiktoken",
+    "chat_template*", "additional_chat_templates/*", "generation_config.json",
+)  # fmt: skip
+"""Files of the tokenizer, the chat templates and the stop tokens: they decide what a prompt becomes."""
 CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of the architectures in config.json that generate text."""
 MAX_HEADER_BYTES = 100 << 20
@@ -32,7 +38,7 @@ class ResolvedModel:
 
     path: Path
     fingerprint: str
-    """sha256 of config.json and of name, size, header and evenly spaced samples of each weight file."""
+    """sha256 of config.json, PROMPT_FILES, and of each weight file name, size, header and spaced samples."""
     note: str
     """Source of the model, as a message for the user; empty for a folder that the user gave."""
 
@@ -81,7 +87,15 @@ def check_folder(path: Path, note: str) -> ResolvedModel:
         digest.update(
             f"{file.name} {file.stat().st_size} ".encode() + safetensors_header(file) + _samples(file)
         )
+    for name, file in _prompt_files(path):
+        digest.update(f"{name} {sha256_file(file)} ".encode(errors="surrogateescape"))
     return ResolvedModel(path, digest.hexdigest(), note)
+
+
+def _prompt_files(path: Path) -> list[tuple[str, Path]]:
+    """Name and path of every file that matches PROMPT_FILES, sorted by name."""
+    found = {f.relative_to(path).as_posix(): f for pattern in PROMPT_FILES for f in path.glob(pattern)}
+    return sorted((name, file) for name, file in found.items() if file.is_file())
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import IO
 
 from skylite.errors import ConfigError
 from skylite.run.files import TEMPORARY_MARK, convert_os_errors
+from skylite.run.private_folder import OTHERS_MAY_ENTER, make_own_folder, open_lock
 
 SHARED_MEMORY = Path("/dev/shm")
+CHANGE_LOCK, USERS_LOCK = "change.lock", ".users.lock"
+"""Name of the lock of the user's folder, and end of the name of a copy's lock."""
 OTHER_FORMATS = (
     "*.bin",
     "*.pth",
@@ -29,43 +33,63 @@ OTHER_FORMATS = (
 
 
 def shared_copy(fingerprint: str) -> Path:
-    """Folder for the copy of the model with this fingerprint."""
-    return SHARED_MEMORY / f"skylite-model-{fingerprint[:16]}"
+    """Folder for the copy of the model with this fingerprint, in a folder that only this user may enter."""
+    return SHARED_MEMORY / f"skylite-{os.geteuid()}" / f"model-{fingerprint[:16]}"
 
 
 @contextmanager
 def model_in_shared_memory(model: Path, copy: Path) -> Iterator[None]:
     """Keep the files of `model` in the folder `copy` inside the block. The last run that uses it removes it.
 
-    Two lock files next to `copy` coordinate the runs. Each user holds the users lock shared, so that a run
-    can detect that it is the last one. The change lock, held briefly, serializes creation and removal.
+    Each run holds the users lock of its copy shared, so that a run can detect that it is the last one. The
+    change lock of the parent folder, held briefly, serializes creation and removal. The start also removes
+    the copies of runs that were killed.
 
-    Raises ConfigError when shared memory is too small, WriteFailed when a write fails.
+    Raises ConfigError when shared memory is too small or another user's folder is in the way, WriteFailed
+    when a write fails.
     """
-    with _open_lock(Path(f"{copy}.users.lock")) as users, _open_lock(Path(f"{copy}.change.lock")) as change:
-        with _exclusive(change), convert_os_errors(copy):
+    make_own_folder(
+        copy.parent,
+        OTHERS_MAY_ENTER,
+        "Remove that folder (its owner or root can), or set model.use_shm to false.",
+    )
+    with open_lock(copy.parent / CHANGE_LOCK) as change:
+        with _exclusive(change):
+            _remove_leftovers(copy.parent)
+            # Opened under the change lock: a run that ends could remove the file before this one locks it.
+            users = open_lock(_users_lock(copy))
             fcntl.flock(users, fcntl.LOCK_SH)
-            if not copy.exists():
-                _copy(model, copy)
         try:
+            with _exclusive(change), convert_os_errors(copy):
+                if not copy.exists():
+                    _copy(model, copy)
             yield
         finally:
-            with _exclusive(change):
-                _remove_if_last(copy, users)
+            with _exclusive(change), users:
+                _remove_if_unused(copy, users)
 
 
-def _open_lock(lock: Path) -> IO[str]:
-    with convert_os_errors(lock):
-        return lock.open("w")
+def _users_lock(copy: Path) -> Path:
+    return copy.with_name(f"{copy.name}{USERS_LOCK}")
 
 
 @contextmanager
-def _exclusive(lock: IO[str]) -> Iterator[None]:
+def _exclusive(lock: FileIO) -> Iterator[None]:
     fcntl.flock(lock, fcntl.LOCK_EX)
     try:
         yield
     finally:
         fcntl.flock(lock, fcntl.LOCK_UN)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what killed runs left. The caller holds the change lock, so no other run is copying."""
+    for lock in folder.glob(f"*{USERS_LOCK}"):
+        with open_lock(lock) as users:
+            _remove_if_unused(lock.with_name(lock.name.removesuffix(USERS_LOCK)), users)
+    with convert_os_errors(folder):
+        for torn in folder.glob(f".*{TEMPORARY_MARK}*"):
+            shutil.rmtree(torn)
 
 
 def _copy(model: Path, copy: Path) -> None:
@@ -89,15 +113,18 @@ def _copy(model: Path, copy: Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _remove_if_last(copy: Path, users: IO[str]) -> None:
+def _remove_if_unused(copy: Path, users: FileIO) -> None:
+    """Remove the copy and its users lock unless another run holds the lock."""
     try:
         fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return
-    # Rename first: if a kill left a partial folder under its final name, the next run would load it.
     with convert_os_errors(copy):
-        copy.rename(_temporary(copy))
-        shutil.rmtree(_temporary(copy))
+        if copy.exists():
+            # Rename first: if a kill left a partial folder under its final name, the next run would load it.
+            copy.rename(_temporary(copy))
+            shutil.rmtree(_temporary(copy))
+        _users_lock(copy).unlink(missing_ok=True)
 
 
 def _temporary(copy: Path) -> Path:

@@ -1,4 +1,7 @@
-"""Check that the user allows the programs (FILE.py:function) of a run; others are refused."""
+"""Check that the user allows the programs (FILE.py:function) of a run; others are refused.
+
+The functions return spec -> sha256 for the allowed programs, so that no other content of these files runs.
+"""
 
 from __future__ import annotations
 
@@ -14,37 +17,38 @@ from skylite.run.programs_named_by_user import is_set, remember, require_named
 
 def allow_rewards(
     functions: Sequence[str], info: PromptFileInfo, data: Path, *, named_by: Path | None = None
-) -> tuple[str, ...]:
-    """Return the specs of the reward functions: `functions`, or the reward that `data` was prepared with.
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The specs of the reward functions, and the hashes of the programs among them.
+
+    The functions are `functions`, or the reward that `data` was prepared with.
 
     `named_by`: the file that names `functions`; None: the user names them.
     Raises ConfigError for a program that only a file names.
     """
-    if functions and named_by is None:
-        remember(*functions)
-    elif functions and named_by is not None:
-        require_named(functions, REWARD, named_by)
-    else:
-        require_named([info.reward], REWARD, data)
-    return tuple(functions) or (info.reward,)
+    if not functions:
+        return (info.reward,), require_named([info.reward], REWARD, data)
+    programs = remember(*functions) if named_by is None else require_named(functions, REWARD, named_by)
+    return tuple(functions), programs
 
 
 def allow_algorithm(
     config: AlgorithmConfig, *, named_by: Path | None = None, settings: Sequence[str] = ()
-) -> None:
+) -> dict[str, str]:
     """Check that advantage and policy loss may run, and check their files without importing torch.
 
     `named_by`: the file that names them; None: the user names them. `settings`: the user's --set, which may
     name them. Raises ConfigError.
     """
+    programs: dict[str, str] = {}
     for spec, kind in ((config.advantage, ADVANTAGE), (config.policy_loss, POLICY_LOSS)):
         if not is_program(spec):
             continue
         if named_by is None or is_set(settings, kind.setting):
-            remember(spec)
+            programs |= remember(spec)
         else:
-            require_named([spec], kind, named_by)
+            programs |= require_named([spec], kind, named_by)
         check_function(spec, kind)
+    return programs
 
 
 def accept_same_rewards(

@@ -2,15 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
-from skylite.errors import ChildDied, OutOfMemory, RunFailed, SkyliteError, TrainerLost
+from skylite.errors import (
+    ChildDied,
+    ConfigError,
+    OutOfMemory,
+    RunFailed,
+    SkyliteError,
+    TrainerLost,
+    WriteFailed,
+    error_line,
+    write_failed,
+)
 from skylite.orchestrator.plan import RunPlan
 from skylite.processes.supervisor import Supervisor
 from skylite.processes.torchrun import killed_rank
+from skylite.run.status import Status, read_status, write_status
 from skylite.ui.end_message import stopped_text
 
 TRAINER = "trainer"
+
+
+@contextmanager
+def failures_recorded(plan: RunPlan) -> Iterator[None]:
+    """Write "failed" to status.json if an error ends the block, and raise an unforeseen one as RunFailed.
+
+    The block contains `run_log`, which saves the traceback.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        _write_end(plan, replace(_last_status(plan), phase="stopped", pids={}))
+        raise
+    except BaseException as error:  # noqa: BLE001 raised again in words, SystemExit too
+        failure = _as_failure(plan, error)
+        if (last := _last_status(plan)).error != str(failure):
+            _write_end(plan, replace(last, phase="failed", pids={}, error=str(failure)))
+        raise failure from None
+
+
+def _as_failure(plan: RunPlan, error: BaseException) -> SkyliteError:
+    if isinstance(error, SkyliteError):
+        return error
+    if isinstance(error, OSError):
+        return with_next_commands(plan, write_failed(error))
+    what = f"An unforeseen error ended the run: {error_line(error)}."
+    return with_next_commands(plan, RunFailed(what, f"Its traceback is in {plan.run.log_path('skylite')}."))
+
+
+def _last_status(plan: RunPlan) -> Status:
+    try:
+        return read_status(plan.run.status_path)
+    except ConfigError:  # there is none yet, or a power cut emptied it
+        step = plan.first_step - 1
+        return Status(phase="starting", step=step, num_steps=plan.config.num_steps, adapter_version=None)
+
+
+def _write_end(plan: RunPlan, status: Status) -> None:
+    # If status.json cannot be written either, the user must still see why the run ended.
+    with suppress(WriteFailed):
+        write_status(plan.run.status_path, status)
 
 
 def explain_failure(plan: RunPlan, error: SkyliteError, supervisor: Supervisor) -> SkyliteError:

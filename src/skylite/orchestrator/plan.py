@@ -20,11 +20,13 @@ from skylite.hub.shared_memory import shared_copy
 from skylite.orchestrator.allowed_programs import allow_algorithm, allow_rewards
 from skylite.orchestrator.gpu_plan import place
 from skylite.orchestrator.memory_plan import plan_memory
+from skylite.plugin_file import REWARD
 from skylite.processes.gpus import why_no_gpu
 from skylite.processes.hardware import choose_device, choose_dtype, cpu_cores
 from skylite.rewards.components import load_components
 from skylite.run.files import convert_os_errors, sha256_file, write_json
 from skylite.run.folder_owner import mark_sync_folder
+from skylite.run.programs_named_by_user import is_set
 from skylite.run.run_dir import RunDir, published_versions
 from skylite.types import Prompt
 
@@ -58,15 +60,24 @@ class RunPlan:
         return RunConfig(skylite_version=skylite.__version__, config=self.config, resolved=self.resolved)
 
 
-def plan_run(config: TrainConfig, run: RunDir) -> RunPlan:
-    """Check data, reward, model and machine. Writes nothing. Raises SkyliteError subclasses."""
+def plan_run(
+    config: TrainConfig, run: RunDir, *, recipe: Path | None = None, settings: Sequence[str] = ()
+) -> RunPlan:
+    """Check data, reward, model and machine. Writes nothing. Raises SkyliteError subclasses.
+
+    `recipe`: the file that may name programs; None: the user names them. `settings`: the user's --set.
+    """
     train, info = read_split(config, "train")
     held_out = held_out_prompts(config)
-    rewards = allow_rewards(config.reward.functions, info, Path(config.data.path))
-    load_components(rewards, config.reward.weights, train[0])
-    allow_algorithm(config.algorithm)
+    named_by = None if is_set(settings, REWARD.setting) else recipe
+    rewards, programs = allow_rewards(
+        config.reward.functions, info, Path(config.data.path), named_by=named_by
+    )
+    load_components(rewards, config.reward.weights, train[0], programs=programs)
+    programs |= allow_algorithm(config.algorithm, named_by=recipe, settings=settings)
     config, threads_note = fix_threads(config)
     resolved = resolve_choices(config, run, [data_note(config, info, len(train)), threads_note])
+    resolved = resolved.model_copy(update={"programs": programs})
     log_notes(resolved.notes)
     return RunPlan(
         run=run,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from skylite.processes.child import ProcessSpec
 from skylite.processes.hardware import cpu_cores
 from skylite.processes.supervisor import Supervisor
 from skylite.processes.torchrun import trainer_command, trainer_env
-from skylite.run.checkpoint_folder import checkpoint_steps, step_of, verify_checkpoint
+from skylite.run.checkpoint_folder import checkpoint_steps, verify_checkpoint
 from skylite.run.files import write_json
 from skylite.run.run_dir import AdapterVersion, RunDir, adapter_name
 
@@ -40,13 +40,16 @@ class ReplayResult:
     """Tensor name -> max |original - replayed|, for tensors that differ. Empty if both are bit-equal."""
 
 
-async def replay_step(run: RunDir, step: int) -> ReplayResult:
+async def replay_step(run: RunDir, step: int, programs: Mapping[str, str]) -> ReplayResult:
     """Train `step` again and compare the adapters; the run is only read.
 
+    `programs`: FILE.py:function -> sha256 of the file that the user allowed.
     Raises ConfigError if the adapter or the rollouts are not stored, or if this machine lacks the run's GPUs;
     ModelError if the adapter is damaged.
     """
     recorded = place_ranks(read_run_config(run.config_path))
+    resolved = recorded.resolved.model_copy(update={"programs": dict(programs)})
+    recorded = recorded.model_copy(update={"resolved": resolved})
     original = stored_adapter(run, recorded, step)
     start = newest_checkpoint_before(run, step)
     missing = [k for k in range(start + 1, step + 1) if not run.rollout_path(k).exists()]
@@ -116,9 +119,9 @@ def copy_for_replay(run: RunDir, recorded: RunConfig, replay: RunDir, start: int
         write_json(replay.micro_batch_path, run.read_json(run.micro_batch_path) | {"tokens": tokens})
     if start:
         replay.checkpoint_path(start).symlink_to(run.checkpoint_path(start).resolve())
-    for path in (p for p in run.rollouts.glob("step-*") if step_of(p) <= step):
+    for path in (p for k, p in run.stored_rollouts().items() if k <= step):
         (replay.rollouts / path.name).symlink_to(path.resolve())
-    for path in (p for p in run.trainer_steps.glob("step-*") if step_of(p) < start):
+    for path in (p for k, p in run.stored_trainer_steps().items() if k < start):
         (replay.trainer_steps / path.name).symlink_to(path.resolve())
     return replay
 

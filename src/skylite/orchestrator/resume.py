@@ -27,7 +27,7 @@ from skylite.orchestrator.plan import (
     train_data_hash,
 )
 from skylite.orchestrator.step_metrics import recovered_metrics
-from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint, step_of
+from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint
 from skylite.run.files import fsync_path
 from skylite.run.metrics_file import read_metrics, write_metrics
 from skylite.run.rollout_file import read_rollouts
@@ -57,8 +57,10 @@ def plan_resume(
     check_device(config, recorded.resolved.device)
     placement = place_again(recorded, config)
     log_notes(placement.notes)
-    rewards = allow_rewards(config.reward.functions, info, Path(config.data.path), named_by=run.config_path)
-    allow_algorithm(config.algorithm, named_by=run.config_path, settings=settings)
+    rewards, programs = allow_rewards(
+        config.reward.functions, info, Path(config.data.path), named_by=run.config_path
+    )
+    programs |= allow_algorithm(config.algorithm, named_by=run.config_path, settings=settings)
     _check_inputs(recorded, config)
     done = choose_checkpoint(run, at)
     _require_work(run, config, done)
@@ -73,10 +75,11 @@ def plan_resume(
         logger.warning(
             f"the run was started with skylite {recorded.skylite_version}, and this is {skylite.__version__}"
         )
+    resolved = _relocate(run, recorded, config, placement, memory)
     return RunPlan(
         run=run,
         config=config,
-        resolved=_relocate(run, recorded, config, placement, memory),
+        resolved=resolved.model_copy(update={"programs": programs}),
         train=train,
         held_out=held_out_prompts(config),
         rewards=rewards,
@@ -106,8 +109,8 @@ def remove_after(run: RunDir, lora_sync_path: Path, step: int, *, reuse_rollouts
     for adapter in reversed([a for a in published_versions(lora_sync_path) if a.version > step]):
         remove_folder(adapter.path)
     write_metrics(run.metrics_path, [*before, *recovered])
-    for folder, first in ((run.trainer_steps, step), (run.rollouts, step + 1 + kept)):
-        for path in (p for p in folder.glob("step-*") if step_of(p) >= first):
+    for paths, first in ((run.stored_trainer_steps(), step), (run.stored_rollouts(), step + 1 + kept)):
+        for path in (p for k, p in paths.items() if k >= first):
             path.unlink()
     remove_scores_after(run, step)
     remove_leftovers(run, lora_sync_path)
@@ -136,9 +139,9 @@ def _stored_update(run: RunDir, step: int) -> dict[str, Any]:
 def reusable_rollouts(run: RunDir, step: int) -> int:
     """Number of steps right after `step` with an undamaged rollout file. A rejected step is sampled again."""
     count = 0
-    while (path := run.rollout_path(step + count + 1)).exists() and not any(
-        run.rejected_steps.glob(f"{path.stem}*")
-    ):
+    while (path := run.rollout_path(step + count + 1)).exists() and not (
+        run.rejected_steps / path.stem
+    ).exists():
         try:
             read_rollouts(path)
         except DataError as error:
@@ -160,8 +163,8 @@ def _check_inputs(recorded: RunConfig, config: TrainConfig) -> None:
     if check_folder(Path(resolved.model_path), "").fingerprint != resolved.model_fingerprint:
         raise ConfigError(
             f"The model in {resolved.model_path} is not the one that the run was trained on "
-            "(its fingerprint differs).",
-            "Restore the original model, or start a new run.",
+            "(its fingerprint differs: weights, config, tokenizer, chat template or generation_config).",
+            "Restore the original files, or start a new run.",
         )
 
 

@@ -231,7 +231,8 @@ def record_choices(plan: RunPlan, first: TrainerStep) -> None:
 def reward_pool(plan: RunPlan) -> RewardPool:
     """The reward workers. Raises ConfigError if a reward cannot be loaded."""
     config = plan.config.reward
-    return RewardPool(plan.rewards, config.weights, config.num_workers, config.timeout_s)
+    programs = plan.resolved.programs
+    return RewardPool(plan.rewards, config.weights, config.num_workers, config.timeout_s, programs)
 
 
 def _published_modules(plan: RunPlan) -> list[str]:

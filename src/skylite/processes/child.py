@@ -20,6 +20,7 @@ from pathlib import Path
 
 from skylite.errors import ChildDied, RunFailed
 from skylite.processes.file_descriptors import private_file
+from skylite.processes.import_path import protected_env
 
 REAPER = Path(__file__).with_name("reaper.py")
 MARK = "SKYLITE_CHILD"
@@ -44,7 +45,7 @@ class ProcessSpec:
     """Name in error messages, e.g. "vllm-0"."""
     argv: Sequence[str]
     env: Mapping[str, str]
-    """Variables added to the parent's environment."""
+    """Variables added to the parent's environment. Imports do not see the working folder (import_path.py)."""
     log_path: Path
     """stdout and stderr are appended to it."""
     is_done: Callable[[], bool] = lambda: False
@@ -86,7 +87,7 @@ def start(spec: ProcessSpec) -> Child:
             log_start = log.tell()
             process = subprocess.Popen(
                 argv,
-                env={**os.environ, **spec.env, MARK: mark},
+                env=protected_env({**os.environ, **spec.env, MARK: mark}),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from skylite.errors import ConfigError
 from skylite.processes.gpus import USE_CPU, VISIBLE, Gpu, cuda_env, describe, visible_gpus, why_no_gpu
+from skylite.processes.import_path import protected_env
 
 TORCH_TIMEOUT_S = 300.0
 """The first import of torch from a slow disk takes minutes."""
@@ -84,7 +85,7 @@ def check_torch(gpus: Sequence[Gpu]) -> TorchCuda:
 @functools.cache
 def ask_torch(python: str, path: str, gpus: tuple[int, ...]) -> TorchCuda:
     """What torch in `python` with PYTHONPATH `path` says about these GPUs. Imports torch in a child once."""
-    env = {**os.environ, **cuda_env(gpus)}
+    env = protected_env({**os.environ, **cuda_env(gpus)})
     try:
         done = subprocess.run(
             [python, "-c", ASK_TORCH], env=env, capture_output=True, text=True, timeout=TORCH_TIMEOUT_S

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,14 +23,21 @@ class Component:
 
 
 def load_components(
-    specs: Sequence[str], weights: Sequence[float] = (), example: Prompt | None = None
+    specs: Sequence[str],
+    weights: Sequence[float] = (),
+    example: Prompt | None = None,
+    programs: Mapping[str, str] | None = None,
 ) -> tuple[Component, ...]:
     """The functions behind the specs, in their order. Raises ConfigError.
 
-    `weights`: empty means 1 for each. `example`: as for `load_reward`.
+    `weights`: empty means 1 for each. `example`: as for `load_reward`. `programs`: spec -> sha256 that the
+    file must have; a spec that is not in it may have any content.
     """
     rows = zip(component_names(specs), specs, weights or [1.0] * len(specs), strict=True)
-    return tuple(Component(name, load_reward(spec, example), weight) for name, spec, weight in rows)
+    hashes = programs or {}
+    return tuple(
+        Component(name, load_reward(spec, example, hashes.get(spec)), weight) for name, spec, weight in rows
+    )
 
 
 def score_components(components: Sequence[Component], prompt: Prompt, completion: str) -> Score:

@@ -6,7 +6,7 @@ import asyncio
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import resource_tracker
@@ -32,18 +32,19 @@ class RewardPool:
         weights: Sequence[float] = (),
         num_workers: int = 1,
         timeout_s: float = 600.0,
+        programs: Mapping[str, str] | None = None,
     ) -> None:
         """Start the workers. Raises ConfigError if a reward cannot be loaded.
 
-        `specs`, `weights`: as for `load_components`. `timeout_s`: limit for one call of `score`.
+        `specs`, `weights`, `programs`: as for `load_components`. `timeout_s`: limit for one call of `score`.
         """
-        load_components(specs, weights)
+        load_components(specs, weights, programs=programs)
         context = multiprocessing.get_context("spawn")
         self._executor = ProcessPoolExecutor(
             num_workers,
             mp_context=context,
             initializer=_start_worker,
-            initargs=(tuple(specs), tuple(weights), os.getpid()),
+            initargs=(tuple(specs), tuple(weights), dict(programs or {}), os.getpid()),
         )
         before = set(multiprocessing.active_children())
         # Workers start with SIGINT blocked, because Ctrl-C during their imports would print a traceback.
@@ -113,11 +114,13 @@ def _worker_lost() -> ChildDied:
     return ChildDied("A reward worker ended.", "It was killed or ran out of memory. Continue with --resume.")
 
 
-def _start_worker(specs: Sequence[str], weights: Sequence[float], parent: int) -> None:
+def _start_worker(
+    specs: Sequence[str], weights: Sequence[float], programs: Mapping[str, str], parent: int
+) -> None:
     global _components
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(parent)
-    _components = load_components(specs, weights)
+    _components = load_components(specs, weights, programs=programs)
 
 
 def _score_here(prompt: Prompt, completion: str) -> Score:

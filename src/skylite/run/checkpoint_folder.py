@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from skylite.errors import ConfigError, ModelError
 from skylite.run.files import sha256_file
-from skylite.run.run_dir import RunDir
+from skylite.run.run_dir import RunDir, numbered_paths
 
 logger = logging.getLogger(__name__)
 FORMAT = 4
@@ -49,7 +49,11 @@ def write_checkpoint_manifest(folder: Path, step: int) -> None:
 
 
 def verify_checkpoint(folder: Path) -> CheckpointManifest:
-    """Read the manifest and check size and sha256 of every file. Raises ModelError."""
+    """Read the manifest and check size and sha256 of every file. Raises ModelError.
+
+    `folder`: a `RunDir.checkpoint_path`.
+    """
+    step = int(folder.name.removeprefix("step-"))
     hint = "Resume from an older checkpoint: --resume RUN --at STEP."
     try:
         manifest = CheckpointManifest.model_validate_json((folder / MANIFEST).read_bytes())
@@ -62,9 +66,9 @@ def verify_checkpoint(folder: Path) -> CheckpointManifest:
         raise ModelError(
             f"The checkpoint {folder} is damaged: its {MANIFEST} cannot be read ({error}).", hint
         ) from None
-    if manifest.format != FORMAT or manifest.step != step_of(folder):
+    if manifest.format != FORMAT or manifest.step != step:
         found = f"format {manifest.format} and step {manifest.step}"
-        expected = f"format {FORMAT} and step {step_of(folder)}"
+        expected = f"format {FORMAT} and step {step}"
         raise ModelError(
             f"The checkpoint {folder} is damaged: its {MANIFEST} has {found}, expected {expected}.", hint
         )
@@ -74,14 +78,9 @@ def verify_checkpoint(folder: Path) -> CheckpointManifest:
     return manifest
 
 
-def step_of(path: Path) -> int:
-    """12 for `step-000012`, with or without a file suffix."""
-    return int(path.stem.removeprefix("step-"))
-
-
 def checkpoint_steps(run: RunDir) -> list[int]:
     """Steps that have a checkpoint folder, oldest first. `verify_checkpoint` checks their content."""
-    return sorted(step_of(p) for p in run.checkpoints.glob("step-*") if p.is_dir())
+    return [step for step, path in numbered_paths(run.checkpoints, "step-").items() if path.is_dir()]
 
 
 def choose_checkpoint(run: RunDir, at: int | None) -> int:

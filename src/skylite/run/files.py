@@ -159,7 +159,9 @@ def _remove_file(path: Path) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write JSON atomically. Raises WriteFailed."""
     with atomic_file(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+        # A lone surrogate becomes an escape such as \\udc80, which is valid JSON.
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def sha256_file(path: Path, *, on_bytes: Callable[[int], None] = lambda _: None) -> str:

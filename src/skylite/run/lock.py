@@ -10,21 +10,29 @@ from io import FileIO
 from pathlib import Path
 
 from skylite.errors import ConfigError
-from skylite.processes.file_descriptors import private_file
 from skylite.run.files import convert_os_errors
+from skylite.run.private_folder import OTHERS_MAY_WRITE, make_own_folder, open_lock
 
 LOCK_NAME = ".skylite.lock"
+_PRIVATE_HINT = (
+    "Choose another lora.lora_sync_path, such as a new folder, which skylite creates with mode 0700; "
+    "or make this one yours alone (chmod 700)."
+)
 
 
 @contextmanager
-def lock_folder(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path, *, is_private: bool = False) -> Iterator[None]:
     """Lock `folder` while the block runs. Raises ConfigError with the pid of the live owner, or WriteFailed.
 
+    `is_private`: for a lora_sync_path that the user chose, which may be where other users write, such as in
+    /dev/shm. Creates it with mode 0700; raises ConfigError if others own it or may write to it.
     The kernel releases the lock even after `kill -9`, so a leftover lock file locks nothing; only its pid is
     stale. At the end the lock file is removed, and the folder too if the lock created it and it is still
     empty.
     """
     path, is_new = folder / LOCK_NAME, not folder.exists()
+    if is_private:
+        make_own_folder(folder, OTHERS_MAY_WRITE, _PRIVATE_HINT)
     with _locked(path) as stream:
         try:
             with convert_os_errors(path):
@@ -43,7 +51,7 @@ def _locked(path: Path) -> FileIO:
     while True:
         with convert_os_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            stream = private_file(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+b")
+        stream = open_lock(path)
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -1,8 +1,9 @@
 """Which FILE.py:function programs the user has named on this machine. No others run.
 
-A prepared file and a run's config.json name programs, and both can come from somebody else. skylite remembers
-the paths that the user names (`prepare --reward`, `--set`, a recipe) in
-$XDG_STATE_HOME/skylite/programs.json. Every other program is refused.
+Prepared files, recipes and a run's config.json name programs, and all can come from somebody else. skylite
+remembers the programs that the user names on the command line (`prepare --reward`, `--set`) in
+$XDG_STATE_HOME/skylite/programs.json, with the sha256 of the file. Every other program is refused, and so is
+other content of the file.
 """
 
 from __future__ import annotations
@@ -16,33 +17,50 @@ from contextlib import suppress
 from pathlib import Path
 
 from skylite.errors import ConfigError, WriteFailed
-from skylite.plugin_file import REWARD, FunctionKind, is_program, resolve_spec
+from skylite.plugin_file import REWARD, FunctionKind, is_program, program_sha256, resolve_spec
 from skylite.run.files import write_json
 
 logger = logging.getLogger(__name__)
 
 
-def remember(*specs: str) -> None:
-    """Note that the user has named these programs. Without a writable home the user names them each time."""
+def remember(*specs: str) -> dict[str, str]:
+    """Note that the user has named these programs, as they are now. Returns spec -> sha256 of the file.
+
+    Leaves out files that cannot be read. Without a writable home the user names programs each time.
+    """
     known = _known()
-    named = {resolve_spec(spec) for spec in specs if is_program(spec)}
-    if named - known:
+    hashes = {spec: program_sha256(spec) for spec in specs if is_program(spec)}
+    named = {spec: sha256 for spec, sha256 in hashes.items() if sha256 is not None}
+    updated = known | {resolve_spec(spec): sha256 for spec, sha256 in named.items()}
+    if updated != known:
         with suppress(WriteFailed):
-            write_json(_state_file(), {"named": sorted(known | named)})
+            write_json(_state_file(), {"named": updated})
+    return named
 
 
-def require_named(specs: Sequence[str], kind: FunctionKind, where: Path) -> None:
-    """Log which programs will run. Raises ConfigError if `where` names one that the user has not named."""
+def require_named(specs: Sequence[str], kind: FunctionKind, where: Path) -> dict[str, str]:
+    """Log which programs will run. Returns spec -> sha256 of the content that the user has named.
+
+    Raises ConfigError if `where` names a program that the user has not named, or one that has changed since.
+    """
     programs, known = [spec for spec in specs if is_program(spec)], _known()
     for spec in programs:
-        if resolve_spec(spec) not in known:
+        sha256 = known.get(resolve_spec(spec))
+        if sha256 is None:
             raise ConfigError(
                 f"{where} names the {kind.name} {spec}, "
                 "a Python program that you have not named on this machine yourself; it was not run.",
                 f"If you trust it, name it: --set {_setting(specs, kind)}.",
             )
+        if program_sha256(spec) not in (sha256, None):
+            raise ConfigError(
+                f"{where} names the {kind.name} {spec}, "
+                "a Python program that has changed since you named it; it was not run.",
+                f"If you trust its new content, name it again: --set {_setting(specs, kind)}.",
+            )
     for spec in programs:
         logger.info(f"{kind.name}: the program {spec} runs")
+    return {spec: known[resolve_spec(spec)] for spec in programs}
 
 
 def is_set(settings: Sequence[str], name: str) -> bool:
@@ -55,17 +73,22 @@ def _setting(specs: Sequence[str], kind: FunctionKind) -> str:
     return shlex.quote(f"{kind.setting}={json.dumps(list(specs)) if kind is REWARD else specs[0]}")
 
 
+def state_folder() -> Path:
+    """Where skylite keeps what it remembers about its user."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "skylite"
+
+
 def _state_file() -> Path:
-    home = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return home / "skylite" / "programs.json"
+    return state_folder() / "programs.json"
 
 
-def _known() -> set[str]:
+def _known() -> dict[str, str]:
+    """Program, with its absolute path -> sha256 of its file."""
     try:
         value = json.loads(_state_file().read_text(encoding="utf-8"))
-        return {str(spec) for spec in value["named"]}
+        return {str(spec): str(sha256) for spec, sha256 in value["named"].items()}
     except FileNotFoundError:
-        return set()
-    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         # Damaged. Nothing counts as named, so that every program is asked for again.
-        return set()
+        return {}

@@ -67,6 +67,17 @@ def published_versions(lora_sync_path: Path) -> list[AdapterVersion]:
     )
 
 
+def numbered_paths(folder: Path, start: str, suffix: str = "") -> dict[int, Path]:
+    """Number -> the file or folder with the name `start`, at least six digits and `suffix`, lowest first.
+
+    Ignores every other name: a person may copy `step-000010` to `step-000010-backup`.
+    """
+    name = re.compile(f"{re.escape(start)}([0-9]{{6,}}){re.escape(suffix)}")
+    found = [(name.fullmatch(p.name), p) for p in folder.iterdir()] if folder.is_dir() else []
+    paths = {int(match.group(1)): path for match, path in found if match is not None}
+    return {n: path for n, path in sorted(paths.items()) if path.name == f"{start}{n:06d}{suffix}"}
+
+
 @dataclass(frozen=True, slots=True)
 class RunDir:
     """Paths of one run. Steps start at 1; adapter version 0 is the untrained policy."""
@@ -168,12 +179,20 @@ class RunDir:
         """Scored completions of a step, from orchestrator to trainer."""
         return self.rollouts / f"step-{step:06d}.parquet"
 
+    def stored_rollouts(self) -> dict[int, Path]:
+        """Step -> its rollout file, for all steps that have one."""
+        return numbered_paths(self.rollouts, "step-", ".parquet")
+
     def trainer_step_path(self, step: int) -> Path:
         """Metrics of an optimizer step, from trainer to orchestrator, written after its adapter is published.
 
         Step 0 is the start of the trainer.
         """
         return self.trainer_steps / f"step-{step:06d}.json"
+
+    def stored_trainer_steps(self) -> dict[int, Path]:
+        """Step -> the trainer's file about it, for all steps that have one."""
+        return numbered_paths(self.trainer_steps, "step-", ".json")
 
     def checkpoint_path(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:06d}"

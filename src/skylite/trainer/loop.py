@@ -126,7 +126,7 @@ def train(run: RunDir, run_config: RunConfig, dist: Dist, resume: bool) -> None:
 def build_trainer(run: RunDir, run_config: RunConfig, dist: Dist) -> Trainer:
     """Load and shard the model, choose its fast paths, and score the canary with the base model."""
     config = run_config.config
-    load_functions(config.algorithm)
+    load_functions(config.algorithm, run_config.resolved.programs)
     policy = load_policy(run_config.resolved, config, dist)
     sequences = wait_for_canary(run)
     policy, choices = enable_fast_paths(policy, max(sequences, key=len))

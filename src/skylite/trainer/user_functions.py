@@ -6,7 +6,7 @@ train something else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -18,17 +18,31 @@ from skylite.algorithms.advantages import GROUP_ADVANTAGES
 from skylite.algorithms.losses import POLICY_LOSSES, LossInputs
 from skylite.config.algorithm import AlgorithmConfig
 from skylite.errors import RunFailed
-from skylite.plugin_file import ADVANTAGE, POLICY_LOSS, FunctionKind, is_program, load_function
+from skylite.plugin_file import (
+    ADVANTAGE,
+    POLICY_LOSS,
+    FunctionKind,
+    UserCodeFailed,
+    is_program,
+    load_function,
+    user_code,
+)
 from skylite.trainer.out_of_memory import is_out_of_memory
 
 GroupAdvantage = Callable[[Tensor, Tensor], Tensor]
 """(rewards [N, G], lengths [N, G] in tokens) -> advantages [N, G]."""
 PolicyLoss = Callable[[LossInputs, AlgorithmConfig], Tensor]
 """-> loss [C]."""
+_hashes: dict[str, str] = {}
+"""FILE.py:function -> sha256 of the file that the user allowed; the trainer sets it at its start."""
 
 
-def load_functions(config: AlgorithmConfig) -> None:
-    """Load both, so that a broken file ends the trainer at its start. Raises ConfigError."""
+def load_functions(config: AlgorithmConfig, programs: Mapping[str, str]) -> None:
+    """Load both, so that a broken file ends the trainer at its start. Raises ConfigError.
+
+    `programs`: spec -> sha256 that the file must have.
+    """
+    _hashes.update(programs)
     group_advantage(config.advantage)
     policy_loss(config.policy_loss)
 
@@ -70,12 +84,13 @@ class UserFunction:
 
     def _call(self, *arguments: Any) -> Any:
         try:
-            return self.function(*arguments)
-        except Exception as error:
-            if is_out_of_memory(error):  # it succeeds with smaller micro-batches
-                raise
-            what = f"raised {type(error).__name__}: {error}"
-            raise self._error(what, "Fix that file; continue with --resume.") from error
+            with user_code():
+                return self.function(*arguments)
+        except UserCodeFailed as error:
+            cause = error.__cause__ or error
+            if is_out_of_memory(cause):  # it succeeds with smaller micro-batches
+                raise cause from None
+            raise self._error(f"raised {error}", "Fix that file; continue with --resume.") from cause
 
     def _checked(self, value: Any, shape: torch.Size, inputs: Sequence[Tensor]) -> Tensor:
         """The value, if it is a tensor of that shape.
@@ -101,4 +116,4 @@ class UserFunction:
 @cache
 def _load(spec: str, kind: FunctionKind) -> UserFunction:
     """Cached, so that a process runs each file once."""
-    return UserFunction(spec, kind, load_function(spec, kind))
+    return UserFunction(spec, kind, load_function(spec, kind, _hashes.get(spec)))

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+from skylite.run.checkpoint_folder import checkpoint_steps
 from skylite.run.run_dir import RunDir, published_versions
 
 
@@ -24,10 +25,10 @@ def finished_text(run: RunDir, adapters: Path, evaluations: Mapping[str, str] | 
 
 def stopped_text(run: RunDir, adapters: Path) -> str:
     """The message of a run that was stopped or failed."""
-    checkpoints = sorted(p.name for p in run.checkpoints.glob("step-*"))
+    steps = checkpoint_steps(run)
     saved = (
-        f"Saved: checkpoint {checkpoints[-1]}."
-        if checkpoints
+        f"Saved: checkpoint {run.checkpoint_path(steps[-1]).name}."
+        if steps
         else "There is no checkpoint yet: a resume starts from step 1."
     )
     resume = f"  resume    skylite train --resume {_shell_path(run.root)}"

@@ -17,7 +17,7 @@ from skylite.config.loading import read_run_config
 from skylite.errors import DataError
 from skylite.evaluation.confidence_interval import accuracy_of
 from skylite.run.metrics_file import null_to_nan, read_metrics
-from skylite.run.run_dir import RunDir
+from skylite.run.run_dir import RunDir, numbered_paths
 from skylite.ui.live_panel import CompletionView, LivePanel, ScreenState
 
 COLUMNS, ROWS = 100, 31
@@ -76,10 +76,10 @@ def _sample_completion(path: Path) -> CompletionView | None:
 
 def _evaluation(run: RunDir, label: str) -> list[str]:
     """The greedy held-out result as text; empty without one."""
-    found = sorted(run.evals.glob(f"{label}-v*.parquet"))
+    found = numbered_paths(run.evals, f"{label}-v", ".parquet")
     if not found:
         return []
-    rewards = pq.read_table(found[-1], columns=["reward"])["reward"].to_pylist()
+    rewards = pq.read_table(found[max(found)], columns=["reward"])["reward"].to_pylist()
     return [f"greedy pass@1 {accuracy_of([[float(r)] for r in rewards])}"]
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from skylite.errors import SkyliteError, WriteFailed
-from skylite.run.files import append_line, convert_os_errors
+from skylite.errors import SkyliteError, WriteFailed, error_line
+from skylite.run.files import append_line, atomic_file, convert_os_errors
 
 ON_PANEL: dict[str, Any] = {"on_panel": True}
 """`extra` of a record that repeats what the live panel shows: a live terminal does not print it."""
@@ -136,12 +137,27 @@ def run_log(path: Path) -> Iterator[None]:
     _RUN_LOG.open(path)
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         trace = None if isinstance(error, SkyliteError) else sys.exc_info()
         _RUN_LOG.handle(_ROOT.makeRecord(_ROOT.name, logging.ERROR, __file__, 0, str(error), (), trace))
         raise
     finally:
         _RUN_LOG.shut()
+
+
+def unforeseen_text(error: Exception) -> str:
+    """The message for an error that no command foresaw; saves its traceback in the user's state folder."""
+    from skylite.run.programs_named_by_user import state_folder
+
+    path = state_folder() / "last-error.log"
+    try:
+        with atomic_file(path) as temporary:
+            text = "".join(traceback.format_exception(error))
+            temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+    except WriteFailed:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        return f"Unforeseen error: {error_line(error)} ({last.filename}, line {last.lineno})."
+    return f"Unforeseen error: {error_line(error)}. Its traceback is in {path}."
 
 
 @contextmanager

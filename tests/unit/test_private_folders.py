@@ -1,0 +1,206 @@
+"""Folders where other users may write (/dev/shm, /tmp): nothing of theirs is used, and no file is emptied."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from skylite.errors import ConfigError
+from skylite.hub import shared_memory
+from skylite.hub.shared_memory import model_in_shared_memory, shared_copy
+from skylite.run.lock import LOCK_NAME, lock_folder
+from skylite.run.run_dir import RunDir
+from tests.unit.bad_inputs import Reply, call
+from tests.unit.run_cases import begin
+
+KEEP = """
+import os, signal, sys
+from pathlib import Path
+from skylite.hub import shared_memory
+shared_memory.SHARED_MEMORY = Path(sys.argv[2])
+with shared_memory.model_in_shared_memory(Path(sys.argv[1]), shared_memory.shared_copy(sys.argv[3])):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that every user may write to, in place of /dev/shm."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", folder)
+    return folder
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").write_text("weights")
+    return tmp_path / "model"
+
+
+def be_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this process made so far belongs to somebody else."""
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+
+
+def test_every_user_has_a_private_folder(memory: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two users with the same model neither share a copy nor lock each other out."""
+    before = os.umask(0)
+    try:
+        with model_in_shared_memory(model, shared_copy("f")):
+            assert (shared_copy("f") / "model.safetensors").read_text() == "weights"
+            assert [oct(p.stat().st_mode & 0o777) for p in memory.iterdir()] == ["0o700"]
+            mine = shared_copy("f")
+            be_another_user(monkeypatch)
+            assert shared_copy("f").parent != mine.parent
+    finally:
+        os.umask(before)
+
+
+def test_a_folder_of_another_user_is_refused(
+    memory: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uid = os.geteuid()
+    be_another_user(monkeypatch)
+    shared_copy("f").mkdir(parents=True)
+    shared_copy("f").parent.chmod(0o700)
+    (shared_copy("f") / "model.safetensors").write_text("theirs")
+    with (
+        pytest.raises(ConfigError, match=rf"skylite-{uid + 1} belongs to the user with id {uid}, not to you"),
+        model_in_shared_memory(model, shared_copy("f")),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o755, 0o701])
+def test_a_folder_that_others_may_enter_is_refused(memory: Path, model: Path, mode: int) -> None:
+    shared_copy("f").parent.mkdir()
+    shared_copy("f").parent.chmod(mode)
+    with (
+        pytest.raises(ConfigError, match=rf"is open to other users \(mode 0{mode:o}\)"),
+        model_in_shared_memory(model, shared_copy("f")),
+    ):
+        pass
+
+
+def test_links_in_place_of_folder_and_locks_are_refused(memory: Path, model: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "file").write_text("mine")
+    shared_copy("f").parent.symlink_to(mine)
+    with (
+        pytest.raises(ConfigError, match="is a symbolic link"),
+        model_in_shared_memory(model, shared_copy("f")),
+    ):
+        pass
+    shared_copy("f").parent.unlink()
+    with model_in_shared_memory(model, shared_copy("f")):
+        locks = [p for p in shared_copy("f").parent.iterdir() if p.suffix == ".lock"]
+    assert len(locks) == 2
+    for lock in locks:
+        lock.unlink(missing_ok=True)
+        lock.symlink_to(mine / "file")
+        with (
+            pytest.raises(ConfigError, match=r"\.lock is a symbolic link"),
+            model_in_shared_memory(model, shared_copy("f")),
+        ):
+            pass
+        lock.unlink(missing_ok=True)
+    assert (mine / "file").read_text() == "mine"
+    assert [p.name for p in mine.iterdir()] == ["file"]
+
+
+def test_a_later_start_clears_what_a_killed_run_left(memory: Path, model: Path) -> None:
+    for fingerprint in ("killed", "other"):
+        argv = [sys.executable, "-c", KEEP, str(model), str(memory), fingerprint]
+        assert subprocess.run(argv, check=False).returncode == -9
+    with model_in_shared_memory(model, shared_copy("live")):
+        torn = shared_copy("killed").parent / f".{shared_copy('torn').name}.tmp-"
+        torn.mkdir()
+        assert shared_copy("other").is_dir() is False
+        with model_in_shared_memory(model, shared_copy("new")):
+            assert not torn.exists()
+            left = {p.name for p in shared_copy("new").parent.iterdir() if p.is_dir()}
+            assert left == {shared_copy("live").name, shared_copy("new").name}, "a live copy stays"
+    assert [p.suffix for p in shared_copy("new").parent.iterdir()] == [".lock"], "the lock of the folder"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return begin(tmp_path, lora_sync_path=str(tmp_path / "sync"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every path below `folder`, and the content of every file."""
+    return {str(p): p.read_bytes() if p.is_file() else b"" for p in sorted(folder.rglob("*"))}
+
+
+def start(root: Path, sync: Path) -> Reply:
+    flags = ["--model", str(root / "model"), "--data", str(root / "data"), "--run", str(root / "new")]
+    more = ["data.difficulty=[]", "eval.limit=0", f"lora.lora_sync_path={sync}", "rollout.prompts_per_step=2"]
+    return call(["train", "--recipe", "gsm8k_cpu", *flags, *(w for m in more for w in ("--set", m))])
+
+
+def test_a_sync_folder_is_made_private(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        with lock_folder(tmp_path / "new" / "sync", is_private=True):
+            assert (tmp_path / "new" / "sync").stat().st_mode & 0o777 == 0o700
+    finally:
+        os.umask(before)
+
+
+def test_a_sync_folder_of_another_user_is_refused(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    be_another_user(monkeypatch)
+    before = contents(tmp_path)
+    for reply in (
+        start(tmp_path, theirs),
+        call(["train", "--resume", str(run.root)]),
+        call(["adapters", "gc", str(run.root)]),
+    ):
+        assert reply.code == 2, reply.output
+        assert "belongs to the user with id" in reply.output
+        assert "lora_sync_path" in reply.output
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775])
+def test_a_sync_folder_that_others_may_write_to_is_refused(run: RunDir, tmp_path: Path, mode: int) -> None:
+    """Also /dev/shm itself, where two users would lock each other out."""
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(mode)
+    (tmp_path / "sync").chmod(mode)
+    before = contents(tmp_path)
+    for reply in (start(tmp_path, tmp_path / "open"), call(["train", "--resume", str(run.root)])):
+        assert reply.code == 2, reply.output
+        assert f"is open to other users (mode 0{mode:o})" in reply.output
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("kind", ["symlink", "hard link", "pipe", "folder"])
+def test_a_lock_that_is_no_plain_file_is_refused_and_never_emptied(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "mine").write_text("mine")
+    lock = tmp_path / "run" / LOCK_NAME
+    lock.parent.mkdir()
+    if kind == "symlink":
+        lock.symlink_to(tmp_path / "mine")
+    elif kind == "hard link":
+        lock.hardlink_to(tmp_path / "mine")
+    elif kind == "pipe":
+        os.mkfifo(lock)
+    else:
+        lock.mkdir()
+    with pytest.raises(ConfigError, match=rf"{lock} is a"), lock_folder(tmp_path / "run"):
+        pass
+    assert (tmp_path / "mine").read_text() == "mine"

@@ -1,0 +1,146 @@
+"""Python files in the working folder run in no process of skylite, unless the user names them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from skylite.config.train import TrainConfig
+from skylite.engine.server_command import serve_env
+from skylite.engine.single_engine import single_engine_spec
+from skylite.processes.child import ProcessSpec, kill, poll, start
+from skylite.processes.import_path import protect_imports
+from skylite.processes.torch_cuda import ask_torch
+
+SHADOWED = (
+    "vllm", "torch", "transformers", "peft", "pyarrow", "numpy", "pydantic", "math_verify", "reasoning_gym",
+    "skylite", "safetensors", "huggingface_hub", "httpx", "rich", "psutil", "tokenizers", "json", "pickle",
+    "multiprocessing", "socket", "selectors", "signal", "tempfile", "concurrent", "random", "string",
+    "sitecustomize", "usercustomize",
+)  # fmt: skip
+CONSOLE_SCRIPT = (
+    "import sys\nfrom skylite.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
+)
+SCORE = """
+import asyncio, sys
+from skylite.processes.import_path import protect_imports
+from skylite.rewards.worker_pool import RewardPool
+from skylite.types import Prompt
+if __name__ == "__main__":
+    protect_imports()
+    pool = RewardPool(["math"])
+    asked = Prompt(id="1", messages=[{"role": "user", "content": "?"}], answer="7", source="t")
+    print(asyncio.run(pool.score([(asked, "7")]))[0].reward)
+    pool.close()
+"""
+
+
+@pytest.fixture
+def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder whose Python files have the names of packages and leave a trace when they run."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in SHADOWED:
+        (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('{name} ')\n")
+    info = folder / "evil-1.0.dist-info"
+    info.mkdir()
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nevil = vllm:register\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: evil\nVersion: 1.0\n")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def assert_nothing_ran(folder: Path) -> None:
+    trace = folder.parent / "ran"
+    assert not trace.exists(), trace.read_text()
+
+
+def run_script(folder: Path, text: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in another folder, as pip's console scripts are."""
+    script = folder.parent / "bin" / "script"
+    script.parent.mkdir(exist_ok=True)
+    script.write_text(text)
+    return subprocess.run(
+        [sys.executable, str(script), *args],
+        cwd=folder, env={**os.environ, **env}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["-m", "json.tool", "--help"], ["-c", "import json"], ["-m", "skylite.hub.smollm2", "none", "none"]],
+)
+def test_a_child_imports_nothing_from_the_working_folder(hostile: Path, words: list[str]) -> None:
+    spec = ProcessSpec(name="child", argv=[sys.executable, *words], env={}, log_path=hostile.parent / "log")
+    child = start(spec)
+    try:
+        deadline = time.monotonic() + 120
+        while poll(child) is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        kill(child)
+    assert_nothing_ran(hostile)
+
+
+def test_the_question_to_torch_imports_nothing_from_it(hostile: Path) -> None:
+    assert ask_torch(sys.executable, os.environ.get("PYTHONPATH", ""), (7,)).version
+    assert_nothing_ran(hostile)
+
+
+def test_commands_and_their_children_import_nothing_from_it(hostile: Path, tiny_llama: Path) -> None:
+    rows = "".join(json.dumps({"q": f"{i} + 1?", "a": str(i + 1)}) + "\n" for i in range(60))
+    (hostile / "rows.jsonl").write_text(rows)
+    columns = ["--question", "q", "--answer", "a", "--reward", "math", "--out", "data"]
+    done = run_script(hostile, CONSOLE_SCRIPT, "prepare", "rows.jsonl", *columns)
+    assert done.returncode == 0, done.stderr
+    flags = [
+        "--model",
+        str(tiny_llama),
+        "--data",
+        "data",
+        "--set",
+        "data.difficulty=[]",
+        "--set",
+        "eval.limit=0",
+    ]
+    done = run_script(hostile, CONSOLE_SCRIPT, "train", "--recipe", "gsm8k_cpu", *flags, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert_nothing_ran(hostile)
+
+
+def test_reward_workers_import_nothing_from_it(hostile: Path) -> None:
+    done = run_script(hostile, SCORE)
+    assert done.stdout == "1.0\n", done.stderr
+    assert_nothing_ran(hostile)
+
+
+@pytest.mark.parametrize("path", [":{0}", "{0}:", ".:{0}", "{0}::"])
+def test_an_empty_part_of_pythonpath_does_not_mean_the_working_folder_in_a_child(
+    hostile: Path, path: str
+) -> None:
+    """`export PYTHONPATH=$PYTHONPATH:/lib` makes one. Python has read it before skylite's first line runs."""
+    (hostile / "only_here.py").touch()
+    code = "import subprocess, sys; from skylite.processes.import_path import protect_imports\n"
+    code += "protect_imports(); subprocess.run([sys.executable, '-c', 'import only_here'])"
+    for name in SHADOWED:
+        (hostile / f"{name}.py").unlink()
+    done = run_script(hostile, code, PYTHONPATH=path.format(os.environ.get("PYTHONPATH", "/absolute")))
+    assert "No module named 'only_here'" in done.stderr
+
+
+def test_every_child_inherits_the_protection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`skylite serve` replaces its process by vLLM, with this environment."""
+    monkeypatch.setattr(sys, "path", ["", "relative", *sys.path])
+    monkeypatch.setenv("PYTHONPATH", "/absolute")
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    protect_imports()
+    assert all(os.path.isabs(p) for p in sys.path)
+    spec = single_engine_spec(TrainConfig(), None, Path("/model"), Path("/socket"))
+    env = serve_env(spec, os.environ, "key")
+    assert (env["PYTHONSAFEPATH"], env["PYTHONPATH"]) == ("1", "/absolute")
