@@ -33,7 +33,7 @@ RECIPE := $(if $(GPU),gsm8k,gsm8k_cpu_real)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lora-gsm8k check test test-unit test-dist test-vllm test-e2e gpu-check torture docs-reference vllm-models lock clean
+.PHONY: help setup lora-gsm8k check test test-unit test-dist test-vllm test-e2e gpu-check gpu-results torture docs-reference vllm-models lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -69,8 +69,11 @@ test-vllm: $(READY) ## tests with a vLLM CPU server
 test-e2e: $(READY) ## end-to-end tests through the command line
 	$(BIN)/python -m pytest -m e2e
 
-gpu-check: $(READY) ## GPU only: train and sample at full size, results in benchmarks/results/gpu.json
+gpu-check: $(READY) ## GPU only: nine minutes of checks at full size, results in benchmarks/results/gpu.json
 	$(BIN)/python benchmarks/gpu_check.py --out benchmarks/results/gpu.json
+
+gpu-results: $(READY) ## put the results of gpu-check into docs/how-to/gpus.md
+	$(BIN)/python benchmarks/gpu_check.py --docs benchmarks/results/gpu.json
 
 torture: $(READY) ## kills, bad inputs and a long run (1 to 2 hours), results in benchmarks/results/torture.json
 	$(BIN)/python benchmarks/torture.py --matrix --random 200

@@ -101,8 +101,6 @@ def peak_bytes(
 
     Raises RuntimeError if torch was imported before tests.fake_gpu.preload.
     """
-    from tests.fake_gpu import preload  # noqa: F401 -- before torch
-
     import torch
 
     from skylite.config.train import TrainConfig
@@ -110,6 +108,7 @@ def peak_bytes(
     from skylite.trainer.optimizer import make_optimizer
     from skylite.trainer.precompute_logprobs import Precomputed
     from skylite.trainer.step import micro_batch_loss, score
+    from tests.fake_gpu import preload  # noqa: F401 -- before torch
     from tests.fake_gpu.memory import LiveBytes
     from tests.fake_gpu.mode import fake_gpu
     from tests.fake_gpu.policies import fake_policy, micro_batch, targets_of

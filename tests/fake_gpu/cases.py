@@ -196,7 +196,7 @@ def test_efficient_attention_has_the_shape_of_torchs_own():
 
 
 def test_full_checkpointing_keeps_only_the_inputs_of_the_layers():
-    """Per layer and token: one hidden state in bfloat16. Masks, the head's rows and rounding: 10 %."""
+    """Per layer and token: one hidden state in bfloat16. The head, embeddings and rounding: below 50 %."""
     config, wide = settings(trainer={"checkpointing": "full", "attention": "flex"}), model_config("llama")
     wide.num_hidden_layers, wide.vocab_size = 12, 260
     batch = group_batch(config, vocab=256)
@@ -208,5 +208,4 @@ def test_full_checkpointing_keeps_only_the_inputs_of_the_layers():
         kept = memory.now - before
         del logprobs
     inputs = wide.num_hidden_layers * micro.tokens.num_nodes * wide.hidden_size * 2
-    print(kept / inputs)
     assert inputs <= kept < 1.5 * inputs

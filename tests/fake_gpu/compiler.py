@@ -1,7 +1,7 @@
 """Gives a CPU build of torch a CUDA device without memory, before torch is imported.
 
-FakeTensorMode needs no GPU for CUDA tensors, but autograd needs a device guard and CUDA hooks, which only CUDA
-builds have. fake_cuda.cpp adds both. torch looks for them once, while it is imported: so run
+FakeTensorMode needs no GPU for CUDA tensors, but autograd needs a device guard and CUDA hooks, which only
+CUDA builds have. fake_cuda.cpp adds both. torch looks for them once, while it is imported: so run
 
     python -m pytest -p tests.fake_gpu.preload ...
 
@@ -62,10 +62,10 @@ def build() -> Path:
         raise PermissionError(f"{folder} belongs to another user; delete it.")
     library = folder / f"{key[:16]}.so"
     if not library.exists():
+        flags, libraries = [COMPILER, "-std=c++20", "-shared", "-fPIC"], ["-lc10", "-ltorch_cpu"]
         torch, new = torch_folder(), library.with_suffix(f".{os.getpid()}")
         subprocess.run(
-            [COMPILER, "-std=c++20", "-shared", "-fPIC", f"-I{torch / 'include'}", str(SOURCE)]
-            + [f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu", "-o", str(new)],
+            [*flags, f"-I{torch / 'include'}", str(SOURCE), f"-L{torch / 'lib'}", *libraries, "-o", str(new)],
             check=True,
         )
         new.replace(library)

@@ -25,8 +25,8 @@ class Allocation:
 class LiveBytes(TorchDispatchMode):
     """Inside, counts the bytes of every new storage until it is freed.
 
-    What an operation allocates and frees within itself is not seen. Tensors made before are not counted, until
-    an operation returns them.
+    What an operation allocates and frees within itself is not seen. Tensors made before are not counted,
+    until an operation returns them.
     """
 
     supports_higher_order_operators = True

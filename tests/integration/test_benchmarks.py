@@ -1,54 +1,91 @@
-"""The benchmark scripts that need no server run, at a tiny size."""
+"""`make gpu-check` runs every part at tiny sizes without a GPU, and survives parts that fail or hang."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).parents[2]
+CHECK = [sys.executable, "benchmarks/gpu_check.py"]
 
 
-def test_the_gpu_check_measures_a_tiny_shape_without_a_gpu_and_continues_after_a_failure(
-    tmp_path: Path,
-) -> None:
-    out = tmp_path / "gpu.json"
-    command = [
-        sys.executable,
-        "benchmarks/gpu_check.py",
-        "--shapes",
-        "tiny",
-        "--checkpointing",
-        "wrong",
-        "none",
-    ]
-    done = subprocess.run(
-        [*command, "--skip-loop", "--out", str(out)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def dry_run(out: Path, *parts: str) -> dict[str, Any]:
+    """The `parts` of the result of a dry run."""
+    command = [*CHECK, "--dry-run", "--out", str(out), "--parts", *parts]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    found = json.loads(out.read_text())
-    assert found["loop"] == found["sync"] == "not run: --skip-loop"
-    assert found["commit"]
-    assert found["versions"]["torch"]
-    wrong, none, offloaded = found["train_phase"]["tiny"]
-    assert wrong["checkpointing"] == "wrong"
-    assert wrong["failed"].startswith("error: argument --checkpointing: invalid choice")
-    assert [(row["checkpointing"], row["offload"]) for row in (none, offloaded)] == [
-        ("none", False),
-        ("selective", True),
-    ]
-    for row in (none, offloaded):
-        # 2 groups of a prompt of 8 and 2 completions of 8, whose last tokens are never an input.
-        assert row["tokens_total"] == 64
-        assert row["tokens_computed"] == 2 * (8 + 2 * 7)
-        assert row["seconds"] > 0
-        assert row["adapter_mb"] > 0
+    result = json.loads(out.read_text())
+    assert result["commit"]
+    assert result["versions"]["torch"]
+    assert list(result["parts"]) == list(parts)
+    found: dict[str, Any] = result["parts"]
+    return found
+
+
+def test_every_part_runs_after_parts_that_fail_and_hang(tmp_path: Path) -> None:
+    names = ["machine", "train 0.5b", "attention", "profile 7b", "liger", "out of memory"]
+    parts = dry_run(tmp_path / "gpu.json", "fails", "hangs", *names)
+    fails, hangs = parts["fails"], parts["hangs"]
+    assert (fails["status"], fails["found"]) == ("failed", {"before": 1})
+    assert fails["reason"] == "RuntimeError: this part fails on purpose"
+    assert hangs["status"] == "out of time"
+    assert not psutil.pid_exists(hangs["found"]["child"])
+    assert {parts[name]["status"] for name in names} == {"done"}, parts
+    rows = parts["train 0.5b"]["found"]["rows"]
+    assert len(rows) == 3
+    for row in rows:
+        if row["attention"] == "flex":
+            assert "failed" in row, "FlexAttention has no backward on a CPU"
+            continue
+        assert row["packing"] == row["packing_wanted"]
+        assert row["seconds"]
+        assert row["mfu"] > 0
+        assert any(choice.startswith("packing: tree") for choice in row["choices"])
+    assert len(parts["attention"]["found"]["rows"]) == 24
+    assert parts["profile 7b"]["found"]["operations"]
+    assert parts["liger"]["found"]["off"]["norm"]["ms"] > 0
+
+
+def test_the_loop_goes_on_after_its_engine_was_killed(tmp_path: Path) -> None:
+    loop = dry_run(tmp_path / "gpu.json", "loop")["loop"]
+    assert loop["status"] == "done", loop
+    found = loop["found"]
+    assert [step["step"] for step in found["steps"]] == [1, 2, 3]
+    assert found["engine_killed"]["process"] != "no engine found"
+    assert found["restarts"]
+    assert any(choice.startswith("packing: ") for choice in found["choices"])
+    assert all("canary/gap_max" in step for step in found["steps"])
+
+
+def test_results_become_tables_and_a_dry_run_becomes_not_run(tmp_path: Path) -> None:
+    page = tmp_path / "gpus.md"
+    shutil.copy(ROOT / "docs" / "how-to" / "gpus.md", page)
+    train = {"attention": "flex", "checkpointing": "full", "packing": "tree", "packing_wanted": "tree"}
+    numbers = {"tokens_total": 30000, "seconds": [2.0, 3.0], "mfu": 0.4, "peak_gib": 31.5}
+    found = {
+        "shape": "qwen2.5-7b",
+        "rows": [train | numbers, train | {"failed": "OutOfMemoryError: no | more"}],
+    }
+    result = {"gpus": ["H200"], "commit": "abc", "date": "2026-01-01", "versions": {"torch": "2.13"}}
+    result["parts"] = {"train 7b": {"status": "done", "seconds": 90.0, "found": found}}
+    assert "| qwen2.5-7b | flex | full | tree | 10,000 | 0.4 | 31.5 |" in rendered(page, result)
+    assert "OutOfMemoryError: no / more" in page.read_text()
+    text = rendered(page, result | {"dry_run": True})
+    assert "has not run on a GPU" in text
+    assert "10,000" not in text
+    assert text == rendered(page, {"status": "not run"})
+
+
+def rendered(page: Path, result: dict[str, Any]) -> str:
+    file = page.with_suffix(".json")
+    file.write_text(json.dumps(result))
+    subprocess.run([*CHECK, "--docs", str(file), "--page", str(page)], cwd=ROOT, check=True)
+    return page.read_text()

@@ -1,0 +1,120 @@
+"""Parts of `make gpu-check` that time single kernels: attention with a mask, and Liger's norms and MLPs."""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from gpu_check import Report
+
+# (queries, keys): pieces of prefix trees. Real trees have a new shape for almost every branch.
+SHAPES = [
+    *((137, 393), (256, 512), (333, 897), (512, 1024), (777, 1337), (1024, 1536)),
+    *((1111, 2222), (1536, 2048), (2047, 2560), (2048, 4096), (3001, 3777), (4096, 4608)),
+]
+HEADS, HEAD_SIZE = 28, 128
+REPEATS = 5
+
+
+def device_of() -> torch.device:
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def timed(run: Callable[[], Any], device: torch.device) -> float:
+    """Milliseconds until the device has finished."""
+    import torch
+
+    started = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return 1000 * (time.perf_counter() - started)
+
+
+def first_and_median(run: Callable[[], Any], device: torch.device) -> dict[str, float]:
+    """Milliseconds of the first call, which may build a plan or compile, and of later calls."""
+    first = timed(run, device)
+    later = [timed(run, device) for _ in range(REPEATS)]
+    return {"first_ms": round(first, 3), "ms": round(statistics.median(later), 3)}
+
+
+def attention(report: Report) -> None:
+    """Forward and backward of torch's attention with a mask, with and without cuDNN's kernels."""
+    import torch
+
+    device = device_of()
+    timed(lambda: torch.ones(1, device=device) + 1, device)  # the CUDA context
+    for use_cudnn in (False, True):
+        torch.backends.cuda.enable_cudnn_sdp(use_cudnn)
+        for queries, keys in SHAPES:
+            if report.dry_run:
+                queries, keys = queries // 64 + 1, keys // 64 + 1
+            run = attention_pass(queries, keys, device)
+            row = {"cudnn": use_cudnn, "queries": queries, "keys": keys}
+            report.add("rows", row | first_and_median(run, device))
+
+
+def attention_pass(queries: int, keys: int, device: torch.device) -> Callable[[], None]:
+    import torch
+
+    q, k, v = (
+        torch.randn(1, HEADS, n, HEAD_SIZE, device=device, dtype=torch.bfloat16, requires_grad=True)
+        for n in (queries, keys, keys)
+    )
+    columns = -(-keys // 16) * 16
+    mask = torch.zeros(queries, columns, device=device, dtype=torch.bfloat16)[:, :keys]
+
+    def run() -> None:
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        torch.autograd.grad(out.sum(), (q, k, v))
+
+    return run
+
+
+def liger(report: Report) -> None:
+    """RMS norm and gated activation at 7B width: skylite's, and Liger-Kernel's if it is installed."""
+    import torch
+
+    from skylite.model.fused_ops import gated_activation, rms_norm
+
+    device = device_of()
+    tokens, hidden, wide = (64, 64, 128) if report.dry_run else (16384, 3584, 18944)
+    x, gate, up = (
+        torch.randn(tokens, n, device=device, dtype=torch.bfloat16, requires_grad=True)
+        for n in (hidden, wide, wide)
+    )
+    gain = torch.ones(hidden, device=device, dtype=torch.bfloat16)
+    silu = torch.nn.functional.silu
+    ours = {
+        "norm": (lambda: rms_norm(x, gain, 1e-6, recompute=False), (x,)),
+        "mlp": (lambda: gated_activation(gate, up, silu, recompute=False), (gate, up)),
+    }
+    report.put("off", {name: first_and_median(both_ways(*run), device) for name, run in ours.items()})
+    if importlib.util.find_spec("liger_kernel") is None:
+        report.put("on", "not installed")
+        return
+    from liger_kernel.transformers.functional import liger_rms_norm, liger_swiglu
+
+    theirs = {
+        "norm": (lambda: liger_rms_norm(x, gain, 1e-6), (x,)),
+        "mlp": (lambda: liger_swiglu(gate, up), (gate, up)),
+    }
+    report.put("on", {name: first_and_median(both_ways(*run), device) for name, run in theirs.items()})
+
+
+def both_ways(forward: Callable[[], torch.Tensor], inputs: tuple[torch.Tensor, ...]) -> Callable[[], None]:
+    """A function that runs forward and backward."""
+    import torch
+
+    def run() -> None:
+        y = forward()
+        torch.autograd.grad(y, inputs, torch.ones_like(y))
+
+    return run

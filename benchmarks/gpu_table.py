@@ -1,0 +1,110 @@
+"""Puts the results of `make gpu-check` into a page, as tables between two markers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = "<!-- gpu-check: begin -->", "<!-- gpu-check: end -->"
+NOT_RUN = "not run"
+
+
+def write_table(page: Path, results: dict[str, Any]) -> None:
+    """Replace the text between the markers of `page`. Raises ValueError if they are missing."""
+    text = page.read_text(encoding="utf-8")
+    before, found_begin, rest = text.partition(BEGIN)
+    _, found_end, after = rest.partition(END)
+    if not (found_begin and found_end):
+        raise ValueError(f"{page} lacks the lines {BEGIN} and {END}; add them where the tables belong")
+    page.write_text(f"{before}{BEGIN}\n{tables(results)}\n{END}{after}", encoding="utf-8")
+
+
+def tables(results: dict[str, Any]) -> str:
+    """All tables as Markdown. A dry run counts as not run: its numbers are those of tiny models."""
+    parts = {} if results.get("dry_run") else results.get("parts", {})
+    blocks = [
+        machine_line(results, parts),
+        table(("part", "result"), [[name, outcome(parts.get(name))] for name in parts or ("all",)]),
+        table(
+            ("model", "attention", "checkpointing", "packing", "tokens/s", "MFU", "peak GiB"),
+            train_rows(parts),
+        ),
+        table(("kernels", "keys", "first call, ms", "later, ms"), attention_rows(parts)),
+        table(("loop", "value"), loop_rows(parts)),
+    ]
+    return "\n" + "\n\n".join(blocks) + "\n"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A Markdown table; without rows, one row that says so."""
+    rows = rows or [[NOT_RUN, *[""] * (len(head) - 1)]]
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def machine_line(results: dict[str, Any], parts: dict[str, Any]) -> str:
+    """One sentence: device, versions, commit and date."""
+    if not parts:
+        return "`make gpu-check` has not run on a GPU."
+    versions = results.get("versions", {})
+    names = ", ".join(f"{n} {versions[n]}" for n in ("torch", "transformers", "vllm") if n in versions)
+    gpus = ", ".join(results.get("gpus", [])) or "no GPU"
+    return f"{gpus}; {names}.\nCommit {results.get('commit')}, {results.get('date')}."
+
+
+def outcome(part: dict[str, Any] | None) -> str:
+    """How a part ended, in one cell."""
+    if part is None:
+        return NOT_RUN
+    reason = part.get("reason") or part.get("found", {}).get("skipped", "")
+    status = "skipped" if part.get("found", {}).get("skipped") else part["status"]
+    return f"{status}, {part['seconds']} s" + (f": {short(reason)}" if reason else "")
+
+
+def train_rows(parts: dict[str, Any]) -> list[list[Any]]:
+    """A row for each mode of each shape."""
+    rows = []
+    for part in (p for name, p in parts.items() if name.startswith("train ")):
+        found = part.get("found", {})
+        for row in found.get("rows", []):
+            mode = [found.get("shape"), row["attention"], row["checkpointing"]]
+            if "failed" in row:
+                rows.append([*mode, row["packing_wanted"], short(row["failed"]), "", ""])
+                continue
+            rate = round(row["tokens_total"] / row["seconds"][-1])
+            rows.append([*mode, row["packing"], f"{rate:,}", row["mfu"], row["peak_gib"]])
+    return rows
+
+
+def attention_rows(parts: dict[str, Any]) -> list[list[Any]]:
+    """A row for each shape, forward and backward together."""
+    rows = parts.get("attention", {}).get("found", {}).get("rows", [])
+    return [
+        [
+            f"{'with' if r['cudnn'] else 'without'} cuDNN, {r['queries']} queries",
+            r["keys"],
+            r["first_ms"],
+            r["ms"],
+        ]
+        for r in rows
+    ]
+
+
+def loop_rows(parts: dict[str, Any]) -> list[list[Any]]:
+    """Choices, canary gaps and restarts of the loop, and Liger's times."""
+    found = parts.get("loop", {}).get("found", {})
+    rows: list[list[Any]] = [["choice", short(choice)] for choice in found.get("choices", [])]
+    for step in found.get("steps", []):
+        gaps = ", ".join(f"{k} {v:.3g}" for k, v in step.items() if k.startswith("canary/"))
+        rows.append([f"step {step.get('step')}", f"{step.get('time/step_s', 0):.1f} s; {gaps}"])
+    if "restarts" in found:
+        rows.append(["restarts after the engine was killed", found["restarts"]])
+    liger = parts.get("liger", {}).get("found", {})
+    return rows + [[f"Liger {name}", liger[name]] for name in ("off", "on") if name in liger]
+
+
+def short(text: str) -> str:
+    """The first line, at most 60 characters, safe in a table."""
+    line = text.strip().partition("\n")[0].replace("|", "/")
+    return line if len(line) <= 60 else line[:57] + "..."

@@ -1,0 +1,245 @@
+"""Parts of `make gpu-check` that train: random models of real shapes, completions of varied lengths."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import train_phase
+from shapes import model_config
+
+if TYPE_CHECKING:
+    import torch
+    from gpu_check import Report
+
+    from skylite.config.train import TrainConfig
+    from skylite.model.distributed import Dist
+    from skylite.model.policy import Policy
+    from skylite.types import Group
+
+# attention, checkpointing, packing; the most valuable first
+MODES = [
+    ("sdpa", "selective", "tree"),
+    ("flex", "selective", "tree"),
+    ("flex", "full", "tree"),
+    ("sdpa", "full", "tree"),
+    ("flex", "none", "tree"),
+    ("sdpa", "none", "tree"),
+    ("sdpa", "selective", "padded"),
+]
+DRY_MODES = [MODES[0], MODES[1], MODES[-1]]
+STEPS = 3
+RANK = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """A step. Completion lengths are log-normal: most are short, some reach the longest."""
+
+    prompts: int
+    group_size: int
+    prompt: int
+    median: int
+    longest: int
+    budget: int
+    vocab: int
+
+
+REAL = Sizes(prompts=8, group_size=8, prompt=256, median=400, longest=2048, budget=16384, vocab=20000)
+TINY = Sizes(prompts=2, group_size=2, prompt=8, median=8, longest=20, budget=256, vocab=500)
+
+
+def train(report: Report, shape: str) -> None:
+    """Seconds, MFU and peak memory of training steps in every mode."""
+    shape, sizes = ("tiny", TINY) if report.dry_run else (shape, REAL)
+    use_trainer_environment()
+    report.put("shape", shape)
+    rate = device_rate(report.dry_run)
+    report.put("matrix_tflops", round(rate / 1e12, 1))
+    for attention, checkpointing, packing in DRY_MODES if report.dry_run else MODES:
+        mode = {"attention": attention, "checkpointing": checkpointing, "packing_wanted": packing}
+        try:
+            row = measured(shape, sizes, rate, attention, checkpointing, packing)
+        except Exception as error:  # noqa: BLE001 -- out of memory and compilers' errors are results
+            row = {"failed": f"{type(error).__name__}: {error}"[:400]}
+        report.add("rows", mode | row)
+        free_memory()
+
+
+def measured(
+    shape: str, sizes: Sizes, rate: float, attention: str, checkpointing: str, packing: str
+) -> dict[str, Any]:
+    """Three steps of one mode, beside `rate` FLOP per second. The first, which compiles, is not counted."""
+    import torch
+
+    from skylite.trainer.optimizer import make_optimizer
+    from skylite.trainer.step import train_step
+
+    config, policy, choices, dist = build(shape, sizes, attention, checkpointing, packing)
+    optim = config.optim
+    optimizer = make_optimizer("policy", policy.lora, optim.lr, optim.max_grad_norm, optim)
+    on_gpu = policy.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    seconds, flop = list[float](), 0.0
+    for step in range(1, STEPS + 1):
+        groups = varied_groups(sizes, step)
+        started = time.perf_counter()
+        metrics = train_step(policy, optimizer, groups, step, config, dist)
+        seconds.append(time.perf_counter() - started)
+        if step > 1:
+            flop += train_phase.work(train_phase.count_weights(policy), metrics, policy.packing == "tree")
+    counted = sum(seconds[1:])
+    return {
+        "packing": policy.packing,
+        "choices": choices,
+        "first_s": round(seconds[0], 3),
+        "seconds": [round(s, 3) for s in seconds[1:]],
+        "tokens_total": metrics["tokens/total"],
+        "tokens_computed": metrics["tokens/unique"],
+        "grad_norm": metrics["optim/grad_norm"],
+        "peak_gib": round(train_phase.peak_gib(policy), 2),
+        "tflops": round(flop / counted / 1e12, 2),
+        "mfu": round(flop / counted / rate, 3),
+    }
+
+
+def device_rate(dry_run: bool) -> float:
+    """FLOP per second of a large matrix product in bfloat16; in float32 for a dry run, which a CPU can do."""
+    import torch
+    from gpu_kernels import device_of
+
+    return train_phase.matrix_peak(torch.float32 if dry_run else torch.bfloat16, device_of())
+
+
+def profile(report: Report, shape: str) -> None:
+    """Where one micro-batch spends its time: the operations that take most, in milliseconds."""
+    import torch
+
+    from skylite.trainer.optimizer import make_optimizer
+    from skylite.trainer.step import train_step
+
+    shape, sizes = ("tiny", TINY) if report.dry_run else (shape, REAL)
+    use_trainer_environment()
+    config, policy, _, dist = build(shape, sizes, "sdpa", "selective", "tree")
+    on_gpu = policy.device.type == "cuda"
+    optimizer = make_optimizer("policy", policy.lora, config.optim.lr, 1.0, config.optim)
+    groups = varied_groups(sizes, 1)[: 2 if report.dry_run else 3]
+    for step in (1, 2):
+        train_step(policy, optimizer, groups, step, config, dist)
+    kinds = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kinds.CPU, *([kinds.CUDA] if on_gpu else [])]) as profiler:
+        started = time.perf_counter()
+        metrics = train_step(policy, optimizer, groups, 3, config, dist)
+        seconds = time.perf_counter() - started
+    spent, calls = Counter[str](), Counter[str]()
+    for event in profiler.key_averages():
+        us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        if on_gpu and event.device_type == torch.autograd.DeviceType.CPU:
+            continue  # counted at its kernels
+        spent[event.key[:100]] += us
+        calls[event.key[:100]] += event.count
+    rows = [{"name": n, "ms": round(us / 1e3, 3), "calls": calls[n]} for n, us in spent.most_common(30)]
+    report.put("seconds_profiled", round(seconds, 3))
+    report.put("busy_s", round(spent.total() / 1e6, 3))
+    report.put("tokens_computed", metrics["tokens/unique"])
+    report.put("operations", rows)
+
+
+def build(
+    shape: str, sizes: Sizes, attention: str, checkpointing: str, packing: str
+) -> tuple[TrainConfig, Policy, list[str], Dist]:
+    """A policy of random weights on this machine's device, with the fast paths that its probes allow."""
+    from dataclasses import replace
+
+    import torch
+
+    from skylite.config.train import Resolved, TrainConfig
+    from skylite.model import policy as policy_module
+    from skylite.model.fast_paths import enable_fast_paths
+    from tests.fake_gpu.policies import OneRank
+
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    config = TrainConfig.model_validate(
+        {
+            "num_steps": STEPS,
+            "lora": {"rank": RANK, "alpha": RANK},
+            "rollout": {"max_completion_tokens": sizes.longest},
+            "trainer": {
+                "tokens_per_micro_batch": sizes.budget,
+                "checkpointing": checkpointing,
+                "attention": attention,
+            },
+        }
+    )
+    resolved = Resolved(
+        model_path="", model_fingerprint="", dtype="bfloat16", device=device.type, lora_sync_path=""
+    )
+    dist: Any = OneRank(device=device)
+    setattr(policy_module, "load_base", lambda *_: (random_base(shape, device), ""))  # noqa: B010
+    policy = policy_module.load_policy(resolved, config, dist)
+    policy, choices = enable_fast_paths(policy, list(range(20, 60)))
+    if packing == "padded":
+        policy.model.get_base_model().set_attn_implementation("sdpa")
+        policy = replace(policy, packing="padded")
+    return config, policy, choices, dist
+
+
+def random_base(shape: str, device: torch.device) -> Any:
+    """A model of random bfloat16 weights. The real folders would have to be downloaded."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from skylite.model.attention_backends import register_backends
+
+    register_backends()
+    torch.manual_seed(0)
+    with device:
+        return AutoModelForCausalLM.from_config(model_config(shape), dtype=torch.bfloat16).eval()
+
+
+def varied_groups(sizes: Sizes, seed: int) -> list[Group]:
+    """Groups of random tokens with varied lengths. One trajectory of each group has reward 1."""
+    from tests.rows import Row, groups_of
+
+    rng = random.Random(seed)
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(sizes.vocab) for _ in range(count)]
+
+    rows = []
+    for group in range(sizes.prompts):
+        prompt = tokens(max(1, round(sizes.prompt * rng.uniform(0.5, 1.5))))
+        for index in range(sizes.group_size):
+            length = min(sizes.longest, max(1, round(sizes.median * rng.lognormvariate(0, 0.7))))
+            row = Row(
+                group=group,
+                prompt_token_ids=prompt,
+                completion_token_ids=tokens(length),
+                rollout_logprobs=[-10.0] * length,
+                reward=float(index == 0),
+            )
+            rows.append(row)
+    return groups_of(rows)
+
+
+def use_trainer_environment() -> None:
+    """The environment variables that the trainer gets, set before torch is imported."""
+    from skylite.processes.hardware import cpu_cores
+    from skylite.processes.torchrun import trainer_env
+
+    added = trainer_env(cpu_cores())
+    os.environ.update({k: v for k, v in added.items() if k != "LD_PRELOAD"})  # too late for this process
+
+
+def free_memory() -> None:
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
