@@ -19,7 +19,7 @@ from skylite.run.files import write_json
 from skylite.run.run_dir import AdapterVersion
 from tests.unit.engine_cases import publish
 
-N = 368
+N = 552
 Array = np.ndarray
 
 
@@ -79,7 +79,9 @@ def test_numbers_by_hand() -> None:
     assert found.rounding == pytest.approx(0.1)
     # Moves of the engine: 0.5, 0.4. Of the trainer: 0.6, 0.4.
     assert found.projection == pytest.approx((0.5 * 0.6 + 0.4 * 0.4) / (0.36 + 0.16))
-    assert found.projection_error == pytest.approx(math.sqrt(2 * 0.01) / math.sqrt(0.52))
+    assert found.projection_error == pytest.approx(0.1 * 0.6 / 0.52)
+    vanished = 0.075 * 0.1 / math.sqrt(0.52 / 2)
+    assert found.projection_limit == pytest.approx(4 * found.projection_error + 0.05 + vanished)
 
 
 def test_one_wild_token_does_not_decide() -> None:
@@ -123,8 +125,8 @@ def test_an_unmoved_adapter_may_have_the_bases_bits() -> None:
 def test_another_base_model_is_refused() -> None:
     found = scores(0, 0.1, lambda move, _: move)
     other = Scores(
-        engine=[x - 0.5 for x in found.engine],
-        engine_base=[x - 0.5 for x in found.engine_base],
+        engine=[x - 1.5 for x in found.engine],
+        engine_base=[x - 1.5 for x in found.engine_base],
         policy=found.policy,
         base=found.base,
     )

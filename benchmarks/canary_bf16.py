@@ -1,0 +1,265 @@
+"""How often does the bfloat16 canary refuse a right adapter, and how often a wrong one?
+
+    python benchmarks/canary_bf16.py RUN --data DATA --raw /tmp/raw.json --out FILE
+
+RUN is a run that kept all its adapters (--set sync.keep_last=1000). vLLM computes in bfloat16; the trainer
+scores the same sequences in float32, from bfloat16 weights, as it does at every publish. Wrong adapters: the
+base, the version before, scaled by 2 and by 1/2, neighbouring layers swapped, every second layer left out,
+the rows of A shifted against B, no MLP, random matrices of the same norms. Canaries are drawn from the
+sequences with replacement. --raw keeps the logprobs; if the file is there, nothing is scored again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lora_sampling
+import numpy as np
+import torch
+from command_line import argument_parser
+from machine_info import machine_info
+from safetensors.torch import load_file, save_file
+
+from skylite.config.loading import read_run_config
+from skylite.config.train import RunConfig
+from skylite.data.prompts import read_prompts
+from skylite.data.tokenizer import load_tokenizer
+from skylite.engine.adapter_canary import MAX_TOKENS, NUM_SEQUENCES
+from skylite.engine.bf16_canary import Scores, check_paired, read_paired
+from skylite.errors import SyncFailed
+from skylite.model.fast_paths import enable_fast_paths
+from skylite.model.load_adapter import load_adapter_file
+from skylite.model.policy import Policy, load_policy
+from skylite.run.files import write_json
+from skylite.run.run_dir import adapter_name
+from skylite.trainer.publish_adapter import base_canary_logprobs, canary_logprobs
+from tests.small_run import lone_rank
+
+AT_A_TIME = 16
+"""Sequences per pass of the trainer."""
+BASE = "base"
+ByAdapter = dict[str, list[list[float]]]
+"""[S][L - 1] logprobs by adapter."""
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.raw is not None and args.raw.exists():
+        raw = json.loads(args.raw.read_text())
+    else:
+        raw = score_all(args)
+        if args.raw is not None:
+            write_json(args.raw, raw)
+    result = rates(raw, args.wrong, args.draws)
+    print(json.dumps(result, indent=1))
+    if args.out:
+        count = len(raw["trainer"][BASE])
+        write_json(args.out, machine_info() | {"sequences": count, "draws": args.draws} | result)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argument_parser(__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--data", type=Path, required=True, help="the run's data folder")
+    parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--draws", type=int, default=1000, help="canaries per adapter")
+    parser.add_argument("--wrong", type=int, nargs="+", default=[1, 2, 4, 8, 20], help="versions made wrong")
+    parser.add_argument("--raw", type=Path)
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def score_all(args: argparse.Namespace) -> dict[str, Any]:
+    """Logprobs of every adapter, from the trainer and from the engine."""
+    run = read_run_config(args.run / "config.json")
+    versions = sorted(int(p.name[-6:]) for p in (args.run / "adapters").glob("policy-v*"))
+    model = Path(run.resolved.model_path)
+    sequences = choose_sequences(args, model)
+    trainer = trainer_scores(run, args.run / "adapters", versions, sequences)
+    with tempfile.TemporaryDirectory(prefix="skylite-") as text:
+        folders = {adapter_name(v): args.run / "adapters" / adapter_name(v) for v in versions}
+        folders |= wrong_adapters(args.run / "adapters", args.wrong, Path(text))
+        engine = engine_scores(model, folders, sequences, Path(text), run.config.lora.rank)
+    return {"versions": versions, "trainer": trainer, "engine": engine}
+
+
+def choose_sequences(args: argparse.Namespace, model: Path) -> list[list[int]]:
+    """Different sequences of MAX_TOKENS tokens from the first prompts."""
+    prompts, _ = read_prompts(args.data / "train.parquet")
+    tokenizer = load_tokenizer(model)
+    texts = [f"{p.messages[-1]['content']}\n{p.answer}" for p in prompts[: 4 * args.sequences]]
+    encoded = dict.fromkeys(tuple(tokenizer.encode_text(text)[:MAX_TOKENS]) for text in texts)
+    return [list(ids) for ids in encoded if len(ids) == MAX_TOKENS][: args.sequences]
+
+
+def trainer_scores(
+    run: RunConfig, adapters: Path, versions: list[int], sequences: list[list[int]]
+) -> ByAdapter:
+    resolved = run.resolved.model_copy(update={"dtype": "bfloat16", "warm_start": None})
+    with lone_rank() as dist:
+        policy, choices = enable_fast_paths(load_policy(resolved, run.config, dist), sequences[0])
+        print(*choices, sep="\n", flush=True)
+        scores = {BASE: in_chunks(policy, sequences, base_canary_logprobs)}
+        for version in versions:
+            load_adapter_file(adapters / adapter_name(version), policy.lora)
+            scores[adapter_name(version)] = in_chunks(policy, sequences, canary_logprobs)
+    return scores
+
+
+def in_chunks(policy: Policy, sequences: list[list[int]], score: Any) -> list[list[float]]:
+    starts = range(0, len(sequences), AT_A_TIME)
+    return [row for start in starts for row in score(policy, sequences[start : start + AT_A_TIME])]
+
+
+def wrong_adapters(adapters: Path, versions: list[int], folder: Path) -> dict[str, Path]:
+    """Damaged copies of adapters by name: `KIND-of-VERSION`."""
+    found = {}
+    for version in versions:
+        source = adapters / adapter_name(version)
+        tensors = load_file(source / "adapter_model.safetensors")
+        for kind, damage in DAMAGE.items():
+            name = f"{kind}-of-{adapter_name(version)}"
+            found[name] = folder / name
+            found[name].mkdir()
+            shutil.copy(source / "adapter_config.json", found[name])
+            save_file(damage(tensors), found[name] / "adapter_model.safetensors")
+    return found
+
+
+def scaled(tensors: dict[str, torch.Tensor], factor: float) -> dict[str, torch.Tensor]:
+    return {n: t * factor if "lora_B" in n else t.clone() for n, t in tensors.items()}
+
+
+def layer_of(name: str) -> int:
+    return int(name.split("layers.")[1].split(".")[0])
+
+
+def swapped(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Each pair of neighbouring layers exchanges its matrices."""
+    last = max(map(layer_of, tensors))
+    found = {}
+    for name in tensors:
+        layer = layer_of(name)
+        other = min(layer ^ 1, last)
+        found[name] = tensors[name.replace(f"layers.{layer}.", f"layers.{other}.")].clone()
+    return found
+
+
+def halved(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Every second layer's update is missing."""
+    return {n: torch.zeros_like(t) if "lora_B" in n and layer_of(n) % 2 else t for n, t in tensors.items()}
+
+
+def permuted(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The rows of A are shifted by one against the columns of B."""
+    return {n: t.roll(1, 0) if "lora_A" in n else t.clone() for n, t in tensors.items()}
+
+
+def without_mlp(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {
+        n: torch.zeros_like(t) if "lora_B" in n and ".mlp." in n else t.clone() for n, t in tensors.items()
+    }
+
+
+def foreign(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Random matrices with the same norms."""
+    torch.manual_seed(0)
+    return {n: (r := torch.randn_like(t)) * (t.norm() / r.norm()) for n, t in tensors.items()}
+
+
+DAMAGE = {
+    "twice": lambda t: scaled(t, 2.0),
+    "half": lambda t: scaled(t, 0.5),
+    "swapped-layers": swapped,
+    "every-second-layer": halved,
+    "permuted-rank": permuted,
+    "without-mlp": without_mlp,
+    "foreign": foreign,
+}
+
+
+def engine_scores(
+    model: Path, folders: dict[str, Path], sequences: list[list[int]], folder: Path, rank: int
+) -> ByAdapter:
+    args = argparse.Namespace(model=model, dtype="bfloat16", rank=rank)
+    first = next(iter(folders.values()))
+    with lora_sampling.running(
+        lora_sampling.Variant("engine", cpu_lora="dense"), args, folder, first
+    ) as http:
+        scores = {BASE: prompt_logprobs(http, BASE, sequences)}
+        for name, path in folders.items():
+            body = {"lora_name": f"adapter-{name}", "lora_path": str(path)}
+            http.post("/v1/load_lora_adapter", json=body).raise_for_status()
+            scores[name] = prompt_logprobs(http, f"adapter-{name}", sequences)
+            http.post("/v1/unload_lora_adapter", json={"lora_name": f"adapter-{name}"}).raise_for_status()
+            print(name, flush=True)
+    return scores
+
+
+def prompt_logprobs(http: Any, model: str, sequences: list[list[int]]) -> list[list[float]]:
+    """Each canary of two sequences is one request pair in a run; here a pair is one request."""
+    rows = []
+    for start in range(0, len(sequences), 2):
+        pair = sequences[start : start + 2]
+        body = {"model": model, "prompt": pair, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        reply = http.post("/v1/completions", json=body).raise_for_status().json()
+        for ids, choice in zip(pair, reply["choices"], strict=True):
+            given = choice["prompt_logprobs"][1:]
+            rows.append([row[str(i)]["logprob"] for i, row in zip(ids[1:], given, strict=True)])
+    return rows
+
+
+def rates(raw: dict[str, Any], wrong: list[int], draws: int) -> dict[str, Any]:
+    """The shares of drawn canaries that engine/bf16_canary.py refuses."""
+    random = np.random.default_rng(0)
+    size = NUM_SEQUENCES["bfloat16"]
+    chosen: list[list[int]] = random.integers(len(raw["trainer"][BASE]), size=(draws, size)).tolist()
+    engine = raw["engine"]
+    right = {
+        version: refused(raw, version, engine[adapter_name(version)], chosen) for version in raw["versions"]
+    }
+    found: dict[str, dict[int, float]] = {BASE: {}, "stale": {}} | {kind: {} for kind in DAMAGE}
+    for version in wrong:
+        found[BASE][version] = refused(raw, version, engine[BASE], chosen)
+        found["stale"][version] = refused(raw, version, engine[adapter_name(version - 1)], chosen)
+        for kind in DAMAGE:
+            served = engine[f"{kind}-of-{adapter_name(version)}"]
+            found[kind][version] = refused(raw, version, served, chosen)
+    return {"right_refused": right, "wrong_refused": found}
+
+
+def refused(
+    raw: dict[str, Any], version: int, served: list[list[float]], chosen: Sequence[Sequence[int]]
+) -> float:
+    """Share of the canaries that are refused if the engine serves `served` as `version`."""
+    trainer, engine, name = raw["trainer"], raw["engine"], adapter_name(version)
+    before = adapter_name(version - 1) if version else None
+
+    def drawn(rows: list[list[float]], canary: Sequence[int]) -> list[float]:
+        return [x for index in canary for x in rows[index]]
+
+    count = 0
+    for canary in chosen:
+        scores = Scores(
+            engine=drawn(served, canary),
+            engine_base=drawn(engine[BASE], canary),
+            policy=drawn(trainer[name], canary),
+            base=drawn(trainer[BASE], canary),
+            engine_before=drawn(engine[before], canary) if before else None,
+            policy_before=drawn(trainer[before], canary) if before else None,
+        )
+        try:
+            check_paired(name, "engine", read_paired(scores))
+        except SyncFailed:
+            count += 1
+    return count / len(chosen)
+
+
+if __name__ == "__main__":
+    main()
