@@ -101,13 +101,12 @@ def peak_bytes(
 
     Raises RuntimeError if torch was imported before tests.fake_gpu.preload.
     """
-    import torch
-
     from skylite.config.train import TrainConfig
+    from skylite.model.policy import score
     from skylite.trainer.metrics import MetricSums
     from skylite.trainer.optimizer import make_optimizer
     from skylite.trainer.precompute_logprobs import Precomputed
-    from skylite.trainer.step import micro_batch_loss, score
+    from skylite.trainer.step import micro_batch_loss
     from tests.fake_gpu import preload  # noqa: F401 -- before torch
     from tests.fake_gpu.memory import LiveBytes
     from tests.fake_gpu.mode import fake_gpu
@@ -133,7 +132,7 @@ def peak_bytes(
         kept = memory.now - before
         loss.backward()  # type: ignore[no-untyped-call]
         MetricSums().add(found)
-        del optimizer, torch
+        del optimizer
         return Peak(
             nodes=micro.tokens.num_nodes,
             rows=len(micro.tokens.tokens_before) - 1,

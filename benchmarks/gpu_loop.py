@@ -52,7 +52,7 @@ def machine(report: Report) -> None:
         properties = torch.cuda.get_device_properties(0)
         report.put("device", {"name": properties.name, "capability": torch.cuda.get_device_capability(0)})
         report.put("free_and_total_bytes", torch.cuda.mem_get_info(0))
-        report.put("cudnn", torch.backends.cudnn.version())
+        report.put("cudnn", torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
         report.put("architectures", torch.cuda.get_arch_list())
 
 

@@ -5,6 +5,7 @@ It needs a process of its own, because tests.fake_gpu.preload must come before t
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM
 
 from skylite.algorithms.losses import BatchSize
 from skylite.config.train import TrainConfig
@@ -185,13 +188,31 @@ def test_live_bytes_are_those_of_a_hand_computed_pass():
         assert memory.now - before == 4 * 2 * 128 * 128, "the gradients of W and V"
 
 
+def test_live_bytes_are_those_that_torchs_allocator_reports():
+    """A real pass of a tiny model on the CPU, forward and backward."""
+    config = tiny_config("llama")
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    ids = torch.randint(config.vocab_size, (2, 300))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        model(ids, use_cache=False).logits.sum().backward()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    expected = max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+    model.zero_grad()
+    with LiveBytes("cpu", multiple=1) as memory:
+        for tensor in [ids, *model.parameters(), *model.buffers()]:
+            memory.add(tensor, "before")
+        before = memory.reset_peak()
+        model(ids, use_cache=False).logits.sum().backward()
+    assert memory.peak - before == pytest.approx(expected, rel=0.05)
+
+
 def test_efficient_attention_has_the_shape_of_torchs_own():
     q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8)
     mask = torch.ones(5, 7, dtype=torch.bool)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, mask, enable_gqa=True)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        fakes = [torch.empty(x.shape, dtype=x.dtype, device=GPU) for x in (q, k, k, mask)]
-        got = efficient_attention(*fakes, enable_gqa=True)
+        fq, fk, fmask = (torch.empty(x.shape, dtype=x.dtype, device=GPU) for x in (q, k, mask))
+        got = efficient_attention(fq, fk, fk, fmask, enable_gqa=True)
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
 
 
