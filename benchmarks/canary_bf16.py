@@ -224,7 +224,7 @@ def rates(raw: dict[str, Any], wrong: list[int], draws: int) -> dict[str, Any]:
     right = {
         version: refused(raw, version, engine[adapter_name(version)], chosen) for version in raw["versions"]
     }
-    found: dict[str, dict[int, float]] = {BASE: {}, "stale": {}} | {kind: {} for kind in DAMAGE}
+    found: dict[str, dict[int, float]] = {kind: {} for kind in (BASE, "stale", *DAMAGE)}
     for version in wrong:
         found[BASE][version] = refused(raw, version, engine[BASE], chosen)
         found["stale"][version] = refused(raw, version, engine[adapter_name(version - 1)], chosen)

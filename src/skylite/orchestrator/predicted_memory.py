@@ -27,7 +27,7 @@ MLP_BACKWARD = {"none": 8, "selective": 9, "full": 9}
 """Tensors of the MLP's inner size that its backward pass holds besides the kept ones, by checkpointing."""
 HEAD_KEEPS = 3
 """Tensors of the hidden size that the last norm and the head keep."""
-TRAINER_PROCESS = {"cpu": 450 << 20, "cuda": 1 << 30}
+TRAINER_PROCESS = {"cpu": 400 << 20, "cuda": 1 << 30}
 """CPU: Python and its libraries. GPU: CUDA context, NCCL, cuBLAS and fragments; an estimate, not measured."""
 ENGINE_PROCESS = {"cpu": 1 << 30, "cuda": 2 << 30}
 """CPU: vLLM's two processes. GPU: as for the trainer, and CUDA graphs; an estimate, not measured."""
