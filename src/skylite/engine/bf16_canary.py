@@ -27,7 +27,7 @@ MAX_GAP_RATIO = 1.4
 """Largest mean gap with the adapter, in mean gaps without it."""
 MAX_ROUNDING = 1.0
 """Largest mean gap of the base in nats. vLLM rounds the logits too: 0.2 was measured."""
-MOVED = 0.1
+MOVED = 0.02
 """An adapter whose logprobs differ by this share of the rounding cannot give the same bits as another."""
 
 
