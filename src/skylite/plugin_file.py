@@ -41,6 +41,10 @@ def is_program(spec: str) -> bool:
     return file.endswith(".py") and bool(function)
 
 
+CODE_IN_DATA = ("reasoning-gym",)
+"""Rewards that evaluate fields of the data and completions as code, in a sandbox."""
+
+
 def resolve_spec(spec: str) -> str:
     """FILE.py:function with an absolute path, valid in every folder. Other specs stay as they are."""
     if not is_program(spec):

@@ -28,6 +28,7 @@ LAYERS = (
     ("hub",),
     ("run",),
     ("vllm_plugin",),
+    ("sandbox",),
     ("processes",),
     ("config",),
     ("plugin_file", "types"),

@@ -111,7 +111,7 @@ def test_reasoning_gym_scores_the_last_answer_and_bad_ones_zero() -> None:
 def test_reasoning_gym_does_not_hide_a_broken_entry() -> None:
     pytest.importorskip("reasoning_gym")
     asked = prompt(extra={"task": "prime_factorization", "entry": {}})
-    with pytest.raises(KeyError):
+    with pytest.raises(DataError, match="task 'prime_factorization' raised KeyError: 'answer'"):
         load_reward("reasoning-gym")(asked, "<answer>7</answer>")
 
 

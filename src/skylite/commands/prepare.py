@@ -104,6 +104,7 @@ def _dataset_module(
 def _reasoning_gym_task(task: str, limit: int | None, seed: int) -> ExampleSet:
     from skylite.data.reasoning_gym import reasoning_gym_examples
 
+    remember("reasoning-gym")
     return reasoning_gym_examples(task, limit=limit, seed=seed, show_progress=_show_progress)
 
 

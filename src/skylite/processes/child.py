@@ -142,8 +142,11 @@ def stopped_processes(child: Child) -> list[int]:
 def describe_exit(child: Child) -> str:
     """How the child ended: "ended with exit code 1", "was killed by SIGKILL", or "is running"."""
     code = poll(child)
-    if code is None:
-        return "is running"
+    return "is running" if code is None else describe_exit_code(code)
+
+
+def describe_exit_code(code: int) -> str:
+    """ "ended with exit code 1", or "was killed by SIGKILL" for a negative code."""
     return f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
 
 

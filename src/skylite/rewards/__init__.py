@@ -36,6 +36,8 @@ def load_reward(spec: str, example: Prompt | None = None, sha256: str | None = N
             finite_score(spec, reward, example, reference_completion(spec, example.answer))
         except RunFailed as error:
             raise ConfigError(f"The reward {spec} does not work: {error.what}", error.hint) from error
+        finally:
+            _close_sandboxes(spec)  # the workers of the run have their own
     return reward
 
 
@@ -87,14 +89,22 @@ def reference_completion(spec: str, answer: str) -> str:
     return f"<answer>{answer}</answer>" if spec == "reasoning-gym" else answer
 
 
+def _close_sandboxes(spec: str) -> None:
+    if spec == "reasoning-gym":
+        from skylite.rewards.reasoning_gym import close_sandboxes
+
+        close_sandboxes()
+
+
 def _built_in(spec: str) -> RewardFn:
     if spec == "math":
         from skylite.rewards.math import math_reward
 
         return math_reward
     if spec == "reasoning-gym":
-        from skylite.rewards.reasoning_gym import reasoning_gym_reward
+        from skylite.rewards.reasoning_gym import check_reasoning_gym, reasoning_gym_reward
 
+        check_reasoning_gym()
         return reasoning_gym_reward
     from skylite.rewards.gsm8k import format_reward, gsm8k_reward
 

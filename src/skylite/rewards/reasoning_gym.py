@@ -1,46 +1,90 @@
-"""reasoning-gym's scorers, for entries that were stored as JSON."""
+"""reasoning-gym's scorers, for entries that were stored as JSON. They run in a sandbox."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
-from collections.abc import Callable
-from functools import cache
+from collections import OrderedDict
 from typing import Any
 
 from skylite.errors import DataError
+from skylite.sandbox.sandbox import CallFailed, Limits, Sandbox, require_sandbox
 from skylite.types import Prompt
 
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*)</answer>", re.DOTALL)
 _TUPLE = "!tuple"
 _PAIRS = "!pairs"
-_UNREADABLE = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-)
+LIMITS = Limits(memory_bytes=1 << 30, cpu_s=10, wall_s=20.0, output_bytes=1024)
+"""For scoring one answer."""
+MOST_SANDBOXES = 4
+"""Tasks whose process stays. Each takes about 120 MB."""
+_sandboxes: OrderedDict[str, Sandbox] = OrderedDict()
+"""Task -> sandbox, the last used one last."""
 
 
 def reasoning_gym_reward(prompt: Prompt, completion: str) -> float:
     """The task's score for the text in the last <answer>...</answer>; 0.0 without one.
 
-    Some scorers raise for an answer that they cannot parse. Such an answer scores 0.0, but only if the
-    scorer still gives the reference answer 1.0. Otherwise the completion is not to blame, and the exception
-    is raised.
+    Scorers can fail for an answer: they raise, take too long, or need too much memory. Such an answer scores
+    0.0, but only if the scorer still gives the reference answer 1.0. Otherwise the completion is not to
+    blame. Raises DataError then.
     """
     answers = _ANSWER.findall(completion)
     if not answers:
         return 0.0
-    scorer, entry = _scorer(prompt.extra["task"]), from_json(prompt.extra["entry"])
+    task, entry = _parts(prompt)
     try:
-        return float(scorer(answers[-1].strip(), entry))
-    except _UNREADABLE:
-        if float(scorer(prompt.answer, from_json(prompt.extra["entry"]))) != 1.0:
-            raise
-        return 0.0
+        return _score(task, entry, answers[-1].strip())
+    except CallFailed:
+        pass
+    try:
+        reference = _score(task, entry, prompt.answer)
+    except CallFailed as error:
+        raise DataError(f"The scorer of the reasoning-gym task {task!r} {error}.") from None
+    if reference != 1.0:
+        raise DataError(
+            f"The scorer of the reasoning-gym task {task!r} gives the reference answer {reference:g}."
+        )
+    return 0.0
+
+
+def check_reasoning_gym() -> None:
+    """Raises DataError without reasoning-gym, and ConfigError if this machine cannot run it in a sandbox."""
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise DataError(
+            "The package reasoning-gym is not installed.", 'Install it: pip install "skylite[reasoning-gym]".'
+        )
+    require_sandbox("the reward reasoning-gym")
+
+
+def close_sandboxes() -> None:
+    """End the processes of all tasks. The next score starts one again."""
+    while _sandboxes:
+        _sandboxes.popitem()[1].close()
+
+
+def _score(task: str, entry: Any, answer: str) -> float:
+    value = _sandbox(task).call(entry, answer)
+    if not isinstance(value, int | float):
+        raise CallFailed(f"returned a {type(value).__name__} instead of a number")
+    return float(value)
+
+
+def _sandbox(task: str) -> Sandbox:
+    if task not in _sandboxes:
+        if len(_sandboxes) == MOST_SANDBOXES:
+            _sandboxes.popitem(last=False)[1].close()
+        _sandboxes[task] = Sandbox("skylite.rewards.reasoning_gym_scorer:make_scorer", task, limits=LIMITS)
+    _sandboxes.move_to_end(task)
+    return _sandboxes[task]
+
+
+def _parts(prompt: Prompt) -> tuple[str, Any]:
+    """Task and entry. Raises DataError if the prompt has none."""
+    extra = prompt.extra
+    if not isinstance(extra, dict) or not isinstance(extra.get("task"), str) or "entry" not in extra:
+        raise DataError("The prompt holds no task and entry of reasoning-gym.", "Choose another reward.")
+    return extra["task"], extra["entry"]
 
 
 def to_json(value: Any) -> Any:
@@ -67,15 +111,3 @@ def from_json(value: Any) -> Any:
             return {from_json(k): from_json(v) for k, v in value[_PAIRS]}
         return {k: from_json(v) for k, v in value.items()}
     return value
-
-
-@cache
-def _scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
-    try:
-        import reasoning_gym
-    except ImportError:
-        raise DataError(
-            "The package reasoning-gym is not installed.", 'Install it: pip install "skylite[reasoning-gym]".'
-        ) from None
-    scorer: Callable[[str, dict[str, Any]], float] = reasoning_gym.get_score_answer_fn(task)
-    return scorer

@@ -3,7 +3,7 @@
 Prepared files, recipes and a run's config.json name programs, and all can come from somebody else. skylite
 remembers the programs that the user names on the command line (`prepare --reward`, `--set`) in
 $XDG_STATE_HOME/skylite/programs.json, with the sha256 of the file. Every other program is refused, and so is
-other content of the file.
+other content of the file. A built-in reward that evaluates data as code is named in the same way.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from skylite.errors import ConfigError, WriteFailed
-from skylite.plugin_file import REWARD, FunctionKind, is_program, program_sha256, resolve_spec
+from skylite.plugin_file import (
+    CODE_IN_DATA,
+    REWARD,
+    FunctionKind,
+    is_program,
+    program_sha256,
+    resolve_spec,
+)
 from skylite.run.files import write_json
 
 logger = logging.getLogger(__name__)
@@ -32,6 +39,7 @@ def remember(*specs: str) -> dict[str, str]:
     hashes = {spec: program_sha256(spec) for spec in specs if is_program(spec)}
     named = {spec: sha256 for spec, sha256 in hashes.items() if sha256 is not None}
     updated = known | {resolve_spec(spec): sha256 for spec, sha256 in named.items()}
+    updated |= {spec: "" for spec in specs if spec in CODE_IN_DATA}
     if updated != known:
         with suppress(WriteFailed):
             write_json(_state_file(), {"named": updated})
@@ -41,9 +49,17 @@ def remember(*specs: str) -> dict[str, str]:
 def require_named(specs: Sequence[str], kind: FunctionKind, where: Path) -> dict[str, str]:
     """Log which programs will run. Returns spec -> sha256 of the content that the user has named.
 
-    Raises ConfigError if `where` names a program that the user has not named, or one that has changed since.
+    Raises ConfigError if `where` names a program that the user has not named, or one that has changed since,
+    or a reward of CODE_IN_DATA that the user has not named.
     """
     programs, known = [spec for spec in specs if is_program(spec)], _known()
+    for spec in specs:
+        if spec in CODE_IN_DATA and spec not in known:
+            raise ConfigError(
+                f"{where} names the {kind.name} {spec}, which evaluates parts of data and completions as "
+                "code (in a sandbox) and which you have not named on this machine yourself; it was not run.",
+                f"If you trust the data, name it: --set {_setting(specs, kind)}.",
+            )
     for spec in programs:
         sha256 = known.get(resolve_spec(spec))
         if sha256 is None:

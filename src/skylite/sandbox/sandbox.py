@@ -1,0 +1,293 @@
+"""Run a function on input that nobody trusts, such as model output that is evaluated as code.
+
+    with Sandbox("my_module:make_scorer", "task") as sandbox:   # make_scorer("task") returns a function
+        value = sandbox.call(entry, completion)                 # arguments and value are JSON
+
+Each call runs in a fresh process that
+
+- has no network: it can open no socket of any kind;
+- writes no file, or only in a temporary folder of its own (`scratch`), which is emptied after each call;
+- reads Python, the system's libraries and `readable` only (where the kernel has Landlock);
+- starts no process, sends no signal, and sees no memory of another process;
+- is limited in memory, CPU time and time (`Limits`);
+- has the environment variables of `_environment` only, so no tokens and passwords.
+
+seccomp, Landlock and resource limits enforce this, for root, too. Where the kernel cannot, ConfigError is
+raised before anything runs: there is no mode without protection. server.py is the other side.
+
+The sandbox protects the machine, not the value: code that runs next to a scorer can answer in its place.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any, Self
+
+from skylite.errors import ChildDied, ConfigError
+from skylite.processes.child import describe_exit_code
+from skylite.processes.file_descriptors import private_file
+from skylite.sandbox.server import LENGTH, send
+
+SETUP_S = 300.0
+"""Limit for imports and the factory."""
+GRACE_S = 5.0
+"""After its limit a call is ended by the server; this much later, the server is."""
+_START = (
+    "import sys; sys.path[:] = sys.argv[2:]; from skylite.sandbox.server import main; main(int(sys.argv[1]))"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one call may use."""
+
+    memory_bytes: int = 1 << 30
+    """Beyond what the loaded modules take."""
+    cpu_s: int = 10
+    wall_s: float = 20.0
+    output_bytes: int = 1 << 20
+    """Size of the value as JSON."""
+    file_bytes: int = 64 << 20
+    """Size of a file in the scratch folder."""
+
+
+class CallFailed(Exception):
+    """A call had no value. The text is a predicate, such as "took longer than 20 s"."""
+
+    def __init__(self, text: str, raised: str = "") -> None:
+        super().__init__(text)
+        self.raised = raised
+        """Name of the exception class, if the function raised one. Any text: code in the sandbox chose it."""
+
+
+@functools.cache
+def require_sandbox(what: str) -> None:
+    """Raise ConfigError if this machine cannot run `what` in a sandbox."""
+    with Sandbox("skylite.sandbox.server:make_nothing", what=what) as sandbox:
+        sandbox.call()
+
+
+class Sandbox:
+    """One function in a sandbox. Threads take turns. The process starts with the first call or `start`."""
+
+    def __init__(
+        self,
+        factory: str,
+        *arguments: Any,
+        what: str = "",
+        limits: Limits | None = None,
+        readable: Sequence[Path] = (),
+        scratch: bool = False,
+    ) -> None:
+        """
+        Args:
+            factory: "module:name" of a function of an installed package. It runs once, in the sandbox but
+                without the limits, and returns the function to call.
+            arguments: of the factory; JSON.
+            what: the function in error messages, such as "the reward reasoning-gym".
+            limits: for each call.
+            readable: files and folders that the function may read besides Python's own.
+            scratch: give the function an empty working folder to write in.
+        """
+        self._factory = factory
+        self._arguments = arguments
+        self._what = what or factory
+        self._limits = limits or Limits()
+        self._readable = [str(path.resolve()) for path in readable]
+        self._wants_scratch = scratch
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._life: FileIO | None = None
+        self._scratch: Path | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the process, if it does not run. Raises ConfigError without protection, CallFailed if the
+        factory raises."""
+        with self._lock:
+            self._start()
+
+    def call(self, *arguments: Any) -> Any:
+        """The function's value. Raises CallFailed, ChildDied if the server behind it was killed, and
+        ConfigError if this machine has no sandbox."""
+        limits = self._limits
+        with self._lock:
+            request = {"arguments": arguments, **asdict(limits)}
+            kind = "dirty"
+            while kind == "dirty":  # a call left files that the server cannot remove: start with a new folder
+                self._start()
+                kind, *details = self._exchange(request, limits.wall_s + GRACE_S)
+                if kind == "dirty":
+                    self._end()
+        match kind:
+            case "answer":
+                return _value(details[0], limits)
+            case "time":
+                raise CallFailed(f"took longer than {limits.wall_s:g} s")
+            case "cpu":
+                raise CallFailed(f"used more than {limits.cpu_s} s of CPU time")
+            case "output":
+                raise CallFailed(f"returned more than {limits.output_bytes} bytes")
+        raise CallFailed(describe_exit_code(details[0]))
+
+    def close(self) -> None:
+        """End the process, also during a call of another thread, which then raises CallFailed."""
+        process = self._process
+        if process is not None:
+            process.kill()
+        with self._lock:
+            self._end()
+
+    def _start(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            return
+        self._end()
+        life, own_end = os.pipe()
+        self._life = private_file(own_end, "wb")
+        if self._wants_scratch:
+            self._scratch = Path(tempfile.mkdtemp(prefix="skylite-sandbox-"))
+        # -P -s -S: only `paths` add code, the user's folder and the working folder do not.
+        paths = [path for path in sys.path if os.path.isabs(path)]
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-s", "-S", "-c", _START, str(life), *paths],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[life],
+                env=_environment(self._scratch),
+                start_new_session=True,
+            )
+        finally:
+            os.close(life)
+        setup = {
+            "factory": self._factory,
+            "arguments": self._arguments,
+            "readable": self._readable,
+            "scratch": None if self._scratch is None else str(self._scratch),
+        }
+        kind, *details = self._exchange(setup, SETUP_S)
+        if kind == "isolated":
+            self._end()
+            raise ConfigError(
+                f"This machine cannot run {self._what} in a sandbox: {details[0]}.",
+                "It needs Linux on x86-64 or AArch64 with seccomp; containers allow that by default.",
+            )
+        if kind == "raised":
+            self._end()
+            raise CallFailed(f"raised {details[0]}: {details[1]}", details[0])
+
+    def _exchange(self, request: dict[str, Any], timeout_s: float) -> list[Any]:
+        """Send a message and receive one. Whatever interrupts that ends the process."""
+        process = self._process
+        assert process is not None, "started by the caller"
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            send(process.stdin.fileno(), request)
+            reply = _receive(process.stdout.fileno(), time.monotonic() + timeout_s)
+        except BaseException as error:
+            self._end()
+            if isinstance(error, OSError | EOFError):  # nothing that is called can do that
+                raise ChildDied(
+                    f"The sandbox of {self._what} {describe_exit_code(process.wait())}.",
+                    "The kernel sends SIGKILL when memory runs out.",
+                ) from None
+            raise
+        return reply
+
+    def _end(self) -> None:
+        """End the process and remove its folder. The caller holds the lock."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                pipe.close()
+        if self._life is not None:
+            self._life.close()
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, onerror=_make_removable)
+            self._scratch = None
+
+
+def _environment(scratch: Path | None) -> dict[str, str]:
+    """Few variables, and one thread for libraries of linear algebra: calls are short, and forked."""
+    kept = {n: os.environ[n] for n in ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ") if n in os.environ}
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    folder = str(scratch or "/nonexistent")
+    return {
+        **kept,
+        **threads,
+        "HOME": folder,
+        "TMPDIR": folder,
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        # Large pages: a copy of the process (fork) then copies and frees far fewer entries of page tables.
+        "PYTHONMALLOC": "malloc",
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    }
+
+
+def _value(answer: str, limits: Limits) -> Any:
+    """The value in an answer that code in the sandbox may have written."""
+    try:
+        match json.loads(answer):
+            case ["value", value]:
+                return value
+            case ["memory"]:
+                raise CallFailed(f"used more than {limits.memory_bytes} bytes of memory")
+            case ["raised", str(name), str(text)]:
+                raise CallFailed(f"raised {name}: {text}", name)
+    except (ValueError, RecursionError):
+        pass
+    raise CallFailed("answered what is no value")
+
+
+def _receive(pipe: int, deadline: float) -> list[Any]:
+    header = _read_exactly(pipe, LENGTH.size, deadline)
+    reply: list[Any] = json.loads(_read_exactly(pipe, LENGTH.unpack(header)[0], deadline))
+    return reply
+
+
+def _read_exactly(pipe: int, count: int, deadline: float) -> bytes:
+    data, waiting = bytearray(), select.poll()  # select() fails for descriptors from 1024 on
+    waiting.register(pipe, select.POLLIN)
+    while len(data) < count:
+        if not waiting.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise TimeoutError("the sandbox does not answer")
+        chunk = os.read(pipe, count - len(data))
+        if not chunk:
+            raise EOFError
+        data += chunk
+    return bytes(data)
+
+
+def _make_removable(function: Any, path: str, _: object) -> None:
+    """Code in the sandbox can make folders that their owner cannot list."""
+    os.chmod(os.path.dirname(path), 0o700)
+    if os.path.isdir(path) and not os.path.islink(path):
+        os.chmod(path, 0o700)
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        function(path)

@@ -1,0 +1,210 @@
+"""The process behind a Sandbox: it prepares one function, then runs each call in a confined copy of itself.
+
+A call gets a fresh process (fork), so no call can change the next one. The server isolates itself before it
+imports the function, and its copies inherit that. Requests are trusted; what a copy answers is not, so it is
+only passed on as bytes. Imports only the standard library.
+
+Messages on the two pipes: 8 bytes with the length (big-endian), then JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from skylite.sandbox.confine import SETUP_BYTES, isolate, limit_call
+
+LENGTH = struct.Struct(">Q")
+_F_SETSIG = 10
+_ISOLATED = "isolated"
+
+
+def main(life: int) -> NoReturn:
+    """Serve until the parent closes the request pipe. `life`: a pipe whose end is the end of this process."""
+    _die_with(life)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    requests, replies = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(null, descriptor)
+    request = _receive(requests)
+    if request is None:
+        os._exit(0)
+    scratch = None if request["scratch"] is None else Path(request["scratch"])
+    memory = os.open("/proc/self/statm", os.O_RDONLY)
+    os.chdir(scratch or "/")
+    resource.setrlimit(resource.RLIMIT_AS, (SETUP_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    try:
+        isolate([Path(p) for p in request["readable"]], scratch)
+        _check_isolation(scratch)
+    except OSError as error:
+        send(replies, [_ISOLATED, error.strerror or str(error)])
+        os._exit(1)
+    try:
+        module, _, name = request["factory"].partition(":")
+        function = getattr(importlib.import_module(module), name)(*request["arguments"])
+    except Exception as error:  # noqa: BLE001  # the parent raises it
+        send(replies, ["raised", type(error).__name__, str(error)])
+        os._exit(1)
+    gc.collect()
+    gc.freeze()  # a collection in a copy would copy every page
+    send(replies, ["ready"])
+    while (request := _receive(requests)) is not None:
+        if scratch is not None and not _empty(scratch):
+            send(replies, ["dirty"])
+            continue
+        send(replies, _call(function, request, memory, (requests, replies, memory, life)))
+    os._exit(0)
+
+
+def _die_with(life: int) -> None:
+    """Let the kernel kill this process when the parent's end of the pipe is gone, also during an import."""
+    import fcntl
+
+    fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(life, _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([life], [], [], 0)[0]:
+        os._exit(1)
+
+
+def _check_isolation(scratch: Path | None) -> None:
+    """Try what must not work. Raises OSError if it does."""
+    with contextlib.suppress(PermissionError):
+        socket.socket().close()
+        raise OSError(0, "a socket could be opened in the sandbox")
+    with contextlib.suppress(PermissionError):
+        os.close(os.open(f"/tmp/skylite-sandbox-{os.getpid()}", os.O_WRONLY | os.O_CREAT, 0o600))
+        raise OSError(0, "a file could be written in the sandbox")
+
+
+def _call(
+    function: Callable[..., Any], request: dict[str, Any], memory: int, private: tuple[int, ...]
+) -> list[Any]:
+    """Run the function in a copy of this process. Returns what the parent gets."""
+    read_end, write_end = os.pipe()
+    pages = int(os.pread(memory, 64, 0).split()[0])
+    server, deadline = os.getpid(), time.monotonic() + request["wall_s"]
+    pid = os.fork()
+    if pid == 0:
+        for descriptor in (*private, read_end):
+            os.close(descriptor)
+        memory_bytes = pages * os.sysconf("SC_PAGE_SIZE") + request["memory_bytes"]
+        _answer(function, request, write_end, server, memory_bytes)
+    os.close(write_end)
+    try:
+        data = _read_until(read_end, deadline, request["output_bytes"], private[0])
+    finally:
+        os.close(read_end)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+    if isinstance(data, str):
+        return [data]
+    code = os.waitstatus_to_exitcode(status)
+    if data and code in (0, -signal.SIGKILL):
+        return ["answer", data.decode("utf-8", errors="replace")]
+    return ["cpu"] if code == -signal.SIGXCPU else ["ended", code]
+
+
+def _answer(
+    function: Callable[..., Any], request: dict[str, Any], pipe: int, server: int, memory_bytes: int
+) -> NoReturn:
+    """The copy: limit this process, call the function, write the answer, end."""
+    try:
+        limit_call(server, memory_bytes, request["cpu_s"], request["file_bytes"])
+        answer = json.dumps(["value", function(*request["arguments"])])
+    except MemoryError:
+        answer = '["memory"]'
+    except BaseException as error:  # noqa: BLE001  # SystemExit too: whatever it is, it is an answer
+        answer = json.dumps(["raised", type(error).__name__, _text(error)])
+    data = answer.encode()
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(pipe, data) :]
+    os._exit(0)
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)[:2000]
+    except BaseException:  # noqa: BLE001  # the code of a class that nobody trusts
+        return ""
+
+
+def _read_until(pipe: int, deadline: float, limit: int, requests: int) -> bytes | str:
+    """All bytes of the pipe; "time" or "output" if that is too late or too much. Ends with the parent."""
+    data = bytearray()
+    while True:
+        left = deadline - time.monotonic()
+        ready, _, _ = select.select([pipe, requests], [], [], max(0.0, left))
+        if requests in ready:  # nothing is requested during a call, so the parent has closed the pipe
+            os._exit(0)
+        if not ready:
+            return "time"
+        chunk = os.read(pipe, 1 << 16)
+        if not chunk:
+            return bytes(data)
+        data += chunk
+        if len(data) > limit:
+            return "output"
+
+
+def _empty(folder: Path) -> bool:
+    """Remove what the last call left. Returns whether everything could be removed."""
+    for path in folder.iterdir():
+        try:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        except OSError:  # such as a folder that its owner may not list
+            return False
+    return True
+
+
+def make_nothing() -> Callable[[], None]:
+    """The factory of a function that does nothing, to try whether this machine has a sandbox."""
+    return lambda: None
+
+
+def send(pipe: int, message: object) -> None:
+    """Write one message."""
+    body = json.dumps(message).encode()
+    data = LENGTH.pack(len(body)) + body
+    while data:
+        data = data[os.write(pipe, data) :]
+
+
+def _receive(pipe: int) -> dict[str, Any] | None:
+    """The next request; None when the parent has closed the pipe."""
+    header = _read_exactly(pipe, LENGTH.size)
+    if header is None:
+        return None
+    body = _read_exactly(pipe, LENGTH.unpack(header)[0])
+    return None if body is None else json.loads(body)
+
+
+def _read_exactly(pipe: int, count: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < count:
+        chunk = os.read(pipe, count - len(data))
+        if not chunk:
+            return None
+        data += chunk
+    return bytes(data)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
