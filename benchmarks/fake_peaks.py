@@ -11,6 +11,7 @@ attention), and what a communication library takes.
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import json
 from dataclasses import asdict, dataclass
@@ -101,16 +102,12 @@ def peak_bytes(
 
     Raises RuntimeError if torch was imported before tests.fake_gpu.preload.
     """
+    importlib.import_module("tests.fake_gpu.preload")  # before torch
+
     from skylite.config.train import TrainConfig
-    from skylite.model.policy import score
-    from skylite.trainer.metrics import MetricSums
-    from skylite.trainer.optimizer import make_optimizer
-    from skylite.trainer.precompute_logprobs import Precomputed
-    from skylite.trainer.step import micro_batch_loss
-    from tests.fake_gpu import preload  # noqa: F401 -- before torch
     from tests.fake_gpu.memory import LiveBytes
     from tests.fake_gpu.mode import fake_gpu
-    from tests.fake_gpu.policies import fake_policy, micro_batch, targets_of
+    from tests.fake_gpu.policies import fake_policy
 
     config = TrainConfig.model_validate(
         {
@@ -121,26 +118,38 @@ def peak_bytes(
     batch = group_batch(tokens, packing, prompt, group, config)
     with fake_gpu(), LiveBytes() as memory:
         policy = fake_policy(model_config(shape), config, "tree" if packing == "tree" else "padded")
-        optimizer = make_optimizer("policy", policy.lora, 1e-4, 1.0, config.optim)
-        micro = micro_batch(batch, range(group), policy, config)
-        target = targets_of(micro, Precomputed())
-        before = memory.reset_peak()
-        logprobs, entropies = score(policy, micro.tokens, 1.0)
-        loss, found = micro_batch_loss(
-            micro, target, (micro.token_weights, None), logprobs, entropies, None, 1, config
-        )
-        kept = memory.now - before
-        loss.backward()  # type: ignore[no-untyped-call]
-        MetricSums().add(found)
-        del optimizer
-        return Peak(
-            nodes=micro.tokens.num_nodes,
-            rows=len(micro.tokens.tokens_before) - 1,
-            before=before,
-            kept=kept,
-            activations=memory.peak - before,
-            at_peak=memory.at_peak,
-        )
+        return measure_pass(policy, batch, config, memory)
+
+
+def measure_pass(policy: Any, batch: Any, config: Any, memory: Any) -> Peak:
+    """Forward and backward of the batch's group. `memory` counts the bytes."""
+    from skylite.model.policy import score
+    from skylite.trainer.metrics import MetricSums
+    from skylite.trainer.optimizer import make_optimizer
+    from skylite.trainer.precompute_logprobs import Precomputed
+    from skylite.trainer.step import micro_batch_loss
+    from tests.fake_gpu.policies import micro_batch, targets_of
+
+    optimizer = make_optimizer("policy", policy.lora, 1e-4, 1.0, config.optim)
+    micro = micro_batch(batch, range(batch.group_size), policy, config)
+    target = targets_of(micro, Precomputed())
+    before = memory.reset_peak()
+    logprobs, entropies = score(policy, micro.tokens, 1.0)
+    loss, found = micro_batch_loss(
+        micro, target, (micro.token_weights, None), logprobs, entropies, None, 1, config
+    )
+    kept = memory.now - before
+    loss.backward()  # type: ignore[no-untyped-call]
+    MetricSums().add(found)
+    del optimizer
+    return Peak(
+        nodes=micro.tokens.num_nodes,
+        rows=len(micro.tokens.tokens_before) - 1,
+        before=before,
+        kept=kept,
+        activations=memory.peak - before,
+        at_peak=memory.at_peak,
+    )
 
 
 def group_batch(tokens: int, packing: str, prompt: int, group: int, config: Any) -> Any:

@@ -127,7 +127,8 @@ def test_prepare_does_not_succeed_by_an_exit(
 
 
 SLOW = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C
 from skylite.errors import SkyliteError
 from skylite.rewards import score
 from tests.unit.data_cases import prompt
