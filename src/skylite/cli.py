@@ -11,7 +11,7 @@ import typer
 
 from skylite.errors import SkyliteError, write_failed
 from skylite.processes.import_path import protect_imports
-from skylite.ui.logs import configure_logging, set_terminal_level, unforeseen_text
+from skylite.ui.logs import configure_logging, set_terminal_level, show, unforeseen_text
 
 app = typer.Typer(
     name="skylite",
@@ -268,15 +268,15 @@ def main() -> None:
     try:
         app()
     except SkyliteError as error:
-        print(f"skylite: {error}", file=sys.stderr)
+        show(f"skylite: {error}", to_stderr=True)
         log_tail = getattr(error, "log_tail", "")
         if log_tail:
-            print(f"\nThe last lines of its log:\n{log_tail}", file=sys.stderr)
+            show(f"\nThe last lines of its log:\n{log_tail}", to_stderr=True)
         sys.exit(error.exit_code)
     except OSError as error:
         # Nearly all writes raise WriteFailed; this handles the rest, such as creating a folder.
-        print(f"skylite: {write_failed(error)}", file=sys.stderr)
+        show(f"skylite: {write_failed(error)}", to_stderr=True)
         sys.exit(1)
     except Exception as error:  # noqa: BLE001 a sentence for every error; its traceback is saved
-        print(f"skylite: {unforeseen_text(error)}", file=sys.stderr)
+        show(f"skylite: {unforeseen_text(error)}", to_stderr=True)
         sys.exit(1)

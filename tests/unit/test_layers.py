@@ -32,6 +32,7 @@ LAYERS = (
     ("processes",),
     ("config",),
     ("plugin_file", "types"),
+    ("foreign_text",),
     ("errors",),
 )
 """From top to bottom. A file imports from its own folder and from the rows below."""

@@ -5,7 +5,6 @@ model/load_adapter.py checks tensor names and shapes, because that needs the mod
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from skylite.adapters.manifest import Manifest, read_manifest
 from skylite.config.lora import LoraConfig
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError, ModelError
+from skylite.foreign_text import parse_json
 from skylite.hub.resolve import safetensors_header
 from skylite.run.files import atomic_folder
 from skylite.run.run_dir import RunDir, adapter_name
@@ -181,7 +181,7 @@ def _plain_lora(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG
     try:
-        peft = json.loads(path.read_text(encoding="utf-8"))
+        peft = parse_json(path.read_text(encoding="utf-8"))
         kind, reasons = (
             str(peft["peft_type"]),
             [reason for key, reason in UNSUPPORTED_KEYS.items() if peft.get(key)],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Literal, get_args
 from skylite.config.checkpoint import CheckpointConfig, EvalConfig
 from skylite.config.train import SyncConfig, TrainConfig
 from skylite.errors import DataError
+from skylite.foreign_text import parse_json
 from skylite.run.checkpoint_folder import checkpoint_steps
 from skylite.run.files import TEMPORARY_MARK, convert_os_errors, temporary_sibling, write_json
 from skylite.run.run_dir import RunDir, numbered_paths, published_versions, sampling_version
@@ -85,7 +85,7 @@ def held_out_scores(run: RunDir, config: EvalConfig) -> dict[int, float]:
     results = [numbered_paths(run.evals, f"{label}-v", ".json").values() for label in get_args(Label)]
     for path in (p for paths in results for p in paths):
         try:
-            body = json.loads(path.read_text(encoding="utf-8"))
+            body = parse_json(path.read_text(encoding="utf-8"))
             if (body["split"], body["limit"]) == (config.split, config.limit):
                 scores[int(body["version"])] = float(body["accuracy"])
         except (OSError, ValueError, KeyError, TypeError) as error:

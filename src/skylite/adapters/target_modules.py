@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from skylite.config.lora import LoraConfig
+from skylite.foreign_text import parse_json
 from skylite.hub.resolve import safetensors_header, weight_files
 
 
@@ -45,7 +45,7 @@ def predict_modules(model_path: Path, config: LoraConfig) -> tuple[set[str], set
     tensors = {
         name: tensor
         for file in weight_files(model_path)
-        for name, tensor in json.loads(safetensors_header(file)).items()
+        for name, tensor in parse_json(safetensors_header(file)).items()
     }
     paths = [name.split(".") for name in tensors]
     modules = {".".join(path[:end]) for path in paths for end in range(1, len(path))}

@@ -15,6 +15,7 @@ from skylite.run.folder_owner import require_own_folders
 from skylite.run.lock import lock_folder
 from skylite.run.metrics_file import read_metrics
 from skylite.run.run_dir import AdapterVersion, RunDir, published_versions
+from skylite.ui.logs import show
 
 
 def verify(target: Path) -> None:
@@ -22,8 +23,8 @@ def verify(target: Path) -> None:
     _, versions = _published(target)
     damaged = [text for text in (damage_of(v) for v in versions) if text]
     for text in damaged:
-        print(f"damaged: {text}")
-    print(f"{len(versions) - len(damaged)} of {len(versions)} published adapters are intact")
+        show(f"damaged: {text}")
+    show(f"{len(versions) - len(damaged)} of {len(versions)} published adapters are intact")
     if damaged:
         sys.exit(1)
 
@@ -45,9 +46,9 @@ def list_versions(target: Path) -> None:
     """Print a line per version: step, bytes, age, and canary gap between trainer and engine."""
     run, versions = _published(target)
     gaps = {m["step"]: m.get("canary/gap_max") for m in read_metrics(run.metrics_path)}
-    print(f"{'version':<16}{'step':>8}{'bytes':>14}{'age':>12}  canary gap")
+    show(f"{'version':<16}{'step':>8}{'bytes':>14}{'age':>12}  canary gap")
     for adapter in versions:
-        print(version_line(adapter, gaps.get(adapter.version)))
+        show(version_line(adapter, gaps.get(adapter.version)))
 
 
 def version_line(adapter: AdapterVersion, gap: float | None) -> str:
@@ -76,14 +77,14 @@ def gc(target: Path) -> None:
         newest = max((v.version for v in versions), default=0)
         removed = clean_up(run, folder, newest, config)
     for path in leftovers:
-        print(f"removed {path} (unfinished: {TEMPORARY_MARK})")
+        show(f"removed {path} (unfinished: {TEMPORARY_MARK})")
     for step in removed.checkpoints:
-        print(f"removed checkpoint step-{step:06d} (checkpoint.keep_last={config.checkpoint.keep_last}, "
+        show(f"removed checkpoint step-{step:06d} (checkpoint.keep_last={config.checkpoint.keep_last}, "
               f"keep_best={config.checkpoint.keep_best})")  # fmt: skip
     for version in removed.adapters:
-        print(f"removed adapter v{version} (sync.keep_last={config.sync.keep_last}, "
+        show(f"removed adapter v{version} (sync.keep_last={config.sync.keep_last}, "
               f"keep_every={config.sync.keep_every})")  # fmt: skip
-    print(f"freed {removed.num_bytes} bytes: {len(removed.adapters)} adapters, "
+    show(f"freed {removed.num_bytes} bytes: {len(removed.adapters)} adapters, "
           f"{len(removed.checkpoints)} checkpoints")  # fmt: skip
 
 

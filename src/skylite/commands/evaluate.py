@@ -34,6 +34,7 @@ from skylite.run.files import write_json
 from skylite.run.programs_named_by_user import is_set
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Prompt
+from skylite.ui.logs import show
 
 logger = logging.getLogger(__name__)
 
@@ -83,10 +84,10 @@ def evaluate(flags: EvalFlags) -> None:
     write_results(plan.out / f"{stem}.parquet", result)
     write_json(plan.out / f"{stem}.json", summary(plan, flags, result))
     kind = "greedy pass@1" if flags.n == 1 else f"sampled accuracy (T 1, mean of {flags.n})"
-    print(f"{plan.label} on {flags.split}: {kind} {result.accuracy}, "
+    show(f"{plan.label} on {flags.split}: {kind} {result.accuracy}, "
           f"{result.completion_tokens_mean:.1f} tokens per completion, "
           f"{100 * result.truncated_frac:.1f} % truncated")  # fmt: skip
-    print(f"per-problem results: {plan.out / stem}.parquet")
+    show(f"per-problem results: {plan.out / stem}.parquet")
 
 
 def plan_eval(flags: EvalFlags) -> EvalPlan:

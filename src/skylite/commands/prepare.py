@@ -19,6 +19,7 @@ from skylite.rewards import load_reward
 from skylite.run.files import fsync_path, swap_paths, temporary_sibling
 from skylite.run.programs_named_by_user import remember
 from skylite.types import Prompt
+from skylite.ui.logs import show
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -72,9 +73,8 @@ def prepare(
     made_by = _command_line(target, module_flags | file_flags | {"--limit": limit, "--seed": seed})
     _replace_folder(folder, prompts, _footers(examples, limit=limit, seed=seed, made_by=made_by))
     counts = ", ".join(f"{len(prompts[split])} {split}" for split in SPLITS)
-    print(
+    show(
         f"wrote {folder}: {counts}; every reference answer scores 1.0 under the reward {examples.reward}",
-        flush=True,
     )
     return folder
 

@@ -12,6 +12,7 @@ from skylite.errors import ConfigError
 from skylite.orchestrator.allowed_programs import allow_algorithm
 from skylite.orchestrator.replay import ReplayResult, replay_step
 from skylite.run.run_dir import RunDir
+from skylite.ui.logs import show
 
 
 def replay(target: Path, step: int, settings: Sequence[str] = ()) -> None:
@@ -22,7 +23,7 @@ def replay(target: Path, step: int, settings: Sequence[str] = ()) -> None:
     run = RunDir(target.resolve())
     programs = allow_programs(run, settings)
     replayed = asyncio.run(replay_step(run, step, programs))
-    print(replay_text(replayed))
+    show(replay_text(replayed))
     if replayed.differences:
         sys.exit(1)
 

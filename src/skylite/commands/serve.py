@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import sys
 from pathlib import Path
 
 from skylite.adapters.folder import find_adapter
@@ -13,6 +12,7 @@ from skylite.config.train import TrainConfig
 from skylite.engine.server_command import BASE_NAME, serve_command, serve_env
 from skylite.engine.single_engine import single_engine_spec
 from skylite.hub.resolve import resolve_model
+from skylite.ui.logs import show
 from skylite.vllm_plugin.api_key import KEY_VARIABLE
 
 logger = logging.getLogger(__name__)
@@ -37,9 +37,8 @@ def _api_key() -> str:
         return given
     key = secrets.token_urlsafe(24)
     # Printed, not logged: the key is a secret, and --quiet must not hide it.
-    print(
+    show(
         f"skylite: API key for `Authorization: Bearer KEY` (set {KEY_VARIABLE} to choose your own): {key}",
-        file=sys.stderr,
-        flush=True,
+        to_stderr=True,
     )
     return key

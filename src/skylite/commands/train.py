@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import sys
 import time
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from skylite.orchestrator.shutdown import TimeLimit
 from skylite.run.folder_owner import require_own_folders
 from skylite.run.lock import lock_folder
 from skylite.run.run_dir import RunDir
-from skylite.ui.logs import run_log
+from skylite.ui.logs import run_log, show
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +138,7 @@ def _resume(
 
 def print_settings(config: TrainConfig) -> None:
     """Print the resolved settings as JSON on stdout."""
-    print(config.model_dump_json(indent=1))
+    show(json.dumps(config.model_dump(mode="json"), indent=1))
 
 
 def _new_run(recipe: Path) -> Path:

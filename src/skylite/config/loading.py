@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -14,6 +13,7 @@ from pydantic import ValidationError
 from skylite import __version__
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.errors import ConfigError
+from skylite.foreign_text import parse_json, parse_toml
 from skylite.plugin_file import resolve_spec
 
 
@@ -77,7 +77,7 @@ def _resolve_programs(tree: dict[str, Any]) -> None:
 def read_recipe(path: Path) -> dict[str, Any]:
     """A recipe file as a nested dict. Raises ConfigError if it is missing or not TOML."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_toml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
             f"The recipe {path} does not exist.", "Give a TOML file, or the name of a bundled recipe."
@@ -91,7 +91,7 @@ def parse_value(text: str) -> Any:
     if text == "none":
         return None
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        return parse_toml(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
 
@@ -99,7 +99,7 @@ def parse_value(text: str) -> Any:
 def read_run_config(path: Path) -> RunConfig:
     """run/config.json. Raises ConfigError if it is missing, damaged or of a version with other settings."""
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = parse_json(path.read_text(encoding="utf-8"))
         return RunConfig.model_validate(tree)
     except FileNotFoundError:
         raise ConfigError(

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from skylite.errors import DataError
+from skylite.foreign_text import parse_json
 from skylite.run.files import atomic_file
 from skylite.types import Message, Prompt
 
@@ -124,9 +125,9 @@ def _read_info(path: Path, metadata: dict[bytes, bytes]) -> PromptFileInfo:
             "Prepare it: skylite prepare FILE.parquet --question COLUMN --answer COLUMN --reward REWARD.",
         )
     try:
-        footer = json.loads(metadata[FOOTER_KEY])
+        footer = parse_json(metadata[FOOTER_KEY])
         version = footer["schema_version"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, IndexError):
         raise DataError(f"{path} has a damaged footer.", _HINT) from None
     if version != SCHEMA_VERSION:
         raise DataError(
@@ -134,9 +135,24 @@ def _read_info(path: Path, metadata: dict[bytes, bytes]) -> PromptFileInfo:
         )
     known = {f.name for f in fields(PromptFileInfo)}
     required = known - {"limit", "made_by", "notes"}
-    if not known >= footer.keys() >= required or footer["source_kind"] not in get_args(SourceKind):
+    if not isinstance(footer, dict) or not known >= footer.keys() >= required or not _has_right_types(footer):
         raise DataError(f"{path} has a damaged footer.", _HINT)
     return PromptFileInfo(**footer)
+
+
+def _has_right_types(footer: dict[str, Any]) -> bool:
+    """Whether the values of a footer fit PromptFileInfo."""
+    texts = ("dataset", "source", "source_sha256", "reward", "system", "made_by", "notes")
+    turns, limit = footer["few_shot"], footer.get("limit")
+    return (
+        all(isinstance(footer.get(name, ""), str) for name in texts)
+        and footer["source_kind"] in get_args(SourceKind)
+        and footer["split"] in get_args(Split)
+        and all(type(n) is int for n in (footer["count"], footer["seed"], 0 if limit is None else limit))
+        and isinstance(turns, list)
+        and all(isinstance(turn, dict) and turn.keys() == {"role", "content"} for turn in turns)
+        and all(isinstance(text, str) for turn in turns for text in turn.values())
+    )
 
 
 def _check_columns(path: Path, schema: pa.Schema) -> None:
@@ -153,9 +169,13 @@ def _to_prompt(path: Path, number: int, row: dict[str, Any]) -> Prompt:
     if empty or not row["prompt"] or any(turn is None or None in turn.values() for turn in row["prompt"]):
         raise DataError(f"{path} row {number} has an empty {empty[0] if empty else 'prompt'}.", _HINT)
     try:
-        extra = json.loads(row["extra"])
+        extra = parse_json(row["extra"])
+        if not isinstance(extra, dict):
+            raise ValueError(f"it holds {type(extra).__name__}")
     except ValueError as error:
-        raise DataError(f"{path} row {number} has no valid JSON in column 'extra': {error}.", _HINT) from None
+        raise DataError(
+            f"{path} row {number} has no JSON object in column 'extra': {error}.", _HINT
+        ) from None
     return Prompt(
         id=row["id"],
         messages=row["prompt"],

@@ -13,6 +13,7 @@ from typing import Any
 
 from skylite.data.prompts import SourceKind
 from skylite.errors import DataError
+from skylite.foreign_text import parse_json
 from skylite.run.files import sha256_file
 
 READABLE = (".jsonl", ".csv", ".parquet")
@@ -125,7 +126,7 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
                 continue
             where = f"{path} line {number}"
             try:
-                values = json.loads(line)
+                values = parse_json(line)
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{where} is not JSON: {error}.", "Correct or delete that line.") from None
             if not isinstance(values, dict):

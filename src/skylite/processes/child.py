@@ -19,6 +19,7 @@ from io import FileIO
 from pathlib import Path
 
 from skylite.errors import ChildDied, RunFailed
+from skylite.foreign_text import plain
 from skylite.processes.file_descriptors import private_file
 from skylite.processes.import_path import protected_env
 
@@ -168,7 +169,7 @@ def log_tail(path: Path, lines: int, start: int = 0) -> str:
     """
     kept: list[str] = []
     for raw in raw_log_tail(path, start).split("\n"):
-        line = _ESCAPE.sub("", raw.rstrip("\r").rpartition("\r")[2]).rstrip()
+        line = plain(_ESCAPE.sub("", raw.rstrip("\r").rpartition("\r")[2])).rstrip()
         if _TORCHRUN_SUMMARY.search(line):
             break
         if line and not _TORCHRUN_CHATTER.match(line):

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
+from skylite.foreign_text import parse_json
 from skylite.run.files import append_line
 
 Event = Literal[
@@ -42,7 +43,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     events = []
     for line in path.read_bytes().split(b"\n"):
         try:
-            events.append(json.loads(line))
+            events.append(parse_json(line))
         except ValueError:
             continue
     return events

@@ -5,13 +5,13 @@ A run may come from another person: its config.json and its links could point to
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from skylite.config.train import RunConfig
 from skylite.errors import ConfigError
+from skylite.foreign_text import parse_json
 from skylite.run.files import TEMPORARY_MARK, write_json
 from skylite.run.run_dir import RunDir, published_versions
 
@@ -71,7 +71,7 @@ def _deletable_paths(folder: Path) -> Iterator[Path]:
 def _recorded_run_id(folder: Path) -> object:
     """Run id in the owner file of a folder; None without a valid owner file."""
     try:
-        mark = json.loads((folder / MARK_NAME).read_text(encoding="utf-8"))
+        mark = parse_json((folder / MARK_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return mark.get("run_id") if isinstance(mark, dict) else None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from skylite.errors import DataError
+from skylite.foreign_text import parse_json
 from skylite.run.files import append_line, atomic_file
 
 
@@ -34,13 +35,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """
     if not path.exists():
         return []
-    steps: dict[object, dict[str, Any]] = {}
+    steps: list[dict[str, Any]] = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         metrics = _parse(path, number, line)
         # A repeated step means that the run was resumed there: later steps ran again too.
-        steps = {k: m for k, m in steps.items() if m["step"] < metrics["step"]}
-        steps[metrics["step"]] = metrics
-    return list(steps.values())
+        while steps and steps[-1]["step"] >= metrics["step"]:
+            steps.pop()
+        steps.append(metrics)
+    return steps
 
 
 def null_to_nan(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,7 +59,7 @@ def _line(metrics: Mapping[str, Any]) -> str:
 
 def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
-        metrics = json.loads(line)
+        metrics = parse_json(line)
     except ValueError as error:
         raise DataError(f"{path} line {number} is not JSON: {error}.", "Remove that line.") from None
     if not isinstance(metrics, dict) or not isinstance(metrics.get("step"), int):

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from skylite.errors import ConfigError, WriteFailed
+from skylite.foreign_text import parse_json
 from skylite.plugin_file import (
     CODE_IN_DATA,
     REWARD,
@@ -101,7 +102,7 @@ def _state_file() -> Path:
 def _known() -> dict[str, str]:
     """Program, with its absolute path -> sha256 of its file."""
     try:
-        value = json.loads(_state_file().read_text(encoding="utf-8"))
+        value = parse_json(_state_file().read_text(encoding="utf-8"))
         return {str(spec): str(sha256) for spec, sha256 in value["named"].items()}
     except FileNotFoundError:
         return {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from skylite.config.train import RunConfig
 from skylite.errors import ConfigError
+from skylite.foreign_text import parse_json
 
 _VERSION_NAME = re.compile(r"policy-v(\d{6,})")
 
@@ -203,7 +203,7 @@ class RunDir:
     def read_json(self, path: Path) -> dict[str, Any]:
         """Read a JSON object of the run. Raises ConfigError that names the file."""
         try:
-            value = json.loads(path.read_text(encoding="utf-8"))
+            value = parse_json(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigError(
                 f"{self.root} is not a skylite run: {path.name} is missing.",

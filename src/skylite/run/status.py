@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from skylite.errors import ConfigError
+from skylite.foreign_text import parse_json
 from skylite.run.files import write_json
 
 Phase = Literal[
@@ -47,7 +47,7 @@ def write_status(path: Path, status: Status) -> None:
 def read_status(path: Path) -> Status:
     """Read the status. Raises ConfigError when the file is missing or damaged."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
         return Status(**{f.name: value[f.name] for f in fields(Status)})
     except FileNotFoundError:
         raise ConfigError(

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import skylite
 from skylite.config.train import TrainConfig
 from skylite.errors import ModelError
+from skylite.foreign_text import parse_json
 from skylite.model.distributed import Dist
 from skylite.run.checkpoint_folder import verify_checkpoint, write_checkpoint_manifest
 from skylite.run.files import atomic_folder
@@ -90,7 +91,7 @@ def load_checkpoint(folder: Path, optimizers: Sequence[FlatAdamW], dist: Dist) -
     """
     verify_checkpoint(folder)
     try:
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        state = parse_json((folder / "state.json").read_text(encoding="utf-8"))
         step, num_ranks = int(state["step"]), int(state["num_ranks"])
         updates = {x.name: int(state["optimizer_updates"][x.name]) for x in optimizers}
         moments = {x.name: _empty_moments(x) if updates[x.name] else {} for x in optimizers}

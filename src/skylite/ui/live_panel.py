@@ -13,8 +13,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.panel import Panel
 from rich.text import Text
 
+from skylite.foreign_text import plain
 from skylite.ui.curve import curve, proportional_widths
-from skylite.ui.logs import plain
 
 LABEL_WIDTH = 11
 MAX_ROWS = 34
@@ -80,7 +80,7 @@ def panel_lines(state: ScreenState, width: int, rows: int) -> list[Text]:
             *_reward_curve(state, width, 5 if rows + 3 > TALL_ROWS else 1),
             *_metric_rows(state, width),
         ]
-    lines += [_row(label, Text(text, "green")) for label, text in state.evaluations.items()]
+    lines += [_row(label, Text(plain(text), "green")) for label, text in state.evaluations.items()]
     room = min(COMPLETION_ROWS, rows - len(lines) - 1)
     if state.sample is not None and room >= 3:
         shown = completion_lines(state.sample, width, room)
@@ -93,7 +93,7 @@ def _status_line(state: ScreenState, width: int) -> Text:
     mark, style = ENDS.get(
         state.phase, (SPINNER[int(8 * (time.monotonic() - state.started)) % len(SPINNER)], "bold cyan")
     )
-    left = Text.assemble((f"{mark} {state.phase}", style), ("  " + state.detail, "default"))
+    left = Text.assemble((f"{mark} {state.phase}", style), ("  " + plain(state.detail), "default"))
     return _justified(left, Text(clock(state), "dim"), width)
 
 

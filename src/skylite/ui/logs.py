@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from skylite.errors import SkyliteError, WriteFailed, error_line
+from skylite.foreign_text import plain, plain_lines
 from skylite.run.files import append_line, atomic_file, convert_os_errors
 
 ON_PANEL: dict[str, Any] = {"on_panel": True}
@@ -22,9 +23,9 @@ ON_PANEL: dict[str, Any] = {"on_panel": True}
 _ROOT = logging.getLogger("skylite")
 
 
-def plain(text: str) -> str:
-    """`text` without characters that move the cursor, colour the terminal or change the writing direction."""
-    return "".join(c if c.isprintable() else " " for c in text)
+def show(text: str, *, to_stderr: bool = False) -> None:
+    """Print what a command was asked for. Names and errors in it may be those of strangers."""
+    print(plain_lines(text), file=sys.stderr if to_stderr else sys.stdout, flush=True)
 
 
 class TerminalHandler(logging.Handler):

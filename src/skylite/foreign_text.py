@@ -1,0 +1,37 @@
+"""Text that is not ours: names, rows, completions and files of strangers."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from typing import Any
+
+
+def plain(text: str) -> str:
+    """`text` without characters that move the cursor, colour the terminal or change the writing direction.
+
+    Control characters (C0 and C1), escape sequences, bidirectional overrides, invisible characters and line
+    breaks become spaces.
+    """
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def plain_lines(text: str) -> str:
+    """`plain` for each line: only line breaks stay."""
+    return "\n".join(map(plain, text.split("\n")))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """`json.loads`, which raises ValueError also for text that is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """`tomllib.loads`, which raises TOMLDecodeError also for text that is nested too deeply."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise tomllib.TOMLDecodeError("it is nested too deeply") from None
