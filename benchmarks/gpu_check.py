@@ -63,7 +63,7 @@ PARTS = {
     "train 7b": Part("gpu_train", "train", 110, {"shape": "qwen2.5-7b"}),
     "profile 7b": Part("gpu_train", "profile", 45, {"shape": "qwen2.5-7b"}),
     "liger": Part("gpu_kernels", "liger", 25),
-    "out of memory": Part("gpu_loop", "out_of_memory", 90),
+    "out of memory": Part("gpu_memory", "out_of_memory", 45, {"shape": "qwen2.5-0.5b"}),
     "train 1.5b": Part("gpu_train", "train", 60, {"shape": "qwen2.5-1.5b"}),
 }
 BROKEN = {"fails": Part("gpu_check", "fail", 20), "hangs": Part("gpu_check", "hang", 6)}

@@ -63,23 +63,7 @@ def loop(report: Report) -> None:
     """
     with tempfile.TemporaryDirectory(prefix="skylite-", ignore_cleanup_errors=True) as folder:
         command, env = loop_command(Path(folder), report.dry_run)
-        watch(report, command, env, Path(folder, "run"), kill_engine=True)
-
-
-def out_of_memory(report: Report) -> None:
-    """A run whose trainer has too little memory for its micro-batches, and must halve them."""
-    from skylite.config.train import TrainerConfig
-
-    setting = next((s for s in ("memory_fraction", "memory_gib") if s in TrainerConfig.model_fields), None)
-    if setting is None:
-        report.put("skipped", "no setting of the trainer limits its share of the GPU")
-        return
-    with tempfile.TemporaryDirectory(prefix="skylite-", ignore_cleanup_errors=True) as folder:
-        command, env = loop_command(Path(folder), report.dry_run)
-        little = {"memory_fraction": 0.03, "memory_gib": 1.5}[setting]
-        words = [f"trainer.{setting}={little}", "trainer.tokens_per_micro_batch=32768"]
-        command += [word for each in words for word in ("--set", each)]
-        watch(report, command, env, Path(folder, "run"), kill_engine=False)
+        watch(report, command, env, Path(folder, "run"))
 
 
 def loop_command(folder: Path, dry_run: bool) -> tuple[list[str], dict[str, str]]:
@@ -105,7 +89,7 @@ def loop_command(folder: Path, dry_run: bool) -> tuple[list[str], dict[str, str]
     return [*SKYLITE, "train", *where, "--steps", str(STEPS), *last], env
 
 
-def watch(report: Report, command: list[str], env: dict[str, str], run: Path, *, kill_engine: bool) -> None:
+def watch(report: Report, command: list[str], env: dict[str, str], run: Path) -> None:
     """Run the command, report each new step, and kill the engine once after the first step."""
     started = time.monotonic()
     process = subprocess.Popen(command, env=env, cwd=run.parent, stdin=subprocess.DEVNULL, stdout=sys.stderr)
@@ -113,7 +97,7 @@ def watch(report: Report, command: list[str], env: dict[str, str], run: Path, *,
     while process.poll() is None:
         time.sleep(0.05)
         steps = report_steps(report, run, started)
-        if steps and kill_engine and killed_at is None:
+        if steps and killed_at is None:
             killed_at = time.monotonic()
             report.put("engine_killed", {"after_step": steps, "process": kill_the_engine(process.pid)})
     steps = report_steps(report, run, started)

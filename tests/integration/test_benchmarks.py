@@ -51,6 +51,10 @@ def test_every_part_runs_after_parts_that_fail_and_hang(tmp_path: Path) -> None:
         assert any(choice.startswith("packing: tree") for choice in row["choices"])
     assert len(parts["attention"]["found"]["rows"]) == 24
     assert parts["profile 7b"]["found"]["operations"]
+    first, second = parts["out of memory"]["found"]["steps"]
+    assert first["warnings"]
+    assert first["tokens_per_micro_batch"] < 256
+    assert second["grad_norm"] > 0
     assert parts["liger"]["found"]["off"]["norm"]["ms"] > 0
 
 
