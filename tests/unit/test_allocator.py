@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from skylite.processes import preload_libraries
 from skylite.processes.preload_libraries import TBB_MALLOC, has_library, preload_env
 from skylite.trainer.memory import release_cached_memory
 
@@ -43,3 +45,40 @@ def test_memory_cached_by_tbb_is_released() -> None:
 
 def test_without_tbb_releasing_does_nothing() -> None:
     assert release_cached_memory() is False
+
+
+def lib_folder(prefix: Path) -> Path:
+    (prefix / "lib").mkdir(parents=True)
+    for name in TBB_MALLOC:
+        (prefix / "lib" / name).symlink_to(os.path.realpath(Path(sys.prefix, "lib", name)))
+    return prefix
+
+
+@pytest.mark.skipif(not has_library(*TBB_MALLOC), reason="TBB's allocator is not here")
+@pytest.mark.parametrize("name", ["with space", "with:colon", "with both : and space"])
+def test_libraries_below_a_folder_with_a_space_or_colon_are_loaded(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LD_PRELOAD is split at both, and ld.so only prints that it ignores the parts."""
+    monkeypatch.setattr(sys, "prefix", str(lib_folder(tmp_path / name)))
+    env = os.environ | preload_env(TBB_MALLOC, {}, "malloc")
+    code = "print('libtbbmalloc_proxy' in open('/proc/self/maps').read())"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("True\n", "")
+
+
+def test_without_a_usable_temporary_folder_the_loss_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "with space"))
+    (tmp_path / "with space" / "lib").mkdir(parents=True)
+    (tmp_path / "with space" / "lib" / "libx.so").touch()
+    monkeypatch.setattr(preload_libraries, "_LINK_FOLDERS", ("/nonexistent",))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "with space"))
+    preload_libraries.link_folder.cache_clear()
+    try:
+        with caplog.at_level("WARNING"):
+            assert preload_env(["libx.so"], {"LD_PRELOAD": "/lib/own.so"}) == {}
+    finally:
+        preload_libraries.link_folder.cache_clear()
+    assert f"{tmp_path}/with space/lib/libx.so is not preloaded" in caplog.text

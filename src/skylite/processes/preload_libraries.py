@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import logging
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
+_LINK_FOLDERS = ("/tmp", "/dev/shm")
+"""Used if the temporary folder has a space in its path."""
 INTEL_OPENMP = "libiomp5.so"
 # The second library needs the first, but has no search path for it.
 TBB_MALLOC = ("libtbbmalloc.so.2", "libtbbmalloc_proxy.so.2")
@@ -20,12 +28,50 @@ def has_library(*names: str) -> bool:
 def preload_env(names: Sequence[str], base_env: Mapping[str, str], *conflicts: str) -> dict[str, str]:
     """LD_PRELOAD with these libraries in front of those that the user preloads.
 
-    Empty when a library is missing, or when LD_PRELOAD already contains one of `conflicts`.
+    Empty when a library is missing or cannot be named, or LD_PRELOAD already contains one of `conflicts`.
     """
     given = base_env.get("LD_PRELOAD", os.environ.get("LD_PRELOAD", ""))
     if not has_library(*names) or any(name in given for name in conflicts):
         return {}
-    return {"LD_PRELOAD": ":".join([*(str(_path(name)) for name in names), given]).rstrip(":")}
+    libraries = [_without_separators(_path(name)) for name in names]
+    if None in libraries:
+        return {}
+    return {"LD_PRELOAD": ":".join([*map(str, libraries), given]).rstrip(":")}
+
+
+def _without_separators(library: Path) -> Path | None:
+    """The library, or a link to it if its path has a space or colon, at which ld.so splits LD_PRELOAD.
+
+    None if no temporary folder can hold the link; logs that.
+    """
+    if not _is_split(str(library)):
+        return library
+    folder = link_folder()
+    if folder is None:
+        logger.warning(
+            f"{library} is not preloaded, because its path has a space or colon, and so has every temporary "
+            "folder: children run slower or need more memory. Set TMPDIR to a folder without them."
+        )
+        return None
+    link = folder / library.name
+    if not link.is_symlink():
+        link.symlink_to(library)
+    return link
+
+
+@functools.cache
+def link_folder() -> Path | None:
+    """A private folder for links, removed at the end of this process. Its path has no space or colon."""
+    for parent in (tempfile.gettempdir(), *_LINK_FOLDERS):
+        if not _is_split(parent) and os.access(parent, os.W_OK):
+            folder = Path(tempfile.mkdtemp(prefix="skylite-lib-", dir=parent))
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+            return folder
+    return None
+
+
+def _is_split(path: str) -> bool:
+    return any(c in path for c in " :\t\n")
 
 
 def _path(name: str) -> Path:
