@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from skylite.engine.server_command import ENGINE_COMMAND
+from skylite.run.programs_named_by_user import remember
 from skylite.run.run_dir import RunDir
 from skylite.vllm_plugin import CPU_SERVER
 from tests.e2e.project import COMMAND, Project, make_project
@@ -144,6 +145,7 @@ def make_ground(
     os.environ["SKYLITE_TORTURE_SCORED"] = str(root / "prepared.scored")
     project = make_project(root, model)
     (root / "reward.py").write_text(REWARD)
+    remember(f"{root / 'reward.py'}:letters")  # the user names the new content
     return Ground(project, engine, num_ranks, settings)
 
 

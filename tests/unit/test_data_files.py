@@ -83,7 +83,7 @@ DAMAGE = {
     "row 2 has an empty answer": lambda p: rewrite(
         p, pq.read_table(p).set_column(2, "answer", pa.array(["7", None]))
     ),
-    "row 1 has no valid JSON": lambda p: rewrite(
+    "row 1 has no JSON object in column 'extra'": lambda p: rewrite(
         p, pq.read_table(p).set_column(5, "extra", pa.array(["{", "{}"]))
     ),
 }
