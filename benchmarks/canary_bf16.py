@@ -38,7 +38,7 @@ from skylite.model.load_adapter import load_adapter_file
 from skylite.model.policy import Policy, load_policy
 from skylite.run.files import write_json
 from skylite.run.run_dir import adapter_name
-from skylite.trainer.publish_adapter import base_canary_logprobs, canary_logprobs
+from skylite.trainer.canary import base_canary_logprobs, canary_logprobs
 from tests.small_run import lone_rank
 
 AT_A_TIME = 16

@@ -20,6 +20,8 @@ import errno
 import os
 from pathlib import Path
 
+from skylite.foreign_text import plain
+
 _WRITE_HINTS = {
     errno.ENOSPC: "Free space on that disk.",
     errno.EDQUOT: "Free space within your quota.",
@@ -123,7 +125,7 @@ def error_line(error: BaseException) -> str:
     except BaseException:  # noqa: BLE001 a user's class may raise anything here
         text = ""
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return "".join(c if c.isprintable() else " " for c in line)
+    return plain(line)
 
 
 def write_failed(error: OSError, path: Path | None = None) -> WriteFailed:

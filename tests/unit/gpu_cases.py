@@ -8,10 +8,20 @@ from pathlib import Path
 
 import pytest
 
+from skylite.config.train import Resolved
 from skylite.processes import gpus, torch_cuda
 
 H200 = "NVIDIA H200, 9.0, 143771, 580.95.05, Disabled"
 T4 = "Tesla T4, 7.5, 15360, 580.95.05, [N/A]"
+RESOLVED = Resolved(
+    model_path="model",
+    model_fingerprint="0",
+    dtype="bfloat16",
+    device="cuda",
+    lora_sync_path="adapters",
+    rank_gpus=[0],
+    engine_gpus=[1, 0],
+)
 SMI = """#!/bin/sh
 here=$(dirname "$0")
 case "$*" in

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from skylite.adapters.manifest import Canary, read_manifest
-from skylite.engine.adapter_canary import CanaryReading
 from skylite.engine.bf16_canary import Scores, check_paired, read_paired
+from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.engine_pool import EnginePool
 from skylite.errors import SyncFailed
 from skylite.run.files import write_json
@@ -72,16 +72,17 @@ def test_noise_beyond_rounding_is_refused() -> None:
 
 
 def test_numbers_by_hand() -> None:
-    found = read_paired(
+    paired = read_paired(
         Scores(engine=[-1.0, -2.1], engine_base=[-1.5, -2.5], policy=[-1.0, -2.0], base=[-1.6, -2.4])
     )
+    found = paired.reading
     assert found.gap_mean == pytest.approx(0.05)
     assert found.rounding == pytest.approx(0.1)
     # Moves of the engine: 0.5, 0.4. Of the trainer: 0.6, 0.4.
     assert found.projection == pytest.approx((0.5 * 0.6 + 0.4 * 0.4) / (0.36 + 0.16))
     assert found.projection_error == pytest.approx(0.1 * 0.6 / 0.52)
     vanished = 0.075 * 0.1 / math.sqrt(0.52 / 2)
-    assert found.projection_limit == pytest.approx(4 * found.projection_error + 0.05 + vanished)
+    assert paired.projection_limit == pytest.approx(4 * found.projection_error + 0.05 + vanished)
 
 
 def test_one_wild_token_does_not_decide() -> None:
@@ -118,7 +119,7 @@ def test_an_unmoved_adapter_may_have_the_bases_bits() -> None:
         engine=found.engine_base, engine_base=found.engine_base, policy=found.base, base=found.base
     )
     reading = read_paired(equal)
-    assert math.isnan(reading.projection)
+    assert math.isnan(reading.reading.projection)
     check_paired("policy-v000000", "vllm-0", reading)
 
 

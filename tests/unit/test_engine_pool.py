@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from skylite.engine.adapter_canary import CanaryReading
+from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.engine_pool import EnginePool
 from skylite.errors import ModelError, SyncFailed
 from skylite.run.run_dir import AdapterVersion

@@ -7,22 +7,12 @@ from typing import Any
 
 import pytest
 
-from skylite.config.train import Resolved, RunConfig, TrainConfig
+from skylite.config.train import RunConfig, TrainConfig
 from skylite.engine.server_command import engine_env
 from skylite.engine.startup import engine_spec
 from skylite.errors import ConfigError
 from skylite.orchestrator.gpu_plan import Placement, place, place_again, place_ranks
-from tests.unit.gpu_cases import H200, T4, Machine
-
-RESOLVED = Resolved(
-    model_path="model",
-    model_fingerprint="0",
-    dtype="bfloat16",
-    device="cuda",
-    lora_sync_path="adapters",
-    rank_gpus=[0],
-    engine_gpus=[1, 0],
-)
+from tests.unit.gpu_cases import H200, RESOLVED, T4, Machine
 
 
 def config(ranks: int = 1, engines: int = 1, **engine: Any) -> TrainConfig:

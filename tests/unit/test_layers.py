@@ -32,8 +32,8 @@ LAYERS = (
     ("processes",),
     ("config",),
     ("plugin_file", "types"),
-    ("foreign_text",),
     ("errors",),
+    ("foreign_text",),
 )
 """From top to bottom. A file imports from its own folder and from the rows below."""
 TRAINER_SIDE = ("trainer", "model", "algorithms")

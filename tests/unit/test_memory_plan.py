@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from skylite.config.train import Resolved, RunConfig, TrainConfig
+from skylite.config.train import RunConfig, TrainConfig
 from skylite.engine.server_command import engine_command
 from skylite.engine.startup import engine_spec
 from skylite.errors import ConfigError
+from skylite.model.chunked_logprobs import HEAD_CHUNK_ELEMENTS
 from skylite.orchestrator.gpu_plan import place
 from skylite.orchestrator.memory_plan import MemoryBudget, plan_memory
-from skylite.orchestrator.predicted_memory import engine_memory, model_sizes, trainer_memory
+from skylite.orchestrator.predicted_memory import HEAD_SCRATCH, engine_memory, model_sizes, trainer_memory
 from skylite.processes.gpus import visible_gpus
-from tests.unit.gpu_cases import H200, T4, Machine
+from tests.unit.gpu_cases import H200, RESOLVED, T4, Machine
 
 HIDDEN, INNER, KEYS, VOCAB, LAYERS, RANK = 64, 192, 32, 500, 3, 4
 LAYER = {
@@ -94,6 +95,10 @@ def test_a_rank_is_predicted_from_the_shapes(tmp_path: Path) -> None:
     assert more.kept - found.kept == 4 * LAYERS * (2 * HIDDEN + INNER)
     less = trainer_memory(sizes, config(trainer={"checkpointing": "full"}), "cpu", "float32")
     assert less.kept == 4 * (LAYERS + 3) * HIDDEN
+
+
+def test_the_scratch_of_the_head_is_that_of_its_chunks() -> None:
+    assert {device: 4 * 4 * count for device, count in HEAD_CHUNK_ELEMENTS.items()} == HEAD_SCRATCH
 
 
 def test_an_engine_is_predicted_from_the_shapes(tmp_path: Path) -> None:
@@ -181,16 +186,7 @@ def test_a_gpu_of_unknown_size_has_no_budget(machine: Machine, tmp_path: Path) -
 def test_vllm_is_started_with_the_budget(machine: Machine, tmp_path: Path) -> None:
     machine.lists(H200)
     assert visible_gpus()
-    resolved = Resolved(
-        model_path="m",
-        model_fingerprint="0",
-        dtype="bfloat16",
-        device="cuda",
-        lora_sync_path="a",
-        rank_gpus=[0],
-        engine_gpus=[0],
-        kv_cache_bytes=123456789,
-    )
+    resolved = RESOLVED.model_copy(update={"kv_cache_bytes": 123456789})
     run_config = RunConfig(skylite_version="1", config=config(), resolved=resolved)
     command = engine_command(engine_spec(run_config, ["q_proj"], 0, tmp_path))
     assert command[command.index("--kv-cache-memory-bytes") + 1] == "123456789"

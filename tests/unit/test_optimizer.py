@@ -15,8 +15,9 @@ from skylite.errors import ModelError, TrainingDiverged
 from skylite.model.distributed import Dist
 from skylite.model.policy import REF, Policy, adapter_params, load_policy
 from skylite.run.run_dir import RunDir
+from skylite.trainer.canary import canary_logprobs, check_reference
 from skylite.trainer.checkpoint import load_checkpoint, random_states, save_checkpoint
-from skylite.trainer.publish_adapter import adapter_tensors, canary_logprobs, check_reference
+from skylite.trainer.publish_adapter import adapter_tensors
 from tests.cases import optimizer_of, policy_of, train_rows
 from tests.rows import random_samples
 from tests.small_run import lone_rank, resolved, settings

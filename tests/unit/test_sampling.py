@@ -15,7 +15,7 @@ from rich.console import Console
 
 from skylite.config.train import Resolved, TrainConfig
 from skylite.data.tokenizer import ChatTokenizer
-from skylite.engine.adapter_canary import CanaryReading
+from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.client import Sampling
 from skylite.engine.engine_pool import EnginePool, SyncReport
 from skylite.orchestrator.plan import RunPlan

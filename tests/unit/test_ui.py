@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from skylite.config.train import Resolved, RunConfig, TrainConfig
-from skylite.engine.adapter_canary import CanaryReading
+from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.engine_pool import SyncReport
 from skylite.orchestrator.sampling import SampledStep
 from skylite.orchestrator.step_metrics import StepTimings, completion_view, step_metrics

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from skylite.config.lora import LoraConfig
-from skylite.foreign_text import parse_json
-from skylite.hub.resolve import safetensors_header, weight_files
+from skylite.hub.resolve import tensor_shapes
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
@@ -42,18 +41,10 @@ def predict_modules(model_path: Path, config: LoraConfig) -> tuple[set[str], set
     Weight files do not record module types. This assumes that a matrix in a numbered layer belongs to a
     linear module, and any other matrix to the embedding or LM head. Raises ModelError for a damaged file.
     """
-    tensors = {
-        name: tensor
-        for file in weight_files(model_path)
-        for name, tensor in parse_json(safetensors_header(file)).items()
-    }
-    paths = [name.split(".") for name in tensors]
+    shapes = tensor_shapes(model_path)
+    paths = [name.split(".") for name in shapes]
     modules = {".".join(path[:end]) for path in paths for end in range(1, len(path))}
-    matrices = {
-        n.removesuffix(".weight")
-        for n, t in tensors.items()
-        if n.endswith(".weight") and len(t["shape"]) == 2
-    }
+    matrices = {n.removesuffix(".weight") for n, s in shapes.items() if n.endswith(".weight") and len(s) == 2}
     if config.target_modules == "all-linear":
         chosen = {name for name in matrices if any(part.isdigit() for part in name.split("."))}
     else:

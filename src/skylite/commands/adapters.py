@@ -12,7 +12,7 @@ from skylite.config.loading import read_run_config
 from skylite.errors import ModelError
 from skylite.run.files import TEMPORARY_MARK
 from skylite.run.folder_owner import require_own_folders
-from skylite.run.lock import lock_folder
+from skylite.run.lock import lock_run
 from skylite.run.metrics_file import read_metrics
 from skylite.run.run_dir import AdapterVersion, RunDir, published_versions
 from skylite.ui.logs import show
@@ -71,8 +71,7 @@ def gc(target: Path) -> None:
     recorded = read_run_config(run.config_path)
     config, folder = recorded.config, run.adapters(recorded)
     require_own_folders(run, recorded)
-    is_private = config.lora.lora_sync_path is not None
-    with lock_folder(run.root), lock_folder(folder, is_private=is_private):
+    with lock_run(run.root, folder, config.lora):
         leftovers = remove_leftovers(run, folder)
         newest = max((v.version for v in versions), default=0)
         removed = clean_up(run, folder, newest, config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from skylite.config.bundled import bundled_folder, bundled_names, is_bare
+from skylite.config.bundled import bundled_names, find_file
 from skylite.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -19,20 +19,7 @@ def find_recipe(name: str) -> Path:
     Raises ConfigError that lists the bundled names.
     """
     known = f"The bundled recipes are {bundled_names('recipes')}."
-    if not is_bare(name):
-        if not Path(name).is_file():
-            raise ConfigError(
-                f"The recipe file {name} does not exist; a name with a slash or a suffix is a path.", known
-            )
-        return Path(name)
-    path = bundled_folder("recipes") / f"{name}.toml"
-    if not path.is_file():
-        raise ConfigError(
-            f"There is no bundled recipe {name!r} in {path.parent}; "
-            "a name without slash and suffix means one.",
-            f"{known} For a file of yours give its path, such as ./{name}.toml.",
-        )
-    return path
+    return find_file(name, "recipes", ("recipe", "recipe file"), known, ConfigError)
 
 
 def default_recipe() -> Path:

@@ -17,7 +17,7 @@ from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError
 from skylite.orchestrator.shutdown import TimeLimit
 from skylite.run.folder_owner import require_own_folders
-from skylite.run.lock import lock_folder
+from skylite.run.lock import lock_run
 from skylite.run.run_dir import RunDir
 from skylite.ui.logs import run_log, show
 
@@ -103,9 +103,7 @@ def _start(flags: TrainFlags, run: Path | None, limit: TimeLimit | None, *, dry_
         print_settings(plan.config)
         return True
     # Lock before writing: of two processes that start at once, one must see the lock of the other.
-    is_private = config.lora.lora_sync_path is not None
-    adapters = Path(plan.resolved.lora_sync_path)
-    with lock_folder(plan.run.root), lock_folder(adapters, is_private=is_private):
+    with lock_run(plan.run.root, Path(plan.resolved.lora_sync_path), config.lora):
         write_run(plan)
         with failures_recorded(plan), run_log(plan.run.log_path("skylite")):
             return asyncio.run(run_session(plan, resume=False, limit=limit))
@@ -124,9 +122,7 @@ def _resume(
     require_own_folders(run, recorded)
     with contextlib.ExitStack() as locks:
         if not dry_run:  # before reading the run: a live one may write a newer checkpoint at any moment
-            locks.enter_context(lock_folder(run.root))
-            is_private = recorded.config.lora.lora_sync_path is not None
-            locks.enter_context(lock_folder(run.adapters(recorded), is_private=is_private))
+            locks.enter_context(lock_run(run.root, run.adapters(recorded), recorded.config.lora))
         plan = plan_resume(run, overrides=flags.overrides(), settings=flags.settings, at=at)
         if dry_run:
             print_settings(plan.config)
@@ -138,6 +134,7 @@ def _resume(
 
 def print_settings(config: TrainConfig) -> None:
     """Print the resolved settings as JSON on stdout."""
+    # json.dumps escapes control characters, which `show` would replace by spaces.
     show(json.dumps(config.model_dump(mode="json"), indent=1))
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from skylite.config.bundled import bundled_folder, bundled_names, is_bare
+from skylite.config.bundled import bundled_names, find_file
 from skylite.data.examples import SPLITS, Example, ExampleSet, sample_rows
 from skylite.data.sources import HubError, Row, Table
 from skylite.errors import ConfigError, DataError, SkyliteError
@@ -56,20 +56,7 @@ def find_dataset_file(target: str) -> Path:
         f"Give one of: {bundled_names('data_prep')}; reasoning-gym:TASK; a data_prep .py file; "
         "or a .jsonl, .csv or .parquet file."
     )
-    if not is_bare(target):
-        if not Path(target).is_file():
-            raise DataError(
-                f"The file {target} does not exist; a name with a slash or a suffix is a path.", known
-            )
-        return Path(target)
-    path = bundled_folder("data_prep") / f"{target}.py"
-    if not path.is_file():
-        raise DataError(
-            f"There is no bundled data set {target!r} in {path.parent}; "
-            "a name without slash and suffix means one.",
-            f"{known} For a file of yours give its path, such as ./{target}.py.",
-        )
-    return path
+    return find_file(target, "data_prep", ("data set", "file"), known, DataError)
 
 
 def load_dataset(target: str) -> DatasetModule:

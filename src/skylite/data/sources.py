@@ -127,7 +127,7 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
             where = f"{path} line {number}"
             try:
                 values = parse_json(line)
-            except (ValueError, RecursionError) as error:
+            except ValueError as error:
                 raise DataError(f"{where} is not JSON: {error}.", "Correct or delete that line.") from None
             if not isinstance(values, dict):
                 raise DataError(

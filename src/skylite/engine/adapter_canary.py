@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from skylite.adapters.manifest import Canary, read_manifest
 from skylite.data.tokenizer import ChatTokenizer
 from skylite.engine.bf16_canary import Scores, check_paired, read_paired
+from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.server_command import BASE_NAME
 from skylite.errors import SyncFailed
 from skylite.run.run_dir import AdapterVersion
@@ -22,40 +22,6 @@ NUM_SEQUENCES = {"float32": 2, "bfloat16": 24}
 """Rounding hides a bfloat16 adapter's first moves in few tokens."""
 MAX_TOKENS = 24
 """Short, because the trainer scores all sequences at every publish."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CanaryReading:
-    """The logprobs of an engine on the canary, compared with the trainer's."""
-
-    gap_max: float
-    """max |engine - policy| in nats."""
-    gap_mean: float
-    base_distance: float
-    """mean |policy - base| in nats: how far the adapter has moved from the base."""
-    projection: float
-    """<engine - base, policy - base> / |policy - base|^2: 1 for this adapter, 0 for the base.
-
-    NaN while policy == base.
-    """
-    rounding: float = math.nan
-    """mean |engine - base| of the base in nats, in bfloat16 only."""
-    projection_error: float = math.nan
-    """Standard error of the projection, in bfloat16 only."""
-
-    def as_metrics(self) -> dict[str, float]:
-        """The reading as metrics, without those that are not defined."""
-        metrics = {
-            "canary/gap_max": self.gap_max,
-            "canary/gap_mean": self.gap_mean,
-            "canary/base_distance": self.base_distance,
-        }
-        optional = {
-            "canary/projection": self.projection,
-            "canary/rounding": self.rounding,
-            "canary/projection_error": self.projection_error,
-        }
-        return metrics | {name: value for name, value in optional.items() if not math.isnan(value)}
 
 
 def canary_sequences(tokenizer: ChatTokenizer, prompts: Sequence[Prompt], dtype: str) -> list[list[int]]:
@@ -160,16 +126,9 @@ async def _verify_paired(
         engine_before=rows[2] if before else None,
         policy_before=policy_before,
     )
-    reading = read_paired(scores)
-    check_paired(adapter.name, client.name, reading)
-    return CanaryReading(
-        gap_max=reading.gap_max,
-        gap_mean=reading.gap_mean,
-        base_distance=reading.base_distance,
-        projection=reading.projection,
-        rounding=reading.rounding,
-        projection_error=reading.projection_error,
-    )
+    found = read_paired(scores)
+    check_paired(adapter.name, client.name, found)
+    return found.reading
 
 
 async def _score(client: LogprobScorer, model: str, sequences: Sequence[Sequence[int]]) -> list[float]:

@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from skylite.engine.canary_reading import CanaryReading
 from skylite.errors import SyncFailed
 
 CLIP = 3.0
@@ -26,7 +27,7 @@ products vanish: about ROUNDED_AWAY times rounding / move, and at most MOST_ROUN
 MAX_GAP_RATIO = 1.4
 """Largest mean gap with the adapter, in mean gaps without it."""
 MAX_ROUNDING = 1.0
-"""Largest mean gap of the base in nats. vLLM rounds the logits too: 0.2 was measured."""
+"""Largest mean gap of the base in nats. Larger than in the trainer, because vLLM rounds the logits too."""
 MOVED = 0.02
 """An adapter whose logprobs differ by this share of the rounding cannot give the same bits as another."""
 
@@ -47,24 +48,11 @@ class Scores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairedReading:
-    """What the scores say. Gaps in nats."""
+    """What the scores show."""
 
-    gap_max: float
-    gap_mean: float
-    """Of the engine with the adapter to the trainer."""
-    rounding: float
-    """Mean gap without the adapter: what rounding alone does."""
-    base_distance: float
-    """mean |policy - base|."""
-    projection: float
-    """The share of the adapter's move from the base that the engine made.
-
-    NaN while the adapter equals the base.
-    """
-    projection_error: float
-    """Standard error of `projection`."""
+    reading: CanaryReading
     projection_limit: float
-    """How far `projection` may be from 1."""
+    """How far the projection may be from 1."""
     same_as: str
     """"the base" or "the version before" if the engine gave the same bits although the adapter moved."""
 
@@ -85,20 +73,20 @@ def read_paired(scores: Scores) -> PairedReading:
         error = math.sqrt(sum(x * x for x in products)) / energy
         vanished = ROUNDED_AWAY * rounding / math.sqrt(energy / len(moved))
         limit = MAX_STANDARD_ERRORS * error + SLACK + min(vanished, MOST_ROUNDED_AWAY)
-    return PairedReading(
+    reading = CanaryReading(
         gap_max=max(map(abs, gaps)),
         gap_mean=_mean_abs(gaps),
-        rounding=rounding,
         base_distance=_mean_abs(moved),
         projection=projection,
+        rounding=rounding,
         projection_error=error,
-        projection_limit=limit,
-        same_as=_same_as(scores, rounding),
     )
+    return PairedReading(reading=reading, projection_limit=limit, same_as=_same_as(scores, rounding))
 
 
-def check_paired(name: str, engine: str, reading: PairedReading) -> None:
+def check_paired(name: str, engine: str, found: PairedReading) -> None:
     """Raise SyncFailed unless the engine samples from this adapter, as far as rounding lets it be seen."""
+    reading = found.reading
     facts = f"(projection {reading.projection:.2f} +- {reading.projection_error:.2f}, mean gap "
     facts += f"{reading.gap_mean:.3f} with the adapter and {reading.rounding:.3f} without)"
     if not reading.rounding <= MAX_ROUNDING:
@@ -107,17 +95,17 @@ def check_paired(name: str, engine: str, reading: PairedReading) -> None:
             f"{reading.rounding:.3f} nats on average (limit {MAX_ROUNDING}).",
             "They do not compute the same model. Compare the versions of vLLM and transformers.",
         )
-    if reading.same_as:
+    if found.same_as:
         raise SyncFailed(
             f"{engine} does not sample from the adapter {name} that the trainer published: it gives the same "
-            f"logprobs as {reading.same_as}, to the bit.",
+            f"logprobs as {found.same_as}, to the bit.",
             "The adapter's tensors were not applied. Read the engine's log.",
         )
-    if abs(reading.projection - 1) > reading.projection_limit:  # NaN for an adapter that equals the base
+    if abs(reading.projection - 1) > found.projection_limit:  # NaN for an adapter that equals the base
         raise SyncFailed(
             f"{engine} does not sample from the adapter {name} that the trainer published: its logprobs "
             f"moved {reading.projection:.2f} of the way from base to adapter, "
-            f"expected 1 +- {reading.projection_limit:.2f} {facts}.",
+            f"expected 1 +- {found.projection_limit:.2f} {facts}.",
             "The engine serves other weights than the trainer's, or only a part of them. Read its log.",
         )
     if not reading.gap_mean <= MAX_GAP_RATIO * reading.rounding:

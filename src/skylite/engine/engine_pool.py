@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from skylite.adapters.manifest import read_manifest
-from skylite.engine.adapter_canary import CanaryReading, verify
+from skylite.engine.adapter_canary import verify
+from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.retrying_client import Engine
 from skylite.errors import ModelError, SyncFailed
 from skylite.run.run_dir import AdapterVersion

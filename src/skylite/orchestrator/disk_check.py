@@ -9,8 +9,7 @@ from pathlib import Path
 from skylite.adapters.import_adapter import expand_adapter_path, warm_start_bytes
 from skylite.config.train import Resolved, TrainConfig
 from skylite.errors import ConfigError
-from skylite.foreign_text import parse_json
-from skylite.hub.resolve import safetensors_header, weight_files
+from skylite.hub.resolve import tensor_shapes
 from skylite.run.files import RESERVE_BYTES, format_bytes, free_bytes
 from skylite.run.run_dir import RunDir
 
@@ -71,16 +70,11 @@ def rollout_bytes(config: TrainConfig) -> int:
 
 
 def _lora_parameters(model_path: Path, rank: int) -> int:
-    count = 0
-    for file in weight_files(model_path):
-        for name, tensor in parse_json(safetensors_header(file)).items():
-            if (
-                name != "__metadata__"
-                and len(tensor["shape"]) == 2
-                and not any(part in name for part in ("embed", "lm_head"))
-            ):
-                count += rank * sum(tensor["shape"])
-    return count
+    return sum(
+        rank * sum(shape)
+        for name, shape in tensor_shapes(model_path).items()
+        if len(shape) == 2 and not any(part in name for part in ("embed", "lm_head"))
+    )
 
 
 def _needs_by_disk(needs: Sequence[tuple[Path, int]]) -> list[tuple[str, int, int]]:

@@ -5,6 +5,7 @@ benchmarks/memory.py compares the prediction with passes on a CPU and with fake 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Literal
 from skylite.adapters.target_modules import predict_modules
 from skylite.config.lora import LoraConfig
 from skylite.config.train import CpuLora, TrainConfig
+from skylite.engine.server_command import CPU_BATCHED_TOKENS, MERGED_MEMORY
 from skylite.hub.resolve import tensor_shapes
 
 FLOAT32 = 4
@@ -31,13 +33,10 @@ TRAINER_PROCESS = {"cpu": 400 << 20, "cuda": 1 << 30}
 """CPU: Python and its libraries. GPU: CUDA context, NCCL, cuBLAS and fragments; an estimate, not measured."""
 ENGINE_PROCESS = {"cpu": 1 << 30, "cuda": 2 << 30}
 """CPU: vLLM's two processes. GPU: as for the trainer, and CUDA graphs; an estimate, not measured."""
-VLLM_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
+VLLM_BATCHED_TOKENS = {"cpu": CPU_BATCHED_TOKENS, "cuda": 8192}
 """Tokens of vLLM's largest forward pass."""
 LOGIT_COPIES = 3
 """float32 copies of the logits while vLLM samples."""
-MERGED_COPIES = 2
-"""cpu_lora=merged keeps the base weights in bfloat16 (half of float32) and a float32 copy with the adapter:
-together 1.5 times the float32 weights, beside vLLM's own."""
 Shapes = Mapping[str, Sequence[int]]
 
 
@@ -112,17 +111,14 @@ def model_sizes(model_path: Path, lora: LoraConfig) -> ModelSizes:
     shapes = tensor_shapes(model_path)
     _, adapted = predict_modules(model_path, lora)
     layers = _by_layer(shapes)
-    first = next(iter(layers.values()), {})
+    prefix, first = next(iter(layers.items()), ("", {}))
     per_rank = sum(sum(shape) for name, shape in shapes.items() if name.removesuffix(".weight") in adapted)
-    modules = sum(1 for name in first if f"{_prefix(layers)}{name}".removesuffix(".weight") in adapted)
-    hidden = next((s[-1] for n, s in shapes.items() if "embed" in n and len(s) == 2), 1)
-    vocabulary = next((s[0] for n, s in shapes.items() if "embed" in n and len(s) == 2), 1)
+    modules = sum(1 for name in first if f"{prefix}{name}".removesuffix(".weight") in adapted)
+    vocabulary, hidden = next((s for n, s in shapes.items() if "embed" in n and len(s) == 2), (1, 1))
     kept, recomputed, kept_float32 = _kept_by_layer(first, hidden, lora.rank * modules)
     return ModelSizes(
-        parameters=sum(_elements(shape) for shape in shapes.values()),
-        largest_layer=max(
-            (sum(_elements(s) for s in layer.values()) for layer in layers.values()), default=0
-        ),
+        parameters=_elements(shapes),
+        largest_layer=max(map(_elements, layers.values()), default=0),
         vocabulary=vocabulary,
         hidden=hidden,
         intermediate=_output(first, "gate_proj", "up_proj", "fc1", "w1"),
@@ -172,7 +168,7 @@ def engine_memory(
     item = DTYPE_BYTES[dtype]
     weights = sizes.parameters * item
     if device == "cpu" and cpu_lora == "merged":
-        weights += weights * 3 // MERGED_COPIES
+        weights += int(MERGED_MEMORY * sizes.parameters * DTYPE_BYTES["bfloat16"])
     tokens = VLLM_BATCHED_TOKENS[device]
     activations = tokens * (2 * sizes.intermediate + 4 * sizes.hidden) * item
     logits = config.engine.max_num_seqs * sizes.vocabulary * FLOAT32 * LOGIT_COPIES
@@ -248,10 +244,6 @@ def _by_layer(shapes: Shapes) -> dict[str, dict[str, Sequence[int]]]:
     return found
 
 
-def _prefix(layers: Mapping[str, object]) -> str:
-    return next(iter(layers), "")
-
-
 def _output(layer: Shapes, *names: str) -> int:
     """Output size of the first linear layer that has one of these names; 0 if there is none."""
     for name in names:
@@ -261,8 +253,6 @@ def _output(layer: Shapes, *names: str) -> int:
     return 0
 
 
-def _elements(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+def _elements(tensors: Shapes) -> int:
+    """Elements of all tensors together."""
+    return sum(math.prod(shape) for shape in tensors.values())

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skylite.engine.adapter_canary import CanaryReading
+from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.engine_pool import SyncReport
 from skylite.orchestrator.sampling import SampledStep
 from skylite.types import Group, Trajectory, is_number

@@ -17,7 +17,7 @@ _PAIRS = "!pairs"
 LIMITS = Limits(memory_bytes=1 << 30, cpu_s=10, wall_s=20.0, output_bytes=1024)
 """For scoring one answer."""
 MOST_SANDBOXES = 4
-"""Tasks whose process stays. Each takes about 120 MB."""
+"""Tasks whose process stays, because its start takes seconds. Each takes memory."""
 _sandboxes: OrderedDict[str, Sandbox] = OrderedDict()
 """Task -> sandbox, the last used one last."""
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
+from skylite.config.lora import LoraConfig
 from skylite.errors import ConfigError
 from skylite.run.files import convert_os_errors
 from skylite.run.private_folder import OTHERS_MAY_WRITE, make_own_folder, open_lock
@@ -18,6 +19,13 @@ _PRIVATE_HINT = (
     "Choose another lora.lora_sync_path, such as a new folder, which skylite creates with mode 0700; "
     "or make this one yours alone (chmod 700)."
 )
+
+
+@contextmanager
+def lock_run(root: Path, adapters: Path, lora: LoraConfig) -> Iterator[None]:
+    """Lock a run's folder and the folder that it publishes adapters in. Raises as `lock_folder`."""
+    with lock_folder(root), lock_folder(adapters, is_private=lora.lora_sync_path is not None):
+        yield
 
 
 @contextmanager

@@ -106,6 +106,6 @@ def _known() -> dict[str, str]:
         return {str(spec): str(sha256) for spec, sha256 in value["named"].items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         # Damaged. Nothing counts as named, so that every program is asked for again.
         return {}

@@ -11,8 +11,6 @@ from skylite.config.train import RunConfig
 from skylite.errors import ConfigError
 from skylite.foreign_text import parse_json
 
-_VERSION_NAME = re.compile(r"policy-v(\d{6,})")
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class AdapterVersion:
@@ -58,13 +56,8 @@ def published_versions(lora_sync_path: Path) -> list[AdapterVersion]:
 
     Ignores links: the run may come from another person, and a link target must be neither served nor deleted.
     """
-    folder = lora_sync_path.resolve()
-    found = [(_VERSION_NAME.fullmatch(p.name), p) for p in folder.iterdir()] if folder.is_dir() else []
-    return sorted(
-        AdapterVersion(int(m.group(1)), p)
-        for m, p in found
-        if m is not None and p.is_dir() and not p.is_symlink()
-    )
+    found = numbered_paths(lora_sync_path.resolve(), "policy-v")
+    return [AdapterVersion(n, path) for n, path in found.items() if path.is_dir() and not path.is_symlink()]
 
 
 def numbered_paths(folder: Path, start: str, suffix: str = "") -> dict[int, Path]:

@@ -52,13 +52,10 @@ def limit_call(server: int, memory_bytes: int, cpu_s: int, file_bytes: int) -> N
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != server:
         os._exit(1)
+    # At the soft limit of CPU time the kernel sends SIGXCPU, which can be ignored; at the hard one SIGKILL.
     for kind, soft, hard in (
         (resource.RLIMIT_AS, memory_bytes, memory_bytes),
-        (
-            resource.RLIMIT_CPU,
-            cpu_s,
-            cpu_s + 1,
-        ),  # the kernel sends SIGXCPU, which can be ignored, then SIGKILL
+        (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),
         (resource.RLIMIT_FSIZE, file_bytes, file_bytes),
         (resource.RLIMIT_NOFILE, OPEN_FILES, OPEN_FILES),
     ):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 _CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446
 _VERSION = 1
+_PR_SET_NO_NEW_PRIVS = 38
 _PATH_BENEATH = 1
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _TRUNCATE = 1 << 14
@@ -27,9 +28,10 @@ def landlock_version() -> int:
 
 
 def restrict(version: int, readable: Sequence[Path], writable: Sequence[Path]) -> None:
-    """Leave this process nothing but these files and folders, for ever. `readable`: may be executed, too.
+    """Leave this process nothing but these files and folders. It cannot be undone.
 
-    Paths that do not exist are left out. Raises OSError if the kernel refuses.
+    `readable` may be executed, too. Paths that do not exist are left out. Raises OSError if the kernel
+    refuses.
     """
     rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     # struct landlock_ruleset_attr: files, TCP (bind, connect), scopes (abstract sockets, signals).
@@ -41,7 +43,7 @@ def restrict(version: int, readable: Sequence[Path], writable: Sequence[Path]) -
             _allow(ruleset, path, _READ)
         for path in writable:
             _allow(ruleset, path, rights & _NO_SPECIAL_FILES)
-        _check(_libc().prctl(38, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
+        _check(_libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
         _check(_libc().syscall(_RESTRICT, ruleset, 0), "landlock_restrict_self")
     finally:
         os.close(ruleset)

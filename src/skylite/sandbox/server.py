@@ -20,7 +20,6 @@ import shutil
 import signal
 import socket
 import struct
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -204,7 +203,3 @@ def _read_exactly(pipe: int, count: int) -> bytes | None:
             return None
         data += chunk
     return bytes(data)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -28,6 +28,13 @@ from skylite.trainer.anomaly import (
     save_rejected_step,
     train_or_roll_back,
 )
+from skylite.trainer.canary import (
+    POLL_S,
+    base_canary_logprobs,
+    canary_logprobs,
+    check_reference,
+    wait_for_canary,
+)
 from skylite.trainer.checkpoint import load_checkpoint, random_states, save_checkpoint
 from skylite.trainer.critic import Critic, make_critic
 from skylite.trainer.memory import resolve_micro_batch_tokens
@@ -38,15 +45,7 @@ from skylite.trainer.out_of_memory import (
     is_out_of_memory,
     lost_to_memory,
 )
-from skylite.trainer.publish_adapter import (
-    POLL_S,
-    b_norm,
-    base_canary_logprobs,
-    canary_logprobs,
-    check_reference,
-    publish,
-    wait_for_canary,
-)
+from skylite.trainer.publish_adapter import b_norm, publish
 from skylite.trainer.step import train_step
 from skylite.trainer.step_file import write_step_file
 from skylite.trainer.user_functions import load_functions

@@ -15,8 +15,10 @@ from skylite.config.train import Resolved, RunConfig
 from skylite.model.distributed import Dist
 from skylite.model.packing import pack_tokens
 from skylite.model.policy import Policy, score
+from skylite.processes.hardware import available_memory
 from skylite.run.files import write_json
 from skylite.run.run_dir import RunDir
+from skylite.trainer.canary import longest_prompt
 
 PROBE_TOKENS = {"cpu": (256, 768), "cuda": (1024, 4096)}
 """Approximate tokens of the two measured passes, by device type."""
@@ -103,11 +105,6 @@ def with_micro_batch_tokens(run_config: RunConfig, tokens: int) -> RunConfig:
     return run_config.model_copy(update={"config": config.model_copy(update={"trainer": trainer})})
 
 
-def longest_prompt(run: RunDir) -> int:
-    """Tokens of the longest training prompt, which the parent has looked up."""
-    return int(run.read_json(run.canary_path)["longest_prompt_tokens"])
-
-
 def _measured_pass(policy: Policy, count: int, prompt: int, completion: int) -> tuple[int, float]:
     """Run a pass, forward and backward, over a group. Returns its tokens with padding, and peak bytes."""
     tokens = pack_tokens(
@@ -136,7 +133,7 @@ def _free_bytes(device: torch.device, resolved: Resolved, dp_size: int) -> float
         if resolved.trainer_memory_bytes is not None:
             return float(resolved.trainer_memory_bytes - torch.cuda.memory_allocated(device))
         return float(torch.cuda.mem_get_info(device)[0])
-    return CPU_SHARE * _kib_line(Path("/proc/meminfo"), "MemAvailable") * 1024 / dp_size
+    return CPU_SHARE * available_memory() / dp_size
 
 
 def reset_peak_bytes(device: torch.device) -> float:
@@ -146,19 +143,20 @@ def reset_peak_bytes(device: torch.device) -> float:
         return float(torch.cuda.memory_allocated(device))
     # 5 resets the peak to the resident size (proc(5), clear_refs).
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    return _kib_line(Path("/proc/self/status"), "VmRSS") * 1024
+    return _bytes_of_this_process("VmRSS")
 
 
 def peak_bytes(device: torch.device) -> float:
     """Peak memory since `reset_peak_bytes`."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
-    return _kib_line(Path("/proc/self/status"), "VmHWM") * 1024
+    return _bytes_of_this_process("VmHWM")
 
 
-def _kib_line(path: Path, name: str) -> float:
-    line = next(x for x in path.read_text(encoding="ascii").splitlines() if x.startswith(f"{name}:"))
-    return float(line.split()[1])
+def _bytes_of_this_process(name: str) -> float:
+    """A line of /proc/self/status, which counts KiB."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return float(next(x for x in lines if x.startswith(f"{name}:")).split()[1]) * 1024
 
 
 CLEAN_ALL_BUFFERS = 0

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from skylite.adapters.manifest import Canary, Manifest
-from skylite.algorithms.kl import k3
 from skylite.config.train import RunConfig
-from skylite.errors import SyncFailed, TrainingDiverged
-from skylite.model.float32_arithmetic import Float32Arithmetic
+from skylite.errors import SyncFailed
 from skylite.model.load_adapter import peft_tensor_name
-from skylite.model.packing import pack_tokens
-from skylite.model.policy import Policy, reference_policy, score
+from skylite.model.policy import Policy
 from skylite.run.files import atomic_folder, sha256_file
-from skylite.run.run_dir import AdapterVersion, RunDir, adapter_name
+from skylite.run.run_dir import AdapterVersion, adapter_name
 from skylite.trainer.optimizer import is_b_matrix
 from skylite.trainer.write_safetensors import safetensors_buffers, sha256_of, write_buffers
-
-POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,57 +36,6 @@ def adapter_tensors(policy: Policy) -> dict[str, Tensor]:
     LoRA is replicated on every rank, so nothing is gathered. Copies only if the device or dtype differs.
     """
     return {peft_tensor_name(n): p.detach().to("cpu", policy.dtype) for n, p in policy.lora.items()}
-
-
-def wait_for_canary(run: RunDir) -> list[list[int]]:
-    """The canary's token ids. The parent writes them once its tokenizer is loaded."""
-    while not run.canary_path.exists():
-        time.sleep(POLL_S)
-    sequences: list[list[int]] = run.read_json(run.canary_path)["sequences"]
-    return sequences
-
-
-def canary_logprobs(policy: Policy, sequences: Sequence[list[int]]) -> list[list[float]]:
-    """[S][L - 1] logprobs at temperature 1 of every token but the first. All ranks call it.
-
-    Computed in float32 also for a bfloat16 policy, so that only the engine's rounding is in the canary.
-    """
-    tokens = pack_tokens(
-        [s[:1] for s in sequences],
-        [s[1:] for s in sequences],
-        range(len(sequences)),
-        policy.packing,
-        policy.device,
-    )
-    exact = Float32Arithmetic() if policy.dtype == torch.bfloat16 else nullcontext()
-    with torch.no_grad(), exact:
-        logprobs, _ = score(replace(policy, dtype=torch.float32), tokens, temperature=1.0)
-    return [part.tolist() for part in torch.split(logprobs, [len(s) - 1 for s in sequences])]
-
-
-def base_canary_logprobs(policy: Policy, sequences: Sequence[list[int]]) -> list[list[float]]:
-    """The same for the base model, without the adapter."""
-    with policy.model.disable_adapter():
-        return canary_logprobs(policy, sequences)
-
-
-def check_reference(policy: Policy, sequences: Sequence[list[int]], must_agree: bool) -> float:
-    """KL (k3, mean over the canary's tokens) of the policy to its reference before the first step.
-
-    Raises TrainingDiverged if `must_agree` and the logprobs differ at all: the KL would pull the policy away
-    from its start.
-    """
-    own = [x for row in canary_logprobs(policy, sequences) for x in row]
-    with reference_policy(policy):
-        ref = [x for row in canary_logprobs(policy, sequences) for x in row]
-    kl = float(k3(torch.tensor(own), torch.tensor(ref)).mean())
-    if must_agree and own != ref:
-        raise TrainingDiverged(
-            f"The KL to the reference is {kl:.3g} before the first step and must be 0: "
-            "policy and reference differ.",
-            "This is a bug in the model's code or in skylite. Set algorithm.kl_coef=0 to train without one.",
-        )
-    return kl
 
 
 def b_norm(policy: Policy) -> float:

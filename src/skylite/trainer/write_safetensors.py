@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 """https://github.com/huggingface/safetensors, section "Format"."""
 HEADER_ALIGNMENT = 8
 

@@ -1,0 +1,40 @@
+"""What a canary shows about an engine, and its metrics."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryReading:
+    """The logprobs of an engine on the canary, compared with the trainer's."""
+
+    gap_max: float
+    """max |engine - policy| in nats."""
+    gap_mean: float
+    base_distance: float
+    """mean |policy - base| in nats: how far the adapter has moved from the base."""
+    projection: float
+    """<engine - base, policy - base> / |policy - base|^2: 1 for this adapter, 0 for the base.
+
+    NaN while policy == base.
+    """
+    rounding: float = math.nan
+    """mean |engine - base| of the base in nats, in bfloat16 only."""
+    projection_error: float = math.nan
+    """Standard error of the projection, in bfloat16 only."""
+
+    def as_metrics(self) -> dict[str, float]:
+        """The reading as metrics, without those that are not defined."""
+        metrics = {
+            "canary/gap_max": self.gap_max,
+            "canary/gap_mean": self.gap_mean,
+            "canary/base_distance": self.base_distance,
+        }
+        optional = {
+            "canary/projection": self.projection,
+            "canary/rounding": self.rounding,
+            "canary/projection_error": self.projection_error,
+        }
+        return metrics | {name: value for name, value in optional.items() if not math.isnan(value)}
