@@ -3,10 +3,9 @@
     python benchmarks/canary_bf16.py RUN --data DATA --raw /tmp/raw.json --out FILE
 
 RUN is a run that kept all its adapters (--set sync.keep_last=1000). vLLM computes in bfloat16; the trainer
-scores the same sequences in float32, from bfloat16 weights, as it does at every publish. Wrong adapters: the
-base, the version before, scaled by 2 and by 1/2, neighbouring layers swapped, every second layer left out,
-the rows of A shifted against B, no MLP, random matrices of the same norms. Canaries are drawn from the
-sequences with replacement. --raw keeps the logprobs; if the file is there, nothing is scored again.
+scores the same sequences in float32, from bfloat16 weights, as it does at every publish. DAMAGE lists the
+wrong adapters. Canaries are drawn from the sequences with replacement. --raw keeps the logprobs; if the file
+exists, nothing is scored again.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ import argparse
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from skylite.config.train import RunConfig
 from skylite.data.prompts import read_prompts
 from skylite.data.tokenizer import load_tokenizer
 from skylite.engine.adapter_canary import MAX_TOKENS, NUM_SEQUENCES
-from skylite.engine.bf16_canary import Scores, check_paired, read_paired
+from skylite.engine.bf16_canary import PairedReading, Scores, check_paired, read_paired
 from skylite.errors import SyncFailed
 from skylite.model.fast_paths import enable_fast_paths
 from skylite.model.load_adapter import load_adapter_file
@@ -44,6 +44,8 @@ from tests.small_run import lone_rank
 AT_A_TIME = 16
 """Sequences per pass of the trainer."""
 BASE = "base"
+OLD_LIMIT = 0.5
+"""Nats. A limit on the largest gap that skylite once had, for comparison."""
 ByAdapter = dict[str, list[list[float]]]
 """[S][L - 1] logprobs by adapter."""
 
@@ -216,49 +218,82 @@ def prompt_logprobs(http: Any, model: str, sequences: list[list[int]]) -> list[l
 
 
 def rates(raw: dict[str, Any], wrong: list[int], draws: int) -> dict[str, Any]:
-    """The shares of drawn canaries that engine/bf16_canary.py refuses."""
+    """The shares of drawn canaries that engine/bf16_canary.py refuses, and readings of right adapters."""
     random = np.random.default_rng(0)
     size = NUM_SEQUENCES["bfloat16"]
     chosen: list[list[int]] = random.integers(len(raw["trainer"][BASE]), size=(draws, size)).tolist()
     engine = raw["engine"]
-    right = {
-        version: refused(raw, version, engine[adapter_name(version)], chosen) for version in raw["versions"]
-    }
-    found: dict[str, dict[int, float]] = {kind: {} for kind in (BASE, "stale", *DAMAGE)}
+    right = {v: describe(raw, v, engine[adapter_name(v)], chosen) for v in raw["versions"]}
+    kinds = (BASE, "stale", *DAMAGE)
+    by_rule: dict[str, dict[int, float]] = {kind: {} for kind in kinds}
+    by_statistics: dict[str, dict[int, float]] = {kind: {} for kind in kinds}
     for version in wrong:
-        found[BASE][version] = refused(raw, version, engine[BASE], chosen)
-        found["stale"][version] = refused(raw, version, engine[adapter_name(version - 1)], chosen)
-        for kind in DAMAGE:
-            served = engine[f"{kind}-of-{adapter_name(version)}"]
-            found[kind][version] = refused(raw, version, served, chosen)
-    return {"right_refused": right, "wrong_refused": found}
+        for kind in kinds:
+            found = describe(raw, version, engine[served_name(kind, version)], chosen)
+            by_rule[kind][version] = found["refused"]
+            by_statistics[kind][version] = found["refused_without_bits"]
+    return {"right": right, "wrong_refused": by_rule, "wrong_refused_without_bits": by_statistics}
 
 
-def refused(
+def served_name(kind: str, version: int) -> str:
+    """Key of what the engine serves instead of `version`."""
+    if kind == BASE:
+        return BASE
+    return adapter_name(version - 1) if kind == "stale" else f"{kind}-of-{adapter_name(version)}"
+
+
+def describe(
     raw: dict[str, Any], version: int, served: list[list[float]], chosen: Sequence[Sequence[int]]
-) -> float:
-    """Share of the canaries that are refused if the engine serves `served` as `version`."""
+) -> dict[str, float]:
+    """What the drawn canaries show if the engine serves `served` as `version`.
+
+    `over_half_a_nat`: share of canaries of two sequences whose largest gap is over 0.5 nats.
+    `limit_in_deviations`: mean distance of the projection from its limit, in its standard deviations.
+    """
+    readings = [read_paired(drawn_scores(raw, version, served, canary)) for canary in chosen]
+    gaps = np.abs(np.array(served) - np.array(raw["trainer"][adapter_name(version)])).max(axis=1)
+    slack = np.array([r.projection_limit - abs(r.reading.projection - 1) for r in readings])
+    found = {
+        "refused": share(is_refused(r) for r in readings),
+        "refused_without_bits": share(is_refused(replace(r, same_as="")) for r in readings),
+        "over_half_a_nat": share(gaps[list(canary[:2])].max() > OLD_LIMIT for canary in chosen),
+        "rounding": round(float(np.mean([r.reading.rounding for r in readings])), 4),
+        "base_distance": round(float(np.mean([r.reading.base_distance for r in readings])), 4),
+        "projection": round(float(np.mean([r.reading.projection for r in readings])), 3),
+        "limit_in_deviations": round(float(slack.mean() / slack.std()), 2),
+    }
+    return {name: value for name, value in found.items() if value == value}  # version 0 has no projection
+
+
+def drawn_scores(
+    raw: dict[str, Any], version: int, served: list[list[float]], canary: Sequence[int]
+) -> Scores:
     trainer, engine, name = raw["trainer"], raw["engine"], adapter_name(version)
     before = adapter_name(version - 1) if version else None
 
-    def drawn(rows: list[list[float]], canary: Sequence[int]) -> list[float]:
+    def drawn(rows: list[list[float]]) -> list[float]:
         return [x for index in canary for x in rows[index]]
 
-    count = 0
-    for canary in chosen:
-        scores = Scores(
-            engine=drawn(served, canary),
-            engine_base=drawn(engine[BASE], canary),
-            policy=drawn(trainer[name], canary),
-            base=drawn(trainer[BASE], canary),
-            engine_before=drawn(engine[before], canary) if before else None,
-            policy_before=drawn(trainer[before], canary) if before else None,
-        )
-        try:
-            check_paired(name, "engine", read_paired(scores))
-        except SyncFailed:
-            count += 1
-    return count / len(chosen)
+    return Scores(
+        engine=drawn(served),
+        engine_base=drawn(engine[BASE]),
+        policy=drawn(trainer[name]),
+        base=drawn(trainer[BASE]),
+        engine_before=drawn(engine[before]) if before else None,
+        policy_before=drawn(trainer[before]) if before else None,
+    )
+
+
+def is_refused(found: PairedReading) -> bool:
+    try:
+        check_paired("policy", "engine", found)
+    except SyncFailed:
+        return True
+    return False
+
+
+def share(outcomes: Iterable[bool]) -> float:
+    return float(np.mean(list(outcomes)))
 
 
 if __name__ == "__main__":

@@ -69,5 +69,5 @@ def open_lock(path: Path) -> FileIO:
 
 def _no_lock(path: Path, kind: str) -> ConfigError:
     return ConfigError(
-        f"{path} is {kind}, and a lock must be a file of its own; it was not used.", "Remove it."
+        f"{path} is {kind}, and a lock must be a plain file with one name; it was not used.", "Remove it."
     )

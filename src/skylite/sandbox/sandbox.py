@@ -6,7 +6,7 @@
 Each call runs in a fresh process that
 
 - has no network: it can open no socket of any kind;
-- writes no file, or only in a temporary folder of its own (`scratch`), which is emptied after each call;
+- writes no file, or only in a temporary folder (`scratch`), which is emptied after each call;
 - reads Python, the system's libraries and `readable` only (where the kernel has Landlock);
 - starts no process, sends no signal, and sees no memory of another process;
 - is limited in memory, CPU time and time (`Limits`);
@@ -196,7 +196,7 @@ class Sandbox:
             raise CallFailed(f"raised {details[0]}: {details[1]}", details[0])
 
     def _exchange(self, request: dict[str, Any], timeout_s: float) -> list[Any]:
-        """Send a message and receive one. Whatever interrupts that ends the process."""
+        """Send a message and receive one. Any interruption ends the process."""
         process = self._process
         assert process is not None, "started by the caller"
         assert process.stdin is not None

@@ -87,7 +87,7 @@ def single_process_filter(arch: int, pid: int) -> list[Instruction]:
 
 
 def install(program: Sequence[Instruction]) -> None:
-    """Apply a filter to this process, for ever. Raises OSError if the kernel refuses."""
+    """Apply a filter to this process. It cannot be removed. Raises OSError if the kernel refuses."""
     code = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
     buffer = ctypes.create_string_buffer(code, len(code))
     libc = ctypes.CDLL(None, use_errno=True)
