@@ -22,16 +22,17 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 STEPS = 3
 METRICS = (
-    *(
-        "step",
-        "reward/mean",
-        "time/step_s",
-        "time/rollout_s",
-        "time/train_s",
-        "time/publish_s",
-        "time/load_s",
-    ),
-    *("optim/grad_norm", "adapter/b_norm", "mismatch/logprob_diff_mean", "mismatch/logprob_diff_max"),
+    "step",
+    "reward/mean",
+    "time/step_s",
+    "time/rollout_s",
+    "time/train_s",
+    "time/publish_s",
+    "time/load_s",
+    "optim/grad_norm",
+    "adapter/b_norm",
+    "mismatch/logprob_diff_mean",
+    "mismatch/logprob_diff_max",
 )
 ENGINES = ("VLLM::EngineCore", "tests.fakes.engine")
 """Names of the process to kill, and of its stand-in in a dry run."""
