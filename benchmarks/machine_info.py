@@ -19,7 +19,8 @@ def machine_info() -> dict[str, Any]:
     """Fields for the result file. Call it after the measurement: the load average is that of the end."""
     return {
         "commit": commit(),
-        "command": " ".join(["python", *sys.argv]),
+        # A path of this machine tells a reader nothing.
+        "command": " ".join(["python", *("PATH" if os.path.isabs(word) else word for word in sys.argv)]),
         "machine": f"{cpu_cores()} cores {cpu_model()}, load average at the end {os.getloadavg()[0]:.1f}",
         "gpus": [gpu.name for gpu in visible_gpus()],
         "versions": {name: version_of(name) for name in LIBRARIES},
