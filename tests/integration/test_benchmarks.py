@@ -58,7 +58,7 @@ def test_every_part_runs_after_parts_that_fail_and_hang(tmp_path: Path) -> None:
     assert parts["liger"]["found"]["off"]["norm"]["ms"] > 0
 
 
-def test_the_loop_goes_on_after_its_engine_was_killed(tmp_path: Path) -> None:
+def test_the_loop_continues_after_its_engine_was_killed(tmp_path: Path) -> None:
     loop = dry_run(tmp_path / "gpu.json", "loop")["loop"]
     assert loop["status"] == "done", loop
     found = loop["found"]

@@ -67,7 +67,7 @@ def test_libraries_below_a_folder_with_a_space_or_colon_are_loaded(
     assert (done.stdout, done.stderr) == ("True\n", "")
 
 
-def test_without_a_usable_temporary_folder_the_loss_is_said(
+def test_a_missing_temporary_folder_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "with space"))

@@ -1,4 +1,4 @@
-"""Files from strangers: deep nesting, missing keys, wrong types and long files become sentences, and soon."""
+"""Files from strangers: deep nesting, missing keys, wrong types and long files give one sentence each, within seconds."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_a_recorded_size_counts_for_its_setting_only(tiny_llama: Path, dist: Dis
     assert resolve_micro_batch_tokens(run, changed, policy, dist) is changed
 
 
-def test_micro_batches_cannot_shrink_for_ever(tmp_path: Path) -> None:
+def test_micro_batches_have_a_smallest_size(tmp_path: Path) -> None:
     config = settings(trainer={"tokens_per_micro_batch": 60})
     run_config = RunConfig(skylite_version="test", config=config, resolved=resolved(tmp_path, tmp_path))
     halved = halve_micro_batches(RunDir(tmp_path), run_config, 3, "no memory")

@@ -1,4 +1,4 @@
-"""A user's file that raises SystemExit or KeyboardInterrupt fails. It never ends a run in silence."""
+"""A user's file that raises SystemExit or KeyboardInterrupt fails. The run never ends without an error."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_result_that_exits_when_it_is_read_fails_too(tmp_path: Path) -> None:
 
 
 def test_a_worker_survives_and_names_the_prompt(tmp_path: Path) -> None:
-    """In one pool, since a start takes seconds. Every exit used to come out of asyncio.run as it is."""
+    """In one pool, because a start takes seconds."""
     lines = [f"if b == '{i}': {body}" for i, body in enumerate(RAISES)]
     pool = RewardPool([reward_file(tmp_path, "\n    ".join(lines))])
     try:

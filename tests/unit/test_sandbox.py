@@ -143,7 +143,7 @@ def test_the_scratch_folder_is_emptied_and_removed() -> None:
     assert not folder.exists()
 
 
-def test_a_factory_that_fails_says_so() -> None:
+def test_a_factory_that_fails_is_an_error_with_its_exception() -> None:
     with (
         Sandbox("tests.unit.sandbox_cases:fail_to_load") as sandbox,
         pytest.raises(CallFailed, match="raised LookupError: no such task"),

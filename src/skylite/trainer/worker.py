@@ -39,7 +39,7 @@ def main() -> NoReturn:
         kind = {"final": not lost, "out_of_memory": lost}
         report_error(run, {"what": error.what, "hint": error.hint, **kind})
         exit_now(1)
-    except (SystemExit, KeyboardInterrupt) as error:  # a library's or a user's; exit code 0 would be a lie
+    except (SystemExit, KeyboardInterrupt) as error:  # of a library or a user's file: not a success
         exit_with_traceback(run, type(error), error, error.__traceback__)
     exit_now(0)
 
