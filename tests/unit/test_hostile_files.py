@@ -1,4 +1,4 @@
-"""Files from strangers: deep nesting, missing keys, wrong types and long files give one sentence each, within seconds."""
+"""Files from strangers: deep nesting, wrong types and long files give one sentence each, within seconds."""
 
 from __future__ import annotations
 

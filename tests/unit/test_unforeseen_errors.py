@@ -64,7 +64,9 @@ def test_a_resumed_run_that_fails_unforeseen_is_recorded_as_failed(
     assert "Traceback" in log.read_text()
 
 
-def test_a_new_run_that_fails_unforeseen_is_recorded_as_failed(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_run_that_fails_is_recorded_as_failed(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fail_in("_run", TypeError("ours"), monkeypatch)
     reply = call(
         ["train", "--recipe", "gsm8k_cpu", "--model", str(tmp_path / "model"),
