@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +17,11 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.skipif(is_cpu_build() and not has_compiler(), reason="a CPU build of torch needs a C++ compiler")
 def test_the_training_step_runs_on_fake_cuda_tensors() -> None:
     plugins = ["-p", "tests.fake_gpu.preload", "-p", "no:cacheprovider"]
+    parts = filter(None, [os.environ.get("PYTHONPATH")])
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *plugins, "tests/fake_gpu/cases.py"],
         cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *parts])},
         capture_output=True,
         text=True,
         timeout=300,

@@ -138,7 +138,7 @@ def test_every_child_inherits_the_protection(monkeypatch: pytest.MonkeyPatch) ->
     """`skylite serve` replaces its process by vLLM, with this environment."""
     monkeypatch.setattr(sys, "path", ["", "relative", *sys.path])
     monkeypatch.setenv("PYTHONPATH", "/absolute")
-    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    monkeypatch.setenv("PYTHONSAFEPATH", "")  # to delete what is not set would leave nothing to restore
     protect_imports()
     assert all(os.path.isabs(p) for p in sys.path)
     spec = single_engine_spec(TrainConfig(), None, Path("/model"), Path("/socket"))
