@@ -18,6 +18,7 @@ from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo, read_prompts
 from skylite.data.tokenizer import encode_prompts, load_tokenizer
 from skylite.engine.client import VllmClient
+from skylite.engine.connections import open_files
 from skylite.engine.server_command import BASE_NAME, EngineSpec
 from skylite.engine.single_engine import single_engine_spec
 from skylite.engine.startup import serving_engines
@@ -28,6 +29,7 @@ from skylite.evaluation.evaluate import evaluate as score_problems
 from skylite.hub.resolve import resolve_model
 from skylite.orchestrator.allowed_programs import allow_rewards
 from skylite.plugin_file import REWARD
+from skylite.processes.file_descriptors import raise_file_limit
 from skylite.processes.supervisor import Supervisor
 from skylite.rewards.worker_pool import RewardPool
 from skylite.run.files import write_json
@@ -138,6 +140,7 @@ async def run_eval(plan: EvalPlan, flags: EvalFlags) -> EvalResult:
     logger.info(
         f"evaluating {plan.label} of {plan.model_name} on {len(plan.prompts)} problems; starting vLLM"
     )
+    raise_file_limit(open_files(plan.config))
     model = resolve_model(plan.model_name)
     tokenizer = load_tokenizer(model.path)
     rollout = plan.config.rollout

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from skylite.engine.connections import MAX_CONNECTIONS, STATUS_CONNECTIONS, connect
 from skylite.errors import EngineDead, EngineFailed, RunFailed, SyncFailed
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Sample
@@ -90,16 +91,24 @@ class Sampling:
 class VllmClient:
     """Client of one vLLM server. Owns its connections; close it with `aclose`."""
 
-    def __init__(self, name: str, socket_path: Path, request_timeout_s: float = REQUEST_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        name: str,
+        socket_path: Path,
+        request_timeout_s: float = REQUEST_TIMEOUT_S,
+        max_connections: int = MAX_CONNECTIONS,
+    ) -> None:
         self.name = name
         self._request_timeout_s = request_timeout_s
-        transport = httpx.AsyncHTTPTransport(uds=str(socket_path), limits=httpx.Limits(max_connections=None))
-        # httpx's timeouts count per read, so a slow trickle never expires. `_send` has a deadline per reply.
-        self._http = httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=None)
+        # Requests wait at the semaphore: httpx's own queue takes quadratic time.
+        self._slots = asyncio.Semaphore(max_connections)
+        self._prompts = connect(socket_path, max_connections)
+        self._status = connect(socket_path, STATUS_CONNECTIONS)
 
     async def aclose(self) -> None:
         """Close the connections."""
-        await self._http.aclose()
+        await self._prompts.aclose()
+        await self._status.aclose()
 
     async def is_ready(self) -> bool:
         """Whether /health answers 200."""
@@ -248,7 +257,10 @@ class VllmClient:
         """Send a request and read the complete reply before the deadline. Raises EngineFailed."""
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._http.request(method, path, json=body)
+                if path != "/v1/completions":
+                    return await self._status.request(method, path, json=body)
+                async with self._slots:
+                    return await self._prompts.request(method, path, json=body)
         except TimeoutError:
             raise EngineFailed(f"{self.name} did not answer {path} within {timeout_s:g} s.") from None
         except (httpx.TransportError, httpx.DecodingError) as error:

@@ -61,7 +61,7 @@ class Watchdog:
 
     async def wait_ready(self) -> Engine:
         """Wait until the engine serves. Raises RunFailed."""
-        client = VllmClient(self.spec.name, self.spec.uds)
+        client = VllmClient(self.spec.name, self.spec.uds, max_connections=self.spec.max_num_seqs)
         await client.wait_ready(self.restarts.config.start_timeout_s)
         return Engine(client)
 
@@ -97,7 +97,7 @@ class Watchdog:
         self.spec.uds.unlink(missing_ok=True)  # vLLM cannot bind to an existing socket
         self.child = self.supervisor.start(_process(self.spec, self.logs))
         self.supervisor.leave_to_caller(self.spec.name)
-        client = VllmClient(self.spec.name, self.spec.uds)
+        client = VllmClient(self.spec.name, self.spec.uds, max_connections=self.spec.max_num_seqs)
         try:
             async with asyncio.timeout(self.restarts.config.start_timeout_s):
                 await self._while_alive(self._reload_adapters(client, list(engine.adapters.values())))

@@ -12,6 +12,7 @@ import skylite
 from skylite.adapters.import_adapter import check_warm_start, copy_warm_start, expand_adapter_path
 from skylite.config.train import LOWEST_USUAL_LR, Resolved, RunConfig, TrainConfig
 from skylite.data.prompts import PromptFileInfo, read_prompts
+from skylite.engine.connections import open_files
 from skylite.engine.served_models import check_build, check_lora
 from skylite.engine.server_command import choose_cpu_lora, engine_notes
 from skylite.errors import ConfigError
@@ -21,6 +22,7 @@ from skylite.orchestrator.allowed_programs import allow_algorithm, allow_rewards
 from skylite.orchestrator.gpu_plan import place
 from skylite.orchestrator.memory_plan import plan_memory
 from skylite.plugin_file import REWARD
+from skylite.processes.file_descriptors import raise_file_limit
 from skylite.processes.gpus import why_no_gpu
 from skylite.processes.hardware import choose_device, choose_dtype, cpu_cores
 from skylite.rewards.components import load_components
@@ -160,7 +162,11 @@ def log_notes(notes: Sequence[str]) -> None:
 
 
 def check_device(config: TrainConfig, device: str) -> None:
-    """Raise ConfigError for settings that need a GPU if there is none."""
+    """Raise ConfigError for settings that need a GPU if there is none, or more open files than allowed.
+
+    Raises the soft limit on open files.
+    """
+    raise_file_limit(open_files(config))
     if config.trainer.attention == "flex" and device == "cpu":
         raise ConfigError(
             "trainer.attention=flex has no backward pass on a CPU, and this run has no GPU.",

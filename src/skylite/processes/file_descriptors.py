@@ -1,4 +1,4 @@
-"""Open files that forked children (for example, reward workers) must not keep.
+"""Open files: how many a process may have, and which ones forked children must not keep.
 
 A forked child that inherited a lock or a reaper pipe would keep it open after this process ends.
 """
@@ -6,8 +6,11 @@ A forked child that inherited a lock or a reaper pipe would keep it open after t
 from __future__ import annotations
 
 import os
+import resource
 import weakref
 from io import FileIO
+
+from skylite.errors import ConfigError
 
 _PRIVATE: weakref.WeakSet[FileIO] = weakref.WeakSet()
 
@@ -17,6 +20,23 @@ def private_file(descriptor: int, mode: str) -> FileIO:
     file = FileIO(descriptor, mode)
     _PRIVATE.add(file)
     return file
+
+
+def raise_file_limit(needed: int) -> None:
+    """Raise the soft limit on open files of this process and its children to `needed`, if it is lower.
+
+    Raises ConfigError if the hard limit is lower.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            f"The run needs {needed} open files, but ulimit -n is {hard} at most for you on this machine.",
+            "Ask for a higher limit (limits.conf, or the container's --ulimit nofile), or lower "
+            "engine.max_num_seqs.",
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _close_in_fork() -> None:
