@@ -124,6 +124,15 @@ def test_threads_are_bound_to_the_cores_of_this_process() -> None:
         os.sched_setaffinity(0, allowed)
 
 
+@pytest.mark.parametrize("path", ["/runs/a,b/policy-v000001", "/runs/a=b/x", "/runs/a b"])
+def test_any_path_of_an_adapter_can_be_served(path: str) -> None:
+    """vLLM takes a value with a comma for JSON."""
+    argv = serve_command(SPEC, adapter_name="policy-v000001", adapter_path=Path(path), port=1)
+    value = argv[argv.index("--lora-modules") + 1]
+    assert json.loads(value) == {"name": "policy-v000001", "path": path}
+    assert "," in value, "vLLM reads JSON only if it finds a comma"
+
+
 def test_openmp_is_preloaded_before_the_users_libraries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,6 +150,7 @@ async def run_eval(plan: EvalPlan, flags: EvalFlags) -> EvalResult:
         num_workers=plan.config.reward.num_workers,
         timeout_s=plan.config.reward.timeout_s,
         programs=plan.programs,
+        log_path=plan.out / "rewards.log",
     )
     try:
         async with Supervisor() as supervisor:

@@ -98,7 +98,8 @@ def serve_command(spec: EngineSpec, *, adapter_name: str, adapter_path: Path, po
 
     It keeps vLLM's default kind of logprobs.
     """
-    lora = ["--lora-modules", f"{adapter_name}={adapter_path}"]
+    # As JSON: vLLM splits NAME=PATH, and takes a path with a comma for JSON.
+    lora = ["--lora-modules", json.dumps({"name": adapter_name, "path": str(adapter_path)})]
     return [
         *_server_command(spec),
         "--host",

@@ -232,7 +232,8 @@ def reward_pool(plan: RunPlan) -> RewardPool:
     """The reward workers. Raises ConfigError if a reward cannot be loaded."""
     config = plan.config.reward
     programs = plan.resolved.programs
-    return RewardPool(plan.rewards, config.weights, config.num_workers, config.timeout_s, programs)
+    log = plan.run.log_path("rewards")
+    return RewardPool(plan.rewards, config.weights, config.num_workers, config.timeout_s, programs, log)
 
 
 def _published_modules(plan: RunPlan) -> list[str]:

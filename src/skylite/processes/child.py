@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from skylite.errors import ChildDied, RunFailed
 from skylite.foreign_text import plain
 from skylite.processes.file_descriptors import private_file
 from skylite.processes.import_path import protected_env
+from skylite.processes.reaper import TEMPORARY_FOLDER, remove_leftovers
 
 REAPER = Path(__file__).with_name("reaper.py")
 MARK = "SKYLITE_CHILD"
@@ -29,6 +31,8 @@ MARK = "SKYLITE_CHILD"
 
 It identifies them when the reaper itself was killed.
 """
+LONGEST_TMPDIR = 50
+"""A socket's path has 107 bytes at most, and vLLM adds 37 to the temporary folder."""
 TAIL_BYTES = 128 * 1024
 KILL_S = 2.0
 """Time for a reaper to kill its process tree before it is killed itself."""
@@ -64,6 +68,8 @@ class Child:
     mark: str
     log_start: int
     """Size of the log when this child started; earlier bytes belong to an earlier child."""
+    temporary: str
+    """Its folder for temporary files and sockets, removed after its end."""
 
     @property
     def name(self) -> str:
@@ -80,7 +86,7 @@ def start(spec: ProcessSpec) -> Child:
     spec.log_path.parent.mkdir(parents=True, exist_ok=True)
     read_end, write_end = os.pipe()
     reaper_pipe = private_file(write_end, "wb")
-    mark = uuid.uuid4().hex
+    mark, temporary = uuid.uuid4().hex, _temporary_folder()
     # -I -S keeps user code and site packages out of the reaper; the command has its own interpreter flags.
     argv = [sys.executable, "-I", "-S", str(REAPER), str(read_end), *spec.argv]
     try:
@@ -88,7 +94,7 @@ def start(spec: ProcessSpec) -> Child:
             log_start = log.tell()
             process = subprocess.Popen(
                 argv,
-                env=protected_env({**os.environ, **spec.env, MARK: mark}),
+                env=protected_env({**os.environ, **spec.env, **temporary_env(temporary), MARK: mark}),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -97,13 +103,27 @@ def start(spec: ProcessSpec) -> Child:
             )
     except OSError as error:
         reaper_pipe.close()
+        remove_leftovers(temporary)
         raise RunFailed(
             f"{spec.name} could not be started: {error}.",
             f"Check that {spec.log_path.parent} is writable.",
         ) from None
     finally:
         os.close(read_end)
-    return Child(spec, process, reaper_pipe, mark, log_start)
+    return Child(spec, process, reaper_pipe, mark, log_start, temporary)
+
+
+def temporary_env(folder: str) -> dict[str, str]:
+    """Variables for a child with this temporary folder. What torch compiles stays in the user's cache."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skylite" / "torchinductor"
+    compiled = {"TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(cache))}
+    return {"TMPDIR": folder, TEMPORARY_FOLDER: folder, **compiled}
+
+
+def _temporary_folder() -> str:
+    """A new folder with mode 0700, whatever the umask."""
+    parent = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="skylite-", dir=parent if len(parent) <= LONGEST_TMPDIR else "/tmp")
 
 
 def poll(child: Child) -> int | None:
@@ -115,6 +135,7 @@ def poll(child: Child) -> int | None:
         child.reaper_pipe.close()
         _kill_leftovers(child)
         child.process.wait()
+        remove_leftovers(child.temporary)
     return child.process.returncode
 
 

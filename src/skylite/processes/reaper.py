@@ -29,11 +29,14 @@ The reaper then exits with the command's exit code or signal.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
+import glob
 import os
 import resource
 import select
+import shutil
 import signal
 import sys
 import time
@@ -43,6 +46,9 @@ F_SETSIG = 10
 """Linux fcntl command that sets the signal O_ASYNC sends."""
 COMMAND_PID = "SKYLITE_COMMAND_PID"
 """Environment variable of the command and its descendants: process id and group id of the command."""
+TEMPORARY_FOLDER = "SKYLITE_TEMPORARY_FOLDER"
+"""Environment variable with the folder that is removed after the command and its descendants have ended."""
+OPENMP_FILE = "__KMP_REGISTERED_LIB_"
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -56,12 +62,27 @@ def main() -> NoReturn:
     signals = _signal_pipe()
     pid = _start(command, parent_pipe)
     status = _watch(pid, parent_pipe, signals)
-    if status is None:
-        _kill_descendants()
-        os._exit(1)
-    _reap_for(GRACE_S)
+    if status is not None:
+        _reap_for(GRACE_S)
     _kill_descendants()
+    remove_leftovers(os.environ.get(TEMPORARY_FOLDER))
+    if status is None:
+        os._exit(1)
     _exit_like(status)
+
+
+def remove_leftovers(temporary: str | None) -> None:
+    """Remove the temporary folder of the command, and what dead processes left in shared memory.
+
+    Intel's OpenMP keeps a file for each process, and a killed process does not remove it.
+    """
+    if temporary:
+        shutil.rmtree(temporary, ignore_errors=True)
+    for path in glob.glob(f"/dev/shm/{OPENMP_FILE}*_{os.getuid()}"):
+        pid = path.removeprefix(f"/dev/shm/{OPENMP_FILE}").partition("_")[0]
+        if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -6,14 +6,17 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import resource_tracker
+from pathlib import Path
 
 from skylite.errors import ChildDied, RunFailed
 from skylite.processes.parent_death import die_with_parent
 from skylite.rewards.components import Component, load_components, score_components
+from skylite.run.files import convert_os_errors
 from skylite.types import Prompt, Score
 
 _components: tuple[Component, ...] = ()
@@ -33,18 +36,23 @@ class RewardPool:
         num_workers: int = 1,
         timeout_s: float = 600.0,
         programs: Mapping[str, str] | None = None,
+        log_path: Path | None = None,
     ) -> None:
         """Start the workers. Raises ConfigError if a reward cannot be loaded.
 
         `specs`, `weights`, `programs`: as for `load_components`. `timeout_s`: limit for one call of `score`.
+        `log_path`: what the workers print is appended to it; None: they print to this process's streams.
         """
         load_components(specs, weights, programs=programs)
+        if log_path is not None:
+            with convert_os_errors(log_path.parent):
+                log_path.parent.mkdir(parents=True, exist_ok=True)
         context = multiprocessing.get_context("spawn")
         self._executor = ProcessPoolExecutor(
             num_workers,
             mp_context=context,
             initializer=_start_worker,
-            initargs=(tuple(specs), tuple(weights), dict(programs or {}), os.getpid()),
+            initargs=(tuple(specs), tuple(weights), dict(programs or {}), os.getpid(), log_path),
         )
         before = set(multiprocessing.active_children())
         # Workers start with SIGINT blocked, because Ctrl-C during their imports would print a traceback.
@@ -115,11 +123,20 @@ def _worker_lost() -> ChildDied:
 
 
 def _start_worker(
-    specs: Sequence[str], weights: Sequence[float], programs: Mapping[str, str], parent: int
+    specs: Sequence[str],
+    weights: Sequence[float],
+    programs: Mapping[str, str],
+    parent: int,
+    log_path: Path | None,
 ) -> None:
     global _components
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(parent)
+    if log_path is not None:
+        log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a worker ends by a kill
     _components = load_components(specs, weights, programs=programs)
 
 
