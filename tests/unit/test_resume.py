@@ -162,3 +162,22 @@ def test_more_steps_are_refused_if_the_learning_rate_ends_with_them() -> None:
         ConfigError, match=r"num_steps is 3 and was given as 6 \(optim.schedule=cosine ends at num_steps\)"
     ):
         check_changes(old, change_config(old, {"num_steps": 6}, ()))
+
+
+def test_a_hub_model_that_left_the_cache_is_loaded_again_at_its_revision(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = json.loads(run.config_path.read_text())
+    tree["config"]["model"]["name"] = "owner/name"
+    tree["resolved"] |= {"model_revision": "0123abcd", "model_path": str(tmp_path / "gone")}
+    run.config_path.write_text(json.dumps(tree))
+    asked: list[str | None] = []
+
+    def download(name: str, revision: str | None = None, **_: object) -> str:
+        asked.append(revision)
+        return str(tmp_path / "model")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    resumed, _ = plan(run)
+    assert resumed.resolved.model_path == str(tmp_path / "model")
+    assert asked == ["0123abcd"]

@@ -219,6 +219,8 @@ class Resolved(Section):
     """Local folder with config, tokenizer and safetensors."""
     shm_path: str | None = None
     """Copy of `model_path` in memory (model.use_shm); None: there is none."""
+    model_revision: str | None = None
+    """Commit of a model from the hub. A resume that finds `model_path` gone downloads this commit."""
     model_fingerprint: str
     """sha256 of the model: its config, tokenizer, chat templates and generation_config, and of each weight
     file name, size, header and data samples."""

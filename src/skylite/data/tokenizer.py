@@ -50,7 +50,7 @@ def load_tokenizer(model_path: Path) -> ChatTokenizer:
         from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(model_path))
+        tokenizer = AutoTokenizer.from_pretrained(str(model_path), trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             f"The tokenizer in {model_path} cannot be loaded: {error}.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -41,10 +41,15 @@ class ResolvedModel:
     """sha256 of config.json, PROMPT_FILES, and of each weight file name, size, header and spaced samples."""
     note: str
     """Source of the model, as a message for the user; empty for a folder that the user gave."""
+    revision: str | None = None
+    """Commit of a model from the hub."""
 
 
-def resolve_model(name: str) -> ResolvedModel:
-    """Find, download or convert the model. Raises ModelError."""
+def resolve_model(name: str, revision: str | None = None) -> ResolvedModel:
+    """Find, download or convert the model. Raises ModelError.
+
+    `revision`: commit of a hub model; None: the newest on the hub, or in its cache without a network.
+    """
     if name == SMOLLM2:
         from skylite.hub.smollm2 import converted_folder
 
@@ -61,7 +66,9 @@ def resolve_model(name: str) -> ResolvedModel:
             f"Give a folder, a hub id, or {SMOLLM2}.",
         )
     logger.info(f"model: loading {name} from the hub or its cache")
-    return check_folder(_from_hub(name), f"model: {name} from the hub")
+    path = _from_hub(name, revision)
+    found = path.name if path.parent.name == "snapshots" else revision
+    return replace(check_folder(path, f"model: {name} from the hub, revision {found}"), revision=found)
 
 
 def check_folder(path: Path, note: str) -> ResolvedModel:
@@ -183,14 +190,16 @@ def _json_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, revision: str | None) -> Path:
     """Download the files of a model, or find them in the hub cache. Raises ModelError."""
     import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=["*/*"]))
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=["*/*"])
+        )
     except (httpx.TransportError, LocalEntryNotFoundError):
         reason = "the hub cannot be reached, and the local cache does not contain the model."
     except (HfHubHTTPError, OSError, ValueError) as error:

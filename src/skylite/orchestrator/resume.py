@@ -13,7 +13,7 @@ from skylite.adapters.retention import remove_folder, remove_leftovers, remove_s
 from skylite.config.loading import change_config, read_run_config
 from skylite.config.train import Resolved, RunConfig, TrainConfig
 from skylite.errors import ConfigError, DataError
-from skylite.hub.resolve import check_folder
+from skylite.hub.resolve import check_folder, resolve_model
 from skylite.orchestrator.allowed_programs import accept_same_rewards, allow_algorithm, allow_rewards
 from skylite.orchestrator.gpu_plan import Placement, place_again
 from skylite.orchestrator.memory_plan import MemoryBudget, plan_memory
@@ -61,7 +61,7 @@ def plan_resume(
         config.reward.functions, info, Path(config.data.path), named_by=run.config_path
     )
     programs |= allow_algorithm(config.algorithm, named_by=run.config_path, settings=settings)
-    _check_inputs(recorded, config)
+    recorded = _check_inputs(recorded, config)
     done = choose_checkpoint(run, at)
     _require_work(run, config, done)
     resolved = recorded.resolved
@@ -151,8 +151,21 @@ def reusable_rollouts(run: RunDir, step: int) -> int:
     return count
 
 
-def _check_inputs(recorded: RunConfig, config: TrainConfig) -> None:
-    """Raise ConfigError unless data and model are the same as at the start of the run."""
+def _with_model(recorded: RunConfig) -> RunConfig:
+    """The run with a model folder that exists: a hub model that left the cache is downloaded again."""
+    resolved, name = recorded.resolved, recorded.config.model.name
+    if resolved.model_revision is None or Path(resolved.model_path).is_dir():
+        return recorded
+    path = str(resolve_model(name, resolved.model_revision).path)
+    return recorded.model_copy(update={"resolved": resolved.model_copy(update={"model_path": path})})
+
+
+def _check_inputs(recorded: RunConfig, config: TrainConfig) -> RunConfig:
+    """Raise ConfigError unless data and model are the same as at the start of the run.
+
+    Returns the run with a model folder that exists.
+    """
+    recorded = _with_model(recorded)
     resolved = recorded.resolved
     if resolved.data_sha256 is not None and train_data_hash(config) != resolved.data_sha256:
         raise ConfigError(
@@ -166,6 +179,7 @@ def _check_inputs(recorded: RunConfig, config: TrainConfig) -> None:
             "(its fingerprint differs: weights, config, tokenizer, chat template or generation_config).",
             "Restore the original files, or start a new run.",
         )
+    return recorded
 
 
 def _require_work(run: RunDir, config: TrainConfig, done: int) -> None:
