@@ -8,6 +8,7 @@ READY := $(VENV)/.ready
 GPU := $(filter-out 0,$(shell [ -n "$${CUDA_VISIBLE_DEVICES-0}" ] && [ "$${CUDA_VISIBLE_DEVICES-0}" != -1 ] \
 	&& nvidia-smi -L 2>/dev/null | grep -cE '^GPU [0-9]+: .*UUID'))
 LOCK := constraints/cpu.txt
+HASHES := constraints/cpu-hashes.txt
 # The versions that were tested. None were on a GPU: there pyproject.toml's ranges apply.
 PINS := $(if $(GPU),,-c $(LOCK))
 # PyTorch keeps the CPU builds of torch on its own index. pip asks it only if its configured sources have none.
@@ -95,17 +96,24 @@ lock: $(READY) ## write the package versions in .venv to constraints/cpu.txt (CP
 	@$(BIN)/pip freeze --exclude-editable > $(VENV)/lock
 	@! grep -E '^-|@' $(VENV)/lock || { echo "make lock: install the packages above by name, not by path."; exit 1; }
 	@{ grep '^#' $(LOCK); cat $(VENV)/lock; } > $(VENV)/lock.new && cp $(VENV)/lock.new $(LOCK) && touch $(READY)
+	@$(PYTHON) -m venv $(VENV)/uv && $(VENV)/uv/bin/pip install --quiet uv
+	@grep -v '^torch==' $(LOCK) | $(VENV)/uv/bin/uv pip compile - --quiet --no-config --no-deps --no-header \
+		--no-annotate --generate-hashes --python-version 3.11 --python-platform x86_64-manylinux_2_28 > $(VENV)/hashes
+	@{ grep '^#' $(HASHES); cat $(VENV)/hashes; } > $(VENV)/hashes.new && cp $(VENV)/hashes.new $(HASHES)
+	@touch $(READY)
 	@echo "Wrote $$(grep -c == $(LOCK)) package versions from $(VENV) to $(LOCK)."
 	@echo "Commit the file only if make check and make test passed with these versions."
 
 clean: ## remove .venv and caches, keep data/ and runs/
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
 
-$(READY): pyproject.toml $(LOCK)
+$(READY): pyproject.toml $(LOCK) $(HASHES)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 ifeq ($(GPU),)
 	$(BIN)/pip install --quiet $(PINS) torch || $(BIN)/pip install --quiet --extra-index-url $(TORCH_INDEX) $(PINS) torch
+	# Everything but torch, with its sha256 checked. The next line then adds skylite only.
+	$(BIN)/pip install --quiet --no-deps --require-hashes -r $(HASHES)
 	$(BIN)/pip install --quiet $(PINS) -e ".[cpu,dev]"
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 else

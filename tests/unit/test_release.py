@@ -30,3 +30,16 @@ def test_every_pin_is_a_version_and_not_a_path_or_url() -> None:
     pins = [line for line in lines if not line.startswith("#")]
     assert [p for p in pins if not re.fullmatch(r"[\w.-]+==[\w.+!]+", p)] == []
     assert not {"skylite", "torchvision", "torchaudio", "torchcodec"} & {p.partition("==")[0] for p in pins}
+
+
+def test_every_pinned_package_but_torch_has_its_hashes() -> None:
+    pins = [line for line in (ROOT / "constraints" / "cpu.txt").read_text().splitlines() if "==" in line]
+    blocks = (ROOT / "constraints" / "cpu-hashes.txt").read_text().split("\n")
+    hashed = {line.removesuffix(" \\").lower().replace("_", "-") for line in blocks if "==" in line}
+    expected = {p.lower().replace("_", "-").replace(".", "-") for p in pins if not p.startswith("torch==")}
+    assert {h.replace(".", "-") for h in hashed} == expected
+    lines = [line for line in blocks if line and not line.startswith("#")]
+    bare = [
+        a for a, b in zip(lines, [*lines[1:], ""], strict=True) if "==" in a and "--hash=sha256:" not in b
+    ]
+    assert bare == []
