@@ -11,6 +11,7 @@ exists, nothing is scored again.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import tempfile
@@ -96,7 +97,8 @@ def choose_sequences(args: argparse.Namespace, model: Path) -> list[list[int]]:
     prompts, _ = read_prompts(args.data / "train.parquet")
     tokenizer = load_tokenizer(model)
     texts = [f"{p.messages[-1]['content']}\n{p.answer}" for p in prompts[: 4 * args.sequences]]
-    encoded = dict.fromkeys(tuple(tokenizer.encode_text(text)[:MAX_TOKENS]) for text in texts)
+    with contextlib.closing(tokenizer):
+        encoded = dict.fromkeys(tuple(ids[:MAX_TOKENS]) for ids in tokenizer.encode_texts(texts))
     return [list(ids) for ids in encoded if len(ids) == MAX_TOKENS][: args.sequences]
 
 

@@ -190,9 +190,6 @@ PATHS: dict[str, SpecialPath] = {
     "KV blocks of 32 tokens": SpecialPath(kind="sample", flags=("--block-size", "128")),
     "verified beside sampling": SpecialPath(kind="verify"),
     "half the threads at start": SpecialPath(kind="start", off=all_threads),
-    "tokenizer without torch": SpecialPath(
-        kind="start", off=replaced("skylite.data.tokenizer:_without_torch", no_block)
-    ),
     "vLLM beside the trainer": SpecialPath(kind="start", off=engines_after_the_trainer),
 }
 

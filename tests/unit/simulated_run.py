@@ -102,9 +102,8 @@ class Broken:
         return [Score(math.nan if p.id == self.bad else float(i == 0)) for i, (p, _) in enumerate(items)]
 
 
-class NumberTokenizer:
-    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> list[int]:
-        return [int(messages[-1]["content"])]
+def encode_numbers(what: str, items: Sequence[Any]) -> list[list[int]]:
+    return [[int(turns[-1]["content"])] for turns in items]
 
 
 def publish_update(run: RunDir, version: int, started: float, skipped: dict[str, str] | None = None) -> None:
@@ -155,7 +154,7 @@ def run_of(
         plan=plan,
         engines=EnginePool([engine], 0.002),  # type: ignore[list-item]
         scorer=scorer or Half(),
-        tokenizer=ChatTokenizer(NumberTokenizer(), (5,), ""),
+        tokenizer=ChatTokenizer(encode_numbers, (5,), ""),
         progress=Progress(plan.run, num_steps, Screen(num_steps, Console(file=io.StringIO())), dict),
         limit=limit,
     )

@@ -161,9 +161,8 @@ class FakeScorer:
         return [Score(float(i == 0 and self.informative(int(p.id)))) for i, (p, _) in enumerate(items)]
 
 
-class NumberTokenizer:
-    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> list[int]:
-        return [int(messages[-1]["content"])]
+def encode_numbers(what: str, items: Sequence[Any]) -> list[list[int]]:
+    return [[int(turns[-1]["content"])] for turns in items]
 
 
 def sampled_step(
@@ -187,7 +186,7 @@ def sampled_step(
         plan=plan,
         engines=EnginePool([engine], 0.1),  # type: ignore[list-item]
         scorer=FakeScorer(informative),
-        tokenizer=ChatTokenizer(NumberTokenizer(), (5,), ""),
+        tokenizer=ChatTokenizer(encode_numbers, (5,), ""),
         progress=Progress(run, 9, screen, dict),
     )
     with logged_messages() as logged:

@@ -6,6 +6,7 @@ The first of reward.functions alone scores, unweighted, or the data's own reward
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import tempfile
 from dataclasses import dataclass
@@ -142,9 +143,7 @@ async def run_eval(plan: EvalPlan, flags: EvalFlags) -> EvalResult:
     )
     raise_file_limit(open_files(plan.config))
     model = resolve_model(plan.model_name)
-    tokenizer = load_tokenizer(model.path)
-    rollout = plan.config.rollout
-    token_ids = encode_prompts(tokenizer, plan.prompts, rollout.max_prompt_tokens)
+    token_ids, stop_token_ids = await _encode(model.path, plan)
     pool = RewardPool(
         [plan.reward],
         num_workers=plan.config.reward.num_workers,
@@ -157,7 +156,7 @@ async def run_eval(plan: EvalPlan, flags: EvalFlags) -> EvalResult:
             with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
                 spec = single_engine_spec(plan.config, plan.adapter, model.path, Path(folder) / "vllm.sock")
                 work = asyncio.ensure_future(
-                    _score(plan, flags, spec, supervisor, pool, token_ids, tokenizer.stop_token_ids)
+                    _score(plan, flags, spec, supervisor, pool, token_ids, stop_token_ids)
                 )
                 watching = asyncio.ensure_future(supervisor.watch())
                 await asyncio.wait({work, watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -168,6 +167,15 @@ async def run_eval(plan: EvalPlan, flags: EvalFlags) -> EvalResult:
                 return work.result()
     finally:
         pool.close()
+
+
+async def _encode(model_path: Path, plan: EvalPlan) -> tuple[dict[str, list[int]], tuple[int, ...]]:
+    """Token ids of the prompts, and the tokens that end a turn. In threads, so that Ctrl-C is heard."""
+    tokenizer = await asyncio.to_thread(load_tokenizer, model_path)
+    with contextlib.closing(tokenizer):
+        longest = plan.config.rollout.max_prompt_tokens
+        ids = await asyncio.to_thread(encode_prompts, tokenizer, plan.prompts, longest)
+        return ids, tokenizer.stop_token_ids
 
 
 async def _score(

@@ -1,103 +1,127 @@
-"""Prompts to token ids, once, with the chat template of the model. Completions are never re-tokenised."""
+"""Prompts to token ids, once, with the chat template of the model. Completions are never re-tokenised.
+
+Template and tokenizer are the model's: they run in a sandbox (data/encode_chats.py), with limits.
+"""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from skylite.errors import DataError, ModelError
 from skylite.foreign_text import parse_json
+from skylite.sandbox.sandbox import CallFailed, Limits, Sandbox
 from skylite.types import Message, Prompt
 
-PLAIN_TEMPLATE = (
-    "{% for m in messages %}{% if m['role'] == 'user' %}Question: {{ m['content'] }}\nAnswer:"
-    "{% elif m['role'] == 'assistant' %} {{ m['content'] }}\n\n"
-    "{% else %}{{ m['content'] }}\n\n{% endif %}{% endfor %}"
-)
-"""For base models without a chat template."""
+LIMITS = Limits(memory_bytes=2 << 30, cpu_s=60, wall_s=120.0, output_bytes=256 << 20)
+"""For the prompts of one call."""
+PROMPTS_PER_CALL = 256
+
+Encode = Callable[[str, Sequence[Any]], list[list[int]]]
+"""("chats", lists of turns) or ("texts", texts) -> token ids of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTokenizer:
     """A tokenizer, its chat template and the tokens that end a turn."""
 
-    tokenizer: Any
+    encode: Encode
     stop_token_ids: tuple[int, ...]
     note: str
-    """A note when PLAIN_TEMPLATE is used, else empty."""
+    """A note when the model has no chat template, else empty."""
+    close: Callable[[], None] = lambda: None
+    """End its process, also during a call, which then raises ChildDied."""
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of the turns, followed by the generation prompt."""
-        ids: list[int] = self.tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-        return ids
+    def encode_chats(self, chats: Sequence[Sequence[Message]]) -> list[list[int]]:
+        """Token ids of the turns of each chat, followed by the generation prompt."""
+        starts = range(0, len(chats), PROMPTS_PER_CALL)
+        return [
+            ids
+            for s in starts
+            for ids in self.encode("chats", [list(c) for c in chats[s : s + PROMPTS_PER_CALL]])
+        ]
 
-    def encode_text(self, text: str) -> list[int]:
-        """Token ids of plain text, without special tokens."""
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids
+    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of plain texts, without special tokens."""
+        return self.encode("texts", texts)
 
 
 def load_tokenizer(model_path: Path) -> ChatTokenizer:
-    """The tokenizer of a model folder. Raises ModelError without a tokenizer or an end-of-turn token."""
-    with _without_torch():
-        from transformers import AutoTokenizer
+    """The tokenizer of a model folder. Close it at the end.
 
+    Raises ModelError without a tokenizer or an end-of-turn token, and ConfigError without a sandbox.
+    """
+    # A folder of the hub's cache links to files elsewhere.
+    readable = [model_path, *(path.resolve() for path in model_path.iterdir())]
+    sandbox = Sandbox(
+        "skylite.data.encode_chats:make_encoder",
+        str(model_path.resolve()),
+        what=f"the chat template of {model_path}",
+        limits=LIMITS,
+        readable=readable,
+    )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(model_path), trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+        sandbox.start()
+        facts = sandbox.call("facts")
+        stops = _stop_token_ids(model_path, facts["eos_token_id"])
+    except CallFailed as error:
+        sandbox.close()
         raise ModelError(
-            f"The tokenizer in {model_path} cannot be loaded: {error}.",
+            f"The tokenizer in {model_path} cannot be loaded: it {error}.",
             "Give a model folder that contains its tokenizer files.",
         ) from None
-    note = ""
-    if not tokenizer.chat_template:
-        tokenizer.chat_template = PLAIN_TEMPLATE
-        note = "the model has no chat template, so prompts are plain 'Question: ... Answer:' text"
-    stops = _stop_token_ids(model_path, tokenizer.eos_token_id)
+    except BaseException:
+        sandbox.close()
+        raise
     if not stops:
+        sandbox.close()
         raise ModelError(
             f"{model_path} defines no end-of-turn token.", "Set eos_token_id in its generation_config.json."
         )
-    return ChatTokenizer(tokenizer, stops, note)
+    note = (
+        ""
+        if facts["has_template"]
+        else "the model has no chat template, so prompts are plain 'Question: ... Answer:' text"
+    )
+    return ChatTokenizer(_encoder(sandbox, model_path), stops, note, sandbox.close)
 
 
-@contextmanager
-def _without_torch() -> Iterator[None]:
-    """Import transformers as if torch were not installed: buys 5 CPU seconds and 330 MB at start.
+def _encoder(sandbox: Sandbox, model_path: Path) -> Encode:
+    def encode(what: str, items: Sequence[Any]) -> list[list[int]]:
+        try:
+            found = sandbox.call(what, list(items))
+        except CallFailed as error:
+            raise ModelError(
+                f"The chat template or tokenizer of {model_path} {error} for {len(items)} prompts.",
+                "Correct its chat_template, or use another model.",
+            ) from None
+        if not _are_token_ids(found, len(items)):
+            raise ModelError(f"The tokenizer of {model_path} returned no token ids.", "Use another model.")
+        ids: list[list[int]] = found
+        return ids
 
-    transformers then offers no models in this process. Does nothing if either is imported already.
-    """
-    if "torch" in sys.modules or "transformers" in sys.modules:
-        yield
-        return
-    quiet = "TRANSFORMERS_NO_ADVISORY_WARNINGS"  # hides the warning that models are not available
-    before = os.environ.get(quiet)
-    os.environ[quiet] = "1"
-    sys.modules["torch"] = None  # type: ignore[assignment]  # None makes the import fail
-    try:
-        yield
-    finally:
-        del sys.modules["torch"]
-        if before is None:
-            del os.environ[quiet]
-        else:
-            os.environ[quiet] = before
+    return encode
+
+
+def _are_token_ids(value: Any, count: int) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == count
+        and all(isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids) for ids in value)
+    )
 
 
 def encode_prompts(
     tokenizer: ChatTokenizer, prompts: Sequence[Prompt], max_prompt_tokens: int
 ) -> dict[str, list[int]]:
-    """Prompt id -> token ids. Raises DataError for a prompt over `max_prompt_tokens`."""
+    """Prompt id -> token ids. Raises DataError for a prompt over `max_prompt_tokens`.
+
+    Takes time: an event loop runs it in a thread.
+    """
     encoded = {}
-    for prompt in prompts:
-        ids = tokenizer.encode_chat(prompt.messages)
+    for prompt, ids in zip(prompts, tokenizer.encode_chats([p.messages for p in prompts]), strict=True):
         if len(ids) > max_prompt_tokens:
             raise DataError(
                 f"Prompt {prompt.id} has {len(ids)} tokens, "
@@ -110,9 +134,16 @@ def encode_prompts(
 
 def _stop_token_ids(model_path: Path, eos_token_id: int | None) -> tuple[int, ...]:
     """The EOS token of the tokenizer and those of generation_config.json, which the engine does not read."""
-    stops = set() if eos_token_id is None else {eos_token_id}
+    stops: list[Any] = [] if eos_token_id is None else [eos_token_id]
     path = model_path / "generation_config.json"
     if path.exists():
-        named = parse_json(path.read_text(encoding="utf-8")).get("eos_token_id")
-        stops |= set(named if isinstance(named, list) else [] if named is None else [named])
-    return tuple(sorted(stops))
+        try:
+            named = parse_json(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError) as error:
+            raise ModelError(
+                f"{path} is not a generation configuration: {error}.", "Download or save the model again."
+            ) from None
+        stops += named if isinstance(named, list) else [] if named is None else [named]
+    if odd := [stop for stop in stops if type(stop) is not int or stop < 0]:
+        raise ModelError(f"{path} names the end-of-turn token {odd[0]!r}.", "Give token ids.")
+    return tuple(sorted(set(stops)))

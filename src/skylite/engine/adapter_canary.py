@@ -27,7 +27,7 @@ MAX_TOKENS = 24
 def canary_sequences(tokenizer: ChatTokenizer, prompts: Sequence[Prompt], dtype: str) -> list[list[int]]:
     """Fixed sequences made from the first prompts: [NUM_SEQUENCES][2..MAX_TOKENS] token ids."""
     texts = [f"{p.messages[-1]['content']}\n{p.answer}" for p in prompts[: NUM_SEQUENCES[dtype]]]
-    return [ids[:MAX_TOKENS] for ids in map(tokenizer.encode_text, texts) if len(ids) > 1]
+    return [ids[:MAX_TOKENS] for ids in tokenizer.encode_texts(texts) if len(ids) > 1]
 
 
 def compare_logprobs(

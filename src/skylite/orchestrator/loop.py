@@ -280,12 +280,15 @@ async def evaluate_held_out(session: Session, label: Label, version: int) -> Eva
     if not plan.held_out:
         return None
     session.progress.phase("evaluating", f"{label}: {len(plan.held_out)} held-out problems")
+    token_ids = await asyncio.to_thread(
+        encode_prompts, session.tokenizer, plan.held_out, plan.config.rollout.max_prompt_tokens
+    )
     result = await evaluate(
         session.engines.engines,
         adapter_name(version),
         version,
         plan.held_out,
-        encode_prompts(session.tokenizer, plan.held_out, plan.config.rollout.max_prompt_tokens),
+        token_ids,
         session.scorer,
         n=1,
         temperature=0.0,

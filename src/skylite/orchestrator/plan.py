@@ -30,6 +30,7 @@ from skylite.run.files import convert_os_errors, sha256_file, write_json
 from skylite.run.folder_owner import mark_sync_folder
 from skylite.run.programs_named_by_user import is_set
 from skylite.run.run_dir import RunDir, published_versions
+from skylite.sandbox.sandbox import require_sandbox
 from skylite.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -165,9 +166,10 @@ def log_notes(notes: Sequence[str]) -> None:
 def check_device(config: TrainConfig, device: str) -> None:
     """Raise ConfigError for settings that need a GPU if there is none, or more open files than allowed.
 
-    Raises the soft limit on open files.
+    ConfigError also without a sandbox. Raises the soft limit on open files.
     """
     raise_file_limit(open_files(config))
+    require_sandbox("the model's chat template")
     if config.trainer.attention == "flex" and device == "cpu":
         raise ConfigError(
             "trainer.attention=flex has no backward pass on a CPU, and this run has no GPU.",

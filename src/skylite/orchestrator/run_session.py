@@ -176,7 +176,7 @@ async def _run(
         progress.event("engines_started")
         supervisor.start(_trainer_spec(plan, resume))
         progress.event("trainer_started")
-        tokenizer = await _load_tokenizer(plan)
+        tokenizer = await _load_tokenizer(plan, stack)
         progress.event("tokenizer_ready")
         pool = reward_pool(plan)
         stack.callback(pool.close)
@@ -202,13 +202,14 @@ async def _run(
         await wait_for_trainer_exit(plan, supervisor)
 
 
-async def _load_tokenizer(plan: RunPlan) -> ChatTokenizer:
-    """Load the tokenizer and write the canary sequences, for which the trainer waits."""
+async def _load_tokenizer(plan: RunPlan, stack: contextlib.AsyncExitStack) -> ChatTokenizer:
+    """Load the tokenizer and write the canary sequences, for which the trainer waits. `stack` closes it."""
     tokenizer = await asyncio.to_thread(load_tokenizer, Path(plan.resolved.model_path))
+    stack.callback(tokenizer.close)
     if tokenizer.note:
         logger.info(tokenizer.note)
     longest = await asyncio.to_thread(longest_prompt_tokens, tokenizer, plan)
-    sequences = canary_sequences(tokenizer, plan.train, plan.resolved.dtype)
+    sequences = await asyncio.to_thread(canary_sequences, tokenizer, plan.train, plan.resolved.dtype)
     write_json(plan.run.canary_path, {"sequences": sequences, "longest_prompt_tokens": longest})
     return tokenizer
 
@@ -216,7 +217,7 @@ async def _load_tokenizer(plan: RunPlan) -> ChatTokenizer:
 def longest_prompt_tokens(tokenizer: ChatTokenizer, plan: RunPlan) -> int:
     """Tokens of the longest training prompt that is sampled, judged by the prompts with the longest text."""
     by_text = sorted(plan.train, key=lambda p: -sum(len(m["content"]) for m in p.messages))
-    tokens = [len(tokenizer.encode_chat(p.messages)) for p in by_text[:LONGEST_PROMPTS]]
+    tokens = map(len, tokenizer.encode_chats([p.messages for p in by_text[:LONGEST_PROMPTS]]))
     limit = plan.config.rollout.max_prompt_tokens
     return max((count for count in tokens if count <= limit), default=limit)
 

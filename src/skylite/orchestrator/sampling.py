@@ -68,7 +68,7 @@ async def sample_groups(
         max_completion_tokens=rollout.max_completion_tokens,
         buffer_frac=plan.config.algorithm.overlong_buffer_frac,
     )
-    token_ids = encode_prompts(session.tokenizer, prompts, rollout.max_prompt_tokens)
+    token_ids = await asyncio.to_thread(encode_prompts, session.tokenizer, prompts, rollout.max_prompt_tokens)
     tasks = []
     for index, prompt in enumerate(prompts, first_index):
         sampling = Sampling(
