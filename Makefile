@@ -36,7 +36,7 @@ RECIPE := $(if $(GPU),gsm8k,gsm8k_cpu_real)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lora-gsm8k check test test-unit test-dist test-vllm test-e2e gpu-check gpu-results torture docs-reference vllm-models lock clean
+.PHONY: help setup lora-gsm8k check test test-unit test-dist test-vllm test-e2e gpu-check gpu-results torture fuzz docs-reference vllm-models lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -84,6 +84,9 @@ torture: $(READY) ## kills, bad inputs and a long run (1 to 2 hours), results in
 	$(BIN)/python benchmarks/torture.py --engine vllm --matrix --kinds engine-core --random 20 --seed 1
 	$(BIN)/python benchmarks/torture.py --engine vllm --soak 300
 	$(BIN)/python benchmarks/torture.py --bad-inputs 1
+
+fuzz: $(READY) ## read 10,000 damaged files with every reader, results in benchmarks/results/fuzz.json
+	$(BIN)/python benchmarks/fuzz.py --out benchmarks/results/fuzz.json
 
 docs-reference: $(READY) ## write docs/reference/cli.md and config.md from the code
 	$(BIN)/python docs/generate_reference.py

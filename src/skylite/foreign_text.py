@@ -30,8 +30,12 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """`tomllib.loads`, which raises TOMLDecodeError also for text that is nested too deeply."""
+    """`tomllib.loads`, which raises TOMLDecodeError also for deep nesting and for huge integers."""
     try:
         return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        raise
     except RecursionError:
         raise tomllib.TOMLDecodeError("it is nested too deeply") from None
+    except ValueError:
+        raise tomllib.TOMLDecodeError("it has an integer of thousands of digits") from None

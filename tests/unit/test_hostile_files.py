@@ -77,6 +77,7 @@ def test_deep_settings_are_sentences_or_text() -> None:
     with pytest.raises(SkyliteError):
         load_config(None, {}, [f"lora.rank={'[' * DEEP}"])
     assert isinstance(parse_value("[" * DEEP), str)
+    assert isinstance(parse_value("9" * 6000), str)
 
 
 def test_deep_events_are_skipped(tmp_path: Path) -> None:

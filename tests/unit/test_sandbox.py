@@ -143,6 +143,19 @@ def test_the_scratch_folder_is_emptied_and_removed() -> None:
     assert not folder.exists()
 
 
+LIMITED = """
+import resource
+from skylite.sandbox.sandbox import Sandbox
+resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
+print(Sandbox("tests.unit.sandbox_cases:make_runner").call("evaluate", "1 + 1"))
+"""
+
+
+def test_lower_limits_of_the_user_stay() -> None:
+    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True)
+    assert done.stdout == "2\n", done.stderr
+
+
 def test_a_factory_that_fails_is_an_error_with_its_exception() -> None:
     with (
         Sandbox("tests.unit.sandbox_cases:fail_to_load") as sandbox,

@@ -17,7 +17,7 @@ from skylite.adapters.folder import ServedAdapter, find_adapter
 from skylite.config.loading import load_config
 from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo, read_prompts
-from skylite.data.tokenizer import encode_prompts, load_tokenizer
+from skylite.data.tokenizer import encode_in_thread, load_tokenizer
 from skylite.engine.client import VllmClient
 from skylite.engine.connections import open_files
 from skylite.engine.server_command import BASE_NAME, EngineSpec
@@ -174,8 +174,7 @@ async def _encode(model_path: Path, plan: EvalPlan) -> tuple[dict[str, list[int]
     tokenizer = await asyncio.to_thread(load_tokenizer, model_path)
     with contextlib.closing(tokenizer):
         longest = plan.config.rollout.max_prompt_tokens
-        ids = await asyncio.to_thread(encode_prompts, tokenizer, plan.prompts, longest)
-        return ids, tokenizer.stop_token_ids
+        return await encode_in_thread(tokenizer, plan.prompts, longest), tokenizer.stop_token_ids
 
 
 async def _score(

@@ -5,6 +5,7 @@ Template and tokenizer are the model's: they run in a sandbox (data/encode_chats
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,13 +114,17 @@ def _are_token_ids(value: Any, count: int) -> bool:
     )
 
 
+async def encode_in_thread(
+    tokenizer: ChatTokenizer, prompts: Sequence[Prompt], max_prompt_tokens: int
+) -> dict[str, list[int]]:
+    """`encode_prompts` for an event loop, which runs meanwhile and hears Ctrl-C."""
+    return await asyncio.to_thread(encode_prompts, tokenizer, prompts, max_prompt_tokens)
+
+
 def encode_prompts(
     tokenizer: ChatTokenizer, prompts: Sequence[Prompt], max_prompt_tokens: int
 ) -> dict[str, list[int]]:
-    """Prompt id -> token ids. Raises DataError for a prompt over `max_prompt_tokens`.
-
-    Takes time: an event loop runs it in a thread.
-    """
+    """Prompt id -> token ids. Raises DataError for a prompt over `max_prompt_tokens`."""
     encoded = {}
     for prompt, ids in zip(prompts, tokenizer.encode_chats([p.messages for p in prompts]), strict=True):
         if len(ids) > max_prompt_tokens:

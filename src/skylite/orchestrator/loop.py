@@ -18,7 +18,7 @@ from typing import Any
 
 from skylite.adapters.retention import Label, clean_up, held_out_scores, write_score
 from skylite.config.train import TrainConfig
-from skylite.data.tokenizer import encode_prompts
+from skylite.data.tokenizer import encode_in_thread
 from skylite.engine.collect_groups import gather_or_cancel
 from skylite.engine.engine_pool import SyncReport
 from skylite.errors import TrainerLost
@@ -280,15 +280,12 @@ async def evaluate_held_out(session: Session, label: Label, version: int) -> Eva
     if not plan.held_out:
         return None
     session.progress.phase("evaluating", f"{label}: {len(plan.held_out)} held-out problems")
-    token_ids = await asyncio.to_thread(
-        encode_prompts, session.tokenizer, plan.held_out, plan.config.rollout.max_prompt_tokens
-    )
     result = await evaluate(
         session.engines.engines,
         adapter_name(version),
         version,
         plan.held_out,
-        token_ids,
+        await encode_in_thread(session.tokenizer, plan.held_out, plan.config.rollout.max_prompt_tokens),
         session.scorer,
         n=1,
         temperature=0.0,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from skylite.data.order import prompts_for_round, prompts_for_step
-from skylite.data.tokenizer import encode_prompts
+from skylite.data.tokenizer import encode_in_thread
 from skylite.engine.client import Sampling
 from skylite.engine.collect_groups import collect_group, gather_or_cancel, request_seed
 from skylite.orchestrator.run_resources import Session
@@ -68,7 +68,7 @@ async def sample_groups(
         max_completion_tokens=rollout.max_completion_tokens,
         buffer_frac=plan.config.algorithm.overlong_buffer_frac,
     )
-    token_ids = await asyncio.to_thread(encode_prompts, session.tokenizer, prompts, rollout.max_prompt_tokens)
+    token_ids = await encode_in_thread(session.tokenizer, prompts, rollout.max_prompt_tokens)
     tasks = []
     for index, prompt in enumerate(prompts, first_index):
         sampling = Sampling(

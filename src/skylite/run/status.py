@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from skylite.errors import ConfigError
 from skylite.foreign_text import parse_json
@@ -48,7 +48,10 @@ def read_status(path: Path) -> Status:
     """Read the status. Raises ConfigError when the file is missing or damaged."""
     try:
         value = parse_json(path.read_text(encoding="utf-8"))
-        return Status(**{f.name: value[f.name] for f in fields(Status)})
+        status = Status(**{f.name: value[f.name] for f in fields(Status)})
+        if not _has_right_types(status):
+            raise ValueError("a value has the wrong type")
+        return status
     except FileNotFoundError:
         raise ConfigError(
             f"{path.parent} is not a skylite run: {path.name} is missing.",
@@ -59,3 +62,15 @@ def read_status(path: Path) -> Status:
             f"{path} is not a valid run status: {type(error).__name__} {error}.",
             "The run is damaged; start a new one.",
         ) from None
+
+
+def _has_right_types(status: Status) -> bool:
+    numbers = (status.step, status.num_steps, status.adapter_version or 0)
+    tables = (status.pids, status.restarts)
+    return (
+        status.phase in get_args(Phase)
+        and all(type(n) is int for n in numbers)
+        and all(isinstance(t, dict) and all(type(n) is int for n in t.values()) for t in tables)
+        and isinstance(status.error, str | None)
+        and isinstance(status.updated_at, str)
+    )

@@ -52,20 +52,22 @@ def limit_call(server: int, memory_bytes: int, cpu_s: int, file_bytes: int) -> N
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != server:
         os._exit(1)
-    # At the soft limit of CPU time the kernel sends SIGXCPU, which can be ignored; at the hard one SIGKILL.
-    for kind, soft, hard in (
-        (resource.RLIMIT_AS, memory_bytes, memory_bytes),
-        (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),
-        (resource.RLIMIT_FSIZE, file_bytes, file_bytes),
-        (resource.RLIMIT_NOFILE, OPEN_FILES, OPEN_FILES),
-    ):
-        most = resource.getrlimit(kind)[1]
-        if most != resource.RLIM_INFINITY:
-            soft, hard = min(soft, most), min(hard, most)
-        resource.setrlimit(kind, (soft, hard))
+    lower_limit(resource.RLIMIT_AS, memory_bytes, memory_bytes)
+    lower_limit(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)  # SIGXCPU, which can be ignored, then SIGKILL
+    lower_limit(resource.RLIMIT_FSIZE, file_bytes, file_bytes)
+    lower_limit(resource.RLIMIT_NOFILE, OPEN_FILES, OPEN_FILES)
     arch = architecture()
     assert arch is not None, "isolate has checked it"
     install(single_process_filter(arch, os.getpid()))
+
+
+def lower_limit(kind: int, soft: int, hard: int | None = None) -> None:
+    """Lower a limit of this process. A lower hard limit stays. `hard`: None leaves it."""
+    most = resource.getrlimit(kind)[1]
+    if most == resource.RLIM_INFINITY:
+        resource.setrlimit(kind, (soft, most if hard is None else hard))
+    else:
+        resource.setrlimit(kind, (min(soft, most), most if hard is None else min(hard, most)))
 
 
 def drop_capabilities() -> None:

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from skylite.sandbox.confine import SETUP_BYTES, isolate, limit_call
+from skylite.sandbox.confine import SETUP_BYTES, isolate, limit_call, lower_limit
 
 LENGTH = struct.Struct(">Q")
 _F_SETSIG = 10
@@ -46,7 +46,7 @@ def main(life: int) -> NoReturn:
     scratch = None if request["scratch"] is None else Path(request["scratch"])
     memory = os.open("/proc/self/statm", os.O_RDONLY)
     os.chdir(scratch or "/")
-    resource.setrlimit(resource.RLIMIT_AS, (SETUP_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    lower_limit(resource.RLIMIT_AS, SETUP_BYTES)
     try:
         isolate([Path(p) for p in request["readable"]], scratch)
         _check_isolation(scratch)

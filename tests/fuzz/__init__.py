@@ -1,0 +1,1 @@
+"""Damaged files for every reader: `make fuzz`, and a few of them in the unit tests."""

@@ -1,0 +1,234 @@
+"""Every reader of files that can come from strangers, with a good file for it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from skylite.adapters.import_adapter import read_warm_start
+from skylite.adapters.manifest import read_manifest
+from skylite.config.loading import load_config, read_run_config
+from skylite.data.prompts import FOOTER_KEY, read_prompts
+from skylite.data.tokenizer import load_tokenizer
+from skylite.errors import SkyliteError
+from skylite.hub.resolve import check_folder, safetensors_header, tensor_shapes
+from skylite.run.metrics_file import null_to_nan, read_metrics
+from skylite.run.rollout_file import mean_reward, read_rollouts, write_rollouts
+from skylite.run.status import Status, read_status, write_status
+from tests.fuzz.damage import BYTE_KINDS, damaged_bytes, damaged_document, damaged_toml
+from tests.rows import groups_of, random_samples
+from tests.small_run import settings
+from tests.tiny_models import make_tiny_model
+from tests.unit.run_cases import begin, make_adapter, write_data
+
+WEIGHTS = hashlib.sha256(b"weights").hexdigest()
+MANIFEST = {
+    "version": 1, "step": 1, "parent": 0, "weights_sha256": WEIGHTS, "weights_bytes": 7, "base_model": "m",
+    "base_fingerprint": "f", "rank": 4, "alpha": 8.0, "dtype": "float32", "target_modules": ["q_proj"],
+    "canary": {"sequences": [[1, 2, 3]], "policy_logprobs": [[-1.0, -2.0]], "base_logprobs": [[-1.0, -2.0]]},
+}  # fmt: skip
+METRICS = [{"step": n, "reward/mean": 0.5, "time/step_s": 1.0, "adapter/version": n} for n in range(1, 5)]
+RECIPE = settings().model_dump(mode="json", exclude_none=True)
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json")
+
+Damage = Callable[[Path, random.Random, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A kind of file."""
+
+    prepare: Callable[[Path], None]
+    """Write good files into an empty folder."""
+    damage: Damage
+    """Replace one of them by a damaged one."""
+    read: Callable[[Path], object]
+    """Everything that reads it."""
+    share: float = 1.0
+    """Fewer files for a slow reader."""
+
+
+def _document(name: str, tree: Any = None) -> Damage:
+    """Damage to the JSON file `name`, whose good content is `tree`, or that of good-NAME."""
+
+    def damage(folder: Path, chosen: random.Random, kind: str) -> None:
+        good = json.loads((folder / f"good-{name}").read_text()) if tree is None else tree
+        (folder / name).write_bytes(damaged_document(chosen, good, kind))
+
+    return damage
+
+
+def _recipe(folder: Path, chosen: random.Random, kind: str) -> None:
+    (folder / "recipe.toml").write_bytes(damaged_toml(chosen, RECIPE, kind))
+
+
+def _metrics(folder: Path, chosen: random.Random, kind: str) -> None:
+    lines = [json.dumps(m).encode() for m in METRICS]
+    at = chosen.randrange(len(lines))
+    lines[at] = damaged_document(chosen, METRICS[at], kind)
+    (folder / "metrics.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+
+
+def _safetensors(folder: Path, chosen: random.Random, kind: str) -> None:
+    """Damage to the header, with a length that fits, or to the bytes of the file."""
+    good = (folder / "good-adapter_model.safetensors").read_bytes()
+    size = int.from_bytes(good[:8], "little")
+    if kind in BYTE_KINDS:
+        raw = damaged_bytes(chosen, good, kind)
+    else:
+        header = damaged_document(chosen, json.loads(good[8 : 8 + size]), kind)
+        raw = len(header).to_bytes(8, "little") + header + good[8 + size :]
+    for name in ("model.safetensors", "adapter_model.safetensors"):
+        (folder / name).write_bytes(raw)
+
+
+def _parquet(name: str) -> Damage:
+    """Damage to the footer's JSON, to a column, or to the bytes of the file."""
+
+    def damage(folder: Path, chosen: random.Random, kind: str) -> None:
+        good = folder / f"good-{name}"
+        if kind in BYTE_KINDS:
+            (folder / name).write_bytes(damaged_bytes(chosen, good.read_bytes(), kind))
+            return
+        table = pq.read_table(good)
+        info = (table.schema.metadata or {}).get(FOOTER_KEY)
+        if info is not None and chosen.random() < 0.5:
+            footer = damaged_document(chosen, json.loads(info), kind)
+            table = table.replace_schema_metadata({FOOTER_KEY: footer})
+        else:
+            table = _other_column(table, chosen, kind)
+        pq.write_table(table, folder / name)
+
+    return damage
+
+
+def _other_column(table: pa.Table, chosen: random.Random, kind: str) -> pa.Table:
+    column = chosen.choice(table.column_names)
+    position = table.schema.get_field_index(column)
+    if kind == "removed":
+        return table.drop_columns([column])
+    if kind == "nesting":
+        return table.set_column(position, column, pa.array(["[" * 100_000] * table.num_rows))
+    if kind == "huge integer":
+        return table.set_column(position, column, pa.array([2**63 - 1] * table.num_rows))
+    values = chosen.choice([[None], [float("nan")], [""], [[1]], [{"a": 1}], [b"\xff"], [True]])
+    return table.set_column(position, column, pa.array(values * table.num_rows))
+
+
+def _tokenizer(folder: Path, chosen: random.Random, kind: str) -> None:
+    for name in TOKENIZER_FILES:
+        _copy(folder, f"good-{name}", name)
+    _document(chosen.choice(TOKENIZER_FILES))(folder, chosen, kind)
+
+
+def _copy(folder: Path, name: str, copy: str) -> None:
+    (folder / copy).write_bytes((folder / name).read_bytes())
+
+
+def _prepare_run(folder: Path) -> None:
+    begin(folder)
+    _copy(folder, "run/config.json", "good-config.json")
+
+
+def _prepare_adapter(folder: Path) -> None:
+    make_adapter(folder / "a", "base")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        _copy(folder, f"a/{name}", name)
+        _copy(folder, f"a/{name}", f"good-{name}")
+
+
+def _prepare_prompts(folder: Path) -> None:
+    write_data(folder, 5)
+    _copy(folder, "train.parquet", "good-train.parquet")
+
+
+def _prepare_rollouts(folder: Path) -> None:
+    write_rollouts(folder / "good-step.parquet", groups_of(random_samples(1)))
+
+
+def _prepare_manifest(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").write_bytes(b"weights")
+
+
+def _prepare_status(folder: Path) -> None:
+    status = Status(phase="done", step=3, num_steps=3, adapter_version=3, pids={"trainer": 5})
+    write_status(folder / "good-status.json", status)
+
+
+def _prepare_nothing(folder: Path) -> None:
+    """The damaged file is the only one."""
+
+
+def _prepare_model(folder: Path) -> None:
+    make_tiny_model(folder)
+    for name in TOKENIZER_FILES:
+        if not (folder / name).exists():
+            (folder / name).write_text('{"eos_token_id": 0}')
+        _copy(folder, name, f"good-{name}")
+
+
+def _read_model(folder: Path) -> None:
+    check_folder(folder, "")
+    tokenizer = load_tokenizer(folder)
+    try:
+        tokenizer.encode_chats([[{"role": "user", "content": "1 + 1?"}]])
+    finally:
+        tokenizer.close()
+
+
+def _all(*reads: Callable[[Path], object]) -> Callable[[Path], object]:
+    """Call each, even if one refuses. Raises the first refusal at the end, any other error at once."""
+
+    def read(folder: Path) -> None:
+        refusal: SkyliteError | None = None
+        for one in reads:
+            try:
+                one(folder)
+            except SkyliteError as error:
+                refusal = refusal or error
+        if refusal is not None:
+            raise refusal
+
+    return read
+
+
+READERS = {
+    "config.json": Reader(
+        _prepare_run, _document("config.json"), lambda f: read_run_config(f / "config.json")
+    ),
+    "recipe": Reader(_prepare_nothing, _recipe, lambda f: load_config(f / "recipe.toml", {})),
+    "manifest": Reader(
+        _prepare_manifest,
+        _document("manifest.json", MANIFEST),
+        _all(read_manifest, lambda f: read_manifest(f, verify_hash=False)),
+    ),
+    "adapter_config": Reader(_prepare_adapter, _document("adapter_config.json"), read_warm_start),
+    "safetensors": Reader(
+        _prepare_adapter,
+        _safetensors,
+        _all(read_warm_start, tensor_shapes, lambda f: safetensors_header(f / "model.safetensors")),
+    ),
+    "prompts.parquet": Reader(
+        _prepare_prompts, _parquet("train.parquet"), lambda f: read_prompts(f / "train.parquet")
+    ),
+    "rollouts": Reader(
+        _prepare_rollouts,
+        _parquet("step.parquet"),
+        _all(lambda f: read_rollouts(f / "step.parquet"), lambda f: mean_reward(f / "step.parquet")),
+    ),
+    "metrics": Reader(
+        _prepare_nothing, _metrics, lambda f: [null_to_nan(m) for m in read_metrics(f / "metrics.jsonl")]
+    ),
+    "status": Reader(
+        _prepare_status, _document("status.json"), lambda f: asdict(read_status(f / "status.json"))
+    ),
+    "tokenizer": Reader(_prepare_model, _tokenizer, _read_model, share=0.1),
+}
