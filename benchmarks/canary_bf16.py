@@ -3,9 +3,9 @@
     python benchmarks/canary_bf16.py RUN --data DATA --raw /tmp/raw.json --out FILE
 
 RUN is a run that kept all its adapters (--set sync.keep_last=1000). vLLM computes in bfloat16; the trainer
-scores the same sequences in float32, from bfloat16 weights, as it does at every publish. DAMAGE lists the
-wrong adapters. Canaries are drawn from the sequences with replacement. --raw keeps the logprobs; if the file
-exists, nothing is scored again.
+scores the same sequences in float32, from bfloat16 weights, as it does at every publish. damaged_adapters.py
+lists the wrong adapters. Canaries are drawn from the sequences with replacement. --raw keeps the logprobs; if
+the file exists, nothing is scored again.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 
 import lora_sampling
 import numpy as np
-import torch
 from command_line import argument_parser
+from damaged_adapters import DAMAGE
 from machine_info import machine_info
 from safetensors.torch import load_file, save_file
 
@@ -134,58 +134,6 @@ def wrong_adapters(adapters: Path, versions: list[int], folder: Path) -> dict[st
             shutil.copy(source / "adapter_config.json", found[name])
             save_file(damage(tensors), found[name] / "adapter_model.safetensors")
     return found
-
-
-def scaled(tensors: dict[str, torch.Tensor], factor: float) -> dict[str, torch.Tensor]:
-    return {n: t * factor if "lora_B" in n else t.clone() for n, t in tensors.items()}
-
-
-def layer_of(name: str) -> int:
-    return int(name.split("layers.")[1].split(".")[0])
-
-
-def swapped(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Each pair of neighbouring layers exchanges its matrices."""
-    last = max(map(layer_of, tensors))
-    found = {}
-    for name in tensors:
-        layer = layer_of(name)
-        other = min(layer ^ 1, last)
-        found[name] = tensors[name.replace(f"layers.{layer}.", f"layers.{other}.")].clone()
-    return found
-
-
-def halved(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Every second layer's update is missing."""
-    return {n: torch.zeros_like(t) if "lora_B" in n and layer_of(n) % 2 else t for n, t in tensors.items()}
-
-
-def permuted(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The rows of A are shifted by one against the columns of B."""
-    return {n: t.roll(1, 0) if "lora_A" in n else t.clone() for n, t in tensors.items()}
-
-
-def without_mlp(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {
-        n: torch.zeros_like(t) if "lora_B" in n and ".mlp." in n else t.clone() for n, t in tensors.items()
-    }
-
-
-def foreign(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Random matrices with the same norms."""
-    torch.manual_seed(0)
-    return {n: (r := torch.randn_like(t)) * (t.norm() / r.norm()) for n, t in tensors.items()}
-
-
-DAMAGE = {
-    "twice": lambda t: scaled(t, 2.0),
-    "half": lambda t: scaled(t, 0.5),
-    "swapped-layers": swapped,
-    "every-second-layer": halved,
-    "permuted-rank": permuted,
-    "without-mlp": without_mlp,
-    "foreign": foreign,
-}
 
 
 def engine_scores(

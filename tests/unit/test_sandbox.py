@@ -152,7 +152,8 @@ print(Sandbox("tests.unit.sandbox_cases:make_runner").call("evaluate", "1 + 1"))
 
 
 def test_lower_limits_of_the_user_stay() -> None:
-    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", LIMITED], env=env, capture_output=True, text=True)
     assert done.stdout == "2\n", done.stderr
 
 
