@@ -1,4 +1,4 @@
-"""Ways to damage the tensors of a PEFT adapter, from its name to a function. canary_bf16.py serves the results."""
+"""Ways to damage the tensors of a PEFT adapter, by name. canary_bf16.py serves the results."""
 
 from __future__ import annotations
 
