@@ -32,13 +32,23 @@ class FunctionKind:
 
 REWARD = FunctionKind("reward", "reward.functions", "(prompt, completion)", "float")
 ADVANTAGE = FunctionKind("advantage", "algorithm.advantage", "(rewards, lengths)", "Tensor")
+EPISODE = FunctionKind("episode", "env.episode", "(task, chat)", "float")
 POLICY_LOSS = FunctionKind("policy loss", "algorithm.policy_loss", "(inputs, config)", "Tensor")
 
 
 def is_program(spec: str) -> bool:
     """Whether a spec is FILE.py:function. Only such a spec can make skylite run a file."""
     file, _, function = spec.rpartition(":")
-    return file.endswith(".py") and bool(function)
+    return not is_command(spec) and file.endswith(".py") and bool(function)
+
+
+COMMAND = "command:"
+"""Begins an env.episode that is a command line."""
+
+
+def is_command(spec: str) -> bool:
+    """Whether a spec is command:PROGRAM ARGUMENTS."""
+    return spec.startswith(COMMAND)
 
 
 CODE_IN_DATA = ("reasoning-gym",)

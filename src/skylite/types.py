@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
+End = Literal["stop", "turns", "tokens", "time"]
+"""How a trajectory ended: by itself, or at env.max_turns, env.max_tokens or env.timeout_s."""
 FLOAT32_MAX = 3.4028234663852886e38
 
 
@@ -71,6 +73,9 @@ class Trajectory:
     """Reward function name -> unweighted score, in the order of reward.functions."""
     penalty: float = 0.0
     """At most 0. Part of the training reward, but not of any reported score."""
+    turn_rewards: tuple[float, ...] = ()
+    """One for each sample; their sum is `reward`. Empty if the episode gave a single reward."""
+    end: End = "stop"
 
     @property
     def first_score(self) -> float:
@@ -89,8 +94,8 @@ class Trajectory:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether the last call stopped at the token limit."""
-        return self.samples[-1].finish_reason == "length"
+        """Whether a limit ended the last call or the episode."""
+        return self.end != "stop" or self.samples[-1].finish_reason == "length"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ LAYERS = (
     ("orchestrator",),
     ("ui",),
     ("evaluation",),
+    ("environments",),
     ("engine",),
     ("data",),
     ("rewards",),

@@ -69,6 +69,9 @@ def _resolve_programs(tree: dict[str, Any]) -> None:
     reward, algorithm = tree.get("reward"), tree.get("algorithm")
     if isinstance(reward, dict) and isinstance(functions := reward.get("functions"), list):
         reward["functions"] = [resolve_spec(f) if isinstance(f, str) else f for f in functions]
+    env = tree.get("env")
+    if isinstance(env, dict) and isinstance(spec := env.get("episode"), str):
+        env["episode"] = resolve_spec(spec)
     for name in ("advantage", "policy_loss"):
         if isinstance(algorithm, dict) and isinstance(spec := algorithm.get(name), str):
             algorithm[name] = resolve_spec(spec)

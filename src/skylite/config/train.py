@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from skylite.config.algorithm import AlgorithmConfig, CriticConfig, ImportanceConfig
 from skylite.config.base_section import Section
 from skylite.config.checkpoint import CheckpointConfig, EvalConfig, StopConfig
+from skylite.config.environment import EnvConfig
 from skylite.config.lora import LoraConfig
 from skylite.config.rollout import DataConfig, RewardConfig, RolloutConfig
 
@@ -151,6 +152,7 @@ class TrainConfig(Section):
     lora: LoraConfig = LoraConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
+    env: EnvConfig = EnvConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     importance: ImportanceConfig = ImportanceConfig()
     critic: CriticConfig = CriticConfig()
@@ -187,6 +189,30 @@ class TrainConfig(Section):
                 "so that every mini-batch holds complete groups."
             )
         return self
+
+    @model_validator(mode="after")
+    def check_env(self) -> Self:
+        if not self.env.episode:
+            return self
+        if self.algorithm.overlong_buffer_frac > 0:
+            raise ValueError(
+                f"algorithm.overlong_buffer_frac={self.algorithm.overlong_buffer_frac:g} punishes long completions, "
+                "and an episode has several (env.episode); set algorithm.overlong_buffer_frac=0 and let the "
+                "episode's reward punish length."
+            )
+        if self.env.max_tokens <= self.rollout.max_prompt_tokens:
+            raise ValueError(
+                f"env.max_tokens={self.env.max_tokens} leaves no room for a reply to a prompt of "
+                f"rollout.max_prompt_tokens={self.rollout.max_prompt_tokens} tokens; raise env.max_tokens."
+            )
+        return self
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Longest sequence of a call: prompt and completion."""
+        if self.env.episode:
+            return self.env.max_tokens
+        return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens
 
     @model_validator(mode="after")
     def check_max_kl(self) -> Self:

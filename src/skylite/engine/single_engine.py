@@ -35,7 +35,7 @@ def single_engine_spec(
         target_modules=adapter.target_modules if adapter is not None else None,
         max_loras=1,
         max_cpu_loras=2,
-        max_model_len=config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens,
+        max_model_len=config.max_sequence_tokens,
         max_num_seqs=config.engine.max_num_seqs,
         kv_cache_gib=config.engine.kv_cache_gib,
         gpu_memory_utilization=config.engine.gpu_memory_utilization,

@@ -127,7 +127,7 @@ def engine_spec(run_config: RunConfig, target_modules: list[str], index: int, so
         target_modules=target_modules,
         max_loras=MAX_LORAS,
         max_cpu_loras=MAX_LORAS + 1,
-        max_model_len=config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens,
+        max_model_len=config.max_sequence_tokens,
         max_num_seqs=config.engine.max_num_seqs,
         kv_cache_gib=config.engine.kv_cache_gib,
         gpu_memory_utilization=config.engine.gpu_memory_utilization,

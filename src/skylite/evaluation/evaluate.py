@@ -67,7 +67,7 @@ async def evaluate(
         engine, ids = clients[index % len(clients)], token_ids[prompt.id]
         async with slots:
             group = await collect_group(engine, model, version, prompt, ids, n, sampling, scorer)
-        _require_finite_rewards(group)
+        require_finite_rewards(group)
         return group
 
     groups = await gather_or_cancel([asyncio.create_task(one(i, p)) for i, p in enumerate(prompts)])
@@ -82,7 +82,8 @@ async def evaluate(
     )
 
 
-def _require_finite_rewards(group: Group) -> None:
+def require_finite_rewards(group: Group) -> None:
+    """Raise RunFailed for a NaN or infinite score."""
     for t in group.trajectories:
         if not is_number(t.first_score):
             name = next(iter(t.components), "reward")

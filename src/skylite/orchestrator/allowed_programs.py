@@ -11,7 +11,8 @@ from pathlib import Path
 from skylite.config.algorithm import AlgorithmConfig
 from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo
-from skylite.plugin_file import ADVANTAGE, POLICY_LOSS, REWARD, check_function, is_program
+from skylite.environments.episode_spec import check_episode
+from skylite.plugin_file import ADVANTAGE, EPISODE, POLICY_LOSS, REWARD, check_function, is_program
 from skylite.run.programs_named_by_user import is_set, remember, require_named
 
 
@@ -49,6 +50,14 @@ def allow_algorithm(
             programs |= require_named([spec], kind, named_by)
         check_function(spec, kind)
     return programs
+
+
+def allow_episode(spec: str, *, named_by: Path | None = None, settings: Sequence[str] = ()) -> dict[str, str]:
+    """Check that env.episode may run. `named_by`, `settings`: as for `allow_algorithm`. Raises ConfigError."""
+    check_episode(spec)
+    if named_by is None or is_set(settings, EPISODE.setting):
+        return remember(spec)
+    return require_named([spec], EPISODE, named_by)
 
 
 def accept_same_rewards(

@@ -12,17 +12,14 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from skylite.adapters.retention import Label, clean_up, held_out_scores, write_score
-from skylite.config.train import TrainConfig
-from skylite.data.tokenizer import encode_in_thread
+from skylite.adapters.retention import clean_up
 from skylite.engine.collect_groups import gather_or_cancel
 from skylite.engine.engine_pool import SyncReport
 from skylite.errors import TrainerLost
-from skylite.evaluation.evaluate import EvalResult, evaluate, write_results
+from skylite.orchestrator.held_out import evaluate_at_start, evaluate_held_out, is_evaluated_after
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.run_resources import Session
 from skylite.orchestrator.sampling import SampledStep, sample_step
@@ -253,48 +250,3 @@ async def unload_before(session: Session, before: int) -> None:
     """Unload versions older than `before`, which no request uses any more."""
     for adapter in await session.engines.unload_before(before):
         session.progress.event("adapter_unloaded", version=adapter.version)
-
-
-def is_evaluated_after(config: TrainConfig, step: int) -> bool:
-    """Whether the held-out problems are evaluated between this step and the next."""
-    return config.eval.every > 0 and step % config.eval.every == 0 and 0 < step < config.num_steps
-
-
-async def evaluate_at_start(session: Session, versions: Sequence[int]) -> None:
-    """Evaluate before the first step.
-
-    A new run evaluates version 0. A resumed run repeats an interrupted evaluation, if its version is loaded.
-    """
-    plan = session.plan
-    if plan.first_step == 1:
-        await evaluate_held_out(session, "before", version=0)
-        return
-    scores = held_out_scores(plan.run, plan.config.eval)
-    for version in (v for v in versions if is_evaluated_after(plan.config, v) and v not in scores):
-        await evaluate_held_out(session, "step", version=version)
-
-
-async def evaluate_held_out(session: Session, label: Label, version: int) -> EvalResult | None:
-    """Greedy pass@1 on the held-out problems, shown and saved in evals/. None if the run has none."""
-    plan = session.plan
-    if not plan.held_out:
-        return None
-    session.progress.phase("evaluating", f"{label}: {len(plan.held_out)} held-out problems")
-    result = await evaluate(
-        session.engines.engines,
-        adapter_name(version),
-        version,
-        plan.held_out,
-        await encode_in_thread(session.tokenizer, plan.held_out, plan.config.rollout.max_prompt_tokens),
-        session.scorer,
-        n=1,
-        temperature=0.0,
-        max_tokens=plan.config.rollout.max_completion_tokens,
-        stop_token_ids=session.tokenizer.stop_token_ids,
-        seed=plan.config.seed,
-    )
-    write_results(plan.run.evals / f"{label}-v{version:06d}.parquet", result)
-    write_score(plan.run, label, version, result.accuracy.mean, plan.config.eval)
-    when = f"step {version}: " if label == "step" else ""
-    session.progress.screen.evaluation(label, f"{when}greedy pass@1 {result.accuracy}")
-    return result

@@ -91,7 +91,7 @@ def kv_cache_bytes(config: TrainConfig, engine: EngineMemory, total: int) -> int
 
     Raises ConfigError if one sequence does not fit.
     """
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
+    longest = config.max_sequence_tokens
     share = config.engine.gpu_memory_utilization
     left = int(share * total) - engine.before_kv()
     if left < longest * engine.kv_per_token:
@@ -109,7 +109,7 @@ def require_trainer(
     config: TrainConfig, trainer: TrainerMemory, limit: int, gpu: Gpu, *, beside: int
 ) -> None:
     """Raise ConfigError if the trainer cannot compute its longest trajectory in `limit` bytes."""
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
+    longest = config.max_sequence_tokens
     needed = trainer.total(longest)
     if needed > limit * MARGIN:
         engines = f" beside {beside} engine(s)" if beside else ""
@@ -156,7 +156,7 @@ def trainer_note(config: TrainConfig, trainer: TrainerMemory, limit: int) -> str
 def micro_batch_tokens(config: TrainConfig) -> int:
     """The tokens of a micro-batch; for "auto", which is measured later, those of the longest trajectory."""
     tokens = config.trainer.tokens_per_micro_batch
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_completion_tokens
+    longest = config.max_sequence_tokens
     return longest if tokens == "auto" else max(tokens, longest)
 
 

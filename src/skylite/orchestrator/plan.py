@@ -18,7 +18,7 @@ from skylite.engine.server_command import choose_cpu_lora, engine_notes
 from skylite.errors import ConfigError
 from skylite.hub.resolve import resolve_model
 from skylite.hub.shared_memory import shared_copy
-from skylite.orchestrator.allowed_programs import allow_algorithm, allow_rewards
+from skylite.orchestrator.allowed_programs import allow_algorithm, allow_episode, allow_rewards
 from skylite.orchestrator.gpu_plan import place
 from skylite.orchestrator.memory_plan import plan_memory
 from skylite.plugin_file import REWARD
@@ -49,7 +49,7 @@ class RunPlan:
     held_out: Sequence[Prompt]
     """The first eval.limit problems of eval.split."""
     rewards: tuple[str, ...]
-    """Specs of the reward functions."""
+    """Specs of the reward functions. Empty with an environment."""
     first_step: int
     """1, or the step after the checkpoint a resumed run continues from."""
     resumed: bool = False
@@ -72,11 +72,15 @@ def plan_run(
     """
     train, info = read_split(config, "train")
     held_out = held_out_prompts(config)
-    named_by = None if is_set(settings, REWARD.setting) else recipe
-    rewards, programs = allow_rewards(
-        config.reward.functions, info, Path(config.data.path), named_by=named_by
-    )
-    load_components(rewards, config.reward.weights, train[0], programs=programs)
+    rewards: tuple[str, ...] = ()
+    if config.env.episode:  # its episodes give the rewards
+        programs = allow_episode(config.env.episode, named_by=recipe, settings=settings)
+    else:
+        named_by = None if is_set(settings, REWARD.setting) else recipe
+        rewards, programs = allow_rewards(
+            config.reward.functions, info, Path(config.data.path), named_by=named_by
+        )
+        load_components(rewards, config.reward.weights, train[0], programs=programs)
     programs |= allow_algorithm(config.algorithm, named_by=recipe, settings=settings)
     config, threads_note = fix_threads(config)
     resolved = resolve_choices(config, run, [data_note(config, info, len(train)), threads_note])

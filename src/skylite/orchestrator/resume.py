@@ -14,7 +14,12 @@ from skylite.config.loading import change_config, read_run_config
 from skylite.config.train import Resolved, RunConfig, TrainConfig
 from skylite.errors import ConfigError, DataError
 from skylite.hub.resolve import check_folder, resolve_model
-from skylite.orchestrator.allowed_programs import accept_same_rewards, allow_algorithm, allow_rewards
+from skylite.orchestrator.allowed_programs import (
+    accept_same_rewards,
+    allow_algorithm,
+    allow_episode,
+    allow_rewards,
+)
 from skylite.orchestrator.gpu_plan import Placement, place_again
 from skylite.orchestrator.memory_plan import MemoryBudget, plan_memory
 from skylite.orchestrator.plan import (
@@ -57,9 +62,13 @@ def plan_resume(
     check_device(config, recorded.resolved.device)
     placement = place_again(recorded, config)
     log_notes(placement.notes)
-    rewards, programs = allow_rewards(
-        config.reward.functions, info, Path(config.data.path), named_by=run.config_path
-    )
+    rewards: tuple[str, ...] = ()
+    if config.env.episode:
+        programs = allow_episode(config.env.episode, named_by=run.config_path, settings=settings)
+    else:
+        rewards, programs = allow_rewards(
+            config.reward.functions, info, Path(config.data.path), named_by=run.config_path
+        )
     programs |= allow_algorithm(config.algorithm, named_by=run.config_path, settings=settings)
     recorded = _check_inputs(recorded, config)
     done = choose_checkpoint(run, at)

@@ -8,6 +8,7 @@ from pathlib import Path
 from skylite.data.tokenizer import ChatTokenizer
 from skylite.engine.collect_groups import Scorer
 from skylite.engine.engine_pool import EnginePool
+from skylite.environments.sample_episodes import Environment
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.progress import Progress
 from skylite.orchestrator.shutdown import TimeLimit
@@ -20,10 +21,12 @@ class Session:
 
     plan: RunPlan
     engines: EnginePool
-    scorer: Scorer
+    scorer: Scorer | None
+    """None with an environment, whose episodes give the rewards."""
     tokenizer: ChatTokenizer
     progress: Progress
     limit: TimeLimit | None = None
+    environment: Environment | None = None
 
     @property
     def adapters(self) -> Path:

@@ -19,6 +19,8 @@ from skylite.engine.adapter_canary import DEFAULT_TOLERANCE, canary_sequences, v
 from skylite.engine.engine_pool import EnginePool
 from skylite.engine.startup import engines_for_modules, start_engines
 from skylite.engine.watchdog import RestartPolicy
+from skylite.environments.sample_episodes import Environment
+from skylite.environments.start import running_environment
 from skylite.errors import OutOfMemory, SkyliteError, TrainerLost, WriteFailed, write_failed
 from skylite.hub.shared_memory import model_in_shared_memory
 from skylite.orchestrator.failures import TRAINER, explain_failure, may_resume, with_next_commands
@@ -178,9 +180,11 @@ async def _run(
         progress.event("trainer_started")
         tokenizer = await _load_tokenizer(plan, stack)
         progress.event("tokenizer_ready")
-        pool = reward_pool(plan)
-        stack.callback(pool.close)
-        pool.watch(supervisor.fail)
+        pool = None if plan.config.env.episode else reward_pool(plan)
+        if pool is not None:
+            stack.callback(pool.close)
+            pool.watch(supervisor.fail)
+        environment = await _environment(plan, stack, tokenizer, supervisor)
         record_choices(plan, await wait_for_trainer_step(plan, plan.first_step - 1))
         ready = await stack.enter_async_context(
             engines_for_modules(
@@ -196,10 +200,34 @@ async def _run(
         engines = EnginePool(ready, tolerance)
         await run_steps(
             Session(
-                plan=plan, engines=engines, scorer=pool, tokenizer=tokenizer, progress=progress, limit=limit
+                plan=plan,
+                engines=engines,
+                scorer=pool,
+                tokenizer=tokenizer,
+                progress=progress,
+                limit=limit,
+                environment=environment,
             )
         )
         await wait_for_trainer_exit(plan, supervisor)
+
+
+async def _environment(
+    plan: RunPlan, stack: contextlib.AsyncExitStack, tokenizer: ChatTokenizer, supervisor: Supervisor
+) -> Environment | None:
+    """The environment of env.episode, which `stack` ends."""
+    if not plan.config.env.episode:
+        return None
+    return await stack.enter_async_context(
+        running_environment(
+            plan.config,
+            Path(plan.resolved.model_path),
+            tokenizer.stop_token_ids,
+            plan.resolved.programs,
+            plan.run.logs,
+            supervisor,
+        )
+    )
 
 
 async def _load_tokenizer(plan: RunPlan, stack: contextlib.AsyncExitStack) -> ChatTokenizer:

@@ -12,6 +12,7 @@ from skylite.data.order import prompts_for_round, prompts_for_step
 from skylite.data.tokenizer import encode_in_thread
 from skylite.engine.client import Sampling
 from skylite.engine.collect_groups import collect_group, gather_or_cancel, request_seed
+from skylite.environments.sample_episodes import Source
 from skylite.orchestrator.run_resources import Session
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import AdapterVersion
@@ -63,6 +64,17 @@ async def sample_groups(
     `first_index`: number of the first prompt within the step. The request seeds depend on the prompt numbers.
     """
     plan, rollout = session.plan, session.plan.config.rollout
+    if session.environment is not None:
+        source = Source(
+            model=adapter.name,
+            version=adapter.version,
+            engines=session.engines.engines,
+            temperature=rollout.temperature,
+        )
+        return await session.environment.sample(
+            source, prompts, step=step, first_index=first_index, group_size=rollout.group_size
+        )
+    assert session.scorer is not None, "a run without an environment has reward workers"
     penalty = partial(
         overlong_penalty,
         max_completion_tokens=rollout.max_completion_tokens,

@@ -22,6 +22,7 @@ from skylite.plugin_file import (
     CODE_IN_DATA,
     REWARD,
     FunctionKind,
+    is_command,
     is_program,
     program_sha256,
     resolve_spec,
@@ -40,7 +41,7 @@ def remember(*specs: str) -> dict[str, str]:
     hashes = {spec: program_sha256(spec) for spec in specs if is_program(spec)}
     named = {spec: sha256 for spec, sha256 in hashes.items() if sha256 is not None}
     updated = known | {resolve_spec(spec): sha256 for spec, sha256 in named.items()}
-    updated |= {spec: "" for spec in specs if spec in CODE_IN_DATA}
+    updated |= {spec: "" for spec in specs if spec in CODE_IN_DATA or is_command(spec)}
     if updated != known:
         with suppress(WriteFailed):
             write_json(_state_file(), {"named": updated})
@@ -51,7 +52,7 @@ def require_named(specs: Sequence[str], kind: FunctionKind, where: Path) -> dict
     """Log which programs will run. Returns spec -> sha256 of the content that the user has named.
 
     Raises ConfigError if `where` names a program that the user has not named, or one that has changed since,
-    or a reward of CODE_IN_DATA that the user has not named.
+    or a reward of CODE_IN_DATA or a command that the user has not named.
     """
     programs, known = [spec for spec in specs if is_program(spec)], _known()
     for spec in specs:
@@ -60,6 +61,12 @@ def require_named(specs: Sequence[str], kind: FunctionKind, where: Path) -> dict
                 f"{where} names the {kind.name} {spec}, which evaluates parts of data and completions as "
                 "code (in a sandbox) and which you have not named on this machine yourself; it was not run.",
                 f"If you trust the data, name it: --set {_setting(specs, kind)}.",
+            )
+        if is_command(spec) and spec not in known:
+            raise ConfigError(
+                f"{where} names the {kind.name} {spec}, a command that you have not named on this machine "
+                "yourself; it was not run.",
+                f"If you trust it, name it: --set {_setting(specs, kind)}.",
             )
     for spec in programs:
         sha256 = known.get(resolve_spec(spec))

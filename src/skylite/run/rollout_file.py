@@ -31,12 +31,16 @@ ROLLOUT_SCHEMA = pa.schema(
         ("reward", pa.float64()),
         ("penalty", pa.float64()),
         ("components", pa.map_(pa.string(), pa.float64())),
+        ("end", pa.string()),
+        # The reward of this turn; all are 0 and has_turn_rewards is false if there is one reward only.
+        ("turn_reward", pa.float64()),
+        ("has_turn_rewards", pa.bool_()),
         ("question", pa.string()),
         ("completion", pa.string()),
         ("answer", pa.string()),
     ]
 )
-TRAJECTORY_COLUMNS = ("reward", "penalty")
+TRAJECTORY_COLUMNS = ("reward", "penalty", "end", "has_turn_rewards")
 """Columns that must be equal in all rows of a trajectory."""
 
 
@@ -92,6 +96,9 @@ def _rows_of(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
                     "reward": trajectory.reward,
                     "penalty": trajectory.penalty,
                     "components": dict(trajectory.components),
+                    "end": trajectory.end,
+                    "turn_reward": trajectory.turn_rewards[turn] if trajectory.turn_rewards else 0.0,
+                    "has_turn_rewards": bool(trajectory.turn_rewards),
                     "question": group.prompt.messages[-1]["content"],
                     "completion": sample.text,
                     "answer": group.prompt.answer,
@@ -121,6 +128,8 @@ def _trajectory(path: Path, rows: list[dict[str, Any]]) -> Trajectory:
         reward=first["reward"],
         penalty=first["penalty"],
         components=dict(first["components"]),
+        end=first["end"],
+        turn_rewards=tuple(row["turn_reward"] for row in rows) if first["has_turn_rewards"] else (),
     )
 
 

@@ -95,14 +95,14 @@ def _along_trajectories(
 ) -> Tensor:
     """[C] advantages before whitening from [C] KL penalties (negative) and values.
 
-    The last token of a trajectory gets the trajectory's reward too.
+    The last token of a trajectory gets the trajectory's reward too, or the last token of each turn its reward.
     """
     if not trajectories:
         return token_rewards
     lengths = [t.num_tokens for t in trajectories]
-    last = torch.tensor(lengths).cumsum(0) - 1
+    positions, given = _rewarded_tokens(trajectories)
     rewards = token_rewards.index_add(
-        0, last, torch.tensor([t.train_reward for t in trajectories], dtype=token_rewards.dtype)
+        0, torch.tensor(positions), torch.tensor(given, dtype=token_rewards.dtype)
     )
     rewards, values = (
         pad_sequence(list(torch.split(x, lengths)), batch_first=True) for x in (rewards, values)
@@ -113,3 +113,20 @@ def _along_trajectories(
         else token_returns(rewards, config.gamma)
     )
     return advantages[torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]]
+
+
+def _rewarded_tokens(trajectories: Sequence[Trajectory]) -> tuple[list[int], list[float]]:
+    """Numbers of the sampled tokens that get a reward, and these rewards."""
+    positions, given, end = [], [], 0
+    for trajectory in trajectories:
+        for turn, sample in enumerate(trajectory.samples):
+            end += len(sample.completion_token_ids)
+            if trajectory.turn_rewards:
+                positions.append(end - 1)
+                given.append(trajectory.turn_rewards[turn])
+        if trajectory.turn_rewards:
+            given[-1] += trajectory.penalty
+        else:
+            positions.append(end - 1)
+            given.append(trajectory.train_reward)
+    return positions, given

@@ -1,0 +1,37 @@
+"""Settings of environments: episodes of several turns."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from skylite.config.base_section import Section
+
+
+class EnvConfig(Section):
+    """Episodes of several turns. Without `episode`, a trajectory is one completion."""
+
+    episode: str = ""
+    """FILE.py:function, or `command:PROGRAM ARGUMENTS`. Empty: one turn, scored by reward.functions."""
+    max_turns: int = Field(16, ge=1)
+    """Calls of the model in one trajectory. A further call ends it."""
+    max_tokens: int = Field(4096, ge=2)
+    """Longest sequence of a call: prompt and reply. A longer prompt ends the trajectory."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Seconds for an episode. Then its processes are killed, and the trajectory ends."""
+    limit_reward: float = 0.0
+    """Reward of a trajectory that a limit ended before its episode returned one."""
+    on_error: Literal["stop", "drop"] = "stop"
+    """If an episode raises: stop the run, or leave its group out of the step and count it."""
+    max_concurrent: int = Field(64, ge=1)
+    """Episodes that run at the same time, each in its own process."""
+    history: Literal["sampled", "template"] = "sampled"
+    """sampled: a later call's prompt keeps the tokens that were sampled. template: the chat template writes
+    the history anew, as a plain server would, which may drop reasoning; such calls share fewer tokens."""
+    tool_format: Literal["auto", "hermes", "qwen-xml", "glm", "mistral", "llama", "gemma", "harmony"] = "auto"
+    """How the model writes tool calls. auto: what its chat template shows."""
+    template_arguments: dict[str, Any] = {}
+    """Arguments of the chat template, such as {enable_thinking = false}."""
+    weights: dict[str, float] = {}
+    """Weight of each named component that an episode returns. Missing names count 1."""

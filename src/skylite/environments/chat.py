@@ -1,0 +1,199 @@
+"""What a user's episode gets: a task, and a chat with the policy.
+
+    async def episode(task, chat) -> float:
+        reply = await chat([{"role": "user", "content": task.prompt}])
+        return 1.0 if task.answer in reply.text else 0.0
+
+Any OpenAI client works too: base_url=chat.base_url, api_key=chat.api_key, model=chat.model. An episode that is a
+plain function gets a chat whose calls block.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from pydantic import TypeAdapter, ValidationError, create_model
+
+from skylite.foreign_text import parse_json
+
+Messages = Sequence[dict[str, Any]]
+Tools = Sequence[Callable[..., Any] | dict[str, Any]]
+LIMIT_CODES = ("turn_limit", "context_length_exceeded")
+
+
+class LimitReached(Exception):
+    """The trajectory has no turn or no tokens left. An episode may catch it and return a reward."""
+
+
+class ChatError(Exception):
+    """The recorder refused a request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One prompt of the data set, as an episode sees it."""
+
+    id: str
+    prompt: str
+    """The question: the last user message."""
+    messages: list[dict[str, Any]]
+    """System text, examples and question."""
+    answer: str
+    columns: dict[str, Any]
+    """More columns of the data."""
+    seed: int
+    """Differs between trajectories and is equal in a repeated run. `random` is seeded with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The model's answer."""
+
+    message: dict[str, Any]
+    """Append it to the messages of the next call as it is."""
+    finish_reason: str
+    """stop, length (cut at the token limit) or tool_calls."""
+
+    @property
+    def text(self) -> str:
+        """Without reasoning and tool calls."""
+        text: str = self.message["content"]
+        return text
+
+    @property
+    def reasoning(self) -> str:
+        text: str = self.message.get("reasoning_content", "")
+        return text
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """In OpenAI's form."""
+        calls: list[dict[str, Any]] = self.message.get("tool_calls", [])
+        return calls
+
+    def run_tools(self, tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
+        """Run the called functions. Returns their results as messages; an error is a result too."""
+        by_name = {tool.__name__: tool for tool in tools}
+        return [
+            {"role": "tool", "tool_call_id": call["id"], "content": _run_tool(call["function"], by_name)}
+            for call in self.tool_calls
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where an OpenAI client finds the policy."""
+
+    base_url: str
+    api_key: str
+    model: str
+    timeout_s: float
+
+
+@dataclass(slots=True)
+class Chat:
+    """`await chat(messages)`: a call of the policy."""
+
+    endpoint: Endpoint
+    _client: httpx.AsyncClient | None = field(default=None, repr=False)
+
+    @property
+    def base_url(self) -> str:
+        return self.endpoint.base_url
+
+    @property
+    def api_key(self) -> str:
+        return self.endpoint.api_key
+
+    @property
+    def model(self) -> str:
+        return self.endpoint.model
+
+    async def __call__(
+        self, messages: Messages, *, tools: Tools = (), max_tokens: int | None = None
+    ) -> Reply:
+        """Sample a reply. Raises LimitReached at the trajectory's limits, ChatError for a refused request.
+
+        `tools`: functions with type hints, or OpenAI's JSON schemas.
+        """
+        if self._client is None:
+            self._client = httpx.AsyncClient(timeout=self.endpoint.timeout_s, trust_env=False)
+        url, headers = _target(self.endpoint)
+        return _reply(
+            await self._client.post(url, headers=headers, json=_body(self.model, messages, tools, max_tokens))
+        )
+
+
+@dataclass(slots=True)
+class BlockingChat:
+    """`chat(messages)` for an episode that is a plain function."""
+
+    endpoint: Endpoint
+
+    base_url = property(lambda self: self.endpoint.base_url)
+    api_key = property(lambda self: self.endpoint.api_key)
+    model = property(lambda self: self.endpoint.model)
+
+    def __call__(self, messages: Messages, *, tools: Tools = (), max_tokens: int | None = None) -> Reply:
+        """As `Chat`."""
+        url, headers = _target(self.endpoint)
+        body = _body(self.endpoint.model, messages, tools, max_tokens)
+        with httpx.Client(timeout=self.endpoint.timeout_s, trust_env=False) as client:
+            return _reply(client.post(url, headers=headers, json=body))
+
+
+def tool_schema(tool: Callable[..., Any] | dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's schema of a function: name, docstring, and type hints of its parameters."""
+    if isinstance(tool, dict):
+        return tool
+    parameters = TypeAdapter(_arguments_model(tool)).json_schema()
+    function = {"name": tool.__name__, "description": inspect.getdoc(tool) or "", "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def _arguments_model(tool: Callable[..., Any]) -> Any:
+    fields: dict[str, Any] = {}
+    for name, parameter in inspect.signature(tool, eval_str=True).parameters.items():
+        kind = Any if parameter.annotation is parameter.empty else parameter.annotation
+        fields[name] = (kind, ... if parameter.default is parameter.empty else parameter.default)
+    return create_model(tool.__name__, **fields)
+
+
+def _run_tool(call: dict[str, Any], tools: dict[str, Callable[..., Any]]) -> str:
+    tool = tools.get(call["name"])
+    if tool is None:
+        return f"Error: there is no tool {call['name']}; there are {', '.join(tools)}."
+    try:
+        checked = _arguments_model(tool).model_validate(parse_json(call["arguments"]))
+    except (ValidationError, ValueError) as error:
+        return f"Error: {call['name']} got other arguments: {str(error).splitlines()[0]}"
+    try:
+        value = tool(**{name: getattr(checked, name) for name in type(checked).model_fields})
+    except Exception as error:  # noqa: BLE001  # the model reads it
+        return f"Error: {type(error).__name__}: {error}"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _target(endpoint: Endpoint) -> tuple[str, dict[str, str]]:
+    return f"{endpoint.base_url}/chat/completions", {"Authorization": f"Bearer {endpoint.api_key}"}
+
+
+def _body(model: str, messages: Messages, tools: Tools, max_tokens: int | None) -> dict[str, Any]:
+    body: dict[str, Any] = {"model": model, "messages": list(messages)}
+    if tools:
+        body["tools"] = [tool_schema(tool) for tool in tools]
+    return body if max_tokens is None else {**body, "max_tokens": max_tokens}
+
+
+def _reply(response: httpx.Response) -> Reply:
+    if response.status_code == httpx.codes.OK:
+        choice = response.json()["choices"][0]
+        return Reply(choice["message"], choice["finish_reason"])
+    error = response.json()["error"]
+    kind = LimitReached if error["code"] in LIMIT_CODES else ChatError
+    raise kind(error["message"])

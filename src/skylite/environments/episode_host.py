@@ -1,0 +1,236 @@
+"""The process that runs episodes: it imports the user's file once, then forks a process for each episode.
+
+    python -P -m skylite.environments.episode_host SOCKET SPEC SHA256
+
+It talks with the parent in JSON lines over the Unix socket. From the parent: {"id", "task", "endpoint"} and
+{"cancel": id}. To the parent: {"ready": true} or {"failed": text}, then {"id", "value"}, {"id", "raised"} or
+{"id", "ended"} for each episode. An episode's process leads its own process group, which is killed at its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import inspect
+import json
+import os
+import random
+import resource
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from skylite.environments.chat import BlockingChat, Chat, Endpoint, Task
+from skylite.environments.command_episode import command_episode
+from skylite.errors import SkyliteError
+from skylite.plugin_file import EPISODE, is_command, load_function
+from skylite.processes.parent_death import die_with_parent
+
+FILE_BYTES = 1 << 30
+"""Largest file that an episode may write, its log included."""
+_PR_SET_CHILD_SUBREAPER = 36
+Episode = Callable[..., Any]
+
+
+@dataclass(slots=True)
+class Running:
+    """An episode's process. `result` fills from its pipe."""
+
+    id: int
+    pid: int
+    pidfd: int
+    pipe: int
+    result: bytearray = field(default_factory=bytearray)
+
+
+def main() -> None:
+    path, spec, sha256 = sys.argv[1:4]
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans of episodes come to this process
+    parent = socket.socket(socket.AF_UNIX)
+    parent.connect(path)
+    try:
+        episode = load_episode(spec, sha256 or None)
+    except SkyliteError as error:
+        _send(parent, {"failed": error.what})
+        return
+    _send(parent, {"ready": True})
+    Host(parent, episode).serve()
+
+
+def load_episode(spec: str, sha256: str | None) -> Episode:
+    """The episode function. Raises ConfigError."""
+    if is_command(spec):
+        return command_episode(spec)
+    return load_function(spec, EPISODE, sha256)
+
+
+class Host:
+    """Runs episodes until the parent closes the socket."""
+
+    def __init__(self, parent: socket.socket, episode: Episode) -> None:
+        self._parent = parent
+        self._episode = episode
+        self._running: dict[int, Running] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(parent, selectors.EVENT_READ)
+        self._input = bytearray()
+
+    def serve(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.data is not None:
+                    if key.data.id in self._running:  # not ended by an event before this one
+                        self._read_result(key.data, ended=key.fd == key.data.pidfd)
+                elif not self._read_requests():
+                    for running in list(self._running.values()):
+                        _kill_group(running.pid)
+                    return
+
+    def _read_requests(self) -> bool:
+        data = self._parent.recv(1 << 16)
+        self._input += data
+        *lines, rest = self._input.split(b"\n")
+        self._input = bytearray(rest)
+        for line in lines:
+            message = json.loads(line)
+            if "cancel" in message:
+                if (running := self._running.get(message["cancel"])) is not None:
+                    _kill_group(running.pid)
+            else:
+                self._start(message)
+        return bool(data)
+
+    def _start(self, message: dict[str, Any]) -> None:
+        read_end, write_end = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        host, pid = os.getpid(), os.fork()
+        if pid == 0:
+            os.close(read_end)
+            self._selector.close()
+            self._parent.close()
+            for other in self._running.values():
+                os.close(other.pipe)
+                os.close(other.pidfd)
+            _run_episode(self._episode, message, write_end, host)
+        os.close(write_end)
+        with contextlib.suppress(OSError):  # the child does the same; whoever is first
+            os.setpgid(pid, pid)
+        os.set_blocking(read_end, False)
+        running = Running(message["id"], pid, os.pidfd_open(pid), read_end)
+        self._running[running.id] = running
+        self._selector.register(running.pipe, selectors.EVENT_READ, running)
+        self._selector.register(running.pidfd, selectors.EVENT_READ, running)
+
+    def _read_result(self, running: Running, *, ended: bool) -> None:
+        """Read on. A complete line ends the episode, and so does the end of its process."""
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(running.pipe, 1 << 16):
+                running.result += chunk
+            if not ended:
+                self._forget(running.pipe)  # closed without a result: wait for the end of the process
+        if not ended and not running.result.endswith(b"\n"):
+            return
+        for descriptor in (running.pipe, running.pidfd):
+            self._forget(descriptor)
+            os.close(descriptor)
+        del self._running[running.id]
+        _kill_group(running.pid)
+        _, status = os.waitpid(running.pid, 0)
+        if running.result.endswith(b"\n"):
+            found = json.loads(running.result)
+        else:
+            found = {"ended": os.waitstatus_to_exitcode(status)}
+        if not self._running:
+            _kill_orphans()
+        _send(self._parent, {"id": running.id, **found})
+
+    def _forget(self, descriptor: int) -> None:
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(descriptor)
+
+
+def _run_episode(episode: Episode, message: dict[str, Any], pipe: int, host: int) -> NoReturn:
+    """The forked process: run the episode, write its result, end."""
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
+    die_with_parent(host)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    limit = FILE_BYTES if most == resource.RLIM_INFINITY else min(FILE_BYTES, most)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    task, endpoint = Task(**message["task"]), Endpoint(**message["endpoint"])
+    random.seed(task.seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(task.seed % 2**32)
+    try:
+        found = {"value": plain_value(_call(episode, task, endpoint))}
+    except BaseException as error:  # noqa: BLE001  # SystemExit too is an error of the episode
+        traceback.print_exc()
+        found = {"raised": f"{type(error).__name__}: {error}"[:2000]}
+    data = json.dumps(found).encode() + b"\n"
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(pipe, data) :]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _call(episode: Episode, task: Task, endpoint: Endpoint) -> Any:
+    if inspect.iscoroutinefunction(episode):
+        return asyncio.run(episode(task, Chat(endpoint)))
+    return episode(task, BlockingChat(endpoint))
+
+
+def plain_value(value: Any) -> Any:
+    """A reward as JSON: a number, a list of numbers, or a dict of them. Raises TypeError."""
+    if isinstance(value, dict):
+        return {str(name): _number(x) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_number(x) for x in value]
+    return _number(value)
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"the episode returned {value!r}; a reward is a number, a list of one number a turn, or a dict of "
+            "named numbers"
+        ) from None
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _kill_orphans() -> None:
+    """End what episodes left in process groups of their own. No episode runs now."""
+    path = f"/proc/self/task/{os.getpid()}/children"
+    try:
+        with open(path, encoding="ascii") as file:
+            pids = [int(pid) for pid in file.read().split()]
+    except OSError:
+        return
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _send(parent: socket.socket, message: dict[str, Any]) -> None:
+    parent.sendall(json.dumps(message).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""The parent's side of episode_host.py: starts it, sends it episodes, and waits for their results."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import json
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from skylite.environments.chat import Endpoint, Task
+from skylite.errors import ConfigError, RunFailed
+from skylite.foreign_text import parse_json, plain
+from skylite.processes.child import ProcessSpec
+from skylite.processes.supervisor import Supervisor
+
+NAME = "episodes"
+START_S = 120.0
+END_S = 10.0
+"""Time for the host to report the end of an episode that it has killed."""
+MAX_LINE = 1 << 20
+
+
+class EpisodeFailed(Exception):
+    """An episode raised, or its process ended. The text says which."""
+
+
+class EpisodeTooLong(Exception):
+    """An episode reached env.timeout_s."""
+
+
+@dataclass(slots=True)
+class EpisodePool:
+    """Sends episodes to the host. `run` may be called many times at once."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+    _waiting: dict[int, asyncio.Future[dict[str, Any]]] = field(default_factory=dict)
+
+    async def run(self, task: Task, endpoint: Endpoint, timeout_s: float) -> Any:
+        """The value that the episode returned. Raises EpisodeFailed or EpisodeTooLong."""
+        number = next(self._numbers)
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
+        try:
+            await self._send(
+                {"id": number, "task": dataclasses.asdict(task), "endpoint": dataclasses.asdict(endpoint)}
+            )
+            try:
+                found = await asyncio.wait_for(asyncio.shield(future), timeout_s)
+            except TimeoutError:
+                await self._send({"cancel": number})
+                await asyncio.wait({future}, timeout=END_S)
+                raise EpisodeTooLong from None
+        except asyncio.CancelledError:
+            with contextlib.suppress(OSError):
+                await self._send({"cancel": number})
+            raise
+        finally:
+            self._waiting.pop(number, None)
+        if "value" in found:
+            return found["value"]
+        if "raised" in found:
+            raise EpisodeFailed(f"raised {plain(str(found['raised']))}")
+        raise EpisodeFailed(f"ended its process with {found.get('ended')} before it returned a reward")
+
+    async def read_results(self) -> None:
+        """Pass results to the episodes that wait, until the host ends."""
+        while line := await self.reader.readline():
+            message = parse_json(line)
+            future = self._waiting.get(message["id"])
+            if future is not None and not future.done():
+                future.set_result(message)
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        self.writer.write(json.dumps(message).encode() + b"\n")
+        await self.writer.drain()
+
+
+@contextlib.asynccontextmanager
+async def running_episodes(
+    spec: str, sha256: str | None, folder: Path, logs: Path, supervisor: Supervisor
+) -> AsyncIterator[EpisodePool]:
+    """Start the host with the episode function of `spec`, and end it with the block.
+
+    `folder`: for the socket; mode 0700. Raises ConfigError if the function cannot be loaded.
+    """
+    connected: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
+    connected = asyncio.get_running_loop().create_future()
+
+    def on_connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not connected.done():
+            connected.set_result((reader, writer))
+
+    path = folder / "episodes.sock"
+    server = await asyncio.start_unix_server(on_connect, path, limit=MAX_LINE)
+    command = [
+        sys.executable,
+        "-P",
+        "-u",
+        "-m",
+        "skylite.environments.episode_host",
+        str(path),
+        spec,
+        sha256 or "",
+    ]
+    try:
+        supervisor.start(
+            ProcessSpec(name=NAME, argv=command, env={"PYTHONHASHSEED": "0"}, log_path=logs / f"{NAME}.log")
+        )
+        # Its end is no ChildDied until it has said why it cannot start.
+        supervisor.leave_to_caller(NAME)
+        reader, writer = await _within(connected, logs)
+        first = parse_json(await reader.readline() or b"{}")
+        if "failed" in first:
+            raise ConfigError(str(first["failed"]), "Fix that file.")
+        if "ready" not in first:
+            raise _host_lost(logs)
+        pool = EpisodePool(reader, writer)
+        reading = asyncio.ensure_future(pool.read_results())
+        reading.add_done_callback(partial(_report_end, supervisor, logs))
+        try:
+            yield pool
+        finally:
+            reading.cancel()
+            writer.close()
+    finally:
+        server.close()
+        path.unlink(missing_ok=True)
+        if NAME in supervisor.pids():
+            supervisor.stop_child(NAME, timeout_s=1.0)
+
+
+def _report_end(supervisor: Supervisor, logs: Path, reading: asyncio.Future[None]) -> None:
+    if not reading.cancelled():
+        supervisor.fail(_host_lost(logs))
+
+
+async def _within(
+    connected: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]], logs: Path
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    try:
+        return await asyncio.wait_for(connected, START_S)
+    except TimeoutError:
+        raise _host_lost(logs) from None
+
+
+def _host_lost(logs: Path) -> RunFailed:
+    return RunFailed(
+        "The process that runs the episodes ended or does not answer.", f"Read {logs / (NAME + '.log')}."
+    )

@@ -1,0 +1,34 @@
+"""env.episode: FILE.py:function, or command:PROGRAM ARGUMENTS."""
+
+from __future__ import annotations
+
+import shlex
+
+from skylite.errors import ConfigError
+from skylite.plugin_file import COMMAND, EPISODE, check_function, is_command, is_program
+
+
+def check_episode(spec: str) -> None:
+    """Check env.episode without running it. Raises ConfigError."""
+    if is_command(spec):
+        command_words(spec)
+    elif is_program(spec):
+        check_function(spec, EPISODE)
+    else:
+        raise ConfigError(
+            f"env.episode={spec} names no episode.",
+            f"Give FILE.py:function with `async def function{EPISODE.arguments}`, or {COMMAND}PROGRAM ARGUMENTS.",
+        )
+
+
+def command_words(spec: str) -> list[str]:
+    """The program and its arguments. Raises ConfigError."""
+    try:
+        words = shlex.split(spec.removeprefix(COMMAND))
+    except ValueError as error:
+        raise ConfigError(
+            f"env.episode={spec} is no command line: {error}.", "Quote it as in a shell."
+        ) from None
+    if not words:
+        raise ConfigError(f"env.episode={spec} names no program.", f"E.g. {COMMAND}'python agent.py'.")
+    return words

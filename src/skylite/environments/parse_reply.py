@@ -1,0 +1,247 @@
+"""A sampled text to an assistant message: reasoning, content and tool calls, by the model's own notation.
+
+The parsed message is only what the program reads. What the trainer learns from are the sampled token ids.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skylite.foreign_text import parse_json
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call that the model made."""
+
+    name: str
+    arguments: str
+    """JSON, as in OpenAI's API."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedReply:
+    """The parts of a sampled text."""
+
+    content: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    def message(self, number: int) -> dict[str, Any]:
+        """The assistant message in OpenAI's form. `number` makes the ids of its tool calls unique."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": f"call{number:04d}{index:02d}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for index, call in enumerate(self.tool_calls)
+            ]
+        return message
+
+
+Parsed = tuple[str, list[ToolCall]]
+"""Text without its tool calls, and these."""
+
+
+def tool_format(template: str) -> str:
+    """The name of the notation that a chat template teaches: a key of TOOL_FORMATS."""
+    signs = (
+        ("<arg_key>", "glm"),
+        ("<function=", "qwen-xml"),
+        ("<|channel|>", "harmony"),
+        ("[TOOL_CALLS]", "mistral"),
+        ("<|tool_call>", "gemma"),
+        ("<tool_call>", "hermes"),
+        ("<|python_tag|>", "llama"),
+        ('"parameters"', "llama"),
+    )
+    return next((name for sign, name in signs if sign in template), "hermes")
+
+
+def parse_reply(text: str, form: str, stops: Sequence[str], *, has_tools: bool, thinks: bool) -> ParsedReply:
+    """Parse a sampled text that includes special tokens.
+
+    `stops`: end-of-turn tokens. `thinks`: the generation prompt has opened a reasoning block already.
+    """
+    for stop in sorted(stops, key=len, reverse=True):
+        if stop and text.endswith(stop):
+            text = text.removesuffix(stop)
+            break
+    if form == "harmony":
+        return _harmony(text)
+    reasoning, text = _reasoning(text, thinks=thinks)
+    calls: list[ToolCall] = []
+    if has_tools:
+        text, calls = TOOL_FORMATS[form](text)
+    return ParsedReply(_clean(text), reasoning, tuple(calls))
+
+
+def _reasoning(text: str, *, thinks: bool) -> tuple[str, str]:
+    """(reasoning, rest). A block without an end is all reasoning."""
+    opened = text.lstrip().startswith("<think>")
+    if not (opened or thinks):
+        return "", text
+    inside = text.split("<think>", 1)[1] if opened else text
+    reasoning, end, rest = inside.partition("</think>")
+    if not end and not opened:
+        return reasoning.strip(), ""
+    return reasoning.strip(), rest.lstrip("\n")
+
+
+def _clean(text: str) -> str:
+    """Content without special tokens: <|...|> and the usual padding."""
+    return re.sub(r"<\|[a-z_]+\|>|</?s>", "", text).strip()
+
+
+def _call(value: Any) -> ToolCall | None:
+    """A call from its JSON object."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        try:
+            arguments = parse_json(arguments)
+        except ValueError:
+            return None
+    return (
+        ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+        if isinstance(arguments, dict)
+        else None
+    )
+
+
+def _json_calls(text: str) -> list[ToolCall] | None:
+    """The calls in a JSON object or a list of them; None if it is none."""
+    try:
+        value = parse_json(text)
+    except ValueError:
+        return None
+    calls = [_call(item) for item in (value if isinstance(value, list) else [value])]
+    return None if not calls or None in calls else [c for c in calls if c is not None]
+
+
+def _blocks(text: str, pattern: str, read: Callable[[re.Match[str]], Iterable[ToolCall] | None]) -> Parsed:
+    """Take out every block that `read` understands; the others stay text."""
+    calls: list[ToolCall] = []
+
+    def take(match: re.Match[str]) -> str:
+        found = read(match)
+        if found is None:
+            return match[0]
+        calls.extend(found)
+        return ""
+
+    return re.sub(pattern, take, text, flags=re.DOTALL), calls
+
+
+def _hermes(text: str) -> Parsed:
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>"""
+    return _blocks(text, r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", lambda m: _json_calls(m[1]))
+
+
+def _qwen_xml(text: str) -> Parsed:
+    """<tool_call><function=NAME><parameter=KEY>value</parameter>...</function></tool_call>"""
+
+    def read(match: re.Match[str]) -> list[ToolCall]:
+        pairs = re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", match[2], re.DOTALL)
+        return [ToolCall(match[1].strip(), _arguments(pairs))]
+
+    return _blocks(text, r"(?:<tool_call>\s*)?<function=([^>\n]+)>(.*?)</function>(?:\s*</tool_call>)?", read)
+
+
+def _glm(text: str) -> Parsed:
+    """<tool_call>NAME<arg_key>K</arg_key><arg_value>V</arg_value>...</tool_call>"""
+
+    def read(match: re.Match[str]) -> list[ToolCall]:
+        pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", match[2], re.DOTALL)
+        return [ToolCall(match[1].strip(), _arguments(pairs))]
+
+    return _blocks(text, r"<tool_call>([^<\n]+)\s*(.*?)</tool_call>", read)
+
+
+def _mistral(text: str) -> Parsed:
+    """[TOOL_CALLS][{...}], or [TOOL_CALLS]NAME[ARGS]{...} in newer models."""
+    before, sign, rest = text.partition("[TOOL_CALLS]")
+    if not sign:
+        return text, []
+    if (calls := _json_calls(rest.strip())) is not None:
+        return before, calls
+    calls = []
+    for part in rest.split("[TOOL_CALLS]"):
+        name, _, arguments = part.partition("[ARGS]")
+        name = name.partition("[CALL_ID]")[0].strip()
+        call = _call({"name": name, "arguments": arguments.strip() or "{}"})
+        if call is None:
+            return text, []
+        calls.append(call)
+    return before, calls
+
+
+def _llama(text: str) -> Parsed:
+    """The turn is nothing but JSON: {"name": ..., "parameters": {...}}, several divided by ";"."""
+    inside = text.replace("<|python_tag|>", "").strip()
+    if not inside.startswith(("{", "[")):
+        return text, []
+    if (calls := _json_calls(inside)) is not None:
+        return "", calls
+    parts = [_json_calls(part) for part in re.split(r";\s*(?=\{)", inside)]
+    return (text, []) if None in parts else ("", [call for part in parts if part for call in part])
+
+
+def _gemma(text: str) -> Parsed:
+    """<|tool_call>call:NAME{"key": value}<tool_call|>"""
+
+    def read(match: re.Match[str]) -> list[ToolCall] | None:
+        call = _call({"name": match[1], "arguments": match[2].replace('<|"|>', '"') or "{}"})
+        return None if call is None else [call]
+
+    return _blocks(text, r"<\|tool_call>call:([\w.-]+)\s*(\{.*?\})\s*<tool_call\|>", read)
+
+
+def _harmony(text: str) -> ParsedReply:
+    """GPT-OSS: <|channel|>analysis|commentary|final [to=functions.NAME] ... <|message|>text<|end|>"""
+    reasoning, content, calls = [], [], []
+    pattern = r"<\|channel\|>(.*?)<\|message\|>(.*?)(?=<\|end\|>|<\|call\|>|<\|return\|>|<\|start\|>|\Z)"
+    for header, body in re.findall(pattern, text, re.DOTALL):
+        target = re.search(r"to=functions\.([\w.-]+)", header)
+        call = _call({"name": target[1], "arguments": body.strip() or "{}"}) if target else None
+        if call is not None:
+            calls.append(call)
+        elif header.strip().startswith("analysis"):
+            reasoning.append(body)
+        else:
+            content.append(body)
+    return ParsedReply("".join(content).strip(), "\n".join(reasoning).strip(), tuple(calls))
+
+
+def _arguments(pairs: Sequence[tuple[str, str]]) -> str:
+    """JSON of keys and values; a value that is JSON keeps its type, any other is text."""
+
+    def value(text: str) -> Any:
+        try:
+            return parse_json(text.strip())
+        except ValueError:
+            return text
+
+    return json.dumps({key.strip(): value(text) for key, text in pairs}, ensure_ascii=False)
+
+
+TOOL_FORMATS: dict[str, Callable[[str], Parsed]] = {
+    "hermes": _hermes,
+    "qwen-xml": _qwen_xml,
+    "glm": _glm,
+    "mistral": _mistral,
+    "llama": _llama,
+    "gemma": _gemma,
+    "harmony": lambda text: (text, []),
+}
+"""Notation -> parser. What no parser understands stays content."""

@@ -1,0 +1,244 @@
+"""An OpenAI-compatible server that records the calls of episodes as token ids.
+
+Each trajectory has its own key. A request becomes token ids once: where it continues a recorded call, the
+sampled ids are kept and only the new messages are rendered. So the trainer learns from the very ids that the
+engine was given and sampled. The server listens on 127.0.0.1 and on a Unix socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import secrets
+import socket
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from skylite.config.train import TrainConfig
+from skylite.engine.client import Sampling
+from skylite.environments.chat_reply import ChatReply
+from skylite.environments.chat_request import ApiError, ChatMessage, ChatRequest, parse_request
+from skylite.environments.parse_reply import parse_reply
+from skylite.environments.renderer import Renderer
+from skylite.environments.trajectory_log import Call, TrajectoryLog
+from skylite.errors import SkyliteError
+from skylite.types import End, Sample
+
+logger = logging.getLogger(__name__)
+MAX_BODY_BYTES = 16 << 20
+DISCONNECT_POLL_S = 0.5
+
+
+@dataclass(slots=True, kw_only=True)
+class Recorder:
+    """The server and the trajectories that are running."""
+
+    config: TrainConfig
+    renderer: Renderer
+    stop_token_ids: tuple[int, ...]
+    stops: Sequence[str]
+    """Texts of the stop tokens."""
+    tool_format: str
+    opens_thinking: bool
+    """Whether the generation prompt of the chat template opens a reasoning block."""
+    socket_path: Path
+    base_url: str = ""
+    """For clients; set once the server listens."""
+    _trajectories: dict[str, TrajectoryLog] = field(default_factory=dict)
+
+    def open(self, log: TrajectoryLog) -> str:
+        """Start a trajectory. Returns its key."""
+        key = f"sk-{secrets.token_urlsafe(24)}"
+        self._trajectories[key] = log
+        return key
+
+    def close(self, key: str) -> None:
+        """End a trajectory: later requests with its key get status 401."""
+        self._trajectories.pop(key, None)
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Serve while the block runs."""
+        with _sockets(self.socket_path) as (tcp, unix):
+            routes = [
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/models", self._models),
+            ]
+            # No access log, no lifespan; the command handles signals itself.
+            options = uvicorn.Config(
+                Starlette(routes=routes),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                timeout_keep_alive=600,
+            )
+            server = _Server(options)
+            self.base_url = f"http://127.0.0.1:{tcp.getsockname()[1]}/v1"
+            task = asyncio.ensure_future(server.serve(sockets=[tcp, unix]))
+            try:
+                while not server.started and not task.done():
+                    await asyncio.sleep(0.01)
+                yield
+            finally:
+                server.should_exit = server.force_exit = True
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def _models(self, request: Request) -> Response:
+        try:
+            log = self._trajectory(request)
+        except ApiError as error:
+            return JSONResponse(error.body(), status_code=error.status)
+        model = {"id": log.model, "object": "model", "created": 0, "owned_by": "skylite"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _chat(self, request: Request) -> Response:
+        try:
+            log = self._trajectory(request)
+            parsed = parse_request(await _body(request))
+            reply = await _unless_disconnected(request, self._answer(log, parsed))
+        except ApiError as error:
+            return JSONResponse(error.body(), status_code=error.status)
+        except SkyliteError as error:
+            log.fail(error)
+            return JSONResponse(ApiError(500, "engine_failed", error.what).body(), status_code=500)
+        if reply is None:
+            return Response(status_code=499)  # nobody reads it
+        if parsed.stream:
+            return StreamingResponse(
+                reply.stream(with_usage=parsed.wants_usage), media_type="text/event-stream"
+            )
+        return JSONResponse(reply.body())
+
+    def _trajectory(self, request: Request) -> TrajectoryLog:
+        kind, _, key = request.headers.get("authorization", "").partition(" ")
+        log = self._trajectories.get(key.strip()) if kind.lower() == "bearer" else None
+        if log is None:
+            raise ApiError(401, "invalid_api_key", "This key belongs to no running trajectory.")
+        return log
+
+    async def _answer(self, log: TrajectoryLog, request: ChatRequest) -> ChatReply:
+        limits, rollout = self.config.env, self.config.rollout
+        if log.num_started >= limits.max_turns:
+            raise _ended(
+                log, "turns", f"The trajectory has used its {limits.max_turns} turns (env.max_turns)."
+            )
+        log.num_started += 1
+        number = log.num_started
+        log.notes.update(request.fixed_sampling)
+        messages, tools = request.chat(), request.tool_schemas()
+        ids = await self._prompt_ids(log, messages, tools, request.chat_template_kwargs)
+        room = limits.max_tokens - len(ids)
+        if room < 1 or (not log.calls and len(ids) > rollout.max_prompt_tokens):
+            raise _ended(
+                log, "tokens", f"The prompt has {len(ids)} tokens, and env.max_tokens={limits.max_tokens} "
+                f"and rollout.max_prompt_tokens={rollout.max_prompt_tokens} leave no room for a reply.",
+            )  # fmt: skip
+        sample = await self._sample(log, ids, min(room, rollout.max_completion_tokens, request.limit or room))
+        text = await self.renderer.text(sample.completion_token_ids)
+        parsed = parse_reply(
+            text, self.tool_format, self.stops, has_tools=bool(tools), thinks=self.opens_thinking
+        )
+        message = parsed.message(number)
+        log.calls.append(Call(messages=messages, reply=message, sample=sample))
+        reason = "tool_calls" if parsed.tool_calls else sample.finish_reason
+        return ChatReply(
+            id=f"chatcmpl-{number}",
+            model=log.model,
+            message=message,
+            finish_reason=reason,
+            prompt_tokens=len(ids),
+            completion_tokens=len(sample.completion_token_ids),
+        )
+
+    async def _prompt_ids(
+        self,
+        log: TrajectoryLog,
+        messages: list[ChatMessage],
+        tools: list[dict[str, Any]] | None,
+        arguments: dict[str, Any],
+    ) -> list[int]:
+        """The engine's input: a recorded call and what follows it, or the conversation rendered anew."""
+        call = log.continued(messages) if self.config.env.history == "sampled" else None
+        arguments = {**self.config.env.template_arguments, **arguments}
+        if call is None:
+            return (await self.renderer.prompt(messages, tools, arguments))[0]
+        sample = call.sample
+        ids, follows = await self.renderer.prompt(
+            messages, tools, arguments, len(call.messages), ended=sample.finish_reason == "stop"
+        )
+        return [*sample.prompt_token_ids, *sample.completion_token_ids, *ids] if follows else ids
+
+    async def _sample(self, log: TrajectoryLog, ids: list[int], max_tokens: int) -> Sample:
+        rollout = self.config.rollout
+        sampling = Sampling(
+            temperature=log.temperature,
+            top_p=rollout.top_p if log.temperature else 1.0,
+            top_k=rollout.top_k if log.temperature else 0,
+            max_tokens=max_tokens,
+            stop_token_ids=self.stop_token_ids,
+            seed=_call_seed(log, ids),
+        )
+        return (await log.engine.generate(log.model, ids, 1, sampling, log.version))[0]
+
+
+def _ended(log: TrajectoryLog, end: End, message: str) -> ApiError:
+    """Note the limit that a request met."""
+    if log.end == "stop":
+        log.end = end
+    return ApiError(400, "context_length_exceeded" if end == "tokens" else "turn_limit", message)
+
+
+def _call_seed(log: TrajectoryLog, ids: Sequence[int]) -> int:
+    """A seed that does not depend on the order in which parallel calls of an episode arrive."""
+    text = f"{log.seed}/{log.num_same_prompts(ids)}/{','.join(map(str, ids))}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise ApiError(413, "request_too_large", f"The request has more than {MAX_BODY_BYTES} bytes.")
+    return bytes(body)
+
+
+async def _unless_disconnected(request: Request, answer: Any) -> ChatReply | None:
+    """The answer; None if the client goes away first, which cancels it: what nobody reads is not recorded."""
+    task: asyncio.Task[ChatReply] = asyncio.ensure_future(answer)
+    try:
+        while not task.done():
+            await asyncio.wait({task}, timeout=DISCONNECT_POLL_S)
+            if not task.done() and await request.is_disconnected():
+                return None
+        return task.result()
+    finally:
+        task.cancel()
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to the command."""
+        yield
+
+
+@contextlib.contextmanager
+def _sockets(path: Path) -> Iterator[tuple[socket.socket, socket.socket]]:
+    with socket.socket() as tcp, socket.socket(socket.AF_UNIX) as unix:
+        tcp.bind(("127.0.0.1", 0))
+        unix.bind(str(path))
+        try:
+            yield tcp, unix
+        finally:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,57 @@
+"""Starts what episodes need: the sandbox of the chat template, the recorder, and the process that hosts them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+from skylite.config.train import TrainConfig
+from skylite.environments.episode_pool import running_episodes
+from skylite.environments.parse_reply import tool_format
+from skylite.environments.recorder import Recorder
+from skylite.environments.renderer import Renderer, make_sandbox
+from skylite.environments.sample_episodes import Environment
+from skylite.processes.supervisor import Supervisor
+
+
+@contextlib.asynccontextmanager
+async def running_environment(
+    config: TrainConfig,
+    model_path: Path,
+    stop_token_ids: tuple[int, ...],
+    programs: Mapping[str, str],
+    logs: Path,
+    supervisor: Supervisor,
+) -> AsyncIterator[Environment]:
+    """An environment with the episode function of env.episode.
+
+    `programs`: FILE.py:function -> sha256 that the user allowed. Raises SkyliteError subclasses.
+    """
+    spec = config.env.episode
+    sandbox = make_sandbox(model_path, None, stop_token_ids)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(sandbox.close)
+        # mkdtemp makes mode 0700: the sockets are for this user only.
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skylite-")))
+        await asyncio.to_thread(sandbox.start)
+        renderer = Renderer(sandbox, model_path)
+        facts = await renderer.facts(config.env.template_arguments)
+        recorder = Recorder(
+            config=config,
+            renderer=renderer,
+            stop_token_ids=stop_token_ids,
+            stops=facts.stops,
+            tool_format=tool_format(facts.template)
+            if config.env.tool_format == "auto"
+            else config.env.tool_format,
+            opens_thinking=facts.opens_thinking,
+            socket_path=folder / "recorder.sock",
+        )
+        await stack.enter_async_context(recorder.serving())
+        pool = await stack.enter_async_context(
+            running_episodes(spec, programs.get(spec), folder, logs, supervisor)
+        )
+        yield Environment(config, recorder, pool)

@@ -1,0 +1,31 @@
+"""pass@1 of a served model in an environment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from skylite.environments.sample_episodes import Environment, Source
+from skylite.evaluation.confidence_interval import accuracy_of
+from skylite.evaluation.evaluate import EvalResult, require_finite_rewards
+from skylite.types import Prompt
+
+EVAL_STEP = -1
+"""Takes the place of a step in the seeds."""
+
+
+async def evaluate_episodes(
+    environment: Environment, source: Source, prompts: Sequence[Prompt], n: int = 1
+) -> EvalResult:
+    """`n` episodes per problem. Accuracy is the mean of the first component, or of the reward."""
+    groups = await environment.sample(source, prompts, step=EVAL_STEP, first_index=0, group_size=n)
+    for group in groups:
+        require_finite_rewards(group)
+    trajectories = [t for g in groups for t in g.trajectories]
+    return EvalResult(
+        model=source.model,
+        temperature=source.temperature,
+        accuracy=accuracy_of([[t.first_score for t in g.trajectories] for g in groups]),
+        completion_tokens_mean=sum(t.num_tokens for t in trajectories) / len(trajectories),
+        truncated_frac=sum(t.is_truncated for t in trajectories) / len(trajectories),
+        groups=groups,
+    )

@@ -1,0 +1,68 @@
+"""Evaluations on the held-out problems before, between and after the steps of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from skylite.adapters.retention import Label, held_out_scores, write_score
+from skylite.config.train import TrainConfig
+from skylite.data.tokenizer import encode_in_thread
+from skylite.environments.sample_episodes import Source
+from skylite.evaluation.episodes import evaluate_episodes
+from skylite.evaluation.evaluate import EvalResult, evaluate, write_results
+from skylite.orchestrator.run_resources import Session
+from skylite.run.run_dir import adapter_name
+
+
+def is_evaluated_after(config: TrainConfig, step: int) -> bool:
+    """Whether the held-out problems are evaluated between this step and the next."""
+    return config.eval.every > 0 and step % config.eval.every == 0 and 0 < step < config.num_steps
+
+
+async def evaluate_at_start(session: Session, versions: Sequence[int]) -> None:
+    """Evaluate before the first step.
+
+    A new run evaluates version 0. A resumed run repeats an interrupted evaluation, if its version is loaded.
+    """
+    plan = session.plan
+    if plan.first_step == 1:
+        await evaluate_held_out(session, "before", version=0)
+        return
+    scores = held_out_scores(plan.run, plan.config.eval)
+    for version in (v for v in versions if is_evaluated_after(plan.config, v) and v not in scores):
+        await evaluate_held_out(session, "step", version=version)
+
+
+async def evaluate_held_out(session: Session, label: Label, version: int) -> EvalResult | None:
+    """Greedy pass@1 on the held-out problems, shown and saved in evals/. None if the run has none."""
+    plan = session.plan
+    if not plan.held_out:
+        return None
+    session.progress.phase("evaluating", f"{label}: {len(plan.held_out)} held-out problems")
+    result = await _evaluate(session, version)
+    write_results(plan.run.evals / f"{label}-v{version:06d}.parquet", result)
+    write_score(plan.run, label, version, result.accuracy.mean, plan.config.eval)
+    when = f"step {version}: " if label == "step" else ""
+    session.progress.screen.evaluation(label, f"{when}greedy pass@1 {result.accuracy}")
+    return result
+
+
+async def _evaluate(session: Session, version: int) -> EvalResult:
+    plan, name = session.plan, adapter_name(version)
+    if session.environment is not None:
+        source = Source(model=name, version=version, engines=session.engines.engines, temperature=0.0)
+        return await evaluate_episodes(session.environment, source, plan.held_out)
+    assert session.scorer is not None, "a run without an environment has reward workers"
+    return await evaluate(
+        session.engines.engines,
+        name,
+        version,
+        plan.held_out,
+        await encode_in_thread(session.tokenizer, plan.held_out, plan.config.rollout.max_prompt_tokens),
+        session.scorer,
+        n=1,
+        temperature=0.0,
+        max_tokens=plan.config.rollout.max_completion_tokens,
+        stop_token_ids=session.tokenizer.stop_token_ids,
+        seed=plan.config.seed,
+    )
