@@ -196,9 +196,9 @@ class TrainConfig(Section):
             return self
         if self.algorithm.overlong_buffer_frac > 0:
             raise ValueError(
-                f"algorithm.overlong_buffer_frac={self.algorithm.overlong_buffer_frac:g} punishes long completions, "
-                "and an episode has several (env.episode); set algorithm.overlong_buffer_frac=0 and let the "
-                "episode's reward punish length."
+                f"algorithm.overlong_buffer_frac={self.algorithm.overlong_buffer_frac:g} punishes a long "
+                "completion, and an episode has several (env.episode); set algorithm.overlong_buffer_frac=0 "
+                "and let the episode's reward punish length."
             )
         if self.env.max_tokens <= self.rollout.max_prompt_tokens:
             raise ValueError(

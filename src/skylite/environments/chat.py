@@ -4,8 +4,8 @@
         reply = await chat([{"role": "user", "content": task.prompt}])
         return 1.0 if task.answer in reply.text else 0.0
 
-Any OpenAI client works too: base_url=chat.base_url, api_key=chat.api_key, model=chat.model. An episode that is a
-plain function gets a chat whose calls block.
+Any OpenAI client works too: base_url=chat.base_url, api_key=chat.api_key, model=chat.model. An episode that
+is a plain function gets a chat whose calls block.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Chat:
         `tools`: functions with type hints, or OpenAI's JSON schemas.
         """
         if self._client is None:
-            self._client = httpx.AsyncClient(timeout=self.endpoint.timeout_s, trust_env=False)
+            self._client = httpx.AsyncClient(timeout=self.endpoint.timeout_s, trust_env=False, verify=False)
         url, headers = _target(self.endpoint)
         return _reply(
             await self._client.post(url, headers=headers, json=_body(self.model, messages, tools, max_tokens))
@@ -143,7 +143,7 @@ class BlockingChat:
         """As `Chat`."""
         url, headers = _target(self.endpoint)
         body = _body(self.endpoint.model, messages, tools, max_tokens)
-        with httpx.Client(timeout=self.endpoint.timeout_s, trust_env=False) as client:
+        with httpx.Client(timeout=self.endpoint.timeout_s, trust_env=False, verify=False) as client:
             return _reply(client.post(url, headers=headers, json=body))
 
 

@@ -11,8 +11,8 @@ from skylite.foreign_text import plain
 ChatMessage = dict[str, Any]
 """role, content (text), and, where the role has them, tool_calls, tool_call_id, name, reasoning_content."""
 NO_EFFECT = {
-    "user", "store", "metadata", "seed", "parallel_tool_calls", "service_tier", "stream_options", "safety_identifier",
-    "prompt_cache_key", "prompt_cache_retention", "verbosity",
+    "user", "store", "metadata", "seed", "parallel_tool_calls", "service_tier", "stream_options",
+    "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity",
 }  # fmt: skip
 """Parameters that change nothing here. The recorder derives the seed from the run's seed."""
 SAMPLING = {"temperature", "top_p", "top_k", "min_p"}

@@ -1,7 +1,8 @@
 """`command:PROGRAM ARGUMENTS`: an episode that is any program.
 
-The program is started once for each trajectory, with OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and with the
-task as JSON in SKYLITE_TASK and on its standard input. The last line that it prints is its reward as JSON.
+The program starts once for each trajectory, with OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and with
+the task as JSON in SKYLITE_TASK and on its standard input. The last line that it prints is the
+reward as JSON.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 It talks with the parent in JSON lines over the Unix socket. From the parent: {"id", "task", "endpoint"} and
 {"cancel": id}. To the parent: {"ready": true} or {"failed": text}, then {"id", "value"}, {"id", "raised"} or
-{"id", "ended"} for each episode. An episode's process leads its own process group, which is killed at its end.
+{"id", "ended"} for each episode. An episode's process leads a process group, which is killed at its end.
 """
 
 from __future__ import annotations
@@ -204,8 +204,8 @@ def _number(value: Any) -> float:
         return float(value)
     except (TypeError, ValueError):
         raise TypeError(
-            f"the episode returned {value!r}; a reward is a number, a list of one number a turn, or a dict of "
-            "named numbers"
+            f"the episode returned {value!r}; a reward is a number, one number a turn in a list, or named "
+            "numbers in a dict"
         ) from None
 
 

@@ -17,7 +17,7 @@ def check_episode(spec: str) -> None:
     else:
         raise ConfigError(
             f"env.episode={spec} names no episode.",
-            f"Give FILE.py:function with `async def function{EPISODE.arguments}`, or {COMMAND}PROGRAM ARGUMENTS.",
+            f"Give FILE.py:function with `async def function{EPISODE.arguments}`, or {COMMAND}PROGRAM.",
         )
 
 

@@ -1,12 +1,11 @@
-"""Renders conversations with the model's chat template. Runs in the sandbox, as template and tokenizer are foreign.
+"""Renders conversations with the model's chat template. Runs in the sandbox: both are foreign.
 
-`make_renderer` returns one function of a list of jobs; a job that fails gives {"error": text}, the others their
-results:
-    {"messages", "tools", "arguments"}              {"ids": token ids of the prompt}
-    {the same, "reply": index, "ended": bool}       {"tail": token ids that follow the sampled reply at `index`},
-                                                    or {"ids"} where the template does not show the reply
-    {"decode": token ids}                           {"text": text with special tokens}
-    {"facts": arguments of the template}            {"template", "stops": texts, "prompt": a rendered question}
+`make_renderer` returns one function of a list of jobs. A job that fails gives {"error": text}, the others:
+    {"messages", "tools", "arguments"}            {"ids": token ids of the prompt}
+    {the same, "reply": index, "ended": bool}     {"tail": token ids that follow the sampled reply},
+                                                  or {"ids"} where the template does not show the reply
+    {"decode": token ids}                         {"text": text with special tokens}
+    {"facts": arguments of the template}          {"template", "stops": texts, "prompt": a rendered question}
 """
 
 from __future__ import annotations

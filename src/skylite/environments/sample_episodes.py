@@ -1,4 +1,4 @@
-"""Groups of episodes: every trajectory of a prompt, with its reward, from the calls that the recorder kept."""
+"""Groups of episodes: each trajectory of a prompt, with its reward and the calls that the recorder kept."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class Environment:
         self.dropped += len(prompts) - len(groups)
         if not groups:
             raise RunFailed(
-                f"Step {step} has no trajectories: an episode of each of its {len(prompts)} groups failed, and "
-                "env.on_error=drop left them out.",
+                f"Step {step} has no trajectories: an episode of each of its {len(prompts)} groups failed, "
+                "and env.on_error=drop left them out.",
                 "Read logs/episodes.log.",
             )
         return groups
@@ -165,8 +165,8 @@ class Environment:
         for name in sorted(log.notes - self._noted):
             self._noted.add(name)
             logger.warning(
-                f"episodes ask for their own {name}; skylite samples with the run's, because the trainer must "
-                "know the distribution (rollout.temperature, top_p, top_k)"
+                f"episodes ask for their own {name}; skylite samples with the run's (rollout.temperature, "
+                "top_p, top_k), because the trainer must know the distribution"
             )
 
 

@@ -1,4 +1,4 @@
-"""Starts what episodes need: the sandbox of the chat template, the recorder, and the process that hosts them."""
+"""Starts what episodes need: the sandbox of the chat template, the recorder, and the process of episodes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,22 @@ from skylite.processes.supervisor import Supervisor
 
 
 @contextlib.asynccontextmanager
+async def running_renderer(
+    model_path: Path, stop_token_ids: tuple[int, ...], template_file: Path | None = None
+) -> AsyncIterator[Renderer]:
+    """A renderer with its sandbox. Raises SkyliteError subclasses."""
+    sandbox = make_sandbox(model_path, template_file, stop_token_ids)
+    try:
+        await asyncio.to_thread(sandbox.start)
+        yield Renderer(sandbox, model_path)
+    finally:
+        sandbox.close()
+
+
+@contextlib.asynccontextmanager
 async def running_environment(
     config: TrainConfig,
-    model_path: Path,
+    renderer: Renderer,
     stop_token_ids: tuple[int, ...],
     programs: Mapping[str, str],
     logs: Path,
@@ -30,23 +43,19 @@ async def running_environment(
 
     `programs`: FILE.py:function -> sha256 that the user allowed. Raises SkyliteError subclasses.
     """
-    spec = config.env.episode
-    sandbox = make_sandbox(model_path, None, stop_token_ids)
+    spec, settings = config.env.episode, config.env
     async with contextlib.AsyncExitStack() as stack:
-        stack.callback(sandbox.close)
         # mkdtemp makes mode 0700: the sockets are for this user only.
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skylite-")))
-        await asyncio.to_thread(sandbox.start)
-        renderer = Renderer(sandbox, model_path)
-        facts = await renderer.facts(config.env.template_arguments)
+        facts = await renderer.facts(settings.template_arguments)
         recorder = Recorder(
             config=config,
             renderer=renderer,
             stop_token_ids=stop_token_ids,
             stops=facts.stops,
             tool_format=tool_format(facts.template)
-            if config.env.tool_format == "auto"
-            else config.env.tool_format,
+            if settings.tool_format == "auto"
+            else settings.tool_format,
             opens_thinking=facts.opens_thinking,
             socket_path=folder / "recorder.sock",
         )

@@ -53,7 +53,7 @@ def allow_algorithm(
 
 
 def allow_episode(spec: str, *, named_by: Path | None = None, settings: Sequence[str] = ()) -> dict[str, str]:
-    """Check that env.episode may run. `named_by`, `settings`: as for `allow_algorithm`. Raises ConfigError."""
+    """Check that env.episode may run. Arguments as for `allow_algorithm`. Raises ConfigError."""
     check_episode(spec)
     if named_by is None or is_set(settings, EPISODE.setting):
         return remember(spec)

@@ -20,7 +20,7 @@ from skylite.engine.engine_pool import EnginePool
 from skylite.engine.startup import engines_for_modules, start_engines
 from skylite.engine.watchdog import RestartPolicy
 from skylite.environments.sample_episodes import Environment
-from skylite.environments.start import running_environment
+from skylite.environments.start import running_environment, running_renderer
 from skylite.errors import OutOfMemory, SkyliteError, TrainerLost, WriteFailed, write_failed
 from skylite.hub.shared_memory import model_in_shared_memory
 from skylite.orchestrator.failures import TRAINER, explain_failure, may_resume, with_next_commands
@@ -218,11 +218,13 @@ async def _environment(
     """The environment of env.episode, which `stack` ends."""
     if not plan.config.env.episode:
         return None
+    stops = tokenizer.stop_token_ids
+    renderer = await stack.enter_async_context(running_renderer(Path(plan.resolved.model_path), stops))
     return await stack.enter_async_context(
         running_environment(
             plan.config,
-            Path(plan.resolved.model_path),
-            tokenizer.stop_token_ids,
+            renderer,
+            stops,
             plan.resolved.programs,
             plan.run.logs,
             supervisor,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from skylite.data.order import prompts_for_round, prompts_for_step
@@ -35,8 +35,9 @@ async def sample_step(session: Session, step: int, adapter: AdapterVersion) -> S
     first = await sample_groups(
         session, step, adapter, prompts_for_step(train, step, per_step, config.seed), first_index=0
     )
+    dropped = 0 if session.environment is None else per_step - len(first)
     if algorithm.zero_std_groups != "resample":
-        return SampledStep(groups=first)
+        return SampledStep(groups=first, dropped=dropped)
 
     async def sample_more(round_number: int, count: int) -> list[Group]:
         prompts = prompts_for_round(train, step, round_number, per_step, config.seed)[:count]
@@ -53,7 +54,7 @@ async def sample_step(session: Session, step: int, adapter: AdapterVersion) -> S
             f"step {step}: {sampled.missing} of {per_step} groups still have equal rewards after "
             f"{len(sampled.left_out)} more were sampled (algorithm.max_resample_rounds); they are dropped"
         )
-    return sampled
+    return replace(sampled, dropped=dropped)
 
 
 async def sample_groups(
@@ -117,6 +118,8 @@ class SampledStep:
     """Groups of equal rewards that were sampled and discarded."""
     missing: int = 0
     """Number of `groups` that still have equal rewards after resampling; the trainer drops them."""
+    dropped: int = 0
+    """Groups that are not in `groups`, because an episode failed (env.on_error=drop)."""
     stored: bool = False
     """Read from the rollout file of an earlier attempt (resumed run)."""
 

@@ -11,6 +11,7 @@ from typing import Any
 from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.engine_pool import SyncReport
 from skylite.orchestrator.sampling import SampledStep
+from skylite.orchestrator.turn_metrics import turn_metrics
 from skylite.types import Group, Trajectory, is_number
 from skylite.ui.live_panel import CompletionView
 
@@ -65,8 +66,10 @@ def step_metrics(
         "groups/resampled": len(sampled.left_out),
         "groups/zero_std_sampled_frac": sampled.zero_std_frac,
         "groups/missing": sampled.missing,
+        "groups/dropped": sampled.dropped,
         "completion/tokens_mean": statistics.fmean(tokens),
         "completion/truncated_frac": statistics.fmean(t.is_truncated for t in trajectories),
+        **(turn_metrics(trajectories) if has_turns(trajectories) else {}),
         "rollout/stored": float(sampled.stored),
         "perf/completion_tokens_per_s": math.nan if sampled.stored else num_sampled / times.rollout_s,
         "staleness/mean": statistics.fmean(staleness),
@@ -82,6 +85,11 @@ def step_metrics(
         "time/canary_s": trainer_canary_s + report.canary_s,
         "sync/publish_and_load_frac": (update["time/publish_s"] + report.load_s) / times.step_s,
     }
+
+
+def has_turns(trajectories: Sequence[Trajectory]) -> bool:
+    """Whether an environment made the trajectories, as far as they show it."""
+    return any(len(t.samples) > 1 or t.end != "stop" for t in trajectories)
 
 
 def component_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:

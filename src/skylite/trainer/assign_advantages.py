@@ -95,7 +95,7 @@ def _along_trajectories(
 ) -> Tensor:
     """[C] advantages before whitening from [C] KL penalties (negative) and values.
 
-    The last token of a trajectory gets the trajectory's reward too, or the last token of each turn its reward.
+    The last token of a trajectory gets its reward too, or the last token of each turn the turn's reward.
     """
     if not trajectories:
         return token_rewards

@@ -1,0 +1,46 @@
+"""Metrics of trajectories with several turns."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from skylite.types import Trajectory
+
+TokenArray = npt.NDArray[np.int64]
+
+
+def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Turns, tokens that calls share, and trajectories that a limit ended.
+
+    `turns/reused_frac`: share of the later prompts' tokens that begin an earlier call of the trajectory.
+    `turns/branches_mean`: later calls per trajectory whose prompt does not contain a complete earlier call.
+    """
+    prompt_tokens, reused_tokens, branches = 0, 0, 0
+    for trajectory in trajectories:
+        earlier: list[TokenArray] = []
+        for sample in trajectory.samples:
+            prompt = np.asarray(sample.prompt_token_ids, dtype=np.int64)
+            if earlier:
+                shared = [(common_prefix(prompt, call), len(call)) for call in earlier]
+                prompt_tokens += len(prompt)
+                reused_tokens += max(length for length, _ in shared)
+                branches += all(length < total for length, total in shared)
+            earlier.append(np.append(prompt, sample.completion_token_ids))
+    return {
+        "turns/mean": statistics.fmean(len(t.samples) for t in trajectories),
+        "turns/max": float(max(len(t.samples) for t in trajectories)),
+        "turns/reused_frac": reused_tokens / prompt_tokens if prompt_tokens else 1.0,
+        "turns/branches_mean": branches / len(trajectories),
+        "turns/limited_frac": statistics.fmean(t.end != "stop" for t in trajectories),
+    }
+
+
+def common_prefix(a: TokenArray, b: TokenArray) -> int:
+    """Length of the common prefix, in tokens."""
+    length = min(len(a), len(b))
+    differs = a[:length] != b[:length]
+    return int(differs.argmax()) if differs.any() else length

@@ -1,0 +1,149 @@
+"""An environment whose engine is scripted: a tokenizer of bytes, and replies by a function of the prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import functools
+import shutil
+import tempfile
+import textwrap
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from skylite.engine.client import Sampling
+from skylite.environments.renderer import Renderer, make_sandbox
+from skylite.environments.sample_episodes import Environment, Source
+from skylite.environments.start import running_environment
+from skylite.processes.supervisor import Supervisor
+from skylite.types import Group, Prompt, Sample
+from tests.small_run import settings
+from tests.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
+
+STOP = 258
+"""<|im_end|>"""
+Script = Callable[[str], str]
+
+
+class ScriptedEngine:
+    """Answers by `script`, a function of the prompt's text. Records every call."""
+
+    def __init__(self, script: Script = lambda prompt: "ok", delay_s: float = 0.0) -> None:
+        self.script = script
+        self.delay_s = delay_s
+        self.prompts: list[list[int]] = []
+        self.samplings: list[Sampling] = []
+        self.models: list[tuple[str, int]] = []
+        self.replies: list[tuple[list[int], list[int]]] = []
+        """(prompt, completion) in token ids of every finished call."""
+
+    async def generate(
+        self, model: str, prompt: Sequence[int], n: int, sampling: Sampling, version: int
+    ) -> list[Sample]:
+        assert n == 1
+        self.prompts.append(list(prompt))
+        self.samplings.append(sampling)
+        self.models.append((model, version))
+        await asyncio.sleep(self.delay_s)
+        ids = [*to_ids(self.script(to_text(prompt))), STOP]
+        cut = len(ids) > sampling.max_tokens
+        ids = ids[: sampling.max_tokens]
+        self.replies.append((list(prompt), ids))
+        return [
+            Sample(
+                prompt_token_ids=list(prompt),
+                completion_token_ids=ids,
+                rollout_logprobs=[-0.5] * len(ids),
+                finish_reason="length" if cut else "stop",
+                adapter_version=version,
+                text=to_text(ids[:-1]),
+            )
+        ]
+
+
+@functools.cache
+def tokenizer() -> Any:
+    return tiny_tokenizer()
+
+
+def to_ids(text: str) -> list[int]:
+    ids: list[int] = tokenizer().encode(text, add_special_tokens=False)
+    return ids
+
+
+def to_text(ids: Sequence[int]) -> str:
+    text: str = tokenizer().decode(list(ids), skip_special_tokens=False)
+    return text
+
+
+def tokenizer_folder(folder: Path, template: str = CHAT_TEMPLATE) -> Path:
+    """A folder with the tokenizer of bytes only."""
+    saved = tiny_tokenizer()
+    saved.chat_template = template
+    saved.save_pretrained(folder)
+    return folder
+
+
+def make_prompt(number: int = 0, **fields: Any) -> Prompt:
+    question = [{"role": "user", "content": f"question {number}"}]
+    return Prompt(
+        **{"id": f"p{number}", "messages": question, "answer": str(number), "source": "test", **fields}
+    )
+
+
+@contextlib.asynccontextmanager
+async def environment(
+    folder: Path, source: str, *, template: str = CHAT_TEMPLATE, name: str = "episode", **env: Any
+) -> AsyncIterator[Environment]:
+    """The environment of an episode with this source code."""
+    program = folder / "program.py"
+    program.write_text(textwrap.dedent(source), encoding="utf-8")
+    spec = env.pop("episode", f"{program}:{name}")
+    rollout = {"max_prompt_tokens": 500, "max_completion_tokens": env.pop("max_completion_tokens", 64)}
+    config = settings(env={"episode": spec, **env}, rollout=rollout)
+    async with (
+        Supervisor() as supervisor,
+        running_environment(
+            config, shared_renderer(template), (STOP,), {}, folder / "logs", supervisor
+        ) as running,
+    ):
+        yield running
+
+
+@functools.cache
+def shared_renderer(template: str) -> Renderer:
+    """One sandbox for all tests of this process, because its start takes seconds."""
+    folder = Path(tempfile.mkdtemp(prefix="skylite-"))
+    sandbox = make_sandbox(tokenizer_folder(folder, template), None, (STOP,))
+    sandbox.start()
+    shutil.rmtree(folder)
+    atexit.register(sandbox.close)
+    return Renderer(sandbox, folder)
+
+
+def sample(
+    folder: Path,
+    source: str,
+    engine: ScriptedEngine,
+    *,
+    num_prompts: int = 1,
+    group_size: int = 1,
+    **env: Any,
+) -> list[Group]:
+    """The groups of one step of an environment that starts and ends here."""
+
+    async def run() -> list[Group]:
+        async with environment(folder, source, **env) as running:
+            prompts = [make_prompt(i) for i in range(num_prompts)]
+            return await running.sample(
+                make_source(engine), prompts, step=1, first_index=0, group_size=group_size
+            )
+
+    return asyncio.run(run())
+
+
+def make_source(engine: ScriptedEngine) -> Source:
+    engines: Any = [engine]
+    return Source(model="policy-v000003", version=3, engines=engines, temperature=1.0)

@@ -1,0 +1,296 @@
+"""Episodes: the trajectories they give, their limits, and what happens to those that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skylite.config.environment import EnvConfig
+from skylite.environments.chat import tool_schema
+from skylite.environments.sample_episodes import read_reward
+from skylite.errors import ConfigError, RunFailed
+from tests.unit.environment_cases import (
+    ScriptedEngine,
+    environment,
+    make_prompt,
+    make_source,
+    sample,
+    to_text,
+)
+
+THREE_TURNS = """
+    async def episode(task, chat):
+        messages = list(task.messages)
+        for turn in range(3):
+            reply = await chat(messages)
+            messages += [reply.message, {"role": "user", "content": f"again {turn}"}]
+        return 0.25
+"""
+
+
+def test_each_call_continues_the_sampled_tokens(tmp_path: Path) -> None:
+    engine = ScriptedEngine(lambda prompt: f"turn {prompt.count('assistant')}")
+    (group,) = sample(tmp_path, THREE_TURNS, engine)
+    (trajectory,) = group.trajectories
+    assert (trajectory.reward, trajectory.end, trajectory.is_truncated) == (0.25, "stop", False)
+    assert [to_text(s.completion_token_ids) for s in trajectory.samples] == [
+        "turn 1<|im_end|>", "turn 2<|im_end|>", "turn 3<|im_end|>",
+    ]  # fmt: skip
+    assert to_text(trajectory.samples[2].prompt_token_ids) == (
+        "<|im_start|>user\nquestion 0<|im_end|>\n<|im_start|>assistant\nturn 1<|im_end|>\n"
+        "<|im_start|>user\nagain 0<|im_end|>\n<|im_start|>assistant\nturn 2<|im_end|>\n"
+        "<|im_start|>user\nagain 1<|im_end|>\n<|im_start|>assistant\n"
+    )
+    for before, after in zip(trajectory.samples, trajectory.samples[1:], strict=False):
+        known = before.prompt_token_ids + before.completion_token_ids
+        assert after.prompt_token_ids[: len(known)] == known
+
+
+def test_trained_ids_are_the_ids_that_the_engine_saw_and_gave(tmp_path: Path) -> None:
+    engine = ScriptedEngine(lambda prompt: f" {len(prompt)}  odd\tspaces ")
+    groups = sample(tmp_path, THREE_TURNS, engine, num_prompts=3, group_size=4)
+    recorded = [
+        (s.prompt_token_ids, s.completion_token_ids)
+        for g in groups
+        for t in g.trajectories
+        for s in t.samples
+    ]
+    assert len(recorded) == 36
+    assert sorted(recorded) == sorted(engine.replies)
+    assert set(engine.models) == {("policy-v000003", 3)}
+    assert {s.temperature for s in engine.samplings} == {1.0}
+
+
+def test_seeds_differ_between_trajectories_and_repeat_with_the_step(tmp_path: Path) -> None:
+    seeds = []
+    for run in range(2):
+        engine = ScriptedEngine()
+        sample(_fresh(tmp_path, run), THREE_TURNS, engine, group_size=4)
+        seeds.append(sorted(s.seed for s in engine.samplings))
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == 12
+
+
+def _fresh(tmp_path: Path, number: int) -> Path:
+    folder = tmp_path / str(number)
+    folder.mkdir()
+    return folder
+
+
+def test_a_cut_reply_is_closed_before_the_next_turn(tmp_path: Path) -> None:
+    engine = ScriptedEngine(lambda prompt: "x" * 100)
+    (group,) = sample(tmp_path, THREE_TURNS, engine)
+    first, second, _ = group.trajectories[0].samples
+    assert first.finish_reason == "length"
+    assert to_text(second.prompt_token_ids[len(first.prompt_token_ids) + 64 :]).startswith(
+        "<|im_end|>\n<|im_start|>user"
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "calls", "reward"),
+    [
+        ("async def episode(task, chat):\n    while True: await chat(task.messages)", 2, -1.0),
+        (
+            "from skylite.environments.chat import LimitReached\n"
+            "async def episode(task, chat):\n"
+            "    try:\n"
+            "        for _ in range(9): await chat(task.messages)\n"
+            "    except LimitReached:\n"
+            "        return 0.5",
+            2, 0.5,
+        ),
+    ],
+    ids=["unexpected", "expected"],
+)  # fmt: skip
+def test_a_turn_limit_ends_the_trajectory(tmp_path: Path, source: str, calls: int, reward: float) -> None:
+    engine = ScriptedEngine()
+    (group,) = sample(tmp_path, source, engine, max_turns=2, limit_reward=-1.0)
+    (trajectory,) = group.trajectories
+    assert (len(trajectory.samples), trajectory.end, trajectory.reward) == (calls, "turns", reward)
+    assert trajectory.is_truncated
+
+
+def test_a_token_limit_ends_the_trajectory(tmp_path: Path) -> None:
+    engine = ScriptedEngine(lambda prompt: "y" * 40)
+    (group,) = sample(tmp_path, THREE_TURNS, engine, max_tokens=501)
+    assert group.trajectories[0].end == "stop"
+    (tmp_path / "b").mkdir()
+    long = THREE_TURNS.replace('f"again {turn}"', '"z" * 500')
+    (group,) = sample(tmp_path / "b", long, engine, max_tokens=520)
+    assert (group.trajectories[0].end, len(group.trajectories[0].samples)) == ("tokens", 1)
+
+
+@pytest.mark.parametrize("body", ["await asyncio.sleep(60)", "time.sleep(60)", "\n        while True: pass"])
+def test_an_episode_that_hangs_ends_in_time(tmp_path: Path, body: str) -> None:
+    source = f"""
+    import asyncio, time
+    async def episode(task, chat):
+        await chat(task.messages)
+        {body}
+    """
+    started = time.monotonic()
+    (group,) = sample(tmp_path, source, ScriptedEngine(), group_size=2, timeout_s=2.0)
+    assert [t.end for t in group.trajectories] == ["time", "time"]
+    assert time.monotonic() - started < 45
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("raise ValueError('bad move')", "raised ValueError: bad move"),
+        ("raise SystemExit(0)", "raised SystemExit: 0"),
+        ("import os; os._exit(0)", "ended its process with 0"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "ended its process with -9"),
+        ("return None", "the episode returned None"),
+        ("return [1.0, 2.0]", "returned 2 rewards for 1 turns"),
+        ("return {}", "returned no component"),
+    ],
+)
+def test_a_failing_episode_stops_the_run_with_the_prompt(tmp_path: Path, body: str, reason: str) -> None:
+    source = f"""
+    async def episode(task, chat):
+        await chat(task.messages)
+        {body}
+    """
+    with pytest.raises(RunFailed, match="prompt p0, trajectory 0") as caught:
+        sample(tmp_path, source, ScriptedEngine())
+    assert reason in caught.value.what
+
+
+def test_an_episode_without_a_call_fails(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="made no call of the model"):
+        sample(tmp_path, "async def episode(task, chat): return 1.0", ScriptedEngine())
+
+
+def test_a_failing_group_is_dropped_if_the_settings_say_so(tmp_path: Path) -> None:
+    source = """
+    async def episode(task, chat):
+        await chat(task.messages)
+        if task.id == "p1":
+            raise ValueError("bad")
+        return 1.0
+    """
+    groups = sample(tmp_path, source, ScriptedEngine(), num_prompts=3, group_size=2, on_error="drop")
+    assert [g.prompt.id for g in groups] == ["p0", "p2"]
+
+
+def test_an_episode_leaves_no_process(tmp_path: Path) -> None:
+    """A child in a session of its own too."""
+    source = f"""
+    import subprocess
+    async def episode(task, chat):
+        await chat(task.messages)
+        for own in (False, True):
+            child = subprocess.Popen(["sleep", "300"], start_new_session=own)
+            open(r"{tmp_path}/pids", "a").write(f"{{child.pid}} ")
+        return 1.0
+    """
+
+    async def run() -> None:
+        async with environment(tmp_path, source) as running:
+            await running.sample(
+                make_source(ScriptedEngine()), [make_prompt()], step=1, first_index=0, group_size=2
+            )
+            pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+            assert len(pids) == 4
+            deadline = time.monotonic() + 10
+            while any(map(_runs, pids)) and time.monotonic() < deadline:
+                await asyncio.sleep(0.05)
+            assert not any(map(_runs, pids))
+
+    asyncio.run(run())
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_an_episode_may_be_a_plain_function(tmp_path: Path) -> None:
+    source = """
+    def episode(task, chat):
+        first = chat(task.messages)
+        second = chat([*task.messages, first.message, {"role": "user", "content": "more"}])
+        return {"length": len(first.text) + len(second.text), "fixed": 2.0}
+    """
+    (group,) = sample(tmp_path, source, ScriptedEngine(lambda p: "abc"), weights={"length": 0.5})
+    (trajectory,) = group.trajectories
+    assert trajectory.components == {"length": 6.0, "fixed": 2.0}
+    assert trajectory.reward == 0.5 * 6.0 + 2.0
+
+
+def test_a_command_is_an_episode(tmp_path: Path) -> None:
+    program = tmp_path / "agent.py"
+    program.write_text(
+        "import json, os\n"
+        "import openai\n"
+        "task = json.loads(os.environ['SKYLITE_TASK'])\n"
+        "client = openai.OpenAI()\n"
+        "reply = client.chat.completions.create(model='gpt-4o', messages=task['messages'])\n"
+        "print('said', reply.choices[0].message.content)\n"
+        "print(json.dumps(0.75))\n"
+    )
+    engine = ScriptedEngine(lambda p: "hello")
+    (group,) = sample(tmp_path, "", engine, episode=f"command:{sys.executable} {program}")
+    assert group.trajectories[0].reward == 0.75
+    assert to_text(group.trajectories[0].samples[0].completion_token_ids) == "hello<|im_end|>"
+    assert "said hello" in (tmp_path / "logs" / "episodes.log").read_text()
+
+
+def test_a_command_without_a_reward_fails(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="must be the reward as JSON"):
+        sample(tmp_path, "", ScriptedEngine(), episode="command:echo done")
+
+
+def test_a_file_that_cannot_be_imported_stops_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no_such_module"):
+        sample(tmp_path, "import no_such_module", ScriptedEngine())
+
+
+def test_rewards_of_turns_add_up() -> None:
+    reward = read_reward([0.0, 0.5, 1.0], EnvConfig(), 3)
+    assert (reward.total, reward.turns) == (1.5, (0.0, 0.5, 1.0))
+
+
+def test_functions_become_tools_and_run(tmp_path: Path) -> None:
+    source = """
+    def add(a: int, b: int = 1) -> int:
+        "Add two numbers."
+        return a + b
+
+    async def episode(task, chat):
+        reply = await chat(task.messages, tools=[add])
+        results = reply.run_tools([add])
+        last = await chat([*task.messages, reply.message, *results], tools=[add])
+        return float(last.text)
+    """
+
+    def script(prompt: str) -> str:
+        if "tool\n" in prompt:
+            return prompt.split("tool\n")[1].split("<|im_end|>")[0]
+        return 'Thinking. <tool_call>\n{"name": "add", "arguments": {"a": 41}}\n</tool_call>'
+
+    (group,) = sample(tmp_path, source, ScriptedEngine(script), max_completion_tokens=200)
+    assert group.trajectories[0].reward == 42.0
+    first, second = group.trajectories[0].samples
+    known = first.prompt_token_ids + first.completion_token_ids
+    assert second.prompt_token_ids[: len(known)] == known
+
+
+def test_the_schema_of_a_function() -> None:
+    def look_up(name: str, limit: int = 3) -> str:
+        """Find a name."""
+        return name * limit
+
+    function: Any = tool_schema(look_up)["function"]
+    assert (function["name"], function["description"]) == ("look_up", "Find a name.")
+    assert function["parameters"]["required"] == ["name"]
+    assert function["parameters"]["properties"]["limit"]["default"] == 3
