@@ -13,7 +13,8 @@ class EnvConfig(Section):
     """Episodes of several turns. Without `episode`, a trajectory is one completion."""
 
     episode: str = ""
-    """FILE.py:function, or `command:PROGRAM ARGUMENTS`. Empty: one turn, scored by reward.functions."""
+    """guess, calculator, FILE.py:function or `command:PROGRAM ARGUMENTS`. Empty: one turn, scored by
+    reward.functions."""
     max_turns: int = Field(16, ge=1)
     """Calls of the model in one trajectory. A further call ends it."""
     max_tokens: int = Field(4096, ge=2)
@@ -34,4 +35,4 @@ class EnvConfig(Section):
     template_arguments: dict[str, Any] = {}
     """Arguments of the chat template, such as {enable_thinking = false}."""
     weights: dict[str, float] = {}
-    """Weight of each named component that an episode returns. Missing names count 1."""
+    """Weight of each named component that an episode returns. Names that are not here count 1."""

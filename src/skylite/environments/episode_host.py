@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import importlib
 import inspect
 import json
 import os
@@ -28,6 +29,7 @@ from typing import Any, NoReturn
 
 from skylite.environments.chat import BlockingChat, Chat, Endpoint, Task
 from skylite.environments.command_episode import command_episode
+from skylite.environments.episodes import BUILT_IN
 from skylite.errors import SkyliteError
 from skylite.plugin_file import EPISODE, is_command, load_function
 from skylite.processes.parent_death import die_with_parent
@@ -65,6 +67,9 @@ def main() -> None:
 
 def load_episode(spec: str, sha256: str | None) -> Episode:
     """The episode function. Raises ConfigError."""
+    if spec in BUILT_IN:
+        function: Episode = importlib.import_module(f"skylite.environments.episodes.{spec}").episode
+        return function
     if is_command(spec):
         return command_episode(spec)
     return load_function(spec, EPISODE, sha256)

@@ -1,15 +1,18 @@
-"""env.episode: FILE.py:function, or command:PROGRAM ARGUMENTS."""
+"""env.episode: the name of a built-in episode, FILE.py:function, or command:PROGRAM ARGUMENTS."""
 
 from __future__ import annotations
 
 import shlex
 
+from skylite.environments.episodes import BUILT_IN
 from skylite.errors import ConfigError
 from skylite.plugin_file import COMMAND, EPISODE, check_function, is_command, is_program
 
 
 def check_episode(spec: str) -> None:
     """Check env.episode without running it. Raises ConfigError."""
+    if spec in BUILT_IN:
+        return
     if is_command(spec):
         command_words(spec)
     elif is_program(spec):
@@ -17,7 +20,8 @@ def check_episode(spec: str) -> None:
     else:
         raise ConfigError(
             f"env.episode={spec} names no episode.",
-            f"Give FILE.py:function with `async def function{EPISODE.arguments}`, or {COMMAND}PROGRAM.",
+            f"Use {', '.join(BUILT_IN)}, FILE.py:function with `async def function{EPISODE.arguments}`, or "
+            f"{COMMAND}PROGRAM ARGUMENTS.",
         )
 
 
