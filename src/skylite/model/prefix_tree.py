@@ -4,8 +4,8 @@ Most tokens of a step are shared: all prompts share the few-shot examples, and a
 tree has one shared prefix, followed by blocks, each with sequences of one group. A token of a block sees the
 shared prefix and its own ancestors in the block, never another block. So attention runs block by block over
 [block, prefix + block] instead of over one [T, T] square that is almost entirely masked
-(model/tree_attention.py). A block with long branches is split again, into its trunk and its branches, each
-branch over [branch, prefix + trunk + branch].
+(model/tree_attention.py). A block with long branches is cut again, into its trunk and its branches, each
+branch over [branch, prefix + trunk + branch], and so on down the tree.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Tree:
     paths: list[IntArray]
     """The nodes of each given sequence, in order."""
     pieces: list[Piece]
-    """The shared prefix (may be empty), then the blocks, each as one piece or as trunk and branches."""
+    """The shared prefix (may be empty), then the blocks, each one piece or trunk, branches, and so on."""
 
 
 def build_tree(sequences: Sequence[Sequence[int]], groups: Sequence[int]) -> Tree:
@@ -82,7 +82,7 @@ def build_tree(sequences: Sequence[Sequence[int]], groups: Sequence[int]) -> Tre
     ends = np.where(ends[:num_nodes] < 0, num_nodes, ends[:num_nodes])
     pieces = [Piece((), prefix, is_chain=True)]
     for block in blocks:
-        pieces += _block_pieces([paths[i] for i in block], prefix, len(pieces))
+        pieces += _block_pieces([paths[i] for i in block], prefix, (0,), len(pieces))
     return Tree(np.concatenate(tokens), np.concatenate(depths), ends, paths, pieces)
 
 
@@ -93,25 +93,34 @@ def shared_length(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
     return int(differs.argmax()) if differs.any() else length
 
 
-def _block_pieces(paths: list[IntArray], prefix: int, first_index: int) -> list[Piece]:
-    """The pieces of one block: a single piece, or trunk and branches if that saves more than the extra calls
-    cost.
+def _block_pieces(
+    paths: list[IntArray], depth: int, ancestors: tuple[int, ...], first_index: int
+) -> list[Piece]:
+    """The pieces of the nodes at `depth` or deeper: a single piece, or trunk and branches, each branch again.
+
+    A cut must save more than its calls cost. Calls of one trajectory that continue each other are one chain,
+    which is never cut.
 
     Args:
-        paths: the block's paths in depth-first order.
-        prefix: length of the shared prefix.
-        first_index: index of the block's first piece.
+        paths: consecutive paths in depth-first order, equal up to `depth`.
+        ancestors: the pieces above.
+        first_index: index of the first piece returned.
     """
+    whole = _piece(ancestors, paths, depth)
+    if whole.is_chain:
+        return [whole] if whole.size else []
     first = paths[0]
     trunk = min(shared_length(first, path) for path in paths)
-    size, branches = _num_nodes(paths, prefix), _branches(paths, trunk)
+    branches = _branches(paths, trunk)
     sizes = [_num_nodes(branch, trunk) for branch in branches]
-    split_scores = (trunk - prefix) * trunk + sum(n * (trunk + n) for n in sizes)
-    saved_scores = size * (prefix + size) - split_scores
-    if trunk == prefix or saved_scores < SCORES_PER_CALL * len(branches):
-        return [_piece((0,), paths, prefix)] if size else []
-    pieces = [_piece((0,), [first[:trunk]], prefix)]
-    return pieces + [_piece((0, first_index), branch, trunk) for branch in branches]
+    split_scores = (trunk - depth) * trunk + sum(n * (trunk + n) for n in sizes)
+    saved_scores = whole.size * (depth + whole.size) - split_scores
+    if trunk == depth or saved_scores < SCORES_PER_CALL * len(branches):
+        return [whole]
+    pieces = [_piece(ancestors, [first[:trunk]], depth)]
+    for branch in branches:
+        pieces += _block_pieces(branch, trunk, (*ancestors, first_index), first_index + len(pieces))
+    return pieces
 
 
 def _piece(ancestors: tuple[int, ...], paths: list[IntArray], depth: int) -> Piece:
