@@ -49,6 +49,15 @@ Settings = Annotated[
     typer.Option("--set", metavar="A.B=VALUE", help="Any other setting, in TOML syntax. Repeatable."),
 ]
 
+Rewards = Annotated[
+    list[str] | None,
+    typer.Option(help="gsm8k, math, ... or FILE.py:function, instead of the data's reward. Repeatable."),
+]
+RewardSettings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=VALUE", help="E.g. reward.answer_pattern=REGEX. Repeatable."),
+]
+
 
 @app.callback()
 def start(context: typer.Context, verbose: Verbose = None) -> None:
@@ -79,9 +88,14 @@ def prepare(
     difficulty: Annotated[str, typer.Option(help="Reasoning steps of synthetic problems, e.g. 1,2.")] = "",
     question: Annotated[str | None, typer.Option(help="Question column of your own file.")] = None,
     answer: Annotated[str | None, typer.Option(help="Answer column of your own file.")] = None,
+    no_answer: Annotated[
+        bool, typer.Option("--no-answer", help="The data has no reference answers: the reward needs none.")
+    ] = False,
     reward: Annotated[
-        str | None, typer.Option(help="Reward for your own file: gsm8k, math, or FILE.py:function.")
+        str | None,
+        typer.Option(help="Reward for your own file: gsm8k, math, exact_match, ... or FILE.py:function."),
     ] = None,
+    settings: RewardSettings = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Maximum rows of the training split.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of generation and splits.")] = 0,
     verbose: Verbose = None,
@@ -98,7 +112,9 @@ def prepare(
         difficulty=_numbers(difficulty),
         question=question,
         answer=answer,
+        no_answer=no_answer,
         reward=reward,
+        settings=tuple(settings or ()),
         limit=limit,
         seed=seed,
     )
@@ -117,6 +133,7 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Total number of steps.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
     group_size: Annotated[int | None, typer.Option(help="Completions per prompt.")] = None,
+    reward: Rewards = None,
     seed: Annotated[int | None, typer.Option(help="Seed of data order, sampling and initialisation.")] = None,
     from_adapter: Annotated[
         Path | None, typer.Option(help="Start from the weights in this adapter folder (warm start).")
@@ -149,7 +166,7 @@ def train(
     flags = TrainFlags(
         recipe=recipe, model=model, data=data, rank=rank, alpha=alpha, steps=steps, lr=lr, seed=seed,
         group_size=group_size, from_adapter=from_adapter, max_restarts=max_restarts,
-        settings=tuple(settings or ()),
+        reward=tuple(reward or ()), set_flags=tuple(settings or ()),
     )  # fmt: skip
     run_train(flags, run=run, resume=resume, dry_run=dry_run, at=at, max_hours=max_hours)
 

@@ -21,16 +21,20 @@ from skylite.errors import ConfigError, DataError, error_line
 
 @dataclass(frozen=True, slots=True)
 class FunctionKind:
-    """What a FILE.py:function is for. Every kind takes two arguments."""
+    """What a FILE.py:function is for."""
 
     name: str
     setting: str
     """The setting that names it."""
     arguments: str
     returns: str
+    takes_two: bool = True
+    """Whether it is called with two arguments. Rewards are called by name (rewards/signature.py)."""
 
 
-REWARD = FunctionKind("reward", "reward.functions", "(prompt, completion)", "float")
+REWARD = FunctionKind(
+    "reward", "reward.functions", "(completion, *, prompt, answer, **columns)", "float", takes_two=False
+)
 ADVANTAGE = FunctionKind("advantage", "algorithm.advantage", "(rewards, lengths)", "Tensor")
 POLICY_LOSS = FunctionKind("policy loss", "algorithm.policy_loss", "(inputs, config)", "Tensor")
 
@@ -68,8 +72,8 @@ def program_sha256(spec: str) -> str | None:
 def load_function(spec: str, kind: FunctionKind, sha256: str | None = None) -> Callable[..., Any]:
     """Run the file and return its function.
 
-    Raises ConfigError if that fails, the function does not take two arguments, or the file's content does not
-    have the `sha256` (None: any content).
+    Raises ConfigError if that fails, the function does not take the two arguments of its kind, or the file's
+    content does not have the `sha256` (None: any content).
     """
     path, name = _find_file(spec, kind)
     try:
@@ -79,7 +83,7 @@ def load_function(spec: str, kind: FunctionKind, sha256: str | None = None) -> C
     try:
         with user_code():
             function: Callable[..., Any] | None = getattr(module, name, None)
-            problem = _call_problem(function)
+            problem = _call_problem(function) if kind.takes_two else ""
     except UserCodeFailed as error:
         raise ConfigError(f"{name} in {path} cannot be used: {error}.", "Fix that file.") from error
     if not callable(function):

@@ -21,6 +21,7 @@ from skylite.hub.shared_memory import shared_copy
 from skylite.orchestrator.allowed_programs import allow_algorithm, allow_rewards
 from skylite.orchestrator.gpu_plan import place
 from skylite.orchestrator.memory_plan import plan_memory
+from skylite.orchestrator.reward_settings import apply_reward_settings
 from skylite.plugin_file import REWARD
 from skylite.processes.file_descriptors import raise_file_limit
 from skylite.processes.gpus import why_no_gpu
@@ -72,14 +73,15 @@ def plan_run(
     """
     train, info = read_split(config, "train")
     held_out = held_out_prompts(config)
+    config, reward_note = apply_reward_settings(config, info, keep=config.reward.model_fields_set)
     named_by = None if is_set(settings, REWARD.setting) else recipe
     rewards, programs = allow_rewards(
         config.reward.functions, info, Path(config.data.path), named_by=named_by
     )
-    load_components(rewards, config.reward.weights, train[0], programs=programs)
+    load_components(rewards, config.reward.weights, train[0], programs, config.reward)
     programs |= allow_algorithm(config.algorithm, named_by=recipe, settings=settings)
     config, threads_note = fix_threads(config)
-    resolved = resolve_choices(config, run, [data_note(config, info, len(train)), threads_note])
+    resolved = resolve_choices(config, run, [data_note(config, info, len(train)), reward_note, threads_note])
     resolved = resolved.model_copy(update={"programs": programs})
     log_notes(resolved.notes)
     return RunPlan(

@@ -8,7 +8,6 @@ from functools import lru_cache
 from typing import Any
 
 from skylite.errors import DataError
-from skylite.types import Prompt
 
 TIMEOUT_S = 5
 """Limit for one parse or one comparison. math-verify enforces it with SIGALRM."""
@@ -18,15 +17,15 @@ _FUNCTIONS = frozenset(
 )
 
 
-def math_reward(prompt: Prompt, completion: str) -> float:
-    """1.0 if the completion's answer, boxed first, equals `prompt.answer` as a formula, else 0.0.
+def math(completion: str, *, answer: str) -> float:
+    """1.0 if the completion's answer, boxed first, equals `answer` as a formula, else 0.0.
 
-    0.0 also if parsing or comparing fails or exceeds TIMEOUT_S. Raises DataError if `prompt.answer` is not a
+    0.0 also if parsing or comparing fails or exceeds TIMEOUT_S. Raises DataError if `answer` is not a
     formula.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    truth = parse_truth(prompt.answer)
+    truth = parse_truth(answer)
     found = parse(
         completion,
         [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()],
@@ -35,9 +34,26 @@ def math_reward(prompt: Prompt, completion: str) -> float:
     return float(verify(list(truth), found, timeout_seconds=_timeout()))
 
 
+def equal_formulas(answer: str, text: str) -> bool:
+    """Whether a text, such as `1/2`, equals `answer` as a formula. Raises DataError as `math` does."""
+    from math_verify import verify
+
+    truth = parse_truth(answer)
+    try:
+        found = parse_formula(text)
+    except DataError:
+        return False
+    return bool(verify(list(truth), list(found), timeout_seconds=_timeout()))
+
+
 @lru_cache(maxsize=65536)
 def parse_truth(answer: str) -> tuple[Any, ...]:
     """Parse a reference answer into math-verify's candidates. Raises DataError for prose or a parse error."""
+    return parse_formula(answer)
+
+
+def parse_formula(answer: str) -> tuple[Any, ...]:
+    """Like `parse_truth`, but not cached."""
     from math_verify import parse
 
     plain = parse(answer, fallback_mode="no_fallback", parsing_timeout=_timeout())
