@@ -91,10 +91,7 @@ def prepare(
     no_answer: Annotated[
         bool, typer.Option("--no-answer", help="The data has no reference answers: the reward needs none.")
     ] = False,
-    reward: Annotated[
-        str | None,
-        typer.Option(help="Reward for your own file: gsm8k, math, exact_match, ... or FILE.py:function."),
-    ] = None,
+    reward: Annotated[str | None, typer.Option(help="gsm8k, math, ... or FILE.py:function.")] = None,
     settings: RewardSettings = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Maximum rows of the training split.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of generation and splits.")] = 0,

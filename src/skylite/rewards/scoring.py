@@ -17,6 +17,10 @@ from skylite.rewards.signature import Item, Signature, SignatureProblem, read_si
 from skylite.types import is_number
 
 
+class _CallFailed(Exception):
+    """An async call raised."""
+
+
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
     """A reward function and what it asks for."""
@@ -91,14 +95,17 @@ def _await_all(
     name: str, function: Callable[..., Any], items: Sequence[Item], calls: Sequence[dict[str, Any]]
 ) -> list[Any]:
     """The values of all calls, which run at once. The first failure cancels the others."""
-    failed: list[Item] = []
+    failed: list[tuple[Item, BaseException]] = []
 
     async def call(item: Item, arguments: dict[str, Any]) -> Any:
         try:
             return await function(**arguments)
-        except BaseException:
-            failed.append(item)
-            raise
+        except BaseException as error:
+            if failed and isinstance(error, asyncio.CancelledError):
+                raise
+            failed.append((item, error))
+            # SystemExit itself would leave the event loop at once, with the other calls unfinished in it.
+            raise _CallFailed from None
 
     async def call_all() -> list[Any]:
         tasks = [asyncio.ensure_future(call(*pair)) for pair in zip(items, calls, strict=True)]
@@ -110,9 +117,12 @@ def _await_all(
 
     try:
         with user_code():
-            return _event_loop().run(call_all())
+            try:
+                return _event_loop().run(call_all())
+            except _CallFailed:
+                raise failed[0][1] from None
     except UserCodeFailed as error:
-        raise _raised(name, error, failed[0] if failed else items[0]) from error.__cause__
+        raise _raised(name, error, failed[0][0] if failed else items[0]) from error.__cause__
 
 
 def _score_batch(

@@ -10,7 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args, get_origin
+from typing import Any, ForwardRef, get_args, get_origin
 
 from skylite.types import Prompt
 
@@ -119,6 +119,8 @@ def _is_annotated_as_messages(function: Callable[..., Any], name: str) -> bool:
 
 
 def _holds_mapping(annotation: Any) -> bool:
+    if isinstance(annotation, str | ForwardRef):
+        raise SignatureProblem(f"the annotation {annotation!r} is quoted inside another annotation")
     kind = get_origin(annotation) or annotation
     if isinstance(kind, type) and issubclass(kind, Mapping):
         return True
