@@ -76,6 +76,8 @@ class EvalPlan:
     """Folder of the results."""
     label: str
     """Adapter name, or base."""
+    has_answers: bool = True
+    """Whether the data has reference answers."""
 
 
 def evaluate(flags: EvalFlags) -> None:
@@ -88,7 +90,8 @@ def evaluate(flags: EvalFlags) -> None:
     stem = f"{plan.label}-{flags.split}-{'greedy' if flags.n == 1 else f'mean{flags.n}'}"
     write_results(plan.out / f"{stem}.parquet", result)
     write_json(plan.out / f"{stem}.json", summary(plan, flags, result))
-    kind = "greedy pass@1" if flags.n == 1 else f"sampled accuracy (T 1, mean of {flags.n})"
+    names = ("pass@1", "accuracy") if plan.has_answers else ("mean reward", "mean reward")
+    kind = f"greedy {names[0]}" if flags.n == 1 else f"sampled {names[1]} (T 1, mean of {flags.n})"
     show(f"{plan.label} on {flags.split}: {kind} {result.accuracy}, "
           f"{result.completion_tokens_mean:.1f} tokens per completion, "
           f"{100 * result.truncated_frac:.1f} % truncated")  # fmt: skip
@@ -130,6 +133,7 @@ def plan_eval(flags: EvalFlags) -> EvalPlan:
         programs=programs,
         out=run.evals if run is not None else Path("evals"),
         label=label,
+        has_answers=info.has_answers,
     )
 
 

@@ -34,26 +34,9 @@ def math(completion: str, *, answer: str) -> float:
     return float(verify(list(truth), found, timeout_seconds=_timeout()))
 
 
-def equal_formulas(answer: str, text: str) -> bool:
-    """Whether a text, such as `1/2`, equals `answer` as a formula. Raises DataError as `math` does."""
-    from math_verify import verify
-
-    truth = parse_truth(answer)
-    try:
-        found = parse_formula(text)
-    except DataError:
-        return False
-    return bool(verify(list(truth), list(found), timeout_seconds=_timeout()))
-
-
 @lru_cache(maxsize=65536)
 def parse_truth(answer: str) -> tuple[Any, ...]:
     """Parse a reference answer into math-verify's candidates. Raises DataError for prose or a parse error."""
-    return parse_formula(answer)
-
-
-def parse_formula(answer: str) -> tuple[Any, ...]:
-    """Like `parse_truth`, but not cached."""
     from math_verify import parse
 
     plain = parse(answer, fallback_mode="no_fallback", parsing_timeout=_timeout())

@@ -35,9 +35,9 @@ class ExactMatch:
             number = parse_number(found)
             return number is not None and number == parse_number(answer)
         if self.compare == "math":
-            from skylite.rewards.math import equal_formulas
+            from skylite.rewards.math import math
 
-            return equal_formulas(answer, found)
+            return math(f"\\boxed{{{found}}}", answer=answer) == 1.0
         a, b = " ".join(found.split()), " ".join(answer.split())
         return a.casefold() == b.casefold() if self.ignore_case else a == b
 
