@@ -82,6 +82,22 @@ def test_every_released_gsm8k_answer_is_parsed_as_a_number() -> None:
         ("7", "I do not know", 0.0),
         ("7", "\\boxed{\\frac{}{", 0.0),
         ("7", "", 0.0),
+        # Answers of MATH-500. Without LaTeX's delimiters math-verify would take the first number of each.
+        ("3\\sqrt{13}", "\\boxed{3\\sqrt{13}}", 1.0),
+        ("3\\sqrt{13}", "\\boxed{13}", 0.0),
+        ("3\\sqrt{13}", "\\boxed{3}", 0.0),
+        ("6 - 5i", "\\boxed{6 - 5i}", 1.0),
+        ("6 - 5i", "\\boxed{6}", 0.0),
+        ("\\left( 3, \\frac{\\pi}{2} \\right)", "so \\boxed{(3, \\pi/2)}", 1.0),
+        (
+            "\\begin{pmatrix} -7 \\\\ 16 \\end{pmatrix}",
+            "\\boxed{\\begin{pmatrix} -7 \\\\ 16 \\end{pmatrix}}",
+            1.0,
+        ),
+        ("\\begin{pmatrix} -7 \\\\ 16 \\end{pmatrix}", "\\boxed{-7}", 0.0),
+        ("\\text{Evelyn}", "\\boxed{\\text{Evelyn}}", 1.0),
+        ("\\text{Evelyn}", "\\boxed{\\text{Carla}}", 0.0),
+        ("18 dollars", "\\boxed{18}", 1.0),
     ],
 )
 def test_math_compares_formulas(answer: str, completion: str, value: float) -> None:
