@@ -16,8 +16,8 @@ FLAGS = {
     },
     "train": {
         "--recipe", "--model", "--data", "--rank", "--alpha", "--steps", "--lr", "--group-size", "--seed",
-        "--reward", "--from-adapter", "--run", "--resume", "--at", "--max-hours", "--max-restarts", "--dry-run",
-        "--set", *LOGGING,
+        "--reward", "--from-adapter", "--run", "--resume", "--at", "--max-hours", "--max-restarts",
+        "--dry-run", "--set", *LOGGING,
     },
     "eval": {
         "--base", "--model", "--data", "--split", "--limit", "--n", "--step", "--seed", "--set", *LOGGING,
