@@ -43,8 +43,6 @@ def _version(library: str) -> str:
 
 def _gpus() -> list[dict[str, Any]]:
     try:
-        return [
-            {"name": g.name, "memory_bytes": g.total_bytes, "driver": g.driver} for g in visible_gpus()
-        ]
+        return [{"name": g.name, "memory_bytes": g.total_bytes, "driver": g.driver} for g in visible_gpus()]
     except ConfigError:  # the run itself reports it, where it matters
         return []

@@ -66,9 +66,7 @@ def run_data(facts: RunFacts, label: str, max_completions: int, report: Report) 
             for a in find_alarms(facts.metrics, facts.held_out, repetition)
         ],
         "metrics": metrics,
-        "held_out": [
-            {"version": h.version, "label": h.label, **asdict(h.accuracy)} for h in facts.held_out
-        ],
+        "held_out": [{"version": h.version, "label": h.label, **asdict(h.accuracy)} for h in facts.held_out],
         "time": time_split(facts.metrics),
         "adapters": adapter_data(facts, unreadable),
         "settings": flat(config.model_dump(mode="json")),

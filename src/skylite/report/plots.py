@@ -22,6 +22,8 @@ class Plot:
     unit: str = ""
     percent: bool = False
     log: bool = False
+    noisy: bool = True
+    """Whether smoothing helps."""
     divisor: int = 1
     """Converts the metric to `unit`."""
 
@@ -56,7 +58,7 @@ PLOTS = (
     ),
     Plot(
         title="Groups without signal",
-        keys=("groups/zero_std_sampled_frac", "groups/zero_std_frac"),
+        keys=("groups/zero_std_sampled_frac",),
         help="Groups whose rewards are all equal. Near 100 %, nothing is learned.",
         percent=True,
     ),
@@ -113,6 +115,7 @@ PLOTS = (
         title="Adapter norm",
         keys=("adapter/b_norm",),
         help="Frobenius norm of all LoRA B matrices: how far the policy moved from its start.",
+        noisy=False,
     ),
     Plot(
         title="Sampling speed",
@@ -126,8 +129,9 @@ PLOTS = (
         help="Largest memory of a trainer rank so far.",
         unit="GiB",
         divisor=2**30,
+        noisy=False,
     ),
-    Plot(title="Learning rate", keys=("optim/lr",), help="Of each step."),
+    Plot(title="Learning rate", keys=("optim/lr",), help="Of each step.", noisy=False),
 )
 
 
