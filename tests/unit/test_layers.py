@@ -13,6 +13,8 @@ SOURCE = Path(__file__).parents[2] / "src" / "skylite"
 HEAVY = {"torch", "transformers", "vllm", "peft", "reasoning_gym", "math_verify"}
 LAYERS = (
     ("cli",),
+    ("cli_runs",),
+    ("cli_options",),
     ("commands",),
     ("orchestrator",),
     ("ui",),
