@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,7 @@ from safetensors import SafetensorError, deserialize
 
 from skylite.errors import ModelError
 from skylite.foreign_text import parse_json
-from skylite.run.run_dir import AdapterVersion
 
-MAX_VERSIONS = 8
 FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
 LAYER_NUMBER = re.compile(r"\.(\d+)\.")
 DTYPES = {"F32": np.float32, "F16": np.float16, "F64": np.float64}
@@ -50,14 +48,6 @@ def layer_updates(adapter: Path) -> list[ModuleUpdate]:
         if len(pair) == 2 and pair["A"].ndim == pair["B"].ndim == 2 and len(pair["A"]) == pair["B"].shape[1]
     ]
     return sorted(updates, key=lambda u: (u.layer, u.module))
-
-
-def spread_versions(versions: Sequence[AdapterVersion], count: int = MAX_VERSIONS) -> list[AdapterVersion]:
-    """At most `count` versions at equal distances, the last one included. Version 0 is zero: left out."""
-    trained = [v for v in versions if v.version > 0]
-    if len(trained) <= count:
-        return trained
-    return [trained[round(k * (len(trained) - 1) / (count - 1))] for k in range(count)]
 
 
 def singular_values(a: Matrix, b: Matrix) -> Matrix:

@@ -84,8 +84,10 @@ def _at(
     rules = (_collapse, _hacking, _no_signal, _drift, _reward_fell, _truncated, _mismatch, _skipped)
     found = [Alarm(kind=kind, text=text, since=step) for rule in rules for kind, text in rule(evidence)]
     kinds = {alarm.kind for alarm in found}
-    # A collapse is a fall of the reward, and hacking explains a drift; one finding is enough.
-    hidden = {"reward fell"} if "collapse" in kinds else set()
+    # A collapse is a fall of the reward, and the finding of hacking names the drift.
+    hidden = ({"reward fell"} if "collapse" in kinds else set()) | (
+        {"drift"} if "reward hacking" in kinds else set()
+    )
     return [a for a in found if a.kind not in hidden]
 
 

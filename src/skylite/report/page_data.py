@@ -12,7 +12,7 @@ from skylite import __version__
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError, DataError, ModelError
 from skylite.foreign_text import plain_lines
-from skylite.report.adapter_layers import layer_updates, spread_versions
+from skylite.report.adapter_layers import layer_updates
 from skylite.report.alarms import find_alarms
 from skylite.report.completions import Completion, read_held_out, read_training
 from skylite.report.plots import REPETITION, time_split, with_components
@@ -22,6 +22,8 @@ from skylite.run.run_dir import published_versions
 
 MAX_READ_STEPS = 60
 """Rollout files that are read for texts and repetition, at equal distances."""
+MAX_VERSIONS = 8
+"""Adapters whose layers are shown."""
 MAX_TEXT = 20_000
 """Characters of a text; a longer one is cut and says so."""
 
@@ -140,9 +142,10 @@ def metric_columns(facts: RunFacts, repetition: Mapping[int, float]) -> dict[str
 
 def adapter_data(facts: RunFacts, unreadable: list[str]) -> dict[str, Any]:
     """Norm and effective rank by version, layer and module."""
-    versions = spread_versions(published_versions(facts.run.lora_sync_path))
+    # Version 0 is zero.
+    trained = [v for v in published_versions(facts.run.lora_sync_path) if v.version > 0]
     updates = {}
-    for version in versions:
+    for version in spread(trained, MAX_VERSIONS):
         try:
             updates[version.version] = layer_updates(version.path)
         except ModelError as error:
