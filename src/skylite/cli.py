@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from skylite.cli_options import AsJson, RunFolder, Settings, Verbose, set_level
+from skylite.cli_runs import runs_app
 from skylite.errors import SkyliteError, write_failed
 from skylite.processes.import_path import protect_imports
-from skylite.ui.logs import configure_logging, set_terminal_level, show, unforeseen_text
+from skylite.ui.logs import configure_logging, show, unforeseen_text
 
 app = typer.Typer(
     name="skylite",
@@ -29,25 +30,7 @@ adapters_app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(adapters_app, name="adapters")
-
-
-def _set_level(verbose: bool | None) -> bool | None:
-    if verbose is not None:
-        set_terminal_level(logging.DEBUG if verbose else logging.WARNING)
-    return verbose
-
-
-Verbose = Annotated[
-    bool | None,
-    typer.Option("--verbose/--quiet", "-v/-q", callback=_set_level,
-                 help="Also print debug messages and times; or only warnings and errors."),
-]  # fmt: skip
-"""Works before and after the name of a command: the callback sets the level, commands ignore the value."""
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="A.B=VALUE", help="Any other setting, in TOML syntax. Repeatable."),
-]
+app.add_typer(runs_app)
 
 Rewards = Annotated[
     list[str] | None,
@@ -63,7 +46,7 @@ RewardSettings = Annotated[
 def start(context: typer.Context, verbose: Verbose = None) -> None:
     """Set up logging before a command runs."""
     configure_logging(info_on_stdout=context.invoked_subcommand == "prepare")
-    _set_level(verbose)
+    set_level(verbose)
 
 
 @app.command()
@@ -246,19 +229,19 @@ def replay(
 
 
 @adapters_app.command("verify")
-def adapters_verify(target: RunFolder, verbose: Verbose = None) -> None:
+def adapters_verify(target: RunFolder, as_json: AsJson = False, verbose: Verbose = None) -> None:
     """Check every published adapter against its hashes. Exits 1 if one is damaged."""
     from skylite.commands.adapters import verify
 
-    verify(target)
+    verify(target, as_json=as_json)
 
 
 @adapters_app.command("list")
-def adapters_list(target: RunFolder, verbose: Verbose = None) -> None:
+def adapters_list(target: RunFolder, as_json: AsJson = False, verbose: Verbose = None) -> None:
     """List the published adapters: version, step, bytes, age, canary gap."""
     from skylite.commands.adapters import list_versions
 
-    list_versions(target)
+    list_versions(target, as_json=as_json)
 
 
 @adapters_app.command("gc")

@@ -25,6 +25,13 @@ FLAGS = {
     "replay": {"--set", "--step", *LOGGING},
     "serve": {"--model", "--step", "--port", *LOGGING},
     "adapters": set(),
+    "watch": LOGGING,
+    "report": {"--out", "--png", "--completions", "--json", *LOGGING},
+    "samples": {
+        "--step", "--held-out", "--prompt", "--contains", "--min-reward", "--max-reward", "--best", "--worst",
+        "--limit", "--json", *LOGGING,
+    },
+    "runs": {"--json", *LOGGING},
 }  # fmt: skip
 
 

@@ -12,10 +12,13 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "skylite"
 HEAVY = {"torch", "transformers", "vllm", "peft", "reasoning_gym", "math_verify"}
 LAYERS = (
-    ("cli", "api"),
+    ("cli",),
+    ("cli_runs",),
+    ("cli_options",),
     ("commands",),
     ("orchestrator",),
     ("ui",),
+    ("report",),
     ("evaluation",),
     ("engine",),
     ("data",),
@@ -26,6 +29,7 @@ LAYERS = (
     ("algorithms",),
     ("adapters",),
     ("hub",),
+    ("api",),
     ("run",),
     ("vllm_plugin",),
     ("sandbox",),

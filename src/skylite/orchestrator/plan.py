@@ -26,6 +26,7 @@ from skylite.plugin_file import REWARD
 from skylite.processes.file_descriptors import raise_file_limit
 from skylite.processes.gpus import why_no_gpu
 from skylite.processes.hardware import choose_device, choose_dtype, cpu_cores
+from skylite.processes.machine import machine_facts
 from skylite.rewards.components import load_components
 from skylite.run.files import convert_os_errors, sha256_file, write_json
 from skylite.run.folder_owner import mark_sync_folder
@@ -256,6 +257,10 @@ def write_run(plan: RunPlan) -> None:
 
 
 def write_config(plan: RunPlan) -> None:
-    """Write config.json, which the child processes read, and mark a lora_sync_path that the user chose."""
+    """Write config.json, which the child processes read, and mark a lora_sync_path that the user chose.
+
+    Records the machine too (machine.json).
+    """
+    write_json(plan.run.machine_path, machine_facts())
     write_json(plan.run.config_path, plan.run_config.model_dump(mode="json"))
     mark_sync_folder(plan.run_config)
