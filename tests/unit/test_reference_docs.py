@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 
 from skylite.config.algorithm import PRESETS
+from skylite.run.metric_table import metrics_by_name
 from skylite.run.rollout_file import ROLLOUT_SCHEMA
 from skylite.run.run_dir import RunDir
 
@@ -45,7 +46,7 @@ def reference(name: str) -> str:
     return (REFERENCE / name).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", ["cli.md", "config.md"])
+@pytest.mark.parametrize("name", ["cli.md", "config.md", "metrics.md"])
 def test_generated_pages_are_up_to_date(name: str) -> None:
     assert reference(name) == generator().pages()[name], "stale: run `make docs-reference`"
 
@@ -55,8 +56,23 @@ def test_exactly_the_metrics_of_the_code_are_described() -> None:
         r'"([a-z]+/[a-z_]+)"', "\n".join(p.read_text(encoding="utf-8") for p in SOURCE.rglob("*.py"))
     )
     in_code = {name for name in strings if METRIC.fullmatch(name)} - INTERMEDIATE
-    described = set(re.findall(r"`([a-z]+/[a-z_]+)`", reference("metrics.md")))
+    described = {name for name in metrics_by_name() if METRIC.fullmatch(name)}
     assert described == in_code
+
+
+def test_every_metric_has_a_unit_and_a_meaning_and_a_bad_value_has_a_healthy_one() -> None:
+    metrics = metrics_by_name().values()
+    assert [m.name for m in metrics if not m.meaning or not m.unit] == []
+    guarded = [m for m in metrics if m.bad]
+    assert len(guarded) > 20
+    assert [m.name for m in guarded if not m.good and not m.name.startswith("time/")] == []
+
+
+def test_metrics_that_a_row_names_exist() -> None:
+    known = metrics_by_name()
+    for metric in known.values():
+        for name in METRIC.findall(f"{metric.meaning} {metric.good} {metric.bad}"):
+            assert name in known, f"{metric.name} names {name}"
 
 
 def test_every_path_of_a_run_is_described() -> None:
