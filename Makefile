@@ -88,8 +88,9 @@ torture: $(READY) ## kills, bad inputs and a long run (1 to 2 hours), results in
 fuzz: $(READY) ## read 10,000 damaged files with every reader, results in benchmarks/results/fuzz.json
 	$(BIN)/python benchmarks/fuzz.py --out benchmarks/results/fuzz.json
 
-docs-reference: $(READY) ## write docs/reference/cli.md, config.md and metrics.md from the code
+docs-reference: $(READY) ## write the pages and tables in docs/ that are made from the code
 	$(BIN)/python docs/generate_reference.py
+	$(BIN)/python docs/generate_gpu_fit.py
 
 vllm-models: $(READY) ## write engine/vllm_models.json, what vLLM serves with LoRA, from the installed vLLM
 	$(BIN)/python -m tests.integration.vllm_models
