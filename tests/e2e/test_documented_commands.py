@@ -46,9 +46,12 @@ def words_of(line: str, project: Project) -> list[str]:
     adapter = str(project.root / "runs/NAME/adapters/policy-v000020")
     words = shlex.split(line, comments=True)
     words = [{"path/to/adapter": adapter, "path/to/base": str(project.model)}.get(w, w) for w in words]
-    for flag, value in (("--steps", str(STEPS + 1)), ("--limit", "4")):
-        if flag in words:
-            words[words.index(flag) + 1] = value
+    if "--limit" in words:
+        words[words.index("--limit") + 1] = "4"
+    if "--resume" in words:  # a reader's run has steps left; this one gets one more
+        more = str(project.status("runs/NAME")["num_steps"] + 1)
+        words += [] if "--steps" in words else ["--steps", more]
+        words[words.index("--steps") + 1] = more
     if "--from-adapter" in words:  # a new run: the documents' default model is another one
         given = project.train_args("runs/next", 1, "--dry-run")[1:]
         words += given
