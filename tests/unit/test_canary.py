@@ -1,10 +1,12 @@
 """The canary distinguishes this adapter from the base model, another version and noise."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from skylite.engine.adapter_canary import check_reading, compare_logprobs
+from skylite.engine.canary_reading import CanaryReading
 from skylite.errors import SyncFailed
 
 POLICY = [-1.0, -2.0, -0.5]
@@ -39,6 +41,30 @@ def test_a_large_tolerance_still_rejects_a_clear_base() -> None:
     assert reading.projection == 0.0
     with pytest.raises(SyncFailed):
         check_reading("policy-v000002", "vllm-0", reading, 0.5)
+
+
+@pytest.mark.parametrize("way", [-0.5, 0.0, 0.4, 0.5, 1.5, 1.6, 3.0])
+def test_an_engine_that_moved_another_way_is_rejected_within_the_tolerance(way: float) -> None:
+    """Only the projection sees it: every gap is within 0.5, and the mean gap is small beside the move."""
+    base, policy = [-1.0] * 9, [-1.0] * 8 + [-1.4]
+    reading = compare_logprobs([*base[:8], -1.0 - 0.4 * way], policy, base)
+    assert reading.projection == pytest.approx(way)
+    quiet = replace(reading, gap_max=0.0, gap_mean=reading.base_distance / 4.5)
+    with pytest.raises(SyncFailed, match=f"answers as the frozen base .* moved {way:.2f} of the way"):
+        check_reading("policy-v000001", "vllm-0", quiet, 0.5)
+
+
+@pytest.mark.parametrize("way", [0.51, 1.0, 1.49])
+def test_an_engine_that_moved_about_the_right_way_passes(way: float) -> None:
+    reading = CanaryReading(gap_max=0.1, gap_mean=0.01, base_distance=0.1, projection=way)
+    check_reading("policy-v000001", "vllm-0", reading, 0.1)
+
+
+def test_a_move_within_the_noise_is_not_judged_by_its_projection() -> None:
+    reading = CanaryReading(gap_max=0.1, gap_mean=0.01, base_distance=0.04, projection=0.0)
+    check_reading("policy-v000001", "vllm-0", reading, 0.1)
+    with pytest.raises(SyncFailed, match="answers as the frozen base"):
+        check_reading("policy-v000001", "vllm-0", replace(reading, base_distance=0.0401), 0.1)
 
 
 def test_an_untrained_adapter_equals_the_base_and_passes() -> None:
