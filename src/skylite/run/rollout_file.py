@@ -148,7 +148,7 @@ def _read(path: Path, columns: list[str]) -> list[dict[str, Any]]:
         # pq.read_table would turn a parent folder named a=b into a column a.
         with pq.ParquetFile(path) as file:
             rows: list[dict[str, Any]] = file.read(columns=columns).select(columns).cast(schema).to_pylist()
-    except (OSError, KeyError, pa.ArrowException) as error:
+    except (OSError, KeyError, ValueError, pa.ArrowException) as error:  # ValueError: not UTF-8
         raise _unusable(path, str(error)) from None
     if missing := next((name for row in rows for name in columns if row[name] is None), None):
         raise _unusable(path, f"column {missing} has a row without a value")
