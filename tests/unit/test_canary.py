@@ -5,9 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from skylite.engine.adapter_canary import check_reading, compare_logprobs
+from skylite.engine import bf16_canary
+from skylite.engine.adapter_canary import (
+    DEFAULT_TOLERANCE,
+    canary_sequences,
+    check_reading,
+    compare_logprobs,
+)
 from skylite.engine.canary_reading import CanaryReading
 from skylite.errors import SyncFailed
+from tests.unit.data_cases import prompt
 
 POLICY = [-1.0, -2.0, -0.5]
 BASE = [-1.4, -1.8, -0.9]
@@ -65,6 +72,46 @@ def test_a_move_within_the_noise_is_not_judged_by_its_projection() -> None:
     check_reading("policy-v000001", "vllm-0", reading, 0.1)
     with pytest.raises(SyncFailed, match="answers as the frozen base"):
         check_reading("policy-v000001", "vllm-0", replace(reading, base_distance=0.0401), 0.1)
+
+
+def test_a_gap_of_exactly_the_tolerance_passes() -> None:
+    reading = CanaryReading(gap_max=0.5, gap_mean=0.1, base_distance=0.1, projection=math.nan)
+    check_reading("policy-v000001", "vllm-0", reading, 0.5)
+    with pytest.raises(
+        SyncFailed, match=r"differ by up to 0\.5001 \(tolerance 0\.5; .* 0\.1000 from the base"
+    ):
+        check_reading("policy-v000001", "vllm-0", replace(reading, gap_max=0.5001), 0.5)
+
+
+@pytest.mark.parametrize(("dtype", "count"), [("float32", 2), ("bfloat16", 24)])
+def test_the_canary_is_the_start_of_the_first_prompts(dtype: str, count: int) -> None:
+    class Letters:
+        """One token for each character."""
+
+        def encode_texts(self, texts: list[str]) -> list[list[int]]:
+            return [[ord(c) for c in text] for text in texts]
+
+    messages = [{"role": "user", "content": "example"}, {"role": "user", "content": "q" * 40}]
+    prompts = [prompt(messages=messages), prompt(messages=[{"role": "user", "content": "3?"}])] * 20
+    found = canary_sequences(Letters(), prompts, dtype)  # type: ignore[arg-type]
+    assert len(found) == count
+    assert found[0] == [ord("q")] * 24
+    assert found[1] == [ord(c) for c in "3?\n7"]
+
+
+def test_a_text_of_one_token_is_no_canary() -> None:
+    class Short:
+        def encode_texts(self, texts: list[str]) -> list[list[int]]:
+            return [[1], [1, 2]]
+
+    assert canary_sequences(Short(), [prompt()], "float32") == [[1, 2]]  # type: ignore[arg-type]
+
+
+def test_the_limits_that_the_error_rates_were_measured_with() -> None:
+    assert DEFAULT_TOLERANCE == {"float32": 0.002, "bfloat16": None}
+    assert (bf16_canary.CLIP, bf16_canary.MAX_STANDARD_ERRORS, bf16_canary.SLACK) == (3.0, 4.0, 0.05)
+    assert (bf16_canary.ROUNDED_AWAY, bf16_canary.MOST_ROUNDED_AWAY, bf16_canary.MOVED) == (0.075, 0.3, 0.02)
+    assert (bf16_canary.MAX_GAP_RATIO, bf16_canary.MAX_ROUNDING) == (1.4, 1.0)
 
 
 def test_an_untrained_adapter_equals_the_base_and_passes() -> None:
