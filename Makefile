@@ -90,7 +90,7 @@ torture: $(READY) ## kills, bad inputs and a long run (1 to 2 hours), results in
 fuzz: $(READY) ## read 10,000 damaged files with every reader, results in benchmarks/results/fuzz.json
 	$(BIN)/python benchmarks/fuzz.py --out benchmarks/results/fuzz.json
 
-mutants: $(READY) ## change one token at a time: does a unit test fail? (ARGS="--sample 300"), results in benchmarks/results/mutants.json
+mutants: $(READY) ## change one token at a time: does a unit test fail? (ARGS="--minutes 30"), results in benchmarks/results/mutants.json
 	$(BIN)/pip install --quiet --no-compile --upgrade --target $(VENV)/mutants $(MUTATION)
 	PYTHONPATH=$(VENV)/mutants $(BIN)/python benchmarks/mutants.py $(ARGS) --out benchmarks/results/mutants.json
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import difflib
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,14 +109,6 @@ def changed_lines(source: str, mutated: str) -> tuple[str, str]:
     lines = list(difflib.ndiff(source.splitlines(), mutated.splitlines()))
     before, after = ([line[2:].strip() for line in lines if line.startswith(mark)] for mark in ("- ", "+ "))
     return " ".join(before), " ".join(after)
-
-
-def draw(mutants: list[Mutant], count: int | None, seed: int) -> list[Mutant]:
-    """`count` of the mutants at random, in their order; None: all."""
-    if count is None or count >= len(mutants):
-        return mutants
-    chosen = set(random.Random(seed).sample(range(len(mutants)), count))
-    return [mutant for number, mutant in enumerate(mutants) if number in chosen]
 
 
 def _left_out(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:

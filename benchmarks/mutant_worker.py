@@ -71,12 +71,18 @@ def test_mutant(copy: Path, job: dict[str, Any]) -> tuple[str, float, str]:
     path = copy / job["path"]
     original = path.read_bytes()
     path.write_text(job["source"], encoding="utf-8")
-    for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
-        compiled.unlink()  # Python compares only size and second of the source
+    _remove_compiled(path)
     try:
         return run_tests(copy, job["tests"], job["timeout_s"])
     finally:
         path.write_bytes(original)
+        _remove_compiled(path)
+
+
+def _remove_compiled(path: Path) -> None:
+    """Python compares only size and second of the source, so it could run another mutant's."""
+    for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+        compiled.unlink()
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from typing import Any
 
 from command_line import argument_parser
 from machine_info import machine_info
-from mutant_list import Mutant, changed_lines, draw, mutants_of, mutated_source
+from mutant_list import Mutant, changed_lines, mutants_of, mutated_source
 
 ROOT = Path(__file__).resolve().parents[1]
 PLAN = ROOT / "benchmarks" / "mutants.toml"
@@ -44,6 +45,8 @@ OUTCOMES = ("killed", "timeout", "survived")
 MIN_KILLED = 0.95
 ATTEMPTS = 3
 """Tests with time limits can fail on a busy machine."""
+MAX_SECONDS = 300.0
+"""Of the tests of a module without a mutant."""
 MODULES = """
 import json, sys, pytest
 import transformers.models.llama.modeling_llama  # which tests import when they run
@@ -91,7 +94,7 @@ def copy_repository(target: Path) -> Path:
 
 
 def environment(copy: Path) -> dict[str, str]:
-    paths = {"PYTHONPATH": f"{copy / 'src'}:{copy}", "PYTHONDONTWRITEBYTECODE": "1"}
+    paths = {"PYTHONPATH": f"{copy / 'src'}:{copy}"}
     return {**os.environ, **paths, "OMP_NUM_THREADS": "1", "TMPDIR": str(copy.parent)}
 
 
@@ -108,43 +111,50 @@ def imported_modules(folder: Path, tests: Sequence[str]) -> list[str]:
     return modules
 
 
-def test_all(
-    workers: Sequence[Worker], mutants: Sequence[Mutant], tests: Mapping[str, list[str]]
-) -> dict[Mutant, dict[str, Any]]:
-    """Mutant -> what happened."""
-    idle: Queue[Worker] = Queue()
-    for worker in workers:
-        idle.put(worker)
-    results: dict[Mutant, dict[str, Any]] = {}
-    limits: dict[str, float] = {}
-    lock = threading.Lock()
+class Tester:
+    """Gives mutants to the workers until the time is over."""
 
-    def take(mutant: Mutant) -> None:
+    def __init__(self, workers: Sequence[Worker], tests: Mapping[str, list[str]], minutes: float) -> None:
+        self.results: dict[Mutant, dict[str, Any]] = {}
+        self._idle: Queue[Worker] = Queue()
+        for worker in workers:
+            self._idle.put(worker)
+        self._num_workers, self._tests = len(workers), tests
+        self._deadline = time.monotonic() + 60 * minutes
+        self._locks = {path: threading.Lock() for path in tests}
+        self._limits: dict[str, float] = {}
+
+    def run(self, mutants: Sequence[Mutant]) -> None:
+        """Fill `results`, in the order of `mutants`."""
+        with ThreadPoolExecutor(self._num_workers) as pool:
+            for work in [pool.submit(self._take, mutant) for mutant in mutants]:
+                work.result()
+
+    def _take(self, mutant: Mutant) -> None:
+        if time.monotonic() > self._deadline:
+            return
         source, text = (ROOT / mutant.path).read_text(encoding="utf-8"), mutated_source(ROOT, mutant)
-        worker = idle.get()
+        worker = self._idle.get()
         try:
-            outcome, seconds, words = worker.run(mutant.path, text, tests[mutant.path], limits[mutant.path])
+            with self._locks[mutant.path]:
+                limit_s = self._limits.get(mutant.path) or self._time_tests(worker, mutant.path, source)
+                self._limits[mutant.path] = limit_s
+            found = worker.run(mutant.path, text, self._tests[mutant.path], limit_s)
         finally:
-            idle.put(worker)
+            self._idle.put(worker)
         before, after = changed_lines(source, text)
-        with lock:
-            results[mutant] = {"outcome": outcome, "before": before, "after": after, "noticed_by": words}
-            if outcome == "survived" or len(results) % 100 == 0:
-                print(f"{len(results)}/{len(mutants)} {outcome} {mutant.path}:{mutant.line} "
-                      f"{before}  ->  {after}  ({seconds:.1f} s)", flush=True)  # fmt: skip
+        outcome, seconds, words = found
+        self.results[mutant] = {"outcome": outcome, "before": before, "after": after, "noticed_by": words}
+        print(f"{len(self.results)} {outcome} {mutant.path}:{mutant.line} "
+              f"{before}  ->  {after}  ({seconds:.1f} s) {words}", flush=True)  # fmt: skip
 
-    for path in dict.fromkeys(mutant.path for mutant in mutants):
+    def _time_tests(self, worker: Worker, path: str, source: str) -> float:
+        """The time limit for a mutant of the module. Exits if its tests fail without one."""
         for _ in range(ATTEMPTS):
-            outcome, seconds, words = workers[0].run(path, (ROOT / path).read_text(), tests[path], 300)
+            outcome, seconds, words = worker.run(path, source, self._tests[path], MAX_SECONDS)
             if outcome == "survived":
-                break
-        else:
-            sys.exit(f"The tests of {path} fail without a mutant: {words}")
-        limits[path] = 10 + 4 * seconds
-        print(f"{path}: {seconds:.1f} s without a mutant", flush=True)
-    with ThreadPoolExecutor(len(workers)) as pool:
-        list(pool.map(take, mutants))
-    return {mutant: results[mutant] for mutant in mutants}
+                return 10 + 4 * seconds
+        raise SystemExit(f"The tests of {path} fail without a mutant: {words}")
 
 
 def report(
@@ -176,8 +186,8 @@ def report(
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--sample", type=int, help="so many mutants at random instead of all")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop then; the order is random")
+    parser.add_argument("--seed", type=int, default=1, help="of the order")
     parser.add_argument(
         "--files", nargs="*", default=[], help="only modules whose path contains one of these"
     )
@@ -191,17 +201,18 @@ def main() -> None:
         if not args.files or any(part in path for part in args.files)
     }
     every = [mutant for path in tests for mutant in mutants_of(ROOT, path)]
-    mutants, started = draw(every, args.sample, args.seed), time.monotonic()
-    print(f"{len(mutants)} of {len(every)} mutants", flush=True)
+    mutants, started = random.Random(args.seed).sample(every, len(every)), time.monotonic()
+    print(f"{len(every)} mutants", flush=True)
     with tempfile.TemporaryDirectory(prefix="skylite-mutants-") as name:
         modules = imported_modules(Path(name), sorted({t for names in tests.values() for t in names}))
         workers = [Worker(Path(name), number, modules) for number in range(args.workers)]
         try:
-            results = test_all(workers, mutants, tests)
+            tester = Tester(workers, tests, args.minutes)
+            tester.run(mutants)
         finally:
             for worker in workers:
                 worker.close()
-    found = report(every, results, plan.get("explained", []))
+    found = report(every, tester.results, plan.get("explained", []))
     if args.out is not None:
         facts = {
             "cosmic-ray": version("cosmic-ray"),

@@ -26,7 +26,7 @@ from tests.unit.test_engine_client import LosingClient, replies, sampled
 def requests_of(folder: Path, behave: Any, ask: Any) -> tuple[Any, list[tuple[str, Any]]]:
     """The answer, and the requests with their JSON."""
     seen: list[tuple[str, str]] = []
-    answer = asyncio.run(talk(folder, behave, ask, seen=seen))
+    answer = asyncio.run(talk(folder, behave, ask, 60.0, seen))
     return answer, [(line, json.loads(body) if body else None) for line, body in seen]
 
 
@@ -67,7 +67,9 @@ def test_adapters_are_loaded_and_unloaded_by_name(tmp_path: Path) -> None:
         assert seen == [("POST /v1/unload_lora_adapter", name)]
     for status, kind in ((400, "SyncFailed"), (500, "EngineFailed")):
         with pytest.raises(RunFailed, match="could not unload adapter policy-v000001: why") as caught:
-            asyncio.run(talk(tmp_path, replies("why", status), lambda c: c.unload_adapter(adapter.name)))
+            asyncio.run(
+                talk(tmp_path, replies("why", status), lambda c: c.unload_adapter(adapter.name), 60.0)
+            )
         assert type(caught.value).__name__ == kind
 
 
@@ -94,7 +96,7 @@ def test_the_token_count_is_the_sum_over_both_kinds_and_all_engines(tmp_path: Pa
 def test_the_reason_in_an_error_reply_is_shown_shortened(tmp_path: Path, body: Any, words: str) -> None:
     adapter = AdapterVersion(1, tmp_path)
     with pytest.raises(EngineFailed) as caught:
-        asyncio.run(talk(tmp_path, replies(body, 400), lambda c: c.load_adapter(adapter)))
+        asyncio.run(talk(tmp_path, replies(body, 400), lambda c: c.load_adapter(adapter), 60.0))
     assert caught.match(words)
 
 

@@ -66,14 +66,12 @@ def test_its_code_would_leave_a_trace(tmp_path: Path, tiny_llama: Path) -> None:
     assert made.trace.read_text() == "vllm data_prep/gsm8k model/modeling_evil nvidia-smi pickle "
 
 
-def test_the_program_itself_in_the_bundle(bundle: Bundle, tmp_path: Path) -> None:
-    """As pip installs it, with an empty part in PATH and PYTHONPATH safe."""
-    script = tmp_path / "download" / "bin" / "start-script"
+def test_the_program_itself_in_the_bundle(bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """As pip installs it. The other tests call it in this process, which has imported nearly everything."""
+    script = tmp_path_factory.mktemp("bin") / "skylite"
     script.write_text(START)
     words = ["adapters", "list", "run-files"]
-    done = subprocess.run(
-        [sys.executable, "-P", str(script), *words], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "policy-v000002" in done.stdout
 
