@@ -21,6 +21,8 @@ PEERS := verl==0.9.1 skyrl==0.3.0
 # Builds the site, in an environment of its own: nothing else needs it.
 ZENSICAL := zensical==0.0.73
 SITE := build/docs
+# Its operators make the mutants. It stays out of site-packages, because its dependencies would change versions there.
+MUTATION := cosmic-ray==8.7.0
 DATA ?=
 SOURCE ?=
 RUN ?= runs/lora-gsm8k-$(shell date +%Y%m%d-%H%M%S)
@@ -39,7 +41,7 @@ RECIPE := $(if $(GPU),gsm8k,gsm8k_cpu_real)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lora-gsm8k check test test-unit test-dist test-vllm test-e2e gpu-check gpu-results torture fuzz docs docs-reference vllm-models lock clean
+.PHONY: help setup lora-gsm8k check test test-unit test-dist test-vllm test-e2e gpu-check gpu-results torture fuzz mutants docs docs-reference vllm-models lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -90,6 +92,10 @@ torture: $(READY) ## kills, bad inputs and a long run (1 to 2 hours), results in
 
 fuzz: $(READY) ## read 10,000 damaged files with every reader, results in benchmarks/results/fuzz.json
 	$(BIN)/python benchmarks/fuzz.py --out benchmarks/results/fuzz.json
+
+mutants: $(READY) ## change one token at a time: does a unit test fail? (ARGS="--minutes 30"), results in benchmarks/results/mutants.json
+	$(BIN)/pip install --quiet --no-compile --upgrade --target $(VENV)/mutants $(MUTATION)
+	PYTHONPATH=$(VENV)/mutants $(BIN)/python benchmarks/mutants.py $(ARGS) --out benchmarks/results/mutants.json
 
 docs: ## build the site in build/docs/site; a broken link or anchor fails
 	@test -x $(VENV)/zensical/bin/pip || $(PYTHON) -m venv $(VENV)/zensical

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from skylite.errors import ConfigError, DataError, error_line
 
@@ -153,14 +153,30 @@ class UserCodeFailed(Exception):
     """A user's code raised. The text names class and message; `__cause__` is what was raised."""
 
 
+class ProcessExit(BaseException):
+    """A user's code called os._exit, which would end skylite without an error."""
+
+
+_real_exit = os._exit
+_running = threading.local()
+"""`pid`: this process while the thread runs a user's code, else None."""
+
+
+def _exit(code: int) -> NoReturn:
+    """Replaces os._exit. A process that the user's code forks still ends."""
+    if getattr(_running, "pid", None) == os.getpid():
+        raise ProcessExit(f"os._exit({code!r})")
+    _real_exit(code)
+
+
 @contextmanager
 def user_code(keep: type[Exception] | tuple[()] = ()) -> Iterator[None]:
     """Turn whatever the user's code in the block raises into UserCodeFailed, except `keep`.
 
-    This includes SystemExit, KeyboardInterrupt and CancelledError, which would end the run as if nothing was
-    wrong. A Ctrl-C that the user really presses stays a KeyboardInterrupt.
+    This includes SystemExit, KeyboardInterrupt, CancelledError and a call of os._exit, which would end the
+    run as if nothing was wrong. A Ctrl-C that the user really presses stays a KeyboardInterrupt.
     """
-    pressed = False
+    pressed, outer = False, getattr(_running, "pid", None)
 
     def on_ctrl_c(*_: object) -> None:
         nonlocal pressed
@@ -171,6 +187,8 @@ def user_code(keep: type[Exception] | tuple[()] = ()) -> Iterator[None]:
     hears_ctrl_c = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if hears_ctrl_c:
         signal.signal(signal.SIGINT, on_ctrl_c)
+    os._exit = _exit
+    _running.pid = os.getpid()
     try:
         yield
     except BaseException as error:
@@ -178,6 +196,7 @@ def user_code(keep: type[Exception] | tuple[()] = ()) -> Iterator[None]:
             raise
         raise UserCodeFailed(error_line(error)) from error
     finally:
+        _running.pid = outer
         if hears_ctrl_c:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -32,9 +32,12 @@ RAISES = [
     "raise asyncio.CancelledError",
     "raise BaseException('odd')",
     "raise Unprintable",
+    "os._exit(0)",
+    "end_now(0)",
 ]
 HEAD = """
-import asyncio, sys
+import asyncio, os, sys
+from os import _exit as end_now
 class Unprintable(Exception):
     def __str__(self): sys.exit(0)
 """
@@ -113,7 +116,7 @@ def test_a_refusal_of_a_data_prep_file_keeps_its_words(tmp_path: Path) -> None:
     assert reply.output == "skylite: ours. do.\n"
 
 
-@pytest.mark.parametrize("body", ["sys.exit(0)", "raise KeyboardInterrupt"])
+@pytest.mark.parametrize("body", ["sys.exit(0)", "raise KeyboardInterrupt", "os._exit(0)"])
 def test_prepare_does_not_succeed_by_an_exit(
     tmp_path: Path, body: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +129,15 @@ def test_prepare_does_not_succeed_by_an_exit(
     assert "mine.py:f raised" in reply.output
     assert "rows/train/" in reply.output
     assert not Path("data").exists()
+
+
+def test_a_process_that_a_users_code_forks_may_end(tmp_path: Path) -> None:
+    body = """
+    if (child := os.fork()) == 0:
+        os._exit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])"""
+    assert load_function(reward_file(tmp_path, body), REWARD)(None, None) == 7
+    assert finite_score("own", load_function(reward_file(tmp_path, body), REWARD), prompt(), "x") == 7.0
 
 
 SLOW = """

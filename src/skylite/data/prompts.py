@@ -93,14 +93,18 @@ def write_prompts(path: Path, prompts: Sequence[Prompt], info: PromptFileInfo) -
 
 def read_prompts(path: Path, difficulty: Sequence[int] = ()) -> tuple[list[Prompt], PromptFileInfo]:
     """The prompts of a split, filtered by `difficulty` when given, and the footer. Raises DataError."""
-    table = _read_table(path)
-    info = _read_info(path, table.schema.metadata or {})
-    _check_columns(path, table.schema)
-    if table.num_rows == 0:
+    try:
+        table = _read_table(path)
+        info = _read_info(path, table.schema.metadata or {})
+        _check_columns(path, table.schema)
+        rows = table.to_pylist()
+    except UnicodeDecodeError as error:  # names of columns, or texts
+        raise DataError(f"{path} is damaged: {_one_line(error)}", _HINT) from None
+    if not rows:
         raise DataError(f"{path} has no rows.", _HINT)
-    if table.num_rows != info.count:
-        raise DataError(f"{path} has {table.num_rows} rows, but its footer says {info.count}.", _HINT)
-    prompts = [_to_prompt(path, number, row) for number, row in enumerate(table.to_pylist(), start=1)]
+    if len(rows) != info.count:
+        raise DataError(f"{path} has {len(rows)} rows, but its footer says {info.count}.", _HINT)
+    prompts = [_to_prompt(path, number, row) for number, row in enumerate(rows, start=1)]
     chosen = [p for p in prompts if p.difficulty in difficulty] if difficulty else prompts
     if not chosen:
         available = sorted({p.difficulty for p in prompts})

@@ -152,7 +152,10 @@ def read_columns(path: Path, columns: Mapping[str, pa.DataType]) -> pa.Table:
 
 def _read(path: Path, columns: list[str]) -> list[dict[str, Any]]:
     table = _read_table(path, pa.schema([ROLLOUT_SCHEMA.field(name) for name in columns]))
-    rows: list[dict[str, Any]] = table.to_pylist()
+    try:
+        rows: list[dict[str, Any]] = table.to_pylist()
+    except ValueError as error:  # text that is not UTF-8
+        raise _unusable(path, str(error)) from None
     if missing := next((name for row in rows for name in columns if row[name] is None), None):
         raise _unusable(path, f"column {missing} has a row without a value")
     return rows
@@ -163,7 +166,7 @@ def _read_table(path: Path, schema: pa.Schema) -> pa.Table:
         # pq.read_table would turn a parent folder named a=b into a column a.
         with pq.ParquetFile(path) as file:
             return file.read(columns=schema.names).select(schema.names).cast(schema)
-    except (OSError, KeyError, pa.ArrowException) as error:
+    except (OSError, KeyError, ValueError, pa.ArrowException) as error:
         raise _unusable(path, str(error)) from None
 
 
