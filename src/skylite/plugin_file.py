@@ -187,7 +187,7 @@ def user_code(keep: type[Exception] | tuple[()] = ()) -> Iterator[None]:
     hears_ctrl_c = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if hears_ctrl_c:
         signal.signal(signal.SIGINT, on_ctrl_c)
-    os._exit = _exit
+    os._exit = _exit  # type: ignore[assignment]  # typeshed has another parameter name
     _running.pid = os.getpid()
     try:
         yield

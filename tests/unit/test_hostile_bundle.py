@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 import pytest
 
-from skylite.commands import serve as serve_command
 from skylite.orchestrator import run_session
 from tests.unit.bad_inputs import Reply, call
 from tests.unit.hostile_bundle import RUNS, Bundle, Trap, make_bundle
@@ -136,7 +135,7 @@ def test_serve_up_to_the_start_of_vllm(bundle: Bundle, target: str, monkeypatch:
         started.append((file, argv, env))
         raise SystemExit(0)
 
-    monkeypatch.setattr(serve_command.os, "execvpe", stop)
+    monkeypatch.setattr("skylite.commands.serve.os.execvpe", stop)
     call(["serve", target, "--model", "model"])
     for file, argv, env in started:
         assert file == sys.executable, "an absolute path, so that no program of the working folder runs"

@@ -170,7 +170,7 @@ def test_parquet_whose_names_or_texts_are_not_utf8_is_a_sentence(
     table = pq.read_table(path)
     pq.write_table(table, path, compression="none", use_dictionary=False, store_schema=False)
     path.write_bytes(path.read_bytes().replace(where.encode(), b"\xf3" + where.encode()[1:]))
-    read = {"prompts": read_prompts, "rows": lambda p: list(read_table(p)), "rollouts": read_rollouts}[reader]
+    read = {"prompts": read_prompts, "rows": read_table, "rollouts": read_rollouts}[reader]
     with pytest.raises(SkyliteError, match=str(path)):
         read(path)
 

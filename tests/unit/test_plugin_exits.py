@@ -136,8 +136,8 @@ def test_a_process_that_a_users_code_forks_may_end(tmp_path: Path) -> None:
     if (child := os.fork()) == 0:
         os._exit(7)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])"""
-    assert load_function(reward_file(tmp_path, body), REWARD)(None, None) == 7
-    assert finite_score("own", load_function(reward_file(tmp_path, body), REWARD), prompt(), "x") == 7.0
+    reward = load_reward(reward_file(tmp_path, body))
+    assert finite_scores("own", reward, [(prompt(), "x")]) == [7.0]
 
 
 SLOW = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -54,6 +54,7 @@ def completion_text(c: Completion) -> str:
 
 
 def _read(facts: RunFacts, flags: SampleFlags) -> Iterator[Completion]:
+    reader: Callable[[Path, int], list[Completion]]
     if flags.held_out:
         stored = {h.version: h.path for h in facts.held_out if h.path.is_file()}
         kind, reader = "held-out evaluation of version", read_held_out

@@ -87,7 +87,7 @@ def _update(name: str, pair: Mapping[str, Matrix], config: Mapping[str, Any]) ->
 
 def _tensors(path: Path) -> list[tuple[str, Matrix]]:
     try:
-        tensors = deserialize(path.read_bytes())
+        tensors = deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
         return [(name, _array(spec)) for name, spec in tensors]
     except (OSError, SafetensorError, ValueError) as error:
         raise ModelError(
