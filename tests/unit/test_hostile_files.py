@@ -170,9 +170,13 @@ def test_parquet_whose_names_or_texts_are_not_utf8_is_a_sentence(
     table = pq.read_table(path)
     pq.write_table(table, path, compression="none", use_dictionary=False, store_schema=False)
     path.write_bytes(path.read_bytes().replace(where.encode(), b"\xf3" + where.encode()[1:]))
-    read = {"prompts": read_prompts, "rows": read_table, "rollouts": read_rollouts}[reader]
+    readers: dict[str, Callable[[Path], object]] = {
+        "prompts": read_prompts,
+        "rows": read_table,
+        "rollouts": read_rollouts,
+    }
     with pytest.raises(SkyliteError, match=str(path)):
-        read(path)
+        readers[reader](path)
 
 
 @pytest.mark.parametrize("value", [7, "LlamaForCausalLM", {"LlamaForCausalLM": 1}, [["x"]], True])
