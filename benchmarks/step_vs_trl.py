@@ -51,8 +51,8 @@ METRICS = {
     "tokens_computed": "tokens/unique",
 }
 """Names in the result file, and the metrics they come from."""
-REWARD = """def score(prompt, completion):
-    return 1.0 if completion.strip() == prompt.answer else len(completion) % 7 / 8
+REWARD = """def score(completion, answer):
+    return 1.0 if completion.strip() == answer else len(completion) % 7 / 8
 """
 
 

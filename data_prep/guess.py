@@ -14,7 +14,7 @@ from skylite.errors import DataError
 from skylite.types import Message, Prompt
 
 NAME = "guess"
-REWARD = "math"
+REWARD = "exact_match"
 SYSTEM = "Guess the number. Answer with a number only."
 FEW_SHOT: list[Message] = [
     {"role": "user", "content": "I think of a number from 1 to 7."},

@@ -1,8 +1,9 @@
-"""Write docs/reference/cli.md and config.md from the code.
+"""Write docs/reference/cli.md, config.md and metrics.md from the code.
 
     python docs/generate_reference.py        (or: make docs-reference)
 
 cli.md holds what `--help` prints. config.md holds the fields, defaults and docstrings of skylite.config.
+metrics.md holds skylite/run/metrics.toml.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 
 from skylite.cli import app
 from skylite.config.train import TrainConfig
+from skylite.run.metric_table import Metric, metric_sections
 
 REFERENCE = Path(__file__).parent / "reference"
 MADE_BY = "<!-- Made by docs/generate_reference.py from the code. Do not edit: run `make docs-reference`. -->"
@@ -54,10 +56,22 @@ In a recipe a section is a TOML table:
     group_size = 8
 """
 
+METRICS_HEAD = """\
+# Metrics
+
+`metrics.jsonl` in the run has one JSON object per step. A number that is not finite is written as `null`.
+After a resume a step that was trained again appears once, as it was the last time, when you read the file
+with `skylite.run.metrics_file.read_metrics`. [Read the curves](../how-to/read-the-curves.md) shows which of
+these to look at first.
+
+Means are over the completions or tokens of the step, on all ranks. KL and log-probabilities are in nats.
+Healthy ranges are rules of thumb: a run can leave one and learn.
+"""
+
 
 def pages() -> dict[str, str]:
     """File name in docs/reference -> text."""
-    return {"cli.md": cli_page(), "config.md": config_page()}
+    return {"cli.md": cli_page(), "config.md": config_page(), "metrics.md": metrics_page()}
 
 
 def cli_page() -> str:
@@ -94,6 +108,24 @@ def config_page() -> str:
         if section is not None:
             parts += [f"## {name}\n", *about(section), *table(f"{name}.", section.model_fields), ""]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def metrics_page() -> str:
+    """A table for each section of the metrics."""
+    parts = [MADE_BY, "", METRICS_HEAD]
+    for section in metric_sections():
+        parts += [
+            f"## {section.heading}\n",
+            *([textwrap.fill(section.about, LINE_WIDTH), ""] if section.about else []),
+        ]
+        parts += ["| name | unit | meaning | healthy | a bad value |", "|---|---|---|---|---|"]
+        parts += [*map(metric_row, section.metrics), ""]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def metric_row(metric: Metric) -> str:
+    words = " | ".join(map(cell, (metric.unit, metric.meaning, metric.good, metric.bad)))
+    return f"| `{metric.name}` | {words} |"
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:

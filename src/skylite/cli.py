@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from skylite.cli_options import AsJson, RunFolder, Settings, Verbose, set_level
+from skylite.cli_runs import runs_app
 from skylite.errors import SkyliteError, write_failed
 from skylite.processes.import_path import protect_imports
-from skylite.ui.logs import configure_logging, set_terminal_level, show, unforeseen_text
+from skylite.ui.logs import configure_logging, show, unforeseen_text
 
 app = typer.Typer(
     name="skylite",
@@ -29,24 +30,15 @@ adapters_app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(adapters_app, name="adapters")
+app.add_typer(runs_app)
 
-
-def _set_level(verbose: bool | None) -> bool | None:
-    if verbose is not None:
-        set_terminal_level(logging.DEBUG if verbose else logging.WARNING)
-    return verbose
-
-
-Verbose = Annotated[
-    bool | None,
-    typer.Option("--verbose/--quiet", "-v/-q", callback=_set_level,
-                 help="Also print debug messages and times; or only warnings and errors."),
-]  # fmt: skip
-"""Works before and after the name of a command: the callback sets the level, commands ignore the value."""
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
-Settings = Annotated[
+Rewards = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="A.B=VALUE", help="Any other setting, in TOML syntax. Repeatable."),
+    typer.Option(help="gsm8k, math, ... or FILE.py:function, instead of the data's reward. Repeatable."),
+]
+RewardSettings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=VALUE", help="E.g. reward.answer_pattern=REGEX. Repeatable."),
 ]
 
 
@@ -54,7 +46,7 @@ Settings = Annotated[
 def start(context: typer.Context, verbose: Verbose = None) -> None:
     """Set up logging before a command runs."""
     configure_logging(info_on_stdout=context.invoked_subcommand == "prepare")
-    _set_level(verbose)
+    set_level(verbose)
 
 
 @app.command()
@@ -79,9 +71,11 @@ def prepare(
     difficulty: Annotated[str, typer.Option(help="Reasoning steps of synthetic problems, e.g. 1,2.")] = "",
     question: Annotated[str | None, typer.Option(help="Question column of your own file.")] = None,
     answer: Annotated[str | None, typer.Option(help="Answer column of your own file.")] = None,
-    reward: Annotated[
-        str | None, typer.Option(help="Reward for your own file: gsm8k, math, or FILE.py:function.")
-    ] = None,
+    no_answer: Annotated[
+        bool, typer.Option("--no-answer", help="The data has no reference answers: the reward needs none.")
+    ] = False,
+    reward: Annotated[str | None, typer.Option(help="gsm8k, math, ... or FILE.py:function.")] = None,
+    settings: RewardSettings = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Maximum rows of the training split.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of generation and splits.")] = 0,
     verbose: Verbose = None,
@@ -98,7 +92,9 @@ def prepare(
         difficulty=_numbers(difficulty),
         question=question,
         answer=answer,
+        no_answer=no_answer,
         reward=reward,
+        settings=tuple(settings or ()),
         limit=limit,
         seed=seed,
     )
@@ -117,6 +113,7 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Total number of steps.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
     group_size: Annotated[int | None, typer.Option(help="Completions per prompt.")] = None,
+    reward: Rewards = None,
     seed: Annotated[int | None, typer.Option(help="Seed of data order, sampling and initialisation.")] = None,
     from_adapter: Annotated[
         Path | None, typer.Option(help="Start from the weights in this adapter folder (warm start).")
@@ -149,7 +146,7 @@ def train(
     flags = TrainFlags(
         recipe=recipe, model=model, data=data, rank=rank, alpha=alpha, steps=steps, lr=lr, seed=seed,
         group_size=group_size, from_adapter=from_adapter, max_restarts=max_restarts,
-        settings=tuple(settings or ()),
+        reward=tuple(reward or ()), set_flags=tuple(settings or ()),
     )  # fmt: skip
     run_train(flags, run=run, resume=resume, dry_run=dry_run, at=at, max_hours=max_hours)
 
@@ -232,19 +229,19 @@ def replay(
 
 
 @adapters_app.command("verify")
-def adapters_verify(target: RunFolder, verbose: Verbose = None) -> None:
+def adapters_verify(target: RunFolder, as_json: AsJson = False, verbose: Verbose = None) -> None:
     """Check every published adapter against its hashes. Exits 1 if one is damaged."""
     from skylite.commands.adapters import verify
 
-    verify(target)
+    verify(target, as_json=as_json)
 
 
 @adapters_app.command("list")
-def adapters_list(target: RunFolder, verbose: Verbose = None) -> None:
+def adapters_list(target: RunFolder, as_json: AsJson = False, verbose: Verbose = None) -> None:
     """List the published adapters: version, step, bytes, age, canary gap."""
     from skylite.commands.adapters import list_versions
 
-    list_versions(target)
+    list_versions(target, as_json=as_json)
 
 
 @adapters_app.command("gc")

@@ -14,23 +14,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from skylite.errors import ConfigError, DataError, error_line
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionKind:
-    """What a FILE.py:function is for. Every kind takes two arguments."""
+    """What a FILE.py:function is for."""
 
     name: str
     setting: str
     """The setting that names it."""
     arguments: str
     returns: str
+    takes_two: bool = True
+    """Whether it is called with two arguments. Rewards are called by name (rewards/signature.py)."""
 
 
-REWARD = FunctionKind("reward", "reward.functions", "(prompt, completion)", "float")
+REWARD = FunctionKind(
+    "reward", "reward.functions", "(completion, *, prompt, answer, **columns)", "float", takes_two=False
+)
 ADVANTAGE = FunctionKind("advantage", "algorithm.advantage", "(rewards, lengths)", "Tensor")
 EPISODE = FunctionKind("episode", "env.episode", "(task, chat)", "float")
 POLICY_LOSS = FunctionKind("policy loss", "algorithm.policy_loss", "(inputs, config)", "Tensor")
@@ -78,8 +82,8 @@ def program_sha256(spec: str) -> str | None:
 def load_function(spec: str, kind: FunctionKind, sha256: str | None = None) -> Callable[..., Any]:
     """Run the file and return its function.
 
-    Raises ConfigError if that fails, the function does not take two arguments, or the file's content does not
-    have the `sha256` (None: any content).
+    Raises ConfigError if that fails, the function does not take the two arguments of its kind, or the file's
+    content does not have the `sha256` (None: any content).
     """
     path, name = _find_file(spec, kind)
     try:
@@ -89,7 +93,7 @@ def load_function(spec: str, kind: FunctionKind, sha256: str | None = None) -> C
     try:
         with user_code():
             function: Callable[..., Any] | None = getattr(module, name, None)
-            problem = _call_problem(function)
+            problem = _call_problem(function) if kind.takes_two else ""
     except UserCodeFailed as error:
         raise ConfigError(f"{name} in {path} cannot be used: {error}.", "Fix that file.") from error
     if not callable(function):
@@ -159,14 +163,30 @@ class UserCodeFailed(Exception):
     """A user's code raised. The text names class and message; `__cause__` is what was raised."""
 
 
+class ProcessExit(BaseException):
+    """A user's code called os._exit, which would end skylite without an error."""
+
+
+_real_exit = os._exit
+_running = threading.local()
+"""`pid`: this process while the thread runs a user's code, else None."""
+
+
+def _exit(code: int) -> NoReturn:
+    """Replaces os._exit. A process that the user's code forks still ends."""
+    if getattr(_running, "pid", None) == os.getpid():
+        raise ProcessExit(f"os._exit({code!r})")
+    _real_exit(code)
+
+
 @contextmanager
 def user_code(keep: type[Exception] | tuple[()] = ()) -> Iterator[None]:
     """Turn whatever the user's code in the block raises into UserCodeFailed, except `keep`.
 
-    This includes SystemExit, KeyboardInterrupt and CancelledError, which would end the run as if nothing was
-    wrong. A Ctrl-C that the user really presses stays a KeyboardInterrupt.
+    This includes SystemExit, KeyboardInterrupt, CancelledError and a call of os._exit, which would end the
+    run as if nothing was wrong. A Ctrl-C that the user really presses stays a KeyboardInterrupt.
     """
-    pressed = False
+    pressed, outer = False, getattr(_running, "pid", None)
 
     def on_ctrl_c(*_: object) -> None:
         nonlocal pressed
@@ -177,6 +197,8 @@ def user_code(keep: type[Exception] | tuple[()] = ()) -> Iterator[None]:
     hears_ctrl_c = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if hears_ctrl_c:
         signal.signal(signal.SIGINT, on_ctrl_c)
+    os._exit = _exit  # type: ignore[assignment]  # typeshed has another parameter name
+    _running.pid = os.getpid()
     try:
         yield
     except BaseException as error:
@@ -184,6 +206,7 @@ def user_code(keep: type[Exception] | tuple[()] = ()) -> Iterator[None]:
             raise
         raise UserCodeFailed(error_line(error)) from error
     finally:
+        _running.pid = outer
         if hears_ctrl_c:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 

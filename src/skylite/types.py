@@ -36,13 +36,16 @@ class Prompt:
     messages: list[Message]
     """System text, few-shot examples as user/assistant pairs, and the question as the last user message."""
     answer: str
-    """Reference answer in the form that the reward expects. `skylite prepare` checks that it scores 1.0."""
+    """Reference answer in the form that the reward expects. `skylite prepare` checks that it scores 1.0.
+
+    Empty in data without reference answers.
+    """
     source: str
     """Data set name, e.g. "gsm8k" or "gsm8k-synthetic"."""
     difficulty: int = 0
     """Number of reasoning steps; 0: unknown."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """More inputs of the reward, e.g. a reasoning-gym entry. JSON in the file."""
+    """The data's other columns, which a reward function can ask for by name. JSON in the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,8 @@ from tests.e2e.project import Project
 
 pytestmark = [pytest.mark.e2e, pytest.mark.dist]
 REWARD = """
-def score(prompt, completion):
-    return float("nan") if prompt.id == {bad!r} else len(completion) / 12
+def score(completion, id):
+    return float("nan") if id == {bad!r} else len(completion) / 12
 """
 
 

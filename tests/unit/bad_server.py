@@ -25,9 +25,16 @@ def choice(index: int = 0, **changes: Any) -> dict[str, Any]:
 
 
 async def talk(
-    folder: Path, behave: Behaviour, ask: Callable[[VllmClient], Awaitable[Any]], timeout_s: float = 1.0
+    folder: Path,
+    behave: Behaviour,
+    ask: Callable[[VllmClient], Awaitable[Any]],
+    timeout_s: float = 1.0,
+    seen: list[tuple[str, str]] | None = None,
 ) -> Any:
-    """Run `ask` against a server with this behaviour. `behave` also gets the number of earlier requests."""
+    """Run `ask` against a server with this behaviour. `behave` also gets the number of earlier requests.
+
+    `seen` receives the first line and the body of each request.
+    """
     count = 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -42,7 +49,9 @@ async def talk(
                 ),
                 0,
             )
-            await reader.readexactly(length)
+            body = await reader.readexactly(length)
+            if seen is not None:
+                seen.append((head.partition(b" HTTP")[0].decode(), body.decode()))
             number, count = count, count + 1
             await behave(writer, number)
             await writer.drain()

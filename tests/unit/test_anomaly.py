@@ -18,6 +18,8 @@ from skylite.errors import ConfigError, TrainingDiverged
 from skylite.model.distributed import Dist
 from skylite.run.run_dir import RunDir
 from skylite.trainer.anomaly import (
+    FINITE_METRICS,
+    consecutive_skips,
     metric_anomaly,
     parameter_anomaly,
     reward_collapse,
@@ -194,3 +196,43 @@ def test_a_kl_limit_without_a_measured_kl_is_refused() -> None:
         ConfigError, match=r"anomaly.max_kl=0.1 limits .* algorithm.kl_coef=0 does not measure"
     ):
         load_config(None, {"anomaly.max_kl": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("skipped", "step", "count"), [([], 5, 0), ([4], 5, 1), ([2, 3, 4], 5, 3), ([3], 5, 0)]
+)
+def test_skipped_steps_in_a_row_are_counted_back_from_a_step(
+    tmp_path: Path, skipped: list[int], step: int, count: int
+) -> None:
+    run = RunDir(tmp_path)
+    run.trainer_steps.mkdir()
+    for number in range(1, 5):
+        run.trainer_step_path(number).write_text(json.dumps({"skipped": "why"} if number in skipped else {}))
+    assert consecutive_skips(run, step) == count
+
+
+@pytest.mark.parametrize("name", FINITE_METRICS)
+def test_every_loss_norm_and_kl_must_be_finite(name: str) -> None:
+    assert metric_anomaly({name: float("inf")}, AnomalyConfig()) == f"{name} is inf"
+    assert metric_anomaly({name: 1e30}, AnomalyConfig(max_mismatch_kl=None, max_kl=None)) == ""
+
+
+def test_a_kl_of_exactly_the_limit_is_no_anomaly() -> None:
+    rules = AnomalyConfig(max_mismatch_kl=0.5, max_kl=0.25)
+    assert metric_anomaly({"mismatch/kl": 0.5, "policy/kl_ref": 0.25}, rules) == ""
+    assert (
+        metric_anomaly({"mismatch/kl": 0.51}, rules)
+        == "mismatch/kl is 0.51, over anomaly.max_mismatch_kl=0.5"
+    )
+    assert metric_anomaly({"policy/kl_ref": 0.26}, rules) == "policy/kl_ref is 0.26, over anomaly.max_kl=0.25"
+
+
+def test_a_mean_reward_of_exactly_the_limit_is_no_collapse(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.rollouts.mkdir()
+    for step in (1, 2):
+        write_samples(run.rollout_path(step), [replace(s, reward=0.5) for s in random_samples(0)])
+    assert reward_collapse(run, 2, AnomalyConfig(min_reward=0.5, min_reward_steps=2)) == ""
+    assert reward_collapse(run, 2, AnomalyConfig(min_reward=0.51, min_reward_steps=2))
+    run.rollout_path(1).unlink()
+    assert reward_collapse(run, 2, AnomalyConfig(min_reward=0.51, min_reward_steps=2)) == ""

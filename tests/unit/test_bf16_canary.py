@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from skylite.adapters.manifest import Canary, read_manifest
-from skylite.engine.bf16_canary import Scores, check_paired, read_paired
+from skylite.engine.bf16_canary import PairedReading, Scores, check_paired, read_paired
 from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.engine_pool import EnginePool
 from skylite.errors import SyncFailed
@@ -95,6 +96,52 @@ def test_one_wild_token_does_not_decide() -> None:
         base=found.base,
     )
     assert not is_refused(wild)
+
+
+def test_wild_tokens_are_clipped_at_three_medians() -> None:
+    """The engine's move is off by 0.1, 0.2, 0.3 and 9: the median is 0.25, and 9 counts as 0.75."""
+    off, ones = [0.1, -0.2, 0.3, 9.0], [-1.0] * 4
+    found = read_paired(Scores(engine=off, engine_base=ones, policy=[0.0] * 4, base=ones))
+    assert found.reading.projection == pytest.approx(1 + (0.1 - 0.2 + 0.3 + 0.75) / 4)
+    assert found.reading.projection_error == pytest.approx((0.01 + 0.04 + 0.09 + 0.5625) ** 0.5 / 4)
+    assert found.reading.gap_max == 9.0
+
+
+def test_rounding_takes_at_most_a_share_of_the_limit() -> None:
+    found = read_paired(
+        Scores(engine=[0.9, -0.1], engine_base=[0.9, 0.1], policy=[0.0, 0.01], base=[0.0, 0.0])
+    )
+    assert found.projection_limit == pytest.approx(4 * found.reading.projection_error + 0.05 + 0.3)
+
+
+def paired(limit: float = 0.2, **changes: float) -> PairedReading:
+    """A reading on the edge of every limit, which passes."""
+    edge = CanaryReading(
+        gap_max=9.0, gap_mean=1.4, base_distance=1.0, projection=1.2, rounding=1.0, projection_error=0.1
+    )
+    return PairedReading(reading=replace(edge, **changes), projection_limit=limit, same_as="")
+
+
+def test_each_limit_is_the_last_value_that_passes() -> None:
+    check_paired("p", "e", paired(limit=0.20001))
+    check_paired("p", "e", paired(limit=0.20001, projection=0.8))
+    for found, words in (
+        (paired(limit=0.19999), r"moved 1\.20 of the way .* expected 1 \+- 0\.20"),
+        (paired(limit=0.19999, projection=0.8), r"moved 0\.80 of the way"),
+        (paired(limit=0.3, gap_mean=1.41), r"more than 1\.4 times as much"),
+        (paired(limit=0.3, rounding=1.001), r"by 1\.001 nats on average \(limit 1\.0\)"),
+    ):
+        with pytest.raises(SyncFailed, match=words):
+            check_paired("p", "e", found)
+
+
+@pytest.mark.parametrize(("move", "same"), [(0.0021, "the base"), (0.0019, "")])
+def test_equal_bits_are_found_if_the_adapter_moved_by_a_fiftieth_of_the_rounding(
+    move: float, same: str
+) -> None:
+    engine = [-0.9, -2.1]
+    found = Scores(engine=engine, engine_base=engine, policy=[-1.0 + move, -2.0 - move], base=[-1.0, -2.0])
+    assert read_paired(found).same_as == same
 
 
 @pytest.mark.parametrize("same", ["the base", "the version before"])

@@ -1,11 +1,20 @@
 """The canary distinguishes this adapter from the base model, another version and noise."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from skylite.engine.adapter_canary import check_reading, compare_logprobs
+from skylite.engine import bf16_canary
+from skylite.engine.adapter_canary import (
+    DEFAULT_TOLERANCE,
+    canary_sequences,
+    check_reading,
+    compare_logprobs,
+)
+from skylite.engine.canary_reading import CanaryReading
 from skylite.errors import SyncFailed
+from tests.unit.data_cases import prompt
 
 POLICY = [-1.0, -2.0, -0.5]
 BASE = [-1.4, -1.8, -0.9]
@@ -39,6 +48,70 @@ def test_a_large_tolerance_still_rejects_a_clear_base() -> None:
     assert reading.projection == 0.0
     with pytest.raises(SyncFailed):
         check_reading("policy-v000002", "vllm-0", reading, 0.5)
+
+
+@pytest.mark.parametrize("way", [-0.5, 0.0, 0.4, 0.5, 1.5, 1.6, 3.0])
+def test_an_engine_that_moved_another_way_is_rejected_within_the_tolerance(way: float) -> None:
+    """Only the projection sees it: every gap is within 0.5, and the mean gap is small beside the move."""
+    base, policy = [-1.0] * 9, [-1.0] * 8 + [-1.4]
+    reading = compare_logprobs([*base[:8], -1.0 - 0.4 * way], policy, base)
+    assert reading.projection == pytest.approx(way)
+    quiet = replace(reading, gap_max=0.0, gap_mean=reading.base_distance / 4.5)
+    with pytest.raises(SyncFailed, match=f"answers as the frozen base .* moved {way:.2f} of the way"):
+        check_reading("policy-v000001", "vllm-0", quiet, 0.5)
+
+
+@pytest.mark.parametrize("way", [0.51, 1.0, 1.49])
+def test_an_engine_that_moved_about_the_right_way_passes(way: float) -> None:
+    reading = CanaryReading(gap_max=0.1, gap_mean=0.01, base_distance=0.1, projection=way)
+    check_reading("policy-v000001", "vllm-0", reading, 0.1)
+
+
+def test_a_move_within_the_noise_is_not_judged_by_its_projection() -> None:
+    reading = CanaryReading(gap_max=0.1, gap_mean=0.01, base_distance=0.04, projection=0.0)
+    check_reading("policy-v000001", "vllm-0", reading, 0.1)
+    with pytest.raises(SyncFailed, match="answers as the frozen base"):
+        check_reading("policy-v000001", "vllm-0", replace(reading, base_distance=0.0401), 0.1)
+
+
+def test_a_gap_of_exactly_the_tolerance_passes() -> None:
+    reading = CanaryReading(gap_max=0.5, gap_mean=0.1, base_distance=0.1, projection=math.nan)
+    check_reading("policy-v000001", "vllm-0", reading, 0.5)
+    with pytest.raises(
+        SyncFailed, match=r"differ by up to 0\.5001 \(tolerance 0\.5; .* 0\.1000 from the base"
+    ):
+        check_reading("policy-v000001", "vllm-0", replace(reading, gap_max=0.5001), 0.5)
+
+
+@pytest.mark.parametrize(("dtype", "count"), [("float32", 2), ("bfloat16", 24)])
+def test_the_canary_is_the_start_of_the_first_prompts(dtype: str, count: int) -> None:
+    class Letters:
+        """One token for each character."""
+
+        def encode_texts(self, texts: list[str]) -> list[list[int]]:
+            return [[ord(c) for c in text] for text in texts]
+
+    messages = [{"role": "user", "content": "example"}, {"role": "user", "content": "q" * 40}]
+    prompts = [prompt(messages=messages), prompt(messages=[{"role": "user", "content": "3?"}])] * 20
+    found = canary_sequences(Letters(), prompts, dtype)  # type: ignore[arg-type]
+    assert len(found) == count
+    assert found[0] == [ord("q")] * 24
+    assert found[1] == [ord(c) for c in "3?\n7"]
+
+
+def test_a_text_of_one_token_is_no_canary() -> None:
+    class Short:
+        def encode_texts(self, texts: list[str]) -> list[list[int]]:
+            return [[1], [1, 2]]
+
+    assert canary_sequences(Short(), [prompt()], "float32") == [[1, 2]]  # type: ignore[arg-type]
+
+
+def test_the_limits_that_the_error_rates_were_measured_with() -> None:
+    assert DEFAULT_TOLERANCE == {"float32": 0.002, "bfloat16": None}
+    assert (bf16_canary.CLIP, bf16_canary.MAX_STANDARD_ERRORS, bf16_canary.SLACK) == (3.0, 4.0, 0.05)
+    assert (bf16_canary.ROUNDED_AWAY, bf16_canary.MOST_ROUNDED_AWAY, bf16_canary.MOVED) == (0.075, 0.3, 0.02)
+    assert (bf16_canary.MAX_GAP_RATIO, bf16_canary.MAX_ROUNDING) == (1.4, 1.0)
 
 
 def test_an_untrained_adapter_equals_the_base_and_passes() -> None:

@@ -12,12 +12,12 @@ LOGGING = {"--verbose", "--quiet"}
 FLAGS = {
     "prepare": {
         "--out", "--source", "--synthetic", "--first-source", "--difficulty", "--question", "--answer",
-        "--reward", "--limit", "--seed", *LOGGING,
+        "--no-answer", "--reward", "--set", "--limit", "--seed", *LOGGING,
     },
     "train": {
         "--recipe", "--model", "--data", "--rank", "--alpha", "--steps", "--lr", "--group-size", "--seed",
-        "--from-adapter", "--run", "--resume", "--at", "--max-hours", "--max-restarts", "--dry-run", "--set",
-        *LOGGING,
+        "--reward", "--from-adapter", "--run", "--resume", "--at", "--max-hours", "--max-restarts",
+        "--dry-run", "--set", *LOGGING,
     },
     "eval": {
         "--base", "--model", "--data", "--split", "--limit", "--n", "--step", "--seed", "--set", *LOGGING,
@@ -25,6 +25,13 @@ FLAGS = {
     "replay": {"--set", "--step", *LOGGING},
     "serve": {"--model", "--step", "--port", *LOGGING},
     "adapters": set(),
+    "watch": LOGGING,
+    "report": {"--out", "--png", "--completions", "--json", *LOGGING},
+    "samples": {
+        "--step", "--held-out", "--prompt", "--contains", "--min-reward", "--max-reward", "--best", "--worst",
+        "--limit", "--json", *LOGGING,
+    },
+    "runs": {"--json", *LOGGING},
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import pytest
 from skylite.data.dataset_module import load_dataset
 from skylite.errors import DataError
 from skylite.rewards import load_reward
+from skylite.rewards.scoring import score
 
 FILES = sorted((Path(__file__).parents[2] / "data_prep").glob("*.py"))
 
@@ -23,7 +24,8 @@ def test_every_data_prep_file_loads_and_makes_prompts(path: Path) -> None:
         assert made.id == "x/test/0"
         assert made.messages[-1]["role"] == "user"
         assert made.messages[1:-1] == module.few_shot
-        assert load_reward(module.reward)(made, module.reference(row)) == 1.0
+        assert module.reference is not None
+        assert score(module.reward, load_reward(module.reward), [(made, module.reference(row))]) == [1.0]
 
 
 def test_the_repository_has_a_gsm8k_file() -> None:

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from skylite.engine.client import Sampling
 from skylite.engine.retrying_client import Engine
 from skylite.errors import EngineDead, EngineFailed, RunFailed, SyncFailed
 from skylite.run.run_dir import AdapterVersion
+from skylite.types import Sample
 from tests.unit.bad_server import SAMPLING, Behaviour, ask_for, choice, talk
 
 
@@ -196,6 +198,35 @@ def test_a_refusal_is_not_retried(tmp_path: Path) -> None:
             talk(tmp_path, behave, lambda c: Engine(c, backoff_s=(0.01,)).generate("m", [7], 1, SAMPLING, 3))
         )
     assert count == 1
+
+
+class LosingClient:
+    """Loses some completions. Answers with the seed of each: vLLM uses seed + i for sample i of a request."""
+
+    name = "vllm-0"
+
+    def __init__(self, *found: set[int]) -> None:
+        self.found, self.asked = list(found), list[tuple[int, int]]()
+
+    async def sample(
+        self, model: str, prompt_token_ids: list[int], n: int, sampling: Sampling, version: int
+    ) -> dict[int, Sample]:
+        self.asked.append((n, sampling.seed))
+        return {
+            i: Sample(
+                prompt_token_ids=prompt_token_ids, completion_token_ids=[sampling.seed + i],
+                rollout_logprobs=[-1.0], finish_reason="stop", adapter_version=version, text="",
+            )
+            for i in self.found.pop(0)
+        }  # fmt: skip
+
+
+def test_a_completion_that_was_lost_is_sampled_again_with_its_own_seed() -> None:
+    """With the first one's seed the group would hold one completion twice."""
+    client = LosingClient({0, 2}, set(), {0}, {0})
+    samples = asyncio.run(Engine(client, (0.0, 0.0)).generate("m", [7], 4, SAMPLING, 3))  # type: ignore[arg-type]
+    assert [s.completion_token_ids for s in samples] == [[40], [41], [42], [43]]
+    assert client.asked == [(4, 40), (1, 41), (1, 43), (1, 41)]
 
 
 def test_a_group_with_missing_completions_fails_with_a_reason(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def test_allowed_programs_are_remembered_by_path_and_a_read_only_home_is_no_erro
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     (tmp_path / "file").write_text("in the way")
     for name in ("x.py", "y.py"):
-        (tmp_path / name).write_text("def f(a, b): ...")
+        (tmp_path / name).write_text("def f(prompt, completion): ...")
     remember(f"{tmp_path}/x.py:f")
     with pytest.raises(ConfigError, match="not named on this machine"):
         require_named([f"{tmp_path}/x.py:f"], REWARD, Path("data"))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from skylite.hub.resolve import check_folder, safetensors_header
 from skylite.run.checkpoint_folder import verify_checkpoint
 from skylite.run.events import read_events
 from skylite.run.metrics_file import read_metrics
+from skylite.run.rollout_file import read_rollouts, write_rollouts
 from skylite.run.run_dir import RunDir
 from skylite.run.status import read_status
+from tests.rows import groups_of, random_samples
 from tests.unit.data_cases import prompt
 from tests.unit.run_cases import make_model
 
@@ -151,6 +154,38 @@ def test_a_deep_checkpoint_manifest_is_a_sentence(tmp_path: Path) -> None:
 def test_a_bad_footer_is_a_sentence(raw: bytes, tmp_path: Path) -> None:
     with pytest.raises(SkyliteError, match="has a damaged footer"):
         read_prompts(prompt_file(tmp_path / "train.parquet", raw))
+
+
+@pytest.mark.parametrize("where", ["answer", "value"])
+@pytest.mark.parametrize("reader", ["prompts", "rows", "rollouts"])
+def test_parquet_whose_names_or_texts_are_not_utf8_is_a_sentence(
+    reader: str, where: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.parquet"
+    if reader == "rollouts":
+        groups = groups_of(random_samples(1))
+        write_rollouts(path, [replace(g, prompt=replace(g.prompt, answer="value")) for g in groups])
+    else:
+        write_prompts(path, [prompt(answer="value")], PromptFileInfo(**footer()))
+    # Uncompressed, so that the text is there as it is. The Arrow schema would repeat the names in base64.
+    table = pq.read_table(path)
+    pq.write_table(table, path, compression="none", use_dictionary=False, store_schema=False)
+    path.write_bytes(path.read_bytes().replace(where.encode(), b"\xf3" + where.encode()[1:]))
+    readers: dict[str, Callable[[Path], object]] = {
+        "prompts": read_prompts,
+        "rows": read_table,
+        "rollouts": read_rollouts,
+    }
+    with pytest.raises(SkyliteError, match=str(path)):
+        readers[reader](path)
+
+
+@pytest.mark.parametrize("value", [7, "LlamaForCausalLM", {"LlamaForCausalLM": 1}, [["x"]], True])
+def test_architectures_that_are_no_list_of_names_are_a_sentence(value: Any, tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"architectures": value}))
+    with pytest.raises(SkyliteError, match=r"is not a causal language model: its config\.json names"):
+        check_folder(tmp_path / "model", "")
 
 
 @pytest.mark.parametrize("extra", [NESTED, "[]", "7"])

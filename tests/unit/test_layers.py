@@ -12,10 +12,14 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "skylite"
 HEAVY = {"torch", "transformers", "vllm", "peft", "reasoning_gym", "math_verify"}
 LAYERS = (
-    ("cli", "api"),
+    ("start",),
+    ("cli",),
+    ("cli_runs",),
+    ("cli_options",),
     ("commands",),
     ("orchestrator",),
     ("ui",),
+    ("report",),
     ("evaluation",),
     ("environments",),
     ("engine",),
@@ -27,6 +31,7 @@ LAYERS = (
     ("algorithms",),
     ("adapters",),
     ("hub",),
+    ("api",),
     ("run",),
     ("vllm_plugin",),
     ("sandbox",),

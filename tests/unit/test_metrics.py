@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import math
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from skylite.errors import ConfigError, DataError
-from skylite.run.metrics_file import append_metrics, read_metrics
+from skylite.run.events import append_event, read_events
+from skylite.run.metrics_file import append_metrics, null_to_nan, read_metrics, write_metrics
 from skylite.run.status import Status, read_status, write_status
 
 
@@ -69,3 +73,61 @@ def test_a_status_round_trips(tmp_path: Path) -> None:
     path.write_text('{"phase": "tr')
     with pytest.raises(ConfigError, match=r"status\.json is not a valid run status"):
         read_status(path)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"phase": "idle"}, {"phase": None}, {"step": "3"}, {"step": True}, {"num_steps": 2.0},
+        {"adapter_version": "1"}, {"pids": {"a": "1"}}, {"pids": [1]}, {"restarts": None},
+        {"restarts": {"a": 1.5}}, {"error": 5}, {"updated_at": None},
+    ],
+)  # fmt: skip
+def test_a_status_with_a_wrong_type_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    path = tmp_path / "status.json"
+    good = asdict(
+        Status(phase="training", step=3, num_steps=24, adapter_version=None, restarts={"trainer": 1})
+    )
+    path.write_text(json.dumps(good))
+    assert read_status(path).restarts == {"trainer": 1}
+    path.write_text(json.dumps(good | wrong))
+    with pytest.raises(ConfigError, match=r"status\.json is not a valid run status"):
+        read_status(path)
+
+
+@pytest.mark.parametrize("name", ["phase", "pids", "updated_at"])
+def test_a_status_without_a_field_is_refused_and_a_new_field_is_ignored(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "status.json"
+    good = asdict(Status(phase="done", step=3, num_steps=3, adapter_version=3))
+    path.write_text(json.dumps(good | {"newer": 1}))
+    assert read_status(path).phase == "done"
+    del good[name]
+    path.write_text(json.dumps(good))
+    with pytest.raises(ConfigError, match=f"KeyError '{name}'"):
+        read_status(path)
+    with pytest.raises(ConfigError, match=r"is not a skylite run: status\.json is missing"):
+        read_status(tmp_path / "nowhere" / "status.json")
+
+
+def test_events_have_both_clocks_and_a_torn_one_is_skipped(tmp_path: Path) -> None:
+    path, before = tmp_path / "events.jsonl", (time.monotonic(), time.time())
+    append_event(path, "sampling_started", step=3, version=2)
+    with path.open("a") as stream:
+        stream.write('{"event": "samp')
+    append_event(path, "sampling_ended", step=3)
+    (first, second), after = read_events(path), (time.monotonic(), time.time())
+    assert (first["event"], first["step"], first["version"], second["event"]) == (
+        "sampling_started", 3, 2, "sampling_ended",
+    )  # fmt: skip
+    assert before[0] <= first["monotonic"] <= second["monotonic"] <= after[0]
+    assert before[1] <= first["wall"] <= second["wall"] <= after[1]
+
+
+def test_all_metrics_are_replaced_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_metrics(path, {"step": 9})
+    write_metrics(path, [{"step": 1, "text": "\u00e9"}, {"step": 2, "a": math.inf}])
+    assert path.read_text(encoding="utf-8") == '{"step": 1, "text": "\u00e9"}\n{"step": 2, "a": null}\n'
+    numbers = null_to_nan(read_metrics(path)[1])
+    assert numbers["step"] == 2
+    assert math.isnan(numbers["a"])

@@ -14,7 +14,7 @@ ADD = ToolCall("add", json.dumps({"a": 1, "b": "x"}))
 @pytest.mark.parametrize(
     ("form", "text", "content"),
     [
-        ("hermes", 'Now.<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x"}}\n</tool_call><|im_end|>',
+        ("hermes", 'Now.<tool_call>{"name": "add", "arguments": {"a": 1, "b": "x"}}\n</tool_call><|im_end|>',
          "Now."),
         ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": \\"x\\"}"}', ""),
         ("qwen-xml", "Now.<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\n"

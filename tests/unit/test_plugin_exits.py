@@ -16,8 +16,8 @@ import torch
 
 from skylite.data.dataset_module import load_dataset, module_examples
 from skylite.errors import ConfigError, DataError, RunFailed
-from skylite.plugin_file import REWARD, load_function
-from skylite.rewards import finite_score
+from skylite.rewards import load_reward
+from skylite.rewards.scoring import finite_scores
 from skylite.rewards.worker_pool import RewardPool
 from skylite.trainer.user_functions import group_advantage
 from tests.unit.bad_inputs import call
@@ -32,36 +32,41 @@ RAISES = [
     "raise asyncio.CancelledError",
     "raise BaseException('odd')",
     "raise Unprintable",
+    "os._exit(0)",
+    "end_now(0)",
 ]
 HEAD = """
-import asyncio, sys
+import asyncio, os, sys
+from os import _exit as end_now
 class Unprintable(Exception):
     def __str__(self): sys.exit(0)
 """
 
 
 def reward_file(folder: Path, body: str, top: str = "pass") -> str:
-    (folder / "mine.py").write_text(f"{HEAD}\n{top}\ndef f(a, b):\n    {body}\n    return 1.0\n")
+    (folder / "mine.py").write_text(
+        f"{HEAD}\n{top}\ndef f(prompt, completion):\n    {body}\n    return 1.0\n"
+    )
     return f"{folder / 'mine.py'}:f"
 
 
 @pytest.mark.parametrize("body", RAISES)
 def test_a_reward_that_exits_fails_with_the_prompts_id(tmp_path: Path, body: str) -> None:
-    reward = load_function(reward_file(tmp_path, body), REWARD)
+    reward = load_reward(reward_file(tmp_path, body))
     with pytest.raises(RunFailed, match=r"reward function own raised \w+.*prompt gsm/7, completion 'x'"):
-        finite_score("own", reward, prompt(id="gsm/7"), "x")
+        finite_scores("own", reward, [(prompt(id="gsm/7"), "x")])
 
 
 def test_a_result_that_exits_when_it_is_read_fails_too(tmp_path: Path) -> None:
     top = "class Odd(float):\n    def __float__(self): sys.exit(0)\n    __repr__ = __float__"
-    reward = load_function(reward_file(tmp_path, "return Odd(1)", top), REWARD)
+    reward = load_reward(reward_file(tmp_path, "return Odd(1)", top))
     with pytest.raises(RunFailed, match="prompt gsm/7"):
-        finite_score("own", reward, prompt(id="gsm/7"), "x")
+        finite_scores("own", reward, [(prompt(id="gsm/7"), "x")])
 
 
 def test_a_worker_survives_and_names_the_prompt(tmp_path: Path) -> None:
     """In one pool, because a start takes seconds."""
-    lines = [f"if b == '{i}': {body}" for i, body in enumerate(RAISES)]
+    lines = [f"if completion == '{i}': {body}" for i, body in enumerate(RAISES)]
     pool = RewardPool([reward_file(tmp_path, "\n    ".join(lines))])
     try:
         for i in range(len(RAISES)):
@@ -75,7 +80,7 @@ def test_a_worker_survives_and_names_the_prompt(tmp_path: Path) -> None:
 @pytest.mark.parametrize("body", RAISES)
 def test_a_file_that_exits_when_it_is_run_is_refused(tmp_path: Path, body: str) -> None:
     with pytest.raises(ConfigError, match=r"mine\.py cannot be imported: \w+"):
-        load_function(reward_file(tmp_path, "pass", top=body), REWARD)
+        load_reward(reward_file(tmp_path, "pass", top=body))
 
 
 @pytest.mark.parametrize("body", RAISES)
@@ -111,7 +116,7 @@ def test_a_refusal_of_a_data_prep_file_keeps_its_words(tmp_path: Path) -> None:
     assert reply.output == "skylite: ours. do.\n"
 
 
-@pytest.mark.parametrize("body", ["sys.exit(0)", "raise KeyboardInterrupt"])
+@pytest.mark.parametrize("body", ["sys.exit(0)", "raise KeyboardInterrupt", "os._exit(0)"])
 def test_prepare_does_not_succeed_by_an_exit(
     tmp_path: Path, body: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,17 +131,26 @@ def test_prepare_does_not_succeed_by_an_exit(
     assert not Path("data").exists()
 
 
+def test_a_process_that_a_users_code_forks_may_end(tmp_path: Path) -> None:
+    body = """
+    if (child := os.fork()) == 0:
+        os._exit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])"""
+    reward = load_reward(reward_file(tmp_path, body))
+    assert finite_scores("own", reward, [(prompt(), "x")]) == [7.0]
+
+
 SLOW = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C
 from skylite.errors import SkyliteError
-from skylite.rewards import score
+from skylite.rewards.scoring import reward_function, score
 from tests.unit.data_cases import prompt
-def reward(a, b):
+def reward(completion):
     print("up", flush=True)
     time.sleep(60)
 try:
-    score("own", reward, prompt(), "x")
+    score("own", reward_function(reward), [(prompt(), "x")])
 except KeyboardInterrupt:
     sys.exit(42)
 except SkyliteError:

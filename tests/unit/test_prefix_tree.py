@@ -212,7 +212,7 @@ def test_a_conversation_costs_its_unique_tokens():
     for trajectory in range(8):
         history = list(prompt)
         for _ in range(6):
-            history = history + [100 + trajectory, *(rng.randrange(50) for _ in range(119))]
+            history = [*history, 100 + trajectory, *(rng.randrange(50) for _ in range(119))]
             sequences.append(history)
             groups.append(0)
     tree = build_tree(sequences, groups)

@@ -146,7 +146,7 @@ def test_a_users_csv_with_the_math_reward(tmp_path: Path) -> None:
 
 def test_a_users_file_with_a_reward_function(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
-        "def reward(prompt, completion):\n    return float(completion == prompt.answer)\n", encoding="utf-8"
+        "def reward(completion, answer):\n    return float(completion == answer)\n", encoding="utf-8"
     )
     path = own_file(tmp_path / "mine.jsonl", sums(10))
     info = read(prepare(str(path), question="q", answer="a", reward="mine.py:reward"))["train"][1]

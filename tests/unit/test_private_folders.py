@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from skylite.config.lora import LoraConfig
 from skylite.errors import ConfigError
 from skylite.hub import shared_memory
 from skylite.hub.shared_memory import model_in_shared_memory, shared_copy
-from skylite.run.lock import LOCK_NAME, lock_folder
+from skylite.run.lock import LOCK_NAME, lock_folder, lock_run
+from skylite.run.private_folder import require_own_links
 from skylite.run.run_dir import RunDir
 from tests.unit.bad_inputs import Reply, call
 from tests.unit.run_cases import begin
@@ -186,6 +188,71 @@ def test_a_sync_folder_that_others_may_write_to_is_refused(run: RunDir, tmp_path
         assert reply.code == 2, reply.output
         assert f"is open to other users (mode 0{mode:o})" in reply.output
     assert contents(tmp_path) == before
+
+
+def give_away(link: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the link another user's."""
+    if os.geteuid() == 0:
+        os.lchown(link, 65534, 65534)
+    else:
+        be_another_user(monkeypatch)
+
+
+@pytest.mark.parametrize("place", ["sync", "shm", "chain"])
+def test_a_link_of_another_user_to_a_sync_folder_is_refused(
+    run: RunDir, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leads to a private folder of the user's, which passes every other check."""
+    mine = tmp_path / "mine" / "sync"
+    mine.mkdir(parents=True, mode=0o700)
+    (tmp_path / "shm").mkdir()
+    if place == "sync":
+        link, path = tmp_path / "shm" / "sync", tmp_path / "shm" / "sync"
+        link.symlink_to(mine)
+    else:
+        link = tmp_path / "shm" / "folder"
+        link.symlink_to(tmp_path / "mine" if place == "shm" else "../mine")
+        path = link / "sync"
+    if place == "chain":
+        (tmp_path / "own").symlink_to("shm/folder/../folder/sync")
+        path = tmp_path / "own"
+    give_away(link, monkeypatch)
+    before = contents(tmp_path)
+    reply = start(tmp_path, path)
+    assert reply.code == 2, reply.output
+    assert f"{link} is a link of the user with id" in reply.output
+    assert contents(tmp_path) == before
+
+
+def test_a_link_that_replaces_a_recorded_sync_folder_is_refused(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a reboot /dev/shm is empty, and another user can be there first."""
+    (tmp_path / "sync").rename(tmp_path / "mine")
+    (tmp_path / "sync").symlink_to(tmp_path / "mine")
+    give_away(tmp_path / "sync", monkeypatch)
+    before = contents(tmp_path)
+    for args in (["train", "--resume", str(run.root)], ["adapters", "gc", str(run.root)]):
+        reply = call(args)
+        assert reply.code == 2, reply.output
+        assert "is a link of the user with id" in reply.output
+    assert contents(tmp_path) == before
+
+
+def test_own_links_to_a_sync_folder_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to("disk")
+    (tmp_path / "above").symlink_to(tmp_path)
+    path = tmp_path / "above" / "link" / "new"
+    with lock_run(tmp_path / "run", path.resolve(), LoraConfig(lora_sync_path=str(path))):
+        assert (tmp_path / "disk" / "new" / LOCK_NAME).is_file()
+
+
+def test_a_circle_of_links_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(ConfigError, match="has more than 40 links"):
+        require_own_links(tmp_path / "a" / "sync", "")
 
 
 @pytest.mark.parametrize("kind", ["symlink", "hard link", "pipe", "folder"])

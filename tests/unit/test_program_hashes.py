@@ -22,7 +22,7 @@ from skylite.trainer import user_functions
 from tests.unit.bad_inputs import Reply, call
 from tests.unit.data_cases import prompt
 
-GOOD = "def f(a, b): return 1.0\n"
+GOOD = "def f(prompt, completion): return 1.0\n"
 BAD = "open('ran', 'w')\n" + GOOD
 
 

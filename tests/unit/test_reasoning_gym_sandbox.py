@@ -14,9 +14,10 @@ import pytest
 
 from skylite.errors import ConfigError, RunFailed
 from skylite.plugin_file import REWARD
-from skylite.rewards import load_reward, score
+from skylite.rewards import load_reward
 from skylite.rewards import reasoning_gym as rewards
 from skylite.rewards.reasoning_gym import close_sandboxes, to_json
+from skylite.rewards.scoring import score
 from skylite.rewards.worker_pool import RewardPool
 from skylite.run.programs_named_by_user import remember, require_named
 from skylite.sandbox.sandbox import Limits
@@ -57,9 +58,8 @@ def command(path: Path) -> str:
 @pytest.mark.parametrize("task", IN_ANSWER)
 def test_an_answer_runs_nothing_on_this_machine(task: str, tmp_path: Path) -> None:
     found = tmp_path / "found"
-    reward = score("r", load_reward("reasoning-gym"), asked(task, entry_of(task)),
-                   f"<answer>{command(found)}</answer>")  # fmt: skip
-    assert reward < 0.1
+    item = (asked(task, entry_of(task)), f"<answer>{command(found)}</answer>")
+    assert score("r", load_reward("reasoning-gym"), [item])[0] < 0.1
     assert not found.exists(), "the completion ran a command"
 
 
@@ -73,7 +73,7 @@ def test_an_entry_runs_nothing_on_this_machine(task: str, tmp_path: Path) -> Non
     part[last] = command(found)
     answer = "[1, 2]" if task == "number_sorting" else "0x1"
     with suppress(RunFailed):
-        score("r", load_reward("reasoning-gym"), asked(task, entry), f"<answer>{answer}</answer>")
+        score("r", load_reward("reasoning-gym"), [(asked(task, entry), f"<answer>{answer}</answer>")])
     assert not found.exists(), "the data ran a command"
 
 
@@ -83,8 +83,8 @@ def test_an_answer_that_never_ends_scores_zero(monkeypatch: pytest.MonkeyPatch) 
     fill = "<answer>[0] * 10**12</answer>"
     entry = asked("spiral_matrix", entry_of("spiral_matrix"))
     reward = load_reward("reasoning-gym")
-    assert (score("r", reward, entry, hang), score("r", reward, entry, fill)) == (0.0, 0.0)
-    assert score("r", reward, entry, f"<answer>{entry.answer}</answer>") == 1.0
+    right = f"<answer>{entry.answer}</answer>"
+    assert score("r", reward, [(entry, hang), (entry, fill), (entry, right)]) == [0.0, 0.0, 1.0]
 
 
 def test_workers_score_in_the_sandbox(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def stranger(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) 
     Path("rows.jsonl").write_text("".join(json.dumps({"q": f"{i}?", "a": "1"}) + "\n" for i in range(60)))
     columns = ["--question", "q", "--answer", "a"]
     assert call(["prepare", "rows.jsonl", *columns, "--reward", "math", "--out", "data"]).code == 0
-    Path("theirs.py").write_text("open('ran', 'w')\ndef f(a, b): return 1.0\n")
+    Path("theirs.py").write_text("open('ran', 'w')\ndef f(prompt, completion): return 1.0\n")
     return tmp_path
 
 

@@ -52,9 +52,9 @@ def test_an_openai_client_works_as_with_openai(tmp_path: Path) -> None:
     async def body(running: Environment) -> None:
         recorder, engine = running.recorder, ScriptedEngine(lambda p: "good day")
         log, key = open_log(recorder, engine)
-        client = openai.AsyncOpenAI(base_url=recorder.base_url, api_key=key)
+        client: Any = openai.AsyncOpenAI(base_url=recorder.base_url, api_key=key)
         assert [m.id async for m in await client.models.list()] == ["policy-v000003"]
-        reply = await client.chat.completions.create(model="gpt-4o", messages=HELLO, max_tokens=40)  # type: ignore[arg-type]
+        reply = await client.chat.completions.create(model="gpt-4o", messages=HELLO, max_tokens=40)
         assert reply.choices[0].message.content == "good day"
         assert (reply.model, reply.choices[0].finish_reason) == ("policy-v000003", "stop")
         assert reply.usage is not None
@@ -63,7 +63,7 @@ def test_an_openai_client_works_as_with_openai(tmp_path: Path) -> None:
             model="x",
             messages=HELLO,
             stream=True,
-            stream_options={"include_usage": True},  # type: ignore[arg-type]
+            stream_options={"include_usage": True},
         )
         parts = [chunk async for chunk in stream]
         assert "".join(p.choices[0].delta.content or "" for p in parts if p.choices) == "good day"

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from skylite.config.algorithm import PRESETS
+from skylite.config.train import TrainConfig
+from skylite.hub.resolve import tensor_shapes
+from skylite.run.metric_table import metrics_by_name
 from skylite.run.rollout_file import ROLLOUT_SCHEMA
 from skylite.run.run_dir import RunDir
 
@@ -30,13 +34,13 @@ INTERMEDIATE = {
 """Sums from which `trainer/metrics.py` computes other metrics."""
 
 
-def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "generate_reference", ROOT / "docs" / "generate_reference.py"
-    )
+def script(name: str) -> ModuleType:
+    """A script of docs/, as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -45,9 +49,51 @@ def reference(name: str) -> str:
     return (REFERENCE / name).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", ["cli.md", "config.md"])
+@pytest.mark.parametrize("name", ["cli.md", "config.md", "metrics.md"])
 def test_generated_pages_are_up_to_date(name: str) -> None:
-    assert reference(name) == generator().pages()[name], "stale: run `make docs-reference`"
+    assert reference(name) == script("generate_reference").pages()[name], "stale: run `make docs-reference`"
+
+
+def test_the_tables_of_what_fits_are_up_to_date() -> None:
+    page = ROOT / "docs" / "how-to" / "gpus.md"
+    assert page.read_text(encoding="utf-8") == script("generate_gpu_fit").page(), (
+        "stale: run `make docs-reference`"
+    )
+
+
+def test_the_shapes_of_what_fits_are_those_of_the_model(tmp_path: Path) -> None:
+    """The header that the script writes has the tensors that transformers makes."""
+    import torch
+    import transformers
+
+    fits = script("generate_gpu_fit")
+    for shape in ("1.5B", "7B"):
+        hidden, inner, layers, keys, vocabulary, tied = fits.SHAPES[shape]
+        config = transformers.Qwen2Config(
+            vocab_size=vocabulary,
+            hidden_size=hidden,
+            intermediate_size=inner,
+            num_hidden_layers=layers,
+            num_attention_heads=hidden // 128,
+            num_key_value_heads=keys // 128,
+            tie_word_embeddings=tied,
+        )
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        expected = {
+            n: list(t.shape) for n, t in model.state_dict().items() if not tied or n != "lm_head.weight"
+        }
+        assert tensor_shapes(fits.write_shapes(tmp_path, shape)) == expected
+
+
+def test_what_does_not_fit_is_refused_and_more_memory_fits_more(tmp_path: Path) -> None:
+    fits = script("generate_gpu_fit")
+    sizes = fits.model_sizes(fits.write_shapes(tmp_path, "7B"), TrainConfig().lora)
+    assert fits.fit(sizes, 12_000, two_gpus=False) is None
+    small, large = (fits.fit(sizes, mib, two_gpus=False) for mib in (46_068, 143_771))
+    assert small.settings == large.settings == []
+    assert small.sequences < large.sequences
+    assert small.tokens < large.tokens
 
 
 def test_exactly_the_metrics_of_the_code_are_described() -> None:
@@ -55,8 +101,23 @@ def test_exactly_the_metrics_of_the_code_are_described() -> None:
         r'"([a-z]+/[a-z_]+)"', "\n".join(p.read_text(encoding="utf-8") for p in SOURCE.rglob("*.py"))
     )
     in_code = {name for name in strings if METRIC.fullmatch(name)} - INTERMEDIATE
-    described = set(re.findall(r"`([a-z]+/[a-z_]+)`", reference("metrics.md")))
+    described = {name for name in metrics_by_name() if METRIC.fullmatch(name)}
     assert described == in_code
+
+
+def test_every_metric_has_a_unit_and_a_meaning_and_a_bad_value_has_a_healthy_one() -> None:
+    metrics = metrics_by_name().values()
+    assert [m.name for m in metrics if not m.meaning or not m.unit] == []
+    guarded = [m for m in metrics if m.bad]
+    assert len(guarded) > 20
+    assert [m.name for m in guarded if not m.good and not m.name.startswith("time/")] == []
+
+
+def test_metrics_that_a_row_names_exist() -> None:
+    known = metrics_by_name()
+    for metric in known.values():
+        for name in METRIC.findall(f"{metric.meaning} {metric.good} {metric.bad}"):
+            assert name in known, f"{metric.name} names {name}"
 
 
 def test_every_path_of_a_run_is_described() -> None:

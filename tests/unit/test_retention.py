@@ -12,12 +12,14 @@ from skylite.adapters.retention import (
     held_out_scores,
     kept_adapters,
     kept_checkpoints,
+    remove_leftovers,
+    remove_scores_after,
     write_score,
 )
 from skylite.config.checkpoint import CheckpointConfig
 from skylite.config.loading import load_config
 from skylite.config.train import SyncConfig, TrainConfig
-from skylite.errors import ConfigError
+from skylite.errors import ConfigError, DataError
 from skylite.run.run_dir import RunDir, adapter_name, published_versions
 
 
@@ -72,3 +74,56 @@ def test_keep_best_without_scores_is_refused() -> None:
     with pytest.raises(ConfigError, match="multiple of checkpoint"):
         load_config(None, {"checkpoint.keep_best": 1, "eval.limit": 8, "eval.every": 15})
     load_config(None, {"checkpoint.keep_best": 1, "eval.limit": 8, "eval.every": 20})
+
+
+def test_scores_after_a_version_are_deleted_with_their_completions(tmp_path: Path) -> None:
+    run, config = RunDir(tmp_path), TrainConfig().eval
+    for label, version in (("before", 0), ("step", 10), ("step", 20), ("after", 30)):
+        write_score(run, label, version, 0.5, config)  # type: ignore[arg-type]
+        (run.evals / f"{label}-v{version:06d}.parquet").touch()
+    (run.evals / "policy-v000020-test-greedy.json").touch()
+    remove_scores_after(run, 10)
+    assert sorted(p.name for p in run.evals.iterdir()) == [
+        "before-v000000.json", "before-v000000.parquet", "policy-v000020-test-greedy.json",
+        "step-v000010.json",         "step-v000010.parquet",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"split": "test", "limit": null}', '{"split": "test", "limit": "x"}']
+)
+def test_a_damaged_score_is_named(tmp_path: Path, text: str) -> None:
+    run = RunDir(tmp_path)
+    run.evals.mkdir()
+    (run.evals / "step-v000010.json").write_text(text)
+    config = TrainConfig().eval.model_copy(update={"split": "test", "limit": None})
+    if '"x"' in text:
+        assert held_out_scores(run, config) == {}
+    else:
+        with pytest.raises(DataError, match=r"step-v000010\.json is not a valid held-out result"):
+            held_out_scores(run, config)
+
+
+def test_unfinished_files_are_deleted_and_links_are_not_followed(tmp_path: Path) -> None:
+    run, precious = RunDir(tmp_path / "run"), tmp_path / "precious"
+    for folder in (run.rollouts, run.logs, run.checkpoints / ".step-000001.tmp-7", precious):
+        folder.mkdir(parents=True)
+    (precious / "file").touch()
+    (run.checkpoints / ".step-000001.tmp-7" / "x").touch()
+    (run.logs / ".log.tmp-7").symlink_to(precious)
+    for path in (
+        run.rollouts / ".step-000001.parquet.tmp-7",
+        run.root / ".status.json.tmp-7",
+        run.root / ".hidden",
+    ):
+        path.touch()
+    sync = tmp_path / "sync"
+    (sync / ".policy-v000001.tmp-7").mkdir(parents=True)
+    found = remove_leftovers(run, sync)
+    assert [p.name for p in found] == [
+        ".status.json.tmp-7", ".step-000001.parquet.tmp-7", ".step-000001.tmp-7", ".log.tmp-7",
+        ".policy-v000001.tmp-7",
+    ]  # fmt: skip
+    assert not any(p.exists() or p.is_symlink() for p in found)
+    assert (precious / "file").exists()
+    assert (run.root / ".hidden").exists()

@@ -71,8 +71,8 @@ def test_workers_return_the_weighted_sum_and_the_score_of_each_function(pool: Re
 
 def test_without_weights_every_function_has_weight_1(own: str) -> None:
     components = load_components(["gsm8k", "format", f"{own}:length"])
-    assert score_components(components, prompt(), "#### 7").reward == 8.0
-    alone = score_components(load_components(["gsm8k"], [0.5]), prompt(), "#### 7")
+    assert score_components(components, [(prompt(), "#### 7")])[0].reward == 8.0
+    (alone,) = score_components(load_components(["gsm8k"], [0.5]), [(prompt(), "#### 7")])
     assert (alone.reward, alone.components) == (0.5, {"gsm8k": 1.0})
 
 
@@ -82,7 +82,8 @@ def test_without_weights_every_function_has_weight_1(own: str) -> None:
 def test_a_nan_score_makes_the_sum_nan_and_the_anomaly_rules_find_it(
     own: str, value: str, weight: float
 ) -> None:
-    score = score_components(load_components(["format", f"{own}:odd"], [1.0, weight]), prompt(), value)
+    components = load_components(["format", f"{own}:odd"], [1.0, weight])
+    (score,) = score_components(components, [(prompt(), value)])
     assert not math.isfinite(score.reward)
     assert score.components["format"] == 0.0
     assert "is nan" in rollout_anomaly([group(score)]) or "is inf" in rollout_anomaly([group(score)])

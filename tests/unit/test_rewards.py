@@ -9,12 +9,17 @@ import pytest
 
 from skylite.errors import ConfigError, DataError, RunFailed
 from skylite.plugin_file import resolve_spec
-from skylite.rewards import finite_score, load_reward, reference_completion, score
+from skylite.rewards import load_reward, reference_completion
 from skylite.rewards.gsm8k import final_number
 from skylite.rewards.math import parse_truth
 from skylite.rewards.reasoning_gym import from_json, to_json
-from skylite.types import is_number
+from skylite.rewards.scoring import finite_scores, reward_function, score
+from skylite.types import Prompt, is_number
 from tests.unit.data_cases import RELEASED, prompt
+
+
+def reward_of(spec: str, asked: Prompt, completion: str) -> float:
+    return score(spec, load_reward(spec), [(asked, completion)])[0]
 
 
 @pytest.mark.parametrize(
@@ -48,16 +53,15 @@ def test_number_after_the_last_mark(text: str, number: int | Fraction | None) ->
 
 
 def test_gsm8k_compares_numbers_not_text() -> None:
-    reward = load_reward("gsm8k")
-    assert reward(prompt(answer="1080"), "so\n#### 1,080.00") == 1.0
-    assert reward(prompt(answer="1080"), "so\n#### 1,081") == 0.0
-    assert reward(prompt(answer="1080"), "1080") == 0.0
-    assert reward(prompt(answer="unknown"), "nothing here") == 0.0
+    asked = prompt(answer="1080")
+    assert reward_of("gsm8k", asked, "so\n#### 1,080.00") == 1.0
+    assert reward_of("gsm8k", asked, "so\n#### 1,081") == 0.0
+    assert reward_of("gsm8k", asked, "1080") == 0.0
+    assert reward_of("gsm8k", prompt(answer="unknown"), "nothing here") == 0.0
 
 
 def test_format_ignores_whether_the_number_is_right() -> None:
-    reward = load_reward("format")
-    assert [reward(prompt(), text) for text in ("#### 8", "8", "#### many")] == [1.0, 0.0, 0.0]
+    assert [reward_of("format", prompt(), text) for text in ("#### 8", "8", "#### many")] == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.skipif(not RELEASED.is_dir(), reason="the released GSM8K files are not next to this checkout")
@@ -78,10 +82,26 @@ def test_every_released_gsm8k_answer_is_parsed_as_a_number() -> None:
         ("7", "I do not know", 0.0),
         ("7", "\\boxed{\\frac{}{", 0.0),
         ("7", "", 0.0),
+        # Answers of MATH-500. Without LaTeX's delimiters math-verify would take the first number of each.
+        ("3\\sqrt{13}", "\\boxed{3\\sqrt{13}}", 1.0),
+        ("3\\sqrt{13}", "\\boxed{13}", 0.0),
+        ("3\\sqrt{13}", "\\boxed{3}", 0.0),
+        ("6 - 5i", "\\boxed{6 - 5i}", 1.0),
+        ("6 - 5i", "\\boxed{6}", 0.0),
+        ("\\left( 3, \\frac{\\pi}{2} \\right)", "so \\boxed{(3, \\pi/2)}", 1.0),
+        (
+            "\\begin{pmatrix} -7 \\\\ 16 \\end{pmatrix}",
+            "\\boxed{\\begin{pmatrix} -7 \\\\ 16 \\end{pmatrix}}",
+            1.0,
+        ),
+        ("\\begin{pmatrix} -7 \\\\ 16 \\end{pmatrix}", "\\boxed{-7}", 0.0),
+        ("\\text{Evelyn}", "\\boxed{\\text{Evelyn}}", 1.0),
+        ("\\text{Evelyn}", "\\boxed{\\text{Carla}}", 0.0),
+        ("18 dollars", "\\boxed{18}", 1.0),
     ],
 )
 def test_math_compares_formulas(answer: str, completion: str, value: float) -> None:
-    assert load_reward("math")(prompt(answer=answer), completion) == value
+    assert reward_of("math", prompt(answer=answer), completion) == value
 
 
 @pytest.mark.parametrize("answer", ["no solution exists", "", "unknown"])
@@ -102,17 +122,18 @@ def test_reasoning_gym_scores_the_last_answer_and_bad_ones_zero() -> None:
     reasoning_gym = pytest.importorskip("reasoning_gym")
     entry = reasoning_gym.create_dataset("prime_factorization", seed=1, size=1)[0]
     asked = prompt(answer=entry["answer"], extra={"task": "prime_factorization", "entry": to_json(entry)})
-    reward = load_reward("reasoning-gym")
-    assert reward(asked, f"<answer>1</answer> no, <answer> {entry['answer']} </answer>") == 1.0
-    assert reward(asked, entry["answer"]) == 0.0
-    assert reward(asked, "<answer>(((</answer>") == 0.0  # this task's scorer raises on it
+    spec = "reasoning-gym"
+    assert reward_of(spec, asked, f"<answer>1</answer> no, <answer> {entry['answer']} </answer>") == 1.0
+    assert reward_of(spec, asked, entry["answer"]) == 0.0
+    assert reward_of(spec, asked, "<answer>(((</answer>") == 0.0  # this task's scorer raises on it
 
 
 def test_reasoning_gym_does_not_hide_a_broken_entry() -> None:
     pytest.importorskip("reasoning_gym")
     asked = prompt(extra={"task": "prime_factorization", "entry": {}})
-    with pytest.raises(DataError, match="task 'prime_factorization' raised KeyError: 'answer'"):
-        load_reward("reasoning-gym")(asked, "<answer>7</answer>")
+    with pytest.raises(RunFailed, match="task 'prime_factorization' raised KeyError: 'answer'") as error:
+        reward_of("reasoning-gym", asked, "<answer>7</answer>")
+    assert isinstance(error.value.__cause__, DataError)
 
 
 def reward_file(folder: Path, text: str) -> str:
@@ -120,11 +141,9 @@ def reward_file(folder: Path, text: str) -> str:
     return f"{folder / 'mine.py'}:reward"
 
 
-def test_a_reward_function_gets_prompt_and_completion(tmp_path: Path) -> None:
-    spec = reward_file(
-        tmp_path, "def reward(prompt, completion):\n    return 0.5 * (prompt.answer in completion)\n"
-    )
-    assert score("reward", load_reward(spec, prompt()), prompt(), "7!") == 0.5
+def test_a_reward_function_gets_completion_and_answer(tmp_path: Path) -> None:
+    spec = reward_file(tmp_path, "def reward(completion, answer): return 0.5 * (answer in completion)\n")
+    assert score("reward", load_reward(spec, example=prompt()), [(prompt(), "7!")]) == [0.5]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +153,7 @@ def test_a_reward_function_gets_prompt_and_completion(tmp_path: Path) -> None:
         ("import nowhere_to_be_found", "cannot be imported: ModuleNotFoundError"),
         ("def other(prompt, completion): return 1.0", "has no function 'reward'"),
         ("reward = 3", "has no function 'reward'"),
-        ("def reward(prompt): return 1.0", "cannot be called with"),
+        ("def reward(prompt): return 1.0", "cannot be called as a reward: it takes .prompt. and no comp"),
         ("def reward(prompt, completion): return None", "returned None for prompt t/train/0"),
         ("def reward(prompt, completion): return float('nan')", "returned nan for prompt t/train/0"),
         ("def reward(prompt, completion): raise KeyError('x')", "raised KeyError: 'x' .prompt t/train/0"),
@@ -142,7 +161,7 @@ def test_a_reward_function_gets_prompt_and_completion(tmp_path: Path) -> None:
 )
 def test_a_broken_reward_file_is_refused_at_load(tmp_path: Path, text: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        load_reward(reward_file(tmp_path, text), prompt())
+        load_reward(reward_file(tmp_path, text), example=prompt())
 
 
 @pytest.mark.parametrize("spec", ["gsm9k", "nowhere.py:reward", "mine.txt:reward", "mine.py:", ""])
@@ -156,20 +175,21 @@ def test_an_exception_never_counts_as_reward_zero() -> None:
         raise ValueError("odd")
 
     with pytest.raises(RunFailed, match=r"function odd_one raised ValueError: odd .prompt t/train/0"):
-        score("odd_one", reward, prompt(), "text")
+        score("odd_one", reward_function(reward), [(prompt(), "text")])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 1e39, 10**400])
 def test_a_nan_reward_reaches_the_anomaly_rules_in_training_and_is_refused_elsewhere(value: float) -> None:
-    assert not is_number(score("odd_one", lambda *_: value, prompt(), "text"))
+    reward = reward_function(lambda **_: value)
+    assert not is_number(score("odd_one", reward, [(prompt(), "text")])[0])
     with pytest.raises(RunFailed, match=r"function odd_one returned .* for prompt t/train/0"):
-        finite_score("odd_one", lambda *_: value, prompt(), "text")
+        finite_scores("odd_one", reward, [(prompt(), "text")])
 
 
 @pytest.mark.parametrize("value", [None, "1.0", [1.0]])
 def test_a_reward_of_another_type_is_refused(value: Any) -> None:
     with pytest.raises(RunFailed, match=r"function odd_one returned .* for prompt t/train/0"):
-        score("odd_one", lambda *_: value, prompt(), "text")
+        score("odd_one", reward_function(lambda **_: value), [(prompt(), "text")])
 
 
 @pytest.mark.parametrize(
@@ -177,7 +197,9 @@ def test_a_reward_of_another_type_is_refused(value: Any) -> None:
 )
 def test_reference_completion_scores_one(spec: str, answer: str) -> None:
     asked = prompt(answer=answer.rpartition("####")[2].strip())
-    assert load_reward(spec)(asked, reference_completion(spec, answer)) == 1.0
+    reference = reference_completion(spec, answer)
+    assert reference is not None
+    assert reward_of(spec, asked, reference) == 1.0
 
 
 def test_resolved_spec_does_not_depend_on_the_folder() -> None:

@@ -224,7 +224,8 @@ def test_from_adapter_is_an_ordinary_setting(tmp_path: Path) -> None:
         seed=None,
         max_restarts=None,
         from_adapter=tmp_path / "adapter",
-        settings=(),
+        reward=(),
+        set_flags=(),
     )
     assert flags.overrides() == {"lora.from_adapter": str(tmp_path / "adapter")}
     with pytest.raises(ConfigError, match=r"--from-adapter starts a new run .* they cannot be combined"):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import skylite
 from skylite.config.train import TrainConfig
 from skylite.engine.server_command import serve_env
 from skylite.engine.single_engine import single_engine_spec
@@ -22,10 +23,11 @@ SHADOWED = (
     "vllm", "torch", "transformers", "peft", "pyarrow", "numpy", "pydantic", "math_verify", "reasoning_gym",
     "skylite", "safetensors", "huggingface_hub", "httpx", "rich", "psutil", "tokenizers", "json", "pickle",
     "multiprocessing", "socket", "selectors", "signal", "tempfile", "concurrent", "random", "string",
-    "sitecustomize", "usercustomize",
+    "pathlib", "typing", "logging", "collections", "re", "__future__", "typer", "sitecustomize",
+    "usercustomize",
 )  # fmt: skip
 CONSOLE_SCRIPT = (
-    "import sys\nfrom skylite.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
+    "import sys\nfrom skylite.start import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
 )
 SCORE = """
 import asyncio, sys
@@ -132,6 +134,18 @@ def test_an_empty_part_of_pythonpath_does_not_mean_the_working_folder_in_a_child
         (hostile / f"{name}.py").unlink()
     done = run_script(hostile, code, PYTHONPATH=path.format(os.environ.get("PYTHONPATH", "/absolute")))
     assert "No module named 'only_here'" in done.stderr
+
+
+@pytest.mark.parametrize("path", [":{0}", "{0}:", "../folder:{0}", "{0}:./"])
+def test_the_first_process_imports_nothing_from_it_through_pythonpath(hostile: Path, path: str) -> None:
+    """Except the three below, which Python imports before the first line of skylite runs."""
+    for name in ("skylite", "sitecustomize", "usercustomize"):
+        (hostile / f"{name}.py").unlink()
+    absolute = os.environ.get("PYTHONPATH", str(Path(skylite.__file__).parents[1]))
+    done = run_script(hostile, CONSOLE_SCRIPT, "eval", "nowhere", PYTHONPATH=path.format(absolute))
+    assert done.returncode == 2, done.stderr
+    assert "nowhere is not a skylite run" in done.stderr
+    assert_nothing_ran(hostile)
 
 
 def test_every_child_inherits_the_protection(monkeypatch: pytest.MonkeyPatch) -> None:

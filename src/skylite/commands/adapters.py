@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 from skylite.adapters.manifest import read_manifest
@@ -18,13 +20,17 @@ from skylite.run.run_dir import AdapterVersion, RunDir, published_versions
 from skylite.ui.logs import show
 
 
-def verify(target: Path) -> None:
+def verify(target: Path, *, as_json: bool = False) -> None:
     """Check every published adapter against its hashes and print the damaged ones; exit 1 if any."""
     _, versions = _published(target)
-    damaged = [text for text in (damage_of(v) for v in versions) if text]
-    for text in damaged:
-        show(f"damaged: {text}")
-    show(f"{len(versions) - len(damaged)} of {len(versions)} published adapters are intact")
+    damage = {v.version: damage_of(v) for v in versions}
+    damaged = [text for text in damage.values() if text]
+    if as_json:
+        show(json.dumps([{"version": v, "damage": text or None} for v, text in damage.items()]))
+    else:
+        for text in damaged:
+            show(f"damaged: {text}")
+        show(f"{len(versions) - len(damaged)} of {len(versions)} published adapters are intact")
     if damaged:
         sys.exit(1)
 
@@ -42,13 +48,34 @@ def damage_of(adapter: AdapterVersion) -> str:
     )
 
 
-def list_versions(target: Path) -> None:
+def list_versions(target: Path, *, as_json: bool = False) -> None:
     """Print a line per version: step, bytes, age, and canary gap between trainer and engine."""
     run, versions = _published(target)
     gaps = {m["step"]: m.get("canary/gap_max") for m in read_metrics(run.metrics_path)}
+    if as_json:
+        show(json.dumps([version_facts(adapter, gaps.get(adapter.version)) for adapter in versions]))
+        return
     show(f"{'version':<16}{'step':>8}{'bytes':>14}{'age':>12}  canary gap")
     for adapter in versions:
         show(version_line(adapter, gaps.get(adapter.version)))
+
+
+def version_facts(adapter: AdapterVersion, gap: float | None) -> dict[str, object]:
+    """The facts of a version; "damaged" means that files are missing, since only `verify` hashes them."""
+    facts: dict[str, object] = {"version": adapter.version, "name": adapter.name, "path": str(adapter.path)}
+    try:
+        manifest = read_manifest(adapter.path, verify_hash=False)
+        published = adapter.manifest_path.stat().st_mtime
+    except (ModelError, OSError):
+        return {**facts, "damaged": True}
+    return {
+        **facts,
+        "damaged": False,
+        "step": manifest.step,
+        "weights_bytes": manifest.weights_bytes,
+        "published_at": datetime.fromtimestamp(published, UTC).isoformat(timespec="seconds"),
+        "canary_gap": gap,
+    }
 
 
 def version_line(adapter: AdapterVersion, gap: float | None) -> str:

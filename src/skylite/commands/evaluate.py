@@ -15,6 +15,7 @@ from typing import Any
 
 from skylite.adapters.folder import ServedAdapter, find_adapter
 from skylite.config.loading import load_config
+from skylite.config.rollout import RewardParameters
 from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo, read_prompts
 from skylite.data.tokenizer import encode_in_thread, load_tokenizer
@@ -29,6 +30,7 @@ from skylite.evaluation.evaluate import EvalResult, write_results
 from skylite.evaluation.evaluate import evaluate as score_problems
 from skylite.hub.resolve import resolve_model
 from skylite.orchestrator.allowed_programs import allow_rewards
+from skylite.orchestrator.reward_settings import apply_reward_settings
 from skylite.plugin_file import REWARD
 from skylite.processes.file_descriptors import raise_file_limit
 from skylite.processes.supervisor import Supervisor
@@ -74,6 +76,8 @@ class EvalPlan:
     """Folder of the results."""
     label: str
     """Adapter name, or base."""
+    has_answers: bool = True
+    """Whether the data has reference answers."""
 
 
 def evaluate(flags: EvalFlags) -> None:
@@ -86,7 +90,8 @@ def evaluate(flags: EvalFlags) -> None:
     stem = f"{plan.label}-{flags.split}-{'greedy' if flags.n == 1 else f'mean{flags.n}'}"
     write_results(plan.out / f"{stem}.parquet", result)
     write_json(plan.out / f"{stem}.json", summary(plan, flags, result))
-    kind = "greedy pass@1" if flags.n == 1 else f"sampled accuracy (T 1, mean of {flags.n})"
+    names = ("pass@1", "accuracy") if plan.has_answers else ("mean reward", "mean reward")
+    kind = f"greedy {names[0]}" if flags.n == 1 else f"sampled {names[1]} (T 1, mean of {flags.n})"
     show(f"{plan.label} on {flags.split}: {kind} {result.accuracy}, "
           f"{result.completion_tokens_mean:.1f} tokens per completion, "
           f"{100 * result.truncated_frac:.1f} % truncated")  # fmt: skip
@@ -109,6 +114,11 @@ def plan_eval(flags: EvalFlags) -> EvalPlan:
     config = load_config(None, {}, flags.settings) if recorded is None else merged(recorded, flags.settings)
     data = flags.data or Path(config.data.path)
     prompts, info = _problems(data, flags, config)
+    if recorded is None or flags.data is not None:
+        given = {name for name in RewardParameters.model_fields if is_set(flags.settings, f"reward.{name}")}
+        config, note = apply_reward_settings(config, info, keep=given)
+        if note:
+            logger.info(note)
     named_by = None if is_set(flags.settings, REWARD.setting) else flags.target
     (reward,), programs = allow_rewards(config.reward.functions[:1], info, data, named_by=named_by)
     model_name = flags.model or (adapter.base_model if adapter is not None else config.model.name)
@@ -123,6 +133,7 @@ def plan_eval(flags: EvalFlags) -> EvalPlan:
         programs=programs,
         out=run.evals if run is not None else Path("evals"),
         label=label,
+        has_answers=info.has_answers,
     )
 
 
@@ -150,6 +161,7 @@ async def run_eval(plan: EvalPlan, flags: EvalFlags) -> EvalResult:
         timeout_s=plan.config.reward.timeout_s,
         programs=plan.programs,
         log_path=plan.out / "rewards.log",
+        parameters=plan.config.reward,
     )
     try:
         async with Supervisor() as supervisor:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from skylite.config.loading import read_parameters
+from skylite.config.rollout import RewardParameters
 from skylite.data.examples import SPLITS, ExampleSet, check_examples
 from skylite.data.prompts import PromptFileInfo, write_prompts
 from skylite.data.sources import READABLE
 from skylite.errors import ConfigError, DataError, WriteFailed
 from skylite.plugin_file import resolve_spec
-from skylite.rewards import load_reward
+from skylite.rewards import NEEDS_ANSWER, load_reward, without_extraction
 from skylite.run.files import fsync_path, swap_paths, temporary_sibling
 from skylite.run.programs_named_by_user import remember
 from skylite.types import Prompt
@@ -28,6 +32,18 @@ CHECK_CHUNK = 64
 """Rows between two updates of the progress bar."""
 
 
+@dataclass(frozen=True, slots=True)
+class RewardChoice:
+    """What the flags say about the reward."""
+
+    spec: str | None
+    """--reward"""
+    parameters: RewardParameters
+    """--set reward.NAME=VALUE"""
+    has_answers: bool
+    """False: --no-answer"""
+
+
 def prepare(
     target: str,
     *,
@@ -38,7 +54,9 @@ def prepare(
     difficulty: Sequence[int] = (),
     question: str | None = None,
     answer: str | None = None,
+    no_answer: bool = False,
     reward: str | None = None,
+    settings: Sequence[str] = (),
     limit: int | None = None,
     seed: int = 0,
 ) -> Path:
@@ -46,37 +64,40 @@ def prepare(
 
     Raises DataError and ConfigError; nothing is written then.
     """
+    chosen = RewardChoice(reward, read_parameters(settings), has_answers=not no_answer)
     module_flags: dict[str, object] = {
         "--source": source,
         "--synthetic": synthetic,
         "--first-source": first_source,
         "--difficulty": difficulty,
     }
+    reward_flags: dict[str, object] = {"--no-answer": no_answer, "--set": tuple(settings)}
     file_flags: dict[str, object] = {"--question": question, "--answer": answer, "--reward": reward}
     if target.startswith(REASONING_GYM):
-        _refuse_flags(module_flags | file_flags, "a reasoning-gym task")
+        _refuse_flags(module_flags | file_flags | reward_flags, "a reasoning-gym task")
         examples = _reasoning_gym_task(target.removeprefix(REASONING_GYM), limit, seed)
     elif target.endswith(READABLE):
         _refuse_flags(module_flags, "your own file")
-        examples = _user_file(Path(target), question, answer, reward, limit, seed)
+        examples = _user_file(Path(target), question, answer, chosen, limit, seed)
     else:
         _refuse_flags(file_flags, "a data_prep file, which defines its columns and reward")
-        if synthetic and (source is not None or first_source):
-            raise ConfigError(
-                "--synthetic cannot be combined with --source or --first-source.", "Remove one of them."
-            )
-        examples = _dataset_module(target, source, synthetic, first_source, difficulty, limit, seed)
+        examples = _dataset_module(target, source, synthetic, first_source, difficulty, chosen, limit, seed)
     for note in examples.notes:
         logger.info(note)
     prompts = _check(examples)
     folder = out if out is not None else Path("data") / examples.dataset
-    made_by = _command_line(target, module_flags | file_flags | {"--limit": limit, "--seed": seed})
+    flags = module_flags | file_flags | reward_flags | {"--limit": limit, "--seed": seed}
+    made_by = _command_line(target, flags)
     _replace_folder(folder, prompts, _footers(examples, limit=limit, seed=seed, made_by=made_by))
-    counts = ", ".join(f"{len(prompts[split])} {split}" for split in SPLITS)
-    show(
-        f"wrote {folder}: {counts}; every reference answer scores 1.0 under the reward {examples.reward}",
-    )
+    show(_summary(folder, prompts, examples))
     return folder
+
+
+def _summary(folder: Path, prompts: dict[str, list[Prompt]], examples: ExampleSet) -> str:
+    counts = ", ".join(f"{len(prompts[split])} {split}" for split in SPLITS)
+    if examples.splits["train"][0].reference is None:
+        return f"wrote {folder}: {counts}; the reward {examples.reward} uses no reference answers"
+    return f"wrote {folder}: {counts}; every reference answer scores 1.0 under the reward {examples.reward}"
 
 
 def _dataset_module(
@@ -85,13 +106,18 @@ def _dataset_module(
     synthetic: bool,
     first_source: bool,
     difficulties: Sequence[int],
+    chosen: RewardChoice,
     limit: int | None,
     seed: int,
 ) -> ExampleSet:
     from skylite.data.dataset_module import load_dataset, module_examples
 
-    return module_examples(
-        load_dataset(target),
+    if synthetic and (source is not None or first_source):
+        raise ConfigError(
+            "--synthetic cannot be combined with --source or --first-source.", "Remove one of them."
+        )
+    examples = module_examples(
+        load_dataset(target, has_answers=chosen.has_answers),
         source=source,
         synthetic=synthetic,
         first_source=first_source,
@@ -99,6 +125,7 @@ def _dataset_module(
         limit=limit,
         seed=seed,
     )
+    return replace(examples, parameters=chosen.parameters)
 
 
 def _reasoning_gym_task(task: str, limit: int | None, seed: int) -> ExampleSet:
@@ -109,40 +136,66 @@ def _reasoning_gym_task(task: str, limit: int | None, seed: int) -> ExampleSet:
 
 
 def _user_file(
-    path: Path, question: str | None, answer: str | None, reward: str | None, limit: int | None, seed: int
+    path: Path,
+    question: str | None,
+    answer: str | None,
+    chosen: RewardChoice,
+    limit: int | None,
+    seed: int,
 ) -> ExampleSet:
     from skylite.data.user_file import user_file_examples
 
-    if question is None or answer is None or reward is None:
-        missing = [
-            n for n, v in (("--question", question), ("--answer", answer), ("--reward", reward)) if v is None
-        ]
+    reward = chosen.spec
+    if answer is not None and not chosen.has_answers:
+        raise ConfigError(
+            f"--answer {answer} names the column of the reference answers, and --no-answer says that there "
+            "are none.",
+            "Remove one of them.",
+        )
+    if question is None or reward is None or (answer is None and chosen.has_answers):
+        flags = {"--question": question, "--answer": answer, "--reward": reward}
+        missing = [n for n, v in flags.items() if v is None and (n != "--answer" or chosen.has_answers)]
         raise ConfigError(
             f"{path} needs {' and '.join(missing)}.",
-            "Example: --question question --answer answer --reward gsm8k.",
+            "Example: --question question --answer answer --reward gsm8k. For data without reference answers "
+            "give --no-answer instead of --answer.",
         )
     if reward == "reasoning-gym":
         raise ConfigError(
             "The reward reasoning-gym only scores the entries of reasoning-gym.",
             "Use gsm8k, math or FILE.py:function.",
         )
-    load_reward(reward, sha256=remember(reward).get(reward))
+    if reward in NEEDS_ANSWER and not chosen.has_answers:
+        raise ConfigError(
+            f"The reward {reward} compares with a reference answer, and --no-answer says that there is none.",
+            "Give --answer COLUMN, or use regex, format, length or FILE.py:function.",
+        )
+    load_reward(reward, chosen.parameters, sha256=remember(reward).get(reward))
     return user_file_examples(
-        path, question=question, answer=answer, reward=resolve_spec(reward), limit=limit, seed=seed
+        path,
+        question=question,
+        answer=answer,
+        reward=resolve_spec(reward),
+        parameters=chosen.parameters,
+        limit=limit,
+        seed=seed,
     )
 
 
 def _check(examples: ExampleSet) -> dict[str, list[Prompt]]:
     """Split -> prompts. Raises DataError for a row whose reference answer does not score 1.0."""
-    reward = load_reward(examples.reward)
+    spec = examples.reward
+    first = examples.splits["train"][0]
+    parameters = without_extraction(spec, examples.parameters)
+    reward = load_reward(spec, parameters, first.prompt if first.reference is None else None)
     prompts: dict[str, list[Prompt]] = {split: [] for split in SPLITS}
     chunks = [
         (split, rows[start : start + CHECK_CHUNK])
         for split, rows in examples.splits.items()
         for start in range(0, len(rows), CHECK_CHUNK)
     ]
-    for split, chunk in _show_progress(chunks, "checking that every reference answer scores 1.0"):
-        prompts[split] += check_examples(chunk, examples.reward, reward)
+    for split, chunk in _show_progress(chunks, "checking every row"):
+        prompts[split] += check_examples(chunk, spec, reward)
     return prompts
 
 
@@ -164,6 +217,8 @@ def _footers(
             limit=limit if split == "train" else None,
             made_by=made_by,
             notes="; ".join(examples.notes),
+            has_answers=examples.has_answers,
+            reward_settings=examples.parameters.model_dump(exclude_unset=True),
         )
         for split in SPLITS
         for table in [examples.tables[split]]
@@ -222,6 +277,8 @@ def _command_line(target: str, flags: dict[str, object]) -> str:
     for name, value in flags.items():
         if value is True:
             words.append(name)
+        elif name == "--set" and isinstance(value, tuple):
+            words += [f"--set {shlex.quote(setting)}" for setting in value]
         elif isinstance(value, tuple | list) and value:
             words.append(f"{name} {','.join(map(str, value))}")
         elif value is not None and not isinstance(value, bool | tuple | list):

@@ -16,8 +16,10 @@ from skylite.config.loading import load_config, read_run_config
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError
 from skylite.orchestrator.shutdown import TimeLimit
+from skylite.plugin_file import REWARD
 from skylite.run.folder_owner import require_own_folders
 from skylite.run.lock import lock_run
+from skylite.run.programs_named_by_user import is_set
 from skylite.run.run_dir import RunDir
 from skylite.ui.logs import run_log, show
 
@@ -37,7 +39,21 @@ class TrainFlags:
     seed: int | None
     from_adapter: Path | None
     max_restarts: int | None
-    settings: tuple[str, ...]
+    reward: tuple[str, ...]
+    set_flags: tuple[str, ...]
+    """--set"""
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """--set, with --reward as one of them: both are the user's own word for a program."""
+        if not self.reward:
+            return self.set_flags
+        if is_set(self.set_flags, REWARD.setting):
+            raise ConfigError(
+                f"--reward and --set {REWARD.setting} both choose the reward functions.",
+                "Remove one of them.",
+            )
+        return (*self.set_flags, f"{REWARD.setting}={json.dumps(self.reward, ensure_ascii=False)}")
 
     def overrides(self) -> dict[str, Any]:
         """Dotted setting -> value, for the given flags."""

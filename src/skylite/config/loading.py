@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from skylite import __version__
+from skylite.config.rollout import RewardParameters
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.errors import ConfigError
 from skylite.foreign_text import parse_json, parse_toml
@@ -75,6 +76,17 @@ def _resolve_programs(tree: dict[str, Any]) -> None:
     for name in ("advantage", "policy_loss"):
         if isinstance(algorithm, dict) and isinstance(spec := algorithm.get(name), str):
             algorithm[name] = resolve_spec(spec)
+
+
+def read_parameters(settings: Sequence[str]) -> RewardParameters:
+    """The settings of a built-in reward from `--set reward.NAME=VALUE`. Raises ConfigError for others."""
+    for setting in settings:
+        name = setting.partition("=")[0].strip()
+        if name.removeprefix("reward.") not in RewardParameters.model_fields or "." not in name:
+            known = ", ".join(f"reward.{field}" for field in RewardParameters.model_fields)
+            raise ConfigError(f"`skylite prepare` has no setting {name}.", f"It has {known}.")
+    reward = load_config(None, {}, settings).reward
+    return RewardParameters(**{name: getattr(reward, name) for name in reward.model_fields_set})
 
 
 def read_recipe(path: Path) -> dict[str, Any]:

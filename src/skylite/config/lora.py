@@ -43,7 +43,7 @@ class LoraConfig(Section):
     """Module names or regular expressions that get no LoRA."""
     lora_sync_path: str | None = None
     """Folder to publish adapters in. none: adapters/ in the run. A folder in /dev/shm is the fastest. skylite
-    creates it with mode 0700, and refuses one that other users own or may write to."""
+    creates it with mode 0700, and refuses one that other users own, may write to or lead to by a link."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank) instead of alpha / rank (arXiv 2312.03732). Use it with high ranks."""
     from_adapter: str | None = None

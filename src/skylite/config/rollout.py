@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from skylite.config.base_section import Section
 
@@ -40,12 +40,55 @@ class RolloutConfig(Section):
     adapter one version older; use it if trainer and vLLM do not share their cores or GPU."""
 
 
-class RewardConfig(Section):
+class RewardParameters(Section):
+    """Settings of the built-in rewards. Prepared data may hold them, beside the name of its reward."""
+
+    answer_pattern: str | None = None
+    """Regex that finds the answer for exact_match and format: the last group of its last match. none:
+    exact_match compares the full completion, and format wants a number after `####`."""
+    compare: Literal["text", "number", "math"] = "text"
+    """How exact_match compares. text: equal up to white space. number: equal as numbers (1,080.0 = 1080).
+    math: equal as formulas (math-verify)."""
+    ignore_case: bool = False
+    """exact_match with compare=text ignores upper and lower case."""
+    pattern: str | None = None
+    """Regex for the reward regex, which gives 1.0 if it matches anywhere in the completion."""
+    min_length: int = Field(0, ge=0)
+    """For the reward length, in characters. A shorter completion gets its share of this length."""
+    max_length: int | None = Field(None, ge=1)
+    """For the reward length, in characters. Above it the reward falls to 0.0 at twice this length. none: no
+    limit."""
+
+    @field_validator("answer_pattern", "pattern")
+    @classmethod
+    def check_pattern(cls, value: str | None) -> str | None:
+        import regex
+
+        try:
+            regex.compile(value or "")
+        except regex.error as error:
+            raise ValueError(
+                f"{value!r} is not a regex: {error}; quote it as a TOML literal, '...'."
+            ) from None
+        return value
+
+    @model_validator(mode="after")
+    def check_lengths(self) -> Self:
+        if self.max_length is not None and self.max_length < self.min_length:
+            raise ValueError(
+                f"reward.max_length={self.max_length} is under reward.min_length={self.min_length}; "
+                "no completion would get 1.0."
+            )
+        return self
+
+
+class RewardConfig(RewardParameters):
     """Scoring completions."""
 
     functions: list[str] = []
-    """gsm8k, math, format, reasoning-gym, or your own as FILE.py:function. The reward is their weighted sum.
-    The first one decides what counts as right. Empty: the reward chosen at `skylite prepare`."""
+    """gsm8k, math, exact_match, regex, format, length, reasoning-gym, or your own as FILE.py:function. The
+    reward is their weighted sum. The first one decides what counts as right. Empty: the reward chosen at
+    `skylite prepare`, with the settings given there."""
     weights: list[float] = []
     """Weight of each function; may be negative. Empty: 1 for each."""
     num_workers: int = Field(1, ge=1)

@@ -3,10 +3,10 @@
 NAME            data set name: the start of every prompt id, and the default output folder
 SYSTEM          system text, may be empty
 FEW_SHOT        worked examples as alternating user and assistant turns
-REWARD          reward spec: gsm8k, math, format, reasoning-gym or FILE.py:function
+REWARD          a built-in reward (rewards.BUILT_IN) or FILE.py:function
 load_rows       (split, source folder or None) -> Table; None: from the hub, which may raise HubError
 to_prompt       (Row, prompt id) -> Prompt; `source` is NAME
-reference       (Row) -> text of a perfect completion; it must score 1.0
+reference       (Row) -> text of a perfect completion; it must score 1.0. Not needed with --no-answer
 synthetic_rows  optional, (split, seed, difficulties, limit) -> Table: generated rows in the same format
 """
 
@@ -43,7 +43,8 @@ class DatasetModule:
     reward: str
     load_rows: Callable[[str, Path | None], Table]
     to_prompt: Callable[[Row, str], Prompt]
-    reference: Callable[[Row], str]
+    reference: Callable[[Row], str] | None
+    """None for data without reference answers."""
     synthetic_rows: SyntheticRows | None
 
 
@@ -59,11 +60,12 @@ def find_dataset_file(target: str) -> Path:
     return find_file(target, "data_prep", ("data set", "file"), known, DataError)
 
 
-def load_dataset(target: str) -> DatasetModule:
+def load_dataset(target: str, *, has_answers: bool = True) -> DatasetModule:
     """Find, import and check a data_prep file. Raises DataError with the file and the reason."""
     path = find_dataset_file(target)
     module = import_file(path, "data_prep file")
-    for name in (*_TEXTS, "FEW_SHOT", *_FUNCTIONS):
+    functions = _FUNCTIONS if has_answers else _FUNCTIONS[:-1]
+    for name in (*_TEXTS, "FEW_SHOT", *functions):
         if not hasattr(module, name):
             raise DataError(
                 f"The data_prep file {path} does not define {name}.", "Copy data_prep/gsm8k.py and edit it."
@@ -72,7 +74,7 @@ def load_dataset(target: str) -> DatasetModule:
         if not isinstance(getattr(module, name), str):
             raise DataError(f"{name} in {path} is {type(getattr(module, name)).__name__}, not text.")
     synthetic = getattr(module, "synthetic_rows", None)
-    for name in (*_FUNCTIONS, *(("synthetic_rows",) if synthetic is not None else ())):
+    for name in (*functions, *(("synthetic_rows",) if synthetic is not None else ())):
         if not callable(getattr(module, name)):
             raise DataError(f"{name} in {path} is {type(getattr(module, name)).__name__}, not a function.")
     _check_few_shot(path, module.FEW_SHOT)
@@ -84,7 +86,7 @@ def load_dataset(target: str) -> DatasetModule:
         reward=module.REWARD,
         load_rows=_guarded(path, module.load_rows),
         to_prompt=_guarded(path, module.to_prompt),
-        reference=_guarded(path, module.reference),
+        reference=_guarded(path, module.reference) if has_answers else None,
         synthetic_rows=None if synthetic is None else _guarded(path, synthetic),
     )
 
@@ -208,7 +210,7 @@ def _to_examples(
         split: [
             Example(
                 prompt=replace(module.to_prompt(row, f"{dataset}/{split}/{row.index}"), source=dataset),
-                reference=module.reference(row),
+                reference=None if module.reference is None else module.reference(row),
                 where=row.where,
             )
             for row in table.rows
@@ -223,6 +225,7 @@ def _to_examples(
         splits=splits,
         tables=tables,
         notes=notes,
+        has_answers=module.reference is not None,
     )
 
 

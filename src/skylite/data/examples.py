@@ -7,14 +7,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from skylite.config.rollout import RewardParameters
 from skylite.data.prompts import Split
 from skylite.data.sources import Table
 from skylite.errors import DataError, RunFailed
-from skylite.rewards import RewardFn, finite_score
+from skylite.rewards import DEFAULTS
+from skylite.rewards.scoring import RewardFunction, check_columns, finite_scores
 from skylite.types import Message, Prompt
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 _T = TypeVar("_T")
+_HINT = "Correct or delete the row; nothing was written."
 ShowProgress = Callable[[Sequence[_T], str], Iterable[_T]]
 """(items, description) -> the same items, with a progress bar while they are consumed."""
 
@@ -24,8 +27,8 @@ class Example:
     """A prompt before its check."""
 
     prompt: Prompt
-    reference: str
-    """A completion that must score 1.0."""
+    reference: str | None
+    """A completion that must score 1.0; None: none is known, or the data has no reference answers."""
     where: str
     """The row in its source, e.g. "train.jsonl line 17", for error messages."""
 
@@ -36,7 +39,7 @@ class ExampleSet:
 
     dataset: str
     reward: str
-    """Reward spec: gsm8k, math, format, reasoning-gym or FILE.py:function."""
+    """A built-in reward (rewards.BUILT_IN) or FILE.py:function."""
     system: str
     few_shot: list[Message]
     """Worked examples in every prompt: alternating user and assistant turns."""
@@ -45,26 +48,40 @@ class ExampleSet:
     """The raw rows of each split."""
     notes: list[str]
     """Choices to log and to record in the parquet footers, such as the source."""
+    parameters: RewardParameters = DEFAULTS
+    """Settings of a built-in reward."""
+    has_answers: bool = True
 
 
-def check_examples(examples: Sequence[Example], spec: str, reward: RewardFn) -> list[Prompt]:
-    """The prompts of the examples. Raises DataError for the first reference that does not score 1.0."""
-    for example in examples:
+def check_examples(examples: Sequence[Example], spec: str, reward: RewardFunction) -> list[Prompt]:
+    """The prompts of the examples. Raises DataError for the first reference that does not score 1.0.
+
+    Of an example without a reference, checks that it has the columns that the reward asks for.
+    """
+    for part in [examples] if reward.takes_several else [[example] for example in examples]:
+        items = [(e.prompt, e.reference) for e in part if e.reference is not None]
         try:
-            value = finite_score(spec, reward, example.prompt, example.reference)
+            check_columns(spec, reward, [(e.prompt, "") for e in part])
+            values = finite_scores(spec, reward, items)
         except RunFailed as error:
             cause = error.__cause__
             reason = cause.what if isinstance(cause, DataError) else error.what
-            raise DataError(
-                f"{example.where}: {reason}", "Correct or delete the row; nothing was written."
-            ) from error
-        if value != 1.0:
-            raise DataError(
-                f"{example.where}: the reference answer {_shorten(example.reference)!r} scores {value:g} "
-                f"under the reward {spec}; it must score 1.0.",
-                "Correct or delete the row, or choose another reward; nothing was written.",
-            )
+            where = part[0].where if len(part) == 1 else f"{part[0].where} to {part[-1].where}"
+            raise DataError(f"{where}: {reason}", _HINT) from error
+        with_reference = [e for e in part if e.reference is not None]
+        for example, value in zip(with_reference, values, strict=True):
+            _require_one(example, spec, value)
     return [example.prompt for example in examples]
+
+
+def _require_one(example: Example, spec: str, value: float) -> None:
+    if value != 1.0:
+        raise DataError(
+            f"{example.where}: the reference answer {_shorten(example.reference or '')!r} scores {value:g} "
+            f"under the reward {spec}; it must score 1.0.",
+            "Correct or delete the row, choose another reward, or leave the answers out with --no-answer; "
+            "nothing was written.",
+        )
 
 
 def sample_rows(table: Table, limit: int | None, seed: int) -> Table:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -52,7 +52,7 @@ class PromptFileInfo:
     seed: int
     split: Split
     reward: str
-    """Reward spec: gsm8k, math, format, reasoning-gym or FILE.py:function."""
+    """A built-in reward (rewards.BUILT_IN) or FILE.py:function."""
     system: str
     """System text of the prompts; may be empty."""
     few_shot: list[Message]
@@ -63,6 +63,10 @@ class PromptFileInfo:
     """Command that made the file."""
     notes: str = ""
     """Choices that `skylite prepare` logged, such as the source and why."""
+    has_answers: bool = True
+    """False: prepared with --no-answer. Every `answer` is empty then, and no reward was checked with one."""
+    reward_settings: dict[str, Any] = field(default_factory=dict)
+    """Settings of the section reward that `skylite prepare` was given, such as answer_pattern."""
     schema_version: int = SCHEMA_VERSION
 
 
@@ -89,14 +93,18 @@ def write_prompts(path: Path, prompts: Sequence[Prompt], info: PromptFileInfo) -
 
 def read_prompts(path: Path, difficulty: Sequence[int] = ()) -> tuple[list[Prompt], PromptFileInfo]:
     """The prompts of a split, filtered by `difficulty` when given, and the footer. Raises DataError."""
-    table = _read_table(path)
-    info = _read_info(path, table.schema.metadata or {})
-    _check_columns(path, table.schema)
-    if table.num_rows == 0:
+    try:
+        table = _read_table(path)
+        info = _read_info(path, table.schema.metadata or {})
+        _check_columns(path, table.schema)
+        rows = table.to_pylist()
+    except UnicodeDecodeError as error:  # names of columns, or texts
+        raise DataError(f"{path} is damaged: {_one_line(error)}", _HINT) from None
+    if not rows:
         raise DataError(f"{path} has no rows.", _HINT)
-    if table.num_rows != info.count:
-        raise DataError(f"{path} has {table.num_rows} rows, but its footer says {info.count}.", _HINT)
-    prompts = [_to_prompt(path, number, row) for number, row in enumerate(table.to_pylist(), start=1)]
+    if len(rows) != info.count:
+        raise DataError(f"{path} has {len(rows)} rows, but its footer says {info.count}.", _HINT)
+    prompts = [_to_prompt(path, number, row) for number, row in enumerate(rows, start=1)]
     chosen = [p for p in prompts if p.difficulty in difficulty] if difficulty else prompts
     if not chosen:
         available = sorted({p.difficulty for p in prompts})
@@ -134,7 +142,7 @@ def _read_info(path: Path, metadata: dict[bytes, bytes]) -> PromptFileInfo:
             f"{path} has schema version {version!r}; this skylite reads version {SCHEMA_VERSION}.", _HINT
         )
     known = {f.name for f in fields(PromptFileInfo)}
-    required = known - {"limit", "made_by", "notes"}
+    required = known - {"limit", "made_by", "notes", "has_answers", "reward_settings"}
     if not isinstance(footer, dict) or not known >= footer.keys() >= required or not _has_right_types(footer):
         raise DataError(f"{path} has a damaged footer.", _HINT)
     return PromptFileInfo(**footer)
@@ -152,16 +160,20 @@ def _has_right_types(footer: dict[str, Any]) -> bool:
         and isinstance(turns, list)
         and all(isinstance(turn, dict) and turn.keys() == {"role", "content"} for turn in turns)
         and all(isinstance(text, str) for turn in turns for text in turn.values())
+        and isinstance(footer.get("has_answers", True), bool)
+        and isinstance(footer.get("reward_settings", {}), dict)
     )
 
 
 def _check_columns(path: Path, schema: pa.Schema) -> None:
-    for field in PROMPT_SCHEMA:
-        if field.name not in schema.names:
-            raise DataError(f"{path} has no column {field.name!r}.", _HINT)
-        found = schema.field(field.name).type
-        if found != field.type:
-            raise DataError(f"{path}: column {field.name!r} has type {found} instead of {field.type}.", _HINT)
+    for column in PROMPT_SCHEMA:
+        if column.name not in schema.names:
+            raise DataError(f"{path} has no column {column.name!r}.", _HINT)
+        found = schema.field(column.name).type
+        if found != column.type:
+            raise DataError(
+                f"{path}: column {column.name!r} has type {found} instead of {column.type}.", _HINT
+            )
 
 
 def _to_prompt(path: Path, number: int, row: dict[str, Any]) -> Prompt:

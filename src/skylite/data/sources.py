@@ -161,10 +161,10 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
     import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(path, partitioning=None)
-    except pa.ArrowException as error:
+        rows = pq.read_table(path, partitioning=None).to_pylist()
+    except (pa.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{path} is not a parquet file: {_first_line(error)}.") from None
-    for index, values in enumerate(table.to_pylist()):
+    for index, values in enumerate(rows):
         yield Row(index=index, where=f"{path} row {index + 1}", values=values)
 
 

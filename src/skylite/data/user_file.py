@@ -6,10 +6,11 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+from skylite.config.rollout import RewardParameters
 from skylite.data.examples import Example, ExampleSet, sample_rows
 from skylite.data.sources import Row, Table, read_table
 from skylite.errors import DataError
-from skylite.rewards import reference_completion
+from skylite.rewards import reference_answer, reference_completion
 from skylite.types import Message, Prompt
 
 HELD_OUT_SHARE = 0.05
@@ -23,9 +24,19 @@ SYSTEMS = {
 
 
 def user_file_examples(
-    path: Path, *, question: str, answer: str, reward: str, limit: int | None, seed: int
+    path: Path,
+    *,
+    question: str,
+    answer: str | None,
+    reward: str,
+    parameters: RewardParameters,
+    limit: int | None,
+    seed: int,
 ) -> ExampleSet:
-    """Read the file, split it by the seed and make prompts. Raises DataError with file, line and reason."""
+    """Read the file, split it by the seed and make prompts. Raises DataError with file, line and reason.
+
+    `answer`: None for data without reference answers.
+    """
     table = read_table(path)
     texts = [row.text(question) for row in table.rows]
     tables = _split(table, texts, seed)
@@ -33,7 +44,16 @@ def user_file_examples(
     system = SYSTEMS.get(reward, "")
     splits = {
         split: [
-            _example(row, f"{path.stem}/{split}/{row.index}", path.stem, question, answer, reward, system)
+            _example(
+                row,
+                f"{path.stem}/{split}/{row.index}",
+                path.stem,
+                question,
+                answer,
+                reward,
+                parameters,
+                system,
+            )
             for row in split_table.rows
         ]
         for split, split_table in tables.items()
@@ -49,6 +69,8 @@ def user_file_examples(
         splits=splits,
         tables=tables,
         notes=[note],
+        parameters=parameters,
+        has_answers=answer is not None,
     )
 
 
@@ -75,11 +97,20 @@ def _split(table: Table, questions: list[str], seed: int) -> dict[str, Table]:
 
 
 def _example(
-    row: Row, prompt_id: str, source: str, question: str, answer: str, reward: str, system: str
+    row: Row,
+    prompt_id: str,
+    source: str,
+    question: str,
+    answer: str | None,
+    reward: str,
+    parameters: RewardParameters,
+    system: str,
 ) -> Example:
-    text = row.text(answer)
+    text = "" if answer is None else row.text(answer)
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": row.text(question)})
-    truth = text.rpartition("####")[2].strip() if reward in ("gsm8k", "format") else text
-    prompt = Prompt(id=prompt_id, messages=messages, answer=truth, source=source)
-    return Example(prompt=prompt, reference=reference_completion(reward, text), where=row.where)
+    prompt = Prompt(
+        id=prompt_id, messages=messages, answer=reference_answer(reward, text, parameters), source=source
+    )
+    reference = None if answer is None else reference_completion(reward, text, parameters)
+    return Example(prompt=prompt, reference=reference, where=row.where)

@@ -11,7 +11,7 @@ Z_95 = 1.959963984540054
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """A mean score with its 95 % confidence interval, all in [0, 1]."""
+    """A mean score with its 95 % confidence interval; in [0, 1] if all scores are."""
 
     mean: float
     low: float
@@ -24,6 +24,9 @@ class Accuracy:
         return (self.high - self.low) / (2 * Z_95)
 
     def __str__(self) -> str:
+        if not 0 <= self.low <= self.high <= 1:
+            interval = f"95 % interval {self.low:.3g} to {self.high:.3g}"
+            return f"{self.mean:.3g} ({interval}, {self.num_problems} problems)"
         interval = f"95 % interval {100 * self.low:.1f} to {100 * self.high:.1f}"
         return f"{100 * self.mean:.1f} % ({interval}, {self.num_problems} problems)"
 
@@ -42,7 +45,10 @@ def clustered(problem_means: Sequence[float]) -> Accuracy:
     mean = sum(problem_means) / n
     variance = sum((x - mean) ** 2 for x in problem_means) / (n - 1) if n > 1 else 0.0
     half = Z_95 * math.sqrt(variance / n)
-    return Accuracy(mean, max(0.0, mean - half), min(1.0, mean + half), n)
+    low, high = mean - half, mean + half
+    if all(0 <= x <= 1 for x in problem_means):
+        low, high = max(0.0, low), min(1.0, high)
+    return Accuracy(mean, low, high, n)
 
 
 def accuracy_of(rewards: Sequence[Sequence[float]]) -> Accuracy:

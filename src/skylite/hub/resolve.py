@@ -78,8 +78,8 @@ def check_folder(path: Path, note: str) -> ResolvedModel:
     """
     config = _json_object(path / "config.json")
     architectures = config.get("architectures") or []
-    causal = any(str(a).endswith(CAUSAL_SUFFIXES) for a in architectures)
-    if not causal or config.get("is_encoder_decoder"):
+    names = architectures if isinstance(architectures, list) else []
+    if not any(str(a).endswith(CAUSAL_SUFFIXES) for a in names) or config.get("is_encoder_decoder"):
         raise ModelError(
             f"{path} is not a causal language model: "
             f"its config.json names {architectures or 'no architecture'}.",

@@ -21,10 +21,12 @@ from skylite.hub.shared_memory import shared_copy
 from skylite.orchestrator.allowed_programs import allow_algorithm, allow_episode, allow_rewards
 from skylite.orchestrator.gpu_plan import place
 from skylite.orchestrator.memory_plan import plan_memory
+from skylite.orchestrator.reward_settings import apply_reward_settings
 from skylite.plugin_file import REWARD
 from skylite.processes.file_descriptors import raise_file_limit
 from skylite.processes.gpus import why_no_gpu
 from skylite.processes.hardware import choose_device, choose_dtype, cpu_cores
+from skylite.processes.machine import machine_facts
 from skylite.rewards.components import load_components
 from skylite.run.files import convert_os_errors, sha256_file, write_json
 from skylite.run.folder_owner import mark_sync_folder
@@ -73,17 +75,19 @@ def plan_run(
     train, info = read_split(config, "train")
     held_out = held_out_prompts(config)
     rewards: tuple[str, ...] = ()
+    reward_note = ""
     if config.env.episode:  # its episodes give the rewards
         programs = allow_episode(config.env.episode, named_by=recipe, settings=settings)
     else:
+        config, reward_note = apply_reward_settings(config, info, keep=config.reward.model_fields_set)
         named_by = None if is_set(settings, REWARD.setting) else recipe
         rewards, programs = allow_rewards(
             config.reward.functions, info, Path(config.data.path), named_by=named_by
         )
-        load_components(rewards, config.reward.weights, train[0], programs=programs)
+        load_components(rewards, config.reward.weights, train[0], programs, config.reward)
     programs |= allow_algorithm(config.algorithm, named_by=recipe, settings=settings)
     config, threads_note = fix_threads(config)
-    resolved = resolve_choices(config, run, [data_note(config, info, len(train)), threads_note])
+    resolved = resolve_choices(config, run, [data_note(config, info, len(train)), reward_note, threads_note])
     resolved = resolved.model_copy(update={"programs": programs})
     log_notes(resolved.notes)
     return RunPlan(
@@ -258,6 +262,10 @@ def write_run(plan: RunPlan) -> None:
 
 
 def write_config(plan: RunPlan) -> None:
-    """Write config.json, which the child processes read, and mark a lora_sync_path that the user chose."""
+    """Write config.json, which the child processes read, and mark a lora_sync_path that the user chose.
+
+    Records the machine too (machine.json).
+    """
+    write_json(plan.run.machine_path, machine_facts())
     write_json(plan.run.config_path, plan.run_config.model_dump(mode="json"))
     mark_sync_folder(plan.run_config)

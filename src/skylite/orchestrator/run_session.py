@@ -264,7 +264,9 @@ def reward_pool(plan: RunPlan) -> RewardPool:
     config = plan.config.reward
     programs = plan.resolved.programs
     log = plan.run.log_path("rewards")
-    return RewardPool(plan.rewards, config.weights, config.num_workers, config.timeout_s, programs, log)
+    return RewardPool(
+        plan.rewards, config.weights, config.num_workers, config.timeout_s, programs, log, config
+    )
 
 
 def _published_modules(plan: RunPlan) -> list[str]:

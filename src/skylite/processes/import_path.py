@@ -1,16 +1,18 @@
 """Keep the working folder out of the import path: Python would run a vllm.py there instead of the package.
 
-`python -m` and `python -c` put the working folder first, and multiprocessing starts workers with `-c`.
+`python -m` and `python -c` put the working folder first, and multiprocessing starts workers with `-c`. This
+file imports only what Python has imported at its start.
 """
-
-from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
-def protected_env(env: Mapping[str, str]) -> dict[str, str]:
+def protected_env(env: "Mapping[str, str]") -> dict[str, str]:
     """`env` for a child whose imports do not see the working folder.
 
     An empty part of PYTHONPATH, as in `/lib:`, means the working folder too; only absolute parts stay.
@@ -23,7 +25,10 @@ def protected_env(env: Mapping[str, str]) -> dict[str, str]:
 
 def protect_imports() -> None:
     """Do the same for this process from here on, and for every process that it starts."""
+    parts = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    # Python has made its relative parts absolute, so they are found by what they stand for.
+    relative = {os.path.abspath(part) for part in parts if not os.path.isabs(part)} - set(parts)
     env = protected_env(os.environ)
     os.environ.pop("PYTHONPATH", None)
     os.environ.update(env)
-    sys.path[:] = [path for path in sys.path if os.path.isabs(path)]
+    sys.path[:] = [path for path in sys.path if os.path.isabs(path) and path not in relative]

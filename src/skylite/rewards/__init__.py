@@ -1,39 +1,48 @@
-"""Reward functions: (prompt, completion text) -> float.
+"""Reward functions: built in, or the user's as FILE.py:function.
 
-A reference answer must score 1.0; `skylite prepare` checks that for every row.
+All are called by the same rule (signature.py). A reference answer must score 1.0; `skylite prepare` checks
+that for every row of data with reference answers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from skylite.errors import ConfigError, RunFailed, non_finite_reward
+from skylite.config.rollout import RewardParameters
+from skylite.errors import ConfigError, RunFailed
 from skylite.plugin_file import REWARD, UserCodeFailed, is_program, load_function, user_code
-from skylite.types import Prompt, is_number
+from skylite.rewards.scoring import RewardFunction, finite_scores, reward_function
+from skylite.rewards.signature import SignatureProblem
+from skylite.types import Prompt
 
-RewardFn = Callable[[Prompt, str], float]
-"""(prompt, completion) -> a finite number. A completion that cannot be parsed scores 0.0.
-
-An exception ends the run. NaN or infinity makes the step an anomaly (trainer/anomaly.py).
-"""
-
-BUILT_IN = ("gsm8k", "math", "format", "reasoning-gym")
+BUILT_IN = ("gsm8k", "math", "exact_match", "format", "regex", "length", "reasoning-gym")
+NEEDS_ANSWER = ("gsm8k", "math", "exact_match", "reasoning-gym")
+DEFAULTS = RewardParameters()
 
 
-def load_reward(spec: str, example: Prompt | None = None, sha256: str | None = None) -> RewardFn:
+def load_reward(
+    spec: str,
+    parameters: RewardParameters = DEFAULTS,
+    example: Prompt | None = None,
+    sha256: str | None = None,
+) -> RewardFunction:
     """The function behind a spec: one of BUILT_IN or FILE.py:function.
 
-    With `example`, calls it once on the example's answer, to find a broken reward before the run starts.
-    `sha256`: of the content that the file must have; None: any. Raises ConfigError.
+    With `example`, calls it once, on the example's answer or on an empty completion, to find a broken reward
+    before the run starts. `sha256`: of the content that the file must have; None: any. Raises ConfigError.
     """
     if spec not in BUILT_IN and not is_program(spec):
         raise ConfigError(
             f"There is no reward {spec!r}.", f"Use one of {', '.join(BUILT_IN)}, or FILE.py:function."
         )
-    reward: RewardFn = _built_in(spec) if spec in BUILT_IN else load_function(spec, REWARD, sha256)
+    reward = (
+        reward_function(_built_in(spec, parameters)) if spec in BUILT_IN else _users_function(spec, sha256)
+    )
     if example is not None:
         try:
-            finite_score(spec, reward, example, reference_completion(spec, example.answer))
+            completion = reference_completion(spec, example.answer) if example.answer else None
+            finite_scores(spec, reward, [(example, completion or "")])
         except RunFailed as error:
             raise ConfigError(f"The reward {spec} does not work: {error.what}", error.hint) from error
         finally:
@@ -41,52 +50,51 @@ def load_reward(spec: str, example: Prompt | None = None, sha256: str | None = N
     return reward
 
 
-def finite_score(name: str, reward: RewardFn, prompt: Prompt, completion: str) -> float:
-    """Like `score`, but raises RunFailed for NaN and infinity, too."""
-    value = score(name, reward, prompt, completion)
-    if not is_number(value):
-        raise non_finite_reward(name, repr(value), prompt.id, completion)
-    return value
+def reference_completion(spec: str, answer: str, parameters: RewardParameters = DEFAULTS) -> str | None:
+    """A perfect completion: the answer in the form that the reward expects, or as it is.
 
-
-def score(name: str, reward: RewardFn, prompt: Prompt, completion: str) -> float:
-    """The reward of one completion. It may be NaN or infinite: trainer/anomaly.py handles such a step.
-
-    Raises RunFailed with the prompt's id if the function raises, SystemExit too, or does not return a number.
+    None for rewards that look at something else than the answer. `exact_match` needs no pattern for it
+    (`without_extraction`).
     """
-    try:
-        with user_code():
-            value = reward(prompt, completion)
-            number = _as_float(value)
-            shown = repr(value)[:200] if number is None else ""
-    except UserCodeFailed as error:
-        raise RunFailed(
-            f"The reward function {name} raised {error} "
-            f"(prompt {prompt.id}, completion {completion[:80]!r}).",
-            "A reward must return a number for every completion; correct it.",
-        ) from error.__cause__
-    if number is None:
-        raise non_finite_reward(name, shown, prompt.id, completion)
-    return number
-
-
-def _as_float(value: object) -> float | None:
-    """The number that a reward returned; None if it is no number."""
-    if not isinstance(value, bool | int | float):
+    if spec in ("regex", "length") or (spec == "format" and parameters.answer_pattern is not None):
         return None
-    try:
-        return float(value)
-    except OverflowError:  # an int too large for a float
-        return float("inf") if value > 0 else float("-inf")
-
-
-def reference_completion(spec: str, answer: str) -> str:
-    """A perfect completion: the answer in the form that the reward expects, or as it is."""
     if spec in ("gsm8k", "format"):
         return answer if "####" in answer else f"#### {answer}"
     if spec == "math":
         return f"\\boxed{{{answer}}}"
+    if spec == "exact_match":
+        return reference_answer(spec, answer, parameters)
     return f"<answer>{answer}</answer>" if spec == "reasoning-gym" else answer
+
+
+def reference_answer(spec: str, text: str, parameters: RewardParameters = DEFAULTS) -> str:
+    """The answer in a worked solution that ends as the reward expects completions to end; else the text."""
+    if spec in ("gsm8k", "format"):
+        return text.rpartition("####")[2].strip()
+    if spec == "exact_match" and parameters.answer_pattern is not None:
+        from skylite.rewards.patterns import find_answer
+
+        return (find_answer(parameters.answer_pattern, text) or text).strip()
+    return text
+
+
+def without_extraction(spec: str, parameters: RewardParameters) -> RewardParameters:
+    """The settings for scoring a `reference_completion`: for exact_match it is the bare answer."""
+    return parameters.model_copy(update={"answer_pattern": None}) if spec == "exact_match" else parameters
+
+
+def _users_function(spec: str, sha256: str | None) -> RewardFunction:
+    function = load_function(spec, REWARD, sha256)
+    file, _, name = spec.rpartition(":")
+    try:
+        with user_code(keep=SignatureProblem):
+            return reward_function(function)
+    except (SignatureProblem, UserCodeFailed) as error:
+        raise ConfigError(
+            f"{name} in {file} cannot be called as a reward: {error}.",
+            f"Define it: def {name}(completion, *, prompt, answer, **columns) -> float, "
+            f"or for a batch: def {name}(completions, **columns) -> list[float].",
+        ) from error
 
 
 def _close_sandboxes(spec: str) -> None:
@@ -96,16 +104,26 @@ def _close_sandboxes(spec: str) -> None:
         close_sandboxes()
 
 
-def _built_in(spec: str) -> RewardFn:
-    if spec == "math":
-        from skylite.rewards.math import math_reward
+def _built_in(spec: str, parameters: RewardParameters) -> Callable[..., Any]:
+    if spec == "gsm8k":
+        from skylite.rewards.gsm8k import gsm8k
 
-        return math_reward
+        return gsm8k
+    if spec == "math":
+        from skylite.rewards.math import math
+
+        return math
     if spec == "reasoning-gym":
-        from skylite.rewards.reasoning_gym import check_reasoning_gym, reasoning_gym_reward
+        from skylite.rewards.reasoning_gym import check_reasoning_gym, reasoning_gym
 
         check_reasoning_gym()
-        return reasoning_gym_reward
-    from skylite.rewards.gsm8k import format_reward, gsm8k_reward
+        return reasoning_gym
+    from skylite.rewards.patterns import ExactMatch, format_reward, length_reward, regex_reward
 
-    return gsm8k_reward if spec == "gsm8k" else format_reward
+    if spec == "exact_match":
+        return ExactMatch(parameters.answer_pattern, parameters.compare, parameters.ignore_case)
+    if spec == "format":
+        return format_reward(parameters.answer_pattern)
+    if spec == "regex":
+        return regex_reward(parameters.pattern)
+    return length_reward(parameters.min_length, parameters.max_length)

@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from skylite.rewards import RewardFn, load_reward, score
+from skylite.config.rollout import RewardParameters
+from skylite.rewards import DEFAULTS, load_reward
+from skylite.rewards.scoring import RewardFunction, score
+from skylite.rewards.signature import Item
 from skylite.types import Prompt, Score
 
 OTHER_METRICS = ("mean", "std", "right_frac", "penalty_mean", "sampled_mean")
@@ -18,7 +21,7 @@ class Component:
     """One reward function of the sum."""
 
     name: str
-    function: RewardFn
+    function: RewardFunction
     weight: float
 
 
@@ -27,26 +30,29 @@ def load_components(
     weights: Sequence[float] = (),
     example: Prompt | None = None,
     programs: Mapping[str, str] | None = None,
+    parameters: RewardParameters = DEFAULTS,
 ) -> tuple[Component, ...]:
     """The functions behind the specs, in their order. Raises ConfigError.
 
-    `weights`: empty means 1 for each. `example`: as for `load_reward`. `programs`: spec -> sha256 that the
-    file must have; a spec that is not in it may have any content.
+    `weights`: empty means 1 for each. `example`, `parameters`: as for `load_reward`. `programs`: spec ->
+    sha256 that the file must have; a spec that is not in it may have any content.
     """
     rows = zip(component_names(specs), specs, weights or [1.0] * len(specs), strict=True)
     hashes = programs or {}
     return tuple(
-        Component(name, load_reward(spec, example, hashes.get(spec)), weight) for name, spec, weight in rows
+        Component(name, load_reward(spec, parameters, example, hashes.get(spec)), weight)
+        for name, spec, weight in rows
     )
 
 
-def score_components(components: Sequence[Component], prompt: Prompt, completion: str) -> Score:
-    """The weighted sum, and each function's unweighted score by name. NaN or infinite if a score is.
+def score_components(components: Sequence[Component], items: Sequence[Item]) -> list[Score]:
+    """For each item the weighted sum, and each function's unweighted score by name. NaN if a score is.
 
-    Raises RunFailed, which names function and prompt, if a function raises or does not return a number.
+    Raises RunFailed, which names function and prompt, if a function raises or does not return numbers.
     """
-    scores = {c.name: score(c.name, c.function, prompt, completion) for c in components}
-    return Score(reward=sum(c.weight * scores[c.name] for c in components), components=scores)
+    columns = {c.name: score(c.name, c.function, items) for c in components}
+    rows = [{name: values[i] for name, values in columns.items()} for i in range(len(items))]
+    return [Score(reward=sum(c.weight * row[c.name] for c in components), components=row) for row in rows]
 
 
 def component_names(specs: Sequence[str]) -> list[str]:

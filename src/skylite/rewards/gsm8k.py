@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from skylite.types import Prompt
-
 MARK = "####"
 _NUMBER = re.compile(
     r"""[ \t]*
@@ -21,25 +19,30 @@ _LONGEST = 40
 """Largest number of characters in a number; Python refuses to convert thousands of digits."""
 
 
-def gsm8k_reward(prompt: Prompt, completion: str) -> float:
+def gsm8k(completion: str, *, answer: str) -> float:
     """1.0 if the number after the last `####` equals the answer as a number (1,080.0 = 1080), else 0.0."""
     found = final_number(completion)
-    return float(found is not None and found == final_number(f"{MARK} {prompt.answer}"))
+    return float(found is not None and found == parse_number(answer))
 
 
-def format_reward(prompt: Prompt, completion: str) -> float:
+def has_final_number(completion: str) -> float:
     """1.0 if there is a number after the last `####`, right or wrong, else 0.0."""
     return float(final_number(completion) is not None)
 
 
 def final_number(text: str) -> Fraction | None:
-    """The number after the last `####`, or None.
+    """The number after the last `####`, or None."""
+    _, mark, tail = text.rpartition(MARK)
+    return parse_number(tail) if mark else None
+
+
+def parse_number(text: str) -> Fraction | None:
+    """The number at the start of a line, or None.
 
     Thousands commas, a currency sign, a percent sign and a unit are allowed. A second number in the line is
     not: `72 / 3` is not an answer.
     """
-    _, mark, tail = text.rpartition(MARK)
-    match = _NUMBER.match(tail) if mark else None
+    match = _NUMBER.match(text)
     if (
         match is None
         or (match["digits"] is None and match["decimals"] is None)

@@ -8,25 +8,26 @@ from functools import lru_cache
 from typing import Any
 
 from skylite.errors import DataError
-from skylite.types import Prompt
 
 TIMEOUT_S = 5
 """Limit for one parse or one comparison. math-verify enforces it with SIGALRM."""
 _WORDS = re.compile(r"(?<!\\)\b[A-Za-z]{3,}\b")
+_TEXT = re.compile(r"\\(?:(?:text|mbox)(?:bf|it|rm)?|begin|end)\{[^{}]*\}")
+"""Words that LaTeX marks: text, such as a name, and environments."""
 _FUNCTIONS = frozenset(
     ("sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "log", "exp", "sqrt")
 )
 
 
-def math_reward(prompt: Prompt, completion: str) -> float:
-    """1.0 if the completion's answer, boxed first, equals `prompt.answer` as a formula, else 0.0.
+def math(completion: str, *, answer: str) -> float:
+    """1.0 if the completion's answer, boxed first, equals `answer` as a formula, else 0.0.
 
-    0.0 also if parsing or comparing fails or exceeds TIMEOUT_S. Raises DataError if `prompt.answer` is not a
+    0.0 also if parsing or comparing fails or exceeds TIMEOUT_S. Raises DataError if `answer` is not a
     formula.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    truth = parse_truth(prompt.answer)
+    truth = parse_truth(answer)
     found = parse(
         completion,
         [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()],
@@ -40,12 +41,12 @@ def parse_truth(answer: str) -> tuple[Any, ...]:
     """Parse a reference answer into math-verify's candidates. Raises DataError for prose or a parse error."""
     from math_verify import parse
 
-    plain = parse(answer, fallback_mode="no_fallback", parsing_timeout=_timeout())
-    if plain:
-        return tuple(plain)
-    # math-verify parses any word between dollar signs as a product of letters, even "unknown".
-    words = [w for w in _WORDS.findall(answer) if w not in _FUNCTIONS]
-    formula = [] if words else parse(f"${answer}$", fallback_mode="no_fallback", parsing_timeout=_timeout())
+    # math-verify parses any word in a formula as a product of letters, even "unknown".
+    words = [w for w in _WORDS.findall(_TEXT.sub(" ", answer)) if w not in _FUNCTIONS]
+    # Without delimiters math-verify takes the first number: 3 for 3\sqrt{13}.
+    forms = [answer] if words else [f"\\boxed{{{answer}}}", answer]
+    parsed = (parse(f, fallback_mode="no_fallback", parsing_timeout=_timeout()) for f in forms)
+    formula = next(filter(None, parsed), None)
     if not formula:
         reason = f"it contains the word {words[0]!r}" if words else "math-verify cannot parse it"
         raise DataError(

@@ -9,7 +9,6 @@ from typing import Any
 
 from skylite.errors import DataError
 from skylite.sandbox.sandbox import CallFailed, Limits, Sandbox, require_sandbox
-from skylite.types import Prompt
 
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*)</answer>", re.DOTALL)
 _TUPLE = "!tuple"
@@ -22,7 +21,7 @@ _sandboxes: OrderedDict[str, Sandbox] = OrderedDict()
 """Task -> sandbox, the last used one last."""
 
 
-def reasoning_gym_reward(prompt: Prompt, completion: str) -> float:
+def reasoning_gym(completion: str, *, task: str, entry: Any, answer: str = "") -> float:
     """The task's score for the text in the last <answer>...</answer>; 0.0 without one.
 
     Scorers can fail for an answer: they raise, take too long, or need too much memory. Such an answer scores
@@ -32,13 +31,12 @@ def reasoning_gym_reward(prompt: Prompt, completion: str) -> float:
     answers = _ANSWER.findall(completion)
     if not answers:
         return 0.0
-    task, entry = _parts(prompt)
     try:
         return _score(task, entry, answers[-1].strip())
     except CallFailed:
         pass
     try:
-        reference = _score(task, entry, prompt.answer)
+        reference = _score(task, entry, answer)
     except CallFailed as error:
         raise DataError(f"The scorer of the reasoning-gym task {task!r} {error}.") from None
     if reference != 1.0:
@@ -77,14 +75,6 @@ def _sandbox(task: str) -> Sandbox:
         _sandboxes[task] = Sandbox("skylite.rewards.reasoning_gym_scorer:make_scorer", task, limits=LIMITS)
     _sandboxes.move_to_end(task)
     return _sandboxes[task]
-
-
-def _parts(prompt: Prompt) -> tuple[str, Any]:
-    """Task and entry. Raises DataError if the prompt has none."""
-    extra = prompt.extra
-    if not isinstance(extra, dict) or not isinstance(extra.get("task"), str) or "entry" not in extra:
-        raise DataError("The prompt holds no task and entry of reasoning-gym.", "Choose another reward.")
-    return extra["task"], extra["entry"]
 
 
 def to_json(value: Any) -> Any:

@@ -13,11 +13,14 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import resource_tracker
 from pathlib import Path
 
+from skylite.config.rollout import RewardParameters
 from skylite.errors import ChildDied, RunFailed
 from skylite.processes.parent_death import die_with_parent
+from skylite.rewards import DEFAULTS
 from skylite.rewards.components import Component, load_components, score_components
+from skylite.rewards.signature import Item
 from skylite.run.files import convert_os_errors
-from skylite.types import Prompt, Score
+from skylite.types import Score
 
 _components: tuple[Component, ...] = ()
 """The reward functions of this worker process; empty in the parent."""
@@ -37,13 +40,16 @@ class RewardPool:
         timeout_s: float = 600.0,
         programs: Mapping[str, str] | None = None,
         log_path: Path | None = None,
+        parameters: RewardParameters = DEFAULTS,
     ) -> None:
         """Start the workers. Raises ConfigError if a reward cannot be loaded.
 
-        `specs`, `weights`, `programs`: as for `load_components`. `timeout_s`: limit for one call of `score`.
-        `log_path`: what the workers print is appended to it; None: they print to this process's streams.
+        `specs`, `weights`, `programs`, `parameters`: as for `load_components`. `timeout_s`: limit for one
+        call of `score`. `log_path`: what the workers print is appended to it; None: they print to this
+        process's streams.
         """
-        load_components(specs, weights, programs=programs)
+        components = load_components(specs, weights, programs=programs, parameters=parameters)
+        self._takes_several = any(c.function.takes_several for c in components)
         if log_path is not None:
             with convert_os_errors(log_path.parent):
                 log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +58,7 @@ class RewardPool:
             num_workers,
             mp_context=context,
             initializer=_start_worker,
-            initargs=(tuple(specs), tuple(weights), dict(programs or {}), os.getpid(), log_path),
+            initargs=(tuple(specs), tuple(weights), dict(programs or {}), parameters, os.getpid(), log_path),
         )
         before = set(multiprocessing.active_children())
         # Workers start with SIGINT blocked, because Ctrl-C during their imports would print a traceback.
@@ -73,26 +79,26 @@ class RewardPool:
         for worker in self._workers:
             self._watching.add_reader(worker.sentinel, self._ended, worker.sentinel, lost)
 
-    async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[Score]:
+    async def score(self, items: Sequence[Item]) -> list[Score]:
         """One score for each (prompt, completion text), in order.
+
+        One worker gets all items if a function takes a batch or is async; otherwise they share the items.
 
         Raises RunFailed with the prompt's id if the reward function raises, returns no number or takes too
         long, and ChildDied if a worker ended. NaN and infinity are returned.
         """
         loop = asyncio.get_running_loop()
+        parts = [items] if self._takes_several else [[item] for item in items]
         try:
-            futures = [
-                loop.run_in_executor(self._executor, _score_here, prompt, completion)
-                for prompt, completion in items
-            ]
+            futures = [loop.run_in_executor(self._executor, _score_here, part) for part in parts]
             async with asyncio.timeout(self._timeout_s):
-                return list(await asyncio.gather(*futures))
+                return [score for part in await asyncio.gather(*futures) for score in part]
         except BrokenProcessPool:
             raise _worker_lost() from None
         except TimeoutError:
             waiting = next(
-                prompt.id
-                for (prompt, _), future in zip(items, futures, strict=True)
+                part[0][0].id
+                for part, future in zip(parts, futures, strict=True)
                 if not future.done() or future.cancelled()
             )
             pids = ", ".join(str(worker.pid) for worker in self._workers)
@@ -126,6 +132,7 @@ def _start_worker(
     specs: Sequence[str],
     weights: Sequence[float],
     programs: Mapping[str, str],
+    parameters: RewardParameters,
     parent: int,
     log_path: Path | None,
 ) -> None:
@@ -137,10 +144,10 @@ def _start_worker(
         os.dup2(log, 1)
         os.dup2(log, 2)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a worker ends by a kill
-    _components = load_components(specs, weights, programs=programs)
+    _components = load_components(specs, weights, programs=programs, parameters=parameters)
 
 
-def _score_here(prompt: Prompt, completion: str) -> Score:
+def _score_here(items: Sequence[Item]) -> list[Score]:
     if not _components:
         raise RuntimeError("the worker was not started by _start_worker")
-    return score_components(_components, prompt, completion)
+    return score_components(_components, items)

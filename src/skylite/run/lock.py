@@ -12,7 +12,7 @@ from pathlib import Path
 from skylite.config.lora import LoraConfig
 from skylite.errors import ConfigError
 from skylite.run.files import convert_os_errors
-from skylite.run.private_folder import OTHERS_MAY_WRITE, make_own_folder, open_lock
+from skylite.run.private_folder import OTHERS_MAY_WRITE, make_own_folder, open_lock, require_own_links
 
 LOCK_NAME = ".skylite.lock"
 _PRIVATE_HINT = (
@@ -23,7 +23,13 @@ _PRIVATE_HINT = (
 
 @contextmanager
 def lock_run(root: Path, adapters: Path, lora: LoraConfig) -> Iterator[None]:
-    """Lock a run's folder and the folder that it publishes adapters in. Raises as `lock_folder`."""
+    """Lock a run's folder and the folder that it publishes adapters in.
+
+    Raises as `lock_folder`, and ConfigError if another user's link leads to a lora_sync_path.
+    """
+    if lora.lora_sync_path is not None:
+        for path in (Path(lora.lora_sync_path), adapters):  # as given, and as recorded at the run's start
+            require_own_links(path, _PRIVATE_HINT)
     with lock_folder(root), lock_folder(adapters, is_private=lora.lora_sync_path is not None):
         yield
 

@@ -16,6 +16,8 @@ from skylite.errors import ConfigError
 from skylite.processes.file_descriptors import private_file
 from skylite.run.files import convert_os_errors
 
+MAX_LINKS = 40
+"""As in Linux: more are a circle."""
 OTHERS_MAY_ENTER, OTHERS_MAY_WRITE = 0o077, 0o022
 """Bits of a mode that a folder must not have."""
 
@@ -32,6 +34,25 @@ def make_own_folder(folder: Path, forbidden: int, hint: str) -> None:
         found = os.lstat(folder)
     if problem := _folder_problem(found, forbidden):
         raise ConfigError(f"{folder} {problem}; another user could change what this run reads.", hint)
+
+
+def require_own_links(path: Path, hint: str) -> None:
+    """Raise ConfigError if a link on the way to `path` belongs to another user, who can change it."""
+    left, place = list(reversed((Path.cwd() / path).parts)), Path("/")
+    for _ in range(MAX_LINKS):
+        while left and not (place := place / left.pop()).is_symlink():
+            continue
+        if not place.is_symlink():
+            return
+        if (owner := os.lstat(place).st_uid) not in (os.geteuid(), 0):
+            raise ConfigError(
+                f"{place} is a link of the user with id {owner}, not yours; "
+                "another user could change what this run reads.",
+                hint,
+            )
+        left += reversed(Path(os.readlink(place)).parts)
+        place = place.parent
+    raise ConfigError(f"{path} has more than {MAX_LINKS} links.", hint)
 
 
 def _folder_problem(found: os.stat_result, forbidden: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -151,17 +151,32 @@ def _sample(path: Path, place: str, row: dict[str, Any]) -> Sample:
     )
 
 
+def read_columns(path: Path, columns: Mapping[str, pa.DataType]) -> pa.Table:
+    """Columns of any parquet file by name -> type. Raises DataError if one is missing.
+
+    Reads no other column. A value may be null.
+    """
+    return _read_table(path, pa.schema(list(columns.items())))
+
+
 def _read(path: Path, columns: list[str]) -> list[dict[str, Any]]:
-    schema = pa.schema([ROLLOUT_SCHEMA.field(name) for name in columns])
+    table = _read_table(path, pa.schema([ROLLOUT_SCHEMA.field(name) for name in columns]))
     try:
-        # pq.read_table would turn a parent folder named a=b into a column a.
-        with pq.ParquetFile(path) as file:
-            rows: list[dict[str, Any]] = file.read(columns=columns).select(columns).cast(schema).to_pylist()
-    except (OSError, KeyError, pa.ArrowException) as error:
+        rows: list[dict[str, Any]] = table.to_pylist()
+    except ValueError as error:  # text that is not UTF-8
         raise _unusable(path, str(error)) from None
     if missing := next((name for row in rows for name in columns if row[name] is None), None):
         raise _unusable(path, f"column {missing} has a row without a value")
     return rows
+
+
+def _read_table(path: Path, schema: pa.Schema) -> pa.Table:
+    try:
+        # pq.read_table would turn a parent folder named a=b into a column a.
+        with pq.ParquetFile(path) as file:
+            return file.read(columns=schema.names).select(schema.names).cast(schema)
+    except (OSError, KeyError, ValueError, pa.ArrowException) as error:
+        raise _unusable(path, str(error)) from None
 
 
 def _unusable(path: Path, reason: str) -> DataError:

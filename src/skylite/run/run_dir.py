@@ -83,6 +83,11 @@ class RunDir:
         return self.root / "config.json"
 
     @property
+    def machine_path(self) -> Path:
+        """Library versions and hardware of the run's last start (processes/machine.py)."""
+        return self.root / "machine.json"
+
+    @property
     def status_path(self) -> Path:
         return self.root / "status.json"
 

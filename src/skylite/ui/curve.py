@@ -18,15 +18,18 @@ def resample(values: Sequence[float], width: int) -> list[float]:
     return [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
 
 
-def curve(values: Sequence[float], width: int, height: int) -> list[str]:
-    """`height` lines, top first, of at most `width` columns. The scale covers 0 to 1 and all values.
+def curve(
+    values: Sequence[float], width: int, height: int, scale: tuple[float, float] = (0.0, 1.0)
+) -> list[str]:
+    """`height` lines, top first, of at most `width` columns. The scale covers `scale` and all values.
 
     The lowest value shows the thinnest bar, so a zero differs from a missing step; nan is blank.
     """
     finite = [v for v in values if math.isfinite(v)]
-    low, high = min([0.0, *finite]), max([1.0, *finite])
+    low, high = min([scale[0], *finite]), max([scale[1], *finite])
+    span = high - low or 1.0
     levels = [
-        max(1, round(8 * height * (v - low) / (high - low))) if math.isfinite(v) else 0
+        max(1, round(8 * height * (v - low) / span)) if math.isfinite(v) else 0
         for v in resample(values, width)
     ]
     return [

@@ -64,7 +64,7 @@ class LivePanel:
         title = Text.assemble(("skylite", "bold"), ("  GRPO + LoRA", "dim"))
         # Crop each line: rich would wrap it, and a panel that changes its height flickers.
         yield Panel(
-            Text("\n").join(_cropped(line, width) for line in lines[:rows]),
+            Text("\n").join(cropped(line, width) for line in lines[:rows]),
             title=title,
             title_align="left",
             border_style="blue",
@@ -73,14 +73,14 @@ class LivePanel:
 
 def panel_lines(state: ScreenState, width: int, rows: int) -> list[Text]:
     """At most `rows` lines of at most `width` columns."""
-    lines = [_status_line(state, width), _progress_bar(state, width)]
+    lines = [status_line(state, width), progress_bar(state, width)]
     if state.history:
         lines += [
             Text(),
-            *_reward_curve(state, width, 5 if rows + 3 > TALL_ROWS else 1),
+            *reward_curve(state, width, 5 if rows + 3 > TALL_ROWS else 1),
             *_metric_rows(state, width),
         ]
-    lines += [_row(label, Text(plain(text), "green")) for label, text in state.evaluations.items()]
+    lines += [labelled(label, Text(plain(text), "green")) for label, text in state.evaluations.items()]
     room = min(COMPLETION_ROWS, rows - len(lines) - 1)
     if state.sample is not None and room >= 3:
         shown = completion_lines(state.sample, width, room)
@@ -89,7 +89,8 @@ def panel_lines(state: ScreenState, width: int, rows: int) -> list[Text]:
     return lines
 
 
-def _status_line(state: ScreenState, width: int) -> Text:
+def status_line(state: ScreenState, width: int) -> Text:
+    """Phase and detail on the left, the clock on the right."""
     mark, style = ENDS.get(
         state.phase, (SPINNER[int(8 * (time.monotonic() - state.started)) % len(SPINNER)], "bold cyan")
     )
@@ -97,7 +98,8 @@ def _status_line(state: ScreenState, width: int) -> Text:
     return _justified(left, Text(clock(state), "dim"), width)
 
 
-def _progress_bar(state: ScreenState, width: int) -> Text:
+def progress_bar(state: ScreenState, width: int) -> Text:
+    """Steps done of all."""
     done = steps_done(state)
     label = f" {done} of {state.num_steps} steps"
     room = max(0, width - len(label))
@@ -105,7 +107,7 @@ def _progress_bar(state: ScreenState, width: int) -> Text:
     return Text.assemble(("━" * filled, "cyan"), ("─" * (room - filled), "grey37"), (label, "default"))
 
 
-def _reward_curve(state: ScreenState, width: int, height: int) -> list[Text]:
+def reward_curve(state: ScreenState, width: int, height: int) -> list[Text]:
     """The mean reward of each step. The full width stands for all steps, so the curve grows to the right."""
     rewards = [float(m["reward/mean"]) for m in state.history]
     best = max(filter(math.isfinite, rewards), default=math.nan)
@@ -126,7 +128,7 @@ def _reward_curve(state: ScreenState, width: int, height: int) -> list[Text]:
         if height > 1
         else ["reward"]
     )
-    return [_row(label, line) for label, line in zip(labels, drawn, strict=True)]
+    return [labelled(label, line) for label, line in zip(labels, drawn, strict=True)]
 
 
 def _metric_rows(state: ScreenState, width: int) -> list[Text]:
@@ -138,11 +140,11 @@ def _metric_rows(state: ScreenState, width: int) -> list[Text]:
     speed = f"{m['perf/completion_tokens_per_s']:.0f} tokens/s sampled, {m['time/step_s']:.1f} s per step"
     gaps = f"canary gap {m['canary/gap_max']:.1e}, logprob mismatch {m['mismatch/logprob_diff_mean']:.1e}"
     return [
-        _row("accuracy", Text(f"{100 * m['reward/right_frac']:.1f} % of the completions are correct")),
-        _row("length", Text(length)),
-        _row("speed", Text(speed)),
-        _row("time", time_split(m, width - LABEL_WIDTH)),
-        _row("adapter", Text.assemble((f"v{m['adapter/version']}", "bold"), f"  {gaps}")),
+        labelled("accuracy", Text(f"{100 * m['reward/right_frac']:.1f} % of the completions are correct")),
+        labelled("length", Text(length)),
+        labelled("speed", Text(speed)),
+        labelled("time", time_split(m, width - LABEL_WIDTH)),
+        labelled("adapter", Text.assemble((f"v{m['adapter/version']}", "bold"), f"  {gaps}")),
     ]
 
 
@@ -212,7 +214,8 @@ def steps_done(state: ScreenState) -> int:
     return int(state.history[-1]["step"]) if state.history else 0
 
 
-def _row(label: str, content: Text) -> Text:
+def labelled(label: str, content: Text) -> Text:
+    """A row of the panel."""
     return Text.assemble((set_cell_size(plain(label), LABEL_WIDTH - 1) + " ", "dim"), content)
 
 
@@ -221,6 +224,7 @@ def _justified(left: Text, right: Text, width: int) -> Text:
     return Text.assemble(left, " " * max(1, width - left.cell_len - right.cell_len), right)
 
 
-def _cropped(line: Text, width: int) -> Text:
+def cropped(line: Text, width: int) -> Text:
+    """The line, cut to the width."""
     line.truncate(width, overflow="ellipsis")
     return line

@@ -1,0 +1,32 @@
+"""Flags and arguments that several commands share."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from skylite.ui.logs import set_terminal_level
+
+
+def set_level(verbose: bool | None) -> bool | None:
+    """What the terminal shows: --verbose, --quiet, or unchanged for None."""
+    if verbose is not None:
+        set_terminal_level(logging.DEBUG if verbose else logging.WARNING)
+    return verbose
+
+
+Verbose = Annotated[
+    bool | None,
+    typer.Option("--verbose/--quiet", "-v/-q", callback=set_level,
+                 help="Also print debug messages and times; or only warnings and errors."),
+]  # fmt: skip
+"""Works before and after the name of a command: the callback sets the level, commands ignore the value."""
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=VALUE", help="Any other setting, in TOML syntax. Repeatable."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead, for programs.")]

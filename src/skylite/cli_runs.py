@@ -1,0 +1,110 @@
+"""The commands that look at runs: watch, report, samples, runs."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from skylite.cli_options import AsJson, RunFolder, Verbose
+from skylite.errors import ConfigError
+
+runs_app = typer.Typer(rich_markup_mode=None)
+
+
+@runs_app.command()
+def watch(target: RunFolder, verbose: Verbose = None) -> None:
+    """Watch a run, live or finished. Shows progress, curves, warnings and completions from its folder.
+
+    Keys: arrows choose completion and step, b best first, w worst first, n newest, q quits. Prints lines
+    where there is no terminal.
+    """
+    from skylite.commands.watch import watch as run_watch
+
+    run_watch(target)
+
+
+@runs_app.command()
+def report(
+    targets: Annotated[list[Path], typer.Argument(metavar="RUN...", help="One run folder, or several.")],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    png: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Also write each curve as a PNG file into FOLDER.")
+    ] = None,
+    completions: Annotated[
+        int, typer.Option(min=0, help="Maximum completions in the page, over all runs.")
+    ] = 4000,
+    as_json: AsJson = False,
+    verbose: Verbose = None,
+) -> None:
+    """Write a report of one or several runs. One HTML page that needs no network; several are compared."""
+    from skylite.commands.report import report as run_report
+
+    run_report(targets, out=out, png=png, max_completions=completions, as_json=as_json)
+
+
+@runs_app.command()
+def samples(
+    target: RunFolder,
+    step: Annotated[
+        str, typer.Option(help="Steps, e.g. 1,50,100. Default: the newest; with --prompt all.")
+    ] = "",
+    held_out: Annotated[
+        bool, typer.Option("--held-out", help="Answers to held-out problems; --step is the adapter version.")
+    ] = False,
+    prompt: Annotated[str | None, typer.Option(help="Only prompts whose id contains this.")] = None,
+    contains: Annotated[
+        str | None, typer.Option(help="Only where question or completion contains this.")
+    ] = None,
+    min_reward: Annotated[float, typer.Option(help="Lowest reward.", show_default=False)] = -math.inf,
+    max_reward: Annotated[float, typer.Option(help="Highest reward.", show_default=False)] = math.inf,
+    best: Annotated[bool, typer.Option("--best", help="Best rewards first.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Worst rewards first.")] = False,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum completions to print.")] = 5,
+    as_json: AsJson = False,
+    verbose: Verbose = None,
+) -> None:
+    """Print completions of a run with their rewards."""
+    from skylite.commands.samples import SampleFlags
+    from skylite.commands.samples import samples as run_samples
+    from skylite.report.completions import Filter
+
+    if best and worst:
+        raise ConfigError("--best and --worst exclude each other.", "Give one of them.")
+    run_samples(
+        target,
+        SampleFlags(
+            steps=_steps(step),
+            held_out=held_out,
+            filter=Filter(
+                prompt=prompt,
+                contains=contains,
+                min_reward=min_reward,
+                max_reward=max_reward,
+                order="best" if best else "worst" if worst else "stored",
+            ),
+            limit=limit,
+            as_json=as_json,
+        ),
+    )
+
+
+@runs_app.command()
+def runs(
+    folder: Annotated[Path, typer.Argument(help="A folder with runs, or one run.")] = Path("runs"),
+    as_json: AsJson = False,
+    verbose: Verbose = None,
+) -> None:
+    """List runs and their results, the newest first."""
+    from skylite.commands.runs import list_runs
+
+    list_runs(folder, as_json=as_json)
+
+
+def _steps(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise ConfigError(f"--step {text!r} is not a list of steps.", "Write it like 1,50,100.") from None

@@ -1,0 +1,71 @@
+"""`skylite report`: one self-contained HTML page about one or several runs, and PNG files of its curves."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from skylite.errors import ConfigError
+from skylite.report.html import GENERATOR, page_html
+from skylite.report.page_data import page_data
+from skylite.report.png import require_matplotlib, write_png_files
+from skylite.report.run_facts import read_facts
+from skylite.run.files import atomic_file
+from skylite.ui.logs import show
+
+logger = logging.getLogger(__name__)
+
+MARK_BYTES = 2_000
+"""The generator's mark is within these first bytes of a page."""
+
+
+def report(
+    targets: list[Path], *, out: Path, png: Path | None, max_completions: int, as_json: bool = False
+) -> None:
+    """Write the page, and print its path and what it found."""
+    require_own_page(out)
+    if png is not None:
+        require_matplotlib()
+    runs = [read_facts(target) for target in targets]
+    page = page_data(runs, max_completions, lambda text: logger.info(f"reading {text}"))
+    text = page_html(page)
+    with atomic_file(out, len(text)) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    pictures = [] if png is None else write_png_files(page, png)
+    if as_json:
+        show(json.dumps(result(out, pictures, page)))
+        return
+    for run in page["runs"]:
+        for alarm in run["alarms"]:
+            show(f"{run['label']}: {'alarm' if alarm['is_alarm'] else 'warning'}: {alarm['text']}")
+        for line in run["unreadable"]:
+            show(f"{run['label']}: not read: {line}")
+    if pictures:
+        show(f"{len(pictures)} pictures are in {png}")
+    show(f"{out} ({len(text) / 1e6:.1f} MB): open it in a browser")
+
+
+def result(out: Path, pictures: list[Path], page: dict[str, Any]) -> dict[str, Any]:
+    """What `--json` prints."""
+    keys = ("label", "phase", "steps", "num_steps", "reward_first", "reward_last", "held_out_first",
+            "held_out_last", "alarms", "unreadable")  # fmt: skip
+    return {
+        "html": str(out),
+        "png": [str(path) for path in pictures],
+        "runs": [{key: run[key] for key in keys} for run in page["runs"]],
+    }
+
+
+def require_own_page(out: Path) -> None:
+    """Raises ConfigError if `out` exists and is no page of ours: a report must not overwrite other files."""
+    if not out.exists():
+        return
+    if not out.is_file():
+        raise ConfigError(f"--out {out} is not a file.", "Choose another path.")
+    with out.open("rb") as stream:
+        if f'content="{GENERATOR}"'.encode() not in stream.read(MARK_BYTES):
+            raise ConfigError(
+                f"{out} exists and is not a page of `skylite report`.", "Choose another path with --out."
+            )

@@ -1,0 +1,80 @@
+"""`skylite runs`: the runs in a folder and their results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from skylite.errors import ConfigError, SkyliteError
+from skylite.foreign_text import plain
+from skylite.report.run_facts import age_text, read_facts
+from skylite.report.summary import damaged, summary
+from skylite.ui.logs import show
+
+CONFIG_NAME = "config.json"
+HEADS = ("run", "state", "steps", "model", "algorithm", "reward", "held-out", "time", "age", "findings")
+
+
+def list_runs(folder: Path, *, as_json: bool = False) -> None:
+    """Print a line per run, the newest first. A damaged run is a line, too."""
+    found = [facts_of(path) for path in run_folders(folder)]
+    found.sort(key=lambda facts: str(facts.get("updated_at") or ""), reverse=True)
+    if as_json:
+        show(json.dumps(found))
+        return
+    if not found:
+        show(f"{folder} holds no run. `skylite train` makes one.")
+        return
+    for line in table([HEADS, *(row(facts) for facts in found)]):
+        show(line)
+
+
+def run_folders(folder: Path) -> list[Path]:
+    """`folder` itself if it is a run, else the runs directly in it. Raises ConfigError if it is no folder."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder.", "Give a folder with runs, such as runs.")
+    if (folder / CONFIG_NAME).is_file():
+        return [folder]
+    return sorted(path for path in folder.iterdir() if (path / CONFIG_NAME).is_file())
+
+
+def facts_of(path: Path) -> dict[str, Any]:
+    try:
+        return summary(read_facts(path)) | {"name": path.name}
+    except SkyliteError as error:
+        return damaged(path.name, str(path), error)
+
+
+def row(facts: dict[str, Any]) -> tuple[str, ...]:
+    """The cells of a run."""
+    if facts["phase"] == "damaged":
+        return (facts["name"], "damaged", facts["unreadable"][0], *[""] * (len(HEADS) - 3))
+    return (
+        facts["name"],
+        facts["phase"],
+        f"{facts['steps']}/{facts['num_steps']}",
+        facts["model"],
+        f"{facts['algorithm']} r{facts['rank']}",
+        _change(facts["reward_first"], facts["reward_last"], ".2f"),
+        _change(_percent(facts["held_out_first"]), _percent(facts["held_out_last"]), ".1f", " %"),
+        age_text(facts["step_seconds"]) if facts["step_seconds"] else "-",
+        "-" if facts["age_seconds"] is None else age_text(facts["age_seconds"]),
+        ", ".join(dict.fromkeys(a["kind"] for a in facts["alarms"])) or "-",
+    )
+
+
+def table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Lines with columns as wide as their longest cell. The message of a damaged run widens no column."""
+    cells = [[plain(cell) for cell in cells] for cells in rows]
+    sizes = [max(len(c[k]) for c in cells if k < 2 or c[1] != "damaged") for k in range(len(HEADS))]
+    return ["  ".join(cell.ljust(size) for cell, size in zip(c, sizes, strict=True)).rstrip() for c in cells]
+
+
+def _change(before: float | None, after: float | None, form: str, unit: str = "") -> str:
+    shown = [format(x, form) for x in (before, after) if x is not None]
+    return f"{' -> '.join(shown)}{unit}" if shown else "-"
+
+
+def _percent(accuracy: dict[str, Any] | None) -> float | None:
+    return None if accuracy is None else 100 * float(accuracy["mean"])

@@ -1,0 +1,211 @@
+"""`skylite watch`: the live screen of any run, from its folder alone; lines where there is no terminal."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from skylite.errors import SkyliteError
+from skylite.report.alarms import Alarm, find_alarms
+from skylite.report.completions import Completion, Filter, Order, read_training
+from skylite.report.run_facts import ENDED, RunFacts, age_s, age_text, read_facts
+from skylite.run.status import Status
+from skylite.ui.dashboard import step_line
+from skylite.ui.keys import Keys, terminal_keys
+from skylite.ui.logs import show
+from skylite.ui.watch_panel import WatchPanel, WatchState, filled
+
+REFRESH_S = 0.25
+LINES_REFRESH_S = 1.0
+SILENT_S = 600.0
+"""A run without a process here and without a write for this long has died, or runs elsewhere and hangs."""
+ORDERS: dict[str, Order] = {"b": "best", "w": "worst", "s": "stored"}
+
+
+@dataclass(slots=True)
+class Watcher:
+    """Reads the run again when its files changed, and keeps what the person chose to see."""
+
+    target: Path
+    facts: RunFacts = field(init=False)
+    alarms: list[Alarm] = field(init=False)
+    step: int | None = None
+    """The step whose completions are shown; None follows the newest."""
+    order: Order = "stored"
+    index: int = 0
+    _seen: object = None
+    _loaded: tuple[int, list[Completion]] | None = None
+
+    def __post_init__(self) -> None:
+        self.refresh()
+
+    def refresh(self) -> bool:
+        """Read the run if it changed. Raises ConfigError if it is no run (any more)."""
+        signature = _signature(self.target)
+        if signature == self._seen:
+            return False
+        self.facts = read_facts(self.target)
+        self.alarms = find_alarms(self.facts.metrics, self.facts.held_out)
+        self._seen = signature
+        return True
+
+    def state(self, *, has_keys: bool) -> WatchState:
+        """What to draw now."""
+        step, completions = self._completions()
+        self.index = min(self.index, max(0, len(completions) - 1))
+        return WatchState(
+            facts=self.facts,
+            alarms=self.alarms,
+            detail=_detail(self.facts),
+            seconds=_elapsed(self.facts),
+            completions=completions,
+            index=self.index,
+            choice=f"step {step}, {'as stored' if self.order == 'stored' else f'{self.order} first'}",
+            has_keys=has_keys,
+        )
+
+    def press(self, key: str) -> bool:
+        """Do what the key asks for; False for the key that quits."""
+        if key in ("q", "Q", "\x04"):
+            return False
+        _, completions = self._completions()
+        if key in ("left", "right") and completions:
+            self.index = (self.index + (1 if key == "right" else -1)) % len(completions)
+        elif key in ("up", "down"):
+            self._turn(1 if key == "up" else -1)
+        elif key in ORDERS:
+            self.order, self.index = ORDERS[key], 0
+        elif key == "n":
+            self.step, self.index = None, 0
+        return True
+
+    def _turn(self, by: int) -> None:
+        stored = list(self.facts.files.stored_rollouts())
+        if stored:
+            now = len(stored) - 1 if self.step not in stored else stored.index(self.step)
+            self.step = stored[min(max(0, now + by), len(stored) - 1)]
+
+    def _completions(self) -> tuple[int, list[Completion]]:
+        """The chosen step and its completions; none if they are not stored or not readable."""
+        stored = self.facts.files.stored_rollouts()
+        step = self.step if self.step in stored else max(stored, default=0)
+        if step not in stored:
+            return step, []
+        if self._loaded is None or self._loaded[0] != step:
+            try:
+                self._loaded = (step, read_training(stored[step], step))
+            except SkyliteError:  # a live run may be deleting it; `samples` reports what is wrong
+                self._loaded = (step, [])
+        return step, Filter(order=self.order).apply(self._loaded[1])
+
+
+def watch(target: Path, console: Console | None = None) -> None:
+    """Show the run until q or Ctrl-C; without a terminal print its steps until it ends."""
+    console = console or Console()
+    watcher = Watcher(target)
+    try:
+        if console.is_terminal:
+            _watch_screen(watcher, console)
+        else:
+            print_lines(watcher, show, time.sleep)
+    except KeyboardInterrupt:
+        pass
+
+
+def _watch_screen(watcher: Watcher, console: Console) -> None:
+    with (
+        terminal_keys() as keys,
+        Live(console=console, screen=True, auto_refresh=False, transient=True) as live,
+    ):
+        while True:
+            watcher.refresh()
+            live.update(WatchPanel(watcher.state(has_keys=keys is not None)), refresh=True)
+            if not watcher.press(_next_key(keys)):
+                return
+
+
+def _next_key(keys: Keys | None) -> str:
+    if keys is None:
+        time.sleep(REFRESH_S)
+        return ""
+    return keys.read(REFRESH_S)
+
+
+def print_lines(watcher: Watcher, print_line: Callable[[str], None], sleep: Callable[[float], None]) -> None:
+    """A line for each step, each held-out result and each new finding, until the run ends or is silent."""
+    shown: set[str] = set()
+    num_steps = watcher.facts.run.config.num_steps
+
+    def once(text: str) -> None:
+        if text not in shown:
+            shown.add(text)
+            print_line(text)
+
+    while True:
+        facts = watcher.facts
+        for h in facts.held_out:
+            once(f"held-out, version {h.version}: {h.accuracy}")
+        for metrics in facts.metrics:
+            once(step_line(filled(metrics), num_steps))
+        for alarm in watcher.alarms:
+            once(f"{'alarm' if alarm.is_alarm else 'warning'}: {alarm.text}")
+        for text in facts.unreadable:
+            once(f"not read: {text}")
+        ended = facts.phase in ENDED
+        if ended or is_silent(facts.status):
+            once(f"{facts.phase}  {_detail(facts)}".strip())
+            return
+        sleep(LINES_REFRESH_S)
+        watcher.refresh()
+
+
+def is_silent(status: Status | None) -> bool:
+    """Whether the run has no process on this machine and has not written for a while."""
+    return status is not None and not _has_process(status) and not age_s(status) <= SILENT_S
+
+
+def _has_process(status: Status) -> bool:
+    pid = status.pids.get("skylite", 0)
+    if pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _detail(facts: RunFacts) -> str:
+    status = facts.status
+    if status is None:
+        return "status.json is not readable"
+    if status.phase == "failed":
+        return status.error or ""
+    if status.phase in ENDED:
+        return f"{age_text(age_s(status))} ago"
+    text = f"step {status.step} of {status.num_steps}"
+    if not _has_process(status):
+        text += f"; no such process on this machine, last write {age_text(age_s(status))} ago"
+    return text
+
+
+def _elapsed(facts: RunFacts) -> float:
+    """Time of the recorded steps, and of a live run the time since the last one."""
+    path = facts.files.metrics_path
+    if facts.phase in ENDED or facts.status is None or not _has_process(facts.status) or not path.exists():
+        return facts.seconds
+    return facts.seconds + max(0.0, time.time() - path.stat().st_mtime)
+
+
+def _signature(target: Path) -> object:
+    """Changes when a file changes that `read_facts` reads."""
+    paths = [target / name for name in ("config.json", "status.json", "metrics.jsonl", "evals")]
+    return [(p.stat().st_mtime_ns, p.stat().st_size) if p.exists() else None for p in paths]

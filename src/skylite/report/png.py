@@ -1,0 +1,78 @@
+"""The curves as PNG files, drawn by matplotlib (the extra `plots`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from skylite.errors import ConfigError
+from skylite.report.plots import HELD_OUT
+from skylite.run.files import atomic_file
+
+COLORS = ("#3b7ddd", "#e07b00", "#2a9d5c", "#c2408f", "#8a6de0", "#b59b00", "#00a2b8", "#d1495b")
+STYLES = ("-", "--", ":", "-.")
+
+
+def require_matplotlib() -> None:
+    """Raises ConfigError if it is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "--png needs matplotlib, which is not installed.", "Run `pip install 'skylite[plots]'`."
+        ) from None
+
+
+def write_png_files(page: Mapping[str, Any], folder: Path) -> list[Path]:
+    """A picture of each plot that has data, named after its title. `page` comes from page_data.py."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    written = []
+    for plot in page["plots"]:
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.subplots()
+        if not sum(_draw(axes, plot, run, k, len(page["runs"])) for k, run in enumerate(page["runs"])):
+            continue
+        unit = plot["unit"] or ("%" if plot["percent"] else "")
+        axes.set_title(f"{plot['title']} ({unit})" if unit else plot["title"])
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+        if plot["log"]:
+            axes.set_yscale("log")
+        if len(axes.get_lines()) > 1:
+            axes.legend(fontsize="small")
+        path = folder / f"{re.sub(r'[^a-z0-9]+', '-', plot['title'].lower()).strip('-')}.png"
+        with atomic_file(path) as temporary:
+            figure.savefig(temporary, dpi=130, format="png")
+        written.append(path)
+    return written
+
+
+def _draw(axes: Any, plot: Mapping[str, Any], run: Mapping[str, Any], number: int, num_runs: int) -> int:
+    """Draw the curves of a run; the number of them."""
+    drawn = 0
+    factor = (100.0 if plot["percent"] else 1.0) / plot["divisor"]
+    for k, key in enumerate(plot["keys"]):
+        color = COLORS[(number if num_runs > 1 else k) % len(COLORS)]
+        # A dollar sign would begin a formula.
+        name = f"{run['label']} {key}".replace("$", r"\$") if num_runs > 1 else key.replace("$", r"\$")
+        if key == HELD_OUT:
+            x, rows = [h["version"] for h in run["held_out"]], run["held_out"]
+            y = [factor * h["mean"] for h in rows]
+            if rows and all(h["low"] is not None for h in rows):
+                axes.fill_between(
+                    x, [factor * h["low"] for h in rows], [factor * h["high"] for h in rows],
+                    color=color, alpha=0.15,
+                )  # fmt: skip
+        else:
+            x = run["metrics"]["step"]
+            y = [None if v is None else factor * v for v in run["metrics"].get(key, ())]
+        if y:
+            style = STYLES[(k if num_runs > 1 else 0) % len(STYLES)]
+            axes.plot(x, [float("nan") if v is None else v for v in y], color=color, linestyle=style,
+                      marker="o" if key == HELD_OUT else None, label=name)  # fmt: skip
+            drawn += 1
+    return drawn

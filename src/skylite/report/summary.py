@@ -1,0 +1,77 @@
+"""The result of a run in a few facts: for `runs`, and the head of the report."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import asdict
+from typing import Any
+
+from skylite.errors import SkyliteError
+from skylite.report.alarms import find_alarms
+from skylite.report.evidence import window
+from skylite.report.run_facts import RunFacts, age_s, number
+
+Facts = dict[str, Any]
+
+
+def summary(facts: RunFacts) -> Facts:
+    """Settings, progress, results and findings as JSON values; null where a run has none."""
+    config, status = facts.run.config, facts.status
+    first, last = _ends(facts.series("reward/mean"))
+    speeds = [x for x in facts.series("perf/completion_tokens_per_s") if math.isfinite(x)]
+    held_out = facts.held_out
+    newest = facts.metrics[-1] if facts.metrics else {}
+    return {
+        "name": facts.name,
+        "path": str(facts.run.path),
+        "phase": facts.phase,
+        "steps": facts.steps_done,
+        "num_steps": config.num_steps,
+        "model": config.model.name,
+        "algorithm": config.algorithm.name,
+        "rank": config.lora.rank,
+        "seed": config.seed,
+        "reward_first": _json_number(first),
+        "reward_last": _json_number(last),
+        "held_out_first": _accuracy(held_out, 0),
+        "held_out_last": _accuracy(held_out, -1) if len(held_out) > 1 else None,
+        "step_seconds": _json_number(facts.seconds),
+        "tokens_per_second": _json_number(statistics.fmean(speeds)) if speeds else None,
+        "peak_memory_bytes": _json_number(number(newest, "mem/rss_peak_bytes")),
+        "adapter_version": None if status is None else status.adapter_version,
+        "updated_at": None if status is None else status.updated_at,
+        "age_seconds": None if status is None else _json_number(age_s(status)),
+        "error": None if status is None else status.error,
+        "alarms": [
+            {"kind": a.kind, "is_alarm": a.is_alarm, "since": a.since, "text": a.text}
+            for a in find_alarms(facts.metrics, facts.held_out)
+        ],
+        "unreadable": list(facts.unreadable),
+    }
+
+
+def damaged(name: str, path: str, error: SkyliteError) -> Facts:
+    """The facts of a run that cannot be read at all."""
+    return {"name": name, "path": path, "phase": "damaged", "unreadable": [error.what]}
+
+
+def _ends(values: list[float]) -> tuple[float, float]:
+    """Means over the first and the last steps: single steps are noise."""
+    finite = [v for v in values if math.isfinite(v)]
+    if not finite:
+        return math.nan, math.nan
+    width = min(window(len(finite)), len(finite))
+    return statistics.fmean(finite[:width]), statistics.fmean(finite[-width:])
+
+
+def _accuracy(held_out: Any, index: int) -> Facts | None:
+    if not held_out:
+        return None
+    found = held_out[index]
+    numbers = {k: _json_number(v) for k, v in asdict(found.accuracy).items()}
+    return {"version": found.version, **numbers}
+
+
+def _json_number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

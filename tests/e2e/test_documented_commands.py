@@ -1,0 +1,94 @@
+"""Commands of the documents that need a finished run, on one that sampled from the fake engine.
+
+test_finished_run.py runs `eval` and `serve` with vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from skylite.cli import app
+from tests.e2e.project import Project, make_project
+from tests.e2e.running import DEADLINE_S
+from tests.unit.doc_blocks import ON_A_RUN, PAGES, ROOT, blocks
+
+pytestmark = [pytest.mark.e2e, pytest.mark.dist, pytest.mark.usefixtures("fake_engine")]
+KEEP = ("--set", "sync.keep_every=1", "--set", "checkpoint.every=10", "--set", "trainer.deterministic=true")
+STEPS = 20
+"""What the documents' step numbers assume."""
+ON_PAGES = [page for page in PAGES if any(block.note == ON_A_RUN for block in blocks(page))]
+
+
+@pytest.fixture(scope="module")
+def finished_once(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Project:
+    return make_project(tmp_path_factory.mktemp("documented"), tiny_llama)
+
+
+@pytest.fixture
+def reader(finished_once: Project, tmp_path: Path, fake_engine: None) -> Project:
+    """A copy of a project with a finished run, runs/NAME."""
+    if not (finished_once.root / "runs").exists():
+        done = finished_once.run(*finished_once.train_args("runs/NAME", STEPS, *KEEP), timeout_s=DEADLINE_S)
+        assert done.returncode == 0, done.stderr
+    shutil.copytree(finished_once.root, tmp_path / "project")
+    return Project(tmp_path / "project", finished_once.model)
+
+
+def words_of(line: str, project: Project) -> list[str]:
+    """The command's words, with this run's sizes in place of the documents'."""
+    adapter = str(project.root / "runs/NAME/adapters/policy-v000020")
+    words = shlex.split(line, comments=True)
+    words = [{"path/to/adapter": adapter, "path/to/base": str(project.model)}.get(w, w) for w in words]
+    if "--limit" in words:
+        words[words.index("--limit") + 1] = "4"
+    if "--resume" in words:  # a reader's run has steps left; this one gets one more
+        more = str(project.status("runs/NAME")["num_steps"] + 1)
+        words += [] if "--steps" in words else ["--steps", more]
+        words[words.index("--steps") + 1] = more
+    if "--from-adapter" in words:  # a new run: the documents' default model is another one
+        given = project.train_args("runs/next", 1, "--dry-run")[1:]
+        words += given
+    return words
+
+
+def run_line(line: str, project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = words_of(line, project)
+    if words[:2] == ["skylite", "serve"]:
+        assert_serves(words[1:], project, monkeypatch)
+    elif words[0] == "skylite":
+        done = project.run(*words[1:], timeout_s=DEADLINE_S)
+        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+    elif words[0] != ".":  # . .venv/bin/activate
+        subprocess.run(words, cwd=project.root, check=True, capture_output=True)
+
+
+def assert_serves(words: list[str], project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything up to the point where vLLM replaces the process."""
+    started: list[list[str]] = []
+
+    def replaced(_: str, argv: list[str], __: object) -> None:
+        started.append(argv)
+
+    with monkeypatch.context() as patch:
+        patch.chdir(project.root)
+        patch.setattr(os, "execvpe", replaced)
+        done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    (argv,) = started
+    version = int(words[words.index("--step") + 1]) if "--step" in words else STEPS
+    assert any(f"policy-v{version:06d}" in word for word in argv), argv
+
+
+@pytest.mark.parametrize("page", ON_PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands_on_a_finished_run(page: Path, reader: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    for block in blocks(page):
+        if block.note == ON_A_RUN:
+            for line in block.commands:
+                run_line(line, reader, monkeypatch)

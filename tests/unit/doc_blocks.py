@@ -1,0 +1,101 @@
+"""The code blocks of a page, with the comment above each that says how it is checked.
+
+    <!-- file: NAME -->               the block is the content of this file, for the commands below it
+    <!-- needs a GPU -->              not run here; also: needs the hub, needs to install packages
+    <!-- run on a finished run -->    tests/e2e/test_documented_commands.py runs these commands
+    <!-- run by PATH::TEST -->        that test runs the same command; several are joined by ", "
+
+tests/unit/test_doc_commands.py runs a block of shell commands without such a comment.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    [
+        ROOT / "README.md",
+        ROOT / "docs" / "quickstart.md",
+        *(ROOT / "docs" / "how-to").glob("*.md"),
+        *(ROOT / "examples").rglob("*.md"),
+    ]
+)
+"""Pages whose commands are checked."""
+FILE, RUN_BY, ON_A_RUN = "file: ", "run by ", "run on a finished run"
+REASONS = ("needs a GPU", "needs the hub", "needs to install packages")
+NOTE = re.compile(r"<!-- (.+) -->")
+SHELL = ("bash", "sh", "")
+PROGRAMS = {
+    *(
+        "skylite",
+        "make",
+        "python",
+        "python3",
+        "pip",
+        "pipx",
+        "uv",
+        "vllm",
+        "curl",
+        "tail",
+        "jupyter",
+        "docker",
+    ),
+    *("podman", "git", "trl", "tensorboard", ".", "cd"),
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced or indented block."""
+
+    page: Path
+    line: int
+    language: str
+    note: str
+    """The comment above it; empty without one."""
+    text: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def commands(self) -> list[str]:
+        """Its command lines, if it is shell; continued lines are joined."""
+        if self.language not in SHELL:
+            return []
+        lines = self.text.replace("\\\n", " ").splitlines()
+        if not lines or lines[0].split()[0] not in PROGRAMS:
+            return []
+        return [line for line in lines if line.strip() and not line.startswith("#")]
+
+
+def blocks(page: Path) -> list[Block]:
+    """All code blocks of a page."""
+    found: list[Block] = []
+    lines = page.read_text(encoding="utf-8").splitlines()
+    number, note = 0, ""
+    while number < len(lines):
+        line = lines[number]
+        if line.startswith("```"):
+            end = lines.index("```", number + 1)
+            found.append(
+                Block(page, number + 1, line[3:].strip(), note, "\n".join(lines[number + 1 : end]) + "\n")
+            )
+            number, note = end + 1, ""
+        elif line.startswith("    ") and (not number or not lines[number - 1].strip()):
+            end = number
+            while end < len(lines) and (lines[end].startswith("    ") or not lines[end].strip()):
+                end += 1
+            text = "\n".join(part[4:] for part in lines[number:end]).rstrip() + "\n"
+            found.append(Block(page, number + 1, "", note, text))
+            number, note = end, ""
+        else:
+            if line.strip():
+                match = NOTE.fullmatch(line.strip())
+                note = match[1] if match else ""
+            number += 1
+    return found

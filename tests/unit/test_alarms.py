@@ -1,0 +1,160 @@
+"""The alarms: made-up runs that went wrong raise theirs, a healthy one raises none, and the rules' edges."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skylite.evaluation.confidence_interval import wilson
+from skylite.report.alarms import find_alarms
+from skylite.report.evidence import change_of, held_out_gain
+from skylite.report.page_data import read_completions
+from skylite.report.run_facts import HeldOut, read_facts
+from tests.made_up_runs import STEPS, write_made_up_run
+
+FINE = {
+    "policy/entropy": 1.0,
+    "groups/zero_std_sampled_frac": 0.3,
+    "completion/tokens_mean": 20.0,
+    "reward/right_frac": 0.5,
+    "mismatch/logprob_diff_mean": 1e-5,
+    "mismatch/ess_frac": 1.0,
+}
+
+
+def steps(count: int, **series: Any) -> list[dict[str, Any]]:
+    """Metrics of `count` steps: FINE, with the series as functions of the step. `__` stands for a slash."""
+    made = {name.replace("__", "/"): function for name, function in series.items()}
+    return [
+        {"step": k, "reward/mean": 0.5, **FINE, **{name: f(k) for name, f in made.items()}}
+        for k in range(1, count + 1)
+    ]
+
+
+def kinds(metrics: list[dict[str, Any]], *args: Any) -> list[str]:
+    return [alarm.kind for alarm in find_alarms(metrics, *args)]
+
+
+def held_out(version: int, correct: int, problems: int = 100) -> HeldOut:
+    return HeldOut(version=version, label="step", accuracy=wilson(correct, problems), path=Path("x"))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "words"),
+    [
+        ("healthy", [], ()),
+        ("collapsed", ["collapse"], ("entropy fell from", "and the reward from")),
+        (
+            "hacked",
+            ["reward hacking"],
+            ("Held-out accuracy fell from 50.0 % (version 0)", "57 tokens", "4-grams"),
+        ),
+        ("no-signal", ["no signal"], ("% of groups gave no signal: easier data or a larger group.",)),
+    ],
+)  # fmt: skip
+def test_each_made_up_run_raises_its_alarm(
+    tmp_path: Path, name: str, expected: list[str], words: tuple[str, ...]
+) -> None:
+    facts = read_facts(write_made_up_run(tmp_path, name).root)
+    unreadable: list[str] = []
+    _, repetition = read_completions(facts, unreadable)
+    found = find_alarms(facts.metrics, facts.held_out, repetition)
+    assert [a.kind for a in found][: len(expected)] == expected
+    assert unreadable == []
+    if not expected:
+        assert found == []
+        return
+    assert found[0].is_alarm
+    assert found[0].since < STEPS
+    for part in words:
+        assert part in found[0].text
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_raises_no_alarm(tmp_path: Path, seed: int) -> None:
+    facts = read_facts(write_made_up_run(tmp_path, "healthy", seed=seed).root)
+    assert find_alarms(facts.metrics, facts.held_out) == []
+
+
+def test_a_change_compares_fifths_by_hand() -> None:
+    # 15 values: windows of 3. Means 2 and 8, variances 1 and 4: error sqrt((1 + 4) / 3).
+    change = change_of([1, 2, 3, *[5] * 9, 6, 8, 10])
+    assert change is not None
+    assert (change.before, change.after) == (2, 8)
+    assert change.error == pytest.approx(math.sqrt(5 / 3))
+    assert change.rose
+    assert not change.fell
+    assert change_of([1, 2, 3, 4, 5]) is None
+
+
+def test_a_held_out_gain_within_the_noise_is_none() -> None:
+    assert held_out_gain(held_out(0, 50), held_out(1, 55)) == 0
+    assert held_out_gain(held_out(0, 50), held_out(1, 80)) == pytest.approx(0.3)
+    assert held_out_gain(held_out(0, 50), held_out(1, 20)) == pytest.approx(-0.3)
+
+
+def test_no_signal_names_the_remedy_that_fits() -> None:
+    for correct, remedy in ((0.02, "easier data"), (0.5, "larger group"), (0.97, "harder data")):
+        metrics = steps(
+            8, groups__zero_std_sampled_frac=lambda k: 0.86, reward__right_frac=lambda k, c=correct: c
+        )
+        (alarm,) = find_alarms(metrics)
+        assert alarm.text.startswith("86 % of groups gave no signal")
+        assert remedy in alarm.text
+    assert kinds(steps(8, groups__zero_std_sampled_frac=lambda k: 0.79)) == []
+
+
+def test_since_is_the_first_step_of_the_last_stretch() -> None:
+    metrics = steps(100, groups__zero_std_sampled_frac=lambda k: 1.0 if k < 20 or k > 60 else 0.1)
+    (alarm,) = find_alarms(metrics)
+    assert 70 <= alarm.since <= 85  # the mean over the last fifth passes 80 %
+
+
+def test_entropy_may_fall_while_accuracy_rises() -> None:
+    def falling(k: int) -> float:
+        return math.exp(-k / 6)
+
+    up = [held_out(0, 30), held_out(30, 70)]
+    assert kinds(steps(30, policy__entropy=falling, reward__mean=lambda k: k / 40), up) == []
+    assert kinds(steps(30, policy__entropy=falling, reward__right_frac=lambda k: 0.1)) == ["collapse"]
+
+
+def test_a_random_policy_is_a_collapse_too() -> None:
+    metrics = steps(
+        30, policy__entropy=lambda k: k / 5, reward__mean=lambda k: 0.6 - k / 60 + 0.001 * (k % 2)
+    )
+    (alarm,) = find_alarms(metrics)
+    assert (alarm.kind, "became random" in alarm.text) == ("collapse", True)
+
+
+def test_both_falling_is_not_hacking() -> None:
+    falls = steps(30, reward__mean=lambda k: 0.6 - k / 60 + 0.001 * (k % 2))
+    assert kinds(falls, [held_out(0, 60), held_out(30, 20)]) == ["reward fell"]
+
+
+def test_longer_completions_with_more_accuracy_are_fine() -> None:
+    longer = steps(30, completion__tokens_mean=lambda k: 20.0 + k)
+    assert kinds(longer, [held_out(0, 30), held_out(30, 70)]) == []
+    assert kinds(longer, [held_out(0, 30), held_out(30, 32)]) == ["drift"]
+
+
+def test_repetition_truncation_mismatch_and_skipped_steps() -> None:
+    fine = steps(30)
+    assert kinds(fine, (), {k: k / 60 for k in range(1, 31)}) == ["drift"]
+    assert kinds(steps(30, completion__truncated_frac=lambda k: 0.3)) == ["truncated"]
+    assert kinds(steps(30, mismatch__logprob_diff_mean=lambda k: 1e-5 * 1.5**k)) == ["mismatch"]
+    assert kinds(steps(30, mismatch__ess_frac=lambda k: 0.4)) == ["mismatch"]
+    assert kinds(steps(30, anomaly__skipped=lambda k: float(k == 7))) == ["skipped"]
+
+
+def test_strange_values_raise_nothing() -> None:
+    odd: list[Any] = [None, "text", True, 10**400, float("inf"), [1], {}]
+    metrics = [
+        {"step": k + 1, **dict.fromkeys(["reward/mean", *FINE], value)} for k, value in enumerate(odd * 3)
+    ]
+    assert find_alarms(metrics) == []
+    assert find_alarms([]) == []
+    assert find_alarms([{"step": 1}]) == []

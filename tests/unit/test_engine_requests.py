@@ -1,0 +1,274 @@
+"""What is sent to vLLM, word for word, and what the retrying client does with its answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skylite.engine import retrying_client
+from skylite.engine.client import VllmClient
+from skylite.engine.collect_groups import collect_group, gather_or_cancel, request_seed
+from skylite.engine.retrying_client import Engine
+from skylite.errors import EngineDead, EngineFailed, RunFailed
+from skylite.run.run_dir import AdapterVersion
+from skylite.types import Prompt, Score
+from tests.unit.bad_server import SAMPLING, ask_for, choice, talk
+from tests.unit.data_cases import prompt
+from tests.unit.test_engine_client import LosingClient, replies, sampled
+
+
+def requests_of(folder: Path, behave: Any, ask: Any) -> tuple[Any, list[tuple[str, Any]]]:
+    """The answer, and the requests with their JSON."""
+    seen: list[tuple[str, str]] = []
+    answer = asyncio.run(talk(folder, behave, ask, 60.0, seen))
+    return answer, [(line, json.loads(body) if body else None) for line, body in seen]
+
+
+def test_a_request_for_samples_sets_every_parameter(tmp_path: Path) -> None:
+    """vLLM fills in what is missing from the model's generation_config.json."""
+    sampling = replace(SAMPLING, temperature=0.7, top_p=0.9, top_k=20, stop_token_ids=(5, 6))
+    _, seen = requests_of(
+        tmp_path, sampled(choice()), lambda c: c.sample("m", (7, 8), 1, sampling, version=3)
+    )
+    body = {
+        "model": "m", "prompt": [7, 8],
+        "n": 1, "max_tokens": 4, "temperature": 0.7, "top_p": 0.9, "top_k": 20,
+        "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+        "stop_token_ids": [5, 6], "seed": 40, "logprobs": 0, "return_token_ids": True,
+    }  # fmt: skip
+    assert seen == [("POST /v1/completions", body)]
+
+
+def test_a_request_for_logprobs(tmp_path: Path) -> None:
+    rows = [None, {"8": {"logprob": -1.5}, "9": {"logprob": -0.1}}, {"9": {"logprob": -2.0}}]
+    answer, seen = requests_of(
+        tmp_path,
+        replies({"choices": [{"prompt_logprobs": rows}]}),
+        lambda c: c.prompt_logprobs("m", (7, 8, 9)),
+    )
+    assert answer == [-1.5, -2.0]
+    body = {"model": "m", "prompt": [7, 8, 9], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+    assert seen == [("POST /v1/completions", body)]
+
+
+def test_adapters_are_loaded_and_unloaded_by_name(tmp_path: Path) -> None:
+    adapter = AdapterVersion(1, tmp_path / "policy-v000001")
+    _, seen = requests_of(tmp_path, replies(""), lambda c: c.load_adapter(adapter))
+    name = {"lora_name": "policy-v000001"}
+    assert seen == [("POST /v1/load_lora_adapter", name | {"lora_path": str(adapter.path)})]
+    for status in (200, 404):
+        _, seen = requests_of(tmp_path, replies("", status), lambda c: c.unload_adapter(adapter.name))
+        assert seen == [("POST /v1/unload_lora_adapter", name)]
+    for status, kind in ((400, "SyncFailed"), (500, "EngineFailed")):
+        with pytest.raises(RunFailed, match="could not unload adapter policy-v000001: why") as caught:
+            asyncio.run(
+                talk(tmp_path, replies("why", status), lambda c: c.unload_adapter(adapter.name), 60.0)
+            )
+        assert type(caught.value).__name__ == kind
+
+
+def test_the_token_count_is_the_sum_over_both_kinds_and_all_engines(tmp_path: Path) -> None:
+    text = (
+        '# HELP vllm:prompt_tokens_total x\nvllm:prompt_tokens_total{engine="0"} 10.0\n'
+        'vllm:prompt_tokens_total{engine="1"} 2.5\nvllm:generation_tokens_total 4.0\nvllm:other_total 9.0\n'
+    )
+    answer, seen = requests_of(tmp_path, replies(text), lambda c: c.token_count())
+    assert answer == 16.5
+    assert [line for line, _ in seen] == ["GET /health", "GET /metrics"]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"error": {"message": "m" * 500}}, f"refused adapter policy-v000001: {'m' * 400}$"),
+        ({"error": "text"}, "policy-v000001: text$"),
+        ({"message": "flat"}, "policy-v000001: flat$"),
+        ([1, 2], r"policy-v000001: \[1, 2\]$"),
+        ("p" * 500, f"policy-v000001: {'p' * 400}$"),
+    ],
+)
+def test_the_reason_in_an_error_reply_is_shown_shortened(tmp_path: Path, body: Any, words: str) -> None:
+    adapter = AdapterVersion(1, tmp_path)
+    with pytest.raises(EngineFailed) as caught:
+        asyncio.run(talk(tmp_path, replies(body, 400), lambda c: c.load_adapter(adapter), 60.0))
+    assert caught.match(words)
+
+
+def test_waiting_for_a_server_ends_when_it_serves_or_at_the_deadline(tmp_path: Path) -> None:
+    async def starting(writer: asyncio.StreamWriter, number: int) -> None:
+        await replies("", 200 if number == 2 else 503)(writer, number)
+
+    _, seen = requests_of(tmp_path, starting, lambda c: c.wait_ready(30.0))
+    assert [line for line, _ in seen] == ["GET /health"] * 3
+    with pytest.raises(RunFailed, match="vllm-0 did not serve within 0 s"):
+        asyncio.run(talk(tmp_path, replies("", 503), lambda c: c.wait_ready(0.3)))
+    assert not asyncio.run(VllmClient("x", tmp_path / "nothing").is_ready())
+
+
+class Counter:
+    """A server whose token counts, or errors, are given."""
+
+    name = "vllm-0"
+
+    def __init__(self, *counts: float | Exception) -> None:
+        self.counts = list(counts)
+
+    async def token_count(self) -> float:
+        found = self.counts.pop(0) if len(self.counts) > 1 else self.counts[0]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    async def sample(self, *_: Any) -> dict[int, Any]:
+        await asyncio.sleep(60)
+        return {}
+
+    async def aclose(self) -> None: ...
+
+
+def watch(client: Counter, *, busy: bool, limit_s: float = 1.5) -> EngineFailed | None:
+    """The reason of the hang; None if there is none within `limit_s`. A stall is 0.4 s."""
+
+    async def run() -> EngineFailed | None:
+        engine = Engine(client)  # type: ignore[arg-type]
+        request = asyncio.ensure_future(engine.generate("m", [7], 1, SAMPLING, 0)) if busy else None
+        try:
+            async with asyncio.timeout(limit_s):
+                return await engine.wait_for_hang(0.4)
+        except TimeoutError:
+            return None
+        finally:
+            if request is not None:
+                request.cancel()
+
+    return asyncio.run(run())
+
+
+def test_an_engine_that_generates_nothing_while_requests_wait_hangs() -> None:
+    found = watch(Counter(5.0), busy=True)
+    assert found is not None
+    assert "generated no token for 0.4 s while 1 requests waited" in found.what
+
+
+def test_an_engine_that_generates_or_has_no_requests_does_not_hang() -> None:
+    assert watch(Counter(*map(float, range(1000))), busy=True) is None
+    assert watch(Counter(5.0), busy=False) is None
+
+
+def test_an_engine_that_fails_is_lost_after_the_stall_or_at_once_if_it_is_dead() -> None:
+    found = watch(Counter(EngineFailed("no answer")), busy=False)
+    assert found is not None
+    assert found.what == "no answer"
+    assert watch(Counter(EngineFailed("x"), EngineFailed("x"), 1.0), busy=False) is None, "it answers again"
+    dead = watch(Counter(EngineDead("dead")), busy=False, limit_s=0.35)
+    assert isinstance(dead, EngineDead)
+
+
+def test_requests_wait_while_the_engine_is_paused_and_continue_with_the_new_server() -> None:
+    """A failure during the pause does not count as an attempt."""
+
+    class Broken(LosingClient):
+        async def sample(self, *arguments: Any) -> dict[int, Any]:
+            engine.pause()
+            raise EngineFailed("connection lost")
+
+        async def aclose(self) -> None:
+            closed.append("old")
+
+    closed: list[str] = []
+    new = LosingClient({0})
+
+    async def run() -> list[Any]:
+        request = asyncio.ensure_future(engine.generate("m", [7], 1, SAMPLING, 0))
+        await asyncio.sleep(0.05)
+        assert not request.done()
+        await engine.resume(new)  # type: ignore[arg-type]
+        return await request
+
+    engine = Engine(Broken(), ())  # type: ignore[arg-type]
+    samples = asyncio.run(run())
+    assert [s.completion_token_ids for s in samples] == [[40]]
+    assert closed == ["old"]
+
+
+def test_an_adapter_whose_reply_was_lost_is_unloaded_before_the_next_attempt() -> None:
+    class Losing:
+        name, done = "vllm-0", list[str]()
+
+        async def load_adapter(self, adapter: AdapterVersion) -> None:
+            self.done.append("load")
+            if len(self.done) < 2:
+                raise EngineFailed("reply lost")
+
+        async def unload_adapter(self, name: str) -> None:
+            self.done.append(f"unload {name}")
+
+    client, adapter = Losing(), AdapterVersion(3, Path("/a"))
+    engine = Engine(client, (0.0,))  # type: ignore[arg-type]
+    asyncio.run(engine.load_adapter(adapter))
+    assert client.done == ["load", "unload policy-v000003", "load"]
+    assert engine.adapters == {"policy-v000003": adapter}
+    asyncio.run(engine.unload_adapter("policy-v000003"))
+    assert engine.adapters == {}
+
+
+def test_the_waits_outlast_the_time_in_which_vllm_notices_a_dead_engine() -> None:
+    assert sum(retrying_client.BACKOFF_S) > 5
+    assert all(a < b for a, b in zip(retrying_client.BACKOFF_S, retrying_client.BACKOFF_S[1:], strict=False))
+
+
+def test_the_seeds_of_requests_are_far_apart() -> None:
+    seeds = [
+        request_seed(*key) for key in ((0, 1, 0), (0, 1, 1), (0, 2, 0), (1, 1, 0), (0, 11, 0), (0, 1, 10))
+    ]
+    assert seeds[0] == 0x57C3AB1A1E0F, "sha256 of 0/1/0"
+    assert min(abs(a - b) for a in seeds for b in seeds if a is not b) > 10**6
+    assert max(request_seed(0, 1, i) for i in range(200)) > 2**47, "all 48 bits are used"
+
+
+def test_a_group_holds_score_and_penalty_of_each_completion() -> None:
+    class Scorer:
+        async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[Score]:
+            return [Score(reward=float(n), components={"a": n}) for n, _ in enumerate(items)]
+
+    group = asyncio.run(
+        collect_group(
+            Engine(LosingClient({0, 1}), ()), "m", 3, prompt(), [7], 2, SAMPLING, Scorer(),  # type: ignore[arg-type]
+            penalty=lambda length: -0.5 * length,
+        )
+    )  # fmt: skip
+    assert [(t.reward, t.penalty, dict(t.components)) for t in group.trajectories] == [
+        (0.0, -0.5, {"a": 0}), (1.0, -0.5, {"a": 1}),
+    ]  # fmt: skip
+    assert [t.samples[0].adapter_version for t in group.trajectories] == [3, 3]
+    plain = asyncio.run(
+        collect_group(Engine(LosingClient({0}), ()), "m", 3, prompt(), [7], 1, SAMPLING, Scorer())  # type: ignore[arg-type]
+    )
+    assert plain.trajectories[0].penalty == 0.0
+
+
+def test_the_first_failure_cancels_the_other_tasks() -> None:
+    async def run() -> tuple[list[int], bool]:
+        async def fail() -> int:
+            raise RunFailed("first")
+
+        assert await gather_or_cancel([asyncio.ensure_future(asyncio.sleep(0, n)) for n in (1, 2)]) == [1, 2]
+        slow = asyncio.ensure_future(asyncio.sleep(60, 1))
+        with pytest.raises(RunFailed, match="first"):
+            await gather_or_cancel([slow, asyncio.ensure_future(fail())])
+        await asyncio.sleep(0)
+        return [], slow.cancelled()
+
+    assert asyncio.run(run()) == ([], True)
+
+
+def test_a_sample_has_what_vllm_returned(tmp_path: Path) -> None:
+    found, _ = requests_of(tmp_path, sampled(choice(), choice(1, finish_reason="length")), ask_for(2))
+    assert [found[i].finish_reason for i in (0, 1)] == ["stop", "length"]
+    assert (found[0].prompt_token_ids, found[0].text) == ([7, 8], "ab")

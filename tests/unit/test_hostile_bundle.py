@@ -1,0 +1,155 @@
+"""Every command on a bundle from a stranger: none of its code runs, and nothing outside of it changes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from skylite.orchestrator import run_session
+from tests.unit.bad_inputs import Reply, call
+from tests.unit.hostile_bundle import RUNS, Bundle, Trap, make_bundle
+
+SMALL = ["--set", "eval.limit=0", "--set", "data.difficulty=[]", "--set", "rollout.prompts_per_step=2"]
+START = "import sys\nfrom skylite.start import main\nsys.exit(main())\n"
+
+
+@pytest.fixture
+def bundle(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bundle]:
+    """The bundle is the working folder of a user who has named no program. Checked after the test."""
+    made = make_bundle(tmp_path, tiny_llama)
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "own").write_text("mine")
+    monkeypatch.chdir(made.folder)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("XDG_STATE_HOME", str(home / "state"))
+    before = made.snapshot()
+    yield made
+    assert not made.trace.exists(), f"code of the bundle ran: {made.trace.read_text()}"
+    assert made.snapshot() == before
+    assert [p.name for p in home.iterdir()] == ["own"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["download", "home", "precious"]
+
+
+def refused(args: list[str], words: str) -> None:
+    reply = call(args)
+    assert reply.code == 2, reply.output
+    assert words in reply.output
+    assert "\x1b" not in reply.output
+
+
+def ran(args: list[str]) -> Reply:
+    reply = call(args)
+    assert reply.code == 0, reply.output
+    assert "\x1b" not in reply.output
+    return reply
+
+
+def train(*words: str) -> list[str]:
+    return ["train", "--model", "model", "--run", "new", *SMALL, *words]
+
+
+def test_its_code_would_leave_a_trace(tmp_path: Path, tiny_llama: Path) -> None:
+    """So that the other tests can fail."""
+    made = make_bundle(tmp_path, tiny_llama)
+    for name in ("vllm.py", "data_prep/gsm8k.py", "model/modeling_evil.py"):
+        subprocess.run([sys.executable, str(made.folder / name)], check=True)
+    subprocess.run([str(made.folder / "nvidia-smi")], check=True)
+    exec(*Trap(made.trace).__reduce__()[1])
+    assert made.trace.read_text() == "vllm data_prep/gsm8k model/modeling_evil nvidia-smi pickle "
+
+
+def test_the_program_itself_in_the_bundle(bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """As pip installs it. The other tests call it in this process, which has imported nearly everything."""
+    script = tmp_path_factory.mktemp("bin") / "skylite"
+    script.write_text(START)
+    words = ["adapters", "list", "run-files"]
+    done = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "policy-v000002" in done.stdout
+
+
+def test_prepare(bundle: Bundle) -> None:
+    columns = ["--question", "q", "--answer", "a", "--reward", "math"]
+    ran(["prepare", "rows.jsonl", *columns, "--out", "own"])
+    ran(["prepare", "gsm8k", "--synthetic", "--out", "gsm8k-data"])
+
+
+def test_train_on_its_data_and_recipe(bundle: Bundle) -> None:
+    for more in ([], ["--dry-run"]):
+        refused(train("--recipe", "gsm8k_cpu", "--data", "data", *more), "not named on this machine yourself")
+        refused(train("--recipe", "gsm8k_cpu", "--data", "data-gym", *more), "evaluates parts of data")
+        refused(train("--recipe", "./evil.toml", *more), "not named on this machine yourself")
+        refused(train("--recipe", "./recipes/gsm8k_cpu.toml", *more), "not named on this machine yourself")
+
+
+def test_train_with_a_reward_of_ones_own_up_to_the_start_of_the_engines(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its model, adapter and data."""
+    started = []
+
+    async def stop(plan: Any, **_: Any) -> bool:
+        started.append(plan.config.model.name)
+        return True
+
+    monkeypatch.setattr(run_session, "run_session", stop)
+    words = ["--recipe", "gsm8k_cpu", "--data", "data-gym", "--from-adapter", "adapter"]
+    lora = ["--rank", "8", "--alpha", "16", "--set", 'reward.functions=["format"]']
+    for more in (["--dry-run"], []):
+        call(train(*words, *lora, *more))
+    assert started == ["model"] or not Path("new").exists()
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_resume(bundle: Bundle, kind: str) -> None:
+    words = {
+        "programs": "not named on this machine",
+        "links": "is a link out of the run",
+        "sync": "another run",
+    }
+    for more in ([], ["--dry-run"]):
+        refused(["train", "--resume", f"run-{kind}", *more], words.get(kind, ""))
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_eval_and_replay(bundle: Bundle, kind: str) -> None:
+    refused(["eval", f"run-{kind}", "--data", "data"], "")
+    refused(["eval", "--base", "--model", "model", "--data", "data"], "not named on this machine yourself")
+    refused(["eval", "adapter", "--model", "model", "--data", "data-gym"], "evaluates parts of data")
+    reply = call(["replay", f"run-{kind}", "--step", "1"])
+    assert reply.code in (1, 2), reply.output
+
+
+@pytest.mark.parametrize("target", [*(f"run-{kind}" for kind in RUNS), "adapter"])
+def test_serve_up_to_the_start_of_vllm(bundle: Bundle, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    def stop(file: str, argv: list[str], env: dict[str, str]) -> NoReturn:
+        started.append((file, argv, env))
+        raise SystemExit(0)
+
+    monkeypatch.setattr("skylite.commands.serve.os.execvpe", stop)
+    call(["serve", target, "--model", "model"])
+    for file, argv, env in started:
+        assert file == sys.executable, "an absolute path, so that no program of the working folder runs"
+        assert env["PYTHONSAFEPATH"] == "1"
+        assert "--trust-remote-code" not in argv
+    assert len(started) == (target in ("run-programs", "run-files", "adapter"))
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_adapters(bundle: Bundle, kind: str) -> None:
+    for verb in ("list", "verify"):
+        reply = call(["adapters", verb, f"run-{kind}"])
+        assert reply.code in (0, 1), reply.output
+        assert "\x1b" not in reply.output
+    reply = call(["adapters", "gc", f"run-{kind}"])
+    assert reply.code == (2 if kind in ("links", "sync") else 0), reply.output
+    assert os.path.lexists(bundle.folder / f"run-{kind}" / "config.json")
