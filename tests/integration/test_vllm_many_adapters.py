@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ VERSIONS = (910, 911, 912)
 class Length:
     """Scores a completion by its length: no two adapters get the same by chance."""
 
-    async def score(self, items: list[tuple[Prompt, str]]) -> list[Score]:
+    async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[Score]:
         return [Score(len(text) / 100) for _, text in items]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants, hf_api
+from huggingface_hub import constants
 
 from skylite.errors import ConfigError, RunFailed
 from skylite.export.push import check_push, push
@@ -18,8 +18,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with fake_hub() as server:
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        for module in (constants, hf_api.constants):
-            monkeypatch.setattr(module, "ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
         yield server
 
 

@@ -67,7 +67,8 @@ def mcnemar_exact(better: int, worse: int) -> float:
     """Two-sided p of `better` and `worse` discordant pairs: binomial with chance 1/2, doubled, at most 1."""
     total = better + worse
     tail = sum(math.comb(total, i) for i in range(min(better, worse) + 1))
-    return min(1.0, 2 * tail / 2**total)
+    p_value: float = 2 * tail / 2**total
+    return min(1.0, p_value)
 
 
 def bootstrap_p(means: np.ndarray) -> float:

@@ -15,7 +15,7 @@ def check_push(repo: str) -> str:
     """The token for a push to `repo`. Raises ConfigError before any work if it cannot succeed."""
     from huggingface_hub import get_token
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # not in __all__
 
     try:
         validate_repo_id(repo)

@@ -48,7 +48,7 @@ def progress(what: str, total: int | None = None) -> Iterator[ProgressLine]:
     """Show the progress of a block. `total` None: the time only. --quiet hides it."""
     line, finished = ProgressLine(what, total), threading.Event()
     with ExitStack() as stack:
-        show = logger.info
+        show: Callable[[str], None] = logger.info
         if is_live := sys.stderr.isatty():
             stack.enter_context(lines_on_screen(_print_above, has_panel=False))
             show = _redraw
