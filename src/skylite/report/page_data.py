@@ -122,8 +122,9 @@ def share_out(parts: Sequence[Sequence[Completion]], total: int) -> list[Sequenc
     kept = [0] * len(parts)
     left = total
     while left > 0 and (open_parts := [k for k, part in enumerate(parts) if kept[k] < len(part)]):
+        share = max(1, left // len(open_parts))
         for k in open_parts:
-            take = min(max(1, left // len(open_parts)), len(parts[k]) - kept[k], left)
+            take = min(share, len(parts[k]) - kept[k], left)
             kept[k] += take
             left -= take
     return [part[:n] for part, n in zip(parts, kept, strict=True)]
