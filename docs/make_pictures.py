@@ -36,12 +36,10 @@ def main(run: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder, "report.html")
         report([run], out=page, png=None, max_completions=100)
-        subprocess.run(
-            ["chromium", "--headless", "--no-sandbox", f"--user-data-dir={folder}/profile", "--hide-scrollbars",
-             f"--window-size={WINDOW}", "--virtual-time-budget=3000", f"--screenshot={DOCS / 'report.png'}",
-             page.as_uri()],
-            check=True,
-        )  # fmt: skip
+        look = ["--hide-scrollbars", f"--window-size={WINDOW}", "--virtual-time-budget=3000"]
+        browser = ["chromium", "--headless", "--no-sandbox", f"--user-data-dir={folder}/profile"]
+        picture = f"--screenshot={DOCS / 'report.png'}"
+        subprocess.run([*browser, *look, picture, page.as_uri()], check=True)
 
 
 if __name__ == "__main__":

@@ -58,9 +58,9 @@ def lines_of(watcher: Watcher, sleeps: int = 0) -> list[str]:
 def test_the_screen_shows_curves_findings_and_a_completion(hacked: RunDir) -> None:
     text = drawn(Watcher(hacked.root))
     for part in (
-        "done", "40 of 40 steps", "! Held-out accuracy fell from 50.0 %", "reward", "held-out", "10.0 %  first 50.0 %",
-        "entropy", "mismatch", "length", "truncated", "no signal", "99 tokens/s", "2.0 GiB", "sample 60 %", "v40",
-        "step 40, as stored: 1 of 64", "q quit",
+        "done", "40 of 40 steps", "! Held-out accuracy fell from 50.0 %", "reward", "10.0 %  first 50.0 %",
+        "held-out", "entropy", "mismatch", "length", "truncated", "no signal", "99 tokens/s", "2.0 GiB",
+        "sample 60 %", "v40", "step 40, as stored: 1 of 64", "q quit",
     ):  # fmt: skip
         assert part in text, f"{part!r} is missing in\n{text}"
     assert "KL" not in text  # not measured

@@ -159,10 +159,14 @@ def adapter_data(facts: RunFacts, unreadable: list[str]) -> dict[str, Any]:
 
 def machine_data(facts: RunFacts, unreadable: list[str]) -> dict[str, Any]:
     """machine.json flattened; empty for a run that did not record it."""
-    if not facts.files.machine_path.is_file():
+    path = facts.files.machine_path
+    if path.is_symlink():  # of a stranger's run, to a file of yours: the page may be sent on
+        unreadable.append(f"{path} is a link, and is not shown.")
+        return {}
+    if not path.is_file():
         return {}
     try:
-        return flat(facts.files.read_json(facts.files.machine_path))
+        return flat(facts.files.read_json(path))
     except ConfigError as error:
         unreadable.append(error.what)
         return {}
