@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-import yaml  # type: ignore[import-untyped]
+import yaml
 from pydantic import BaseModel
 
 from skylite.config.loading import load_config
