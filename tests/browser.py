@@ -94,8 +94,8 @@ class Page:
         deadline = time.monotonic() + TIMEOUT_S
         while b"\0" not in self._rest:
             left = deadline - time.monotonic()
-            assert left > 0, "Chromium does not answer"
-            assert select.select([self._read], [], [], left)[0], "Chromium does not answer"
+            ready = left > 0 and select.select([self._read], [], [], left)[0]
+            assert ready, "Chromium does not answer"
             chunk = os.read(self._read, 1 << 20)
             assert chunk, "Chromium ended"
             self._rest += chunk

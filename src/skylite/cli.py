@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
-from skylite.cli_options import AsJson, RunFolder, Settings, Verbose, set_level
+from skylite.cli_after_training import after_training_app
+from skylite.cli_env import env_app
+from skylite.cli_options import AsJson, RunFolder, Settings, Verbose, numbers, set_level
 from skylite.cli_runs import runs_app
 from skylite.errors import SkyliteError, write_failed
 from skylite.processes.import_path import protect_imports
@@ -31,6 +33,8 @@ adapters_app = typer.Typer(
 )
 app.add_typer(adapters_app, name="adapters")
 app.add_typer(runs_app)
+app.add_typer(env_app, name="env")
+app.add_typer(after_training_app)
 
 Rewards = Annotated[
     list[str] | None,
@@ -89,7 +93,7 @@ def prepare(
         source=source,
         synthetic=synthetic,
         first_source=first_source,
-        difficulty=_numbers(difficulty),
+        difficulty=numbers(difficulty),
         question=question,
         answer=answer,
         no_answer=no_answer,
@@ -114,6 +118,9 @@ def train(
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
     group_size: Annotated[int | None, typer.Option(help="Completions per prompt.")] = None,
     reward: Rewards = None,
+    env: Annotated[
+        str | None, typer.Option(help="Episodes of several turns: guess, calculator, FILE.py:function, ...")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of data order, sampling and initialisation.")] = None,
     from_adapter: Annotated[
         Path | None, typer.Option(help="Start from the weights in this adapter folder (warm start).")
@@ -146,68 +153,9 @@ def train(
     flags = TrainFlags(
         recipe=recipe, model=model, data=data, rank=rank, alpha=alpha, steps=steps, lr=lr, seed=seed,
         group_size=group_size, from_adapter=from_adapter, max_restarts=max_restarts,
-        reward=tuple(reward or ()), set_flags=tuple(settings or ()),
+        reward=tuple(reward or ()), env=env, set_flags=tuple(settings or ()),
     )  # fmt: skip
     run_train(flags, run=run, resume=resume, dry_run=dry_run, at=at, max_hours=max_hours)
-
-
-@app.command("eval")
-def evaluate(
-    target: Annotated[Path | None, typer.Argument(help="A run or an adapter folder.")] = None,
-    base: Annotated[bool, typer.Option("--base", help="Evaluate the base model without an adapter.")] = False,
-    model: Annotated[
-        str | None, typer.Option(help="Base model. Default: that of the run or adapter.")
-    ] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="Folder written by `skylite prepare`. Default: that of the run.")
-    ] = None,
-    split: Annotated[str, typer.Option(help="train, validation or test.")] = "test",
-    limit: Annotated[int | None, typer.Option(min=1, help="Evaluate the first N problems only.")] = None,
-    n: Annotated[
-        int, typer.Option("--n", min=1, help="1: greedy. More: mean over N samples at temperature 1.")
-    ] = 1,
-    step: Annotated[int | None, typer.Option(help="Adapter version of the run. Default: the newest.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of sampling.")] = 0,
-    settings: Settings = None,
-    verbose: Verbose = None,
-) -> None:
-    """Evaluate an adapter or the base model. Prints pass@1 on held-out problems with a 95 % interval.
-
-    Writes per-problem results to RUN/evals, or to ./evals without a run.
-    """
-    from skylite.commands.evaluate import EvalFlags
-    from skylite.commands.evaluate import evaluate as run_eval
-
-    run_eval(
-        EvalFlags(
-            target=target,
-            base=base,
-            model=model,
-            data=data,
-            split=split,
-            limit=limit,
-            n=n,
-            step=step,
-            seed=seed,
-            settings=tuple(settings or ()),
-        )
-    )
-
-
-@app.command()
-def serve(
-    target: Annotated[Path, typer.Argument(help="A run or an adapter folder.")],
-    model: Annotated[
-        str | None, typer.Option(help="Base model. Default: that of the run or adapter.")
-    ] = None,
-    step: Annotated[int | None, typer.Option(help="Adapter version of the run. Default: the newest.")] = None,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port on 127.0.0.1.")] = 8000,
-    verbose: Verbose = None,
-) -> None:
-    """Serve an adapter on 127.0.0.1. Starts vLLM's OpenAI-compatible server and prints a random API key."""
-    from skylite.commands.serve import serve as run_serve
-
-    run_serve(target, model=model, step=step, port=port)
 
 
 @app.command()
@@ -250,13 +198,6 @@ def adapters_gc(target: RunFolder, verbose: Verbose = None) -> None:
     from skylite.commands.adapters import gc
 
     gc(target)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a list of integers like 1,2") from None
 
 
 def main() -> None:

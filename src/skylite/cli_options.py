@@ -30,3 +30,11 @@ Settings = Annotated[
     typer.Option("--set", metavar="A.B=VALUE", help="Any other setting, in TOML syntax. Repeatable."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead, for programs.")]
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """The integers in a text like 1,2. Raises BadParameter."""
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a list of integers like 1,2") from None

@@ -20,9 +20,10 @@ from tests.e2e.running import DEADLINE_S
 from tests.unit.doc_blocks import ON_A_RUN, PAGES, ROOT, blocks
 
 pytestmark = [pytest.mark.e2e, pytest.mark.dist, pytest.mark.usefixtures("fake_engine")]
-KEEP = ("--set", "sync.keep_every=1", "--set", "checkpoint.every=10", "--set", "trainer.deterministic=true")
-STEPS = 20
-"""What the documents' step numbers assume."""
+KEEP = ("sync.keep_every=1", "checkpoint.every=2", "trainer.deterministic=true", "eval.limit=0")
+STEPS = 4
+SMALLER = {"12": "2", "20": "4", "512": "4"}
+"""Steps and limits of the documents, and of this run."""
 ON_PAGES = [page for page in PAGES if any(block.note == ON_A_RUN for block in blocks(page))]
 
 
@@ -35,7 +36,8 @@ def finished_once(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) ->
 def reader(finished_once: Project, tmp_path: Path, fake_engine: None) -> Project:
     """A copy of a project with a finished run, runs/NAME."""
     if not (finished_once.root / "runs").exists():
-        done = finished_once.run(*finished_once.train_args("runs/NAME", STEPS, *KEEP), timeout_s=DEADLINE_S)
+        keep = [word for setting in KEEP for word in ("--set", setting)]
+        done = finished_once.run(*finished_once.train_args("runs/NAME", STEPS, *keep), timeout_s=DEADLINE_S)
         assert done.returncode == 0, done.stderr
     shutil.copytree(finished_once.root, tmp_path / "project")
     return Project(tmp_path / "project", finished_once.model)
@@ -43,11 +45,9 @@ def reader(finished_once: Project, tmp_path: Path, fake_engine: None) -> Project
 
 def words_of(line: str, project: Project) -> list[str]:
     """The command's words, with this run's sizes in place of the documents'."""
-    adapter = str(project.root / "runs/NAME/adapters/policy-v000020")
-    words = shlex.split(line, comments=True)
-    words = [{"path/to/adapter": adapter, "path/to/base": str(project.model)}.get(w, w) for w in words]
-    if "--limit" in words:
-        words[words.index("--limit") + 1] = "4"
+    words = [SMALLER.get(w, w).replace("000020", "000004") for w in shlex.split(line, comments=True)]
+    folders = {"path/to/adapter": "runs/NAME/adapters/policy-v000004", "path/to/base": str(project.model)}
+    words = [folders.get(word, word) for word in words]
     if "--resume" in words:  # a reader's run has steps left; this one gets one more
         more = str(project.status("runs/NAME")["num_steps"] + 1)
         words += [] if "--steps" in words else ["--steps", more]

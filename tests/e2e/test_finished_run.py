@@ -81,9 +81,9 @@ def test_a_finished_run_can_be_evaluated(project: Project, finished: str) -> Non
     evaluated = project.run("eval", finished, "--limit", "4", "--n", "2", timeout_s=DEADLINE_S)
     assert evaluated.returncode == 0, evaluated.stderr
     evals = project.root / finished / "evals"
-    result = json.loads((evals / "policy-v000003-test-mean2.json").read_text())
+    result = json.loads((evals / "policy-v000003-data-test-mean2.json").read_text())
     assert (result["problems"], result["n"], result["adapter"]) == (4, 2, "policy-v000003")
-    rows = pq.read_table(evals / "policy-v000003-test-mean2.parquet").to_pylist()
+    rows = pq.read_table(evals / "policy-v000003-data-test-mean2.parquet").to_pylist()
     assert len(rows) == 8
     assert result["accuracy"] == pytest.approx(sum(r["reward"] for r in rows) / 8)
 

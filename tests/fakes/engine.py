@@ -19,6 +19,7 @@ import socketserver
 import string
 import threading
 import time
+from collections.abc import Iterator
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -62,6 +63,16 @@ class Served:
             self.tokens += sum(len(c.get("token_ids", ())) for c in choices) + len(body["prompt"])
         return {"model": model, "choices": choices}
 
+    def chat(self, body: dict[str, Any]) -> Iterator[bytes]:
+        """A stream that says which model answers, how many messages it saw, and the last one."""
+        if body["model"] != "base" and body["model"] not in self.folders:
+            raise LookupError(f"The model `{body['model']}` does not exist.")
+        said = f"{body['model']} {len(body['messages'])} {body['messages'][-1]['content']}"
+        for text in [*said.split(" "), "\x1b[31mred"]:
+            event = {"choices": [{"delta": {"content": f"{text} "}}]}
+            yield f"data: {json.dumps(event)}\n\n".encode()
+        yield b"data: [DONE]\n\n"
+
     def sampled(self, model: str, body: dict[str, Any], index: int) -> dict[str, Any]:
         """Letters and token ids out of a hash: what they say to each other is of no interest to a run."""
         weights = b"" if model == "base" else (self.folders[model] / "adapter_model.safetensors").read_bytes()
@@ -103,6 +114,10 @@ class Handler(BaseHTTPRequestHandler):
         """Say nothing a request."""
 
     def do_GET(self) -> None:
+        if self.path == "/v1/models":
+            names = [{"id": name} for name in ["base", *self.served.folders]]
+            self.answer(HTTPStatus.OK, json.dumps({"data": names}).encode())
+            return
         text = (
             f"vllm:prompt_tokens_total 0\nvllm:generation_tokens_total {self.served.tokens}\n"
             if self.path == "/metrics"
@@ -113,6 +128,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         try:
+            if self.path == "/v1/chat/completions":
+                self.answer(HTTPStatus.OK, b"".join(self.served.chat(body)))
+                return
             if self.path == "/v1/completions":
                 self.answer(HTTPStatus.OK, json.dumps(self.served.complete(body)).encode())
                 return

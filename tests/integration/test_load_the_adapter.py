@@ -18,6 +18,13 @@ from tests.unit.doc_blocks import ROOT, blocks
 
 PAGE = ROOT / "docs" / "how-to" / "load-the-adapter.md"
 SERVE_PAGE = ROOT / "docs" / "how-to" / "serve-and-export.md"
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+"""vLLM asks no server for anything."""
 IN_DOCS = "runs/NAME/adapters/policy-v000020"
 
 
@@ -63,10 +70,10 @@ def test_peft_merged_and_transformers_give_the_same_logits(
 def test_vllm_offline(tiny_llama: Path, adapter: Path, tmp_path: Path) -> None:
     script = tmp_path / "offline.py"
     text = snippet("lora_request", tiny_llama, adapter).replace(
-        "enable_lora=True", "enable_lora=True, max_model_len=256, dtype='float32'"
+        "enable_lora=True", "enable_lora=True, enforce_eager=True, max_model_len=256, dtype='float32'"
     )
     script.write_text(f"{text}\nprint(len(answer.outputs[0].token_ids), 'tokens')\n", encoding="utf-8")
-    environ = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    environ = os.environ | OFFLINE | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, check=False, env=environ, timeout=500
     )
@@ -86,8 +93,18 @@ def test_vllm_alone_serves_the_adapter_and_answers_the_documented_request(
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     words = shlex.split(serve.replace("path/to/base", str(tiny_llama)).replace(IN_DOCS, str(adapter)))
-    flags = ["--port", port, "--host", "127.0.0.1", "--max-model-len", "256", "--dtype", "float32"]
-    environ = os.environ | {"VLLM_API_KEY": "secret", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    flags = [
+        "--port",
+        port,
+        "--host",
+        "127.0.0.1",
+        "--max-model-len",
+        "256",
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+    ]
+    environ = os.environ | OFFLINE | {"VLLM_API_KEY": "secret"}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     with (tmp_path / "log").open("wb") as log:
         server = subprocess.Popen(

@@ -1,6 +1,7 @@
-"""Published implementations to compare with: TRL, verl and SkyRL (development dependencies).
+"""Published implementations to compare with: TRL, verl, SkyRL and lm-evaluation-harness.
 
-TRL is an ordinary package. verl and SkyRL require Ray and conflicting versions of our dependencies.
+TRL is an ordinary package. verl and SkyRL require Ray and conflicting versions of our dependencies; the
+harness has many.
 `make setup` therefore installs only their wheels, into the folder `peers`, which is on no import path.
 Their formulas run unchanged. While they load, empty modules replace the packages that they import for
 transport, configuration and logging.
@@ -21,7 +22,7 @@ import pytest
 import torch
 
 PEERS = Path(sys.prefix) / "peers"
-VERSIONS = {"trl": "1.16.0", "verl": "0.9.1", "skyrl": "0.3.0"}
+VERSIONS = {"trl": "1.16.0", "verl": "0.9.1", "skyrl": "0.3.0", "lm_eval": "0.4.13"}
 
 
 class VerlConfig(SimpleNamespace):
@@ -77,6 +78,23 @@ def load_skyrl() -> ModuleType:
         return importlib.import_module("skyrl.backends.skyrl_train.utils.ppo_utils")
 
 
+def load_lm_eval() -> SimpleNamespace:
+    """The harness' regex filter, its exact match and its task gsm8k. Skips the test where it is missing."""
+    import yaml
+
+    if VERSIONS["lm_eval"] not in _installed("lm_eval", [str(PEERS)]):
+        pytest.skip(f"lm_eval {VERSIONS['lm_eval']} is not installed in {PEERS}; run `make setup`")
+    with _only_while_loading(["lm_eval", "lm_eval.api", "lm_eval.filters"], {"sacrebleu": {}}):
+        extraction = importlib.import_module("lm_eval.filters.extraction")
+        metrics = importlib.import_module("lm_eval.api.metrics")
+    task = PEERS / "lm_eval" / "tasks" / "gsm8k" / "gsm8k.yaml"
+    return SimpleNamespace(
+        regex_filter=extraction.RegexFilter,
+        exact_match=metrics.exact_match_hf_evaluate,
+        task=yaml.safe_load(task.read_text(encoding="utf-8")),
+    )
+
+
 class OneProcess:
     """accelerate's Accelerator for one process."""
 
@@ -96,13 +114,17 @@ class OneProcess:
 
 
 def _require(name: str, path: list[str]) -> None:
-    found = [d.version for d in importlib.metadata.distributions(name=name, path=path or sys.path)]
-    if VERSIONS[name] not in found:
+    if VERSIONS[name] not in _installed(name, path):
         where = path[0] if path else sys.prefix
         pytest.fail(
             f"{name} {VERSIONS[name]} is not installed in {where}, and the tests compare formulas with it; "
             "run `make setup`."
         )
+
+
+def _installed(name: str, path: list[str]) -> list[str]:
+    """The versions of a package in `path`; empty: on the import path."""
+    return [d.version for d in importlib.metadata.distributions(name=name, path=path or sys.path)]
 
 
 @contextmanager

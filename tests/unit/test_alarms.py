@@ -47,11 +47,7 @@ def held_out(version: int, correct: int, problems: int = 100) -> HeldOut:
     [
         ("healthy", [], ()),
         ("collapsed", ["collapse"], ("entropy fell from", "and the reward from")),
-        (
-            "hacked",
-            ["reward hacking"],
-            ("Held-out accuracy fell from 50.0 % (version 0)", "57 tokens", "4-grams"),
-        ),
+        ("hacked", ["reward hacking"], ("accuracy fell from 50.0 % (version 0)", "57 tokens", "4-grams")),
         ("no-signal", ["no signal"], ("% of groups gave no signal: easier data or a larger group.",)),
     ],
 )  # fmt: skip

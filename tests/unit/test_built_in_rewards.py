@@ -156,9 +156,10 @@ def test_settings_of_prepare_reach_the_run_and_eval(here: Path, tiny_llama: Path
     assert f"from the data: reward.answer_pattern={TAGS!r}" in ready.resolved.notes
     replaced = plan(tiny_llama, 'reward.functions=["format"]').config.reward
     assert replaced.answer_pattern is None, "the settings belong to the data's own reward"
-    flags = EvalFlags(target=None, base=True, model=str(tiny_llama), data=Path("data"), split="test",
-                      limit=None, n=1, step=None, seed=0, settings=())  # fmt: skip
-    assert plan_eval(flags).config.reward.answer_pattern == TAGS
+    flags = EvalFlags(target=None, base=True, model=str(tiny_llama), data=(Path("data"),), split="test",
+                      limit=None, n=1, step=None, steps=(), all_steps=False, max_loras=1, seed=0,
+                      as_json=False, settings=())  # fmt: skip
+    assert plan_eval(flags).data[0].parameters.answer_pattern == TAGS
 
 
 def test_the_workers_of_a_run_get_the_settings(here: Path, tiny_llama: Path) -> None:
@@ -220,9 +221,10 @@ def test_data_without_reference_answers(here: Path, tiny_llama: Path) -> None:
         ConfigError, match=r"gsm8k does not work: .* it asks for answer, but prompt rows/train/"
     ):
         plan(tiny_llama, 'reward.functions=["gsm8k"]')
-    flags = EvalFlags(target=None, base=True, model=str(tiny_llama), data=Path("data"), split="test",
-                      limit=None, n=1, step=None, seed=0, settings=())  # fmt: skip
-    assert not plan_eval(flags).has_answers
+    flags = EvalFlags(target=None, base=True, model=str(tiny_llama), data=(Path("data"),), split="test",
+                      limit=None, n=1, step=None, steps=(), all_steps=False, max_loras=1, seed=0,
+                      as_json=False, settings=())  # fmt: skip
+    assert not plan_eval(flags).data[0].has_answers
 
 
 @pytest.mark.parametrize(

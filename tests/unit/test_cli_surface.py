@@ -20,7 +20,15 @@ FLAGS = {
         "--dry-run", "--set", *LOGGING,
     },
     "eval": {
-        "--base", "--model", "--data", "--split", "--limit", "--n", "--step", "--seed", "--set", *LOGGING,
+        "--base", "--model", "--data", "--split", "--limit", "--n", "--step", "--steps", "--all",
+        "--max-loras", "--seed", "--json", "--set", *LOGGING,
+    },
+    "chat": {
+        "--model", "--step", "--base", "--url", "--system", "--temperature", "--max-tokens", *LOGGING,
+    },
+    "export": {
+        "--step", "--best", "--merge", "--dtype", "--gguf", "--out", "--base-name", "--check-vllm", "--push",
+        "--public", *LOGGING,
     },
     "replay": {"--set", "--step", *LOGGING},
     "serve": {"--model", "--step", "--port", *LOGGING},

@@ -153,3 +153,17 @@ def test_adapters(bundle: Bundle, kind: str) -> None:
     reply = call(["adapters", "gc", f"run-{kind}"])
     assert reply.code == (2 if kind in ("links", "sync") else 0), reply.output
     assert os.path.lexists(bundle.folder / f"run-{kind}" / "config.json")
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_watch_report_samples_and_runs(bundle: Bundle, kind: str) -> None:
+    """The page must not hold a file of the user that the run links to, either."""
+    secret = bundle.folder / "secret.json"
+    secret.write_text('{"token": "mine alone"}')
+    (bundle.folder / f"run-{kind}" / "machine.json").symlink_to(secret)
+    for words in (["watch", f"run-{kind}"], ["samples", f"run-{kind}"], ["runs", "."]):
+        reply = call(words)
+        assert reply.code in (0, 2), reply.output
+        assert "\x1b" not in reply.output
+    ran(["report", f"run-{kind}", "--out", "page.html"])
+    assert "mine alone" not in (bundle.folder / "page.html").read_text()

@@ -14,10 +14,12 @@ HEAVY = {"torch", "transformers", "vllm", "peft", "reasoning_gym", "math_verify"
 LAYERS = (
     ("start",),
     ("cli",),
-    ("cli_runs",),
+    ("cli_runs", "cli_env"),
+    ("cli_after_training",),
     ("cli_options",),
     ("commands",),
     ("orchestrator",),
+    ("export",),
     ("ui",),
     ("report",),
     ("evaluation",),

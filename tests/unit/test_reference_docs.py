@@ -30,6 +30,7 @@ INTERMEDIATE = {
     "critic/return_squares",
     "critic/tokens",
     "tokens/computed",
+    "tokens/s",  # a unit
 }
 """Sums from which `trainer/metrics.py` computes other metrics."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from skylite.report.completions import Completion, Filter, repetition
 from skylite.report.page_data import share_out, spread, unique_names
 from skylite.run.run_dir import RunDir
 from tests.made_up_runs import write_made_up_run
+from tests.unit.doc_blocks import PAGES, blocks
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +157,22 @@ def test_adapters_list_and_verify_print_json(made: Path) -> None:
     done = CliRunner().invoke(app, ["adapters", "verify", str(made / "no-signal"), "--json"])
     assert done.exit_code == 1
     assert "manifest.json is missing" in json.loads(done.output)[0]["damage"]
+
+
+def test_the_commands_of_the_page_run(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every command of docs/how-to/look-at-a-run.md."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "NAME").symlink_to(made / "healthy")
+    (tmp_path / "runs" / "OTHER").symlink_to(made / "no-signal")
+    (page,) = [path for path in PAGES if path.name == "look-at-a-run.md"]
+    lines = [line for block in blocks(page) for line in block.commands]
+    assert len(lines) == 10
+    for line in lines:
+        assert said(*shlex.split(line)[1:])
+    assert (tmp_path / "report.html").is_file()
+    assert (tmp_path / "both.html").is_file()
 
 
 def test_repetition_counts_repeated_4_grams() -> None:

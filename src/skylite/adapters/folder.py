@@ -1,7 +1,8 @@
-"""Find the adapter that `eval` and `serve` use: in a run, or in any PEFT adapter folder."""
+"""Find the adapters that commands use after training: in a run, or in any PEFT adapter folder."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,17 +40,34 @@ def find_adapter(target: Path, step: int | None) -> ServedAdapter:
                 "Remove --step, or give the run folder.",
             )
         return _served(AdapterVersion(_version_of(target), target.resolve()), None, None)
+    steps = None if step is None else [step]
+    return find_versions(target, steps)[-1]
+
+
+def find_versions(target: Path, steps: Sequence[int] | None) -> list[ServedAdapter]:
+    """The adapters of a run's `steps`, oldest first; None: its newest only. Raises as `find_adapter` does."""
     run = RunDir(target.resolve())
     config = read_run_config(run.config_path)
     versions = published_versions(run.adapters(config))
-    chosen = [v for v in versions if step is None or v.version == step]
-    if not chosen:
-        have = ", ".join(str(v.version) for v in versions) or "none"
+    chosen = versions[-1:] if steps is None else [v for v in versions if v.version in set(steps)]
+    missing = sorted(set(steps or ()) - {v.version for v in chosen})
+    if missing or not chosen:
+        wanted = f" of step {', '.join(map(str, missing))}" if missing else ""
         raise ConfigError(
-            f"{target} has no adapter{'' if step is None else f' of step {step}'} (available steps: {have}).",
+            f"{target} has no adapter{wanted} (available steps: {_available(versions)}).",
             "Choose an available step." if versions else "Train the run first, or give another folder.",
         )
-    return _served(chosen[-1], run, config)
+    return [_served(version, run, config) for version in chosen]
+
+
+def available_steps(target: Path) -> list[int]:
+    """The steps whose adapters a run keeps, oldest first. Raises ConfigError if it is not a run."""
+    run = RunDir(target.resolve())
+    return [v.version for v in published_versions(run.adapters(read_run_config(run.config_path)))]
+
+
+def _available(versions: Sequence[AdapterVersion]) -> str:
+    return ", ".join(str(v.version) for v in versions) or "none"
 
 
 def _served(adapter: AdapterVersion, run: RunDir | None, config: RunConfig | None) -> ServedAdapter:

@@ -1,4 +1,4 @@
-"""`skylite eval`: pass@1 of an adapter or of the base model, sampled with vLLM.
+"""`skylite eval`: accuracy of adapters or of the base model, sampled with vLLM.
 
 The first of reward.functions alone scores, unweighted, or the data's own reward: it measures accuracy.
 """
@@ -7,39 +7,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
-import tempfile
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skylite.adapters.folder import ServedAdapter, find_adapter
+from skylite.adapters.folder import ServedAdapter, available_steps, find_adapter, find_versions
 from skylite.config.loading import load_config
-from skylite.config.rollout import RewardParameters
 from skylite.config.train import TrainConfig
-from skylite.data.prompts import PromptFileInfo, read_prompts
 from skylite.data.tokenizer import encode_in_thread, load_tokenizer
-from skylite.engine.client import VllmClient
 from skylite.engine.connections import open_files
-from skylite.engine.server_command import BASE_NAME, EngineSpec
-from skylite.engine.single_engine import single_engine_spec
-from skylite.engine.startup import serving_engines
-from skylite.engine.watchdog import RestartPolicy
+from skylite.engine.retrying_client import Engine
+from skylite.engine.single_engine import run_on_engine, single_engine_spec
 from skylite.errors import ConfigError
 from skylite.evaluation.evaluate import EvalResult, write_results
-from skylite.evaluation.evaluate import evaluate as score_problems
+from skylite.evaluation.report import Report, Scored
+from skylite.evaluation.versions import EvalSampling, ProblemSet, Subject, evaluate_subjects
 from skylite.hub.resolve import resolve_model
-from skylite.orchestrator.allowed_programs import allow_rewards
-from skylite.orchestrator.reward_settings import apply_reward_settings
-from skylite.plugin_file import REWARD
+from skylite.orchestrator.eval_data import DataChoice, EvalData, read_data
 from skylite.processes.file_descriptors import raise_file_limit
-from skylite.processes.supervisor import Supervisor
 from skylite.rewards.worker_pool import RewardPool
 from skylite.run.files import write_json
-from skylite.run.programs_named_by_user import is_set
-from skylite.run.run_dir import AdapterVersion
-from skylite.types import Prompt
-from skylite.ui.logs import show
+from skylite.ui.logs import set_terminal_level, show
+from skylite.ui.progress_line import progress
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +43,16 @@ class EvalFlags:
     target: Path | None
     base: bool
     model: str | None
-    data: Path | None
+    data: tuple[Path, ...]
     split: str
     limit: int | None
     n: int
     step: int | None
+    steps: tuple[int, ...]
+    all_steps: bool
+    max_loras: int
     seed: int
+    as_json: bool
     settings: tuple[str, ...]
 
 
@@ -64,77 +60,100 @@ class EvalFlags:
 class EvalPlan:
     """A checked evaluation."""
 
-    adapter: ServedAdapter | None
+    adapters: list[ServedAdapter]
+    subjects: list[Subject]
+    """The base first, if it is evaluated, then the adapters by step."""
     model_name: str
     config: TrainConfig
-    prompts: list[Prompt]
-    reward: str
-    """Spec of the first reward function, the one that measures accuracy."""
-    programs: dict[str, str]
-    """FILE.py:function -> sha256 of the file that the user allowed."""
+    data: list[EvalData]
     out: Path
     """Folder of the results."""
-    label: str
-    """Adapter name, or base."""
-    has_answers: bool = True
-    """Whether the data has reference answers."""
 
 
 def evaluate(flags: EvalFlags) -> None:
-    """Evaluate with the first reward function and print the accuracy.
+    """Evaluate with the first reward function and print the metrics.
 
     Writes results to RUN/evals, or to ./evals without a run.
     """
+    if flags.as_json:
+        set_terminal_level(logging.WARNING)
     plan = plan_eval(flags)
-    result = asyncio.run(run_eval(plan, flags))
-    stem = f"{plan.label}-{flags.split}-{'greedy' if flags.n == 1 else f'mean{flags.n}'}"
-    write_results(plan.out / f"{stem}.parquet", result)
-    write_json(plan.out / f"{stem}.json", summary(plan, flags, result))
-    names = ("pass@1", "accuracy") if plan.has_answers else ("mean reward", "mean reward")
-    kind = f"greedy {names[0]}" if flags.n == 1 else f"sampled {names[1]} (T 1, mean of {flags.n})"
-    show(f"{plan.label} on {flags.split}: {kind} {result.accuracy}, "
-          f"{result.completion_tokens_mean:.1f} tokens per completion, "
-          f"{100 * result.truncated_frac:.1f} % truncated")  # fmt: skip
-    show(f"per-problem results: {plan.out / stem}.parquet")
+    report = Report(
+        model=plan.model_name,
+        difficulty=plan.config.data.difficulty,
+        data={d.name: str(d.path) for d in plan.data},
+        rewards={d.name: d.reward for d in plan.data},
+        has_answers={d.name: d.has_answers for d in plan.data},
+        split=flags.split,
+        seed=flags.seed,
+    )
+    asyncio.run(run_eval(plan, flags, report))
+    facts = report.as_json()
+    if len(plan.subjects) * len(plan.data) > 1:
+        path = plan.out / f"compared-{flags.split}-{kind_of(flags.n)}.json"
+        write_json(path, facts)
+        logger.info(f"all results: {path}")
+    show(json.dumps(facts, indent=1) if flags.as_json else report.text())
+
+
+def kind_of(n: int) -> str:
+    """Part of the result files' names."""
+    return "greedy" if n == 1 else f"mean{n}"
 
 
 def plan_eval(flags: EvalFlags) -> EvalPlan:
-    """Check the flags, the adapter and the data. Raises SkyliteError subclasses."""
-    if flags.base and flags.target is not None:
-        raise ConfigError(
-            f"--base evaluates the model without an adapter, but {flags.target} was given too.",
-            "Remove one of them; choose the base model with --model.",
-        )
-    if not flags.base and flags.target is None:
-        raise ConfigError(
-            "Nothing to evaluate: no run, no adapter folder, no --base.", "E.g. `skylite eval runs/my-run`."
-        )
-    adapter = None if flags.base else find_adapter(_required(flags.target), flags.step)
-    recorded = adapter.run_config.config if adapter is not None and adapter.run_config is not None else None
+    """Check the flags, the adapters and the data. Raises SkyliteError subclasses."""
+    adapters = find_adapters(flags)
+    newest = adapters[-1] if adapters else None
+    recorded = newest.run_config.config if newest is not None and newest.run_config is not None else None
     config = load_config(None, {}, flags.settings) if recorded is None else merged(recorded, flags.settings)
-    data = flags.data or Path(config.data.path)
-    prompts, info = _problems(data, flags, config)
-    if recorded is None or flags.data is not None:
-        given = {name for name in RewardParameters.model_fields if is_set(flags.settings, f"reward.{name}")}
-        config, note = apply_reward_settings(config, info, keep=given)
-        if note:
-            logger.info(note)
-    named_by = None if is_set(flags.settings, REWARD.setting) else flags.target
-    (reward,), programs = allow_rewards(config.reward.functions[:1], info, data, named_by=named_by)
-    model_name = flags.model or (adapter.base_model if adapter is not None else config.model.name)
-    run = adapter.run if adapter is not None else None
-    label = "base" if adapter is None else adapter.adapter.name
-    return EvalPlan(
-        adapter=adapter,
-        model_name=model_name,
-        config=config,
-        prompts=prompts,
-        reward=reward,
-        programs=programs,
-        out=run.evals if run is not None else Path("evals"),
-        label=label,
-        has_answers=info.has_answers,
+    subjects = [Subject(found.adapter) for found in adapters]
+    if flags.base:
+        subjects.insert(0, Subject(None))
+    if flags.base and adapters and config.engine.cpu_lora == "stock":
+        raise ConfigError(
+            "engine.cpu_lora=stock samples the base wrongly next to adapters, and --base asks for that.",
+            "Remove --base, or set engine.cpu_lora=dense.",
+        )
+    choice = DataChoice(
+        paths=flags.data or (Path(config.data.path),),
+        split=flags.split,
+        limit=flags.limit,
+        settings=flags.settings,
+        named_by=flags.target,
+        is_own=recorded is not None and not flags.data,
     )
+    run = newest.run if newest is not None else None
+    return EvalPlan(
+        adapters=adapters,
+        subjects=subjects,
+        model_name=flags.model or (newest.base_model if newest is not None else config.model.name),
+        config=config,
+        data=read_data(choice, config),
+        out=run.evals if run is not None else Path("evals"),
+    )
+
+
+def find_adapters(flags: EvalFlags) -> list[ServedAdapter]:
+    """The adapters that the flags choose, by step. Raises ConfigError or ModelError."""
+    choices = [flags.step is not None, bool(flags.steps), flags.all_steps]
+    if flags.target is None:
+        if not flags.base:
+            raise ConfigError(
+                "Nothing to evaluate: no run, no adapter folder, no --base.",
+                "E.g. `skylite eval runs/my-run`.",
+            )
+        if any(choices):
+            raise ConfigError(
+                "--step, --steps and --all choose versions of a run, but no run was given.",
+                "Give the run folder, or remove the flag.",
+            )
+        return []
+    if sum(choices) > 1:
+        raise ConfigError("--step, --steps and --all exclude each other.", "Give one of them.")
+    if flags.steps or flags.all_steps:
+        return find_versions(flags.target, flags.steps or available_steps(flags.target))
+    return [find_adapter(flags.target, flags.step)]
 
 
 def merged(recorded: TrainConfig, settings: tuple[str, ...]) -> TrainConfig:
@@ -147,110 +166,87 @@ def merged(recorded: TrainConfig, settings: tuple[str, ...]) -> TrainConfig:
     return load_config(None, flat, settings)
 
 
-async def run_eval(plan: EvalPlan, flags: EvalFlags) -> EvalResult:
-    """Start one engine, sample, score, and end the engine."""
-    logger.info(
-        f"evaluating {plan.label} of {plan.model_name} on {len(plan.prompts)} problems; starting vLLM"
-    )
+async def run_eval(plan: EvalPlan, flags: EvalFlags, report: Report) -> None:
+    """Start one engine, sample and score into `report`, and end the engine."""
+    subjects = ", ".join(s.name for s in plan.subjects)
+    problems = sum(len(d.prompts) for d in plan.data)
+    logger.info(f"evaluating {subjects} of {plan.model_name} on {problems} problems; starting vLLM")
     raise_file_limit(open_files(plan.config))
     model = resolve_model(plan.model_name)
-    token_ids, stop_token_ids = await _encode(model.path, plan)
-    pool = RewardPool(
-        [plan.reward],
-        num_workers=plan.config.reward.num_workers,
-        timeout_s=plan.config.reward.timeout_s,
-        programs=plan.programs,
-        log_path=plan.out / "rewards.log",
-        parameters=plan.config.reward,
-    )
-    try:
-        async with Supervisor() as supervisor:
-            with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
-                spec = single_engine_spec(plan.config, plan.adapter, model.path, Path(folder) / "vllm.sock")
-                work = asyncio.ensure_future(
-                    _score(plan, flags, spec, supervisor, pool, token_ids, stop_token_ids)
+    max_loras = max(1, min(flags.max_loras, len(plan.adapters)))
+    newest = plan.adapters[-1] if plan.adapters else None
+    with ExitStack() as stack:
+        problem_sets, sampling = await _prepare(stack, plan, flags, model.path)
+        starting = stack.enter_context(ExitStack())
+        starting.enter_context(progress("starting vLLM"))
+
+        async def work(engine: Engine) -> None:
+            starting.close()
+            with progress("evaluating", problems * len(plan.subjects)) as line:
+                await evaluate_subjects(
+                    engine,
+                    plan.subjects,
+                    problem_sets,
+                    sampling,
+                    max_loras=max_loras,
+                    on_problem=line.advance,
+                    on_result=lambda *found: _keep(plan, flags, report, *found),
                 )
-                watching = asyncio.ensure_future(supervisor.watch())
-                await asyncio.wait({work, watching}, return_when=asyncio.FIRST_COMPLETED)
-                if not work.done():
-                    work.cancel()
-                    watching.result()
-                watching.cancel()
-                return work.result()
-    finally:
-        pool.close()
 
-
-async def _encode(model_path: Path, plan: EvalPlan) -> tuple[dict[str, list[int]], tuple[int, ...]]:
-    """Token ids of the prompts, and the tokens that end a turn. In threads, so that Ctrl-C is heard."""
-    tokenizer = await asyncio.to_thread(load_tokenizer, model_path)
-    with contextlib.closing(tokenizer):
-        longest = plan.config.rollout.max_prompt_tokens
-        return await encode_in_thread(tokenizer, plan.prompts, longest), tokenizer.stop_token_ids
-
-
-async def _score(
-    plan: EvalPlan,
-    flags: EvalFlags,
-    spec: EngineSpec,
-    supervisor: Supervisor,
-    pool: RewardPool,
-    token_ids: dict[str, list[int]],
-    stop_token_ids: tuple[int, ...],
-) -> EvalResult:
-    logs = Path(spec.uds).parent
-    restarts = RestartPolicy(config=plan.config.engine, verify=_skip_verification, counts={})
-    async with serving_engines([spec], logs, supervisor, restarts) as engines:
-        name, version = BASE_NAME, 0
-        if plan.adapter is not None:
-            await engines[0].load_adapter(plan.adapter.adapter)
-            name, version = plan.adapter.adapter.name, plan.adapter.adapter.version
-        return await score_problems(
-            engines,
-            name,
-            version,
-            plan.prompts,
-            token_ids,
-            pool,
-            n=flags.n,
-            temperature=0.0 if flags.n == 1 else 1.0,
-            max_tokens=plan.config.rollout.max_completion_tokens,
-            stop_token_ids=stop_token_ids,
-            seed=flags.seed,
+        await run_on_engine(
+            plan.config,
+            lambda uds: single_engine_spec(plan.config, newest, model.path, uds, max_loras=max_loras),
+            work,
         )
 
 
-async def _skip_verification(client: VllmClient, adapter: AdapterVersion) -> None:
-    """An adapter from elsewhere has no canary to verify against."""
+async def _prepare(
+    stack: ExitStack, plan: EvalPlan, flags: EvalFlags, model_path: Path
+) -> tuple[list[ProblemSet], EvalSampling]:
+    """Encode the prompts, in threads so that Ctrl-C is heard, and start the reward workers."""
+    tokenizer = await asyncio.to_thread(load_tokenizer, model_path)
+    with contextlib.closing(tokenizer):
+        longest = plan.config.rollout.max_prompt_tokens
+        token_ids = [await encode_in_thread(tokenizer, d.prompts, longest) for d in plan.data]
+        stops = tokenizer.stop_token_ids
+    pools = []
+    for data in plan.data:
+        pool = RewardPool(
+            [data.reward],
+            num_workers=plan.config.reward.num_workers,
+            timeout_s=plan.config.reward.timeout_s,
+            programs=data.programs,
+            log_path=plan.out / "rewards.log",
+            parameters=data.parameters,
+        )
+        stack.callback(pool.close)
+        pools.append(pool)
+    sets = [
+        ProblemSet(name=data.name, prompts=data.prompts, token_ids=ids, scorer=pool)
+        for data, ids, pool in zip(plan.data, token_ids, pools, strict=True)
+    ]
+    return sets, EvalSampling(
+        n=flags.n,
+        max_tokens=plan.config.rollout.max_completion_tokens,
+        stop_token_ids=stops,
+        seed=flags.seed,
+    )
 
 
-def _problems(data: Path, flags: EvalFlags, config: TrainConfig) -> tuple[list[Prompt], PromptFileInfo]:
-    prompts, info = read_prompts(data / f"{flags.split}.parquet", difficulty=tuple(config.data.difficulty))
-    return prompts[: flags.limit], info
-
-
-def _required(target: Path | None) -> Path:
-    assert target is not None, "checked by the caller"
-    return target
-
-
-def summary(plan: EvalPlan, flags: EvalFlags, result: EvalResult) -> dict[str, Any]:
-    """Inputs, settings and results of the evaluation, as JSON."""
-    accuracy = result.accuracy
-    return {
-        "adapter": plan.label,
-        "model": plan.model_name,
-        "data": str(flags.data or plan.config.data.path),
-        "split": flags.split,
-        "difficulty": plan.config.data.difficulty,
-        "problems": accuracy.num_problems,
-        "n": flags.n,
-        "temperature": result.temperature,
-        "accuracy": accuracy.mean,
-        "low": accuracy.low,
-        "high": accuracy.high,
-        "standard_error": accuracy.standard_error,
-        "completion_tokens_mean": result.completion_tokens_mean,
-        "truncated_frac": result.truncated_frac,
-        "seed": flags.seed,
-    }
+def _keep(
+    plan: EvalPlan,
+    flags: EvalFlags,
+    report: Report,
+    subject: Subject,
+    problems: ProblemSet,
+    result: EvalResult,
+) -> None:
+    """Write the result of a subject on a data set at once: an interrupted evaluation keeps it."""
+    scored = Scored(subject=subject, data=problems.name, result=result)
+    report.add(scored)
+    stem = f"{subject.name}-{problems.name}-{flags.split}-{kind_of(flags.n)}"
+    write_results(plan.out / f"{stem}.parquet", result)
+    write_json(plan.out / f"{stem}.json", report.facts_of(scored))
+    logger.info(
+        f"{subject.name} on {problems.name}: {result.accuracy}; per problem: {plan.out / stem}.parquet"
+    )

@@ -29,7 +29,8 @@ def report(
     if png is not None:
         require_matplotlib()
     runs = [read_facts(target) for target in targets]
-    page = page_data(runs, max_completions, lambda text: logger.info(f"reading {text}"))
+    level = logging.DEBUG if as_json else logging.INFO
+    page = page_data(runs, max_completions, lambda text: logger.log(level, f"reading {text}"))
     text = page_html(page)
     with atomic_file(out, len(text)) as temporary:
         temporary.write_text(text, encoding="utf-8")

@@ -16,7 +16,7 @@ from skylite.config.loading import load_config, read_run_config
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError
 from skylite.orchestrator.shutdown import TimeLimit
-from skylite.plugin_file import REWARD
+from skylite.plugin_file import EPISODE, REWARD
 from skylite.run.folder_owner import require_own_folders
 from skylite.run.lock import lock_run
 from skylite.run.programs_named_by_user import is_set
@@ -40,20 +40,24 @@ class TrainFlags:
     from_adapter: Path | None
     max_restarts: int | None
     reward: tuple[str, ...]
+    env: str | None
     set_flags: tuple[str, ...]
     """--set"""
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """--set, with --reward as one of them: both are the user's own word for a program."""
+        """--set, with --reward and --env among them: all are the user's own word for a program."""
+        given = self.set_flags
+        if self.env is not None:
+            given = (*given, f"{EPISODE.setting}={json.dumps(self.env, ensure_ascii=False)}")
         if not self.reward:
-            return self.set_flags
+            return given
         if is_set(self.set_flags, REWARD.setting):
             raise ConfigError(
                 f"--reward and --set {REWARD.setting} both choose the reward functions.",
                 "Remove one of them.",
             )
-        return (*self.set_flags, f"{REWARD.setting}={json.dumps(self.reward, ensure_ascii=False)}")
+        return (*given, f"{REWARD.setting}={json.dumps(self.reward, ensure_ascii=False)}")
 
     def overrides(self) -> dict[str, Any]:
         """Dotted setting -> value, for the given flags."""

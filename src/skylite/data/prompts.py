@@ -115,6 +115,12 @@ def read_prompts(path: Path, difficulty: Sequence[int] = ()) -> tuple[list[Promp
     return chosen, info
 
 
+def first_messages(info: PromptFileInfo) -> list[Message]:
+    """The turns before the question of every training prompt."""
+    system = [Message(role="system", content=info.system)] if info.system else []
+    return [*system, *info.few_shot]
+
+
 def _read_table(path: Path) -> pa.Table:
     try:
         # Not pq.read_table: it makes a column of a parent folder named a=b.

@@ -41,6 +41,7 @@ class EpisodePool:
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
+    logs: Path
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _waiting: dict[int, asyncio.Future[dict[str, Any]]] = field(default_factory=dict)
 
@@ -72,12 +73,15 @@ class EpisodePool:
         raise EpisodeFailed(f"ended its process with {found.get('ended')} before it returned a reward")
 
     async def read_results(self) -> None:
-        """Pass results to the episodes that wait, until the host ends."""
+        """Pass results to the episodes that wait, until the host ends; then they all fail."""
         while line := await self.reader.readline():
             message = parse_json(line)
             future = self._waiting.get(message["id"])
             if future is not None and not future.done():
                 future.set_result(message)
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(_host_lost(self.logs))
 
     async def _send(self, message: dict[str, Any]) -> None:
         self.writer.write(json.dumps(message).encode() + b"\n")
@@ -123,7 +127,7 @@ async def running_episodes(
             raise ConfigError(str(first["failed"]), "Fix that file.")
         if "ready" not in first:
             raise _host_lost(logs)
-        pool = EpisodePool(reader, writer)
+        pool = EpisodePool(reader, writer, logs)
         reading = asyncio.ensure_future(pool.read_results())
         reading.add_done_callback(partial(_report_end, supervisor, logs))
         try:

@@ -11,11 +11,10 @@ from typing import Any
 from skylite.config.environment import EnvConfig
 from skylite.config.train import TrainConfig
 from skylite.engine.collect_groups import gather_or_cancel, request_seed
-from skylite.engine.retrying_client import Engine
 from skylite.environments.chat import Endpoint, Task
 from skylite.environments.episode_pool import EpisodeFailed, EpisodePool, EpisodeTooLong
 from skylite.environments.recorder import Recorder
-from skylite.environments.trajectory_log import TrajectoryLog
+from skylite.environments.trajectory_log import Sampler, TrajectoryLog
 from skylite.errors import RunFailed
 from skylite.types import Group, Prompt, Trajectory
 
@@ -30,7 +29,7 @@ class Source:
 
     model: str
     version: int
-    engines: Sequence[Engine]
+    engines: Sequence[Sampler]
     temperature: float
 
 
@@ -97,7 +96,7 @@ class Environment:
             return None
 
     async def _trajectory(
-        self, source: Source, engine: Engine, prompt: Prompt, seed: int, number: int
+        self, source: Source, engine: Sampler, prompt: Prompt, seed: int, number: int
     ) -> Trajectory:
         log = TrajectoryLog(
             name=f"prompt {prompt.id}, trajectory {number}",

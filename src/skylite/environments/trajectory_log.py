@@ -5,11 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from skylite.engine.retrying_client import Engine
+from skylite.engine.client import Sampling
 from skylite.environments.chat_request import ChatMessage
 from skylite.types import End, Sample
+
+
+class Sampler(Protocol):
+    """What replies are sampled from: an engine of the run, or scripted_engine.py."""
+
+    async def generate(
+        self, model: str, prompt_token_ids: Sequence[int], n: int, sampling: Sampling, version: int
+    ) -> list[Sample]:
+        """`n` completions of one prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +40,7 @@ class TrajectoryLog:
     """Prompt id and trajectory number, for errors."""
     model: str
     version: int
-    engine: Engine
+    engine: Sampler
     seed: int
     temperature: float
     calls: list[Call] = field(default_factory=list)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,11 +47,12 @@ async def evaluate(
     max_tokens: int,
     stop_token_ids: tuple[int, ...],
     seed: int,
+    on_problem: Callable[[], None] = lambda: None,
 ) -> EvalResult:
     """Sample `n` completions per problem from `model` (temperature 0: greedy) and score them.
 
     Accuracy is the mean score of the first reward function. `token_ids`: prompt id -> prompt token ids.
-    Raises RunFailed for a NaN or infinite score.
+    `on_problem` is called after each problem. Raises RunFailed for a NaN or infinite score.
     """
     slots = asyncio.Semaphore(MAX_REQUESTS_IN_FLIGHT)
 
@@ -68,6 +69,7 @@ async def evaluate(
         async with slots:
             group = await collect_group(engine, model, version, prompt, ids, n, sampling, scorer)
         require_finite_rewards(group)
+        on_problem()
         return group
 
     groups = await gather_or_cancel([asyncio.create_task(one(i, p)) for i, p in enumerate(prompts)])

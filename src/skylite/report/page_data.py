@@ -122,8 +122,9 @@ def share_out(parts: Sequence[Sequence[Completion]], total: int) -> list[Sequenc
     kept = [0] * len(parts)
     left = total
     while left > 0 and (open_parts := [k for k, part in enumerate(parts) if kept[k] < len(part)]):
+        share = max(1, left // len(open_parts))
         for k in open_parts:
-            take = min(max(1, left // len(open_parts)), len(parts[k]) - kept[k], left)
+            take = min(share, len(parts[k]) - kept[k], left)
             kept[k] += take
             left -= take
     return [part[:n] for part, n in zip(parts, kept, strict=True)]
@@ -158,10 +159,14 @@ def adapter_data(facts: RunFacts, unreadable: list[str]) -> dict[str, Any]:
 
 def machine_data(facts: RunFacts, unreadable: list[str]) -> dict[str, Any]:
     """machine.json flattened; empty for a run that did not record it."""
-    if not facts.files.machine_path.is_file():
+    path = facts.files.machine_path
+    if path.is_symlink():  # of a stranger's run, to a file of yours: the page may be sent on
+        unreadable.append(f"{path} is a link, and is not shown.")
+        return {}
+    if not path.is_file():
         return {}
     try:
-        return flat(facts.files.read_json(facts.files.machine_path))
+        return flat(facts.files.read_json(path))
     except ConfigError as error:
         unreadable.append(error.what)
         return {}

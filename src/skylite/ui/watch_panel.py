@@ -32,7 +32,7 @@ from skylite.ui.live_panel import (
     wrapped,
 )
 
-KEYS_HELP = "left/right completion  up/down step  b best  w worst  s as stored  n newest  q quit"
+KEYS_HELP = "←→ completion  ↑↓ step  b best  w worst  s as stored  n newest  q quit"
 STEP_KEYS = (
     "reward/mean", "reward/right_frac", "policy/entropy", "completion/tokens_mean",
     "completion/truncated_frac", "perf/completion_tokens_per_s", "canary/gap_max",
@@ -138,7 +138,8 @@ def _curve_row(facts: RunFacts, label: str, key: str, form: str, factor: float, 
     finite = [v for v in values if math.isfinite(v)]
     if not finite:
         return []
-    return [_row(label, values, form.format(finite[-1]), f"first {form.format(finite[0])}", width)]
+    rest = f"first {form.format(finite[0])}"
+    return [_row(label, values, facts.run.config.num_steps, form.format(finite[-1]), rest, width)]
 
 
 def _held_out_row(held_out: Sequence[HeldOut], num_steps: int, width: int) -> list[Text]:
@@ -154,13 +155,15 @@ def _held_out_row(held_out: Sequence[HeldOut], num_steps: int, width: int) -> li
     return [labelled("held-out", Text.assemble((bars.ljust(room), "green"), "  ", last))]
 
 
-def _row(label: str, values: Sequence[float], last: str, rest: str, width: int) -> Text:
+def _row(label: str, values: Sequence[float], num_steps: int, last: str, rest: str, width: int) -> Text:
+    """A curve on its own scale. As in the reward's, the full width stands for all steps."""
     room = max(1, width - LABEL_WIDTH - VALUES_WIDTH - 2)
     finite = [v for v in values if math.isfinite(v)]
-    bars = curve(values, room, 1, (min(finite), max(finite)))[0]
-    return labelled(
-        label, Text.assemble((bars.ljust(room), "cyan"), "  ", (last, "bold"), (f"  {rest}", "dim"))
-    )
+    stretch = max(1, room // num_steps)
+    columns = max(1, min(room, room * len(values) // num_steps))
+    bars = curve(values, columns if stretch == 1 else len(values), 1, (min(finite), max(finite)))[0]
+    drawn = "".join(c * stretch for c in bars)[:room].ljust(room)
+    return labelled(label, Text.assemble((drawn, "cyan"), "  ", (last, "bold"), (f"  {rest}", "dim")))
 
 
 def _last_rows(m: Mapping[str, Any], facts: RunFacts, width: int) -> list[Text]:

@@ -42,7 +42,7 @@ function drawRun(run, number) {
   tile("memory", run.peak_memory_bytes === null ? "-" : `${(run.peak_memory_bytes / 2 ** 30).toFixed(1)} GiB`);
   tile("model", run.model);
   tile("algorithm", `${run.algorithm}, rank ${run.rank}, seed ${run.seed}`);
-  tile("last write", run.updated_at || "-");
+  tile("last write", (run.updated_at || "-").replace("T", " ").slice(0, 16));
 }
 
 function drawTime() {

@@ -3,6 +3,7 @@
 
 const COLORS = ["#3b7ddd", "#e07b00", "#2a9d5c", "#c2408f", "#8a6de0", "#b59b00", "#00a2b8", "#d1495b"];
 const OTHER_KEY_DASH = [[], [6, 4], [2, 3], [8, 3, 2, 3]];
+const WHOLE_STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5];
 const sync = uPlot.sync("curves");
 const drawn = [];
 
@@ -95,7 +96,7 @@ function drawPlot(parent, plot, runs, smooth) {
   const width = figure.clientWidth - 32;
   const options = { width, height: 210, series, bands, cursor: { sync: { key: sync.key }, y: false },
     scales: { x: { time: false }, y: plot.log ? { distr: 3 } : {} },
-    axes: [{ ...axis, size: 28 }, { ...axis, size: 54, values: (u, ticks) => ticks.map((t) => t === null ? "" : plot.log ? short(t) : String(Number(t.toPrecision(7)))) }],
+    axes: [{ ...axis, size: 28, incrs: WHOLE_STEPS }, { ...axis, size: 54, values: (u, ticks) => ticks.map((t) => t === null ? "" : plot.log ? short(t) : String(Number(t.toPrecision(7)))) }],
     legend: { live: true } };
   const chart = new uPlot(options, aligned(data), figure);
   drawn.push({ chart, figure });

@@ -1,0 +1,160 @@
+"""The command line of what follows training: eval, serve, chat, export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from skylite.cli_options import AsJson, RunFolder, Settings, Verbose, numbers
+
+after_training_app = typer.Typer(rich_markup_mode=None)
+
+
+@after_training_app.command("eval")
+def evaluate(
+    target: Annotated[Path | None, typer.Argument(help="A run or an adapter folder.")] = None,
+    base: Annotated[
+        bool,
+        typer.Option("--base", help="Evaluate the base model; with a run, compare its adapters with it."),
+    ] = False,
+    model: Annotated[
+        str | None, typer.Option(help="Base model. Default: that of the run or adapter.")
+    ] = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(help="Folder written by `skylite prepare`. Repeatable. Default: that of the run."),
+    ] = None,
+    split: Annotated[str, typer.Option(help="train, validation or test.")] = "test",
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Evaluate the first N problems of each data set only.")
+    ] = None,
+    n: Annotated[
+        int,
+        typer.Option("--n", min=1, help="Samples per problem. 1: greedy. More: temperature 1, with pass@k."),
+    ] = 1,
+    step: Annotated[int | None, typer.Option(help="Adapter version of the run. Default: the newest.")] = None,
+    steps: Annotated[
+        str, typer.Option(help="Several versions on one engine, e.g. 0,50,100. Compares with the first.")
+    ] = "",
+    all_steps: Annotated[bool, typer.Option("--all", help="All versions that the run keeps.")] = False,
+    max_loras: Annotated[
+        int, typer.Option(min=1, help="Adapters in the engine at once. More need more memory.")
+    ] = 4,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of sampling and of the bootstrap.")] = 0,
+    as_json: AsJson = False,
+    settings: Settings = None,
+    verbose: Verbose = None,
+) -> None:
+    """Evaluate adapters or the base model on held-out problems. Prints accuracies with 95 % intervals.
+
+    Writes per-problem results to RUN/evals, or to ./evals without a run.
+    """
+    from skylite.commands.evaluate import EvalFlags
+    from skylite.commands.evaluate import evaluate as run_eval
+
+    run_eval(
+        EvalFlags(
+            target=target, base=base, model=model, data=tuple(data or ()), split=split, limit=limit, n=n,
+            step=step, steps=numbers(steps), all_steps=all_steps, max_loras=max_loras, seed=seed,
+            as_json=as_json, settings=tuple(settings or ()),
+        )
+    )  # fmt: skip
+
+
+@after_training_app.command()
+def serve(
+    target: Annotated[Path, typer.Argument(help="A run or an adapter folder.")],
+    model: Annotated[
+        str | None, typer.Option(help="Base model. Default: that of the run or adapter.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="Adapter version of the run. Default: the newest.")] = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port on 127.0.0.1.")] = 8000,
+    verbose: Verbose = None,
+) -> None:
+    """Serve an adapter on 127.0.0.1. Starts vLLM's OpenAI-compatible server and prints a random API key."""
+    from skylite.commands.serve import serve as run_serve
+
+    run_serve(target, model=model, step=step, port=port)
+
+
+@after_training_app.command()
+def chat(
+    target: Annotated[
+        Path | None, typer.Argument(help="A run or an adapter folder. Not needed with --url.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Base model. Default: that of the run or adapter.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="Adapter version of the run. Default: the newest.")] = None,
+    base: Annotated[
+        bool, typer.Option("--base", help="Chat with the base model, without the adapter.")
+    ] = False,
+    url: Annotated[
+        str | None, typer.Option(help="Talk to a running `skylite serve`, e.g. http://127.0.0.1:8000.")
+    ] = None,
+    system: Annotated[
+        str | None,
+        typer.Option(help="System prompt. Default: system prompt and examples of the training data."),
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.7,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
+    verbose: Verbose = None,
+) -> None:
+    """Chat with an adapter in the terminal. Starts vLLM, or talks to a running server with --url.
+
+    /quit ends, /reset forgets the conversation.
+    """
+    from skylite.commands.chat import ChatFlags
+    from skylite.commands.chat import chat as run_chat
+
+    run_chat(
+        ChatFlags(
+            target=target, model=model, step=step, base=base, url=url, system=system,
+            temperature=temperature, max_tokens=max_tokens,
+        )
+    )  # fmt: skip
+
+
+@after_training_app.command()
+def export(
+    target: RunFolder,
+    step: Annotated[int | None, typer.Option(help="Adapter version of the run. Default: the newest.")] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="The kept version with the highest held-out accuracy.")
+    ] = False,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Merged weights instead of a PEFT adapter. Merged in float32.")
+    ] = False,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Of merged weights: float32, bfloat16 or float16. Default: the base model's."),
+    ] = None,
+    gguf: Annotated[
+        bool, typer.Option("--gguf", help="A GGUF file of the merged weights, by llama.cpp's converter.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder to write. Default: RUN/exports/NAME.")] = None,
+    base_name: Annotated[
+        str | None, typer.Option(help="Hub id that the export names as its base, for a local base model.")
+    ] = None,
+    check_vllm: Annotated[bool, typer.Option("--check-vllm", help="Also check the export in vLLM.")] = False,
+    push: Annotated[
+        str | None, typer.Option(metavar="OWNER/NAME", help="Upload to the hub, with the token in HF_TOKEN.")
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="Create the repository public.")] = False,
+    verbose: Verbose = None,
+) -> None:
+    """Export an adapter as a PEFT folder, merged weights or GGUF, with a model card.
+
+    Loads the result again and compares its logprobs with the trainer's. Writes a complete folder or nothing.
+    """
+    from skylite.commands.export import export as run_export
+    from skylite.export.plan import ExportFlags
+
+    run_export(
+        ExportFlags(
+            run=target, step=step, best=best, merge=merge, gguf=gguf, dtype=dtype, out=out,
+            base_name=base_name, check_vllm=check_vllm, push=push, public=public,
+        )
+    )  # fmt: skip

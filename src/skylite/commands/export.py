@@ -1,0 +1,35 @@
+"""`skylite export`: a trained adapter as a folder for other programs, checked, described, and pushed."""
+
+from __future__ import annotations
+
+import logging
+
+from skylite.errors import ConfigError
+from skylite.export.plan import ExportFlags, plan_export
+from skylite.export.push import check_push, push
+from skylite.export.run import export as write_export
+from skylite.ui.logs import show
+from skylite.ui.progress_line import progress
+
+logger = logging.getLogger(__name__)
+
+
+def export(flags: ExportFlags) -> None:
+    """Write the folder, print what its checks measured, and push it if asked."""
+    if flags.check_vllm and flags.gguf and not flags.merge:
+        raise ConfigError("--check-vllm cannot check a GGUF file.", "Remove it, or add --merge.")
+    token = check_push(flags.push) if flags.push is not None else ""
+    plan = plan_export(flags)
+    form = "merged weights" if plan.has_merged_weights else "the adapter"
+    logger.info(f"exporting {form} of {plan.name} for {plan.base_name} to {plan.out}")
+    checks = write_export(plan, check_vllm=flags.check_vllm)
+    for check in checks:
+        logger.info(str(check))
+        if check.note:
+            logger.warning(check.note)
+    show(f"exported {plan.name} to {plan.out}")
+    if flags.push is not None:
+        message = f"{plan.name} of a skylite run ({plan.out.name})"
+        with progress(f"pushing to {flags.push}"):
+            address = push(plan.out, flags.push, token, public=flags.public, message=message)
+        show(f"pushed to {address}")

@@ -1,0 +1,34 @@
+"""An engine that answers with given texts, to try an episode without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from skylite.engine.client import Sampling
+from skylite.types import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedEngine:
+    """Chooses a reply by the request's seed, so the same episode gets the same replies."""
+
+    replies: Sequence[Sequence[int]]
+    """Token ids of each reply, without the end-of-turn token."""
+    stop_token_id: int
+
+    async def generate(
+        self, model: str, prompt_token_ids: Sequence[int], n: int, sampling: Sampling, version: int
+    ) -> list[Sample]:
+        """`n` equal completions; a long reply is cut at the limit."""
+        ids = [*self.replies[sampling.seed % len(self.replies)], self.stop_token_id]
+        cut = len(ids) > sampling.max_tokens
+        ids = ids[: sampling.max_tokens]
+        sample = Sample(
+            prompt_token_ids=list(prompt_token_ids),
+            completion_token_ids=ids,
+            rollout_logprobs=[0.0] * len(ids),
+            finish_reason="length" if cut else "stop",
+            adapter_version=version,
+        )
+        return [sample] * n

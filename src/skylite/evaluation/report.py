@@ -1,0 +1,118 @@
+"""The results of an evaluation together: metrics, comparisons and the learning curve."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from skylite.evaluation.evaluate import EvalResult
+from skylite.evaluation.paired_test import Comparison, compare
+from skylite.evaluation.summary import lines_of, metrics_of, percent, scores_of
+from skylite.evaluation.versions import Subject
+
+CURVE_WIDTH = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """The result of one subject on one data set."""
+
+    subject: Subject
+    data: str
+    result: EvalResult
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """Collects results and renders them."""
+
+    model: str
+    difficulty: list[int]
+    data: Mapping[str, str]
+    """Name -> folder."""
+    rewards: Mapping[str, str]
+    """Name of the data set -> spec of the reward that measures accuracy."""
+    has_answers: Mapping[str, bool]
+    """Name of the data set -> whether it has reference answers; without, scores are rewards."""
+    split: str
+    seed: int
+    results: list[Scored] = field(default_factory=list)
+
+    def add(self, scored: Scored) -> None:
+        """Keep the results in the order of data set, base, step."""
+        self.results.append(scored)
+        order = list(self.data)
+        self.results.sort(key=lambda r: (order.index(r.data), _place(r.subject)))
+
+    def facts_of(self, scored: Scored) -> dict[str, Any]:
+        """One result as JSON."""
+        return {
+            "adapter": scored.subject.name,
+            "version": None if scored.subject.adapter is None else scored.subject.version,
+            "model": self.model,
+            "data": self.data[scored.data],
+            "split": self.split,
+            "difficulty": self.difficulty,
+            "seed": self.seed,
+            **metrics_of(scored.result, self.rewards[scored.data]),
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """All results and comparisons."""
+        compared = [(scored, self.compared(scored)) for scored in self.results]
+        return {
+            "results": [self.facts_of(scored) for scored in self.results],
+            "comparisons": [
+                {
+                    "data": self.data[scored.data],
+                    "adapter": scored.subject.name,
+                    "baseline": self.baseline(scored.data).subject.name,
+                    **asdict(found),
+                }
+                for scored, found in compared
+                if found is not None
+            ],
+        }
+
+    def baseline(self, data: str) -> Scored:
+        """What the others are compared with: the base if it was evaluated, else the oldest version."""
+        return next(scored for scored in self.results if scored.data == data)
+
+    def compared(self, scored: Scored) -> Comparison | None:
+        """The result against the baseline's on the same problems; None for the baseline."""
+        baseline = self.baseline(scored.data)
+        if scored is baseline:
+            return None
+        return compare(scores_of(scored.result), scores_of(baseline.result), self.seed)
+
+    def text(self) -> str:
+        """All results for a person."""
+        return "\n\n".join(self._text_of(name) for name in self.data)
+
+    def _text_of(self, data: str) -> str:
+        results = [scored for scored in self.results if scored.data == data]
+        lines: list[str] = []
+        for scored in results:
+            lines.append(f"{scored.subject.name} on {data} ({self.split})")
+            lines += lines_of(self.facts_of(scored), has_answers=self.has_answers[data])
+            if (found := self.compared(scored)) is not None:
+                lines.append(f"  against {self.baseline(data).subject.name}: {found}")
+        if len(results) > 2:
+            lines += ["", *self._curve(results)]
+        return "\n".join(lines)
+
+    def _curve(self, results: list[Scored]) -> list[str]:
+        """The learning curve: a bar and an interval for each version."""
+        name = max(len(r.subject.name) for r in results)
+        lines = ["learning curve (accuracy, 95 % interval)"]
+        for scored in results:
+            facts = self.facts_of(scored)
+            bar = "█" * round(CURVE_WIDTH * min(1.0, max(0.0, facts["accuracy"])))
+            value = percent({"mean": facts["accuracy"], "low": facts["low"], "high": facts["high"]})
+            lines.append(f"  {scored.subject.name:{name}}  {bar:{CURVE_WIDTH}}  {value}")
+        return lines
+
+
+def _place(subject: Subject) -> int:
+    return -1 if subject.adapter is None else subject.version

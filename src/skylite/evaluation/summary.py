@@ -1,0 +1,90 @@
+"""The numbers of an evaluation, as JSON and as lines for a person."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from skylite.evaluation.confidence_interval import Accuracy, accuracy_of
+from skylite.evaluation.evaluate import EvalResult
+from skylite.evaluation.harness_gsm8k import Kind, harness_score
+from skylite.evaluation.scores import answer_of, can_vote, ks_for, majority_score, pass_at_k
+from skylite.types import Group
+
+
+def scores_of(result: EvalResult) -> list[list[float]]:
+    """[problems][samples] scores of the first reward function."""
+    return [[t.first_score for t in group.trajectories] for group in result.groups]
+
+
+def metrics_of(result: EvalResult, reward: str) -> dict[str, Any]:
+    """The metrics of one model on one data set.
+
+    pass@k counts a score of 1 as right. The majority vote needs more than two samples and a reward with
+    answers to compare (gsm8k, math). The harness' scores belong to GSM8K.
+    """
+    scores = scores_of(result)
+    n = len(scores[0])
+    found: dict[str, Any] = {
+        "problems": len(scores),
+        "n": n,
+        "temperature": result.temperature,
+        "accuracy": result.accuracy.mean,
+        "low": result.accuracy.low,
+        "high": result.accuracy.high,
+        "standard_error": result.accuracy.standard_error,
+        "completion_tokens_mean": result.completion_tokens_mean,
+        "truncated_frac": result.truncated_frac,
+    }
+    if n > 1:
+        found["pass_at"] = {str(k): as_json(_pass_at(scores, k)) for k in ks_for(n)}
+    if n > 2 and can_vote(reward):
+        found["majority"] = as_json(accuracy_of([[_majority(g, reward)] for g in result.groups]))
+    if reward == "gsm8k":
+        found["gsm8k_strict"] = as_json(accuracy_of([_harness(g, "strict") for g in result.groups]))
+        found["gsm8k_flexible"] = as_json(accuracy_of([_harness(g, "flexible") for g in result.groups]))
+    return found
+
+
+def as_json(accuracy: Accuracy) -> dict[str, float]:
+    return {"mean": accuracy.mean, "low": accuracy.low, "high": accuracy.high}
+
+
+def lines_of(metrics: dict[str, Any], *, has_answers: bool) -> list[str]:
+    """The metrics for a person. Without reference answers the score is a reward."""
+    n, problems = metrics["n"], metrics["problems"]
+    name = "pass@1" if has_answers else "mean reward"
+    head = f"{name}, greedy" if n == 1 else f"mean of {n} samples at T 1"
+    rows = {head: {"mean": metrics["accuracy"], "low": metrics["low"], "high": metrics["high"]}}
+    rows |= {f"pass@{k}": value for k, value in metrics.get("pass_at", {}).items() if k != "1"}
+    names = {
+        "majority": f"majority of {n}",
+        "gsm8k_strict": "GSM8K strict (harness)",
+        "gsm8k_flexible": "GSM8K flexible (harness)",
+    }
+    rows |= {name: metrics[key] for key, name in names.items() if key in metrics}
+    width = max(map(len, rows))
+    lines = [f"  {name:{width}}  {percent(value)}" for name, value in rows.items()]
+    return [
+        *lines,
+        f"  {problems} problems, {metrics['completion_tokens_mean']:.1f} tokens per completion, "
+        f"{100 * metrics['truncated_frac']:.1f} % truncated",
+    ]
+
+
+def percent(value: dict[str, float]) -> str:
+    """A mean and its 95 % interval in percent."""
+    return f"{100 * value['mean']:5.1f} %  ({100 * value['low']:.1f} to {100 * value['high']:.1f})"
+
+
+def _pass_at(scores: Sequence[Sequence[float]], k: int) -> Accuracy:
+    return accuracy_of([[pass_at_k(len(row), sum(s == 1.0 for s in row), k)] for row in scores])
+
+
+def _majority(group: Group, reward: str) -> float:
+    texts = [t.samples[-1].text for t in group.trajectories]
+    return majority_score([answer_of(reward, t) for t in texts], [t.first_score for t in group.trajectories])
+
+
+def _harness(group: Group, kind: Kind) -> list[float]:
+    return [harness_score(kind, t.samples[-1].text, group.prompt.answer) for t in group.trajectories]

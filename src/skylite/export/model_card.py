@@ -1,0 +1,179 @@
+"""The README.md of an export: what it is, how it was trained, how well it does, how to use it.
+
+Names and data descriptions may be those of strangers: they appear as plain text in code spans.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from skylite.config.train import TrainConfig
+from skylite.data.prompts import PromptFileInfo, read_prompts
+from skylite.errors import DataError
+from skylite.export.canary_check import Check
+from skylite.export.plan import ExportPlan
+from skylite.foreign_text import plain
+from skylite.run.metrics_file import read_metrics
+from skylite.ui.curve import curve
+
+MESSAGES = "first_messages.json"
+"""File with the turns before the question of every training prompt."""
+CURVE_WIDTH, CURVE_HEIGHT = 60, 4
+CURVES = {
+    "reward/mean": "mean reward",
+    "reward/right_frac": "share of right completions",
+    "completion/tokens_mean": "tokens per completion",
+    "policy/entropy": "entropy in nats",
+}
+
+
+def model_card(plan: ExportPlan, data: PromptFileInfo | None, checks: Sequence[Check]) -> str:
+    """The card as Markdown with the hub's metadata. `data`: how the training data was made, if known."""
+    config = plan.run_config.config
+    parts = [
+        front_matter(plan),
+        f"# {plan.out.name}\n\n{what_it_is(plan)}",
+        f"## Use\n\n{use(plan)}\n\n{about_prompts(data)}",
+        f"## Data\n\n{about_data(data)}",
+        f"## Training\n\n{settings_table(plan, config)}\n\n{results(plan)}",
+        f"## Checks\n\n{about_checks(checks)}",
+    ]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def front_matter(plan: ExportPlan) -> str:
+    from huggingface_hub import ModelCardData
+
+    library = "transformers" if plan.merge else "gguf" if plan.gguf else "peft"
+    card = ModelCardData(
+        base_model=None if plan.is_base_local else plan.base_name,
+        library_name=library,
+        pipeline_tag="text-generation",
+        tags=["lora", "reinforcement-learning", plan.run_config.config.algorithm.name, "skylite"],
+    )
+    return f"---\n{card.to_yaml().strip()}\n---"
+
+
+def what_it_is(plan: ExportPlan) -> str:
+    kind = "A LoRA adapter"
+    if plan.has_merged_weights:
+        forms = [f for f, wanted in (("safetensors", plan.merge), ("GGUF", plan.gguf)) if wanted]
+        kind = f"Merged weights ({plan.dtype}, {' and '.join(forms)})"
+    config = plan.run_config.config
+    return (
+        f"{kind} for {code(shown_base(plan))}, trained with {code(config.algorithm.name)} on verifiable "
+        f"rewards. It is the policy after step {plan.served.adapter.version} of {config.num_steps}. "
+        f"Made by skylite {code(plan.run_config.skylite_version)}. The base model's licence applies."
+    )
+
+
+def shown_base(plan: ExportPlan) -> str:
+    """The base without the folders of this machine."""
+    return Path(plan.base_name).name if plan.is_base_local else plan.base_name
+
+
+def use(plan: ExportPlan) -> str:
+    rank = plan.manifest.rank
+    if plan.gguf and not plan.merge:
+        return f"```bash\nllama-cli -m {plan.name}-{plan.dtype}.gguf\n```"
+    if plan.merge:
+        return (
+            "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+            'model = AutoModelForCausalLM.from_pretrained("FOLDER")\n'
+            'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n```\n\n'
+            "```bash\nvllm serve FOLDER\n```"
+        )
+    return (
+        "```python\nfrom peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer\n\n"
+        'model = AutoPeftModelForCausalLM.from_pretrained("FOLDER")\n'
+        'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n```\n\n'
+        f"```bash\nvllm serve BASE --enable-lora --max-lora-rank {plan.run_config.config.lora.vllm_rank} "
+        f"--lora-modules mine=FOLDER\n```\n\nThe rank is {rank}."
+    )
+
+
+def data_info(config: TrainConfig) -> PromptFileInfo | None:
+    """How the training data was made; None if it is gone."""
+    try:
+        return read_prompts(Path(config.data.path) / "train.parquet")[1]
+    except DataError:
+        return None
+
+
+def about_prompts(info: PromptFileInfo | None) -> str:
+    if info is None or not (info.system or info.few_shot):
+        return ""
+    return (
+        f"It was trained on conversations that begin with the messages in `{MESSAGES}`. Begin with them too, "
+        "or it sees prompts that it was not trained on."
+    )
+
+
+def about_data(info: PromptFileInfo | None) -> str:
+    if info is None:
+        return "The data folder of the run was not found when this card was written."
+    lines = [
+        f"- data set: {code(info.dataset)} ({info.source_kind}), {info.count} training problems",
+        f"- sha256 of the source: {code(info.source_sha256)}",
+        f"- reward: {code(Path(info.reward).name)}",
+        f"- examples in each prompt: {len(info.few_shot) // 2}",
+        f"- system prompt: {code(info.system) if info.system else 'none'}",
+    ]
+    return "\n".join(lines)
+
+
+def settings_table(plan: ExportPlan, config: TrainConfig) -> str:
+    rows = {
+        "algorithm": config.algorithm.name,
+        "steps": f"{plan.served.adapter.version} of {config.num_steps}",
+        "LoRA rank, alpha": f"{plan.manifest.rank}, {plan.manifest.alpha:g}",
+        "adapted modules": ", ".join(sorted(plan.manifest.target_modules)),
+        "learning rate": f"{config.optim.lr:g} ({config.optim.schedule})",
+        "prompts per step, completions per prompt": (
+            f"{config.rollout.prompts_per_step}, {config.rollout.group_size}"
+        ),
+        "temperature": f"{config.rollout.temperature:g}",
+        "longest completion": f"{config.rollout.max_completion_tokens} tokens",
+        "KL coefficient": f"{config.algorithm.kl_coef:g}",
+        "difficulty": ", ".join(map(str, config.data.difficulty)) or "all",
+        "seed": str(config.seed),
+        "compute": f"{plan.run_config.resolved.device}, {plan.run_config.resolved.dtype}",
+    }
+    return "| setting | value |\n|---|---|\n" + "\n".join(f"| {k} | {code(v)} |" for k, v in rows.items())
+
+
+def results(plan: ExportPlan) -> str:
+    """Held-out accuracies and the curves up to the exported step."""
+    lines = []
+    if plan.accuracies:
+        config = plan.run_config.config.eval
+        lines += [
+            f"Held-out accuracy (greedy pass@1, first {config.limit} problems of {config.split}):\n",
+            "| step | accuracy |\n|---|---|",
+            *(f"| {step} | {100 * score:.1f} % |" for step, score in sorted(plan.accuracies.items())),
+            "",
+        ]
+    steps = [m for m in read_metrics(plan.run.metrics_path) if m["step"] <= plan.served.adapter.version]
+    for key, title in CURVES.items():
+        values = [number(m.get(key)) for m in steps]
+        finite = [v for v in values if math.isfinite(v)]
+        if len(finite) > 1:
+            head = f"{title}: {finite[0]:.4g} at first, {finite[-1]:.4g} at last"
+            lines += [head, "", "```text", *curve(values, CURVE_WIDTH, CURVE_HEIGHT), "```", ""]
+    return "\n".join(lines)
+
+
+def number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def about_checks(checks: Sequence[Check]) -> str:
+    lines = [f"- {check}.{f' Note: {check.note}.' if check.note else ''}" for check in checks]
+    return "\n".join(["Each form was loaded again after it was written:\n", *lines])
+
+
+def code(text: str) -> str:
+    """A stranger's text as a code span in one line, also in a table."""
+    return f"`{plain(text).replace('`', ' ').replace('|', '/').strip() or ' '}`"

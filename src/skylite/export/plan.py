@@ -1,0 +1,225 @@
+"""Decides what `skylite export` writes, and refuses what cannot work before anything is loaded."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from skylite.adapters.folder import ServedAdapter, available_steps, find_adapter
+from skylite.adapters.import_adapter import WEIGHTS
+from skylite.adapters.manifest import Manifest, read_manifest
+from skylite.adapters.retention import held_out_scores
+from skylite.config.loading import read_run_config
+from skylite.config.train import RunConfig
+from skylite.errors import ConfigError, ModelError
+from skylite.export.gguf import find_converter
+from skylite.foreign_text import parse_json
+from skylite.hub.resolve import PROMPT_FILES, ResolvedModel, resolve_model, tensor_shapes
+from skylite.processes.hardware import available_memory
+from skylite.run.files import format_bytes
+from skylite.run.run_dir import RunDir
+
+logger = logging.getLogger(__name__)
+Dtype = Literal["float32", "bfloat16", "float16"]
+DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+MEMORY_FACTOR = 1.2
+"""Memory of an export per byte of the float32 model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportFlags:
+    """The flags of `skylite export`."""
+
+    run: Path
+    step: int | None
+    best: bool
+    merge: bool
+    gguf: bool
+    dtype: str | None
+    out: Path | None
+    base_name: str | None
+    check_vllm: bool
+    push: str | None
+    public: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportPlan:
+    """A checked export."""
+
+    run: RunDir
+    run_config: RunConfig
+    served: ServedAdapter
+    manifest: Manifest
+    base: ResolvedModel
+    base_name: str
+    """Hub id of the base, or its local folder."""
+    is_base_local: bool
+    accuracies: dict[int, float]
+    """Version -> held-out accuracy that the run recorded."""
+    merge: bool
+    gguf: bool
+    dtype: Dtype
+    """Of merged weights."""
+    num_parameters: int
+    out: Path
+
+    @property
+    def name(self) -> str:
+        return self.served.adapter.name
+
+    @property
+    def has_merged_weights(self) -> bool:
+        return self.merge or self.gguf
+
+    @property
+    def num_bytes(self) -> int:
+        """Disk space while it is written."""
+        adapter = self.manifest.weights_bytes + sum(f.stat().st_size for f in prompt_files(self.base.path))
+        copies = 2 if self.gguf else int(self.merge)
+        return adapter + copies * self.num_parameters * DTYPE_BYTES[self.dtype]
+
+
+def plan_export(flags: ExportFlags) -> ExportPlan:
+    """Check the flags, the adapter, the base model, memory and the place. Raises SkyliteError subclasses."""
+    if flags.dtype is not None and not (flags.merge or flags.gguf):
+        raise ConfigError(
+            f"--dtype {flags.dtype} is for merged weights, and an adapter keeps its own.",
+            "Add --merge, or remove --dtype.",
+        )
+    if (flags.run / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{flags.run} is an adapter folder; export needs the run, for its canary and its settings.",
+            "Give the run folder, with --step for another version than the newest.",
+        )
+    if flags.gguf:
+        find_converter()
+    served = find_adapter(flags.run, chosen_step(flags))
+    assert served.run is not None, "find_adapter read a run"
+    assert served.run_config is not None, "find_adapter read a run"
+    manifest = read_manifest(served.adapter.path, verify_hash=False)  # find_adapter has verified it
+    base = recorded_base(served.run_config, manifest)
+    base_name, is_local = name_of_base(flags.base_name, served.run_config, base, flags.push)
+    plan = ExportPlan(
+        run=served.run,
+        run_config=served.run_config,
+        served=served,
+        manifest=manifest,
+        base=base,
+        base_name=base_name,
+        is_base_local=is_local,
+        accuracies=held_out_scores(served.run, served.run_config.config.eval),
+        merge=flags.merge,
+        gguf=flags.gguf,
+        dtype=checked_dtype(flags.dtype) or dtype_of(base.path),
+        num_parameters=sum(math.prod(shape) for shape in tensor_shapes(base.path).values()),
+        out=(flags.out or served.run.root / "exports" / out_name(served, flags)).absolute(),
+    )
+    if plan.out.exists():
+        raise ConfigError(
+            f"{plan.out} already exists, and an export never overwrites.",
+            "Move it away, or choose another --out.",
+        )
+    check_memory(plan)
+    return plan
+
+
+def chosen_step(flags: ExportFlags) -> int | None:
+    """The step of --step or --best; None: the newest. Raises ConfigError."""
+    if not flags.best:
+        return flags.step
+    if flags.step is not None:
+        raise ConfigError("--best chooses the step, but --step was given too.", "Remove one of them.")
+    kept = set(available_steps(flags.run))
+    run = RunDir(flags.run.resolve())
+    scores = held_out_scores(run, read_run_config(run.config_path).config.eval)
+    known = {step: score for step, score in scores.items() if step in kept}
+    if not known:
+        raise ConfigError(
+            f"--best needs held-out accuracies, and {flags.run} has none of an adapter that it kept.",
+            "Choose with --step; eval.every and checkpoint.keep_best record and keep them in the next run.",
+        )
+    return max(known, key=lambda step: (known[step], -step))
+
+
+def recorded_base(run_config: RunConfig, manifest: Manifest) -> ResolvedModel:
+    """The model that the adapter was trained on. Warns if its files are not those of the run.
+
+    The canary decides later if it still computes the same.
+    """
+    resolved = run_config.resolved
+    is_here = os.path.isdir(resolved.model_path)
+    name = resolved.model_path if is_here else run_config.config.model.name
+    base = resolve_model(name, None if is_here else resolved.model_revision)
+    if base.fingerprint != manifest.base_fingerprint:
+        logger.warning(
+            f"{base.path} has the fingerprint {base.fingerprint[:12]}, and the adapter was trained on "
+            f"{manifest.base_fingerprint[:12]}: files or the version of skylite changed. The export "
+            "continues only if the model computes the recorded logprobs; export.json has both fingerprints."
+        )
+    return base
+
+
+def name_of_base(
+    given: str | None, run_config: RunConfig, base: ResolvedModel, push: str | None
+) -> tuple[str, bool]:
+    """How the export names its base, and whether that is a local folder. Raises ConfigError."""
+    name = run_config.config.model.name
+    is_hub_id = run_config.resolved.model_revision is not None
+    if given is not None:
+        return given, os.path.isdir(given)
+    if is_hub_id:
+        return name, False
+    if push is not None:
+        raise ConfigError(
+            f"The base model of this run is the local folder {base.path}, which nobody else can load.",
+            "Name it as on the hub: --base-name OWNER/NAME.",
+        )
+    return str(base.path), True
+
+
+def checked_dtype(given: str | None) -> Dtype | None:
+    for name in get_args(Dtype):
+        if given == name:
+            found: Dtype = name
+            return found
+    if given is None:
+        return None
+    raise ConfigError(f"--dtype {given} is unknown.", f"Choose one of {', '.join(get_args(Dtype))}.")
+
+
+def dtype_of(base: Path) -> Dtype:
+    """The dtype that the base model names in its config.json; float32 without one."""
+    config = parse_json((base / "config.json").read_text(encoding="utf-8"))
+    named = config.get("dtype") or config.get("torch_dtype")
+    return (checked_dtype(named) if named in get_args(Dtype) else None) or "float32"
+
+
+def out_name(served: ServedAdapter, flags: ExportFlags) -> str:
+    """Folder name in RUN/exports, such as `policy-v000020-merged-float32`."""
+    kinds = [kind for kind, wanted in (("merged", flags.merge), ("gguf", flags.gguf)) if wanted] or ["peft"]
+    return "-".join([served.adapter.name, *kinds, *([flags.dtype] if flags.dtype else [])])
+
+
+def check_memory(plan: ExportPlan) -> None:
+    """Raise ModelError if the float32 model does not fit into memory."""
+    needed = int(plan.num_parameters * 4 * MEMORY_FACTOR)
+    if needed > (free := available_memory()):
+        raise ModelError(
+            f"The export loads the model in float32, which needs about {format_bytes(needed)} of memory, "
+            f"and {format_bytes(free)} are free.",
+            "Stop other programs, or export on a larger machine.",
+        )
+
+
+def prompt_files(base: Path) -> list[Path]:
+    """Tokenizer, chat templates and generation settings of the base."""
+    return sorted({file for pattern in PROMPT_FILES for file in base.glob(pattern) if file.is_file()})
+
+
+def adapter_weights(plan: ExportPlan) -> Path:
+    return plan.served.adapter.path / WEIGHTS

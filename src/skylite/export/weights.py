@@ -1,0 +1,120 @@
+"""Writes the exported weights, and loads each kind again to check it with the run's canary."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from skylite.adapters.import_adapter import CONFIG, WEIGHTS, read_warm_start
+from skylite.errors import ModelError
+from skylite.export.canary_check import Check, check_base, check_export
+from skylite.export.gguf import check_gguf, convert_to_gguf
+from skylite.export.plan import ExportPlan, adapter_weights, prompt_files
+from skylite.export.transformers_model import load_float32, model_logprobs, versions
+from skylite.run.files import sha256_file
+from skylite.ui.progress_line import progress
+
+
+def export_weights(plan: ExportPlan, folder: Path) -> list[Check]:
+    """Write what the plan asks for into `folder` and check it. Raises SkyliteError subclasses."""
+    if not plan.has_merged_weights:
+        write_adapter(plan, folder, plan.base_name)
+        with progress("loading the base model and the adapter in float32"):
+            return [load_adapted(plan, folder)[1]]
+    merged = folder if plan.merge else folder / "merged"
+    checks = write_merged(plan, merged)
+    if plan.gguf:
+        file = folder / f"{plan.name}-{plan.dtype}.gguf"
+        with progress("converting to GGUF"):
+            convert_to_gguf(merged, file, plan.dtype)
+        with progress("loading the GGUF file"):
+            checks += check_gguf(file, plan.manifest.canary)
+        if not plan.merge:
+            shutil.rmtree(merged)
+    return checks
+
+
+def write_adapter(plan: ExportPlan, folder: Path, base_name: str) -> None:
+    """Write a PEFT folder with the tokenizer: a copy of the weights, and a configuration of plain LoRA."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(adapter_weights(plan), folder / WEIGHTS)
+    if (found := sha256_file(folder / WEIGHTS)) != plan.manifest.weights_sha256:
+        raise ModelError(
+            f"The copy of {adapter_weights(plan)} has sha256 {found}, but the manifest says "
+            f"{plan.manifest.weights_sha256}.",
+            "The adapter changed during the export, or the disk failed; export again.",
+        )
+    lora = read_warm_start(plan.served.adapter.path)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "revision": None if plan.is_base_local else plan.run_config.resolved.model_revision,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "use_rslora": lora.use_rslora,
+        "target_modules": sorted(plan.manifest.target_modules),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (folder / CONFIG).write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    copy_prompt_files(plan, folder)
+
+
+def copy_prompt_files(plan: ExportPlan, folder: Path) -> None:
+    """Copy tokenizer, chat templates and generation settings of the base as they are."""
+    for file in prompt_files(plan.base.path):
+        copy = folder / file.relative_to(plan.base.path)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
+
+
+def load_adapted(plan: ExportPlan, adapter: Path) -> tuple[Any, Check]:
+    """The pristine base in float32 with the adapter folder on it, both checked."""
+    from peft import PeftModel
+
+    model = load_float32(plan.base.path)
+    canary = plan.manifest.canary
+    check_base(model_logprobs(model, canary.sequences), canary)
+    adapted = PeftModel.from_pretrained(model, str(adapter)).eval()
+    logprobs = model_logprobs(adapted, canary.sequences)
+    by = f"{versions('transformers', 'peft')} in float32"
+    return adapted, check_export("adapter weights", by, logprobs, canary, is_exact=True)
+
+
+def write_merged(plan: ExportPlan, folder: Path) -> list[Check]:
+    """Merge in float32, check, cast, save, and check what was saved."""
+    import torch
+
+    temporary = folder / "adapter"
+    try:
+        with progress("loading the base model and the adapter in float32"):
+            write_adapter(plan, temporary, str(plan.base.path))
+            adapted, _ = load_adapted(plan, temporary)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    canary = plan.manifest.canary
+    by = f"{versions('transformers', 'peft')} in float32"
+    with progress("merging"):
+        merged = adapted.merge_and_unload(safe_merge=True)
+        logprobs = model_logprobs(merged, canary.sequences)
+        checks = [check_export("merged weights before the cast", by, logprobs, canary, is_exact=True)]
+        merged = merged.to(getattr(torch, plan.dtype))
+        merged.save_pretrained(folder)
+    del adapted, merged
+    gc.collect()
+    copy_prompt_files(plan, folder)
+    with progress("loading the merged model"):
+        return [*checks, check_folder(plan, folder)]
+
+
+def check_folder(plan: ExportPlan, folder: Path) -> Check:
+    """Load merged weights from their folder and check them."""
+    logprobs = model_logprobs(load_float32(folder), plan.manifest.canary.sequences)
+    what, by = f"merged weights in {plan.dtype}", f"{versions('transformers')} in float32"
+    is_exact = plan.dtype == "float32"
+    return check_export(what, by, logprobs, plan.manifest.canary, is_exact=is_exact)

@@ -1,0 +1,152 @@
+"""`skylite eval`, `chat` and `export` as processes, with the fake engine in place of vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from skylite.evaluation.versions import Subject, waves
+from skylite.run.run_dir import AdapterVersion, RunDir
+from tests.unit.export_cases import make_run
+
+COMMAND = [sys.executable, "-c", "from skylite.cli import main; main()"]
+
+
+@pytest.fixture(scope="module")
+def run(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    return make_run(tmp_path_factory.mktemp("eval"), tiny_llama, versions=(0, 1, 2))
+
+
+def skylite(run: RunDir, *args: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    engine = f"{sys.executable} -m tests.fakes.engine"
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([str(root / "src"), str(root)])
+    return subprocess.run(
+        [*COMMAND, *args],
+        cwd=run.root.parent,
+        env={**os.environ, "SKYLITE_ENGINE_COMMAND": engine, "PYTHONPATH": path},
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_many_versions_and_the_base_are_evaluated_and_compared(run: RunDir) -> None:
+    done = skylite(run, "eval", "run", "--steps", "0,2", "--base", "--n", "4", "--max-loras", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    facts = json.loads(done.stdout)
+    assert [r["adapter"] for r in facts["results"]] == ["base", "policy-v000000", "policy-v000002"]
+    assert [r["version"] for r in facts["results"]] == [None, 0, 2]
+    assert [(c["adapter"], c["baseline"], c["test"]) for c in facts["comparisons"]] == [
+        ("policy-v000000", "base", "paired bootstrap"),
+        ("policy-v000002", "base", "paired bootstrap"),
+    ]
+    first = facts["results"][0]
+    assert (first["problems"], first["n"]) == (4, 4)
+    assert set(first["pass_at"]) == {"1", "2", "4"}
+    assert {"majority", "gsm8k_strict", "gsm8k_flexible"} <= set(first)
+    stored = json.loads((run.evals / "compared-test-mean4.json").read_text())
+    assert stored == facts
+    rows = {
+        name: pq.read_table(run.evals / f"{name}-data-test-mean4.parquet").to_pylist()
+        for name in ("base", "policy-v000000", "policy-v000002")
+    }
+    assert all(len(r) == 16 for r in rows.values())
+    texts = {name: [row["completion"] for row in r] for name, r in rows.items()}
+    assert texts["policy-v000000"] != texts["policy-v000002"] != texts["base"], "each sampled its own"
+
+
+def test_one_version_is_printed_for_a_person(run: RunDir) -> None:
+    done = skylite(run, "eval", "run")
+    assert done.returncode == 0, done.stderr
+    assert "policy-v000002 on data (test)" in done.stdout
+    assert "pass@1, greedy" in done.stdout
+    assert (run.evals / "policy-v000002-data-test-greedy.json").exists()
+
+
+def test_the_base_alone_and_every_kept_version(run: RunDir, tiny_llama: Path) -> None:
+    settings = ("--set", "rollout.max_completion_tokens=8")
+    done = skylite(run, "eval", "--base", "--model", str(tiny_llama), "--data", "data", *settings)
+    assert done.returncode == 0, done.stderr
+    assert (run.root.parent / "evals" / "base-data-test-greedy.json").exists()
+    every = skylite(run, "eval", "run", "--all")
+    assert every.returncode == 0, every.stderr
+    assert [f"policy-v{v:06d} on data (test)" in every.stdout for v in range(3)] == [True] * 3
+    assert "against policy-v000000: " in every.stdout
+    assert "learning curve" in every.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("run", "--steps", "0,7"), "no adapter of step 7 (available steps: 0, 1, 2)"),
+        (("run", "--steps", "0", "--all"), "exclude each other"),
+        (("--base", "--all"), "no run was given"),
+        (("run", "--data", "data", "--data", "data"), "Two data sets are named 'data'"),
+    ],
+)
+def test_bad_flags_are_one_sentence(run: RunDir, args: tuple[str, ...], message: str) -> None:
+    done = skylite(run, "eval", *args)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_waves_hold_at_most_so_many_adapters_and_the_base_needs_no_place() -> None:
+    subjects = [Subject(None), *(Subject(AdapterVersion(v, Path("x"))) for v in range(5))]
+    names = [[s.name for s in wave] for wave in waves(subjects, 2)]
+    assert [len(n) for n in names] == [3, 2, 1]
+    assert names[0][0] == "base"
+
+
+def test_a_chat_begins_as_the_training_prompts_and_remembers(run: RunDir) -> None:
+    done = skylite(run, "chat", "run", "--step", "1", text="hello\nagain\n/reset\nnew\n/quit\nignored\n")
+    assert done.returncode == 0, done.stderr
+    # System prompt and one example are three messages; each turn adds two.
+    assert "policy-v000001 4 hello" in done.stdout
+    assert "policy-v000001 6 again" in done.stdout
+    assert "policy-v000001 4 new" in done.stdout
+    assert "ignored" not in done.stdout
+    assert "\x1b" not in done.stdout, "the model's escape sequences do not reach the terminal"
+
+
+def test_a_chat_with_the_base_and_another_system_prompt(run: RunDir) -> None:
+    done = skylite(run, "chat", "run", "--base", "--system", "Be brief.", text="hello\n")
+    assert "base 2 hello" in done.stdout, "it ends with the input"
+
+
+def test_a_server_that_is_not_there_is_a_sentence(run: RunDir) -> None:
+    done = skylite(run, "chat", "--url", "http://127.0.0.1:9")
+    assert done.returncode == 1
+    assert "does not answer" in done.stderr
+    assert skylite(run, "chat", "--url", "nonsense").returncode == 2
+
+
+@pytest.mark.parametrize("form", [("--best",), ("--merge", "--dtype", "bfloat16")])
+def test_an_export_prints_what_its_check_measured(run: RunDir, tmp_path: Path, form: tuple[str, ...]) -> None:
+    done = skylite(run, "export", "run", *form, "--out", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    assert "canary tokens differ from the trainer's by" in done.stderr
+    assert done.stdout.startswith("exported policy-v00000")
+    assert (tmp_path / "out" / "README.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [(("--gguf",), "convert_hf_to_gguf.py is not on the PATH"), (("--push", "mine"), "has no owner")],
+)
+def test_an_export_that_cannot_work_is_refused_at_once(
+    run: RunDir, form: tuple[str, ...], message: str
+) -> None:
+    done = skylite(run, "export", "run", *form)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert not (run.root / "exports").exists()
