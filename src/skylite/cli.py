@@ -40,6 +40,10 @@ Rewards = Annotated[
     list[str] | None,
     typer.Option(help="gsm8k, math, ... or FILE.py:function, instead of the data's reward. Repeatable."),
 ]
+Environment = Annotated[
+    str | None,
+    typer.Option("--env", help="Episodes of several turns: guess, calculator, FILE.py:function, ..."),
+]
 RewardSettings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="A.B=VALUE", help="E.g. reward.answer_pattern=REGEX. Repeatable."),
@@ -118,9 +122,7 @@ def train(
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
     group_size: Annotated[int | None, typer.Option(help="Completions per prompt.")] = None,
     reward: Rewards = None,
-    env: Annotated[
-        str | None, typer.Option(help="Episodes of several turns: guess, calculator, FILE.py:function, ...")
-    ] = None,
+    env: Environment = None,
     seed: Annotated[int | None, typer.Option(help="Seed of data order, sampling and initialisation.")] = None,
     from_adapter: Annotated[
         Path | None, typer.Option(help="Start from the weights in this adapter folder (warm start).")

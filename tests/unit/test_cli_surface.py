@@ -16,7 +16,7 @@ FLAGS = {
     },
     "train": {
         "--recipe", "--model", "--data", "--rank", "--alpha", "--steps", "--lr", "--group-size", "--seed",
-        "--reward", "--from-adapter", "--run", "--resume", "--at", "--max-hours", "--max-restarts",
+        "--reward", "--env", "--from-adapter", "--run", "--resume", "--at", "--max-hours", "--max-restarts",
         "--dry-run", "--set", *LOGGING,
     },
     "eval": {
@@ -40,6 +40,7 @@ FLAGS = {
         "--limit", "--json", *LOGGING,
     },
     "runs": {"--json", *LOGGING},
+    "env": set(),
 }  # fmt: skip
 
 

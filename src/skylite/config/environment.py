@@ -36,3 +36,19 @@ class EnvConfig(Section):
     """Arguments of the chat template, such as {enable_thinking = false}."""
     weights: dict[str, float] = {}
     """Weight of each named component that an episode returns. Names that are not here count 1."""
+
+    def check_fits(self, max_prompt_tokens: int, overlong_buffer_frac: float) -> None:
+        """Raise ValueError if other settings do not go with an environment."""
+        if not self.episode:
+            return
+        if overlong_buffer_frac > 0:
+            raise ValueError(
+                f"algorithm.overlong_buffer_frac={overlong_buffer_frac:g} punishes a long completion, and an "
+                "episode has several (env.episode); set algorithm.overlong_buffer_frac=0 and let the "
+                "episode's reward punish length."
+            )
+        if self.max_tokens <= max_prompt_tokens:
+            raise ValueError(
+                f"env.max_tokens={self.max_tokens} leaves no room for a reply to a prompt of "
+                f"rollout.max_prompt_tokens={max_prompt_tokens} tokens; raise env.max_tokens."
+            )

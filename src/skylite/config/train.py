@@ -192,19 +192,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def check_env(self) -> Self:
-        if not self.env.episode:
-            return self
-        if self.algorithm.overlong_buffer_frac > 0:
-            raise ValueError(
-                f"algorithm.overlong_buffer_frac={self.algorithm.overlong_buffer_frac:g} punishes a long "
-                "completion, and an episode has several (env.episode); set algorithm.overlong_buffer_frac=0 "
-                "and let the episode's reward punish length."
-            )
-        if self.env.max_tokens <= self.rollout.max_prompt_tokens:
-            raise ValueError(
-                f"env.max_tokens={self.env.max_tokens} leaves no room for a reply to a prompt of "
-                f"rollout.max_prompt_tokens={self.rollout.max_prompt_tokens} tokens; raise env.max_tokens."
-            )
+        self.env.check_fits(self.rollout.max_prompt_tokens, self.algorithm.overlong_buffer_frac)
         return self
 
     @property

@@ -167,7 +167,6 @@ def _run_episode(episode: Episode, message: dict[str, Any], pipe: int, host: int
         os.setpgid(0, 0)
     die_with_parent(host)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     limit = FILE_BYTES if most == resource.RLIM_INFINITY else min(FILE_BYTES, most)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))

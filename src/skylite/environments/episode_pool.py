@@ -122,11 +122,7 @@ async def running_episodes(
         # Its end is no ChildDied until it has said why it cannot start.
         supervisor.leave_to_caller(NAME)
         reader, writer = await _within(connected, logs)
-        first = parse_json(await reader.readline() or b"{}")
-        if "failed" in first:
-            raise ConfigError(str(first["failed"]), "Fix that file.")
-        if "ready" not in first:
-            raise _host_lost(logs)
+        _check_started(parse_json(await reader.readline() or b"{}"), logs)
         pool = EpisodePool(reader, writer, logs)
         reading = asyncio.ensure_future(pool.read_results())
         reading.add_done_callback(partial(_report_end, supervisor, logs))
@@ -140,6 +136,13 @@ async def running_episodes(
         path.unlink(missing_ok=True)
         if NAME in supervisor.pids():
             supervisor.stop_child(NAME, timeout_s=1.0)
+
+
+def _check_started(first: dict[str, Any], logs: Path) -> None:
+    if "failed" in first:
+        raise ConfigError(str(first["failed"]), "Fix that file.")
+    if "ready" not in first:
+        raise _host_lost(logs)
 
 
 def _report_end(supervisor: Supervisor, logs: Path, reading: asyncio.Future[None]) -> None:

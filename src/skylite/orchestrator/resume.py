@@ -62,14 +62,7 @@ def plan_resume(
     check_device(config, recorded.resolved.device)
     placement = place_again(recorded, config)
     log_notes(placement.notes)
-    rewards: tuple[str, ...] = ()
-    if config.env.episode:
-        programs = allow_episode(config.env.episode, named_by=run.config_path, settings=settings)
-    else:
-        rewards, programs = allow_rewards(
-            config.reward.functions, info, Path(config.data.path), named_by=run.config_path
-        )
-    programs |= allow_algorithm(config.algorithm, named_by=run.config_path, settings=settings)
+    rewards, programs = _allowed_programs(run, config, info, settings)
     recorded = _check_inputs(recorded, config)
     done = choose_checkpoint(run, at)
     _require_work(run, config, done)
@@ -96,6 +89,20 @@ def plan_resume(
         resumed=True,
         reuse_rollouts=at is None,
     )
+
+
+def _allowed_programs(
+    run: RunDir, config: TrainConfig, info: PromptFileInfo, settings: Sequence[str]
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Specs of the rewards, and the hashes of all programs that the user allows. Raises ConfigError."""
+    rewards: tuple[str, ...] = ()
+    if config.env.episode:
+        programs = allow_episode(config.env.episode, named_by=run.config_path, settings=settings)
+    else:
+        rewards, programs = allow_rewards(
+            config.reward.functions, info, Path(config.data.path), named_by=run.config_path
+        )
+    return rewards, programs | allow_algorithm(config.algorithm, named_by=run.config_path, settings=settings)
 
 
 def remove_after(run: RunDir, lora_sync_path: Path, step: int, *, reuse_rollouts: bool) -> int:

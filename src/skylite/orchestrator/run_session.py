@@ -180,10 +180,7 @@ async def _run(
         progress.event("trainer_started")
         tokenizer = await _load_tokenizer(plan, stack)
         progress.event("tokenizer_ready")
-        pool = None if plan.config.env.episode else reward_pool(plan)
-        if pool is not None:
-            stack.callback(pool.close)
-            pool.watch(supervisor.fail)
+        scorer = _scorer(plan, stack, supervisor)
         environment = await _environment(plan, stack, tokenizer, supervisor)
         record_choices(plan, await wait_for_trainer_step(plan, plan.first_step - 1))
         ready = await stack.enter_async_context(
@@ -202,7 +199,7 @@ async def _run(
             Session(
                 plan=plan,
                 engines=engines,
-                scorer=pool,
+                scorer=scorer,
                 tokenizer=tokenizer,
                 progress=progress,
                 limit=limit,
@@ -210,6 +207,16 @@ async def _run(
             )
         )
         await wait_for_trainer_exit(plan, supervisor)
+
+
+def _scorer(plan: RunPlan, stack: contextlib.AsyncExitStack, supervisor: Supervisor) -> RewardPool | None:
+    """The reward workers, which `stack` ends; None with an environment."""
+    if plan.config.env.episode:
+        return None
+    pool = reward_pool(plan)
+    stack.callback(pool.close)
+    pool.watch(supervisor.fail)
+    return pool
 
 
 async def _environment(
