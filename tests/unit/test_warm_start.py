@@ -216,6 +216,7 @@ def test_from_adapter_is_an_ordinary_setting(tmp_path: Path) -> None:
         recipe=None,
         model=None,
         data=None,
+        env=None,
         rank=None,
         alpha=None,
         steps=None,

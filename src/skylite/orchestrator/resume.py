@@ -14,12 +14,7 @@ from skylite.config.loading import change_config, read_run_config
 from skylite.config.train import Resolved, RunConfig, TrainConfig
 from skylite.errors import ConfigError, DataError
 from skylite.hub.resolve import check_folder, resolve_model
-from skylite.orchestrator.allowed_programs import (
-    accept_same_rewards,
-    allow_algorithm,
-    allow_episode,
-    allow_rewards,
-)
+from skylite.orchestrator.allowed_programs import accept_same_rewards, allow_again
 from skylite.orchestrator.gpu_plan import Placement, place_again
 from skylite.orchestrator.memory_plan import MemoryBudget, plan_memory
 from skylite.orchestrator.plan import (
@@ -62,7 +57,7 @@ def plan_resume(
     check_device(config, recorded.resolved.device)
     placement = place_again(recorded, config)
     log_notes(placement.notes)
-    rewards, programs = _allowed_programs(run, config, info, settings)
+    rewards, programs = allow_again(run.config_path, config, info, settings)
     recorded = _check_inputs(recorded, config)
     done = choose_checkpoint(run, at)
     _require_work(run, config, done)
@@ -89,20 +84,6 @@ def plan_resume(
         resumed=True,
         reuse_rollouts=at is None,
     )
-
-
-def _allowed_programs(
-    run: RunDir, config: TrainConfig, info: PromptFileInfo, settings: Sequence[str]
-) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Specs of the rewards, and the hashes of all programs that the user allows. Raises ConfigError."""
-    rewards: tuple[str, ...] = ()
-    if config.env.episode:
-        programs = allow_episode(config.env.episode, named_by=run.config_path, settings=settings)
-    else:
-        rewards, programs = allow_rewards(
-            config.reward.functions, info, Path(config.data.path), named_by=run.config_path
-        )
-    return rewards, programs | allow_algorithm(config.algorithm, named_by=run.config_path, settings=settings)
 
 
 def remove_after(run: RunDir, lora_sync_path: Path, step: int, *, reuse_rollouts: bool) -> int:

@@ -1,18 +1,30 @@
-"""The resources that the step loop uses."""
+"""The resources that the step loop uses, and how a run starts them."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from skylite.data.tokenizer import ChatTokenizer
+from skylite.data.tokenizer import ChatTokenizer, load_tokenizer
+from skylite.engine.adapter_canary import canary_sequences
 from skylite.engine.collect_groups import Scorer
 from skylite.engine.engine_pool import EnginePool
 from skylite.environments.sample_episodes import Environment
+from skylite.environments.start import running_environment, running_renderer
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.progress import Progress
 from skylite.orchestrator.shutdown import TimeLimit
+from skylite.processes.supervisor import Supervisor
+from skylite.rewards.worker_pool import RewardPool
+from skylite.run.files import write_json
 from skylite.run.run_dir import AdapterVersion, adapter_name
+
+logger = logging.getLogger(__name__)
+LONGEST_PROMPTS = 16
+"""Prompts to encode for the longest one. The longest text need not have the most tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,3 +48,65 @@ class Session:
     def adapter(self, version: int) -> AdapterVersion:
         """An adapter version, published or not yet."""
         return AdapterVersion(version, self.adapters / adapter_name(version))
+
+
+def reward_pool(plan: RunPlan) -> RewardPool:
+    """The reward workers. Raises ConfigError if a reward cannot be loaded."""
+    config = plan.config.reward
+    programs = plan.resolved.programs
+    log = plan.run.log_path("rewards")
+    return RewardPool(
+        plan.rewards, config.weights, config.num_workers, config.timeout_s, programs, log, config
+    )
+
+
+def start_scorer(
+    plan: RunPlan, stack: contextlib.AsyncExitStack, supervisor: Supervisor
+) -> RewardPool | None:
+    """The reward workers, which `stack` ends; None with an environment."""
+    if plan.config.env.episode:
+        return None
+    pool = reward_pool(plan)
+    stack.callback(pool.close)
+    pool.watch(supervisor.fail)
+    return pool
+
+
+async def start_environment(
+    plan: RunPlan, stack: contextlib.AsyncExitStack, tokenizer: ChatTokenizer, supervisor: Supervisor
+) -> Environment | None:
+    """The environment of env.episode, which `stack` ends."""
+    if not plan.config.env.episode:
+        return None
+    stops = tokenizer.stop_token_ids
+    renderer = await stack.enter_async_context(running_renderer(Path(plan.resolved.model_path), stops))
+    return await stack.enter_async_context(
+        running_environment(
+            plan.config,
+            renderer,
+            stops,
+            plan.resolved.programs,
+            plan.run.logs,
+            supervisor,
+        )
+    )
+
+
+async def start_tokenizer(plan: RunPlan, stack: contextlib.AsyncExitStack) -> ChatTokenizer:
+    """Load the tokenizer and write the canary sequences, for which the trainer waits. `stack` closes it."""
+    tokenizer = await asyncio.to_thread(load_tokenizer, Path(plan.resolved.model_path))
+    stack.callback(tokenizer.close)
+    if tokenizer.note:
+        logger.info(tokenizer.note)
+    longest = await asyncio.to_thread(longest_prompt_tokens, tokenizer, plan)
+    sequences = await asyncio.to_thread(canary_sequences, tokenizer, plan.train, plan.resolved.dtype)
+    write_json(plan.run.canary_path, {"sequences": sequences, "longest_prompt_tokens": longest})
+    return tokenizer
+
+
+def longest_prompt_tokens(tokenizer: ChatTokenizer, plan: RunPlan) -> int:
+    """Tokens of the longest training prompt that is sampled, judged by the prompts with the longest text."""
+    by_text = sorted(plan.train, key=lambda p: -sum(len(m["content"]) for m in p.messages))
+    tokens = map(len, tokenizer.encode_chats([p.messages for p in by_text[:LONGEST_PROMPTS]]))
+    limit = plan.config.rollout.max_prompt_tokens
+    return max((count for count in tokens if count <= limit), default=limit)

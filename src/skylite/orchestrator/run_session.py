@@ -14,13 +14,10 @@ from pathlib import Path
 from skylite.adapters.manifest import read_manifest
 from skylite.adapters.target_modules import predict_target_modules
 from skylite.config.train import Resolved
-from skylite.data.tokenizer import ChatTokenizer, load_tokenizer
-from skylite.engine.adapter_canary import DEFAULT_TOLERANCE, canary_sequences, verify_folder
+from skylite.engine.adapter_canary import DEFAULT_TOLERANCE, verify_folder
 from skylite.engine.engine_pool import EnginePool
 from skylite.engine.startup import engines_for_modules, start_engines
 from skylite.engine.watchdog import RestartPolicy
-from skylite.environments.sample_episodes import Environment
-from skylite.environments.start import running_environment, running_renderer
 from skylite.errors import OutOfMemory, SkyliteError, TrainerLost, WriteFailed, write_failed
 from skylite.hub.shared_memory import model_in_shared_memory
 from skylite.orchestrator.failures import TRAINER, explain_failure, may_resume, with_next_commands
@@ -28,7 +25,7 @@ from skylite.orchestrator.loop import TrainerStep, run_steps, wait_for_trainer_s
 from skylite.orchestrator.plan import RunPlan, write_config
 from skylite.orchestrator.progress import Progress
 from skylite.orchestrator.resume import plan_resume, remove_after
-from skylite.orchestrator.run_resources import Session
+from skylite.orchestrator.run_resources import Session, start_environment, start_scorer, start_tokenizer
 from skylite.orchestrator.shutdown import (
     TRAINER_SHARE,
     StopRequest,
@@ -40,16 +37,13 @@ from skylite.processes.child import ProcessSpec
 from skylite.processes.hardware import cpu_cores
 from skylite.processes.supervisor import Supervisor
 from skylite.processes.torchrun import trainer_command, trainer_env
-from skylite.rewards.worker_pool import RewardPool
-from skylite.run.files import convert_os_errors, write_json
+from skylite.run.files import convert_os_errors
 from skylite.run.metrics_file import null_to_nan, read_metrics
 from skylite.run.run_dir import adapter_name
 from skylite.ui.dashboard import Screen
 from skylite.ui.end_message import finished_text, stopped_text
 
 logger = logging.getLogger(__name__)
-LONGEST_PROMPTS = 16
-"""Prompts to encode for the longest one. The longest text need not have the most tokens."""
 
 
 async def run_session(plan: RunPlan, *, resume: bool, limit: TimeLimit | None = None) -> bool:
@@ -178,10 +172,10 @@ async def _run(
         progress.event("engines_started")
         supervisor.start(_trainer_spec(plan, resume))
         progress.event("trainer_started")
-        tokenizer = await _load_tokenizer(plan, stack)
+        tokenizer = await start_tokenizer(plan, stack)
         progress.event("tokenizer_ready")
-        scorer = _scorer(plan, stack, supervisor)
-        environment = await _environment(plan, stack, tokenizer, supervisor)
+        scorer = start_scorer(plan, stack, supervisor)
+        environment = await start_environment(plan, stack, tokenizer, supervisor)
         record_choices(plan, await wait_for_trainer_step(plan, plan.first_step - 1))
         ready = await stack.enter_async_context(
             engines_for_modules(
@@ -209,71 +203,11 @@ async def _run(
         await wait_for_trainer_exit(plan, supervisor)
 
 
-def _scorer(plan: RunPlan, stack: contextlib.AsyncExitStack, supervisor: Supervisor) -> RewardPool | None:
-    """The reward workers, which `stack` ends; None with an environment."""
-    if plan.config.env.episode:
-        return None
-    pool = reward_pool(plan)
-    stack.callback(pool.close)
-    pool.watch(supervisor.fail)
-    return pool
-
-
-async def _environment(
-    plan: RunPlan, stack: contextlib.AsyncExitStack, tokenizer: ChatTokenizer, supervisor: Supervisor
-) -> Environment | None:
-    """The environment of env.episode, which `stack` ends."""
-    if not plan.config.env.episode:
-        return None
-    stops = tokenizer.stop_token_ids
-    renderer = await stack.enter_async_context(running_renderer(Path(plan.resolved.model_path), stops))
-    return await stack.enter_async_context(
-        running_environment(
-            plan.config,
-            renderer,
-            stops,
-            plan.resolved.programs,
-            plan.run.logs,
-            supervisor,
-        )
-    )
-
-
-async def _load_tokenizer(plan: RunPlan, stack: contextlib.AsyncExitStack) -> ChatTokenizer:
-    """Load the tokenizer and write the canary sequences, for which the trainer waits. `stack` closes it."""
-    tokenizer = await asyncio.to_thread(load_tokenizer, Path(plan.resolved.model_path))
-    stack.callback(tokenizer.close)
-    if tokenizer.note:
-        logger.info(tokenizer.note)
-    longest = await asyncio.to_thread(longest_prompt_tokens, tokenizer, plan)
-    sequences = await asyncio.to_thread(canary_sequences, tokenizer, plan.train, plan.resolved.dtype)
-    write_json(plan.run.canary_path, {"sequences": sequences, "longest_prompt_tokens": longest})
-    return tokenizer
-
-
-def longest_prompt_tokens(tokenizer: ChatTokenizer, plan: RunPlan) -> int:
-    """Tokens of the longest training prompt that is sampled, judged by the prompts with the longest text."""
-    by_text = sorted(plan.train, key=lambda p: -sum(len(m["content"]) for m in p.messages))
-    tokens = map(len, tokenizer.encode_chats([p.messages for p in by_text[:LONGEST_PROMPTS]]))
-    limit = plan.config.rollout.max_prompt_tokens
-    return max((count for count in tokens if count <= limit), default=limit)
-
-
 def record_choices(plan: RunPlan, first: TrainerStep) -> None:
     """Print which fast paths the trainer chose for the model, and add them to config.json."""
     for choice in first.choices:
         logger.info(f"trainer: {choice}")
     write_config(replace(plan, resolved=plan.resolved.model_copy(update={"choices": first.choices})))
-
-
-def reward_pool(plan: RunPlan) -> RewardPool:
-    """The reward workers. Raises ConfigError if a reward cannot be loaded."""
-    config = plan.config.reward
-    programs = plan.resolved.programs
-    log = plan.run.log_path("rewards")
-    return RewardPool(
-        plan.rewards, config.weights, config.num_workers, config.timeout_s, programs, log, config
-    )
 
 
 def _published_modules(plan: RunPlan) -> list[str]:
