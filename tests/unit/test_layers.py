@@ -14,8 +14,7 @@ HEAVY = {"torch", "transformers", "vllm", "peft", "reasoning_gym", "math_verify"
 LAYERS = (
     ("start",),
     ("cli",),
-    ("cli_runs", "cli_env"),
-    ("cli_after_training",),
+    ("cli_training", "cli_runs", "cli_after_training", "cli_adapters", "cli_env"),
     ("cli_options",),
     ("commands",),
     ("orchestrator",),
@@ -23,7 +22,6 @@ LAYERS = (
     ("ui",),
     ("report",),
     ("evaluation",),
-    ("environments",),
     ("engine",),
     ("data",),
     ("rewards",),

@@ -79,7 +79,7 @@ def test_the_panel_is_plain() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", [SOURCE / "cli.py", *sorted((SOURCE / "commands").glob("*.py"))], ids=lambda p: p.name
+    "path", sorted([*SOURCE.glob("cli*.py"), *(SOURCE / "commands").glob("*.py")]), ids=lambda p: p.name
 )
 def test_commands_print_plain_text_only(path: Path) -> None:
     """`ui.logs.show` makes text plain. `print` does not."""

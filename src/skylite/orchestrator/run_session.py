@@ -166,9 +166,8 @@ async def _run(
             verify=partial(verify_folder, tolerance=tolerance),
             counts=progress.restarts,
         )
-        watchdogs = await stack.enter_async_context(
-            start_engines(plan.run_config, plan.run.logs, modules, supervisor, restarts)
-        )
+        starting = start_engines(plan.run_config, plan.run.logs, modules, supervisor, restarts)
+        watchdogs = await stack.enter_async_context(starting)
         progress.event("engines_started")
         supervisor.start(_trainer_spec(plan, resume))
         progress.event("trainer_started")
@@ -188,18 +187,16 @@ async def _run(
             )
         )
         progress.event("engines_ready")
-        engines = EnginePool(ready, tolerance)
-        await run_steps(
-            Session(
-                plan=plan,
-                engines=engines,
-                scorer=scorer,
-                tokenizer=tokenizer,
-                progress=progress,
-                limit=limit,
-                environment=environment,
-            )
+        session = Session(
+            plan=plan,
+            engines=EnginePool(ready, tolerance),
+            scorer=scorer,
+            tokenizer=tokenizer,
+            progress=progress,
+            limit=limit,
+            environment=environment,
         )
+        await run_steps(session)
         await wait_for_trainer_exit(plan, supervisor)
 
 
