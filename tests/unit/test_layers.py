@@ -22,6 +22,7 @@ LAYERS = (
     ("ui",),
     ("report",),
     ("evaluation",),
+    ("environments",),
     ("engine",),
     ("data",),
     ("rewards",),
