@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from skylite.commands import watch as watch_command
 from skylite.orchestrator import run_session
 from tests.unit.bad_inputs import Reply, call
 from tests.unit.hostile_bundle import RUNS, Bundle, Trap, make_bundle
@@ -156,8 +157,9 @@ def test_adapters(bundle: Bundle, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_watch_report_samples_and_runs(bundle: Bundle, kind: str) -> None:
+def test_watch_report_samples_and_runs(bundle: Bundle, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page must not hold a file of the user that the run links to, either."""
+    monkeypatch.setattr(watch_command, "SILENT_S", 0.0)  # watch ends at once with a run that has no process
     secret = bundle.folder / "secret.json"
     secret.write_text('{"token": "mine alone"}')
     (bundle.folder / f"run-{kind}" / "machine.json").symlink_to(secret)

@@ -128,25 +128,32 @@ def test_lines_follow_a_live_run(tmp_path: Path) -> None:
     assert "\x1b" not in drawn(watcher, has_keys=False)
 
 
-def test_a_run_without_a_process_is_silent_after_a_while() -> None:
-    def status(pid: int, minutes: float) -> Status:
+def test_a_run_without_a_process_is_silent_after_a_while(hacked: RunDir, tmp_path: Path) -> None:
+    facts = Watcher(hacked.root).facts
+
+    def silent(pid: int, minutes: float) -> bool:
         written = (datetime.now(UTC) - timedelta(minutes=minutes)).isoformat()
-        return Status(
-            phase="training",
-            step=1,
-            num_steps=2,
-            adapter_version=0,
-            pids={"skylite": pid},
-            updated_at=written,
+        status = replace(read_status(hacked.status_path), phase="training", pids={"skylite": pid})
+        return is_silent(
+            replace(facts, status=replace(status, updated_at=written if minutes else "nonsense"))
         )
 
     dead = subprocess.Popen(["true"])
     dead.wait()
-    assert is_silent(status(dead.pid, 11))
-    assert not is_silent(status(dead.pid, 1))
-    assert not is_silent(status(os.getpid(), 11))
-    assert is_silent(replace(status(10**30, 11), updated_at="nonsense"))
-    assert is_silent(status(-1, 11))  # never a signal to all processes
+    assert silent(dead.pid, 11)
+    assert not silent(dead.pid, 1)
+    assert not silent(os.getpid(), 11)
+    assert silent(10**30, 0)
+    assert silent(-1, 11)  # never a signal to all processes
+
+
+def test_a_run_without_a_status_is_silent_after_a_while(tmp_path: Path) -> None:
+    run = write_made_up_run(tmp_path, "healthy", steps=1)
+    run.status_path.unlink()
+    assert not is_silent(Watcher(run.root).facts)
+    os.utime(run.config_path, (0, time.time() - 700))
+    printed = lines_of(Watcher(run.root))
+    assert printed[-1] == "unknown  status.json is not readable"
 
 
 def test_damage_is_shown_and_not_raised(hacked: RunDir, tmp_path: Path) -> None:

@@ -54,12 +54,12 @@ def completion_text(c: Completion) -> str:
 
 
 def _read(facts: RunFacts, flags: SampleFlags) -> Iterator[Completion]:
-    reader: Callable[[Path, int], list[Completion]]
+    reader: Callable[[Path, int], list[Completion]] = read_held_out if flags.held_out else read_training
     if flags.held_out:
         stored = {h.version: h.path for h in facts.held_out if h.path.is_file()}
-        kind, reader = "held-out evaluation of version", read_held_out
+        kind = "held-out evaluation of version"
     else:
-        stored, kind, reader = facts.files.stored_rollouts(), "rollouts of step", read_training
+        stored, kind = facts.files.stored_rollouts(), "rollouts of step"
     if not stored:
         raise ConfigError(f"{facts.run.path} has no {kind.split(' of ')[0]} yet.", "Wait for its first step.")
     for step in flags.steps:

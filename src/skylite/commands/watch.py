@@ -158,16 +158,18 @@ def print_lines(watcher: Watcher, print_line: Callable[[str], None], sleep: Call
         for text in facts.unreadable:
             once(f"not read: {text}")
         ended = facts.phase in ENDED
-        if ended or is_silent(facts.status):
+        if ended or is_silent(facts):
             once(f"{facts.phase}  {_detail(facts)}".strip())
             return
         sleep(LINES_REFRESH_S)
         watcher.refresh()
 
 
-def is_silent(status: Status | None) -> bool:
-    """Whether the run has no process on this machine and has not written for a while."""
-    return status is not None and not _has_process(status) and not age_s(status) <= SILENT_S
+def is_silent(facts: RunFacts) -> bool:
+    """Whether the run has no process on this machine and has not written its status for a while."""
+    if facts.status is None:
+        return time.time() - facts.files.config_path.stat().st_mtime > SILENT_S
+    return not _has_process(facts.status) and not age_s(facts.status) <= SILENT_S
 
 
 def _has_process(status: Status) -> bool:
