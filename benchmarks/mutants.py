@@ -82,6 +82,12 @@ class Worker:
         self._process.wait()
 
 
+def test_path(name: str) -> str:
+    """The argument of pytest for a name in the map, NAME or NAME::test_function."""
+    file, colons, function = name.partition("::")
+    return f"tests/unit/test_{file}.py{colons}{function}"
+
+
 def copy_repository(target: Path) -> Path:
     target.mkdir()
     for name in COPIED:
@@ -134,24 +140,26 @@ class Tester:
         if time.monotonic() > self._deadline:
             return
         source, text = (ROOT / mutant.path).read_text(encoding="utf-8"), mutated_source(ROOT, mutant)
-        worker = self._idle.get()
-        try:
-            with self._locks[mutant.path]:
-                limit_s = self._limits.get(mutant.path) or self._time_tests(worker, mutant.path, source)
-                self._limits[mutant.path] = limit_s
-            found = worker.run(mutant.path, text, self._tests[mutant.path], limit_s)
-        finally:
-            self._idle.put(worker)
+        with self._locks[mutant.path]:
+            if mutant.path not in self._limits:
+                self._limits[mutant.path] = self._time_tests(mutant.path, source)
+        outcome, seconds, words = self._test(mutant.path, text, self._limits[mutant.path])
         before, after = changed_lines(source, text)
-        outcome, seconds, words = found
         self.results[mutant] = {"outcome": outcome, "before": before, "after": after, "noticed_by": words}
         print(f"{len(self.results)} {outcome} {mutant.path}:{mutant.line} "
               f"{before}  ->  {after}  ({seconds:.1f} s) {words}", flush=True)  # fmt: skip
 
-    def _time_tests(self, worker: Worker, path: str, source: str) -> float:
+    def _test(self, path: str, source: str, limit_s: float) -> tuple[str, float, str]:
+        worker = self._idle.get()
+        try:
+            return worker.run(path, source, self._tests[path], limit_s)
+        finally:
+            self._idle.put(worker)
+
+    def _time_tests(self, path: str, source: str) -> float:
         """The time limit for a mutant of the module. Exits if its tests fail without one."""
         for _ in range(ATTEMPTS):
-            outcome, seconds, words = worker.run(path, source, self._tests[path], MAX_SECONDS)
+            outcome, seconds, words = self._test(path, source, MAX_SECONDS)
             if outcome == "survived":
                 return 10 + 4 * seconds
         raise SystemExit(f"The tests of {path} fail without a mutant: {words}")
@@ -196,7 +204,7 @@ def main() -> None:
     args = parser.parse_args()
     plan = tomllib.loads(PLAN.read_text(encoding="utf-8"))
     tests = {
-        f"src/skylite/{path}": [f"tests/unit/test_{name}.py" for name in names]
+        f"src/skylite/{path}": [test_path(name) for name in names]
         for path, names in plan["tests"].items()
         if not args.files or any(part in path for part in args.files)
     }

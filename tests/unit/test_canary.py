@@ -61,6 +61,13 @@ def test_an_engine_that_moved_another_way_is_rejected_within_the_tolerance(way: 
         check_reading("policy-v000001", "vllm-0", quiet, 0.5)
 
 
+@pytest.mark.parametrize("way", [0.5, 1.5])
+def test_a_projection_of_exactly_a_bound_is_rejected(way: float) -> None:
+    reading = CanaryReading(gap_max=0.1, gap_mean=0.01, base_distance=0.1, projection=way)
+    with pytest.raises(SyncFailed, match="answers as the frozen base"):
+        check_reading("policy-v000001", "vllm-0", reading, 0.1)
+
+
 @pytest.mark.parametrize("way", [0.51, 1.0, 1.49])
 def test_an_engine_that_moved_about_the_right_way_passes(way: float) -> None:
     reading = CanaryReading(gap_max=0.1, gap_mean=0.01, base_distance=0.1, projection=way)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -73,6 +74,18 @@ def test_a_checkpoint_in_another_steps_folder_is_refused(tmp_path: Path) -> None
     shutil.copytree(run.checkpoint_path(10), run.checkpoint_path(30))
     with pytest.raises(ModelError, match=r"step 10, expected .* step 30"):
         verify_checkpoint(run.checkpoint_path(30))
+
+
+@pytest.mark.parametrize("found", [3, 5])
+def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path, found: int) -> None:
+    run = RunDir(tmp_path)
+    make(run, 10)
+    path = run.checkpoint_path(10) / "manifest.json"
+    tree = json.loads(path.read_text())
+    assert tree["format"] == 4
+    path.write_text(json.dumps(tree | {"format": found}))
+    with pytest.raises(ModelError, match=rf"has format {found} and step 10, expected format 4 and step 10"):
+        verify_checkpoint(path.parent)
 
 
 def test_the_requested_step_must_have_a_checkpoint(tmp_path: Path) -> None:

@@ -26,7 +26,8 @@ def test_every_module_is_changed() -> None:
 def test_its_test_files_exist(module: str) -> None:
     assert PLAN["tests"][module]
     for name in PLAN["tests"][module]:
-        assert (ROOT / "tests" / "unit" / f"test_{name}.py").is_file()
+        file, _, function = name.partition("::")
+        assert f"def {function or 'test'}" in (ROOT / "tests" / "unit" / f"test_{file}.py").read_text()
 
 
 @pytest.mark.parametrize("mutant", PLAN.get("explained", []), ids=lambda m: m["before"])
