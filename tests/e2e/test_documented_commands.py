@@ -20,7 +20,13 @@ from tests.e2e.running import DEADLINE_S
 from tests.unit.doc_blocks import ON_A_RUN, PAGES, ROOT, blocks
 
 pytestmark = [pytest.mark.e2e, pytest.mark.dist, pytest.mark.usefixtures("fake_engine")]
-KEEP = ("sync.keep_every=1", "checkpoint.every=2", "trainer.deterministic=true", "eval.limit=0")
+KEEP = (
+    "sync.keep_every=1",
+    "checkpoint.every=2",
+    "checkpoint.keep_last=9",
+    "trainer.deterministic=true",
+    "eval.limit=0",
+)
 STEPS = 4
 SMALLER = {"12": "2", "20": "4", "512": "4"}
 """Steps and limits of the documents, and of this run."""

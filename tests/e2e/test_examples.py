@@ -22,8 +22,9 @@ NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 TINY = (
     "--set rollout.prompts_per_step=2 --group-size 4 --set eval.limit=0 --set engine.kv_cache_gib=0.25 "
     "--set rollout.max_prompt_tokens=900 --set rollout.max_completion_tokens=12 --set engine.max_num_seqs=8 "
-    "--lr 1e-2"
+    "--lr 1e-2 --set algorithm.entropy_coef=0.1"
 )
+"""A random model solves no problem: the entropy bonus gives it a gradient."""
 
 
 def code_cells() -> list[tuple[str, list[str]]]:
