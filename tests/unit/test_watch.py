@@ -23,7 +23,7 @@ from rich.console import Console
 from skylite.commands.watch import Watcher, is_silent, print_lines
 from skylite.errors import ConfigError
 from skylite.run.run_dir import RunDir
-from skylite.run.status import Status, read_status, write_status
+from skylite.run.status import read_status, write_status
 from skylite.ui.watch_panel import WatchPanel
 from tests.made_up_runs import write_made_up_run
 
