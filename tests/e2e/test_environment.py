@@ -1,0 +1,61 @@
+"""A run on episodes of several turns, with real vLLM and a real trainer."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from skylite.run.rollout_file import read_rollouts
+from tests.e2e.conftest import EXACT
+from tests.e2e.project import Project
+from tests.e2e.running import DEADLINE_S
+
+pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.dist]
+AGENT = """
+import json, os
+import openai
+
+task = json.loads(os.environ["SKYLITE_TASK"])
+client, messages, total = openai.OpenAI(), task["messages"], 0.0
+for turn in range(3):
+    reply = client.chat.completions.create(model="gpt-4o", messages=messages).choices[0].message
+    text = reply.content or ""
+    total += sum(c.isascii() and c.isalpha() for c in text) / max(1, len(text))
+    messages += [reply.model_dump(exclude_none=True), {"role": "user", "content": f"again {turn}"}]
+print(json.dumps({"letters": total / 3, "turns": 0.0}))
+"""
+
+
+def test_an_unchanged_openai_program_trains_resumes_and_replays(project: Project) -> None:
+    """Three calls a trajectory. Trainer and vLLM agree on the probability of each sampled token."""
+    (project.root / "agent.py").write_text(AGENT)
+    command = f"command:{sys.executable} {project.root / 'agent.py'}"
+    settings = [word for setting in (*EXACT, "env.max_tokens=400") for word in ("--set", setting)]
+    few = ["--set", "rollout.prompts_per_step=2", "--group-size", "2"]
+    args = project.train_args("agent", 2, "--env", command, *settings, *few)
+    done = project.run(*args, timeout_s=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+
+    metrics = project.metrics("agent")
+    assert [m["turns/mean"] for m in metrics] == [3.0] * 2
+    assert all(m["turns/reused_frac"] > 0.5 and m["turns/branches_mean"] == 0 for m in metrics)
+    assert all(m["mismatch/logprob_diff_mean"] < 1e-4 for m in metrics)
+    assert all(m["canary/gap_max"] < 2e-3 for m in metrics)
+    for step in (1, 2):
+        groups = read_rollouts(project.root / "agent" / "rollouts" / f"step-{step:06d}.parquet")
+        assert [len(g.trajectories) for g in groups] == [2] * 2
+        for trajectory in (t for g in groups for t in g.trajectories):
+            assert (len(trajectory.samples), trajectory.end) == (3, "stop")
+            assert list(trajectory.components) == ["letters", "turns"]
+            for before, after in zip(trajectory.samples, trajectory.samples[1:], strict=False):
+                known = before.prompt_token_ids + before.completion_token_ids
+                assert after.prompt_token_ids[: len(known)] == known
+            assert {s.adapter_version for s in trajectory.samples} == {step - 1}
+
+    replayed = project.run("replay", "agent", "--step", "2", timeout_s=DEADLINE_S)
+    assert replayed.returncode == 0, replayed.stderr
+    again = project.run("train", "--resume", "agent", "--at", "1", timeout_s=DEADLINE_S)
+    assert again.returncode == 0, again.stderr
+    fresh = project.metrics("agent")[-1]
+    assert fresh["reward/mean"] == metrics[-1]["reward/mean"], "the same seeds sample the same episodes"
