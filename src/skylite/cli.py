@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from skylite.cli_adapters import adapters_app
 from skylite.cli_after_training import after_training_app
 from skylite.cli_env import env_app
-from skylite.cli_options import Verbose, numbers, set_level
+from skylite.cli_options import Verbose, set_level
+from skylite.cli_prepare import prepare
 from skylite.cli_runs import runs_app
 from skylite.cli_training import training_app
 from skylite.errors import SkyliteError, write_failed
@@ -34,11 +33,6 @@ app.add_typer(runs_app)
 app.add_typer(env_app, name="env")
 app.add_typer(after_training_app)
 
-RewardSettings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="A.B=VALUE", help="E.g. reward.answer_pattern=REGEX. Repeatable."),
-]
-
 
 @app.callback()
 def start(context: typer.Context, verbose: Verbose = None) -> None:
@@ -47,55 +41,7 @@ def start(context: typer.Context, verbose: Verbose = None) -> None:
     set_level(verbose)
 
 
-@app.command()
-def prepare(
-    target: Annotated[
-        str,
-        typer.Argument(
-            help="gsm8k, reasoning-gym:TASK, a data_prep .py file, or your own .jsonl, .csv or .parquet file."
-        ),
-    ],
-    out: Annotated[Path | None, typer.Option(help="Output folder. Default: data/NAME.")] = None,
-    source: Annotated[
-        Path | None, typer.Option(help="Folder with the released files, instead of the hub.")
-    ] = None,
-    synthetic: Annotated[
-        bool, typer.Option("--synthetic", help="Generate problems in the format of the data set.")
-    ] = False,
-    first_source: Annotated[
-        bool,
-        typer.Option("--first-source", help="Use the first available source: hub, --source, synthetic."),
-    ] = False,
-    difficulty: Annotated[str, typer.Option(help="Reasoning steps of synthetic problems, e.g. 1,2.")] = "",
-    question: Annotated[str | None, typer.Option(help="Question column of your own file.")] = None,
-    answer: Annotated[str | None, typer.Option(help="Answer column of your own file.")] = None,
-    no_answer: Annotated[
-        bool, typer.Option("--no-answer", help="The data has no reference answers: the reward needs none.")
-    ] = False,
-    reward: Annotated[str | None, typer.Option(help="gsm8k, math, ... or FILE.py:function.")] = None,
-    settings: RewardSettings = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Maximum rows of the training split.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of generation and splits.")] = 0,
-    verbose: Verbose = None,
-) -> None:
-    """Prepare a data set. Writes train, validation and test parquet files and checks every row."""
-    from skylite.commands.prepare import prepare as run
-
-    run(
-        target,
-        out=out,
-        source=source,
-        synthetic=synthetic,
-        first_source=first_source,
-        difficulty=numbers(difficulty),
-        question=question,
-        answer=answer,
-        no_answer=no_answer,
-        reward=reward,
-        settings=tuple(settings or ()),
-        limit=limit,
-        seed=seed,
-    )
+app.command(name="prepare")(prepare)
 
 
 def main() -> None:

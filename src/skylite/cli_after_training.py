@@ -7,9 +7,22 @@ from typing import Annotated
 
 import typer
 
-from skylite.cli_options import AsJson, RunFolder, Settings, Verbose, numbers
+from skylite.cli_options import (
+    AsJson,
+    ChatTemplateFile,
+    RunFolder,
+    Settings,
+    TemplateArgs,
+    Verbose,
+    numbers,
+    template_settings,
+)
 
 after_training_app = typer.Typer(rich_markup_mode=None)
+Steps = Annotated[
+    str, typer.Option(help="Several versions on one engine, e.g. 0,50,100. Compares with the first.")
+]
+MaxLoras = Annotated[int, typer.Option(min=1, help="Adapters in the engine at once. More need more memory.")]
 
 
 @after_training_app.command("eval")
@@ -35,15 +48,13 @@ def evaluate(
         typer.Option("--n", min=1, help="Samples per problem. 1: greedy. More: temperature 1, with pass@k."),
     ] = 1,
     step: Annotated[int | None, typer.Option(help="Adapter version of the run. Default: the newest.")] = None,
-    steps: Annotated[
-        str, typer.Option(help="Several versions on one engine, e.g. 0,50,100. Compares with the first.")
-    ] = "",
+    steps: Steps = "",
     all_steps: Annotated[bool, typer.Option("--all", help="All versions that the run keeps.")] = False,
-    max_loras: Annotated[
-        int, typer.Option(min=1, help="Adapters in the engine at once. More need more memory.")
-    ] = 4,
+    max_loras: MaxLoras = 4,
     seed: Annotated[int, typer.Option(min=0, help="Seed of sampling and of the bootstrap.")] = 0,
     as_json: AsJson = False,
+    chat_template: ChatTemplateFile = None,
+    template_arg: TemplateArgs = None,
     settings: Settings = None,
     verbose: Verbose = None,
 ) -> None:
@@ -58,7 +69,8 @@ def evaluate(
         EvalFlags(
             target=target, base=base, model=model, data=tuple(data or ()), split=split, limit=limit, n=n,
             step=step, steps=numbers(steps), all_steps=all_steps, max_loras=max_loras, seed=seed,
-            as_json=as_json, settings=tuple(settings or ()),
+            as_json=as_json,
+            settings=(*template_settings(chat_template, template_arg), *(settings or ())),
         )
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Annotated
@@ -30,6 +31,22 @@ Settings = Annotated[
     typer.Option("--set", metavar="A.B=VALUE", help="Any other setting, in TOML syntax. Repeatable."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead, for programs.")]
+
+TemplateArgs = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE", help="Argument of the chat template, e.g. enable_thinking=false. Repeatable."
+    ),
+]
+ChatTemplateFile = Annotated[
+    Path | None, typer.Option(help="File with a chat template (Jinja), instead of the model's.")
+]
+
+
+def template_settings(path: Path | None, arguments: list[str] | None) -> list[str]:
+    """--chat-template and --template-arg as --set."""
+    settings = [] if path is None else [f"data.chat_template={json.dumps(str(path))}"]
+    return settings + [f"data.template_args.{argument}" for argument in arguments or ()]
 
 
 def numbers(text: str) -> tuple[int, ...]:

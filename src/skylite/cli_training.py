@@ -7,7 +7,14 @@ from typing import Annotated
 
 import typer
 
-from skylite.cli_options import RunFolder, Settings, Verbose
+from skylite.cli_options import (
+    ChatTemplateFile,
+    RunFolder,
+    Settings,
+    TemplateArgs,
+    Verbose,
+    template_settings,
+)
 
 training_app = typer.Typer(rich_markup_mode=None)
 
@@ -18,6 +25,14 @@ Environment = Annotated[
 Rewards = Annotated[
     list[str] | None,
     typer.Option(help="gsm8k, math, ... or FILE.py:function, instead of the data's reward. Repeatable."),
+]
+
+MaxHours = Annotated[
+    float | None,
+    typer.Option(min=0, help="Stop before the step that would exceed this time. --resume continues."),
+]
+MaxRestarts = Annotated[
+    int | None, typer.Option(min=0, help="Maximum automatic restarts after a trainer crash.")
 ]
 
 
@@ -48,16 +63,13 @@ def train(
         int | None,
         typer.Option(min=0, help="With --resume: use the checkpoint of this step; 0 starts the run again."),
     ] = None,
-    max_hours: Annotated[
-        float | None,
-        typer.Option(min=0, help="Stop before the step that would exceed this time. --resume continues."),
-    ] = None,
-    max_restarts: Annotated[
-        int | None, typer.Option(min=0, help="Maximum automatic restarts after a trainer crash.")
-    ] = None,
+    max_hours: MaxHours = None,
+    max_restarts: MaxRestarts = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print the resolved settings, start nothing.")
     ] = False,
+    chat_template: ChatTemplateFile = None,
+    template_arg: TemplateArgs = None,
     settings: Settings = None,
     verbose: Verbose = None,
 ) -> None:
@@ -68,7 +80,8 @@ def train(
     flags = TrainFlags(
         recipe=recipe, model=model, data=data, rank=rank, alpha=alpha, steps=steps, lr=lr, seed=seed,
         group_size=group_size, from_adapter=from_adapter, max_restarts=max_restarts,
-        reward=tuple(reward or ()), env=env, set_flags=tuple(settings or ()),
+        reward=tuple(reward or ()), env=env,
+        set_flags=(*template_settings(chat_template, template_arg), *(settings or ())),
     )  # fmt: skip
     run_train(flags, run=run, resume=resume, dry_run=dry_run, at=at, max_hours=max_hours)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,18 @@ def test_the_canarys_logprobs_ignore_the_temperature(server: EngineServer) -> No
         table = torch.log_softmax(model(torch.tensor([PROMPT])).logits[0, :-1], dim=1)
     expected = table.gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(asyncio.run(ask())), expected, atol=FLOAT_NOISE, rtol=0)
+
+
+def test_a_stop_text_ends_the_completion_and_keeps_its_token_ids(server: EngineServer) -> None:
+    """The same seed gives the same tokens up to the one that completes the text."""
+    free = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=32, stop_token_ids=(), seed=5)
+    for index, whole in enumerate(sampled(server, free)):
+        middle = len(whole.text) // 2
+        stop = whole.text[middle : middle + 2]
+        short = sampled(server, dataclasses.replace(free, stop=(stop,)))[index]
+        end = len(short.completion_token_ids)
+        assert short.completion_token_ids == whole.completion_token_ids[:end]
+        assert short.rollout_logprobs == pytest.approx(whole.rollout_logprobs[:end], abs=FLOAT_NOISE)
+        assert short.text == whole.text[: whole.text.index(stop) + len(stop)]
+        assert short.finish_reason == "stop"
+        assert end < len(whole.completion_token_ids)

@@ -12,16 +12,17 @@ LOGGING = {"--verbose", "--quiet"}
 FLAGS = {
     "prepare": {
         "--out", "--source", "--synthetic", "--first-source", "--difficulty", "--question", "--answer",
-        "--no-answer", "--reward", "--set", "--limit", "--seed", *LOGGING,
+        "--no-answer", "--reward", "--set", "--limit", "--seed", "--config", "--split", "--validation-split",
+        "--test-split", "--id", "--system", "--few-shot", "--where", "--drop-failing", *LOGGING,
     },
     "train": {
         "--recipe", "--model", "--data", "--rank", "--alpha", "--steps", "--lr", "--group-size", "--seed",
         "--reward", "--env", "--from-adapter", "--run", "--resume", "--at", "--max-hours", "--max-restarts",
-        "--dry-run", "--set", *LOGGING,
+        "--dry-run", "--set", "--chat-template", "--template-arg", *LOGGING,
     },
     "eval": {
         "--base", "--model", "--data", "--split", "--limit", "--n", "--step", "--steps", "--all",
-        "--max-loras", "--seed", "--json", "--set", *LOGGING,
+        "--max-loras", "--seed", "--json", "--set", "--chat-template", "--template-arg", *LOGGING,
     },
     "chat": {
         "--model", "--step", "--base", "--url", "--system", "--temperature", "--max-tokens", *LOGGING,

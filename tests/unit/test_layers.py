@@ -14,7 +14,7 @@ HEAVY = {"torch", "transformers", "vllm", "peft", "reasoning_gym", "math_verify"
 LAYERS = (
     ("start",),
     ("cli",),
-    ("cli_training", "cli_runs", "cli_after_training", "cli_adapters", "cli_env"),
+    ("cli_training", "cli_prepare", "cli_runs", "cli_after_training", "cli_adapters", "cli_env"),
     ("cli_options",),
     ("commands",),
     ("orchestrator",),

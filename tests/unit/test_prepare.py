@@ -188,7 +188,7 @@ def test_a_bad_row_of_a_users_file_is_named(
             {"target": "mine.jsonl", "question": "q", "answer": "a", "reward": "reasoning-gym"},
             "only scores the entries of reasoning-gym",
         ),
-        ({"target": "mine.jsonl", "synthetic": True}, "--synthetic cannot be used with your own file"),
+        ({"target": "mine.jsonl", "synthetic": True}, "--synthetic cannot be used with your own data"),
         (
             {"target": "none.jsonl", "question": "q", "answer": "a", "reward": "math"},
             "none.jsonl does not exist",

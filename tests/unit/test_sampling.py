@@ -281,8 +281,8 @@ def test_overlong_completions_are_penalised_near_the_length_limit(tmp_path: Path
 
 def test_sampling_settings_reach_every_request(tmp_path: Path) -> None:
     _, engine, _ = sampled_step(
-        tmp_path, lambda i: False, RESAMPLE, {"temperature": 0.7, "top_p": 0.8, "top_k": 5}
+        tmp_path, lambda i: False, RESAMPLE, {"temperature": 0.7, "top_p": 0.8, "top_k": 5, "stop": ["</a>"]}
     )
     assert {
-        (s.temperature, s.top_p, s.top_k, s.max_tokens, s.stop_token_ids) for _, s in engine.requests
-    } == {(0.7, 0.8, 5, 10, (5,))}
+        (s.temperature, s.top_p, s.top_k, s.max_tokens, s.stop_token_ids, s.stop) for _, s in engine.requests
+    } == {(0.7, 0.8, 5, 10, (5,), ("</a>",))}

@@ -16,9 +16,10 @@ import httpx
 
 from skylite.adapters.folder import ServedAdapter, find_adapter
 from skylite.config.train import TrainConfig
+from skylite.data.chat_template import run_template
 from skylite.data.prompts import first_messages, read_prompts
 from skylite.engine.chat_client import Chat, load_adapter, served_models
-from skylite.engine.server_command import BASE_NAME, engine_command, engine_env
+from skylite.engine.server_command import BASE_NAME, engine_command, engine_env, template_flags
 from skylite.engine.single_engine import single_engine_spec
 from skylite.errors import ConfigError, DataError, RunFailed
 from skylite.foreign_text import parse_json, plain, plain_lines
@@ -167,9 +168,8 @@ def started(flags: ChatFlags, served: ServedAdapter) -> Iterator[httpx.Client]:
         spec = single_engine_spec(config, served, model, Path(folder) / "vllm.sock")
         spec = replace(spec, max_model_len=context_length(model, spec.max_model_len))
         log = Path(folder) / "vllm.log"
-        process = ProcessSpec(
-            name=spec.name, argv=engine_command(spec), env=engine_env(spec, {}), log_path=log
-        )
+        argv = [*engine_command(spec), *template_flags(run_template(served.run_config))]
+        process = ProcessSpec(name=spec.name, argv=argv, env=engine_env(spec, {}), log_path=log)
         transport = httpx.HTTPTransport(uds=str(spec.uds))
         child = start(process)
         try:

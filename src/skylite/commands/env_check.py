@@ -14,6 +14,7 @@ from typing import Any
 
 from skylite.config.loading import load_config
 from skylite.config.train import TrainConfig
+from skylite.data.chat_template import read_template
 from skylite.data.prompts import read_prompts
 from skylite.data.tokenizer import load_tokenizer
 from skylite.engine.retrying_client import Engine
@@ -88,7 +89,8 @@ async def _check(
     config: TrainConfig, programs: dict[str, str], prompts: Sequence[Prompt], replies: Sequence[str]
 ) -> list[Checked]:
     model = resolve_model(config.model.name)
-    tokenizer = await asyncio.to_thread(load_tokenizer, model.path)
+    template = read_template(config.data)
+    tokenizer = await asyncio.to_thread(load_tokenizer, model.path, template)
     with contextlib.closing(tokenizer):
         stops = tokenizer.stop_token_ids
         scripted = await asyncio.to_thread(tokenizer.encode_texts, replies) if replies else []
@@ -97,7 +99,7 @@ async def _check(
         with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
             async with (
                 Supervisor() as supervisor,
-                running_renderer(model.path, stops) as renderer,
+                running_renderer(model.path, stops, template.text) as renderer,
                 running_environment(
                     config, renderer, stops, programs, Path(folder), supervisor
                 ) as environment,

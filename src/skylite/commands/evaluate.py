@@ -10,13 +10,14 @@ import contextlib
 import json
 import logging
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from skylite.adapters.folder import ServedAdapter, available_steps, find_adapter, find_versions
 from skylite.config.loading import load_config
 from skylite.config.train import TrainConfig
+from skylite.data.chat_template import ChatTemplate, read_template, run_template
 from skylite.data.tokenizer import encode_in_thread, load_tokenizer
 from skylite.engine.connections import open_files
 from skylite.engine.retrying_client import Engine
@@ -30,6 +31,7 @@ from skylite.orchestrator.eval_data import DataChoice, EvalData, read_data
 from skylite.processes.file_descriptors import raise_file_limit
 from skylite.rewards.worker_pool import RewardPool
 from skylite.run.files import write_json
+from skylite.run.programs_named_by_user import is_set
 from skylite.ui.logs import set_terminal_level, show
 from skylite.ui.progress_line import progress
 
@@ -65,6 +67,7 @@ class EvalPlan:
     """The base first, if it is evaluated, then the adapters by step."""
     model_name: str
     config: TrainConfig
+    template: ChatTemplate
     data: list[EvalData]
     out: Path
     """Folder of the results."""
@@ -129,6 +132,7 @@ def plan_eval(flags: EvalFlags) -> EvalPlan:
         subjects=subjects,
         model_name=flags.model or (newest.base_model if newest is not None else config.model.name),
         config=config,
+        template=chosen_template(newest, config, flags.settings),
         data=read_data(choice, config),
         out=run.evals if run is not None else Path("evals"),
     )
@@ -164,6 +168,16 @@ def merged(recorded: TrainConfig, settings: tuple[str, ...]) -> TrainConfig:
             {f"{section}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {section: value}
         )
     return load_config(None, flat, settings)
+
+
+def chosen_template(
+    adapter: ServedAdapter | None, config: TrainConfig, settings: tuple[str, ...]
+) -> ChatTemplate:
+    """The template of the run, unless --set names another file."""
+    recorded = adapter.run_config if adapter is not None else None
+    if recorded is None or is_set(settings, "data.chat_template"):
+        return read_template(config.data)
+    return replace(run_template(recorded), args=config.data.template_args)
 
 
 async def run_eval(plan: EvalPlan, flags: EvalFlags, report: Report) -> None:
@@ -204,7 +218,7 @@ async def _prepare(
     stack: ExitStack, plan: EvalPlan, flags: EvalFlags, model_path: Path
 ) -> tuple[list[ProblemSet], EvalSampling]:
     """Encode the prompts, in threads so that Ctrl-C is heard, and start the reward workers."""
-    tokenizer = await asyncio.to_thread(load_tokenizer, model_path)
+    tokenizer = await asyncio.to_thread(load_tokenizer, model_path, plan.template)
     with contextlib.closing(tokenizer):
         longest = plan.config.rollout.max_prompt_tokens
         token_ids = [await encode_in_thread(tokenizer, d.prompts, longest) for d in plan.data]
@@ -229,6 +243,7 @@ async def _prepare(
         n=flags.n,
         max_tokens=plan.config.rollout.max_completion_tokens,
         stop_token_ids=stops,
+        stop=tuple(plan.config.rollout.stop),
         seed=flags.seed,
     )
 

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import logging
-import os
 import shlex
-import shutil
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from skylite.commands.own_data import OwnFlags, RewardChoice, own_data_examples
 from skylite.config.loading import read_parameters
-from skylite.config.rollout import RewardParameters
-from skylite.data.examples import SPLITS, ExampleSet, check_examples
-from skylite.data.prompts import PromptFileInfo, write_prompts
-from skylite.data.sources import READABLE
-from skylite.errors import ConfigError, DataError, WriteFailed
-from skylite.plugin_file import resolve_spec
-from skylite.rewards import NEEDS_ANSWER, load_reward, without_extraction
-from skylite.run.files import fsync_path, swap_paths, temporary_sibling
+from skylite.data.examples import SPLITS, ExampleSet, check_examples, check_ids, check_or_drop
+from skylite.data.own_tables import is_own_data
+from skylite.data.prompt_folder import replace_folder
+from skylite.data.prompts import PromptFileInfo
+from skylite.errors import ConfigError, DataError
+from skylite.rewards import load_reward, without_extraction
 from skylite.run.programs_named_by_user import remember
 from skylite.types import Prompt
 from skylite.ui.logs import show
@@ -28,20 +25,9 @@ from skylite.ui.logs import show
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 REASONING_GYM = "reasoning-gym:"
+WARNING = "warning: "
 CHECK_CHUNK = 64
 """Rows between two updates of the progress bar."""
-
-
-@dataclass(frozen=True, slots=True)
-class RewardChoice:
-    """What the flags say about the reward."""
-
-    spec: str | None
-    """--reward"""
-    parameters: RewardParameters
-    """--set reward.NAME=VALUE"""
-    has_answers: bool
-    """False: --no-answer"""
 
 
 def prepare(
@@ -52,45 +38,57 @@ def prepare(
     synthetic: bool = False,
     first_source: bool = False,
     difficulty: Sequence[int] = (),
-    question: str | None = None,
-    answer: str | None = None,
+    where: Sequence[str] = (),
+    drop_failing: bool = False,
     no_answer: bool = False,
-    reward: str | None = None,
     settings: Sequence[str] = (),
     limit: int | None = None,
     seed: int = 0,
+    **own: str | None,
 ) -> Path:
-    """Prepare a data set, a reasoning-gym task or a user's file. Returns the folder.
+    """Prepare a data set, a reasoning-gym task or a user's own data. Returns the folder.
 
-    Raises DataError and ConfigError; nothing is written then.
+    `own`: the fields of OwnFlags. Raises DataError and ConfigError; nothing is written then.
     """
-    chosen = RewardChoice(reward, read_parameters(settings), has_answers=not no_answer)
+    own_flags = OwnFlags(**own)
+    chosen = RewardChoice(own_flags.reward, read_parameters(settings), has_answers=not no_answer)
     module_flags: dict[str, object] = {
         "--source": source,
         "--synthetic": synthetic,
         "--first-source": first_source,
         "--difficulty": difficulty,
     }
+    file_flags = own_flags.by_name()
     reward_flags: dict[str, object] = {"--no-answer": no_answer, "--set": tuple(settings)}
-    file_flags: dict[str, object] = {"--question": question, "--answer": answer, "--reward": reward}
+    row_flags: dict[str, object] = {"--where": where, "--drop-failing": drop_failing}
     if target.startswith(REASONING_GYM):
-        _refuse_flags(module_flags | file_flags | reward_flags, "a reasoning-gym task")
+        _refuse_flags(module_flags | file_flags | reward_flags | row_flags, "a reasoning-gym task")
         examples = _reasoning_gym_task(target.removeprefix(REASONING_GYM), limit, seed)
-    elif target.endswith(READABLE):
-        _refuse_flags(module_flags, "your own file")
-        examples = _user_file(Path(target), question, answer, chosen, limit, seed)
+    elif is_own_data(target):
+        _refuse_flags(module_flags, "your own data")
+        examples = own_data_examples(target, own_flags, chosen, where, limit, seed)
     else:
         _refuse_flags(file_flags, "a data_prep file, which defines its columns and reward")
-        examples = _dataset_module(target, source, synthetic, first_source, difficulty, chosen, limit, seed)
-    for note in examples.notes:
-        logger.info(note)
-    prompts = _check(examples)
+        examples = _dataset_module(
+            target, source, synthetic, first_source, difficulty, where, chosen, limit, seed
+        )
+    flags = module_flags | file_flags | reward_flags | row_flags | {"--limit": limit, "--seed": seed}
     folder = out if out is not None else Path("data") / examples.dataset
-    flags = module_flags | file_flags | reward_flags | {"--limit": limit, "--seed": seed}
-    made_by = _command_line(target, flags)
-    _replace_folder(folder, prompts, _footers(examples, limit=limit, seed=seed, made_by=made_by))
-    show(_summary(folder, prompts, examples))
+    drop_failing = drop_failing or examples.drop_failing
+    _check_and_write(examples, folder, drop_failing, limit, seed, made_by=_command_line(target, flags))
     return folder
+
+
+def _check_and_write(
+    examples: ExampleSet, folder: Path, drop_failing: bool, limit: int | None, seed: int, *, made_by: str
+) -> None:
+    log_notes(examples.notes)
+    prompts, dropped = _check(examples, drop_failing=drop_failing)
+    log_notes(dropped)
+    described = replace(examples, notes=[*examples.notes, *dropped])
+    footers = _footers(described, prompts, limit=limit, seed=seed, made_by=made_by)
+    replace_folder(folder, prompts, footers)
+    show(_summary(folder, prompts, examples))
 
 
 def _summary(folder: Path, prompts: dict[str, list[Prompt]], examples: ExampleSet) -> str:
@@ -106,6 +104,7 @@ def _dataset_module(
     synthetic: bool,
     first_source: bool,
     difficulties: Sequence[int],
+    where: Sequence[str],
     chosen: RewardChoice,
     limit: int | None,
     seed: int,
@@ -122,6 +121,7 @@ def _dataset_module(
         synthetic=synthetic,
         first_source=first_source,
         difficulties=difficulties,
+        where=where,
         limit=limit,
         seed=seed,
     )
@@ -135,57 +135,13 @@ def _reasoning_gym_task(task: str, limit: int | None, seed: int) -> ExampleSet:
     return reasoning_gym_examples(task, limit=limit, seed=seed, show_progress=_show_progress)
 
 
-def _user_file(
-    path: Path,
-    question: str | None,
-    answer: str | None,
-    chosen: RewardChoice,
-    limit: int | None,
-    seed: int,
-) -> ExampleSet:
-    from skylite.data.user_file import user_file_examples
+def _check(examples: ExampleSet, *, drop_failing: bool) -> tuple[dict[str, list[Prompt]], list[str]]:
+    """Split -> prompts, and a note on the rows that were left out.
 
-    reward = chosen.spec
-    if answer is not None and not chosen.has_answers:
-        raise ConfigError(
-            f"--answer {answer} names the column of the reference answers, and --no-answer says that there "
-            "are none.",
-            "Remove one of them.",
-        )
-    if question is None or reward is None or (answer is None and chosen.has_answers):
-        flags = {"--question": question, "--answer": answer, "--reward": reward}
-        missing = [n for n, v in flags.items() if v is None and (n != "--answer" or chosen.has_answers)]
-        raise ConfigError(
-            f"{path} needs {' and '.join(missing)}.",
-            "Example: --question question --answer answer --reward gsm8k. For data without reference answers "
-            "give --no-answer instead of --answer.",
-        )
-    if reward == "reasoning-gym":
-        raise ConfigError(
-            "The reward reasoning-gym only scores the entries of reasoning-gym.",
-            "Use gsm8k, math or FILE.py:function.",
-        )
-    if reward in NEEDS_ANSWER and not chosen.has_answers:
-        raise ConfigError(
-            f"The reward {reward} compares with a reference answer, and --no-answer says that there is none.",
-            "Give --answer COLUMN, or use regex, format, length or FILE.py:function.",
-        )
-    load_reward(reward, chosen.parameters, sha256=remember(reward).get(reward))
-    return user_file_examples(
-        path,
-        question=question,
-        answer=answer,
-        reward=resolve_spec(reward),
-        parameters=chosen.parameters,
-        limit=limit,
-        seed=seed,
-    )
-
-
-def _check(examples: ExampleSet) -> dict[str, list[Prompt]]:
-    """Split -> prompts. Raises DataError for a row whose reference answer does not score 1.0."""
-    spec = examples.reward
-    first = examples.splits["train"][0]
+    Raises DataError for a row whose reference answer does not score 1.0, unless such rows are left out.
+    """
+    check_ids(examples)
+    spec, first = examples.reward, examples.splits["train"][0]
     parameters = without_extraction(spec, examples.parameters)
     reward = load_reward(spec, parameters, first.prompt if first.reference is None else None)
     prompts: dict[str, list[Prompt]] = {split: [] for split in SPLITS}
@@ -194,13 +150,31 @@ def _check(examples: ExampleSet) -> dict[str, list[Prompt]]:
         for split, rows in examples.splits.items()
         for start in range(0, len(rows), CHECK_CHUNK)
     ]
+    dropped: list[str] = []
     for split, chunk in _show_progress(chunks, "checking every row"):
-        prompts[split] += check_examples(chunk, spec, reward)
-    return prompts
+        prompts[split] += (
+            check_or_drop(chunk, spec, reward, dropped)
+            if drop_failing
+            else check_examples(chunk, spec, reward)
+        )
+    for split in (split for split, kept in prompts.items() if not kept):
+        raise DataError(f"No row of {split} has a reference answer that scores 1.0. E.g.: {dropped[0]}")
+    if not dropped:
+        return prompts, []
+    total = len(dropped) + sum(map(len, prompts.values()))
+    return prompts, [
+        f"left out {len(dropped)} of {total} rows, whose reference answers do not score 1.0; "
+        f"the first: {dropped[0]}"
+    ]
 
 
 def _footers(
-    examples: ExampleSet, *, limit: int | None, seed: int, made_by: str
+    examples: ExampleSet,
+    prompts: dict[str, list[Prompt]],
+    *,
+    limit: int | None,
+    seed: int,
+    made_by: str,
 ) -> dict[str, PromptFileInfo]:
     return {
         split: PromptFileInfo(
@@ -208,7 +182,7 @@ def _footers(
             source_kind=table.kind,
             source=table.source,
             source_sha256=table.sha256,
-            count=len(table.rows),
+            count=len(prompts[split]),
             seed=seed,
             split=split,
             reward=examples.reward,
@@ -225,42 +199,13 @@ def _footers(
     }
 
 
-def _replace_folder(folder: Path, prompts: dict[str, list[Prompt]], infos: dict[str, PromptFileInfo]) -> None:
-    """Replace the three files of `folder` atomically. Raises DataError, and leaves the folder as it was."""
-    files = {f"{split}.parquet" for split in SPLITS}
-    if folder.exists() and not folder.is_dir():
-        raise DataError(f"{folder} is a file, not a folder.", "Choose another --out.")
-    foreign = sorted(p.name for p in folder.iterdir() if p.name not in files) if folder.is_dir() else []
-    if foreign:
-        raise DataError(
-            f"{folder} contains other files ({', '.join(foreign[:3])}), which prepare would delete.",
-            "Choose another --out.",
-        )
-    try:
-        _write_and_swap(folder, prompts, infos)
-    except (OSError, WriteFailed) as error:
-        reason = (error.strerror or str(error)) if isinstance(error, OSError) else error.what.rstrip(".")
-        raise DataError(
-            f"{folder} cannot be written: {reason}.", "Choose another --out or free space."
-        ) from None
-
-
-def _write_and_swap(folder: Path, prompts: dict[str, list[Prompt]], infos: dict[str, PromptFileInfo]) -> None:
-    folder = folder.absolute()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh = temporary_sibling(folder)
-    shutil.rmtree(fresh, ignore_errors=True)
-    try:
-        for split in SPLITS:
-            write_prompts(fresh / f"{split}.parquet", prompts[split], infos[split])
-        fsync_path(fresh)
-        if folder.exists():
-            swap_paths(fresh, folder)
+def log_notes(notes: Sequence[str]) -> None:
+    """Log the choices that prepare made. A note that begins with "warning: " is logged as a warning."""
+    for note in notes:
+        if note.startswith(WARNING):
+            logger.warning(note.removeprefix(WARNING))
         else:
-            os.rename(fresh, folder)
-        fsync_path(folder.parent)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+            logger.info(note)
 
 
 def _refuse_flags(flags: dict[str, object], what: str) -> None:
@@ -277,12 +222,12 @@ def _command_line(target: str, flags: dict[str, object]) -> str:
     for name, value in flags.items():
         if value is True:
             words.append(name)
-        elif name == "--set" and isinstance(value, tuple):
-            words += [f"--set {shlex.quote(setting)}" for setting in value]
+        elif name in ("--where", "--set") and isinstance(value, tuple | list):
+            words += [f"{name} {shlex.quote(str(condition))}" for condition in value]
         elif isinstance(value, tuple | list) and value:
             words.append(f"{name} {','.join(map(str, value))}")
         elif value is not None and not isinstance(value, bool | tuple | list):
-            words.append(f"{name} {value}")
+            words.append(f"{name} {shlex.quote(str(value))}")
     return " ".join(words)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from skylite.adapters.folder import find_adapter
 from skylite.config.train import TrainConfig
+from skylite.data.chat_template import ChatTemplate, run_template
 from skylite.engine.server_command import BASE_NAME, serve_command, serve_env
 from skylite.engine.single_engine import single_engine_spec
 from skylite.hub.resolve import resolve_model
@@ -25,8 +27,23 @@ def serve(target: Path, *, model: str | None, step: int | None, port: int) -> No
     spec = single_engine_spec(config, served, resolve_model(model or served.base_model).path, Path("unused"))
     name = served.adapter.name
     logger.info(f"serving {name} ({served.adapter.path}) and {BASE_NAME} on http://127.0.0.1:{port}/v1")
-    argv = serve_command(spec, adapter_name=name, adapter_path=served.adapter.path, port=port)
+    template = run_template(served.run_config)
+    log_template(template)
+    argv = serve_command(
+        spec, adapter_name=name, adapter_path=served.adapter.path, port=port, template=template
+    )
     os.execvpe(argv[0], argv, serve_env(spec, os.environ, _api_key()))
+
+
+def log_template(template: ChatTemplate) -> None:
+    """Log how chats are rendered, if not as the model says."""
+    if template.text is not None:
+        logger.info("chats are rendered with the run's own chat template")
+    if template.args:
+        logger.info(
+            f"arguments of the chat template, as in training: {json.dumps(dict(template.args))}; "
+            "chat_template_kwargs of a request override them"
+        )
 
 
 def _api_key() -> str:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr, field_validator, model_validator
 
 from skylite.config.base_section import Section
+
+TemplateValue = StrictBool | StrictInt | StrictFloat | StrictStr
+TEMPLATE_INPUTS = (
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents",
+    "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
+    "tokenize", "tokenizer_kwargs", "tools", "truncation",
+)  # fmt: skip
+"""Arguments of transformers' apply_chat_template that skylite sets."""
 
 
 class DataConfig(Section):
@@ -15,7 +23,21 @@ class DataConfig(Section):
     path: str = "data/gsm8k"
     """Folder that `skylite prepare` made, with train.parquet, validation.parquet and test.parquet."""
     difficulty: list[int] = []
-    """Train and evaluate only on prompts of these difficulties (reasoning steps). Empty: all."""
+    """Train and evaluate only on prompts of these difficulties (reasoning steps). Empty: all. In a recipe it
+    counts for the recipe's own data set only."""
+    chat_template: str | None = None
+    """File with a chat template (Jinja) for the prompts. none: the model's own."""
+    template_args: dict[str, TemplateValue] = {}
+    """Arguments of the chat template, such as {enable_thinking = false}."""
+
+    @field_validator("template_args")
+    @classmethod
+    def check_template_args(cls, value: dict[str, TemplateValue]) -> dict[str, TemplateValue]:
+        for name in value:
+            if not name.isidentifier() or name in TEMPLATE_INPUTS:
+                reason = "skylite sets it" if name in TEMPLATE_INPUTS else "it is no name"
+                raise ValueError(f"{name!r} cannot be an argument of the chat template: {reason}.")
+        return value
 
 
 class RolloutConfig(Section):
@@ -35,6 +57,9 @@ class RolloutConfig(Section):
     """Longest prompt in tokens. A longer one stops the run with an error that names the row."""
     max_completion_tokens: int = Field(256, ge=1)
     """Longest completion in tokens. A completion that reaches it counts as truncated."""
+    stop: list[Annotated[str, Field(min_length=1)]] = []
+    """Texts that end a completion, such as ["</answer>"]. The text stays in the completion, which counts as
+    finished, not as truncated."""
     max_staleness: int = Field(0, ge=0, le=1)
     """0: on-policy; sampling and training take turns. 1: sample step k + 1 while step k trains, from an
     adapter one version older; use it if trainer and vLLM do not share their cores or GPU."""

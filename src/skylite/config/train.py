@@ -244,6 +244,8 @@ class Resolved(Section):
     """Compute type of trainer and vLLM."""
     device: Literal["cpu", "cuda"]
     """Device of trainer and vLLM."""
+    chat_template: str | None = None
+    """Text of data.chat_template when the run started; the run and its evaluations use it."""
     cpu_lora: CpuLora = "dense"
     """How a CPU engine computes LoRA; not used on a GPU."""
     rank_gpus: list[int] = []

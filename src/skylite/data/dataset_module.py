@@ -4,10 +4,12 @@ NAME            data set name: the start of every prompt id, and the default out
 SYSTEM          system text, may be empty
 FEW_SHOT        worked examples as alternating user and assistant turns
 REWARD          a built-in reward (rewards.BUILT_IN) or FILE.py:function
-load_rows       (split, source folder or None) -> Table; None: from the hub, which may raise HubError
+load_rows       (split, source folder or None) -> Table; None: from the hub, which may raise HubError. A data
+                set that is only generated has none
 to_prompt       (Row, prompt id) -> Prompt; `source` is NAME
 reference       (Row) -> text of a perfect completion; it must score 1.0. Not needed with --no-answer
 synthetic_rows  optional, (split, seed, difficulties, limit) -> Table: generated rows in the same format
+DROP_FAILING    optional, True: leave out rows whose reference does not score 1.0, instead of stopping
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from typing import Any
 
 from skylite.config.bundled import bundled_names, find_file
 from skylite.data.examples import SPLITS, Example, ExampleSet, sample_rows
-from skylite.data.sources import HubError, Row, Table
+from skylite.data.hub import HubError
+from skylite.data.own_tables import filter_rows
+from skylite.data.sources import Row, Table
 from skylite.errors import ConfigError, DataError, SkyliteError
 from skylite.plugin_file import UserCodeFailed, import_file, user_code
 from skylite.types import Message, Prompt
@@ -29,7 +33,9 @@ Tables = dict[str, Table]
 """Split -> its rows."""
 SyntheticRows = Callable[[str, int, Sequence[int], int | None], Table]
 _TEXTS = ("NAME", "SYSTEM", "REWARD")
-_FUNCTIONS = ("load_rows", "to_prompt", "reference")
+_FUNCTIONS = ("to_prompt", "reference")
+_SOURCES = ("load_rows", "synthetic_rows")
+"""A data_prep file has one of them, or both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +47,13 @@ class DatasetModule:
     system: str
     few_shot: list[Message]
     reward: str
-    load_rows: Callable[[str, Path | None], Table]
+    load_rows: Callable[[str, Path | None], Table] | None
+    """None for a data set that is only generated."""
     to_prompt: Callable[[Row, str], Prompt]
     reference: Callable[[Row], str] | None
     """None for data without reference answers."""
     synthetic_rows: SyntheticRows | None
+    drop_failing: bool
 
 
 def find_dataset_file(target: str) -> Path:
@@ -55,7 +63,7 @@ def find_dataset_file(target: str) -> Path:
     """
     known = (
         f"Give one of: {bundled_names('data_prep')}; reasoning-gym:TASK; a data_prep .py file; "
-        "or a .jsonl, .csv or .parquet file."
+        "a .jsonl, .json, .csv or .parquet file; a folder of them; or a hub id owner/name."
     )
     return find_file(target, "data_prep", ("data set", "file"), known, DataError)
 
@@ -64,6 +72,23 @@ def load_dataset(target: str, *, has_answers: bool = True) -> DatasetModule:
     """Find, import and check a data_prep file. Raises DataError with the file and the reason."""
     path = find_dataset_file(target)
     module = import_file(path, "data_prep file")
+    sources = _check_names(path, module, has_answers)
+    return DatasetModule(
+        path=path,
+        name=module.NAME,
+        system=module.SYSTEM,
+        few_shot=module.FEW_SHOT,
+        reward=module.REWARD,
+        load_rows=_guarded(path, module.load_rows) if "load_rows" in sources else None,
+        to_prompt=_guarded(path, module.to_prompt),
+        reference=_guarded(path, module.reference) if has_answers else None,
+        synthetic_rows=_guarded(path, module.synthetic_rows) if "synthetic_rows" in sources else None,
+        drop_failing=getattr(module, "DROP_FAILING", False) is True,
+    )
+
+
+def _check_names(path: Path, module: Any, has_answers: bool) -> list[str]:
+    """The names of _SOURCES that the file defines. Raises DataError if another is missing or wrong."""
     functions = _FUNCTIONS if has_answers else _FUNCTIONS[:-1]
     for name in (*_TEXTS, "FEW_SHOT", *functions):
         if not hasattr(module, name):
@@ -73,22 +98,17 @@ def load_dataset(target: str, *, has_answers: bool = True) -> DatasetModule:
     for name in _TEXTS:
         if not isinstance(getattr(module, name), str):
             raise DataError(f"{name} in {path} is {type(getattr(module, name)).__name__}, not text.")
-    synthetic = getattr(module, "synthetic_rows", None)
-    for name in (*functions, *(("synthetic_rows",) if synthetic is not None else ())):
+    sources = [name for name in _SOURCES if hasattr(module, name)]
+    if not sources:
+        raise DataError(
+            f"The data_prep file {path} defines neither load_rows nor synthetic_rows.",
+            "Copy data_prep/gsm8k.py and edit it.",
+        )
+    for name in (*sources, *functions):
         if not callable(getattr(module, name)):
             raise DataError(f"{name} in {path} is {type(getattr(module, name)).__name__}, not a function.")
     _check_few_shot(path, module.FEW_SHOT)
-    return DatasetModule(
-        path=path,
-        name=module.NAME,
-        system=module.SYSTEM,
-        few_shot=module.FEW_SHOT,
-        reward=module.REWARD,
-        load_rows=_guarded(path, module.load_rows),
-        to_prompt=_guarded(path, module.to_prompt),
-        reference=_guarded(path, module.reference) if has_answers else None,
-        synthetic_rows=None if synthetic is None else _guarded(path, synthetic),
-    )
+    return sources
 
 
 def _guarded(path: Path, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,6 +134,7 @@ def module_examples(
     synthetic: bool,
     first_source: bool,
     difficulties: Sequence[int],
+    where: Sequence[str] = (),
     limit: int | None,
     seed: int,
 ) -> ExampleSet:
@@ -124,34 +145,58 @@ def module_examples(
         synthetic: generate the rows.
         first_source: try the hub, then `source`, then generate.
         difficulties: of generated rows.
+        where: COLUMN=VALUE conditions on the rows.
         limit: rows of the training split.
 
     Raises DataError and ConfigError.
     """
 
-    def generate() -> Tables:
-        if module.synthetic_rows is None:
-            raise ConfigError(
-                f"{module.path} does not define synthetic_rows, so {module.name} has no synthetic data.",
-                "Give --source FOLDER.",
-            )
-        return {
-            split: module.synthetic_rows(split, seed, difficulties, limit if split == "train" else None)
-            for split in SPLITS
-        }
-
-    if synthetic:
-        tables, notes = generate(), ["source: synthetic (--synthetic)"]
-    elif first_source:
-        tables, notes = _first_available(module, source, generate)
-    else:
-        tables, notes = _hub_or_folder(module, source)
-    if difficulties and tables["train"].kind != "synthetic":
+    tables, notes = _read_or_generate(
+        module,
+        source,
+        synthetic,
+        first_source,
+        functools.partial(_generate, module, seed, difficulties, limit),
+    )
+    if difficulties and tables["train"].kind not in ("synthetic", "generated"):
         raise ConfigError(
             f"--difficulty applies to synthetic data; the source of {module.name} is {tables['train'].kind}.",
             "Remove it, and set data.difficulty when you train.",
         )
+    tables = {split: filter_rows(table, where) for split, table in tables.items()}
+    notes += [*(f"--where {text}" for text in where), *(t.note for t in tables.values() if t.note)]
     return _to_examples(module, tables, limit, seed, notes)
+
+
+def _generate(module: DatasetModule, seed: int, difficulties: Sequence[int], limit: int | None) -> Tables:
+    if module.synthetic_rows is None:
+        raise ConfigError(
+            f"{module.path} does not define synthetic_rows, so {module.name} has no synthetic data.",
+            "Give --source FOLDER.",
+        )
+    return {
+        split: module.synthetic_rows(split, seed, difficulties, limit if split == "train" else None)
+        for split in SPLITS
+    }
+
+
+def _read_or_generate(
+    module: DatasetModule,
+    source: Path | None,
+    synthetic: bool,
+    first_source: bool,
+    generate: Callable[[], Tables],
+) -> tuple[Tables, list[str]]:
+    """The rows of all splits, and a note on their source."""
+    if module.load_rows is None:
+        if source is not None or first_source or synthetic:
+            raise ConfigError(
+                f"{module.name} is always generated.", "Remove --source, --synthetic and --first-source."
+            )
+        return generate(), ["source: generated"]
+    if synthetic:
+        return generate(), ["source: synthetic (--synthetic)"]
+    return _first_available(module, source, generate) if first_source else _hub_or_folder(module, source)
 
 
 def _hub_or_folder(module: DatasetModule, source: Path | None) -> tuple[Tables, list[str]]:
@@ -196,6 +241,7 @@ def _read_folder(module: DatasetModule, source: Path) -> Tables:
 
 
 def _load_splits(module: DatasetModule, source: Path | None) -> Tables:
+    assert module.load_rows is not None, "checked by the caller"
     return {split: module.load_rows(split, source) for split in SPLITS}
 
 
@@ -204,7 +250,7 @@ def _to_examples(
 ) -> ExampleSet:
     is_synthetic = tables["train"].kind == "synthetic"
     dataset = f"{module.name}-synthetic" if is_synthetic else module.name
-    if not is_synthetic:
+    if tables["train"].kind not in ("synthetic", "generated"):
         tables["train"] = sample_rows(tables["train"], limit, seed)
     splits = {
         split: [
@@ -226,6 +272,7 @@ def _to_examples(
         tables=tables,
         notes=notes,
         has_answers=module.reference is not None,
+        drop_failing=module.drop_failing,
     )
 
 

@@ -15,8 +15,11 @@ PLAIN_TEMPLATE = (
 """For base models without a chat template."""
 
 
-def make_encoder(model_path: str) -> Callable[..., Any]:
-    """Load the tokenizer. Returns a function of ("facts"), ("chats", list of turns) or ("texts", texts)."""
+def make_encoder(model_path: str, template: str | None, arguments: dict[str, Any]) -> Callable[..., Any]:
+    """Load the tokenizer. Returns a function of ("facts"), ("chats", list of turns) or ("texts", texts).
+
+    `template`: instead of the model's own. `arguments`: of the template.
+    """
     # Without torch: buys 5 CPU seconds and 330 MB at start. transformers then offers no models.
     sys.modules["torch"] = None  # type: ignore[assignment]  # None makes the import fail
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
@@ -24,16 +27,22 @@ def make_encoder(model_path: str) -> Callable[..., Any]:
 
     tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
     has_template = bool(tokenizer.chat_template)
-    if not has_template:
-        tokenizer.chat_template = PLAIN_TEMPLATE
+    tokenizer.chat_template = template or tokenizer.chat_template or PLAIN_TEMPLATE
 
     def encode(what: str, items: list[Any] | None = None) -> Any:
         if what == "facts":
-            return {"has_template": has_template, "eos_token_id": tokenizer.eos_token_id}
+            used = tokenizer.chat_template
+            return {
+                "has_template": has_template,
+                "eos_token_id": tokenizer.eos_token_id,
+                "template": used if isinstance(used, str) else "\n".join(map(str, used.values())),
+            }
         if what == "texts":
             return [tokenizer.encode(text, add_special_tokens=False) for text in items or []]
         return [
-            tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
+            tokenizer.apply_chat_template(
+                turns, add_generation_prompt=True, tokenize=True, return_dict=False, **arguments
+            )
             for turns in items or []
         ]
 

@@ -51,6 +51,8 @@ class ExampleSet:
     parameters: RewardParameters = DEFAULTS
     """Settings of a built-in reward."""
     has_answers: bool = True
+    drop_failing: bool = False
+    """Leave out examples whose reference does not score 1.0, instead of raising DataError."""
 
 
 def check_examples(examples: Sequence[Example], spec: str, reward: RewardFunction) -> list[Prompt]:
@@ -79,9 +81,33 @@ def _require_one(example: Example, spec: str, value: float) -> None:
         raise DataError(
             f"{example.where}: the reference answer {_shorten(example.reference or '')!r} scores {value:g} "
             f"under the reward {spec}; it must score 1.0.",
-            "Correct or delete the row, choose another reward, or leave the answers out with --no-answer; "
-            "nothing was written.",
+            "Correct the row, choose another reward, leave such rows out with --drop-failing, or the answers "
+            "with --no-answer; nothing was written.",
         )
+
+
+def check_or_drop(
+    examples: Sequence[Example], spec: str, reward: RewardFunction, dropped: list[str]
+) -> list[Prompt]:
+    """Like `check_examples`, but leaves failing examples out; `dropped` gets what is wrong with them."""
+    try:
+        return check_examples(examples, spec, reward)
+    except DataError as error:
+        if len(examples) == 1:
+            dropped.append(error.what)
+            return []
+    return [prompt for example in examples for prompt in check_or_drop([example], spec, reward, dropped)]
+
+
+def check_ids(examples: ExampleSet) -> None:
+    """Raise DataError if two examples have the same id."""
+    seen: dict[str, str] = {}
+    for example in (example for split in examples.splits.values() for example in split):
+        if (first := seen.setdefault(example.prompt.id, example.where)) != example.where:
+            raise DataError(
+                f"{first} and {example.where} have the same id {example.prompt.id!r}.",
+                "Correct to_prompt: it gets an id to use.",
+            )
 
 
 def sample_rows(table: Table, limit: int | None, seed: int) -> Table:

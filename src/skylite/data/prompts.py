@@ -91,6 +91,11 @@ def write_prompts(path: Path, prompts: Sequence[Prompt], info: PromptFileInfo) -
         pq.write_table(table, temporary, compression="zstd")
 
 
+def read_info(path: Path) -> PromptFileInfo:
+    """The footer of a prompt file. Raises DataError."""
+    return _read_info(path, _read_table(path, columns=[]).schema.metadata or {})
+
+
 def read_prompts(path: Path, difficulty: Sequence[int] = ()) -> tuple[list[Prompt], PromptFileInfo]:
     """The prompts of a split, filtered by `difficulty` when given, and the footer. Raises DataError."""
     try:
@@ -105,6 +110,7 @@ def read_prompts(path: Path, difficulty: Sequence[int] = ()) -> tuple[list[Promp
     if len(rows) != info.count:
         raise DataError(f"{path} has {len(rows)} rows, but its footer says {info.count}.", _HINT)
     prompts = [_to_prompt(path, number, row) for number, row in enumerate(rows, start=1)]
+    _check_ids(path, prompts)
     chosen = [p for p in prompts if p.difficulty in difficulty] if difficulty else prompts
     if not chosen:
         available = sorted({p.difficulty for p in prompts})
@@ -121,11 +127,11 @@ def first_messages(info: PromptFileInfo) -> list[Message]:
     return [*system, *info.few_shot]
 
 
-def _read_table(path: Path) -> pa.Table:
+def _read_table(path: Path, columns: list[str] | None = None) -> pa.Table:
     try:
         # Not pq.read_table: it makes a column of a parent folder named a=b.
         with pq.ParquetFile(path) as file:
-            return file.read()
+            return file.read(columns=columns)
     except FileNotFoundError:
         raise DataError(f"{path} does not exist.", "Make it with `skylite prepare`.") from None
     except (OSError, pa.ArrowException) as error:
@@ -202,6 +208,13 @@ def _to_prompt(path: Path, number: int, row: dict[str, Any]) -> Prompt:
         difficulty=row["difficulty"],
         extra=extra,
     )
+
+
+def _check_ids(path: Path, prompts: Sequence[Prompt]) -> None:
+    rows: dict[str, int] = {}
+    for number, prompt in enumerate(prompts, start=1):
+        if (first := rows.setdefault(prompt.id, number)) != number:
+            raise DataError(f"{path} rows {first} and {number} have the same id {prompt.id!r}.", _HINT)
 
 
 def _one_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Raw rows from .jsonl, .csv and .parquet files and from the hub, each with its place for error messages."""
+"""Raw rows from .jsonl, .json, .csv and .parquet files, each with its place for error messages."""
 
 from __future__ import annotations
 
@@ -16,12 +16,7 @@ from skylite.errors import DataError
 from skylite.foreign_text import parse_json
 from skylite.run.files import sha256_file
 
-READABLE = (".jsonl", ".csv", ".parquet")
-HUB_TIMEOUT_S = 10.0
-
-
-class HubError(DataError):
-    """The hub did not respond, or does not have the file."""
+READABLE = (".jsonl", ".json", ".csv", ".parquet")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +29,25 @@ class Row:
     """The row in its source, e.g. "train.jsonl line 17", for error messages."""
     values: dict[str, Any]
 
+    def value(self, column: str) -> Any:
+        """The value of a column; `a.b` may mean field b of column a. Raises DataError if it is missing."""
+        if column in self.values:
+            return self.values[column]
+        found: Any = self.values
+        for part in column.split("."):
+            if not isinstance(found, dict) or part not in found:
+                names = ", ".join(map(repr, self.values))
+                raise DataError(f"{self.where} has no column {column!r}; it has {names}.")
+            found = found[part]
+        return found
+
     def text(self, column: str) -> str:
-        """The stripped text of a column. Raises DataError when it is missing or empty."""
-        if column not in self.values:
+        """The stripped text of a column, or its number. Raises DataError when it is missing or empty."""
+        value = self.value(column)
+        if isinstance(value, bool) or not isinstance(value, str | int | float | None):
             raise DataError(
-                f"{self.where} has no column {column!r}; it has {', '.join(map(repr, self.values))}."
+                f"{self.where}: {column!r} is {type(value).__name__}, not text.", "Give a column of texts."
             )
-        value = self.values[column]
         text = "" if value is None else str(value).strip()
         if not text:
             raise DataError(f"{self.where} has an empty {column!r}.", "Fill it in or delete the row.")
@@ -55,11 +62,13 @@ class Table:
     kind: SourceKind
     source: str
     sha256: str
+    note: str = ""
+    """A choice that `skylite prepare` prints and records; may be empty."""
 
 
 def read_table(path: Path, kind: SourceKind = "file") -> Table:
-    """All rows of a .jsonl, .csv or .parquet file. Raises DataError with file, line and reason."""
-    readers = {".jsonl": _jsonl_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}
+    """All rows of a .jsonl, .json, .csv or .parquet file. Raises DataError with file, line and reason."""
+    readers = {".jsonl": _jsonl_rows, ".json": _json_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}
     reader = readers.get(path.suffix)
     if reader is None:
         raise DataError(f"{path} is not a {', '.join(READABLE[:-1])} or {READABLE[-1]} file.")
@@ -79,21 +88,14 @@ def read_table(path: Path, kind: SourceKind = "file") -> Table:
     return Table(rows=rows, kind=kind, source=str(path), sha256=digest)
 
 
-def hub_table(repository: str, file: str) -> Table:
-    """A parquet file of a hub data set, from the local hub cache if possible. Raises HubError in seconds."""
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    cached = try_to_load_from_cache(repository, file, repo_type="dataset")
-    if not isinstance(cached, str):
-        _check_hub(repository)
-        try:
-            cached = hf_hub_download(repository, file, repo_type="dataset", etag_timeout=HUB_TIMEOUT_S)
-        except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-            raise HubError(
-                f"Downloading {repository}/{file} from the hub failed: {_first_line(error)}."
-            ) from None
-    return replace(read_table(Path(cached), "hub"), source=f"{repository}/{file}")
+def join_tables(tables: Sequence[Table], source: str) -> Table:
+    """One table of all rows, counted anew."""
+    if len(tables) == 1:
+        return replace(tables[0], source=source)
+    rows = [row for table in tables for row in table.rows]
+    digest = sha256("".join(table.sha256 for table in tables).encode()).hexdigest()
+    numbered = [replace(row, index=i) for i, row in enumerate(rows)]
+    return Table(rows=numbered, kind=tables[0].kind, source=source, sha256=digest)
 
 
 def hold_out(table: Table, count: int, seed: int) -> tuple[Table, Table]:
@@ -137,6 +139,23 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
             yield Row(index=number - 1, where=where, values=values)
 
 
+def _json_rows(path: Path) -> Iterator[Row]:
+    """The rows of a list of objects; an object alone is one row."""
+    try:
+        values = parse_json(path.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError:
+        raise
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON: {error}.", "For one object per line name it .jsonl.") from None
+    for index, row in enumerate(values if isinstance(values, list) else [values]):
+        where = f"{path} row {index + 1}"
+        if not isinstance(row, dict):
+            raise DataError(
+                f"{where} holds {type(row).__name__}, not a JSON object.", "Give a list of objects."
+            )
+        yield Row(index=index, where=where, values=row)
+
+
 def _csv_rows(path: Path) -> Iterator[Row]:
     # utf-8-sig: spreadsheets write a byte order mark, which would end up in the name of the first column.
     with path.open(encoding="utf-8-sig", newline="") as stream:
@@ -163,23 +182,11 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
     try:
         rows = pq.read_table(path, partitioning=None).to_pylist()
     except (pa.ArrowException, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is not a parquet file: {_first_line(error)}.") from None
+        raise DataError(f"{path} is not a parquet file: {first_line(error)}.") from None
     for index, values in enumerate(rows):
         yield Row(index=index, where=f"{path} row {index + 1}", values=values)
 
 
-def _check_hub(repository: str) -> None:
-    """One quick request first: without a network the hub client retries for half a minute."""
-    import httpx
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        raise HubError("HF_HUB_OFFLINE is set, so the hub is not used.")
-    try:
-        httpx.head(f"{constants.ENDPOINT}/datasets/{repository}", timeout=HUB_TIMEOUT_S)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise HubError(f"The hub {constants.ENDPOINT} cannot be reached: {_first_line(error)}.") from None
-
-
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of an exception's text, or its class."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -6,11 +6,13 @@ Template and tokenizer are the model's: they run in a sandbox (data/encode_chats
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skylite.data.chat_template import ChatTemplate, check_args
 from skylite.errors import DataError, ModelError
 from skylite.foreign_text import parse_json
 from skylite.sandbox.sandbox import CallFailed, Limits, Sandbox
@@ -19,6 +21,7 @@ from skylite.types import Message, Prompt
 LIMITS = Limits(memory_bytes=2 << 30, cpu_s=60, wall_s=120.0, output_bytes=256 << 20)
 """For the prompts of one call."""
 PROMPTS_PER_CALL = 256
+NO_TEMPLATE = "the model has no chat template, so prompts are plain 'Question: ... Answer:' text"
 
 Encode = Callable[[str, Sequence[Any]], list[list[int]]]
 """("chats", lists of turns) or ("texts", texts) -> token ids of each."""
@@ -49,16 +52,20 @@ class ChatTokenizer:
         return self.encode("texts", texts)
 
 
-def load_tokenizer(model_path: Path) -> ChatTokenizer:
+def load_tokenizer(model_path: Path, template: ChatTemplate | None = None) -> ChatTokenizer:
     """The tokenizer of a model folder. Close it at the end.
 
-    Raises ModelError without a tokenizer or an end-of-turn token, and ConfigError without a sandbox.
+    `template`: None for the model's own without arguments. Raises ModelError without a tokenizer or an
+    end-of-turn token, ConfigError without a sandbox or for an argument that the template does not use.
     """
+    template = template or ChatTemplate()
     # A folder of the hub's cache links to files elsewhere.
     readable = [model_path, *(path.resolve() for path in model_path.iterdir())]
     sandbox = Sandbox(
         "skylite.data.encode_chats:make_encoder",
         str(model_path.resolve()),
+        template.text,
+        dict(template.args),
         what=f"the chat template of {model_path}",
         limits=LIMITS,
         readable=readable,
@@ -66,6 +73,7 @@ def load_tokenizer(model_path: Path) -> ChatTokenizer:
     try:
         sandbox.start()
         facts = sandbox.call("facts")
+        check_args(template, str(facts["template"]), model_path)
         stops = _stop_token_ids(model_path, facts["eos_token_id"])
     except CallFailed as error:
         sandbox.close()
@@ -81,12 +89,16 @@ def load_tokenizer(model_path: Path) -> ChatTokenizer:
         raise ModelError(
             f"{model_path} defines no end-of-turn token.", "Set eos_token_id in its generation_config.json."
         )
-    note = (
-        ""
-        if facts["has_template"]
-        else "the model has no chat template, so prompts are plain 'Question: ... Answer:' text"
-    )
+    note = "" if facts["has_template"] or template.text else NO_TEMPLATE
     return ChatTokenizer(_encoder(sandbox, model_path), stops, note, sandbox.close)
+
+
+def check_rendering(model_path: Path, template: ChatTemplate, example: Prompt) -> None:
+    """Render a prompt with a template or arguments that the user chose. Raises ConfigError and ModelError."""
+    if template.is_default:
+        return
+    with contextlib.closing(load_tokenizer(model_path, template)) as tokenizer:
+        tokenizer.encode_chats([example.messages])
 
 
 def _encoder(sandbox: Sandbox, model_path: Path) -> Encode:
@@ -96,7 +108,7 @@ def _encoder(sandbox: Sandbox, model_path: Path) -> Encode:
         except CallFailed as error:
             raise ModelError(
                 f"The chat template or tokenizer of {model_path} {error} for {len(items)} prompts.",
-                "Correct its chat_template, or use another model.",
+                "Correct its chat_template or data.chat_template, or use another model.",
             ) from None
         if not _are_token_ids(found, len(items)):
             raise ModelError(f"The tokenizer of {model_path} returned no token ids.", "Use another model.")

@@ -1,16 +1,22 @@
-"""A user's .jsonl, .csv or .parquet file with a question and an answer column."""
+"""Prompts from a user's rows: question, answer and other columns, system text and worked examples."""
 
 from __future__ import annotations
 
+import json
 import random
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from skylite.config.rollout import RewardParameters
-from skylite.data.examples import Example, ExampleSet, sample_rows
-from skylite.data.sources import Row, Table, read_table
-from skylite.errors import DataError
-from skylite.rewards import reference_answer, reference_completion
+from skylite.data.chats import Question, read_question
+from skylite.data.examples import SPLITS, Example, ExampleSet, sample_rows
+from skylite.data.own_tables import OwnSource, filter_rows, read_own_tables
+from skylite.data.prompts import Split
+from skylite.data.sources import READABLE, Row, Table, read_table
+from skylite.errors import ConfigError, DataError
+from skylite.rewards import DEFAULTS, reference_answer, reference_completion
 from skylite.types import Message, Prompt
 
 HELD_OUT_SHARE = 0.05
@@ -21,96 +27,269 @@ SYSTEMS = {
     "math": "Solve the problem step by step. Put the final answer in \\boxed{}.",
 }
 """Reward -> system text; prompts for FILE.py:function have none."""
+QUESTIONS = ("question", "problem", "prompt", "messages")
+ANSWERS = ("answer",)
+"""Columns that are used without a flag."""
 
 
-def user_file_examples(
-    path: Path,
-    *,
-    question: str,
-    answer: str | None,
-    reward: str,
-    parameters: RewardParameters,
-    limit: int | None,
-    seed: int,
-) -> ExampleSet:
-    """Read the file, split it by the seed and make prompts. Raises DataError with file, line and reason.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnData:
+    """A user's data, as the flags of `skylite prepare` describe it."""
 
-    `answer`: None for data without reference answers.
-    """
-    table = read_table(path)
-    texts = [row.text(question) for row in table.rows]
-    tables = _split(table, texts, seed)
-    tables["train"] = sample_rows(tables["train"], limit, seed)
-    system = SYSTEMS.get(reward, "")
-    splits = {
-        split: [
-            _example(
-                row,
-                f"{path.stem}/{split}/{row.index}",
-                path.stem,
-                question,
-                answer,
-                reward,
-                parameters,
-                system,
-            )
-            for row in split_table.rows
-        ]
-        for split, split_table in tables.items()
-    }
-    note = f"source: {path}, split at random (seed {seed}) by question: " + ", ".join(
-        f"{len(d)} {s}" for s, d in splits.items()
-    )
+    source: OwnSource
+    question: str | None
+    """Column of texts or chats. None: one of QUESTIONS."""
+    answer: str | None
+    """Column of reference answers. None: one of ANSWERS, else the last turn of the chat."""
+    has_answers: bool = True
+    """False: the rows have no reference answers."""
+    reward: str
+    parameters: RewardParameters = DEFAULTS
+    """Settings of a built-in reward."""
+    id: str | None = None
+    """Column of ids. None: the row's number."""
+    system: str | None = None
+    """System text of every prompt. None: the chat's own, else that of the reward."""
+    few_shot: str | None = None
+    """A number of first training rows, or a file."""
+    where: Sequence[str] = ()
+    limit: int | None = None
+    seed: int = 0
+
+
+def user_file_examples(data: OwnData) -> ExampleSet:
+    """Read the rows, split them by the seed and make prompts. Raises DataError and ConfigError."""
+    read = read_own_tables(data.source)
+    tables = {split: filter_rows(table, data.where) for split, table in read.splits.items()}
+    notes = [*read.notes, *(f"--where {condition}" for condition in data.where)]
+    columns, columns_note = choose_columns(data, tables["train"].rows[0])
+    examples, tables["train"] = few_shot_rows(data, tables["train"])
+    maker = PromptMaker(data=data, columns=columns, kept=kept_columns(tables, columns, notes))
+    maker = replace(maker, few_shot=[turn for row in examples for turn in maker.worked_example(row)])
+    maker.check_ids(tables)
+    full = hold_out_missing(tables, columns.question, data.seed, notes)
+    full["train"] = sample_rows(full["train"], data.limit, data.seed)
+    splits = {split: maker.examples(split, full[split]) for split in SPLITS}
+    sizes = ", ".join(f"{len(rows)} {split}" for split, rows in splits.items())
     return ExampleSet(
-        dataset=path.stem,
-        reward=reward,
-        system=system,
-        few_shot=[],
-        splits=splits,
-        tables=tables,
-        notes=[note],
-        parameters=parameters,
-        has_answers=answer is not None,
+        dataset=data.source.name,
+        reward=data.reward,
+        system=maker.default_system,
+        few_shot=maker.few_shot,
+        splits={str(split): rows for split, rows in splits.items()},
+        tables={str(split): table for split, table in full.items()},
+        notes=[*notes, *columns_note, *maker.notes(full), f"rows: {sizes}"],
+        parameters=data.parameters,
+        has_answers=data.has_answers,
     )
 
 
-def _split(table: Table, questions: list[str], seed: int) -> dict[str, Table]:
-    """Split about 90/5/5, at least one question each. Rows with the same question stay in one split."""
-    distinct = sorted(set(questions))
-    if len(distinct) < 3:
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The columns that make a prompt."""
+
+    question: str
+    answer: str | None
+    """None: the last turn of the chat is the answer, or there are no answers."""
+    id: str | None
+
+
+def choose_columns(data: OwnData, first: Row) -> tuple[Columns, list[str]]:
+    """The columns, by flag or by name, and notes on those found by name. Raises ConfigError."""
+    names = ", ".join(map(repr, first.values))
+    found = [name for name in QUESTIONS if name in first.values]
+    if data.question is None and len(found) != 1:
+        which = f"its columns {' and '.join(map(repr, found))} could be meant" if found else f"it has {names}"
+        raise ConfigError(f"{data.source.target} needs --question: {which}.", "Name the column.")
+    question = data.question or found[0]
+    if not data.has_answers:
+        return Columns(question, None, data.id), []
+    is_chat = isinstance(first.value(question), list)
+    answer = data.answer or next((name for name in ANSWERS if name in first.values), None)
+    if answer is None and not (is_chat and read_question(first, question).reply):
+        raise ConfigError(
+            f"{data.source.target} needs --answer: it has {names}.",
+            "Name the column with the reference answers. For data without them give --no-answer.",
+        )
+    notes = []
+    if data.question is None or data.answer is None:
+        text = f"column {answer!r}" if answer else "the last turn of the chat"
+        notes.append(f"question: column {question!r}; answer: {text}")
+    return Columns(question, answer, data.id), notes
+
+
+def few_shot_rows(data: OwnData, train: Table) -> tuple[Sequence[Row], Table]:
+    """The rows of the worked examples, and the training rows without them. Raises ConfigError."""
+    if data.few_shot is None:
+        return [], train
+    if data.few_shot.endswith(READABLE):
+        return read_table(Path(data.few_shot)).rows, train
+    if not (data.few_shot.isdecimal() and int(data.few_shot)):
+        raise ConfigError(
+            f"--few-shot {data.few_shot} is neither a number of rows nor a {', '.join(READABLE)} file.",
+            "E.g. --few-shot 3 or --few-shot examples.jsonl.",
+        )
+    count = int(data.few_shot)
+    if count >= len(train.rows):
+        raise ConfigError(
+            f"--few-shot {count} takes all {len(train.rows)} training rows.", "Take fewer, or give a file."
+        )
+    return train.rows[:count], replace(train, rows=train.rows[count:])
+
+
+def kept_columns(tables: dict[Split, Table], columns: Columns, notes: list[str]) -> set[str]:
+    """The other columns, which the reward gets. Adds a note on those that JSON cannot hold."""
+    used = {columns.question} | ({"answer"} if columns.answer == "answer" else set())
+    refused: dict[str, str] = {}
+    names: dict[str, None] = {}
+    for row in (row for table in tables.values() for row in table.rows):
+        for name, value in row.values.items():
+            names[name] = None
+            if name not in refused and name not in used and not _is_json(value):
+                refused[name] = f"{name} ({type(value).__name__}, {row.where})"
+    if refused:
+        notes.append(f"columns without a JSON form are left out: {', '.join(refused.values())}")
+    return set(names) - used - set(refused)
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def hold_out_missing(
+    tables: dict[Split, Table], question: str, seed: int, notes: list[str]
+) -> dict[Split, Table]:
+    """All three splits. Those without rows get about 5 % of the distinct training questions, at least one.
+
+    Rows with the same question stay in one split.
+    """
+    train = tables["train"]
+    keys = [_key(row, question) for row in train.rows]
+    distinct = sorted(set(keys))
+    missing = [split for split in SPLITS if split not in tables]
+    if len(distinct) <= len(missing):
         raise DataError(
-            f"{table.source} has {len(distinct)} distinct question(s); "
-            "train, validation and test need one each."
+            f"{train.source} has {len(distinct)} distinct question(s); "
+            f"train{''.join(f', {split}' for split in missing)} need one each."
         )
     random.Random(f"split/{seed}").shuffle(distinct)
     held_out = max(1, round(len(distinct) * HELD_OUT_SHARE))
-    split_of = dict.fromkeys(distinct, "train")
-    split_of.update(dict.fromkeys(distinct[:held_out], "validation"))
-    split_of.update(dict.fromkeys(distinct[held_out : 2 * held_out], "test"))
-    return {
-        split: replace(
-            table,
-            rows=[row for row, text in zip(table.rows, questions, strict=True) if split_of[text] == split],
+    split_of: dict[str, Split] = dict.fromkeys(distinct, "train")
+    full = dict(tables)
+    for number, split in enumerate(missing):
+        split_of.update(dict.fromkeys(distinct[number * held_out : (number + 1) * held_out], split))
+    changed: list[Split] = ["train", *missing]
+    for split in changed:
+        rows = [row for row, key in zip(train.rows, keys, strict=True) if split_of[key] == split]
+        full[split] = replace(train, rows=rows)
+    if missing:
+        notes.append(f"{' and '.join(missing)}: held out of train at random (seed {seed}), by question")
+    for split in set(tables) - {"train"}:
+        shared = sum(split_of.get(_key(row, question)) == "train" for row in tables[split].rows)
+        if shared:
+            notes.append(f"warning: {shared} questions of {split} are in train too")
+    return full
+
+
+def _key(row: Row, question: str) -> str:
+    """What makes two questions equal."""
+    asked = read_question(row, question)
+    return asked.turns[0]["content"] if len(asked.turns) == 1 else json.dumps(asked.turns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptMaker:
+    """Makes prompts of rows."""
+
+    data: OwnData
+    columns: Columns
+    kept: set[str]
+    """Columns that go to the reward."""
+    few_shot: list[Message] = field(default_factory=list)
+
+    @property
+    def default_system(self) -> str:
+        """System text of prompts whose chat has none."""
+        given = self.data.system
+        return SYSTEMS.get(self.data.reward, "") if given is None else given
+
+    def examples(self, split: Split, table: Table) -> list[Example]:
+        """The examples of a split. Raises DataError with file, line and reason."""
+        name = self.data.source.name
+        return [self._example(row, f"{name}/{split}/{self._id(row)}") for row in table.rows]
+
+    def check_ids(self, tables: dict[Split, Table]) -> None:
+        """Raise DataError if two rows have the same id."""
+        seen: dict[str, str] = {}
+        for row in (row for t in tables.values() for row in t.rows if self.columns.id is not None):
+            first = seen.setdefault(self._id(row), row.where)
+            if first != row.where:
+                raise DataError(
+                    f"{first} and {row.where} have the same {self.columns.id!r}, {self._id(row)!r}.",
+                    "Correct or delete one of them, or leave --id out.",
+                )
+
+    def worked_example(self, row: Row) -> list[Message]:
+        """The turns of a row and a perfect completion. Raises DataError."""
+        asked = read_question(row, self.columns.question)
+        answer = self._answer(row, asked)
+        reply = reference_completion(self.data.reward, answer, self.data.parameters) or asked.reply or answer
+        if not reply:
+            raise ConfigError(
+                f"{row.where} has no answer for a worked example (--few-shot {self.data.few_shot}).",
+                "Give rows with answers, or remove --few-shot.",
+            )
+        return [*asked.turns, {"role": "assistant", "content": reply}]
+
+    def notes(self, tables: dict[Split, Table]) -> list[str]:
+        """What the rows' own system messages and last turns became."""
+        asked = [read_question(r, self.columns.question) for t in tables.values() for r in t.rows]
+        own = sum(bool(question.system) for question in asked)
+        replies = sum(bool(question.reply) for question in asked) if self.columns.answer else 0
+        notes = []
+        if own and self.data.system is not None:
+            notes.append(f"--system replaces the system message of {own} chats")
+        elif own and self.default_system:
+            notes.append(f"{own} chats keep their own system message")
+        if replies:
+            notes.append(
+                f"the last turn of {replies} chats is left out; {self.columns.answer!r} has the answers"
+            )
+        if self.few_shot:
+            notes.append(f"{len(self.few_shot) // 2} worked examples (--few-shot {self.data.few_shot})")
+        return notes
+
+    def _id(self, row: Row) -> str:
+        return str(row.index) if self.columns.id is None else row.text(self.columns.id)
+
+    def _answer(self, row: Row, asked: Question) -> str:
+        if self.columns.answer is not None:
+            return row.text(self.columns.answer)
+        if not asked.reply and self.data.has_answers:
+            raise DataError(
+                f"{row.where}: the chat in {self.columns.question!r} does not end with an assistant message, "
+                "the reference answer.",
+                "Correct or delete the row, or name a column with --answer.",
+            )
+        return asked.reply
+
+    def _example(self, row: Row, prompt_id: str) -> Example:
+        asked = read_question(row, self.columns.question)
+        text = self._answer(row, asked) if self.data.has_answers else ""
+        system = (asked.system if self.data.system is None else "") or self.default_system
+        messages: list[Message] = [{"role": "system", "content": system}] if system else []
+        prompt = Prompt(
+            id=prompt_id,
+            messages=[*messages, *self.few_shot, *asked.turns],
+            answer=reference_answer(self.data.reward, text, self.data.parameters),
+            source=self.data.source.name,
+            extra={name: value for name, value in row.values.items() if name in self.kept},
         )
-        for split in ("train", "validation", "test")
-    }
-
-
-def _example(
-    row: Row,
-    prompt_id: str,
-    source: str,
-    question: str,
-    answer: str | None,
-    reward: str,
-    parameters: RewardParameters,
-    system: str,
-) -> Example:
-    text = "" if answer is None else row.text(answer)
-    messages: list[Message] = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": row.text(question)})
-    prompt = Prompt(
-        id=prompt_id, messages=messages, answer=reference_answer(reward, text, parameters), source=source
-    )
-    reference = None if answer is None else reference_completion(reward, text, parameters)
-    return Example(prompt=prompt, reference=reference, where=row.where)
+        reference = None
+        if self.data.has_answers:
+            reference = reference_completion(self.data.reward, text, self.data.parameters)
+        return Example(prompt=prompt, reference=reference, where=row.where)

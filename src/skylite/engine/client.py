@@ -1,7 +1,4 @@
-"""vLLM's HTTP API on a Unix socket. The only file that knows its requests and replies.
-
-Each method makes one attempt; engine.py retries.
-"""
+"""vLLM's HTTP API on a Unix socket, one attempt per call. Only this file knows its requests and replies."""
 
 from __future__ import annotations
 
@@ -84,6 +81,8 @@ class Sampling:
     max_tokens: int
     stop_token_ids: tuple[int, ...]
     """The model's end-of-turn tokens."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion and stay in its text."""
     seed: int
     """vLLM uses seed + i for sample i of a request."""
 
@@ -175,6 +174,8 @@ class VllmClient:
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "stop_token_ids": list(sampling.stop_token_ids),
+            "stop": list(sampling.stop),
+            "include_stop_str_in_output": bool(sampling.stop),
             "seed": sampling.seed,
             "logprobs": 0,
             "return_token_ids": True,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from skylite.config.train import CpuLora
+from skylite.data.chat_template import ChatTemplate
 from skylite.errors import ModelError
 from skylite.processes.gpus import cuda_env
 from skylite.processes.hardware import LOOPBACK_ONLY, cpu_cores, total_memory
@@ -93,10 +94,17 @@ def engine_command(spec: EngineSpec) -> list[str]:
     return [*_server_command(spec), "--uds", str(spec.uds), "--logprobs-mode", "processed_logprobs"]
 
 
-def serve_command(spec: EngineSpec, *, adapter_name: str, adapter_path: Path, port: int) -> list[str]:
+def serve_command(
+    spec: EngineSpec,
+    *,
+    adapter_name: str,
+    adapter_path: Path,
+    port: int,
+    template: ChatTemplate | None = None,
+) -> list[str]:
     """The command line of `skylite serve`: one fixed adapter, on 127.0.0.1 with an API key (`serve_env`).
 
-    It keeps vLLM's default kind of logprobs.
+    It keeps vLLM's default kind of logprobs. `template`: how chats are rendered; None: as the model says.
     """
     # As JSON: vLLM splits NAME=PATH, and takes a path with a comma for JSON.
     lora = ["--lora-modules", json.dumps({"name": adapter_name, "path": str(adapter_path)})]
@@ -107,9 +115,23 @@ def serve_command(spec: EngineSpec, *, adapter_name: str, adapter_path: Path, po
         "--port",
         str(port),
         *lora,
+        *(template_flags(template) if template is not None else []),
         "--middleware",
         f"{api_keys.__name__}.RequireKey",
     ]
+
+
+def template_flags(template: ChatTemplate) -> list[str]:
+    """vLLM's flags for rendering chats with this template. Raises ModelError."""
+    flags = []
+    if template.text is not None:
+        # vLLM takes a text without these characters, or with the name of a file, for a path.
+        if "{" not in template.text or os.path.exists(template.text):
+            raise ModelError("The run's chat template is a path, not a template.", "Start a new run.")
+        flags.append(f"--chat-template={template.text}")
+    if template.args:
+        flags.append(f"--default-chat-template-kwargs={json.dumps(dict(template.args))}")
+    return flags
 
 
 def _server_command(spec: EngineSpec) -> list[str]:

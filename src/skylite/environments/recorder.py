@@ -169,13 +169,13 @@ class Recorder:
     ) -> list[int]:
         """The engine's input: a recorded call and what follows it, or the conversation rendered anew."""
         call = log.continued(messages) if self.config.env.history == "sampled" else None
-        arguments = {**self.config.env.template_arguments, **arguments}
+        config = self.config
+        arguments = {**config.data.template_args, **config.env.template_arguments, **arguments}
         if call is None:
             return (await self.renderer.prompt(messages, tools, arguments))[0]
         sample = call.sample
-        ids, follows = await self.renderer.prompt(
-            messages, tools, arguments, len(call.messages), ended=sample.finish_reason == "stop"
-        )
+        ended = sample.completion_token_ids[-1] in self.stop_token_ids  # and not at a text of rollout.stop
+        ids, follows = await self.renderer.prompt(messages, tools, arguments, len(call.messages), ended=ended)
         return [*sample.prompt_token_ids, *sample.completion_token_ids, *ids] if follows else ids
 
     async def _sample(self, log: TrajectoryLog, ids: list[int], max_tokens: int) -> Sample:
@@ -186,6 +186,7 @@ class Recorder:
             top_k=rollout.top_k if log.temperature else 0,
             max_tokens=max_tokens,
             stop_token_ids=self.stop_token_ids,
+            stop=tuple(rollout.stop),
             seed=_call_seed(log, ids),
         )
         return (await log.engine.generate(log.model, ids, 1, sampling, log.version))[0]

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 MARK = "@@skylite-reply-7f3a@@"
@@ -22,9 +21,9 @@ Job = dict[str, Any]
 
 
 def make_renderer(
-    model_path: str, template_file: str | None, stop_token_ids: list[int]
+    model_path: str, template: str | None, stop_token_ids: list[int]
 ) -> Callable[[list[Job]], list[Job]]:
-    """Load the tokenizer. `template_file`: a chat template that replaces the model's own."""
+    """Load the tokenizer. `template`: text of a chat template that replaces the model's own."""
     sys.modules["torch"] = None  # type: ignore[assignment]  # None makes the import fail: saves seconds
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     from transformers import AutoTokenizer
@@ -32,10 +31,7 @@ def make_renderer(
     from skylite.data.encode_chats import PLAIN_TEMPLATE
 
     tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
-    if template_file is not None:
-        tokenizer.chat_template = Path(template_file).read_text(encoding="utf-8")
-    if not tokenizer.chat_template:
-        tokenizer.chat_template = PLAIN_TEMPLATE
+    tokenizer.chat_template = template or tokenizer.chat_template or PLAIN_TEMPLATE
     stops = [tokenizer.convert_ids_to_tokens(i) for i in stop_token_ids]
 
     def run(jobs: list[Job]) -> list[Job]:

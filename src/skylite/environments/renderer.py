@@ -122,15 +122,13 @@ class Renderer:
         return [r if isinstance(r, dict) else {} for r in results]
 
 
-def make_sandbox(model_path: Path, template_file: Path | None, stop_token_ids: Sequence[int]) -> Sandbox:
+def make_sandbox(model_path: Path, template: str | None, stop_token_ids: Sequence[int]) -> Sandbox:
     """The sandbox of a `Renderer`."""
     readable = [model_path, *(path.resolve() for path in model_path.iterdir())]
-    if template_file is not None:
-        readable.append(template_file.resolve())
     return Sandbox(
         "skylite.environments.render_chats:make_renderer",
         str(model_path.resolve()),
-        None if template_file is None else str(template_file.resolve()),
+        template,
         list(stop_token_ids),
         what=f"the chat template of {model_path}",
         limits=LIMITS,

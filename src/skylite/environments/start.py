@@ -19,10 +19,13 @@ from skylite.processes.supervisor import Supervisor
 
 @contextlib.asynccontextmanager
 async def running_renderer(
-    model_path: Path, stop_token_ids: tuple[int, ...], template_file: Path | None = None
+    model_path: Path, stop_token_ids: tuple[int, ...], template: str | None = None
 ) -> AsyncIterator[Renderer]:
-    """A renderer with its sandbox. Raises SkyliteError subclasses."""
-    sandbox = make_sandbox(model_path, template_file, stop_token_ids)
+    """A renderer with its sandbox. `template`: text of a chat template instead of the model's own.
+
+    Raises SkyliteError subclasses.
+    """
+    sandbox = make_sandbox(model_path, template, stop_token_ids)
     try:
         await asyncio.to_thread(sandbox.start)
         yield Renderer(sandbox, model_path)
@@ -47,7 +50,7 @@ async def running_environment(
     async with contextlib.AsyncExitStack() as stack:
         # mkdtemp makes mode 0700: the sockets are for this user only.
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skylite-")))
-        facts = await renderer.facts(settings.template_arguments)
+        facts = await renderer.facts({**config.data.template_args, **settings.template_arguments})
         recorder = Recorder(
             config=config,
             renderer=renderer,

@@ -46,6 +46,7 @@ async def evaluate(
     temperature: float,
     max_tokens: int,
     stop_token_ids: tuple[int, ...],
+    stop: Sequence[str],
     seed: int,
     on_problem: Callable[[], None] = lambda: None,
 ) -> EvalResult:
@@ -63,6 +64,7 @@ async def evaluate(
             top_k=0,
             max_tokens=max_tokens,
             stop_token_ids=stop_token_ids,
+            stop=tuple(stop),
             seed=request_seed(seed, -1, index),
         )
         engine, ids = clients[index % len(clients)], token_ids[prompt.id]

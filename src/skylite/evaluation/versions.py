@@ -49,6 +49,8 @@ class EvalSampling:
     """Completions per problem. 1: greedy; more: at temperature 1."""
     max_tokens: int
     stop_token_ids: tuple[int, ...]
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion."""
     seed: int
 
 
@@ -79,6 +81,7 @@ async def evaluate_subjects(
             temperature=0.0 if sampling.n == 1 else 1.0,
             max_tokens=sampling.max_tokens,
             stop_token_ids=sampling.stop_token_ids,
+            stop=sampling.stop,
             seed=sampling.seed,
             on_problem=on_problem,
         )

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from skylite.config.rollout import RewardParameters
 from skylite.config.train import TrainConfig
-from skylite.data.prompts import read_prompts
+from skylite.data.prompts import read_info, read_prompts
 from skylite.errors import ConfigError
 from skylite.orchestrator.allowed_programs import allow_rewards
+from skylite.orchestrator.data_filter import fit_difficulty
 from skylite.orchestrator.reward_settings import apply_reward_settings
 from skylite.plugin_file import REWARD
 from skylite.run.programs_named_by_user import is_set
@@ -65,6 +66,7 @@ def read_data(choice: DataChoice, config: TrainConfig) -> list[EvalData]:
 
 def _read_one(name: str, path: Path, choice: DataChoice, config: TrainConfig) -> EvalData:
     file = path / f"{choice.split}.parquet"
+    config = _without_foreign_filter(file, choice, config)
     prompts, info = read_prompts(file, difficulty=tuple(config.data.difficulty))
     if not choice.is_own:
         given = {key for key in RewardParameters.model_fields if is_set(choice.settings, f"reward.{key}")}
@@ -82,3 +84,15 @@ def _read_one(name: str, path: Path, choice: DataChoice, config: TrainConfig) ->
         parameters=config.reward,
         has_answers=info.has_answers,
     )
+
+
+def _without_foreign_filter(file: Path, choice: DataChoice, config: TrainConfig) -> TrainConfig:
+    """Leave out the run's data.difficulty if --data names another data set. Logs that."""
+    if choice.is_own or choice.named_by is None or is_set(choice.settings, "data.difficulty"):
+        return config
+    data = config.data.model_copy(update={"path": str(file.parent)})
+    elsewhere = config.model_copy(update={"data": data})
+    fitted, note = fit_difficulty(elsewhere, config.data.model_dump(), read_info(file), str(choice.named_by))
+    if note:
+        logger.info(note)
+    return fitted

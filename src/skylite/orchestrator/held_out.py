@@ -64,5 +64,6 @@ async def _evaluate(session: Session, version: int) -> EvalResult:
         temperature=0.0,
         max_tokens=plan.config.rollout.max_completion_tokens,
         stop_token_ids=session.tokenizer.stop_token_ids,
+        stop=plan.config.rollout.stop,
         seed=plan.config.seed,
     )

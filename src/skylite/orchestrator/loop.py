@@ -2,8 +2,7 @@
 
 Two tasks run side by side. `sample_steps` samples each step once its adapter version is loaded, and writes
 the rollout file for the trainer. `record_steps` loads each new adapter and records the step. On-policy, they
-take turns. With rollout.max_staleness = 1, the version for step k + 1 is loaded before step k is trained, so
-sampling and training overlap.
+take turns. With rollout.max_staleness = 1, the version for step k + 1 is loaded before step k is trained.
 """
 
 from __future__ import annotations

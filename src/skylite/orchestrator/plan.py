@@ -11,7 +11,9 @@ from pathlib import Path
 import skylite
 from skylite.adapters.import_adapter import check_warm_start, copy_warm_start, expand_adapter_path
 from skylite.config.train import LOWEST_USUAL_LR, Resolved, RunConfig, TrainConfig
+from skylite.data.chat_template import read_template, template_notes
 from skylite.data.prompts import PromptFileInfo, read_prompts
+from skylite.data.tokenizer import check_rendering
 from skylite.engine.connections import open_files
 from skylite.engine.served_models import check_build, check_lora
 from skylite.engine.server_command import choose_cpu_lora, engine_notes
@@ -19,6 +21,7 @@ from skylite.errors import ConfigError
 from skylite.hub.resolve import resolve_model
 from skylite.hub.shared_memory import shared_copy
 from skylite.orchestrator.allowed_programs import allow_algorithm, allow_episode, allow_rewards
+from skylite.orchestrator.data_filter import without_foreign_filter
 from skylite.orchestrator.gpu_plan import place
 from skylite.orchestrator.memory_plan import plan_memory
 from skylite.orchestrator.reward_settings import apply_reward_settings
@@ -72,8 +75,10 @@ def plan_run(
 
     `recipe`: the file that may name programs; None: the user names them. `settings`: the user's --set.
     """
+    config, filter_note = without_foreign_filter(config, recipe, settings)
     train, info = read_split(config, "train")
     held_out = held_out_prompts(config)
+    template = read_template(config.data)
     rewards: tuple[str, ...] = ()
     reward_note = ""
     if config.env.episode:  # its episodes give the rewards
@@ -87,8 +92,13 @@ def plan_run(
         load_components(rewards, config.reward.weights, train[0], programs, config.reward)
     programs |= allow_algorithm(config.algorithm, named_by=recipe, settings=settings)
     config, threads_note = fix_threads(config)
-    resolved = resolve_choices(config, run, [data_note(config, info, len(train)), reward_note, threads_note])
-    resolved = resolved.model_copy(update={"programs": programs})
+    notes = [
+        *(data_note(config, info, len(train)), filter_note, *template_notes(config.data)),
+        *(reward_note, threads_note),
+    ]
+    resolved = resolve_choices(config, run, notes)
+    check_rendering(Path(resolved.model_path), template, train[0])
+    resolved = resolved.model_copy(update={"programs": programs, "chat_template": template.text})
     log_notes(resolved.notes)
     return RunPlan(
         run=run,

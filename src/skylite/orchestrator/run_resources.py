@@ -8,6 +8,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+from skylite.data.chat_template import run_template
 from skylite.data.tokenizer import ChatTokenizer, load_tokenizer
 from skylite.engine.adapter_canary import canary_sequences
 from skylite.engine.collect_groups import Scorer
@@ -79,7 +80,8 @@ async def start_environment(
     if not plan.config.env.episode:
         return None
     stops = tokenizer.stop_token_ids
-    renderer = await stack.enter_async_context(running_renderer(Path(plan.resolved.model_path), stops))
+    model, template = Path(plan.resolved.model_path), plan.resolved.chat_template
+    renderer = await stack.enter_async_context(running_renderer(model, stops, template))
     return await stack.enter_async_context(
         running_environment(
             plan.config,
@@ -94,7 +96,9 @@ async def start_environment(
 
 async def start_tokenizer(plan: RunPlan, stack: contextlib.AsyncExitStack) -> ChatTokenizer:
     """Load the tokenizer and write the canary sequences, for which the trainer waits. `stack` closes it."""
-    tokenizer = await asyncio.to_thread(load_tokenizer, Path(plan.resolved.model_path))
+    tokenizer = await asyncio.to_thread(
+        load_tokenizer, Path(plan.resolved.model_path), run_template(plan.run_config)
+    )
     stack.callback(tokenizer.close)
     if tokenizer.note:
         logger.info(tokenizer.note)

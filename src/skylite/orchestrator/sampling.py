@@ -90,6 +90,7 @@ async def sample_groups(
             top_k=rollout.top_k,
             max_tokens=rollout.max_completion_tokens,
             stop_token_ids=session.tokenizer.stop_token_ids,
+            stop=tuple(rollout.stop),
             seed=request_seed(plan.config.seed, step, index),
         )
         client, ids = session.engines.engine_for(index), token_ids[prompt.id]

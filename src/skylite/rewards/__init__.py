@@ -16,8 +16,8 @@ from skylite.rewards.scoring import RewardFunction, finite_scores, reward_functi
 from skylite.rewards.signature import SignatureProblem
 from skylite.types import Prompt
 
-BUILT_IN = ("gsm8k", "math", "exact_match", "format", "regex", "length", "reasoning-gym")
-NEEDS_ANSWER = ("gsm8k", "math", "exact_match", "reasoning-gym")
+BUILT_IN = ("gsm8k", "math", "exact_match", "format", "regex", "length", "countdown", "reasoning-gym")
+NEEDS_ANSWER = ("gsm8k", "math", "exact_match", "countdown", "reasoning-gym")
 DEFAULTS = RewardParameters()
 
 
@@ -64,7 +64,7 @@ def reference_completion(spec: str, answer: str, parameters: RewardParameters = 
         return f"\\boxed{{{answer}}}"
     if spec == "exact_match":
         return reference_answer(spec, answer, parameters)
-    return f"<answer>{answer}</answer>" if spec == "reasoning-gym" else answer
+    return f"<answer>{answer}</answer>" if spec in ("countdown", "reasoning-gym") else answer
 
 
 def reference_answer(spec: str, text: str, parameters: RewardParameters = DEFAULTS) -> str:
@@ -113,6 +113,10 @@ def _built_in(spec: str, parameters: RewardParameters) -> Callable[..., Any]:
         from skylite.rewards.math import math
 
         return math
+    if spec == "countdown":
+        from skylite.rewards.countdown import countdown
+
+        return countdown
     if spec == "reasoning-gym":
         from skylite.rewards.reasoning_gym import check_reasoning_gym, reasoning_gym
 

@@ -56,6 +56,22 @@ def parse_truth(answer: str) -> tuple[Any, ...]:
     return tuple(formula)
 
 
+def last_boxed(text: str) -> str | None:
+    """The content of the last \\boxed{...} or \\fbox{...}, or what follows "\\boxed "; None without one."""
+    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    if start < 0:
+        return None
+    rest = text[start:].removeprefix("\\boxed").removeprefix("\\fbox").lstrip()
+    if not rest.startswith("{"):
+        return rest.partition("$")[0].strip() or None
+    depth = 0
+    for position, character in enumerate(rest):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return rest[1:position].strip() or None
+    return None
+
+
 def _timeout() -> int | None:
     """No limit outside of the main thread, because SIGALRM only works there. Reward workers score in it."""
     return TIMEOUT_S if threading.current_thread() is threading.main_thread() else None

@@ -1,0 +1,107 @@
+"""`skylite prepare` on the command line: its flags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from skylite.cli_options import Verbose, numbers
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        help="gsm8k, hendrycks_math, countdown, reasoning-gym:TASK, a data_prep .py file; "
+        "or your own data: a .jsonl, .json, .csv or .parquet file, a folder of them, or a hub id."
+    ),
+]
+Out = Annotated[Path | None, typer.Option(help="Output folder. Default: data/NAME.")]
+Source = Annotated[Path | None, typer.Option(help="Folder with the released files, instead of the hub.")]
+Synthetic = Annotated[
+    bool, typer.Option("--synthetic", help="Generate problems in the format of the data set.")
+]
+FirstSource = Annotated[
+    bool, typer.Option("--first-source", help="Use the first available source: hub, --source, synthetic.")
+]
+Difficulty = Annotated[str, typer.Option(help="Reasoning steps of generated problems, e.g. 1,2.")]
+Config = Annotated[str | None, typer.Option(help="Config of a hub data set or folder.")]
+Split = Annotated[str | None, typer.Option(help="Its split for training. Default: train.")]
+HeldOutSplit = Annotated[
+    str | None, typer.Option(help="Its split for this. Default: rows held out of --split.")
+]
+Question = Annotated[
+    str | None,
+    typer.Option(
+        help="Column with questions, texts or chats. Default: question, problem, prompt or messages."
+    ),
+]
+Answer = Annotated[
+    str | None, typer.Option(help="Column with reference answers. Default: answer, or the chat's last turn.")
+]
+Id = Annotated[str | None, typer.Option("--id", help="Column with unique ids. Default: row numbers.")]
+NoAnswer = Annotated[
+    bool, typer.Option("--no-answer", help="The data has no reference answers: the reward needs none.")
+]
+Reward = Annotated[str | None, typer.Option(help="gsm8k, math, ... or FILE.py:function, for your own data.")]
+RewardSettings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=VALUE", help="E.g. reward.answer_pattern=REGEX. Repeatable."),
+]
+System = Annotated[
+    str | None, typer.Option(help="System prompt, instead of the reward's or the chat's. \"\": none.")
+]
+FewShot = Annotated[
+    str | None,
+    typer.Option(metavar="N|FILE", help="Worked examples: the first N training rows, or a file of rows."),
+]
+Where = Annotated[
+    list[str] | None,
+    typer.Option(metavar="COLUMN=VALUE,...", help="Use only rows with one of these values. Repeatable."),
+]
+DropFailing = Annotated[
+    bool, typer.Option("--drop-failing", help="Leave out rows whose reference answer does not score 1.0.")
+]
+Limit = Annotated[int | None, typer.Option(min=1, help="Maximum rows of the training split.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of generation and splits.")]
+
+
+def prepare(
+    target: Target,
+    out: Out = None,
+    source: Source = None,
+    synthetic: Synthetic = False,
+    first_source: FirstSource = False,
+    difficulty: Difficulty = "",
+    config: Config = None,
+    split: Split = None,
+    validation_split: HeldOutSplit = None,
+    test_split: HeldOutSplit = None,
+    question: Question = None,
+    answer: Answer = None,
+    no_answer: NoAnswer = False,
+    id_: Id = None,
+    reward: Reward = None,
+    settings: RewardSettings = None,
+    system: System = None,
+    few_shot: FewShot = None,
+    where: Where = None,
+    drop_failing: DropFailing = False,
+    limit: Limit = None,
+    seed: Seed = 0,
+    verbose: Verbose = None,
+) -> None:
+    """Prepare a data set. Writes train, validation and test parquet files and checks every row."""
+    from skylite.commands.own_data import OwnFlags
+    from skylite.commands.prepare import prepare as run
+
+    own = OwnFlags(
+        config=config, split=split, validation_split=validation_split, test_split=test_split,
+        question=question, answer=answer, id=id_, reward=reward, system=system, few_shot=few_shot,
+    )  # fmt: skip
+    run(
+        target, out=out, source=source, synthetic=synthetic, first_source=first_source,
+        difficulty=numbers(difficulty), where=tuple(where or ()), drop_failing=drop_failing,
+        no_answer=no_answer, settings=tuple(settings or ()),
+        limit=limit, seed=seed, **own.given(),
+    )  # fmt: skip

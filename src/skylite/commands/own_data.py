@@ -1,0 +1,117 @@
+"""The flags of `skylite prepare` for a user's own data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from skylite.config.rollout import RewardParameters
+from skylite.data.examples import ExampleSet
+from skylite.data.own_tables import OwnSource
+from skylite.errors import ConfigError
+from skylite.plugin_file import resolve_spec
+from skylite.rewards import NEEDS_ANSWER, load_reward
+from skylite.run.programs_named_by_user import remember
+
+
+@dataclass(frozen=True, slots=True)
+class RewardChoice:
+    """What the flags say about the reward."""
+
+    spec: str | None
+    """--reward"""
+    parameters: RewardParameters
+    """--set reward.NAME=VALUE"""
+    has_answers: bool
+    """False: --no-answer"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnFlags:
+    """The flags of `skylite prepare` for a user's own data; None if not given."""
+
+    config: str | None = None
+    split: str | None = None
+    validation_split: str | None = None
+    test_split: str | None = None
+    question: str | None = None
+    answer: str | None = None
+    id: str | None = None
+    reward: str | None = None
+    system: str | None = None
+    few_shot: str | None = None
+
+    def given(self) -> dict[str, str]:
+        """The flags that were given."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def by_name(self) -> dict[str, object]:
+        """Flag, as typed -> value."""
+        return {f"--{name.replace('_', '-')}": value for name, value in asdict(self).items()}
+
+
+def own_data_examples(
+    target: str,
+    flags: OwnFlags,
+    chosen: RewardChoice,
+    where: Sequence[str],
+    limit: int | None,
+    seed: int,
+) -> ExampleSet:
+    """Read the data and make prompts. Raises DataError and ConfigError."""
+    from skylite.data.user_file import OwnData, user_file_examples
+
+    reward = _checked_reward(target, flags, chosen)
+    source = OwnSource(
+        target=target,
+        config=flags.config,
+        train=flags.split,
+        validation=flags.validation_split,
+        test=flags.test_split,
+    )
+    data = OwnData(
+        source=source,
+        question=flags.question,
+        answer=flags.answer,
+        has_answers=chosen.has_answers,
+        reward=resolve_spec(reward),
+        parameters=chosen.parameters,
+        id=flags.id,
+        system=flags.system,
+        few_shot=flags.few_shot,
+        where=where,
+        limit=limit,
+        seed=seed,
+    )
+    return user_file_examples(data)
+
+
+def _checked_reward(target: str, flags: OwnFlags, chosen: RewardChoice) -> str:
+    """--reward. Raises ConfigError if it is missing, cannot be loaded or does not fit the other flags."""
+    if flags.answer is not None and not chosen.has_answers:
+        raise ConfigError(
+            f"--answer {flags.answer} names the column of the reference answers, and --no-answer says that "
+            "there are none.",
+            "Remove one of them.",
+        )
+    if chosen.spec is None:
+        needed = {"--question": flags.question, "--answer": flags.answer or not chosen.has_answers}
+        missing = [*(name for name, value in needed.items() if not value), "--reward"]
+        raise ConfigError(
+            f"{target} needs {' and '.join(missing)}.",
+            "Example: --question question --answer answer --reward gsm8k. For data without reference answers "
+            "give --no-answer instead of --answer.",
+        )
+    if chosen.spec == "reasoning-gym":
+        raise ConfigError(
+            "The reward reasoning-gym only scores the entries of reasoning-gym.",
+            "Use gsm8k, math or FILE.py:function.",
+        )
+    if chosen.spec in NEEDS_ANSWER and not chosen.has_answers:
+        raise ConfigError(
+            f"The reward {chosen.spec} compares with a reference answer, and --no-answer says that there is "
+            "none.",
+            "Give --answer COLUMN, or use regex, format, length or FILE.py:function.",
+        )
+    load_reward(chosen.spec, chosen.parameters, sha256=remember(chosen.spec).get(chosen.spec))
+    return chosen.spec

@@ -1,0 +1,206 @@
+"""data.chat_template and data.template_args: they change the prompt ids wherever prompts are rendered."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from skylite.adapters.folder import ServedAdapter
+from skylite.commands.evaluate import chosen_template, merged
+from skylite.commands.prepare import prepare
+from skylite.config.loading import load_config
+from skylite.config.rollout import DataConfig
+from skylite.config.train import Resolved, RunConfig
+from skylite.data.chat_template import MAX_BYTES, ChatTemplate, read_template
+from skylite.data.tokenizer import load_tokenizer
+from skylite.engine.server_command import serve_command
+from skylite.errors import ConfigError, ModelError
+from skylite.run.run_dir import AdapterVersion
+from skylite.types import Message
+from tests.unit.bad_inputs import call
+from tests.unit.test_engine_server import SPEC
+
+THINKING = """\
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and enable_thinking is false %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+"""As Qwen3's: without thinking, the prompt already holds an empty thought."""
+CHAT: list[Message] = [{"role": "user", "content": "1 + 1?"}]
+
+
+def rendered(text: str | None, model: Path, **args: bool | str) -> str:
+    tokenizer = load_tokenizer(model, ChatTemplate(text=text, args=args))
+    try:
+        return str(AutoTokenizer.from_pretrained(model).decode(tokenizer.encode_chats([CHAT])[0]))
+    finally:
+        tokenizer.close()
+
+
+def plain(text: str) -> str:
+    return "".join(text.split())
+
+
+def test_arguments_change_the_prompt_ids(tiny_llama: Path) -> None:
+    thinking = rendered(THINKING, tiny_llama)
+    assert rendered(THINKING, tiny_llama, enable_thinking=True) == thinking
+    off = rendered(THINKING, tiny_llama, enable_thinking=False)
+    assert off.startswith(thinking.rstrip())
+    assert plain(off.removeprefix(thinking.rstrip())) == plain("<think></think>")
+    # A text is not the value false.
+    assert rendered(THINKING, tiny_llama, enable_thinking="false") == thinking
+
+
+def test_a_template_file_replaces_that_of_the_model(tiny_llama: Path) -> None:
+    text = "{% for m in messages %}Q {{ m.content }} A{% endfor %}"
+    assert plain(rendered(text, tiny_llama)) == plain("Q 1 + 1? A")
+    assert plain(rendered(None, tiny_llama)) != plain("Q 1 + 1? A")
+
+
+def test_an_argument_that_the_template_does_not_use_is_refused(tiny_llama: Path) -> None:
+    with pytest.raises(ConfigError, match=r"names enable_thinkin, which data.chat_template does not use"):
+        load_tokenizer(tiny_llama, ChatTemplate(text=THINKING, args={"enable_thinkin": False}))
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ("data.template_args.messages=1", "'messages' cannot be an argument .* skylite sets it"),
+        ("data.template_args={'a b' = 1}", "'a b' cannot be an argument .* it is no name"),
+        ("data.template_args.a=[1]", "data.template_args.a"),
+        ("rollout.stop=['']", "rollout.stop.0"),
+        ("rollout.stop=x", "rollout.stop"),
+    ],
+)
+def test_bad_settings_are_named(setting: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load_config(None, {}, [setting])
+
+
+def test_bad_template_files_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "t.jinja"
+    for content, reason in (
+        (None, "is not a file"),
+        (b"\xff{", "cannot be read"),
+        (b"no expression", "has no Jinja expression"),
+        (b"{" * (MAX_BYTES + 1), f"is larger than {MAX_BYTES} bytes"),
+    ):
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(ConfigError, match=reason):
+            read_template(DataConfig(chat_template=str(path)))
+
+
+@pytest.fixture
+def project(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").symlink_to(tiny_llama)
+    rows = [json.dumps({"question": f"{i} + 1?", "answer": str(i + 1)}) for i in range(40)]
+    (tmp_path / "mine.jsonl").write_text("\n".join(rows))
+    prepare("mine.jsonl", reward="math")
+    (tmp_path / "thinking.jinja").write_text(THINKING)
+    return tmp_path
+
+
+DRY_RUN = [
+    *["train", "--recipe", "gsm8k_cpu", "--model", "model", "--data", "data/mine"],
+    *["--set", "eval.limit=0", "--dry-run"],
+]
+
+
+def test_own_data_needs_no_difficulty_with_the_default_cpu_recipe(project: Path) -> None:
+    reply = call(DRY_RUN)
+    assert reply.code == 0, reply.output
+    assert json.loads(reply.output[reply.output.index("{\n") :])["data"]["difficulty"] == []
+    refused = call([*DRY_RUN, "--set", "data.difficulty=[1]"])
+    assert refused.code == 2
+    assert "has no row of difficulty [1]; it has [0]" in refused.output
+
+
+def test_the_recipes_difficulty_counts_for_its_own_data(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = project / "elsewhere"
+    prepare("gsm8k", synthetic=True, out=out, limit=200)
+    reply = call([*DRY_RUN, "--data", "elsewhere"])
+    assert reply.code == 0, reply.output
+    assert json.loads(reply.output[reply.output.index("{\n") :])["data"]["difficulty"] == [1]
+
+
+def test_countdown_is_ready_to_train(project: Path) -> None:
+    prepare("countdown", limit=40)
+    reply = call([*DRY_RUN, "--data", "data/countdown"])
+    assert reply.code == 0, reply.output
+
+
+def test_the_flags_of_train_are_settings(project: Path) -> None:
+    flags = ["--chat-template", "thinking.jinja", "--template-arg", "enable_thinking=false"]
+    reply = call([*DRY_RUN, *flags])
+    assert reply.code == 0, reply.output
+    data = json.loads(reply.output[reply.output.index("{\n") :])["data"]
+    assert data["chat_template"] == "thinking.jinja"
+    assert data["template_args"] == {"enable_thinking": False}
+    refused = call([*DRY_RUN, "--template-arg", "enable_thinking=false"])
+    assert refused.code == 2
+    assert "does not use" in refused.output
+    (project / "bad.jinja").write_text("{% for %}")
+    refused = call([*DRY_RUN, "--chat-template", "bad.jinja"])
+    assert refused.code == 2
+    assert "TemplateSyntaxError" in refused.output
+
+
+def test_serve_renders_as_in_training() -> None:
+    template = ChatTemplate(text=THINKING, args={"enable_thinking": False})
+    argv = serve_command(SPEC, adapter_name="a", adapter_path=Path("/a"), port=8000, template=template)
+    assert f"--chat-template={THINKING}" in argv
+    assert '--default-chat-template-kwargs={"enable_thinking": false}' in argv
+    default = serve_command(
+        SPEC, adapter_name="a", adapter_path=Path("/a"), port=8000, template=ChatTemplate()
+    )
+    assert not [word for word in default if "chat-template" in word]
+
+
+def test_serve_never_takes_a_template_for_a_path(tmp_path: Path) -> None:
+    path = tmp_path / "{secret}"
+    path.write_text("x")
+    for text in (str(path), "/etc/passwd"):
+        with pytest.raises(ModelError, match="is a path, not a template"):
+            serve_command(
+                SPEC, adapter_name="a", adapter_path=Path("/a"), port=1, template=ChatTemplate(text=text)
+            )
+
+
+def test_an_evaluation_uses_the_template_of_the_run(tmp_path: Path) -> None:
+    recorded = load_config(None, {}, ["data.chat_template=gone.jinja", "data.template_args.a=1"])
+    resolved = Resolved(
+        model_path="m",
+        model_fingerprint="f",
+        dtype="float32",
+        device="cpu",
+        lora_sync_path="a",
+        chat_template=THINKING,
+    )
+    run = RunConfig(skylite_version="1", config=recorded, resolved=resolved)
+    adapter = ServedAdapter(
+        adapter=AdapterVersion(1, tmp_path),
+        base_model="m",
+        rank=1,
+        target_modules=None,
+        run=None,
+        run_config=run,
+    )
+    assert chosen_template(adapter, recorded, ()) == ChatTemplate(text=THINKING, args={"a": 1})
+    own = tmp_path / "own.jinja"
+    own.write_text("{{ messages }}")
+    settings = (f"data.chat_template={own}", "data.template_args.a=2")
+    changed = merged(recorded, settings)
+    assert chosen_template(adapter, changed, settings) == ChatTemplate(text="{{ messages }}", args={"a": 2})
+    assert chosen_template(None, load_config(None, {}), ()).is_default
