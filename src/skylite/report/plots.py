@@ -121,7 +121,7 @@ PLOTS = (
         title="Sampling speed",
         keys=("perf/completion_tokens_per_s",),
         help="Completion tokens per second of all engines.",
-        unit="tokens/s",
+        unit="tokens per second",
     ),
     Plot(
         title="Memory",
