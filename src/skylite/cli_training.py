@@ -32,6 +32,9 @@ def train(
     rank: Annotated[int | None, typer.Option(help="LoRA rank.")] = None,
     alpha: Annotated[float | None, typer.Option(help="LoRA alpha.")] = None,
     steps: Annotated[int | None, typer.Option(help="Total number of steps.")] = None,
+    epochs: Annotated[
+        float | None, typer.Option(help="Passes over the training prompts, instead of --steps. E.g. 0.5.")
+    ] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
     group_size: Annotated[int | None, typer.Option(help="Completions per prompt.")] = None,
     reward: Rewards = None,
@@ -66,7 +69,7 @@ def train(
     from skylite.commands.train import train as run_train
 
     flags = TrainFlags(
-        recipe=recipe, model=model, data=data, rank=rank, alpha=alpha, steps=steps, lr=lr, seed=seed,
+        recipe=recipe, model=model, data=data, rank=rank, alpha=alpha, steps=steps, epochs=epochs, lr=lr, seed=seed,
         group_size=group_size, from_adapter=from_adapter, max_restarts=max_restarts,
         reward=tuple(reward or ()), env=env, set_flags=tuple(settings or ()),
     )  # fmt: skip
