@@ -50,7 +50,7 @@ setup: $(READY) ## make .venv with skylite and vLLM (constraints/cpu.txt pins th
 
 lora-gsm8k: $(READY) ## prepare data and train a LoRA adapter (DATA=gsm8k, SOURCE=folder, ARGS="--seed 1")
 	$(BIN)/skylite prepare $(PREPARE) --out $(DATA_DIR)
-	$(BIN)/skylite train --recipe $(RECIPE) --data $(DATA_DIR) --rank 32 --alpha 32 --run $(RUN) $(ARGS)
+	$(BIN)/skylite train --recipe $(RECIPE) --data $(DATA_DIR) --run $(RUN) $(ARGS)
 
 lora-guess: $(READY) ## train a game of several turns (ARGS="--seed 1")
 	$(BIN)/skylite prepare guess --synthetic --out data/guess

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import platform
 import sys
+from typing import Annotated
 
 import typer
 
+from skylite import __version__
 from skylite.cli_adapters import adapters_app
 from skylite.cli_after_training import after_training_app
 from skylite.cli_env import env_app
+from skylite.cli_help import Commands
 from skylite.cli_options import Verbose, set_level
 from skylite.cli_prepare import prepare
 from skylite.cli_runs import runs_app
@@ -17,31 +21,51 @@ from skylite.errors import SkyliteError, write_failed
 from skylite.processes.import_path import protect_imports
 from skylite.ui.logs import configure_logging, show, unforeseen_text
 
-app = typer.Typer(
+app = Commands(
+    "Train",
     name="skylite",
     help="Train a LoRA adapter with reinforcement learning on one machine: "
     "FSDP2 trains, vLLM samples, and every adapter sync is verified.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # importing rich would double the time of --help
 )
-
-app.add_typer(adapters_app, name="adapters")
 app.add_typer(training_app)
+app.add_typer(env_app, name="env", rich_help_panel="Train")
 app.add_typer(runs_app)
-app.add_typer(env_app, name="env")
+app.add_typer(adapters_app, name="adapters", rich_help_panel="Look at runs")
 app.add_typer(after_training_app)
 
 
-@app.callback()
-def start(context: typer.Context, verbose: Verbose = None) -> None:
+@app.callback(invoke_without_command=True)
+def start(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version; with -v those of torch, vLLM and others too."),
+    ] = False,
+    verbose: Verbose = None,
+) -> None:
     """Set up logging before a command runs."""
+    if version:
+        show(version_text(verbose=bool(verbose)))
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        context.fail("Missing command.")
     configure_logging(info_on_stdout=context.invoked_subcommand == "prepare")
     set_level(verbose)
 
 
 app.command(name="prepare")(prepare)
+
+
+def version_text(*, verbose: bool) -> str:
+    """The version in one line, or a line for each library."""
+    if not verbose:
+        return f"skylite {__version__}"
+    from skylite.processes.machine import library_versions
+
+    versions = {"skylite": __version__, "python": platform.python_version()} | library_versions()
+    return "\n".join(f"{name} {found}" for name, found in versions.items())
 
 
 def main() -> None:

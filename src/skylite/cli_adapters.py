@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import typer
-
+from skylite.cli_help import Commands
 from skylite.cli_options import AsJson, RunFolder, Verbose
 
-adapters_app = typer.Typer(
-    help="List, verify or clean up the published adapters of a run.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
+adapters_app = Commands(
+    "Commands", help="List, verify or clean up the published adapters of a run.", no_args_is_help=True
 )
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from skylite.cli_help import Commands
 from skylite.cli_options import (
     AsJson,
     ChatTemplateFile,
@@ -18,11 +19,10 @@ from skylite.cli_options import (
     template_settings,
 )
 
-after_training_app = typer.Typer(rich_markup_mode=None)
-Steps = Annotated[
-    str, typer.Option(help="Several versions on one engine, e.g. 0,50,100. Compares with the first.")
-]
-MaxLoras = Annotated[int, typer.Option(min=1, help="Adapters in the engine at once. More need more memory.")]
+after_training_app = Commands("Use an adapter")
+WHICH, PROBLEMS, SAMPLING, FORM, PUBLISH = (
+    "Which adapter", "Problems and samples", "Sampling", "What to write", "Check and upload",
+)  # fmt: skip
 
 
 @after_training_app.command("eval")
@@ -30,28 +30,62 @@ def evaluate(
     target: Annotated[Path | None, typer.Argument(help="A run or an adapter folder.")] = None,
     base: Annotated[
         bool,
-        typer.Option("--base", help="Evaluate the base model; with a run, compare its adapters with it."),
+        typer.Option(
+            "--base",
+            help="Evaluate the base model; with a run, compare its adapters with it.",
+            rich_help_panel=WHICH,
+        ),
     ] = False,
     model: Annotated[
-        str | None, typer.Option(help="Base model. Default: that of the run or adapter.")
+        str | None,
+        typer.Option(help="Base model. Default: that of the run or adapter.", rich_help_panel=WHICH),
     ] = None,
     data: Annotated[
         list[Path] | None,
-        typer.Option(help="Folder written by `skylite prepare`. Repeatable. Default: that of the run."),
+        typer.Option(
+            help="Folder written by `skylite prepare`. Repeatable. Default: that of the run.",
+            rich_help_panel=PROBLEMS,
+        ),
     ] = None,
-    split: Annotated[str, typer.Option(help="train, validation or test.")] = "test",
+    split: Annotated[str, typer.Option(help="train, validation or test.", rich_help_panel=PROBLEMS)] = "test",
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Evaluate the first N problems of each data set only.")
+        int | None,
+        typer.Option(
+            min=1, help="Evaluate the first N problems of each data set only.", rich_help_panel=PROBLEMS
+        ),
     ] = None,
     n: Annotated[
         int,
-        typer.Option("--n", min=1, help="Samples per problem. 1: greedy. More: temperature 1, with pass@k."),
+        typer.Option(
+            "--n",
+            min=1,
+            help="Samples per problem. 1: greedy. More: temperature 1, with pass@k.",
+            rich_help_panel=PROBLEMS,
+        ),
     ] = 1,
-    step: Annotated[int | None, typer.Option(help="Adapter version of the run. Default: the newest.")] = None,
-    steps: Steps = "",
-    all_steps: Annotated[bool, typer.Option("--all", help="All versions that the run keeps.")] = False,
-    max_loras: MaxLoras = 4,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of sampling and of the bootstrap.")] = 0,
+    step: Annotated[
+        int | None,
+        typer.Option(help="Adapter version of the run. Default: the newest.", rich_help_panel=WHICH),
+    ] = None,
+    steps: Annotated[
+        str,
+        typer.Option(
+            help="Several versions on one engine, e.g. 0,50,100. Compares with the first.",
+            rich_help_panel=WHICH,
+        ),
+    ] = "",
+    all_steps: Annotated[
+        bool, typer.Option("--all", help="All versions that the run keeps.", rich_help_panel=WHICH)
+    ] = False,
+    max_loras: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Adapters in the engine at once. More need more memory.", rich_help_panel=WHICH
+        ),
+    ] = 4,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of sampling and of the bootstrap.", rich_help_panel=PROBLEMS)
+    ] = 0,
     as_json: AsJson = False,
     chat_template: ChatTemplateFile = None,
     template_arg: TemplateArgs = None,
@@ -97,21 +131,32 @@ def chat(
         Path | None, typer.Argument(help="A run or an adapter folder. Not needed with --url.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Base model. Default: that of the run or adapter.")
+        str | None,
+        typer.Option(help="Base model. Default: that of the run or adapter.", rich_help_panel=WHICH),
     ] = None,
-    step: Annotated[int | None, typer.Option(help="Adapter version of the run. Default: the newest.")] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(help="Adapter version of the run. Default: the newest.", rich_help_panel=WHICH),
+    ] = None,
     base: Annotated[
-        bool, typer.Option("--base", help="Chat with the base model, without the adapter.")
+        bool,
+        typer.Option("--base", help="Chat with the base model, without the adapter.", rich_help_panel=WHICH),
     ] = False,
     url: Annotated[
-        str | None, typer.Option(help="Talk to a running `skylite serve`, e.g. http://127.0.0.1:8000.")
+        str | None,
+        typer.Option(
+            help="Talk to a running `skylite serve`, e.g. http://127.0.0.1:8000.", rich_help_panel=WHICH
+        ),
     ] = None,
     system: Annotated[
         str | None,
-        typer.Option(help="System prompt. Default: system prompt and examples of the training data."),
+        typer.Option(
+            help="System prompt. Default: system prompt and examples of the training data.",
+            rich_help_panel=SAMPLING,
+        ),
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.7,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.", rich_help_panel=SAMPLING)] = 0.7,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.", rich_help_panel=SAMPLING)] = 512,
     verbose: Verbose = None,
 ) -> None:
     """Chat with an adapter in the terminal. Starts vLLM, or talks to a running server with --url.
@@ -132,29 +177,62 @@ def chat(
 @after_training_app.command()
 def export(
     target: RunFolder,
-    step: Annotated[int | None, typer.Option(help="Adapter version of the run. Default: the newest.")] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(help="Adapter version of the run. Default: the newest.", rich_help_panel=WHICH),
+    ] = None,
     best: Annotated[
-        bool, typer.Option("--best", help="The kept version with the highest held-out accuracy.")
+        bool,
+        typer.Option(
+            "--best", help="The kept version with the highest held-out accuracy.", rich_help_panel=WHICH
+        ),
     ] = False,
     merge: Annotated[
-        bool, typer.Option("--merge", help="Merged weights instead of a PEFT adapter. Merged in float32.")
+        bool,
+        typer.Option(
+            "--merge",
+            help="Merged weights instead of a PEFT adapter. Merged in float32.",
+            rich_help_panel=FORM,
+        ),
     ] = False,
     dtype: Annotated[
         str | None,
-        typer.Option(help="Of merged weights: float32, bfloat16 or float16. Default: the base model's."),
+        typer.Option(
+            help="Of merged weights: float32, bfloat16 or float16. Default: the base model's.",
+            rich_help_panel=FORM,
+        ),
     ] = None,
     gguf: Annotated[
-        bool, typer.Option("--gguf", help="A GGUF file of the merged weights, by llama.cpp's converter.")
+        bool,
+        typer.Option(
+            "--gguf",
+            help="A GGUF file of the merged weights, by llama.cpp's converter.",
+            rich_help_panel=FORM,
+        ),
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder to write. Default: RUN/exports/NAME.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to write. Default: RUN/exports/NAME.", rich_help_panel=FORM)
+    ] = None,
     base_name: Annotated[
-        str | None, typer.Option(help="Hub id that the export names as its base, for a local base model.")
+        str | None,
+        typer.Option(
+            help="Hub id that the export names as its base, for a local base model.", rich_help_panel=FORM
+        ),
     ] = None,
-    check_vllm: Annotated[bool, typer.Option("--check-vllm", help="Also check the export in vLLM.")] = False,
+    check_vllm: Annotated[
+        bool, typer.Option("--check-vllm", help="Also check the export in vLLM.", rich_help_panel=PUBLISH)
+    ] = False,
     push: Annotated[
-        str | None, typer.Option(metavar="OWNER/NAME", help="Upload to the hub, with the token in HF_TOKEN.")
+        str | None,
+        typer.Option(
+            metavar="OWNER/NAME",
+            help="Upload to the hub, with the token in HF_TOKEN.",
+            rich_help_panel=PUBLISH,
+        ),
     ] = None,
-    public: Annotated[bool, typer.Option("--public", help="Create the repository public.")] = False,
+    public: Annotated[
+        bool, typer.Option("--public", help="Create the repository public.", rich_help_panel=PUBLISH)
+    ] = False,
     verbose: Verbose = None,
 ) -> None:
     """Export an adapter as a PEFT folder, merged weights or GGUF, with a model card.

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
+from skylite.cli_help import Commands
 from skylite.cli_options import AsJson, Settings, Verbose
 
-env_app = typer.Typer(help="Try the episodes of an environment.", no_args_is_help=True, rich_markup_mode=None)
+env_app = Commands("Commands", help="Try the episodes of an environment.", no_args_is_help=True)
 
 
 @env_app.callback()

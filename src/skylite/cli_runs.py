@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
+from skylite.cli_help import Commands
 from skylite.cli_options import AsJson, RunFolder, Verbose
 from skylite.errors import ConfigError
 
-runs_app = typer.Typer(rich_markup_mode=None)
+runs_app = Commands("Look at runs")
 
 
 @runs_app.command()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from skylite.cli_help import Commands
 from skylite.cli_options import (
     ChatTemplateFile,
     RunFolder,
@@ -16,58 +17,98 @@ from skylite.cli_options import (
     template_settings,
 )
 
-training_app = typer.Typer(rich_markup_mode=None)
+training_app = Commands("Train")
 
-Environment = Annotated[
+WHAT, LENGTH, UPDATE, RUN, SAFETY = (
+    "Model, data and reward", "Length", "Update", "Run folder and resume", "Checks and limits",
+)  # fmt: skip
+
+
+def option(heading: str, text: str, default: str, *names: str, **settings: Any) -> Any:
+    """A flag with its heading in --help and its default in words."""
+    return typer.Option(*names, help=text, show_default=default, rich_help_panel=heading, **settings)
+
+
+def setting(heading: str, text: str, default: str, **settings: Any) -> Any:
+    """A flag that replaces a setting of the recipe. `default`: that of skylite.config."""
+    return option(heading, text, f"the recipe's, else {default}", **settings)
+
+
+Recipe = Annotated[
     str | None,
-    typer.Option("--env", help="Episodes of several turns: guess, calculator, FILE.py:function, ..."),
+    option(WHAT, "TOML or YAML file, or the name of a bundled recipe.", "the bundled one for this machine"),
 ]
+Model = Annotated[str | None, setting(WHAT, "Hub id, local folder, or smollm2-135m.", "smollm2-135m")]
+Data = Annotated[Path | None, setting(WHAT, "Folder written by `skylite prepare`.", "data/gsm8k")]
 Rewards = Annotated[
     list[str] | None,
-    typer.Option(help="gsm8k, math, ... or FILE.py:function, instead of the data's reward. Repeatable."),
+    option(WHAT, "gsm8k, math, ... or FILE.py:function. Repeatable.", "the recipe's, else the data's"),
 ]
-
+Environment = Annotated[
+    str | None,
+    setting(WHAT, "Episodes of several turns: guess, calculator, FILE.py:function, ...", "one turn"),
+]
+FromAdapter = Annotated[
+    Path | None, setting(WHAT, "Warm start from the weights in this adapter folder.", "a new adapter")
+]
+Steps = Annotated[int | None, setting(LENGTH, "Total number of steps.", "100")]
+Epochs = Annotated[
+    float | None,
+    option(LENGTH, "Passes over the training prompts, instead of --steps; e.g. 0.5.", "--steps counts"),
+]
 MaxHours = Annotated[
     float | None,
-    typer.Option(min=0, help="Stop before the step that would exceed this time. --resume continues."),
+    option(LENGTH, "Stop before the step that would exceed these hours.", "no limit", min=0),
+]
+Rank = Annotated[int | None, setting(UPDATE, "LoRA rank.", "32")]
+Alpha = Annotated[float | None, setting(UPDATE, "LoRA alpha.", "32")]
+LearningRate = Annotated[float | None, setting(UPDATE, "Learning rate.", "2e-05")]
+GroupSize = Annotated[int | None, setting(UPDATE, "Completions per prompt.", "8")]
+Seed = Annotated[int | None, setting(UPDATE, "Seed of data order, sampling and initialisation.", "0")]
+Run = Annotated[Path | None, option(RUN, "Folder of the new run.", "runs/RECIPE-DATE")]
+Resume = Annotated[
+    Path | None, option(RUN, "Resume this run from its newest valid checkpoint.", "start a new run")
+]
+At = Annotated[
+    int | None,
+    option(
+        RUN, "With --resume: use the checkpoint of this step; 0 starts the run again.", "the newest", min=0
+    ),
 ]
 MaxRestarts = Annotated[
-    int | None, typer.Option(min=0, help="Maximum automatic restarts after a trainer crash.")
+    int | None, setting(SAFETY, "Maximum automatic restarts after a trainer crash.", "0", min=0)
+]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Check everything, print the resolved settings, start nothing.",
+        rich_help_panel=SAFETY,
+    ),
 ]
 
 
 @training_app.command()
 def train(
-    recipe: Annotated[
-        str | None,
-        typer.Option(help="TOML file, or the name of a bundled recipe. Default: the one for this machine."),
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="Hub id, local folder, or smollm2-135m.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Folder written by `skylite prepare`.")] = None,
-    rank: Annotated[int | None, typer.Option(help="LoRA rank.")] = None,
-    alpha: Annotated[float | None, typer.Option(help="LoRA alpha.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Total number of steps.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
-    group_size: Annotated[int | None, typer.Option(help="Completions per prompt.")] = None,
+    recipe: Recipe = None,
+    model: Model = None,
+    data: Data = None,
     reward: Rewards = None,
     env: Environment = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of data order, sampling and initialisation.")] = None,
-    from_adapter: Annotated[
-        Path | None, typer.Option(help="Start from the weights in this adapter folder (warm start).")
-    ] = None,
-    run: Annotated[Path | None, typer.Option(help="Run folder. Default: runs/RECIPE-DATE.")] = None,
-    resume: Annotated[
-        Path | None, typer.Option(help="Resume this run from its newest valid checkpoint.")
-    ] = None,
-    at: Annotated[
-        int | None,
-        typer.Option(min=0, help="With --resume: use the checkpoint of this step; 0 starts the run again."),
-    ] = None,
+    from_adapter: FromAdapter = None,
+    steps: Steps = None,
+    epochs: Epochs = None,
     max_hours: MaxHours = None,
+    rank: Rank = None,
+    alpha: Alpha = None,
+    lr: LearningRate = None,
+    group_size: GroupSize = None,
+    seed: Seed = None,
+    run: Run = None,
+    resume: Resume = None,
+    at: At = None,
     max_restarts: MaxRestarts = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, print the resolved settings, start nothing.")
-    ] = False,
+    dry_run: DryRun = False,
     chat_template: ChatTemplateFile = None,
     template_arg: TemplateArgs = None,
     settings: Settings = None,
@@ -78,8 +119,8 @@ def train(
     from skylite.commands.train import train as run_train
 
     flags = TrainFlags(
-        recipe=recipe, model=model, data=data, rank=rank, alpha=alpha, steps=steps, lr=lr, seed=seed,
-        group_size=group_size, from_adapter=from_adapter, max_restarts=max_restarts,
+        recipe=recipe, model=model, data=data, rank=rank, alpha=alpha, steps=steps, epochs=epochs, lr=lr,
+        seed=seed, group_size=group_size, from_adapter=from_adapter, max_restarts=max_restarts,
         reward=tuple(reward or ()), env=env,
         set_flags=(*template_settings(chat_template, template_arg), *(settings or ())),
     )  # fmt: skip

@@ -15,7 +15,7 @@ LAYERS = (
     ("start",),
     ("cli",),
     ("cli_training", "cli_prepare", "cli_runs", "cli_after_training", "cli_adapters", "cli_env"),
-    ("cli_options",),
+    ("cli_help", "cli_options"),
     ("commands",),
     ("orchestrator",),
     ("export",),

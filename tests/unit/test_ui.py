@@ -219,8 +219,6 @@ def test_the_panel_finds_every_metric_it_shows() -> None:
 
 def test_the_end_message_gives_the_commands(tmp_path: Path) -> None:
     run, adapters = RunDir(tmp_path / "my run"), tmp_path / "adapters"
-    assert "none published yet" in stopped_text(run, adapters)
-    assert "no checkpoint yet" in stopped_text(run, adapters)
     (adapters / "policy-v000007").mkdir(parents=True)
     run.checkpoint_path(7).mkdir(parents=True)
     text = finished_text(run, adapters, {"before": "31 %", "after": "62 %"})
@@ -235,6 +233,20 @@ def test_the_end_message_gives_the_commands(tmp_path: Path) -> None:
     ):
         assert part in text
     assert "Saved: checkpoint step-000007." in stopped_text(run, adapters)
+
+
+def test_a_run_that_sampled_nothing_advises_no_resume(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    (run.default_adapters / "policy-v000000").mkdir(parents=True)  # published before the first step
+    text = stopped_text(run, run.default_adapters)
+    assert "nothing to resume" in text
+    assert "--resume" not in text
+    assert f"rm -r {run.root}" in text
+    run.rollout_path(1).parent.mkdir()
+    run.rollout_path(1).write_bytes(b"")
+    text = stopped_text(run, run.default_adapters)
+    assert "There is no checkpoint yet: a resume starts from step 1." in text
+    assert f"skylite train --resume {run.root}" in text
 
 
 def test_paths_below_the_working_folder_are_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

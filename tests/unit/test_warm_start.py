@@ -217,6 +217,7 @@ def test_from_adapter_is_an_ordinary_setting(tmp_path: Path) -> None:
         model=None,
         data=None,
         env=None,
+        epochs=None,
         rank=None,
         alpha=None,
         steps=None,

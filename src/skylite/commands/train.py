@@ -34,6 +34,7 @@ class TrainFlags:
     rank: int | None
     alpha: float | None
     steps: int | None
+    epochs: float | None
     lr: float | None
     group_size: int | None
     seed: int | None
@@ -67,6 +68,7 @@ class TrainFlags:
             "lora.rank": self.rank,
             "lora.alpha": self.alpha,
             "num_steps": self.steps,
+            "num_epochs": self.epochs,
             "optim.lr": self.lr,
             "rollout.group_size": self.group_size,
             "seed": self.seed,

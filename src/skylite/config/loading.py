@@ -13,9 +13,14 @@ from pydantic import ValidationError
 from skylite import __version__
 from skylite.config.rollout import RewardParameters
 from skylite.config.train import RunConfig, TrainConfig
+from skylite.config.yaml_recipe import parse_yaml
 from skylite.errors import ConfigError
 from skylite.foreign_text import parse_json, parse_toml
 from skylite.plugin_file import resolve_spec
+
+YAML_SUFFIXES = (".yaml", ".yml")
+LENGTHS = frozenset({"num_steps", "num_epochs"})
+"""The two settings for the length of a run. One of them replaces the other."""
 
 
 def load_config(
@@ -24,15 +29,22 @@ def load_config(
     """The recipe's settings, overridden by flags, overridden by `--set`.
 
     Args:
-        recipe: TOML file; None: the defaults.
+        recipe: TOML or YAML file; None: the defaults.
         overrides: dotted key -> value, from the flags.
         settings: `a.b=value` from `--set`, in TOML syntax; a bare word is a string.
 
     Raises:
         ConfigError: lists every unknown key and every bad value.
     """
-    source = f" (recipe {recipe})" if recipe is not None else ""
-    return _validated(read_recipe(recipe) if recipe is not None else {}, overrides, settings, source)
+    if recipe is None:
+        return _validated({}, overrides, settings, "")
+    tree = read_recipe(recipe)
+    if len(LENGTHS & tree.keys()) == 2:
+        raise ConfigError(
+            f"The recipe {recipe} has num_steps and num_epochs, and both set the length of the run.",
+            "Remove one of them.",
+        )
+    return _validated(tree, overrides, settings, f" (recipe {recipe})")
 
 
 def change_config(config: TrainConfig, overrides: Mapping[str, Any], settings: Sequence[str]) -> TrainConfig:
@@ -44,14 +56,16 @@ def _validated(
     tree: dict[str, Any], overrides: Mapping[str, Any], settings: Sequence[str], source: str
 ) -> TrainConfig:
     problems: list[str] = []
-    for key, value in overrides.items():
-        _set_key(tree, key, value, problems)
+    given = dict(overrides)
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals or not key.strip():
             problems.append(f"--set {setting}: expected a.b=value, e.g. --set rollout.group_size=16")
             continue
-        _set_key(tree, key.strip(), parse_value(text.strip()), problems)
+        given[key.strip()] = parse_value(text.strip())
+    _replace_length(tree, given, problems)
+    for key, value in given.items():
+        _set_key(tree, key, value, problems)
     _resolve_programs(tree)
     try:
         config = TrainConfig.model_validate(tree)
@@ -63,6 +77,15 @@ def _validated(
             + "\n".join(f"  - {p}" for p in problems)
         )
     return config
+
+
+def _replace_length(tree: dict[str, Any], given: Mapping[str, Any], problems: list[str]) -> None:
+    """Remove the tree's num_steps if num_epochs is given, and the other way round."""
+    lengths = LENGTHS & given.keys()
+    if len(lengths) == 2:
+        problems.append("num_steps (--steps) and num_epochs (--epochs) both set the length; give one of them")
+    elif lengths:
+        tree.pop(next(iter(LENGTHS - lengths)), None)
 
 
 def _resolve_programs(tree: dict[str, Any]) -> None:
@@ -90,15 +113,20 @@ def read_parameters(settings: Sequence[str]) -> RewardParameters:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """A recipe file as a nested dict. Raises ConfigError if it is missing or not TOML."""
+    """A recipe file as a nested dict. Raises ConfigError if it is missing, or not TOML (YAML for .yaml)."""
+    is_yaml = path.suffix in YAML_SUFFIXES
     try:
-        return parse_toml(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        return parse_yaml(text) if is_yaml else parse_toml(text)
     except FileNotFoundError:
         raise ConfigError(
-            f"The recipe {path} does not exist.", "Give a TOML file, or the name of a bundled recipe."
+            f"The recipe {path} does not exist.", "Give a TOML or YAML file, or the name of a bundled recipe."
         ) from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"The recipe {path} is not valid TOML: {error}.", "Correct that line.") from None
+    except (OSError, ValueError) as error:  # TOMLDecodeError, RecipeError and UnicodeDecodeError too
+        language = "YAML" if is_yaml else "TOML"
+        raise ConfigError(
+            f"The recipe {path} is not valid {language}: {error}.", "Correct that line."
+        ) from None
 
 
 def parse_value(text: str) -> Any:

@@ -60,7 +60,8 @@ class TrainerConfig(Section):
     """Trainer processes that torchrun starts; one per GPU."""
     tokens_per_micro_batch: Literal["auto"] | Annotated[int, Field(ge=16)] = 4096
     """Tokens per forward pass; shared prefixes count once, padding counts fully. auto: the most that fit,
-    measured at the start. Lower it if the trainer runs out of memory."""
+    measured at the start. Lower it if the trainer runs out of memory. Unless you set it: 4096 on a GPU, 2048
+    on a CPU."""
     checkpointing: Literal["none", "selective", "full"] = "selective"
     """Activations that backward recomputes to save memory. none; selective: the outputs of norms
     and of act(gate) * up; full: everything but the inputs of the layers."""
@@ -144,7 +145,11 @@ class TrainConfig(Section):
     """All settings of `skylite train`, saved in run/config.json."""
 
     num_steps: int = Field(100, ge=1)
-    """Steps of the run; each samples, scores, trains and publishes one adapter version."""
+    """Steps of the run; each samples, scores, trains and publishes one adapter version. Computed from
+    num_epochs if that is set."""
+    num_epochs: float | None = Field(None, gt=0)
+    """Passes over the training prompts, instead of num_steps; fractions are allowed. The number of steps is
+    rounded up. none: num_steps counts."""
     seed: int = Field(0, ge=0)
     """Seed of data order, sampling and adapter initialisation."""
     model: ModelConfig = ModelConfig()

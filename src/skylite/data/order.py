@@ -9,6 +9,16 @@ from skylite.errors import DataError
 from skylite.types import Prompt
 
 
+def steps_per_epoch(num_prompts: int, per_step: int) -> int:
+    """Steps of a pass over the prompts. Raises DataError when there are fewer prompts than a step takes."""
+    if num_prompts < per_step:
+        raise DataError(
+            f"A step takes {per_step} distinct prompts, but the data set has {num_prompts}.",
+            "Lower rollout.prompts_per_step, allow more data.difficulty, or prepare more rows.",
+        )
+    return num_prompts // per_step
+
+
 def prompts_for_step(prompts: Sequence[Prompt], step: int, per_step: int, seed: int) -> list[Prompt]:
     """The `per_step` distinct prompts of a 1-based step.
 
@@ -16,13 +26,7 @@ def prompts_for_step(prompts: Sequence[Prompt], step: int, per_step: int, seed: 
     of prompts, the epoch drops the remainder of its permutation, so no step contains a prompt twice.
     Raises DataError when there are fewer prompts than a step takes.
     """
-    steps_per_epoch = len(prompts) // per_step
-    if steps_per_epoch == 0:
-        raise DataError(
-            f"A step takes {per_step} distinct prompts, but the data set has {len(prompts)}.",
-            "Lower rollout.prompts_per_step, allow more data.difficulty, or prepare more rows.",
-        )
-    epoch, position = divmod(step - 1, steps_per_epoch)
+    epoch, position = divmod(step - 1, steps_per_epoch(len(prompts), per_step))
     order = list(range(len(prompts)))
     random.Random(f"{seed}/{epoch}").shuffle(order)
     return [prompts[i] for i in order[position * per_step : (position + 1) * per_step]]

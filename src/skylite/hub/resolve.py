@@ -15,6 +15,10 @@ from skylite.run.files import sha256_file
 
 logger = logging.getLogger(__name__)
 SMOLLM2 = "smollm2-135m"
+WITHOUT_HUB = (
+    "Without the hub these work: a local folder, a model that the cache holds (HF_HUB_OFFLINE=1 then asks no "
+    f"server), and {SMOLLM2}, which comes from a Python package."
+)
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 PROMPT_FILES = (
@@ -194,19 +198,14 @@ def _from_hub(name: str, revision: str | None) -> Path:
     """Download the files of a model, or find them in the hub cache. Raises ModelError."""
     import httpx
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError
+
+    from skylite.hub.hub_errors import explain_hub_error
 
     try:
         return Path(
             snapshot_download(name, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=["*/*"])
         )
-    except (httpx.TransportError, LocalEntryNotFoundError):
-        reason = "the hub cannot be reached, and the local cache does not contain the model."
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = next(
-            (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
-        )
-    raise ModelError(
-        f"The model {name!r} cannot be downloaded: {reason}",
-        f"Check the name and the network, give a local folder, or use {SMOLLM2}.",
-    )
+    except (httpx.TransportError, HfHubHTTPError, OSError, ValueError) as error:
+        reason, remedy = explain_hub_error(name, error, "model")
+    raise ModelError(f"The model {name!r} cannot be downloaded: {reason}", remedy or WITHOUT_HUB)

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from skylite.processes.hardware import threads_per_rank
+
 COLLECTIVE_TIMEOUT_S = 600.0
 """Longest wait in a collective. A longer one is a hang, because no rank waits for rollouts meanwhile."""
 
@@ -98,7 +100,7 @@ def _file_store(folder: Path, dp_size: int) -> FileStore:
 def set_threads(num_threads: int | None) -> None:
     """Set the CPU threads of this rank. None: usable cores divided by the ranks on this machine."""
     ranks = int(os.environ["LOCAL_WORLD_SIZE"])
-    torch.set_num_threads(num_threads or max(1, len(os.sched_getaffinity(0)) // ranks))
+    torch.set_num_threads(num_threads or threads_per_rank(ranks))
 
 
 @contextmanager

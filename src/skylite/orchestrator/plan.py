@@ -21,6 +21,7 @@ from skylite.errors import ConfigError
 from skylite.hub.resolve import resolve_model
 from skylite.hub.shared_memory import shared_copy
 from skylite.orchestrator.allowed_programs import allow_algorithm, allow_episode, allow_rewards
+from skylite.orchestrator.automatic_settings import device_defaults, epochs_to_steps
 from skylite.orchestrator.data_filter import without_foreign_filter
 from skylite.orchestrator.gpu_plan import place
 from skylite.orchestrator.memory_plan import plan_memory
@@ -28,7 +29,7 @@ from skylite.orchestrator.reward_settings import apply_reward_settings
 from skylite.plugin_file import REWARD
 from skylite.processes.file_descriptors import raise_file_limit
 from skylite.processes.gpus import why_no_gpu
-from skylite.processes.hardware import choose_device, choose_dtype, cpu_cores
+from skylite.processes.hardware import choose_device, choose_dtype
 from skylite.processes.machine import machine_facts
 from skylite.rewards.components import load_components
 from skylite.run.files import convert_os_errors, sha256_file, write_json
@@ -91,10 +92,11 @@ def plan_run(
         )
         load_components(rewards, config.reward.weights, train[0], programs, config.reward)
     programs |= allow_algorithm(config.algorithm, named_by=recipe, settings=settings)
-    config, threads_note = fix_threads(config)
+    config, length_note = epochs_to_steps(config, len(train))
+    config, device_notes = device_defaults(config, choose_device())
     notes = [
         *(data_note(config, info, len(train)), filter_note, *template_notes(config.data)),
-        *(reward_note, threads_note),
+        *(reward_note, length_note, *device_notes),
     ]
     resolved = resolve_choices(config, run, notes)
     check_rendering(Path(resolved.model_path), template, train[0])
@@ -211,16 +213,6 @@ def shm_path(config: TrainConfig, fingerprint: str) -> str | None:
 def read_split(config: TrainConfig, split: str) -> tuple[list[Prompt], PromptFileInfo]:
     """Prompts of a split at the configured difficulty. Raises DataError."""
     return read_prompts(Path(config.data.path) / f"{split}.parquet", difficulty=tuple(config.data.difficulty))
-
-
-def fix_threads(config: TrainConfig) -> tuple[TrainConfig, str]:
-    """Fix the CPU threads per rank of a deterministic run, with a note: their number affects rounding."""
-    trainer = config.trainer
-    if not trainer.deterministic or trainer.num_threads is not None:
-        return config, ""
-    num_threads = max(1, cpu_cores() // trainer.num_ranks)
-    fixed = config.model_copy(update={"trainer": trainer.model_copy(update={"num_threads": num_threads})})
-    return fixed, f"deterministic: {num_threads} CPU threads per rank, also after a resume on another machine"
 
 
 def held_out_prompts(config: TrainConfig) -> list[Prompt]:

@@ -17,7 +17,7 @@ from skylite.errors import ChildDied, ConfigError, ModelError, RunFailed
 from skylite.orchestrator.gpu_plan import place_ranks
 from skylite.orchestrator.shutdown import ask_trainer_to_end
 from skylite.processes.child import ProcessSpec
-from skylite.processes.hardware import cpu_cores
+from skylite.processes.hardware import threads_per_rank
 from skylite.processes.supervisor import Supervisor
 from skylite.processes.torchrun import trainer_command, trainer_env
 from skylite.run.checkpoint_folder import checkpoint_steps, verify_checkpoint
@@ -149,7 +149,7 @@ async def _train(run: RunDir, recorded: RunConfig, start: int, step: int) -> Non
         name=TRAINER,
         argv=trainer_command(run.root, run.rendezvous, trainer.num_ranks, resume=True),
         env=trainer_env(
-            trainer.num_threads or max(1, cpu_cores() // trainer.num_ranks), recorded.resolved.rank_gpus
+            trainer.num_threads or threads_per_rank(trainer.num_ranks), recorded.resolved.rank_gpus
         ),
         log_path=run.log_path(TRAINER),
         is_done=run.trainer_step_path(step).exists,

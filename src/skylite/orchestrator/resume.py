@@ -15,6 +15,7 @@ from skylite.config.train import Resolved, RunConfig, TrainConfig
 from skylite.errors import ConfigError, DataError
 from skylite.hub.resolve import check_folder, resolve_model
 from skylite.orchestrator.allowed_programs import accept_same_rewards, allow_again
+from skylite.orchestrator.automatic_settings import epochs_to_steps
 from skylite.orchestrator.gpu_plan import Placement, place_again
 from skylite.orchestrator.memory_plan import MemoryBudget, plan_memory
 from skylite.orchestrator.plan import (
@@ -53,6 +54,7 @@ def plan_resume(
     config = change_config(recorded.config, overrides or {}, settings)
     train, info = read_split(config, "train")
     config = accept_same_rewards(recorded.config, config, info, settings)
+    config, _ = epochs_to_steps(config, len(train))
     check_changes(recorded.config, config)
     check_device(config, recorded.resolved.device)
     placement = place_again(recorded, config)
@@ -219,7 +221,7 @@ def _relocate(
 
 
 SAFE_CHANGES = (
-    "checkpoint", "eval", "anomaly", "sync", "stop", "num_steps",
+    "checkpoint", "eval", "anomaly", "sync", "stop", "num_steps", "num_epochs",
     "reward.num_workers", "reward.timeout_s", "trainer.step_timeout_s", "trainer.max_restarts",
     "engine.start_timeout_s", "engine.stall_timeout_s", "engine.max_restarts",
     "data.path", "model.use_shm", "trainer.offload",

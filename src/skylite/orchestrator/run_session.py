@@ -34,7 +34,7 @@ from skylite.orchestrator.shutdown import (
     run_until_stopped,
 )
 from skylite.processes.child import ProcessSpec
-from skylite.processes.hardware import cpu_cores
+from skylite.processes.hardware import threads_per_rank
 from skylite.processes.supervisor import Supervisor
 from skylite.processes.torchrun import trainer_command, trainer_env
 from skylite.run.files import convert_os_errors
@@ -230,9 +230,7 @@ def _trainer_spec(plan: RunPlan, resume: bool) -> ProcessSpec:
     return ProcessSpec(
         name=TRAINER,
         argv=trainer_command(plan.run.root, plan.run.rendezvous, trainer.num_ranks, resume=resume),
-        env=trainer_env(
-            trainer.num_threads or max(1, cpu_cores() // trainer.num_ranks), plan.resolved.rank_gpus
-        ),
+        env=trainer_env(trainer.num_threads or threads_per_rank(trainer.num_ranks), plan.resolved.rank_gpus),
         log_path=plan.run.log_path(TRAINER),
         is_done=plan.run.trainer_step_path(plan.config.num_steps).exists,
     )

@@ -34,6 +34,11 @@ def cpu_cores() -> int:
     return max(1, min(len(os.sched_getaffinity(0)), _quota_cores(CGROUP_CPU)))
 
 
+def threads_per_rank(num_ranks: int) -> int:
+    """CPU threads of each trainer rank, unless trainer.num_threads is set."""
+    return max(1, cpu_cores() // num_ranks)
+
+
 def total_memory() -> int:
     """Bytes of memory of this machine, or the container limit if that is less."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -68,13 +73,15 @@ def choose_device() -> Device:
 
 
 def choose_dtype(setting: Literal["auto", "bfloat16", "float32"], device: Device) -> tuple[Dtype, str]:
-    """The compute dtype, and a note on an automatic choice or a slow setting (empty if none).
+    """The compute dtype, and a note on an automatic choice or a slow setting (empty for another setting).
 
     Raises ConfigError for bfloat16 on a GPU that vLLM refuses it on.
     """
     missing = _without_bf16(device)
     if setting == "auto":
-        return ("float32", f"dtype float32: {missing}") if missing else ("bfloat16", "")
+        if missing:
+            return "float32", f"dtype float32: {missing}"
+        return "bfloat16", f"dtype bfloat16: this {'CPU' if device == 'cpu' else 'GPU'} computes it natively"
     if setting == "bfloat16" and missing and device == "cuda":
         raise ConfigError(
             f"model.dtype=bfloat16 cannot be used: {missing}.",

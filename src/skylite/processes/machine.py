@@ -18,12 +18,17 @@ def machine_facts() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "versions": {name: found for name in LIBRARIES if (found := _version(name))},
+        "versions": library_versions(),
         "cpu": cpu_model(),
         "cores": cpu_cores(),
         "memory_bytes": total_memory(),
         "gpus": _gpus(),
     }
+
+
+def library_versions() -> dict[str, str]:
+    """Name -> version of the installed LIBRARIES. Imports none of them."""
+    return {name: found for name in LIBRARIES if (found := _version(name))}
 
 
 def cpu_model() -> str:

@@ -125,7 +125,7 @@ class RewardPool:
 
 
 def _worker_lost() -> ChildDied:
-    return ChildDied("A reward worker ended.", "It was killed or ran out of memory. Continue with --resume.")
+    return ChildDied("A reward worker ended.", "It was killed or ran out of memory.")
 
 
 def _start_worker(

@@ -90,7 +90,7 @@ class UserFunction:
             cause = error.__cause__ or error
             if is_out_of_memory(cause):  # it succeeds with smaller micro-batches
                 raise cause from None
-            raise self._error(f"raised {error}", "Fix that file; continue with --resume.") from cause
+            raise self._error(f"raised {error}", "Fix that file.") from cause
 
     def _checked(self, value: Any, shape: torch.Size, inputs: Sequence[Tensor]) -> Tensor:
         """The value, if it is a tensor of that shape.
@@ -105,7 +105,7 @@ class UserFunction:
         bad = int((~torch.isfinite(value.float())).sum())
         if bad and all(bool(torch.isfinite(x).all()) for x in inputs):
             what = f"returned {bad} of {value.numel()} numbers that are NaN or infinite"
-            raise self._error(what, "Guard its divisions and logarithms; continue with --resume.")
+            raise self._error(what, "Guard its divisions and logarithms.")
         return value
 
     def _error(self, what: str, hint: str) -> RunFailed:

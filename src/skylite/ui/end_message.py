@@ -24,15 +24,27 @@ def finished_text(run: RunDir, adapters: Path, evaluations: Mapping[str, str] | 
 
 
 def stopped_text(run: RunDir, adapters: Path) -> str:
-    """The message of a run that was stopped or failed."""
-    steps = checkpoint_steps(run)
+    """The message of a run that was stopped or failed.
+
+    Without a sampled step a resume would save nothing, and could change no setting: it advises a new run.
+    """
+    steps, logs = checkpoint_steps(run), f"  logs      {_shell_path(run.logs)}"
+    if not steps and not run.stored_rollouts():
+        return "\n".join(
+            [
+                "No step was sampled, so there is nothing to resume. Start a new run instead; --run needs "
+                "another folder, or delete this one:",
+                f"  delete    rm -r {_shell_path(run.root)}",
+                logs,
+            ]
+        )
     saved = (
         f"Saved: checkpoint {run.checkpoint_path(steps[-1]).name}."
         if steps
         else "There is no checkpoint yet: a resume starts from step 1."
     )
     resume = f"  resume    skylite train --resume {_shell_path(run.root)}"
-    return "\n".join([saved, *_adapter_lines(run, adapters), resume, f"  logs      {_shell_path(run.logs)}"])
+    return "\n".join([saved, *_adapter_lines(run, adapters), resume, logs])
 
 
 def _adapter_lines(run: RunDir, adapters: Path) -> list[str]:

@@ -1,0 +1,74 @@
+"""Help texts in sections, without rich: importing it would double the time of `skylite --help`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+Row = tuple[str, str]
+
+
+class SectionedCommand(TyperCommand):
+    """Lists the options under the headings of their `rich_help_panel`; those without come last.
+
+    Every option that takes a value shows its default.
+    """
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        arguments, options = [], []
+        for param in self.get_params(ctx):
+            if (row := param.get_help_record(ctx)) is None:
+                continue
+            if param.param_type_name == "argument":
+                arguments.append(("Arguments", row))
+            else:
+                options.append(
+                    (getattr(param, "rich_help_panel", None) or "Options", _with_default(param, row))
+                )
+        _write_sections([*arguments, *options], last="Options", formatter=formatter)
+
+
+class SectionedGroup(TyperGroup):
+    """Lists the commands under the headings of their `rich_help_panel`."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = {name: self.commands[name] for name in self.list_commands(ctx)}
+        width = formatter.width - 6 - max(map(len, commands))
+        rows = [
+            (getattr(command, "rich_help_panel", "") or "Commands", (name, command.get_short_help_str(width)))
+            for name, command in commands.items()
+        ]
+        _write_sections(rows, last="Commands", formatter=formatter)
+
+
+class Commands(typer.Typer):
+    """The commands of one subject. `skylite --help` lists them under `heading`."""
+
+    def __init__(self, heading: str, **settings: Any) -> None:
+        super().__init__(rich_markup_mode=None, cls=SectionedGroup, **settings)
+        self.heading = heading
+
+    def command(self, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:
+        return super().command(name, cls=SectionedCommand, rich_help_panel=self.heading, **settings)
+
+
+def _with_default(param: Any, row: Row) -> Row:
+    """The row with `[default: none]` if it takes a value, is not required and has no default in its text."""
+    names, text = row
+    silent = param.is_flag or param.required or "default:" in text.lower()
+    if silent:
+        return row
+    before, bracket, bounds = text.rpartition("  [")  # such as [x>=1]
+    return names, f"{before}  [default: none; {bounds}" if bracket else f"{text}  [default: none]"
+
+
+def _write_sections(rows: Iterable[tuple[str, Row]], *, last: str, formatter: Any) -> None:
+    sections: dict[str, list[Row]] = {}
+    for heading, row in rows:
+        sections.setdefault(heading, []).append(row)
+    for heading in sorted(sections, key=lambda h: h == last):  # a stable sort: the others keep their order
+        with formatter.section(heading):
+            formatter.write_dl(sections[heading])
