@@ -25,67 +25,79 @@ WHICH, PROBLEMS, SAMPLING, FORM, PUBLISH = (
 )  # fmt: skip
 
 
+Target = Annotated[Path | None, typer.Argument(help="A run or an adapter folder.")]
+Base = Annotated[
+    bool,
+    typer.Option(
+        "--base",
+        help="Evaluate the base model; with a run, compare its adapters with it.",
+        rich_help_panel=WHICH,
+    ),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(help="Base model. Default: that of the run or adapter.", rich_help_panel=WHICH),
+]
+Data = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="Folder written by `skylite prepare`. Repeatable. Default: that of the run.",
+        rich_help_panel=PROBLEMS,
+    ),
+]
+Split = Annotated[str, typer.Option(help="train, validation or test.", rich_help_panel=PROBLEMS)]
+Limit = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Evaluate the first N problems of each data set only.", rich_help_panel=PROBLEMS
+    ),
+]
+N = Annotated[
+    int,
+    typer.Option(
+        "--n",
+        min=1,
+        help="Samples per problem. 1: greedy. More: temperature 1, with pass@k.",
+        rich_help_panel=PROBLEMS,
+    ),
+]
+Step = Annotated[
+    int | None,
+    typer.Option(help="Adapter version of the run. Default: the newest.", rich_help_panel=WHICH),
+]
+Steps = Annotated[
+    str,
+    typer.Option(
+        help="Several versions on one engine, e.g. 0,50,100. Compares with the first.",
+        rich_help_panel=WHICH,
+    ),
+]
+AllSteps = Annotated[
+    bool, typer.Option("--all", help="All versions that the run keeps.", rich_help_panel=WHICH)
+]
+MaxLoras = Annotated[
+    int,
+    typer.Option(min=1, help="Adapters in the engine at once. More need more memory.", rich_help_panel=WHICH),
+]
+Seed = Annotated[
+    int, typer.Option(min=0, help="Seed of sampling and of the bootstrap.", rich_help_panel=PROBLEMS)
+]
+
+
 @after_training_app.command("eval")
 def evaluate(
-    target: Annotated[Path | None, typer.Argument(help="A run or an adapter folder.")] = None,
-    base: Annotated[
-        bool,
-        typer.Option(
-            "--base",
-            help="Evaluate the base model; with a run, compare its adapters with it.",
-            rich_help_panel=WHICH,
-        ),
-    ] = False,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Base model. Default: that of the run or adapter.", rich_help_panel=WHICH),
-    ] = None,
-    data: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Folder written by `skylite prepare`. Repeatable. Default: that of the run.",
-            rich_help_panel=PROBLEMS,
-        ),
-    ] = None,
-    split: Annotated[str, typer.Option(help="train, validation or test.", rich_help_panel=PROBLEMS)] = "test",
-    limit: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Evaluate the first N problems of each data set only.", rich_help_panel=PROBLEMS
-        ),
-    ] = None,
-    n: Annotated[
-        int,
-        typer.Option(
-            "--n",
-            min=1,
-            help="Samples per problem. 1: greedy. More: temperature 1, with pass@k.",
-            rich_help_panel=PROBLEMS,
-        ),
-    ] = 1,
-    step: Annotated[
-        int | None,
-        typer.Option(help="Adapter version of the run. Default: the newest.", rich_help_panel=WHICH),
-    ] = None,
-    steps: Annotated[
-        str,
-        typer.Option(
-            help="Several versions on one engine, e.g. 0,50,100. Compares with the first.",
-            rich_help_panel=WHICH,
-        ),
-    ] = "",
-    all_steps: Annotated[
-        bool, typer.Option("--all", help="All versions that the run keeps.", rich_help_panel=WHICH)
-    ] = False,
-    max_loras: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Adapters in the engine at once. More need more memory.", rich_help_panel=WHICH
-        ),
-    ] = 4,
-    seed: Annotated[
-        int, typer.Option(min=0, help="Seed of sampling and of the bootstrap.", rich_help_panel=PROBLEMS)
-    ] = 0,
+    target: Target = None,
+    base: Base = False,
+    model: Model = None,
+    data: Data = None,
+    split: Split = "test",
+    limit: Limit = None,
+    n: N = 1,
+    step: Step = None,
+    steps: Steps = "",
+    all_steps: AllSteps = False,
+    max_loras: MaxLoras = 4,
+    seed: Seed = 0,
     as_json: AsJson = False,
     chat_template: ChatTemplateFile = None,
     template_arg: TemplateArgs = None,
@@ -174,65 +186,77 @@ def chat(
     )  # fmt: skip
 
 
+ExportStep = Annotated[
+    int | None,
+    typer.Option(help="Adapter version of the run. Default: the newest.", rich_help_panel=WHICH),
+]
+Best = Annotated[
+    bool,
+    typer.Option(
+        "--best", help="The kept version with the highest held-out accuracy.", rich_help_panel=WHICH
+    ),
+]
+Merge = Annotated[
+    bool,
+    typer.Option(
+        "--merge",
+        help="Merged weights instead of a PEFT adapter. Merged in float32.",
+        rich_help_panel=FORM,
+    ),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        help="Of merged weights: float32, bfloat16 or float16. Default: the base model's.",
+        rich_help_panel=FORM,
+    ),
+]
+Gguf = Annotated[
+    bool,
+    typer.Option(
+        "--gguf",
+        help="A GGUF file of the merged weights, by llama.cpp's converter.",
+        rich_help_panel=FORM,
+    ),
+]
+Out = Annotated[
+    Path | None, typer.Option(help="Folder to write. Default: RUN/exports/NAME.", rich_help_panel=FORM)
+]
+BaseName = Annotated[
+    str | None,
+    typer.Option(
+        help="Hub id that the export names as its base, for a local base model.", rich_help_panel=FORM
+    ),
+]
+CheckVllm = Annotated[
+    bool, typer.Option("--check-vllm", help="Also check the export in vLLM.", rich_help_panel=PUBLISH)
+]
+Push = Annotated[
+    str | None,
+    typer.Option(
+        metavar="OWNER/NAME",
+        help="Upload to the hub, with the token in HF_TOKEN.",
+        rich_help_panel=PUBLISH,
+    ),
+]
+Public = Annotated[
+    bool, typer.Option("--public", help="Create the repository public.", rich_help_panel=PUBLISH)
+]
+
+
 @after_training_app.command()
 def export(
     target: RunFolder,
-    step: Annotated[
-        int | None,
-        typer.Option(help="Adapter version of the run. Default: the newest.", rich_help_panel=WHICH),
-    ] = None,
-    best: Annotated[
-        bool,
-        typer.Option(
-            "--best", help="The kept version with the highest held-out accuracy.", rich_help_panel=WHICH
-        ),
-    ] = False,
-    merge: Annotated[
-        bool,
-        typer.Option(
-            "--merge",
-            help="Merged weights instead of a PEFT adapter. Merged in float32.",
-            rich_help_panel=FORM,
-        ),
-    ] = False,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Of merged weights: float32, bfloat16 or float16. Default: the base model's.",
-            rich_help_panel=FORM,
-        ),
-    ] = None,
-    gguf: Annotated[
-        bool,
-        typer.Option(
-            "--gguf",
-            help="A GGUF file of the merged weights, by llama.cpp's converter.",
-            rich_help_panel=FORM,
-        ),
-    ] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder to write. Default: RUN/exports/NAME.", rich_help_panel=FORM)
-    ] = None,
-    base_name: Annotated[
-        str | None,
-        typer.Option(
-            help="Hub id that the export names as its base, for a local base model.", rich_help_panel=FORM
-        ),
-    ] = None,
-    check_vllm: Annotated[
-        bool, typer.Option("--check-vllm", help="Also check the export in vLLM.", rich_help_panel=PUBLISH)
-    ] = False,
-    push: Annotated[
-        str | None,
-        typer.Option(
-            metavar="OWNER/NAME",
-            help="Upload to the hub, with the token in HF_TOKEN.",
-            rich_help_panel=PUBLISH,
-        ),
-    ] = None,
-    public: Annotated[
-        bool, typer.Option("--public", help="Create the repository public.", rich_help_panel=PUBLISH)
-    ] = False,
+    step: ExportStep = None,
+    best: Best = False,
+    merge: Merge = False,
+    dtype: Dtype = None,
+    gguf: Gguf = False,
+    out: Out = None,
+    base_name: BaseName = None,
+    check_vllm: CheckVllm = False,
+    push: Push = None,
+    public: Public = False,
     verbose: Verbose = None,
 ) -> None:
     """Export an adapter as a PEFT folder, merged weights or GGUF, with a model card.

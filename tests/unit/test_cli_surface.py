@@ -16,7 +16,8 @@ FLAGS = {
         "--test-split", "--id", "--system", "--few-shot", "--where", "--drop-failing", *LOGGING,
     },
     "train": {
-        "--recipe", "--model", "--data", "--rank", "--alpha", "--steps", "--lr", "--group-size", "--seed",
+        "--recipe", "--model", "--data", "--rank", "--alpha", "--steps", "--epochs", "--lr",
+        "--group-size", "--seed",
         "--reward", "--env", "--from-adapter", "--run", "--resume", "--at", "--max-hours", "--max-restarts",
         "--dry-run", "--set", "--chat-template", "--template-arg", *LOGGING,
     },

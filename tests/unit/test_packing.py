@@ -11,7 +11,7 @@ from skylite.algorithms.importance import importance_weights
 from skylite.algorithms.kl import k3
 from skylite.algorithms.losses import AGGREGATIONS, POLICY_LOSSES, BatchSize, LossInputs
 from skylite.config.algorithm import AlgorithmConfig, ImportanceConfig
-from skylite.config.train import OptimConfig
+from skylite.config.optim import OptimConfig
 from skylite.errors import DataError
 from skylite.model.chunked_logprobs import HEAD_CHUNK_ELEMENTS, head_logprobs, token_logprobs
 from skylite.model.packing import pack_padded, pack_tree, upload

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -32,8 +32,6 @@ class EnvConfig(Section):
     the history anew, as a plain server would, which may drop reasoning; such calls share fewer tokens."""
     tool_format: Literal["auto", "hermes", "qwen-xml", "glm", "mistral", "llama", "gemma", "harmony"] = "auto"
     """How the model writes tool calls. auto: what its chat template shows."""
-    template_arguments: dict[str, Any] = {}
-    """Arguments of the chat template, such as {enable_thinking = false}."""
     weights: dict[str, float] = {}
     """Weight of each named component that an episode returns. Names that are not here count 1."""
 

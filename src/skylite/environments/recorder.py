@@ -170,7 +170,7 @@ class Recorder:
         """The engine's input: a recorded call and what follows it, or the conversation rendered anew."""
         call = log.continued(messages) if self.config.env.history == "sampled" else None
         config = self.config
-        arguments = {**config.data.template_args, **config.env.template_arguments, **arguments}
+        arguments = {**config.data.template_args, **arguments}
         if call is None:
             return (await self.renderer.prompt(messages, tools, arguments))[0]
         sample = call.sample

@@ -81,7 +81,7 @@ class Renderer:
         if "error" in found or not isinstance(found.get("stops"), list):
             raise ModelError(
                 f"The chat template of {self.model_path} cannot be used: {plain(str(found.get('error')))}.",
-                "Correct it or env.template_arguments, or use another model.",
+                "Correct it or data.template_args, or use another model.",
             )
         return TemplateFacts(
             template=str(found["template"]),

@@ -50,7 +50,7 @@ async def running_environment(
     async with contextlib.AsyncExitStack() as stack:
         # mkdtemp makes mode 0700: the sockets are for this user only.
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skylite-")))
-        facts = await renderer.facts({**config.data.template_args, **settings.template_arguments})
+        facts = await renderer.facts(config.data.template_args)
         recorder = Recorder(
             config=config,
             renderer=renderer,

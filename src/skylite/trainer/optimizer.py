@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from skylite.config.train import OptimConfig
+from skylite.config.optim import OptimConfig
 from skylite.errors import TrainingDiverged
 from skylite.model.distributed import Dist
 
