@@ -26,6 +26,7 @@ LAYERS = (
     ("engine",),
     ("data",),
     ("rewards",),
+    ("loggers",),
     # The trainer's side. The parent starts it by name and never imports it.
     ("trainer",),
     ("model",),

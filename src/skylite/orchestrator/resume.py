@@ -219,7 +219,7 @@ def _relocate(
 
 
 SAFE_CHANGES = (
-    "checkpoint", "eval", "anomaly", "sync", "stop", "num_steps",
+    "checkpoint", "eval", "anomaly", "sync", "stop", "log", "num_steps",
     "reward.num_workers", "reward.timeout_s", "trainer.step_timeout_s", "trainer.max_restarts",
     "engine.start_timeout_s", "engine.stall_timeout_s", "engine.max_restarts",
     "data.path", "model.use_shm", "trainer.offload",
