@@ -14,8 +14,10 @@ from skylite.cli_prepare import prepare
 from skylite.cli_runs import runs_app
 from skylite.cli_training import training_app
 from skylite.errors import SkyliteError, write_failed
+from skylite.long_work import show_long_work
 from skylite.processes.import_path import protect_imports
 from skylite.ui.logs import configure_logging, show, unforeseen_text
+from skylite.ui.progress_line import show_progress
 
 app = typer.Typer(
     name="skylite",
@@ -37,6 +39,7 @@ app.add_typer(after_training_app)
 @app.callback()
 def start(context: typer.Context, verbose: Verbose = None) -> None:
     """Set up logging before a command runs."""
+    show_long_work(show_progress)
     configure_logging(info_on_stdout=context.invoked_subcommand == "prepare")
     set_level(verbose)
 

@@ -9,6 +9,7 @@ from skylite.config.log import LOGGER_NAMES, LoggerName
 from skylite.errors import ConfigError, RunFailed
 from skylite.loggers.interface import require_libraries
 from skylite.loggers.processes import start_logger
+from skylite.long_work import long_work
 from skylite.run.metrics_file import read_metrics
 from skylite.run.run_dir import RunDir
 from skylite.ui.logs import show
@@ -25,7 +26,8 @@ def log(target: Path, to: str) -> None:
     for name in names:
         process = start_logger(run, name, keep_following=False)
         try:
-            process.child.process.wait()
+            with long_work(f"logging {len(steps)} steps to {name}"):
+                process.child.process.wait()
             problem = process.failure()
         finally:
             process.end()

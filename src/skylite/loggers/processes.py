@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from skylite.config.log import LoggerName
 from skylite.errors import RunFailed
@@ -18,6 +20,10 @@ ENV = {
     "WANDB_SILENT": "true",
     "GIT_PYTHON_REFRESH": "quiet",
 }
+
+
+END = "end"
+"""File in a logger's TMPDIR that asks it to end. A signal would kill it while it imports its library."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +52,11 @@ class LoggerProcess:
                 f"the logger {self.name} stopped, and the run continues without it: {problem.rstrip('.')}. "
                 f"Its log is {log}; `skylite log {root} --to {self.name}` logs what it missed"
             )
+
+    def finish(self) -> None:
+        """Ask it to log the rest and end. Does not wait."""
+        with contextlib.suppress(OSError):  # it has ended, and its folder is gone
+            Path(self.child.temporary, END).touch()
 
     def end(self) -> None:
         """Kill it, if it still runs."""

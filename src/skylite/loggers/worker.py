@@ -1,7 +1,8 @@
 """The process of one logger: `python -m skylite.loggers.worker RUN NAME [--follow]`.
 
-Without --follow it logs what the run has and ends. With it, it follows the run until SIGTERM, then logs the
-rest and ends. Its output goes to RUN/logs/logger-NAME.log; the last line says why it failed.
+Without --follow it logs what the run has and ends. With it, it follows the run until the file END appears in
+its temporary folder, then logs the rest and ends. Its output goes to RUN/logs/logger-NAME.log, and the last
+line says why it failed.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import logging
 import os
 import resource
-import signal
 import sys
-import threading
+import tempfile
+import time
 from pathlib import Path
 from typing import NoReturn, get_args
 
@@ -21,9 +22,10 @@ from skylite.errors import ConfigError, SkyliteError, error_line
 from skylite.loggers.follow import Follower
 from skylite.loggers.interface import writer_class
 from skylite.loggers.journal import open_journal
+from skylite.loggers.processes import END
 from skylite.run.run_dir import RunDir
 
-POLL_S = 1.0
+POLL_S = 0.5
 LOW_PRIORITY = 10
 LARGEST_FILE = 4 << 30
 """Bytes of one file that a logger may write, its log included."""
@@ -34,11 +36,9 @@ def main() -> NoReturn:
     os.nice(LOW_PRIORITY)
     limit_file_size(LARGEST_FILE)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    ended = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: ended.set())
     names = [name for name in get_args(LoggerName) if name == sys.argv[2]]
     try:
-        log_run(RunDir(Path(sys.argv[1])), names[0], ended, keep_following="--follow" in sys.argv[3:])
+        log_run(RunDir(Path(sys.argv[1])), names[0], keep_following="--follow" in sys.argv[3:])
     except SkyliteError as error:
         _fail(str(error))
     except BaseException as error:  # a library may raise anything
@@ -47,16 +47,17 @@ def main() -> NoReturn:
     _exit(0)
 
 
-def log_run(run: RunDir, name: LoggerName, ended: threading.Event, *, keep_following: bool) -> None:
-    """Log what the run has; with `keep_following`, also what it gets until `ended` is set."""
+def log_run(run: RunDir, name: LoggerName, *, keep_following: bool) -> None:
+    """Log what the run has; with `keep_following`, also what it gets until it is asked to end."""
     journal = open_journal(run.loggers / f"{name}.jsonl")
     if journal is None:
         raise ConfigError(f"Another process logs {run.root} to {name}.", "Wait until it ends.")
     follower = Follower(run, read_run_config(run.config_path), journal, writer_class(name))
-    while keep_following and not ended.is_set():
+    end = Path(tempfile.gettempdir()) / END
+    while keep_following and not end.exists():
         if run.metrics_path.exists():
             follower.catch_up()
-        ended.wait(POLL_S)
+        time.sleep(POLL_S)
     follower.catch_up()
     follower.close()
 

@@ -6,12 +6,13 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 from skylite.loggers.processes import LoggerProcess, start_loggers
+from skylite.long_work import long_work
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.shutdown import StopRequest
-from skylite.processes.child import poll, terminate
+from skylite.processes.child import poll
 
 logger = logging.getLogger(__name__)
 WATCH_S = 2.0
@@ -47,12 +48,14 @@ async def _watch(processes: Sequence[LoggerProcess]) -> None:
 
 async def _finish(processes: Sequence[LoggerProcess], stop: StopRequest, grace_s: float) -> None:
     for process in processes:
-        terminate(process.child)
+        process.finish()
     until = time.monotonic() + (stop.remaining_s(grace_s) if stop.requested.is_set() else FINISH_S)
-    while any(poll(p.child) is None for p in processes) and not stop.forced.is_set():
-        if time.monotonic() > until:
-            break
-        await asyncio.sleep(POLL_S)
+    names = ", ".join(process.name for process in processes)
+    with long_work(f"waiting for {names} to finish") if processes else nullcontext():
+        while any(poll(p.child) is None for p in processes) and not stop.forced.is_set():
+            if time.monotonic() > until:
+                break
+            await asyncio.sleep(POLL_S)
     for process in processes:
         is_late = poll(process.child) is None
         if problem := "it did not end in time" if is_late else process.failure():
