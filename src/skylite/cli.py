@@ -9,6 +9,7 @@ import typer
 from skylite.cli_adapters import adapters_app
 from skylite.cli_after_training import after_training_app
 from skylite.cli_env import env_app
+from skylite.cli_machine import machine_app
 from skylite.cli_options import Verbose, set_level
 from skylite.cli_prepare import prepare
 from skylite.cli_runs import runs_app
@@ -34,6 +35,7 @@ app.add_typer(training_app)
 app.add_typer(runs_app)
 app.add_typer(env_app, name="env")
 app.add_typer(after_training_app)
+app.add_typer(machine_app)
 
 
 @app.callback()

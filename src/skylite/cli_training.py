@@ -9,6 +9,7 @@ import typer
 
 from skylite.cli_options import (
     ChatTemplateFile,
+    Loggers,
     RunFolder,
     Settings,
     TemplateArgs,
@@ -65,6 +66,7 @@ def train(
     ] = None,
     max_hours: MaxHours = None,
     max_restarts: MaxRestarts = None,
+    log: Loggers = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print the resolved settings, start nothing.")
     ] = False,
@@ -79,7 +81,7 @@ def train(
 
     flags = TrainFlags(
         recipe=recipe, model=model, data=data, rank=rank, alpha=alpha, steps=steps, lr=lr, seed=seed,
-        group_size=group_size, from_adapter=from_adapter, max_restarts=max_restarts,
+        group_size=group_size, from_adapter=from_adapter, max_restarts=max_restarts, log=log,
         reward=tuple(reward or ()), env=env,
         set_flags=(*template_settings(chat_template, template_arg), *(settings or ())),
     )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,7 +20,7 @@ class OneWayWriter(MemoryWriter):
 
 
 @pytest.fixture(autouse=True)
-def calls() -> Iterator[list[tuple[Any, ...]]]:
+def calls() -> list[tuple[Any, ...]]:
     MemoryWriter.calls.clear()
     return MemoryWriter.calls
 
