@@ -13,13 +13,16 @@ from skylite.cli_adapters import adapters_app
 from skylite.cli_after_training import after_training_app
 from skylite.cli_env import env_app
 from skylite.cli_help import Commands
+from skylite.cli_machine import machine_app
 from skylite.cli_options import Verbose, set_level
 from skylite.cli_prepare import prepare
 from skylite.cli_runs import runs_app
 from skylite.cli_training import training_app
 from skylite.errors import SkyliteError, write_failed
+from skylite.long_work import show_long_work
 from skylite.processes.import_path import protect_imports
 from skylite.ui.logs import configure_logging, show, unforeseen_text
+from skylite.ui.progress_line import show_progress
 
 app = Commands(
     "Train",
@@ -34,6 +37,7 @@ app.add_typer(env_app, name="env", rich_help_panel="Train")
 app.add_typer(runs_app)
 app.add_typer(adapters_app, name="adapters", rich_help_panel="Look at runs")
 app.add_typer(after_training_app)
+app.add_typer(machine_app)
 
 
 @app.callback(invoke_without_command=True)
@@ -51,6 +55,7 @@ def start(
         raise typer.Exit
     if context.invoked_subcommand is None:
         context.fail("Missing command.")
+    show_long_work(show_progress)
     configure_logging(info_on_stdout=context.invoked_subcommand == "prepare")
     set_level(verbose)
 

@@ -30,6 +30,9 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="A.B=VALUE", help="Any other setting, in TOML syntax. Repeatable."),
 ]
+Loggers = Annotated[
+    str | None, typer.Option(help="Loggers, e.g. tensorboard,wandb (also trackio, mlflow, swanlab).")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead, for programs.")]
 
 TemplateArgs = Annotated[

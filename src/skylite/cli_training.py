@@ -10,6 +10,7 @@ import typer
 from skylite.cli_help import Commands
 from skylite.cli_options import (
     ChatTemplateFile,
+    Loggers,
     RunFolder,
     Settings,
     TemplateArgs,
@@ -108,6 +109,7 @@ def train(
     resume: Resume = None,
     at: At = None,
     max_restarts: MaxRestarts = None,
+    log: Loggers = None,
     dry_run: DryRun = False,
     chat_template: ChatTemplateFile = None,
     template_arg: TemplateArgs = None,
@@ -120,7 +122,7 @@ def train(
 
     flags = TrainFlags(
         recipe=recipe, model=model, data=data, rank=rank, alpha=alpha, steps=steps, epochs=epochs, lr=lr,
-        seed=seed, group_size=group_size, from_adapter=from_adapter, max_restarts=max_restarts,
+        seed=seed, group_size=group_size, from_adapter=from_adapter, max_restarts=max_restarts, log=log,
         reward=tuple(reward or ()), env=env,
         set_flags=(*template_settings(chat_template, template_arg), *(settings or ())),
     )  # fmt: skip

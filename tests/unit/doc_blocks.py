@@ -1,7 +1,8 @@
 """The code blocks of a page, with the comment above each that says how it is checked.
 
     <!-- file: NAME -->               the block is the content of this file, for the commands below it
-    <!-- needs a GPU -->              not run here; also: needs the hub, needs to install packages
+    <!-- needs a GPU -->              not run here; also: needs the hub, needs to install packages,
+                                  needs a running server
     <!-- run on a finished run -->    tests/e2e/test_documented_commands.py runs these commands
     <!-- run by PATH::TEST -->        that test runs the same command; several are joined by ", "
 
@@ -25,7 +26,7 @@ PAGES = sorted(
 )
 """Pages whose commands are checked."""
 FILE, RUN_BY, ON_A_RUN = "file: ", "run by ", "run on a finished run"
-REASONS = ("needs a GPU", "needs the hub", "needs to install packages")
+REASONS = ("needs a GPU", "needs the hub", "needs to install packages", "needs a running server")
 NOTE = re.compile(r"<!-- (.+) -->")
 SHELL = ("bash", "sh", "")
 PROGRAMS = {

@@ -19,7 +19,7 @@ FLAGS = {
         "--recipe", "--model", "--data", "--rank", "--alpha", "--steps", "--epochs", "--lr",
         "--group-size", "--seed",
         "--reward", "--env", "--from-adapter", "--run", "--resume", "--at", "--max-hours", "--max-restarts",
-        "--dry-run", "--set", "--chat-template", "--template-arg", *LOGGING,
+        "--log", "--dry-run", "--set", "--chat-template", "--template-arg", *LOGGING,
     },
     "eval": {
         "--base", "--model", "--data", "--split", "--limit", "--n", "--step", "--steps", "--all",
@@ -43,6 +43,8 @@ FLAGS = {
     },
     "runs": {"--json", *LOGGING},
     "env": set(),
+    "doctor": {"--runs", "--engine", "--json", *LOGGING},
+    "log": {"--to", *LOGGING},
 }  # fmt: skip
 
 

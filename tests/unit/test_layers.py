@@ -14,18 +14,28 @@ HEAVY = {"torch", "transformers", "vllm", "peft", "reasoning_gym", "math_verify"
 LAYERS = (
     ("start",),
     ("cli",),
-    ("cli_training", "cli_prepare", "cli_runs", "cli_after_training", "cli_adapters", "cli_env"),
+    (
+        "cli_training",
+        "cli_prepare",
+        "cli_runs",
+        "cli_after_training",
+        "cli_adapters",
+        "cli_env",
+        "cli_machine",
+    ),
     ("cli_help", "cli_options"),
     ("commands",),
     ("orchestrator",),
     ("export",),
     ("ui",),
     ("report",),
+    ("doctor",),
     ("evaluation",),
     ("environments",),
     ("engine",),
     ("data",),
     ("rewards",),
+    ("loggers",),
     # The trainer's side. The parent starts it by name and never imports it.
     ("trainer",),
     ("model",),
@@ -40,7 +50,7 @@ LAYERS = (
     ("config",),
     ("plugin_file", "types"),
     ("errors",),
-    ("foreign_text",),
+    ("foreign_text", "long_work"),
 )
 """From top to bottom. A file imports from its own folder and from the rows below."""
 TRAINER_SIDE = ("trainer", "model", "algorithms")

@@ -21,13 +21,13 @@ from skylite.data.prompts import first_messages, read_prompts
 from skylite.engine.chat_client import Chat, load_adapter, served_models
 from skylite.engine.server_command import BASE_NAME, engine_command, engine_env, template_flags
 from skylite.engine.single_engine import single_engine_spec
+from skylite.engine.start_stages import engine_starting
 from skylite.errors import ConfigError, DataError, RunFailed
 from skylite.foreign_text import parse_json, plain, plain_lines
 from skylite.hub.resolve import resolve_model
 from skylite.processes.child import Child, ProcessSpec, child_died, kill, poll, start
 from skylite.types import Message
 from skylite.ui.logs import show
-from skylite.ui.progress_line import progress
 from skylite.vllm_plugin.api_key import KEY_VARIABLE
 
 logger = logging.getLogger(__name__)
@@ -174,9 +174,9 @@ def started(flags: ChatFlags, served: ServedAdapter) -> Iterator[httpx.Client]:
         child = start(process)
         try:
             with httpx.Client(transport=transport, base_url="http://engine", timeout=TIMEOUT_S) as http:
-                with progress("starting vLLM"):
+                with engine_starting(spec, child):
                     wait_ready(child, http, config.engine.start_timeout_s)
-                    load_adapter(http, served.adapter)
+                load_adapter(http, served.adapter)
                 yield http
         finally:
             kill(child)

@@ -27,13 +27,13 @@ from skylite.evaluation.evaluate import EvalResult, write_results
 from skylite.evaluation.report import Report, Scored
 from skylite.evaluation.versions import EvalSampling, ProblemSet, Subject, evaluate_subjects
 from skylite.hub.resolve import resolve_model
+from skylite.long_work import long_work
 from skylite.orchestrator.eval_data import DataChoice, EvalData, read_data
 from skylite.processes.file_descriptors import raise_file_limit
 from skylite.rewards.worker_pool import RewardPool
 from skylite.run.files import write_json
 from skylite.run.programs_named_by_user import is_set
 from skylite.ui.logs import set_terminal_level, show
-from skylite.ui.progress_line import progress
 
 logger = logging.getLogger(__name__)
 
@@ -191,12 +191,9 @@ async def run_eval(plan: EvalPlan, flags: EvalFlags, report: Report) -> None:
     newest = plan.adapters[-1] if plan.adapters else None
     with ExitStack() as stack:
         problem_sets, sampling = await _prepare(stack, plan, flags, model.path)
-        starting = stack.enter_context(ExitStack())
-        starting.enter_context(progress("starting vLLM"))
 
         async def work(engine: Engine) -> None:
-            starting.close()
-            with progress("evaluating", problems * len(plan.subjects)) as line:
+            with long_work("evaluating", problems * len(plan.subjects)) as line:
                 await evaluate_subjects(
                     engine,
                     plan.subjects,

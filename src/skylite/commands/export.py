@@ -8,8 +8,8 @@ from skylite.errors import ConfigError
 from skylite.export.plan import ExportFlags, plan_export
 from skylite.export.push import check_push, push
 from skylite.export.run import export as write_export
+from skylite.long_work import long_work
 from skylite.ui.logs import show
-from skylite.ui.progress_line import progress
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,6 @@ def export(flags: ExportFlags) -> None:
     show(f"exported {plan.name} to {plan.out}")
     if flags.push is not None:
         message = f"{plan.name} of a skylite run ({plan.out.name})"
-        with progress(f"pushing to {flags.push}"):
+        with long_work(f"pushing to {flags.push}"):
             address = push(plan.out, flags.push, token, public=flags.public, message=message)
         show(f"pushed to {address}")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import shlex
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -17,6 +16,7 @@ from skylite.data.own_tables import is_own_data
 from skylite.data.prompt_folder import replace_folder
 from skylite.data.prompts import PromptFileInfo
 from skylite.errors import ConfigError, DataError
+from skylite.long_work import long_work
 from skylite.rewards import load_reward, without_extraction
 from skylite.run.programs_named_by_user import remember
 from skylite.types import Prompt
@@ -231,11 +231,9 @@ def _command_line(target: str, flags: dict[str, object]) -> str:
     return " ".join(words)
 
 
-def _show_progress(items: Sequence[_T], description: str) -> Iterable[_T]:
-    """The items, with a progress bar if stderr is a terminal."""
-    if not sys.stderr.isatty():
-        return items
-    from rich.console import Console
-    from rich.progress import track
-
-    return track(items, description, console=Console(stderr=True), transient=True)
+def _show_progress(items: Sequence[_T], description: str) -> Iterator[_T]:
+    """The items, while long work is shown."""
+    with long_work(description, total=len(items)) as work:
+        for item in items:
+            yield item
+            work.advance()

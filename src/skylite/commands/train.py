@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from skylite.commands.default_recipe import default_recipe, find_recipe, prepare_default_data
+from skylite.commands.log import logger_names
 from skylite.config.loading import load_config, read_run_config
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError
@@ -40,6 +41,7 @@ class TrainFlags:
     seed: int | None
     from_adapter: Path | None
     max_restarts: int | None
+    log: str | None
     reward: tuple[str, ...]
     env: str | None
     set_flags: tuple[str, ...]
@@ -73,6 +75,7 @@ class TrainFlags:
             "rollout.group_size": self.group_size,
             "seed": self.seed,
             "trainer.max_restarts": self.max_restarts,
+            "log.to": None if self.log is None else logger_names(self.log),
             "lora.from_adapter": None if self.from_adapter is None else str(self.from_adapter),
         }
         return {key: value for key, value in named.items() if value is not None}

@@ -10,6 +10,7 @@ from skylite.config.algorithm import AlgorithmConfig, CriticConfig, ImportanceCo
 from skylite.config.base_section import Section
 from skylite.config.checkpoint import CheckpointConfig, EvalConfig, StopConfig
 from skylite.config.environment import EnvConfig
+from skylite.config.log import LogConfig
 from skylite.config.lora import LoraConfig
 from skylite.config.optim import OptimConfig
 from skylite.config.rollout import DataConfig, RewardConfig, RolloutConfig
@@ -149,6 +150,7 @@ class TrainConfig(Section):
     eval: EvalConfig = EvalConfig()
     stop: StopConfig = StopConfig()
     anomaly: AnomalyConfig = AnomalyConfig()
+    log: LogConfig = LogConfig()
 
     @model_validator(mode="after")
     def check_staleness(self) -> Self:

@@ -16,6 +16,7 @@ from skylite.config.train import EngineConfig
 from skylite.engine.client import VllmClient
 from skylite.engine.retrying_client import Engine
 from skylite.engine.server_command import EngineSpec, engine_command, engine_env
+from skylite.engine.start_stages import engine_starting
 from skylite.errors import ChildDied, RunFailed
 from skylite.processes.child import Child, ProcessSpec, child_died, log_tail, poll
 from skylite.processes.supervisor import POLL_S, Supervisor
@@ -62,7 +63,8 @@ class Watchdog:
     async def wait_ready(self) -> Engine:
         """Wait until the engine serves. Raises RunFailed."""
         client = VllmClient(self.spec.name, self.spec.uds, max_connections=self.spec.max_num_seqs)
-        await client.wait_ready(self.restarts.config.start_timeout_s)
+        with engine_starting(self.spec, self.child):
+            await client.wait_ready(self.restarts.config.start_timeout_s)
         return Engine(client)
 
     async def keep_alive(self, engine: Engine) -> NoReturn:

@@ -20,7 +20,6 @@ from skylite.export.transformers_model import versions
 from skylite.export.weights import export_weights
 from skylite.run.files import atomic_folder, sha256_file, write_json
 from skylite.run.run_dir import AdapterVersion
-from skylite.ui.progress_line import progress
 
 logger = logging.getLogger(__name__)
 RECORD = "export.json"
@@ -32,8 +31,7 @@ def export(plan: ExportPlan, *, check_vllm: bool) -> list[Check]:
     with atomic_folder(plan.out, plan.num_bytes) as folder:
         checks = export_weights(plan, folder)
         if check_vllm:
-            with progress("starting vLLM for its check"):
-                checks.append(asyncio.run(_check_with_vllm(plan, folder)))
+            checks.append(asyncio.run(_check_with_vllm(plan, folder)))
         data = data_info(plan.run_config.config)
         (folder / CARD).write_text(model_card(plan, data, checks), encoding="utf-8")
         if data is not None and (messages := first_messages(data)):

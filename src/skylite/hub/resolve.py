@@ -11,6 +11,8 @@ from typing import Any, BinaryIO
 
 from skylite.errors import ModelError
 from skylite.foreign_text import parse_json
+from skylite.hub.download_bar import download_bar
+from skylite.long_work import long_work
 from skylite.run.files import sha256_file
 
 logger = logging.getLogger(__name__)
@@ -203,9 +205,16 @@ def _from_hub(name: str, revision: str | None) -> Path:
     from skylite.hub.hub_errors import explain_hub_error
 
     try:
-        return Path(
-            snapshot_download(name, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=["*/*"])
-        )
+        with long_work(f"downloading {name}", in_bytes=True) as work:
+            return Path(
+                snapshot_download(
+                    name,
+                    revision=revision,
+                    allow_patterns=HUB_FILES,
+                    ignore_patterns=["*/*"],
+                    tqdm_class=download_bar(work),
+                )
+            )
     except (httpx.TransportError, HfHubHTTPError, OSError, ValueError) as error:
         reason, remedy = explain_hub_error(name, error, "model")
     raise ModelError(f"The model {name!r} cannot be downloaded: {reason}", remedy or WITHOUT_HUB)

@@ -20,6 +20,7 @@ from skylite.engine.server_command import choose_cpu_lora, engine_notes
 from skylite.errors import ConfigError
 from skylite.hub.resolve import resolve_model
 from skylite.hub.shared_memory import shared_copy
+from skylite.loggers.interface import require_libraries
 from skylite.orchestrator.allowed_programs import allow_algorithm, allow_episode, allow_rewards
 from skylite.orchestrator.automatic_settings import device_defaults, epochs_to_steps
 from skylite.orchestrator.data_filter import without_foreign_filter
@@ -171,6 +172,9 @@ def settings_notes(config: TrainConfig) -> list[str]:
             f"warning: optim.lr={config.optim.lr:g} is under {LOWEST_USUAL_LR:g}; "
             "LoRA hardly learns at such rates"
         )
+    if config.log.to:
+        samples = f" and {config.log.samples} completions per step" if config.log.samples else ""
+        notes.append(f"settings, metrics{samples} are logged to {', '.join(config.log.to)} (log.to)")
     return notes
 
 
@@ -186,8 +190,9 @@ def log_notes(notes: Sequence[str]) -> None:
 def check_device(config: TrainConfig, device: str) -> None:
     """Raise ConfigError for settings that need a GPU if there is none, or more open files than allowed.
 
-    ConfigError also without a sandbox. Raises the soft limit on open files.
+    ConfigError also without a sandbox or a logger's library. Raises the soft limit on open files.
     """
+    require_libraries(config.log.to)
     raise_file_limit(open_files(config))
     require_sandbox("the model's chat template")
     if config.trainer.attention == "flex" and device == "cpu":

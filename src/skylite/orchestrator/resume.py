@@ -221,7 +221,7 @@ def _relocate(
 
 
 SAFE_CHANGES = (
-    "checkpoint", "eval", "anomaly", "sync", "stop", "num_steps", "num_epochs",
+    "checkpoint", "eval", "anomaly", "sync", "stop", "log", "num_steps", "num_epochs",
     "reward.num_workers", "reward.timeout_s", "trainer.step_timeout_s", "trainer.max_restarts",
     "engine.start_timeout_s", "engine.stall_timeout_s", "engine.max_restarts",
     "data.path", "model.use_shm", "trainer.offload",

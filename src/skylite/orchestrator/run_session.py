@@ -25,6 +25,7 @@ from skylite.orchestrator.loop import TrainerStep, run_steps, wait_for_trainer_s
 from skylite.orchestrator.plan import RunPlan, write_config
 from skylite.orchestrator.progress import Progress
 from skylite.orchestrator.resume import plan_resume, remove_after
+from skylite.orchestrator.run_loggers import loggers_running
 from skylite.orchestrator.run_resources import Session, start_environment, start_scorer, start_tokenizer
 from skylite.orchestrator.shutdown import (
     TRAINER_SHARE,
@@ -56,7 +57,10 @@ async def run_session(plan: RunPlan, *, resume: bool, limit: TimeLimit | None = 
     """
     adapters = Path(plan.resolved.lora_sync_path)
     stop = handle_signals(limit.stop if limit is not None else asyncio.Event())
-    with provide_model_files(plan.resolved), Screen(plan.config.num_steps) as screen:
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(provide_model_files(plan.resolved))
+        screen = stack.enter_context(Screen(plan.config.num_steps))
+        await stack.enter_async_context(loggers_running(plan, stop))
         restarts: dict[str, int] = {}
         while True:
             roll_back(plan, adapters) if resume else clear_control_files(plan)

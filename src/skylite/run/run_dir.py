@@ -154,6 +154,11 @@ class RunDir:
         return self.root / "evals"
 
     @property
+    def loggers(self) -> Path:
+        """Files of the experiment loggers, and which steps each has (loggers/journal.py)."""
+        return self.root / "loggers"
+
+    @property
     def rejected_steps(self) -> Path:
         """Skipped optimizer steps: their rollouts and the reason."""
         return self.root / "rejected_steps"

@@ -37,7 +37,7 @@ class Screen:
         )
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(lines_on_screen(self._print, has_panel=self._is_live))
+        self._stack.enter_context(lines_on_screen(self._print, has_panel=self._is_live, show_work=self._work))
         if self._is_live:
             self._live.start()
         return self
@@ -70,6 +70,9 @@ class Screen:
         """Show a held-out result: evaluation("before", "greedy pass@1 31.4 % ...")."""
         self.state.evaluations[label] = text
         logger.info(f"evaluation ({label}): {text}", extra=ON_PANEL)
+
+    def _work(self, text: str) -> None:
+        self.state.work = text
 
     def _print(self, text: str) -> None:
         """Print a line: above the panel on a live terminal."""

@@ -44,6 +44,8 @@ class ScreenState:
     num_steps: int
     phase: str = "starting"
     detail: str = ""
+    work: str = ""
+    """Long work that the run waits for, such as the start of vLLM."""
     started: float = field(default_factory=time.monotonic)
     history: Sequence[Mapping[str, Any]] = ()
     """Metrics of every step so far."""
@@ -94,7 +96,9 @@ def status_line(state: ScreenState, width: int) -> Text:
     mark, style = ENDS.get(
         state.phase, (SPINNER[int(8 * (time.monotonic() - state.started)) % len(SPINNER)], "bold cyan")
     )
-    left = Text.assemble((f"{mark} {state.phase}", style), ("  " + plain(state.detail), "default"))
+    left = Text.assemble(
+        (f"{mark} {state.phase}", style), ("  " + plain(state.work or state.detail), "default")
+    )
     return _justified(left, Text(clock(state), "dim"), width)
 
 

@@ -38,6 +38,8 @@ class TerminalHandler(logging.Handler):
         """Prints a line on the open screen."""
         self.has_panel = False
         """The open screen draws a live panel."""
+        self.show_work: Callable[[str], None] | None = None
+        """Shows long work on the live panel."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if self.screen is not None:
@@ -124,6 +126,17 @@ def set_terminal_level(level: int) -> None:
     _ROOT.setLevel(min(level, logging.INFO))  # the log file gets info in any case
 
 
+def has_screen() -> bool:
+    """Whether a screen is open."""
+    return _TERMINAL.screen is not None
+
+
+def show_on_panel(text: str) -> None:
+    """Show what the run waits for on the live panel; "" for nothing. Without a panel, do nothing."""
+    if _TERMINAL.has_panel and _TERMINAL.show_work is not None:
+        _TERMINAL.show_work(text)
+
+
 def shows_info() -> bool:
     """Whether the terminal shows more than warnings."""
     return _TERMINAL.level <= logging.INFO
@@ -162,10 +175,12 @@ def unforeseen_text(error: Exception) -> str:
 
 
 @contextmanager
-def lines_on_screen(print_line: Callable[[str], None], *, has_panel: bool) -> Iterator[None]:
+def lines_on_screen(
+    print_line: Callable[[str], None], *, has_panel: bool, show_work: Callable[[str], None] | None = None
+) -> Iterator[None]:
     """Print the terminal's lines with `print_line` in this block."""
-    _TERMINAL.screen, _TERMINAL.has_panel = print_line, has_panel
+    _TERMINAL.screen, _TERMINAL.has_panel, _TERMINAL.show_work = print_line, has_panel, show_work
     try:
         yield
     finally:
-        _TERMINAL.screen, _TERMINAL.has_panel = None, False
+        _TERMINAL.screen, _TERMINAL.has_panel, _TERMINAL.show_work = None, False, None

@@ -1,93 +1,72 @@
-"""Progress with time left: one line that is redrawn on a terminal, plain lines in a log."""
+"""Shows long work: one line that is redrawn on a terminal, plain lines in a log."""
 
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from skylite.ui.logs import lines_on_screen, shows_info
+from skylite.foreign_text import plain
+from skylite.long_work import LongWork
+from skylite.ui.logs import ON_PANEL, has_screen, lines_on_screen, show_on_panel, shows_info
 
 logger = logging.getLogger(__name__)
 REDRAW_S = 0.5
-LINE_S = 10.0
-"""Between two lines in a log. Work that takes less prints none."""
+FIRST_LINE_S = 5.0
+LINE_S = 15.0
+"""Between two lines in a log, after the first."""
 _CLEAR = "\r\x1b[K"
 
 
-class ProgressLine:
-    """How far some work is. Any thread may call `advance`."""
-
-    def __init__(self, what: str, total: int | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.what, self.total, self.done = what, total, 0
-        self._clock, self._started = clock, clock()
-        self._lock = threading.Lock()
-
-    def advance(self, count: int = 1) -> None:
-        """`count` more parts of `total` are done."""
-        with self._lock:
-            self.done += count
-
-    def text(self) -> str:
-        """Such as `evaluating: 120 of 512 (23 %), 40 s, about 2 min 10 s left`."""
-        elapsed = self._clock() - self._started
-        if self.total is None:
-            return f"{self.what}: {duration(elapsed)}"
-        text = f"{self.what}: {self.done} of {self.total} ({100 * self.done // max(1, self.total)} %)"
-        if not self.done:
-            return f"{text}, {duration(elapsed)}"
-        left = elapsed / self.done * (self.total - self.done)
-        return f"{text}, {duration(elapsed)}, about {duration(left)} left"
-
-
 @contextmanager
-def progress(what: str, total: int | None = None) -> Iterator[ProgressLine]:
-    """Show the progress of a block. `total` None: the time only. --quiet hides it."""
-    line, finished = ProgressLine(what, total), threading.Event()
+def show_progress(work: LongWork) -> Iterator[None]:
+    """Show the progress of a block. --quiet hides it; a run's log file gets its lines in any case."""
+    finished, is_live = threading.Event(), not has_screen() and sys.stderr.isatty() and shows_info()
     with ExitStack() as stack:
-        show: Callable[[str], None] = logger.info
-        if is_live := sys.stderr.isatty():
-            stack.enter_context(lines_on_screen(_print_above, has_panel=False))
-            show = _redraw
-        every_s = REDRAW_S if is_live else LINE_S
-        thread = threading.Thread(target=_repeat, args=(finished, every_s, line, show), daemon=True)
-        if shows_info():
+        if is_live:
+            stack.enter_context(lines_on_screen(_print_above, has_panel=True))
+            stack.callback(_write, _CLEAR)
+        draw = _draw_line if is_live else show_on_panel
+        stack.callback(show_on_panel, "")
+        threads = [
+            threading.Thread(target=_log_lines, args=(finished, work), daemon=True),
+            threading.Thread(target=_redraw, args=(finished, work, draw), daemon=True),
+        ]
+        for thread in threads:
             thread.start()
         try:
-            yield line
+            yield
         finally:
             finished.set()
-            if thread.ident is not None:
+            for thread in threads:
                 thread.join()
-            if is_live and shows_info():
-                sys.stderr.write(_CLEAR)
-                sys.stderr.flush()
 
 
-def duration(seconds: float) -> str:
-    """Such as `40 s`, `2 min 10 s` or `3 h 5 min`."""
-    whole = round(seconds)
-    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+def _log_lines(finished: threading.Event, work: LongWork) -> None:
+    """Log a line now and then. A live terminal does not print them: it shows the redrawn line."""
+    wait_s = FIRST_LINE_S
+    while not finished.wait(wait_s):
+        logger.info(work.text(), extra=ON_PANEL)
+        wait_s = LINE_S
 
 
-def _repeat(
-    finished: threading.Event, every_s: float, line: ProgressLine, show: Callable[[str], None]
-) -> None:
-    while not finished.wait(every_s):
-        show(line.text())
+def _redraw(finished: threading.Event, work: LongWork, draw: Callable[[str], None]) -> None:
+    while not finished.wait(REDRAW_S):
+        draw(plain(work.text()))
 
 
-def _redraw(text: str) -> None:
-    sys.stderr.write(_CLEAR + text)
-    sys.stderr.flush()
+def _draw_line(text: str) -> None:
+    width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be redrawn
+    _write(_CLEAR + text[:width])
 
 
 def _print_above(text: str) -> None:
-    sys.stderr.write(f"{_CLEAR}{text}\n")
+    _write(f"{_CLEAR}{text}\n")
+
+
+def _write(text: str) -> None:
+    sys.stderr.write(text)
     sys.stderr.flush()

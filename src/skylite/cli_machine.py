@@ -1,0 +1,44 @@
+"""The commands about this machine and other services: doctor, log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from skylite.cli_help import Commands
+from skylite.cli_options import AsJson, RunFolder, Verbose
+
+machine_app = Commands("Machine and loggers")
+
+
+@machine_app.command()
+def doctor(
+    runs: Annotated[Path, typer.Option(help="Folder with runs, to find dead ones.")] = Path("runs"),
+    engine: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Check a running vLLM server instead, e.g. http://127.0.0.1:8000."),
+    ] = None,
+    as_json: AsJson = False,
+    verbose: Verbose = None,
+) -> None:
+    """Check this machine: versions, GPUs, memory, disks, limits, network, dead runs. Exits 1 if one is bad.
+
+    Each line has the command that mends it.
+    """
+    from skylite.commands.doctor import doctor as run_doctor
+
+    run_doctor(runs=runs, engine=engine, as_json=as_json)
+
+
+@machine_app.command("log")
+def log_run(
+    target: RunFolder,
+    to: Annotated[str, typer.Option(help="Loggers, e.g. tensorboard,wandb (also trackio, mlflow, swanlab).")],
+    verbose: Verbose = None,
+) -> None:
+    """Log a run to experiment loggers afterwards. Logs each step once, however often you call it."""
+    from skylite.commands.log import log
+
+    log(target, to)

@@ -1,0 +1,83 @@
+"""`skylite doctor`: check this machine, and say how to mend what is wrong."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from skylite.doctor import leftovers, machine, software
+from skylite.doctor.engine_probe import probe_engine
+from skylite.doctor.finding import Finding, bad
+from skylite.errors import SkyliteError, error_line
+from skylite.long_work import long_work
+from skylite.ui.logs import set_terminal_level, show
+
+MARKS = {"ok": "ok  ", "note": "note", "bad": "BAD "}
+Check = Callable[[], Finding | Iterable[Finding]]
+
+
+def doctor(*, runs: Path, engine: str | None, as_json: bool) -> None:
+    """Print a line per check. Exits 1 if something must be mended."""
+    if as_json:
+        set_terminal_level(logging.WARNING)
+    if engine is not None:
+        findings = probe_engine(engine)
+    else:
+        findings = []
+        checks = machine_checks(runs)
+        with long_work("checking this machine", total=len(checks)) as work:
+            for name, check in checks:
+                work.detail = name
+                findings += results(name, check)
+                work.advance()
+    if as_json:
+        show(json.dumps([asdict(finding) for finding in findings], indent=1))
+    else:
+        show("\n".join(map(line, findings)))
+    if any(finding.level == "bad" for finding in findings):
+        sys.exit(1)
+
+
+def machine_checks(runs: Path) -> list[tuple[str, Check]]:
+    """Name and function of every check, the quick ones first."""
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache")
+    hub = machine.ask_hub()
+    return [
+        ("python", software.check_python),
+        ("packages", software.check_packages),
+        ("vllm", software.check_vllm),
+        ("gpu", software.check_gpus),
+        ("torchvision", software.check_torchvision),
+        ("memory", machine.check_memory),
+        ("shared memory", machine.check_shared_memory),
+        ("disk", lambda: machine.check_disks(Path.cwd(), home, Path(tempfile.gettempdir()))),
+        ("open files", machine.check_open_files),
+        ("clock", lambda: machine.check_clock(hub)),
+        ("ports", machine.check_ports),
+        ("hub", lambda: machine.check_hub(hub)),
+        ("runs", lambda: leftovers.check_runs(runs)),
+        ("leftovers", leftovers.check_leftovers),
+    ]
+
+
+def results(name: str, check: Check) -> list[Finding]:
+    """What a check found. A check that fails is a finding, too."""
+    try:
+        found = check()
+    except SkyliteError as error:
+        return [bad(name, error.what, error.hint)]
+    except (OSError, ValueError) as error:
+        return [bad(name, f"it could not be checked: {error_line(error)}", "correct what the message names")]
+    return [found] if isinstance(found, Finding) else list(found)
+
+
+def line(finding: Finding) -> str:
+    """Such as `BAD  disk: 1 GiB free at /tmp`, with the remedy below."""
+    text = f"{MARKS[finding.level]}  {finding.check}: {finding.text}"
+    return f"{text}\n        -> {finding.mend}" if finding.mend else text

@@ -1,0 +1,33 @@
+"""What a check found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Level = Literal["ok", "note", "bad"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of `skylite doctor`."""
+
+    check: str
+    """What was checked, such as "disk"."""
+    level: Level
+    """bad: a run fails, or may fail. note: worth knowing."""
+    text: str
+    mend: str = ""
+    """The command or the step that mends it."""
+
+
+def ok(check: str, text: str) -> Finding:
+    return Finding(check, "ok", text)
+
+
+def note(check: str, text: str, mend: str = "") -> Finding:
+    return Finding(check, "note", text, mend)
+
+
+def bad(check: str, text: str, mend: str) -> Finding:
+    return Finding(check, "bad", text, mend)

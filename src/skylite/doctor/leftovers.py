@@ -1,0 +1,106 @@
+"""Runs whose processes are dead, and what dead processes left in memory and in /tmp."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import os
+import re
+import shlex
+import tempfile
+import time
+from pathlib import Path
+
+from skylite.doctor.finding import Finding, note, ok
+from skylite.errors import ConfigError
+from skylite.hub.shared_memory import SHARED_MEMORY, USERS_LOCK
+from skylite.processes.reaper import OPENMP_FILE
+from skylite.run.lock import LOCK_NAME
+from skylite.run.status import read_status
+
+ENDED = ("done", "stopped", "failed")
+_TEMPORARY = re.compile(r"skylite-[a-z0-9_]{8}")
+"""A name that tempfile.mkdtemp gives."""
+OLD_S = 3600.0
+"""Age from which a temporary folder that no process names is a leftover."""
+
+
+def check_runs(folder: Path) -> list[Finding]:
+    """No run in the folder claims to be alive without a process."""
+    findings = []
+    for path in sorted(folder.glob("*/status.json")):
+        try:
+            status = read_status(path)
+        except ConfigError as error:
+            findings.append(note("runs", error.what, error.hint))
+            continue
+        if status.phase not in ENDED and not is_locked(path.parent / LOCK_NAME):
+            text = (
+                f"{path.parent} says {status.phase!r} at step {status.step} of {status.num_steps}, "
+                "but its processes are dead"
+            )
+            findings.append(note("runs", text, f"skylite train --resume {shlex.quote(str(path.parent))}"))
+    return findings or [ok("runs", f"no dead run in {folder}")]
+
+
+def is_locked(lock: Path) -> bool:
+    """Whether a live process holds this lock. Changes nothing."""
+    try:
+        descriptor = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def check_leftovers(memory: Path = SHARED_MEMORY, temporary: Path | None = None) -> Finding:
+    """Dead processes left nothing of ours behind."""
+    found = [*_openmp_files(memory), *_model_copies(memory), *_old_folders(temporary)]
+    if not found:
+        return ok("leftovers", f"none in {memory} and {temporary or tempfile.gettempdir()}")
+    size = sum(_size(path) for path in found)
+    text = f"dead processes left {len(found)} file(s) or folder(s), {size / 1e6:.1f} MB"
+    return note("leftovers", text, f"rm -r {shlex.join(map(str, found))}")
+
+
+def _openmp_files(memory: Path) -> list[Path]:
+    """Intel's OpenMP leaves a file with the process id in its name when it is killed."""
+    paths = glob.glob(f"{memory}/{OPENMP_FILE}*_{os.getuid()}")
+    pids = [path.rpartition("/")[2].removeprefix(OPENMP_FILE).partition("_")[0] for path in paths]
+    return [Path(p) for p, pid in zip(paths, pids, strict=True) if not Path("/proc", pid).exists()]
+
+
+def _model_copies(memory: Path) -> list[Path]:
+    """Copies of models (model.use_shm) that no run uses."""
+    copies = [p for p in (memory / f"skylite-{os.geteuid()}").glob("model-*") if p.is_dir()]
+    return [p for p in copies if not is_locked(p.with_name(p.name + USERS_LOCK))]
+
+
+def _old_folders(temporary: Path | None) -> list[Path]:
+    """Temporary folders of this user's children that no living process names."""
+    parent = temporary or Path(tempfile.gettempdir())
+    folders = [p for p in parent.glob("skylite-*") if _TEMPORARY.fullmatch(p.name) and p.is_dir()]
+    old = [p for p in folders if p.stat().st_uid == os.getuid() and time.time() - p.stat().st_mtime > OLD_S]
+    used = b"".join(_words_of_processes()) if old else b""
+    return [p for p in old if os.fsencode(p) not in used]
+
+
+def _words_of_processes() -> list[bytes]:
+    """Command lines and environments of the processes that this user may read."""
+    words = []
+    for process in Path("/proc").glob("[0-9]*"):
+        for name in ("cmdline", "environ"):
+            with contextlib.suppress(OSError):
+                words.append((process / name).read_bytes())
+    return words
+
+
+def _size(path: Path) -> int:
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.lstat().st_size for file in files)

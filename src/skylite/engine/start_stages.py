@@ -1,0 +1,53 @@
+"""What a starting vLLM server does, in words, from the lines of its log."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from skylite.engine.server_command import EngineSpec
+from skylite.long_work import long_work
+from skylite.processes.child import Child, raw_log_tail
+from skylite.run.durations import remember_s, remembered_s
+
+STAGES = (
+    (r"Resolved architecture|Using max model len", "reading the model's settings"),
+    (r"Initializing a V1 LLM engine", "starting its engine"),
+    (r"world_size=\d+ rank=", "starting its workers"),
+    (r"Starting to load model", "loading the model"),
+    (r"checkpoint shards:.*?\| (?P<a>\d+)/(?P<b>\d+)", "loading weights, file {a} of {b}"),
+    (r"Loading weights took", "preparing the weights"),
+    (r"Model loading took", "preparing the first batch"),
+    (r"Using \w*PunicaWrapper", "preparing LoRA"),
+    (r"torch\.compile|Dynamo bytecode transform|Compiling a graph", "compiling (torch.compile)"),
+    (r"load the compiled graph", "loading compiled code from its cache"),
+    (r"Available KV cache memory|KV cache size", "allocating the KV cache"),
+    (r"Capturing CUDA graphs.*?(?P<a>\d+)/(?P<b>\d+)", "capturing CUDA graphs, {a} of {b}"),
+    (r"Graph capturing finished|init engine \(profile", "warming up"),
+    (r"Starting vLLM server|Application startup complete", "opening its server"),
+)
+"""Pattern of a line -> what vLLM does after it."""
+_PATTERNS = [(re.compile(pattern), words) for pattern, words in STAGES]
+
+
+def start_stage(log: str) -> str:
+    """What the server does now, judged by the last line that tells; empty before the first."""
+    for line in reversed(re.split(r"[\r\n]", log)):
+        for pattern, words in _PATTERNS:
+            if (found := pattern.search(line)) is not None:
+                return words.format(**found.groupdict())
+    return ""
+
+
+@contextmanager
+def engine_starting(spec: EngineSpec, child: Child) -> Iterator[None]:
+    """Show what the server does until the block ends, which is when it serves."""
+    key = f"start {spec.device} {spec.model_path.name}"
+
+    def stage() -> str:
+        return start_stage(raw_log_tail(child.spec.log_path, child.log_start))
+
+    with long_work(f"{spec.name} starts", expected_s=remembered_s(key), detail=stage) as work:
+        yield
+    remember_s(key, work.elapsed_s)

