@@ -241,6 +241,8 @@ def test_code_in_a_model_repository_is_refused_explicitly() -> None:
     ]
     assert len(calls) >= 4
     for name, node in calls:
+        if ast.unparse(node.func).startswith("PeftModel."):  # loads adapter weights, and no code
+            continue
         values = {k.arg: k.value for k in node.keywords}
         flag = values.get("trust_remote_code")
         assert isinstance(flag, ast.Constant), f"{name}, line {node.lineno}"

@@ -19,7 +19,7 @@ PLUG_IN = """
 import os, time
 def reward(prompt, completion):
     if completion == "raise": raise LookupError("odd one")
-    if completion == "die": os._exit(3)
+    if completion == "die": os.kill(os.getpid(), 9)
     if completion == "hang": time.sleep(600)
     return float(os.getpid()) if completion == "pid" else float(completion)
 """

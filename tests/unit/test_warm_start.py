@@ -218,6 +218,7 @@ def test_from_adapter_is_an_ordinary_setting(tmp_path: Path) -> None:
         data=None,
         env=None,
         epochs=None,
+        log=None,
         rank=None,
         alpha=None,
         steps=None,

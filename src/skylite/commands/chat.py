@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -79,7 +80,7 @@ def talk(chat: Chat, opening: list[Message]) -> None:
         try:
             question = input("> ").strip()
         except (EOFError, KeyboardInterrupt):
-            print()
+            sys.stdout.write("\n")
             return
         if question == QUIT:
             return
@@ -95,13 +96,15 @@ def respond(chat: Chat, messages: list[Message]) -> list[Message]:
     try:
         for text in chat.answer(messages):
             pieces.append(text)
-            print(plain_lines(text), end="", flush=True)
+            sys.stdout.write(plain_lines(text))
+            sys.stdout.flush()
     except KeyboardInterrupt:
         logger.info("stopped")
     except RunFailed as error:
         show(f"skylite: {error} {RESET} starts anew.", to_stderr=True)
         return messages[:-1]
-    print(flush=True)
+    sys.stdout.write("\n")
+    sys.stdout.flush()
     return [*messages, Message(role="assistant", content="".join(pieces))]
 
 

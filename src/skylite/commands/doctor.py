@@ -39,7 +39,7 @@ def doctor(*, runs: Path, engine: str | None, as_json: bool) -> None:
     if as_json:
         show(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
-        show("\n".join(map(line, findings)))
+        show("\n".join(line(finding) for finding in findings))
     if any(finding.level == "bad" for finding in findings):
         sys.exit(1)
 

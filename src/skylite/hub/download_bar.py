@@ -12,12 +12,12 @@ BYTES_BAR = "huggingface_hub.snapshot_download"
 
 def download_bar(work: LongWork) -> type[Any]:
     """A `tqdm_class` for snapshot_download that draws nothing and advances `work`."""
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
     class Bar(tqdm):  # type: ignore[misc, unused-ignore]
         def __init__(self, *args: Any, **settings: Any) -> None:
             self._counts = settings.get("name") == BYTES_BAR
-            super().__init__(*args, **{**settings, "disable": True})
+            super().__init__(*args, **{**settings, "disable": True})  # type: ignore[no-untyped-call]
 
         def refresh(self, *_: Any, **__: Any) -> None:
             """Called when another file adds its size to the total."""
