@@ -1,6 +1,6 @@
 """Tests mutants in a copy of the repository. Each gets a fork of this process, which has imported torch.
 
-Reads one job a line: {"path", "source", "tests", "timeout_s"}. Answers one line: [outcome, seconds, words].
+Reads one job a line: {"path", "source", "tests", "cpu_s"}. Answers one line: [outcome, CPU seconds, words].
 """
 
 from __future__ import annotations
@@ -22,16 +22,22 @@ import pytest
 MAX_FILE_BYTES = 1 << 30
 """A mutant may write for ever."""
 MAX_MEMORY_BYTES = 32 << 30
+WAIT_FACTOR = 20
+"""Seconds that the tests may take for each second of CPU time that they may use."""
 PYTEST = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "--basetemp"]
 
 
-def run_tests(copy: Path, tests: Sequence[str], timeout_s: float) -> tuple[str, float, str]:
-    """Run the test files in a fork, to the first failure: "killed", "timeout" or "survived"."""
+def run_tests(copy: Path, tests: Sequence[str], cpu_s: int) -> tuple[str, float, str]:
+    """Run the test files in a fork, to the first failure: "killed", "timeout" or "survived".
+
+    The limit counts CPU time, which a busy machine does not change. WAIT_FACTOR bounds what only waits.
+    """
     log, started = copy.parent / f"{copy.name}.log", time.monotonic()
     child = os.fork()
     if child == 0:
         os.setsid()
         resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(output, 1)
@@ -42,21 +48,22 @@ def run_tests(copy: Path, tests: Sequence[str], timeout_s: float) -> tuple[str, 
         finally:
             sys.stdout.flush()
             os._exit(code)
-    status = _wait(child, started + timeout_s)
+    found = _wait(child, started + WAIT_FACTOR * cpu_s)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # what the tests left
-    if status is None:
-        os.waitpid(child, 0)
-        return "timeout", timeout_s, ""
-    outcome = "survived" if status == 0 else "killed"
-    return outcome, time.monotonic() - started, _first_failure(log)
+    status, used_s = found or os.wait4(child, 0)[1:]
+    seconds = used_s.ru_utime + used_s.ru_stime
+    if found is None or (os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL)):
+        return "timeout", seconds, ""
+    return "survived" if status == 0 else "killed", seconds, _first_failure(log)
 
 
-def _wait(child: int, deadline: float) -> int | None:
+def _wait(child: int, deadline: float) -> tuple[int, resource.struct_rusage] | None:
+    """Exit status and resources; None after the deadline."""
     while time.monotonic() < deadline:
-        pid, status = os.waitpid(child, os.WNOHANG)
+        pid, status, used = os.wait4(child, os.WNOHANG)
         if pid:
-            return status
+            return status, used
         time.sleep(0.01)
     return None
 
@@ -73,7 +80,7 @@ def test_mutant(copy: Path, job: dict[str, Any]) -> tuple[str, float, str]:
     path.write_text(job["source"], encoding="utf-8")
     _remove_compiled(path)
     try:
-        return run_tests(copy, job["tests"], job["timeout_s"])
+        return run_tests(copy, job["tests"], job["cpu_s"])
     finally:
         path.write_bytes(original)
         _remove_compiled(path)

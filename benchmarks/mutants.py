@@ -45,8 +45,8 @@ OUTCOMES = ("killed", "timeout", "survived")
 MIN_KILLED = 0.95
 ATTEMPTS = 3
 """Tests with time limits can fail on a busy machine."""
-MAX_SECONDS = 300.0
-"""Of the tests of a module without a mutant."""
+MAX_SECONDS = 60
+"""CPU seconds of the tests of a module without a mutant."""
 MODULES = """
 import json, sys, pytest
 import transformers.models.llama.modeling_llama  # which tests import when they run
@@ -67,11 +67,11 @@ class Worker:
             script, cwd=self.copy, env=environment(self.copy), stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
 
-    def run(self, path: str, source: str, tests: Sequence[str], timeout_s: float) -> tuple[str, float, str]:
+    def run(self, path: str, source: str, tests: Sequence[str], cpu_s: int) -> tuple[str, float, str]:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
-        job = {"path": path, "source": source, "tests": tests, "timeout_s": timeout_s}
+        job = {"path": path, "source": source, "tests": tests, "cpu_s": cpu_s}
         stdin.write(json.dumps(job).encode() + b"\n")
         stdin.flush()
         outcome, seconds, words = json.loads(stdout.readline())
@@ -128,7 +128,7 @@ class Tester:
         self._num_workers, self._tests = len(workers), tests
         self._deadline = time.monotonic() + 60 * minutes
         self._locks = {path: threading.Lock() for path in tests}
-        self._limits: dict[str, float] = {}
+        self._limits: dict[str, int] = {}
 
     def run(self, mutants: Sequence[Mutant]) -> None:
         """Fill `results`, in the order of `mutants`."""
@@ -149,19 +149,19 @@ class Tester:
         print(f"{len(self.results)} {outcome} {mutant.path}:{mutant.line} "
               f"{before}  ->  {after}  ({seconds:.1f} s) {words}", flush=True)  # fmt: skip
 
-    def _test(self, path: str, source: str, limit_s: float) -> tuple[str, float, str]:
+    def _test(self, path: str, source: str, cpu_s: int) -> tuple[str, float, str]:
         worker = self._idle.get()
         try:
-            return worker.run(path, source, self._tests[path], limit_s)
+            return worker.run(path, source, self._tests[path], cpu_s)
         finally:
             self._idle.put(worker)
 
-    def _time_tests(self, path: str, source: str) -> float:
-        """The time limit for a mutant of the module. Exits if its tests fail without one."""
+    def _time_tests(self, path: str, source: str) -> int:
+        """The limit of CPU seconds for a mutant of the module. Exits if its tests fail without one."""
         for _ in range(ATTEMPTS):
             outcome, seconds, words = self._test(path, source, MAX_SECONDS)
             if outcome == "survived":
-                return 10 + 4 * seconds
+                return 5 + int(4 * seconds)
         raise SystemExit(f"The tests of {path} fail without a mutant: {words}")
 
 

@@ -13,29 +13,17 @@ import pytest
 
 from skylite.commands import watch as watch_command
 from skylite.orchestrator import run_session
+from tests.hostile_bundle import RUNS, Bundle, Trap, make_bundle, opened_bundle
 from tests.unit.bad_inputs import Reply, call
-from tests.unit.hostile_bundle import RUNS, Bundle, Trap, make_bundle
 
 SMALL = ["--set", "eval.limit=0", "--set", "data.difficulty=[]", "--set", "rollout.prompts_per_step=2"]
 START = "import sys\nfrom skylite.start import main\nsys.exit(main())\n"
 
 
 @pytest.fixture
-def bundle(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bundle]:
-    """The bundle is the working folder of a user who has named no program. Checked after the test."""
-    made = make_bundle(tmp_path, tiny_llama)
-    home = tmp_path / "home"
-    home.mkdir()
-    (home / "own").write_text("mine")
-    monkeypatch.chdir(made.folder)
-    monkeypatch.setenv("HOME", str(home))
-    monkeypatch.setenv("XDG_STATE_HOME", str(home / "state"))
-    before = made.snapshot()
-    yield made
-    assert not made.trace.exists(), f"code of the bundle ran: {made.trace.read_text()}"
-    assert made.snapshot() == before
-    assert [p.name for p in home.iterdir()] == ["own"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["download", "home", "precious"]
+def bundle(tmp_path: Path, tiny_llama: Path) -> Iterator[Bundle]:
+    with opened_bundle(tmp_path, tiny_llama) as made:
+        yield made
 
 
 def refused(args: list[str], words: str) -> None:
@@ -102,10 +90,11 @@ def test_train_with_a_reward_of_ones_own_up_to_the_start_of_the_engines(
 
     monkeypatch.setattr(run_session, "run_session", stop)
     words = ["--recipe", "gsm8k_cpu", "--data", "data-gym", "--from-adapter", "adapter"]
-    lora = ["--rank", "8", "--alpha", "16", "--set", 'reward.functions=["format"]']
-    for more in (["--dry-run"], []):
-        call(train(*words, *lora, *more))
-    assert started == ["model"] or not Path("new").exists()
+    lora = ["--rank", "4", "--alpha", "8", "--set", 'reward.functions=["format"]']
+    ran(train(*words, *lora, "--dry-run"))
+    assert started == []
+    ran(train(*words, *lora))
+    assert started == ["model"]
 
 
 @pytest.mark.parametrize("kind", RUNS)
@@ -114,18 +103,23 @@ def test_resume(bundle: Bundle, kind: str) -> None:
         "programs": "not named on this machine",
         "links": "is a link out of the run",
         "sync": "another run",
+        "files": "is not the one that the run was trained on",
     }
     for more in ([], ["--dry-run"]):
-        refused(["train", "--resume", f"run-{kind}", *more], words.get(kind, ""))
+        refused(["train", "--resume", f"run-{kind}", *more], words[kind])
 
 
-@pytest.mark.parametrize("kind", RUNS)
-def test_eval_and_replay(bundle: Bundle, kind: str) -> None:
-    refused(["eval", f"run-{kind}", "--data", "data"], "")
+def test_eval_on_its_data(bundle: Bundle) -> None:
     refused(["eval", "--base", "--model", "model", "--data", "data"], "not named on this machine yourself")
     refused(["eval", "adapter", "--model", "model", "--data", "data-gym"], "evaluates parts of data")
-    reply = call(["replay", f"run-{kind}", "--step", "1"])
-    assert reply.code in (1, 2), reply.output
+
+
+@pytest.mark.parametrize("kind", ["programs", "links", "sync"])
+def test_eval_and_replay_of_its_runs(bundle: Bundle, kind: str) -> None:
+    """tests/e2e has the run whose trainer and engine really start."""
+    program = "a Python program that you have not named on this machine yourself"
+    refused(["eval", f"run-{kind}"], program if kind == "programs" else "is not an adapter folder")
+    refused(["replay", f"run-{kind}", "--step", "1"], program if kind == "programs" else "is not a published")
 
 
 @pytest.mark.parametrize("target", [*(f"run-{kind}" for kind in RUNS), "adapter"])

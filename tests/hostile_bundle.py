@@ -10,9 +10,13 @@ import json
 import pickle
 import shutil
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from skylite.data.prompts import PromptFileInfo, write_prompts
 from skylite.run.files import sha256_file
@@ -74,6 +78,27 @@ def make_bundle(root: Path, model: Path) -> Bundle:
     for kind in RUNS:
         _make_run(bundle, kind)
     return bundle
+
+
+@contextmanager
+def opened_bundle(root: Path, model: Path) -> Iterator[Bundle]:
+    """The bundle as the working folder of a user who has named no program.
+
+    At the end of the block no code of it may have run, and nothing outside may have changed.
+    """
+    made, home = make_bundle(root, model), root / "home"
+    home.mkdir()
+    (home / "own").write_text("mine")
+    before = made.snapshot()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(made.folder)
+        patch.setenv("HOME", str(home))
+        patch.setenv("XDG_STATE_HOME", str(home / "state"))
+        yield made
+    assert not made.trace.exists(), f"code of the bundle ran: {made.trace.read_text()}"
+    assert made.snapshot() == before
+    assert [p.name for p in home.iterdir()] == ["own"]
+    assert sorted(p.name for p in root.iterdir()) == ["download", "home", "precious"]
 
 
 def _metadata(path: Path) -> tuple[int, int]:
