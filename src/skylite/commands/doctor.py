@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from skylite.doctor import leftovers, machine, software
@@ -33,7 +34,7 @@ def doctor(*, runs: Path, engine: str | None, as_json: bool) -> None:
         checks = machine_checks(runs)
         with long_work("checking this machine", total=len(checks)) as work:
             for name, check in checks:
-                work.detail = name
+                work.detail = partial(str, name)
                 findings += results(name, check)
                 work.advance()
     if as_json:
