@@ -9,6 +9,9 @@ import typer
 
 from skylite.cli_options import Verbose, numbers
 
+ORIGIN, COLUMNS, PROMPT, ROWS = (
+    "Where the rows come from", "Your own data", "Prompt and reward", "Which rows",
+)  # fmt: skip
 Target = Annotated[
     str,
     typer.Argument(
@@ -16,54 +19,106 @@ Target = Annotated[
         "or your own data: a .jsonl, .json, .csv or .parquet file, a folder of them, or a hub id."
     ),
 ]
-Out = Annotated[Path | None, typer.Option(help="Output folder. Default: data/NAME.")]
-Source = Annotated[Path | None, typer.Option(help="Folder with the released files, instead of the hub.")]
+Out = Annotated[Path | None, typer.Option(help="Output folder. Default: data/NAME.", rich_help_panel=ORIGIN)]
+Source = Annotated[
+    Path | None,
+    typer.Option(help="Folder with the released files, instead of the hub.", rich_help_panel=ORIGIN),
+]
 Synthetic = Annotated[
-    bool, typer.Option("--synthetic", help="Generate problems in the format of the data set.")
+    bool,
+    typer.Option(
+        "--synthetic", help="Generate problems in the format of the data set.", rich_help_panel=ORIGIN
+    ),
 ]
 FirstSource = Annotated[
-    bool, typer.Option("--first-source", help="Use the first available source: hub, --source, synthetic.")
+    bool,
+    typer.Option(
+        "--first-source",
+        help="Use the first available source: hub, --source, synthetic.",
+        rich_help_panel=ORIGIN,
+    ),
 ]
-Difficulty = Annotated[str, typer.Option(help="Reasoning steps of generated problems, e.g. 1,2.")]
-Config = Annotated[str | None, typer.Option(help="Config of a hub data set or folder.")]
-Split = Annotated[str | None, typer.Option(help="Its split for training. Default: train.")]
+Difficulty = Annotated[
+    str, typer.Option(help="Reasoning steps of generated problems, e.g. 1,2.", rich_help_panel=ORIGIN)
+]
+Config = Annotated[
+    str | None, typer.Option(help="Config of a hub data set or folder.", rich_help_panel=COLUMNS)
+]
+Split = Annotated[
+    str | None, typer.Option(help="Its split for training. Default: train.", rich_help_panel=COLUMNS)
+]
 HeldOutSplit = Annotated[
-    str | None, typer.Option(help="Its split for this. Default: rows held out of --split.")
+    str | None,
+    typer.Option(help="Its split for this. Default: rows held out of --split.", rich_help_panel=COLUMNS),
 ]
 Question = Annotated[
     str | None,
     typer.Option(
-        help="Column with questions, texts or chats. Default: question, problem, prompt or messages."
+        help="Column with questions, texts or chats. Default: question, problem, prompt or messages.",
+        rich_help_panel=COLUMNS,
     ),
 ]
 Answer = Annotated[
-    str | None, typer.Option(help="Column with reference answers. Default: answer, or the chat's last turn.")
+    str | None,
+    typer.Option(
+        help="Column with reference answers. Default: answer, or the chat's last turn.",
+        rich_help_panel=COLUMNS,
+    ),
 ]
-Id = Annotated[str | None, typer.Option("--id", help="Column with unique ids. Default: row numbers.")]
+Id = Annotated[
+    str | None,
+    typer.Option("--id", help="Column with unique ids. Default: row numbers.", rich_help_panel=COLUMNS),
+]
 NoAnswer = Annotated[
-    bool, typer.Option("--no-answer", help="The data has no reference answers: the reward needs none.")
+    bool,
+    typer.Option(
+        "--no-answer",
+        help="The data has no reference answers: the reward needs none.",
+        rich_help_panel=COLUMNS,
+    ),
 ]
-Reward = Annotated[str | None, typer.Option(help="gsm8k, math, ... or FILE.py:function, for your own data.")]
+Reward = Annotated[
+    str | None,
+    typer.Option(help="gsm8k, math, ... or FILE.py:function, for your own data.", rich_help_panel=PROMPT),
+]
 RewardSettings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="A.B=VALUE", help="E.g. reward.answer_pattern=REGEX. Repeatable."),
 ]
 System = Annotated[
-    str | None, typer.Option(help="System prompt, instead of the reward's or the chat's. \"\": none.")
+    str | None,
+    typer.Option(
+        help="System prompt, instead of the reward's or the chat's. \"\": none.", rich_help_panel=PROMPT
+    ),
 ]
 FewShot = Annotated[
     str | None,
-    typer.Option(metavar="N|FILE", help="Worked examples: the first N training rows, or a file of rows."),
+    typer.Option(
+        metavar="N|FILE",
+        help="Worked examples: the first N training rows, or a file of rows.",
+        rich_help_panel=PROMPT,
+    ),
 ]
 Where = Annotated[
     list[str] | None,
-    typer.Option(metavar="COLUMN=VALUE,...", help="Use only rows with one of these values. Repeatable."),
+    typer.Option(
+        metavar="COLUMN=VALUE,...",
+        help="Use only rows with one of these values. Repeatable.",
+        rich_help_panel=ROWS,
+    ),
 ]
 DropFailing = Annotated[
-    bool, typer.Option("--drop-failing", help="Leave out rows whose reference answer does not score 1.0.")
+    bool,
+    typer.Option(
+        "--drop-failing",
+        help="Leave out rows whose reference answer does not score 1.0.",
+        rich_help_panel=ROWS,
+    ),
 ]
-Limit = Annotated[int | None, typer.Option(min=1, help="Maximum rows of the training split.")]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of generation and splits.")]
+Limit = Annotated[
+    int | None, typer.Option(min=1, help="Maximum rows of the training split.", rich_help_panel=ROWS)
+]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of generation and splits.", rich_help_panel=ROWS)]
 
 
 def prepare(

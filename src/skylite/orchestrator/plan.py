@@ -15,7 +15,7 @@ from skylite.data.chat_template import read_template, template_notes
 from skylite.data.prompts import PromptFileInfo, read_prompts
 from skylite.data.tokenizer import check_rendering
 from skylite.engine.connections import open_files
-from skylite.engine.served_models import check_build, check_lora
+from skylite.engine.served_models import check_build, check_lora, check_torchvision
 from skylite.engine.server_command import choose_cpu_lora, engine_notes
 from skylite.errors import ConfigError
 from skylite.hub.resolve import resolve_model
@@ -121,6 +121,7 @@ def resolve_choices(config: TrainConfig, run: RunDir, notes: Sequence[str]) -> R
     check_device(config, device)
     placement = place(config, device)
     check_build(device)
+    check_torchvision()
     model = resolve_model(config.model.name)
     served_note = check_lora(model.path, device, config.lora)
     same_bits = config.trainer.deterministic

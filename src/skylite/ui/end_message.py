@@ -32,8 +32,8 @@ def stopped_text(run: RunDir, adapters: Path) -> str:
     if not steps and not run.stored_rollouts():
         return "\n".join(
             [
-                "No step was sampled, so there is nothing to resume. Start a new run instead; --run needs "
-                "another folder, or delete this one:",
+                "No step was sampled, so there is nothing to resume. Start a new run. To use the same --run "
+                "again, delete it first:",
                 f"  delete    rm -r {_shell_path(run.root)}",
                 logs,
             ]
