@@ -29,7 +29,7 @@ def log_in_child(run: RunDir, name: LoggerName) -> None:
     """`skylite log RUN --to NAME`."""
     process = start_logger(run, name, keep_following=False)
     try:
-        process.child.process.wait(120)
+        process.child.process.wait(500)  # MLflow creates its database in a minute on a busy disk
     finally:
         process.end()
     assert not process.failure(), run.log_path(f"logger-{name}").read_text()
