@@ -44,7 +44,7 @@ def run_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> Run
     package = tmp_path / "packages" / "wandb"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(FAKE_WANDB.format(log=str(tmp_path / "got"), fault=fault))
-    monkeypatch.setenv("PYTHONPATH", f"{package.parent}{os.pathsep}{os.environ['PYTHONPATH']}")
+    monkeypatch.setenv("PYTHONPATH", f"{package.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     return logged_run(tmp_path / "run", [0.1, 0.2], to=["wandb"])
 
 

@@ -81,7 +81,7 @@ def _validated(
 
 def _replace_length(tree: dict[str, Any], given: Mapping[str, Any], problems: list[str]) -> None:
     """Remove the tree's num_steps if num_epochs is given, and the other way round."""
-    lengths = LENGTHS & given.keys()
+    lengths = LENGTHS & {name for name, value in given.items() if value is not None}
     if len(lengths) == 2:
         problems.append("num_steps (--steps) and num_epochs (--epochs) both set the length; give one of them")
     elif lengths:

@@ -101,11 +101,12 @@ def choose_columns(data: OwnData, first: Row) -> tuple[Columns, list[str]]:
     if data.question is None and len(found) != 1:
         which = f"its columns {' and '.join(map(repr, found))} could be meant" if found else f"it has {names}"
         raise ConfigError(f"{data.source.target} needs --question: {which}.", "Name the column.")
-    question = data.question or found[0]
+    question = found[0] if data.question is None else data.question
     if not data.has_answers:
         return Columns(question, None, data.id), []
     is_chat = isinstance(first.value(question), list)
-    answer = data.answer or next((name for name in ANSWERS if name in first.values), None)
+    by_name = next((name for name in ANSWERS if name in first.values), None)
+    answer = by_name if data.answer is None else data.answer
     if answer is None and not (is_chat and read_question(first, question).reply):
         raise ConfigError(
             f"{data.source.target} needs --answer: it has {names}.",
