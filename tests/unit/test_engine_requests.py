@@ -40,7 +40,8 @@ def test_a_request_for_samples_sets_every_parameter(tmp_path: Path) -> None:
         "model": "m", "prompt": [7, 8],
         "n": 1, "max_tokens": 4, "temperature": 0.7, "top_p": 0.9, "top_k": 20,
         "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
-        "stop": [], "include_stop_str_in_output": False, "stop_token_ids": [5, 6], "seed": 40, "logprobs": 0, "return_token_ids": True,
+        "stop": [], "include_stop_str_in_output": False,
+        "stop_token_ids": [5, 6], "seed": 40, "logprobs": 0, "return_token_ids": True,
     }  # fmt: skip
     assert seen == [("POST /v1/completions", body)]
 

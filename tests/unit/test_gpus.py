@@ -163,7 +163,8 @@ def test_bfloat16_is_refused_below_8_and_auto_takes_float32(machine: Machine) ->
     with pytest.raises(ConfigError, match=r"model.dtype=bfloat16 .* Use model.dtype=float32"):
         choose_dtype("bfloat16", "cuda")
     machine.sees("0")
-    assert choose_dtype("auto", "cuda") == ("bfloat16", "dtype bfloat16: this GPU computes it natively")
+    note = "dtype bfloat16: this GPU computes it natively"
+    assert choose_dtype("auto", "cuda") == ("bfloat16", note)
 
 
 def test_torch_of_this_machine_answers() -> None:
