@@ -133,7 +133,6 @@ def test_a_damaged_adapter_folder(project: Project, tmp_path: Path) -> None:
 
 def test_eval_needs_something_to_evaluate(project: Project) -> None:
     assert "Nothing to evaluate" in refused(project, "eval")
-    assert "without an adapter" in refused(project, "eval", "run", "--base")
 
 
 def test_resume_takes_no_other_settings(project: Project) -> None:
