@@ -232,7 +232,7 @@ def test_data_without_reference_answers(here: Path, tiny_llama: Path) -> None:
     [
         (
             ["--reward", "length", "--set", "reward.max_length=9"],
-            "needs --answer.* For data without reference answers give --no-answer",
+            "needs --answer.* For data without them give --no-answer",
         ),
         (["--no-answer", "--answer", "a", "--reward", "length"], "--no-answer says that there are none"),
         (
