@@ -45,7 +45,7 @@ def test_threads_follow_the_cores_that_a_container_may_use(
 ) -> None:
     (tmp_path / "cpu.max").write_text(quota)
     monkeypatch.setattr(hardware, "CGROUP_CPU", tmp_path / "cpu.max")
-    monkeypatch.setattr(hardware.os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
     config = trainer(num_ranks=ranks, tokens_per_micro_batch=64)
     assert hardware.threads_per_rank(ranks) == threads
     chosen, notes = device_defaults(config, "cpu")

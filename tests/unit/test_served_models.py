@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -168,10 +169,10 @@ def test_a_torchvision_for_cuda_beside_a_torch_for_cpus_is_refused(
     def version(name: str) -> str:
         found = {"torch": torch, "torchvision": torchvision}[name]
         if found is None:
-            raise served_models.metadata.PackageNotFoundError(name)
+            raise metadata.PackageNotFoundError(name)
         return found
 
-    monkeypatch.setattr(served_models.metadata, "version", version)
+    monkeypatch.setattr(metadata, "version", version)
     monkeypatch.setattr(served_models, "machine", lambda: "x86_64")
     if refused:
         with pytest.raises(ModelError, match=r"torchvision is built for CUDA.*pip uninstall torchvision"):
