@@ -27,7 +27,7 @@ print(json.dumps({"letters": total / 3, "turns": 0.0}))
 """
 
 
-def test_an_unchanged_openai_program_trains_resumes_and_replays(project: Project) -> None:
+def test_an_unchanged_openai_program_trains_and_replays(project: Project) -> None:
     """Three calls a trajectory. Trainer and vLLM agree on the probability of each sampled token."""
     (project.root / "agent.py").write_text(AGENT)
     command = f"command:{sys.executable} {project.root / 'agent.py'}"
@@ -55,7 +55,3 @@ def test_an_unchanged_openai_program_trains_resumes_and_replays(project: Project
 
     replayed = project.run("replay", "agent", "--step", "2", timeout_s=DEADLINE_S)
     assert replayed.returncode == 0, replayed.stderr
-    again = project.run("train", "--resume", "agent", "--at", "1", timeout_s=DEADLINE_S)
-    assert again.returncode == 0, again.stderr
-    fresh = project.metrics("agent")[-1]
-    assert fresh["reward/mean"] == metrics[-1]["reward/mean"], "the same seeds sample the same episodes"
