@@ -230,10 +230,7 @@ def test_data_without_reference_answers(here: Path, tiny_llama: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (
-            ["--reward", "length", "--set", "reward.max_length=9"],
-            "needs --answer.* For data without them give --no-answer",
-        ),
+        (["--reward", "length", "--set", "reward.max_length=9"], "data without them give --no-answer"),
         (["--no-answer", "--answer", "a", "--reward", "length"], "--no-answer says that there are none"),
         (
             ["--no-answer", "--reward", "exact_match"],
