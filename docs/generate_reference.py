@@ -35,6 +35,8 @@ CLI_HEAD = """\
 What `skylite COMMAND --help` prints. Every setting without a flag is `--set section.key=value`: see
 [config.md](config.md).
 
+A flag without a value is off unless you give it. A default in parentheses is a description.
+
 Exit codes: 0 is success, 1 a run that failed or a check that found damage, 2 bad input, 130 a stop by
 Ctrl-C or SIGTERM.
 """
@@ -42,18 +44,19 @@ Ctrl-C or SIGTERM.
 CONFIG_HEAD = """\
 # Settings
 
-A setting comes from the recipe (TOML), then from a flag, then from `--set section.key=value`; the last one
-wins. `--set` takes TOML values, a bare word is a string, and `none` unsets. Quote lists for the shell:
-`--set 'data.difficulty=[1, 2]'`. An unknown name is an error that suggests the closest one.
+A setting comes from the recipe (TOML or YAML), then from a flag, then from `--set section.key=value`; the
+last one wins. `--set` takes TOML values, a bare word is a string, and `none` unsets. Quote lists for the
+shell: `--set 'data.difficulty=[1, 2]'`. An unknown name is an error that suggests the closest one.
 
 `skylite train --dry-run` prints the resolved settings. A run keeps them in `config.json`.
 
-In a recipe a section is a TOML table:
+In a TOML recipe a section is a table. A recipe whose name ends in `.yaml` or `.yml` is YAML 1.2, without
+anchors and tags:
 
-    num_steps = 20
+    num_steps = 20              num_steps: 20
 
-    [rollout]
-    group_size = 8
+    [rollout]                   rollout:
+    group_size = 8                group_size: 8
 """
 
 METRICS_HEAD = """\

@@ -102,8 +102,7 @@ def check_torchvision() -> None:
     torch, torchvision = (_build_of(name) for name in ("torch", "torchvision"))
     if machine() == "x86_64" and torch == "cpu" and torchvision not in ("cpu", None):
         raise ModelError(
-            "The installed torchvision is built for CUDA and torch for CPUs, so transformers cannot be "
-            "imported.",
+            "torchvision is built for CUDA and torch for CPUs, so transformers cannot be imported.",
             f"skylite does not need torchvision: `{sys.executable} -m pip uninstall torchvision torchaudio "
             "torchcodec` (with uv: `uv pip uninstall --python "
             f"{sys.executable} torchvision torchaudio torchcodec`).",
