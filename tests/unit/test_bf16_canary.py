@@ -117,6 +117,12 @@ def test_scores_of_different_lengths_are_an_error(short: str) -> None:
             read_paired(Scores(**(two | {short: [-1.0]})))
 
 
+def test_a_version_before_without_the_trainers_scores_is_not_compared() -> None:
+    found = scores(0, 0.01, lambda move, _: move)
+    assert read_paired(replace(found, engine_before=found.engine)).same_as == ""
+    assert read_paired(replace(found, policy_before=found.base)).same_as == ""
+
+
 def test_rounding_takes_at_most_a_share_of_the_limit() -> None:
     found = read_paired(
         Scores(engine=[0.9, -0.1], engine_base=[0.9, 0.1], policy=[0.0, 0.01], base=[0.0, 0.0])

@@ -63,7 +63,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 def test_a_file_is_on_the_disk_before_its_name_and_the_name_before_the_next_write(
     disk: Disk, tmp_path: Path
 ) -> None:
-    with atomic_file(tmp_path / "new" / "status.json") as temporary:
+    with atomic_file(tmp_path / "a" / "new" / "status.json") as temporary:
         temporary.write_text("{}")
     assert disk.seen == [
         ("fsync", ".status.json", "{}"),
@@ -73,7 +73,7 @@ def test_a_file_is_on_the_disk_before_its_name_and_the_name_before_the_next_writ
 
 
 def test_every_file_of_a_folder_is_on_the_disk_before_its_name(disk: Disk, tmp_path: Path) -> None:
-    with atomic_folder(tmp_path / "adapters" / "v1") as temporary:
+    with atomic_folder(tmp_path / "a" / "adapters" / "v1") as temporary:
         (temporary / "weights").write_text("w")
         (temporary / "manifest").write_text("m")
     assert sorted(disk.seen[:2]) == [("fsync", "manifest", "m"), ("fsync", "weights", "w")]
