@@ -47,22 +47,19 @@ ATTEMPTS = 3
 """Tests with time limits can fail on a busy machine."""
 MAX_SECONDS = 60
 """CPU seconds of the tests of a module without a mutant."""
-MODULES = """
-import json, sys, pytest
-import transformers.models.llama.modeling_llama  # which tests import when they run
-code = pytest.main(["-q", "-p", "no:cacheprovider", "--collect-only", *sys.argv[2:]])
-own = ("skylite", "tests", "_pytest", "pytest", "__main__", "conftest")
-json.dump(sorted(m for m in sys.modules if m.partition(".")[0] not in own), open(sys.argv[1], "w"))
-sys.exit(code)
-"""
+HEAVY = (
+    "torch", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "pyarrow.parquet",
+    "pydantic", "safetensors.torch",
+)  # fmt: skip
+"""What a worker imports before it forks. Others take little time, and asyncio can fail after the fork."""
 
 
 class Worker:
     """A process that tests mutants in its own copy of the repository."""
 
-    def __init__(self, folder: Path, number: int, modules: Sequence[str]) -> None:
+    def __init__(self, folder: Path, number: int) -> None:
         self.copy = copy_repository(folder / f"copy-{number}")
-        script = [sys.executable, str(self.copy / "benchmarks" / "mutant_worker.py"), json.dumps(modules)]
+        script = [sys.executable, str(self.copy / "benchmarks" / "mutant_worker.py"), *HEAVY]
         self._process = subprocess.Popen(
             script, cwd=self.copy, env=environment(self.copy), stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -102,19 +99,6 @@ def copy_repository(target: Path) -> Path:
 def environment(copy: Path) -> dict[str, str]:
     paths = {"PYTHONPATH": f"{copy / 'src'}:{copy}"}
     return {**os.environ, **paths, "OMP_NUM_THREADS": "1", "TMPDIR": str(copy.parent)}
-
-
-def imported_modules(folder: Path, tests: Sequence[str]) -> list[str]:
-    """What the tests import besides skylite, for the workers."""
-    copy, found = copy_repository(folder / "copy"), folder / "modules.json"
-    command = [sys.executable, "-c", MODULES, str(found), *tests]
-    done = subprocess.run(
-        command, cwd=copy, env=environment(copy), capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0:
-        sys.exit(f"The tests cannot be imported:\n{done.stdout[-3000:]}")
-    modules: list[str] = json.loads(found.read_text())
-    return modules
 
 
 class Tester:
@@ -212,8 +196,7 @@ def main() -> None:
     mutants, started = random.Random(args.seed).sample(every, len(every)), time.monotonic()
     print(f"{len(every)} mutants", flush=True)
     with tempfile.TemporaryDirectory(prefix="skylite-mutants-") as name:
-        modules = imported_modules(Path(name), sorted({t for names in tests.values() for t in names}))
-        workers = [Worker(Path(name), number, modules) for number in range(args.workers)]
+        workers = [Worker(Path(name), number) for number in range(args.workers)]
         try:
             tester = Tester(workers, tests, args.minutes)
             tester.run(mutants)

@@ -98,6 +98,12 @@ def test_whitening_uses_moments_summed_over_ranks():
     assert whiten(there, sums).tolist() == pytest.approx([1 / (20 / 3) ** 0.5, 3 / (20 / 3) ** 0.5])
 
 
+def test_whitening_small_values():
+    # 0.1, 0.3: mean 0.2, variance (0.01 + 0.01) / 1
+    values = torch.tensor([0.1, 0.3], dtype=torch.float64)
+    assert whiten(values, moments(values)).tolist() == pytest.approx([-0.1 / 0.02**0.5, 0.1 / 0.02**0.5])
+
+
 def test_whitening_a_constant_gives_zeros():
     assert whiten(torch.tensor([2.0, 2.0]), moments(torch.tensor([2.0, 2.0]))).tolist() == [0, 0]
     assert whiten(torch.tensor([2.0]), moments(torch.tensor([2.0]))).tolist() == [0]

@@ -107,6 +107,22 @@ def test_wild_tokens_are_clipped_at_three_medians() -> None:
     assert found.reading.gap_max == 9.0
 
 
+@pytest.mark.parametrize("short", ["engine", "engine_base", "base", "engine_before"])
+def test_scores_of_different_lengths_are_an_error(short: str) -> None:
+    two = {name: [-1.0, -2.0] for name in ("engine", "engine_base", "policy", "base", "engine_before")}
+    if short == "engine_before":  # other bits, so never compared with the policy's
+        assert read_paired(Scores(**(two | {short: [-1.0]}), policy_before=[-1.0, -2.5])).same_as == ""
+    else:
+        with pytest.raises(ValueError, match=r"is shorter|is longer"):
+            read_paired(Scores(**(two | {short: [-1.0]})))
+
+
+def test_a_version_before_without_the_trainers_scores_is_not_compared() -> None:
+    found = scores(0, 0.01, lambda move, _: move)
+    assert read_paired(replace(found, engine_before=found.engine)).same_as == ""
+    assert read_paired(replace(found, policy_before=found.base)).same_as == ""
+
+
 def test_rounding_takes_at_most_a_share_of_the_limit() -> None:
     found = read_paired(
         Scores(engine=[0.9, -0.1], engine_base=[0.9, 0.1], policy=[0.0, 0.01], base=[0.0, 0.0])

@@ -68,6 +68,14 @@ def test_without_an_intact_checkpoint_the_resume_is_refused(tmp_path: Path) -> N
     assert choose_checkpoint(run, 0) == 0
 
 
+def test_the_hashes_in_a_message_are_short(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    make(run, 10)
+    (run.checkpoint_path(10) / "policy.safetensors").write_bytes(b"weighty")
+    with pytest.raises(ModelError, match=r"has sha256 [0-9a-f]{12}\.\.\., expected [0-9a-f]{12}\.\.\.\."):
+        verify_checkpoint(run.checkpoint_path(10))
+
+
 def test_a_checkpoint_in_another_steps_folder_is_refused(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     make(run, 10)

@@ -22,6 +22,7 @@ from skylite.run.files import (
     atomic_folder,
     format_bytes,
     free_bytes,
+    require_space,
     sha256_file,
     swap_paths,
     temporary_sibling,
@@ -62,7 +63,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 def test_a_file_is_on_the_disk_before_its_name_and_the_name_before_the_next_write(
     disk: Disk, tmp_path: Path
 ) -> None:
-    with atomic_file(tmp_path / "new" / "status.json") as temporary:
+    with atomic_file(tmp_path / "a" / "new" / "status.json") as temporary:
         temporary.write_text("{}")
     assert disk.seen == [
         ("fsync", ".status.json", "{}"),
@@ -72,7 +73,7 @@ def test_a_file_is_on_the_disk_before_its_name_and_the_name_before_the_next_writ
 
 
 def test_every_file_of_a_folder_is_on_the_disk_before_its_name(disk: Disk, tmp_path: Path) -> None:
-    with atomic_folder(tmp_path / "adapters" / "v1") as temporary:
+    with atomic_folder(tmp_path / "a" / "adapters" / "v1") as temporary:
         (temporary / "weights").write_text("w")
         (temporary / "manifest").write_text("m")
     assert sorted(disk.seen[:2]) == [("fsync", "manifest", "m"), ("fsync", "weights", "w")]
@@ -185,6 +186,13 @@ def refusing(number: int) -> Callable[..., Any]:
     return lambda *_, **__: SimpleNamespace(renameat2=renameat2)
 
 
+def test_folders_are_swapped_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_swap_by_renames", pytest.fail)
+    one, other = make_pair(tmp_path)
+    swap_paths(one, other)
+    assert (one / "other").exists()
+
+
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS])
 def test_folders_are_swapped_by_renames_where_there_is_no_atomic_swap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
@@ -234,6 +242,15 @@ def test_free_space_of_a_path_that_does_not_exist_yet(tmp_path: Path) -> None:
     assert free_bytes(tmp_path / "a" / "b" / "c") > 0
     (tmp_path / "file").touch()
     assert free_bytes(tmp_path / "file") > 0
+
+
+def test_a_large_write_leaves_the_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "free_bytes", lambda _: (16 << 20) + 1000)
+    require_space(tmp_path / "x", 1000)
+    with pytest.raises(
+        WriteFailed, match=r"x needs 1001 bytes, .* only 16 MiB free, of which 16 MiB are reserved"
+    ):
+        require_space(tmp_path / "x", 1001)
 
 
 def test_json_keeps_every_text(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from skylite.algorithms.importance import importance_weights
+from skylite.algorithms.importance import _bounded, importance_weights
 from skylite.config.algorithm import ImportanceConfig
 
 LOG2, LOG3, LOG4 = math.log(2), math.log(3), math.log(4)
@@ -67,3 +67,11 @@ def test_mismatch_metrics_do_not_depend_on_the_weights():
     assert (sums["ess/weights"], sums["ess/squares"]) == pytest.approx(
         (4.25, 8.0625)
     )  # 2 + 2 + 1/4 and 4 + 4 + 1/16
+
+
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+def test_ratios_of_exactly_a_bound_do_not_change(mode: str) -> None:
+    ratio = torch.tensor([0.5, 1.0, 2.0])
+    weights, changed = _bounded(ratio, ImportanceConfig(mode=mode, cap=2.0, floor=0.5))
+    assert weights.tolist() == [0.5, 1.0, 2.0]
+    assert not changed.any()

@@ -53,6 +53,13 @@ def test_the_lock_is_released_at_the_end_of_the_block(tmp_path: Path) -> None:
         pass
 
 
+def test_the_lock_holds_the_owners_pid_alone(tmp_path: Path) -> None:
+    """A lock file that a killed owner left may hold a longer pid."""
+    (tmp_path / LOCK_NAME).write_text("123456789012\n")
+    with lock_folder(tmp_path):
+        assert (tmp_path / LOCK_NAME).read_text() == f"{os.getpid()}\n"
+
+
 def test_files_made_only_for_the_lock_are_removed_with_it(tmp_path: Path) -> None:
     with lock_folder(tmp_path / "made"):
         pass

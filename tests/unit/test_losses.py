@@ -55,6 +55,7 @@ def losses_of(
         ("sapo", 1, -2, {"sapo_tau_neg": 2.0}, 2, 2),  # 1/2 * 4/2 * 2; the slope has no tau
         ("sapo", 1 + LOG3, 1, {}, -3, -0.75 * (1 + LOG3)),  # sigmoid(log 3) = 3/4, its slope 3/16
         ("sapo", 1 + LOG3, -1, {"sapo_tau_neg": 1.0}, 3, 0.75 * (1 + LOG3)),
+        ("sapo", 1, -0.5, {"sapo_tau_neg": 2.0}, 0.5, 0.5),
         ("sapo", 2, 0, {}, 0, 0),
     ],
 )
@@ -189,3 +190,12 @@ def test_aggregations(name, expected):
     assert 6 * AGGREGATIONS[name](3, size) + 6 * AGGREGATIONS[name](1, size) == pytest.approx(expected)
     assert AGGREGATIONS[name](3, BatchSize(0, 0, 8)) > 0  # no tokens counted: no division by zero
     assert set(AGGREGATIONS) == {"token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "fixed-length"}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("token-mean", 1), ("seq-mean-token-sum", 1), ("seq-mean-token-mean", 1 / 4), ("fixed-length", 1 / 8)],
+)
+def test_a_batch_of_one(name: str, expected: float) -> None:
+    for size in (BatchSize(1, 1, 8), BatchSize(0, 0, 8)):
+        assert AGGREGATIONS[name](4, size) == expected

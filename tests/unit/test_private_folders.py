@@ -248,6 +248,13 @@ def test_own_links_to_a_sync_folder_are_followed(tmp_path: Path) -> None:
         assert (tmp_path / "disk" / "new" / LOCK_NAME).is_file()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a link of root's")
+def test_roots_links_are_followed_by_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    be_another_user(monkeypatch)
+    require_own_links(tmp_path / "link" / "sync", "")
+
+
 def test_a_circle_of_links_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")
@@ -268,6 +275,23 @@ def test_a_lock_that_is_no_plain_file_is_refused_and_never_emptied(tmp_path: Pat
         os.mkfifo(lock)
     else:
         lock.mkdir()
-    with pytest.raises(ConfigError, match=rf"{lock} is a"), lock_folder(tmp_path / "run"):
+    words = {
+        "symlink": "a symbolic link",
+        "hard link": "a hard link to another file",
+        "pipe": "a pipe or device",
+    }
+    with (
+        pytest.raises(ConfigError, match=rf"{lock} is {words.get(kind, 'a folder')}, and a lock"),
+        lock_folder(tmp_path / "run"),
+    ):
         pass
     assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_a_lock_can_be_read_by_all_and_written_by_its_owner(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        with lock_folder(tmp_path):
+            assert (tmp_path / LOCK_NAME).stat().st_mode & 0o777 == 0o644
+    finally:
+        os.umask(before)

@@ -16,7 +16,7 @@ from skylite.orchestrator.plan import plan_run, write_run
 from skylite.orchestrator.resume import plan_resume
 from skylite.orchestrator.run_resources import reward_pool
 from skylite.plugin_file import REWARD, load_function
-from skylite.run.programs_named_by_user import remember, require_named
+from skylite.run.programs_named_by_user import remember, require_named, state_folder
 from skylite.run.run_dir import RunDir
 from skylite.trainer import user_functions
 from tests.unit.bad_inputs import Reply, call
@@ -143,3 +143,13 @@ def test_a_damaged_list_names_nothing(tmp_path: Path, text: str, monkeypatch: py
         require_named(["x.py:f"], REWARD, Path("data"))
     remember("x.py:f")
     require_named(["x.py:f"], REWARD, Path("data"))
+
+
+def test_what_is_remembered_is_in_the_users_state_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    assert state_folder() == tmp_path / "state" / "skylite"
+    monkeypatch.setenv("XDG_STATE_HOME", "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert state_folder() == tmp_path / ".local" / "state" / "skylite"

@@ -178,6 +178,15 @@ def test_rollout_files_keep_every_call(tmp_path: Path) -> None:
     assert mean_reward(path) == pytest.approx(sum(row.reward for row in EPISODES) / len(EPISODES))
 
 
+def test_the_order_of_the_rows_in_a_file_does_not_matter(tmp_path: Path) -> None:
+    rows = [episode(([1, 2], [3]), ([1, 2, 3, 4], [5, 6]), reward=1.0), episode(([1], [7]), reward=0.0)]
+    path = tmp_path / "step-000001.parquet"
+    write_rollouts(path, groups_of(rows))
+    groups, table = read_rollouts(path), pq.read_table(path)
+    pq.write_table(table.take(list(range(table.num_rows))[::-1]), path)
+    assert read_rollouts(path) == groups
+
+
 @pytest.mark.parametrize(
     ("column", "row", "value", "words"),
     [

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from skylite.adapters.import_adapter import read_warm_start
 from skylite.adapters.manifest import Canary, Manifest
 from skylite.commands.train import TrainFlags, train
 from skylite.config.loading import read_run_config
@@ -116,11 +117,21 @@ def test_settings_that_differ_from_the_adapter_are_refused_with_the_right_flags(
         ({"rank_pattern": {"q_proj": 8}}, "differ from layer to layer"),
         ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4 fits a changed base"),
         ({"r": "many"}, "is not a PEFT LoRA configuration"),
+        ({"target_modules": ["q_proj", 1]}, "is not a PEFT LoRA configuration"),
+        ({"target_modules": {"q_proj": 1}}, "is not a PEFT LoRA configuration"),
         ({"r": 8}, "matrices of rank [4], but its adapter_config.json says 8"),
     ],
 )
 def test_only_plain_lora_is_accepted(root: Path, changes: dict[str, Any], part: str) -> None:
     assert part in refusal(root, make_adapter(root / "adapter", "model", **changes))
+
+
+@pytest.mark.parametrize(
+    ("modules", "names"), [(["q_proj", "v_proj"], ["q_proj", "v_proj"]), ("all-linear", None), (None, None)]
+)
+def test_the_names_of_the_adapted_modules(root: Path, modules: Any, names: list[str] | None) -> None:
+    folder = make_adapter(root / "adapter", "model", target_modules=modules)
+    assert read_warm_start(folder).target_modules == names
 
 
 def test_an_incomplete_or_damaged_folder_is_refused(root: Path) -> None:
