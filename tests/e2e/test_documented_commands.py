@@ -54,7 +54,9 @@ def words_of(line: str, project: Project) -> list[str]:
     words = [SMALLER.get(w, w).replace("000020", "000004") for w in shlex.split(line, comments=True)]
     folders = {"path/to/adapter": "runs/NAME/adapters/policy-v000004", "path/to/base": str(project.model)}
     words = [folders.get(word, word) for word in words]
-    if "--resume" in words:  # a reader's run has steps left; this one gets one more
+    if "--epochs" in words:
+        words[words.index("--epochs") + 1] = "0.3"  # 6 steps of 4 prompts
+    elif "--resume" in words:  # a reader's run has steps left; this one gets one more
         more = str(project.status("runs/NAME")["num_steps"] + 1)
         words += [] if "--steps" in words else ["--steps", more]
         words[words.index("--steps") + 1] = more

@@ -73,18 +73,18 @@ def test_results_become_tables_and_a_dry_run_becomes_not_run(tmp_path: Path) -> 
     page = tmp_path / "gpus.md"
     shutil.copy(ROOT / "docs" / "how-to" / "gpus.md", page)
     train = {"attention": "flex", "checkpointing": "full", "packing": "tree", "packing_wanted": "tree"}
-    numbers = {"tokens_total": 30000, "seconds": [2.0, 3.0], "mfu": 0.4, "peak_gib": 31.5}
+    numbers = {"tokens_total": 30021, "seconds": [2.0, 3.0], "mfu": 0.4, "peak_gib": 31.5}
     found = {
         "shape": "qwen2.5-7b",
         "rows": [train | numbers, train | {"failed": "OutOfMemoryError: no | more"}],
     }
     result = {"gpus": ["H200"], "commit": "abc", "date": "2026-01-01", "versions": {"torch": "2.13"}}
     result["parts"] = {"train 7b": {"status": "done", "seconds": 90.0, "found": found}}
-    assert "| qwen2.5-7b | flex | full | tree | 10,000 | 0.4 | 31.5 |" in rendered(page, result)
+    assert "| qwen2.5-7b | flex | full | tree | 10,007 | 0.4 | 31.5 |" in rendered(page, result)
     assert "OutOfMemoryError: no / more" in page.read_text()
     text = rendered(page, result | {"dry_run": True})
     assert "has not run on a GPU" in text
-    assert "10,000" not in text
+    assert "10,007" not in text
     assert text == rendered(page, {"status": "not run"})
 
 

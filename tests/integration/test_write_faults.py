@@ -103,9 +103,10 @@ def writers(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Itera
 
 def visible(folder: Path) -> dict[str, str]:
     """Path to sha256 of every file under a final name; a folder on the way counts as soon as it is there, an
-    empty one not.
+    empty one not. A run begins with its config.json: machine.json, written before it, does not count alone.
     """
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != ".skylite.lock")
+    files = [p for p in files if p.name != "machine.json" or p.with_name("config.json").exists()]
     kept = [p for p in files if not any(TEMPORARY_MARK in part for part in p.relative_to(folder).parts)]
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in kept}
 

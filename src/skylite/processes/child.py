@@ -114,10 +114,15 @@ def start(spec: ProcessSpec) -> Child:
 
 
 def temporary_env(folder: str) -> dict[str, str]:
-    """Variables for a child with this temporary folder. What torch compiles stays in the user's cache."""
+    """Variables for a child with this temporary folder. What torch compiles stays in the user's cache.
+
+    Not the C++ headers that torch compiles first: it keeps them below TMPDIR, so every child would compile
+    them again, which takes 9 s on two cores.
+    """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skylite" / "torchinductor"
-    compiled = {"TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(cache))}
-    return {"TMPDIR": folder, TEMPORARY_FOLDER: folder, **compiled}
+    compiled = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
+    users = {name: os.environ[name] for name in compiled if name in os.environ}
+    return {"TMPDIR": folder, TEMPORARY_FOLDER: folder, **compiled, **users}
 
 
 def _temporary_folder() -> str:
