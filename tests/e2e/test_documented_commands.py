@@ -55,7 +55,7 @@ def words_of(line: str, project: Project) -> list[str]:
     folders = {"path/to/adapter": "runs/NAME/adapters/policy-v000004", "path/to/base": str(project.model)}
     words = [folders.get(word, word) for word in words]
     if "--epochs" in words:
-        words[words.index("--epochs") + 1] = "0.3"  # 6 steps of 4 prompts
+        words[words.index("--epochs") + 1] = "0.35"  # 7 steps of 4 prompts
     elif "--resume" in words:  # a reader's run has steps left; this one gets one more
         more = str(project.status("runs/NAME")["num_steps"] + 1)
         words += [] if "--steps" in words else ["--steps", more]
