@@ -27,10 +27,10 @@ def machine_info() -> dict[str, Any]:
     }
 
 
-def commit() -> str:
-    """Short hash of the checkout's commit, empty outside of a checkout."""
+def commit(checkout: Path = Path(__file__).parent) -> str:
+    """Short hash of a checkout's commit, empty outside of a checkout."""
     command = ["git", "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=checkout)
     return done.stdout.strip()
 
 
