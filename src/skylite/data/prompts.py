@@ -134,6 +134,12 @@ def _read_table(path: Path, columns: list[str] | None = None) -> pa.Table:
             return file.read(columns=columns)
     except FileNotFoundError:
         raise DataError(f"{path} does not exist.", "Make it with `skylite prepare`.") from None
+    except NotADirectoryError:
+        rows = path.parent
+        raise DataError(
+            f"{rows} is a file; training needs a folder that skylite prepared.",
+            f"Run `skylite prepare {rows}`, and give the folder that it writes.",
+        ) from None
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path} is not a parquet file: {_one_line(error)}", _HINT) from None
 
