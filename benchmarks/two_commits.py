@@ -1,7 +1,7 @@
 """What did changes between two commits cost? Both run the default job on a CPU, in turns.
 
     git worktree add --detach BEFORE 8d54fc0
-    python benchmarks/two_commits.py BEFORE . --out benchmarks/results/two_commits_cpu.json
+    python benchmarks/two_commits.py BEFORE . --prepare-before="--stand-in"
 
 Each side prepares its own data, then trains with its own recipe gsm8k_cpu. `first step` are the seconds from
 the command to the first line of metrics.jsonl, `step` the median seconds between the lines after it. CPU
@@ -34,6 +34,8 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("before", type=Path, help="a checkout")
     parser.add_argument("after", type=Path, help="a checkout")
+    for name in ("before", "after"):
+        parser.add_argument(f"--prepare-{name}", default="--synthetic", help="flag that generates the data")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--out", type=Path)
@@ -42,7 +44,8 @@ def main() -> None:
     rows: dict[str, list[Figures]] = {name: [] for name in sides}
     with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
         for name, checkout in sides.items():
-            skylite(checkout, "prepare", "gsm8k", "--synthetic", "--out", f"{folder}/data-{name}")
+            generate = vars(args)[f"prepare_{name}"]
+            skylite(checkout, "prepare", "gsm8k", generate, "--out", f"{folder}/data-{name}")
         for number in range(args.rounds):
             for name in sorted(sides, reverse=number % 2 == 0):
                 data, run = f"{folder}/data-{name}", Path(folder) / f"{name}-{number}"
