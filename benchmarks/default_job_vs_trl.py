@@ -4,9 +4,9 @@
 
 The job is recipes/gsm8k_cpu.toml: 16 prompts x 8 completions of at most 32 tokens, rank 32, float32. All its
 prompts begin with the same worked examples, which skylite computes once. `plain` is the same job without
-them. TRL samples with transformers' generate, as it does without a GPU, and computes --trl-micro completions at a
-time. Both sides use the same memory allocator and threads. skylite's first step is not counted; TRL's is,
-because its start is over before the first step.
+them. TRL samples with transformers' generate, as it does without a GPU, and computes --trl-micro completions
+at a time. Both sides use the same memory allocator and threads. skylite's first step is not counted; TRL's
+is, because its start is over before the first step.
 """
 
 from __future__ import annotations
