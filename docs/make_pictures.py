@@ -1,11 +1,12 @@
-"""Draw docs/watch.svg and docs/report.png from a run. The second needs chromium.
+"""Draw the pictures of watch, report, compare and doctor from two runs. Those of the report need chromium.
 
-python docs/make_pictures.py RUN
+python docs/make_pictures.py RUN OTHER
 """
 
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 import tempfile
@@ -22,25 +23,46 @@ COLUMNS, ROWS = 100, 32
 WINDOW = "1100,1000"
 
 
-def main(run: Path) -> None:
-    console = Console(
+def main(run: Path, other: Path) -> None:
+    console = recorder(ROWS)
+    console.print(WatchPanel(Watcher(run).state(has_keys=True)))
+    console.save_svg(str(DOCS / "watch.svg"), title="skylite watch runs/NAME")
+    draw_doctor()
+    draw_report(DOCS / "report.png", [run])
+    draw_report(DOCS / "compare.png", [run, other])
+
+
+def recorder(rows: int | None = None) -> Console:
+    return Console(
         record=True,
         width=COLUMNS,
-        height=ROWS,
+        height=rows,
         file=io.StringIO(),
         force_terminal=True,
         color_system="truecolor",
     )
-    console.print(WatchPanel(Watcher(run).state(has_keys=True)))
-    console.save_svg(str(DOCS / "watch.svg"), title="skylite watch runs/NAME")
+
+
+def draw_doctor() -> None:
+    """Draw what doctor prints in an empty home folder, which stands in the picture as ~."""
+    with tempfile.TemporaryDirectory() as home:
+        env = {**os.environ, "HOME": home, "TMPDIR": home, "PYTHONPATH": str(DOCS.parent / "src")}
+        command = [sys.executable, "-c", "from skylite.cli import main; main()", "doctor"]
+        done = subprocess.run(command, env=env, cwd=home, capture_output=True, text=True, check=False)
+    console = recorder()
+    text = done.stdout.replace(home, "~").replace(sys.prefix, "~/skylite/.venv")
+    console.print(text, highlight=False, markup=False, end="")
+    console.save_svg(str(DOCS / "doctor.svg"), title="skylite doctor")
+
+
+def draw_report(picture: Path, runs: list[Path]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder, "report.html")
-        report([run], out=page, png=None, max_completions=100)
+        report(runs, out=page, png=None, max_completions=100)
         look = ["--hide-scrollbars", f"--window-size={WINDOW}", "--virtual-time-budget=3000"]
         browser = ["chromium", "--headless", "--no-sandbox", f"--user-data-dir={folder}/profile"]
-        picture = f"--screenshot={DOCS / 'report.png'}"
-        subprocess.run([*browser, *look, picture, page.as_uri()], check=True)
+        subprocess.run([*browser, *look, f"--screenshot={picture}", page.as_uri()], check=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
