@@ -36,7 +36,6 @@ from skylite.types import End, Sample
 
 logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 16 << 20
-DISCONNECT_POLL_S = 0.5
 
 
 @dataclass(slots=True, kw_only=True)
@@ -217,14 +216,13 @@ async def _body(request: Request) -> bytes:
 async def _unless_disconnected(request: Request, answer: Any) -> ChatReply | None:
     """The answer; None if the client goes away first, which cancels it: what nobody reads is not recorded."""
     task: asyncio.Task[ChatReply] = asyncio.ensure_future(answer)
+    gone = asyncio.ensure_future(request.receive())  # the body is read: all that can come is the end
     try:
-        while not task.done():
-            await asyncio.wait({task}, timeout=DISCONNECT_POLL_S)
-            if not task.done() and await request.is_disconnected():
-                return None
-        return task.result()
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
     finally:
         task.cancel()
+        gone.cancel()
 
 
 class _Server(uvicorn.Server):

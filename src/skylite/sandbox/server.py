@@ -4,6 +4,9 @@ A call gets a fresh process (fork), so no call can change the next one. The serv
 imports the function, and its copies inherit that. Requests are trusted; what a copy answers is not, so it is
 only passed on as bytes. Imports only the standard library.
 
+If the function has a method `prepare`, this process calls it after the first answer, for work that later
+calls need not repeat. It must do no more than a call within its limits has done already.
+
 Messages on the two pipes: 8 bytes with the length (big-endian), then JSON.
 """
 
@@ -62,11 +65,17 @@ def main(life: int) -> NoReturn:
     gc.collect()
     gc.freeze()  # a collection in a copy would copy every page
     send(replies, ["ready"])
+    prepare = getattr(function, "prepare", None)
     while (request := _receive(requests)) is not None:
         if scratch is not None and not _empty(scratch):
             send(replies, ["dirty"])
             continue
-        send(replies, _call(function, request, memory, (requests, replies, memory, life)))
+        reply = _call(function, request, memory, (requests, replies, memory, life))
+        send(replies, reply)
+        if prepare is not None and reply[0] == "answer":
+            prepare()
+            prepare = None
+            gc.freeze()
     os._exit(0)
 
 
