@@ -17,7 +17,7 @@ from tests.rows import Row, random_call_trees
 from tests.small_run import lone_rank, settings
 
 SEEDS = range(6)
-BUDGETS = (4096, 60, 25, 1)
+BUDGETS = (4096, 60, 25, 16)
 """Tokens of a micro-batch: all in one, some cuts, and each trajectory alone."""
 
 

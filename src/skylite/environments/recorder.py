@@ -32,6 +32,7 @@ from skylite.environments.parse_reply import parse_reply
 from skylite.environments.renderer import Renderer
 from skylite.environments.trajectory_log import Call, TrajectoryLog
 from skylite.errors import SkyliteError
+from skylite.foreign_text import plain
 from skylite.types import End, Sample
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class Recorder:
             ]
             # No access log, no lifespan; the command handles signals itself.
             options = uvicorn.Config(
-                Starlette(routes=routes),
+                Starlette(routes=routes, exception_handlers={404: _no_such_path, 405: _no_such_path}),
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -189,6 +190,11 @@ class Recorder:
             seed=_call_seed(log, ids),
         )
         return (await log.engine.generate(log.model, ids, 1, sampling, log.version))[0]
+
+
+async def _no_such_path(request: Request, error: Exception) -> Response:
+    text = f"There is no {request.method} {plain(request.url.path)[:200]}, only POST /v1/chat/completions."
+    return JSONResponse(ApiError(404, "not_found", text).body(), status_code=404)
 
 
 def _ended(log: TrajectoryLog, end: End, message: str) -> ApiError:
