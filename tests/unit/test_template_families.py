@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from skylite.config.algorithm import AlgorithmConfig
+from skylite.environments.render_chats import JobRunner
 from skylite.environments.trajectory_log import TrajectoryLog
 from skylite.model.packing import pack_tree
 from skylite.orchestrator.turn_metrics import turn_metrics
@@ -269,3 +270,14 @@ def test_a_later_call_repeats_the_earlier_ones_ids() -> None:
     tokenizer = tokenizer_of(0)
     again = [tokenizer.encode(tokenizer.decode(c), add_special_tokens=False) for _, c in engine.calls]
     assert again != [c for _, c in engine.calls], "the replies would be the same if they were tokenized again"
+
+
+def test_a_prepared_template_is_not_compiled_again() -> None:
+    from transformers.utils.chat_template_utils import _compile_jinja_template as compiled
+
+    runner = JobRunner(tokenizer_of(1), FAMILIES[1].stops)
+    compiled.cache_clear()
+    runner.prepare()
+    (found,) = runner([{"messages": [QUESTION], "tools": None, "arguments": {}}])
+    assert found["ids"]
+    assert (compiled.cache_info().misses, compiled.cache_info().hits) == (1, 1)
