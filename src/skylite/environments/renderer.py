@@ -17,8 +17,6 @@ from skylite.errors import ModelError
 from skylite.foreign_text import parse_json, plain
 from skylite.sandbox.sandbox import CallFailed, Sandbox
 
-GATHER_S = 0.005
-"""A job waits this long for others: a call of the sandbox costs more than its jobs."""
 Job = dict[str, Any]
 
 
@@ -100,7 +98,6 @@ class Renderer:
 
     async def _drain(self) -> None:
         while self._waiting:
-            await asyncio.sleep(GATHER_S)
             batch, self._waiting = self._waiting, []
             try:
                 results = await asyncio.to_thread(self._call, [job for job, _ in batch])
