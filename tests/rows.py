@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,6 +117,49 @@ def random_episodes(seed: int, num_groups: int = 4, group_size: int = 4) -> list
             )
             rows.append(row)
     return rows
+
+
+def random_call_trees(seed: int, num_groups: int = 3, group_size: int = 3) -> list[Row]:
+    """Trajectories whose calls continue, branch from, or repeat an earlier call, or begin anew (sub-agents).
+
+    Every second seed has few different tokens, so that calls share prefixes by chance, too.
+    """
+    rng = random.Random(seed)
+    vocab = 4 if seed % 2 else VOCAB
+    tokens = lambda n: [rng.randrange(vocab) for _ in range(n)]  # noqa: E731
+    prefix, rows = tokens(rng.randrange(8)), []
+    for group in range(num_groups):
+        question = prefix + tokens(rng.randrange(1, 6))
+        for index in range(group_size):
+            calls = [(question, tokens(rng.randrange(1, 6)))]
+            for _ in range(rng.randrange(6)):
+                calls.append((_next_prompt(rng, calls, tokens), tokens(rng.randrange(1, 6))))
+            sampled = [token for _, completion in calls for token in completion]
+            row = Row(
+                group=group,
+                prompt_token_ids=question,
+                completion_token_ids=sampled,
+                rollout_logprobs=[-5.0 + rng.uniform(-2, 2) for _ in sampled],
+                reward=rng.choice([-1.0, 0.0, 0.5]) + index,
+                calls=tuple(calls),
+            )
+            rows.append(row)
+    return rows
+
+
+def _next_prompt(
+    rng: random.Random, calls: list[tuple[list[int], list[int]]], tokens: Callable[[int], list[int]]
+) -> list[int]:
+    prompt, completion = rng.choice([*calls, calls[-1], calls[-1]])
+    match rng.choice(["continue", "continue", "branch", "repeat", "sub-agent"]):
+        case "continue":
+            return prompt + completion + tokens(rng.randrange(1, 4))
+        case "branch":
+            history = prompt + completion
+            return history[: rng.randrange(1, len(history) + 1)] + tokens(rng.randrange(1, 4))
+        case "repeat":
+            return prompt
+    return tokens(rng.randrange(1, 9))
 
 
 def write_samples(path: Path, samples: Sequence[Row]) -> None:

@@ -11,7 +11,7 @@ import torch
 from skylite.model.distributed import process_group, set_threads
 from skylite.trainer.critic import make_critic
 from tests.cases import ALGORITHMS, IMPORTANCE, optimizer_of, policy_of, train_rows
-from tests.rows import random_episodes, random_samples
+from tests.rows import Row, random_call_trees, random_episodes, random_samples
 from tests.small_run import settings
 
 CASES = {
@@ -22,6 +22,15 @@ CASES["ppo"] = {"algorithm": {"name": "ppo", "gae_lambda": 0.9}, "critic": {"ran
 CASES["two updates"] = {"algorithm": {"updates_per_step": 2}}
 SEVERAL_TURNS = "several turns: "
 CASES |= {f"{SEVERAL_TURNS}{n}": CASES[n] for n in ("grpo", "gspo", "kl_cov", "ppo", "reinforce++")}
+CALL_TREES = "call tree "
+CASES |= {f"{CALL_TREES}{seed}": CASES["grpo"] for seed in range(4)}
+
+
+def rows_of(name: str) -> list[Row]:
+    """The trajectories of a case."""
+    if name.startswith(CALL_TREES):
+        return random_call_trees(int(name.removeprefix(CALL_TREES)))
+    return random_episodes(0) if name.startswith(SEVERAL_TURNS) else random_samples(0)
 
 
 def main(model: Path, out: Path) -> None:
@@ -35,8 +44,7 @@ def main(model: Path, out: Path) -> None:
             if config.algorithm.uses_critic:
                 critic = make_critic(policy, config, dist)
                 critic.head.weight.data.fill_(0.01)
-            make = random_episodes if name.startswith(SEVERAL_TURNS) else random_samples
-            samples = [replace(s) for s in make(0)]
+            samples = [replace(s) for s in rows_of(name)]
             metrics = train_rows(policy, optimizer, samples, 1, config, dist, critic)
             found[name] = {
                 "grads": optimizer.grads,

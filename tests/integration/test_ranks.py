@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from tests.cases import plain_model, policy_of, reference_gradient, relative_difference
-from tests.integration.ranks import CASES, SEVERAL_TURNS
-from tests.rows import random_episodes, random_samples
+from tests.integration.ranks import CASES, rows_of
 from tests.small_run import lone_rank, settings
 
 pytestmark = pytest.mark.dist
@@ -59,7 +58,7 @@ def test_two_ranks_give_the_gradient_of_the_plain_reference(
     name: str, by_ranks: dict[int, Any], tiny_llama: Path
 ) -> None:
     config = settings(**CASES[name])
-    rows = random_episodes(0) if name.startswith(SEVERAL_TURNS) else random_samples(0)
+    rows = rows_of(name)
     with lone_rank() as dist:
         policy = policy_of(tiny_llama, config, dist)
         expected = reference_gradient(plain_model(tiny_llama, policy, config), policy, config, rows)

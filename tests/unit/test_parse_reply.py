@@ -27,7 +27,10 @@ ADD = ToolCall("add", json.dumps({"a": 1, "b": "x"}))
         ("llama", '{"name": "add", "parameters": {"a": 1, "b": "x"}}<|eot_id|>', ""),
         ("llama", '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": "x"}}<|eom_id|>', ""),
         ("gemma", '<|tool_call>call:add{"a": 1, "b": <|"|>x<|"|>}<tool_call|><turn|>', ""),
+        ("gemma", '<|tool_call>call:add{a:1,b:<|"|>x<|"|>}<tool_call|><turn|>', ""),
         ("harmony", "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+                    '{"a": 1, "b": "x"}<|call|>', ""),
+        ("harmony", " to=functions.add<|channel|>commentary json<|message|>"
                     '{"a": 1, "b": "x"}<|call|>', ""),
     ],
 )  # fmt: skip
@@ -43,7 +46,7 @@ def test_two_calls_keep_their_order_and_get_different_ids() -> None:
     message = parse_reply(text, "hermes", (), has_tools=True, thinks=False).message(7)
     assert [c["function"]["name"] for c in message["tool_calls"]] == ["f0", "f1"]
     assert len({c["id"] for c in message["tool_calls"]}) == 2
-    assert {len(c["id"]) for c in message["tool_calls"]} == {10}
+    assert {len(c["id"]) for c in message["tool_calls"]} == {9}
     several = '{"name": "a", "parameters": {}}; {"name": "b", "parameters": {"x": 2}}'
     calls = parse_reply(several, "llama", (), has_tools=True, thinks=False).tool_calls
     assert calls == (ToolCall("a", "{}"), ToolCall("b", '{"x": 2}'))
@@ -108,3 +111,12 @@ def test_harmony_has_channels() -> None:
 )
 def test_the_template_shows_the_notation(template: str, form: str) -> None:
     assert tool_format(template) == form
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<think>\nhm\n</think>\n\nyes", "<|channel>thought\nhm\n<channel|>yes", "[THINK]hm[/THINK]yes"],
+)
+def test_reasoning_in_every_notation(text: str) -> None:
+    reply = parse_reply(text, "hermes", (), has_tools=False, thinks=False)
+    assert (reply.reasoning, reply.content) == ("hm", "yes")

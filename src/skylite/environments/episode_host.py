@@ -15,6 +15,7 @@ import ctypes
 import importlib
 import inspect
 import json
+import math
 import os
 import random
 import resource
@@ -37,6 +38,8 @@ from skylite.processes.parent_death import die_with_parent
 FILE_BYTES = 1 << 30
 """Largest file that an episode may write, its log included."""
 _PR_SET_CHILD_SUBREAPER = 36
+RESULT_BYTES = 1 << 18
+"""Largest result of an episode."""
 Episode = Callable[..., Any]
 
 
@@ -138,6 +141,9 @@ class Host:
         with contextlib.suppress(BlockingIOError):
             while chunk := os.read(running.pipe, 1 << 16):
                 running.result += chunk
+                if len(running.result) > RESULT_BYTES:
+                    ended = True
+                    break
             if not ended:
                 self._forget(running.pipe)  # closed without a result: wait for the end of the process
         if not ended and not running.result.endswith(b"\n"):
@@ -148,13 +154,10 @@ class Host:
         del self._running[running.id]
         _kill_group(running.pid)
         _, status = os.waitpid(running.pid, 0)
-        if running.result.endswith(b"\n"):
-            found = json.loads(running.result)
-        else:
-            found = {"ended": os.waitstatus_to_exitcode(status)}
+        found = _result(bytes(running.result)) or {"ended": os.waitstatus_to_exitcode(status)}
         if not self._running:
             _kill_orphans()
-        _send(self._parent, {"id": running.id, **found})
+        _send(self._parent, {**found, "id": running.id})
 
     def _forget(self, descriptor: int) -> None:
         with contextlib.suppress(KeyError):
@@ -180,12 +183,23 @@ def _run_episode(episode: Episode, message: dict[str, Any], pipe: int, host: int
         traceback.print_exc()
         found = {"raised": f"{type(error).__name__}: {error}"[:2000]}
     data = json.dumps(found).encode() + b"\n"
+    if len(data) > RESULT_BYTES:
+        data = b'{"raised": "ValueError: the episode returned too many rewards to keep"}\n'
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(pipe, data) :]
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _result(line: bytes) -> dict[str, Any] | None:
+    """What the episode's process wrote; None if it is no result. Any code of the episode can write there."""
+    try:
+        found = json.loads(line) if line.endswith(b"\n") and len(line) <= RESULT_BYTES else None
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and found.keys() <= {"value", "raised"} else None
 
 
 def _call(episode: Episode, task: Task, endpoint: Endpoint) -> Any:
@@ -204,18 +218,19 @@ def plain_value(value: Any) -> Any:
 
 
 def _number(value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"the episode returned {value!r}; a reward is a number, one number a turn in a list, or named "
-            "numbers in a dict"
-        ) from None
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if math.isfinite(number := float(value)):
+            return number
+    raise TypeError(
+        f"the episode returned {value!r:.200}; a reward is a finite number, one number a turn in a list, or "
+        "named numbers in a dict"
+    )
 
 
 def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+    for kill in (os.killpg, os.kill):  # an episode may have left its group
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
 
 
 def _kill_orphans() -> None:

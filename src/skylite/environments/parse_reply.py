@@ -39,7 +39,7 @@ class ParsedReply:
         if self.tool_calls:
             message["tool_calls"] = [
                 {
-                    "id": f"call{number:04d}{index:02d}",
+                    "id": f"c{number:05d}{index:03d}",  # Mistral's template takes 9 characters only
                     "type": "function",
                     "function": {"name": call.name, "arguments": call.arguments},
                 }
@@ -48,6 +48,8 @@ class ParsedReply:
         return message
 
 
+BLOCKS = (("<think>", "</think>"), ("<|channel>thought", "<channel|>"), ("[THINK]", "[/THINK]"))
+"""Begin and end of reasoning: most models, Gemma 4, Mistral."""
 Parsed = tuple[str, list[ToolCall]]
 """Text without its tool calls, and these."""
 
@@ -87,11 +89,12 @@ def parse_reply(text: str, form: str, stops: Sequence[str], *, has_tools: bool, 
 
 def _reasoning(text: str, *, thinks: bool) -> tuple[str, str]:
     """(reasoning, rest). A block without an end is all reasoning."""
-    opened = text.lstrip().startswith("<think>")
+    start, finish = next((b for b in BLOCKS if text.lstrip().startswith(b[0])), BLOCKS[0])
+    opened = text.lstrip().startswith(start)
     if not (opened or thinks):
         return "", text
-    inside = text.split("<think>", 1)[1] if opened else text
-    reasoning, end, rest = inside.partition("</think>")
+    inside = text.split(start, 1)[1] if opened else text
+    reasoning, end, rest = inside.partition(finish)
     if not end and not opened:
         return reasoning.strip(), ""
     return reasoning.strip(), rest.lstrip("\n")
@@ -198,10 +201,14 @@ def _llama(text: str) -> Parsed:
 
 
 def _gemma(text: str) -> Parsed:
-    """<|tool_call>call:NAME{"key": value}<tool_call|>"""
+    """<|tool_call>call:NAME{key:1,other:<|"|>text<|"|>}<tool_call|>"""
 
     def read(match: re.Match[str]) -> list[ToolCall] | None:
-        call = _call({"name": match[1], "arguments": match[2].replace('<|"|>', '"') or "{}"})
+        parts = re.split(r'<\|"\|>', match[2])
+        # Each second part is a text; in the others, keys have no quotes.
+        parts[::2] = [re.sub(r"([{,]\s*)([A-Za-z_][\w-]*)\s*:", r'\1"\2":', part) for part in parts[::2]]
+        parts[1::2] = [json.dumps(part, ensure_ascii=False) for part in parts[1::2]]
+        call = _call({"name": match[1], "arguments": "".join(parts)})
         return None if call is None else [call]
 
     return _blocks(text, r"<\|tool_call>call:([\w.-]+)\s*(\{.*?\})\s*<tool_call\|>", read)
@@ -210,8 +217,12 @@ def _gemma(text: str) -> Parsed:
 def _harmony(text: str) -> ParsedReply:
     """GPT-OSS: <|channel|>analysis|commentary|final [to=functions.NAME] ... <|message|>text<|end|>"""
     reasoning, content, calls = [], [], []
-    pattern = r"<\|channel\|>(.*?)<\|message\|>(.*?)(?=<\|end\|>|<\|call\|>|<\|return\|>|<\|start\|>|\Z)"
-    for header, body in re.findall(pattern, text, re.DOTALL):
+    pattern = (
+        r"((?:to=functions\.[\w.-]+)?\s*)<\|channel\|>(.*?)<\|message\|>"
+        r"(.*?)(?=<\|end\|>|<\|call\|>|<\|return\|>|<\|start\|>|\Z)"
+    )
+    for before, channel, body in re.findall(pattern, text, re.DOTALL):
+        header = channel + before  # the target stands on either side of the channel
         target = re.search(r"to=functions\.([\w.-]+)", header)
         call = _call({"name": target[1], "arguments": body.strip() or "{}"}) if target else None
         if call is not None:

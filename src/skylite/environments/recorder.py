@@ -32,11 +32,11 @@ from skylite.environments.parse_reply import parse_reply
 from skylite.environments.renderer import Renderer
 from skylite.environments.trajectory_log import Call, TrajectoryLog
 from skylite.errors import SkyliteError
+from skylite.foreign_text import plain
 from skylite.types import End, Sample
 
 logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 16 << 20
-DISCONNECT_POLL_S = 0.5
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class Recorder:
             ]
             # No access log, no lifespan; the command handles signals itself.
             options = uvicorn.Config(
-                Starlette(routes=routes),
+                Starlette(routes=routes, exception_handlers={404: _no_such_path, 405: _no_such_path}),
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -192,6 +192,11 @@ class Recorder:
         return (await log.engine.generate(log.model, ids, 1, sampling, log.version))[0]
 
 
+async def _no_such_path(request: Request, error: Exception) -> Response:
+    text = f"There is no {request.method} {plain(request.url.path)[:200]}, only POST /v1/chat/completions."
+    return JSONResponse(ApiError(404, "not_found", text).body(), status_code=404)
+
+
 def _ended(log: TrajectoryLog, end: End, message: str) -> ApiError:
     """Note the limit that a request met."""
     if log.end == "stop":
@@ -217,14 +222,13 @@ async def _body(request: Request) -> bytes:
 async def _unless_disconnected(request: Request, answer: Any) -> ChatReply | None:
     """The answer; None if the client goes away first, which cancels it: what nobody reads is not recorded."""
     task: asyncio.Task[ChatReply] = asyncio.ensure_future(answer)
+    gone = asyncio.ensure_future(request.receive())  # the body is read: all that can come is the end
     try:
-        while not task.done():
-            await asyncio.wait({task}, timeout=DISCONNECT_POLL_S)
-            if not task.done() and await request.is_disconnected():
-                return None
-        return task.result()
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
     finally:
         task.cancel()
+        gone.cancel()
 
 
 class _Server(uvicorn.Server):

@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 MARK = "@@skylite-reply-7f3a@@"
 """Stands for a reply in a rendered conversation, to find what the template puts after it."""
+CLOSING = ("<|end|>",)
+"""Tokens that close a turn in the history only. GPT-OSS samples <|return|> in their place."""
 Job = dict[str, Any]
 
 
-def make_renderer(
-    model_path: str, template: str | None, stop_token_ids: list[int]
-) -> Callable[[list[Job]], list[Job]]:
+def make_renderer(model_path: str, template: str | None, stop_token_ids: list[int]) -> JobRunner:
     """Load the tokenizer. `template`: text of a chat template that replaces the model's own."""
     sys.modules["torch"] = None  # type: ignore[assignment]  # None makes the import fail: saves seconds
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
@@ -32,12 +32,26 @@ def make_renderer(
 
     tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
     tokenizer.chat_template = template or tokenizer.chat_template or PLAIN_TEMPLATE
-    stops = [tokenizer.convert_ids_to_tokens(i) for i in stop_token_ids]
+    return JobRunner(tokenizer, [tokenizer.convert_ids_to_tokens(i) for i in stop_token_ids])
 
-    def run(jobs: list[Job]) -> list[Job]:
-        return [_attempt(tokenizer, stops, job) for job in jobs]
 
-    return run
+@dataclass(frozen=True, slots=True)
+class JobRunner:
+    """The function of jobs, for a loaded tokenizer."""
+
+    tokenizer: Any
+    stops: list[str]
+    """Texts of the end-of-turn tokens."""
+
+    def __call__(self, jobs: list[Job]) -> list[Job]:
+        return [_attempt(self.tokenizer, self.stops, job) for job in jobs]
+
+    def prepare(self) -> None:
+        """Compile the template once, as the first job did in its own process. It takes milliseconds."""
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        if isinstance(self.tokenizer.chat_template, str):
+            _compile_jinja_template(self.tokenizer.chat_template)
 
 
 def _attempt(tokenizer: Any, stops: list[str], job: Job) -> Job:
@@ -56,9 +70,15 @@ def _attempt(tokenizer: Any, stops: list[str], job: Job) -> Job:
         return {"error": f"{type(error).__name__}: {error}"[:500]}
 
 
-def _render(tokenizer: Any, job: Job, messages: list[dict[str, Any]]) -> str:
+def _render(
+    tokenizer: Any, job: Job, messages: list[dict[str, Any]], *, generation_prompt: bool = True
+) -> str:
     text: str = tokenizer.apply_chat_template(
-        messages, tools=job["tools"], add_generation_prompt=True, tokenize=False, **job["arguments"]
+        messages,
+        tools=job["tools"],
+        add_generation_prompt=generation_prompt,
+        tokenize=False,
+        **job["arguments"],
     )
     return text
 
@@ -71,26 +91,51 @@ def _tail(tokenizer: Any, stops: list[str], job: Job) -> str | None:
     """
     messages, index = job["messages"], job["reply"]
     before, after = messages[:index], messages[index + 1 :]
+    if messages[index].get("tool_calls") and (tail := _after_calls(tokenizer, stops, job)) is not None:
+        return tail
     for reply in ({"role": "assistant", "content": MARK}, {**messages[index], "content": MARK}):
         try:
             text = _render(tokenizer, job, [*before, reply, *after])
         except Exception:  # noqa: BLE001  # some templates refuse a tool's answer without its call
             continue
         _, mark, tail = text.rpartition(MARK)
-        if mark and (not reply.get("tool_calls") or _ends_turn(tail, stops)):
+        if mark and (not reply.get("tool_calls") or _closed_by(tail, stops)):
             return _without_stop(tail, stops) if job["ended"] else tail
     return None
 
 
-def _ends_turn(tail: str, stops: list[str]) -> bool:
-    """Whether the turn ends directly after the reply, so that nothing of it is rendered a second time."""
-    return any(tail.lstrip().startswith(stop) for stop in stops)
+def _after_calls(tokenizer: Any, stops: list[str], job: Job) -> str | None:
+    """The tail after a reply that calls tools, where the rendered reply begins the whole conversation.
+
+    Some templates put the results inside the turn of the calls, where MARK would be the wrong place.
+    """
+    messages, index = job["messages"], job["reply"]
+    try:
+        known = _render(tokenizer, job, messages[: index + 1], generation_prompt=False)
+        text = _render(tokenizer, job, messages)
+    except Exception:  # noqa: BLE001  # as above
+        return None
+    if not text.startswith(known):
+        return None
+    tail = text[len(known) :]
+    for stop in stops:
+        if known.rstrip().endswith(stop):
+            start = known.rindex(stop)
+            return text[start + len(stop) :] if job["ended"] else text[start:]
+    if _closed_by(tail, stops):
+        return _without_stop(tail, stops) if job["ended"] else tail
+    return None
+
+
+def _closed_by(tail: str, stops: list[str]) -> str:
+    """The token that ends the turn directly at the start of `tail`; empty if there is none.
+
+    So nothing of the reply is rendered a second time.
+    """
+    return next((stop for stop in [*stops, *CLOSING] if tail.lstrip().startswith(stop)), "")
 
 
 def _without_stop(tail: str, stops: list[str]) -> str:
-    """The tail after the end-of-turn token, which the engine has sampled already."""
-    stripped = tail.lstrip()
-    for stop in stops:
-        if stripped.startswith(stop):
-            return stripped[len(stop) :]
-    return tail
+    """The tail after the end-of-turn token, for which the engine has sampled one already."""
+    stop = _closed_by(tail, stops)
+    return tail.lstrip()[len(stop) :] if stop else tail

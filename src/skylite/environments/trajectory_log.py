@@ -58,8 +58,8 @@ class TrajectoryLog:
 
     def continued(self, messages: Sequence[ChatMessage]) -> Call | None:
         """The call with the longest conversation whose reply `messages` continue."""
-        found = [c for c in self.calls if _continues(messages, c)]
-        return max(found, key=lambda c: len(c.messages), default=None)
+        longest_first = sorted(self.calls, key=lambda c: -len(c.messages))
+        return next((c for c in longest_first if _continues(messages, c)), None)
 
     def num_same_prompts(self, prompt_token_ids: Sequence[int]) -> int:
         """How many requests had this prompt before; counts this one."""
@@ -77,14 +77,14 @@ def _continues(messages: Sequence[ChatMessage], call: Call) -> bool:
     count = len(call.messages)
     return (
         len(messages) > count
-        and all(_same(a, b) for a, b in zip(messages, call.messages, strict=False))
         and _same(messages[count], call.reply)
+        and all(_same(a, b) for a, b in zip(messages, call.messages, strict=False))
     )
 
 
 def _same(a: ChatMessage, b: ChatMessage) -> bool:
     """Whether two messages say the same. Programs drop reasoning and the ids of tool calls."""
-    return (a["role"], a["content"], _calls(a)) == (b["role"], b["content"], _calls(b))
+    return a["role"] == b["role"] and a["content"] == b["content"] and _calls(a) == _calls(b)
 
 
 def _calls(message: ChatMessage) -> list[tuple[Any, Any]]:

@@ -4,6 +4,9 @@ A call gets a fresh process (fork), so no call can change the next one. The serv
 imports the function, and its copies inherit that. Requests are trusted; what a copy answers is not, so it is
 only passed on as bytes. Imports only the standard library.
 
+If the function has a method `prepare`, this process calls it after the first answer, for work that later
+calls need not repeat. The limits of a call hold for it.
+
 Messages on the two pipes: 8 bytes with the length (big-endian), then JSON.
 """
 
@@ -62,11 +65,16 @@ def main(life: int) -> NoReturn:
     gc.collect()
     gc.freeze()  # a collection in a copy would copy every page
     send(replies, ["ready"])
+    prepare = getattr(function, "prepare", None)
     while (request := _receive(requests)) is not None:
         if scratch is not None and not _empty(scratch):
             send(replies, ["dirty"])
             continue
-        send(replies, _call(function, request, memory, (requests, replies, memory, life)))
+        reply = _call(function, request, memory, (requests, replies, memory, life))
+        send(replies, reply)
+        if prepare is not None and reply[0] == "answer":
+            _prepare(prepare, request, memory)
+            prepare = None
     os._exit(0)
 
 
@@ -118,6 +126,25 @@ def _call(
     if data and code in (0, -signal.SIGKILL):
         return ["answer", data.decode("utf-8", errors="replace")]
     return ["cpu"] if code == -signal.SIGXCPU else ["ended", code]
+
+
+def _prepare(prepare: Callable[[], None], request: dict[str, Any], memory: int) -> None:
+    """Call `prepare` here, within the limits of one call."""
+    used, pages = resource.getrusage(resource.RUSAGE_SELF), int(os.pread(memory, 64, 0).split()[0])
+    limits = {
+        resource.RLIMIT_AS: pages * os.sysconf("SC_PAGE_SIZE") + request["memory_bytes"],
+        resource.RLIMIT_CPU: int(used.ru_utime + used.ru_stime) + 1 + request["cpu_s"],
+    }
+    before = {kind: resource.getrlimit(kind) for kind in limits}
+    for kind, most in limits.items():
+        lowest = [n for n in (most, *before[kind]) if n != resource.RLIM_INFINITY]
+        resource.setrlimit(kind, (min(lowest), before[kind][1]))
+    with contextlib.suppress(Exception):  # then each call does the work itself
+        prepare()
+    for kind, values in before.items():
+        resource.setrlimit(kind, values)
+    gc.collect()
+    gc.freeze()
 
 
 def _answer(

@@ -1,0 +1,44 @@
+"""Episodes that misbehave: nothing of another trajectory is seen or lost, and the run goes as configured."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults.episode_run import (
+    FAILING,
+    HANGING,
+    choose,
+    living_processes,
+    reasons_of_stops,
+    run_faults,
+    wrong,
+)
+from tests.faults.episodes import FAULTS
+
+
+def test_a_mix_of_faults_harms_no_other_trajectory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hanging episodes are in test_episodes.py; benchmarks/env_faults.py runs a thousand of all."""
+    faults = choose(40, seed=1, without=HANGING)
+    found = asyncio.run(run_faults(tmp_path, faults, monkeypatch))
+    assert wrong(found) == []
+    assert {a["fault"] for a in found.answers} >= {"malformed", "image", "flood", "use_other_keys"}
+    assert len(found.trajectories) == sum(fault not in FAILING for fault in faults)
+    deadline = time.monotonic() + 10
+    while living_processes("600.25") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert living_processes("600.25") == []
+
+
+def test_a_fault_stops_the_run_with_its_prompt_if_the_settings_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons = asyncio.run(reasons_of_stops(tmp_path, monkeypatch))
+    assert reasons.keys() == FAILING.keys() < FAULTS.keys()
+    for number, (fault, reason) in enumerate(reasons.items()):
+        assert f"The episode of prompt p{number}, trajectory 0" in reason
+        assert FAILING[fault] in reason, reason
+        assert reason.isprintable()

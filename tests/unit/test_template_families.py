@@ -1,0 +1,283 @@
+"""Chat templates of model families: the trained ids are the engine's, and which conversations branch."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from skylite.config.algorithm import AlgorithmConfig
+from skylite.environments.render_chats import JobRunner
+from skylite.environments.trajectory_log import TrajectoryLog
+from skylite.model.packing import pack_tree
+from skylite.orchestrator.turn_metrics import turn_metrics
+from skylite.run.rollout_file import read_rollouts, write_rollouts
+from skylite.trainer.batching import arrange
+from skylite.types import Group, Message, Prompt, Trajectory
+from tests.small_run import settings
+from tests.unit.template_cases import FAMILIES, Family, TemplateEngine, recorder_of, tokenizer_of
+
+DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "environments.md"
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a", "b"],
+        },
+    },
+}
+QUESTION: Message = {"role": "user", "content": "What is 40 + 2?"}
+Ask = Callable[[list[Any]], Any]
+
+
+class Refused(Exception):
+    """The template does not take the conversation."""
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+async def plain(ask: Ask) -> None:
+    messages = [user("First question")]
+    for turn in range(3):
+        messages += [await ask(messages), user(f"again {turn}")]
+
+
+async def thinking(ask: Ask) -> None:
+    """The program drops the reasoning, as OpenAI's clients do."""
+    messages = [user("First question")]
+    for turn in range(3):
+        reply = await ask(messages)
+        messages += [{"role": "assistant", "content": reply["content"]}, user(f"again {turn}")]
+
+
+async def tools(ask: Ask) -> None:
+    messages = [QUESTION]
+    for turn in range(2):
+        reply = await ask(messages)
+        assert reply["tool_calls"][0]["function"]["name"] == "add"
+        result = {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": f"result {turn}"}
+        messages += [reply, result]
+        messages += [await ask(messages), user("Once more")]
+
+
+async def compacted(ask: Ask) -> None:
+    """After two turns a summary replaces the history."""
+    messages = [user("First question")]
+    for turn in range(2):
+        messages += [await ask(messages), user(f"again {turn}")]
+    messages = [user("Summary: two answers. Go on")]
+    for turn in range(2):
+        messages += [await ask(messages), user(f"then {turn}")]
+
+
+async def sub_agent(ask: Ask) -> None:
+    """Another conversation between two turns of the first one."""
+    messages = [user("First question")]
+    messages += [await ask(messages), user("again")]
+    await ask([user("A question for a sub-agent")])
+    await ask(messages)
+
+
+def replies_of(family: Family, conversation: Any) -> list[str]:
+    answers = [family.answer.format(f"answer {i}") + family.stop for i in range(9)]
+    if conversation is thinking:
+        return [family.thought.format(f"answer {i}") + family.stop for i in range(9)]
+    if conversation is tools:
+        call = family.call + (family.call_stop or family.stop)
+        return [call, answers[0], call.replace("c00001000", "c00003000"), answers[1]]
+    return answers
+
+
+CONVERSATIONS = (plain, thinking, tools, compacted, sub_agent)
+REWRITTEN = {compacted: 1, sub_agent: 1}
+"""Calls whose conversation does not continue an earlier one."""
+
+
+@functools.cache
+def hold(number: int, conversation: Any, history: str = "sampled") -> tuple[Any, Any]:
+    """The engine and the log of one conversation over HTTP. Raises Refused."""
+    family = FAMILIES[number]
+    config = settings(
+        env={"episode": "x.py:f", "history": history, "max_tokens": 50_000},
+        rollout={"max_prompt_tokens": 20_000, "max_completion_tokens": 500},
+        data={"template_args": family.arguments},
+    )
+    folder = Path(tempfile.mkdtemp(prefix="skylite-"))
+    recorder = recorder_of(number, config, folder)
+    engine: Any = TemplateEngine(number, replies_of(family, conversation))
+    log = TrajectoryLog(name="p0", model="m", version=1, engine=engine, seed=1, temperature=1.0)
+
+    async def run() -> None:
+        async with recorder.serving(), httpx.AsyncClient(trust_env=False) as client:
+            headers = {"Authorization": f"Bearer {recorder.open(log)}"}
+
+            async def ask(messages: list[Any]) -> Any:
+                body = {"messages": messages} | ({"tools": [ADD]} if conversation is tools else {})
+                url = f"{recorder.base_url}/chat/completions"
+                reply = await client.post(url, json=body, headers=headers)
+                if reply.status_code != 200:
+                    raise Refused(reply.json()["error"]["message"])
+                return reply.json()["choices"][0]["message"]
+
+            await conversation(ask)
+
+    try:
+        asyncio.run(run())
+    finally:
+        folder.rmdir()
+    return engine, log
+
+
+def branches(log: TrajectoryLog, tokenizer: Any = None) -> int:
+    """With a tokenizer: of the texts, so that another tokenization of the same text is no branch."""
+    samples = [c.sample for c in log.calls]
+    if tokenizer is not None:
+        samples = [
+            replace(
+                s,
+                prompt_token_ids=list(tokenizer.decode(s.prompt_token_ids).encode()),
+                completion_token_ids=list(tokenizer.decode(s.completion_token_ids).encode()),
+            )
+            for s in samples
+        ]
+    trajectory = Trajectory(samples=tuple(samples), reward=0.0)
+    return round(turn_metrics([trajectory])["turns/branches_mean"])
+
+
+def trained(log: TrajectoryLog, path: Path) -> list[tuple[list[int], list[int]]]:
+    """(prompt, completion) of each call as the trainer packs them, read back from the rollout file."""
+    samples = tuple(c.sample for c in log.calls)
+    prompt = Prompt(id="p0", messages=[QUESTION], answer="42", source="")
+    write_rollouts(path, [Group(prompt=prompt, trajectories=(Trajectory(samples=samples, reward=1.0),))])
+    calls = arrange(read_rollouts(path), AlgorithmConfig()).trajectory(0).samples
+    prompts, completions = [c.prompt_token_ids for c in calls], [c.completion_token_ids for c in calls]
+    packed = pack_tree(prompts, completions, [0] * len(calls), range(len(calls)), torch.device("cpu"))
+    nodes, found = packed.inputs["input_ids"][0].tolist(), []
+    ends, depths = packed.inputs["tree"].ends.tolist(), packed.inputs["position_ids"][0].tolist()
+    kept = packed.inputs["logits_to_keep"].tolist()
+    for call in range(len(calls)):
+        of_call = packed.segments == call
+        rows, targets = packed.rows[of_call].tolist(), packed.targets[of_call].tolist()
+        first = kept[rows[0]]  # the node that predicts the first sampled token: the prompt's last
+        chain = [n for n in range(first + 1) if n <= first < ends[n]]
+        assert [depths[n] for n in chain] == list(range(len(chain)))
+        found.append(([nodes[n] for n in chain], targets))
+    return found
+
+
+def name_of(number: int) -> str:
+    return FAMILIES[number].name
+
+
+@pytest.mark.parametrize("history", ["sampled", "template"])
+@pytest.mark.parametrize("number", range(len(FAMILIES)), ids=name_of)
+def test_trained_ids_are_the_engines(number: int, history: str, tmp_path: Path) -> None:
+    for conversation in CONVERSATIONS:
+        try:
+            engine, log = hold(number, conversation, history)
+        except Refused:
+            assert (FAMILIES[number].name, conversation) == ("Gemma 3", tools)  # its roles must alternate
+            continue
+        assert len(engine.calls) >= 3
+        assert trained(log, tmp_path / f"{conversation.__name__}.parquet") == engine.calls
+
+
+@pytest.mark.parametrize("number", range(len(FAMILIES)), ids=name_of)
+def test_only_rewritten_history_branches(number: int) -> None:
+    for conversation in CONVERSATIONS:
+        if (FAMILIES[number].name, conversation) != ("Gemma 3", tools):
+            _, log = hold(number, conversation)
+            assert branches(log) == REWRITTEN.get(conversation, 0), conversation.__name__
+
+
+@pytest.mark.parametrize("number", range(len(FAMILIES)), ids=name_of)
+def test_a_continued_prompt_is_the_text_that_the_template_writes(number: int) -> None:
+    """Replies without reasoning, as the template itself writes them."""
+    family, tokenizer = FAMILIES[number], tokenizer_of(number)
+    _, sampled = hold(number, plain)
+    _, anew = hold(number, plain, "template")
+    for ours, theirs in zip(sampled.calls, anew.calls, strict=True):
+        text, expected = (tokenizer.decode(c.sample.prompt_token_ids) for c in (ours, theirs))
+        for before, after in SAMPLED_OTHERWISE.get(family.name, ()):
+            text = text.replace(before, after)
+        assert text == expected
+
+
+SAMPLED_OTHERWISE = {
+    "Qwen3, not thinking": [("<think>\n\n</think>\n\nanswer", "answer")],
+    "Qwen3.5": [("<think>\n\n</think>\n\nanswer", "answer")],
+    "GPT-OSS": [("<|return|>", "<|end|>")],
+    "DeepSeek-R1 distilled": [("<think>\nHm.\n</think>\n\n", "")],
+}
+"""What these models sample and their templates leave out of the history or write in another way."""
+
+
+def documented_table() -> str:
+    """Branches under env.history=template, and whether a tool's result reaches the model."""
+    lines = [
+        "| chat template | plain | reasoning | tools | tool results |",
+        "|---|---|---|---|---|",
+    ]
+    for number, family in enumerate(FAMILIES):
+        cells = [_branches_anew(number, c) for c in (plain, thinking, tools)]
+        lines.append(f"| {family.name} | {' | '.join(cells)} | {_results(number)} |")
+    return "\n".join(lines)
+
+
+def _branches_anew(number: int, conversation: Any) -> str:
+    try:
+        _, log = hold(number, conversation, "template")
+    except Refused:
+        return "refused"
+    return f"{branches(log, tokenizer_of(number))} of {len(log.calls) - 1}"
+
+
+def _results(number: int) -> str:
+    try:
+        _, log = hold(number, tools)
+    except Refused:
+        return "refused"
+    texts = [tokenizer_of(number).decode(c.sample.prompt_token_ids) for c in log.calls]
+    shown = ["result 0" in texts[1], "result 0" in texts[3], "result 1" in texts[3]]
+    return {(True, True, True): "shown", (False, False, False): "left out"}.get(tuple(shown), "partly")
+
+
+def test_the_documented_table_is_what_the_templates_do() -> None:
+    table = documented_table()
+    assert table in DOCS.read_text(encoding="utf-8"), f"put this table into {DOCS.name}:\n{table}"
+
+
+def test_a_later_call_repeats_the_earlier_ones_ids() -> None:
+    engine, _ = hold(0, plain)
+    for before, after in pairwise(engine.calls):
+        known = before[0] + before[1]
+        assert after[0][: len(known)] == known
+    tokenizer = tokenizer_of(0)
+    again = [tokenizer.encode(tokenizer.decode(c), add_special_tokens=False) for _, c in engine.calls]
+    assert again != [c for _, c in engine.calls], "the replies would be the same if they were tokenized again"
+
+
+def test_a_prepared_template_is_not_compiled_again() -> None:
+    from transformers.utils.chat_template_utils import _compile_jinja_template as compiled
+
+    runner = JobRunner(tokenizer_of(1), FAMILIES[1].stops)
+    compiled.cache_clear()
+    runner.prepare()
+    (found,) = runner([{"messages": [QUESTION], "tools": None, "arguments": {}}])
+    assert found["ids"]
+    assert (compiled.cache_info().misses, compiled.cache_info().hits) == (1, 1)
