@@ -118,6 +118,12 @@ def plan_eval(flags: EvalFlags) -> EvalPlan:
             "engine.cpu_lora=stock samples the base wrongly next to adapters, and --base asks for that.",
             "Remove --base, or set engine.cpu_lora=dense.",
         )
+    if config.env.episode:
+        raise ConfigError(
+            f"env.episode={config.env.episode} is an environment, and skylite eval samples one turn and "
+            "scores it with a reward function: that would measure something else.",
+            "The run's own evaluations are episodes: `skylite samples RUN --held-out` shows them.",
+        )
     choice = DataChoice(
         paths=flags.data or (Path(config.data.path),),
         split=flags.split,

@@ -47,10 +47,18 @@ def completion_text(c: Completion) -> str:
     where = f"step {c.step}" if c.source == "training" else f"held-out, version {c.step}"
     scores = ", ".join(f"{name} {score:g}" for name, score in c.components.items())
     parts = f" ({scores})" if len(c.components) > 1 else ""
-    cut = ", truncated" if c.is_truncated else ""
-    head = f"--- {where}  {c.prompt_id}  reward {c.reward:g}{parts}  {c.tokens} tokens{cut}"
-    turns = [c.turns[0]] if len(c.turns) == 1 else [f"[turn {k}] {t}" for k, t in enumerate(c.turns, 1)]
-    return "\n".join([head, f"question: {c.question}", f"answer: {c.answer}", *turns, ""])
+    count = f"  {len(c.turns)} turns" if len(c.turns) > 1 else ""
+    limit = "" if c.end == "stop" else f" by the limit of {c.end}"
+    cut = f", truncated{limit}" if c.is_truncated else ""
+    head = f"--- {where}  {c.prompt_id}  reward {c.reward:g}{parts}{count}  {c.tokens} tokens{cut}"
+    return "\n".join([head, f"question: {c.question}", f"answer: {c.answer}", *_turn_texts(c), ""])
+
+
+def _turn_texts(c: Completion) -> list[str]:
+    if len(c.turns) == 1:
+        return list(c.turns)
+    rewards = [f", reward {reward:g}" for reward in c.turn_rewards] or [""] * len(c.turns)
+    return [f"[turn {k}{r}] {t}" for k, (t, r) in enumerate(zip(c.turns, rewards, strict=True), 1)]
 
 
 def _read(facts: RunFacts, flags: SampleFlags) -> Iterator[Completion]:
@@ -88,7 +96,11 @@ def _json(c: Completion) -> dict[str, object]:
     """The completion as JSON values; null for numbers that JSON lacks."""
     values = asdict(c)
     values["components"] = {name: _number(score) for name, score in c.components.items()}
-    return values | {"reward": _number(c.reward), "repetition": _number(c.repetition)}
+    return values | {
+        "reward": _number(c.reward),
+        "turn_rewards": [_number(reward) for reward in c.turn_rewards],
+        "repetition": _number(c.repetition),
+    }
 
 
 def _number(value: float) -> float | None:

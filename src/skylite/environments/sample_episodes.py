@@ -67,7 +67,8 @@ class Environment:
     ) -> list[Group]:
         """One group a prompt, without the groups that env.on_error=drop leaves out.
 
-        `step`, `first_index`: as for the seeds of one-turn requests. Raises RunFailed.
+        `step`, `first_index`: as for the seeds of one-turn requests. Raises RunFailed if all first groups of
+        a step are left out.
         """
         tasks = [
             asyncio.create_task(self._group(source, prompt, step, index, group_size))
@@ -75,7 +76,7 @@ class Environment:
         ]
         groups = [group for group in await gather_or_cancel(tasks) if group is not None]
         self.dropped += len(prompts) - len(groups)
-        if not groups:
+        if not groups and first_index == 0:
             raise RunFailed(
                 f"Step {step} has no trajectories: an episode of each of its {len(prompts)} groups failed, "
                 "and env.on_error=drop left them out.",

@@ -40,13 +40,16 @@ async def sample_step(session: Session, step: int, adapter: AdapterVersion) -> S
         return SampledStep(groups=first, dropped=dropped)
 
     async def sample_more(round_number: int, count: int) -> list[Group]:
+        nonlocal dropped
         prompts = prompts_for_round(train, step, round_number, per_step, config.seed)[:count]
         if step == session.progress.step:  # otherwise this step is sampled ahead of the one on screen
             session.progress.phase(
                 "sampling",
                 f"step {step} of {config.num_steps}, replacing {count} groups with equal rewards",
             )
-        return await sample_groups(session, step, adapter, prompts, first_index=round_number * per_step)
+        fresh = await sample_groups(session, step, adapter, prompts, first_index=round_number * per_step)
+        dropped += len(prompts) - len(fresh)
+        return fresh
 
     sampled = await replace_zero_std_groups(first, sample_more, algorithm.max_resample_rounds)
     if sampled.missing:

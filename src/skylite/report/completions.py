@@ -27,6 +27,9 @@ ROLLOUT_COLUMNS = {
     "prompt_id": pa.string(),
     "completion_token_ids": pa.list_(pa.int32()),
     "finish_reason": pa.string(),
+    "end": pa.string(),
+    "turn_reward": pa.float64(),
+    "has_turn_rewards": pa.bool_(),
     "reward": pa.float64(),
     "components": pa.map_(pa.string(), pa.float64()),
     "question": pa.string(),
@@ -59,6 +62,10 @@ class Completion:
     reward: float
     components: Mapping[str, float] = field(default_factory=dict)
     """Unweighted score of each reward function; empty for a held-out answer."""
+    turn_rewards: tuple[float, ...] = ()
+    """One for each turn; empty if the trajectory has a single reward."""
+    end: str = "stop"
+    """stop, or the limit of the environment that ended the episode."""
     tokens: int
     is_truncated: bool
     repetition: float = math.nan
@@ -120,7 +127,11 @@ def read_training(path: Path, step: int) -> list[Completion]:
             reward=_number(first["reward"]),
             components={name: _number(score) for name, score in first["components"] or ()},
             tokens=sum(map(len, sampled)),
-            is_truncated=last["finish_reason"] == "length",
+            turn_rewards=tuple(_number(row["turn_reward"]) for row in calls)
+            if first["has_turn_rewards"]
+            else (),
+            end=_text(first["end"]) or "stop",
+            is_truncated=last["finish_reason"] == "length" or first["end"] not in (None, "stop"),
             repetition=_mean([repetition(ids) for ids in sampled]),
         )
         found.append(completion)

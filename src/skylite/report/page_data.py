@@ -210,6 +210,8 @@ def _completion(c: Completion) -> dict[str, Any]:
         "question": _cut(c.question),
         "answer": _cut(c.answer),
         "turns": [_cut(turn) for turn in c.turns],
+        "turn_rewards": list(c.turn_rewards),
+        "end": c.end,
         "reward": c.reward,
         "components": dict(c.components),
         "tokens": c.tokens,

@@ -40,7 +40,8 @@ function drawCompletion(parent, c, withQuestion) {
   add(chips, "span", c.source === "training" ? `step ${c.step}` : `held-out, version ${c.step}`, "chip");
   add(chips, "span", `reward ${short(c.reward)}`, "chip " + (c.reward > 0 ? "good" : "bad"));
   add(chips, "span", `${c.tokens} tokens`, "chip");
-  if (c.truncated) add(chips, "span", "truncated", "chip bad");
+  if (c.truncated) add(chips, "span", c.end === "stop" ? "truncated" : `limit of ${c.end}`, "chip bad");
+  if (c.turns.length > 1) add(chips, "span", `${c.turns.length} turns`, "chip");
   const parts = Object.entries(c.components);
   if (parts.length > 1) for (const [name, score] of parts) add(chips, "span", `${name} ${short(score)}`, "chip");
   if (withQuestion) {
@@ -51,7 +52,10 @@ function drawCompletion(parent, c, withQuestion) {
     add(card, "p", c.question, "text question");
   }
   c.turns.forEach((turn, k) => {
-    if (c.turns.length > 1) add(card, "p", `turn ${k + 1}`, "hint");
+    if (c.turns.length > 1) {
+      const reward = c.turn_rewards.length > 0 ? `, reward ${short(c.turn_rewards[k])}` : "";
+      add(card, "p", `turn ${k + 1}${reward}`, "hint");
+    }
     add(card, "p", turn, "text");
   });
   if (withQuestion) add(card, "p", `answer ${c.answer}`, "hint");

@@ -1,0 +1,73 @@
+"""What a user sees of episodes: `skylite samples`, the data of the report's page, and the refusal of eval."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from skylite.cli import app
+from skylite.commands.evaluate import EvalFlags, plan_eval
+from skylite.errors import ConfigError
+from skylite.report.completions import read_training
+from skylite.report.page_data import _completion
+from skylite.run.rollout_file import write_rollouts
+from skylite.types import Group, Prompt, Sample, Trajectory
+from tests.made_up_runs import write_made_up_run
+
+PROMPT = Prompt(id="p7", messages=[{"role": "user", "content": "which?"}], answer="4", source="guess")
+FIRST = Sample(prompt_token_ids=[1], completion_token_ids=[2, 3], rollout_logprobs=[-1.0, -1.0], text="nine")
+SECOND = replace(FIRST, prompt_token_ids=[1, 2, 3, 4], text="four")
+TRAJECTORIES = (
+    Trajectory(samples=(FIRST, SECOND), reward=0.75, turn_rewards=(0.25, 0.5)),
+    Trajectory(samples=(FIRST, SECOND), reward=0.0, end="turns"),
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    made = write_made_up_run(tmp_path, "healthy", steps=2)
+    write_rollouts(made.rollout_path(2), [Group(prompt=PROMPT, trajectories=TRAJECTORIES)])
+    return tmp_path / "healthy"
+
+
+def samples(run: Path, *more: str) -> str:
+    done = CliRunner().invoke(app, ["samples", str(run), *more])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_samples_show_turns_their_rewards_and_the_end(run: Path) -> None:
+    said = samples(run)
+    assert "reward 0.75  2 turns  4 tokens\n" in said
+    assert "[turn 1, reward 0.25] nine\n[turn 2, reward 0.5] four\n" in said
+    assert "reward 0  2 turns  4 tokens, truncated by the limit of turns\n" in said
+    assert "[turn 1] nine\n[turn 2] four\n" in said
+
+
+def test_samples_as_json_hold_the_same(run: Path) -> None:
+    found: list[dict[str, Any]] = json.loads(samples(run, "--json"))
+    assert [(c["turn_rewards"], c["end"], c["is_truncated"]) for c in found] == [
+        ([0.25, 0.5], "stop", False),
+        ([], "turns", True),
+    ]
+
+
+def test_the_page_gets_turn_rewards_and_the_end(run: Path) -> None:
+    found = [_completion(c) for c in read_training(run / "rollouts" / "step-000002.parquet", 2)]
+    assert [(c["turn_rewards"], c["end"], c["truncated"]) for c in found] == [
+        ([0.25, 0.5], "stop", False),
+        ([], "turns", True),
+    ]
+
+
+def test_eval_refuses_an_environment_instead_of_scoring_one_turn() -> None:
+    flags = EvalFlags(target=None, base=True, model="m", data=(Path("data"),), split="test", limit=None, n=1,
+                      step=None, steps=(), all_steps=False, max_loras=1, seed=0, as_json=False,
+                      settings=("env.episode=guess",))  # fmt: skip
+    with pytest.raises(ConfigError, match=r"env\.episode=guess is an environment"):
+        plan_eval(flags)
