@@ -56,7 +56,7 @@ def is_command(spec: str) -> bool:
 
 
 CODE_IN_DATA = ("reasoning-gym",)
-"""Rewards that evaluate fields of the data and completions as code, in a sandbox."""
+"""Rewards and episodes that evaluate fields of the data and completions as code, in a sandbox."""
 
 
 def resolve_spec(spec: str) -> str:

@@ -66,7 +66,7 @@ async def thinking(ask: Ask) -> None:
 
 
 async def tools(ask: Ask) -> None:
-    messages = [QUESTION]
+    messages: list[Any] = [QUESTION]
     for turn in range(2):
         reply = await ask(messages)
         assert reply["tool_calls"][0]["function"]["name"] == "add"
@@ -254,7 +254,9 @@ def _results(number: int) -> str:
         return "refused"
     texts = [tokenizer_of(number).decode(c.sample.prompt_token_ids) for c in log.calls]
     shown = ["result 0" in texts[1], "result 0" in texts[3], "result 1" in texts[3]]
-    return {(True, True, True): "shown", (False, False, False): "left out"}.get(tuple(shown), "partly")
+    if all(shown):
+        return "shown"
+    return "partly" if any(shown) else "left out"
 
 
 def test_the_documented_table_is_what_the_templates_do() -> None:

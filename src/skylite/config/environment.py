@@ -13,8 +13,8 @@ class EnvConfig(Section):
     """Episodes of several turns. Without `episode`, a trajectory is one completion."""
 
     episode: str = ""
-    """guess, calculator, FILE.py:function or `command:PROGRAM ARGUMENTS`. Empty: one turn, scored by
-    reward.functions."""
+    """guess, calculator, reasoning-gym, FILE.py:function or `command:PROGRAM ARGUMENTS`. Empty: one turn,
+    scored by reward.functions."""
     max_turns: int = Field(16, ge=1)
     """Calls of the model in one trajectory. A further call ends it."""
     max_tokens: int = Field(4096, ge=2)

@@ -71,7 +71,8 @@ def main() -> None:
 def load_episode(spec: str, sha256: str | None) -> Episode:
     """The episode function. Raises ConfigError."""
     if spec in BUILT_IN:
-        function: Episode = importlib.import_module(f"skylite.environments.episodes.{spec}").episode
+        module = importlib.import_module(f"skylite.environments.episodes.{spec.replace('-', '_')}")
+        function: Episode = module.episode
         return function
     if is_command(spec):
         return command_episode(spec)

@@ -6,11 +6,14 @@ import shlex
 
 from skylite.environments.episodes import BUILT_IN
 from skylite.errors import ConfigError
-from skylite.plugin_file import COMMAND, EPISODE, check_function, is_command, is_program
+from skylite.plugin_file import CODE_IN_DATA, COMMAND, EPISODE, check_function, is_command, is_program
+from skylite.rewards.reasoning_gym import check_reasoning_gym
 
 
 def check_episode(spec: str) -> None:
     """Check env.episode without running it. Raises ConfigError."""
+    if spec in CODE_IN_DATA:
+        check_reasoning_gym()
     if spec in BUILT_IN:
         return
     if is_command(spec):

@@ -1,4 +1,4 @@
 """The episodes that come with skylite; env.episode names them without a path."""
 
-BUILT_IN = ("guess", "calculator")
-"""Module names in this folder. Each has a function `episode`."""
+BUILT_IN = ("guess", "calculator", "reasoning-gym")
+"""Module names in this folder, with a hyphen for an underscore. Each has a function `episode`."""
