@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import sys
 import time
 from dataclasses import dataclass
@@ -24,8 +23,6 @@ from skylite.run.lock import lock_run
 from skylite.run.programs_named_by_user import is_set
 from skylite.run.run_dir import RunDir
 from skylite.ui.logs import run_log, show
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,10 +158,9 @@ def _resume(
 
 
 def print_settings(config: TrainConfig) -> None:
-    """Print the resolved settings as JSON on stdout, and the verdict after them on stderr."""
+    """Print the resolved settings as JSON on stdout."""
     # json.dumps escapes control characters, which `show` would replace by spaces.
     show(json.dumps(config.model_dump(mode="json"), indent=1))
-    logger.info("all checks passed; without --dry-run this command trains")
 
 
 def _new_run(recipe: Path) -> Path:

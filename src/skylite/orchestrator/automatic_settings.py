@@ -15,10 +15,10 @@ CPU_MICRO_BATCH_TOKENS = 2048
 
 def epochs_to_steps(config: TrainConfig, num_prompts: int) -> tuple[TrainConfig, str]:
     """Compute num_steps from num_epochs, with a note. Raises DataError if a step takes more prompts."""
-    per_step = config.rollout.prompts_per_step
-    epoch = steps_per_epoch(num_prompts, per_step)
     if config.num_epochs is None:
         return config, ""
+    per_step = config.rollout.prompts_per_step
+    epoch = steps_per_epoch(num_prompts, per_step)
     # A Fraction of the decimal text is exact: in floating point, 0.1 * 30 steps would be rounded up to 4.
     num_steps = math.ceil(Fraction(str(config.num_epochs)) * epoch)
     note = (
