@@ -18,6 +18,7 @@ from skylite.commands.doctor import doctor, line, results
 from skylite.doctor import leftovers, machine, software
 from skylite.doctor.finding import Finding, bad
 from skylite.doctor.machine import HubAnswer
+from skylite.extras import install_command
 from skylite.run.lock import lock_folder
 from skylite.run.status import Phase, Status, write_status
 from tests.unit.gpu_cases import H200, Machine
@@ -67,7 +68,7 @@ def test_a_vllm_that_skylite_was_not_tested_with_is_found(
     computer.sees("-1")
     monkeypatch.setattr(software, "vllm_version", lambda: version)
     found = software.check_vllm()
-    assert (found.level, found.mend) == ("bad", "pip install 'skylite[cpu]'")
+    assert (found.level, found.mend) == ("bad", install_command("cpu"))
     assert found.text.startswith(text)
 
 

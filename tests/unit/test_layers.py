@@ -50,7 +50,7 @@ LAYERS = (
     ("config",),
     ("plugin_file", "types"),
     ("errors",),
-    ("foreign_text", "long_work"),
+    ("extras", "foreign_text", "long_work"),
 )
 """From top to bottom. A file imports from its own folder and from the rows below."""
 TRAINER_SIDE = ("trainer", "model", "algorithms")

@@ -9,6 +9,7 @@ from typing import Any
 from skylite.data.examples import Example, ExampleSet, ShowProgress
 from skylite.data.sources import Row, Table, generated_table
 from skylite.errors import ConfigError, DataError
+from skylite.extras import install_command
 from skylite.rewards import reference_completion
 from skylite.rewards.reasoning_gym import from_json, to_json
 from skylite.types import Message, Prompt
@@ -64,7 +65,7 @@ def _open_task(task: str, seed: int, size: int) -> Any:
         from reasoning_gym.factory import DATASETS
     except ImportError:
         raise ConfigError(
-            "The package reasoning-gym is not installed.", 'Install it: pip install "skylite[reasoning-gym]".'
+            "The package reasoning-gym is not installed.", f"Run `{install_command('reasoning-gym')}`."
         ) from None
     if task not in DATASETS:
         raise ConfigError(

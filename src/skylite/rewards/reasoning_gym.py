@@ -8,6 +8,7 @@ from collections import OrderedDict
 from typing import Any
 
 from skylite.errors import DataError
+from skylite.extras import install_command
 from skylite.sandbox.sandbox import CallFailed, Limits, Sandbox, require_sandbox
 
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*)</answer>", re.DOTALL)
@@ -50,7 +51,7 @@ def check_reasoning_gym() -> None:
     """Raises DataError without reasoning-gym, and ConfigError if this machine cannot run it in a sandbox."""
     if importlib.util.find_spec("reasoning_gym") is None:
         raise DataError(
-            "The package reasoning-gym is not installed.", 'Install it: pip install "skylite[reasoning-gym]".'
+            "The package reasoning-gym is not installed.", f"Run `{install_command('reasoning-gym')}`."
         )
     require_sandbox("the reward reasoning-gym")
 
