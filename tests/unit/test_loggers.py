@@ -157,7 +157,7 @@ def test_a_logger_leaves_the_rest_of_the_disk_to_the_run(
 
 def test_a_missing_library_is_one_sentence_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(interface.LIBRARIES, "wandb", ("no_such_package",))
-    with pytest.raises(ConfigError, match=r"wandb needs the package no_such_package.*'skylite\[wandb\]'"):
+    with pytest.raises(ConfigError, match=r"wandb needs the package no_such_package.*`pip install 'wandb"):
         interface.require_libraries(["wandb"])
 
 
