@@ -15,14 +15,13 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from command_line import SKYLITE, argument_parser
 from machine_info import machine_info
-from step_vs_trl import METRICS, compared
+from step_vs_trl import compared, counted_steps, run_trl
 
 from skylite.config.loading import load_config
 from skylite.config.train import TrainConfig
@@ -30,8 +29,6 @@ from skylite.hub.resolve import resolve_model
 from skylite.processes.hardware import cpu_cores
 from skylite.processes.torchrun import trainer_env
 from skylite.run.files import write_json
-from skylite.run.metrics_file import read_metrics
-from skylite.run.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "gsm8k_cpu.toml"
@@ -73,14 +70,10 @@ def prepare(job: str, folder: Path) -> Path:
 
 
 def skylite_steps(data: Path, run: Path, steps: int) -> list[dict[str, float]]:
-    """The steps without the first, and without the last, which waits for a checkpoint."""
     words = ["train", "--recipe", str(RECIPE), "--data", str(data), "--run", str(run)]
     words += ["--steps", str(steps + 2), "--set", "eval.limit=0", "--set", "data.difficulty=[1]"]
     subprocess.run([*SKYLITE, *words], check=True)
-    return [
-        {key: m[name] for key, name in METRICS.items()} | {"peak_gib": m["mem/rss_peak_bytes"] / 2**30}
-        for m in read_metrics(RunDir(run).metrics_path)[1:-1]
-    ]
+    return counted_steps(run)
 
 
 def trl_steps(data: Path, config: TrainConfig, args: argparse.Namespace) -> list[dict[str, float]]:
@@ -99,11 +92,7 @@ def trl_steps(data: Path, config: TrainConfig, args: argparse.Namespace) -> list
     }
     words = [f"--{name}={value}" for name, value in flags.items()]
     words += ["--difficulty", *map(str, config.data.difficulty)]
-    command = [sys.executable, str(Path(__file__).with_name("trl_steps.py")), *words]
-    env = os.environ | trainer_env(cpu_cores())
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
-    steps: list[dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
-    return steps
+    return run_trl(words, os.environ | trainer_env(cpu_cores()))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,10 +144,14 @@ def skylite_steps(args: argparse.Namespace, data: Path, run: Path) -> list[dict[
         "eval.limit": 0,
     }
     subprocess.run(train_command(run, data, settings), check=True)
-    metrics = read_metrics(RunDir(run).metrics_path)[1:-1]
-    peaks = [{"peak_gib": m["mem/rss_peak_bytes"] / 2**30} for m in metrics]
+    return counted_steps(run)
+
+
+def counted_steps(run: Path) -> list[dict[str, float]]:
+    """METRICS of the steps without the first, and without the last, which waits for a checkpoint."""
     return [
-        {key: m[name] for key, name in METRICS.items()} | peak for m, peak in zip(metrics, peaks, strict=True)
+        {key: m[name] for key, name in METRICS.items()} | {"peak_gib": m["mem/rss_peak_bytes"] / 2**30}
+        for m in read_metrics(RunDir(run).metrics_path)[1:-1]
     ]
 
 
@@ -157,10 +162,15 @@ def trl_steps(args: argparse.Namespace, model: Path, data: Path) -> list[dict[st
     ours = trainer_env(cpu_cores())
     plain = {name: ours[name] for name in ("HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS")}
     env = os.environ | (ours if args.trl_allocator == "ours" else plain)
+    return run_trl(words, env)[1:]
+
+
+def run_trl(words: Sequence[str], env: Mapping[str, str]) -> list[dict[str, float]]:
+    """What trl_steps.py measures in each step."""
     command = [sys.executable, str(Path(__file__).with_name("trl_steps.py")), *words]
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
     steps: list[dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
-    return steps[1:]
+    return steps
 
 
 def compared(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> dict[str, float]:

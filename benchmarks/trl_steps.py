@@ -1,5 +1,5 @@
-"""TRL's side of step_vs_trl.py and default_job_vs_trl.py: GRPOTrainer with PEFT, one JSON
-line of step times on standard output.
+"""TRL's side of step_vs_trl.py and default_job_vs_trl.py: GRPOTrainer with PEFT. The last
+line of its output is JSON, with the times of each step.
 """
 
 from __future__ import annotations

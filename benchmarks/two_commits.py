@@ -15,17 +15,15 @@ import os
 import resource
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-from command_line import argument_parser
+from command_line import SKYLITE, argument_parser
 from machine_info import commit, machine_info
 
 from skylite.run.files import write_json
 
-SKYLITE = [sys.executable, "-c", "from skylite.cli import main; main()"]
 POLL_S = 0.02
 Figures = dict[str, float]
 
@@ -45,7 +43,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
         for name, checkout in sides.items():
             generate = vars(args)[f"prepare_{name}"]
-            skylite(checkout, "prepare", "gsm8k", generate, "--out", f"{folder}/data-{name}")
+            prepare = start(checkout, "prepare", "gsm8k", generate, "--out", f"{folder}/data-{name}")
+            if prepare.wait() != 0:
+                raise subprocess.CalledProcessError(prepare.returncode, prepare.args)
         for number in range(args.rounds):
             for name in sorted(sides, reverse=number % 2 == 0):
                 data, run = f"{folder}/data-{name}", Path(folder) / f"{name}-{number}"
@@ -65,14 +65,6 @@ def ratio(rows: dict[str, list[Figures]], unit: str) -> float:
     """Median over the rounds of after / before."""
     pairs = zip(rows["after"], rows["before"], strict=True)
     return round(statistics.median(after[unit] / before[unit] for after, before in pairs), 3)
-
-
-def skylite(checkout: Path, *words: str) -> subprocess.Popen[bytes]:
-    """Run a command of the checkout to its end. Raises CalledProcessError."""
-    process = start(checkout, *words)
-    if process.wait() != 0:
-        raise subprocess.CalledProcessError(process.returncode, words)
-    return process
 
 
 def start(checkout: Path, *words: str) -> subprocess.Popen[bytes]:

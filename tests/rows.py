@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from skylite.run.rollout_file import write_rollouts
@@ -105,22 +105,29 @@ def random_episodes(seed: int, num_groups: int = 4, group_size: int = 4) -> list
                 calls.append((prompt, completion))
                 kept = question + tokens(1) if turn == 1 else prompt + completion
                 prompt = kept + tokens(rng.randrange(1, 4))
-            sampled = [token for _, completion in calls for token in completion]
-            row = Row(
-                group=group,
-                prompt_token_ids=question,
-                completion_token_ids=sampled,
-                rollout_logprobs=[-5.0 + rng.uniform(-2, 2) for _ in sampled],
-                reward=float(index == group % group_size) if group != 1 else 1.0,
-                truncated=group == 2 and index == 1,
-                calls=tuple(calls),
-            )
-            rows.append(row)
+            reward = float(index == group % group_size) if group != 1 else 1.0
+            row = _row_of_calls(rng, group, calls, reward)
+            rows.append(replace(row, truncated=group == 2 and index == 1))
     return rows
 
 
+def _row_of_calls(
+    rng: random.Random, group: int, calls: Sequence[tuple[list[int], list[int]]], reward: float
+) -> Row:
+    """A trajectory of these calls, with random logprobs."""
+    sampled = [token for _, completion in calls for token in completion]
+    return Row(
+        group=group,
+        prompt_token_ids=calls[0][0],
+        completion_token_ids=sampled,
+        rollout_logprobs=[-5.0 + rng.uniform(-2, 2) for _ in sampled],
+        reward=reward,
+        calls=tuple(calls),
+    )
+
+
 def random_call_trees(seed: int, num_groups: int = 3, group_size: int = 3) -> list[Row]:
-    """Trajectories whose calls continue, branch from, or repeat an earlier call, or begin anew (sub-agents).
+    """Trajectories of random calls. A call continues, branches off or repeats an earlier one, or starts anew.
 
     Every second seed has few different tokens, so that calls share prefixes by chance, too.
     """
@@ -134,16 +141,7 @@ def random_call_trees(seed: int, num_groups: int = 3, group_size: int = 3) -> li
             calls = [(question, tokens(rng.randrange(1, 6)))]
             for _ in range(rng.randrange(6)):
                 calls.append((_next_prompt(rng, calls, tokens), tokens(rng.randrange(1, 6))))
-            sampled = [token for _, completion in calls for token in completion]
-            row = Row(
-                group=group,
-                prompt_token_ids=question,
-                completion_token_ids=sampled,
-                rollout_logprobs=[-5.0 + rng.uniform(-2, 2) for _ in sampled],
-                reward=rng.choice([-1.0, 0.0, 0.5]) + index,
-                calls=tuple(calls),
-            )
-            rows.append(row)
+            rows.append(_row_of_calls(rng, group, calls, reward=rng.choice([-1.0, 0.0, 0.5]) + index))
     return rows
 
 

@@ -1,7 +1,7 @@
 """Chat templates of model families, each with replies as its model writes them, and a tokenizer with merges.
 
-The tokenizer is trained on the templates' own text, so a text has many tokenizations. The engine samples one
-that the tokenizer would not choose: whoever tokenizes a reply a second time gets other ids.
+The tokenizer is trained on the templates' own text, so a text has many tokenizations. The engine samples
+another one than the tokenizer's. So code that tokenizes a reply again gets other ids, and the test fails.
 """
 
 from __future__ import annotations

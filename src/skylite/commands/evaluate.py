@@ -120,8 +120,8 @@ def plan_eval(flags: EvalFlags) -> EvalPlan:
         )
     if config.env.episode:
         raise ConfigError(
-            f"env.episode={config.env.episode} is an environment, and skylite eval samples one turn and "
-            "scores it with a reward function: that would measure something else.",
+            f"env.episode={config.env.episode} is an environment, and skylite eval samples and scores "
+            "one turn only.",
             "The run's own evaluations are episodes: `skylite samples RUN --held-out` shows them.",
         )
     choice = DataChoice(

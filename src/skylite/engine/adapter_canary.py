@@ -68,7 +68,7 @@ def check_reading(name: str, engine: str, reading: CanaryReading, tolerance: flo
 
 
 class LogprobScorer(Protocol):
-    """Scores tokens: engine.engine.Engine or engine.client.VllmClient."""
+    """Scores tokens: engine.retrying_client.Engine or engine.client.VllmClient."""
 
     @property
     def name(self) -> str: ...

@@ -116,8 +116,7 @@ def start(spec: ProcessSpec) -> Child:
 def temporary_env(folder: str) -> dict[str, str]:
     """Variables for a child with this temporary folder. What torch compiles stays in the user's cache.
 
-    Not the C++ headers that torch compiles first: it keeps them below TMPDIR, so every child would compile
-    them again, which takes 9 s on two cores.
+    torch keeps compiled C++ headers below TMPDIR, so each child would compile them again. That is turned off.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skylite" / "torchinductor"
     compiled = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}

@@ -1,4 +1,4 @@
-"""Modules that the fork server imports in advance (`server.py`); importing this module there imports them."""
+"""Modules that the fork server (`fork_server.py`) imports in advance, by importing this module."""
 
 from __future__ import annotations
 
