@@ -1,11 +1,13 @@
 """`make mutants`: change one token of the code at a time, and count the changes that no unit test notices.
 
 benchmarks/mutants.toml names the test files of each module, and explains the mutants that cannot be noticed.
+--again RESULT tries only the survivors of an earlier result and corrects its numbers.
 Exit code 1 if fewer than 95 % are noticed or one that is not has no explanation.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -176,7 +178,42 @@ def report(
     }
 
 
-def main() -> None:
+def description(mutant: Mutant) -> tuple[str, str, str]:
+    """Path, and the changed line before and after. Survives changes of other lines."""
+    source = (ROOT / mutant.path).read_text(encoding="utf-8")
+    return (mutant.path, *changed_lines(source, mutated_source(ROOT, mutant)))
+
+
+def survivors_of(result: Mapping[str, Any]) -> set[tuple[str, str, str]]:
+    return {(s["path"], s["before"], s["after"]) for s in result["survivors"]}
+
+
+def corrected(earlier: Mapping[str, Any], again: Mapping[str, Any]) -> dict[str, Any]:
+    """The earlier numbers, with its survivors counted by their second try.
+
+    Exits if a survivor of the earlier result was not tried: its line has changed since.
+    """
+    if again["tried"] != len(earlier["survivors"]):
+        raise SystemExit(
+            f"{again['tried']} of {len(earlier['survivors'])} survivors still exist: run all again."
+        )
+    modules = {path: dict(counts) for path, counts in earlier["modules"].items()}
+    for path, counts in again["modules"].items():
+        modules[path]["survived"] = counts["survived"]
+        for name in ("killed", "timeout"):
+            modules[path][name] += counts[name]
+    total = {name: sum(m[name] for m in modules.values()) for name in ("mutants", *OUTCOMES)}
+    return {
+        "tried": earlier["tried"],
+        **total,
+        "noticed": round((total["killed"] + total["timeout"]) / earlier["tried"], 4),
+        "first_commit": earlier["commit"],
+        "modules": modules,
+        "survivors": again["survivors"],
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=1e6, help="stop then; the order is random")
     parser.add_argument("--seed", type=int, default=1, help="of the order")
@@ -184,8 +221,13 @@ def main() -> None:
         "--files", nargs="*", default=[], help="only modules whose path contains one of these"
     )
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--again", type=Path, help="a result; try only its survivors")
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
     plan = tomllib.loads(PLAN.read_text(encoding="utf-8"))
     tests = {
         f"src/skylite/{path}": [test_path(name) for name in names]
@@ -193,6 +235,9 @@ def main() -> None:
         if not args.files or any(part in path for part in args.files)
     }
     every = [mutant for path in tests for mutant in mutants_of(ROOT, path)]
+    earlier = json.loads(args.again.read_text()) if args.again else {}
+    if args.again:
+        every = [mutant for mutant in every if description(mutant) in survivors_of(earlier)]
     mutants, started = random.Random(args.seed).sample(every, len(every)), time.monotonic()
     print(f"{len(every)} mutants", flush=True)
     with tempfile.TemporaryDirectory(prefix="skylite-mutants-") as name:
@@ -204,6 +249,8 @@ def main() -> None:
             for worker in workers:
                 worker.close()
     found = report(every, tester.results, plan.get("explained", []))
+    if args.again:
+        found = corrected(earlier, found)
     if args.out is not None:
         facts = {
             "cosmic-ray": version("cosmic-ray"),
