@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from skylite.trainer.anomaly import (
     consecutive_skips,
     metric_anomaly,
     parameter_anomaly,
+    reject_step,
     reward_collapse,
     rollout_anomaly,
     save_rejected_step,
@@ -189,6 +191,31 @@ def test_the_inputs_of_every_bad_step_are_saved(tmp_path: Path) -> None:
             "loss/policy is nan",
             {"loss/policy": "nan", "optim/lr": 1.0},
         )
+
+
+@pytest.mark.parametrize(
+    ("action", "skips", "stops"),
+    [("stop", [], True), ("skip", [], False), ("skip", [3], False), ("skip", [2, 3], True)],
+)
+def test_a_bad_step_is_skipped_or_ends_the_run_with_a_checkpoint(
+    tmp_path: Path, dist: Dist, action: str, skips: list[int], stops: bool
+) -> None:
+    run, saved = RunDir(tmp_path), []
+    run.rollouts.mkdir()
+    run.trainer_steps.mkdir()
+    write_samples(run.rollout_path(4), random_samples(0))
+    for number in range(1, 4):
+        run.trainer_step_path(number).write_text(json.dumps({"skipped": "why"} if number in skips else {}))
+    config = load_config(None, {"anomaly.action": action, "anomaly.max_skips": 2})
+    metrics = {"policy/entropy": 0.5, "loss/policy": float("nan")}
+    end = pytest.raises(TrainingDiverged, match=r"Step 4 went bad: bad.*The update was not applied")
+    with end if stops else nullcontext():
+        kept = reject_step(run, config, dist, 4, "bad", metrics, lambda: saved.append(True))
+        assert kept == {
+            "policy/entropy": 0.5, "mismatch/logprob_diff_mean": pytest.approx(float("nan"), nan_ok=True)
+        }  # fmt: skip
+    assert saved == ([True] if stops else [])
+    assert (run.rejected_steps / "step-000004" / "reason.json").exists()
 
 
 def test_a_kl_limit_without_a_measured_kl_is_refused() -> None:

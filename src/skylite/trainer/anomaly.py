@@ -1,4 +1,4 @@
-"""Anomalies: find bad numbers in a step, roll its updates back, and save its inputs."""
+"""Anomalies: find bad numbers in a step, roll its updates back, save its inputs, and skip it or stop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from skylite.config.train import AnomalyConfig
+from skylite.config.train import AnomalyConfig, TrainConfig
 from skylite.errors import TrainingDiverged
 from skylite.model.distributed import Dist
 from skylite.run.files import atomic_folder, write_json
@@ -170,6 +170,37 @@ def parameter_anomaly(optimizers: Sequence[FlatAdamW]) -> str:
         if bad := [n for n, p in optimizer.params.items() if not bool(torch.isfinite(p).all())]:
             return f"the update left {len(bad)} of the {optimizer.name}'s matrices not finite, first {bad[0]}"
     return ""
+
+
+def reject_step(
+    run: RunDir,
+    config: TrainConfig,
+    dist: Dist,
+    step: int,
+    anomaly: str,
+    metrics: Mapping[str, float],
+    checkpoint: Callable[[], object],
+) -> dict[str, float]:
+    """Save the inputs of a bad step. Then skip the step, or save a `checkpoint` and raise TrainingDiverged.
+
+    `anomaly.action` decides. Returns the metrics that a skipped step still has.
+    """
+    if dist.is_main:
+        save_rejected_step(run, step, anomaly, metrics, config.anomaly)
+    skipped = consecutive_skips(run, step)
+    if config.anomaly.action == "stop" or skipped >= config.anomaly.max_skips:
+        checkpoint()
+        # Wait until rank 0 has written: the first rank that fails ends all others.
+        dist.all_reduce_sum_(torch.zeros(1, device=dist.device))
+        before = f", and the {skipped} steps before it were skipped" if skipped else ""
+        raise TrainingDiverged(
+            f"Step {step} went bad: {anomaly}{before}. The update was not applied; "
+            f"the rollouts and the reason are in {run.rejected_steps}.",
+            "Correct the reward if it returned no number. Resume with --set anomaly.action=skip to skip "
+            "such steps, or start a new run from the last adapter (--from-adapter) with a lower optim.lr "
+            f"(now {config.optim.lr:g}).",
+        )
+    return {name: metrics.get(name, math.nan) for name in ("policy/entropy", "mismatch/logprob_diff_mean")}
 
 
 def save_rejected_step(

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +21,11 @@ from skylite.run.checkpoint_folder import checkpoint_steps
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir, adapter_name
 from skylite.trainer.anomaly import (
-    consecutive_skips,
     metric_anomaly,
     parameter_anomaly,
+    reject_step,
     reward_collapse,
     rollout_anomaly,
-    save_rejected_step,
     train_or_roll_back,
 )
 from skylite.trainer.canary import (
@@ -111,7 +111,8 @@ def train(run: RunDir, run_config: RunConfig, dist: Dist, resume: bool) -> None:
             "time/train_s": result.span[1] - result.span[0],
         }
         if result.anomaly:
-            metrics |= handle_anomaly(trainer, step, result.anomaly, metrics)
+            save = partial(checkpoint_step, trainer, step - 1)
+            metrics |= reject_step(run, trainer.config, dist, step, result.anomaly, metrics, save)
             metrics |= publish_version(trainer, step)
         done = step
         if step % checkpoint.every == 0 or step == trainer.config.num_steps:
@@ -227,30 +228,6 @@ def try_step(trainer: Trainer, groups: list[Group], step: int) -> StepResult:
         trainer.optimizers, trainer.dist, compute, find_anomaly, lambda: publish_version(trainer, step)
     )
     return StepResult(metrics, anomaly, (started, ended))
-
-
-def handle_anomaly(trainer: Trainer, step: int, anomaly: str, metrics: dict[str, float]) -> dict[str, float]:
-    """Save the inputs of a rejected step, then skip the step or raise, as `anomaly.action` says.
-
-    Returns the metrics that a skipped step still has.
-    """
-    run, config, dist = trainer.run, trainer.config.anomaly, trainer.dist
-    if dist.is_main:
-        save_rejected_step(run, step, anomaly, metrics, config)
-    skipped = consecutive_skips(run, step)
-    if config.action == "stop" or skipped >= config.max_skips:
-        checkpoint_step(trainer, step - 1)
-        # Wait until rank 0 has written: the first rank that fails ends all others.
-        dist.all_reduce_sum_(torch.zeros(1, device=dist.device))
-        before = f", and the {skipped} steps before it were skipped" if skipped else ""
-        raise TrainingDiverged(
-            f"Step {step} went bad: {anomaly}{before}. The update was not applied; "
-            f"the rollouts and the reason are in {run.rejected_steps}.",
-            "Correct the reward if it returned no number. Resume with --set anomaly.action=skip to skip "
-            "such steps, or start a new run from the last adapter (--from-adapter) with a lower optim.lr "
-            f"(now {trainer.config.optim.lr:g}).",
-        )
-    return {name: metrics.get(name, math.nan) for name in ("policy/entropy", "mismatch/logprob_diff_mean")}
 
 
 def publish_version(trainer: Trainer, version: int) -> dict[str, float]:
