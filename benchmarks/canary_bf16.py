@@ -31,8 +31,8 @@ from skylite.config.loading import read_run_config
 from skylite.config.train import RunConfig
 from skylite.data.prompts import read_prompts
 from skylite.data.tokenizer import load_tokenizer
-from skylite.engine.adapter_canary import MAX_TOKENS, NUM_SEQUENCES
-from skylite.engine.bf16_canary import PairedReading, Scores, check_paired, read_paired
+from skylite.engine.canary import MAX_TOKENS, NUM_SEQUENCES
+from skylite.engine.canary_bf16 import PairedReading, Scores, check_paired, read_paired
 from skylite.errors import SyncFailed
 from skylite.model.fast_paths import enable_fast_paths
 from skylite.model.load_adapter import load_adapter_file
@@ -168,7 +168,7 @@ def prompt_logprobs(http: Any, model: str, sequences: list[list[int]]) -> list[l
 
 
 def rates(raw: dict[str, Any], wrong: list[int], draws: int) -> dict[str, Any]:
-    """The shares of drawn canaries that engine/bf16_canary.py refuses, and readings of right adapters."""
+    """The shares of drawn canaries that engine/canary_bf16.py refuses, and readings of right adapters."""
     random = np.random.default_rng(0)
     size = NUM_SEQUENCES["bfloat16"]
     chosen: list[list[int]] = random.integers(len(raw["trainer"][BASE]), size=(draws, size)).tolist()

@@ -33,8 +33,8 @@ from skylite.config.train import TrainConfig
 from skylite.environments.parse_reply import tool_format
 from skylite.environments.recorder import Recorder
 from skylite.environments.renderer import Renderer
+from skylite.environments.running_environment import running_renderer
 from skylite.environments.scripted_engine import ScriptedEngine
-from skylite.environments.start import running_renderer
 from skylite.environments.trajectory_log import TrajectoryLog
 from skylite.run.files import write_json
 

@@ -30,7 +30,7 @@ from skylite.adapters.target_modules import predict_target_modules
 from skylite.config.train import TrainConfig
 from skylite.engine.client import VllmClient
 from skylite.engine.server_command import engine_command, engine_env
-from skylite.engine.startup import engine_spec
+from skylite.engine.start_engines import engine_spec
 from skylite.orchestrator.plan import plan_run
 from skylite.processes.child import ProcessSpec, kill, start
 from skylite.run.events import read_events

@@ -125,9 +125,9 @@ def torch_product() -> Replacements:
 
 def engines_after_the_trainer() -> Replacements:
     """vLLM starts when the adapter's manifest names its modules."""
-    from skylite.engine import startup
+    from skylite.engine import start_engines
 
-    start_now, known = startup.start_engines, list[Any]()
+    start_now, known = start_engines.start_engines, list[Any]()
 
     @asynccontextmanager
     async def remember(*args: Any) -> Any:
@@ -138,7 +138,7 @@ def engines_after_the_trainer() -> Replacements:
     async def start(*_: Any, wanted: list[str], **__: Any) -> Any:
         run_config, logs, _modules, supervisor, restarts = known
         opened = start_now(run_config, logs, wanted, supervisor, restarts)
-        async with opened as watchdogs, startup.engines_kept_alive(watchdogs, supervisor) as ready:
+        async with opened as watchdogs, start_engines.engines_kept_alive(watchdogs, supervisor) as ready:
             yield ready
 
     session = "skylite.orchestrator.run_session"

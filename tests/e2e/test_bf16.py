@@ -7,7 +7,7 @@ import math
 import pytest
 
 from skylite.adapters.manifest import read_manifest
-from skylite.engine.adapter_canary import NUM_SEQUENCES
+from skylite.engine.canary import NUM_SEQUENCES
 from tests.e2e.project import Project
 from tests.e2e.running import DEADLINE_S
 

@@ -14,11 +14,11 @@ import psutil
 import pytest
 
 from skylite.config.train import EngineConfig
-from skylite.engine.adapter_canary import verify_folder
+from skylite.engine.canary import verify_folder
 from skylite.engine.client import Sampling
 from skylite.engine.engine_pool import EnginePool
 from skylite.engine.retrying_client import Engine
-from skylite.engine.startup import serving_engines
+from skylite.engine.start_engines import serving_engines
 from skylite.engine.watchdog import RestartPolicy
 from skylite.errors import ChildDied, RunFailed
 from skylite.processes.supervisor import Supervisor

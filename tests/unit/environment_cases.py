@@ -15,8 +15,8 @@ from typing import Any
 
 from skylite.engine.client import Sampling
 from skylite.environments.renderer import Renderer, make_sandbox
+from skylite.environments.running_environment import running_environment
 from skylite.environments.sample_episodes import Environment, Source
-from skylite.environments.start import running_environment
 from skylite.processes.supervisor import Supervisor
 from skylite.types import Group, Prompt, Sample
 from tests.small_run import settings

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from skylite.engine import bf16_canary
-from skylite.engine.adapter_canary import (
+from skylite.engine import canary_bf16
+from skylite.engine.canary import (
     DEFAULT_TOLERANCE,
     canary_sequences,
     check_reading,
@@ -116,9 +116,9 @@ def test_a_text_of_one_token_is_no_canary() -> None:
 
 def test_the_limits_that_the_error_rates_were_measured_with() -> None:
     assert DEFAULT_TOLERANCE == {"float32": 0.002, "bfloat16": None}
-    assert (bf16_canary.CLIP, bf16_canary.MAX_STANDARD_ERRORS, bf16_canary.SLACK) == (3.0, 4.0, 0.05)
-    assert (bf16_canary.ROUNDED_AWAY, bf16_canary.MOST_ROUNDED_AWAY, bf16_canary.MOVED) == (0.075, 0.3, 0.02)
-    assert (bf16_canary.MAX_GAP_RATIO, bf16_canary.MAX_ROUNDING) == (1.4, 1.0)
+    assert (canary_bf16.CLIP, canary_bf16.MAX_STANDARD_ERRORS, canary_bf16.SLACK) == (3.0, 4.0, 0.05)
+    assert (canary_bf16.ROUNDED_AWAY, canary_bf16.MOST_ROUNDED_AWAY, canary_bf16.MOVED) == (0.075, 0.3, 0.02)
+    assert (canary_bf16.MAX_GAP_RATIO, canary_bf16.MAX_ROUNDING) == (1.4, 1.0)
 
 
 def test_an_untrained_adapter_equals_the_base_and_passes() -> None:

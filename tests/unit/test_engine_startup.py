@@ -9,7 +9,7 @@ import pytest
 
 from skylite.config.train import Resolved, TrainConfig
 from skylite.engine.client import VllmClient
-from skylite.engine.startup import engines_for_modules, start_engines
+from skylite.engine.start_engines import engines_for_modules, start_engines
 from skylite.engine.watchdog import RestartPolicy
 from skylite.orchestrator.plan import RunPlan
 from skylite.processes.supervisor import Supervisor

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.engine.server_command import engine_command
-from skylite.engine.startup import engine_spec
+from skylite.engine.start_engines import engine_spec
 from skylite.errors import ConfigError
 from skylite.model.chunked_logprobs import HEAD_CHUNK_ELEMENTS
 from skylite.orchestrator.gpu_plan import place

@@ -12,7 +12,7 @@ SOURCE = ROOT / "src" / "skylite"
 PLAN = tomllib.loads((ROOT / "benchmarks" / "mutants.toml").read_text())
 FOLDERS = ("algorithms", "adapters", "run")
 FILES = (
-    "engine/adapter_canary.py", "engine/bf16_canary.py", "engine/canary_reading.py", "engine/client.py",
+    "engine/canary.py", "engine/canary_bf16.py", "engine/canary_reading.py", "engine/client.py",
     "engine/retrying_client.py", "engine/collect_groups.py", "trainer/anomaly.py",
 )  # fmt: skip
 

@@ -8,7 +8,7 @@ import pytest
 
 from skylite.config.train import TrainConfig
 from skylite.engine.server_command import engine_command
-from skylite.engine.startup import engine_spec
+from skylite.engine.start_engines import engine_spec
 from skylite.errors import ConfigError
 from skylite.hub.shared_memory import model_in_shared_memory
 from skylite.model.policy import load_policy

@@ -22,7 +22,7 @@ from skylite.data.prompts import first_messages, read_prompts
 from skylite.engine.chat_client import Chat, load_adapter, served_models
 from skylite.engine.server_command import BASE_NAME, engine_command, engine_env, template_flags
 from skylite.engine.single_engine import single_engine_spec
-from skylite.engine.start_stages import engine_starting
+from skylite.engine.startup_progress import engine_starting
 from skylite.errors import ConfigError, DataError, RunFailed
 from skylite.foreign_text import parse_json, plain, plain_lines
 from skylite.hub.resolve import resolve_model

@@ -21,9 +21,9 @@ from skylite.engine.retrying_client import Engine
 from skylite.engine.server_command import BASE_NAME
 from skylite.engine.single_engine import run_on_engine, single_engine_spec
 from skylite.environments.renderer import Renderer
+from skylite.environments.running_environment import running_environment, running_renderer
 from skylite.environments.sample_episodes import Environment, Source
 from skylite.environments.scripted_engine import ScriptedEngine
-from skylite.environments.start import running_environment, running_renderer
 from skylite.environments.trajectory_log import Sampler
 from skylite.foreign_text import plain_lines
 from skylite.hub.resolve import resolve_model

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from skylite.commands.own_data import OwnFlags, RewardChoice, own_data_examples
+from skylite.commands.user_data import OwnFlags, RewardChoice, own_data_examples
 from skylite.config.loading import read_parameters
 from skylite.data.examples import SPLITS, ExampleSet, check_examples, check_ids, check_or_drop
-from skylite.data.own_tables import is_own_data
 from skylite.data.prompt_folder import replace_folder
 from skylite.data.prompts import PromptFileInfo
+from skylite.data.user_tables import is_own_data
 from skylite.errors import ConfigError, DataError
 from skylite.long_work import long_work
 from skylite.rewards import load_reward, without_extraction

@@ -23,8 +23,8 @@ from typing import Any
 from skylite.config.bundled import bundled_names, find_file
 from skylite.data.examples import SPLITS, Example, ExampleSet, sample_rows
 from skylite.data.hub import HubError
-from skylite.data.own_tables import filter_rows
 from skylite.data.sources import Row, Table
+from skylite.data.user_tables import filter_rows
 from skylite.errors import ConfigError, DataError, SkyliteError
 from skylite.plugin_file import UserCodeFailed, import_file, user_code
 from skylite.types import Message, Prompt

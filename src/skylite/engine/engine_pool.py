@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from skylite.adapters.manifest import read_manifest
-from skylite.engine.adapter_canary import verify
+from skylite.engine.canary import verify
 from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.retrying_client import Engine
 from skylite.errors import ModelError, SyncFailed
@@ -32,7 +32,7 @@ class EnginePool:
 
     engines: Sequence[Engine]
     tolerance: float | None
-    """Of the canary; None: the rule of bf16_canary.py."""
+    """Of the canary; None: the rule of canary_bf16.py."""
     loaded: list[AdapterVersion] = field(default_factory=list)
     """Oldest first. The last but one stays loaded while requests use it."""
 

@@ -16,7 +16,7 @@ from skylite.engine.client import VllmClient
 from skylite.engine.retrying_client import Engine
 from skylite.engine.served_models import check_build, check_lora, check_torchvision
 from skylite.engine.server_command import EngineSpec, choose_cpu_lora
-from skylite.engine.startup import serving_engines
+from skylite.engine.start_engines import serving_engines
 from skylite.engine.watchdog import RestartPolicy
 from skylite.processes.gpus import visible_gpus
 from skylite.processes.hardware import choose_device, choose_dtype

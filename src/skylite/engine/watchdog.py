@@ -16,7 +16,7 @@ from skylite.config.train import EngineConfig
 from skylite.engine.client import VllmClient
 from skylite.engine.retrying_client import Engine
 from skylite.engine.server_command import EngineSpec, engine_command, engine_env
-from skylite.engine.start_stages import engine_starting
+from skylite.engine.startup_progress import engine_starting
 from skylite.errors import ChildDied, RunFailed
 from skylite.processes.child import Child, ProcessSpec, child_died, log_tail, poll
 from skylite.processes.supervisor import POLL_S, Supervisor

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skylite.adapters.manifest import Canary
-from skylite.engine.adapter_canary import compare_logprobs
+from skylite.engine.canary import compare_logprobs
 from skylite.errors import RunFailed
 
 TOLERANCE = 0.002  # as for the engines of a run in float32

@@ -10,7 +10,7 @@ from skylite.data.tokenizer import encode_in_thread
 from skylite.environments.sample_episodes import Source
 from skylite.evaluation.episodes import evaluate_episodes
 from skylite.evaluation.evaluate import EvalResult, evaluate, write_results
-from skylite.orchestrator.run_resources import Session
+from skylite.orchestrator.session import Session
 from skylite.run.run_dir import adapter_name
 
 

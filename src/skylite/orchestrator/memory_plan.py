@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skylite.config.train import CpuLora, TrainConfig
-from skylite.engine.startup import MAX_LORAS
+from skylite.engine.start_engines import MAX_LORAS
 from skylite.errors import ConfigError
 from skylite.orchestrator.gpu_plan import Placement
 from skylite.orchestrator.predicted_memory import (

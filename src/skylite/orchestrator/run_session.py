@@ -14,9 +14,9 @@ from pathlib import Path
 from skylite.adapters.manifest import read_manifest
 from skylite.adapters.target_modules import predict_target_modules
 from skylite.config.train import Resolved
-from skylite.engine.adapter_canary import DEFAULT_TOLERANCE, verify_folder
+from skylite.engine.canary import DEFAULT_TOLERANCE, verify_folder
 from skylite.engine.engine_pool import EnginePool
-from skylite.engine.startup import engines_for_modules, start_engines
+from skylite.engine.start_engines import engines_for_modules, start_engines
 from skylite.engine.watchdog import RestartPolicy
 from skylite.errors import OutOfMemory, SkyliteError, TrainerLost, WriteFailed, write_failed
 from skylite.hub.shared_memory import model_in_shared_memory
@@ -26,7 +26,7 @@ from skylite.orchestrator.plan import RunPlan, write_config
 from skylite.orchestrator.progress import Progress
 from skylite.orchestrator.resume import plan_resume, remove_after
 from skylite.orchestrator.run_loggers import loggers_running
-from skylite.orchestrator.run_resources import Session, start_environment, start_scorer, start_tokenizer
+from skylite.orchestrator.session import Session, start_environment, start_scorer, start_tokenizer
 from skylite.orchestrator.shutdown import (
     TRAINER_SHARE,
     StopRequest,

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from skylite.data.chat_template import run_template
 from skylite.data.tokenizer import ChatTokenizer, load_tokenizer
-from skylite.engine.adapter_canary import canary_sequences
+from skylite.engine.canary import canary_sequences
 from skylite.engine.collect_groups import Scorer
 from skylite.engine.engine_pool import EnginePool
+from skylite.environments.running_environment import running_environment, running_renderer
 from skylite.environments.sample_episodes import Environment
-from skylite.environments.start import running_environment, running_renderer
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.progress import Progress
 from skylite.orchestrator.shutdown import TimeLimit

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from skylite.adapters.manifest import Canary, read_manifest
-from skylite.engine.bf16_canary import PairedReading, Scores, check_paired, read_paired
+from skylite.engine.canary_bf16 import PairedReading, Scores, check_paired, read_paired
 from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.engine_pool import EnginePool
 from skylite.errors import SyncFailed

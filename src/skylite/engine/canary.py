@@ -9,7 +9,7 @@ from typing import Protocol
 
 from skylite.adapters.manifest import Canary, read_manifest
 from skylite.data.tokenizer import ChatTokenizer
-from skylite.engine.bf16_canary import Scores, check_paired, read_paired
+from skylite.engine.canary_bf16 import Scores, check_paired, read_paired
 from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.server_command import BASE_NAME
 from skylite.errors import SyncFailed
@@ -17,7 +17,7 @@ from skylite.run.run_dir import AdapterVersion
 from skylite.types import Prompt
 
 DEFAULT_TOLERANCE = {"float32": 0.002, "bfloat16": None}
-"""Largest |trainer - engine| logprob of a canary token in nats; None: the rule of bf16_canary.py."""
+"""Largest |trainer - engine| logprob of a canary token in nats; None: the rule of canary_bf16.py."""
 NUM_SEQUENCES = {"float32": 2, "bfloat16": 24}
 """Rounding hides a bfloat16 adapter's first moves in few tokens."""
 MAX_TOKENS = 24
@@ -87,7 +87,7 @@ async def verify(
     """Verify that the engine samples from what the trainer published. Raises SyncFailed.
 
     Args:
-        tolerance: None for the rule of bf16_canary.py.
+        tolerance: None for the rule of canary_bf16.py.
         before: an older version that the engine serves too.
     """
     if tolerance is None:

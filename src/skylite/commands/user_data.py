@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from skylite.config.rollout import RewardParameters
 from skylite.data.examples import ExampleSet
-from skylite.data.own_tables import OwnSource
+from skylite.data.user_tables import OwnSource
 from skylite.errors import ConfigError
 from skylite.plugin_file import resolve_spec
 from skylite.rewards import NEEDS_ANSWER, load_reward
@@ -59,7 +59,7 @@ def own_data_examples(
     seed: int,
 ) -> ExampleSet:
     """Read the data and make prompts. Raises DataError and ConfigError."""
-    from skylite.data.user_file import OwnData, user_file_examples
+    from skylite.data.user_examples import OwnData, user_file_examples
 
     reward = _checked_reward(target, flags, chosen)
     source = OwnSource(
