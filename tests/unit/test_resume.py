@@ -63,6 +63,11 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(run: RunDir) -> None:
     assert "step-000020 is damaged" in logged[0]
 
 
+def test_the_memory_is_planned_again_and_printed(run: RunDir) -> None:
+    _, logged = plan(run)
+    assert any(line.startswith("memory: about") for line in logged), logged
+
+
 def test_a_finished_run_cannot_resume_without_more_steps(run: RunDir) -> None:
     write_status(run.status_path, Status(phase="done", step=20, num_steps=20, adapter_version=20))
     with pytest.raises(ConfigError, match="at step 20 of 20 already"):

@@ -67,6 +67,7 @@ def plan_resume(
     memory = plan_memory(
         config, Path(resolved.model_path), resolved.device, resolved.dtype, resolved.cpu_lora, placement
     )
+    log_notes(memory.notes)
     logger.info(
         f"resuming {run.root} after step {done} of {config.num_steps}" + ("" if done else ", from its start")
     )
