@@ -20,7 +20,7 @@ from skylite.model.distributed import Dist
 from skylite.model.fast_paths import enable_fast_paths
 from skylite.model.packing import Packing
 from skylite.model.policy import Policy, load_policy
-from skylite.trainer.batching import Batch
+from skylite.trainer.batching import Batch, Part
 from skylite.trainer.micro_batches import MicroBatch, _micro_batch
 from skylite.trainer.precompute_logprobs import Precomputed, Targets
 from tests.fake_gpu.mode import GPU
@@ -91,7 +91,8 @@ def fake_policy(
 def micro_batch(batch: Batch, numbers: Sequence[int], policy: Policy, config: TrainConfig) -> MicroBatch:
     """The micro-batch of these trajectories, as `pack` makes it."""
     size = BatchSize(1000, len(numbers), config.rollout.max_completion_tokens)
-    return _micro_batch(batch, list(numbers), size, policy, config.algorithm)
+    parts = [Part(n, 0, len(batch.trajectory(n).samples)) for n in numbers]
+    return _micro_batch(batch, parts, size, policy, config.algorithm)
 
 
 def targets_of(micro: MicroBatch, known: Precomputed) -> Targets:

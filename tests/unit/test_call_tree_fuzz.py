@@ -12,13 +12,16 @@ import pytest
 import torch
 
 from skylite.model.distributed import Dist
+from skylite.model.packing import Packing
+from skylite.trainer.batching import arrange
+from skylite.trainer.micro_batches import pack
 from tests.cases import gradients_after_step, plain_model, policy_of, reference_gradient, relative_difference
-from tests.rows import Row, random_call_trees
+from tests.rows import Row, groups_of, random_call_trees
 from tests.small_run import lone_rank, settings
 
 SEEDS = range(6)
 BUDGETS = (4096, 60, 25, 16)
-"""Tokens of a micro-batch: all in one, some cuts, and each trajectory alone."""
+"""Tokens of a micro-batch: all in one, some cuts, and cuts between the calls of a trajectory."""
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +58,38 @@ def test_a_random_tree_has_the_gradient_of_padded_rows_for_any_cut(
         got, metrics = gradients_after_step(policy, cut, dist, rows)
         assert relative_difference(got, expected) < 1e-5, budget
         assert metrics["tokens/unique"] <= metrics["tokens/total"]
+
+
+CUTTABLE = (
+    {"algorithm": {"policy_loss": "clip_cov", "updates_per_step": 2}},
+    {"algorithm": {"kl_coef": 0.1, "kl_in": "reward"}},
+    {"algorithm": {"aggregation": "seq-mean-token-mean", "entropy_coef": 0.01, "top_entropy_quantile": 0.5}},
+)
+JOINED = (
+    {"algorithm": {"policy_loss": "gspo"}},
+    {"importance": {"level": "sequence"}},
+    {"importance": {"reject_kl": 50.0}},
+    {"algorithm": {"name": "reinforce++", "kl_coef": 0.1}},
+)
+
+
+@pytest.mark.parametrize("packing", ["tree", "padded"])
+@pytest.mark.parametrize(("sections", "cut"), [*((s, True) for s in CUTTABLE), *((s, False) for s in JOINED)])
+def test_a_cut_inside_a_trajectory_changes_no_gradient(
+    sections: dict[str, Any], cut: bool, packing: Packing, tiny_llama: Path, dist: Dist
+) -> None:
+    """Trajectories whose tokens depend on each other are not cut."""
+    rows = random_call_trees(3)
+    gradients, cuts = [], []
+    for budget in (4096, 16):
+        config = settings(**sections, trainer={"tokens_per_micro_batch": budget})
+        policy = policy_of(tiny_llama, config, dist, packing)
+        updates = pack(arrange(groups_of(rows), config.algorithm), policy, config, dist)
+        numbers = [n for update in updates for micro in update.micro_batches for n in micro.numbers]
+        cuts.append(len(numbers) > len(set(numbers)))
+        gradients.append(gradients_after_step(policy, config, dist, rows)[0])
+    assert cuts == [False, cut]
+    assert relative_difference(gradients[1], gradients[0]) < 1e-5
 
 
 def test_padded_rows_of_a_random_tree_have_the_same_gradient(tiny_llama: Path, dist: Dist) -> None:

@@ -14,8 +14,8 @@ from skylite.model.flex_attention import flex_tree_attention
 from skylite.model.packing import pack_tokens
 from skylite.model.prefix_tree import Tree, build_tree
 from skylite.model.tree_attention import ScoreSettings, TreeLayout, tree_attention, tree_layout
-from skylite.trainer.batching import arrange, plan_micro_batches
-from tests.rows import groups_of, random_samples
+from skylite.trainer.batching import Part, arrange, plan_micro_batches
+from tests.rows import groups_of, random_call_trees, random_samples
 
 
 def layout_of(tree: Tree) -> TreeLayout:
@@ -162,9 +162,13 @@ def batch_of(seed, num_groups):
     return arrange(groups_of(random_samples(seed, num_groups)), AlgorithmConfig())
 
 
-def size(batch, numbers, packing):
+def size(batch, parts, packing):
     """Number of tokens that a micro-batch computes."""
-    samples = [(n // batch.group_size, s) for n in numbers for s in batch.trajectory(n).samples]
+    samples = [
+        (p.number // batch.group_size, s)
+        for p in parts
+        for s in batch.trajectory(p.number).samples[p.first : p.last]
+    ]
     prompts, completions = (
         [s.prompt_token_ids for _, s in samples],
         [s.completion_token_ids for _, s in samples],
@@ -179,18 +183,39 @@ def test_each_trajectory_is_trained_once_in_budget_and_ranks_run_equally_many_pa
     dp_size, budget, packing
 ):
     batch = batch_of(0, num_groups=5)
-    plan = plan_micro_batches(batch, range(20), budget, dp_size, packing)
+    plan = plan_micro_batches(batch, range(20), budget, dp_size, packing, may_cut=False)
     assert len({len(rank) for rank in plan}) == 1
-    assert sorted(n for rank in plan for micro in rank for n in micro) == list(range(20))
-    assert plan == plan_micro_batches(batch, range(20), budget, dp_size, packing)
+    assert sorted(p for rank in plan for micro in rank for p in micro) == [Part(n, 0, 1) for n in range(20)]
+    assert plan == plan_micro_batches(batch, range(20), budget, dp_size, packing, may_cut=True), (
+        "one call each"
+    )
     for micro in (m for rank in plan for m in rank if len(m) > 1):
         assert size(batch, micro, packing) <= budget
 
 
 @pytest.mark.parametrize("packing", ["tree", "padded"])
+@pytest.mark.parametrize("dp_size", [1, 2])
+@pytest.mark.parametrize("budget", [16, 40, 90])
+def test_a_trajectory_over_the_budget_is_cut_between_its_calls(dp_size, budget, packing):
+    batch = arrange(groups_of(random_call_trees(3)), AlgorithmConfig())
+    trajectories = batch.trajectories
+    plan = plan_micro_batches(batch, range(len(trajectories)), budget, dp_size, packing, may_cut=True)
+    parts = sorted(p for rank in plan for micro in rank for p in micro)
+    calls = [(p.number, call) for p in parts for call in range(p.first, p.last)]
+    assert calls == [(n, call) for n, t in enumerate(trajectories) for call in range(len(t.samples))]
+    assert len(parts) > len(trajectories) or budget > 16, "some are cut"
+    for part in parts:
+        samples = trajectories[part.number].samples
+        longest = max(len(s.prompt_token_ids + s.completion_token_ids) for s in samples)
+        assert size(batch, [part], packing) <= max(budget, longest)
+        if (part.first, part.last) != (0, len(samples)):
+            assert size(batch, [Part(part.number, 0, len(samples))], packing) > budget - len(samples)
+
+
+@pytest.mark.parametrize("packing", ["tree", "padded"])
 def test_ranks_get_similar_work_and_the_largest_micro_batch_is_first(packing):
     batch = batch_of(1, num_groups=8)
-    plan = plan_micro_batches(batch, range(32), 80 if packing == "tree" else 120, 2, packing)
+    plan = plan_micro_batches(batch, range(32), 80 if packing == "tree" else 120, 2, packing, may_cut=False)
     sizes = [[size(batch, m, packing) for m in rank] for rank in plan]
     assert all(max(rank) - rank[0] <= 12 for rank in sizes)
     assert abs(sum(sizes[0]) - sum(sizes[1])) <= 0.25 * sum(sizes[0])
@@ -198,8 +223,8 @@ def test_ranks_get_similar_work_and_the_largest_micro_batch_is_first(packing):
 
 def test_padded_rows_need_few_passes_and_little_padding():
     batch = batch_of(2, num_groups=8)
-    plan = plan_micro_batches(batch, range(32), 200, 2, "padded")
-    tokens = sum(size(batch, [n], "padded") for n in range(32))
+    plan = plan_micro_batches(batch, range(32), 200, 2, "padded", may_cut=False)
+    tokens = sum(size(batch, [Part(n, 0, 1)], "padded") for n in range(32))
     assert sum(len(rank) for rank in plan) <= 2 * -(-tokens // (2 * 160))
     assert sum(size(batch, m, "padded") for rank in plan for m in rank if m) <= 1.15 * tokens
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -16,10 +17,22 @@ from skylite.errors import DataError
 from skylite.model.packing import Packing
 from skylite.model.prefix_tree import IntArray, shared_length
 from skylite.trainer.user_functions import group_advantage
-from skylite.types import Group, Trajectory
+from skylite.types import Group, Sample, Trajectory
 
-Numbered = tuple[int, Trajectory]
-"""A trajectory's number in the step, and itself."""
+NOTHING: IntArray = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Part:
+    """The calls `first` to `last - 1` of the trajectory `number`: all of them, unless it was cut."""
+
+    number: int
+    first: int
+    last: int
+
+
+Item = tuple[Part, tuple[Sample, ...]]
+"""A part, and its calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,26 +88,52 @@ def arrange(groups: Sequence[Group], config: AlgorithmConfig) -> Batch:
 
 
 def plan_micro_batches(
-    batch: Batch, numbers: Sequence[int], budget: int, dp_size: int, packing: Packing
-) -> list[list[list[int]]]:
-    """Micro-batches of trajectory numbers, the largest first: [dp_size][M], with the same M for every rank.
+    batch: Batch, numbers: Sequence[int], budget: int, dp_size: int, packing: Packing, *, may_cut: bool
+) -> list[list[list[Part]]]:
+    """Micro-batches of trajectories, the largest first: [dp_size][M], with the same M for every rank.
 
-    A micro-batch computes at most `budget` tokens, padding included; some may be empty. A trajectory is never
-    split, and one over the budget gets its own micro-batch. In a tree, only a group over the budget is
-    split. The plan depends on the arguments only, so all ranks agree without communication.
+    A micro-batch computes at most `budget` tokens, padding included; some may be empty. In a tree, only a
+    group over the budget is split. With `may_cut`, a trajectory over the budget is cut between its calls. A
+    part that is still over it gets its own micro-batch. All ranks make the same plan without communication.
     """
     if not numbers:
         return [[] for _ in range(dp_size)]
+    items = [
+        (part, trajectory.samples[part.first : part.last])
+        for number in numbers
+        for trajectory in [batch.trajectory(number)]
+        for part in _parts(number, trajectory, budget if may_cut else None, packing)
+    ]
     make = _tree_bins if packing == "tree" else _row_bins
-    ordered = make(
-        [(number, batch.trajectory(number)) for number in numbers], batch.group_size, budget, dp_size
-    )
+    ordered = make(items, batch.group_size, budget, dp_size)
     return [ordered[rank::dp_size] for rank in range(dp_size)]
 
 
-def _tree_bins(items: Sequence[Numbered], group_size: int, budget: int, dp_size: int) -> list[list[int]]:
+def _parts(number: int, trajectory: Trajectory, budget: int | None, packing: Packing) -> list[Part]:
+    """The trajectory in as few parts as fit the budget, or the longest call if that is longer."""
+    calls = _calls(trajectory.samples)
+    if budget is None or len(calls) == 1:
+        return [Part(number, 0, len(calls))]
+    cost = _tree_cost if packing == "tree" else _row_cost
+    limit = max(budget, *(len(call) for call in calls))
+    starts = [0]
+    for last in range(1, len(calls)):
+        if cost(calls[starts[-1] : last + 1]) > limit:
+            starts.append(last)
+    return [Part(number, first, last) for first, last in pairwise([*starts, len(calls)])]
+
+
+def _tree_cost(calls: Sequence[list[int]]) -> int:
+    return _new_tokens([np.asarray(call, dtype=np.int64) for call in calls], before=NOTHING)
+
+
+def _row_cost(calls: Sequence[list[int]]) -> int:
+    return len(calls) * max(map(len, calls))
+
+
+def _tree_bins(items: Sequence[Item], group_size: int, budget: int, dp_size: int) -> list[list[Part]]:
     """Micro-batches of at most `budget` unique tokens, the largest first; a multiple of `dp_size` of them."""
-    prefix = _common_prefix([t.samples[0].prompt_token_ids for _, t in items])
+    prefix = _common_prefix([samples[0].prompt_token_ids for _, samples in items])
     units = sorted(_units(items, group_size, budget, prefix), key=lambda u: -u[0])
     num_bins = dp_size
     while True:
@@ -112,29 +151,27 @@ def _common_prefix(prompts: Sequence[list[int]]) -> int:
     return next(differing, min(len(low), len(high)))
 
 
-def _units(
-    items: Sequence[Numbered], group_size: int, budget: int, prefix: int
-) -> list[tuple[int, list[int]]]:
-    """(new tokens, trajectory numbers) that stay together: a group, or a part of a group over the budget.
+def _units(items: Sequence[Item], group_size: int, budget: int, prefix: int) -> list[tuple[int, list[Part]]]:
+    """(new tokens, parts) that stay together: a group, or a part of a group over the budget.
 
     New tokens are those that follow the common prefix.
     """
-    units: list[tuple[int, list[int]]] = []
-    previous, previous_group = np.empty(0, dtype=np.int64), None
-    for group, calls, number in sorted((number // group_size, _calls(t), number) for number, t in items):
+    units: list[tuple[int, list[Part]]] = []
+    previous, previous_group = NOTHING, None
+    for group, calls, part in sorted((p.number // group_size, _calls(samples), p) for p, samples in items):
         sequences = [np.asarray(call, dtype=np.int64) for call in calls]
         new = _new_tokens(sequences, before=previous)
         if group == previous_group and prefix + units[-1][0] + new <= budget:
-            units[-1] = (units[-1][0] + new, [*units[-1][1], number])
+            units[-1] = (units[-1][0] + new, [*units[-1][1], part])
         else:
-            units.append((_new_tokens(sequences, before=sequences[0][:prefix]), [number]))
+            units.append((_new_tokens(sequences, before=sequences[0][:prefix]), [part]))
         previous, previous_group = sequences[-1], group
     return units
 
 
-def _calls(trajectory: Trajectory) -> list[list[int]]:
+def _calls(samples: Sequence[Sample]) -> list[list[int]]:
     """The token sequence of each call."""
-    return [s.prompt_token_ids + s.completion_token_ids for s in trajectory.samples]
+    return [s.prompt_token_ids + s.completion_token_ids for s in samples]
 
 
 def _new_tokens(sequences: Sequence[IntArray], before: IntArray) -> int:
@@ -146,9 +183,9 @@ def _new_tokens(sequences: Sequence[IntArray], before: IntArray) -> int:
     return total
 
 
-def _fill(units: list[tuple[int, list[int]]], num_bins: int) -> list[tuple[int, list[list[int]]]]:
+def _fill(units: list[tuple[int, list[Part]]], num_bins: int) -> list[tuple[int, list[list[Part]]]]:
     """Longest-processing-time rule: each unit, from large to small, goes to the emptiest bin."""
-    bins: list[tuple[int, list[list[int]]]] = [(0, []) for _ in range(num_bins)]
+    bins: list[tuple[int, list[list[Part]]]] = [(0, []) for _ in range(num_bins)]
     for size, unit in units:
         index = min(range(num_bins), key=lambda i: bins[i][0])
         load, content = bins[index]
@@ -156,19 +193,19 @@ def _fill(units: list[tuple[int, list[int]]], num_bins: int) -> list[tuple[int, 
     return bins
 
 
-def _row_bins(items: Sequence[Numbered], group_size: int, budget: int, dp_size: int) -> list[list[int]]:
+def _row_bins(items: Sequence[Item], group_size: int, budget: int, dp_size: int) -> list[list[Part]]:
     """The same for padded rows. Neighbours by length share a micro-batch, which pads to its longest row."""
     ordered = sorted(items, key=lambda i: (-_row_length(i), i[0]))
     num_bins = -(-len(_cut(ordered, budget)) // dp_size) * dp_size
     limits = range(1, budget)
     smallest = bisect_left(limits, True, key=lambda limit: len(_cut(ordered, limit)) <= num_bins) + 1
     bins = sorted(_cut(ordered, smallest), key=lambda b: -_num_rows(b) * _row_length(b[0]))
-    return [[number for number, _ in content] for content in bins] + [[] for _ in range(num_bins - len(bins))]
+    return [[part for part, _ in content] for content in bins] + [[] for _ in range(num_bins - len(bins))]
 
 
-def _cut(ordered: Sequence[Numbered], budget: int) -> list[list[Numbered]]:
-    """Split trajectories, sorted from long to short, into runs of at most `budget` padded tokens."""
-    bins: list[list[Numbered]] = []
+def _cut(ordered: Sequence[Item], budget: int) -> list[list[Item]]:
+    """Split parts, sorted from long to short, into runs of at most `budget` padded tokens."""
+    bins: list[list[Item]] = []
     for item in ordered:
         if bins and _num_rows([*bins[-1], item]) * _row_length(bins[-1][0]) <= budget:
             bins[-1].append(item)
@@ -177,10 +214,10 @@ def _cut(ordered: Sequence[Numbered], budget: int) -> list[list[Numbered]]:
     return bins
 
 
-def _num_rows(items: Sequence[Numbered]) -> int:
-    return sum(len(t.samples) for _, t in items)
+def _num_rows(items: Sequence[Item]) -> int:
+    return sum(len(samples) for _, samples in items)
 
 
-def _row_length(item: Numbered) -> int:
-    """Tokens that the model reads of the trajectory's longest call: all but the last."""
-    return max(len(s.prompt_token_ids) + len(s.completion_token_ids) for s in item[1].samples) - 1
+def _row_length(item: Item) -> int:
+    """Tokens that the model reads of the part's longest call: all but the last."""
+    return max(len(s.prompt_token_ids) + len(s.completion_token_ids) for s in item[1]) - 1

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 from torch import Tensor
 
-from skylite.algorithms.losses import AGGREGATIONS, BatchSize
+from skylite.algorithms.losses import AGGREGATIONS, POLICY_LOSSES, SEQUENCE_RATIOS, BatchSize
 from skylite.config.algorithm import AlgorithmConfig
 from skylite.config.train import TrainConfig
 from skylite.model.distributed import Dist
 from skylite.model.packing import NO_TOKENS, PackedTokens, pack_tokens, upload
 from skylite.model.policy import Policy
-from skylite.trainer.batching import Batch, plan_micro_batches
+from skylite.trainer.batching import Batch, Part, plan_micro_batches
+from skylite.trainer.user_functions import group_advantage
 from skylite.types import Trajectory
 
 KEY_STRIDE = 1 << 24
@@ -23,10 +24,13 @@ KEY_STRIDE = 1 << 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """One forward and backward pass of this rank: S trajectories with C sampled tokens, call after call."""
+    """One forward and backward pass of this rank: S trajectories with C sampled tokens, call after call.
+
+    Of a trajectory that was cut (batching.py), it holds some of the calls.
+    """
 
     trajectories: list[Trajectory]
-    """[S]"""
+    """[S] with the calls that are computed here."""
     numbers: list[int]
     """[S] trajectory numbers in the step, see Batch."""
     tokens: PackedTokens
@@ -107,19 +111,33 @@ def _mini_batch(
 ) -> MiniBatch:
     budget = config.trainer.tokens_per_micro_batch
     assert budget != "auto", "trainer/memory.py replaces it before the first step"
-    plan = plan_micro_batches(batch, numbers, budget, dist.dp_size, policy.packing)
+    may_cut = not _joins_tokens(config)
+    plan = plan_micro_batches(batch, numbers, budget, dist.dp_size, policy.packing, may_cut=may_cut)
     micro_batches = [_micro_batch(batch, part, size, policy, config.algorithm) for part in plan[dist.dp_rank]]
     return MiniBatch(micro_batches, size, frozenset(numbers))
 
 
+def _joins_tokens(config: TrainConfig) -> bool:
+    """Whether a token's loss may depend on the model's outputs for other tokens of its trajectory."""
+    loss, importance = config.algorithm.policy_loss, config.importance
+    joined_loss = loss in SEQUENCE_RATIOS or loss not in POLICY_LOSSES  # the user's own may do anything
+    joined_weights = importance.level == "sequence" or importance.reject_kl is not None
+    along_the_tokens = group_advantage(config.algorithm.advantage) is None
+    return joined_loss or joined_weights or along_the_tokens
+
+
 def _micro_batch(
-    batch: Batch, numbers: list[int], size: BatchSize, policy: Policy, config: AlgorithmConfig
+    batch: Batch, parts: list[Part], size: BatchSize, policy: Policy, config: AlgorithmConfig
 ) -> MicroBatch:
-    trajectories, device = [batch.trajectory(n) for n in numbers], policy.device
+    numbers, device = [p.number for p in parts], policy.device
+    trajectories = [_calls_of(batch.trajectory(p.number), p) for p in parts]
     calls = [(index, s) for index, t in enumerate(trajectories) for s in t.samples]
     samples = [s for _, s in calls]
     lengths = np.array([t.num_tokens for t in trajectories], dtype=np.int64)
-    starts = np.array(numbers, dtype=np.int64) * KEY_STRIDE
+    before = [
+        sum(len(s.completion_token_ids) for s in batch.trajectory(p.number).samples[: p.first]) for p in parts
+    ]
+    starts = np.array(numbers, dtype=np.int64) * KEY_STRIDE + np.array(before, dtype=np.int64)
     weights = np.array([_token_weight(batch, n, size, config) for n in numbers], dtype=np.float32)
     rollout = np.array([x for s in samples for x in s.rollout_logprobs], dtype=np.float32)
     keys, token_weights, rollout_logprobs = upload(
@@ -146,6 +164,13 @@ def _micro_batch(
         token_weights=token_weights,
         rollout_logprobs=rollout_logprobs,
     )
+
+
+def _calls_of(trajectory: Trajectory, part: Part) -> Trajectory:
+    """The trajectory with the part's calls only. A cut one has no use for its rewards: see _joins_tokens."""
+    if part.last - part.first == len(trajectory.samples):
+        return trajectory
+    return replace(trajectory, samples=trajectory.samples[part.first : part.last], turn_rewards=())
 
 
 def _token_weight(batch: Batch, number: int, size: BatchSize, config: AlgorithmConfig) -> float:
