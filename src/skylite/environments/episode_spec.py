@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from skylite.data.verifiers_spec import check_verifiers
+from skylite.data.verifiers_spec import check_verifiers, parse_verifiers
 from skylite.environments.episodes import BUILT_IN
 from skylite.errors import ConfigError
 from skylite.plugin_file import (
@@ -37,6 +37,19 @@ def check_episode(spec: str) -> None:
             f"env.episode={spec} names no episode.",
             f"Use {', '.join(BUILT_IN)}, FILE.py:function with `async def function{EPISODE.arguments}`, "
             f"{COMMAND}PROGRAM ARGUMENTS, or {VERIFIERS}NAME.",
+        )
+
+
+def check_episode_data(spec: str, made_for: str, data: str) -> None:
+    """Raise ConfigError if an environment of verifiers gets data without its tasks.
+
+    `made_for`: the reward that `data` was prepared with.
+    """
+    if not is_verifiers(spec):
+        return
+    if not is_verifiers(made_for) or parse_verifiers(made_for).module != parse_verifiers(spec).module:
+        raise ConfigError(
+            f"{data} holds no tasks of {spec}.", f"Prepare them: skylite prepare {shlex.quote(spec)}."
         )
 
 
