@@ -11,11 +11,14 @@ import pytest
 
 from skylite.commands.prepare import prepare
 from skylite.config.environment import EnvConfig
+from skylite.data.prompts import PromptFileInfo
 from skylite.data.verifiers_spec import check_verifiers, parse_verifiers
+from skylite.environments.episode_spec import check_episode_data
 from skylite.environments.sample_episodes import read_reward
 from skylite.environments.verifiers_episode import VerifiersFailed, read_episode
 from skylite.errors import ConfigError
-from skylite.orchestrator.allowed_programs import allow_episode
+from skylite.orchestrator.allowed_programs import allow_episode, allow_rewards
+from skylite.plugin_file import is_program, is_verifiers
 
 
 def test_settings_are_paths_with_json_or_text() -> None:
@@ -76,6 +79,36 @@ def test_only_the_user_names_an_environment(tmp_path: Path, monkeypatch: pytest.
     allow_episode("verifiers:a", named_by=recipe)
     with pytest.raises(ConfigError, match="you have not named"):
         allow_episode("verifiers:a taskset.task.rewards.x.fn=os:system", named_by=recipe)
+
+
+def test_a_files_function_behind_the_prefix_is_no_program() -> None:
+    """A spec is either: the file would run unchecked."""
+    assert is_verifiers("verifiers:a.py:f")
+    assert not is_program("verifiers:a.py:f")
+
+
+def info(reward: str) -> PromptFileInfo:
+    """The footer of data that was prepared with this reward."""
+    return PromptFileInfo(
+        dataset="t", source_kind="generated", source="t", source_sha256="0", count=1, seed=0, split="train",
+        reward=reward, system="", few_shot=[],
+    )  # fmt: skip
+
+
+def test_an_environments_data_has_no_reward_of_its_own() -> None:
+    with pytest.raises(ConfigError, match="data/a holds tasks of verifiers:a n=1, whose episodes") as error:
+        allow_rewards((), info("verifiers:a n=1"), Path("data/a"))
+    assert "--env 'verifiers:a n=1'" in error.value.hint
+    assert allow_rewards(("length",), info("verifiers:a"), Path("data/a")) == (("length",), {})
+
+
+def test_an_environment_needs_data_with_its_tasks() -> None:
+    check_episode_data("verifiers:my_env agent.max_turns=2", "verifiers:my-env taskset.n=3", "data/a")
+    check_episode_data("guess", "verifiers:my-env", "data/a")
+    for made_for in ("gsm8k", "verifiers:other"):
+        with pytest.raises(ConfigError, match="data/a holds no tasks of verifiers:a") as error:
+            check_episode_data("verifiers:a n=1", made_for, "data/a")
+        assert error.value.hint == "Prepare them: skylite prepare 'verifiers:a n=1'."
 
 
 def test_prepare_refuses_the_flags_of_other_data() -> None:
