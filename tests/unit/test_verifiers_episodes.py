@@ -14,7 +14,7 @@ from skylite.config.bundled import bundled_folder
 from skylite.config.loading import load_config
 from skylite.data.prompts import read_prompts
 from skylite.environments.episode_spec import check_episode
-from skylite.errors import ConfigError, RunFailed, SkyliteError
+from skylite.errors import ConfigError, RunFailed
 from skylite.types import Prompt, Trajectory
 from tests.unit.environment_cases import (
     Script,
@@ -24,7 +24,7 @@ from tests.unit.environment_cases import (
     make_source,
     to_text,
 )
-from tests.unit.verifiers_cases import add_verifiers, prepare
+from tests.unit.verifiers_cases import add_verifiers, prepare, refusals
 
 SPEC = "verifiers:sums-env"
 
@@ -100,6 +100,17 @@ def text_of(trajectory: Trajectory) -> str:
     return trajectory.samples[-1].text
 
 
+def test_an_endless_environment_with_worked_examples(tmp_path: Path) -> None:
+    spec = f"{SPEC} taskset.tasks=null taskset.chat=true"
+    done = prepare(spec, tmp_path / "data", "--limit", "3")
+    assert ": 3 train, 23 validation, 25 test" in done.stdout, done.stderr
+    prompts, _ = read_prompts(tmp_path / "data" / "train.parquet")
+    (trajectory,) = play(tmp_path, prompts[:1], lambda prompt: "3", spec)
+    turns = [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in prompts[0].messages]
+    assert len(turns) == 4
+    assert to_text(trajectory.samples[0].prompt_token_ids) == "".join(turns) + "<|im_start|>assistant\n"
+
+
 def test_tools_answer_over_mcp_and_a_limit_leaves_the_scoring(tmp_path: Path, prompts: list[Prompt]) -> None:
     """The model calls a tool, an unknown one, one without an object, and then past its limit of turns."""
     add, wrong = '"sums_add", "arguments": {"a": 2, "b": 3}', '"sums_add", "arguments": {"a": "x", "b": 3}'
@@ -135,22 +146,26 @@ def test_a_row_without_a_task_is_refused(tmp_path: Path) -> None:
         play(tmp_path, [make_prompt()], lambda prompt: "1")
 
 
-@pytest.mark.parametrize(
-    ("spec", "what"),
-    [
-        ("verifiers:no-such-env", "ModuleNotFoundError: taskset 'no-such-env' not found"),
-        (f"{SPEC} taskset.tusks=3", "verifiers cannot open"),
-        (f"{SPEC} id=user-sim", "has 2 agents without a client of their own: assistant, user."),
-        (f"{SPEC} agent.harness.id=codex", "needs a container for its program codex"),
-    ],
-)
-def test_an_environment_that_cannot_run_is_refused_before_the_first_step(
-    tmp_path: Path, spec: str, what: str
-) -> None:
-    with pytest.raises(ConfigError) as error:
-        play(tmp_path, [make_prompt()], lambda prompt: "1", spec)
-    assert what in error.value.what
-    assert error.value.hint not in ("", "Fix that file.")
+def test_what_cannot_run_is_refused_before_the_first_step() -> None:
+    other = "user.client.type=eval user.client.base_url=http://127.0.0.1:9/v1 user.model=m"
+    expected = {
+        "verifiers:no-such-env": "ModuleNotFoundError: taskset 'no-such-env' not found",
+        f"{SPEC} taskset.tusks=3": "cannot open verifiers:sums-env taskset.tusks=3: taskset.tusks: ",
+        f"{SPEC} id=user-sim": "has 2 agents without a client of their own: assistant, user.",
+        f"{SPEC} id=user-sim {other}": "",
+        f"{SPEC} agent.harness.id=codex": "needs a container for its program codex",
+        f"{SPEC} taskset.tasks=2": "has 2 task(s); train, validation and test need one each",
+    }
+    found = refusals(list(expected))
+    for (spec, what), error in zip(expected.items(), found, strict=True):
+        assert what in error, spec
+        assert bool(error) == bool(what), spec
+
+
+def test_a_refusal_reaches_the_user(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="taskset 'no-such-env' not found") as error:
+        play(tmp_path, [make_prompt()], lambda prompt: "1", "verifiers:no-such-env")
+    assert error.value.hint == "Install the environment's package, and check its name and settings."
 
 
 def test_the_example_plays_textarena(tmp_path: Path) -> None:
@@ -173,12 +188,6 @@ def test_the_example_plays_textarena(tmp_path: Path) -> None:
     for before, after in zip(trajectory.samples, trajectory.samples[1:], strict=False):
         known = before.prompt_token_ids + before.completion_token_ids
         assert after.prompt_token_ids[: len(known)] == known
-
-
-def test_data_of_an_environment_needs_it(tmp_path: Path) -> None:
-    done = prepare("verifiers:sums-env taskset.tasks=2", tmp_path)
-    assert done.returncode == SkyliteError.exit_code
-    assert "has 2 task(s); train, validation and test need one each" in done.stderr
 
 
 def test_the_recipe_loads() -> None:

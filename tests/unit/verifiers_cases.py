@@ -6,9 +6,11 @@ imported here: `skylite prepare` and the host of episodes are processes that fin
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -35,3 +37,28 @@ def prepare(spec: str, folder: Path, *flags: str) -> subprocess.CompletedProcess
     program = [sys.executable, "-c", "from skylite.start import main; main()"]
     words = [*program, "prepare", spec, "--out", str(folder), *flags]
     return subprocess.run(words, capture_output=True, text=True, check=False)
+
+
+REFUSALS = """
+import json, sys
+from skylite.data.verifiers_tasks import verifiers_examples
+from skylite.environments.verifiers_episode import verifiers_episode
+from skylite.errors import SkyliteError
+
+for spec in sys.argv[1:]:
+    try:
+        verifiers_episode(spec)
+        verifiers_examples(spec, limit=None, seed=0)
+        print(json.dumps(""))
+    except SkyliteError as error:
+        assert error.hint or "task(s)" in error.what
+        print(json.dumps(error.what))
+"""
+
+
+def refusals(specs: Sequence[str]) -> list[str]:
+    """For each environment why its episodes or its data are refused; "" if they are not."""
+    words = [sys.executable, "-c", REFUSALS, *specs]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]

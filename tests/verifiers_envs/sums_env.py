@@ -62,18 +62,27 @@ class SumTask(vf.Task[SumData, vf.State, SumTaskConfig]):
 class SumConfig(vf.TasksetConfig):
     """How many tasks."""
 
-    tasks: int = 12
+    tasks: int | None = 12
+    """None: without end."""
+    chat: bool = False
+    """Prompts begin with a worked example."""
     task: SumTaskConfig = SumTaskConfig()
 
 
 class SumTaskset(vf.Taskset[SumTask, SumConfig]):
     """0 + 1, 1 + 2, ..."""
 
+    @property
+    def bounded(self) -> bool:
+        return self.config.tasks is not None
+
     def load(self) -> Iterator[SumTask]:
         for a in itertools.islice(itertools.count(), self.config.tasks):
+            question = f"What is {a} + {a + 1}?"
+            example = [vf.UserMessage(content="What is 1 + 1?"), vf.AssistantMessage(content="2")]
             data = SumData(
                 name=f"sum-{a}",
-                prompt=f"What is {a} + {a + 1}?",
+                prompt=[*example, vf.UserMessage(content=question)] if self.config.chat else question,
                 system_prompt="Add.",
                 answer=str(2 * a + 1),
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from importlib import import_module
 from itertools import islice
 from typing import Any
 
@@ -24,14 +24,13 @@ ROLES = ("system", "user", "assistant")
 
 def verifiers_examples(spec: str, *, limit: int | None, seed: int) -> ExampleSet:
     """The splits of an environment's tasks. Raises ConfigError and DataError."""
-    from importlib import import_module
-
     config = open_config(spec)
     try:
         with user_code(keep=DataError):
             taskset = import_module("verifiers.v1").load_taskset(config.taskset)
-            most = None if taskset.bounded else (limit or TRAIN) + 2 * HELD_OUT
-            rows = [_row(task, taskset, spec) for task in islice(_tasks(taskset), most)]
+            limit = limit if taskset.bounded else limit or TRAIN
+            most = None if taskset.bounded or limit is None else limit + 2 * HELD_OUT
+            rows = [_row(task, taskset, spec) for task in islice(taskset, most)]
     except UserCodeFailed as error:
         raise cannot_open(spec, str(error)) from error
     dataset = f"verifiers-{parse_verifiers(spec).module}"
@@ -49,10 +48,6 @@ def verifiers_examples(spec: str, *, limit: int | None, seed: int) -> ExampleSet
         notes=[f"source: {spec}", note],
         has_answers=False,
     )
-
-
-def _tasks(taskset: Any) -> Iterator[Any]:
-    yield from taskset
 
 
 def _split(table: Table, limit: int | None, seed: int) -> tuple[dict[str, Table], str]:
@@ -73,9 +68,14 @@ def _row(task: Any, taskset: Any, spec: str) -> dict[str, Any]:
     """The task's record and its prompt. Raises DataError if the record does not give the task back."""
     where = f"Task {task.data.idx} of {spec}"
     kind = type(taskset).task_type()
-    record = task.data.model_dump(mode="json", exclude_none=True)
+    if type(task) is not kind:
+        raise DataError(
+            f"{where} is a {type(task).__name__}, and its taskset declares {kind.__name__}.",
+            f"Declare it: Taskset[{type(task).__name__}, ...].",
+        )
+    record = task.data.model_dump(mode="json")
     again = kind(kind.data_type().model_validate(record), taskset.config.task)
-    if type(task) is not kind or again.hash != task.hash:
+    if again.hash != task.hash:
         raise DataError(
             f"{where} changes when it is stored as JSON.", "Its TaskData needs fields that JSON can hold."
         )
