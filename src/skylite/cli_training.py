@@ -47,7 +47,7 @@ Rewards = Annotated[
 ]
 Environment = Annotated[
     str | None,
-    setting(WHAT, "Episodes of several turns: guess, calculator, FILE.py:function, ...", "one turn"),
+    setting(WHAT, "Episodes of several turns: guess, FILE.py:function, verifiers:NAME, ...", "one turn"),
 ]
 FromAdapter = Annotated[
     Path | None, setting(WHAT, "Warm start from the weights in this adapter folder.", "a new adapter")

@@ -119,9 +119,13 @@ def non_finite_reward(name: str, value: str, prompt_id: str, completion: str) ->
 
 
 def error_line(error: BaseException) -> str:
-    """Class and first line of any error, at most 500 characters, none of which controls a terminal."""
+    """Class and first line of any error, at most 500 characters, none of which controls a terminal.
+
+    A line of signs only, such as the frame of a box, is passed over.
+    """
     try:
-        text = str(error).strip().partition("\n")[0][:500]
+        first, *more = str(error).strip().split("\n")
+        text = next((line.strip() for line in (first, *more) if any(map(str.isalnum, line))), first)[:500]
     except BaseException:  # noqa: BLE001 a user's class may raise anything here
         text = ""
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__

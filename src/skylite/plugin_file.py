@@ -43,16 +43,28 @@ POLICY_LOSS = FunctionKind("policy loss", "algorithm.policy_loss", "(inputs, con
 def is_program(spec: str) -> bool:
     """Whether a spec is FILE.py:function. Only such a spec can make skylite run a file."""
     file, _, function = spec.rpartition(":")
-    return not is_command(spec) and file.endswith(".py") and bool(function)
+    return not is_named_as_text(spec) and file.endswith(".py") and bool(function)
 
 
 COMMAND = "command:"
 """Begins an env.episode that is a command line."""
+VERIFIERS = "verifiers:"
+"""Begins an env.episode that is an environment of the package verifiers."""
 
 
 def is_command(spec: str) -> bool:
     """Whether a spec is command:PROGRAM ARGUMENTS."""
     return spec.startswith(COMMAND)
+
+
+def is_verifiers(spec: str) -> bool:
+    """Whether a spec is verifiers:NAME KEY=VALUE ..."""
+    return spec.startswith(VERIFIERS)
+
+
+def is_named_as_text(spec: str) -> bool:
+    """Whether a spec runs other code than one file, so that the user names its very text."""
+    return is_command(spec) or is_verifiers(spec)
 
 
 CODE_IN_DATA = ("reasoning-gym",)

@@ -101,7 +101,8 @@ async def environment(
     program = folder / "program.py"
     program.write_text(textwrap.dedent(source), encoding="utf-8")
     spec = env.pop("episode", f"{program}:{name}")
-    rollout = {"max_prompt_tokens": 500, "max_completion_tokens": env.pop("max_completion_tokens", 64)}
+    limits = {"max_prompt_tokens": 500, "max_completion_tokens": 64}
+    rollout = {name: env.pop(name, value) for name, value in limits.items()}
     config = settings(env={"episode": spec, **env}, rollout=rollout)
     async with (
         Supervisor() as supervisor,

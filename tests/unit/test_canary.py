@@ -8,6 +8,7 @@ import pytest
 from skylite.engine import canary_bf16
 from skylite.engine.canary import (
     DEFAULT_TOLERANCE,
+    NUM_SEQUENCES,
     canary_sequences,
     check_reading,
     compare_logprobs,
@@ -99,11 +100,25 @@ def test_the_canary_is_the_start_of_the_first_prompts(dtype: str, count: int) ->
             return [[ord(c) for c in text] for text in texts]
 
     messages = [{"role": "user", "content": "example"}, {"role": "user", "content": "q" * 40}]
-    prompts = [prompt(messages=messages), prompt(messages=[{"role": "user", "content": "3?"}])] * 20
-    found = canary_sequences(Letters(), prompts, dtype)  # type: ignore[arg-type]
+    others = [prompt(messages=[{"role": "user", "content": f"{i}?"}]) for i in range(40)]
+    found = canary_sequences(Letters(), [prompt(messages=messages), *others], dtype)  # type: ignore[arg-type]
     assert len(found) == count
     assert found[0] == [ord("q")] * 24
-    assert found[1] == [ord(c) for c in "3?\n7"]
+    assert found[1] == [ord(c) for c in "0?\n7"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_prompts_that_begin_alike_give_distinct_sequences(dtype: str) -> None:
+    """All prompts of a game are its rules. Equal sequences would repeat one rounding error."""
+
+    class Words:
+        def encode_texts(self, texts: list[str]) -> list[list[int]]:
+            return [list(range(170)) for _ in texts]
+
+    found = canary_sequences(Words(), [prompt()] * 40, dtype)  # type: ignore[arg-type]
+    assert len(found) == NUM_SEQUENCES[dtype]
+    assert len(set(map(tuple, found))) == len(found)
+    assert found[:2] == [list(range(24)), list(range(24, 48))]
 
 
 def test_a_text_of_one_token_is_no_canary() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from skylite.errors import error_line
 from skylite.orchestrator import run_session
 from skylite.run.run_dir import RunDir
 from skylite.run.status import Status, read_status, write_status
@@ -109,3 +110,17 @@ def test_the_status_stays_json(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> 
     fail_in("_run", ValueError("\ud800"), monkeypatch)
     assert call(["train", "--resume", str(run.root)]).code == 1
     assert json.loads(run.status_path.read_text())["phase"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("\n*****\n  Resource 'words' not found.\n*****", "LookupError: Resource 'words' not found."),
+        ("no\nyes", "LookupError: no"),
+        ("!?", "LookupError: !?"),
+        ("", "LookupError"),
+    ],
+)
+def test_the_line_of_an_error_has_words(text: str, line: str) -> None:
+    """nltk draws a box around its errors."""
+    assert error_line(LookupError(text)) == line

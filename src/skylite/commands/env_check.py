@@ -20,6 +20,7 @@ from skylite.data.tokenizer import load_tokenizer
 from skylite.engine.retrying_client import Engine
 from skylite.engine.server_command import BASE_NAME
 from skylite.engine.single_engine import run_on_engine, single_engine_spec
+from skylite.environments.episode_spec import check_episode_data
 from skylite.environments.renderer import Renderer
 from skylite.environments.running_environment import running_environment, running_renderer
 from skylite.environments.sample_episodes import Environment, Source
@@ -67,7 +68,9 @@ def check(flags: CheckFlags) -> None:
         overrides["model.name"] = flags.model
     config = load_config(None, overrides, flags.settings)
     programs = allow_episode(config.env.episode)
-    prompts = read_prompts(flags.data / "train.parquet")[0][: flags.episodes]
+    train, info = read_prompts(flags.data / "train.parquet")
+    check_episode_data(config.env.episode, info.reward, str(flags.data))
+    prompts = train[: flags.episodes]
     started = time.monotonic()
     checked = asyncio.run(_check(config, programs, prompts, flags.replies))
     seconds = (time.monotonic() - started) / (2 * len(prompts))

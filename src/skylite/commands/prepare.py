@@ -17,6 +17,7 @@ from skylite.data.prompts import PromptFileInfo
 from skylite.data.user_tables import is_own_data
 from skylite.errors import ConfigError, DataError
 from skylite.long_work import long_work
+from skylite.plugin_file import is_verifiers
 from skylite.rewards import load_reward, without_extraction
 from skylite.run.programs_named_by_user import remember
 from skylite.types import Prompt
@@ -64,6 +65,9 @@ def prepare(
     if target.startswith(REASONING_GYM):
         _refuse_flags(module_flags | file_flags | reward_flags | row_flags, "a reasoning-gym task")
         examples = _reasoning_gym_task(target.removeprefix(REASONING_GYM), limit, seed)
+    elif is_verifiers(target):
+        _refuse_flags(module_flags | file_flags | reward_flags | row_flags, "an environment of verifiers")
+        examples = _verifiers_tasks(target, limit, seed)
     elif is_own_data(target):
         _refuse_flags(module_flags, "your own data")
         examples = own_data_examples(target, own_flags, chosen, where, limit, seed)
@@ -93,6 +97,8 @@ def _check_and_write(
 
 def _summary(folder: Path, prompts: dict[str, list[Prompt]], examples: ExampleSet) -> str:
     counts = ", ".join(f"{len(prompts[split])} {split}" for split in SPLITS)
+    if is_verifiers(examples.reward):
+        return f"wrote {folder}: {counts}; train on it with --env {shlex.quote(examples.reward)}"
     if examples.splits["train"][0].reference is None:
         return f"wrote {folder}: {counts}; the reward {examples.reward} uses no reference answers"
     return f"wrote {folder}: {counts}; every reference answer scores 1.0 under the reward {examples.reward}"
@@ -135,12 +141,22 @@ def _reasoning_gym_task(task: str, limit: int | None, seed: int) -> ExampleSet:
     return reasoning_gym_examples(task, limit=limit, seed=seed, show_progress=_show_progress)
 
 
+def _verifiers_tasks(spec: str, limit: int | None, seed: int) -> ExampleSet:
+    from skylite.data.verifiers_tasks import verifiers_examples
+
+    remember(spec)
+    with long_work(f"reading the tasks of {spec}"):
+        return verifiers_examples(spec, limit=limit, seed=seed)
+
+
 def _check(examples: ExampleSet, *, drop_failing: bool) -> tuple[dict[str, list[Prompt]], list[str]]:
     """Split -> prompts, and a note on the rows that were left out.
 
     Raises DataError for a row whose reference answer does not score 1.0, unless such rows are left out.
     """
     check_ids(examples)
+    if is_verifiers(examples.reward):  # its episodes give the rewards
+        return {split: [e.prompt for e in examples.splits[split]] for split in SPLITS}, []
     spec, first = examples.reward, examples.splits["train"][0]
     parameters = without_extraction(spec, examples.parameters)
     reward = load_reward(spec, parameters, first.prompt if first.reference is None else None)
@@ -218,7 +234,7 @@ def _refuse_flags(flags: dict[str, object], what: str) -> None:
 
 
 def _command_line(target: str, flags: dict[str, object]) -> str:
-    words = [f"skylite prepare {target}"]
+    words = [f"skylite prepare {shlex.quote(target)}"]
     for name, value in flags.items():
         if value is True:
             words.append(name)

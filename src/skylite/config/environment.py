@@ -13,8 +13,8 @@ class EnvConfig(Section):
     """Episodes of several turns. Without `episode`, a trajectory is one completion."""
 
     episode: str = ""
-    """guess, calculator, reasoning-gym, FILE.py:function or `command:PROGRAM ARGUMENTS`. Empty: one turn,
-    scored by reward.functions."""
+    """guess, calculator, reasoning-gym, FILE.py:function, `command:PROGRAM ARGUMENTS` or `verifiers:NAME`.
+    Empty: one turn, scored by reward.functions."""
     max_turns: int = Field(16, ge=1)
     """Calls of the model in one trajectory. A further call ends it."""
     max_tokens: int = Field(4096, ge=2)
@@ -33,7 +33,8 @@ class EnvConfig(Section):
     tool_format: Literal["auto", "hermes", "qwen-xml", "glm", "mistral", "llama", "gemma", "harmony"] = "auto"
     """How the model writes tool calls. auto: what its chat template shows."""
     weights: dict[str, float] = {}
-    """Weight of each named component that an episode returns. Names that are not here count 1."""
+    """Weight of each named component that an episode returns. Names that are not here count 1, and those that
+    begin with metric/ count 0."""
 
     def check_fits(self, max_prompt_tokens: int, overlong_buffer_frac: float) -> None:
         """Raise ValueError if other settings do not go with an environment."""

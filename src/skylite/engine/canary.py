@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from skylite.adapters.manifest import Canary, read_manifest
@@ -25,9 +25,26 @@ MAX_TOKENS = 24
 
 
 def canary_sequences(tokenizer: ChatTokenizer, prompts: Sequence[Prompt], dtype: str) -> list[list[int]]:
-    """Fixed sequences made from the first prompts: [NUM_SEQUENCES][2..MAX_TOKENS] token ids."""
+    """Fixed, distinct sequences made from the first prompts: [NUM_SEQUENCES][2..MAX_TOKENS] token ids.
+
+    Where prompts begin alike, as the rules of a game do, they come from later parts of the texts: equal
+    sequences have equal rounding errors, which do not average out. Texts too short for that give fewer.
+    """
     texts = [f"{p.messages[-1]['content']}\n{p.answer}" for p in prompts[: NUM_SEQUENCES[dtype]]]
-    return [ids[:MAX_TOKENS] for ids in tokenizer.encode_texts(texts) if len(ids) > 1]
+    encoded = tokenizer.encode_texts(texts)
+    found: dict[tuple[int, ...], None] = {}
+    for start in _starts(max(map(len, encoded))):
+        parts = [tuple(ids[start : start + MAX_TOKENS]) for ids in encoded]
+        found.update(dict.fromkeys(part for part in parts if len(part) > 1))
+        if len(found) >= NUM_SEQUENCES[dtype]:
+            break
+    return [list(part) for part in found][: NUM_SEQUENCES[dtype]]
+
+
+def _starts(length: int) -> Iterator[int]:
+    """Where parts of a text begin: the beginning, then parts that share few tokens with others."""
+    for step in (MAX_TOKENS, MAX_TOKENS // 2, MAX_TOKENS // 4):
+        yield from range(0, length, step)
 
 
 def compare_logprobs(

@@ -23,6 +23,8 @@ from skylite.foreign_text import parse_json
 
 Messages = Sequence[dict[str, Any]]
 Tools = Sequence[Callable[..., Any] | dict[str, Any]]
+METRIC = "metric/"
+"""Begins the name of a component that is shown only: its weight is 0 unless env.weights gives one."""
 LIMIT_CODES = ("turn_limit", "context_length_exceeded")
 
 

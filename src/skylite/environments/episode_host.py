@@ -32,7 +32,7 @@ from skylite.environments.chat import BlockingChat, Chat, Endpoint, Task
 from skylite.environments.command_episode import command_episode
 from skylite.environments.episodes import BUILT_IN
 from skylite.errors import SkyliteError
-from skylite.plugin_file import EPISODE, is_command, load_function
+from skylite.plugin_file import EPISODE, is_command, is_verifiers, load_function
 from skylite.processes.parent_death import die_with_parent
 
 FILE_BYTES = 1 << 30
@@ -62,7 +62,7 @@ def main() -> None:
     try:
         episode = load_episode(spec, sha256 or None)
     except SkyliteError as error:
-        _send(parent, {"failed": error.what})
+        _send(parent, {"failed": error.what, "hint": error.hint})
         return
     _send(parent, {"ready": True})
     Host(parent, episode).serve()
@@ -76,6 +76,10 @@ def load_episode(spec: str, sha256: str | None) -> Episode:
         return function
     if is_command(spec):
         return command_episode(spec)
+    if is_verifiers(spec):
+        adapter = importlib.import_module("skylite.environments.verifiers_episode")
+        adapted: Episode = adapter.verifiers_episode(spec)
+        return adapted
     return load_function(spec, EPISODE, sha256)
 
 

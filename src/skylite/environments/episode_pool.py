@@ -140,7 +140,7 @@ async def running_episodes(
 
 def _check_started(first: dict[str, Any], logs: Path) -> None:
     if "failed" in first:
-        raise ConfigError(str(first["failed"]), "Fix that file.")
+        raise ConfigError(str(first["failed"]), str(first["hint"]) or "Fix that file.")
     if "ready" not in first:
         raise _host_lost(logs)
 

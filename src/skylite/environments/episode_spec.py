@@ -1,12 +1,22 @@
-"""env.episode: the name of a built-in episode, FILE.py:function, or command:PROGRAM ARGUMENTS."""
+"""env.episode: the name of a built-in episode, FILE.py:function, command:PROGRAM, or verifiers:NAME."""
 
 from __future__ import annotations
 
 import shlex
 
+from skylite.data.verifiers_spec import check_verifiers, parse_verifiers
 from skylite.environments.episodes import BUILT_IN
 from skylite.errors import ConfigError
-from skylite.plugin_file import CODE_IN_DATA, COMMAND, EPISODE, check_function, is_command, is_program
+from skylite.plugin_file import (
+    CODE_IN_DATA,
+    COMMAND,
+    EPISODE,
+    VERIFIERS,
+    check_function,
+    is_command,
+    is_program,
+    is_verifiers,
+)
 from skylite.rewards.reasoning_gym import check_reasoning_gym
 
 
@@ -18,13 +28,28 @@ def check_episode(spec: str) -> None:
         return
     if is_command(spec):
         command_words(spec)
+    elif is_verifiers(spec):
+        check_verifiers(spec)
     elif is_program(spec):
         check_function(spec, EPISODE)
     else:
         raise ConfigError(
             f"env.episode={spec} names no episode.",
-            f"Use {', '.join(BUILT_IN)}, FILE.py:function with `async def function{EPISODE.arguments}`, or "
-            f"{COMMAND}PROGRAM ARGUMENTS.",
+            f"Use {', '.join(BUILT_IN)}, FILE.py:function with `async def function{EPISODE.arguments}`, "
+            f"{COMMAND}PROGRAM ARGUMENTS, or {VERIFIERS}NAME.",
+        )
+
+
+def check_episode_data(spec: str, made_for: str, data: str) -> None:
+    """Raise ConfigError if an environment of verifiers gets data without its tasks.
+
+    `made_for`: the reward that `data` was prepared with.
+    """
+    if not is_verifiers(spec):
+        return
+    if not is_verifiers(made_for) or parse_verifiers(made_for).module != parse_verifiers(spec).module:
+        raise ConfigError(
+            f"{data} holds no tasks of {spec}.", f"Prepare them: skylite prepare {shlex.quote(spec)}."
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from skylite.config.environment import EnvConfig
 from skylite.config.train import TrainConfig
 from skylite.engine.collect_groups import gather_or_cancel, request_seed
-from skylite.environments.chat import Endpoint, Task
+from skylite.environments.chat import METRIC, Endpoint, Task
 from skylite.environments.episode_pool import EpisodeFailed, EpisodePool, EpisodeTooLong
 from skylite.environments.recorder import Recorder
 from skylite.environments.trajectory_log import Sampler, TrajectoryLog
@@ -189,7 +189,8 @@ def read_reward(value: Any, config: EnvConfig, num_turns: int) -> Reward:
         if not value:
             raise ValueError("returned no component of a reward")
         components = {name: _number(x) for name, x in value.items()}
-        return Reward(sum(config.weights.get(n, 1.0) * x for n, x in components.items()), components)
+        weights = {n: config.weights.get(n, 0.0 if n.startswith(METRIC) else 1.0) for n in components}
+        return Reward(sum(weights[n] * x for n, x in components.items()), components)
     if isinstance(value, list):
         if len(value) != num_turns:
             raise ValueError(f"returned {len(value)} rewards for {num_turns} turns")

@@ -5,6 +5,7 @@ The functions return spec -> sha256 for the allowed programs, so that no other c
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +13,16 @@ from skylite.config.algorithm import AlgorithmConfig
 from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo
 from skylite.environments.episode_spec import check_episode
-from skylite.plugin_file import ADVANTAGE, EPISODE, POLICY_LOSS, REWARD, check_function, is_program
+from skylite.errors import ConfigError
+from skylite.plugin_file import (
+    ADVANTAGE,
+    EPISODE,
+    POLICY_LOSS,
+    REWARD,
+    check_function,
+    is_program,
+    is_verifiers,
+)
 from skylite.run.programs_named_by_user import is_set, remember, require_named
 
 
@@ -24,8 +34,13 @@ def allow_rewards(
     The functions are `functions`, or the reward that `data` was prepared with.
 
     `named_by`: the file that names `functions`; None: the user names them.
-    Raises ConfigError for a program that only a file names.
+    Raises ConfigError for a program that only a file names, and for data whose rewards an environment gives.
     """
+    if not functions and is_verifiers(info.reward):
+        raise ConfigError(
+            f"{data} holds tasks of {info.reward}, whose episodes give the rewards.",
+            f"Train on it with --env {shlex.quote(info.reward)}, or choose a --reward.",
+        )
     if not functions:
         return (info.reward,), require_named([info.reward], REWARD, data)
     programs = remember(*functions) if named_by is None else require_named(functions, REWARD, named_by)

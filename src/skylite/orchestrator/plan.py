@@ -17,6 +17,7 @@ from skylite.data.tokenizer import check_rendering
 from skylite.engine.connections import open_files
 from skylite.engine.served_models import check_build, check_lora, check_torchvision
 from skylite.engine.server_command import choose_cpu_lora, engine_notes
+from skylite.environments.episode_spec import check_episode_data
 from skylite.errors import ConfigError
 from skylite.hub.resolve import resolve_model
 from skylite.hub.shared_memory import shared_copy
@@ -85,6 +86,7 @@ def plan_run(
     reward_note = ""
     if config.env.episode:  # its episodes give the rewards
         programs = allow_episode(config.env.episode, named_by=recipe, settings=settings)
+        check_episode_data(config.env.episode, info.reward, config.data.path)
     else:
         config, reward_note = apply_reward_settings(config, info, keep=config.reward.model_fields_set)
         named_by = None if is_set(settings, REWARD.setting) else recipe

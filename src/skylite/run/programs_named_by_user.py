@@ -23,6 +23,7 @@ from skylite.plugin_file import (
     REWARD,
     FunctionKind,
     is_command,
+    is_named_as_text,
     is_program,
     program_sha256,
     resolve_spec,
@@ -41,7 +42,7 @@ def remember(*specs: str) -> dict[str, str]:
     hashes = {spec: program_sha256(spec) for spec in specs if is_program(spec)}
     named = {spec: sha256 for spec, sha256 in hashes.items() if sha256 is not None}
     updated = known | {resolve_spec(spec): sha256 for spec, sha256 in named.items()}
-    updated |= {spec: "" for spec in specs if spec in CODE_IN_DATA or is_command(spec)}
+    updated |= {spec: "" for spec in specs if spec in CODE_IN_DATA or is_named_as_text(spec)}
     if updated != known:
         with suppress(WriteFailed):
             write_json(_state_file(), {"named": updated})
@@ -52,7 +53,7 @@ def require_named(specs: Sequence[str], kind: FunctionKind, where: Path) -> dict
     """Log which programs will run. Returns spec -> sha256 of the content that the user has named.
 
     Raises ConfigError if `where` names a program that the user has not named, or one that has changed since,
-    or a reward of CODE_IN_DATA or a command that the user has not named.
+    or a reward of CODE_IN_DATA, a command or an environment of verifiers that the user has not named.
     """
     programs, known = [spec for spec in specs if is_program(spec)], _known()
     for spec in specs:
@@ -62,9 +63,10 @@ def require_named(specs: Sequence[str], kind: FunctionKind, where: Path) -> dict
                 "code (in a sandbox) and which you have not named on this machine yourself; it was not run.",
                 f"If you trust the data, name it: --set {_setting(specs, kind)}.",
             )
-        if is_command(spec) and spec not in known:
+        if is_named_as_text(spec) and spec not in known:
+            what = "a command" if is_command(spec) else "installed code"
             raise ConfigError(
-                f"{where} names the {kind.name} {spec}, a command that you have not named on this machine "
+                f"{where} names the {kind.name} {spec}, {what} that you have not named on this machine "
                 "yourself; it was not run.",
                 f"If you trust it, name it: --set {_setting(specs, kind)}.",
             )

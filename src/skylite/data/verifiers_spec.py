@@ -1,0 +1,116 @@
+"""`verifiers:NAME KEY=VALUE ...`: an environment of the package verifiers, and settings of its config.
+
+KEY is a path in the environment's config, as verifiers' own flags have it (`--env.taskset.game` is
+`taskset.game`). VALUE is JSON, or else text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from typing import Any
+
+from pydantic import ValidationError
+
+from skylite.errors import ConfigError
+from skylite.extras import install_command, requirements
+from skylite.foreign_text import parse_json
+from skylite.plugin_file import VERIFIERS, UserCodeFailed, user_code
+
+_EXAMPLE = f"E.g. {VERIFIERS}textarena taskset.game=Wordle-v0."
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiersSpec:
+    """An environment and its settings."""
+
+    name: str
+    """The taskset's id for verifiers: its package, or owner/name of the hub."""
+    settings: dict[str, Any]
+    """Nested, without the taskset's id."""
+
+    @property
+    def module(self) -> str:
+        """The name as part of paths and ids."""
+        return self.name.rpartition("/")[2].partition("@")[0].lower().replace("_", "-")
+
+
+def parse_verifiers(spec: str) -> VerifiersSpec:
+    """The parts of the text. Raises ConfigError."""
+    try:
+        name, *words = shlex.split(spec.removeprefix(VERIFIERS)) or [""]
+    except ValueError as error:
+        raise ConfigError(
+            f"{spec} cannot be read as words: {error}.", f"Quote it as in a shell. {_EXAMPLE}"
+        ) from None
+    if not re.fullmatch(r"[\w./@-]+", name, re.ASCII):
+        raise ConfigError(f"{spec} names no environment: {name!r} is no package name.", _EXAMPLE)
+    settings: dict[str, Any] = {}
+    for word in words:
+        _put(settings, word, spec)
+    return VerifiersSpec(name, settings)
+
+
+def _put(settings: dict[str, Any], word: str, spec: str) -> None:
+    key, equals, text = word.partition("=")
+    *path, last = key.split(".")
+    if not equals or not all(part.isidentifier() for part in (*path, last)) or key == "taskset.id":
+        raise ConfigError(f"{spec}: {word!r} is no setting of an environment.", f"Use KEY=VALUE. {_EXAMPLE}")
+    for part in path:
+        settings = settings.setdefault(part, {})
+        if not isinstance(settings, dict):
+            raise ConfigError(f"{spec} gives {part} a value and then parts.", "Remove one of them.")
+    if last in settings:
+        raise ConfigError(f"{spec} gives {key} twice.", "Remove one of them.")
+    try:
+        settings[last] = parse_json(text)
+    except ValueError:
+        settings[last] = text
+
+
+def check_verifiers(spec: str) -> None:
+    """Check the text, and that verifiers is installed, without importing it. Raises ConfigError."""
+    parse_verifiers(spec)
+    try:
+        found = metadata.version("verifiers")
+    except metadata.PackageNotFoundError:
+        raise ConfigError(
+            f"{spec} needs the package verifiers, which is not installed.",
+            f"Run `{install_command('verifiers')}`.",
+        ) from None
+    for wanted in requirements("skylite", "verifiers"):
+        if wanted.name == "verifiers" and not wanted.specifier.contains(found):
+            raise ConfigError(
+                f"{spec} needs verifiers{wanted.specifier}, and {found} is installed.",
+                f"Run `{install_command('verifiers')}`.",
+            )
+
+
+def open_config(spec: str) -> Any:
+    """The environment's config, of verifiers' EnvConfig. Imports its package. Raises ConfigError."""
+    check_verifiers(spec)
+    parsed = parse_verifiers(spec)
+    taskset = parsed.settings.get("taskset", {})
+    if not isinstance(taskset, dict):
+        raise ConfigError(f"{spec}: taskset={json.dumps(taskset)} is no setting.", _EXAMPLE)
+    try:
+        with user_code(keep=ValidationError):
+            vf = import_module("verifiers.v1")
+            return vf.resolve_env_config({**parsed.settings, "taskset": {**taskset, "id": parsed.name}})
+    except UserCodeFailed as error:
+        raise cannot_open(spec, str(error)) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise cannot_open(spec, f"{where}: {first['msg']}") from None
+
+
+def cannot_open(spec: str, reason: str) -> ConfigError:
+    """The environment's own code, or verifiers, raised."""
+    return ConfigError(
+        f"verifiers cannot open {spec}: {reason.rstrip('.')}.",
+        "Install the environment's package, and check its name and settings.",
+    )
