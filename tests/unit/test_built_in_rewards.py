@@ -23,7 +23,7 @@ from skylite.orchestrator.run_resources import reward_pool
 from skylite.rewards import load_reward, patterns
 from skylite.rewards.scoring import score
 from skylite.run.run_dir import RunDir
-from tests.unit.bad_inputs import Reply, call
+from tests.unit.bad_inputs import Reply, call, printed_json
 from tests.unit.data_cases import prompt
 
 TAGS = r"(?s)<answer>(.*?)</answer>"
@@ -265,8 +265,9 @@ def test_length_needs_no_answer_and_scores_the_run(here: Path, tiny_llama: Path)
 
 
 def dry_run(model: Path, *flags: str) -> Reply:
-    settings = ["--set", "eval.limit=0", "--set", "data.difficulty=[]"]
-    return call(["train", "--recipe", "gsm8k_cpu", "--model", str(model), "--data", "data", *settings,
+    settings = ["eval.limit=0", "data.difficulty=[]", "rollout.prompts_per_step=2"]
+    given = [word for setting in settings for word in ("--set", setting)]
+    return call(["train", "--recipe", "gsm8k_cpu", "--model", str(model), "--data", "data", *given,
                  "--run", "run", "--dry-run", *flags])  # fmt: skip
 
 
@@ -277,7 +278,7 @@ def test_train_takes_rewards_by_flag_which_is_the_users_word(here: Path, tiny_ll
     assert (refused.code, "has no function 'styel'" in refused.output) == (2, True)
     named = dry_run(tiny_llama, "--reward", "exact_match", "--reward", "data.py:style")
     assert named.code == 0, named.output
-    settings = json.loads(named.output[named.output.index("{") :])
+    settings = printed_json(named)
     assert settings["reward"]["functions"] == ["exact_match", f"{here}/data.py:style"]
     both = dry_run(tiny_llama, "--reward", "format", "--set", 'reward.functions=["format"]')
     assert (both.code, "--reward and --set reward.functions both choose" in both.output) == (2, True)
