@@ -232,10 +232,7 @@ def test_data_without_reference_answers(here: Path, tiny_llama: Path) -> None:
     [
         (["--reward", "length", "--set", "reward.max_length=9"], "data without them give --no-answer"),
         (["--no-answer", "--answer", "a", "--reward", "length"], "--no-answer says that there are none"),
-        (
-            ["--no-answer", "--reward", "exact_match"],
-            "The reward exact_match compares with a reference answer",
-        ),
+        (["--no-answer", "--reward", "exact_match"], "exact_match compares with a reference answer"),
         (["--no-answer", "--reward", "length"], "needs reward.min_length or reward.max_length"),
         (
             ["--no-answer", "--reward", "mine.py:needs"],
@@ -245,12 +242,17 @@ def test_data_without_reference_answers(here: Path, tiny_llama: Path) -> None:
             ["--no-answer", "--reward", "mine.py:text"],
             r"mine.py:text returned 'good' for prompt rows/train/\d+",
         ),
+        (
+            ["--answer", "a", "--reward", "mine.py:chat"],
+            r"annotate it: completions: .* If the row is wrong: ",
+        ),
     ],
 )
 def test_prepare_refuses_in_words(here: Path, flags: list[str], reason: str) -> None:
 
     Path("mine.py").write_text(
         "def needs(completion, answer): return 1.0\ndef text(completion): return 'good'\n"
+        "def chat(completions, **rest): return [float(c[0]['content'] == '1') for c in completions]\n"
     )
     done = prepare(*flags)
     assert done.code == 2, done.output
