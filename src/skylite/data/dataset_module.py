@@ -208,7 +208,8 @@ def _hub_or_folder(module: DatasetModule, source: Path | None) -> tuple[Tables, 
         ways = "--source FOLDER with the released files"
         if module.synthetic_rows:
             ways += ", or --synthetic to generate problems"
-        raise DataError(error.what, f"Give {ways}.") from None
+        hint = f"{error.hint} Or give {ways}." if error.hint else f"Give {ways}."
+        raise DataError(error.what, hint) from None
     return tables, [f"source: hub, {tables['train'].source} and {tables['test'].source}"]
 
 
