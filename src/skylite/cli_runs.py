@@ -55,7 +55,7 @@ def samples(
     held_out: Annotated[
         bool, typer.Option("--held-out", help="Answers to held-out problems; --step is the adapter version.")
     ] = False,
-    prompt: Annotated[str | None, typer.Option(help="Only prompts whose id contains this.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Only this prompt id, or parts of it: train/12.")] = None,
     contains: Annotated[
         str | None, typer.Option(help="Only where question or completion contains this.")
     ] = None,
@@ -94,7 +94,9 @@ def samples(
 
 @runs_app.command()
 def runs(
-    folder: Annotated[Path, typer.Argument(help="A folder with runs, or one run.")] = Path("runs"),
+    folder: Annotated[
+        Path | None, typer.Argument(help="A folder with runs, or one run.", show_default="runs")
+    ] = None,
     as_json: AsJson = False,
     verbose: Verbose = None,
 ) -> None:
