@@ -164,7 +164,9 @@ def module_examples(
             "Remove it, and set data.difficulty when you train.",
         )
     tables = {split: filter_rows(table, where) for split, table in tables.items()}
-    notes += [*(f"--where {text}" for text in where), *(t.note for t in tables.values() if t.note)]
+    # Train and validation often come from one file, with one note.
+    table_notes = dict.fromkeys(t.note for t in tables.values() if t.note)
+    notes += [*(f"--where {text}" for text in where), *table_notes]
     return _to_examples(module, tables, limit, seed, notes)
 
 
