@@ -68,16 +68,24 @@ def _all(source: Path | None, split: str) -> Table:
 
 
 def _normal(table: Table, note: str = "") -> Table:
-    """The rows with columns of one form: problem, solution, answer, level (a number) and subject."""
-    rows = [Row(index=row.index, where=row.where, values=_values(row)) for row in table.rows]
-    return replace(table, rows=rows, note=note)
+    """The rows with columns of one form: problem, solution, answer, level (a number) and subject.
+
+    Leaves out rows without an answer, with a note: two training problems have an empty \\boxed{}.
+    """
+    rows = [
+        Row(index=row.index, where=row.where, values=_values(row, answer))
+        for row in table.rows
+        if (answer := row.text("answer") if "answer" in row.values else last_boxed(row.text("solution")))
+    ]
+    if not rows:
+        raise DataError(f"{table.source}: no solution has a \\boxed answer.", "Give the released MATH.")
+    missing = len(table.rows) - len(rows)
+    left_out = f"left out {missing} of {len(table.rows)} rows without a \\boxed answer" if missing else ""
+    return replace(table, rows=rows, note="; ".join(filter(None, (note, left_out))))
 
 
-def _values(row: Row) -> dict[str, object]:
+def _values(row: Row, answer: str) -> dict[str, object]:
     solution = row.text("solution")
-    answer = row.text("answer") if "answer" in row.values else last_boxed(solution)
-    if answer is None:
-        raise DataError(f"{row.where}: the solution has no \\boxed answer.", "Correct or delete the row.")
     level = row.text("level").removeprefix("Level ")
     subject = row.text("subject" if "subject" in row.values else "type").lower()
     return {

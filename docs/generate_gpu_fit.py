@@ -128,7 +128,10 @@ def fit_with(sizes: ModelSizes, mib: int, tree: dict[str, dict[str, object]], tw
     step = tokens
     while step := step // 2:
         tokens += step if trainer.total(tokens + step) <= limit else 0
-    return Fit(changes(config, two_gpus), budget.kv_cache_bytes // (longest * engine.kv_per_token), tokens)
+    settings = changes(config, two_gpus)
+    if tokens < config.trainer.tokens_per_micro_batch:
+        settings.append(f"trainer.tokens_per_micro_batch={rounded(tokens).replace(',', '')}")
+    return Fit(settings, budget.kv_cache_bytes // (longest * engine.kv_per_token), tokens)
 
 
 def changes(config: TrainConfig, two_gpus: bool) -> list[str]:

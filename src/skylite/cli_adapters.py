@@ -27,8 +27,8 @@ def adapters_list(target: RunFolder, as_json: AsJson = False, verbose: Verbose =
 
 
 @adapters_app.command("gc")
-def adapters_gc(target: RunFolder, verbose: Verbose = None) -> None:
+def adapters_gc(target: RunFolder, as_json: AsJson = False, verbose: Verbose = None) -> None:
     """Delete old adapters and checkpoints. Removes what the keep rules do not need, and unfinished files."""
     from skylite.commands.adapters import gc
 
-    gc(target)
+    gc(target, as_json=as_json)

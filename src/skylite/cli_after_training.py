@@ -257,6 +257,7 @@ def export(
     check_vllm: CheckVllm = False,
     push: Push = None,
     public: Public = False,
+    as_json: AsJson = False,
     verbose: Verbose = None,
 ) -> None:
     """Export an adapter as a PEFT folder, merged weights or GGUF, with a model card.
@@ -270,5 +271,6 @@ def export(
         ExportFlags(
             run=target, step=step, best=best, merge=merge, gguf=gguf, dtype=dtype, out=out,
             base_name=base_name, check_vllm=check_vllm, push=push, public=public,
-        )
+        ),
+        as_json=as_json,
     )  # fmt: skip

@@ -16,7 +16,13 @@ runs_app = Commands("Look at runs")
 
 
 @runs_app.command()
-def watch(target: RunFolder, verbose: Verbose = None) -> None:
+def watch(
+    target: RunFolder,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a line of JSON for each step until the run ends.")
+    ] = False,
+    verbose: Verbose = None,
+) -> None:
     """Watch a run, live or finished. Shows progress, curves, warnings and completions from its folder.
 
     Keys: arrows choose completion and step, b best first, w worst first, n newest, q quits. Prints lines
@@ -24,7 +30,7 @@ def watch(target: RunFolder, verbose: Verbose = None) -> None:
     """
     from skylite.commands.watch import watch as run_watch
 
-    run_watch(target)
+    run_watch(target, as_json=as_json)
 
 
 @runs_app.command()
@@ -55,7 +61,7 @@ def samples(
     held_out: Annotated[
         bool, typer.Option("--held-out", help="Answers to held-out problems; --step is the adapter version.")
     ] = False,
-    prompt: Annotated[str | None, typer.Option(help="Only prompts whose id contains this.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Only this prompt id, or parts of it: train/12.")] = None,
     contains: Annotated[
         str | None, typer.Option(help="Only where question or completion contains this.")
     ] = None,
@@ -94,7 +100,9 @@ def samples(
 
 @runs_app.command()
 def runs(
-    folder: Annotated[Path, typer.Argument(help="A folder with runs, or one run.")] = Path("runs"),
+    folder: Annotated[
+        Path | None, typer.Argument(help="A folder with runs, or one run.", show_default="runs")
+    ] = None,
     as_json: AsJson = False,
     verbose: Verbose = None,
 ) -> None:

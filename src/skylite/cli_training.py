@@ -9,6 +9,7 @@ import typer
 
 from skylite.cli_help import Commands
 from skylite.cli_options import (
+    AsJson,
     ChatTemplateFile,
     Loggers,
     RunFolder,
@@ -139,9 +140,10 @@ def replay(
             "--set", metavar="A.B=VALUE", help="Name a program that the run uses. Changes no setting."
         ),
     ] = None,
+    as_json: AsJson = False,
     verbose: Verbose = None,
 ) -> None:
     """Replay a stored step. Trains it again and compares the adapters: exit 0 if equal, 1 if different."""
     from skylite.commands.replay import replay as run_replay
 
-    run_replay(target, step, tuple(settings or ()))
+    run_replay(target, step, tuple(settings or ()), as_json=as_json)

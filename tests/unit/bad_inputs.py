@@ -81,6 +81,11 @@ def call(args: list[str]) -> Reply:
     return Reply(0, output.getvalue())
 
 
+def printed_json(reply: Reply) -> Any:
+    """The JSON object among the lines of the output."""
+    return json.JSONDecoder().raw_decode(reply.output, reply.output.index("{\n"))[0]
+
+
 def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
     """Size and modification time of every path below `folder`."""
     return {

@@ -95,6 +95,17 @@ def test_gc_deletes_what_the_keep_rules_do_not_need(run: RunDir, capsys: pytest.
     assert "v4" not in output
 
 
+def test_gc_prints_json(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    gc(run.root, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["adapters"], len(found["checkpoints"])) == ([1, 2, 3], 2)
+    assert [Path(path).name for path in found["unfinished"]] == [
+        ".status.json.tmp-77",
+        ".policy-v000007.tmp-77",
+    ]
+    assert found["num_bytes"] > 0
+
+
 def test_gc_refuses_a_live_run(run: RunDir) -> None:
     with lock_folder(run.root), pytest.raises(ConfigError, match="another live run"):
         gc(run.root)

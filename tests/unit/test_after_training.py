@@ -137,6 +137,9 @@ def test_an_export_prints_what_its_check_measured(run: RunDir, tmp_path: Path, f
     assert "canary tokens differ from the trainer's by" in done.stderr
     assert done.stdout.startswith("exported policy-v00000")
     assert (tmp_path / "out" / "README.md").exists()
+    done = skylite(run, "export", "run", *form, "--out", str(tmp_path / "again"), "--json")
+    found = json.loads(done.stdout)
+    assert (found["folder"], found["checks"][0]["tokens"] > 0) == (str(tmp_path / "again"), True)
 
 
 @pytest.mark.parametrize(

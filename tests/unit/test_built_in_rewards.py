@@ -23,7 +23,7 @@ from skylite.orchestrator.session import reward_pool
 from skylite.rewards import load_reward, patterns
 from skylite.rewards.scoring import score
 from skylite.run.run_dir import RunDir
-from tests.unit.bad_inputs import Reply, call
+from tests.unit.bad_inputs import Reply, call, printed_json
 from tests.unit.data_cases import prompt
 
 TAGS = r"(?s)<answer>(.*?)</answer>"
@@ -232,18 +232,16 @@ def test_data_without_reference_answers(here: Path, tiny_llama: Path) -> None:
     [
         (["--reward", "length", "--set", "reward.max_length=9"], "data without them give --no-answer"),
         (["--no-answer", "--answer", "a", "--reward", "length"], "--no-answer says that there are none"),
-        (
-            ["--no-answer", "--reward", "exact_match"],
-            "The reward exact_match compares with a reference answer",
-        ),
+        (["--no-answer", "--reward", "exact_match"], "exact_match compares with a reference answer"),
         (["--no-answer", "--reward", "length"], "needs reward.min_length or reward.max_length"),
-        (
-            ["--no-answer", "--reward", "mine.py:needs"],
-            r"cannot be called: it asks for answer, but prompt rows/",
-        ),
+        (["--no-answer", "--reward", "mine.py:needs"], "it asks for answer, but prompt rows/"),
         (
             ["--no-answer", "--reward", "mine.py:text"],
             r"mine.py:text returned 'good' for prompt rows/train/\d+",
+        ),
+        (
+            ["--answer", "a", "--reward", "mine.py:chat"],
+            r"annotate it: completions: .* If the row is wrong: ",
         ),
     ],
 )
@@ -251,6 +249,7 @@ def test_prepare_refuses_in_words(here: Path, flags: list[str], reason: str) -> 
 
     Path("mine.py").write_text(
         "def needs(completion, answer): return 1.0\ndef text(completion): return 'good'\n"
+        "def chat(completions, **rest): return [float(c[0]['content'] == '1') for c in completions]\n"
     )
     done = prepare(*flags)
     assert done.code == 2, done.output
@@ -265,8 +264,9 @@ def test_length_needs_no_answer_and_scores_the_run(here: Path, tiny_llama: Path)
 
 
 def dry_run(model: Path, *flags: str) -> Reply:
-    settings = ["--set", "eval.limit=0", "--set", "data.difficulty=[]"]
-    return call(["train", "--recipe", "gsm8k_cpu", "--model", str(model), "--data", "data", *settings,
+    settings = ["eval.limit=0", "data.difficulty=[]", "rollout.prompts_per_step=2"]
+    given = [word for setting in settings for word in ("--set", setting)]
+    return call(["train", "--recipe", "gsm8k_cpu", "--model", str(model), "--data", "data", *given,
                  "--run", "run", "--dry-run", *flags])  # fmt: skip
 
 
@@ -277,7 +277,7 @@ def test_train_takes_rewards_by_flag_which_is_the_users_word(here: Path, tiny_ll
     assert (refused.code, "has no function 'styel'" in refused.output) == (2, True)
     named = dry_run(tiny_llama, "--reward", "exact_match", "--reward", "data.py:style")
     assert named.code == 0, named.output
-    settings = json.loads(named.output[named.output.index("{") :])
+    settings = printed_json(named)
     assert settings["reward"]["functions"] == ["exact_match", f"{here}/data.py:style"]
     both = dry_run(tiny_llama, "--reward", "format", "--set", 'reward.functions=["format"]')
     assert (both.code, "--reward and --set reward.functions both choose" in both.output) == (2, True)

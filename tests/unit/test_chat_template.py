@@ -20,7 +20,7 @@ from skylite.engine.server_command import serve_command
 from skylite.errors import ConfigError, ModelError
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Message
-from tests.unit.bad_inputs import call
+from tests.unit.bad_inputs import call, printed_json
 from tests.unit.test_engine_server import SPEC
 
 THINKING = """\
@@ -119,7 +119,7 @@ DRY_RUN = [
 def test_own_data_needs_no_difficulty_with_the_default_cpu_recipe(project: Path) -> None:
     reply = call(DRY_RUN)
     assert reply.code == 0, reply.output
-    assert json.loads(reply.output[reply.output.index("{\n") :])["data"]["difficulty"] == []
+    assert printed_json(reply)["data"]["difficulty"] == []
     refused = call([*DRY_RUN, "--set", "data.difficulty=[1]"])
     assert refused.code == 2
     assert "has no row of difficulty [1]; it has [0]" in refused.output
@@ -132,7 +132,7 @@ def test_the_recipes_difficulty_counts_for_its_own_data(
     prepare("gsm8k", synthetic=True, out=out, limit=200)
     reply = call([*DRY_RUN, "--data", "elsewhere"])
     assert reply.code == 0, reply.output
-    assert json.loads(reply.output[reply.output.index("{\n") :])["data"]["difficulty"] == [1]
+    assert printed_json(reply)["data"]["difficulty"] == [1]
 
 
 def test_countdown_is_ready_to_train(project: Path) -> None:
@@ -145,7 +145,7 @@ def test_the_flags_of_train_are_settings(project: Path) -> None:
     flags = ["--chat-template", "thinking.jinja", "--template-arg", "enable_thinking=false"]
     reply = call([*DRY_RUN, *flags])
     assert reply.code == 0, reply.output
-    data = json.loads(reply.output[reply.output.index("{\n") :])["data"]
+    data = printed_json(reply)["data"]
     assert data["chat_template"] == "thinking.jinja"
     assert data["template_args"] == {"enable_thinking": False}
     refused = call([*DRY_RUN, "--template-arg", "enable_thinking=false"])

@@ -30,12 +30,12 @@ FLAGS = {
     },
     "export": {
         "--step", "--best", "--merge", "--dtype", "--gguf", "--out", "--base-name", "--check-vllm", "--push",
-        "--public", *LOGGING,
+        "--public", "--json", *LOGGING,
     },
-    "replay": {"--set", "--step", *LOGGING},
+    "replay": {"--set", "--step", "--json", *LOGGING},
     "serve": {"--model", "--step", "--port", *LOGGING},
     "adapters": set(),
-    "watch": LOGGING,
+    "watch": {"--json", *LOGGING},
     "report": {"--out", "--png", "--completions", "--json", *LOGGING},
     "samples": {
         "--step", "--held-out", "--prompt", "--contains", "--min-reward", "--max-reward", "--best", "--worst",
@@ -56,3 +56,23 @@ def test_the_flags_are_unchanged() -> None:
     }
     assert found == FLAGS
     assert set(group.commands["adapters"].commands) == {"list", "verify", "gc"}
+
+
+WITHOUT_JSON = {
+    "prepare": "writes files, whose footers hold what it prints",
+    "train": "--dry-run prints JSON; watch --json follows a run",
+    "serve": "runs until it is stopped",
+    "chat": "a conversation",
+    "log": "copies a run to loggers",
+}
+
+
+def test_every_command_that_prints_facts_has_json() -> None:
+    group: Any = typer.main.get_command(app)
+    commands = {
+        f"{name} {sub}".strip(): command
+        for name, entry in group.commands.items()
+        for sub, command in getattr(entry, "commands", {"": entry}).items()
+    }
+    without = {name for name, c in commands.items() if "--json" not in {o for p in c.params for o in p.opts}}
+    assert without == set(WITHOUT_JSON)

@@ -160,6 +160,28 @@ def test_math_500_is_the_test_split_if_it_is_there(tmp_path: Path) -> None:
     assert "left out 1 of 32 rows" in notes
 
 
+def test_rows_with_an_empty_box_are_left_out_with_a_note(tmp_path: Path) -> None:
+    """As in the released MATH: train/number_theory/7115.json and 7117.json."""
+    released(tmp_path / "MATH", "train", 30)
+    released(tmp_path / "MATH", "test", 6)
+    row = {
+        "problem": "None?",
+        "level": "Level 5",
+        "type": "Number Theory",
+        "solution": "There are $\\boxed{}$.",
+    }
+    for name in ("7115.json", "7117.json"):
+        (tmp_path / "MATH" / "train" / "number_theory" / name).write_text(json.dumps(row))
+    folder = prepare("hendrycks_math", source=tmp_path / "MATH")
+    assert [len(read(folder)[s]) for s in SPLITS] == [27, 3, 6]
+    notes = read_prompts(folder / "train.parquet")[1].notes
+    assert notes.count("left out 2 of 32 rows without a \\boxed answer") == 1
+    for path in (tmp_path / "MATH" / "test").glob("*/*.json"):
+        path.write_text(json.dumps(row))
+    with pytest.raises(DataError, match=r"MATH \(test\): no solution has a .boxed answer"):
+        prepare("hendrycks_math", source=tmp_path / "MATH")
+
+
 def test_math_by_subject_and_level(tmp_path: Path) -> None:
     released(tmp_path / "MATH", "train", 60)
     released(tmp_path / "MATH", "test", 6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from skylite.adapters.manifest import read_manifest
 from skylite.config.loading import read_run_config
 from skylite.errors import ConfigError, ModelError, RunFailed, SkyliteError, WriteFailed
 from skylite.export import plan as planning
+from skylite.export.model_card import data_info, results
 from skylite.export.plan import plan_export
 from skylite.export.run import export
 from skylite.export.transformers_model import model_logprobs
@@ -71,8 +73,19 @@ def test_the_model_card_describes_the_run(run: RunDir, out: Path) -> None:
     assert "data set: `tiny` (generated), 4 training problems" in card
     assert SYSTEM in card
     assert str(run.root.parent) not in card, "no path of this machine"
+    assert "| step | pass@1 |" in card
     messages = json.loads((out / "first_messages.json").read_text())
     assert [m["role"] for m in messages] == ["system", "user", "assistant"]
+
+
+def test_a_model_card_names_scores_without_answers_a_mean_reward(run: RunDir, out: Path) -> None:
+    plan = plan_export(flags(run, out=out))
+    info = data_info(plan.run_config.config)
+    assert info is not None
+    rewards = replace(plan, accuracies={0: -1.5, 2: 0.25})
+    card = results(rewards, replace(info, has_answers=False))
+    assert "| step | mean reward |\n|---|---|\n| 0 | -1.5 |\n| 2 | 25.0 % |" in card
+    assert "| step | mean score |" in results(rewards, None), "data that is gone may have had answers"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

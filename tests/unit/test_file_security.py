@@ -65,6 +65,8 @@ def train(given: Path, tiny_llama: Path, *more: str) -> list[str]:
         "data",
         "--set",
         "data.difficulty=[]",
+        "--set",
+        "rollout.prompts_per_step=4",
         "--model",
         str(tiny_llama),
         "--run",

@@ -158,8 +158,12 @@ def test_a_bad_row_is_named(hub: type[Hub]) -> None:
 @pytest.mark.parametrize(
     ("target", "flags", "reason"),
     [
-        ("me/nothing", {}, "no file or folder me/nothing, and the hub has no public data set of that name"),
-        ("me/gated", {}, "me/gated is gated. Accept its terms on its page, log in with `hf auth login`"),
+        ("me/nothing", {}, "me/nothing is no file or folder here. .* the hub has no public data set of that"),
+        (
+            "me/gated",
+            {},
+            "it is gated, and you are not logged in. Accept .* http://.*/datasets/me/gated, then",
+        ),
         ("me/sums", {"split": "dev"}, "me/sums has no split 'dev'; it has train"),
         ("me/sums", {"config": "x"}, "me/sums has no config 'x'; it has easy"),
         ("me/sums", {"split": "big"}, "The hub converted only a part of big"),
@@ -183,5 +187,5 @@ def test_without_the_hub_the_message_names_the_cache(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=r"HF_HUB_OFFLINE is set.* The local cache does not contain me/sums"):
+    with pytest.raises(DataError, match=r"HF_HUB_OFFLINE is set, and the local cache has no complete copy"):
         prepare("me/sums", reward="math")

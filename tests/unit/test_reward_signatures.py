@@ -201,3 +201,38 @@ def test_an_annotation_with_messages_is_found_in_unions_and_typed_dicts() -> Non
     assert not read_signature(text).wants_messages
     with pytest.raises(SignatureProblem):
         read_signature(lambda answer: 1.0)
+
+
+@pytest.mark.parametrize("completion", ["so 7", ""])
+@pytest.mark.parametrize(
+    ("parameters", "read", "annotation"),
+    [
+        ("completions, **kwargs", '[c[0]["content"] for c in completions]', "completions: list[list[dict["),
+        ("completions, **kwargs", '[c[-1:][0].get("content") for c in completions]', "completions: list"),
+        ("completion, **kwargs", 'completion[0]["content"]', "completion: list[dict[str, str]] "),
+    ],
+)
+def test_a_reward_that_reads_text_as_chat_learns_how_to_get_messages(
+    parameters: str, read: str, annotation: str, completion: str
+) -> None:
+    """TRL passes chat messages to functions without annotations. skylite passes text."""
+    names: dict[str, Any] = {}
+    for word in ("def", "async def"):
+        exec(f"{word} f({parameters}): return {read}", names)
+        with pytest.raises(RunFailed) as error:
+            score("f", reward_function(names["f"]), [(ASKED, completion)])
+        assert "skylite passes each completion as text" in error.value.hint
+        assert f"annotate it: {annotation}" in error.value.hint
+
+
+def test_the_annotation_of_the_remedy_works() -> None:
+    def f(completions: list[list[dict[str, str]]], **kwargs: Any) -> list[float]:
+        return [float(c[0]["content"] == "so 7") for c in completions]
+
+    def broken(completions: list[list[dict[str, str]]], **kwargs: Any) -> list[float]:
+        return [float(c[0]["content"]["text"]) for c in completions]  # type: ignore[index]
+
+    assert score("f", reward_function(f), [(ASKED, "so 7")]) == [1.0]
+    with pytest.raises(RunFailed) as error:  # it gets messages, so text is not its problem
+        score("f", reward_function(broken), [(ASKED, "so 7")])
+    assert "annotate" not in error.value.hint

@@ -72,6 +72,17 @@ def test_runs_of_an_empty_or_missing_folder(tmp_path: Path) -> None:
         said("runs", tmp_path / "none")
 
 
+def test_runs_in_a_fresh_folder_say_what_makes_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert said("runs") == (
+        "There is no folder runs here. `skylite train` makes one; for runs elsewhere: skylite runs FOLDER.\n"
+    )
+    assert said_json("runs") == []
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(ConfigError, match="runs is not a folder"):
+        said("runs")
+
+
 def test_samples_shows_the_newest_step_and_filters(made: Path) -> None:
     text = said("samples", made / "healthy", "--limit", 2)
     assert text.count("--- step 40  made-up/train/") == 2
@@ -94,6 +105,12 @@ def test_samples_shows_the_newest_step_and_filters(made: Path) -> None:
 def test_samples_follow_a_prompt_over_steps_and_evaluations(made: Path) -> None:
     train = said_json("samples", made / "healthy", "--prompt", "train/12", "--limit", 999)
     assert sorted({c["step"] for c in train}) == list(range(1, 41, 2))
+    assert {c["prompt_id"].endswith("train/12") for c in train} == {True}, "train/120 is another prompt"
+    assert said_json("samples", made / "healthy", "--prompt", "train/1", "--limit", 999) == [
+        c
+        for c in said_json("samples", made / "healthy", "--prompt", "train", "--limit", 9999)
+        if c["prompt_id"].endswith("/train/1")
+    ]
     held_out = said_json("samples", made / "healthy", "--held-out", "--prompt", "test/42", "--limit", 9)
     assert [c["step"] for c in held_out] == [0, 10, 20, 30, 40]
     assert held_out[0]["turns"][0].startswith("version 0 says")

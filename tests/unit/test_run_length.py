@@ -11,12 +11,13 @@ import pytest
 
 from skylite.config.loading import change_config, load_config, read_run_config
 from skylite.config.train import TrainConfig
+from skylite.data.order import prompts_for_step
 from skylite.errors import ConfigError, DataError
 from skylite.orchestrator.automatic_settings import epochs_to_steps
 from skylite.orchestrator.plan import plan_run, write_run
 from skylite.orchestrator.resume import plan_resume
 from skylite.run.run_dir import RunDir
-from tests.unit.bad_inputs import call
+from tests.unit.bad_inputs import Reply, call, printed_json
 from tests.unit.run_cases import make_model, publish_adapter_0, write_data
 
 
@@ -131,13 +132,49 @@ def test_more_epochs_are_refused_where_the_schedule_ends_at_the_last_step(
     assert plan_resume(other).config.num_steps == 2
 
 
-def test_a_dry_run_prints_the_computed_steps(tmp_path: Path, run: RunDir) -> None:
-    data, model = tmp_path / "data", tmp_path / "model"
-    (tmp_path / "empty.toml").write_text("")
-    flags = {"recipe": tmp_path / "empty.toml", "data": data, "model": model, "epochs": 2.5}
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    reply = call(["train", *words, "--run", str(tmp_path / "new"), "--dry-run"])
+def dry_run(folder: Path, **flags: object) -> Reply:
+    """`skylite train --dry-run` on the data and model of `run`, with an empty recipe."""
+    (folder / "empty.toml").write_text("")
+    given = {"recipe": folder / "empty.toml", "data": folder / "data", "model": folder / "model"} | flags
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    return call(["train", *words, "--run", str(folder / "new"), "--dry-run"])
+
+
+def test_a_dry_run_prints_the_computed_steps_and_a_verdict(tmp_path: Path, run: RunDir) -> None:
+    reply = dry_run(tmp_path, epochs=2.5)
     assert reply.code == 0, reply.output
-    assert '"num_steps": 10' in reply.output
-    assert '"num_epochs": 2.5' in reply.output
+    settings = printed_json(reply)
+    assert (settings["num_steps"], settings["num_epochs"]) == (10, 2.5)
+    assert reply.output.splitlines()[-1] == (
+        "skylite: ready: 10 steps, 32 prompts (8 prompts x 8 completions a step, 2.5 epochs), 0 held out; "
+        "without --dry-run this command trains"
+    )
     assert not (tmp_path / "new").exists()
+    resumed = call(["train", "--resume", str(run.root), "--dry-run"])
+    assert resumed.code == 0, resumed.output
+    assert "ready: steps 1 to 2, 32 prompts" in resumed.output.splitlines()[-1]
+
+
+def test_a_dry_run_refuses_too_few_prompts_in_the_words_of_the_run(tmp_path: Path, machine: object) -> None:
+    make_model(tmp_path / "model")
+    write_data(tmp_path / "data", 7)
+    reply = dry_run(tmp_path, steps=3)
+    with pytest.raises(DataError) as error:
+        prompts_for_step([], 1, 8, 0)
+    assert reply.code == 2, reply.output
+    assert str(error.value).replace("has 0", "has 7") in reply.output
+    assert "ready" not in reply.output
+
+
+def test_a_dry_run_checks_the_default_data_and_keeps_none(
+    tmp_path: Path, machine: object, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    reply = call(["train", "--model", str(tiny_llama), "--dry-run"])
+    assert reply.code == 0, reply.output
+    assert "data/gsm8k-synthetic does not exist yet: the run prepares it" in reply.output
+    assert printed_json(reply)["data"]["path"] == "data/gsm8k-synthetic"
+    assert "ready: 20 steps, 1024 prompts" in reply.output
+    assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")] == ["temporary"]

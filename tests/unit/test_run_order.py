@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from skylite.run.events import read_events
 from skylite.run.metrics_file import read_metrics
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir
+from tests.unit import simulated_run
 from tests.unit.simulated_run import (
     PROMPTS,
     Broken,
@@ -60,6 +62,16 @@ def test_held_out_problems_are_evaluated_every_eval_every_steps(tmp_path: Path, 
     )
     assert len(engine.requests) == 5 * 2 + 4 * 2, "two prompts a step, two problems an evaluation"
     assert sampled_from(run) == {k: max(0, k - 1 - staleness) for k in range(1, 6)}
+
+
+def test_without_reference_answers_the_score_is_a_mean_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "evaluation (before): greedy pass@1 " in run_of(tmp_path / "with", 0, 1, eval_every=1)[2]
+    monkeypatch.setattr(simulated_run, "PROMPTS", [replace(p, answer="") for p in simulated_run.PROMPTS])
+    logged = run_of(tmp_path / "without", 0, 1, eval_every=1)[2]
+    assert "greedy mean reward " in logged
+    assert "pass@1" not in logged
 
 
 @pytest.mark.parametrize(("staleness", "first_step"), [(0, 3), (1, 3), (1, 4)])

@@ -47,6 +47,8 @@ def start(root: Path, name: str, *more: str) -> Reply:
             "data.difficulty=[]",
             "--set",
             "eval.limit=0",
+            "--set",
+            "rollout.prompts_per_step=4",
             *more,
         ]
     )

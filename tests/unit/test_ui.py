@@ -12,17 +12,12 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from skylite.config.train import Resolved, RunConfig, TrainConfig
 from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.engine_pool import SyncReport
 from skylite.orchestrator.sampling import SampledStep
 from skylite.orchestrator.step_metrics import StepTimings, completion_view, step_metrics
-from skylite.run.files import write_json
-from skylite.run.metrics_file import append_metrics
-from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import RunDir
 from skylite.types import Group, Prompt, Sample, Trajectory
-from skylite.ui import export_svg
 from skylite.ui.dashboard import Screen
 from skylite.ui.end_message import finished_text, stopped_text
 from skylite.ui.live_panel import CompletionView, LivePanel, ScreenState, clock_time, wrapped
@@ -254,23 +249,6 @@ def test_paths_below_the_working_folder_are_short(tmp_path: Path, monkeypatch: p
     (tmp_path / "runs" / "a" / "adapters" / "policy-v000001").mkdir(parents=True)
     run = RunDir(tmp_path / "runs" / "a")
     assert "skylite eval runs/a\n" in finished_text(run, run.default_adapters)
-
-
-def test_an_svg_is_drawn_from_a_runs_files(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run")
-    resolved = Resolved(
-        model_path="m", model_fingerprint="f", dtype="float32", device="cpu", lora_sync_path="a"
-    )
-    config = RunConfig(skylite_version="1", config=TrainConfig(num_steps=2), resolved=resolved)
-    write_json(run.config_path, config.model_dump(mode="json"))
-    for number in (1, 2):
-        append_metrics(run.metrics_path, step(number, number / 4))
-    write_rollouts(run.rollout_path(2), [group()])
-    export_svg.main([str(run.root), str(tmp_path / "run.svg")])
-    svg = (tmp_path / "run.svg").read_text()
-    words = svg.replace("&#160;", " ")
-    for part in ("2 of 2 steps", "####", "first 0.250", "--rank 32"):
-        assert part in words
 
 
 def group() -> Group:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import io
+import json
 import os
 import pty
 import select
@@ -19,9 +20,12 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
+from typer.testing import CliRunner
 
-from skylite.commands.watch import Watcher, is_silent, print_lines
+from skylite.cli import app
+from skylite.commands.watch import Watcher, is_silent, json_lines, print_lines, text_lines
 from skylite.errors import ConfigError
+from skylite.run.metrics_file import append_metrics, read_metrics
 from skylite.run.run_dir import RunDir
 from skylite.run.status import read_status, write_status
 from skylite.ui.watch_panel import WatchPanel
@@ -51,7 +55,7 @@ def lines_of(watcher: Watcher, sleeps: int = 0) -> list[str]:
         waits.append(seconds)
         assert len(waits) <= sleeps, printed[-1]
 
-    print_lines(watcher, printed.append, sleep)
+    print_lines(watcher, text_lines, printed.append, sleep)
     return printed
 
 
@@ -102,6 +106,30 @@ def test_lines_of_a_finished_run(hacked: RunDir) -> None:
     assert printed[-1].startswith("done  ")
 
 
+def test_json_lines_are_the_metrics_of_each_step_and_the_end(hacked: RunDir) -> None:
+    reply = CliRunner().invoke(app, ["watch", str(hacked.root), "--json"])
+    *steps, end = map(json.loads, reply.output.splitlines())
+    assert steps == read_metrics(hacked.metrics_path)
+    assert (end["phase"], end["unreadable"]) == ("done", [])
+    assert [alarm["kind"] for alarm in end["alarms"]][:1] == ["reward hacking"]
+
+
+def test_json_lines_follow_a_live_run_and_print_each_step_once(tmp_path: Path) -> None:
+    run = write_made_up_run(tmp_path, "healthy", steps=2, phase="sampling")
+    alive = replace(read_status(run.status_path), pids={"skylite": os.getpid()})
+    write_status(run.status_path, alive)
+    printed = list[str]()
+
+    def sleep(seconds: float) -> None:
+        append_metrics(run.metrics_path, {"step": len(printed) + 1, "reward/mean": float("nan")})
+        write_status(run.status_path, replace(alive, phase="done" if len(printed) == 3 else "training"))
+
+    print_lines(Watcher(run.root), json_lines, printed.append, sleep)
+    found = [json.loads(line) for line in printed]
+    assert [line.get("step", line.get("phase")) for line in found] == [1, 2, 3, 4, "done"]
+    assert found[2] == {"step": 3, "reward/mean": None}
+
+
 def test_lines_follow_a_live_run(tmp_path: Path) -> None:
     run = write_made_up_run(tmp_path, "healthy", steps=3, phase="sampling")
     alive = replace(read_status(run.status_path), pids={"skylite": os.getpid()})
@@ -116,7 +144,7 @@ def test_lines_follow_a_live_run(tmp_path: Path) -> None:
 
     assert "step 3 of 40" in drawn(watcher)
     assert "to go" in drawn(watcher)
-    print_lines(watcher, printed.append, sleep)
+    print_lines(watcher, text_lines, printed.append, sleep)
     assert [line[:9] for line in printed[1:]] == [
         "step 1/40",
         "step 2/40",

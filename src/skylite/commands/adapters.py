@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -89,7 +90,7 @@ def version_line(adapter: AdapterVersion, gap: float | None) -> str:
     return f"{adapter.name:<16}{manifest.step:>8}{manifest.weights_bytes:>14}{_age(age_s):>12}  {canary}"
 
 
-def gc(target: Path) -> None:
+def gc(target: Path, *, as_json: bool = False) -> None:
     """Delete adapters and checkpoints that the keep rules of the run do not need, and unfinished files.
 
     Raises ConfigError while the run is live.
@@ -102,6 +103,9 @@ def gc(target: Path) -> None:
         leftovers = remove_leftovers(run, folder)
         newest = max((v.version for v in versions), default=0)
         removed = clean_up(run, folder, newest, config)
+    if as_json:
+        show(json.dumps({**asdict(removed), "unfinished": [str(path) for path in leftovers]}))
+        return
     for path in leftovers:
         show(f"removed {path} (unfinished: {TEMPORARY_MARK})")
     for step in removed.checkpoints:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from skylite.config.bundled import bundled_names, find_file
+from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -36,13 +41,31 @@ def default_recipe() -> Path:
     return find_recipe(CPU_RECIPE)
 
 
-def prepare_default_data(path: Path) -> None:
-    """Prepare the data of the default recipe if missing: GSM8K with a GPU, else synthetic problems."""
+@contextlib.contextmanager
+def default_data(config: TrainConfig, *, keep: bool) -> Iterator[TrainConfig]:
+    """The settings with data to read: GSM8K with a GPU, else synthetic problems, prepared if missing.
+
+    Without `keep` missing data is prepared in a temporary folder, which lasts as long as the block.
+    """
+    path = Path(config.data.path)
     if (path / "train.parquet").is_file():
-        return
+        yield config
+    elif keep:
+        logger.info(f"preparing {path}, which does not exist yet")
+        _prepare_default(path)
+        yield config
+    else:
+        logger.info(f"{path} does not exist yet: the run prepares it, --dry-run checks a temporary copy")
+        with tempfile.TemporaryDirectory(prefix="skylite-dry-run-") as folder:
+            copy = Path(folder) / path.name
+            with contextlib.redirect_stdout(io.StringIO()):  # stdout is for the settings
+                _prepare_default(copy)
+            yield config.model_copy(update={"data": config.data.model_copy(update={"path": str(copy)})})
+
+
+def _prepare_default(path: Path) -> None:
     from skylite.commands.prepare import prepare
     from skylite.processes.hardware import choose_device
 
-    logger.info(f"preparing {path}, which does not exist yet")
     gpu = choose_device() == "cuda"
     prepare("gsm8k", out=path, synthetic=not gpu, first_source=gpu)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from dataclasses import asdict
 
 from skylite.errors import ConfigError
 from skylite.export.plan import ExportFlags, plan_export
 from skylite.export.push import check_push, push
 from skylite.export.run import export as write_export
 from skylite.long_work import long_work
-from skylite.ui.logs import show
+from skylite.ui.logs import set_terminal_level, show
 
 logger = logging.getLogger(__name__)
 
 
-def export(flags: ExportFlags) -> None:
+def export(flags: ExportFlags, *, as_json: bool = False) -> None:
     """Write the folder, print what its checks measured, and push it if asked."""
+    if as_json:
+        set_terminal_level(logging.WARNING)
     if flags.check_vllm and flags.gguf and not flags.merge:
         raise ConfigError("--check-vllm cannot check a GGUF file.", "Remove it, or add --merge.")
     token = check_push(flags.push) if flags.push is not None else ""
@@ -27,9 +31,15 @@ def export(flags: ExportFlags) -> None:
         logger.info(str(check))
         if check.note:
             logger.warning(check.note)
-    show(f"exported {plan.name} to {plan.out}")
+    facts = {"name": plan.name, "folder": str(plan.out), "checks": [asdict(check) for check in checks]}
+    if not as_json:
+        show(f"exported {plan.name} to {plan.out}")
     if flags.push is not None:
         message = f"{plan.name} of a skylite run ({plan.out.name})"
         with long_work(f"pushing to {flags.push}"):
             address = push(plan.out, flags.push, token, public=flags.public, message=message)
-        show(f"pushed to {address}")
+        facts["pushed_to"] = address
+        if not as_json:
+            show(f"pushed to {address}")
+    if as_json:
+        show(json.dumps(facts))

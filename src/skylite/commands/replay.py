@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from skylite.config.loading import change_config, read_run_config
@@ -15,7 +17,7 @@ from skylite.run.run_dir import RunDir
 from skylite.ui.logs import show
 
 
-def replay(target: Path, step: int, settings: Sequence[str] = ()) -> None:
+def replay(target: Path, step: int, settings: Sequence[str] = (), *, as_json: bool = False) -> None:
     """Train the step again and print equal or different; different exits 1. Raises SkyliteError subclasses.
 
     `settings`: the user's --set. They name programs of the run that may run, and change nothing.
@@ -23,7 +25,10 @@ def replay(target: Path, step: int, settings: Sequence[str] = ()) -> None:
     run = RunDir(target.resolve())
     programs = allow_programs(run, settings)
     replayed = asyncio.run(replay_step(run, step, programs))
-    show(replay_text(replayed))
+    if as_json:
+        show(json.dumps({"equal": not replayed.differences, **asdict(replayed)}))
+    else:
+        show(replay_text(replayed))
     if replayed.differences:
         sys.exit(1)
 

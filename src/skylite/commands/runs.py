@@ -16,15 +16,21 @@ CONFIG_NAME = "config.json"
 HEADS = ("run", "state", "steps", "model", "algorithm", "reward", "held-out", "time", "age", "findings")
 
 
-def list_runs(folder: Path, *, as_json: bool = False) -> None:
-    """Print a line per run, the newest first. A damaged run is a line, too."""
-    found = [facts_of(path) for path in run_folders(folder)]
+DEFAULT = Path("runs")
+
+
+def list_runs(target: Path | None, *, as_json: bool = False) -> None:
+    """Print a line per run, the newest first. A damaged run is a line, too. None: the folder of new runs."""
+    folder = target or DEFAULT
+    nothing_yet = target is None and not folder.exists()
+    found = [] if nothing_yet else [facts_of(path) for path in run_folders(folder)]
     found.sort(key=lambda facts: str(facts.get("updated_at") or ""), reverse=True)
     if as_json:
         show(json.dumps(found))
         return
     if not found:
-        show(f"{folder} holds no run. `skylite train` makes one.")
+        where = f"There is no folder {folder} here" if nothing_yet else f"{folder} holds no run"
+        show(f"{where}. `skylite train` makes one; for runs elsewhere: skylite runs FOLDER.")
         return
     for line in table([HEADS, *(row(facts) for facts in found)]):
         show(line)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skylite.commands.default_recipe import default_recipe, find_recipe, prepare_default_data
+from skylite.commands.default_recipe import default_data, default_recipe, find_recipe
 from skylite.commands.log import logger_names
 from skylite.config.loading import load_config, read_run_config
 from skylite.config.train import TrainConfig
+from skylite.data.order import steps_per_epoch
 from skylite.errors import ConfigError
+from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.shutdown import TimeLimit
 from skylite.plugin_file import EPISODE, REWARD
 from skylite.run.folder_owner import require_own_folders
@@ -23,6 +26,8 @@ from skylite.run.lock import lock_run
 from skylite.run.programs_named_by_user import is_set
 from skylite.run.run_dir import RunDir
 from skylite.ui.logs import run_log, show
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,13 +124,16 @@ def _start(flags: TrainFlags, run: Path | None, limit: TimeLimit | None, *, dry_
 
     recipe = find_recipe(flags.recipe) if flags.recipe else default_recipe()
     config = load_config(recipe, flags.overrides(), flags.settings)
-    if flags.recipe is None and flags.data is None:
-        prepare_default_data(Path(config.data.path))
     run_dir = RunDir((run or _new_run(recipe)).resolve())
-    plan = plan_run(config, run_dir, recipe=recipe, settings=flags.settings)
+    is_default = flags.recipe is None and flags.data is None
+    with default_data(config, keep=not dry_run) if is_default else contextlib.nullcontext(config) as readable:
+        plan = plan_run(readable, run_dir, recipe=recipe, settings=flags.settings)
+    steps_per_epoch(len(plan.train), plan.config.rollout.prompts_per_step)  # refuses too few prompts
     check_disk_space(plan.run, plan.config, plan.resolved)
     if dry_run:
-        print_settings(plan.config)
+        shown = plan.config.data.model_copy(update={"path": config.data.path})
+        print_settings(plan.config.model_copy(update={"data": shown}))
+        logger.info(ready_text(plan))
         return True
     # Lock before writing: of two processes that start at once, one must see the lock of the other.
     with lock_run(plan.run.root, Path(plan.resolved.lora_sync_path), config.lora):
@@ -151,6 +159,7 @@ def _resume(
         plan = plan_resume(run, overrides=flags.overrides(), settings=flags.settings, at=at)
         if dry_run:
             print_settings(plan.config)
+            logger.info(ready_text(plan))
             return True
         check_disk_space(plan.run, plan.config, plan.resolved)
         with failures_recorded(plan), run_log(plan.run.log_path("skylite")):
@@ -161,6 +170,18 @@ def print_settings(config: TrainConfig) -> None:
     """Print the resolved settings as JSON on stdout."""
     # json.dumps escapes control characters, which `show` would replace by spaces.
     show(json.dumps(config.model_dump(mode="json"), indent=1))
+
+
+def ready_text(plan: RunPlan) -> str:
+    """The verdict of --dry-run: what the same command without it would do."""
+    rollout, last = plan.config.rollout, plan.config.num_steps
+    steps = f"steps {plan.first_step} to {last}" if plan.resumed else f"{last} steps"
+    epochs = last * rollout.prompts_per_step / len(plan.train)
+    return (
+        f"ready: {steps}, {len(plan.train)} prompts ({rollout.prompts_per_step} prompts x "
+        f"{rollout.group_size} completions a step, {epochs:.2g} epochs), {len(plan.held_out)} held out; "
+        "without --dry-run this command trains"
+    )
 
 
 def _new_run(recipe: Path) -> Path:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from skylite.errors import SkyliteError
 from skylite.report.alarms import Alarm, find_alarms
 from skylite.report.completions import Completion, Filter, Order, read_training
 from skylite.report.run_facts import ENDED, RunFacts, age_s, age_text, read_facts
+from skylite.run.metrics_file import metrics_line
 from skylite.run.status import Status
 from skylite.ui.dashboard import step_line
 from skylite.ui.keys import Keys, terminal_keys
@@ -105,15 +107,15 @@ class Watcher:
         return step, Filter(order=self.order).apply(self._loaded[1])
 
 
-def watch(target: Path, console: Console | None = None) -> None:
-    """Show the run until q or Ctrl-C; without a terminal print its steps until it ends."""
+def watch(target: Path, console: Console | None = None, *, as_json: bool = False) -> None:
+    """Show the run until q or Ctrl-C; without a terminal, or as JSON, print its steps until it ends."""
     console = console or Console()
     watcher = Watcher(target)
     try:
-        if console.is_terminal:
+        if console.is_terminal and not as_json:
             _watch_screen(watcher, console)
         else:
-            print_lines(watcher, show, time.sleep)
+            print_lines(watcher, json_lines if as_json else text_lines, show, time.sleep)
     except KeyboardInterrupt:
         pass
 
@@ -137,32 +139,53 @@ def _next_key(keys: Keys | None) -> str:
     return keys.read(REFRESH_S)
 
 
-def print_lines(watcher: Watcher, print_line: Callable[[str], None], sleep: Callable[[float], None]) -> None:
-    """A line for each step, each held-out result and each new finding, until the run ends or is silent."""
+def print_lines(
+    watcher: Watcher,
+    lines_of: Callable[[Watcher], Iterator[str]],
+    print_line: Callable[[str], None],
+    sleep: Callable[[float], None],
+) -> None:
+    """Print each new line of `lines_of`, until the run ends or is silent."""
     shown: set[str] = set()
-    num_steps = watcher.facts.run.config.num_steps
-
-    def once(text: str) -> None:
-        if text not in shown:
-            shown.add(text)
-            print_line(text)
-
     while True:
-        facts = watcher.facts
-        for h in facts.held_out:
-            once(f"held-out, version {h.version}: {h.accuracy}")
-        for metrics in facts.metrics:
-            once(step_line(filled(metrics), num_steps))
-        for alarm in watcher.alarms:
-            once(f"{'alarm' if alarm.is_alarm else 'warning'}: {alarm.text}")
-        for text in facts.unreadable:
-            once(f"not read: {text}")
-        ended = facts.phase in ENDED
-        if ended or is_silent(facts):
-            once(f"{facts.phase}  {_detail(facts)}".strip())
+        for line in lines_of(watcher):
+            if line not in shown:
+                shown.add(line)
+                print_line(line)
+        if has_ended(watcher.facts):
             return
         sleep(LINES_REFRESH_S)
         watcher.refresh()
+
+
+def text_lines(watcher: Watcher) -> Iterator[str]:
+    """A line for each held-out result, each step and each finding, and the end in words."""
+    facts = watcher.facts
+    for h in facts.held_out:
+        yield f"held-out, version {h.version}: {h.accuracy}"
+    for metrics in facts.metrics:
+        yield step_line(filled(metrics), facts.run.config.num_steps)
+    for alarm in watcher.alarms:
+        yield f"{'alarm' if alarm.is_alarm else 'warning'}: {alarm.text}"
+    for text in facts.unreadable:
+        yield f"not read: {text}"
+    if has_ended(facts):
+        yield f"{facts.phase}  {_detail(facts)}".strip()
+
+
+def json_lines(watcher: Watcher) -> Iterator[str]:
+    """The metrics of each step as JSON, and at the end a line without a step: phase, detail, findings."""
+    facts = watcher.facts
+    yield from map(metrics_line, facts.metrics)
+    if has_ended(facts):
+        alarms = [{"kind": a.kind, "text": a.text, "since": a.since} for a in watcher.alarms]
+        end = {"phase": facts.phase, "detail": _detail(facts), "alarms": alarms}
+        yield json.dumps({**end, "unreadable": list(facts.unreadable)}, ensure_ascii=False)
+
+
+def has_ended(facts: RunFacts) -> bool:
+    """Whether no step comes any more: the run has ended, or no process of it is to be seen."""
+    return facts.phase in ENDED or is_silent(facts)
 
 
 def is_silent(facts: RunFacts) -> bool:

@@ -119,7 +119,8 @@ class RewardConfig(RewardParameters):
     num_workers: int = Field(1, ge=1)
     """Processes that compute rewards. Raise it if the reward is slow."""
     timeout_s: float = Field(600.0, gt=0)
-    """Seconds to score all completions of a step. A reward that takes longer ends the run."""
+    """Seconds to score the group of a prompt, waiting for a free worker included. A reward that takes longer
+    ends the run."""
 
     @model_validator(mode="after")
     def check_weights(self) -> Self:

@@ -164,7 +164,9 @@ def module_examples(
             "Remove it, and set data.difficulty when you train.",
         )
     tables = {split: filter_rows(table, where) for split, table in tables.items()}
-    notes += [*(f"--where {text}" for text in where), *(t.note for t in tables.values() if t.note)]
+    # Train and validation often come from one file, with one note.
+    table_notes = dict.fromkeys(t.note for t in tables.values() if t.note)
+    notes += [*(f"--where {text}" for text in where), *table_notes]
     return _to_examples(module, tables, limit, seed, notes)
 
 
@@ -208,7 +210,8 @@ def _hub_or_folder(module: DatasetModule, source: Path | None) -> tuple[Tables, 
         ways = "--source FOLDER with the released files"
         if module.synthetic_rows:
             ways += ", or --synthetic to generate problems"
-        raise DataError(error.what, f"Give {ways}.") from None
+        hint = f"{error.hint} Or give {ways}." if error.hint else f"Give {ways}."
+        raise DataError(error.what, hint) from None
     return tables, [f"source: hub, {tables['train'].source} and {tables['test'].source}"]
 
 

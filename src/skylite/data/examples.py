@@ -67,9 +67,11 @@ def check_examples(examples: Sequence[Example], spec: str, reward: RewardFunctio
             values = finite_scores(spec, reward, items)
         except RunFailed as error:
             cause = error.__cause__
-            reason = cause.what if isinstance(cause, DataError) else error.what
+            reason, hint = error.what, f"{error.hint} If the row is wrong: {_HINT[0].lower()}{_HINT[1:]}"
+            if isinstance(cause, DataError):
+                reason, hint = cause.what, _HINT
             where = part[0].where if len(part) == 1 else f"{part[0].where} to {part[-1].where}"
-            raise DataError(f"{where}: {reason}", _HINT) from error
+            raise DataError(f"{where}: {reason}", hint) from error
         with_reference = [e for e in part if e.reference is not None]
         for example, value in zip(with_reference, values, strict=True):
             _require_one(example, spec, value)

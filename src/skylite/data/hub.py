@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from skylite.data.sources import Table, first_line, read_table
+from skylite.data.sources import Table, read_table
 from skylite.errors import DataError
-from skylite.foreign_text import plain
+from skylite.hub.hub_errors import HubRefusal, hub_refusals
 
 TIMEOUT_S = 10.0
 CONVERTED = "refs/convert/parquet"
@@ -28,7 +30,7 @@ class HubRepository:
     commit: str
     files: list[str]
     cache: Path | None = None
-    """The commit in the local cache, if the hub cannot be reached."""
+    """The commit in the local cache, if the hub did not give it."""
 
     def read(self, file: str) -> Table:
         """The rows of a file, which is downloaded if necessary. Raises DataError."""
@@ -43,7 +45,7 @@ class HubRepository:
     @property
     def note(self) -> str:
         """Where the files come from, for the user."""
-        place = "the hub's local cache, because the hub cannot be reached" if self.cache else "the hub"
+        place = "the hub's local cache, because the hub did not answer with it" if self.cache else "the hub"
         return f"{place}: {self.name}, branch {self.branch}, commit {self.commit[:12]}"
 
 
@@ -53,7 +55,6 @@ def hub_table(repository: str, file: str) -> Table:
 
     cached = try_to_load_from_cache(repository, file, repo_type="dataset")
     if not isinstance(cached, str):
-        _check_hub(repository)
         cached = str(_download(repository, file, "main"))
     return named_table(Path(cached), f"{repository}/{file}")
 
@@ -68,49 +69,43 @@ def named_table(path: Path, name: str) -> Table:
 def find_repository(name: str) -> HubRepository:
     """The newest commit of a data set on the hub, else the commit in the local cache. Raises HubError."""
     try:
-        _check_hub(name)
-    except HubError as unreachable:
+        with _hub_errors(name):
+            return _listed(name)
+    except HubError as refused:
         cached = _cached(name)
         if cached is None:
+            hint = "Give a local file or folder, or a data set that is in the cache."
             raise HubError(
-                f"{unreachable.what} The local cache does not contain {name}.",
-                "Give a local file or folder, or a data set that is in the cache.",
+                f"{name} is no file or folder here. {refused.what}", refused.hint or hint
             ) from None
         return cached
-    return _listed(name)
+
+
+@contextmanager
+def _hub_errors(name: str) -> Iterator[None]:
+    """Turn what the hub client raises in the block into HubError, after a quick look if the hub answers."""
+    try:
+        with hub_refusals(name, "data set"):
+            _check_hub(name)
+            yield
+    except HubRefusal as refusal:
+        raise HubError(f"The data set {name!r} cannot be read: {refusal.reason}", refusal.remedy) from None
 
 
 def _listed(name: str) -> HubRepository:
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub.errors import RevisionNotFoundError
 
     for branch in BRANCHES:
         try:
             info = HfApi().dataset_info(name, revision=branch, timeout=TIMEOUT_S)
         except RevisionNotFoundError:
             continue
-        except GatedRepoError:
-            raise HubError(
-                f"The data set {name} is gated.",
-                "Accept its terms on its page, log in with `hf auth login`, and start again.",
-            ) from None
-        except RepositoryNotFoundError:
-            raise HubError(
-                f"There is no file or folder {name}, and the hub has no public data set of that name.",
-                "Check the name; for a private one log in with `hf auth login`.",
-            ) from None
-        except (HfHubHTTPError, OSError, ValueError) as error:
-            raise HubError(f"The hub refused {name}: {plain(first_line(error))}.") from None
         files = [sibling.rfilename for sibling in info.siblings or []]
         if branch == CONVERTED and not any(file.endswith(".parquet") for file in files):
             continue
         return HubRepository(name=name, branch=branch, commit=str(info.sha), files=files)
-    raise HubError(f"The data set {name} has no branch main.", "Check the name.")
+    raise HubError(f"The data set {name!r} has no branch main.", "Check the name.")
 
 
 def _cached(name: str) -> HubRepository | None:
@@ -132,26 +127,19 @@ def _cached(name: str) -> HubRepository | None:
 
 def _download(repository: str, file: str, revision: str) -> Path:
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    try:
+    with _hub_errors(repository):
         return Path(
             hf_hub_download(repository, file, repo_type="dataset", revision=revision, etag_timeout=TIMEOUT_S)
         )
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise HubError(
-            f"Downloading {repository}/{file} from the hub failed: {plain(first_line(error))}."
-        ) from None
 
 
 def _check_hub(repository: str) -> None:
     """One quick request first: without a network the hub client retries for half a minute."""
     import httpx
     from huggingface_hub import constants
+    from huggingface_hub.errors import OfflineModeIsEnabled
 
     if constants.HF_HUB_OFFLINE:
-        raise HubError("HF_HUB_OFFLINE is set, so the hub is not used.")
-    try:
-        httpx.head(f"{constants.ENDPOINT}/datasets/{repository}", timeout=TIMEOUT_S)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise HubError(f"The hub {constants.ENDPOINT} cannot be reached: {first_line(error)}.") from None
+        raise OfflineModeIsEnabled(repository)
+    httpx.head(f"{constants.ENDPOINT}/datasets/{repository}", timeout=TIMEOUT_S)

@@ -50,11 +50,15 @@ def as_json(accuracy: Accuracy) -> dict[str, float]:
     return {"mean": accuracy.mean, "low": accuracy.low, "high": accuracy.high}
 
 
+def score_name(*, has_answers: bool) -> str:
+    """What the mean score of greedy completions is called. Without reference answers nothing is right."""
+    return "pass@1" if has_answers else "mean reward"
+
+
 def lines_of(metrics: dict[str, Any], *, has_answers: bool) -> list[str]:
     """The metrics for a person. Without reference answers the score is a reward."""
     n, problems = metrics["n"], metrics["problems"]
-    name = "pass@1" if has_answers else "mean reward"
-    head = f"{name}, greedy" if n == 1 else f"mean of {n} samples at T 1"
+    head = f"{score_name(has_answers=has_answers)}, greedy" if n == 1 else f"mean of {n} samples at T 1"
     rows = {head: {"mean": metrics["accuracy"], "low": metrics["low"], "high": metrics["high"]}}
     rows |= {f"pass@{k}": value for k, value in metrics.get("pass_at", {}).items() if k != "1"}
     names = {

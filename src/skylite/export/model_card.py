@@ -12,6 +12,7 @@ from pathlib import Path
 from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo, read_prompts
 from skylite.errors import DataError
+from skylite.evaluation.summary import score_name
 from skylite.export.canary_check import Check
 from skylite.export.plan import ExportPlan
 from skylite.foreign_text import plain
@@ -37,7 +38,7 @@ def model_card(plan: ExportPlan, data: PromptFileInfo | None, checks: Sequence[C
         f"# {plan.out.name}\n\n{what_it_is(plan)}",
         f"## Use\n\n{use(plan)}\n\n{about_prompts(data)}",
         f"## Data\n\n{about_data(data)}",
-        f"## Training\n\n{settings_table(plan, config)}\n\n{results(plan)}",
+        f"## Training\n\n{settings_table(plan, config)}\n\n{results(plan, data)}",
         f"## Checks\n\n{about_checks(checks)}",
     ]
     return "\n\n".join(part.strip() for part in parts) + "\n"
@@ -144,15 +145,17 @@ def settings_table(plan: ExportPlan, config: TrainConfig) -> str:
     return "| setting | value |\n|---|---|\n" + "\n".join(f"| {k} | {code(v)} |" for k, v in rows.items())
 
 
-def results(plan: ExportPlan) -> str:
-    """Held-out accuracies and the curves up to the exported step."""
+def results(plan: ExportPlan, data: PromptFileInfo | None) -> str:
+    """Held-out scores and the curves up to the exported step."""
     lines = []
     if plan.accuracies:
         config = plan.run_config.config.eval
+        # Data that is gone: whether it had reference answers is unknown.
+        name = "mean score" if data is None else score_name(has_answers=data.has_answers)
         lines += [
-            f"Held-out accuracy (greedy pass@1, first {config.limit} problems of {config.split}):\n",
-            "| step | accuracy |\n|---|---|",
-            *(f"| {step} | {100 * score:.1f} % |" for step, score in sorted(plan.accuracies.items())),
+            f"Held-out problems (greedy, first {config.limit} problems of {config.split}):\n",
+            f"| step | {name} |\n|---|---|",
+            *(f"| {step} | {share(score)} |" for step, score in sorted(plan.accuracies.items())),
             "",
         ]
     steps = [m for m in read_metrics(plan.run.metrics_path) if m["step"] <= plan.served.adapter.version]
@@ -163,6 +166,11 @@ def results(plan: ExportPlan) -> str:
             head = f"{title}: {finite[0]:.4g} at first, {finite[-1]:.4g} at last"
             lines += [head, "", "```text", *curve(values, CURVE_WIDTH, CURVE_HEIGHT), "```", ""]
     return "\n".join(lines)
+
+
+def share(score: float) -> str:
+    """A score in percent. A mean reward may be outside 0 to 1, and stays as it is."""
+    return f"{100 * score:.1f} %" if 0 <= score <= 1 else f"{score:.4g}"
 
 
 def number(value: object) -> float:

@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
 from skylite.foreign_text import plain
 
+Noun = Literal["model", "data set"]
 LOGIN = "`hf auth login`, or set HF_TOKEN"
 
 
-def explain_hub_error(name: str, error: Exception, noun: str) -> tuple[str, str]:
-    """The reason and the remedy; the remedy is empty if only the alternatives of the caller help.
+class HubRefusal(Exception):
+    """The hub did not give something. `remedy` is empty if only the alternatives of the caller help."""
 
-    Args:
-        noun: "model" or "data set".
-    """
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.remedy = remedy
+
+
+@contextmanager
+def hub_refusals(name: str, noun: Noun) -> Iterator[None]:
+    """Turn what the hub client raises in the block into HubRefusal."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        yield
+    except Exception as error:
+        # InvalidURL: the client checks addresses only when it uses them.
+        known = isinstance(error, HfHubHTTPError | OSError | ValueError) or _is_a(error, "InvalidURL")
+        if not known and not _is_a(error, "TransportError"):
+            raise
+        raise HubRefusal(*_explained(name, error, noun)) from None
+
+
+def _explained(name: str, error: Exception, noun: Noun) -> tuple[str, str]:
     from huggingface_hub import constants, errors, get_token
 
     page = f"{constants.ENDPOINT}/{'datasets/' if noun == 'data set' else ''}{name}"
@@ -38,7 +62,7 @@ def explain_hub_error(name: str, error: Exception, noun: str) -> tuple[str, str]
         return "the hub does not accept your token.", f"Log in again with {LOGIN}."
     if status is not None:
         return f"{constants.ENDPOINT} answered {status}, and the local cache has no complete copy.", ""
-    if isinstance(error, errors.LocalEntryNotFoundError) or _is_transport(cause):
+    if isinstance(error, errors.LocalEntryNotFoundError) or _is_a(cause, "TransportError"):
         return (
             f"{constants.ENDPOINT} cannot be reached ({type(cause).__name__}), and the local cache has no "
             f"complete copy of the {noun}.",
@@ -57,9 +81,9 @@ def _cause(error: Exception) -> BaseException:
     return found
 
 
-def _is_transport(error: BaseException) -> bool:
-    """An error of httpx, or of httpx2, which huggingface_hub uses since 2.0."""
-    return any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
+def _is_a(error: BaseException, name: str) -> bool:
+    """Whether it is this error of httpx, or of httpx2, which huggingface_hub uses since 2.0."""
+    return any(kind.__name__ == name for kind in type(error).__mro__)
 
 
 def _first_line(error: BaseException) -> str:

@@ -198,14 +198,12 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 def _from_hub(name: str, revision: str | None) -> Path:
     """Download the files of a model, or find them in the hub cache. Raises ModelError."""
-    import httpx
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
 
-    from skylite.hub.hub_errors import explain_hub_error
+    from skylite.hub.hub_errors import HubRefusal, hub_refusals
 
     try:
-        with long_work(f"downloading {name}", in_bytes=True) as work:
+        with hub_refusals(name, "model"), long_work(f"downloading {name}", in_bytes=True) as work:
             return Path(
                 snapshot_download(
                     name,
@@ -215,6 +213,7 @@ def _from_hub(name: str, revision: str | None) -> Path:
                     tqdm_class=download_bar(work),
                 )
             )
-    except (httpx.TransportError, HfHubHTTPError, OSError, ValueError) as error:
-        reason, remedy = explain_hub_error(name, error, "model")
-    raise ModelError(f"The model {name!r} cannot be downloaded: {reason}", remedy or WITHOUT_HUB)
+    except HubRefusal as refusal:
+        raise ModelError(
+            f"The model {name!r} cannot be downloaded: {refusal.reason}", refusal.remedy or WITHOUT_HUB
+        ) from None

@@ -10,6 +10,7 @@ from skylite.data.tokenizer import encode_in_thread
 from skylite.environments.sample_episodes import Source
 from skylite.evaluation.episodes import evaluate_episodes
 from skylite.evaluation.evaluate import EvalResult, evaluate, write_results
+from skylite.evaluation.summary import score_name
 from skylite.orchestrator.session import Session
 from skylite.run.run_dir import adapter_name
 
@@ -34,7 +35,7 @@ async def evaluate_at_start(session: Session, versions: Sequence[int]) -> None:
 
 
 async def evaluate_held_out(session: Session, label: Label, version: int) -> EvalResult | None:
-    """Greedy pass@1 on the held-out problems, shown and saved in evals/. None if the run has none."""
+    """The greedy score on the held-out problems, shown and saved in evals/. None if the run has none."""
     plan = session.plan
     if not plan.held_out:
         return None
@@ -43,7 +44,8 @@ async def evaluate_held_out(session: Session, label: Label, version: int) -> Eva
     write_results(plan.run.evals / f"{label}-v{version:06d}.parquet", result)
     write_score(plan.run, label, version, result.accuracy.mean, plan.config.eval)
     when = f"step {version}: " if label == "step" else ""
-    session.progress.screen.evaluation(label, f"{when}greedy pass@1 {result.accuracy}")
+    name = score_name(has_answers=any(p.answer for p in plan.held_out))
+    session.progress.screen.evaluation(label, f"{when}greedy {name} {result.accuracy}")
     return result
 
 

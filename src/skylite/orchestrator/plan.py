@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import skylite
 from skylite.adapters.import_adapter import check_warm_start, copy_warm_start, expand_adapter_path
-from skylite.config.train import LOWEST_USUAL_LR, Resolved, RunConfig, TrainConfig
+from skylite.config.train import Resolved, RunConfig, TrainConfig
 from skylite.data.chat_template import read_template, template_notes
 from skylite.data.prompts import PromptFileInfo, read_prompts
 from skylite.data.tokenizer import check_rendering
@@ -27,6 +26,7 @@ from skylite.orchestrator.automatic_settings import device_defaults, epochs_to_s
 from skylite.orchestrator.data_filter import without_foreign_filter
 from skylite.orchestrator.gpu_plan import place
 from skylite.orchestrator.memory_plan import plan_memory
+from skylite.orchestrator.plan_notes import data_note, held_out_note, log_notes, settings_notes
 from skylite.orchestrator.reward_settings import apply_reward_settings
 from skylite.plugin_file import REWARD
 from skylite.processes.file_descriptors import raise_file_limit
@@ -40,10 +40,6 @@ from skylite.run.programs_named_by_user import is_set
 from skylite.run.run_dir import RunDir, published_versions
 from skylite.sandbox.sandbox import require_sandbox
 from skylite.types import Prompt
-
-logger = logging.getLogger(__name__)
-WARNING = "warning: "
-"""Prefix of a note in config.json that is a warning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +94,8 @@ def plan_run(
     config, length_note = epochs_to_steps(config, len(train))
     config, device_notes = device_defaults(config, choose_device())
     notes = [
-        *(data_note(config, info, len(train)), filter_note, *template_notes(config.data)),
+        *(data_note(config, info, len(train)), filter_note, held_out_note(held_out)),
+        *template_notes(config.data),
         *(reward_note, length_note, *device_notes),
     ]
     resolved = resolve_choices(config, run, notes)
@@ -162,34 +159,6 @@ def resolve_choices(config: TrainConfig, run: RunDir, notes: Sequence[str]) -> R
     )
 
 
-def settings_notes(config: TrainConfig) -> list[str]:
-    """Notes on unusual settings, and on the LoRA rank that vLLM rounds up."""
-    notes = []
-    if config.lora.vllm_rank != config.lora.rank:
-        notes.append(
-            f"vLLM is started for LoRA rank {config.lora.vllm_rank}, the smallest rank it allows "
-            f"that holds rank {config.lora.rank}"
-        )
-    if config.optim.lr < LOWEST_USUAL_LR:
-        notes.append(
-            f"warning: optim.lr={config.optim.lr:g} is under {LOWEST_USUAL_LR:g}; "
-            "LoRA hardly learns at such rates"
-        )
-    if config.log.to:
-        samples = f" and {config.log.samples} completions per step" if config.log.samples else ""
-        notes.append(f"settings, metrics{samples} are logged to {', '.join(config.log.to)} (log.to)")
-    return notes
-
-
-def log_notes(notes: Sequence[str]) -> None:
-    """Log the notes of config.json. A note that begins with "warning: " is logged as a warning."""
-    for text in notes:
-        if text.startswith(WARNING):
-            logger.warning(text.removeprefix(WARNING))
-        else:
-            logger.info(text)
-
-
 def check_device(config: TrainConfig, device: str) -> None:
     """Raise ConfigError for settings that need a GPU if there is none, or more open files than allowed.
 
@@ -231,13 +200,6 @@ def held_out_prompts(config: TrainConfig) -> list[Prompt]:
 def train_data_hash(config: TrainConfig) -> str:
     """sha256 of the training split: a resumed run needs the same prompts in the same order."""
     return sha256_file(Path(config.data.path) / "train.parquet")
-
-
-def data_note(config: TrainConfig, info: PromptFileInfo, count: int) -> str:
-    """The training data in one sentence, for config.json."""
-    difficulty = f", difficulty {config.data.difficulty}" if config.data.difficulty else ""
-    source = f"{info.dataset} ({info.source_kind}: {info.source}){difficulty}"
-    return f"data: {source}, {count} training problems, reward {info.reward}"
 
 
 def write_run(plan: RunPlan) -> None:

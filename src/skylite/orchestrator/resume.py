@@ -22,11 +22,11 @@ from skylite.orchestrator.plan import (
     RunPlan,
     check_device,
     held_out_prompts,
-    log_notes,
     read_split,
     shm_path,
     train_data_hash,
 )
+from skylite.orchestrator.plan_notes import log_notes
 from skylite.orchestrator.step_metrics import recovered_metrics
 from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint
 from skylite.run.files import fsync_path

@@ -81,7 +81,7 @@ class Filter:
     """Which completions to show, and in which order."""
 
     prompt: str | None = None
-    """A prompt id, or a part of it."""
+    """A prompt id, or parts of it between slashes: train/12 is not train/120."""
     contains: str | None = None
     """A part of the question or the completion."""
     min_reward: float = -math.inf
@@ -99,7 +99,7 @@ class Filter:
     def _accepts(self, c: Completion) -> bool:
         no_limit = self.min_reward == -math.inf and self.max_reward == math.inf
         return (
-            (self.prompt is None or self.prompt in c.prompt_id)
+            (self.prompt is None or f"/{self.prompt.strip('/')}/" in f"/{c.prompt_id}/")
             and (self.contains is None or self.contains in c.question or self.contains in c.text)
             and (no_limit or self.min_reward <= c.reward <= self.max_reward)
         )

@@ -16,6 +16,13 @@ from skylite.plugin_file import UserCodeFailed, user_code
 from skylite.rewards.signature import Item, Signature, SignatureProblem, read_signature
 from skylite.types import is_number
 
+READS_MESSAGES = (
+    "TypeError: string indices must be integers",
+    "AttributeError: 'str' object has no attribute 'get'",
+    "IndexError: string index out of range",
+)
+"""How Python refuses to read text, in the last case an empty one, as chat messages."""
+
 
 class _CallFailed(Exception):
     """An async call raised."""
@@ -54,7 +61,7 @@ def score(name: str, reward: RewardFunction, items: Sequence[Item]) -> list[floa
     if reward.signature.is_batch:
         return _score_batch(name, reward, items, calls[0])
     if reward.is_async:
-        values = _await_all(name, reward.function, items, calls)
+        values = _await_all(name, reward, items, calls)
         return [_number(name, item, value) for item, value in zip(items, values, strict=True)]
     return [_score_one(name, reward, item, call) for item, call in zip(items, calls, strict=True)]
 
@@ -86,20 +93,20 @@ def finite_scores(name: str, reward: RewardFunction, items: Sequence[Item]) -> l
 
 
 def _score_one(name: str, reward: RewardFunction, item: Item, arguments: dict[str, Any]) -> float:
-    with _blaming(name, item):
+    with _blaming(name, item, signature=reward.signature):
         value = reward.function(**arguments)
     return _number(name, item, value)
 
 
 def _await_all(
-    name: str, function: Callable[..., Any], items: Sequence[Item], calls: Sequence[dict[str, Any]]
+    name: str, reward: RewardFunction, items: Sequence[Item], calls: Sequence[dict[str, Any]]
 ) -> list[Any]:
     """The values of all calls, which run at once. The first failure cancels the others."""
     failed: list[tuple[Item, BaseException]] = []
 
     async def call(item: Item, arguments: dict[str, Any]) -> Any:
         try:
-            return await function(**arguments)
+            return await reward.function(**arguments)
         except BaseException as error:
             if failed and isinstance(error, asyncio.CancelledError):
                 raise
@@ -122,13 +129,14 @@ def _await_all(
             except _CallFailed:
                 raise failed[0][1] from None
     except UserCodeFailed as error:
-        raise _raised(name, error, failed[0][0] if failed else items[0]) from error.__cause__
+        item = failed[0][0] if failed else items[0]
+        raise _raised(name, error, item, 1, reward.signature) from error.__cause__
 
 
 def _score_batch(
     name: str, reward: RewardFunction, items: Sequence[Item], arguments: dict[str, Any]
 ) -> list[float]:
-    with _blaming(name, items[0], len(items)):
+    with _blaming(name, items[0], len(items), reward.signature):
         values = reward.function(**arguments)
         if reward.is_async:
             values = _event_loop().run(values)
@@ -163,22 +171,38 @@ def _to_float(value: Any) -> float:
 
 
 @contextmanager
-def _blaming(name: str, item: Item, batch_size: int = 1) -> Iterator[None]:
+def _blaming(
+    name: str, item: Item, batch_size: int = 1, signature: Signature | None = None
+) -> Iterator[None]:
     """Turn whatever the function raises into RunFailed with the prompt's id."""
     try:
         with user_code():
             yield
     except UserCodeFailed as error:
-        raise _raised(name, error, item, batch_size) from error.__cause__
+        raise _raised(name, error, item, batch_size, signature) from error.__cause__
 
 
-def _raised(name: str, error: UserCodeFailed, item: Item, batch_size: int = 1) -> RunFailed:
+def _raised(
+    name: str, error: UserCodeFailed, item: Item, batch_size: int, signature: Signature | None
+) -> RunFailed:
     prompt, completion = item
     batch = f"a batch of {batch_size}, the first is " if batch_size > 1 else ""
     return RunFailed(
         f"The reward function {name} raised {error} "
         f"({batch}prompt {prompt.id}, completion {completion[:80]!r}).",
-        "A reward must return a number for every completion; correct it.",
+        _chat_remedy(error, signature) or "A reward must return a number for every completion; correct it.",
+    )
+
+
+def _chat_remedy(error: UserCodeFailed, signature: Signature | None) -> str:
+    """What to do if the function reads chat messages, as TRL's do, and got text; empty if it does not."""
+    if signature is None or signature.wants_messages or not str(error).startswith(READS_MESSAGES):
+        return ""
+    annotation = "list[list[dict[str, str]]]" if signature.is_batch else "list[dict[str, str]]"
+    name = "completions" if signature.is_batch else "completion"
+    return (
+        "skylite passes each completion as text, which can be empty. If the function reads chat messages, as "
+        f'completion[0]["content"] does, annotate it: {name}: {annotation} (docs/how-to/own-reward.md).'
     )
 
 

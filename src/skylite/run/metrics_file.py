@@ -18,13 +18,13 @@ def append_metrics(path: Path, metrics: dict[str, Any]) -> None:
 
     Raises WriteFailed and leaves the file unchanged.
     """
-    append_line(path, _line(metrics))
+    append_line(path, metrics_line(metrics))
 
 
 def write_metrics(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """Replace the file by these steps. Raises WriteFailed and leaves the file unchanged."""
     with atomic_file(path) as temporary:
-        temporary.write_text("".join(f"{_line(metrics)}\n" for metrics in lines), encoding="utf-8")
+        temporary.write_text("".join(f"{metrics_line(metrics)}\n" for metrics in lines), encoding="utf-8")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -50,7 +50,8 @@ def null_to_nan(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {key: math.nan if value is None else value for key, value in metrics.items()}
 
 
-def _line(metrics: Mapping[str, Any]) -> str:
+def metrics_line(metrics: Mapping[str, Any]) -> str:
+    """The JSON of a step in one line, with null for NaN and infinity."""
     return json.dumps(
         {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()},
         ensure_ascii=False,

@@ -16,6 +16,7 @@ from rich.console import Console
 from skylite.config.loading import read_run_config
 from skylite.errors import DataError
 from skylite.evaluation.confidence_interval import accuracy_of
+from skylite.evaluation.summary import score_name
 from skylite.run.metrics_file import null_to_nan, read_metrics
 from skylite.run.run_dir import RunDir, numbered_paths
 from skylite.ui.live_panel import CompletionView, LivePanel, ScreenState
@@ -79,8 +80,9 @@ def _evaluation(run: RunDir, label: str) -> list[str]:
     found = numbered_paths(run.evals, f"{label}-v", ".parquet")
     if not found:
         return []
-    rewards = pq.read_table(found[max(found)], columns=["reward"])["reward"].to_pylist()
-    return [f"greedy pass@1 {accuracy_of([[float(r)] for r in rewards])}"]
+    rows = pq.read_table(found[max(found)], columns=["reward", "answer"])
+    name = score_name(has_answers=any(rows["answer"].to_pylist()))
+    return [f"greedy {name} {accuracy_of([[float(r)] for r in rows['reward'].to_pylist()])}"]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,72 @@
+"""What a plan tells the user and config.json, a sentence each."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+from skylite.config.train import LOWEST_USUAL_LR, TrainConfig
+from skylite.data.prompts import PromptFileInfo
+from skylite.evaluation.confidence_interval import wilson
+from skylite.types import Prompt
+
+logger = logging.getLogger(__name__)
+WARNING = "warning: "
+"""Prefix of a note in config.json that is a warning."""
+ENOUGH_HELD_OUT = 50
+"""With fewer problems, an accuracy has a 95 % interval of more than 13 points on either side."""
+
+
+def data_note(config: TrainConfig, info: PromptFileInfo, count: int) -> str:
+    """The training data in one sentence, for config.json."""
+    difficulty = f", difficulty {config.data.difficulty}" if config.data.difficulty else ""
+    source = f"{info.dataset} ({info.source_kind}: {info.source}){difficulty}"
+    return f"data: {source}, {count} training problems, reward {info.reward}"
+
+
+def held_out_note(held_out: Sequence[Prompt]) -> str:
+    """A warning if so few held-out problems cannot show what training changes; else empty."""
+    count = len(held_out)
+    if not 0 < count < ENOUGH_HELD_OUT or not any(prompt.answer for prompt in held_out):
+        return ""
+    interval = wilson(count // 2, count)
+    points = 50 * (interval.high - interval.low)
+    return (
+        f"{WARNING}{count} held-out problem(s) are too few to see what training changes: an accuracy near "
+        f"50 % is known to +-{points:.0f} points only (95 % interval); raise eval.limit, or prepare more rows"
+    )
+
+
+def settings_notes(config: TrainConfig) -> list[str]:
+    """Notes on unusual settings, on the scale of LoRA, and on its rank, which vLLM rounds up."""
+    notes = []
+    if config.lora.vllm_rank != config.lora.rank:
+        notes.append(
+            f"vLLM is started for LoRA rank {config.lora.vllm_rank}, the smallest rank it allows "
+            f"that holds rank {config.lora.rank}"
+        )
+    lora = config.lora
+    divisor, text = (math.sqrt(lora.rank), "sqrt(rank)") if lora.use_rslora else (lora.rank, "rank")
+    notes.append(
+        f"LoRA rank {lora.rank}, alpha {lora.alpha:g}: the update is scaled by {lora.alpha / divisor:.3g} "
+        f"(alpha / {text}); to keep it with another rank, change --alpha too"
+    )
+    if config.optim.lr < LOWEST_USUAL_LR:
+        notes.append(
+            f"warning: optim.lr={config.optim.lr:g} is under {LOWEST_USUAL_LR:g}; "
+            "LoRA hardly learns at such rates"
+        )
+    if config.log.to:
+        samples = f" and {config.log.samples} completions per step" if config.log.samples else ""
+        notes.append(f"settings, metrics{samples} are logged to {', '.join(config.log.to)} (log.to)")
+    return notes
+
+
+def log_notes(notes: Sequence[str]) -> None:
+    """Log the notes of config.json. A note that begins with "warning: " is logged as a warning."""
+    for text in notes:
+        if text.startswith(WARNING):
+            logger.warning(text.removeprefix(WARNING))
+        else:
+            logger.info(text)
