@@ -24,7 +24,7 @@ def test_a_bfloat16_run_verifies_every_version_resumes_and_replays(project: Proj
     lines = project.metrics("bf16")
     assert [m["step"] for m in lines] == [1, 2, 3]
     for line in lines:
-        assert abs(line["canary/projection"] - 1) < 0.35 + 4 * line["canary/projection_error"]
+        assert abs(line["canary/projection"] - 1) < 0.65 + 4 * line["canary/projection_error"]
         assert 0 < line["canary/rounding"] < 1
         assert math.isfinite(line["loss/policy"])
     newest = read_manifest(project.root / "bf16" / "adapters" / "policy-v000003")

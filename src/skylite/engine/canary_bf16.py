@@ -20,7 +20,7 @@ CLIP = 3.0
 """Differences beyond this many medians are clipped: one token must not decide."""
 MAX_STANDARD_ERRORS = 4.0
 SLACK = 0.05
-ROUNDED_AWAY, MOST_ROUNDED_AWAY = 0.075, 0.3
+ROUNDED_AWAY, MOST_ROUNDED_AWAY = 0.4, 0.6
 """How far the projection may be from 1: by so many standard errors, by SLACK, and by what rounding takes from
 a small move. A layer adds the adapter's product to an output that is rounded already, so the smallest
 products vanish: about ROUNDED_AWAY times rounding / move, and at most MOST_ROUNDED_AWAY."""
