@@ -101,13 +101,23 @@ def flags(run: RunDir, **changes: Any) -> ExportFlags:
 
 
 def install_converter(folder: Path, monkeypatch: Any) -> Path:
-    """Put a converter of Llama models on the PATH, and return it (tests/fakes/convert_hf_to_gguf.py)."""
+    """Put a converter of Llama models on the PATH, and return it (tests/fakes/convert_hf_to_gguf.py).
+
+    Like llama.cpp's it imports a package beside it. The environment is that of the command line.
+    """
     import sys
 
     folder.mkdir()
     program = folder / "convert_hf_to_gguf.py"
     source = Path(__file__).parents[1] / "fakes" / "convert_hf_to_gguf.py"
-    program.write_text(f"#!{sys.executable}\n{source.read_text(encoding='utf-8')}", encoding="utf-8")
+    code = source.read_text(encoding="utf-8").replace(
+        "import numpy", "import conversion  # noqa\nimport numpy", 1
+    )
+    assert "import conversion" in code
+    program.write_text(f"#!{sys.executable}\n{code}", encoding="utf-8")
+    (folder / "conversion").mkdir()
+    (folder / "conversion" / "__init__.py").touch()
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     return program

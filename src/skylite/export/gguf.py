@@ -38,7 +38,8 @@ def find_converter() -> str:
 def convert_to_gguf(merged: Path, file: Path, dtype: str) -> None:
     """Convert a folder of merged weights. Raises RunFailed with the converter's last lines."""
     command = [find_converter(), str(merged), "--outfile", str(file), "--outtype", OUT_TYPES[dtype]]
-    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    # skylite's PYTHONSAFEPATH would hide the modules beside the converter, which it imports.
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"} | {"HF_HUB_OFFLINE": "1"}
     try:
         done = subprocess.run(
             command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
