@@ -187,7 +187,7 @@ def test_the_commands_of_the_page_run(made: Path, tmp_path: Path, monkeypatch: p
     lines = [line for block in blocks(page) for line in block.commands]
     assert len(lines) == 10
     for line in lines:
-        assert said(*shlex.split(line)[1:])
+        assert said(*shlex.split(line, comments=True)[1:])
     assert (tmp_path / "report.html").is_file()
     assert (tmp_path / "both.html").is_file()
 
