@@ -17,7 +17,7 @@ from tests.faults.episode_run import (
     run_faults,
     wrong,
 )
-from tests.faults.episodes import FAULTS
+from tests.faults.episodes import FAULTS, HOURS_S
 
 
 def test_a_mix_of_faults_harms_no_other_trajectory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,9 +28,9 @@ def test_a_mix_of_faults_harms_no_other_trajectory(tmp_path: Path, monkeypatch: 
     assert {a["fault"] for a in found.answers} >= {"malformed", "image", "flood", "use_other_keys"}
     assert len(found.trajectories) == sum(fault not in FAILING for fault in faults)
     deadline = time.monotonic() + 10
-    while living_processes("600.25") and time.monotonic() < deadline:
+    while living_processes(f"sleep\0{HOURS_S}") and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert living_processes("600.25") == []
+    assert living_processes(f"sleep\0{HOURS_S}") == []
 
 
 def test_a_fault_stops_the_run_with_its_prompt_if_the_settings_say_so(
