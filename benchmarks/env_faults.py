@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -25,6 +26,9 @@ from command_line import argument_parser
 from machine_info import machine_info
 
 from skylite.run.files import write_json
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from tests.faults.episode_run import (
     FAILING,
     Found,
@@ -34,6 +38,7 @@ from tests.faults.episode_run import (
     run_faults,
     wrong,
 )
+from tests.faults.episodes import HOURS_S
 
 
 def main() -> None:
@@ -48,7 +53,7 @@ def main() -> None:
     result = summary(found) | {
         "stopped_with_the_prompt": sum("prompt p" in r and FAILING[f] in r for f, r in reasons.items()),
         "stops": len(reasons),
-        "processes_left": len(living_processes("600.25")),
+        "processes_left": len(living_processes(f"sleep\0{HOURS_S}")),
         "seconds": round(time.monotonic() - started, 1),
     }
     print(json.dumps(result, indent=1))

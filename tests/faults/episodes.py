@@ -23,6 +23,8 @@ import httpx
 
 from skylite.environments.chat import Chat, Reply, Task
 
+HOURS_S = 3600.25
+"""Longer than any run of these faults. The fraction marks the processes that `fork` leaves."""
 HELD: list[Any] = []
 """Sockets that stay open until the process ends."""
 
@@ -72,11 +74,11 @@ async def nothing(task: Task, chat: Chat) -> None:
 
 
 async def hang(task: Task, chat: Chat) -> None:
-    await asyncio.sleep(600)
+    await asyncio.sleep(HOURS_S)
 
 
 async def hang_busy(task: Task, chat: Chat) -> None:
-    time.sleep(600)
+    time.sleep(HOURS_S)
 
 
 async def raise_error(task: Task, chat: Chat) -> None:
@@ -111,7 +113,7 @@ async def flood_output(task: Task, chat: Chat) -> None:
 
 async def fork(task: Task, chat: Chat) -> None:
     for own_session in (False, True) * 3:
-        subprocess.Popen(["sleep", "600.25"], start_new_session=own_session)
+        subprocess.Popen(["sleep", str(HOURS_S)], start_new_session=own_session)
 
 
 async def open_sockets(task: Task, chat: Chat) -> None:

@@ -160,9 +160,17 @@ class Host:
         _kill_group(running.pid)
         _, status = os.waitpid(running.pid, 0)
         found = _result(bytes(running.result)) or {"ended": os.waitstatus_to_exitcode(status)}
-        if not self._running:
-            _kill_orphans()
+        self._end_orphans()
         _send(self._parent, {**found, "id": running.id})
+
+    def _end_orphans(self) -> None:
+        """Reap what episodes left in process groups of their own. When no episode runs, kill it first."""
+        own = {running.pid for running in self._running.values()}
+        for pid in _children() - own:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                if not self._running:
+                    os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG if self._running else 0)
 
     def _forget(self, descriptor: int) -> None:
         with contextlib.suppress(KeyError):
@@ -238,18 +246,13 @@ def _kill_group(pid: int) -> None:
             kill(pid, signal.SIGKILL)
 
 
-def _kill_orphans() -> None:
-    """End what episodes left in process groups of their own. No episode runs now."""
-    path = f"/proc/self/task/{os.getpid()}/children"
+def _children() -> set[int]:
+    """Process ids of this process's children, zombies too."""
     try:
-        with open(path, encoding="ascii") as file:
-            pids = [int(pid) for pid in file.read().split()]
+        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
+            return {int(pid) for pid in file.read().split()}
     except OSError:
-        return
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        return set()
 
 
 def _send(parent: socket.socket, message: dict[str, Any]) -> None:
