@@ -21,7 +21,7 @@ from tests.faults.episodes import FAULTS, HOURS_S
 from tests.unit.environment_cases import ScriptedEngine, sample
 
 LEAVES_A_ZOMBIE = """
-    import asyncio, os, subprocess
+    import asyncio, os
     from pathlib import Path
 
     def zombies():
@@ -33,7 +33,9 @@ LEAVES_A_ZOMBIE = """
     async def episode(task, chat):
         await chat(task.messages)
         if task.id == "p0":
-            child = subprocess.Popen(["sleep", "0.1"], start_new_session=True)
+            if os.fork() == 0:  # subprocess would wait for its child
+                os.setsid()
+                os._exit(0)
             await asyncio.sleep(0.3)
             return 1.0
         for _ in range(8):
