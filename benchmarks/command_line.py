@@ -14,6 +14,8 @@ from typing import Any
 from skylite.processes.hardware import cpu_cores
 from skylite.processes.torchrun import trainer_env
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the scripts use helpers of tests/
+
 SKYLITE = [sys.executable, "-c", "from skylite.cli import main; main()"]
 """The `skylite` command of this Python."""
 

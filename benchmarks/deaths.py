@@ -27,8 +27,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import psutil
 from command_line import argument_parser, set_flags
 from machine_info import machine_info

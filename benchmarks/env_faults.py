@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -26,9 +25,6 @@ from command_line import argument_parser
 from machine_info import machine_info
 
 from skylite.run.files import write_json
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from tests.faults.episode_run import (
     FAILING,
     Found,

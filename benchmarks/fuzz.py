@@ -15,8 +15,6 @@ from pathlib import Path
 from command_line import argument_parser
 from machine_info import machine_info
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from tests.fuzz.readers import READERS
 from tests.fuzz.run import fuzz, make_ground
 

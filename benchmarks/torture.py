@@ -27,8 +27,6 @@ from typing import Any
 import psutil
 from command_line import argument_parser
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from tests.tiny_models import make_tiny_model
 from tests.torture.cases import KINDS, SIGNALS, Result, as_row, matrix_cases, random_cases
 from tests.torture.ground import SETTINGS, VLLM_SETTINGS, Ground, make_ground

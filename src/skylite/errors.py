@@ -121,7 +121,7 @@ def non_finite_reward(name: str, value: str, prompt_id: str, completion: str) ->
 def error_line(error: BaseException) -> str:
     """Class and first line of any error, at most 500 characters, none of which controls a terminal.
 
-    A line of signs only, such as the frame of a box, is passed over.
+    It skips lines without letters and digits, such as the frame of a box.
     """
     try:
         first, *more = str(error).strip().split("\n")

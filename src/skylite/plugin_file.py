@@ -47,9 +47,9 @@ def is_program(spec: str) -> bool:
 
 
 COMMAND = "command:"
-"""Begins an env.episode that is a command line."""
+"""Prefix of an env.episode that is a command line."""
 VERIFIERS = "verifiers:"
-"""Begins an env.episode that is an environment of the package verifiers."""
+"""Prefix of an env.episode that is an environment of the package verifiers."""
 
 
 def is_command(spec: str) -> bool:
@@ -63,7 +63,7 @@ def is_verifiers(spec: str) -> bool:
 
 
 def is_named_as_text(spec: str) -> bool:
-    """Whether a spec runs other code than one file, so that the user names its very text."""
+    """Whether a spec can run more than one file. The user must name exactly this text."""
     return is_command(spec) or is_verifiers(spec)
 
 

@@ -18,7 +18,7 @@ from tests.unit.data_cases import prompt
         ({"rank": 64, "alpha": 32, "use_rslora": True}, "scaled by 4 (alpha / sqrt(rank))"),
     ],
 )
-def test_the_scale_of_the_update_is_said(lora: dict[str, object], scale: str) -> None:
+def test_the_scale_of_the_update_is_printed(lora: dict[str, object], scale: str) -> None:
     notes = settings_notes(TrainConfig.model_validate({"lora": lora}))
     assert [scale in note for note in notes].count(True) == 1
 

@@ -184,7 +184,7 @@ def json_lines(watcher: Watcher) -> Iterator[str]:
 
 
 def has_ended(facts: RunFacts) -> bool:
-    """Whether no step comes any more: the run has ended, or no process of it is to be seen."""
+    """Whether no further step comes: the run has ended or is silent."""
     return facts.phase in ENDED or is_silent(facts)
 
 

@@ -45,7 +45,7 @@ class HubRepository:
     @property
     def note(self) -> str:
         """Where the files come from, for the user."""
-        place = "the hub's local cache, because the hub did not answer with it" if self.cache else "the hub"
+        place = "the hub's local cache, because the hub did not give it" if self.cache else "the hub"
         return f"{place}: {self.name}, branch {self.branch}, commit {self.commit[:12]}"
 
 

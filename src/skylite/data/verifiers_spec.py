@@ -109,7 +109,7 @@ def open_config(spec: str) -> Any:
 
 
 def cannot_open(spec: str, reason: str) -> ConfigError:
-    """The environment's own code, or verifiers, raised."""
+    """The error for what verifiers or the environment raised."""
     return ConfigError(
         f"verifiers cannot open {spec}: {reason.rstrip('.')}.",
         "Install the environment's package, and check its name and settings.",

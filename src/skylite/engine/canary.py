@@ -25,10 +25,10 @@ MAX_TOKENS = 24
 
 
 def canary_sequences(tokenizer: ChatTokenizer, prompts: Sequence[Prompt], dtype: str) -> list[list[int]]:
-    """Fixed, distinct sequences made from the first prompts: [NUM_SEQUENCES][2..MAX_TOKENS] token ids.
+    """Fixed, distinct sequences from the first prompts: [NUM_SEQUENCES][2..MAX_TOKENS] token ids.
 
-    Where prompts begin alike, as the rules of a game do, they come from later parts of the texts: equal
-    sequences have equal rounding errors, which do not average out. Texts too short for that give fewer.
+    If the prompts begin with the same text, the sequences also come from later parts: the rounding errors of
+    equal sequences are equal, and do not average out. Short prompts may give fewer sequences.
     """
     texts = [f"{p.messages[-1]['content']}\n{p.answer}" for p in prompts[: NUM_SEQUENCES[dtype]]]
     encoded = tokenizer.encode_texts(texts)
@@ -42,7 +42,7 @@ def canary_sequences(tokenizer: ChatTokenizer, prompts: Sequence[Prompt], dtype:
 
 
 def _starts(length: int) -> Iterator[int]:
-    """Where parts of a text begin: the beginning, then parts that share few tokens with others."""
+    """Where sequences begin in a text: first side by side, then with more and more overlap."""
     for step in (MAX_TOKENS, MAX_TOKENS // 2, MAX_TOKENS // 4):
         yield from range(0, length, step)
 

@@ -24,7 +24,7 @@ from skylite.foreign_text import parse_json
 Messages = Sequence[dict[str, Any]]
 Tools = Sequence[Callable[..., Any] | dict[str, Any]]
 METRIC = "metric/"
-"""Begins the name of a component that is shown only: its weight is 0 unless env.weights gives one."""
+"""Prefix of components that are shown only: their weight is 0 unless env.weights sets one."""
 LIMIT_CODES = ("turn_limit", "context_length_exceeded")
 
 

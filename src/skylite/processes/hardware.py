@@ -77,10 +77,10 @@ def choose_dtype(setting: Literal["auto", "bfloat16", "float32"], device: Device
 
     Raises ConfigError for bfloat16 on a GPU that vLLM refuses it on.
     """
-    missing = _without_bf16(device)
     if setting == "auto" and device == "cpu":
-        # In bfloat16, vLLM rounds much of a young adapter away, and the canary can take that for a wrong one.
-        return "float32", "dtype float32: exact checks of every sync on a CPU"
+        # In bfloat16, vLLM rounds small updates away, and the canary can take that for a wrong adapter.
+        return "float32", "dtype float32: on a CPU, every sync is checked exactly"
+    missing = _without_bf16(device)
     if setting == "auto":
         if missing:
             return "float32", f"dtype float32: {missing}"

@@ -111,24 +111,21 @@ def plan_micro_batches(
 
 def _parts(number: int, trajectory: Trajectory, budget: int | None, packing: Packing) -> list[Part]:
     """The trajectory in as few parts as fit the budget, or the longest call if that is longer."""
-    calls = _calls(trajectory.samples)
-    if budget is None or len(calls) == 1:
-        return [Part(number, 0, len(calls))]
-    cost = _tree_cost if packing == "tree" else _row_cost
-    limit = max(budget, *(len(call) for call in calls))
-    starts = [0]
-    for last in range(1, len(calls)):
-        if cost(calls[starts[-1] : last + 1]) > limit:
-            starts.append(last)
+    if budget is None or len(trajectory.samples) == 1:
+        return [Part(number, 0, len(trajectory.samples))]
+    calls = [np.asarray(call, dtype=np.int64) for call in _calls(trajectory.samples)]
+    limit = max(budget, *map(len, calls))
+    starts, tokens, longest = [0], 0, 0
+    for index, call in enumerate(calls):
+        longest = max(longest, len(call))
+        if packing == "tree":
+            tokens += _new_tokens([call], before=calls[index - 1] if index else NOTHING)
+        else:
+            tokens = (index - starts[-1] + 1) * longest
+        if tokens > limit:
+            starts.append(index)
+            tokens = longest = len(call)
     return [Part(number, first, last) for first, last in pairwise([*starts, len(calls)])]
-
-
-def _tree_cost(calls: Sequence[list[int]]) -> int:
-    return _new_tokens([np.asarray(call, dtype=np.int64) for call in calls], before=NOTHING)
-
-
-def _row_cost(calls: Sequence[list[int]]) -> int:
-    return len(calls) * max(map(len, calls))
 
 
 def _tree_bins(items: Sequence[Item], group_size: int, budget: int, dp_size: int) -> list[list[Part]]:

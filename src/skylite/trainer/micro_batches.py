@@ -167,7 +167,7 @@ def _micro_batch(
 
 
 def _calls_of(trajectory: Trajectory, part: Part) -> Trajectory:
-    """The trajectory with the part's calls only. A cut one has no use for its rewards: see _joins_tokens."""
+    """The trajectory with the part's calls only. A cut one needs no rewards: see _joins_tokens."""
     if part.last - part.first == len(trajectory.samples):
         return trajectory
     return replace(trajectory, samples=trajectory.samples[part.first : part.last], turn_rewards=())
