@@ -133,7 +133,11 @@ def test_the_limits_of_the_canary() -> None:
     assert DEFAULT_TOLERANCE == {"float32": 0.002, "bfloat16": None}
     assert (canary_bf16.CLIP, canary_bf16.MAX_STANDARD_ERRORS, canary_bf16.SLACK) == (3.0, 4.0, 0.05)
     assert (canary_bf16.ROUNDED_AWAY, canary_bf16.MOST_ROUNDED_AWAY, canary_bf16.MOVED) == (0.4, 0.6, 0.02)
-    assert (canary_bf16.MAX_GAP_RATIO, canary_bf16.MAX_ROUNDING) == (1.4, 1.0)
+    assert (canary_bf16.MAX_GAP_RATIO, canary_bf16.MOVE_ROUNDING, canary_bf16.MAX_ROUNDING) == (
+        1.4,
+        1 / 64,
+        1.0,
+    )
 
 
 def test_an_untrained_adapter_equals_the_base_and_passes() -> None:

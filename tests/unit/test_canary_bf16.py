@@ -133,7 +133,12 @@ def test_rounding_takes_at_most_a_share_of_the_limit() -> None:
 def paired(limit: float = 0.2, **changes: float) -> PairedReading:
     """A reading on the edge of every limit, which passes."""
     edge = CanaryReading(
-        gap_max=9.0, gap_mean=1.4, base_distance=1.0, projection=1.2, rounding=1.0, projection_error=0.1
+        gap_max=9.0,
+        gap_mean=1.4 + 1 / 64,
+        base_distance=1.0,
+        projection=1.2,
+        rounding=1.0,
+        projection_error=0.1,
     )
     return PairedReading(reading=replace(edge, **changes), projection_limit=limit, same_as="")
 
@@ -144,7 +149,8 @@ def test_each_limit_is_the_last_value_that_passes() -> None:
     for found, words in (
         (paired(limit=0.19999), r"moved 1\.20 of the way .* expected 1 \+- 0\.20"),
         (paired(limit=0.19999, projection=0.8), r"moved 0\.80 of the way"),
-        (paired(limit=0.3, gap_mean=1.41), r"more than 1\.4 times as much"),
+        (paired(limit=0.3, gap_mean=1.417), r"differ more than rounding explains"),
+        (paired(limit=0.3, gap_mean=1.41, base_distance=0.5), r"differ more than rounding explains"),
         (paired(limit=0.3, rounding=1.001), r"by 1\.001 nats on average \(limit 1\.0\)"),
     ):
         with pytest.raises(SyncFailed, match=words):
