@@ -25,8 +25,8 @@ ROUNDED_AWAY, MOST_ROUNDED_AWAY = 0.4, 0.6
 a small move. A layer adds the adapter's product to an output that is rounded already, so the smallest
 products vanish: about ROUNDED_AWAY times rounding / move, and at most MOST_ROUNDED_AWAY."""
 MAX_GAP_RATIO, MOVE_ROUNDING = 1.4, 1 / 64
-"""The largest mean gap with the adapter is the sum of so many mean gaps without it and so many mean moves: the
-adapter's own products are rounded to 8 bits, and roundings add up."""
+"""The largest mean gap with the adapter is the sum of so many mean gaps without it and so many mean moves:
+the adapter's own products are rounded to 8 bits, and roundings add up."""
 MAX_ROUNDING = 1.0
 """Largest mean gap of the base in nats. Larger than in the trainer, because vLLM rounds the logits too."""
 MOVED = 0.02
