@@ -25,8 +25,8 @@ ROUNDED_AWAY, MOST_ROUNDED_AWAY = 0.4, 0.6
 a small move. A layer adds the adapter's product to an output that is rounded already, so the smallest
 products vanish: about ROUNDED_AWAY times rounding / move, and at most MOST_ROUNDED_AWAY."""
 MAX_GAP_RATIO, MOVE_ROUNDING = 1.4, 1 / 64
-"""The largest mean gap with the adapter is the sum of so many mean gaps without it and so many mean moves:
-the adapter's own products are rounded to 8 bits, and roundings add up."""
+"""Limit on the mean gap with the adapter: MAX_GAP_RATIO times the mean gap without it, plus MOVE_ROUNDING
+times the mean move, because the engine rounds the adapter's products, too."""
 MAX_ROUNDING = 1.0
 """Largest mean gap of the base in nats. Larger than in the trainer, because vLLM rounds the logits too."""
 MOVED = 0.02
@@ -109,10 +109,12 @@ def check_paired(name: str, engine: str, found: PairedReading) -> None:
             f"expected 1 +- {found.projection_limit:.2f} {facts}.",
             "The engine serves other weights than the trainer's, or only a part of them. Read its log.",
         )
-    if not reading.gap_mean <= MAX_GAP_RATIO * reading.rounding + MOVE_ROUNDING * reading.base_distance:
+    gap_limit = MAX_GAP_RATIO * reading.rounding + MOVE_ROUNDING * reading.base_distance
+    if not reading.gap_mean <= gap_limit:
         raise SyncFailed(
             f"{engine} does not sample from the adapter {name} that the trainer published: with it, the "
-            f"canary logprobs differ more than rounding explains {facts}.",
+            f"canary logprobs differ more than rounding explains, by more than {gap_limit:.3f} nats on "
+            f"average {facts}.",
             "The engine serves other weights than the trainer's. Read its log.",
         )
 
