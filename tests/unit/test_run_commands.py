@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from typer.testing import CliRunner
 
 from skylite.cli import app
 from skylite.errors import ConfigError, SkyliteError
-from skylite.report.completions import Completion, Filter, repetition
+from skylite.report.completions import Completion, Filter, _token_lists, repetition
 from skylite.report.page_data import share_out, spread, unique_names
 from skylite.run.run_dir import RunDir
 from tests.made_up_runs import write_made_up_run
@@ -202,6 +205,23 @@ def test_repetition_counts_repeated_4_grams() -> None:
 def completion(reward: float) -> Completion:
     return Completion(source="training", step=1, prompt_id="p", question="", answer="", turns=("t",),
                       reward=reward, tokens=1, is_truncated=False)  # fmt: skip
+
+
+def test_token_lists_of_sliced_missing_and_damaged_rows() -> None:
+    kind = pa.list_(pa.int32())
+    sliced = pa.array([[9], [1, 2], None, [], [3]], kind).slice(1)
+    damaged = pa.array([[4, None]], kind)
+    *found, with_null = _token_lists(pa.chunked_array([sliced, damaged]))
+    assert [ids.tolist() for ids in found] == [[1, 2], [], [], [3]]
+    assert len(with_null) == 2
+
+
+def test_samples_import_no_pandas(made: Path) -> None:
+    """pyarrow imports it to convert lists of tokens, which takes longer than the rest of the command."""
+    code = "import atexit, sys; from skylite.cli import main\n"
+    code += "atexit.register(lambda: print('pandas' in sys.modules)); main()"
+    words = [sys.executable, "-c", code, "samples", str(made / "healthy"), "--limit", "1"]
+    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout.endswith("False\n")
 
 
 def test_order_puts_nan_last() -> None:
