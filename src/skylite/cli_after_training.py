@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -42,6 +43,14 @@ Data = Annotated[
     list[Path] | None,
     typer.Option(
         help="Folder written by `skylite prepare`. Repeatable. Default: that of the run.",
+        rich_help_panel=PROBLEMS,
+    ),
+]
+Episode = Annotated[
+    str | None,
+    typer.Option(
+        "--env",
+        help="Episodes of several turns, as of `skylite train --env`. Default: those of the run.",
         rich_help_panel=PROBLEMS,
     ),
 ]
@@ -90,6 +99,7 @@ def evaluate(
     base: Base = False,
     model: Model = None,
     data: Data = None,
+    env: Episode = None,
     split: Split = "test",
     limit: Limit = None,
     n: N = 1,
@@ -116,7 +126,11 @@ def evaluate(
             target=target, base=base, model=model, data=tuple(data or ()), split=split, limit=limit, n=n,
             step=step, steps=numbers(steps), all_steps=all_steps, max_loras=max_loras, seed=seed,
             as_json=as_json,
-            settings=(*template_settings(chat_template, template_arg), *(settings or ())),
+            settings=(
+                *template_settings(chat_template, template_arg),
+                *([] if env is None else [f"env.episode={json.dumps(env)}"]),
+                *(settings or ()),
+            ),
         )
     )  # fmt: skip
 

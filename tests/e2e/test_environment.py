@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
 
+from skylite.report.completions import read_held_out
 from skylite.run.rollout_file import read_rollouts
 from tests.e2e.conftest import EXACT
 from tests.e2e.project import Project
@@ -31,7 +33,8 @@ def test_an_unchanged_openai_program_trains_and_replays(project: Project) -> Non
     """Three calls a trajectory. Trainer and vLLM agree on the probability of each sampled token."""
     (project.root / "agent.py").write_text(AGENT)
     command = f"command:{sys.executable} {project.root / 'agent.py'}"
-    settings = [word for setting in (*EXACT, "env.max_tokens=400") for word in ("--set", setting)]
+    chosen = (*EXACT, "env.max_tokens=400", "eval.limit=2")
+    settings = [word for setting in chosen for word in ("--set", setting)]
     few = ["--set", "rollout.prompts_per_step=2", "--group-size", "2"]
     args = project.train_args("agent", 2, "--env", command, *settings, *few)
     done = project.run(*args, timeout_s=DEADLINE_S)
@@ -55,3 +58,16 @@ def test_an_unchanged_openai_program_trains_and_replays(project: Project) -> Non
 
     replayed = project.run("replay", "agent", "--step", "2", timeout_s=DEADLINE_S)
     assert replayed.returncode == 0, replayed.stderr
+
+    words = ["eval", "agent", "--steps", "0,2", "--limit", "2", "--json"]
+    evaluated = project.run(*words, timeout_s=DEADLINE_S)
+    assert evaluated.returncode == 0, evaluated.stderr
+    evals = project.root / "agent" / "evals"
+    for label, version in (("before", 0), ("after", 2)):
+        during = read_held_out(evals / f"{label}-v{version:06d}.parquet", version)
+        alone = read_held_out(evals / f"policy-v{version:06d}-data-test-greedy.parquet", version)
+        assert [c.turns for c in alone] == [c.turns for c in during]
+        assert [(len(c.turns), c.reward) for c in alone] == [(3, c.reward) for c in during]
+    accuracies = [r["accuracy"] for r in json.loads(evaluated.stdout)["results"]]
+    assert len(accuracies) == 2, "one for each version"
+    assert accuracies[0] != accuracies[1], "two adapters"

@@ -11,7 +11,7 @@ import pytest
 from skylite.engine.client import VllmClient
 from skylite.engine.retrying_client import Engine
 from skylite.evaluation.evaluate import EvalResult
-from skylite.evaluation.versions import EvalSampling, ProblemSet, Subject, evaluate_subjects
+from skylite.evaluation.versions import EvalSampling, OneTurnProblems, ProblemSet, Subject, evaluate_subjects
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Prompt, Score
 from tests.engines import EngineServer, write_random_adapter
@@ -32,7 +32,7 @@ def results(server: EngineServer, subjects: list[Subject], max_loras: int) -> di
     """Subject -> sampled tokens of each problem."""
     prompts = [Prompt(id=str(i), messages=[{"role": "user", "content": ""}], answer="", source="t")
                for i in range(6)]  # fmt: skip
-    problems = ProblemSet(
+    problems = OneTurnProblems(
         name="t", prompts=prompts, token_ids={p.id: PROMPT[int(p.id) :] for p in prompts}, scorer=Length()
     )
     found: dict[str, list[list[int]]] = {}

@@ -1,4 +1,4 @@
-"""What a user sees of episodes: `skylite samples`, the data of the report's page, and the refusal of eval."""
+"""What a user sees of episodes: `skylite samples` and the data of the report's page."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import pytest
 from typer.testing import CliRunner
 
 from skylite.cli import app
-from skylite.commands.evaluate import EvalFlags, plan_eval
-from skylite.errors import ConfigError
 from skylite.report.completions import read_training
 from skylite.report.page_data import _completion
 from skylite.run.rollout_file import write_rollouts
@@ -63,11 +61,3 @@ def test_the_page_gets_turn_rewards_and_the_end(run: Path) -> None:
         ([0.25, 0.5], "stop", False),
         ([], "turns", True),
     ]
-
-
-def test_eval_refuses_an_environment_instead_of_scoring_one_turn() -> None:
-    flags = EvalFlags(target=None, base=True, model="m", data=(Path("data"),), split="test", limit=None, n=1,
-                      step=None, steps=(), all_steps=False, max_loras=1, seed=0, as_json=False,
-                      settings=("env.episode=guess",))  # fmt: skip
-    with pytest.raises(ConfigError, match=r"env\.episode=guess is an environment"):
-        plan_eval(flags)

@@ -21,8 +21,7 @@ from skylite.engine.retrying_client import Engine
 from skylite.engine.server_command import BASE_NAME
 from skylite.engine.single_engine import run_on_engine, single_engine_spec
 from skylite.environments.episode_spec import check_episode_data
-from skylite.environments.renderer import Renderer
-from skylite.environments.running_environment import running_environment, running_renderer
+from skylite.environments.running_environment import environment_of_model
 from skylite.environments.sample_episodes import Environment, Source
 from skylite.environments.scripted_engine import ScriptedEngine
 from skylite.environments.trajectory_log import Sampler
@@ -30,7 +29,6 @@ from skylite.foreign_text import plain_lines
 from skylite.hub.resolve import resolve_model
 from skylite.orchestrator.allowed_programs import allow_episode
 from skylite.orchestrator.turn_metrics import turn_metrics
-from skylite.processes.supervisor import Supervisor
 from skylite.types import Prompt, Trajectory
 from skylite.ui.logs import show
 
@@ -100,14 +98,10 @@ async def _check(
 
     async def on(engine: Sampler) -> list[Checked]:
         with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
-            async with (
-                Supervisor() as supervisor,
-                running_renderer(model.path, stops, template.text) as renderer,
-                running_environment(
-                    config, renderer, stops, programs, Path(folder), supervisor
-                ) as environment,
-            ):
-                return await _run_twice(environment, renderer, engine, prompts)
+            async with environment_of_model(
+                config, model.path, stops, template.text, programs, Path(folder)
+            ) as environment:
+                return await _run_twice(environment, engine, prompts)
 
     async def on_vllm(engine: Engine) -> list[Checked]:
         return await on(engine)
@@ -117,9 +111,7 @@ async def _check(
     return await run_on_engine(config, lambda uds: single_engine_spec(config, None, model.path, uds), on_vllm)
 
 
-async def _run_twice(
-    environment: Environment, renderer: Renderer, engine: Sampler, prompts: Sequence[Prompt]
-) -> list[Checked]:
+async def _run_twice(environment: Environment, engine: Sampler, prompts: Sequence[Prompt]) -> list[Checked]:
     source = Source(
         model=BASE_NAME, version=0, engines=[engine], temperature=environment.config.rollout.temperature
     )
@@ -135,7 +127,9 @@ async def _run_twice(
             Checked(
                 prompt_id=group.prompt.id,
                 trajectory=trajectory,
-                conversation=await renderer.text(last.prompt_token_ids + last.completion_token_ids),
+                conversation=await environment.recorder.renderer.text(
+                    last.prompt_token_ids + last.completion_token_ids
+                ),
                 is_repeated=_outcome(trajectory) == _outcome(again.get(group.prompt.id)),
             )
         )

@@ -1,15 +1,15 @@
 """`skylite eval`: accuracy of adapters or of the base model, sampled with vLLM.
 
 The first of reward.functions alone scores, unweighted, or the data's own reward: it measures accuracy.
+With an environment its episodes score themselves, and their first component counts.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from skylite.adapters.folder import ServedAdapter, available_steps, find_adapter
 from skylite.config.loading import load_config
 from skylite.config.train import TrainConfig
 from skylite.data.chat_template import ChatTemplate, read_template, run_template
-from skylite.data.tokenizer import encode_in_thread, load_tokenizer
 from skylite.engine.connections import open_files
 from skylite.engine.retrying_client import Engine
 from skylite.engine.single_engine import run_on_engine, single_engine_spec
@@ -29,8 +28,8 @@ from skylite.evaluation.versions import EvalSampling, ProblemSet, Subject, evalu
 from skylite.hub.resolve import resolve_model
 from skylite.long_work import long_work
 from skylite.orchestrator.eval_data import DataChoice, EvalData, read_data
+from skylite.orchestrator.eval_problems import start_problems
 from skylite.processes.file_descriptors import raise_file_limit
-from skylite.rewards.worker_pool import RewardPool
 from skylite.run.files import write_json
 from skylite.run.programs_named_by_user import is_set
 from skylite.ui.logs import set_terminal_level, show
@@ -118,12 +117,6 @@ def plan_eval(flags: EvalFlags) -> EvalPlan:
             "engine.cpu_lora=stock samples the base wrongly next to adapters, and --base asks for that.",
             "Remove --base, or set engine.cpu_lora=dense.",
         )
-    if config.env.episode:
-        raise ConfigError(
-            f"env.episode={config.env.episode} is an environment, and skylite eval samples and scores "
-            "one turn only.",
-            "The run's own evaluations are episodes: `skylite samples RUN --held-out` shows them.",
-        )
     choice = DataChoice(
         paths=flags.data or (Path(config.data.path),),
         split=flags.split,
@@ -195,8 +188,18 @@ async def run_eval(plan: EvalPlan, flags: EvalFlags, report: Report) -> None:
     model = resolve_model(plan.model_name)
     max_loras = max(1, min(flags.max_loras, len(plan.adapters)))
     newest = plan.adapters[-1] if plan.adapters else None
-    with ExitStack() as stack:
-        problem_sets, sampling = await _prepare(stack, plan, flags, model.path)
+    async with AsyncExitStack() as stack:
+        problem_sets, stops = await start_problems(
+            stack, plan.data, plan.config, plan.template, model.path, seed=flags.seed, logs=plan.out
+        )
+        rollout = plan.config.rollout
+        sampling = EvalSampling(
+            n=flags.n,
+            max_tokens=rollout.max_completion_tokens,
+            stop_token_ids=stops,
+            stop=tuple(rollout.stop),
+            seed=flags.seed,
+        )
 
         async def work(engine: Engine) -> None:
             with long_work("evaluating", problems * len(plan.subjects)) as line:
@@ -215,40 +218,6 @@ async def run_eval(plan: EvalPlan, flags: EvalFlags, report: Report) -> None:
             lambda uds: single_engine_spec(plan.config, newest, model.path, uds, max_loras=max_loras),
             work,
         )
-
-
-async def _prepare(
-    stack: ExitStack, plan: EvalPlan, flags: EvalFlags, model_path: Path
-) -> tuple[list[ProblemSet], EvalSampling]:
-    """Encode the prompts, in threads so that Ctrl-C is heard, and start the reward workers."""
-    tokenizer = await asyncio.to_thread(load_tokenizer, model_path, plan.template)
-    with contextlib.closing(tokenizer):
-        longest = plan.config.rollout.max_prompt_tokens
-        token_ids = [await encode_in_thread(tokenizer, d.prompts, longest) for d in plan.data]
-        stops = tokenizer.stop_token_ids
-    pools = []
-    for data in plan.data:
-        pool = RewardPool(
-            [data.reward],
-            num_workers=plan.config.reward.num_workers,
-            timeout_s=plan.config.reward.timeout_s,
-            programs=data.programs,
-            log_path=plan.out / "rewards.log",
-            parameters=data.parameters,
-        )
-        stack.callback(pool.close)
-        pools.append(pool)
-    sets = [
-        ProblemSet(name=data.name, prompts=data.prompts, token_ids=ids, scorer=pool)
-        for data, ids, pool in zip(plan.data, token_ids, pools, strict=True)
-    ]
-    return sets, EvalSampling(
-        n=flags.n,
-        max_tokens=plan.config.rollout.max_completion_tokens,
-        stop_token_ids=stops,
-        stop=tuple(plan.config.rollout.stop),
-        seed=flags.seed,
-    )
 
 
 def _keep(

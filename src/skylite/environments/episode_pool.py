@@ -45,6 +45,11 @@ class EpisodePool:
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _waiting: dict[int, asyncio.Future[dict[str, Any]]] = field(default_factory=dict)
 
+    @property
+    def log_path(self) -> Path:
+        """What the host and the episodes print."""
+        return _log_path(self.logs)
+
     async def run(self, task: Task, endpoint: Endpoint, timeout_s: float) -> Any:
         """The value that the episode returned. Raises EpisodeFailed or EpisodeTooLong."""
         number = next(self._numbers)
@@ -117,7 +122,7 @@ async def running_episodes(
     ]
     try:
         supervisor.start(
-            ProcessSpec(name=NAME, argv=command, env={"PYTHONHASHSEED": "0"}, log_path=logs / f"{NAME}.log")
+            ProcessSpec(name=NAME, argv=command, env={"PYTHONHASHSEED": "0"}, log_path=_log_path(logs))
         )
         # Its end is no ChildDied until it has said why it cannot start.
         supervisor.leave_to_caller(NAME)
@@ -161,5 +166,9 @@ async def _within(
 
 def _host_lost(logs: Path) -> RunFailed:
     return RunFailed(
-        "The process that runs the episodes ended or does not answer.", f"Read {logs / (NAME + '.log')}."
+        "The process that runs the episodes ended or does not answer.", f"Read {_log_path(logs)}."
     )
+
+
+def _log_path(logs: Path) -> Path:
+    return logs / f"{NAME}.log"

@@ -67,3 +67,21 @@ async def running_environment(
             running_episodes(spec, programs.get(spec), folder, logs, supervisor)
         )
         yield Environment(config, recorder, pool)
+
+
+@contextlib.asynccontextmanager
+async def environment_of_model(
+    config: TrainConfig,
+    model_path: Path,
+    stop_token_ids: tuple[int, ...],
+    template: str | None,
+    programs: Mapping[str, str],
+    logs: Path,
+) -> AsyncIterator[Environment]:
+    """An environment outside a run, with renderer and supervisor of its own. Arguments as above."""
+    async with (
+        Supervisor() as supervisor,
+        running_renderer(model_path, stop_token_ids, template) as renderer,
+        running_environment(config, renderer, stop_token_ids, programs, logs, supervisor) as environment,
+    ):
+        yield environment

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,8 @@ from skylite.types import Group, Prompt, Trajectory
 logger = logging.getLogger(__name__)
 TRAJECTORY_SEEDS = 1 << 20
 """Distance between the seeds of two trajectories of a prompt."""
+EVAL_STEP = -1
+"""Takes the place of a step in the seeds of an evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,24 +65,34 @@ class Environment:
         self._slots = asyncio.Semaphore(self.config.env.max_concurrent)
 
     async def sample(
-        self, source: Source, prompts: Sequence[Prompt], *, step: int, first_index: int, group_size: int
+        self,
+        source: Source,
+        prompts: Sequence[Prompt],
+        *,
+        step: int,
+        first_index: int,
+        group_size: int,
+        on_group: Callable[[], None] = lambda: None,
     ) -> list[Group]:
         """One group a prompt, without the groups that env.on_error=drop leaves out.
 
-        `step`, `first_index`: as for the seeds of one-turn requests. Raises RunFailed if all first groups of
-        a step are left out.
+        `step`, `first_index`: as for the seeds of one-turn requests. `on_group` is called at the end of each
+        group. Raises RunFailed if all first groups of a step are left out.
         """
-        tasks = [
-            asyncio.create_task(self._group(source, prompt, step, index, group_size))
-            for index, prompt in enumerate(prompts, first_index)
-        ]
+
+        async def one(prompt: Prompt, index: int) -> Group | None:
+            group = await self._group(source, prompt, step, index, group_size)
+            on_group()
+            return group
+
+        tasks = [asyncio.create_task(one(prompt, index)) for index, prompt in enumerate(prompts, first_index)]
         groups = [group for group in await gather_or_cancel(tasks) if group is not None]
         self.dropped += len(prompts) - len(groups)
         if not groups and first_index == 0:
             raise RunFailed(
-                f"Step {step} has no trajectories: an episode of each of its {len(prompts)} groups failed, "
-                "and env.on_error=drop left them out.",
-                "Read logs/episodes.log.",
+                f"{_named(step).capitalize()} has no trajectories: an episode of each of its {len(prompts)} "
+                "groups failed, and env.on_error=drop left them out.",
+                f"Read {self.pool.log_path}.",
             )
         return groups
 
@@ -94,7 +106,7 @@ class Environment:
         try:
             return Group(prompt=prompt, trajectories=tuple(await gather_or_cancel(tasks)))
         except GroupDropped as error:
-            logger.warning(f"step {step}: the group of prompt {prompt.id} is left out: {error}")
+            logger.warning(f"{_named(step)}: the group of prompt {prompt.id} is left out: {error}")
             return None
 
     async def _trajectory(
@@ -158,7 +170,7 @@ class Environment:
             return GroupDropped(f"the episode of {log.name} {reason}")
         return RunFailed(
             f"The episode of {log.name} {reason}.",
-            "Read logs/episodes.log, and mend the episode; env.on_error=drop leaves such groups out.",
+            f"Read {self.pool.log_path}, and mend the episode; env.on_error=drop leaves such groups out.",
         )
 
     def _note(self, log: TrajectoryLog) -> None:
@@ -169,6 +181,10 @@ class Environment:
                 f"episodes ask for their own {name}; skylite samples with the run's (rollout.temperature, "
                 "top_p, top_k), because the trainer must know the distribution"
             )
+
+
+def _named(step: int) -> str:
+    return "the evaluation" if step == EVAL_STEP else f"step {step}"
 
 
 def task_of(prompt: Prompt, seed: int) -> Task:

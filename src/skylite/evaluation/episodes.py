@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from skylite.environments.sample_episodes import Environment, Source
+from skylite.environments.sample_episodes import EVAL_STEP, Environment, Source
 from skylite.evaluation.confidence_interval import accuracy_of
 from skylite.evaluation.evaluate import EvalResult, require_finite_rewards
 from skylite.types import Prompt
 
-EVAL_STEP = -1
-"""Takes the place of a step in the seeds."""
-
 
 async def evaluate_episodes(
-    environment: Environment, source: Source, prompts: Sequence[Prompt], n: int = 1
+    environment: Environment,
+    source: Source,
+    prompts: Sequence[Prompt],
+    n: int = 1,
+    on_problem: Callable[[], None] = lambda: None,
 ) -> EvalResult:
-    """`n` episodes per problem. Accuracy is the mean of the first component, or of the reward."""
-    groups = await environment.sample(source, prompts, step=EVAL_STEP, first_index=0, group_size=n)
+    """`n` episodes per problem. Accuracy is the mean of the first component, or of the reward.
+
+    `on_problem` is called after each problem, also after one that env.on_error=drop leaves out.
+    """
+    groups = await environment.sample(
+        source, prompts, step=EVAL_STEP, first_index=0, group_size=n, on_group=on_problem
+    )
     for group in groups:
         require_finite_rewards(group)
     trajectories = [t for g in groups for t in g.trajectories]
@@ -28,4 +34,5 @@ async def evaluate_episodes(
         completion_tokens_mean=sum(t.num_tokens for t in trajectories) / len(trajectories),
         truncated_frac=sum(t.is_truncated for t in trajectories) / len(trajectories),
         groups=groups,
+        left_out=len(prompts) - len(groups),
     )

@@ -32,6 +32,14 @@ class EvalResult:
     completion_tokens_mean: float
     truncated_frac: float
     groups: Sequence[Group]
+    left_out: int = 0
+    """Problems without a group, because an episode failed (env.on_error=drop)."""
+
+    @property
+    def turns_mean(self) -> float:
+        """Calls of the model per trajectory."""
+        trajectories = [t for g in self.groups for t in g.trajectories]
+        return sum(len(t.samples) for t in trajectories) / len(trajectories)
 
 
 async def evaluate(
@@ -110,6 +118,8 @@ def _row(result: EvalResult, prompt: Prompt, trajectory: Trajectory) -> dict[str
         "question": prompt.messages[-1]["content"],
         "answer": prompt.answer,
         "completion": last.text,
+        "turns": [sample.text for sample in trajectory.samples],
+        "end": trajectory.end,
         "reward": trajectory.first_score,
         "tokens": trajectory.num_tokens,
         "finish_reason": last.finish_reason,

@@ -80,11 +80,16 @@ class Report:
         return next(scored for scored in self.results if scored.data == data)
 
     def compared(self, scored: Scored) -> Comparison | None:
-        """The result against the baseline's on the same problems; None for the baseline."""
+        """The result against the baseline's on the problems that both have; None for the baseline."""
         baseline = self.baseline(scored.data)
         if scored is baseline:
             return None
-        return compare(scores_of(scored.result), scores_of(baseline.result), self.seed)
+        ours, theirs = [
+            dict(zip([g.prompt.id for g in r.groups], scores_of(r), strict=True))
+            for r in (scored.result, baseline.result)
+        ]
+        both = [problem for problem in ours if problem in theirs]
+        return compare([ours[p] for p in both], [theirs[p] for p in both], self.seed) if both else None
 
     def text(self) -> str:
         """All results for a person."""

@@ -35,6 +35,8 @@ def metrics_of(result: EvalResult, reward: str) -> dict[str, Any]:
         "standard_error": result.accuracy.standard_error,
         "completion_tokens_mean": result.completion_tokens_mean,
         "truncated_frac": result.truncated_frac,
+        "turns_mean": result.turns_mean,
+        "left_out": result.left_out,
     }
     if n > 1:
         found["pass_at"] = {str(k): as_json(_pass_at(scores, k)) for k in ks_for(n)}
@@ -69,11 +71,15 @@ def lines_of(metrics: dict[str, Any], *, has_answers: bool) -> list[str]:
     rows |= {name: metrics[key] for key, name in names.items() if key in metrics}
     width = max(map(len, rows))
     lines = [f"  {name:{width}}  {percent(value)}" for name, value in rows.items()]
-    return [
-        *lines,
-        f"  {problems} problems, {metrics['completion_tokens_mean']:.1f} tokens per completion, "
-        f"{100 * metrics['truncated_frac']:.1f} % truncated",
-    ]
+    turns, left_out = metrics["turns_mean"], metrics["left_out"]
+    what = "completion" if turns == 1 else f"episode, {turns:.1f} turns each"
+    lines.append(
+        f"  {problems} problems, {metrics['completion_tokens_mean']:.1f} tokens per {what}, "
+        f"{100 * metrics['truncated_frac']:.1f} % truncated"
+    )
+    if left_out:
+        lines.append(f"  {left_out} more left out, because an episode failed (env.on_error=drop)")
+    return lines
 
 
 def percent(value: dict[str, float]) -> str:

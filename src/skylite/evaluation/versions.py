@@ -1,14 +1,20 @@
-"""Evaluates many versions of an adapter, and the base, on one engine at once."""
+"""Evaluates many versions of an adapter, and the base, on one engine at once.
+
+Problems are one completion each (OneTurnProblems) or episodes of an environment (EpisodeProblems).
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from skylite.engine.collect_groups import Scorer, gather_or_cancel
 from skylite.engine.retrying_client import Engine
 from skylite.engine.server_command import BASE_NAME
+from skylite.environments.sample_episodes import Environment, Source
+from skylite.evaluation.episodes import evaluate_episodes
 from skylite.evaluation.evaluate import EvalResult, evaluate
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Prompt
@@ -31,8 +37,38 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProblemSet:
-    """Problems, encoded, with what scores them."""
+class EvalSampling:
+    """How completions are sampled."""
+
+    n: int
+    """Completions or episodes per problem. 1: greedy; more: at temperature 1."""
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion."""
+    seed: int
+
+    @property
+    def temperature(self) -> float:
+        return 0.0 if self.n == 1 else 1.0
+
+
+class ProblemSet(Protocol):
+    """Problems, and what samples and scores them."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def evaluate(
+        self, engine: Engine, subject: Subject, sampling: EvalSampling, on_problem: Callable[[], None]
+    ) -> EvalResult:
+        """The scores of a loaded subject. Raises RunFailed for a NaN or infinite score."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneTurnProblems:
+    """Encoded prompts, and the reward that scores the completions."""
 
     name: str
     prompts: Sequence[Prompt]
@@ -40,18 +76,44 @@ class ProblemSet:
     """Prompt id -> prompt token ids."""
     scorer: Scorer
 
+    async def evaluate(
+        self, engine: Engine, subject: Subject, sampling: EvalSampling, on_problem: Callable[[], None]
+    ) -> EvalResult:
+        return await evaluate(
+            [engine],
+            subject.name,
+            subject.version,
+            self.prompts,
+            self.token_ids,
+            self.scorer,
+            n=sampling.n,
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=sampling.stop_token_ids,
+            stop=sampling.stop,
+            seed=sampling.seed,
+            on_problem=on_problem,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvalSampling:
-    """How completions are sampled."""
+class EpisodeProblems:
+    """Tasks of an environment, whose episodes score themselves. Its settings limit and seed the sampling."""
 
-    n: int
-    """Completions per problem. 1: greedy; more: at temperature 1."""
-    max_tokens: int
-    stop_token_ids: tuple[int, ...]
-    stop: tuple[str, ...] = ()
-    """Texts that end a completion."""
-    seed: int
+    name: str
+    prompts: Sequence[Prompt]
+    environment: Environment
+
+    async def evaluate(
+        self, engine: Engine, subject: Subject, sampling: EvalSampling, on_problem: Callable[[], None]
+    ) -> EvalResult:
+        source = Source(
+            model=subject.name,
+            version=subject.version,
+            engines=[engine],
+            temperature=sampling.temperature,
+        )
+        return await evaluate_episodes(self.environment, source, self.prompts, sampling.n, on_problem)
 
 
 async def evaluate_subjects(
@@ -70,21 +132,7 @@ async def evaluate_subjects(
     """
 
     async def one(subject: Subject, problems: ProblemSet) -> None:
-        result = await evaluate(
-            [engine],
-            subject.name,
-            subject.version,
-            problems.prompts,
-            problems.token_ids,
-            problems.scorer,
-            n=sampling.n,
-            temperature=0.0 if sampling.n == 1 else 1.0,
-            max_tokens=sampling.max_tokens,
-            stop_token_ids=sampling.stop_token_ids,
-            stop=sampling.stop,
-            seed=sampling.seed,
-            on_problem=on_problem,
-        )
+        result = await problems.evaluate(engine, subject, sampling, on_problem)
         on_result(subject, problems, result)
 
     for wave in waves(subjects, max_loras):

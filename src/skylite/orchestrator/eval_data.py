@@ -9,8 +9,9 @@ from pathlib import Path
 from skylite.config.rollout import RewardParameters
 from skylite.config.train import TrainConfig
 from skylite.data.prompts import read_info, read_prompts
+from skylite.environments.episode_spec import check_episode_data
 from skylite.errors import ConfigError
-from skylite.orchestrator.allowed_programs import allow_rewards
+from skylite.orchestrator.allowed_programs import allow_episode, allow_rewards
 from skylite.orchestrator.data_filter import fit_difficulty
 from skylite.orchestrator.reward_settings import apply_reward_settings
 from skylite.plugin_file import REWARD
@@ -44,7 +45,7 @@ class EvalData:
     path: Path
     prompts: list[Prompt]
     reward: str
-    """Spec of the first reward function, the one that measures accuracy."""
+    """Spec of what measures accuracy: the first reward function, or the episodes of an environment."""
     programs: dict[str, str]
     """FILE.py:function -> sha256 of the file that the user allowed."""
     parameters: RewardParameters
@@ -73,8 +74,13 @@ def _read_one(name: str, path: Path, choice: DataChoice, config: TrainConfig) ->
         config, note = apply_reward_settings(config, info, keep=given)
         if note:
             logger.info(note)
-    named_by = None if is_set(choice.settings, REWARD.setting) else choice.named_by
-    (reward,), programs = allow_rewards(config.reward.functions[:1], info, path, named_by=named_by)
+    if config.env.episode:
+        reward = config.env.episode
+        programs = allow_episode(reward, named_by=choice.named_by, settings=choice.settings)
+        check_episode_data(reward, info.reward, str(path))
+    else:
+        named_by = None if is_set(choice.settings, REWARD.setting) else choice.named_by
+        (reward,), programs = allow_rewards(config.reward.functions[:1], info, path, named_by=named_by)
     return EvalData(
         name=name,
         path=path,

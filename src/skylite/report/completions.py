@@ -40,7 +40,8 @@ HELD_OUT_COLUMNS = {
     "prompt_id": pa.string(),
     "question": pa.string(),
     "answer": pa.string(),
-    "completion": pa.string(),
+    "turns": pa.list_(pa.string()),
+    "end": pa.string(),
     "reward": pa.float64(),
     "tokens": pa.int64(),
     "finish_reason": pa.string(),
@@ -147,10 +148,11 @@ def read_held_out(path: Path, version: int) -> list[Completion]:
             prompt_id=_text(row["prompt_id"]),
             question=_text(row["question"]),
             answer=_text(row["answer"]),
-            turns=(_text(row["completion"]),),
+            turns=tuple(map(_text, row["turns"] or [""])),
             reward=_number(row["reward"]),
             tokens=row["tokens"] or 0,
-            is_truncated=row["finish_reason"] == "length",
+            end=_text(row["end"]) or "stop",
+            is_truncated=row["finish_reason"] == "length" or row["end"] not in (None, "stop"),
         )
         for row in read_columns(path, HELD_OUT_COLUMNS).to_pylist()
     ]
