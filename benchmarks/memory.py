@@ -55,6 +55,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", nargs="+", type=int, default=[512, 2048])
     parser.add_argument("--checkpointing", nargs="+", default=["none", "selective", "full"])
     parser.add_argument("--engines", nargs="*", default=[], help="dtypes of the servers to start")
+    parser.add_argument("--engine-models", nargs="*", type=Path, help="folders; default: --model")
     parser.add_argument("--fake", type=Path, help="results of benchmarks/fake_peaks.py")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
@@ -68,8 +69,8 @@ def compared(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if args.model:
         for dtype, tokens, mode in itertools.product(args.dtypes, args.tokens, args.checkpointing):
             yield compare_pass(args.model, dtype, tokens, mode)
-        for dtype in args.engines:
-            yield compare_engine(args.model, dtype)
+        for model, dtype in itertools.product(args.engine_models or [args.model], args.engines):
+            yield compare_engine(model, dtype)
 
 
 def settings(tokens: int, checkpointing: str, attention: str = "sdpa", prompt: int = PROMPT) -> TrainConfig:
@@ -166,7 +167,8 @@ def compare_engine(model: Path, dtype: str) -> dict[str, Any]:
             measured = sum(p.memory_full_info().pss for p in below)
     spec = lora_sampling.engine_spec(variant, args, Path())
     predicted = engine.before_kv() + spec.kv_cache_gib * GIB
-    return {"what": "engine", "dtype": dtype, **ratio("engine", predicted, measured)}
+    names = {"what": "engine", "parameters": sizes.parameters, "dtype": dtype}
+    return names | ratio("engine", predicted, measured)
 
 
 def fake_row(row: dict[str, Any]) -> dict[str, Any]:
