@@ -56,8 +56,11 @@ def test_an_unchanged_openai_program_trains_and_replays(project: Project) -> Non
                 assert after.prompt_token_ids[: len(known)] == known
             assert {s.adapter_version for s in trajectory.samples} == {step - 1}
 
-    replayed = project.run("replay", "agent", "--step", "2", timeout_s=DEADLINE_S)
+    replayed = project.run("replay", "agent", "--step", "2", "--json", timeout_s=DEADLINE_S)
     assert replayed.returncode == 0, replayed.stderr
+    said = json.loads(replayed.stdout)
+    assert (said["equal"], said["step"], said["differences"]) == (True, 2, {})
+    assert said["num_tensors"] > 0
 
     words = ["eval", "agent", "--steps", "0,2", "--limit", "2", "--json"]
     evaluated = project.run(*words, timeout_s=DEADLINE_S)
