@@ -6,7 +6,7 @@ Parent and trainer import it, so it must not import torch.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
@@ -62,6 +62,8 @@ class Sample:
     adapter_version: int = 0
     text: str = ""
     """The completion as text. Empty in the trainer, which only reads token ids."""
+    observed: str = ""
+    """What an episode told the model since its last reply, a line `role: text` for each message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,3 +129,19 @@ class Score:
     """The weighted sum of `components`; may be NaN or infinite."""
     components: Mapping[str, float] = field(default_factory=dict)
     """Reward function name -> unweighted score, in the order of reward.functions."""
+
+
+def transcript(turns: Sequence[str], observed: Sequence[str] = (), turn_rewards: Sequence[float] = ()) -> str:
+    """The replies of a trajectory in order, with what the model was told between them.
+
+    One reply stays as it is. `observed`, `turn_rewards`: one for each turn, or none.
+    """
+    if len(turns) == 1:
+        return turns[0]
+    lines = []
+    for k, reply in enumerate(turns):
+        if k and k < len(observed) and observed[k]:
+            lines.append(observed[k])
+        reward = f", reward {turn_rewards[k]:g}" if turn_rewards else ""
+        lines.append(f"[turn {k + 1}{reward}] {reply}")
+    return "\n".join(lines)

@@ -55,6 +55,7 @@ def test_an_unchanged_openai_program_trains_and_replays(project: Project) -> Non
                 known = before.prompt_token_ids + before.completion_token_ids
                 assert after.prompt_token_ids[: len(known)] == known
             assert {s.adapter_version for s in trajectory.samples} == {step - 1}
+            assert [s.observed for s in trajectory.samples[1:]] == ["user: again 0", "user: again 1"]
 
     replayed = project.run("replay", "agent", "--step", "2", "--json", timeout_s=DEADLINE_S)
     assert replayed.returncode == 0, replayed.stderr

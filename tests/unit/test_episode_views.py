@@ -19,7 +19,7 @@ from tests.made_up_runs import write_made_up_run
 
 PROMPT = Prompt(id="p7", messages=[{"role": "user", "content": "which?"}], answer="4", source="guess")
 FIRST = Sample(prompt_token_ids=[1], completion_token_ids=[2, 3], rollout_logprobs=[-1.0, -1.0], text="nine")
-SECOND = replace(FIRST, prompt_token_ids=[1, 2, 3, 4], text="four")
+SECOND = replace(FIRST, prompt_token_ids=[1, 2, 3, 4], text="four", observed="user: lower\ntool: \x1b[2J5")
 TRAJECTORIES = (
     Trajectory(samples=(FIRST, SECOND), reward=0.75, turn_rewards=(0.25, 0.5)),
     Trajectory(samples=(FIRST, SECOND), reward=0.0, end="turns"),
@@ -42,9 +42,10 @@ def samples(run: Path, *more: str) -> str:
 def test_samples_show_turns_their_rewards_and_the_end(run: Path) -> None:
     said = samples(run)
     assert "reward 0.75  2 turns  4 tokens\n" in said
-    assert "[turn 1, reward 0.25] nine\n[turn 2, reward 0.5] four\n" in said
+    told = "user: lower\ntool:  [2J5"  # without the escape that clears a screen
+    assert f"[turn 1, reward 0.25] nine\n{told}\n[turn 2, reward 0.5] four\n" in said
     assert "reward 0  2 turns  4 tokens, truncated by the limit of turns\n" in said
-    assert "[turn 1] nine\n[turn 2] four\n" in said
+    assert f"[turn 1] nine\n{told}\n[turn 2] four\n" in said
 
 
 def test_samples_as_json_hold_the_same(run: Path) -> None:

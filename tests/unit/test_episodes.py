@@ -46,6 +46,7 @@ def test_each_call_continues_the_sampled_tokens(tmp_path: Path) -> None:
         "<|im_start|>user\nagain 0<|im_end|>\n<|im_start|>assistant\nturn 2<|im_end|>\n"
         "<|im_start|>user\nagain 1<|im_end|>\n<|im_start|>assistant\n"
     )
+    assert [s.observed for s in trajectory.samples] == ["user: question 0", "user: again 0", "user: again 1"]
     for before, after in zip(trajectory.samples, trajectory.samples[1:], strict=False):
         known = before.prompt_token_ids + before.completion_token_ids
         assert after.prompt_token_ids[: len(known)] == known

@@ -102,6 +102,7 @@ def test_results_keep_every_turn_and_the_end(tmp_path: Path) -> None:
     write_results(tmp_path / "results.parquet", found["base"])
     first, second = read_held_out(tmp_path / "results.parquet", 0)
     assert (first.turns, first.end, first.is_truncated) == (("turn 1", "turn 2"), "stop", False)
+    assert first.observed == ("user: question 1", "user: again 0")
     assert (second.turns, second.end, second.is_truncated) == (("turn 1", "turn 2", "turn 3"), "turns", True)
 
 

@@ -43,7 +43,7 @@ def samples(target: Path, flags: SampleFlags) -> None:
 
 
 def completion_text(c: Completion) -> str:
-    """A heading, the question and the sampled text of each turn."""
+    """A heading, the question and what was said."""
     where = f"step {c.step}" if c.source == "training" else f"held-out, version {c.step}"
     scores = ", ".join(f"{name} {score:g}" for name, score in c.components.items())
     parts = f" ({scores})" if len(c.components) > 1 else ""
@@ -51,14 +51,7 @@ def completion_text(c: Completion) -> str:
     limit = "" if c.end == "stop" else f" by the limit of {c.end}"
     cut = f", truncated{limit}" if c.is_truncated else ""
     head = f"--- {where}  {c.prompt_id}  reward {c.reward:g}{parts}{count}  {c.tokens} tokens{cut}"
-    return "\n".join([head, f"question: {c.question}", f"answer: {c.answer}", *_turn_texts(c), ""])
-
-
-def _turn_texts(c: Completion) -> list[str]:
-    if len(c.turns) == 1:
-        return list(c.turns)
-    rewards = [f", reward {reward:g}" for reward in c.turn_rewards] or [""] * len(c.turns)
-    return [f"[turn {k}{r}] {t}" for k, (t, r) in enumerate(zip(c.turns, rewards, strict=True), 1)]
+    return "\n".join([head, f"question: {c.question}", f"answer: {c.answer}", c.text, ""])
 
 
 def _read(facts: RunFacts, flags: SampleFlags) -> Iterator[Completion]:

@@ -14,7 +14,7 @@ import logging
 import secrets
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from skylite.environments.chat_reply import ChatReply
 from skylite.environments.chat_request import ApiError, ChatMessage, ChatRequest, parse_request
 from skylite.environments.parse_reply import parse_reply
 from skylite.environments.renderer import Renderer
-from skylite.environments.trajectory_log import Call, TrajectoryLog
+from skylite.environments.trajectory_log import Call, TrajectoryLog, told_since_reply
 from skylite.errors import SkyliteError
 from skylite.foreign_text import plain
 from skylite.types import End, Sample
@@ -149,6 +149,7 @@ class Recorder:
             text, self.tool_format, self.stops, has_tools=bool(tools), thinks=self.opens_thinking
         )
         message = parsed.message(number)
+        sample = replace(sample, observed=told_since_reply(messages))
         log.calls.append(Call(messages=messages, reply=message, sample=sample))
         reason = "tool_calls" if parsed.tool_calls else sample.finish_reason
         return ChatReply(

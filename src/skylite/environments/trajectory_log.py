@@ -89,3 +89,10 @@ def _same(a: ChatMessage, b: ChatMessage) -> bool:
 
 def _calls(message: ChatMessage) -> list[tuple[Any, Any]]:
     return [(c["function"]["name"], c["function"].get("arguments")) for c in message.get("tool_calls") or ()]
+
+
+def told_since_reply(messages: Sequence[ChatMessage]) -> str:
+    """The messages after the last reply of the model, a line `role: text` for each."""
+    replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    told = messages[replies[-1] + 1 :] if replies else messages
+    return "\n".join(f"{message['role']}: {message['content'] or ''}" for message in told)

@@ -119,6 +119,7 @@ def _row(result: EvalResult, prompt: Prompt, trajectory: Trajectory) -> dict[str
         "answer": prompt.answer,
         "completion": last.text,
         "turns": [sample.text for sample in trajectory.samples],
+        "observed": [sample.observed for sample in trajectory.samples],
         "end": trajectory.end,
         "reward": trajectory.first_score,
         "tokens": trajectory.num_tokens,

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from skylite.run.rollout_file import read_columns
+from skylite.types import transcript
 
 Source = Literal["training", "held-out"]
 Order = Literal["stored", "best", "worst"]
@@ -34,6 +35,7 @@ ROLLOUT_COLUMNS = {
     "components": pa.map_(pa.string(), pa.float64()),
     "question": pa.string(),
     "completion": pa.string(),
+    "observed": pa.string(),
     "answer": pa.string(),
 }
 HELD_OUT_COLUMNS = {
@@ -41,6 +43,7 @@ HELD_OUT_COLUMNS = {
     "question": pa.string(),
     "answer": pa.string(),
     "turns": pa.list_(pa.string()),
+    "observed": pa.list_(pa.string()),
     "end": pa.string(),
     "reward": pa.float64(),
     "tokens": pa.int64(),
@@ -60,6 +63,8 @@ class Completion:
     answer: str
     turns: tuple[str, ...]
     """The sampled text of each call of the engine."""
+    observed: tuple[str, ...] = ()
+    """What the model was told before each call, since its last reply; empty texts without an environment."""
     reward: float
     components: Mapping[str, float] = field(default_factory=dict)
     """Unweighted score of each reward function; empty for a held-out answer."""
@@ -74,7 +79,8 @@ class Completion:
 
     @property
     def text(self) -> str:
-        return "\n".join(self.turns)
+        """All that was said, as lines."""
+        return transcript(self.turns, self.observed, self.turn_rewards)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +131,7 @@ def read_training(path: Path, step: int) -> list[Completion]:
             question=_text(first["question"]),
             answer=_text(first["answer"]),
             turns=tuple(_text(row["completion"]) for row in calls),
+            observed=tuple(_text(row["observed"]) for row in calls),
             reward=_number(first["reward"]),
             components={name: _number(score) for name, score in first["components"] or ()},
             tokens=sum(map(len, sampled)),
@@ -149,6 +156,7 @@ def read_held_out(path: Path, version: int) -> list[Completion]:
             question=_text(row["question"]),
             answer=_text(row["answer"]),
             turns=tuple(map(_text, row["turns"] or [""])),
+            observed=tuple(map(_text, row["observed"] or ())),
             reward=_number(row["reward"]),
             tokens=row["tokens"] or 0,
             end=_text(row["end"]) or "stop",

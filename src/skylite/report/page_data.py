@@ -210,6 +210,7 @@ def _completion(c: Completion) -> dict[str, Any]:
         "question": _cut(c.question),
         "answer": _cut(c.answer),
         "turns": [_cut(turn) for turn in c.turns],
+        "observed": [_cut(told) for told in c.observed],
         "turn_rewards": list(c.turn_rewards),
         "end": c.end,
         "reward": c.reward,

@@ -37,6 +37,8 @@ ROLLOUT_SCHEMA = pa.schema(
         ("has_turn_rewards", pa.bool_()),
         ("question", pa.string()),
         ("completion", pa.string()),
+        # What the model was told since its last reply; empty without an environment.
+        ("observed", pa.string()),
         ("answer", pa.string()),
     ]
 )
@@ -101,6 +103,7 @@ def _rows_of(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
                     "has_turn_rewards": bool(trajectory.turn_rewards),
                     "question": group.prompt.messages[-1]["content"],
                     "completion": sample.text,
+                    "observed": sample.observed,
                     "answer": group.prompt.answer,
                 }
 
@@ -148,6 +151,7 @@ def _sample(path: Path, place: str, row: dict[str, Any]) -> Sample:
         finish_reason=row["finish_reason"],
         adapter_version=row["adapter_version"],
         text=row["completion"],
+        observed=row["observed"],
     )
 
 

@@ -24,7 +24,7 @@ function matching(run) {
     (!source || c.source === source) && (!step || c.step === Number(step)) &&
     (samples.prompt === null || c.prompt === samples.prompt) &&
     (!prompt || has(c.prompt, prompt) || has(c.question, prompt)) &&
-    (!text || c.turns.some((t) => has(t, text))) &&
+    (!text || [...c.turns, ...c.observed].some((t) => has(t, text))) &&
     (!limited || (c.reward !== null && c.reward >= low && c.reward <= high)));
   const order = field("order").value;
   const worth = (c) => c.reward === null ? -Infinity : c.reward;
@@ -53,6 +53,7 @@ function drawCompletion(parent, c, withQuestion) {
   }
   c.turns.forEach((turn, k) => {
     if (c.turns.length > 1) {
+      if (k > 0 && c.observed[k]) add(card, "p", c.observed[k], "text question");
       const reward = c.turn_rewards.length > 0 ? `, reward ${short(c.turn_rewards[k])}` : "";
       add(card, "p", `turn ${k + 1}${reward}`, "hint");
     }
