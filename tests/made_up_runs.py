@@ -187,8 +187,8 @@ def _write_held_out(
         {
             "prompt_id": f"made-up/test/{k}", "difficulty": 1, "question": f"Held-out question {k}?",
             "answer": str(k), "turns": [f"version {version} says {rng.randrange(100)}"],
-            "observed": [""], "end": "stop", "reward": float(k < correct), "tokens": 5, "finish_reason": "stop",
-            "model": adapter_name(version), "temperature": 0.0,
+            "observed": [""], "end": "stop", "reward": float(k < correct),
+            "tokens": 5, "finish_reason": "stop", "model": adapter_name(version), "temperature": 0.0,
         }
         for k in range(HELD_OUT)
     ]  # fmt: skip
