@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 from pydantic import TypeAdapter, ValidationError, create_model
 
+from skylite.errors import SkyliteError
 from skylite.foreign_text import parse_json
 
 Messages = Sequence[dict[str, Any]]
@@ -176,6 +177,8 @@ def _run_tool(call: dict[str, Any], tools: dict[str, Callable[..., Any]]) -> str
         return f"Error: {call['name']} got other arguments: {str(error).splitlines()[0]}"
     try:
         value = tool(**{name: getattr(checked, name) for name in type(checked).model_fields})
+    except SkyliteError:  # this machine lacks something: no answer for the model
+        raise
     except Exception as error:  # noqa: BLE001  # the model reads it
         return f"Error: {type(error).__name__}: {error}"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
