@@ -13,11 +13,13 @@ pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.dist]
 
 
 def test_a_step_is_sampled_while_the_one_before_is_trained_and_resume_keeps_the_versions(
-    project: Project,
+    project: Project, request: pytest.FixtureRequest
 ) -> None:
+    """The steps after the resume sample from the fake engine: only their versions count."""
     settings = ("--set", "rollout.max_staleness=1", "--set", "eval.limit=0")
     done = project.run(*project.train_args("ahead", 3, *settings))
     assert done.returncode == 0, done.stderr
+    request.getfixturevalue("fake_engine")
     resumed = project.run("train", "--resume", "ahead", "--steps", "5")
     assert resumed.returncode == 0, resumed.stderr
     run = RunDir(project.root / "ahead")

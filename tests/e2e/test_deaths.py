@@ -32,9 +32,9 @@ def test_a_run_survives_a_killed_engine_a_hung_engine_and_a_hung_rank_and_then_f
     """One run, so that vLLM starts as rarely as possible. The third engine to die is one too many."""
     settings = (
         "eval.limit=0",
-        "engine.stall_timeout_s=20",
+        "engine.stall_timeout_s=15",
         "checkpoint.every=2",
-        "trainer.step_timeout_s=40",
+        "trainer.step_timeout_s=30",
     )
     flags = [*(word for setting in settings for word in ("--set", setting)), "--max-restarts", "1"]
     with running(project, *project.train_args("deaths", 90, *flags)) as process:

@@ -30,6 +30,7 @@ def test_the_newest_adapter_of_a_run_or_that_of_a_step(run: RunDir, tmp_path: Pa
     assert newest.run_config is not None
     assert find_adapter(run.root, 3).adapter.version == 3
     assert [v.adapter.version for v in find_versions(run.root, [7, 0])] == [0, 7]
+    assert [v.adapter.version for v in find_versions(run.root, None)] == [7]
     assert available_steps(run.root) == [0, 3, 7]
 
 

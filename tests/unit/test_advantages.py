@@ -1,9 +1,18 @@
 """Advantages, returns and the overlong penalty against values computed by hand."""
 
+import math
+
 import pytest
 import torch
 
-from skylite.algorithms.advantages import GROUP_ADVANTAGES, gae, moments, token_returns, whiten
+from skylite.algorithms.advantages import (
+    GROUP_ADVANTAGES,
+    gae,
+    moments,
+    token_returns,
+    whiten,
+    zero_std_groups,
+)
 from skylite.orchestrator.sampling import overlong_penalty
 
 # Rewards of completions with 1, 1, 2 and 4 tokens: mean 2, sample variance (36 + 4 + 4 + 4) / 3 = 16.
@@ -52,6 +61,19 @@ def test_reinforce_plus_plus_baseline_whitens_over_all_groups():
     std = (20 / 3) ** 0.5
     got = advantages_of("reinforce++-baseline", [[2.0, 0.0], [6.0, 0.0]], [[1.0, 1.0], [1.0, 1.0]])
     assert [x for row in got for x in row] == pytest.approx([1 / std, -1 / std, 3 / std, -3 / std])
+
+
+def test_a_tiny_spread_and_a_tiny_mean_are_damped():
+    """The sum of standard deviation (or mean) and 1e-6 is divided by."""
+    rewards, lengths = torch.tensor([[0.0, 2e-6]], dtype=torch.float64), torch.ones(1, 2)
+    scale = 1 / (math.sqrt(2) + 1)
+    assert GROUP_ADVANTAGES["grpo"](rewards, lengths)[0].tolist() == pytest.approx([-scale, scale])
+    assert GROUP_ADVANTAGES["maxrl"](rewards, lengths)[0].tolist() == pytest.approx([-0.5, 0.5])
+
+
+def test_groups_without_a_signal():
+    rewards = torch.tensor([[0.1, 0.1, 0.1], [0.1, 0.1, 0.2]])
+    assert zero_std_groups(rewards).tolist() == [True, False]
 
 
 def test_token_returns():
@@ -107,6 +129,8 @@ def test_whitening_small_values():
 def test_whitening_a_constant_gives_zeros():
     assert whiten(torch.tensor([2.0, 2.0]), moments(torch.tensor([2.0, 2.0]))).tolist() == [0, 0]
     assert whiten(torch.tensor([2.0]), moments(torch.tensor([2.0]))).tolist() == [0]
+    large = torch.full((3,), 908204.772, dtype=torch.float64)  # its variance rounds to -1.2e-4
+    assert whiten(large, moments(large)).tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,30 @@ def test_a_policy_with_a_nan_canary_is_rolled_back_before_publishing(tiny_llama:
     assert all(torch.equal(a, b) for a, b in zip(before, numbers_of(optimizer), strict=True))
 
 
+def test_a_step_that_ran_out_of_memory_changes_nothing(tiny_llama: Path, dist: Dist) -> None:
+    """It is computed again with smaller micro-batches."""
+    policy = policy_of(tiny_llama, settings(), dist)
+    optimizer = optimizer_of(policy, settings())
+    before = numbers_of(optimizer)
+
+    def learn() -> dict[str, float]:
+        train_rows(policy, optimizer, random_samples(0), 1, settings(), dist)
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        train_or_roll_back([optimizer], dist, learn, lambda _: "", dict)
+    assert all(torch.equal(a, b) for a, b in zip(before, numbers_of(optimizer), strict=True))
+
+
+def test_the_first_matrix_that_is_not_finite_is_named(tiny_llama: Path, dist: Dist) -> None:
+    optimizer = optimizer_of(policy_of(tiny_llama, settings(), dist), settings())
+    names = list(optimizer.params)
+    for name in names[1:3]:
+        optimizer.params[name].data[0, 0] = float("inf")
+    found = parameter_anomaly([optimizer])
+    assert found == f"the update left 2 of the policy's matrices not finite, first {names[1]}"
+
+
 def test_an_input_that_is_not_finite_is_named() -> None:
     samples = random_samples(0)
     assert rollout_anomaly(groups_of(samples)) == ""
@@ -170,10 +194,15 @@ def test_reward_collapse_needs_every_step_of_the_window_to_be_too_low(tmp_path: 
     rules = AnomalyConfig(min_reward=0.5, min_reward_steps=3)
     assert [bool(reward_collapse(run, step, rules)) for step in (1, 2, 3, 4)] == [False, False, False, True]
     assert "in steps 2 to 4 (last 0.1)" in reward_collapse(run, 4, rules)
+    assert "in steps 2 to 3 (last 0.2)" in reward_collapse(run, 3, replace_steps(rules, 2))
     assert reward_collapse(run, 4, AnomalyConfig()) == ""
     for none in (float("nan"), float("-inf")):
         write_samples(run.rollout_path(3), [replace(s, reward=none) for s in random_samples(0)])
         assert reward_collapse(run, 4, rules) == "", "a step without numbers is no low reward"
+
+
+def replace_steps(rules: AnomalyConfig, count: int) -> AnomalyConfig:
+    return rules.model_copy(update={"min_reward_steps": count})
 
 
 def test_the_inputs_of_every_bad_step_are_saved(tmp_path: Path) -> None:

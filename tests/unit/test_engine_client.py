@@ -138,6 +138,19 @@ def test_canary_logprobs_of_the_wrong_shape_are_an_error(tmp_path: Path, rows: l
         )
 
 
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"choices": [{"prompt_logprobs": []}]}, r"0 logprobs for a prompt of 2 tokens; expected 1\.$"),
+        ({"choices": []}, "choices: List should have at least 1 item"),
+    ],
+)
+def test_a_score_without_logprobs_names_what_is_missing(tmp_path: Path, body: Any, words: str) -> None:
+    with pytest.raises(EngineFailed) as caught:
+        asyncio.run(talk(tmp_path, replies(body), lambda c: c.prompt_logprobs("m", [7, 8])))
+    assert caught.match(words)
+
+
 def test_a_refused_adapter_is_not_mistaken_for_a_dead_engine(tmp_path: Path) -> None:
     """vLLM answers both with status 500."""
     adapter = AdapterVersion(1, tmp_path)
@@ -159,6 +172,10 @@ def test_a_server_that_reports_itself_dead_or_has_no_metrics(tmp_path: Path) -> 
         asyncio.run(talk(tmp_path, replies("", 503), lambda c: c.token_count()))
     with pytest.raises(EngineFailed, match="does not count its tokens"):
         asyncio.run(talk(tmp_path, replies("nothing"), lambda c: c.token_count()))
+    for count in ("1e999", "NaN", "1.2.3"):
+        text = f"vllm:prompt_tokens_total {count}\n"
+        with pytest.raises(EngineFailed, match=f"as {count}, which is not a finite number"):
+            asyncio.run(talk(tmp_path, replies(text), lambda c: c.token_count()))
 
 
 def test_retries_are_bounded_and_a_good_reply_after_bad_ones_counts(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import hashlib
 import os
+import shutil
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
@@ -133,6 +134,38 @@ def test_a_published_folder_is_never_overwritten_and_a_leftover_is_replaced(tmp_
     with atomic_folder(tmp_path / "v2") as temporary:
         (temporary / "new").touch()
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")) == ["v1", "v2", "v2/new"]
+
+
+def test_relative_paths_are_swapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").write_text("1")
+    (tmp_path / "b").mkdir()
+    swap_paths(Path("a"), Path("b"))
+    assert (tmp_path / "a").is_dir()
+    assert (tmp_path / "b").read_text() == "1"
+
+
+def test_small_files_and_folders_may_use_the_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "free_bytes", lambda path: 0)
+    write_json(tmp_path / "status.json", 1)
+    with atomic_folder(tmp_path / "v1"):
+        pass
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["status.json", "v1"]
+
+
+def test_the_disk_of_a_new_folder_is_that_of_the_nearest_existing_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=len(str(folder))))
+    assert free_bytes(tmp_path / "new" / "newer") == len(str(tmp_path))
+    assert free_bytes(tmp_path) == len(str(tmp_path))
+
+
+def test_a_flush_leaves_no_file_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        files.fsync_path(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_temporary_name_is_hidden_and_beside_its_target() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from skylite.algorithms.importance import _bounded, importance_weights
+from skylite.algorithms.kl import k3
 from skylite.config.algorithm import ImportanceConfig
 
 LOG2, LOG3, LOG4 = math.log(2), math.log(3), math.log(4)
@@ -55,6 +56,15 @@ def test_completions_far_from_the_sampler_are_rejected(limit, weights, num_rejec
     got, sums = weights_of(reject_kl=limit)
     assert got == pytest.approx(weights)
     assert sums["mismatch/rejected_frac"] == num_rejected
+
+
+def test_a_completion_exactly_at_the_limit_is_kept():
+    rollout, old = torch.tensor([-9.0], dtype=torch.float64), torch.tensor([-10.0], dtype=torch.float64)
+    limit = float(k3(rollout, old)[0])
+    for reject_kl, kept in ((limit, True), (0.999 * limit, False)):
+        config = ImportanceConfig(reject_kl=reject_kl)
+        weights, _ = importance_weights(old, rollout, torch.tensor([0]), 1, config)
+        assert bool(weights[0] > 0) is kept
 
 
 def test_mismatch_metrics_do_not_depend_on_the_weights():

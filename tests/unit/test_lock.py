@@ -60,6 +60,22 @@ def test_the_lock_holds_the_owners_pid_alone(tmp_path: Path) -> None:
         assert (tmp_path / LOCK_NAME).read_text() == f"{os.getpid()}\n"
 
 
+def test_a_folder_below_missing_ones_can_be_locked(tmp_path: Path) -> None:
+    for is_private in (False, True):
+        with lock_folder(tmp_path / f"a{is_private}" / "b" / "c", is_private=is_private):
+            assert (tmp_path / f"a{is_private}" / "b" / "c" / LOCK_NAME).exists()
+
+
+def test_a_refused_lock_leaves_no_file_open(tmp_path: Path) -> None:
+    with lock_folder(tmp_path):
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            with pytest.raises(ConfigError) as caught, lock_folder(tmp_path):
+                pass
+        caught.value.__traceback__ = None  # it refers to the file
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_files_made_only_for_the_lock_are_removed_with_it(tmp_path: Path) -> None:
     with lock_folder(tmp_path / "made"):
         pass
@@ -126,3 +142,11 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
         os.waitpid(pid, 0)
         for descriptor in (up, child_up, hold):
             os.close(descriptor)
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o711])
+def test_a_folder_that_others_only_read_or_enter_can_be_locked(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "sync").mkdir()
+    (tmp_path / "sync").chmod(mode)
+    with lock_folder(tmp_path / "sync", is_private=True):
+        pass

@@ -51,6 +51,10 @@ def losses_of(
         ("dual_clip", 4, -2, {}, 6, 0),  # at most 3 * 2
         ("dual_clip", 4, -2, {"dual_clip": 3.5}, 7, 0),
         ("dual_clip", 4, 2, {}, -2.4, 0),  # a good token: same as clip
+        ("dual_clip", 4, 0.5, {}, -0.6, 0),
+        ("dual_clip", 4, -0.5, {}, 1.5, 0),
+        ("gspo", 1.1, 2, {}, -2.2, -2.2),
+        ("gspo", 2, 2, {}, -2.4, 0),
         ("sapo", 1, 3, {}, -6, -3),  # the gate is 1/2 * 4 and its slope 1/4 * 4
         ("sapo", 1, -2, {"sapo_tau_neg": 2.0}, 2, 2),  # 1/2 * 4/2 * 2; the slope has no tau
         ("sapo", 1 + LOG3, 1, {}, -3, -0.75 * (1 + LOG3)),  # sigmoid(log 3) = 3/4, its slope 3/16
@@ -116,17 +120,17 @@ def test_every_policy_loss_is_tested():
 
 def test_clipped_tokens_are_out_of_bounds_in_the_direction_of_their_advantage():
     ratios, advantages = (
-        torch.tensor([2.0, 2.0, 0.5, 0.5, 1.1, 2.0]),
-        torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 0.0]),
+        torch.tensor([2.0, 2.0, 0.5, 0.5, 1.1, 2.0, 1.1]),
+        torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 0.0, 2.0]),
     )
     x = LossInputs(
         policy_logprobs=ratios.log(),
-        old_logprobs=torch.zeros(6),
+        old_logprobs=torch.zeros(7),
         advantages=advantages,
-        segments=torch.zeros(6).long(),
+        segments=torch.zeros(7).long(),
         num_segments=1,
     )
-    assert is_clipped(x, AlgorithmConfig()).tolist() == [True, False, False, True, False, False]
+    assert is_clipped(x, AlgorithmConfig()).tolist() == [True, False, False, True, False, False, False]
 
 
 def test_gspo_clips_completions():

@@ -123,6 +123,11 @@ def test_events_have_both_clocks_and_a_torn_one_is_skipped(tmp_path: Path) -> No
     assert before[1] <= first["wall"] <= second["wall"] <= after[1]
 
 
+def test_events_after_a_damaged_line_are_read(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text('{"event": "a"}\n{"event": "b\n{"event": "c"}\n')
+    assert [e["event"] for e in read_events(tmp_path / "events.jsonl")] == ["a", "c"]
+
+
 def test_all_metrics_are_replaced_at_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     append_metrics(path, {"step": 9})

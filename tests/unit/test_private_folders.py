@@ -177,7 +177,7 @@ def test_a_sync_folder_of_another_user_is_refused(
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775])
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775, 0o702])
 def test_a_sync_folder_that_others_may_write_to_is_refused(run: RunDir, tmp_path: Path, mode: int) -> None:
     """Also /dev/shm itself, where two users would lock each other out."""
     (tmp_path / "open").mkdir()

@@ -15,7 +15,7 @@ from skylite.errors import ConfigError
 from skylite.orchestrator.plan import plan_run, write_run
 from skylite.orchestrator.resume import plan_resume
 from skylite.orchestrator.session import reward_pool
-from skylite.plugin_file import REWARD, load_function
+from skylite.plugin_file import EPISODE, REWARD, FunctionKind, load_function
 from skylite.run.programs_named_by_user import remember, require_named, state_folder
 from skylite.run.run_dir import RunDir
 from skylite.trainer import user_functions
@@ -130,6 +130,25 @@ def test_the_same_content_under_another_name_is_not_named(here: Path) -> None:
     for other in ("copy.py:f", "own.py:g"):
         with pytest.raises(ConfigError, match="have not named"):
             require_named([f"{here}/{other}"], REWARD, Path("data"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "setting"),
+    [
+        ("reasoning-gym", REWARD, """'reward.functions=["reasoning-gym"]'"""),
+        ("command:python a.py", EPISODE, "'env.episode=command:python a.py'"),
+        ("verifiers:wordle", EPISODE, "env.episode=verifiers:wordle"),
+    ],
+)
+def test_commands_and_code_in_data_run_only_after_the_user_named_them(
+    here: Path, spec: str, kind: FunctionKind, setting: str
+) -> None:
+    """The hint is what one types in a shell."""
+    with pytest.raises(ConfigError) as caught:
+        require_named([spec], kind, Path("data"))
+    assert f"name it: --set {setting}." in caught.value.hint
+    remember(spec)
+    assert require_named([spec], kind, Path("data")) == {}
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"named": ["x.py:f"]}', '{"named": {"x.py:f": 3}}', "\xff"])

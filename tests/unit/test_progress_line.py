@@ -132,9 +132,14 @@ def test_durations_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert remembered_s("start") is None
     remember_s("start", 31.5)
     assert remembered_s("start") == 31.5
+    remember_s("load", 0.5)
+    assert (remembered_s("start"), remembered_s("load")) == (31.5, 0.5)
+    for no_duration in (0.0, -0.5):
+        remember_s("start", no_duration)
+        assert remembered_s("start") is None
     (file,) = tmp_path.rglob("durations.json")
     file.write_text("[")
-    assert remembered_s("start") is None
+    assert remembered_s("load") is None
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from skylite.adapters.retention import (
 )
 from skylite.config.checkpoint import CheckpointConfig
 from skylite.config.loading import load_config
+from skylite.config.rollout import RolloutConfig
 from skylite.config.train import SyncConfig, TrainConfig
 from skylite.errors import ConfigError, DataError
 from skylite.run.run_dir import RunDir, adapter_name, published_versions
@@ -56,6 +57,22 @@ def test_clean_up_removes_the_rest(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.rglob("*") if p.is_dir()) == [
         "adapters", "checkpoints", "policy-v000000", "policy-v000007", "policy-v000008", "step-000008",
     ]  # fmt: skip
+
+
+def test_versions_that_a_resume_samples_from_are_kept(tmp_path: Path) -> None:
+    """One step stale, step 7 samples from version 5, and step 9 from version 7."""
+    run = RunDir(tmp_path)
+    config = TrainConfig(
+        checkpoint=CheckpointConfig(every=2, keep_last=2),
+        sync=SyncConfig(keep_last=2),
+        rollout=RolloutConfig(max_staleness=1),
+    )
+    for step in range(9):
+        (run.default_adapters / adapter_name(step)).mkdir(parents=True)
+    for step in (2, 4, 6, 8):
+        run.checkpoint_path(step).mkdir(parents=True)
+    clean_up(run, run.default_adapters, 8, config)
+    assert [a.version for a in published_versions(run.default_adapters)] == [0, 5, 6, 7, 8]
 
 
 def test_scores_on_other_problems_do_not_count(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from skylite.trainer.batching import arrange
 from skylite.trainer.critic import make_critic
 from skylite.trainer.micro_batches import pack
 from skylite.trainer.precompute_logprobs import Precomputed
+from skylite.types import Message
 from tests.cases import (
     ALGORITHMS,
     IMPORTANCE,
@@ -178,6 +179,19 @@ def test_rollout_files_keep_every_call(tmp_path: Path) -> None:
     assert mean_reward(path) == pytest.approx(sum(row.reward for row in EPISODES) / len(EPISODES))
 
 
+def test_rollout_files_keep_turn_rewards_and_the_question(tmp_path: Path) -> None:
+    (group,) = groups_of([episode(([1], [2]), ([1, 2, 3], [4]), reward=1.0)])
+    asked = [Message(role="system", content="Play."), Message(role="user", content="Which?")]
+    prompt = replace(group.prompt, messages=asked)
+    each_turn = replace(group.trajectories[0], turn_rewards=(0.25, 0.75))
+    path = tmp_path / "step-000001.parquet"
+    write_rollouts(path, [replace(group, prompt=prompt, trajectories=(each_turn, group.trajectories[0]))])
+    (again,) = read_rollouts(path)
+    assert [t.turn_rewards for t in again.trajectories] == [(0.25, 0.75), ()]
+    assert again.prompt.messages[-1]["content"] == "Which?"
+    assert pq.read_table(path)["turn_reward"].to_pylist() == [0.25, 0.75, 0.0, 0.0]
+
+
 def test_the_order_of_the_rows_in_a_file_does_not_matter(tmp_path: Path) -> None:
     rows = [episode(([1, 2], [3]), ([1, 2, 3, 4], [5, 6]), reward=1.0), episode(([1], [7]), reward=0.0)]
     path = tmp_path / "step-000001.parquet"
@@ -194,6 +208,7 @@ def test_the_order_of_the_rows_in_a_file_does_not_matter(tmp_path: Path) -> None
         ("turn", 1, 5, "turns [0, 5]"),
         ("group", 3, 2, "must have the same number"),
         ("completion_token_ids", 1, [], "0 completion tokens"),
+        ("prompt_token_ids", 1, [], "0 prompt tokens"),
         ("rollout_logprobs", 1, [-1.0], "logprobs"),
         ("reward", 2, None, "without a value"),
     ],

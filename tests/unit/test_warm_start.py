@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from skylite.adapters.import_adapter import read_warm_start
+from skylite.adapters.import_adapter import copy_warm_start, read_warm_start
 from skylite.adapters.manifest import Canary, Manifest
 from skylite.commands.train import TrainFlags, train
 from skylite.config.loading import read_run_config
@@ -124,6 +124,27 @@ def test_settings_that_differ_from_the_adapter_are_refused_with_the_right_flags(
 )
 def test_only_plain_lora_is_accepted(root: Path, changes: dict[str, Any], part: str) -> None:
     assert part in refusal(root, make_adapter(root / "adapter", "model", **changes))
+
+
+def test_every_reason_is_named_the_kind_of_adapter_first(root: Path) -> None:
+    folder = make_adapter(
+        root / "adapter", "model", peft_type="IA3", use_dora=True, modules_to_save=["lm_head"]
+    )
+    message = refusal(root, folder)
+    assert "cannot be used: its peft_type is IA3; " in message
+    assert "DoRA" in message
+    assert "fully trained modules" in message
+
+
+def test_a_copy_that_is_damaged_is_noticed_and_removed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def copy_half(source: Path, target: Path) -> None:
+        target.write_bytes(source.read_bytes()[:-4])
+
+    run = RunDir(root / "run")
+    monkeypatch.setattr(shutil, "copyfile", copy_half)
+    with pytest.raises(ModelError):
+        copy_warm_start(make_adapter(root / "adapter", "model"), run)
+    assert not run.warm_start.exists()
 
 
 @pytest.mark.parametrize(

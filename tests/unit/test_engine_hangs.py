@@ -1,0 +1,121 @@
+"""When the retrying client gives an engine up: hangs, and requests that fail again and again."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from skylite.engine import retrying_client
+from skylite.engine.retrying_client import Engine
+from skylite.errors import EngineDead, EngineFailed
+from tests.unit.bad_server import SAMPLING
+
+
+class Counter:
+    """A server whose token counts, or errors, are given."""
+
+    name = "vllm-0"
+
+    def __init__(self, *counts: float | Exception) -> None:
+        self.counts = list(counts)
+
+    async def token_count(self) -> float:
+        found = self.counts.pop(0) if len(self.counts) > 1 else self.counts[0]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    async def sample(self, *_: Any) -> dict[int, Any]:
+        await asyncio.sleep(60)
+        return {}
+
+    async def aclose(self) -> None: ...
+
+
+def watch(client: Counter, *, busy: bool, limit_s: float = 1.5) -> EngineFailed | None:
+    """The reason of the hang; None if there is none within `limit_s`. A stall is 0.4 s."""
+
+    async def run() -> EngineFailed | None:
+        engine = Engine(client)  # type: ignore[arg-type]
+        request = asyncio.ensure_future(engine.generate("m", [7], 1, SAMPLING, 0)) if busy else None
+        try:
+            async with asyncio.timeout(limit_s):
+                return await engine.wait_for_hang(0.4)
+        except TimeoutError:
+            return None
+        finally:
+            if request is not None:
+                request.cancel()
+
+    return asyncio.run(run())
+
+
+def test_an_engine_that_generates_nothing_while_requests_wait_hangs() -> None:
+    found = watch(Counter(5.0), busy=True)
+    assert found is not None
+    assert "generated no token for 0.4 s while 1 requests waited" in found.what
+
+
+def test_an_engine_that_generates_or_has_no_requests_does_not_hang() -> None:
+    assert watch(Counter(*map(float, range(1000))), busy=True) is None
+    assert watch(Counter(5.0), busy=False) is None
+
+
+def test_an_engine_whose_requests_have_ended_does_not_hang() -> None:
+    async def run() -> None:
+        engine = Engine(Answering(5.0))  # type: ignore[arg-type]
+        for _ in range(3):
+            await engine.generate("m", [7], 1, SAMPLING, 0)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await engine.wait_for_hang(0.2)
+
+    class Answering(Counter):
+        async def sample(self, *_: Any) -> dict[int, Any]:
+            return {0: None}
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_fails_is_lost_after_the_stall_or_at_once_if_it_is_dead() -> None:
+    found = watch(Counter(EngineFailed("no answer")), busy=False)
+    assert found is not None
+    assert found.what == "no answer"
+    assert watch(Counter(EngineFailed("x"), EngineFailed("x"), 1.0), busy=False) is None, "it answers again"
+    dead = watch(Counter(EngineDead("dead")), busy=False, limit_s=0.35)
+    assert isinstance(dead, EngineDead)
+
+
+def test_the_waits_grow_and_the_client_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(Counter):
+        is_closed = False
+
+        async def sample(self, *_: Any) -> dict[int, Any]:
+            raise EngineFailed("no answer")
+
+        async def aclose(self) -> None:
+            self.is_closed = True
+
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    async def run() -> None:
+        engine = Engine(client, (0.1, 0.2, 0.3))  # type: ignore[arg-type]
+        with pytest.raises(EngineFailed, match="no answer"):
+            await engine.generate("m", [7], 1, SAMPLING, 0)
+        await engine.aclose()
+
+    client = Failing(5.0)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    asyncio.run(run())
+    assert waits == [0.1, 0.2, 0.3]
+    assert client.is_closed
+
+
+def test_the_waits_outlast_the_time_in_which_vllm_notices_a_dead_engine() -> None:
+    assert retrying_client.BACKOFF_S == (0.5, 1.0, 2.0, 4.0)
+    assert sum(retrying_client.BACKOFF_S) > 5
