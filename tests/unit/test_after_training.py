@@ -84,6 +84,20 @@ def test_the_base_alone_and_every_kept_version(run: RunDir, tiny_llama: Path) ->
     assert "learning curve" in every.stdout
 
 
+def test_the_base_plays_the_episodes_of_an_environment(run: RunDir, tiny_llama: Path) -> None:
+    prepared = skylite(run, "prepare", "guess", "--synthetic", "--out", "guess")
+    assert prepared.returncode == 0, prepared.stderr
+    words = ("--base", "--model", str(tiny_llama), "--env", "guess", "--data", "guess", "--limit", "2")
+    done = skylite(
+        run, "eval", *words, "--set", "env.max_turns=3", "--set", "rollout.max_completion_tokens=8"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "base on guess (test)" in done.stdout
+    rows = pq.read_table(run.root.parent / "evals" / "base-guess-test-greedy.parquet").to_pylist()
+    assert [len(row["turns"]) for row in rows] == [3, 3], "a byte model names no number"
+    assert all(row["observed"][1].startswith("user: ") for row in rows)
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

@@ -22,7 +22,7 @@ FLAGS = {
         "--log", "--dry-run", "--set", "--chat-template", "--template-arg", *LOGGING,
     },
     "eval": {
-        "--base", "--model", "--data", "--split", "--limit", "--n", "--step", "--steps", "--all",
+        "--base", "--model", "--data", "--env", "--split", "--limit", "--n", "--step", "--steps", "--all",
         "--max-loras", "--seed", "--json", "--set", "--chat-template", "--template-arg", *LOGGING,
     },
     "chat": {
