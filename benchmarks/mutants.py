@@ -193,15 +193,17 @@ def corrected(earlier: Mapping[str, Any], again: Mapping[str, Any]) -> dict[str,
 
     Exits if a survivor of the earlier result was not tried: its line has changed since.
     """
-    if again["tried"] != len(earlier["survivors"]):
+    if again["tried"] < len(earlier["survivors"]):
         raise SystemExit(
             f"{again['tried']} of {len(earlier['survivors'])} survivors still exist: run all again."
         )
     modules = {path: dict(counts) for path, counts in earlier["modules"].items()}
     for path, counts in again["modules"].items():
+        # Equal lines of a file have one description, so that mutants killed before are tried again too.
+        survived = modules[path]["survived"]
         modules[path]["survived"] = counts["survived"]
-        for name in ("killed", "timeout"):
-            modules[path][name] += counts[name]
+        modules[path]["timeout"] += counts["timeout"]
+        modules[path]["killed"] += survived - counts["survived"] - counts["timeout"]
     total = {name: sum(m[name] for m in modules.values()) for name in ("mutants", *OUTCOMES)}
     return {
         "tried": earlier["tried"],

@@ -146,6 +146,15 @@ def test_repetition_truncation_mismatch_and_skipped_steps() -> None:
     assert kinds(steps(30, anomaly__skipped=lambda k: float(k == 7))) == ["skipped"]
 
 
+def test_episodes_that_end_at_a_limit_are_no_cut_completions() -> None:
+    share = {"completion__truncated_frac": lambda k: 0.3}
+    (one_turn,) = find_alarms(steps(30, **share))
+    (episodes,) = find_alarms(steps(30, **share, turns__mean=lambda k: 3.0))
+    assert one_turn.text == "30 % of completions are cut off: raise rollout.max_completion_tokens."
+    assert episodes.text.startswith("30 % of episodes ended at a limit")
+    assert "env.max_turns" in episodes.text
+
+
 def test_strange_values_raise_nothing() -> None:
     odd: list[Any] = [None, "text", True, 10**400, float("inf"), [1], {}]
     metrics = [

@@ -64,6 +64,16 @@ def test_a_sync_folder_of_another_run_is_refused(tmp_path: Path, whose: str) -> 
         assert "move them away" in message
 
 
+@pytest.mark.parametrize(
+    ("path", "words"), [("adapters", "which is not an absolute path"), ("/a\0b", "with a NUL character")]
+)
+def test_a_sync_folder_that_is_no_absolute_path_is_refused(tmp_path: Path, path: str, words: str) -> None:
+    run = begin(tmp_path)
+    claim(run, lora_sync_path=path)
+    for message in refused_by_all(run, tmp_path / "outside"):
+        assert words in message
+
+
 def test_the_sync_folder_is_recognised_by_its_mark_and_an_empty_one_is_marked_again(
     tmp_path: Path,
 ) -> None:

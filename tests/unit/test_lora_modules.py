@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from skylite.adapters.target_modules import predict_target_modules, short_names
+from skylite.adapters.target_modules import predict_modules, predict_target_modules, short_names
 from skylite.config.lora import LoraConfig
 from skylite.model.adapted_modules import adapted_modules
 from tests.tiny_models import FAMILIES, make_tiny_model
@@ -35,6 +35,14 @@ def test_headers_name_the_modules_that_the_trainer_adapts(model_path: Path, name
     trainers = short_names((n for n, _ in model.named_modules()), adapted_modules(model, config))
     assert predict_target_modules(model_path, config) == trainers
     assert trainers
+
+
+def test_the_modules_are_every_part_of_a_path_but_the_parameter(model_path: Path) -> None:
+    modules, adapted = predict_modules(model_path, LoraConfig())
+    assert {"model", "model.layers", "model.layers.0", "model.embed_tokens"} <= modules
+    assert adapted <= modules
+    assert "" not in modules
+    assert not any(name.endswith((".weight", ".bias")) for name in modules)
 
 
 def test_a_short_name_selects_exactly_the_chosen_modules() -> None:

@@ -133,19 +133,20 @@ def test_the_same_content_under_another_name_is_not_named(here: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "kind", "setting"),
+    ("spec", "kind", "what", "setting"),
     [
-        ("reasoning-gym", REWARD, """'reward.functions=["reasoning-gym"]'"""),
-        ("command:python a.py", EPISODE, "'env.episode=command:python a.py'"),
-        ("verifiers:wordle", EPISODE, "env.episode=verifiers:wordle"),
+        ("reasoning-gym", REWARD, "evaluates", """'reward.functions=["reasoning-gym"]'"""),
+        ("command:python a.py", EPISODE, "a command that", "'env.episode=command:python a.py'"),
+        ("verifiers:wordle", EPISODE, "installed code that", "env.episode=verifiers:wordle"),
     ],
 )
 def test_commands_and_code_in_data_run_only_after_the_user_named_them(
-    here: Path, spec: str, kind: FunctionKind, setting: str
+    here: Path, spec: str, kind: FunctionKind, what: str, setting: str
 ) -> None:
     """The hint is what one types in a shell."""
     with pytest.raises(ConfigError) as caught:
         require_named([spec], kind, Path("data"))
+    assert what in caught.value.what
     assert f"name it: --set {setting}." in caught.value.hint
     remember(spec)
     assert require_named([spec], kind, Path("data")) == {}

@@ -44,7 +44,7 @@ def require_own_folders(run: RunDir, recorded: RunConfig) -> None:
     folder = run.adapters(recorded)
     if recorded.config.lora.lora_sync_path is None:
         return
-    if not folder.is_absolute() or "\0" in str(folder):
+    if not folder.is_absolute():
         raise ConfigError(
             f"{run.config_path} names {str(folder)!r} as its lora_sync_path, which is not an absolute path.",
             "Fix it in that file.",
