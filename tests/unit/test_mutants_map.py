@@ -33,5 +33,5 @@ def test_its_test_files_exist(module: str) -> None:
 @pytest.mark.parametrize("mutant", PLAN.get("explained", []), ids=lambda m: m["before"])
 def test_an_explained_mutant_still_exists(mutant: dict[str, str]) -> None:
     lines = [line.strip() for line in (ROOT / mutant["path"]).read_text().splitlines()]
-    assert mutant["before"] in lines
+    assert mutant["before"].strip() in lines
     assert mutant["reason"]
