@@ -1,10 +1,9 @@
 """GSM8K: 7,473 training and 1,319 test grade-school word problems (arXiv 2110.14168, MIT license).
 
-To add a data set, copy this file, edit it, and run `skylite prepare path/to/copy.py`. (Or put the copy into
-./data_prep and run `skylite prepare NAME`.) It must define:
+To add a data set, copy this file, edit it, and run `skylite prepare path/to/copy.py`. It defines:
 
 - NAME, REWARD, SYSTEM, FEW_SHOT: the data set's name, its reward, the system text and the few-shot examples
-- `load_rows`: reads the raw rows of a split
+- `load_rows`: reads the raw rows of a split (a generated data set has none)
 - `to_prompt`: turns a row into a prompt
 - `reference`: a completion of the row that must score 1.0
 - `synthetic_rows` (optional): generates problems, for `skylite prepare --synthetic`

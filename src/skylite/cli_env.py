@@ -23,7 +23,8 @@ def check(
     episode: Annotated[
         str,
         typer.Argument(
-            help="guess, calculator, FILE.py:function, 'command:PROGRAM ARGUMENTS' or verifiers:NAME."
+            help="guess, calculator, reasoning-gym, FILE.py:function, 'command:PROGRAM ARGUMENTS' or "
+            "verifiers:NAME."
         ),
     ],
     data: Annotated[Path, typer.Option(help="Folder written by `skylite prepare`.")],

@@ -15,8 +15,9 @@ ORIGIN, COLUMNS, PROMPT, ROWS = (
 Target = Annotated[
     str,
     typer.Argument(
-        help="gsm8k, hendrycks_math, countdown, reasoning-gym:TASK, verifiers:NAME, a data_prep .py file; "
-        "or your own data: a .jsonl, .json, .csv or .parquet file, a folder of them, or a hub id."
+        help="gsm8k, gsm8k_calculator, hendrycks_math, countdown, guess, reasoning-gym:TASK, "
+        "verifiers:NAME, a data_prep .py file; or your own data: a .jsonl, .json, .csv or .parquet file, "
+        "a folder of them, or a hub id."
     ),
 ]
 Out = Annotated[Path | None, typer.Option(help="Output folder. Default: data/NAME.", rich_help_panel=ORIGIN)]

@@ -1,4 +1,4 @@
-"""What a logger must do. A new logger is one file with such a class, and one line in `LIBRARIES`."""
+"""What a logger must do. CONTRIBUTING.md says how to add one."""
 
 from __future__ import annotations
 

@@ -130,4 +130,6 @@ def _built_in(spec: str, parameters: RewardParameters) -> Callable[..., Any]:
         return format_reward(parameters.answer_pattern)
     if spec == "regex":
         return regex_reward(parameters.pattern)
-    return length_reward(parameters.min_length, parameters.max_length)
+    if spec == "length":
+        return length_reward(parameters.min_length, parameters.max_length)
+    raise NotImplementedError(f"{spec} is in BUILT_IN, but no function is returned for it here")

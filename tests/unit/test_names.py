@@ -1,0 +1,31 @@
+"""Every name that a setting accepts has a function of its own, so that none runs as another."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from skylite.algorithms.advantages import GROUP_ADVANTAGES
+from skylite.algorithms.losses import AGGREGATIONS, POLICY_LOSSES
+from skylite.config import algorithm
+from skylite.config.rollout import RewardParameters
+from skylite.rewards import BUILT_IN, NEEDS_ANSWER, _built_in
+
+ALONG_TRAJECTORIES = {"reinforce++", "gae"}
+"""trainer/assign_advantages.py computes these token by token."""
+
+
+def test_every_algorithm_setting_has_a_function() -> None:
+    assert set(get_args(algorithm.Advantage)) == set(GROUP_ADVANTAGES) | ALONG_TRAJECTORIES
+    assert set(get_args(algorithm.PolicyLoss)) == set(POLICY_LOSSES)
+    assert set(get_args(algorithm.Aggregation)) == set(AGGREGATIONS)
+
+
+def test_every_reward_has_a_function_of_its_own() -> None:
+    parameters = RewardParameters(pattern="x", max_length=5)
+    functions = [_built_in(name, parameters) for name in BUILT_IN]
+    assert len({getattr(f, "__qualname__", type(f).__name__) for f in functions}) == len(BUILT_IN)
+    assert set(NEEDS_ANSWER) < set(BUILT_IN)
+    with pytest.raises(NotImplementedError, match="forgotten"):
+        _built_in("forgotten", parameters)
