@@ -63,7 +63,7 @@ class Sample:
     text: str = ""
     """The completion as text. Empty in the trainer, which only reads token ids."""
     observed: str = ""
-    """What an episode told the model since its last reply, a line `role: text` for each message."""
+    """What an episode told the model since its last reply: each message as a line `role: text`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +96,12 @@ class Trajectory:
     def num_tokens(self) -> int:
         """Sampled tokens of all calls."""
         return sum(len(s.completion_token_ids) for s in self.samples)
+
+    @property
+    def text(self) -> str:
+        """All that was said, see `transcript`."""
+        turns, observed = [s.text for s in self.samples], [s.observed for s in self.samples]
+        return transcript(turns, observed, self.turn_rewards)
 
     @property
     def is_truncated(self) -> bool:

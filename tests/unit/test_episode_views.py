@@ -48,6 +48,11 @@ def test_samples_show_turns_their_rewards_and_the_end(run: Path) -> None:
     assert f"[turn 1] nine\n{told}\n[turn 2] four\n" in said
 
 
+def test_a_search_finds_what_was_said_and_not_its_labels(run: Path) -> None:
+    assert samples(run, "--contains", "lower").count("--- step") == 2
+    assert samples(run, "--contains", "[turn") == "No completion matches.\n"
+
+
 def test_samples_as_json_hold_the_same(run: Path) -> None:
     found: list[dict[str, Any]] = json.loads(samples(run, "--json"))
     assert [(c["turn_rewards"], c["end"], c["is_truncated"]) for c in found] == [

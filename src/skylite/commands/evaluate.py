@@ -1,7 +1,7 @@
 """`skylite eval`: accuracy of adapters or of the base model, sampled with vLLM.
 
 The first of reward.functions alone scores, unweighted, or the data's own reward: it measures accuracy.
-With an environment its episodes score themselves, and their first component counts.
+An environment's episodes score themselves: their first component counts.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_nul(cls, value: Any) -> Any:
-        """No path and no program can have one: the system would raise in the middle of a command."""
+        """No path may hold one: the system would refuse it in the middle of a command."""
         texts = value if isinstance(value, list | tuple) else [value]
         if any(isinstance(text, str) and "\0" in text for text in texts):
             raise ValueError("a text with a NUL character")

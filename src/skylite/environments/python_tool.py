@@ -1,4 +1,4 @@
-"""A tool of episodes that runs Python code which the model writes, in the sandbox (sandbox/sandbox.py).
+"""A tool for episodes: it runs the model's Python code in the sandbox (sandbox/sandbox.py).
 
 tools = [python_tool()]
 while (reply := await chat(messages, tools=tools)).tool_calls:
@@ -22,14 +22,14 @@ _NAME = "<code>"
 def python_tool(limits: Limits | None = None) -> Callable[[str], str]:
     """A function `run_python(code)` for `chat(messages, tools=[...])` and `reply.run_tools([...])`.
 
-    Each call runs in a fresh process of the sandbox: no network, an empty folder to write in, no processes,
-    limits of memory, CPU time and time. Its process starts with the first call and ends with the episode's.
-    `limits`: of each call. A call raises ConfigError on a machine that cannot run a sandbox.
+    Each call gets a fresh process and an empty folder to write in. It has no network and starts no process.
+    `limits` bound each call. The sandbox starts with the first call and ends with the episode's process.
+    A call raises ConfigError if this machine cannot run a sandbox.
     """
     sandbox = Sandbox(f"{__name__}:make_runner", what="the tool run_python", limits=limits, scratch=True)
 
     def run_python(code: str) -> str:
-        """Run a Python program and get what it prints. Every run starts anew, without a network."""
+        """Run a Python program and return what it prints. Each run is fresh and has no network."""
         try:
             output: str = sandbox.call(code)
         except CallFailed as error:
@@ -40,7 +40,7 @@ def python_tool(limits: Limits | None = None) -> Callable[[str], str]:
 
 
 def make_runner() -> Callable[[str], str]:
-    """What the sandbox runs: code -> its output, with the end of the traceback if it raised."""
+    """The function that the sandbox calls: code -> what it prints, and the error if it raised one."""
     return _run
 
 
@@ -63,7 +63,7 @@ def _run(code: str) -> str:
 
 
 def _error_of(error: BaseException) -> str:
-    """The lines of the model's own code that raised, and the error."""
+    """The line of the model's code that raised, and the error."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == _NAME]
     where = "".join(f"line {frame.lineno}: " for frame in frames[-1:])
     return where + "".join(traceback.format_exception_only(error)).strip()

@@ -78,7 +78,7 @@ async def environment_of_model(
     programs: Mapping[str, str],
     logs: Path,
 ) -> AsyncIterator[Environment]:
-    """An environment outside a run, with renderer and supervisor of its own. Arguments as above."""
+    """`running_environment` for commands other than train: it starts the renderer and a supervisor too."""
     async with (
         Supervisor() as supervisor,
         running_renderer(model_path, stop_token_ids, template) as renderer,

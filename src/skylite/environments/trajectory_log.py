@@ -92,7 +92,7 @@ def _calls(message: ChatMessage) -> list[tuple[Any, Any]]:
 
 
 def told_since_reply(messages: Sequence[ChatMessage]) -> str:
-    """The messages after the last reply of the model, a line `role: text` for each."""
+    """The messages after the model's last reply, each as a line `role: text`."""
     replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     told = messages[replies[-1] + 1 :] if replies else messages
     return "\n".join(f"{message['role']}: {message['content'] or ''}" for message in told)

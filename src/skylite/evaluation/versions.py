@@ -98,7 +98,7 @@ class OneTurnProblems:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeProblems:
-    """Tasks of an environment, whose episodes score themselves. Its settings limit and seed the sampling."""
+    """Tasks of an environment. Its episodes score themselves; its config holds their limits and the seed."""
 
     name: str
     prompts: Sequence[Prompt]

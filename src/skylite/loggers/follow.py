@@ -17,7 +17,7 @@ from skylite.run.files import require_space
 from skylite.run.metrics_file import read_metrics
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir
-from skylite.types import is_number, transcript
+from skylite.types import is_number
 
 logger = logging.getLogger(__name__)
 SPARE_BYTES = 256 << 20
@@ -116,9 +116,7 @@ class Follower:
         return [
             LoggedSample(
                 question=group.prompt.messages[-1]["content"],
-                completion=transcript(
-                    [s.text for s in trajectory.samples], [s.observed for s in trajectory.samples]
-                ),
+                completion=trajectory.text,
                 answer=group.prompt.answer,
                 reward=trajectory.reward,
             )

@@ -1,4 +1,4 @@
-"""Starts what samples and scores the problems of `skylite eval`: reward workers, or an environment."""
+"""Starts the reward workers or the environment that score the problems of `skylite eval`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ async def start_problems(
 ) -> tuple[Sequence[ProblemSet], tuple[int, ...]]:
     """One problem set for each data set, and the model's stop token ids. `stack` ends the processes.
 
-    `seed`: of the episodes. `logs`: folder for what rewards and episodes print.
+    Args:
+        seed: seeds the episodes.
+        logs: folder of rewards.log or episodes.log.
+
     Raises SkyliteError subclasses.
     """
     tokenizer = await asyncio.to_thread(load_tokenizer, model_path, template)
@@ -39,7 +42,7 @@ async def start_problems(
     # Evaluations sample the model's own distribution.
     rollout = config.rollout.model_copy(update={"top_p": 1.0, "top_k": 0})
     seeded = config.model_copy(update={"seed": seed, "rollout": rollout})
-    programs = data[0].programs  # the same for all data sets: they share the episode function
+    programs = data[0].programs  # all data sets share the episode function
     environment = await stack.enter_async_context(
         environment_of_model(seeded, model_path, stops, template.text, programs, logs)
     )

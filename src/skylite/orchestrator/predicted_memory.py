@@ -32,7 +32,7 @@ HEAD_KEEPS = 3
 TRAINER_PROCESS = {"cpu": 400 << 20, "cuda": 1 << 30}
 """CPU: Python and its libraries. GPU: CUDA context, NCCL, cuBLAS and fragments; an estimate, not measured."""
 ENGINE_PROCESS = {"cpu": 3 << 29, "cuda": 2 << 30}
-"""CPU: vLLM's server, its engine and the process that forks it. GPU: with CUDA graphs; an estimate."""
+"""CPU: vLLM's three processes. GPU: with CUDA graphs; an estimate, not measured."""
 VLLM_BATCHED_TOKENS = {"cpu": CPU_BATCHED_TOKENS, "cuda": 8192}
 """Tokens of vLLM's largest forward pass."""
 LOGIT_COPIES = 3

@@ -12,7 +12,7 @@ from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.engine_pool import SyncReport
 from skylite.orchestrator.sampling import SampledStep
 from skylite.orchestrator.turn_metrics import turn_metrics
-from skylite.types import Group, Trajectory, is_number, transcript
+from skylite.types import Group, Trajectory, is_number
 from skylite.ui.live_panel import CompletionView
 
 SCREEN_METRICS = (
@@ -133,9 +133,7 @@ def completion_view(groups: Sequence[Group]) -> CompletionView:
     best = max(mixed.trajectories, key=lambda t: t.reward)
     return CompletionView(
         question=mixed.prompt.messages[-1]["content"],
-        completion=transcript(
-            [s.text for s in best.samples], [s.observed for s in best.samples], best.turn_rewards
-        ),
+        completion=best.text,
         reward=best.reward,
         answer=mixed.prompt.answer,
     )

@@ -207,14 +207,15 @@ def _fall_text(fall: tuple[float, float] | None) -> str:
 
 def _truncated(e: Evidence) -> Iterator[Finding]:
     share = e.last("completion/truncated_frac")
-    if share < TRUNCATED or math.isnan(share):
+    if not share >= TRUNCATED:  # nan for a short run
         return
-    what = "completions are cut off: raise rollout.max_completion_tokens"
     if e.last("turns/mean") > 0:
         what = (
-            "episodes ended at a limit, of turns, tokens or time: raise env.max_turns, env.max_tokens, "
-            "rollout.max_completion_tokens or env.timeout_s, if that is not how a game is lost"
+            "episodes ended at a limit of turns, tokens or time: raise it (env.max_turns, env.max_tokens, "
+            "rollout.max_completion_tokens, env.timeout_s), unless such an episode is a lost game"
         )
+    else:
+        what = "completions are cut off: raise rollout.max_completion_tokens"
     yield "truncated", f"{100 * share:.0f} % of {what}."
 
 

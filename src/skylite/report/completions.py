@@ -64,7 +64,7 @@ class Completion:
     turns: tuple[str, ...]
     """The sampled text of each call of the engine."""
     observed: tuple[str, ...] = ()
-    """What the model was told before each call, since its last reply; empty texts without an environment."""
+    """What an episode told the model before each reply."""
     reward: float
     components: Mapping[str, float] = field(default_factory=dict)
     """Unweighted score of each reward function; empty for a held-out answer."""
@@ -78,8 +78,13 @@ class Completion:
     """Share of the completion's 4-grams of tokens that occurred in it before; nan for a held-out answer."""
 
     @property
+    def parts(self) -> tuple[str, ...]:
+        """The texts that a search looks at."""
+        return (self.question, *self.turns, *self.observed)
+
+    @property
     def text(self) -> str:
-        """All that was said, as lines."""
+        """All that was said, see `transcript`."""
         return transcript(self.turns, self.observed, self.turn_rewards)
 
 
@@ -90,7 +95,7 @@ class Filter:
     prompt: str | None = None
     """A prompt id, or parts of it between slashes: train/12 is not train/120."""
     contains: str | None = None
-    """A part of the question or the completion."""
+    """A part of the question, of a reply, or of what an episode told the model."""
     min_reward: float = -math.inf
     max_reward: float = math.inf
     order: Order = "stored"
@@ -107,7 +112,7 @@ class Filter:
         no_limit = self.min_reward == -math.inf and self.max_reward == math.inf
         return (
             (self.prompt is None or f"/{self.prompt.strip('/')}/" in f"/{c.prompt_id}/")
-            and (self.contains is None or self.contains in c.question or self.contains in c.text)
+            and (self.contains is None or any(self.contains in part for part in c.parts))
             and (no_limit or self.min_reward <= c.reward <= self.max_reward)
         )
 

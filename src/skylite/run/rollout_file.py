@@ -37,7 +37,7 @@ ROLLOUT_SCHEMA = pa.schema(
         ("has_turn_rewards", pa.bool_()),
         ("question", pa.string()),
         ("completion", pa.string()),
-        # What the model was told since its last reply; empty without an environment.
+        # What an episode told the model since its last reply. Empty without an environment.
         ("observed", pa.string()),
         ("answer", pa.string()),
     ]
