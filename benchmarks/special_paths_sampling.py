@@ -27,6 +27,9 @@ from paired_rounds import (
 )
 from switched_off import SpecialPath
 
+from skylite.engine.canary import MAX_TOKENS as MAX_CANARY_TOKENS
+from skylite.engine.canary import NUM_SEQUENCES
+from skylite.engine.server_command import BASE_NAME
 from skylite.hub.resolve import resolve_model
 
 
@@ -51,8 +54,8 @@ def sample_turns(name: str, path: SpecialPath, rounds: int) -> dict[str, Any]:
         return in_turns(measure, rounds)
 
 
-def sampled_model(folder: Path) -> tuple[argparse.Namespace, Path]:
-    args = argparse.Namespace(model=resolve_model(MODEL).path, dtype="float32", rank=32)
+def sampled_model(folder: Path, dtype: str = "float32") -> tuple[argparse.Namespace, Path]:
+    args = argparse.Namespace(model=resolve_model(MODEL).path, dtype=dtype, rank=32)
     return args, lora_sampling.write_adapter(args.model, folder / lora_sampling.ADAPTER, args.rank)
 
 
@@ -66,7 +69,11 @@ def install_plugin(folder: Path) -> None:
 
 
 def random_prompts() -> list[list[int]]:
-    return [[random.randrange(100, 20000) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)]
+    return [random_tokens(PROMPT_TOKENS) for _ in range(NUM_PROMPTS)]
+
+
+def random_tokens(count: int) -> list[int]:
+    return [random.randrange(100, 20000) for _ in range(count)]
 
 
 def sample(http: Any, prompts: list[list[int]], model: str) -> float:
@@ -86,10 +93,10 @@ def memory_of(socket: str) -> float:
 
 
 def verify_turns(name: str, path: SpecialPath, rounds: int) -> dict[str, Any]:
-    """Off: the two canary sequences are scored before the step is sampled, on: at the same time."""
+    """Off: the canary is scored before the step is sampled, on: at the same time."""
     versions = iter(range(2, 1000))
-    with tempfile.TemporaryDirectory(prefix="skylite-") as text, ThreadPoolExecutor(2) as pool:
-        args, adapter = sampled_model(Path(text))
+    with tempfile.TemporaryDirectory(prefix="skylite-") as text, ThreadPoolExecutor(80) as pool:
+        args, adapter = sampled_model(Path(text), path.dtype)
         variant = lora_sampling.Variant("server")
         with lora_sampling.running(variant, args, Path(text), adapter) as http:
 
@@ -98,9 +105,7 @@ def verify_turns(name: str, path: SpecialPath, rounds: int) -> dict[str, Any]:
                 body = {"lora_name": model, "lora_path": str(adapter)}
                 started = time.perf_counter()
                 http.post("/v1/load_lora_adapter", json=body).raise_for_status()
-                score = {"model": model, "max_tokens": 1, "prompt_logprobs": 0}
-                bodies = [score | {"prompt": p[:24]} for p in random_prompts()[:2]]
-                canary = [pool.submit(http.post, "/v1/completions", json=b) for b in bodies]
+                canary = [pool.submit(http.post, "/v1/completions", json=b) for b in scored(model, path)]
                 if off:
                     [one.result() for one in canary]
                 verified = time.perf_counter() - started
@@ -112,3 +117,11 @@ def verify_turns(name: str, path: SpecialPath, rounds: int) -> dict[str, Any]:
 
             measure(False), measure(True)
             return in_turns(measure, rounds)
+
+
+def scored(model: str, path: SpecialPath) -> list[dict[str, Any]]:
+    """The canary's requests: bfloat16 also scores the base and the version before."""
+    models = [model] if path.dtype == "float32" else [model, BASE_NAME, lora_sampling.ADAPTER]
+    score = {"max_tokens": 1, "prompt_logprobs": 0}
+    rows = [random_tokens(MAX_CANARY_TOKENS) for _ in range(NUM_SEQUENCES[path.dtype])]
+    return [score | {"model": name, "prompt": row} for name in models for row in rows]

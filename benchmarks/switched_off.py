@@ -28,6 +28,8 @@ class SpecialPath:
     """An empty value removes the variable."""
     without: str = ""
     """A path that is off on both sides, because this one acts only without it."""
+    dtype: str = "float32"
+    """Of the server that kind verify starts: it decides what the canary asks."""
 
 
 def nothing(*_: Any, **__: Any) -> None:
@@ -89,23 +91,6 @@ def logprobs_by_autograd() -> Replacements:
 
 def all_threads() -> Replacements:
     return {"skylite.trainer.loop:half_the_threads": no_block}
-
-
-def each_slice_alone() -> Replacements:
-    """One product per slice of a fused layer to shrink."""
-    from torch.nn import functional
-
-    from skylite.vllm_plugin.lora_math import add_expanded
-
-    def add(self: Any, y: Any, x: Any, all_a: Any, all_b: Any, scale: float, widths: Any, **_: Any) -> None:
-        y, x, start = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]), 0
-        for a, b, width in zip(all_a, all_b, widths, strict=True):
-            for group in self._token_groups:
-                shrunk = functional.linear(x[group.rows], a[group.slot, 0])
-                add_expanded(y.narrow(1, start, width), shrunk, b, group, scale)
-            start += width
-
-    return {"skylite.vllm_plugin.dense_lora:DensePunicaWrapperCPU.add_lora_linear": add}
 
 
 def rows_by_index() -> Replacements:
@@ -179,7 +164,6 @@ PATHS: dict[str, SpecialPath] = {
     "merged: copy in bf16": SpecialPath(
         kind="sample", off=replaced(f"{MERGED}:lossless_bf16", lambda weight: weight.clone())
     ),
-    "dense: A of slices joined": SpecialPath(kind="sample", off=each_slice_alone, without="weights merged"),
     "dense: slices of rows": SpecialPath(kind="sample", off=rows_by_index, without="weights merged"),
     "kernels for norms": SpecialPath(
         kind="sample", off=replaced("skylite.vllm_plugin.norm_kernels:install", nothing)
@@ -189,6 +173,7 @@ PATHS: dict[str, SpecialPath] = {
     ),
     "KV blocks of 32 tokens": SpecialPath(kind="sample", flags=("--block-size", "128")),
     "verified beside sampling": SpecialPath(kind="verify"),
+    "verified beside sampling, bf16": SpecialPath(kind="verify", dtype="bfloat16"),
     "half the threads at start": SpecialPath(kind="start", off=all_threads),
     "vLLM beside the trainer": SpecialPath(kind="start", off=engines_after_the_trainer),
 }

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from skylite.vllm_plugin.lora_math import BASE, add_expanded, add_lora, group_rows, join_slices, merge_slices
+from skylite.vllm_plugin.lora_math import BASE, add_expanded, add_lora, group_rows, merge_slices
 
 SLOTS = {
     "one adapter": [0, 0, 0, 0, 0],
@@ -131,17 +131,6 @@ def test_register_imports_nothing_while_switched_off() -> None:
         ).stdout.strip()
         == "set()"
     )
-
-
-def test_joined_slices_are_one_product_and_see_later_writes():
-    parts = [torch.randn(2, 1, 3, 5, generator=torch.Generator().manual_seed(i)) for i in range(3)]
-    before = [p.clone() for p in parts]
-    joined = join_slices(parts)
-    assert torch.equal(joined, torch.cat(before, dim=2).view(2, 9, 5))
-    parts[1][0, 0, :2, :4].copy_(torch.full((2, 4), 7.0))
-    assert torch.equal(join_slices(parts)[0, 3:5, :4], torch.full((2, 4), 7.0))
-    assert torch.equal(parts[0], before[0])
-    assert torch.equal(parts[2], before[2])
 
 
 def test_merged_weights_equal_base_plus_adapter() -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn import functional
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-from skylite.vllm_plugin.lora_math import RowGroup, add_expanded, add_lora, group_rows, join_slices
+from skylite.vllm_plugin.lora_math import RowGroup, add_expanded, add_lora, group_rows
 
 
 class DensePunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]  # vLLM is untyped to mypy
@@ -45,18 +44,12 @@ class DensePunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]  # vLLM is 
         **kwargs: Any,
     ) -> None:
         """y [T, sum(output_slices)] += LoRA of x [T, I], per slice of a fused layer (q, k, v or gate, up)."""
-        if not self._token_groups:
-            return
         y = y.view(-1, y.shape[-1])
         x = x.view(-1, x.shape[-1])
-        rank = lora_a_stacked[0].shape[2]
-        shrink = join_slices(lora_a_stacked)
-        for group in self._token_groups:
-            shrunk = functional.linear(x[group.rows], shrink[group.slot])
-            start = 0
-            for index, (width, b) in enumerate(zip(output_slices, lora_b_stacked, strict=True)):
-                add_expanded(y.narrow(1, start, width), shrunk.narrow(1, index * rank, rank), b, group, scale)
-                start += width
+        start = 0
+        for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
+            add_lora(y.narrow(1, start, width), x, a, b, self._token_groups, scale)
+            start += width
 
     def add_lora_embedding(
         self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, *args: Any, **kwargs: Any

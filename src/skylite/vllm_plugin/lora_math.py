@@ -50,24 +50,6 @@ def add_lora(
         add_expanded(y, functional.linear(x[group.rows], a[group.slot, 0]), b, group, scale)
 
 
-def join_slices(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Join the n A matrices of a fused layer (q, k, v or gate, up) to [S, n R, I]: one product instead of n.
-
-    Args:
-        parts: n tensors [S, 1, R, I]. The first call moves them to common storage. They stay the same tensor
-            objects, so vLLM keeps writing adapters into them, and the returned view sees the changes.
-    """
-    slots, _, rank, width = parts[0].shape
-    storage = parts[0].untyped_storage()
-    if any(p.untyped_storage().data_ptr() != storage.data_ptr() for p in parts):
-        joined = torch.cat(list(parts), dim=1)
-        for index, part in enumerate(parts):
-            view = joined[:, index : index + 1]
-            part.set_(view.untyped_storage(), view.storage_offset(), view.size(), view.stride())
-    n = len(parts)
-    return parts[0].as_strided((slots, n * rank, width), (n * rank * width, width, 1), 0)
-
-
 def merge_slices(
     weight: torch.Tensor, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], slot: int
 ) -> torch.Tensor:
