@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 
+from skylite.engine.cpu_lora import choose_cpu_lora, engine_notes
 from skylite.engine.server_command import (
     EngineSpec,
-    choose_cpu_lora,
     engine_command,
     engine_env,
-    engine_notes,
     serve_command,
     serve_env,
 )

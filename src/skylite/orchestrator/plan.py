@@ -14,8 +14,8 @@ from skylite.data.chat_template import read_template, template_notes
 from skylite.data.prompts import PromptFileInfo, read_prompts
 from skylite.data.tokenizer import check_rendering
 from skylite.engine.connections import open_files
+from skylite.engine.cpu_lora import choose_cpu_lora, engine_notes
 from skylite.engine.served_models import check_build, check_lora, check_torchvision
-from skylite.engine.server_command import choose_cpu_lora, engine_notes
 from skylite.environments.episode_spec import check_episode_data
 from skylite.errors import ConfigError
 from skylite.hub.resolve import resolve_model
