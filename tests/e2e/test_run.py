@@ -20,7 +20,9 @@ from tests.e2e.running import (
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.dist]
 
 
-def test_a_run_trains_and_verifies_every_step_then_stops_and_resumes(project: Project) -> None:
+def test_a_run_trains_and_verifies_every_step_then_stops_and_resumes(
+    project: Project, request: pytest.FixtureRequest
+) -> None:
     with running(project, *project.train_args("run", 40)) as process:
         wait_for_step(project, process, "run", 3)
         children = descendants(process.pid)
@@ -37,6 +39,7 @@ def test_a_run_trains_and_verifies_every_step_then_stops_and_resumes(project: Pr
     assert f"step-{done:06d}" in output
     check_metrics(project, "run")
 
+    request.getfixturevalue("fake_engine")  # test_finished_run.py resumes with vLLM
     resumed = project.run("train", "--resume", "run", "--steps", str(done + 2), timeout_s=DEADLINE_S)
     assert resumed.returncode == 0, resumed.stderr
     steps = [m["step"] for m in project.metrics("run")]

@@ -228,6 +228,20 @@ def test_an_episode_may_be_a_plain_function(tmp_path: Path) -> None:
     assert trajectory.reward == 0.5 * 6.0 + 2.0
 
 
+def test_a_call_imports_no_http_library(tmp_path: Path) -> None:
+    """In the process of each episode the imports would take longer than all the rest."""
+    source = """
+    import sys
+
+    async def episode(task, chat):
+        before = set(sys.modules)
+        await chat(task.messages)
+        return len(set(sys.modules) - before)
+    """
+    (group,) = sample(tmp_path, source, ScriptedEngine(lambda p: "abc"))
+    assert group.trajectories[0].reward < 10
+
+
 def test_a_command_is_an_episode(tmp_path: Path) -> None:
     program = tmp_path / "agent.py"
     program.write_text(
