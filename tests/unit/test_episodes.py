@@ -6,12 +6,10 @@ import asyncio
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from skylite.config.environment import EnvConfig
-from skylite.environments.chat import tool_schema
 from skylite.environments.sample_episodes import read_reward
 from skylite.errors import ConfigError, RunFailed
 from tests.unit.environment_cases import (
@@ -273,39 +271,3 @@ def test_a_file_that_cannot_be_imported_stops_the_start(tmp_path: Path) -> None:
 def test_rewards_of_turns_add_up() -> None:
     reward = read_reward([0.0, 0.5, 1.0], EnvConfig(), 3)
     assert (reward.total, reward.turns) == (1.5, (0.0, 0.5, 1.0))
-
-
-def test_functions_become_tools_and_run(tmp_path: Path) -> None:
-    source = """
-    def add(a: int, b: int = 1) -> int:
-        "Add two numbers."
-        return a + b
-
-    async def episode(task, chat):
-        reply = await chat(task.messages, tools=[add])
-        results = reply.run_tools([add])
-        last = await chat([*task.messages, reply.message, *results], tools=[add])
-        return float(last.text)
-    """
-
-    def script(prompt: str) -> str:
-        if "tool\n" in prompt:
-            return prompt.split("tool\n")[1].split("<|im_end|>")[0]
-        return 'Thinking. <tool_call>\n{"name": "add", "arguments": {"a": 41}}\n</tool_call>'
-
-    (group,) = sample(tmp_path, source, ScriptedEngine(script), max_completion_tokens=200)
-    assert group.trajectories[0].reward == 42.0
-    first, second = group.trajectories[0].samples
-    known = first.prompt_token_ids + first.completion_token_ids
-    assert second.prompt_token_ids[: len(known)] == known
-
-
-def test_the_schema_of_a_function() -> None:
-    def look_up(name: str, limit: int = 3) -> str:
-        """Find a name."""
-        return name * limit
-
-    function: Any = tool_schema(look_up)["function"]
-    assert (function["name"], function["description"]) == ("look_up", "Find a name.")
-    assert function["parameters"]["required"] == ["name"]
-    assert function["parameters"]["properties"]["limit"]["default"] == 3
