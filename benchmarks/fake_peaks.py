@@ -154,7 +154,7 @@ def measure_pass(policy: Any, batch: Any, config: Any, memory: Any) -> Peak:
 
 def group_batch(tokens: int, packing: str, prompt: int, group: int, config: Any) -> Any:
     """A group that computes about `tokens` tokens. Completions differ from their first token on."""
-    from skylite.trainer.batching import arrange
+    from skylite.trainer.micro_batch_plan import arrange
     from tests.rows import Row, groups_of
 
     length = (tokens - prompt) // group if packing == "tree" else tokens // group - prompt

@@ -140,7 +140,7 @@ def returns() -> dict[str, float]:
     """Seconds of assign_advantages with 16 micro-batches, in its own process group."""
     from skylite.config.train import TrainConfig
     from skylite.trainer.assign_advantages import assign_advantages
-    from skylite.trainer.batching import arrange
+    from skylite.trainer.micro_batch_plan import arrange
     from tests.rows import groups_of
     from tests.small_run import lone_rank
 

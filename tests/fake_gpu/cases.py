@@ -23,9 +23,9 @@ from skylite.config.train import TrainConfig
 from skylite.model.chunked_logprobs import HEAD_CHUNK_ELEMENTS
 from skylite.model.policy import score
 from skylite.model.tree_attention import ROW_ELEMENTS
-from skylite.trainer.batching import Batch, arrange
 from skylite.trainer.critic import make_critic
 from skylite.trainer.metrics import MetricSums
+from skylite.trainer.micro_batch_plan import Batch, arrange
 from skylite.trainer.micro_batches import MicroBatch, MiniBatch
 from skylite.trainer.optimizer import make_optimizer
 from skylite.trainer.precompute_logprobs import precompute

@@ -20,7 +20,7 @@ from skylite.model.distributed import Dist
 from skylite.model.fast_paths import enable_fast_paths
 from skylite.model.packing import Packing
 from skylite.model.policy import Policy, load_policy
-from skylite.trainer.batching import Batch, Part
+from skylite.trainer.micro_batch_plan import Batch, Part
 from skylite.trainer.micro_batches import MicroBatch, _micro_batch
 from skylite.trainer.precompute_logprobs import Precomputed, Targets
 from tests.fake_gpu.mode import GPU

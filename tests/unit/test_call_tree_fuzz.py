@@ -13,7 +13,7 @@ import torch
 
 from skylite.model.distributed import Dist
 from skylite.model.packing import Packing
-from skylite.trainer.batching import arrange
+from skylite.trainer.micro_batch_plan import arrange
 from skylite.trainer.micro_batches import pack
 from tests.cases import gradients_after_step, plain_model, policy_of, reference_gradient, relative_difference
 from tests.rows import Row, groups_of, random_call_trees

@@ -19,7 +19,7 @@ from skylite.model.distributed import Dist
 from skylite.model.flex_attention import BLOCK, block_mask
 from skylite.model.policy import score
 from skylite.model.prefix_tree import Tree, build_tree
-from skylite.trainer.batching import arrange
+from skylite.trainer.micro_batch_plan import arrange
 from skylite.trainer.micro_batches import pack
 from tests.cases import gradients_after_step, policy_of
 from tests.rows import groups_of, random_samples

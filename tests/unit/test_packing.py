@@ -15,7 +15,7 @@ from skylite.config.optim import OptimConfig
 from skylite.errors import DataError
 from skylite.model.chunked_logprobs import HEAD_CHUNK_ELEMENTS, head_logprobs, token_logprobs
 from skylite.model.packing import pack_padded, pack_tree, upload
-from skylite.trainer.batching import arrange
+from skylite.trainer.micro_batch_plan import arrange
 from skylite.trainer.optimizer import rate_factor
 from tests.rows import Row, groups_of
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from skylite.config.algorithm import PRESETS, AlgorithmConfig
 from skylite.config.train import TrainConfig
 from skylite.trainer.assign_advantages import assign_advantages
-from skylite.trainer.batching import arrange
+from skylite.trainer.micro_batch_plan import arrange
 from tests.rows import groups_of
 from tests.unit.peer_cases import (
     ALONE,

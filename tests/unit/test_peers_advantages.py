@@ -16,7 +16,7 @@ from torch import Tensor
 from skylite.algorithms.advantages import GROUP_ADVANTAGES
 from skylite.config.train import TrainConfig
 from skylite.trainer.assign_advantages import assign_advantages
-from skylite.trainer.batching import arrange
+from skylite.trainer.micro_batch_plan import arrange
 from skylite.trainer.micro_batches import MicroBatch
 from skylite.trainer.precompute_logprobs import Precomputed
 from tests.rows import groups_of, trajectory_of

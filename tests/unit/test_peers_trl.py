@@ -14,7 +14,7 @@ from torch import Tensor
 from skylite.config.train import TrainConfig
 from skylite.orchestrator.sampling import overlong_penalty
 from skylite.trainer.assign_advantages import assign_advantages
-from skylite.trainer.batching import arrange
+from skylite.trainer.micro_batch_plan import arrange
 from skylite.trainer.micro_batches import pack
 from skylite.trainer.precompute_logprobs import Precomputed, Targets
 from skylite.trainer.step import micro_batch_loss

@@ -14,7 +14,7 @@ from skylite.model.flex_attention import flex_tree_attention
 from skylite.model.packing import pack_tokens
 from skylite.model.prefix_tree import Tree, build_tree
 from skylite.model.tree_attention import ScoreSettings, TreeLayout, tree_attention, tree_layout
-from skylite.trainer.batching import Part, arrange, plan_micro_batches
+from skylite.trainer.micro_batch_plan import Part, arrange, plan_micro_batches
 from tests.rows import groups_of, random_call_trees, random_samples
 
 

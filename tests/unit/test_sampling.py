@@ -95,7 +95,7 @@ def test_zero_std_is_decided_on_the_reward_that_is_trained(tmp_path: Path) -> No
     import torch
 
     from skylite.config.algorithm import AlgorithmConfig
-    from skylite.trainer.batching import arrange
+    from skylite.trainer.micro_batch_plan import arrange
 
     cases = [
         group("only the penalty differs", 1.0, 1.0, penalties=[0.0, -0.5]),

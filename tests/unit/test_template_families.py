@@ -21,7 +21,7 @@ from skylite.environments.trajectory_log import TrajectoryLog
 from skylite.model.packing import pack_tree
 from skylite.orchestrator.turn_metrics import turn_metrics
 from skylite.run.rollout_file import read_rollouts, write_rollouts
-from skylite.trainer.batching import arrange
+from skylite.trainer.micro_batch_plan import arrange
 from skylite.types import Group, Message, Prompt, Trajectory
 from tests.small_run import settings
 from tests.unit.template_cases import FAMILIES, Family, TemplateEngine, recorder_of, tokenizer_of

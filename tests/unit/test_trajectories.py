@@ -19,8 +19,8 @@ from skylite.model.distributed import Dist
 from skylite.model.packing import Packing
 from skylite.run.rollout_file import mean_reward, read_rollouts, write_rollouts
 from skylite.trainer.assign_advantages import assign_advantages
-from skylite.trainer.batching import arrange
 from skylite.trainer.critic import make_critic
+from skylite.trainer.micro_batch_plan import arrange
 from skylite.trainer.micro_batches import pack
 from skylite.trainer.precompute_logprobs import Precomputed
 from skylite.types import Message

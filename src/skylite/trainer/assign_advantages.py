@@ -14,7 +14,7 @@ from skylite.algorithms.advantages import gae, moments, token_returns, whiten
 from skylite.config.algorithm import AlgorithmConfig
 from skylite.model.distributed import Dist
 from skylite.model.packing import upload
-from skylite.trainer.batching import Batch
+from skylite.trainer.micro_batch_plan import Batch
 from skylite.trainer.micro_batches import MicroBatch
 from skylite.trainer.precompute_logprobs import Precomputed, Targets
 from skylite.trainer.user_functions import group_advantage

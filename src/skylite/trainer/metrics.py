@@ -9,7 +9,7 @@ from torch import Tensor
 
 from skylite.config.train import TrainConfig
 from skylite.model.distributed import Dist
-from skylite.trainer.batching import Batch
+from skylite.trainer.micro_batch_plan import Batch
 from skylite.trainer.micro_batches import MicroBatch, MiniBatch, is_counted
 
 LOSSES = ("loss/policy", "critic/loss")

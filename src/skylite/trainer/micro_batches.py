@@ -14,7 +14,7 @@ from skylite.config.train import TrainConfig
 from skylite.model.distributed import Dist
 from skylite.model.packing import NO_TOKENS, PackedTokens, pack_tokens, upload
 from skylite.model.policy import Policy
-from skylite.trainer.batching import Batch, Part, plan_micro_batches
+from skylite.trainer.micro_batch_plan import Batch, Part, plan_micro_batches
 from skylite.trainer.user_functions import group_advantage
 from skylite.types import Trajectory
 
@@ -26,7 +26,7 @@ KEY_STRIDE = 1 << 24
 class MicroBatch:
     """One forward and backward pass of this rank: S trajectories with C sampled tokens, call after call.
 
-    Of a trajectory that was cut (batching.py), it holds some of the calls.
+    Of a trajectory that was cut (micro_batch_plan.py), it holds some of the calls.
     """
 
     trajectories: list[Trajectory]
