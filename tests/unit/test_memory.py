@@ -12,7 +12,7 @@ from skylite.config.train import RunConfig
 from skylite.errors import RunFailed
 from skylite.model.distributed import Dist
 from skylite.run.run_dir import RunDir
-from skylite.trainer.memory import (
+from skylite.trainer.micro_batch_memory import (
     MAX_TOKENS_PER_PASS,
     TOKEN_MULTIPLE,
     PassMemory,

@@ -37,7 +37,7 @@ from skylite.trainer.canary import (
 )
 from skylite.trainer.checkpoint import load_checkpoint, random_states, save_checkpoint
 from skylite.trainer.critic import Critic, make_critic
-from skylite.trainer.memory import resolve_micro_batch_tokens
+from skylite.trainer.micro_batch_memory import resolve_micro_batch_tokens
 from skylite.trainer.optimizer import FlatAdamW, make_optimizer
 from skylite.trainer.out_of_memory import (
     first_line,

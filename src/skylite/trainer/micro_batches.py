@@ -110,7 +110,7 @@ def _mini_batch(
     batch: Batch, numbers: list[int], size: BatchSize, policy: Policy, config: TrainConfig, dist: Dist
 ) -> MiniBatch:
     budget = config.trainer.tokens_per_micro_batch
-    assert budget != "auto", "trainer/memory.py replaces it before the first step"
+    assert budget != "auto", "trainer/micro_batch_memory.py replaces it before the first step"
     may_cut = not _joins_tokens(config)
     plan = plan_micro_batches(batch, numbers, budget, dist.dp_size, policy.packing, may_cut=may_cut)
     micro_batches = [_micro_batch(batch, part, size, policy, config.algorithm) for part in plan[dist.dp_rank]]

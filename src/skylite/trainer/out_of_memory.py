@@ -14,7 +14,7 @@ from skylite.config.train import RunConfig
 from skylite.errors import OutOfMemory, RunFailed
 from skylite.run.files import write_json
 from skylite.run.run_dir import RunDir
-from skylite.trainer.memory import release_cached_memory, with_micro_batch_tokens
+from skylite.trainer.micro_batch_memory import release_cached_memory, with_micro_batch_tokens
 
 SMALLEST_MICRO_BATCH = 16
 """Tokens; the smallest that trainer.tokens_per_micro_batch allows."""
@@ -33,7 +33,7 @@ def halve_micro_batches(run: RunDir, run_config: RunConfig, step: int, reason: s
     Any rank may call it. Raises RunFailed if they are as small as they can be.
     """
     tokens = run_config.config.trainer.tokens_per_micro_batch
-    assert tokens != "auto", "trainer/memory.py replaces it before the first step"
+    assert tokens != "auto", "trainer/micro_batch_memory.py replaces it before the first step"
     half = tokens // 2
     if half < SMALLEST_MICRO_BATCH:
         raise RunFailed(
