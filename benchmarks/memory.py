@@ -115,8 +115,8 @@ def measure_pass(model: Path, dtype: str, tokens: str, checkpointing: str) -> di
     from skylite.model.fast_paths import enable_fast_paths
     from skylite.model.packing import pack_tokens
     from skylite.model.policy import load_policy, score
-    from skylite.trainer.micro_batch_memory import peak_bytes, release_cached_memory, reset_peak_bytes
     from skylite.trainer.optimizer import make_optimizer
+    from skylite.trainer.process_memory import peak_bytes, release_cached_memory, reset_peak_bytes
     from tests.small_run import lone_rank
 
     config = settings(int(tokens), checkpointing)

@@ -1,13 +1,8 @@
-"""Memory of a pass: measures how many tokens fit (tokens_per_micro_batch=auto), releases cached blocks.
-
-Releasing cached blocks buys memory: without it the peak of a train phase is 36 % higher.
-"""
+"""Measures how many tokens fit into a micro-batch (tokens_per_micro_batch=auto), from two passes."""
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -19,6 +14,7 @@ from skylite.processes.hardware import available_memory
 from skylite.run.files import write_json
 from skylite.run.run_dir import RunDir
 from skylite.trainer.canary import longest_prompt
+from skylite.trainer.process_memory import peak_bytes, reset_peak_bytes
 
 PROBE_TOKENS = {"cpu": (256, 768), "cuda": (1024, 4096)}
 """Approximate tokens of the two measured passes, by device type."""
@@ -120,13 +116,6 @@ def _measured_pass(policy: Policy, count: int, prompt: int, completion: int) -> 
     return tokens.num_nodes, peak_bytes(policy.device) - before
 
 
-def limit_gpu_memory(resolved: Resolved, device: torch.device) -> None:
-    """Keep torch out of the memory of the engines on this rank's GPU: an engine may start at any time."""
-    if device.type == "cuda" and resolved.trainer_memory_bytes is not None:
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, resolved.trainer_memory_bytes / total), device)
-
-
 def _free_bytes(device: torch.device, resolved: Resolved, dp_size: int) -> float:
     """Bytes that this rank may still allocate."""
     if device.type == "cuda":
@@ -134,42 +123,3 @@ def _free_bytes(device: torch.device, resolved: Resolved, dp_size: int) -> float
             return float(resolved.trainer_memory_bytes - torch.cuda.memory_allocated(device))
         return float(torch.cuda.mem_get_info(device)[0])
     return CPU_SHARE * available_memory() / dp_size
-
-
-def reset_peak_bytes(device: torch.device) -> float:
-    """Reset the peak to the bytes in use now, and return them."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return float(torch.cuda.memory_allocated(device))
-    # 5 resets the peak to the resident size (proc(5), clear_refs).
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    return _bytes_of_this_process("VmRSS")
-
-
-def peak_bytes(device: torch.device) -> float:
-    """Peak memory since `reset_peak_bytes`."""
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device))
-    return _bytes_of_this_process("VmHWM")
-
-
-def _bytes_of_this_process(name: str) -> float:
-    """A line of /proc/self/status, which counts KiB."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return float(next(x for x in lines if x.startswith(f"{name}:")).split()[1]) * 1024
-
-
-CLEAN_ALL_BUFFERS = 0
-"""Command from <oneapi/tbb/scalable_allocator.h>."""
-
-
-def release_cached_memory() -> bool:
-    """Make TBB's allocator return its free blocks to the system. False if TBB's allocator is not loaded.
-
-    It caches blocks by size, and every pass has other sizes: the next pass cannot reuse the blocks.
-    """
-    clean = getattr(ctypes.CDLL(None), "scalable_allocation_command", None)
-    if clean is None:
-        return False
-    clean(CLEAN_ALL_BUFFERS, None)
-    return True

@@ -14,7 +14,8 @@ from skylite.config.train import RunConfig
 from skylite.errors import OutOfMemory, RunFailed
 from skylite.run.files import write_json
 from skylite.run.run_dir import RunDir
-from skylite.trainer.micro_batch_memory import release_cached_memory, with_micro_batch_tokens
+from skylite.trainer.micro_batch_memory import with_micro_batch_tokens
+from skylite.trainer.process_memory import release_cached_memory
 
 SMALLEST_MICRO_BATCH = 16
 """Tokens; the smallest that trainer.tokens_per_micro_batch allows."""
