@@ -21,7 +21,7 @@ from skylite.evaluation.confidence_interval import accuracy_of
 from skylite.orchestrator.plan import RunPlan, plan_run
 from skylite.orchestrator.session import reward_pool
 from skylite.rewards import load_reward, patterns
-from skylite.rewards.scoring import score
+from skylite.rewards.call_rewards import score
 from skylite.run.run_dir import RunDir
 from tests.unit.bad_inputs import Reply, call, printed_json
 from tests.unit.data_cases import prompt

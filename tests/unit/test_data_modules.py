@@ -7,7 +7,7 @@ import pytest
 from skylite.data.dataset_module import load_dataset
 from skylite.errors import DataError
 from skylite.rewards import load_reward
-from skylite.rewards.scoring import score
+from skylite.rewards.call_rewards import score
 
 FILES = sorted((Path(__file__).parents[2] / "data_prep").glob("*.py"))
 

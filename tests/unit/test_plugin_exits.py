@@ -17,7 +17,7 @@ import torch
 from skylite.data.dataset_module import load_dataset, module_examples
 from skylite.errors import ConfigError, DataError, RunFailed
 from skylite.rewards import load_reward
-from skylite.rewards.scoring import finite_scores
+from skylite.rewards.call_rewards import finite_scores
 from skylite.rewards.worker_pool import RewardPool
 from skylite.trainer.user_functions import group_advantage
 from tests.unit.bad_inputs import call
@@ -144,7 +144,7 @@ SLOW = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C
 from skylite.errors import SkyliteError
-from skylite.rewards.scoring import reward_function, score
+from skylite.rewards.call_rewards import reward_function, score
 from tests.unit.data_cases import prompt
 def reward(completion):
     print("up", flush=True)

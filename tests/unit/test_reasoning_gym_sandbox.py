@@ -16,8 +16,8 @@ from skylite.errors import ConfigError, RunFailed
 from skylite.plugin_file import REWARD
 from skylite.rewards import load_reward
 from skylite.rewards import reasoning_gym as rewards
+from skylite.rewards.call_rewards import score
 from skylite.rewards.reasoning_gym import close_sandboxes, to_json
-from skylite.rewards.scoring import score
 from skylite.rewards.worker_pool import RewardPool
 from skylite.run.programs_named_by_user import remember, require_named
 from skylite.sandbox.sandbox import Limits

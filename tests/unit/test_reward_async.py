@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from skylite.errors import RunFailed
-from skylite.rewards.scoring import reward_function, score
+from skylite.rewards.call_rewards import reward_function, score
 from skylite.rewards.worker_pool import RewardPool
 from tests.unit.data_cases import prompt
 

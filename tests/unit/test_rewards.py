@@ -10,10 +10,10 @@ import pytest
 from skylite.errors import ConfigError, DataError, RunFailed
 from skylite.plugin_file import resolve_spec
 from skylite.rewards import load_reward, reference_completion
+from skylite.rewards.call_rewards import finite_scores, reward_function, score
 from skylite.rewards.gsm8k import final_number
 from skylite.rewards.math import parse_truth
 from skylite.rewards.reasoning_gym import from_json, to_json
-from skylite.rewards.scoring import finite_scores, reward_function, score
 from skylite.types import Prompt, is_number
 from tests.unit.data_cases import RELEASED, prompt
 

@@ -12,7 +12,7 @@ from skylite.data.prompts import Split
 from skylite.data.sources import Table
 from skylite.errors import DataError, RunFailed
 from skylite.rewards import DEFAULTS
-from skylite.rewards.scoring import RewardFunction, check_columns, finite_scores
+from skylite.rewards.call_rewards import RewardFunction, check_columns, finite_scores
 from skylite.types import Message, Prompt
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")

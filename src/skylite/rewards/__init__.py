@@ -12,7 +12,7 @@ from typing import Any
 from skylite.config.rollout import RewardParameters
 from skylite.errors import ConfigError, RunFailed
 from skylite.plugin_file import REWARD, UserCodeFailed, is_program, load_function, user_code
-from skylite.rewards.scoring import RewardFunction, finite_scores, reward_function
+from skylite.rewards.call_rewards import RewardFunction, finite_scores, reward_function
 from skylite.rewards.signature import SignatureProblem
 from skylite.types import Prompt
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from skylite.config.rollout import RewardParameters
 from skylite.rewards import DEFAULTS, load_reward
-from skylite.rewards.scoring import RewardFunction, score
+from skylite.rewards.call_rewards import RewardFunction, score
 from skylite.rewards.signature import Item
 from skylite.types import Prompt, Score
 
