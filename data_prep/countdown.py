@@ -11,7 +11,7 @@ from itertools import islice
 from math import ceil
 from typing import Any
 
-from skylite.data.sources import Row, Table, generated_table
+from skylite.data.raw_rows import Row, Table, generated_table
 from skylite.errors import DataError
 from skylite.types import Message, Prompt
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from skylite.data import synthetic
 from skylite.data.hub import hub_table
-from skylite.data.sources import Row, Table, generated_table, hold_out, read_table
+from skylite.data.raw_rows import Row, Table, generated_table, hold_out, read_table
 from skylite.errors import DataError
 from skylite.types import Message, Prompt
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from skylite.data.dataset_module import load_dataset
-from skylite.data.sources import Row
+from skylite.data.raw_rows import Row
 from skylite.types import Message, Prompt
 
 GSM8K = load_dataset("gsm8k")

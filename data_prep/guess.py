@@ -9,7 +9,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from skylite.data.sources import Row, Table, generated_table
+from skylite.data.raw_rows import Row, Table, generated_table
 from skylite.errors import DataError
 from skylite.types import Message, Prompt
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from skylite.data.hub import hub_table
-from skylite.data.sources import Row, Table, hold_out, join_tables, read_table
+from skylite.data.raw_rows import Row, Table, hold_out, join_tables, read_table
 from skylite.errors import DataError
 from skylite.rewards.math import last_boxed
 from skylite.types import Message, Prompt

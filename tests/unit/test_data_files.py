@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from skylite.data.prompts import FOOTER_KEY, PROMPT_SCHEMA, PromptFileInfo, read_prompts, write_prompts
-from skylite.data.sources import hold_out, read_table
+from skylite.data.raw_rows import hold_out, read_table
 from skylite.errors import DataError
 from skylite.types import Prompt
 from tests.unit.data_cases import prompt

@@ -16,7 +16,7 @@ from skylite.adapters.import_adapter import read_warm_start
 from skylite.adapters.manifest import read_manifest
 from skylite.config.loading import load_config, parse_value, read_recipe, read_run_config
 from skylite.data.prompts import FOOTER_KEY, PromptFileInfo, read_prompts, write_prompts
-from skylite.data.sources import read_table
+from skylite.data.raw_rows import read_table
 from skylite.errors import SkyliteError
 from skylite.hub.resolve import check_folder, safetensors_header
 from skylite.run.checkpoint_folder import verify_checkpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
-from skylite.data.sources import Row
+from skylite.data.raw_rows import Row
 from skylite.errors import DataError
 from skylite.types import Message
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from skylite.config.rollout import RewardParameters
 from skylite.data.prompts import Split
-from skylite.data.sources import Table
+from skylite.data.raw_rows import Table
 from skylite.errors import DataError, RunFailed
 from skylite.rewards import DEFAULTS
 from skylite.rewards.call_rewards import RewardFunction, check_columns, finite_scores

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from skylite.data.sources import Table, read_table
+from skylite.data.raw_rows import Table, read_table
 from skylite.errors import DataError
 from skylite.hub.hub_errors import HubRefusal, hub_refusals
 

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from skylite.data.examples import Example, ExampleSet, ShowProgress
-from skylite.data.sources import Row, Table, generated_table
+from skylite.data.raw_rows import Row, Table, generated_table
 from skylite.errors import ConfigError, DataError
 from skylite.extras import install_command
 from skylite.rewards import reference_completion

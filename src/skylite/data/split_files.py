@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 from pathlib import PurePosixPath
 
-from skylite.data.sources import READABLE
+from skylite.data.raw_rows import READABLE
 from skylite.errors import ConfigError, DataError
 
 SplitFiles = dict[str, dict[str, list[str]]]

@@ -13,7 +13,7 @@ from skylite.config.rollout import RewardParameters
 from skylite.data.chats import Question, read_question
 from skylite.data.examples import SPLITS, Example, ExampleSet, sample_rows
 from skylite.data.prompts import Split
-from skylite.data.sources import READABLE, Row, Table, read_table
+from skylite.data.raw_rows import READABLE, Row, Table, read_table
 from skylite.data.user_tables import OwnSource, filter_rows, read_own_tables
 from skylite.errors import ConfigError, DataError
 from skylite.rewards import DEFAULTS, reference_answer, reference_completion

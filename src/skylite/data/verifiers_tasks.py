@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from skylite.data.examples import Example, ExampleSet
-from skylite.data.sources import Row, Table, generated_table, hold_out
+from skylite.data.raw_rows import Row, Table, generated_table, hold_out
 from skylite.data.verifiers_spec import cannot_open, open_config, parse_verifiers
 from skylite.errors import DataError
 from skylite.plugin_file import UserCodeFailed, user_code
