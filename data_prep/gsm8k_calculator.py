@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from skylite.data.dataset_module import load_dataset
+from skylite.data.data_prep_file import load_dataset
 from skylite.data.raw_rows import Row
 from skylite.types import Message, Prompt
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from skylite.data.dataset_module import load_dataset
+from skylite.data.data_prep_file import load_dataset
 from skylite.errors import DataError
 from skylite.rewards import load_reward
 from skylite.rewards.call_rewards import score

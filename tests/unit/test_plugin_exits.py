@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from skylite.data.dataset_module import load_dataset, module_examples
+from skylite.data.data_prep_file import load_dataset, module_examples
 from skylite.errors import ConfigError, DataError, RunFailed
 from skylite.rewards import load_reward
 from skylite.rewards.call_rewards import finite_scores

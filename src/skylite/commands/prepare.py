@@ -115,7 +115,7 @@ def _dataset_module(
     limit: int | None,
     seed: int,
 ) -> ExampleSet:
-    from skylite.data.dataset_module import load_dataset, module_examples
+    from skylite.data.data_prep_file import load_dataset, module_examples
 
     if synthetic and (source is not None or first_source):
         raise ConfigError(
