@@ -18,7 +18,7 @@ from skylite.orchestrator.session import reward_pool
 from skylite.plugin_file import EPISODE, REWARD, FunctionKind, load_function
 from skylite.run.programs_named_by_user import remember, require_named, state_folder
 from skylite.run.run_dir import RunDir
-from skylite.trainer import user_functions
+from skylite.trainer import loss_and_advantage
 from tests.unit.bad_inputs import Reply, call
 from tests.unit.data_cases import prompt
 
@@ -100,7 +100,7 @@ def test_the_trainer_runs_the_content_that_was_checked(here: Path, tiny_llama: P
     assert set(recorded.resolved.programs) == {f"{here}/own.py:f", f"{here}/mine.py:f"}
     (here / "mine.py").write_text(BAD)
     with pytest.raises(ConfigError, match=r"mine\.py has changed since skylite checked it"):
-        user_functions.load_functions(config.algorithm, recorded.resolved.programs)
+        loss_and_advantage.load_functions(config.algorithm, recorded.resolved.programs)
     with pytest.raises(ConfigError, match=r"names the advantage \S+mine.py:f, .* has changed"):
         plan_resume(RunDir(here / "run"))
     named = plan_resume(RunDir(here / "run"), settings=["algorithm.advantage=mine.py:f"])

@@ -14,10 +14,10 @@ from skylite.algorithms.advantages import gae, moments, token_returns, whiten
 from skylite.config.algorithm import AlgorithmConfig
 from skylite.model.distributed import Dist
 from skylite.model.packing import upload
+from skylite.trainer.loss_and_advantage import group_advantage
 from skylite.trainer.micro_batch_plan import Batch
 from skylite.trainer.micro_batches import MicroBatch
 from skylite.trainer.precompute_logprobs import Precomputed, Targets
-from skylite.trainer.user_functions import group_advantage
 from skylite.types import Trajectory
 
 FloatArray = npt.NDArray[np.float32]

@@ -37,6 +37,7 @@ from skylite.trainer.canary import (
 )
 from skylite.trainer.checkpoint import load_checkpoint, random_states, save_checkpoint
 from skylite.trainer.critic import Critic, make_critic
+from skylite.trainer.loss_and_advantage import load_functions
 from skylite.trainer.micro_batch_memory import resolve_micro_batch_tokens
 from skylite.trainer.optimizer import FlatAdamW, make_optimizer
 from skylite.trainer.out_of_memory import (
@@ -48,7 +49,6 @@ from skylite.trainer.out_of_memory import (
 from skylite.trainer.publish_adapter import b_norm, publish
 from skylite.trainer.step import train_step
 from skylite.trainer.step_file import write_step_file
-from skylite.trainer.user_functions import load_functions
 from skylite.types import Group
 
 

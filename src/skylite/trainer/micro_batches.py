@@ -14,8 +14,8 @@ from skylite.config.train import TrainConfig
 from skylite.model.distributed import Dist
 from skylite.model.packing import NO_TOKENS, PackedTokens, pack_tokens, upload
 from skylite.model.policy import Policy
+from skylite.trainer.loss_and_advantage import group_advantage
 from skylite.trainer.micro_batch_plan import Batch, Part, plan_micro_batches
-from skylite.trainer.user_functions import group_advantage
 from skylite.types import Trajectory
 
 KEY_STRIDE = 1 << 24

@@ -16,13 +16,13 @@ from skylite.model.distributed import Dist
 from skylite.model.policy import Policy, lora_dropout, score
 from skylite.trainer.assign_advantages import assign_advantages
 from skylite.trainer.critic import Critic, predict_values
+from skylite.trainer.loss_and_advantage import policy_loss
 from skylite.trainer.metrics import MetricSums, step_metrics
 from skylite.trainer.micro_batch_plan import arrange
 from skylite.trainer.micro_batches import MicroBatch, MiniBatch, pack
 from skylite.trainer.optimizer import FlatAdamW
 from skylite.trainer.precompute_logprobs import Targets, TokenChoice, precompute, ref_logprobs, select_tokens
 from skylite.trainer.process_memory import release_cached_memory
-from skylite.trainer.user_functions import policy_loss
 from skylite.types import Group
 
 
