@@ -26,11 +26,11 @@ from machine_info import machine_info
 from transformers import AttentionInterface
 
 from skylite.model.attention_backends import BACKENDS, attend, implementation
-from skylite.model.distributed import process_group, set_threads
 from skylite.model.fast_paths import enable_fast_paths
 from skylite.model.lm_head import linear_head
 from skylite.model.loading import decoder_layers
 from skylite.model.policy import Policy, load_policy
+from skylite.model.process_group import process_group, set_threads
 from skylite.processes.hardware import Device
 from skylite.run.files import write_json
 from skylite.trainer.optimizer import make_optimizer

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from gpu_check import Report
 
     from skylite.config.train import TrainConfig
-    from skylite.model.distributed import Dist
     from skylite.model.policy import Policy
+    from skylite.model.process_group import Dist
     from skylite.types import Group
 
 # attention, checkpointing, packing; the most valuable first

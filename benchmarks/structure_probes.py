@@ -21,9 +21,9 @@ from command_line import argument_parser
 from machine_info import machine_info
 
 from skylite.hub.resolve import resolve_model
-from skylite.model.distributed import Dist
 from skylite.model.fast_paths import TOLERANCE
 from skylite.model.policy import Policy, load_policy
+from skylite.model.process_group import Dist
 from skylite.run.files import write_json
 from tests.small_run import lone_rank, resolved, settings
 from tests.tiny_models import make_tiny_model

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     import torch
 
     from skylite.config.train import Resolved, TrainConfig
-    from skylite.model.distributed import Dist
     from skylite.model.policy import Policy
+    from skylite.model.process_group import Dist
     from skylite.trainer.optimizer import FlatAdamW
     from skylite.types import Group
 
@@ -93,9 +93,9 @@ def inner(args: argparse.Namespace) -> None:
     """One combination, inside a rank; rank 0 prints its numbers as JSON."""
     import torch
 
-    from skylite.model.distributed import process_group, set_threads
     from skylite.model.fast_paths import enable_fast_paths
     from skylite.model.policy import load_policy
+    from skylite.model.process_group import process_group, set_threads
     from skylite.trainer.optimizer import make_optimizer
 
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"

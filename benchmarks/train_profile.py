@@ -23,9 +23,9 @@ from command_line import argument_parser, under_torchrun
 from machine_info import machine_info
 
 from skylite.model.chunked_logprobs import BLOCK_VOCAB
-from skylite.model.distributed import process_group, set_threads
 from skylite.model.fast_paths import enable_fast_paths
 from skylite.model.policy import load_policy
+from skylite.model.process_group import process_group, set_threads
 from skylite.run.files import write_json
 from skylite.trainer.optimizer import make_optimizer
 from skylite.trainer.step import train_step

@@ -34,8 +34,8 @@ from skylite.run.files import write_json
 
 if TYPE_CHECKING:
     from skylite.config.train import Resolved, TrainConfig
-    from skylite.model.distributed import Dist
     from skylite.model.policy import Policy
+    from skylite.model.process_group import Dist
     from skylite.types import Group, Sample
 
 FORMS = ("tree", "packed", "padded")
@@ -108,9 +108,9 @@ def inner(args: argparse.Namespace) -> None:
     """One combination; prints its numbers as JSON."""
     import torch
 
-    from skylite.model.distributed import process_group, set_threads
     from skylite.model.fast_paths import enable_fast_paths
     from skylite.model.policy import load_policy
+    from skylite.model.process_group import process_group, set_threads
 
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
     (form,) = args.forms

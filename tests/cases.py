@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from skylite.config.algorithm import PRESETS
 from skylite.config.train import TrainConfig
-from skylite.model.distributed import Dist
 from skylite.model.fast_paths import enable_fast_paths
 from skylite.model.packing import Packing
 from skylite.model.policy import Policy, load_policy
+from skylite.model.process_group import Dist
 from skylite.processes.hardware import Dtype
 from skylite.trainer.critic import Critic
 from skylite.trainer.optimizer import FlatAdamW, make_optimizer

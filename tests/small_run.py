@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from skylite.config.train import Resolved, RunConfig, TrainConfig
-from skylite.model.distributed import Dist, process_group
+from skylite.model.process_group import Dist, process_group
 from skylite.run.run_dir import RunDir
 from tests.rows import Row, write_samples
 

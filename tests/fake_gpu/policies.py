@@ -16,10 +16,10 @@ from skylite.config.train import Resolved, TrainConfig
 from skylite.model import fast_paths
 from skylite.model import policy as policy_module
 from skylite.model.attention_backends import register_backends
-from skylite.model.distributed import Dist
 from skylite.model.fast_paths import enable_fast_paths
 from skylite.model.packing import Packing
 from skylite.model.policy import Policy, load_policy
+from skylite.model.process_group import Dist
 from skylite.trainer.micro_batch_plan import Batch, Part
 from skylite.trainer.micro_batches import MicroBatch, _micro_batch
 from skylite.trainer.precompute_logprobs import Precomputed, Targets

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from skylite.model.distributed import process_group, set_threads
+from skylite.model.process_group import process_group, set_threads
 from skylite.trainer.critic import make_critic
 from tests.cases import ALGORITHMS, IMPORTANCE, optimizer_of, policy_of, train_rows
 from tests.rows import Row, random_call_trees, random_episodes, random_samples

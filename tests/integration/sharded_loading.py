@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from skylite.model.distributed import process_group, set_threads
 from skylite.model.policy import load_policy, score
+from skylite.model.process_group import process_group, set_threads
 from tests.cases import PROBE
 from tests.small_run import resolved, settings
 

@@ -159,7 +159,7 @@ from skylite.trainer import worker
 
 def work(run, resume):
     import torch
-    from skylite.model.distributed import process_group
+    from skylite.model.process_group import process_group
     with process_group("cpu", run.rendezvous) as dist:
         if dist.dp_rank == 1:
             print(1 / 0)

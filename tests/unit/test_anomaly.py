@@ -16,7 +16,7 @@ import torch
 from skylite.config.loading import load_config
 from skylite.config.train import AnomalyConfig, TrainConfig
 from skylite.errors import ConfigError, TrainingDiverged
-from skylite.model.distributed import Dist
+from skylite.model.process_group import Dist
 from skylite.run.run_dir import RunDir
 from skylite.trainer.anomaly import (
     FINITE_METRICS,

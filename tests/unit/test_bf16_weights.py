@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from skylite.model import fast_paths as probing_module
 from skylite.model.bf16_weights import store_in_bf16
 from skylite.model.chunked_logprobs import head_logprobs
-from skylite.model.distributed import Dist
 from skylite.model.fast_paths import enable_fast_paths
 from skylite.model.policy import load_policy
+from skylite.model.process_group import Dist
 from tests.cases import PROBE, gradients_after_step, policy_of
 from tests.small_run import lone_rank, resolved, settings
 from tests.tiny_models import FAMILIES, make_tiny_model

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from skylite.model.distributed import Dist
 from skylite.model.packing import Packing
+from skylite.model.process_group import Dist
 from skylite.trainer.micro_batch_plan import arrange
 from skylite.trainer.micro_batches import pack
 from tests.cases import gradients_after_step, plain_model, policy_of, reference_gradient, relative_difference

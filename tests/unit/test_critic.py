@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from skylite.algorithms.advantages import gae
 from skylite.config.train import TrainConfig
-from skylite.model.distributed import Dist
 from skylite.model.fast_paths import enable_fast_paths
 from skylite.model.packing import PackedTokens, pack_tokens
 from skylite.model.policy import Policy, load_policy
+from skylite.model.process_group import Dist
 from skylite.run.run_dir import RunDir
 from skylite.trainer.checkpoint import load_checkpoint, random_states, save_checkpoint
 from skylite.trainer.critic import Critic, make_critic, predict_values

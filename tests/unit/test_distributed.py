@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from skylite.model.distributed import half_the_threads
+from skylite.model.process_group import half_the_threads
 
 
 @pytest.mark.parametrize(("own", "during_start"), [(4, 2), (1, 1)])

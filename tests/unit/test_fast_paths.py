@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from skylite.model.distributed import Dist
 from skylite.model.fast_paths import TOLERANCE, enable_fast_paths
 from skylite.model.float32_arithmetic import Float32Arithmetic, row_dot
 from skylite.model.policy import Policy, load_policy
+from skylite.model.process_group import Dist
 from tests.small_run import lone_rank, resolved, settings
 from tests.tiny_models import make_tiny_model
 from tests.wrong_structures import WRONG, tree_gap, wrong_norm_gap

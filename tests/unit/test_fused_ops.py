@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from skylite.model.activation_checkpointing import recompute_fn_of
-from skylite.model.distributed import Dist
 from skylite.model.fast_paths import enable_fast_paths
 from skylite.model.fused_ops import RMS_NORM_GAINS, fuse_mlps, fuse_norms, gated_activation, rms_norm
 from skylite.model.policy import load_policy
+from skylite.model.process_group import Dist
 from tests.cases import PROBE
 from tests.small_run import lone_rank, resolved, settings
 from tests.tiny_models import FAMILIES, make_tiny_model

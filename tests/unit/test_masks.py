@@ -15,10 +15,10 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from skylite.model import prefix_tree, tree_attention
-from skylite.model.distributed import Dist
 from skylite.model.flex_attention import BLOCK, block_mask
 from skylite.model.policy import score
 from skylite.model.prefix_tree import Tree, build_tree
+from skylite.model.process_group import Dist
 from skylite.trainer.micro_batch_plan import arrange
 from skylite.trainer.micro_batches import pack
 from tests.cases import gradients_after_step, policy_of

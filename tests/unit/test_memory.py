@@ -10,7 +10,7 @@ import torch
 
 from skylite.config.train import RunConfig
 from skylite.errors import RunFailed
-from skylite.model.distributed import Dist
+from skylite.model.process_group import Dist
 from skylite.run.run_dir import RunDir
 from skylite.trainer.micro_batch_memory import (
     MAX_TOKENS_PER_PASS,

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from skylite.config.train import Resolved, TrainConfig
 from skylite.errors import ModelError, TrainingDiverged
-from skylite.model.distributed import Dist
 from skylite.model.policy import REF, Policy, adapter_params, load_policy
+from skylite.model.process_group import Dist
 from skylite.run.run_dir import RunDir
 from skylite.trainer.canary import canary_logprobs, check_reference
 from skylite.trainer.checkpoint import load_checkpoint, random_states, save_checkpoint

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from skylite.errors import ModelError
-from skylite.model.distributed import Dist
 from skylite.model.fast_paths import enable_fast_paths
 from skylite.model.loading import decoder_layers
 from skylite.model.packing import Packing, pack_tokens
 from skylite.model.policy import load_policy, score
+from skylite.model.process_group import Dist
 from tests.cases import (
     PROBE,
     gradients_after_step,

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from skylite.errors import TrainingDiverged
-from skylite.model.distributed import Dist
 from skylite.model.packing import Packing
+from skylite.model.process_group import Dist
 from skylite.trainer.publish_adapter import adapter_tensors
 from tests.cases import (
     ALGORITHMS,

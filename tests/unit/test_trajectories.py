@@ -15,8 +15,8 @@ import torch
 
 from skylite.config.algorithm import AlgorithmConfig
 from skylite.errors import DataError
-from skylite.model.distributed import Dist
 from skylite.model.packing import Packing
+from skylite.model.process_group import Dist
 from skylite.run.rollout_file import mean_reward, read_rollouts, write_rollouts
 from skylite.trainer.assign_advantages import assign_advantages
 from skylite.trainer.critic import make_critic

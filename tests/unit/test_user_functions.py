@@ -13,7 +13,7 @@ from skylite.algorithms.losses import LossInputs
 from skylite.config.algorithm import AlgorithmConfig
 from skylite.config.loading import load_config
 from skylite.errors import ConfigError, RunFailed
-from skylite.model.distributed import Dist
+from skylite.model.process_group import Dist
 from skylite.plugin_file import ADVANTAGE, POLICY_LOSS, check_function
 from skylite.trainer.loss_and_advantage import group_advantage, policy_loss
 from skylite.trainer.micro_batch_plan import arrange

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from skylite.errors import ModelError
 from skylite.foreign_text import parse_json
 from skylite.model.attention_backends import register_backends
-from skylite.model.distributed import Dist
+from skylite.model.process_group import Dist
 
 
 def load_base(path: str, dtype: torch.dtype, dist: Dist, offload: bool) -> tuple[PreTrainedModel, str]:

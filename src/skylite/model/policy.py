@@ -23,12 +23,12 @@ from skylite.errors import ModelError
 from skylite.model.activation_checkpointing import Checkpointing, checkpoint_layers
 from skylite.model.adapted_modules import adapted_modules
 from skylite.model.chunked_logprobs import token_logprobs
-from skylite.model.distributed import Dist
 from skylite.model.lm_head import score_in_chunks
 from skylite.model.load_adapter import load_adapter_file
 from skylite.model.loading import decoder_layers, load_base
 from skylite.model.lora_linear import fuse_lora_layers
 from skylite.model.packing import PackedTokens, Packing
+from skylite.model.process_group import Dist
 
 # Names of the adapters that share the frozen base.
 POLICY = "default"

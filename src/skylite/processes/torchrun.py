@@ -21,8 +21,8 @@ def trainer_command(run: Path, rendezvous: Path, num_ranks: int, *, resume: bool
         rendezvous: an existing folder for the rendezvous files of torchrun and the ranks.
     """
     # Not --standalone: it opens a TCP store on all interfaces without a key, and unpickles what it receives
-    # there. The ranks use another file store (model/distributed.py). The keep-alive interval is long because
-    # each message grows the file and no other machine waits for it.
+    # there. The ranks use another file store (model/process_group.py). The keep-alive interval is long,
+    # because each message grows the file and no other machine waits for it.
     start = uuid.uuid4().hex
     options = ["--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", str(rendezvous / start)]
     options += ["--rdzv-conf", "store_type=file,keep_alive_interval=3600", "--rdzv-id", start]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from skylite.config.train import AnomalyConfig, TrainConfig
 from skylite.errors import TrainingDiverged
-from skylite.model.distributed import Dist
+from skylite.model.process_group import Dist
 from skylite.run.files import atomic_folder, write_json
 from skylite.run.rollout_file import mean_reward
 from skylite.run.run_dir import RunDir

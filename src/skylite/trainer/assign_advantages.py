@@ -12,8 +12,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from skylite.algorithms.advantages import gae, moments, token_returns, whiten
 from skylite.config.algorithm import AlgorithmConfig
-from skylite.model.distributed import Dist
 from skylite.model.packing import upload
+from skylite.model.process_group import Dist
 from skylite.trainer.loss_and_advantage import group_advantage
 from skylite.trainer.micro_batch_plan import Batch
 from skylite.trainer.micro_batches import MicroBatch

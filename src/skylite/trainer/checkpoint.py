@@ -27,7 +27,7 @@ import skylite
 from skylite.config.train import TrainConfig
 from skylite.errors import ModelError
 from skylite.foreign_text import parse_json
-from skylite.model.distributed import Dist
+from skylite.model.process_group import Dist
 from skylite.run.checkpoint_folder import verify_checkpoint, write_checkpoint_manifest
 from skylite.run.files import atomic_folder
 from skylite.run.run_dir import RunDir

@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 
 from skylite.config.algorithm import CriticConfig
 from skylite.config.train import TrainConfig
-from skylite.model.distributed import Dist
 from skylite.model.lm_head import keep_in_graph, replaced_head
 from skylite.model.packing import PackedTokens
 from skylite.model.policy import CRITIC, Policy, adapter_params, using_adapter
+from skylite.model.process_group import Dist
 from skylite.trainer.optimizer import FlatAdamW, make_optimizer
 
 

@@ -14,9 +14,9 @@ import torch
 from skylite.adapters.manifest import Canary
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.errors import TrainingDiverged
-from skylite.model.distributed import Dist, half_the_threads
 from skylite.model.fast_paths import enable_fast_paths
 from skylite.model.policy import Policy, load_policy
+from skylite.model.process_group import Dist, half_the_threads
 from skylite.run.checkpoint_folder import checkpoint_steps
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir, adapter_name

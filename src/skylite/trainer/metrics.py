@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from skylite.config.train import TrainConfig
-from skylite.model.distributed import Dist
+from skylite.model.process_group import Dist
 from skylite.trainer.micro_batch_plan import Batch
 from skylite.trainer.micro_batches import MicroBatch, MiniBatch, is_counted
 

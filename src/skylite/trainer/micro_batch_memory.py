@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from skylite.config.train import Resolved, RunConfig
-from skylite.model.distributed import Dist
 from skylite.model.packing import pack_tokens
 from skylite.model.policy import Policy, score
+from skylite.model.process_group import Dist
 from skylite.processes.hardware import available_memory
 from skylite.run.files import write_json
 from skylite.run.run_dir import RunDir

@@ -11,9 +11,9 @@ from torch import Tensor
 from skylite.algorithms.losses import AGGREGATIONS, POLICY_LOSSES, SEQUENCE_RATIOS, BatchSize
 from skylite.config.algorithm import AlgorithmConfig
 from skylite.config.train import TrainConfig
-from skylite.model.distributed import Dist
 from skylite.model.packing import NO_TOKENS, PackedTokens, pack_tokens, upload
 from skylite.model.policy import Policy
+from skylite.model.process_group import Dist
 from skylite.trainer.loss_and_advantage import group_advantage
 from skylite.trainer.micro_batch_plan import Batch, Part, plan_micro_batches
 from skylite.types import Trajectory

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from skylite.config.optim import OptimConfig
 from skylite.errors import TrainingDiverged
-from skylite.model.distributed import Dist
+from skylite.model.process_group import Dist
 
 RATE_SETTINGS = {"policy": "optim.lr", "critic": "critic.lr"}
 

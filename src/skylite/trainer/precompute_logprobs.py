@@ -24,8 +24,8 @@ from skylite.algorithms.token_selection import (
 )
 from skylite.config.algorithm import AlgorithmConfig
 from skylite.config.train import TrainConfig
-from skylite.model.distributed import Dist
 from skylite.model.policy import Policy, reference_policy, score
+from skylite.model.process_group import Dist
 from skylite.trainer.critic import Critic, predict_values
 from skylite.trainer.micro_batches import MicroBatch
 

@@ -12,8 +12,8 @@ from skylite.algorithms.importance import importance_weights
 from skylite.algorithms.kl import KL_ESTIMATORS
 from skylite.algorithms.losses import LossInputs, is_clipped, ratio_of, value_loss
 from skylite.config.train import TrainConfig
-from skylite.model.distributed import Dist
 from skylite.model.policy import Policy, lora_dropout, score
+from skylite.model.process_group import Dist
 from skylite.trainer.assign_advantages import assign_advantages
 from skylite.trainer.critic import Critic, predict_values
 from skylite.trainer.loss_and_advantage import policy_loss

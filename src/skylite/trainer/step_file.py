@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from skylite.model.distributed import Dist
+from skylite.model.process_group import Dist
 from skylite.run.files import write_json
 from skylite.run.run_dir import RunDir
 

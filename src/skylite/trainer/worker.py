@@ -72,7 +72,7 @@ def exit_with_traceback(
 def run_trainer(run: RunDir, resume: bool) -> None:
     """Join the process group and run the training loop."""
     run_config = read_run_config(run.config_path)
-    from skylite.model.distributed import make_deterministic, process_group, set_threads
+    from skylite.model.process_group import make_deterministic, process_group, set_threads
     from skylite.trainer.loop import train
     from skylite.trainer.process_memory import limit_gpu_memory
 
