@@ -13,7 +13,7 @@ import httpx
 from skylite.config.train import TrainConfig
 from skylite.doctor.finding import Finding, bad, note, ok
 from skylite.engine.reloading_server import reloading_server_command
-from skylite.engine.served_models import vllm_version
+from skylite.engine.servable_models import vllm_version
 from skylite.engine.server_command import RUNTIME_LORA
 from skylite.errors import ConfigError, error_line
 from skylite.foreign_text import parse_json

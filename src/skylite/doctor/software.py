@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from skylite.doctor.finding import Finding, bad, note, ok
-from skylite.engine.served_models import check_build, vllm_version
+from skylite.engine.servable_models import check_build, vllm_version
 from skylite.errors import SkyliteError
 from skylite.extras import install_command, requirements
 from skylite.processes.gpus import describe, visible_gpus, why_no_gpu

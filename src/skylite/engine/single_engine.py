@@ -15,7 +15,7 @@ from skylite.config.train import TrainConfig
 from skylite.engine.client import VllmClient
 from skylite.engine.cpu_lora import choose_cpu_lora
 from skylite.engine.retrying_client import Engine
-from skylite.engine.served_models import check_build, check_lora, check_torchvision
+from skylite.engine.servable_models import check_build, check_lora, check_torchvision
 from skylite.engine.server_command import EngineSpec
 from skylite.engine.start_engines import serving_engines
 from skylite.engine.watchdog import RestartPolicy

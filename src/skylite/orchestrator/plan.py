@@ -15,7 +15,7 @@ from skylite.data.prompts import PromptFileInfo, read_prompts
 from skylite.data.tokenizer import check_rendering
 from skylite.engine.connections import open_files
 from skylite.engine.cpu_lora import choose_cpu_lora, engine_notes
-from skylite.engine.served_models import check_build, check_lora, check_torchvision
+from skylite.engine.servable_models import check_build, check_lora, check_torchvision
 from skylite.environments.episode_spec import check_episode_data
 from skylite.errors import ConfigError
 from skylite.hub.resolve import resolve_model

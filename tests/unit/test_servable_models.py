@@ -14,8 +14,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from skylite.config.lora import LoraConfig
-from skylite.engine import served_models
-from skylite.engine.served_models import check_build, check_lora, check_torchvision
+from skylite.engine import servable_models
+from skylite.engine.servable_models import check_build, check_lora, check_torchvision
 from skylite.engine.server_command import ENGINE_COMMAND
 from skylite.errors import ModelError
 
@@ -115,15 +115,15 @@ def test_a_model_class_that_needs_torchvision_is_refused_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = model(tmp_path, "Gemma3ForConditionalGeneration", ATTENTION)
-    monkeypatch.setattr(served_models, "find_spec", lambda name: None)
+    monkeypatch.setattr(servable_models, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"Gemma3ForConditionalGeneration, for which .* needs torchvision"):
         check_lora(folder, "cuda", LoraConfig())
-    monkeypatch.setattr(served_models, "find_spec", lambda name: object())
+    monkeypatch.setattr(servable_models, "find_spec", lambda name: object())
     assert check_lora(folder, "cuda", LoraConfig()) == ""
 
 
 def test_another_vllm_is_not_judged_by_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served_models, "_packages", lambda: {"vllm": "0.26.0"})
+    monkeypatch.setattr(servable_models, "_packages", lambda: {"vllm": "0.26.0"})
     note = check_lora(model(tmp_path, "Glm4ForCausalLM"), "cuda", LoraConfig())
     assert note.startswith("vLLM 0.26.0 is not the tested ")
 
@@ -146,7 +146,7 @@ def test_a_stand_in_for_vllm_is_not_judged(tmp_path: Path, monkeypatch: pytest.M
 def test_vllm_is_built_for_one_device(
     packages: dict[str, str], serves: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(served_models, "_packages", lambda: packages)
+    monkeypatch.setattr(servable_models, "_packages", lambda: packages)
     check_build(serves)
     with pytest.raises(ModelError, match=r"vLLM 0\.32\.0 is built for .* only"):
         check_build("cuda" if serves == "cpu" else "cpu")
@@ -173,13 +173,13 @@ def test_a_torchvision_for_cuda_beside_a_torch_for_cpus_is_refused(
         return found
 
     monkeypatch.setattr(metadata, "version", version)
-    monkeypatch.setattr(served_models, "machine", lambda: "x86_64")
+    monkeypatch.setattr(servable_models, "machine", lambda: "x86_64")
     if refused:
         with pytest.raises(ModelError, match=r"torchvision is built for CUDA.*pip uninstall torchvision"):
             check_torchvision()
     else:
         check_torchvision()
-    monkeypatch.setattr(served_models, "machine", lambda: "aarch64")  # there PyPI's builds fit each other
+    monkeypatch.setattr(servable_models, "machine", lambda: "aarch64")  # there PyPI's builds fit each other
     check_torchvision()
 
 
