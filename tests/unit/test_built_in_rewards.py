@@ -19,7 +19,7 @@ from skylite.data.prompts import read_prompts
 from skylite.errors import ConfigError, DataError
 from skylite.evaluation.confidence_interval import accuracy_of
 from skylite.orchestrator.plan import RunPlan, plan_run
-from skylite.orchestrator.session import reward_pool
+from skylite.orchestrator.resources import reward_pool
 from skylite.rewards import load_reward, patterns
 from skylite.rewards.call_rewards import score
 from skylite.run.run_dir import RunDir

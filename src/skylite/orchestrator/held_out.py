@@ -11,7 +11,7 @@ from skylite.environments.sample_episodes import Source
 from skylite.evaluation.episodes import evaluate_episodes
 from skylite.evaluation.evaluate import EvalResult, evaluate, write_results
 from skylite.evaluation.summary import score_name
-from skylite.orchestrator.session import Session
+from skylite.orchestrator.resources import Session
 from skylite.run.run_dir import adapter_name
 
 
