@@ -149,7 +149,7 @@ def prepare(
 ) -> None:
     """Prepare a data set. Writes train, validation and test parquet files and checks every row."""
     from skylite.commands.prepare import prepare as run
-    from skylite.commands.user_data import OwnFlags
+    from skylite.commands.prepare_own_data import OwnFlags
 
     own = OwnFlags(
         config=config, split=split, validation_split=validation_split, test_split=test_split,

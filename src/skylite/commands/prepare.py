@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from skylite.commands.user_data import OwnFlags, RewardChoice, own_data_examples
+from skylite.commands.prepare_own_data import OwnFlags, RewardChoice, own_data_examples
 from skylite.config.loading import read_parameters
 from skylite.data.examples import SPLITS, ExampleSet, check_examples, check_ids, check_or_drop
 from skylite.data.prompt_folder import replace_folder
