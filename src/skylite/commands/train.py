@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skylite.commands.default_recipe import default_data, default_recipe, find_recipe
 from skylite.commands.log import logger_names
+from skylite.commands.train_defaults import default_data, default_recipe, find_recipe
 from skylite.config.loading import load_config, read_run_config
 from skylite.config.train import TrainConfig
 from skylite.data.order import steps_per_epoch
