@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 
 from skylite.adapters.retention import Label, write_score
 from skylite.config.train import Resolved, RunConfig, TrainConfig
-from skylite.processes.machine import machine_facts
+from skylite.processes.machine_record import machine_facts
 from skylite.run.files import write_json
 from skylite.run.metrics_file import append_metrics
 from skylite.run.rollout_file import write_rollouts

@@ -32,7 +32,7 @@ from skylite.plugin_file import REWARD
 from skylite.processes.file_descriptors import raise_file_limit
 from skylite.processes.gpus import why_no_gpu
 from skylite.processes.hardware import choose_device, choose_dtype
-from skylite.processes.machine import machine_facts
+from skylite.processes.machine_record import machine_facts
 from skylite.rewards.components import load_components
 from skylite.run.files import convert_os_errors, sha256_file, write_json
 from skylite.run.folder_owner import mark_sync_folder
