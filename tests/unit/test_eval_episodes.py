@@ -11,7 +11,7 @@ import pytest
 from skylite.config.loading import load_config
 from skylite.errors import ConfigError
 from skylite.evaluation.evaluate import EvalResult, write_results
-from skylite.evaluation.report import Report, Scored
+from skylite.evaluation.results import Report, Scored
 from skylite.evaluation.summary import lines_of
 from skylite.evaluation.versions import EpisodeProblems, EvalSampling, Subject, evaluate_subjects
 from skylite.orchestrator.eval_data import DataChoice, read_data

@@ -23,7 +23,7 @@ from skylite.engine.retrying_client import Engine
 from skylite.engine.single_engine import run_on_engine, single_engine_spec
 from skylite.errors import ConfigError
 from skylite.evaluation.evaluate import EvalResult, write_results
-from skylite.evaluation.report import Report, Scored
+from skylite.evaluation.results import Report, Scored
 from skylite.evaluation.versions import EvalSampling, ProblemSet, Subject, evaluate_subjects
 from skylite.hub.resolve import resolve_model
 from skylite.long_work import long_work
