@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from skylite.data.encode_chats import PLAIN_TEMPLATE
+from skylite.data.encode_in_sandbox import PLAIN_TEMPLATE
 from skylite.data.tokenizer import ChatTokenizer, load_tokenizer
 from skylite.types import Message
 

@@ -1,6 +1,6 @@
 """Prompts to token ids, once, with the chat template of the model. Completions are never re-tokenised.
 
-Template and tokenizer are the model's: they run in a sandbox (data/encode_chats.py), with limits.
+Template and tokenizer are the model's: they run in a sandbox (data/encode_in_sandbox.py), with limits.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def load_tokenizer(model_path: Path, template: ChatTemplate | None = None) -> Ch
     # A folder of the hub's cache links to files elsewhere.
     readable = [model_path, *(path.resolve() for path in model_path.iterdir())]
     sandbox = Sandbox(
-        "skylite.data.encode_chats:make_encoder",
+        "skylite.data.encode_in_sandbox:make_encoder",
         str(model_path.resolve()),
         template.text,
         dict(template.args),

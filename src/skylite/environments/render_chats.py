@@ -28,7 +28,7 @@ def make_renderer(model_path: str, template: str | None, stop_token_ids: list[in
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     from transformers import AutoTokenizer
 
-    from skylite.data.encode_chats import PLAIN_TEMPLATE
+    from skylite.data.encode_in_sandbox import PLAIN_TEMPLATE
 
     tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
     tokenizer.chat_template = template or tokenizer.chat_template or PLAIN_TEMPLATE
