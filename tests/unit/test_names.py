@@ -10,7 +10,7 @@ from skylite.algorithms.advantages import GROUP_ADVANTAGES
 from skylite.algorithms.losses import AGGREGATIONS, POLICY_LOSSES
 from skylite.config import algorithm
 from skylite.config.rollout import RewardParameters
-from skylite.rewards import BUILT_IN, NEEDS_ANSWER, _built_in
+from skylite.rewards.built_in import BUILT_IN, NEEDS_ANSWER, built_in_function
 
 ALONG_TRAJECTORIES = {"reinforce++", "gae"}
 """trainer/assign_advantages.py computes these token by token."""
@@ -24,8 +24,8 @@ def test_every_algorithm_setting_has_a_function() -> None:
 
 def test_every_reward_has_a_function_of_its_own() -> None:
     parameters = RewardParameters(pattern="x", max_length=5)
-    functions = [_built_in(name, parameters) for name in BUILT_IN]
+    functions = [built_in_function(name, parameters) for name in BUILT_IN]
     assert len({getattr(f, "__qualname__", type(f).__name__) for f in functions}) == len(BUILT_IN)
     assert set(NEEDS_ANSWER) < set(BUILT_IN)
     with pytest.raises(NotImplementedError, match="forgotten"):
-        _built_in("forgotten", parameters)
+        built_in_function("forgotten", parameters)

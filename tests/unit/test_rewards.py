@@ -9,7 +9,8 @@ import pytest
 
 from skylite.errors import ConfigError, DataError, RunFailed
 from skylite.plugin_file import resolve_spec
-from skylite.rewards import load_reward, reference_completion
+from skylite.rewards import load_reward
+from skylite.rewards.built_in import reference_completion
 from skylite.rewards.call_rewards import finite_scores, reward_function, score
 from skylite.rewards.gsm8k import final_number
 from skylite.rewards.math import parse_truth

@@ -18,7 +18,8 @@ from skylite.data.user_tables import is_own_data
 from skylite.errors import ConfigError, DataError
 from skylite.long_work import long_work
 from skylite.plugin_file import is_verifiers
-from skylite.rewards import load_reward, without_extraction
+from skylite.rewards import load_reward
+from skylite.rewards.built_in import without_extraction
 from skylite.run.programs_named_by_user import remember
 from skylite.types import Prompt
 from skylite.ui.logs import show

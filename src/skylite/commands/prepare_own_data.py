@@ -10,7 +10,8 @@ from skylite.data.examples import ExampleSet
 from skylite.data.user_tables import OwnSource
 from skylite.errors import ConfigError
 from skylite.plugin_file import resolve_spec
-from skylite.rewards import NEEDS_ANSWER, load_reward
+from skylite.rewards import load_reward
+from skylite.rewards.built_in import NEEDS_ANSWER
 from skylite.run.programs_named_by_user import remember
 
 

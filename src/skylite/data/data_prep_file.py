@@ -3,7 +3,7 @@
 NAME            data set name: the start of every prompt id, and the default output folder
 SYSTEM          system text, may be empty
 FEW_SHOT        worked examples as alternating user and assistant turns
-REWARD          a built-in reward (rewards.BUILT_IN) or FILE.py:function
+REWARD          a built-in reward (rewards/built_in.py) or FILE.py:function
 load_rows       (split, source folder or None) -> Table; None: from the hub, which may raise HubError. A data
                 set that is only generated has none
 to_prompt       (Row, prompt id) -> Prompt; `source` is NAME

@@ -11,7 +11,7 @@ from skylite.config.rollout import RewardParameters
 from skylite.data.prompts import Split
 from skylite.data.raw_rows import Table
 from skylite.errors import DataError, RunFailed
-from skylite.rewards import DEFAULTS
+from skylite.rewards.built_in import DEFAULTS
 from skylite.rewards.call_rewards import RewardFunction, check_columns, finite_scores
 from skylite.types import Message, Prompt
 
@@ -39,7 +39,7 @@ class ExampleSet:
 
     dataset: str
     reward: str
-    """A built-in reward (rewards.BUILT_IN) or FILE.py:function."""
+    """A built-in reward (rewards/built_in.py) or FILE.py:function."""
     system: str
     few_shot: list[Message]
     """Worked examples in every prompt: alternating user and assistant turns."""

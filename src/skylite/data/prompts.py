@@ -52,7 +52,7 @@ class PromptFileInfo:
     seed: int
     split: Split
     reward: str
-    """A built-in reward (rewards.BUILT_IN) or FILE.py:function."""
+    """A built-in reward (rewards/built_in.py) or FILE.py:function."""
     system: str
     """System text of the prompts; may be empty."""
     few_shot: list[Message]

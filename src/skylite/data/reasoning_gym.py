@@ -10,7 +10,7 @@ from skylite.data.examples import Example, ExampleSet, ShowProgress
 from skylite.data.raw_rows import Row, Table, generated_table
 from skylite.errors import ConfigError, DataError
 from skylite.extras import install_command
-from skylite.rewards import reference_completion
+from skylite.rewards.built_in import reference_completion
 from skylite.rewards.reasoning_gym import from_json, to_json
 from skylite.types import Message, Prompt
 

@@ -16,7 +16,7 @@ from skylite.data.prompts import Split
 from skylite.data.raw_rows import READABLE, Row, Table, read_table
 from skylite.data.user_tables import OwnSource, filter_rows, read_own_tables
 from skylite.errors import ConfigError, DataError
-from skylite.rewards import DEFAULTS, reference_answer, reference_completion
+from skylite.rewards.built_in import DEFAULTS, reference_answer, reference_completion
 from skylite.types import Message, Prompt
 
 HELD_OUT_SHARE = 0.05

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skylite.config.rollout import RewardParameters
-from skylite.rewards import DEFAULTS, load_reward
+from skylite.rewards import load_reward
+from skylite.rewards.built_in import DEFAULTS
 from skylite.rewards.call_rewards import RewardFunction, score
 from skylite.rewards.signature import Item
 from skylite.types import Prompt, Score

@@ -16,7 +16,7 @@ from pathlib import Path
 from skylite.config.rollout import RewardParameters
 from skylite.errors import ChildDied, RunFailed
 from skylite.processes.parent_death import die_with_parent
-from skylite.rewards import DEFAULTS
+from skylite.rewards.built_in import DEFAULTS
 from skylite.rewards.components import Component, load_components, score_components
 from skylite.rewards.signature import Item
 from skylite.run.files import convert_os_errors
