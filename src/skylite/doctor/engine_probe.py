@@ -12,7 +12,7 @@ import httpx
 
 from skylite.config.train import TrainConfig
 from skylite.doctor.finding import Finding, bad, note, ok
-from skylite.engine.reloading_server import reloading_server_command
+from skylite.engine.external_server_command import external_server_command
 from skylite.engine.servable_models import vllm_version
 from skylite.engine.server_command import RUNTIME_LORA
 from skylite.errors import ConfigError, error_line
@@ -54,7 +54,7 @@ def probe_engine(url: str) -> list[Finding]:
         facts = [_version(client), _lora(client, models, local), _updating(client), _rank(local)]
     if any(finding.level == "bad" for finding in facts):
         base = next((m for m in models if not m.get("parent")), models[0])
-        command = reloading_server_command(
+        command = external_server_command(
             str(base.get("root") or base["id"]), TrainConfig().lora, parts.hostname, parts.port or 8000
         )
         facts = [Finding(f.check, f.level, f.text, f"start it with: {command}" if f.level == "bad" else "")

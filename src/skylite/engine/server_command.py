@@ -1,4 +1,4 @@
-"""vLLM's command line and environment. Only this file and reloading_server.py know its flags.
+"""vLLM's command line and environment. Only this file and external_server_command.py know its flags.
 
 benchmarks/lora_sampling.py --variant compares other CPU settings on your machine.
 """

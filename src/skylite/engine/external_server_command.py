@@ -8,7 +8,7 @@ from skylite.config.lora import LoraConfig
 from skylite.engine.server_command import RUNTIME_LORA
 
 
-def reloading_server_command(model: str, lora: LoraConfig, host: str, port: int) -> str:
+def external_server_command(model: str, lora: LoraConfig, host: str, port: int) -> str:
     """A line for the shell."""
     command = ["vllm", "serve", model, "--host", host, "--port", str(port), "--enable-lora"]
     command += ["--max-lora-rank", str(lora.vllm_rank), "--max-loras", "2", "--max-cpu-loras", "3"]
