@@ -21,10 +21,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from safetensors.numpy import save_file
 
-from skylite.adapters.retention import Label, write_score
 from skylite.config.train import Resolved, RunConfig, TrainConfig
 from skylite.processes.machine_record import machine_facts
 from skylite.run.files import write_json
+from skylite.run.held_out_scores import Label, write_score
 from skylite.run.metrics_file import append_metrics
 from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import RunDir, adapter_name

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skylite.adapters.import_adapter import copy_warm_start
 from skylite.adapters.manifest import Canary
-from skylite.adapters.retention import clean_up, write_score
+from skylite.adapters.retention import clean_up
 from skylite.commands.prepare import prepare
 from skylite.config.checkpoint import EvalConfig
 from skylite.config.train import AnomalyConfig, RunConfig
@@ -37,6 +37,7 @@ from skylite.orchestrator.plan import RunPlan, write_run
 from skylite.orchestrator.resume import remove_after
 from skylite.orchestrator.shutdown import ask_trainer_to_end
 from skylite.run.files import append_line, write_json
+from skylite.run.held_out_scores import write_score
 from skylite.run.lock import lock_folder
 from skylite.run.metrics_file import append_metrics
 from skylite.run.programs_named_by_user import remember

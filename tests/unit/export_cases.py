@@ -11,7 +11,6 @@ from typing import Any
 from safetensors.torch import load_file
 
 from skylite.adapters.manifest import Canary, Manifest
-from skylite.adapters.retention import write_score
 from skylite.config.loading import read_run_config
 from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo, write_prompts
@@ -20,6 +19,7 @@ from skylite.export.transformers_model import load_float32, model_logprobs
 from skylite.hub.resolve import resolve_model
 from skylite.orchestrator.plan import plan_run, write_run
 from skylite.run.files import sha256_file
+from skylite.run.held_out_scores import write_score
 from skylite.run.metrics_file import append_metrics
 from skylite.run.run_dir import RunDir, adapter_name
 from skylite.types import Message

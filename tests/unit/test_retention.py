@@ -6,21 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from skylite.adapters.retention import (
-    Label,
-    clean_up,
-    held_out_scores,
-    kept_adapters,
-    kept_checkpoints,
-    remove_leftovers,
-    remove_scores_after,
-    write_score,
-)
+from skylite.adapters.retention import clean_up, kept_adapters, kept_checkpoints, remove_leftovers
 from skylite.config.checkpoint import CheckpointConfig
 from skylite.config.loading import load_config
 from skylite.config.rollout import RolloutConfig
 from skylite.config.train import SyncConfig, TrainConfig
 from skylite.errors import ConfigError, DataError
+from skylite.run.held_out_scores import Label, held_out_scores, remove_scores_after, write_score
 from skylite.run.run_dir import RunDir, adapter_name, published_versions
 
 

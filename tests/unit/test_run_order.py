@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from skylite.adapters.retention import held_out_scores
 from skylite.config.train import TrainConfig
 from skylite.data.order import prompts_for_step
 from skylite.engine.collect_groups import request_seed
@@ -18,6 +17,7 @@ from skylite.orchestrator.resume import remove_after
 from skylite.orchestrator.shutdown import TimeLimit
 from skylite.orchestrator.step_metrics import busy_s
 from skylite.run.events import read_events
+from skylite.run.held_out_scores import held_out_scores
 from skylite.run.metrics_file import read_metrics
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir

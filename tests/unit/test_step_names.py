@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from skylite.adapters.retention import clean_up, held_out_scores
+from skylite.adapters.retention import clean_up
 from skylite.api import load_run
 from skylite.config.checkpoint import EvalConfig
 from skylite.config.loading import read_run_config
 from skylite.orchestrator.replay import copy_for_replay
 from skylite.orchestrator.resume import remove_after
 from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint, write_checkpoint_manifest
+from skylite.run.held_out_scores import held_out_scores
 from skylite.run.run_dir import RunDir
 from skylite.ui.end_message import stopped_text
 from tests.rows import random_samples

@@ -12,7 +12,6 @@ from typing import Literal, get_args
 from skylite.adapters.folder import ServedAdapter, available_steps, find_adapter
 from skylite.adapters.import_adapter import WEIGHTS
 from skylite.adapters.manifest import Manifest, read_manifest
-from skylite.adapters.retention import held_out_scores
 from skylite.config.loading import read_run_config
 from skylite.config.train import RunConfig
 from skylite.errors import ConfigError, ModelError
@@ -21,6 +20,7 @@ from skylite.foreign_text import parse_json
 from skylite.hub.resolve import PROMPT_FILES, ResolvedModel, resolve_model, tensor_shapes
 from skylite.processes.hardware import available_memory
 from skylite.run.files import format_bytes
+from skylite.run.held_out_scores import held_out_scores
 from skylite.run.run_dir import RunDir
 
 logger = logging.getLogger(__name__)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from skylite.adapters.retention import held_out_scores
 from skylite.config.train import RunConfig
 from skylite.errors import DataError
 from skylite.loggers.interface import LoggedSample, LoggerRun, Writer
 from skylite.loggers.journal import Journal, fingerprint
 from skylite.run.files import require_space
+from skylite.run.held_out_scores import held_out_scores
 from skylite.run.metrics_file import read_metrics
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir

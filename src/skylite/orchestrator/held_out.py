@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from skylite.adapters.retention import Label, held_out_scores, write_score
 from skylite.config.train import TrainConfig
 from skylite.data.tokenizer import encode_in_thread
 from skylite.environments.sample_episodes import Source
@@ -12,6 +11,7 @@ from skylite.evaluation.episodes import evaluate_episodes
 from skylite.evaluation.evaluate import EvalResult, evaluate, write_results
 from skylite.evaluation.summary import score_name
 from skylite.orchestrator.resources import Session
+from skylite.run.held_out_scores import Label, held_out_scores, write_score
 from skylite.run.run_dir import adapter_name
 
 

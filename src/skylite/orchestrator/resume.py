@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import skylite
-from skylite.adapters.retention import remove_folder, remove_leftovers, remove_scores_after
+from skylite.adapters.retention import remove_folder, remove_leftovers
 from skylite.config.loading import change_config, read_run_config
 from skylite.config.train import Resolved, RunConfig, TrainConfig
 from skylite.errors import ConfigError, DataError
@@ -30,6 +30,7 @@ from skylite.orchestrator.plan_notes import log_notes
 from skylite.orchestrator.step_metrics import recovered_metrics
 from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint
 from skylite.run.files import fsync_path
+from skylite.run.held_out_scores import remove_scores_after
 from skylite.run.metrics_file import read_metrics, write_metrics
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir, published_versions

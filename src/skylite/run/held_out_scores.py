@@ -1,0 +1,48 @@
+"""The held-out accuracies that a run measured of its own adapters: evals/LABEL-vVERSION.json."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Literal, get_args
+
+from skylite.config.checkpoint import EvalConfig
+from skylite.errors import DataError
+from skylite.foreign_text import parse_json
+from skylite.run.files import write_json
+from skylite.run.run_dir import RunDir, numbered_paths
+
+Label = Literal["before", "step", "after"]
+"""When a run evaluates on held-out problems."""
+
+
+def write_score(run: RunDir, label: Label, version: int, accuracy: float, config: EvalConfig) -> None:
+    """Record a held-out accuracy of the run, next to the parquet file with its completions."""
+    body = {"accuracy": accuracy, "version": version, "split": config.split, "limit": config.limit}
+    write_json(run.evals / f"{label}-v{version:06d}.json", body)
+
+
+def held_out_scores(run: RunDir, config: EvalConfig) -> dict[int, float]:
+    """Version -> held-out accuracy, from the run's own evaluations on the problems of `config`.
+
+    Raises DataError for a damaged file.
+    """
+    scores: dict[int, float] = {}
+    results = [numbered_paths(run.evals, f"{label}-v", ".json").values() for label in get_args(Label)]
+    for path in (p for paths in results for p in paths):
+        try:
+            body = parse_json(path.read_text(encoding="utf-8"))
+            if (body["split"], body["limit"]) == (config.split, config.limit):
+                scores[int(body["version"])] = float(body["accuracy"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{path} is not a valid held-out result: {type(error).__name__} {error}.", "Remove that file."
+            ) from None
+    return scores
+
+
+def remove_scores_after(run: RunDir, version: int) -> None:
+    """Delete the run's own evaluations of versions after `version`."""
+    for label, suffix in product(get_args(Label), (".json", ".parquet")):
+        for found, path in numbered_paths(run.evals, f"{label}-v", suffix).items():
+            if found > version:
+                path.unlink()
