@@ -1,4 +1,4 @@
-"""When the retrying client gives an engine up: hangs, and requests that fail again and again."""
+"""When an engine is given up: hangs, and requests that fail again and again."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from skylite.engine import retrying_client
+from skylite.engine.hang_detection import wait_for_hang
 from skylite.engine.retrying_client import Engine
 from skylite.errors import EngineDead, EngineFailed
 from tests.unit.bad_server import SAMPLING
@@ -42,7 +43,7 @@ def watch(client: Counter, *, busy: bool, limit_s: float = 1.5) -> EngineFailed 
         request = asyncio.ensure_future(engine.generate("m", [7], 1, SAMPLING, 0)) if busy else None
         try:
             async with asyncio.timeout(limit_s):
-                return await engine.wait_for_hang(0.4)
+                return await wait_for_hang(engine, 0.4)
         except TimeoutError:
             return None
         finally:
@@ -70,7 +71,7 @@ def test_an_engine_whose_requests_have_ended_does_not_hang() -> None:
             await engine.generate("m", [7], 1, SAMPLING, 0)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1.0):
-                await engine.wait_for_hang(0.2)
+                await wait_for_hang(engine, 0.2)
 
     class Answering(Counter):
         async def sample(self, *_: Any) -> dict[int, Any]:

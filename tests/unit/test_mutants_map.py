@@ -13,7 +13,7 @@ PLAN = tomllib.loads((ROOT / "benchmarks" / "mutants.toml").read_text())
 FOLDERS = ("algorithms", "adapters", "run")
 FILES = (
     "engine/canary.py", "engine/canary_bf16.py", "engine/canary_reading.py", "engine/client.py",
-    "engine/retrying_client.py", "engine/collect_groups.py", "trainer/anomaly.py",
+    "engine/hang_detection.py", "engine/retrying_client.py", "engine/collect_groups.py", "trainer/anomaly.py",
 )  # fmt: skip
 
 

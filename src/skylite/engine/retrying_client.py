@@ -1,4 +1,4 @@
-"""A vLLM client for the run: retries requests, survives restarts, completes groups and detects hangs."""
+"""A vLLM client for the run: retries requests, survives restarts and completes groups."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from skylite.engine.client import Sampling, VllmClient
-from skylite.errors import EngineDead, EngineFailed, RunFailed
+from skylite.errors import EngineFailed, RunFailed
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Sample
 
@@ -16,8 +16,6 @@ T = TypeVar("T")
 
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0)
 """Waits between attempts. Their sum exceeds the 5 s that vLLM's server needs to detect a dead engine."""
-PROGRESS_POLL_S = 1.0
-"""Longest interval between two checks of an engine's progress."""
 
 
 class Engine:
@@ -31,7 +29,8 @@ class Engine:
         self._backoff_s = backoff_s
         self._up = asyncio.Event()
         self._up.set()
-        self._in_flight = 0
+        self.in_flight = 0
+        """Requests that wait for their reply."""
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -95,32 +94,9 @@ class Engine:
         self.adapters.pop(name, None)
         await self._with_retries(lambda client: client.unload_adapter(name))
 
-    async def wait_for_hang(self, stall_timeout_s: float) -> EngineFailed:
-        """Return the reason once the engine fails.
-
-        It fails if it reports so, or if it does not answer or generates no token for `stall_timeout_s` while
-        requests are in flight. /health is not enough: it stays 200 while the engine process hangs. The token
-        count in /metrics covers all requests, so a request that waits in the queue is no hang. Streaming
-        would detect hangs too, but costs time for every token.
-        """
-        clock = asyncio.get_running_loop().time
-        tokens, since = -1.0, clock()
-        failure: EngineFailed | None = None
-        while clock() - since <= stall_timeout_s:
-            await asyncio.sleep(min(PROGRESS_POLL_S, stall_timeout_s / 4))
-            try:
-                now, failure = await self._client.token_count(), None
-            except EngineDead as error:
-                return error
-            except EngineFailed as error:
-                failure = error
-                continue
-            if now != tokens or self._in_flight == 0:
-                tokens, since = now, clock()
-        return failure or EngineFailed(
-            f"{self.name} generated no token for {stall_timeout_s:g} s while {self._in_flight} requests "
-            "waited, and /health reports no problem."
-        )
+    async def token_count(self) -> float:
+        """Tokens that the server has generated so far, asked once. Raises EngineFailed."""
+        return await self._client.token_count()
 
     async def _sample(
         self, model: str, prompt_token_ids: Sequence[int], n: int, sampling: Sampling, version: int
@@ -138,7 +114,7 @@ class Engine:
         while True:
             await self._up.wait()
             client = self._client
-            self._in_flight += 1
+            self.in_flight += 1
             try:
                 return await request(client)
             except EngineFailed:
@@ -146,6 +122,6 @@ class Engine:
                 if counts and not waits:
                     raise
             finally:
-                self._in_flight -= 1
+                self.in_flight -= 1
             if counts:
                 await asyncio.sleep(waits.pop(0))

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 from skylite.config.train import EngineConfig
 from skylite.engine.client import VllmClient
+from skylite.engine.hang_detection import wait_for_hang
 from skylite.engine.retrying_client import Engine
 from skylite.engine.server_command import EngineSpec, engine_command, engine_env
 from skylite.engine.startup_progress import engine_starting
@@ -87,7 +88,7 @@ class Watchdog:
     async def _wait_for_failure(self, engine: Engine) -> RunFailed:
         """Return the reason once the process ends or hangs."""
         try:
-            hang = await self._while_alive(engine.wait_for_hang(self.restarts.config.stall_timeout_s))
+            hang = await self._while_alive(wait_for_hang(engine, self.restarts.config.stall_timeout_s))
         except ChildDied as error:
             return error
         log = self.child.spec.log_path
