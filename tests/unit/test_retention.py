@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from skylite.adapters.retention import clean_up, kept_adapters, kept_checkpoints, remove_leftovers
+from skylite.adapters.retention import clean_up, kept_adapters, kept_checkpoints, remove_unfinished_files
 from skylite.config.checkpoint import CheckpointConfig
 from skylite.config.loading import load_config
 from skylite.config.rollout import RolloutConfig
@@ -128,7 +128,7 @@ def test_unfinished_files_are_deleted_and_links_are_not_followed(tmp_path: Path)
         path.touch()
     sync = tmp_path / "sync"
     (sync / ".policy-v000001.tmp-7").mkdir(parents=True)
-    found = remove_leftovers(run, sync)
+    found = remove_unfinished_files(run, sync)
     assert [p.name for p in found] == [
         ".status.json.tmp-7", ".step-000001.parquet.tmp-7", ".step-000001.tmp-7", ".log.tmp-7",
         ".policy-v000001.tmp-7",

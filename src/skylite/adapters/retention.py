@@ -64,7 +64,7 @@ def clean_up(run: RunDir, lora_sync_path: Path, newest: int, config: TrainConfig
     return Removed([a.version for a in old_adapters], old_steps, freed)
 
 
-def remove_leftovers(run: RunDir, lora_sync_path: Path) -> list[Path]:
+def remove_unfinished_files(run: RunDir, lora_sync_path: Path) -> list[Path]:
     """Delete and return unfinished files of killed writers. The caller must hold the lock of the run."""
     folders = (
         run.root,

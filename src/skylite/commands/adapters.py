@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from skylite.adapters.manifest import read_manifest
-from skylite.adapters.retention import clean_up, remove_leftovers
+from skylite.adapters.retention import clean_up, remove_unfinished_files
 from skylite.config.loading import read_run_config
 from skylite.errors import ModelError
 from skylite.run.files import TEMPORARY_MARK
@@ -100,7 +100,7 @@ def gc(target: Path, *, as_json: bool = False) -> None:
     config, folder = recorded.config, run.adapters(recorded)
     require_own_folders(run, recorded)
     with lock_run(run.root, folder, config.lora):
-        leftovers = remove_leftovers(run, folder)
+        leftovers = remove_unfinished_files(run, folder)
         newest = max((v.version for v in versions), default=0)
         removed = clean_up(run, folder, newest, config)
     if as_json:

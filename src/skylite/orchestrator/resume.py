@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import skylite
-from skylite.adapters.retention import remove_folder, remove_leftovers
+from skylite.adapters.retention import remove_folder, remove_unfinished_files
 from skylite.config.loading import change_config, read_run_config
 from skylite.config.train import Resolved, RunConfig, TrainConfig
 from skylite.errors import ConfigError, DataError
@@ -114,7 +114,7 @@ def remove_after(run: RunDir, lora_sync_path: Path, step: int, *, reuse_rollouts
         for path in (p for k, p in paths.items() if k >= first):
             path.unlink()
     remove_scores_after(run, step)
-    remove_leftovers(run, lora_sync_path)
+    remove_unfinished_files(run, lora_sync_path)
     if kept:
         logger.info(f"training steps {step + 1} to {step + kept} again from their stored rollouts")
     return len(lines) - len(before)
