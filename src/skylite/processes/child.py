@@ -137,7 +137,7 @@ def poll(child: Child) -> int | None:
     """
     if child.process.returncode is None and _reaper_has_ended(child):
         child.reaper_pipe.close()
-        _kill_leftovers(child)
+        _kill_survivors(child)
         child.process.wait()
         remove_leftovers(child.temporary)
     return child.process.returncode
@@ -227,7 +227,7 @@ def _reaper_has_ended(child: Child) -> bool:
     return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _kill_leftovers(child: Child) -> None:
+def _kill_survivors(child: Child) -> None:
     """Send SIGKILL to the process group and to every process with the child's mark."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
