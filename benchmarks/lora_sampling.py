@@ -29,7 +29,7 @@ import httpx
 from command_line import argument_parser
 from machine_info import machine_info
 
-from skylite.config.train import CpuLora
+from skylite.config.engine import CpuLora
 from skylite.engine.server_command import BASE_NAME, EngineSpec, engine_command, engine_env
 from skylite.processes.child import ProcessSpec, child_died, kill, poll, start
 from skylite.run.files import write_json

@@ -16,7 +16,7 @@ import httpx
 import torch
 from safetensors.torch import load_file, save_file
 
-from skylite.config.train import CpuLora
+from skylite.config.engine import CpuLora
 from skylite.engine.server_command import BASE_NAME, EngineSpec, engine_command, engine_env
 from skylite.processes.child import Child, ProcessSpec, child_died, kill, poll, start
 

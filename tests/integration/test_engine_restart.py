@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from skylite.config.train import EngineConfig
+from skylite.config.engine import EngineConfig
 from skylite.engine.canary import verify_folder
 from skylite.engine.client import Sampling
 from skylite.engine.engine_pool import EnginePool

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from skylite.config.train import CpuLora
+from skylite.config.engine import CpuLora
 from skylite.engine.server_command import ENGINE_COMMAND
 from skylite.processes.hardware import total_memory
 from skylite.processes.preload_libraries import INTEL_OPENMP, has_library

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from skylite.config.train import CpuLora
+from skylite.config.engine import CpuLora
 from skylite.data.chat_template import ChatTemplate
 from skylite.errors import ModelError
 from skylite.processes.gpus import cuda_env

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from skylite.config.train import EngineConfig
+from skylite.config.engine import EngineConfig
 from skylite.engine.client import VllmClient
 from skylite.engine.hang_detection import wait_for_hang
 from skylite.engine.retrying_client import Engine

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from skylite.config.train import CpuLora, TrainConfig
+from skylite.config.engine import CpuLora
+from skylite.config.train import TrainConfig
 from skylite.engine.start_engines import MAX_LORAS
 from skylite.errors import ConfigError
 from skylite.orchestrator.gpu_plan import Placement

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Literal
 
 from skylite.adapters.target_modules import predict_modules
+from skylite.config.engine import CpuLora
 from skylite.config.lora import LoraConfig
-from skylite.config.train import CpuLora, TrainConfig
+from skylite.config.train import TrainConfig
 from skylite.engine.cpu_lora import MERGED_MEMORY
 from skylite.engine.server_command import CPU_BATCHED_TOKENS
 from skylite.hub.resolve import tensor_shapes
