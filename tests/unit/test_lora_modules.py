@@ -9,7 +9,7 @@ import pytest
 
 from skylite.adapters.target_modules import predict_modules, predict_target_modules, short_names
 from skylite.config.lora import LoraConfig
-from skylite.model.adapted_modules import adapted_modules
+from skylite.model.policy import adapted_modules
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -15,13 +15,13 @@ from peft import PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-from skylite.adapters.target_modules import short_names
+from skylite.adapters.target_modules import matches, short_names
 from skylite.config.lora import LoraConfig
 from skylite.config.train import Resolved, TrainConfig
 from skylite.errors import ModelError
 from skylite.model.activation_checkpointing import Checkpointing, checkpoint_layers
-from skylite.model.adapted_modules import adapted_modules
 from skylite.model.chunked_logprobs import token_logprobs
 from skylite.model.lm_head import score_in_chunks
 from skylite.model.load_adapter import load_adapter_file
@@ -106,6 +106,26 @@ def load_policy(resolved: Resolved, config: TrainConfig, dist: Dist) -> Policy:
         device=dist.device,
         attention=config.trainer.attention,
     )
+
+
+def adapted_modules(model: PreTrainedModel, config: LoraConfig) -> list[str]:
+    """Sorted paths of the modules to adapt. Raises ModelError, which lists the modules, if none matches."""
+    linear = {name for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+    if config.target_modules == "all-linear":
+        head = model.get_output_embeddings()
+        selected = {name for name in linear if model.get_submodule(name) is not head}
+    else:
+        embeddings = {name for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
+        selected = {name for name in linear | embeddings if matches(name, config.target_modules)}
+    selected = {name for name in selected if not matches(name, config.exclude_modules)}
+    if not selected:
+        available = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+        raise ModelError(
+            f"No module of {type(model).__name__} matches lora.target_modules={config.target_modules!r} "
+            f"without lora.exclude_modules={config.exclude_modules!r}.",
+            f"Use names of its linear modules: {available}.",
+        )
+    return sorted(selected)
 
 
 def needs_ref_adapter(config: TrainConfig) -> bool:
