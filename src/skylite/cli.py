@@ -9,14 +9,13 @@ from typing import Annotated
 import typer
 
 from skylite import __version__
-from skylite.cli_adapters import adapters_app
 from skylite.cli_after_training import after_training_app
 from skylite.cli_env import env_app
 from skylite.cli_help import Commands
 from skylite.cli_machine import machine_app
 from skylite.cli_options import Verbose, set_level
 from skylite.cli_prepare import prepare
-from skylite.cli_runs import runs_app
+from skylite.cli_runs import adapters_app, runs_app
 from skylite.cli_training import training_app
 from skylite.errors import SkyliteError, write_failed
 from skylite.long_work import show_long_work

@@ -19,7 +19,6 @@ LAYERS = (
         "cli_prepare",
         "cli_runs",
         "cli_after_training",
-        "cli_adapters",
         "cli_env",
         "cli_machine",
     ),
