@@ -1,5 +1,7 @@
-"""Token selection over a mini-batch: by covariance (Clip-Cov, KL-Cov, arXiv 2505.22617) or entropy
-(2506.01939).
+"""Chooses tokens of a mini-batch: by covariance (Clip-Cov, KL-Cov, arXiv 2505.22617) or entropy (2506.01939).
+
+The trainer applies these in one file. They stand here because each is a paper's rule, as every file in
+algorithms/: pure tensors, tested by hand.
 """
 
 from __future__ import annotations
