@@ -255,7 +255,7 @@ def main() -> None:
         policy = policy_of(model, settings(), dist)
         optimizer = optimizer_of(policy, settings())
         optimizer.grads.fill_(0.5)
-        optimizer.update(dist, 1)
+        optimizer.update(dist)
         table = writers(policy, optimizer, model)
         with contextlib.redirect_stdout(sys.stderr):
             table["prepare"](model.parent / "warm-up", 1)  # its imports are not to be made anew in every fork

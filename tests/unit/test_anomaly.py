@@ -63,12 +63,12 @@ def anomaly_finder(config: TrainConfig, optimizer: FlatAdamW) -> Callable[[Any],
 @pytest.mark.parametrize(
     ("sections", "samples", "words"),
     [
-        ({}, with_nan(random_samples(1)), "gradient of the policy in step 2 is not finite"),
+        ({}, with_nan(random_samples(1)), r"^the gradient of the policy is not finite \(norm nan\)$"),
         # The first update of the step is good and applied; the second is bad.
         (
             {"algorithm": {"updates_per_step": 2}},
             with_nan(random_samples(1)[::-1])[::-1],
-            "gradient of the policy in step 2",
+            "gradient of the policy",
         ),
         ({"optim": {"lr": 3e38}}, random_samples(1), "matrices not finite"),
         (
@@ -97,12 +97,12 @@ def test_a_bad_step_is_rolled_back_completely(
     def learn() -> dict[str, float]:
         return train_rows(policy, optimizer, samples, 2, config, dist)
 
-    _, anomaly = train_or_roll_back([optimizer], dist, learn, anomaly_finder(config, optimizer), dict)
+    _, anomaly, _ = train_or_roll_back([optimizer], dist, learn, anomaly_finder(config, optimizer), dict)
     assert re.search(words, anomaly), anomaly
     assert all(torch.equal(a, b) for a, b in zip(before, numbers_of(optimizer), strict=True))
 
     # The next step is the same as without the bad step.
-    _, anomaly = train_or_roll_back(
+    _, anomaly, _ = train_or_roll_back(
         [optimizer],
         dist,
         lambda: train_rows(policy, optimizer, random_samples(2), 3, settings(), dist),

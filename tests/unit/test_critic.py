@@ -15,17 +15,19 @@ from transformers import AutoModelForCausalLM
 
 from skylite.algorithms.advantages import gae
 from skylite.config.train import TrainConfig
+from skylite.errors import TrainingDiverged
 from skylite.model.fast_paths import enable_fast_paths
 from skylite.model.packing import PackedTokens, pack_tokens
 from skylite.model.policy import Policy, load_policy
 from skylite.model.process_group import Dist
 from skylite.run.run_dir import RunDir
+from skylite.trainer.anomaly import reject_step, train_or_roll_back
 from skylite.trainer.checkpoint import load_checkpoint, random_states, save_checkpoint
 from skylite.trainer.critic import Critic, make_critic, predict_values
 from skylite.trainer.optimizer import FlatAdamW, make_optimizer
 from tests.cases import train_rows
 from tests.reference import reference_before, reference_loss
-from tests.rows import random_samples
+from tests.rows import random_samples, write_samples
 from tests.small_run import lone_rank, resolved, settings
 from tests.tiny_models import FAMILIES, make_tiny_model
 
@@ -193,3 +195,24 @@ def base_weights(policy: Policy) -> dict[str, torch.Tensor]:
 def _tokens(policy: Policy) -> PackedTokens:
     prompts, completions = [s.prompt_token_ids for s in SAMPLES], [s.completion_token_ids for s in SAMPLES]
     return pack_tokens(prompts, completions, [s.group for s in SAMPLES], policy.packing, policy.device)
+
+
+def test_a_bad_gradient_of_the_critic_advises_a_lower_critic_lr(
+    tiny_llama: Path, tmp_path: Path, dist: Dist
+) -> None:
+    config, run = ppo_settings(), RunDir(tmp_path)
+    critic = parts(tiny_llama, config, dist)[2].optimizer
+    critic.grads[0] = float("nan")
+    run.rollouts.mkdir()
+    write_samples(run.rollout_path(3), SAMPLES)
+    _, reason, hint = train_or_roll_back(
+        [critic], dist, lambda: {"critic/grad_norm": critic.update(dist)}, lambda _: "", dict
+    )
+    with pytest.raises(TrainingDiverged) as caught:
+        reject_step(run, config, dist, 3, reason, {}, lambda: None, hint)
+    assert str(caught.value) == (
+        "Step 3 went bad: the gradient of the critic is not finite (norm nan). The update was not applied; "
+        f"the rollouts and the reason are in {run.rejected_steps}. Correct the reward if it returned no "
+        "number. Resume with --set anomaly.action=skip to skip such steps, or start a new run from the last "
+        "adapter (--from-adapter) with a lower critic.lr (now 0.01)."
+    )

@@ -19,7 +19,7 @@ from skylite.model.process_group import Dist
 from skylite.run.files import atomic_folder, write_json
 from skylite.run.rollout_file import mean_reward
 from skylite.run.run_dir import RunDir
-from skylite.trainer.optimizer import FlatAdamW
+from skylite.trainer.optimizer import FlatAdamW, restart_hint
 from skylite.types import Group, is_number
 
 FINITE_METRICS = (
@@ -88,29 +88,31 @@ def train_or_roll_back(
     compute: Callable[[], dict[str, float]],
     find_anomaly: Callable[[Mapping[str, float]], str],
     publish: Callable[[], dict[str, float]],
-) -> tuple[dict[str, float], str]:
+) -> tuple[dict[str, float], str, str]:
     """Run `compute` and `publish`, or undo all updates on an anomaly. All ranks decide alike.
 
     An anomaly is a reason from `find_anomaly` on any rank, or a TrainingDiverged. All ranks raise the latter
     together: gradients are summed over ranks before the check, and the canary is the same on every rank.
 
     Returns:
-        Metrics, and the reason for the rollback; an empty reason if the updates stand.
+        Metrics, the reason for the rollback, and a hint that only some reasons have. An empty reason means
+        that the updates stand.
     """
     metrics: dict[str, float] = {}
+    hint = ""
     with snapshots_before_update(optimizers) as snapshots:
         try:
             metrics = compute()
             anomaly = find_anomaly(metrics)
             if not dist.all_reduce_max_(torch.tensor([float(bool(anomaly))], device=dist.device)).item():
-                return metrics | publish(), ""
+                return metrics | publish(), "", ""
         except TrainingDiverged as error:
-            anomaly = error.what
+            anomaly, hint = error.what, error.hint
         except Exception:  # a step that ran out of memory is computed again
             _restore(optimizers, snapshots)
             raise
     _restore(optimizers, snapshots)
-    return metrics, anomaly or "another rank found a number that is not finite"
+    return metrics, anomaly or "another rank found a number that is not finite", hint
 
 
 def _restore(optimizers: Sequence[FlatAdamW], snapshots: Mapping[str, OptimizerSnapshot]) -> None:
@@ -180,10 +182,12 @@ def reject_step(
     anomaly: str,
     metrics: Mapping[str, float],
     checkpoint: Callable[[], object],
+    hint: str = "",
 ) -> dict[str, float]:
     """Save the inputs of a bad step. Then skip the step, or save a `checkpoint` and raise TrainingDiverged.
 
-    `anomaly.action` decides. Returns the metrics that a skipped step still has.
+    `anomaly.action` decides. `hint`: advice that replaces a lower optim.lr. Returns the metrics that a
+    skipped step still has.
     """
     if dist.is_main:
         save_rejected_step(run, step, anomaly, metrics, config.anomaly)
@@ -197,8 +201,7 @@ def reject_step(
             f"Step {step} went bad: {anomaly}{before}. The update was not applied; "
             f"the rollouts and the reason are in {run.rejected_steps}.",
             "Correct the reward if it returned no number. Resume with --set anomaly.action=skip to skip "
-            "such steps, or start a new run from the last adapter (--from-adapter) with a lower optim.lr "
-            f"(now {config.optim.lr:g}).",
+            f"such steps, or {hint or restart_hint('optim.lr', config.optim.lr)}",
         )
     return {name: metrics.get(name, math.nan) for name in ("policy/entropy", "mismatch/logprob_diff_mean")}
 

@@ -86,6 +86,8 @@ class StepResult:
     """The reason why the step was rolled back; empty if its updates stand and its version is published."""
     span: tuple[float, float]
     """Start and end of the computation, in seconds of the monotonic clock."""
+    hint: str = ""
+    """What to do about the anomaly, if the rule that found it knows better than `reject_step`."""
     warnings: tuple[str, ...] = ()
     """Sentences for the user."""
 
@@ -112,7 +114,8 @@ def train(run: RunDir, run_config: RunConfig, dist: Dist, resume: bool) -> None:
         }
         if result.anomaly:
             save = partial(checkpoint_step, trainer, step - 1)
-            metrics |= reject_step(run, trainer.config, dist, step, result.anomaly, metrics, save)
+            reason, hint = result.anomaly, result.hint
+            metrics |= reject_step(run, trainer.config, dist, step, reason, metrics, save, hint)
             metrics |= publish_version(trainer, step)
         done = step
         if step % checkpoint.every == 0 or step == trainer.config.num_steps:
@@ -224,10 +227,10 @@ def try_step(trainer: Trainer, groups: list[Group], step: int) -> StepResult:
     def find_anomaly(metrics: Mapping[str, float]) -> str:
         return metric_anomaly(metrics, config) or parameter_anomaly(trainer.optimizers)
 
-    metrics, anomaly = train_or_roll_back(
+    metrics, anomaly, hint = train_or_roll_back(
         trainer.optimizers, trainer.dist, compute, find_anomaly, lambda: publish_version(trainer, step)
     )
-    return StepResult(metrics, anomaly, (started, ended))
+    return StepResult(metrics, anomaly, (started, ended), hint)
 
 
 def publish_version(trainer: Trainer, version: int) -> dict[str, float]:

@@ -40,7 +40,7 @@ class FlatAdamW:
             group["lr"] = group["peak_lr"] * factor
         return float(self.adamw.param_groups[0]["lr"])
 
-    def update(self, dist: Dist, step: int) -> float:
+    def update(self, dist: Dist) -> float:
         """Sum the gradients over ranks, clip by their global norm, update. Returns the norm before clipping.
 
         Raises TrainingDiverged, and leaves the weights unchanged, if the norm is not finite.
@@ -53,10 +53,8 @@ class FlatAdamW:
         )
         if not np.isfinite(norm):
             raise TrainingDiverged(
-                f"The gradient of the {self.name} in step {step} is not finite (norm {norm}); "
-                "the update was not applied.",
-                "Start a new run from the last adapter (--from-adapter) with a lower "
-                f"{RATE_SETTINGS[self.name]} (now {self.adamw.param_groups[0]['lr']:g}).",
+                f"the gradient of the {self.name} is not finite (norm {norm})",
+                restart_hint(RATE_SETTINGS[self.name], self.adamw.param_groups[0]["peak_lr"]),
             )
         if norm > self.max_grad_norm:
             self.grads.mul_(self.max_grad_norm / norm)
@@ -105,6 +103,11 @@ def make_optimizer(
         max_grad_norm=max_grad_norm,
         offload=offload,
     )
+
+
+def restart_hint(setting: str, rate: float) -> str:
+    """Advice after numbers that are not finite: the end of a sentence."""
+    return f"start a new run from the last adapter (--from-adapter) with a lower {setting} (now {rate:g})."
 
 
 def is_b_matrix(parameter: str) -> bool:

@@ -54,10 +54,10 @@ def train_step(
         own = [next(targets) for _ in update.micro_batches]
         choices = select_tokens(policy, update.micro_batches, own, config, dist, step, index)
         forward_backward(policy, optimizer, update, own, choices, config, sums)
-        sums.grad_norms.append(optim_step(optimizer, dist, step))
+        sums.grad_norms.append(optim_step(optimizer, dist))
         if critic is not None:
             critic_forward_backward(policy, critic, update, own, sums)
-            sums.critic_grad_norms.append(optim_step(critic.optimizer, dist, step))
+            sums.critic_grad_norms.append(optim_step(critic.optimizer, dist))
     return step_metrics(batch, updates, sums, config, dist) | rates
 
 
@@ -93,9 +93,9 @@ def forward_backward(
     release_cached_memory()
 
 
-def optim_step(optimizer: FlatAdamW, dist: Dist, step: int) -> float:
+def optim_step(optimizer: FlatAdamW, dist: Dist) -> float:
     """Sum the gradient over ranks, clip, update. Returns the norm. Raises TrainingDiverged if not finite."""
-    return optimizer.update(dist, step)
+    return optimizer.update(dist)
 
 
 def _forward_backward_micro(
