@@ -102,7 +102,8 @@ POLICY_LOSSES: dict[str, Callable[[LossInputs, AlgorithmConfig], Tensor]] = {
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
 }
-"""(LossInputs, AlgorithmConfig) -> loss [C]."""
+"""(LossInputs, AlgorithmConfig) -> loss [C]. Its name, presets and coefficients are in config/algorithm.py:
+PolicyLoss, PRESETS, AlgorithmConfig."""
 
 
 def is_clipped(x: LossInputs, config: AlgorithmConfig) -> Tensor:

@@ -1,4 +1,4 @@
-"""vLLM's HTTP API on a Unix socket, one attempt per call. Only this file knows its requests and replies."""
+"""vLLM's HTTP API for runs, one attempt per call. chat_client.py and doctor/engine_probe.py ask it, too."""
 
 from __future__ import annotations
 

@@ -27,7 +27,9 @@ RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 BASE_NAME = "base"
 """Served name of the model without an adapter."""
 CPU_BLOCK_SIZE = 32
-"""Tokens per KV cache block; vLLM's CPU default is 128. The samples of a prompt share full blocks only."""
+"""Tokens per KV cache block; vLLM's CPU default is 128. The samples of a prompt share full blocks only.
+
+Buys time: with 128, sampling gives 24 % fewer tokens per second."""
 ENGINE_COMMAND = "SKYLITE_ENGINE_COMMAND"
 """Environment variable for tests: a command to start instead of vLLM, with --uds. The run prints a warning.
 
@@ -39,6 +41,7 @@ CPU_CUSTOM_OPS = ("none", "+rms_norm", "+rotary_embedding")
 """Faster decoding: vLLM's own kernels for norms (with our plugin's help) and rotary embeddings.
 
 With adapters vLLM does not compile on a CPU, and by default it still runs these as single torch operations.
+Buys time: without the flag, sampling gives 9 % fewer tokens per second.
 """
 
 

@@ -13,7 +13,7 @@ COLUMNS = ["step", "question", "completion", "answer", "reward"]
 
 
 class Writer:
-    """The metric `step` is the axis of every curve, so a resumed run goes on where it ended."""
+    """The metric `step` is the axis of every curve, so a resumed run extends the same curves."""
 
     can_go_back: ClassVar[bool] = False  # wandb drops steps that come twice; its rewind is a closed preview
 

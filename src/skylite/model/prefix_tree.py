@@ -1,4 +1,4 @@
-"""Packs token sequences into a prefix tree, so that a token that several sequences share is computed once.
+"""Builds the prefix tree of token sequences, so that a token that several sequences share is computed once.
 
 Most tokens of a step are shared: all prompts share the few-shot examples, and a group shares its prompt. The
 tree has one shared prefix, followed by blocks, each with sequences of one group. A token of a block sees the

@@ -1,4 +1,8 @@
-"""Writes a safetensors file without a copy of the weights: a copy costs a sync as much as the disk does."""
+"""Writes a safetensors file without a copy of the weights, and hashes it while the disk works.
+
+Buys 0.1 s of a sync of 39 MB, too little by itself. It stays because the errno of a failed write, such as a
+full disk, reaches the message: safetensors' own writer hides it.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def die_with_starter() -> None:
     """In a multiprocessing child: let the kernel kill it when its starter exits. Elsewhere: do nothing.
 
     A process forked by a fork server exits with the fork server, which exits with the first process
-    (`warm.py`).
+    (`warm_imports.py`).
     """
     starter = multiprocessing.parent_process()
     if os.environ.get(SWITCH) != "1" or starter is None or starter.pid is None:
