@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, ClassVar
 
 LFS_BYTES = 100
 TOKEN = "hf_test"
@@ -74,63 +74,67 @@ class Hub:
         return {"commitUrl": f"{self.url}/me/mine/commit/abc", "commitOid": "abc", "success": True}
 
 
+class Handler(BaseHTTPRequestHandler):
+    """Answers the requests of one client of `hub`."""
+
+    hub: ClassVar[Hub]
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing."""
+
+    def read(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        parts = []
+        while size := int(self.rfile.readline(), 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(parts)
+
+    def do_PUT(self) -> None:
+        content = self.read()
+        digest = self.path.rpartition("/")[2]
+        assert hashlib.sha256(content).hexdigest() == digest
+        self.hub.uploads[digest] = content
+        self.answer(200, {})
+
+    def do_POST(self) -> None:
+        content = self.read()
+        for part, (status, message) in self.hub.refuse.items():
+            if part in self.path:
+                self.answer(status, {"error": message})
+                return
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            self.answer(401, {"error": "Invalid credentials"})
+        elif self.path.endswith("/commit/main"):
+            self.answer(200, self.hub.commit([json.loads(line) for line in content.splitlines() if line]))
+        else:
+            self.answer(200, self.reply(json.loads(content)))
+
+    def reply(self, body: dict[str, Any]) -> dict[str, Any]:
+        if self.path == "/api/repos/create":
+            return self.hub.create(body)
+        if self.path == "/api/validate-yaml":
+            return {"errors": [], "warnings": []}
+        return self.hub.batch(body) if self.path.endswith("/objects/batch") else self.hub.preupload(body)
+
+    def answer(self, status: int, body: dict[str, Any]) -> None:
+        content = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+
 @contextmanager
 def fake_hub() -> Iterator[Hub]:
     """A running hub on a free port of 127.0.0.1."""
     hub = Hub()
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Print nothing."""
-
-        def read(self) -> bytes:
-            if self.headers.get("Transfer-Encoding") != "chunked":
-                return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            parts = []
-            while size := int(self.rfile.readline(), 16):
-                parts.append(self.rfile.read(size))
-                self.rfile.readline()
-            self.rfile.readline()
-            return b"".join(parts)
-
-        def do_PUT(self) -> None:
-            content = self.read()
-            digest = self.path.rpartition("/")[2]
-            assert hashlib.sha256(content).hexdigest() == digest
-            hub.uploads[digest] = content
-            self.answer(200, {})
-
-        def do_POST(self) -> None:
-            content = self.read()
-            for part, (status, message) in hub.refuse.items():
-                if part in self.path:
-                    self.answer(status, {"error": message})
-                    return
-            if self.headers.get("Authorization") != f"Bearer {TOKEN}":
-                self.answer(401, {"error": "Invalid credentials"})
-            elif self.path.endswith("/commit/main"):
-                self.answer(200, hub.commit([json.loads(line) for line in content.splitlines() if line]))
-            else:
-                self.answer(200, self.reply(json.loads(content)))
-
-        def reply(self, body: dict[str, Any]) -> dict[str, Any]:
-            if self.path == "/api/repos/create":
-                return hub.create(body)
-            if self.path == "/api/validate-yaml":
-                return {"errors": [], "warnings": []}
-            return hub.batch(body) if self.path.endswith("/objects/batch") else hub.preupload(body)
-
-        def answer(self, status: int, body: dict[str, Any]) -> None:
-            content = json.dumps(body).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    handler = type("HubHandler", (Handler,), {"hub": hub})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)

@@ -146,47 +146,6 @@ def small_writers(model: Path) -> dict[str, Callable[[Path, int], Any]]:
     Version 1 is where the inputs of version 2 are laid ready, while nothing fails yet.
     """
 
-    def bad_inputs(folder: Path, v: int) -> None:
-        run = RunDir(folder)
-        for step in (1, 2) if v == 1 else ():
-            write_rollouts(run.rollout_path(step), groups(step))
-        save_rejected_step(run, v, "a reason", {"loss/policy": float("nan")}, AnomalyConfig())
-
-    def trainer_error(folder: Path, v: int) -> None:
-        RunDir(folder).logs.mkdir(exist_ok=True)
-        if v == 2:
-            report_error(RunDir(folder), {"what": "x" * 9000, "hint": "", "final": True})
-
-    def named_reward(folder: Path, v: int) -> None:
-        os.environ["XDG_STATE_HOME"] = str(folder)
-        remember(f"{model.parent}/reward-{v}.py:reward")
-
-    def forget(folder: Path, v: int) -> None:
-        run = RunDir(folder)
-        for step in (1, 2, 3) if v == 1 else ():
-            append_metrics(run.metrics_path, {"step": step, "text": "x" * 9000})
-        remove_after(run, folder / "adapters", 4 - v, reuse_rollouts=False)
-
-    def clean(folder: Path, v: int) -> None:
-        for version in range(5) if v == 1 else ():
-            write_json(folder / adapter_name(version) / "x.json", version)
-        clean_up(RunDir(folder), folder, newest=2 + v, config=settings(sync={"keep_last": 3}))
-
-    def in_memory(folder: Path, v: int) -> None:
-        if v == 1:
-            folder.chmod(0o700)
-            for name in ("change.lock", "copy-1.users.lock", "copy-2.users.lock"):
-                (folder / name).touch()
-        with contextlib.ExitStack() as other_runs:  # they use both copies, so that these stay
-            for name in ("copy-1.users.lock", "copy-2.users.lock"):
-                fcntl.flock(other_runs.enter_context((folder / name).open()), fcntl.LOCK_SH)
-            with model_in_shared_memory(model, folder / f"copy-{v}"):
-                pass
-
-    def stop(folder: Path, v: int) -> None:
-        if v == 2:
-            ask_trainer_to_end(RunDir(folder))
-
     converted = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     return {
         "bad inputs": bad_inputs,
@@ -204,8 +163,8 @@ def small_writers(model: Path) -> dict[str, Callable[[Path, int], Any]]:
         "micro-batch": lambda folder, v: write_json(
             RunDir(folder).micro_batch_path, {"tokens": v, "reason": "x" * 9000}
         ),
-        "model in memory": in_memory,
-        "named reward": named_reward,
+        "model in memory": partial(in_memory, model),
+        "named reward": partial(named_reward, model),
         "score": lambda folder, v: write_score(RunDir(folder), "step", v, 0.5, EvalConfig()),
         "stop": stop,
         "trainer error": trainer_error,
@@ -213,6 +172,54 @@ def small_writers(model: Path) -> dict[str, Callable[[Path, int], Any]]:
             RunDir(folder).trainer_step_path(1), {"step": v, "text": "x" * 9000}
         ),
     }
+
+
+def bad_inputs(folder: Path, v: int) -> None:
+    run = RunDir(folder)
+    for step in (1, 2) if v == 1 else ():
+        write_rollouts(run.rollout_path(step), groups(step))
+    save_rejected_step(run, v, "a reason", {"loss/policy": float("nan")}, AnomalyConfig())
+
+
+def trainer_error(folder: Path, v: int) -> None:
+    RunDir(folder).logs.mkdir(exist_ok=True)
+    if v == 2:
+        report_error(RunDir(folder), {"what": "x" * 9000, "hint": "", "final": True})
+
+
+def named_reward(model: Path, folder: Path, v: int) -> None:
+    os.environ["XDG_STATE_HOME"] = str(folder)
+    remember(f"{model.parent}/reward-{v}.py:reward")
+
+
+def forget(folder: Path, v: int) -> None:
+    run = RunDir(folder)
+    for step in (1, 2, 3) if v == 1 else ():
+        append_metrics(run.metrics_path, {"step": step, "text": "x" * 9000})
+    remove_after(run, folder / "adapters", 4 - v, reuse_rollouts=False)
+
+
+def clean(folder: Path, v: int) -> None:
+    for version in range(5) if v == 1 else ():
+        write_json(folder / adapter_name(version) / "x.json", version)
+    clean_up(RunDir(folder), folder, newest=2 + v, config=settings(sync={"keep_last": 3}))
+
+
+def in_memory(model: Path, folder: Path, v: int) -> None:
+    if v == 1:
+        folder.chmod(0o700)
+        for name in ("change.lock", "copy-1.users.lock", "copy-2.users.lock"):
+            (folder / name).touch()
+    with contextlib.ExitStack() as other_runs:  # they use both copies, so that these stay
+        for name in ("copy-1.users.lock", "copy-2.users.lock"):
+            fcntl.flock(other_runs.enter_context((folder / name).open()), fcntl.LOCK_SH)
+        with model_in_shared_memory(model, folder / f"copy-{v}"):
+            pass
+
+
+def stop(folder: Path, v: int) -> None:
+    if v == 2:
+        ask_trainer_to_end(RunDir(folder))
 
 
 def checkpoint(run: RunDir, step: int, optimizer: FlatAdamW) -> None:
