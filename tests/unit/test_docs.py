@@ -21,13 +21,14 @@ README = ROOT / "README.md"
 PAGES = sorted(
     [
         README,
+        ROOT / "CHANGELOG.md",
         ROOT / "CONTRIBUTING.md",
+        ROOT / "SECURITY.md",
         *(ROOT / "docs").rglob("*.md"),
         *(ROOT / "examples").rglob("*.md"),
         *(ROOT / "benchmarks").glob("*.md"),
     ]
 )
-LINKING = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"]
 CHECKED_ELSEWHERE = {ROOT / "docs" / "how-to" / "coming-from.md"}
 """Has settings of other programs too: test_coming_from.py."""
 GENERATED = {ROOT / "docs" / "reference" / "cli.md"}
@@ -76,7 +77,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", LINKING, ids=lambda p: str(p.relative_to(ROOT)))
+@BY_NAME
 def test_relative_links_exist(page: Path) -> None:
     targets = [t for t in LINK.findall("\n".join(prose(page))) if not t.startswith(("http://", "https://"))]
     for target in targets:
@@ -150,7 +151,7 @@ def test_the_index_links_every_page() -> None:
 def test_the_sites_menu_has_every_page() -> None:
     """`make docs` also checks links and anchors as the site renders them."""
     named = re.findall(r": ([\w/-]+\.md)$", text_of(ROOT / "mkdocs.yml"), re.MULTILINE)
-    assert {ROOT / name for name in named} == set(LINKING)
+    assert {ROOT / name for name in named} == set(PAGES)
     assert len(named) == len(set(named))
 
 
