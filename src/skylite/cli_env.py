@@ -28,19 +28,27 @@ def check(
         ),
     ],
     data: Annotated[Path, typer.Option(help="Folder written by `skylite prepare`.")],
-    model: Annotated[str | None, typer.Option(help="Hub id, local folder, or smollm2-135m.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Hub id, local folder, or smollm2-135m. With --reply: play with this one too, afterwards."
+        ),
+    ] = None,
     episodes: Annotated[int, typer.Option(min=1, help="Episodes to run, each twice.")] = 4,
     reply: Annotated[
         list[str] | None,
-        typer.Option(help="A reply of a scripted model, instead of vLLM. Repeatable: chosen by the seed."),
+        typer.Option(
+            help="A reply of a scripted model, which needs no vLLM. Repeatable: the seed chooses one."
+        ),
     ] = None,
     as_json: AsJson = False,
     settings: Settings = None,
     verbose: Verbose = None,
 ) -> None:
-    """Run a few episodes and print the conversations, rewards and tokens.
+    """Run a few episodes and print the conversations, rewards, tokens and seconds.
 
-    Runs each twice with the same seed and says where the results differ.
+    Also names the files and processes that an episode leaves open or running. Runs each twice with the
+    same seed and says where the results differ.
     """
     from skylite.commands.env_check import CheckFlags
     from skylite.commands.env_check import check as run_check

@@ -12,27 +12,15 @@ from skylite.run.rollout_file import read_rollouts
 from tests.e2e.conftest import EXACT
 from tests.e2e.project import Project
 from tests.e2e.running import DEADLINE_S
+from tests.unit.doc_blocks import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.dist]
-AGENT = """
-import json, os
-import openai
-
-task = json.loads(os.environ["SKYLITE_TASK"])
-client, messages, total = openai.OpenAI(), task["messages"], 0.0
-for turn in range(3):
-    reply = client.chat.completions.create(model="gpt-4o", messages=messages).choices[0].message
-    text = reply.content or ""
-    total += sum(c.isascii() and c.isalpha() for c in text) / max(1, len(text))
-    messages += [reply.model_dump(exclude_none=True), {"role": "user", "content": f"again {turn}"}]
-print(json.dumps({"letters": total / 3, "turns": 0.0}))
-"""
+AGENT = ROOT / "examples" / "agent" / "agent.py"
 
 
 def test_an_unchanged_openai_program_trains_and_replays(project: Project) -> None:
     """Three calls a trajectory. Trainer and vLLM agree on the probability of each sampled token."""
-    (project.root / "agent.py").write_text(AGENT)
-    command = f"command:{sys.executable} {project.root / 'agent.py'}"
+    command = f"command:{sys.executable} {AGENT}"
     chosen = (*EXACT, "env.max_tokens=400", "eval.limit=2")
     settings = [word for setting in chosen for word in ("--set", setting)]
     few = ["--set", "rollout.prompts_per_step=2", "--group-size", "2"]
@@ -50,12 +38,12 @@ def test_an_unchanged_openai_program_trains_and_replays(project: Project) -> Non
         assert [len(g.trajectories) for g in groups] == [2] * 2
         for trajectory in (t for g in groups for t in g.trajectories):
             assert (len(trajectory.samples), trajectory.end) == (3, "stop")
-            assert list(trajectory.components) == ["letters", "turns"]
+            assert list(trajectory.components) == ["letters", "right"]
             for before, after in zip(trajectory.samples, trajectory.samples[1:], strict=False):
                 known = before.prompt_token_ids + before.completion_token_ids
                 assert after.prompt_token_ids[: len(known)] == known
             assert {s.adapter_version for s in trajectory.samples} == {step - 1}
-            assert [s.observed for s in trajectory.samples[1:]] == ["user: again 0", "user: again 1"]
+            assert [s.observed for s in trajectory.samples[1:]] == ["user: Are you sure?"] * 2
 
     replayed = project.run("replay", "agent", "--step", "2", "--json", timeout_s=DEADLINE_S)
     assert replayed.returncode == 0, replayed.stderr

@@ -133,6 +133,12 @@ def missing(block: Block, source: str) -> list[str]:
     return sorted(word for word in words if not re.search(rf"[\"' ]{re.escape(word)}[\"' =]", source))
 
 
+def test_the_agent_of_the_page_is_the_example() -> None:
+    page = ROOT / "docs" / "how-to" / "environments.md"
+    shown = [block.text for block in blocks(page) if block.note == f"{FILE}agent.py"]
+    assert shown == [(ROOT / "examples" / "agent" / "agent.py").read_text(encoding="utf-8")]
+
+
 def test_a_command_that_fails_is_found(reader: Path) -> None:
     page = ROOT / "README.md"
     for line in ("skylite train --set algorithm.name=grpoo", "skylite prepare none.jsonl", "tail nothing"):

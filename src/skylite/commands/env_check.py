@@ -1,4 +1,7 @@
-"""`skylite env check`: run a few episodes, print what happens, and compare two runs with the same seed."""
+"""`skylite env check`: run a few episodes, print what happens, and compare two runs with the same seed.
+
+A scripted model plays first, if there are replies. The real one plays if it was named or there are none.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,21 @@ from skylite.data.tokenizer import load_tokenizer
 from skylite.engine.retrying_client import Engine
 from skylite.engine.server_command import BASE_NAME
 from skylite.engine.single_engine import run_on_engine, single_engine_spec
+from skylite.environments.episode_pool import EpisodeEnd
 from skylite.environments.episode_spec import check_episode_data
+from skylite.environments.leftovers import Leftovers
 from skylite.environments.running_environment import environment_of_model
 from skylite.environments.sample_episodes import Environment, Source
 from skylite.environments.scripted_engine import ScriptedEngine
 from skylite.environments.trajectory_log import Sampler
-from skylite.foreign_text import plain_lines
+from skylite.foreign_text import plain, plain_lines
 from skylite.hub.resolve import resolve_model
 from skylite.orchestrator.allowed_programs import allow_episode
 from skylite.orchestrator.turn_metrics import turn_metrics
 from skylite.types import Prompt, Trajectory
 from skylite.ui.logs import show
+
+SCRIPTED = "scripted"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +49,7 @@ class CheckFlags:
     model: str | None
     episodes: int
     replies: tuple[str, ...]
-    """Scripted replies; empty: the model replies."""
+    """Replies of the scripted model."""
     as_json: bool
     settings: tuple[str, ...]
 
@@ -51,12 +58,22 @@ class CheckFlags:
 class Checked:
     """One episode, run twice with the same seed."""
 
-    prompt_id: str
     trajectory: Trajectory
+    end: EpisodeEnd
     conversation: str
     """The last call as text, with the chat template's special tokens."""
     is_repeated: bool
     """Whether the second run gave the same tokens and the same reward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """The episodes with one model."""
+
+    model: str
+    start_seconds: float
+    """Until the first episode started."""
+    episodes: Sequence[Checked]
 
 
 def check(flags: CheckFlags) -> None:
@@ -69,26 +86,29 @@ def check(flags: CheckFlags) -> None:
     train, info = read_prompts(flags.data / "train.parquet")
     check_episode_data(config.env.episode, info.reward, str(flags.data))
     prompts = train[: flags.episodes]
-    started = time.monotonic()
-    checked = asyncio.run(_check(config, programs, prompts, flags.replies))
-    seconds = (time.monotonic() - started) / (2 * len(prompts))
-    facts = _facts(checked, seconds, "scripted" if flags.replies else config.model.name)
+    models = [SCRIPTED] if flags.replies else []
+    if flags.model is not None or not flags.replies:
+        models.append(config.model.name)
+    facts = []
+    for model in models:
+        replies = flags.replies if model == SCRIPTED else ()
+        played = asyncio.run(_play(config, programs, prompts, model, replies))
+        facts.append(_facts(played))
+        if not flags.as_json:
+            show(_text(played))
     if flags.as_json:
-        show(json.dumps(facts, indent=1))
-        return
-    for found in checked:
-        show(_text(found))
-    show(
-        f"{len(checked)} episodes, twice each, {seconds:.2f} s an episode with start. "
-        f"{facts['repeated']} gave the same tokens and reward again. "
-        f"{100 * facts['turns/reused_frac']:.0f} % of the later prompts' tokens were reused, "
-        f"{facts['turns/branches_mean']:.1f} branches a trajectory."
-    )
+        show(json.dumps({"models": facts}, indent=1))
 
 
-async def _check(
-    config: TrainConfig, programs: dict[str, str], prompts: Sequence[Prompt], replies: Sequence[str]
-) -> list[Checked]:
+async def _play(
+    config: TrainConfig,
+    programs: dict[str, str],
+    prompts: Sequence[Prompt],
+    name: str,
+    replies: Sequence[str],
+) -> Played:
+    """Play with the model `name`, or with a scripted one if there are replies."""
+    began = time.monotonic()
     model = resolve_model(config.model.name)
     template = read_template(config.data)
     tokenizer = await asyncio.to_thread(load_tokenizer, model.path, template)
@@ -96,14 +116,16 @@ async def _check(
         stops = tokenizer.stop_token_ids
         scripted = await asyncio.to_thread(tokenizer.encode_texts, replies) if replies else []
 
-    async def on(engine: Sampler) -> list[Checked]:
+    async def on(engine: Sampler) -> Played:
         with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
             async with environment_of_model(
                 config, model.path, stops, template.text, programs, Path(folder)
             ) as environment:
-                return await _run_twice(environment, engine, prompts)
+                start_seconds = time.monotonic() - began
+                episodes = await _run_twice(environment, engine, prompts)
+                return Played(model=name, start_seconds=start_seconds, episodes=episodes)
 
-    async def on_vllm(engine: Engine) -> list[Checked]:
+    async def on_vllm(engine: Engine) -> Played:
         return await on(engine)
 
     if replies:
@@ -115,21 +137,23 @@ async def _run_twice(environment: Environment, engine: Sampler, prompts: Sequenc
     source = Source(
         model=BASE_NAME, version=0, engines=[engine], temperature=environment.config.rollout.temperature
     )
+    ends: list[EpisodeEnd] = []
+    environment.pool.on_end = ends.append
     first, second = [
         await environment.sample(source, prompts, step=1, first_index=0, group_size=1) for _ in range(2)
     ]
+    end_of = {end.task_id: end for end in reversed(ends)}  # of the first run
     again = {g.prompt.id: g.trajectories[0] for g in second}
     checked = []
     for group in first:
         (trajectory,) = group.trajectories
         last = trajectory.samples[-1]
+        ids = last.prompt_token_ids + last.completion_token_ids
         checked.append(
             Checked(
-                prompt_id=group.prompt.id,
                 trajectory=trajectory,
-                conversation=await environment.recorder.renderer.text(
-                    last.prompt_token_ids + last.completion_token_ids
-                ),
+                end=end_of[group.prompt.id],
+                conversation=await environment.recorder.renderer.text(ids),
                 is_repeated=_outcome(trajectory) == _outcome(again.get(group.prompt.id)),
             )
         )
@@ -143,35 +167,54 @@ def _outcome(trajectory: Trajectory | None) -> Any:
     return trajectory.reward, dict(trajectory.components), trajectory.turn_rewards, trajectory.end, samples
 
 
-def _facts(checked: Sequence[Checked], seconds: float, model: str) -> dict[str, Any]:
-    rewards = [c.trajectory.reward for c in checked]
+def _facts(played: Played) -> dict[str, Any]:
+    episodes = played.episodes
     return {
-        "model": model,
+        "model": played.model,
         "episodes": [
             {
-                "prompt": c.prompt_id,
+                "prompt": c.end.task_id,
                 "reward": c.trajectory.reward,
                 "components": dict(c.trajectory.components),
                 "end": c.trajectory.end,
                 "turns": len(c.trajectory.samples),
                 "sampled_tokens": c.trajectory.num_tokens,
+                "seconds": c.end.seconds,
+                "left_open": c.end.left.files,
+                "left_running": c.end.left.processes,
                 "repeated": c.is_repeated,
             }
-            for c in checked
+            for c in episodes
         ],
-        "repeated": sum(c.is_repeated for c in checked),
-        "reward_mean": sum(rewards) / len(rewards),
-        "seconds_an_episode": seconds,
-        **turn_metrics([c.trajectory for c in checked]),
+        "repeated": sum(c.is_repeated for c in episodes),
+        "with_leaks": sum(c.end.left != Leftovers() for c in episodes),
+        "reward_mean": sum(c.trajectory.reward for c in episodes) / len(episodes),
+        "start_seconds": played.start_seconds,
+        **turn_metrics([c.trajectory for c in episodes]),
     }
 
 
-def _text(found: Checked) -> str:
-    trajectory = found.trajectory
+def _text(played: Played) -> str:
+    facts = _facts(played)
+    episodes = "\n\n".join(_episode_text(c) for c in played.episodes)
+    return (
+        f"{episodes}\n\n"
+        f"{plain(played.model)}: {len(played.episodes)} episodes, twice each, after a start of "
+        f"{played.start_seconds:.1f} s. {facts['repeated']} gave the same tokens and reward again. "
+        f"{facts['with_leaks']} left something open or running. "
+        f"{100 * facts['turns/reused_frac']:.0f} % of the later prompts' tokens were reused, "
+        f"{facts['turns/branches_mean']:.1f} branches a trajectory."
+    )
+
+
+def _episode_text(found: Checked) -> str:
+    trajectory, end = found.trajectory, found.end
     parts = "".join(f", {name} {value:g}" for name, value in trajectory.components.items())
     head = (
-        f"--- {found.prompt_id}: reward {trajectory.reward:g}{parts}, {len(trajectory.samples)} turns, "
-        f"{trajectory.num_tokens} sampled tokens, end: {trajectory.end}"
+        f"--- {end.task_id}: reward {trajectory.reward:g}{parts}, {len(trajectory.samples)} turns, "
+        f"{trajectory.num_tokens} sampled tokens, {end.seconds:.2f} s, end: {trajectory.end}"
         f"{'' if found.is_repeated else ', NOT the same with the same seed'}"
     )
-    return f"{plain_lines(head)}\n{plain_lines(found.conversation)}\n"
+    left = [f"left open: {name}" for name in end.left.files]
+    left += [f"left running: {name}" for name in end.left.processes]
+    return "\n".join([plain(head), *map(plain, left), plain_lines(found.conversation)])

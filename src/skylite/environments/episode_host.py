@@ -3,8 +3,9 @@
     python -P -m skylite.environments.episode_host SOCKET SPEC SHA256
 
 It talks with the parent in JSON lines over the Unix socket. From the parent: {"id", "task", "endpoint"} and
-{"cancel": id}. To the parent: {"ready": true} or {"failed": text}, then {"id", "value"}, {"id", "raised"} or
-{"id", "ended"} for each episode. An episode's process leads a process group, which is killed at its end.
+{"cancel": id}. To the parent: {"ready": true} or {"failed": text}, then {"id", "seconds", "value"}, {"id",
+"seconds", "raised"} or {"id", "seconds", "ended"} for each episode, with "left" if it left something behind
+(leftovers.py). An episode's process leads a process group, which is killed at its end.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import selectors
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,6 +33,7 @@ from typing import Any, NoReturn
 from skylite.environments.chat import BlockingChat, Chat, Endpoint, Task
 from skylite.environments.command_episode import command_episode
 from skylite.environments.episodes import BUILT_IN
+from skylite.environments.leftovers import Leftovers, leftovers, open_descriptors
 from skylite.errors import SkyliteError
 from skylite.plugin_file import EPISODE, is_command, is_verifiers, load_function
 from skylite.processes.parent_death import die_with_parent
@@ -53,12 +56,13 @@ class Running:
     pid: int
     pidfd: int
     pipe: int
+    started: float = field(default_factory=time.monotonic)
     result: bytearray = field(default_factory=bytearray)
 
 
 def main() -> None:
     path, spec, sha256 = sys.argv[1:4]
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans of episodes come to this process
+    _adopt_orphans()
     parent = socket.socket(socket.AF_UNIX)
     parent.connect(path)
     try:
@@ -157,6 +161,7 @@ class Host:
                 self._forget(running.pipe)  # closed without a result: wait for the end of the process
         if not ended and not running.result.endswith(b"\n"):
             return
+        seconds = time.monotonic() - running.started
         for descriptor in (running.pipe, running.pidfd):
             self._forget(descriptor)
             os.close(descriptor)
@@ -165,7 +170,7 @@ class Host:
         _, status = os.waitpid(running.pid, 0)
         found = _result(bytes(running.result)) or {"ended": os.waitstatus_to_exitcode(status)}
         self._end_orphans()
-        _send(self._parent, {**found, "id": running.id})
+        _send(self._parent, {**found, "id": running.id, "seconds": seconds})
 
     def _end_orphans(self) -> None:
         """Reap what episodes left in process groups of their own. When no episode runs, kill it first."""
@@ -186,19 +191,26 @@ def _run_episode(episode: Episode, message: dict[str, Any], pipe: int, host: int
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
     die_with_parent(host)
+    _adopt_orphans()  # so that they are still found when the episode returns
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     limit = FILE_BYTES if most == resource.RLIM_INFINITY else min(FILE_BYTES, most)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    before = open_descriptors()
     task, endpoint = Task(**message["task"]), Endpoint(**message["endpoint"])
     random.seed(task.seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(task.seed % 2**32)
     try:
-        found = {"value": plain_value(_call(episode, task, endpoint))}
+        found: dict[str, Any] = {"value": plain_value(_call(episode, task, endpoint))}
     except BaseException as error:  # noqa: BLE001  # SystemExit too is an error of the episode
         traceback.print_exc()
         found = {"raised": f"{type(error).__name__}: {error}"[:2000]}
+    if (tools := sys.modules.get("skylite.environments.python_tool")) is not None:
+        with contextlib.suppress(OSError):  # a folder that cannot be removed is no error of the episode
+            tools.close_sandboxes()
+    if (left := leftovers(before, endpoint.base_url)) != Leftovers():
+        found["left"] = left.model_dump()
     data = json.dumps(found).encode() + b"\n"
     if len(data) > RESULT_BYTES:
         data = b'{"raised": "ValueError: the episode returned too many rewards to keep"}\n'
@@ -214,9 +226,12 @@ def _result(line: bytes) -> dict[str, Any] | None:
     """What the episode's process wrote; None if it is no result. Any code of the episode can write there."""
     try:
         found = json.loads(line) if line.endswith(b"\n") and len(line) <= RESULT_BYTES else None
+        if not isinstance(found, dict) or not found.keys() <= {"value", "raised", "left"}:
+            return None
+        Leftovers.model_validate(found.get("left", {}))
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and found.keys() <= {"value", "raised"} else None
+    return found
 
 
 def _call(episode: Episode, task: Task, endpoint: Endpoint) -> Any:
@@ -242,6 +257,11 @@ def _number(value: Any) -> float:
         f"the episode returned {value!r:.200}; a reward is a finite number, one number a turn in a list, or "
         "named numbers in a dict"
     )
+
+
+def _adopt_orphans() -> None:
+    """Let descendants whose parent ends become children of this process."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _kill_group(pid: int) -> None:

@@ -8,13 +8,14 @@ import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from skylite.environments.chat import Endpoint, Task
+from skylite.environments.leftovers import Leftovers
 from skylite.errors import ConfigError, RunFailed
 from skylite.foreign_text import parse_json, plain
 from skylite.processes.child import ProcessSpec
@@ -35,6 +36,17 @@ class EpisodeTooLong(Exception):
     """An episode reached env.timeout_s."""
 
 
+@dataclass(frozen=True, slots=True)
+class EpisodeEnd:
+    """How an episode ended, beside its value."""
+
+    task_id: str
+    seconds: float
+    """From the start of its process to its result."""
+    left: Leftovers
+    """Nothing if a limit of time ended it."""
+
+
 @dataclass(slots=True)
 class EpisodePool:
     """Sends episodes to the host. `run` may be called many times at once."""
@@ -42,6 +54,8 @@ class EpisodePool:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     logs: Path
+    on_end: Callable[[EpisodeEnd], None] | None = None
+    """Called at the end of each episode, before `run` returns."""
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _waiting: dict[int, asyncio.Future[dict[str, Any]]] = field(default_factory=dict)
 
@@ -55,6 +69,8 @@ class EpisodePool:
         number = next(self._numbers)
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
+        if self.on_end is not None:
+            future.add_done_callback(partial(_report_episode, self.on_end, task.id))
         try:
             await self._send(
                 {"id": number, "task": dataclasses.asdict(task), "endpoint": dataclasses.asdict(endpoint)}
@@ -141,6 +157,14 @@ async def running_episodes(
         path.unlink(missing_ok=True)
         if NAME in supervisor.pids():
             supervisor.stop_child(NAME, timeout_s=1.0)
+
+
+def _report_episode(
+    on_end: Callable[[EpisodeEnd], None], task_id: str, ended: asyncio.Future[dict[str, Any]]
+) -> None:
+    if not ended.cancelled() and ended.exception() is None:
+        found = ended.result()
+        on_end(EpisodeEnd(task_id, found["seconds"], Leftovers.model_validate(found.get("left", {}))))
 
 
 def _check_started(first: dict[str, Any], logs: Path) -> None:

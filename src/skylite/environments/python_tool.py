@@ -17,16 +17,18 @@ from skylite.sandbox.sandbox import CallFailed, Limits, Sandbox
 MAX_CHARACTERS = 4000
 """Longest output that the model gets to read."""
 _NAME = "<code>"
+_sandboxes: list[Sandbox] = []
 
 
 def python_tool(limits: Limits | None = None) -> Callable[[str], str]:
     """A function `run_python(code)` for `chat(messages, tools=[...])` and `reply.run_tools([...])`.
 
     Each call gets a fresh process and an empty folder to write in. It has no network and starts no process.
-    `limits` bound each call. The sandbox starts with the first call and ends with the episode's process.
+    `limits` bound each call. The sandbox starts with the first call and ends with the episode.
     A call raises ConfigError if this machine cannot run a sandbox.
     """
     sandbox = Sandbox(f"{__name__}:make_runner", what="the tool run_python", limits=limits, scratch=True)
+    _sandboxes.append(sandbox)
 
     def run_python(code: str) -> str:
         """Run a Python program and return what it prints. Each run is fresh and has no network."""
@@ -37,6 +39,12 @@ def python_tool(limits: Limits | None = None) -> Callable[[str], str]:
         return output
 
     return run_python
+
+
+def close_sandboxes() -> None:
+    """End the sandboxes of this process and remove their folders."""
+    while _sandboxes:
+        _sandboxes.pop().close()
 
 
 def make_runner() -> Callable[[str], str]:
