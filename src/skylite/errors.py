@@ -106,7 +106,7 @@ class WriteFailed(RunFailed):
 
 
 class TrainingDiverged(RunFailed):
-    """The loss or gradient is not finite."""
+    """A number of the step is not finite, the KL is over its limit, or the reference changed."""
 
 
 def non_finite_reward(name: str, value: str, prompt_id: str, completion: str) -> RunFailed:

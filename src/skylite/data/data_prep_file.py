@@ -10,6 +10,8 @@ to_prompt       (Row, prompt id) -> Prompt; `source` is NAME
 reference       (Row) -> text of a perfect completion; it must score 1.0. Not needed with --no-answer
 synthetic_rows  optional, (split, seed, difficulties, limit) -> Table: generated rows in the same format
 DROP_FAILING    optional, True: leave out rows whose reference does not score 1.0, instead of stopping
+
+To add one, copy data_prep/gsm8k.py and run `skylite prepare COPY.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Chunked log-probabilities of the LM head: from hidden states to logprobs of the sampled tokens.
+"""Replaces the LM head during a pass: chunked_logprobs.py computes logprobs from its hidden states.
 
 Saves memory: logits are the widest activation of a small model, and only a few rows of them exist at a time,
 in forward and backward.

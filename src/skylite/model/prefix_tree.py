@@ -6,6 +6,8 @@ shared prefix and its own ancestors in the block, never another block. So attent
 [block, prefix + block] instead of over one [T, T] square that is almost entirely masked
 (model/tree_attention.py). A block with long branches is cut again, into its trunk and its branches, each
 branch over [branch, prefix + trunk + branch], and so on down the tree.
+
+model/packing.py makes the model's input of a tree.
 """
 
 from __future__ import annotations

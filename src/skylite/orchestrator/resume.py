@@ -1,4 +1,7 @@
-"""Resume a run: choose the checkpoint, check changed settings, remove everything written after it."""
+"""Resume a run: choose the checkpoint, check changed settings, remove everything written after it.
+
+SAFE_CHANGES and ROUNDING_CHANGES name the settings that may change.
+"""
 
 from __future__ import annotations
 

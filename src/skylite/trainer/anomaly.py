@@ -1,7 +1,7 @@
 """Anomalies: find bad numbers in a step, roll its updates back, save its inputs, and skip it or stop.
 
 NaN is caught here (rewards, vLLM's logprobs, metrics, parameters) and, as TrainingDiverged, in optimizer.py
-(gradients) and loop.py (canary). A user's loss or advantage that makes NaN ends the run in
+(gradients) and trainer/loop.py (canary). A user's loss or advantage that makes NaN ends the run in
 loss_and_advantage.py, which names the function.
 """
 

@@ -1,4 +1,7 @@
-"""Plans a step: which rank computes which trajectories in which micro-batch."""
+"""Plans a step: which rank computes which trajectories in which micro-batch.
+
+micro_batches.py splits the step into updates and makes the tensors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The optimizer: AdamW over one flat gradient. The policy's adapter has one, PPO's critic another."""
+"""The optimizer: AdamW over one flat gradient, with its learning-rate schedule and gradient clipping.
+
+The policy's adapter has one, PPO's critic another.
+"""
 
 from __future__ import annotations
 
