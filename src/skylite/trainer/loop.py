@@ -48,7 +48,7 @@ from skylite.trainer.out_of_memory import (
 )
 from skylite.trainer.publish_adapter import b_norm, publish
 from skylite.trainer.step import train_step
-from skylite.trainer.step_file import write_step_file
+from skylite.trainer.step_report import write_step_file
 from skylite.types import Group
 
 
