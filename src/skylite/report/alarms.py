@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from skylite.report.evidence import CLEAR, Evidence, change_of, held_out_gain, window
+from skylite.report.alarm_evidence import CLEAR, Evidence, change_of, held_out_gain, window
 from skylite.report.run_facts import HeldOut, number
 
 Kind = Literal[

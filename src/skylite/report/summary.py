@@ -9,7 +9,7 @@ from typing import Any
 
 from skylite.errors import SkyliteError
 from skylite.report.alarms import find_alarms
-from skylite.report.evidence import window
+from skylite.report.alarm_evidence import window
 from skylite.report.run_facts import RunFacts, age_s, number
 
 Facts = dict[str, Any]
