@@ -7,6 +7,7 @@ import importlib.util
 import statistics
 import time
 from collections.abc import Callable
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -101,10 +102,12 @@ def liger(report: Report) -> None:
     if importlib.util.find_spec("liger_kernel") is None:
         report.put("on", "not installed")
         return
+    report.put("version", metadata.version("liger-kernel"))
     liger_ops: Any = importlib.import_module("liger_kernel.transformers.functional")
 
     theirs = {
         "norm": (lambda: liger_ops.liger_rms_norm(x, gain, 1e-6), (x,)),
+        # Its backward pass writes the gradients over `gate` and `up`. The seconds do not depend on values.
         "mlp": (lambda: liger_ops.liger_swiglu(gate, up), (gate, up)),
     }
     report.put("on", {name: first_and_median(both_ways(*run), device) for name, run in theirs.items()})

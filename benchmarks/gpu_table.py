@@ -8,6 +8,8 @@ from typing import Any
 
 BEGIN, END = "<!-- gpu-check: begin -->", "<!-- gpu-check: end -->"
 NOT_RUN = "not run"
+OPERATIONS = 8
+"""Rows of the profile that the page shows; the result file has more."""
 
 
 def write_table(page: Path, results: dict[str, Any]) -> None:
@@ -30,6 +32,8 @@ def tables(results: dict[str, Any]) -> str:
             ("model", "attention", "checkpointing", "packing", "tokens/s", "MFU", "peak GiB"),
             train_rows(parts),
         ),
+        table(("profile of 7B: operation", "ms", "calls", "share"), profile_rows(parts)),
+        table(("out of memory: step", "tokens per micro-batch after it", "result"), memory_rows(parts)),
         table(("kernels", "keys", "first call, ms", "later, ms"), attention_rows(parts)),
         table(("loop", "value"), loop_rows(parts)),
     ]
@@ -73,8 +77,33 @@ def train_rows(parts: dict[str, Any]) -> list[list[Any]]:
                 rows.append([*mode, row["packing_wanted"], short(row["failed"]), "", ""])
                 continue
             rate = round(row["tokens_total"] / row["seconds"][-1])
-            rows.append([*mode, row["packing"], f"{rate:,}", row["mfu"], row["peak_gib"]])
+            rows.append([*mode, row["packing"], f"{rate:,}", f"{row['mfu']:.3g}", row["peak_gib"]])
     return rows
+
+
+def profile_rows(parts: dict[str, Any]) -> list[list[Any]]:
+    """The operations that take most of a micro-batch at 7B's shape."""
+    found = parts.get("profile 7b", {}).get("found", {})
+    return [
+        [f"`{short(row['name'])}`", row["ms"], row["calls"], f"{row['ms'] / 1e3 / found['busy_s']:.1%}"]
+        for row in found.get("operations", [])[:OPERATIONS]
+    ]
+
+
+def memory_rows(parts: dict[str, Any]) -> list[list[Any]]:
+    """What steps with too little memory did."""
+    steps = parts.get("out of memory", {}).get("found", {}).get("steps", [])
+    return [[s["step"], s["tokens_per_micro_batch"], memory_result(s)] for s in steps]
+
+
+def memory_result(step: dict[str, Any]) -> str:
+    """How such a step ended, in one cell."""
+    if step["grad_norm"] is None:
+        return short(step["anomaly"] or "no gradient")
+    how = (
+        f"computed again after {count} warning(s)" if (count := len(step["warnings"])) else "computed at once"
+    )
+    return f"{how}, gradient norm {step['grad_norm']:.3g}"
 
 
 def attention_rows(parts: dict[str, Any]) -> list[list[Any]]:
@@ -101,7 +130,8 @@ def loop_rows(parts: dict[str, Any]) -> list[list[Any]]:
     if "restarts" in found:
         rows.append(["restarts after the engine was killed", found["restarts"]])
     liger = parts.get("liger", {}).get("found", {})
-    return rows + [[f"Liger {name}", liger[name]] for name in ("off", "on") if name in liger]
+    names = {"off": "skylite's kernels", "on": f"Liger {liger.get('version', '')}".strip()}
+    return rows + [[name, liger[key]] for key, name in names.items() if key in liger]
 
 
 def short(text: str) -> str:

@@ -22,17 +22,13 @@ if TYPE_CHECKING:
     from skylite.model.process_group import Dist
     from skylite.types import Group
 
-# attention, checkpointing, packing; the most valuable first
-MODES = [
-    ("sdpa", "selective", "tree"),
-    ("flex", "selective", "tree"),
-    ("flex", "full", "tree"),
-    ("sdpa", "full", "tree"),
-    ("flex", "none", "tree"),
-    ("sdpa", "none", "tree"),
-    ("sdpa", "selective", "padded"),
-]
-DRY_MODES = [MODES[0], MODES[1], MODES[-1]]
+DEFAULT, FLEX = ("sdpa", "selective", "tree"), ("flex", "selective", "tree")
+# For each shape: attention, checkpointing, packing; the most valuable first, because time may run out.
+MODES = {
+    "qwen2.5-7b": [DEFAULT, FLEX, ("sdpa", "full", "tree"), ("sdpa", "none", "tree")],
+    "qwen2.5-0.5b": [DEFAULT, FLEX, ("sdpa", "selective", "padded")],
+    "qwen2.5-1.5b": [DEFAULT],
+}
 STEPS = 3
 RANK = 32
 
@@ -55,13 +51,14 @@ TINY = Sizes(prompts=2, group_size=2, prompt=8, median=8, longest=20, budget=256
 
 
 def train(report: Report, shape: str) -> None:
-    """Seconds, MFU and peak memory of training steps in every mode."""
+    """Seconds, MFU and peak memory of training steps in every mode of the shape."""
+    modes = MODES[shape]
     shape, sizes = ("tiny", TINY) if report.dry_run else (shape, REAL)
     use_trainer_environment()
     report.put("shape", shape)
     rate = device_rate(report.dry_run)
     report.put("matrix_tflops", round(rate / 1e12, 1))
-    for attention, checkpointing, packing in DRY_MODES if report.dry_run else MODES:
+    for attention, checkpointing, packing in modes:
         mode = {"attention": attention, "checkpointing": checkpointing, "packing_wanted": packing}
         try:
             row = measured(shape, sizes, rate, attention, checkpointing, packing)
@@ -105,7 +102,7 @@ def measured(
         "grad_norm": metrics["optim/grad_norm"],
         "peak_gib": round(train_phase.peak_gib(policy), 2),
         "tflops": round(flop / counted / 1e12, 2),
-        "mfu": round(flop / counted / rate, 3),
+        "mfu": round(flop / counted / rate, 5),
     }
 
 

@@ -50,9 +50,13 @@ def tiny_config(family: str) -> Any:
         "gemma": transformers.GemmaConfig,
         "gemma3": transformers.Gemma3TextConfig,
         "mistral": transformers.MistralConfig,
+        "qwen3_moe": transformers.Qwen3MoeConfig,
     }
-    # Gemma 3: windows shorter than a test's sequences.
-    own = {"sliding_window": 8, "query_pre_attn_scalar": 32} if family == "gemma3" else {}
+    own = {
+        # Windows shorter than a test's sequences.
+        "gemma3": {"sliding_window": 8, "query_pre_attn_scalar": 32},
+        "qwen3_moe": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
+    }.get(family, {})
     return classes[family](
         **own,
         vocab_size=VOCAB_SIZE,

@@ -1,15 +1,17 @@
-"""`torchrun -m tests.integration.sharded_loading OUT MODEL...`: what two ranks hold of each model, and the
-logprobs they compute.
+"""`torchrun -m tests.integration.sharded_loading OUT MODEL...`: what two ranks hold of each model, how many
+of them loaded it in full, and the logprobs they compute.
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from skylite.model import loading
 from skylite.model.policy import load_policy, score
 from skylite.model.process_group import process_group, set_threads
 from tests.cases import PROBE
@@ -21,9 +23,10 @@ def main(out: Path, models: list[Path]) -> None:
     from skylite.model.packing import pack_tokens
 
     set_threads(1)
-    found = {}
+    found, full_loads = {}, count_full_loads()
     with process_group("cpu") as dist:
         for model in models:
+            full_loads.clear()
             policy, _ = enable_fast_paths(load_policy(resolved(model, model), settings(), dist), PROBE)
             sharded = {n: p for n, p in policy.model.named_parameters() if isinstance(p, DTensor)}
             here = torch.tensor([float(sum(p.to_local().numel() for p in sharded.values()))])
@@ -38,9 +41,22 @@ def main(out: Path, models: list[Path]) -> None:
                 "logprobs": logprobs,
                 "weights": weights,
                 "share": float(dist.all_reduce_max_(here)) / total,
+                "full_loads": int(dist.all_reduce_sum_(torch.tensor([float(len(full_loads))]))),
             }
         if dist.is_main:
             torch.save(found, out)
+
+
+def count_full_loads() -> list[object]:
+    """A list that gets an entry whenever this rank loads a full model."""
+    calls, right = list[object](), loading._load_full
+
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return right(*args)
+
+    setattr(loading, "_load_full", counted)  # noqa: B010
+    return calls
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ CHECK = [sys.executable, "benchmarks/gpu_check.py"]
 def dry_run(out: Path, *parts: str) -> dict[str, Any]:
     """The `parts` of the result of a dry run."""
     command = [*CHECK, "--dry-run", "--out", str(out), "--parts", *parts]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=570, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
     assert result["commit"]
@@ -32,7 +32,8 @@ def dry_run(out: Path, *parts: str) -> dict[str, Any]:
 
 def test_every_part_runs_after_parts_that_fail_and_hang(tmp_path: Path) -> None:
     names = ["machine", "train 0.5b", "attention", "profile 7b", "liger", "out of memory"]
-    parts = dry_run(tmp_path / "gpu.json", "fails", "hangs", *names)
+    # "hangs" is first: a later part could use the time that earlier ones left.
+    parts = dry_run(tmp_path / "gpu.json", "hangs", "fails", *names)
     fails, hangs = parts["fails"], parts["hangs"]
     assert (fails["status"], fails["found"]) == ("failed", {"before": 1})
     assert fails["reason"] == "RuntimeError: this part fails on purpose"
@@ -79,9 +80,20 @@ def test_results_become_tables_and_a_dry_run_becomes_not_run(tmp_path: Path) -> 
         "rows": [train | numbers, train | {"failed": "OutOfMemoryError: no | more"}],
     }
     result = {"gpus": ["H200"], "commit": "abc", "date": "2026-01-01", "versions": {"torch": "2.13"}}
-    result["parts"] = {"train 7b": {"status": "done", "seconds": 90.0, "found": found}}
+    done = {"status": "done", "seconds": 90.0}
+    operations = {"busy_s": 0.8, "operations": [{"name": "aten::mm | x", "ms": 200.0, "calls": 7}] * 12}
+    first = {"step": 1, "tokens_per_micro_batch": 4096, "grad_norm": 0.123, "warnings": ["a", "b"]}
+    steps = [first, {"step": 2, "tokens_per_micro_batch": 4096, "grad_norm": None, "anomaly": "no memory"}]
+    result["parts"] = {
+        "train 7b": done | {"found": found},
+        "profile 7b": done | {"found": operations},
+        "out of memory": done | {"found": {"steps": steps}},
+    }
     assert "| qwen2.5-7b | flex | full | tree | 10,007 | 0.4 | 31.5 |" in rendered(page, result)
     assert "OutOfMemoryError: no / more" in page.read_text()
+    assert page.read_text().count("| `aten::mm / x` | 200.0 | 7 | 25.0% |") == 8
+    assert "| 1 | 4096 | computed again after 2 warning(s), gradient norm 0.123 |" in page.read_text()
+    assert "| 2 | 4096 | no memory |" in page.read_text()
     text = rendered(page, result | {"dry_run": True})
     assert "has not run on a GPU" in text
     assert "10,007" not in text

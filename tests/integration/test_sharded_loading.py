@@ -1,4 +1,7 @@
-"""Two ranks each read their shard of the base model from its files. Together they equal one rank's model."""
+"""Two ranks each hold their shard of the base model. Together they equal one rank's model.
+
+They read it from the files, or rank 0 sends it where the files hold other tensors than the model.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from skylite.model.fast_paths import enable_fast_paths
 from skylite.model.packing import pack_tokens
@@ -23,13 +27,14 @@ pytestmark = pytest.mark.dist
 ROOT = Path(__file__).parents[2]
 FAMILIES = ("llama", "qwen2", "gemma")
 """Untied, tied with biases, tied with a scaled embedding and an odd vocabulary head."""
+EXPERTS = "qwen3_moe"
+"""A file of it holds each expert on its own, and the model holds all experts of a layer in one tensor."""
+ALL = (*FAMILIES, EXPERTS)
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {
-        family: make_tiny_model(tmp_path_factory.mktemp("models") / family, family) for family in FAMILIES
-    }
+    return {family: make_tiny_model(tmp_path_factory.mktemp("models") / family, family) for family in ALL}
 
 
 @pytest.fixture(scope="module")
@@ -56,21 +61,33 @@ def found(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr.count("each rank read its shard") == len(FAMILIES)
+    assert done.stderr.count("rank 0 read the full model and sent each rank its shard") == 1
     return torch.load(out, weights_only=True)
+
+
+def plain(name: str) -> str:
+    """The name of a parameter without PEFT's additions."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_joined_shards_equal_the_files(family: str, found: Any, models: dict[str, Path]) -> None:
     stored = load_file(models[family] / "model.safetensors")
-    weights = {
-        n.removeprefix("base_model.model.").replace(".base_layer.", "."): w
-        for n, w in found[family]["weights"].items()
-    }
+    weights = {plain(n): w for n, w in found[family]["weights"].items()}
     assert weights.keys() == stored.keys()
     assert all(torch.equal(weights[n], stored[n]) for n in stored)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_are_loaded_once_and_sent(found: Any, models: dict[str, Path]) -> None:
+    right = dict(AutoModelForCausalLM.from_pretrained(models[EXPERTS]).named_parameters())
+    assert any(".experts." in n for n in right)
+    weights = {plain(n): w for n, w in found[EXPERTS]["weights"].items()}
+    assert weights.keys() == right.keys()
+    assert all(torch.equal(weights[n], right[n]) for n in right)
+    assert [found[family]["full_loads"] for family in ALL] == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("family", ALL)
 def test_the_sharded_model_computes_the_same_as_the_full_one(
     family: str, found: Any, models: dict[str, Path]
 ) -> None:
@@ -86,6 +103,6 @@ def test_the_sharded_model_computes_the_same_as_the_full_one(
         )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_each_rank_holds_about_half_of_the_weights(family: str, found: Any) -> None:
     assert found[family]["share"] < 0.52

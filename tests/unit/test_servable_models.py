@@ -123,9 +123,21 @@ def test_a_model_class_that_needs_torchvision_is_refused_without_it(
 
 
 def test_another_vllm_is_not_judged_by_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servable_models, "_packages", lambda: {"vllm": "0.26.0"})
+    monkeypatch.setattr(servable_models, "_packages", lambda: {"vllm": "0.27.0"})
     note = check_lora(model(tmp_path, "Glm4ForCausalLM"), "cuda", LoraConfig())
-    assert note.startswith("vLLM 0.26.0 is not the tested ")
+    assert note.startswith("vLLM 0.27.0 is not the tested 0.32.0")
+
+
+def test_an_older_vllm_is_judged_by_its_own_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.32 serves GPT-NeoX with LoRA, 0.26 without."""
+    folder = model(tmp_path, "GPTNeoXForCausalLM")
+    assert check_lora(folder, "cuda", LoraConfig()) == ""
+    monkeypatch.setattr(servable_models, "_packages", lambda: {"vllm": "0.26.0"})
+    with pytest.raises(ModelError, match=r"GPTNeoXForCausalLM, and vLLM 0\.26\.0 serves it without LoRA"):
+        check_lora(folder, "cuda", LoraConfig())
+    with pytest.raises(ModelError, match="Glm4ForCausalLM has gate_up_proj as one module"):
+        check_lora(model(tmp_path, "Glm4ForCausalLM"), "cuda", LoraConfig())
+    assert check_lora(model(tmp_path, "LlamaForCausalLM", ATTENTION), "cuda", LoraConfig()) == ""
 
 
 def test_a_stand_in_for_vllm_is_not_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

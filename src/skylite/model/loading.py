@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ def load_base(path: str, dtype: torch.dtype, dist: Dist, offload: bool) -> tuple
 
     A single rank holds the full model. On several ranks each rank reads its own shard, and holds no more than
     that and the layer that it computes. If the tensors in the files are not the model's parameters one to one
-    (some mixture-of-experts models), every rank loads the full model first and then shards it.
+    (most mixtures of experts), rank 0 loads the full model into CPU memory and sends the other ranks theirs.
 
     Args:
         path: folder with config and safetensors.
@@ -47,10 +48,9 @@ def load_base(path: str, dtype: torch.dtype, dist: Dist, offload: bool) -> tuple
         raise _load_error(path, error) from error
     how = "base model: each rank read its shard"
     if base is None:
-        base = _load_full(path, dtype, torch.device("cpu"))
-        _shard(base, dist, offload)
+        base = _share_full_model(path, dtype, dist, offload)
         how = (
-            "base model: every rank read the full model and then sharded it, "
+            "base model: rank 0 read the full model and sent each rank its shard, "
             "because the tensors in its files are not its parameters"
         )
     # Not base.to(device): FSDP accepts offloaded shards only in CPU memory.
@@ -95,21 +95,54 @@ def _load_shards(path: Path, dtype: torch.dtype, dist: Dist, offload: bool) -> P
 
     Returns None if the names of the stored tensors are not those of the parameters.
     """
-    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    with init_empty_weights(include_buffers=False):
-        base: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    base.tie_weights()
-    base.requires_grad_(False)
+    base = _empty_model(path, dtype)
     files = _tensor_files(path)
     named = dict(base.named_parameters())
     if not named.keys() <= files.keys() or any(n in files for n, _ in base.named_buffers()):
         return None
     _shard(base, dist, offload)
     device = torch.device("cpu") if offload else dist.device
-    loaded = {
-        id(p): nn.Parameter(read_shard(files[n], n, p, dtype, device, dist), False)
-        for n, p in base.named_parameters()
-    }
+    return _with_shards(
+        base, {n: read_shard(files[n], n, p, dtype, device, dist) for n, p in base.named_parameters()}
+    )
+
+
+def _share_full_model(path: str, dtype: torch.dtype, dist: Dist, offload: bool) -> PreTrainedModel:
+    """Load the full model on rank 0, in CPU memory, and give each rank its shard.
+
+    One tensor at a time: the other ranks hold no more than their shards and one tensor.
+    """
+    full = _load_full(path, dtype, torch.device("cpu")) if dist.is_main else None
+    base = _empty_model(Path(path), dtype)
+    _shard(base, dist, offload)
+    device, shards = torch.device("cpu") if offload else dist.device, dict[str, DTensor]()
+    for name, param in base.named_parameters():
+        whole = torch.empty(param.shape, dtype=dtype, device=dist.device)
+        if full is not None:
+            stored = full.get_parameter(name)
+            whole.copy_(stored)
+            stored.data = stored.new_empty(0)  # rank 0 holds the model once, not twice
+        shards[name] = _shard_of(param, dist.broadcast_(whole).__getitem__, dtype, device, dist)
+    for name, buffer in base.named_buffers():
+        value = torch.empty_like(buffer, device=dist.device)
+        value.copy_(buffer if full is None else full.get_buffer(name))
+        buffer.copy_(dist.broadcast_(value))
+    return _with_shards(base, shards)
+
+
+def _empty_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a folder's config, without memory for its frozen weights."""
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    with init_empty_weights(include_buffers=False):
+        base: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    base.tie_weights()
+    base.requires_grad_(False)
+    return base
+
+
+def _with_shards(base: PreTrainedModel, shards: Mapping[str, DTensor]) -> PreTrainedModel:
+    """The sharded model with these as its weights."""
+    loaded = {id(p): nn.Parameter(shards[n], False) for n, p in base.named_parameters()}
     # Tied weights are one parameter under two names and must stay one.
     state = {n: loaded[id(p)] for n, p in base.named_parameters(remove_duplicate=False)}
     base.load_state_dict(state, strict=False, assign=True)
@@ -139,27 +172,33 @@ def _tensor_files(path: Path) -> dict[str, Path]:
         return dict.fromkeys(tensors.keys(), file)
 
 
-@torch.no_grad()
 def read_shard(
     file: Path, name: str, param: Tensor, dtype: torch.dtype, device: torch.device, dist: Dist
 ) -> DTensor:
     """Read this rank's rows of the tensor `name` onto `device`; other rows are not read.
 
-    FSDP2 splits the first dimension as torch.chunk does. `param` is the sharded parameter to read for. Raises
-    ValueError if the stored shape is not the shape of `param`.
+    `param` is the sharded parameter to read for. Raises ValueError if the stored shape is not its shape.
     """
-    # Not DTensor.from_local: it moves the tensor to the mesh's device, but offloaded shards stay on the CPU.
-    shard = torch.empty_like(param, dtype=dtype, device=device)
-    assert isinstance(shard, DTensor)
     with safe_open(file, framework="pt") as tensors:
         stored = tensors.get_slice(name)
         if tuple(stored.get_shape()) != tuple(param.shape):
             raise ValueError(
                 f"{name} has shape {stored.get_shape()} in {file.name} and {tuple(param.shape)} in the model"
             )
-        rows = -(-param.shape[0] // dist.dp_size)
-        start = min(dist.dp_rank * rows, param.shape[0])
-        shard.to_local().copy_(stored[start : min(start + rows, param.shape[0])])
+        return _shard_of(param, stored.__getitem__, dtype, device, dist)
+
+
+@torch.no_grad()
+def _shard_of(
+    param: Tensor, rows_of: Callable[[slice], Tensor], dtype: torch.dtype, device: torch.device, dist: Dist
+) -> DTensor:
+    """This rank's shard of `param`, on `device`. FSDP2 splits the first dimension as torch.chunk does."""
+    # Not DTensor.from_local: it moves the tensor to the mesh's device, but offloaded shards stay on the CPU.
+    shard = torch.empty_like(param, dtype=dtype, device=device)
+    assert isinstance(shard, DTensor)
+    rows = -(-param.shape[0] // dist.dp_size)
+    start = min(dist.dp_rank * rows, param.shape[0])
+    shard.to_local().copy_(rows_of(slice(start, min(start + rows, param.shape[0]))))
     return shard
 
 

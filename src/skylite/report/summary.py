@@ -8,8 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from skylite.errors import SkyliteError
-from skylite.report.alarms import find_alarms
 from skylite.report.alarm_evidence import window
+from skylite.report.alarms import find_alarms
 from skylite.report.run_facts import RunFacts, age_s, number
 
 Facts = dict[str, Any]

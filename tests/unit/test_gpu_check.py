@@ -1,0 +1,75 @@
+"""The plan of `make gpu-check`, and what its loop adds to the environment. The parts run in
+tests/integration/test_benchmarks.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+class Clock:
+    """Time that passes only in parts."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def strftime(self, _: str) -> str:
+        return "2026-01-01"
+
+
+def planned(gpu_check: Any, monkeypatch: pytest.MonkeyPatch, taken: dict[str, float]) -> dict[str, float]:
+    """The limit that each part got. `taken`: seconds of parts that do not use all of theirs."""
+    clock, given = Clock(), dict[str, float]()
+
+    def run(name: str, limit: float, dry_run: bool) -> dict[str, Any]:
+        given[name] = limit
+        seconds = min(limit, taken.get(name, limit))
+        clock.now += seconds
+        return {"status": "done", "seconds": seconds}
+
+    monkeypatch.setattr(gpu_check, "time", clock)
+    monkeypatch.setattr(gpu_check, "in_own_process", run)
+    gpu_check.check(list(gpu_check.PARTS), None, False)
+    assert clock.now <= gpu_check.TOTAL_S
+    return given
+
+
+def test_all_parts_fit_into_nine_minutes(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu_check = module("gpu_check")
+    limits = {name: part.limit_s for name, part in gpu_check.PARTS.items()}
+    assert sum(limits.values()) <= gpu_check.TOTAL_S == 530
+    assert planned(gpu_check, monkeypatch, {}) == limits, "parts that use their time cut no later part"
+
+
+def test_a_part_may_use_the_time_that_earlier_ones_left(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu_check = module("gpu_check")
+    limits = {name: part.limit_s for name, part in gpu_check.PARTS.items()}
+    given = planned(gpu_check, monkeypatch, {"machine": 5.0, "loop": 100.0})
+    spare = limits["machine"] + limits["loop"] - 105
+    assert given["train 7b"] == limits["train 7b"] + spare
+    assert given["profile 7b"] == limits["profile 7b"], "7B used the spare time"
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_vllm_without_flashinfer_is_kept_from_its_sampler(
+    module: Any, monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    gpu_loop = module("gpu_loop")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
+    assert gpu_loop.sampler_env() == ({} if installed else {"VLLM_USE_FLASHINFER_SAMPLER": "0"})

@@ -1,0 +1,58 @@
+"""vLLM knows every flag and variable that we use on a GPU: the installed release, and 0.26 by its list."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skylite.data.chat_template import ChatTemplate
+from skylite.engine.server_command import engine_command, engine_env, serve_command, serve_env
+from tests import vllm_flags
+from tests.unit.test_engine_server import SPEC
+
+LIST = Path(vllm_flags.__file__).with_name("vllm_flags_0.26.0.json")
+CUDA = dataclasses.replace(SPEC, device="cuda", dtype="bfloat16", gpus=(0,), kv_cache_bytes=1 << 30)
+
+
+@pytest.fixture(params=["0.26.0", "installed"])
+def known(request: pytest.FixtureRequest) -> dict[str, Any]:
+    if request.param == "0.26.0":
+        return json.loads(LIST.read_text(encoding="utf-8"))
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("vLLM is not installed")
+    above = Path(spec.origin).parents[1]
+    names = [name for name in vllm_flags.FRONTENDS if (above / name).exists()]
+    return vllm_flags.read_source(names, lambda name: (above / name).read_text(encoding="utf-8"))
+
+
+def commands() -> list[list[str]]:
+    template = ChatTemplate(text="{{ messages }}", args={"enable_thinking": False})
+    return [
+        engine_command(CUDA),
+        engine_command(dataclasses.replace(CUDA, enable_lora=False, kv_cache_bytes=None)),
+        serve_command(CUDA, adapter_name="a", adapter_path=Path("a"), port=1, template=template),
+    ]
+
+
+def test_every_flag_of_a_gpu_server_exists(known: dict[str, Any]) -> None:
+    ours = {word.partition("=")[0] for command in commands() for word in command if word.startswith("--")}
+    assert {"--kv-cache-memory-bytes", "--uds", "--middleware", "--chat-template"} <= ours
+    assert ours - {*known["flags"]} == set()
+
+
+def test_every_variable_of_a_gpu_server_exists(known: dict[str, Any]) -> None:
+    env = engine_env(CUDA, {}) | serve_env(CUDA, {}, "key")
+    ours = {name for name in env if name.startswith("VLLM_")}
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in ours
+    assert ours - {*known["variables"]} == set()
+
+
+def test_the_logprobs_mode_exists(known: dict[str, Any]) -> None:
+    command = engine_command(CUDA)
+    assert command[command.index("--logprobs-mode") + 1] in known["logprobs_modes"]
