@@ -13,6 +13,7 @@ import pytest
 
 from skylite.commands import watch as watch_command
 from skylite.orchestrator import run_session
+from skylite.run.run_dir import RunDir
 from tests.hostile_bundle import RUNS, Bundle, Trap, make_bundle, opened_bundle
 from tests.unit.bad_inputs import Reply, call
 
@@ -102,6 +103,7 @@ def test_resume(bundle: Bundle, kind: str) -> None:
     words = {
         "programs": "not named on this machine",
         "links": "is a link out of the run",
+        "outputs": "is a link out of the run",
         "sync": "another run",
         "files": "is not the one that the run was trained on",
     }
@@ -122,6 +124,27 @@ def test_eval_and_replay_of_its_runs(bundle: Bundle, kind: str) -> None:
     refused(["replay", f"run-{kind}", "--step", "1"], program if kind == "programs" else "is not a published")
 
 
+def test_a_link_in_place_of_what_a_command_writes_below_a_run(bundle: Bundle) -> None:
+    run = RunDir(bundle.folder / "run-outputs")
+    refused(["eval", "run-outputs"], f"{run.evals} is a link out of")
+    refused(["export", "run-outputs"], f"{run.exports} is a link out of")
+    refused(["log", "run-outputs", "--to", "tensorboard"], f"{run.logs} is a link out of")
+    for folder in (run.logs, run.loggers):
+        folder.unlink()
+        folder.mkdir()
+        (folder / "tensorboard").symlink_to(bundle.precious)
+        refused(["log", "run-outputs", "--to", "tensorboard"], f"{folder / 'tensorboard'} is a link out of")
+        (folder / "tensorboard").unlink()
+        (folder / "logger-tensorboard.log").symlink_to(bundle.precious / "file")
+        refused(["log", "run-outputs", "--to", "tensorboard"], f"{folder / 'logger-tensorboard.log'} is a")
+        (folder / "logger-tensorboard.log").unlink()
+
+
+def test_a_link_in_place_of_the_evals_of_the_working_folder(bundle: Bundle) -> None:
+    (bundle.folder / "evals").symlink_to(bundle.precious)
+    refused(["eval", "--base", "--model", "model", "--data", "data"], "evals is a link out of")
+
+
 @pytest.mark.parametrize("target", [*(f"run-{kind}" for kind in RUNS), "adapter"])
 def test_serve_up_to_the_start_of_vllm(bundle: Bundle, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
@@ -136,7 +159,7 @@ def test_serve_up_to_the_start_of_vllm(bundle: Bundle, target: str, monkeypatch:
         assert file == sys.executable, "an absolute path, so that no program of the working folder runs"
         assert env["PYTHONSAFEPATH"] == "1"
         assert "--trust-remote-code" not in argv
-    assert len(started) == (target in ("run-programs", "run-files", "adapter"))
+    assert len(started) == (target in ("run-programs", "run-outputs", "run-files", "adapter"))
 
 
 @pytest.mark.parametrize("kind", RUNS)
@@ -146,7 +169,7 @@ def test_adapters(bundle: Bundle, kind: str) -> None:
         assert reply.code in (0, 1), reply.output
         assert "\x1b" not in reply.output
     reply = call(["adapters", "gc", f"run-{kind}"])
-    assert reply.code == (2 if kind in ("links", "sync") else 0), reply.output
+    assert reply.code == (2 if kind in ("links", "outputs", "sync") else 0), reply.output
     assert os.path.lexists(bundle.folder / f"run-{kind}" / "config.json")
 
 
