@@ -61,7 +61,7 @@ class Limits:
     output_bytes: int = 1 << 20
     """Size of the value as JSON."""
     file_bytes: int = 64 << 20
-    """Size of a file in the scratch folder."""
+    """Size of all files in the scratch folder."""
 
 
 class CallFailed(Exception):
@@ -146,6 +146,8 @@ class Sandbox:
                 raise CallFailed(f"used more than {limits.cpu_s} s of CPU time")
             case "output":
                 raise CallFailed(f"returned more than {limits.output_bytes} bytes")
+            case "files":
+                raise CallFailed(f"wrote more than {limits.file_bytes} bytes of files")
         raise CallFailed(describe_exit_code(details[0]))
 
     def close(self) -> None:
@@ -206,6 +208,11 @@ class Sandbox:
             reply = _receive(process.stdout.fileno(), time.monotonic() + timeout_s)
         except BaseException as error:
             self._end()
+            if isinstance(error, TimeoutError):  # an OSError, too
+                raise ChildDied(
+                    f"The sandbox of {self._what} did not answer within {timeout_s:g} s.",
+                    "It was stopped, or the machine is overloaded.",
+                ) from None
             if isinstance(error, OSError | EOFError):  # nothing that is called can do that
                 raise ChildDied(
                     f"The sandbox of {self._what} {describe_exit_code(process.wait())}.",
