@@ -202,7 +202,7 @@ def dtype_of(base: Path) -> Dtype:
 
 
 def default_out(served: ServedAdapter, run: RunDir, flags: ExportFlags) -> Path:
-    """In RUN/exports, such as `policy-v000020-merged-float32`. Raises ConfigError if a link leads elsewhere."""
+    """In RUN/exports, such as `policy-v000020-merged-float32`. Raises ConfigError if a link leads out."""
     require_own_place(run.root, run.exports)
     kinds = [kind for kind, wanted in (("merged", flags.merge), ("gguf", flags.gguf)) if wanted] or ["peft"]
     return run.exports / "-".join([served.adapter.name, *kinds, *([flags.dtype] if flags.dtype else [])])

@@ -24,10 +24,8 @@ import functools
 import json
 import os
 import select
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -39,6 +37,7 @@ from typing import Any, Self
 from skylite.errors import ChildDied, ConfigError
 from skylite.processes.child import describe_exit_code
 from skylite.processes.file_descriptors import private_file
+from skylite.processes.temporary_folder import TemporaryFolder
 from skylite.sandbox.server import LENGTH, send
 
 SETUP_S = 300.0
@@ -111,7 +110,7 @@ class Sandbox:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._life: FileIO | None = None
-        self._scratch: Path | None = None
+        self._folder: TemporaryFolder | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -165,7 +164,7 @@ class Sandbox:
         life, own_end = os.pipe()
         self._life = private_file(own_end, "wb")
         if self._wants_scratch:
-            self._scratch = Path(tempfile.mkdtemp(prefix="skylite-sandbox-"))
+            self._folder = TemporaryFolder("sandbox-")
         # -P -s -S: only `paths` add code, the user's folder and the working folder do not.
         paths = [path for path in sys.path if os.path.isabs(path)]
         try:
@@ -232,9 +231,13 @@ class Sandbox:
                 pipe.close()
         if self._life is not None:
             self._life.close()
-        if self._scratch is not None:
-            shutil.rmtree(self._scratch, onerror=_make_removable)
-            self._scratch = None
+        if self._folder is not None:
+            self._folder.remove()
+            self._folder = None
+
+    @property
+    def _scratch(self) -> Path | None:
+        return None if self._folder is None else self._folder.path
 
 
 def _environment(scratch: Path | None) -> dict[str, str]:
@@ -288,13 +291,3 @@ def _read_exactly(pipe: int, count: int, deadline: float) -> bytes:
             raise EOFError
         data += chunk
     return bytes(data)
-
-
-def _make_removable(function: Any, path: str, _: object) -> None:
-    """Code in the sandbox can make folders that their owner cannot list."""
-    os.chmod(os.path.dirname(path), 0o700)
-    if os.path.isdir(path) and not os.path.islink(path):
-        os.chmod(path, 0o700)
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        function(path)
