@@ -25,7 +25,7 @@ from tests.fuzz.readers import READERS
 from tests.unit.bad_inputs import snapshot
 
 CPU_S = 20.0
-"""Limit of CPU time for one file, of this process and the sandbox. Other work on the machine does not count."""
+"""Limit of CPU time for one file, here and in the sandbox. Other work of the machine does not count."""
 WALL_S = 240.0
 """Limit for one file that waits. Longer than the limits of the sandbox (data/tokenizer.py)."""
 MEMORY = 6 << 30
