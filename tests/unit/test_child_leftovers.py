@@ -15,9 +15,15 @@ from pathlib import Path
 
 import pytest
 
+from skylite.config.train import TrainConfig
+from skylite.orchestrator.plan import plan_run
 from skylite.processes.child import Child, ProcessSpec, kill, poll, start
+from skylite.processes.temporary_folder import MODE
 from skylite.rewards.worker_pool import RewardPool
+from skylite.run.run_dir import RunDir
+from skylite.ui.logs import configure_logging, run_log
 from tests.unit.data_cases import prompt
+from tests.unit.run_cases import make_model, write_data
 
 LEAVE = """
 import os, sys, tempfile, time
@@ -64,7 +70,7 @@ def test_a_child_has_a_private_temporary_folder_whatever_the_umask(tmp_path: Pat
         os.umask(before)
     try:
         assert folder.parent.parent == shared_tmp
-        assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
+        assert stat.S_IMODE(folder.parent.stat().st_mode) == MODE
     finally:
         kill(child)
 
@@ -129,7 +135,6 @@ def reward(prompt, completion):
 def test_prints_of_a_reward_go_to_its_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.py").write_text(LOUD)
     pool = RewardPool([f"{tmp_path / 'mine.py'}:reward"], log_path=tmp_path / "logs" / "rewards.log")
-    capfd.readouterr()
     try:
         asyncio.run(pool.score([(prompt(), "x")]))
     finally:
@@ -137,3 +142,44 @@ def test_prints_of_a_reward_go_to_its_log(tmp_path: Path, capfd: pytest.CaptureF
     assert capfd.readouterr() == ("", "")
     text = (tmp_path / "logs" / "rewards.log").read_text()
     assert all(part in text for part in ("at import", "scored", "complained", "from a library"))
+
+
+def test_prints_of_a_reward_that_is_tried_before_the_run_go_to_the_log_of_the_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tree = {
+        "model": {"name": str(make_model(tmp_path / "model"))},
+        "data": {"path": str(tmp_path / "data")},
+        "eval": {"limit": 0},
+        "reward": {"functions": [f"{tmp_path / 'mine.py'}:reward"]},
+    }
+    write_data(tmp_path / "data", 4)
+    (tmp_path / "mine.py").write_text(LOUD)
+    configure_logging()
+    plan_run(TrainConfig.model_validate(tree), RunDir(tmp_path / "run"))
+    with run_log(tmp_path / "skylite.log"):
+        pass
+    terminal, text = "".join(capfd.readouterr()), (tmp_path / "skylite.log").read_text()
+    for part in ("at import", "scored  [2J", "complained", "from a library"):
+        assert f"printed: {part}" in text
+        assert part not in terminal
+    assert "\x1b" not in terminal + text
+
+
+def test_a_dry_run_shows_them_plainly(tmp_path: Path, tiny_llama: Path) -> None:
+    write_data(tmp_path / "data", 4)
+    (tmp_path / "mine.py").write_text(LOUD)
+    words = ["train", "--dry-run", "--model", str(tiny_llama), "--data", str(tmp_path / "data")]
+    words += ["--reward", f"{tmp_path / 'mine.py'}:reward", "--set", "eval.limit=0", "--steps", "1"]
+    words += ["--set", "data.difficulty=[]", "--set", "rollout.prompts_per_step=2"]
+    done = subprocess.run(
+        [sys.executable, "-c", "from skylite.start import main; main()", *words],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for part in ("at import", "scored  [2J", "complained", "from a library"):
+        assert f"skylite: printed: {part}" in done.stderr
+    assert "\x1b" not in done.stdout + done.stderr

@@ -19,6 +19,8 @@ from skylite.doctor import leftovers, machine, software
 from skylite.doctor.finding import Finding, bad
 from skylite.doctor.machine import HubAnswer
 from skylite.extras import install_command
+from skylite.processes import temporary_folder
+from skylite.processes.temporary_folder import TemporaryFolder
 from skylite.run.lock import lock_folder
 from skylite.run.status import Phase, Status, write_status
 from tests.unit.gpu_cases import H200, Machine
@@ -193,15 +195,16 @@ def test_leftovers_of_dead_processes_are_found(tmp_path: Path) -> None:
     (copy / "model.safetensors").write_bytes(b"x" * 1000)
     for pid in (os.getpid(), 2**22 + 1):  # the second is larger than any process id
         (memory / f"__KMP_REGISTERED_LIB_{pid}_{os.getuid()}").touch()
-    for name in ("skylite-abcd1234", "skylite-mine", "skylite-abcd5678"):
-        (temporary / name).mkdir(parents=True)
-        if name != "skylite-abcd5678":  # which is young
-            os.utime(temporary / name, (0, 0))
+    temporary.mkdir()
+    living = TemporaryFolder(parent=temporary)
+    (temporary / "skylite-dry-run-abcd1234").mkdir(mode=0o700)
+    (temporary / "skylite-dry-run-abcd1234").chmod(temporary_folder.MODE)
     found = leftovers.check_leftovers(memory, temporary)
+    living.remove()
     assert found.text == "dead processes left 3 file(s) or folder(s), 0.0 MB"
     assert found.mend == " ".join(
         ["rm -r", f"{memory}/__KMP_REGISTERED_LIB_{2**22 + 1}_{os.getuid()}", str(copy),
-         str(temporary / "skylite-abcd1234")]
+         str(temporary / "skylite-dry-run-abcd1234")]
     )  # fmt: skip
     assert leftovers.check_leftovers(tmp_path / "empty", tmp_path / "empty").level == "ok"
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.fuzz import run
 from tests.fuzz.readers import READERS
 from tests.fuzz.run import fuzz, make_ground
 from tests.unit.bad_inputs import toml_text
@@ -34,3 +38,33 @@ def test_the_good_file_is_accepted(reader: str, tmp_path: Path, monkeypatch: pyt
     READERS[reader].prepare(tmp_path)
     READERS[reader].damage(tmp_path, random.Random(1), "truncated")
     READERS[reader].read(tmp_path)
+
+
+def burn(_: Path) -> None:
+    while True:
+        pass
+
+
+def burn_a_while(_: Path) -> None:
+    end = time.process_time() + 0.4
+    while time.process_time() < end:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("read", "outcome"),
+    [
+        (lambda _: time.sleep(0.6), "accepted"),
+        (burn_a_while, "hang"),
+        (lambda _: time.sleep(60), "hang"),
+        (burn, "hang"),
+    ],
+    ids=["waits for the machine", "takes CPU time", "waits for ever", "takes CPU time for ever"],
+)
+def test_what_counts_as_a_hang_does_not_depend_on_the_load(
+    read: Callable[[Path], None], outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "CPU_S", 0.3)
+    monkeypatch.setattr(run, "WALL_S", 2.0)
+    monkeypatch.setitem(READERS, "config.json", replace(READERS["config.json"], read=read))
+    assert run._judge("config.json", tmp_path)[0] == outcome

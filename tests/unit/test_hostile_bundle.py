@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import typer
 
+from skylite.cli import app
 from skylite.commands import watch as watch_command
 from skylite.orchestrator import run_session
+from skylite.run.run_dir import RunDir
 from tests.hostile_bundle import RUNS, Bundle, Trap, make_bundle, opened_bundle
 from tests.unit.bad_inputs import Reply, call
+from tests.unit.test_logger_faults import FAKE_WANDB
 
 SMALL = ["--set", "eval.limit=0", "--set", "data.difficulty=[]", "--set", "rollout.prompts_per_step=2"]
 START = "import sys\nfrom skylite.start import main\nsys.exit(main())\n"
@@ -102,6 +106,7 @@ def test_resume(bundle: Bundle, kind: str) -> None:
     words = {
         "programs": "not named on this machine",
         "links": "is a link out of the run",
+        "outputs": "is a link out of the run",
         "sync": "another run",
         "files": "is not the one that the run was trained on",
     }
@@ -122,6 +127,27 @@ def test_eval_and_replay_of_its_runs(bundle: Bundle, kind: str) -> None:
     refused(["replay", f"run-{kind}", "--step", "1"], program if kind == "programs" else "is not a published")
 
 
+def test_a_link_in_place_of_what_a_command_writes_below_a_run(bundle: Bundle) -> None:
+    run = RunDir(bundle.folder / "run-outputs")
+    refused(["eval", "run-outputs"], f"{run.evals} is a link out of")
+    refused(["export", "run-outputs"], f"{run.exports} is a link out of")
+    refused(["log", "run-outputs", "--to", "tensorboard"], f"{run.logs} is a link out of")
+    for folder in (run.logs, run.loggers):
+        folder.unlink()
+        folder.mkdir()
+        (folder / "tensorboard").symlink_to(bundle.precious)
+        refused(["log", "run-outputs", "--to", "tensorboard"], f"{folder / 'tensorboard'} is a link out of")
+        (folder / "tensorboard").unlink()
+        (folder / "logger-tensorboard.log").symlink_to(bundle.precious / "file")
+        refused(["log", "run-outputs", "--to", "tensorboard"], f"{folder / 'logger-tensorboard.log'} is a")
+        (folder / "logger-tensorboard.log").unlink()
+
+
+def test_a_link_in_place_of_the_evals_of_the_working_folder(bundle: Bundle) -> None:
+    (bundle.folder / "evals").symlink_to(bundle.precious)
+    refused(["eval", "--base", "--model", "model", "--data", "data"], "evals is a link out of")
+
+
 @pytest.mark.parametrize("target", [*(f"run-{kind}" for kind in RUNS), "adapter"])
 def test_serve_up_to_the_start_of_vllm(bundle: Bundle, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
@@ -136,17 +162,17 @@ def test_serve_up_to_the_start_of_vllm(bundle: Bundle, target: str, monkeypatch:
         assert file == sys.executable, "an absolute path, so that no program of the working folder runs"
         assert env["PYTHONSAFEPATH"] == "1"
         assert "--trust-remote-code" not in argv
-    assert len(started) == (target in ("run-programs", "run-files", "adapter"))
+    assert len(started) == (target in ("run-programs", "run-outputs", "run-files", "adapter"))
 
 
 @pytest.mark.parametrize("kind", RUNS)
 def test_adapters(bundle: Bundle, kind: str) -> None:
-    for verb in ("list", "verify"):
-        reply = call(["adapters", verb, f"run-{kind}"])
+    for words in (["adapters", "list", f"run-{kind}"], ["adapters", "verify", f"run-{kind}"]):
+        reply = call(words)
         assert reply.code in (0, 1), reply.output
         assert "\x1b" not in reply.output
     reply = call(["adapters", "gc", f"run-{kind}"])
-    assert reply.code == (2 if kind in ("links", "sync") else 0), reply.output
+    assert reply.code == (2 if kind in ("links", "outputs", "sync") else 0), reply.output
     assert os.path.lexists(bundle.folder / f"run-{kind}" / "config.json")
 
 
@@ -163,3 +189,70 @@ def test_watch_report_samples_and_runs(bundle: Bundle, kind: str, monkeypatch: p
         assert "\x1b" not in reply.output
     ran(["report", f"run-{kind}", "--out", "page.html"])
     assert "mine alone" not in (bundle.folder / "page.html").read_text()
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_export(bundle: Bundle, kind: str) -> None:
+    """Its canary was recorded elsewhere: the model's weights are loaded, then the export is refused."""
+    words = "is not an adapter folder" if kind in ("links", "sync") else "computes other logprobs"
+    reply = call(["export", f"run-{kind}", "--out", "exported"])
+    assert reply.code in (1, 2), reply.output
+    assert words in reply.output
+    assert "\x1b" not in reply.output
+    assert not (bundle.folder / "exported").exists()
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_log(
+    bundle: Bundle,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """To a library that does nothing."""
+    package = tmp_path_factory.mktemp("packages") / "wandb"
+    package.mkdir()
+    (package / "__init__.py").write_text(FAKE_WANDB.format(log=str(package / "got"), fault="pass"))
+    monkeypatch.setenv("PYTHONPATH", f"{package.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.syspath_prepend(str(package.parent))
+    words = ["log", f"run-{kind}", "--to", "wandb"]
+    if kind in ("links", "outputs"):
+        refused(words, "is a link out of")
+    else:
+        ran(words)
+
+
+@pytest.mark.parametrize("target", [*(f"run-{kind}" for kind in RUNS), "adapter"])
+def test_chat(bundle: Bundle, target: str) -> None:
+    reply = call(["chat", target, "--model", "model", "--url", "http://127.0.0.1:1"])
+    assert reply.code in (1, 2), reply.output
+    assert "\x1b" not in reply.output
+
+
+def test_doctor(bundle: Bundle) -> None:
+    for words in (["doctor", "--runs", "."], ["doctor", "--engine", "http://127.0.0.1:1"]):
+        reply = call(words)
+        assert reply.code in (0, 1), reply.output
+        assert "\x1b" not in reply.output
+
+
+@pytest.mark.parametrize(("episode", "data"), [("guess", "data"), ("reasoning-gym", "data-gym")])
+def test_env_check(bundle: Bundle, episode: str, data: str) -> None:
+    words = ["env", "check", episode, "--data", data, "--episodes", "1", "--reply", "x"]
+    refused([*words, "--model", "model"], "'__class__' of 'str' object is unsafe")
+    (bundle.folder / "model" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    reply = call([*words, "--model", "model"])
+    assert reply.code == 1, reply.output
+    assert "The episode of prompt t/train/0" in reply.output, "it reads what its own data lacks"
+    assert "\x1b" not in reply.output
+
+
+def test_every_command_is_called_here() -> None:
+    group: Any = typer.main.get_command(app)
+    words = [
+        (name, sub) if sub else (name,)
+        for name, entry in group.commands.items()
+        for sub in getattr(entry, "commands", {"": entry})
+    ]
+    text = Path(__file__).read_text()
+    assert [w for w in words if "[" + ", ".join(f'"{word}"' for word in w) + "," not in text] == []

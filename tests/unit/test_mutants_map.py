@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 import tomllib
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -35,3 +38,17 @@ def test_an_explained_mutant_still_exists(mutant: dict[str, str]) -> None:
     lines = [line.strip() for line in (ROOT / mutant["path"]).read_text().splitlines()]
     assert mutant["before"].strip() in lines
     assert mutant["reason"]
+
+
+@pytest.mark.parametrize(
+    ("noticed", "reasons", "enough"),
+    [(0.94, ["equivalent"], True), (0.94, ["equivalent", ""], False), (0.95, [""], True), (1.0, [], True)],
+)
+def test_95_percent_or_an_explanation_of_every_survivor_is_enough(
+    noticed: float, reasons: list[str], enough: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setitem(sys.modules, "mutant_list", MagicMock())  # needs cosmic-ray
+    mutants = importlib.import_module("mutants")
+    found = {"noticed": noticed, "survivors": [{"reason": reason} for reason in reasons]}
+    assert mutants.is_enough(found) is enough

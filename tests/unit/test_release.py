@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
+
+import pytest
 
 import skylite
 
@@ -32,14 +35,47 @@ def test_every_pin_is_a_version_and_not_a_path_or_url() -> None:
     assert not {"skylite", "torchvision", "torchaudio", "torchcodec"} & {p.partition("==")[0] for p in pins}
 
 
+def pins_of(file: str) -> set[str]:
+    """Names and versions in a file of constraints, such as `pyyaml==6.0.3`, spelled alike."""
+    lines = (ROOT / "constraints" / file).read_text().splitlines()
+    found = (line.removesuffix(" \\") for line in lines if "==" in line and not line.startswith("#"))
+    return {pin.lower().replace("_", "-").replace(".", "-") for pin in found}
+
+
 def test_every_pinned_package_but_torch_has_its_hashes() -> None:
-    pins = [line for line in (ROOT / "constraints" / "cpu.txt").read_text().splitlines() if "==" in line]
-    blocks = (ROOT / "constraints" / "cpu-hashes.txt").read_text().split("\n")
-    hashed = {line.removesuffix(" \\").lower().replace("_", "-") for line in blocks if "==" in line}
-    expected = {p.lower().replace("_", "-").replace(".", "-") for p in pins if not p.startswith("torch==")}
-    assert {h.replace(".", "-") for h in hashed} == expected
-    lines = [line for line in blocks if line and not line.startswith("#")]
+    assert pins_of("cpu-hashes.txt") == {p for p in pins_of("cpu.txt") if not p.startswith("torch==")}
+
+
+HASHED = ("setup.txt", "cpu-hashes.txt", "peers.txt", "verifiers.txt")
+
+
+@pytest.mark.parametrize("file", HASHED)
+def test_every_line_has_a_hash_and_names_no_host(file: str) -> None:
+    text = (ROOT / "constraints" / file).read_text()
+    lines = [line for line in text.split("\n") if line and not line.startswith("#")]
     bare = [
         a for a, b in zip(lines, [*lines[1:], ""], strict=True) if "==" in a and "--hash=sha256:" not in b
     ]
-    assert bare == []
+    assert (bare, [line for line in lines if "://" in line]) == ([], [])
+
+
+def test_set_up_installs_nothing_without_a_hash_but_torch_and_on_gpus() -> None:
+    recipe = (ROOT / "Makefile").read_text().partition("\n$(READY):")[2].replace("\\\n", " ")
+    free = [line.strip() for line in recipe.splitlines() if "pip install" in line]
+    assert [re.sub(r".*--no-deps( --extra-index-url \S+)? ", "", line) for line in free] == [
+        "$(PINS) torch",
+        "--no-build-isolation -e .",
+        '$(BIN)/pip install --quiet --no-build-isolation -e ".[gpu,dev]"',
+    ]
+    assert set(re.findall(r"-r (\S+)", recipe)) == {"$(TOOLS)", "$(HASHES)", "$(PEERS)", "$(VERIFIERS)"}
+
+
+def test_the_hash_files_hold_all_that_skylite_and_its_build_name() -> None:
+    """Set-up installs nothing else: not even what a package of these requires."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = project["project"]["optional-dependencies"]
+    needed = [*project["project"]["dependencies"], *extras["cpu"], *extras["dev"]]
+    names = {re.split(r"[<>=]", spec)[0].lower() for spec in needed}
+    assert names - {p.partition("==")[0] for p in pins_of("cpu.txt")} == set()
+    built_with = set(project["build-system"]["requires"])
+    assert built_with - {p.partition("==")[0] for p in pins_of("setup.txt")} == set()

@@ -122,6 +122,35 @@ def test_limits_and_ends(sandbox: Sandbox, name: str, arguments: tuple[Any, ...]
     assert sandbox.call("evaluate", "1 + 1") == 2
 
 
+def test_no_memory_is_held_beside_the_limit(sandbox: Sandbox) -> None:
+    count = 10 * QUICK.memory_bytes
+    assert {way: error for way, error in sandbox.call("hold_memory", count).items() if not error} == {}
+
+
+@CAN_WRITE
+@pytest.mark.parametrize(
+    ("count", "num_bytes", "folder"),
+    [(300, 1 << 20, ""), (300, 0, ""), (1, 1, "hidden")],
+    ids=["many files", "empty files", "a folder that nobody can list"],
+)
+def test_the_files_of_a_call_have_a_limit_together(count: int, num_bytes: int, folder: str) -> None:
+    with Sandbox(RUNNER, scratch=True, limits=Limits(file_bytes=1 << 20)) as sandbox:
+        with pytest.raises(CallFailed, match="wrote more than 1048576 bytes of files"):
+            sandbox.call("write_files", count, num_bytes, folder)
+        assert sandbox.call("write_files", 3, 1 << 16, "") == 3
+
+
+def test_a_server_that_does_not_answer_was_not_killed_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skylite.sandbox.sandbox.GRACE_S", 0.5)
+    with Sandbox(RUNNER, what="the test", limits=Limits(wall_s=0.5)) as sandbox:
+        sandbox.start()
+        os.kill(server_pid(sandbox), signal.SIGSTOP)
+        with pytest.raises(ChildDied, match=r"The sandbox of the test did not answer within 1 s\.") as error:
+            sandbox.call("evaluate", "1")
+        assert "SIGKILL" not in str(error.value)
+        assert sandbox.call("evaluate", "1") == 1
+
+
 def test_prints_do_not_reach_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     with Sandbox(RUNNER) as sandbox:
         assert sandbox.call("talk", 3) == "xxx"

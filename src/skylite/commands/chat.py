@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from skylite.errors import ConfigError, DataError, RunFailed
 from skylite.foreign_text import parse_json, plain, plain_lines
 from skylite.hub.resolve import resolve_model
 from skylite.processes.child import Child, ProcessSpec, child_died, kill, poll, start
+from skylite.processes.temporary_folder import temporary_folder
 from skylite.types import Message
 from skylite.ui.logs import show
 from skylite.vllm_plugin.api_key import KEY_VARIABLE
@@ -167,10 +167,10 @@ def started(flags: ChatFlags, served: ServedAdapter) -> Iterator[httpx.Client]:
     """A vLLM server with the adapter, on a Unix socket; it ends with the block."""
     config = served.run_config.config if served.run_config is not None else TrainConfig()
     model = resolve_model(flags.model or served.base_model).path
-    with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
-        spec = single_engine_spec(config, served, model, Path(folder) / "vllm.sock")
+    with temporary_folder() as folder:
+        spec = single_engine_spec(config, served, model, folder / "vllm.sock")
         spec = replace(spec, max_model_len=context_length(model, spec.max_model_len))
-        log = Path(folder) / "vllm.log"
+        log = folder / "vllm.log"
         argv = [*engine_command(spec), *template_flags(run_template(served.run_config))]
         process = ProcessSpec(name=spec.name, argv=argv, env=engine_env(spec, {}), log_path=log)
         transport = httpx.HTTPTransport(uds=str(spec.uds))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from skylite.foreign_text import plain, plain_lines
 from skylite.hub.resolve import resolve_model
 from skylite.orchestrator.allowed_programs import allow_episode
 from skylite.orchestrator.turn_metrics import turn_metrics
+from skylite.processes.temporary_folder import temporary_folder
 from skylite.types import Prompt, Trajectory
 from skylite.ui.logs import show
 
@@ -117,9 +117,9 @@ async def _play(
         scripted = await asyncio.to_thread(tokenizer.encode_texts, replies) if replies else []
 
     async def on(engine: Sampler) -> Played:
-        with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
+        with temporary_folder() as folder:
             async with environment_of_model(
-                config, model.path, stops, template.text, programs, Path(folder)
+                config, model.path, stops, template.text, programs, folder
             ) as environment:
                 start_seconds = time.monotonic() - began
                 episodes = await _run_twice(environment, engine, prompts)

@@ -31,6 +31,7 @@ from skylite.orchestrator.eval_data import DataChoice, EvalData, read_data
 from skylite.orchestrator.eval_problems import start_problems
 from skylite.processes.file_descriptors import raise_file_limit
 from skylite.run.files import write_json
+from skylite.run.folder_owner import require_own_place
 from skylite.run.programs_named_by_user import is_set
 from skylite.ui.logs import set_terminal_level, show
 
@@ -107,6 +108,7 @@ def plan_eval(flags: EvalFlags) -> EvalPlan:
     """Check the flags, the adapters and the data. Raises SkyliteError subclasses."""
     adapters = find_adapters(flags)
     newest = adapters[-1] if adapters else None
+    out = results_folder(newest)
     recorded = newest.run_config.config if newest is not None and newest.run_config is not None else None
     config = load_config(None, {}, flags.settings) if recorded is None else merged(recorded, flags.settings)
     subjects = [Subject(found.adapter) for found in adapters]
@@ -125,7 +127,6 @@ def plan_eval(flags: EvalFlags) -> EvalPlan:
         named_by=flags.target,
         is_own=recorded is not None and not flags.data,
     )
-    run = newest.run if newest is not None else None
     return EvalPlan(
         adapters=adapters,
         subjects=subjects,
@@ -133,8 +134,16 @@ def plan_eval(flags: EvalFlags) -> EvalPlan:
         config=config,
         template=chosen_template(newest, config, flags.settings),
         data=read_data(choice, config),
-        out=run.evals if run is not None else Path("evals"),
+        out=out,
     )
+
+
+def results_folder(newest: ServedAdapter | None) -> Path:
+    """RUN/evals, or ./evals without a run. Raises ConfigError if a link there leads elsewhere."""
+    run = newest.run if newest is not None else None
+    root, out = (Path.cwd(), Path("evals")) if run is None else (run.root, run.evals)
+    require_own_place(root, out)
+    return out
 
 
 def find_adapters(flags: EvalFlags) -> list[ServedAdapter]:

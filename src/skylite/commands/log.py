@@ -10,6 +10,7 @@ from skylite.errors import ConfigError, RunFailed
 from skylite.loggers.interface import require_libraries
 from skylite.loggers.processes import start_logger
 from skylite.long_work import long_work
+from skylite.run.folder_owner import require_own_place
 from skylite.run.metrics_file import read_metrics
 from skylite.run.run_dir import RunDir
 from skylite.ui.logs import show
@@ -19,6 +20,7 @@ def log(target: Path, to: str) -> None:
     """Log what the run has, and what each logger has not yet. Raises SkyliteError subclasses."""
     names, run = logger_names(to), RunDir(target.resolve())
     read_run_config(run.config_path)
+    require_own_place(run.root, run.logs, run.loggers)
     if not (steps := read_metrics(run.metrics_path)):
         raise ConfigError(f"{target} has no finished step to log.", "Log it after its first step.")
     require_libraries(names)

@@ -25,7 +25,7 @@ from skylite.run.folder_owner import require_own_folders
 from skylite.run.lock import lock_run
 from skylite.run.programs_named_by_user import is_set
 from skylite.run.run_dir import RunDir
-from skylite.ui.logs import run_log, show
+from skylite.ui.logs import run_log, show, show_printed
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +107,8 @@ def train(
             "Add --resume RUN, or remove --at.",
         )
     limit = TimeLimit(max_hours) if max_hours is not None else None
+    if dry_run:
+        show_printed()
     if resume is not None:
         finished = _resume(flags, RunDir(resume.resolve()), at, limit, dry_run=dry_run)
     else:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from skylite.config.bundled import bundled_names, find_file
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError
+from skylite.processes.temporary_folder import temporary_folder
 
 logger = logging.getLogger(__name__)
 GPU_RECIPE = "gsm8k"
@@ -56,8 +56,8 @@ def default_data(config: TrainConfig, *, keep: bool) -> Iterator[TrainConfig]:
         yield config
     else:
         logger.info(f"{path} does not exist yet: the run prepares it, --dry-run checks a temporary copy")
-        with tempfile.TemporaryDirectory(prefix="skylite-dry-run-") as folder:
-            copy = Path(folder) / path.name
+        with temporary_folder("dry-run-") as folder:
+            copy = folder / path.name
             with contextlib.redirect_stdout(io.StringIO()):  # stdout is for the settings
                 _prepare_default(copy)
             yield config.model_copy(update={"data": config.data.model_copy(update={"path": str(copy)})})

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import glob
 import os
-import re
 import shlex
 import tempfile
-import time
 from pathlib import Path
 
 from skylite.doctor.finding import Finding, note, ok
 from skylite.errors import ConfigError
 from skylite.hub.shared_memory import SHARED_MEMORY, USERS_LOCK
 from skylite.processes.reaper import OPENMP_FILE
+from skylite.processes.temporary_folder import unused_folders
 from skylite.run.lock import LOCK_NAME
 from skylite.run.status import read_status
 
 ENDED = ("done", "stopped", "failed")
-_TEMPORARY = re.compile(r"skylite-[a-z0-9_]{8}")
-"""A name that tempfile.mkdtemp gives."""
-OLD_S = 3600.0
-"""Age from which a temporary folder that no process names is a leftover."""
 
 
 def check_runs(folder: Path) -> list[Finding]:
@@ -61,7 +55,8 @@ def is_locked(lock: Path) -> bool:
 
 def check_leftovers(memory: Path = SHARED_MEMORY, temporary: Path | None = None) -> Finding:
     """Dead processes left nothing of ours behind."""
-    found = [*_openmp_files(memory), *_model_copies(memory), *_old_folders(temporary)]
+    folders = unused_folders(temporary or Path(tempfile.gettempdir()))
+    found = [*_openmp_files(memory), *_model_copies(memory), *folders]
     if not found:
         return ok("leftovers", f"none in {memory} and {temporary or tempfile.gettempdir()}")
     size = sum(_size(path) for path in found)
@@ -80,25 +75,6 @@ def _model_copies(memory: Path) -> list[Path]:
     """Copies of models (model.use_shm) that no run uses."""
     copies = [p for p in (memory / f"skylite-{os.geteuid()}").glob("model-*") if p.is_dir()]
     return [p for p in copies if not is_locked(p.with_name(p.name + USERS_LOCK))]
-
-
-def _old_folders(temporary: Path | None) -> list[Path]:
-    """Temporary folders of this user's children that no living process names."""
-    parent = temporary or Path(tempfile.gettempdir())
-    folders = [p for p in parent.glob("skylite-*") if _TEMPORARY.fullmatch(p.name) and p.is_dir()]
-    old = [p for p in folders if p.stat().st_uid == os.getuid() and time.time() - p.stat().st_mtime > OLD_S]
-    used = b"".join(_words_of_processes()) if old else b""
-    return [p for p in old if os.fsencode(p) not in used]
-
-
-def _words_of_processes() -> list[bytes]:
-    """Command lines and environments of the processes that this user may read."""
-    words = []
-    for process in Path("/proc").glob("[0-9]*"):
-        for name in ("cmdline", "environ"):
-            with contextlib.suppress(OSError):
-                words.append((process / name).read_bytes())
-    return words
 
 
 def _size(path: Path) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
@@ -22,6 +21,7 @@ from skylite.engine.watchdog import RestartPolicy
 from skylite.processes.gpus import visible_gpus
 from skylite.processes.hardware import choose_device, choose_dtype
 from skylite.processes.supervisor import Supervisor
+from skylite.processes.temporary_folder import temporary_folder
 from skylite.run.run_dir import AdapterVersion
 
 logger = logging.getLogger(__name__)
@@ -70,12 +70,12 @@ async def run_on_engine(
     An engine that dies restarts with its adapters, as in a run.
     """
     restarts = RestartPolicy(config=config.engine, verify=_skip_verification, counts={})
-    with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
+    with temporary_folder() as folder:
         async with Supervisor() as supervisor:
-            spec = make_spec(Path(folder) / "vllm.sock")
+            spec = make_spec(folder / "vllm.sock")
 
             async def run() -> T:
-                async with serving_engines([spec], Path(folder), supervisor, restarts) as engines:
+                async with serving_engines([spec], folder, supervisor, restarts) as engines:
                     return await work(engines[0])
 
             running = asyncio.ensure_future(run())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -19,6 +18,7 @@ from skylite.engine.retrying_client import Engine
 from skylite.engine.server_command import EngineSpec
 from skylite.engine.watchdog import RestartPolicy, Watchdog
 from skylite.processes.supervisor import Supervisor
+from skylite.processes.temporary_folder import temporary_folder
 
 logger = logging.getLogger(__name__)
 MAX_LORAS = 2
@@ -37,9 +37,9 @@ async def start_engines(
 
     The supervisor stops the processes.
     """
-    with tempfile.TemporaryDirectory(prefix="skylite-") as sockets:
+    with temporary_folder() as sockets:
         specs = [
-            engine_spec(run_config, target_modules, index, Path(sockets))
+            engine_spec(run_config, target_modules, index, sockets)
             for index in range(run_config.config.engine.num_engines)
         ]
         yield [Watchdog.start(spec, logs, supervisor, restarts) for spec in specs]

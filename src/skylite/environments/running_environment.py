@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import tempfile
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from skylite.environments.recorder import Recorder
 from skylite.environments.renderer import Renderer, make_sandbox
 from skylite.environments.sample_episodes import Environment
 from skylite.processes.supervisor import Supervisor
+from skylite.processes.temporary_folder import temporary_folder
 
 
 @contextlib.asynccontextmanager
@@ -48,8 +48,7 @@ async def running_environment(
     """
     spec, settings = config.env.episode, config.env
     async with contextlib.AsyncExitStack() as stack:
-        # mkdtemp makes mode 0700: the sockets are for this user only.
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skylite-")))
+        folder = stack.enter_context(temporary_folder())  # its sockets are for this user only
         facts = await renderer.facts(config.data.template_args)
         recorder = Recorder(
             config=config,

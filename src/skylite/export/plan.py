@@ -20,6 +20,7 @@ from skylite.foreign_text import parse_json
 from skylite.hub.resolve import PROMPT_FILES, ResolvedModel, resolve_model, tensor_shapes
 from skylite.processes.hardware import available_memory
 from skylite.run.files import format_bytes
+from skylite.run.folder_owner import require_own_place
 from skylite.run.held_out_scores import held_out_scores
 from skylite.run.run_dir import RunDir
 
@@ -101,6 +102,7 @@ def plan_export(flags: ExportFlags) -> ExportPlan:
     served = find_adapter(flags.run, chosen_step(flags))
     assert served.run is not None, "find_adapter read a run"
     assert served.run_config is not None, "find_adapter read a run"
+    out = flags.out or default_out(served, served.run, flags)
     manifest = read_manifest(served.adapter.path, verify_hash=False)  # find_adapter has verified it
     base = recorded_base(served.run_config, manifest)
     base_name, is_local = name_of_base(flags.base_name, served.run_config, base, flags.push)
@@ -117,7 +119,7 @@ def plan_export(flags: ExportFlags) -> ExportPlan:
         gguf=flags.gguf,
         dtype=checked_dtype(flags.dtype) or dtype_of(base.path),
         num_parameters=sum(math.prod(shape) for shape in tensor_shapes(base.path).values()),
-        out=(flags.out or served.run.root / "exports" / out_name(served, flags)).absolute(),
+        out=out.absolute(),
     )
     if plan.out.exists():
         raise ConfigError(
@@ -199,10 +201,11 @@ def dtype_of(base: Path) -> Dtype:
     return (checked_dtype(named) if named in get_args(Dtype) else None) or "float32"
 
 
-def out_name(served: ServedAdapter, flags: ExportFlags) -> str:
-    """Folder name in RUN/exports, such as `policy-v000020-merged-float32`."""
+def default_out(served: ServedAdapter, run: RunDir, flags: ExportFlags) -> Path:
+    """In RUN/exports, such as `policy-v000020-merged-float32`. Raises ConfigError if a link leads out."""
+    require_own_place(run.root, run.exports)
     kinds = [kind for kind, wanted in (("merged", flags.merge), ("gguf", flags.gguf)) if wanted] or ["peft"]
-    return "-".join([served.adapter.name, *kinds, *([flags.dtype] if flags.dtype else [])])
+    return run.exports / "-".join([served.adapter.name, *kinds, *([flags.dtype] if flags.dtype else [])])
 
 
 def check_memory(plan: ExportPlan) -> None:

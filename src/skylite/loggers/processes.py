@@ -6,7 +6,6 @@ import contextlib
 import logging
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 from skylite.config.log import LoggerName
 from skylite.errors import RunFailed
@@ -56,7 +55,7 @@ class LoggerProcess:
     def finish(self) -> None:
         """Ask it to log the rest and end. Does not wait."""
         with contextlib.suppress(OSError):  # it has ended, and its folder is gone
-            Path(self.child.temporary, END).touch()
+            (self.child.folder.path / END).touch()
 
     def end(self) -> None:
         """Kill it, if it still runs."""

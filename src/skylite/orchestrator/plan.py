@@ -33,6 +33,7 @@ from skylite.processes.file_descriptors import raise_file_limit
 from skylite.processes.gpus import why_no_gpu
 from skylite.processes.hardware import choose_device, choose_dtype
 from skylite.processes.machine_record import machine_facts
+from skylite.processes.printed_lines import printed_lines
 from skylite.rewards.components import load_components
 from skylite.run.files import convert_os_errors, sha256_file, write_json
 from skylite.run.folder_owner import mark_sync_folder
@@ -40,6 +41,7 @@ from skylite.run.programs_named_by_user import is_set
 from skylite.run.run_dir import RunDir, published_versions
 from skylite.sandbox.sandbox import require_sandbox
 from skylite.types import Prompt
+from skylite.ui.logs import log_printed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +91,8 @@ def plan_run(
         rewards, programs = allow_rewards(
             config.reward.functions, info, Path(config.data.path), named_by=named_by
         )
-        load_components(rewards, config.reward.weights, train[0], programs, config.reward)
+        with printed_lines(log_printed):
+            load_components(rewards, config.reward.weights, train[0], programs, config.reward)
     programs |= allow_algorithm(config.algorithm, named_by=recipe, settings=settings)
     config, length_note = epochs_to_steps(config, len(train))
     config, device_notes = device_defaults(config, choose_device())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import tempfile
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from skylite.orchestrator.shutdown import ask_trainer_to_end
 from skylite.processes.child import ProcessSpec
 from skylite.processes.hardware import threads_per_rank
 from skylite.processes.supervisor import Supervisor
+from skylite.processes.temporary_folder import temporary_folder
 from skylite.processes.torchrun import trainer_command, trainer_env
 from skylite.run.checkpoint_folder import checkpoint_steps, verify_checkpoint
 from skylite.run.files import write_json
@@ -58,8 +58,8 @@ async def replay_step(run: RunDir, step: int, programs: Mapping[str, str]) -> Re
             f"{run.root} has no rollouts of step {missing[0]}; a replay of step {step} needs them.",
             "Replay another step.",
         )
-    with tempfile.TemporaryDirectory(prefix="skylite-replay-") as folder:
-        replay = copy_for_replay(run, recorded, RunDir(Path(folder)), start, step)
+    with temporary_folder("replay-") as folder:
+        replay = copy_for_replay(run, recorded, RunDir(folder), start, step)
         await _train(replay, recorded, start, step)
         return compare(
             step,

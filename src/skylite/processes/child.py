@@ -24,6 +24,7 @@ from skylite.foreign_text import plain
 from skylite.processes.file_descriptors import private_file
 from skylite.processes.import_path import protected_env
 from skylite.processes.reaper import TEMPORARY_FOLDER, remove_leftovers
+from skylite.processes.temporary_folder import TemporaryFolder
 
 REAPER = Path(__file__).with_name("reaper.py")
 MARK = "SKYLITE_CHILD"
@@ -68,8 +69,8 @@ class Child:
     mark: str
     log_start: int
     """Size of the log when this child started; earlier bytes belong to an earlier child."""
-    temporary: str
-    """Its folder for temporary files and sockets, removed after its end."""
+    folder: TemporaryFolder
+    """For temporary files and sockets, removed after its end."""
 
     @property
     def name(self) -> str:
@@ -86,7 +87,7 @@ def start(spec: ProcessSpec) -> Child:
     spec.log_path.parent.mkdir(parents=True, exist_ok=True)
     read_end, write_end = os.pipe()
     reaper_pipe = private_file(write_end, "wb")
-    mark, temporary = uuid.uuid4().hex, _temporary_folder()
+    mark, folder = uuid.uuid4().hex, _temporary_folder()
     # -I -S keeps user code and site packages out of the reaper; the command has its own interpreter flags.
     argv = [sys.executable, "-I", "-S", str(REAPER), str(read_end), *spec.argv]
     try:
@@ -94,7 +95,7 @@ def start(spec: ProcessSpec) -> Child:
             log_start = log.tell()
             process = subprocess.Popen(
                 argv,
-                env=protected_env({**os.environ, **spec.env, **temporary_env(temporary), MARK: mark}),
+                env=protected_env({**os.environ, **spec.env, **temporary_env(str(folder.path)), MARK: mark}),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -103,14 +104,14 @@ def start(spec: ProcessSpec) -> Child:
             )
     except OSError as error:
         reaper_pipe.close()
-        remove_leftovers(temporary)
+        folder.remove()
         raise RunFailed(
             f"{spec.name} could not be started: {error}.",
             f"Check that {spec.log_path.parent} is writable.",
         ) from None
     finally:
         os.close(read_end)
-    return Child(spec, process, reaper_pipe, mark, log_start, temporary)
+    return Child(spec, process, reaper_pipe, mark, log_start, folder)
 
 
 def temporary_env(folder: str) -> dict[str, str]:
@@ -124,10 +125,9 @@ def temporary_env(folder: str) -> dict[str, str]:
     return {"TMPDIR": folder, TEMPORARY_FOLDER: folder, **compiled, **users}
 
 
-def _temporary_folder() -> str:
-    """A new folder with mode 0700, whatever the umask."""
+def _temporary_folder() -> TemporaryFolder:
     parent = tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix="skylite-", dir=parent if len(parent) <= LONGEST_TMPDIR else "/tmp")
+    return TemporaryFolder(parent=Path(parent if len(parent) <= LONGEST_TMPDIR else "/tmp"))
 
 
 def poll(child: Child) -> int | None:
@@ -139,7 +139,8 @@ def poll(child: Child) -> int | None:
         child.reaper_pipe.close()
         _kill_survivors(child)
         child.process.wait()
-        remove_leftovers(child.temporary)
+        child.folder.remove()
+        remove_leftovers(None)
     return child.process.returncode
 
 

@@ -6,11 +6,12 @@ import atexit
 import functools
 import logging
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from skylite.processes.temporary_folder import TemporaryFolder
 
 logger = logging.getLogger(__name__)
 _LINK_FOLDERS = ("/tmp", "/dev/shm")
@@ -64,9 +65,9 @@ def link_folder() -> Path | None:
     """A private folder for links, removed at the end of this process. Its path has no space or colon."""
     for parent in (tempfile.gettempdir(), *_LINK_FOLDERS):
         if not _is_split(parent) and os.access(parent, os.W_OK):
-            folder = Path(tempfile.mkdtemp(prefix="skylite-lib-", dir=parent))
-            atexit.register(shutil.rmtree, folder, ignore_errors=True)
-            return folder
+            folder = TemporaryFolder("lib-", Path(parent))
+            atexit.register(folder.remove)
+            return folder.path
     return None
 
 

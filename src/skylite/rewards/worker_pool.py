@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 from skylite.config.rollout import RewardParameters
 from skylite.errors import ChildDied, RunFailed
 from skylite.processes.parent_death import die_with_parent
+from skylite.processes.printed_lines import printed_lines
 from skylite.rewards.built_in import DEFAULTS
 from skylite.rewards.components import Component, load_components, score_components
 from skylite.rewards.signature import Item
@@ -48,11 +50,13 @@ class RewardPool:
         call of `score`. `log_path`: what the workers print is appended to it; None: they print to this
         process's streams.
         """
-        components = load_components(specs, weights, programs=programs, parameters=parameters)
-        self._takes_several = any(c.function.takes_several for c in components)
         if log_path is not None:
             with convert_os_errors(log_path.parent):
                 log_path.parent.mkdir(parents=True, exist_ok=True)
+        # The workers load the functions too, and log what that prints.
+        with contextlib.nullcontext() if log_path is None else printed_lines(lambda line: None):
+            components = load_components(specs, weights, programs=programs, parameters=parameters)
+        self._takes_several = any(c.function.takes_several for c in components)
         context = multiprocessing.get_context("spawn")
         self._executor = ProcessPoolExecutor(
             num_workers,

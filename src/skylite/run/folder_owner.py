@@ -1,4 +1,4 @@
-"""Check which folders belong to a run before deleting in them.
+"""Check which folders belong to a run before writing or deleting in them.
 
 A run may come from another person: its config.json and its links could point to folders that are not its own.
 """
@@ -34,7 +34,7 @@ def require_own_folders(run: RunDir, recorded: RunConfig) -> None:
     Writes nothing. An outside lora_sync_path without adapters (e.g. in memory, after a reboot) is safe: the
     run marks it again.
     """
-    for link in _links_out(run.root):
+    for link in _links_out(run.root, run.root):
         raise ConfigError(
             f"{link} is a link out of the run, to {os.path.realpath(link)}; "
             "the run could change or delete files there.",
@@ -60,6 +60,20 @@ def require_own_folders(run: RunDir, recorded: RunConfig) -> None:
         )
 
 
+def require_own_place(root: Path, *folders: Path) -> None:
+    """Raise ConfigError if a command that writes into these folders of `root` could write outside of it.
+
+    Writes nothing. The folders need not exist.
+    """
+    for folder in folders:
+        for link in _links_out(root, folder):
+            raise ConfigError(
+                f"{link} is a link out of {root}, to {os.path.realpath(link)}; "
+                "this command would write files there.",
+                "Remove the link, or replace it by a real file or folder.",
+            )
+
+
 def _deletable_paths(folder: Path) -> Iterator[Path]:
     """Adapters and unfinished files in a lora_sync_path, which a run deletes over time."""
     yield from (adapter.path for adapter in published_versions(folder))
@@ -77,10 +91,13 @@ def _recorded_run_id(folder: Path) -> object:
     return mark.get("run_id") if isinstance(mark, dict) else None
 
 
-def _links_out(root: Path) -> Iterator[Path]:
-    """Symbolic links below `root` with a target outside of it."""
+def _links_out(root: Path, place: Path) -> Iterator[Path]:
+    """`place` and the symbolic links below it that have a target outside of `root`."""
     inside = os.path.realpath(root)
-    for folder, folders, files in os.walk(root):
+    if place.is_symlink() and not Path(os.path.realpath(place)).is_relative_to(inside):
+        yield place
+        return
+    for folder, folders, files in os.walk(place):
         for path in (Path(folder, name) for name in (*folders, *files)):
             if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
                 yield path

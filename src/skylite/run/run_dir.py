@@ -154,6 +154,11 @@ class RunDir:
         return self.root / "evals"
 
     @property
+    def exports(self) -> Path:
+        """Where `skylite export` writes by default."""
+        return self.root / "exports"
+
+    @property
     def loggers(self) -> Path:
         """Files of the experiment loggers, and which steps each has (loggers/journal.py)."""
         return self.root / "loggers"

@@ -24,10 +24,8 @@ import functools
 import json
 import os
 import select
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -39,6 +37,7 @@ from typing import Any, Self
 from skylite.errors import ChildDied, ConfigError
 from skylite.processes.child import describe_exit_code
 from skylite.processes.file_descriptors import private_file
+from skylite.processes.temporary_folder import TemporaryFolder
 from skylite.sandbox.server import LENGTH, send
 
 SETUP_S = 300.0
@@ -61,7 +60,7 @@ class Limits:
     output_bytes: int = 1 << 20
     """Size of the value as JSON."""
     file_bytes: int = 64 << 20
-    """Size of a file in the scratch folder."""
+    """Size of all files in the scratch folder."""
 
 
 class CallFailed(Exception):
@@ -111,7 +110,7 @@ class Sandbox:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._life: FileIO | None = None
-        self._scratch: Path | None = None
+        self._folder: TemporaryFolder | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -146,6 +145,8 @@ class Sandbox:
                 raise CallFailed(f"used more than {limits.cpu_s} s of CPU time")
             case "output":
                 raise CallFailed(f"returned more than {limits.output_bytes} bytes")
+            case "files":
+                raise CallFailed(f"wrote more than {limits.file_bytes} bytes of files")
         raise CallFailed(describe_exit_code(details[0]))
 
     def close(self) -> None:
@@ -163,7 +164,7 @@ class Sandbox:
         life, own_end = os.pipe()
         self._life = private_file(own_end, "wb")
         if self._wants_scratch:
-            self._scratch = Path(tempfile.mkdtemp(prefix="skylite-sandbox-"))
+            self._folder = TemporaryFolder("sandbox-")
         # -P -s -S: only `paths` add code, the user's folder and the working folder do not.
         paths = [path for path in sys.path if os.path.isabs(path)]
         try:
@@ -206,6 +207,11 @@ class Sandbox:
             reply = _receive(process.stdout.fileno(), time.monotonic() + timeout_s)
         except BaseException as error:
             self._end()
+            if isinstance(error, TimeoutError):  # an OSError, too
+                raise ChildDied(
+                    f"The sandbox of {self._what} did not answer within {timeout_s:g} s.",
+                    "It was stopped, or the machine is overloaded.",
+                ) from None
             if isinstance(error, OSError | EOFError):  # nothing that is called can do that
                 raise ChildDied(
                     f"The sandbox of {self._what} {describe_exit_code(process.wait())}.",
@@ -225,9 +231,13 @@ class Sandbox:
                 pipe.close()
         if self._life is not None:
             self._life.close()
-        if self._scratch is not None:
-            shutil.rmtree(self._scratch, onerror=_make_removable)
-            self._scratch = None
+        if self._folder is not None:
+            self._folder.remove()
+            self._folder = None
+
+    @property
+    def _scratch(self) -> Path | None:
+        return None if self._folder is None else self._folder.path
 
 
 def _environment(scratch: Path | None) -> dict[str, str]:
@@ -281,13 +291,3 @@ def _read_exactly(pipe: int, count: int, deadline: float) -> bytes:
             raise EOFError
         data += chunk
     return bytes(data)
-
-
-def _make_removable(function: Any, path: str, _: object) -> None:
-    """Code in the sandbox can make folders that their owner cannot list."""
-    os.chmod(os.path.dirname(path), 0o700)
-    if os.path.isdir(path) and not os.path.islink(path):
-        os.chmod(path, 0o700)
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        function(path)

@@ -17,6 +17,7 @@ from skylite.sandbox.syscalls import (
     ARCHITECTURES,
     ATTRIBUTES,
     MACHINE,
+    MEMORY,
     NETWORK,
     NEWEST,
     OTHER_PROCESSES,
@@ -61,7 +62,7 @@ def isolation_filter(arch: int, *, may_write: bool) -> list[Instruction]:
 
     With `may_write`, Landlock must limit the folders.
     """
-    program = _refuse(numbers(NETWORK + OTHER_PROCESSES + MACHINE + ATTRIBUTES, arch))
+    program = _refuse(numbers(NETWORK + OTHER_PROCESSES + MACHINE + MEMORY + ATTRIBUTES, arch))
     program += _only_arguments("ioctl", arch, 1, _HARMLESS_IOCTLS)
     program += _not_arguments("fcntl", arch, 1, _SIGNAL_FCNTLS)
     program += _only_arguments("prlimit64", arch, 0, [0])

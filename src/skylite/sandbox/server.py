@@ -19,7 +19,6 @@ import json
 import os
 import resource
 import select
-import shutil
 import signal
 import socket
 import struct
@@ -29,7 +28,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from skylite.sandbox.confine import SETUP_BYTES, isolate, limit_call, lower_limit
+from skylite.sandbox.scratch import empty, is_larger
 
+SIZE_S = 0.1
+"""How often the size of the scratch folder is checked."""
 LENGTH = struct.Struct(">Q")
 _F_SETSIG = 10
 _ISOLATED = "isolated"
@@ -67,10 +69,10 @@ def main(life: int) -> NoReturn:
     send(replies, ["ready"])
     prepare = getattr(function, "prepare", None)
     while (request := _receive(requests)) is not None:
-        if scratch is not None and not _empty(scratch):
+        if scratch is not None and not empty(scratch):
             send(replies, ["dirty"])
             continue
-        reply = _call(function, request, memory, (requests, replies, memory, life))
+        reply = _call(function, request, memory, (requests, replies, memory, life), scratch)
         send(replies, reply)
         if prepare is not None and reply[0] == "answer":
             _prepare(prepare, request, memory)
@@ -100,7 +102,11 @@ def _check_isolation(scratch: Path | None) -> None:
 
 
 def _call(
-    function: Callable[..., Any], request: dict[str, Any], memory: int, private: tuple[int, ...]
+    function: Callable[..., Any],
+    request: dict[str, Any],
+    memory: int,
+    private: tuple[int, ...],
+    scratch: Path | None,
 ) -> list[Any]:
     """Run the function in a copy of this process. Returns what the parent gets."""
     read_end, write_end = os.pipe()
@@ -114,7 +120,7 @@ def _call(
         _answer(function, request, write_end, server, memory_bytes)
     os.close(write_end)
     try:
-        data = _read_until(read_end, deadline, request["output_bytes"], private[0])
+        data = _read_until(read_end, deadline, request, private[0], scratch)
     finally:
         os.close(read_end)
         with contextlib.suppress(ProcessLookupError):
@@ -172,32 +178,31 @@ def _text(error: BaseException) -> str:
         return ""
 
 
-def _read_until(pipe: int, deadline: float, limit: int, requests: int) -> bytes | str:
-    """All bytes of the pipe; "time" or "output" if that is too late or too much. Ends with the parent."""
+def _read_until(
+    pipe: int, deadline: float, limits: dict[str, Any], requests: int, scratch: Path | None
+) -> bytes | str:
+    """All bytes of the pipe, or the limit that the call broke: "time", "output" or "files".
+
+    Ends with the parent.
+    """
     data = bytearray()
     while True:
-        left = deadline - time.monotonic()
-        ready, _, _ = select.select([pipe, requests], [], [], max(0.0, left))
+        left = max(0.0, deadline - time.monotonic())
+        ready, _, _ = select.select([pipe, requests], [], [], left if scratch is None else min(left, SIZE_S))
         if requests in ready:  # nothing is requested during a call, so the parent has closed the pipe
             os._exit(0)
+        if scratch is not None and is_larger(scratch, limits["file_bytes"]):
+            return "files"
         if not ready:
-            return "time"
+            if time.monotonic() >= deadline:
+                return "time"
+            continue
         chunk = os.read(pipe, 1 << 16)
         if not chunk:
             return bytes(data)
         data += chunk
-        if len(data) > limit:
+        if len(data) > limits["output_bytes"]:
             return "output"
-
-
-def _empty(folder: Path) -> bool:
-    """Remove what the last call left. Returns whether everything could be removed."""
-    for path in folder.iterdir():
-        try:
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        except OSError:  # such as a folder that its owner may not list
-            return False
-    return True
 
 
 def make_nothing() -> Callable[[], None]:

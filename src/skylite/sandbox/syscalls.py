@@ -19,8 +19,9 @@ fremovexattr 199 16, fsconfig 431 431, fsetxattr 190 7, fsmount 432 432, fsopen 
 futimesat 261 -, init_module 175 105, io_uring_enter 426 426, io_uring_register 427 427,
 io_uring_setup 425 425, ioctl 16 29, ioperm 173 -, iopl 172 -, ioprio_set 251 30, kcmp 312 272,
 kexec_file_load 320 294, kexec_load 246 104, keyctl 250 219, kill 62 129, lchown 94 -, link 86 -,
-linkat 265 37, listen 50 201, lremovexattr 198 15, lsetxattr 189 6, memfd_secret 447 447,
-migrate_pages 256 238, mkdir 83 -, mkdirat 258 34, mknod 133 -, mknodat 259 33, modify_ldt 154 -,
+linkat 265 37, listen 50 201, lremovexattr 198 15, lsetxattr 189 6, memfd_create 319 279,
+memfd_secret 447 447, migrate_pages 256 238, mkdir 83 -, mkdirat 258 34, mknod 133 -, mknodat 259 33,
+modify_ldt 154 -,
 mount 165 40, mount_setattr 442 442, move_mount 429 429, move_pages 279 239, mq_open 240 180,
 mq_unlink 241 181, msgctl 71 187, msgget 68 186, msgrcv 70 188, msgsnd 69 189, name_to_handle_at 303 264,
 open 2 -, open_by_handle_at 304 265, open_tree 428 428, openat 257 56, openat2 437 437,
@@ -35,7 +36,7 @@ sethostname 170 161, setns 308 268, setpriority 141 140, settimeofday 164 170, s
 shmctl 31 195, shmget 29 194, socket 41 198, socketpair 53 199, swapoff 168 225, swapon 167 224,
 symlink 88 -, symlinkat 266 36, syslog 103 116, tgkill 234 131, tkill 200 130, truncate 76 45, umount2 166 39,
 unlink 87 -, unlinkat 263 35, unshare 272 97, userfaultfd 323 282, utime 132 -, utimensat 280 88,
-utimes 235 -, vfork 58 -, vhangup 153 58
+utimes 235 -, vfork 58 -, vhangup 153 58, vmsplice 278 75
 """
 """name, x86-64, AArch64; "-" where it does not exist. A test compares them with the kernel's headers."""
 
@@ -54,8 +55,10 @@ mount umount2 pivot_root chroot open_tree move_mount fsopen fsconfig fsmount fsp
 setns bpf perf_event_open userfaultfd kexec_load kexec_file_load init_module finit_module delete_module
 swapon swapoff reboot sethostname setdomainname settimeofday clock_settime adjtimex clock_adjtime acct
 quotactl quotactl_fd name_to_handle_at open_by_handle_at syslog ioperm iopl modify_ldt vhangup
-fanotify_init memfd_secret
+fanotify_init
 """
+MEMORY = "memfd_create memfd_secret vmsplice"
+"""Keep memory that no process maps, so that RLIMIT_AS does not count it."""
 ATTRIBUTES = """
 chmod fchmod fchmodat chown fchown lchown fchownat utime utimes futimesat utimensat setxattr lsetxattr
 fsetxattr removexattr lremovexattr fremovexattr mknod mknodat

@@ -20,6 +20,8 @@ from skylite.run.files import append_line, atomic_file, convert_os_errors
 
 ON_PANEL: dict[str, Any] = {"on_panel": True}
 """`extra` of a record that repeats what the live panel shows: a live terminal does not print it."""
+PRINTED: dict[str, Any] = {"is_printed": True}
+"""`extra` of a record that a user's program printed: the terminal shows it only if the run has no log."""
 _ROOT = logging.getLogger("skylite")
 
 
@@ -40,8 +42,11 @@ class TerminalHandler(logging.Handler):
         """The open screen draws a live panel."""
         self.show_work: Callable[[str], None] | None = None
         """Shows long work on the live panel."""
+        self.shows_printed = False
 
     def emit(self, record: logging.LogRecord) -> None:
+        if getattr(record, "is_printed", False) and not self.shows_printed:
+            return
         if self.screen is not None:
             if not (self.has_panel and getattr(record, "on_panel", False)):
                 self.screen(self.format(record))
@@ -112,12 +117,22 @@ _RUN_LOG = RunLogHandler()
 
 def configure_logging(level: int = logging.INFO, *, info_on_stdout: bool = False) -> None:
     """Set up the handlers of the command line. `info_on_stdout`: info is what the command was asked for."""
-    _TERMINAL.info_on_stdout = info_on_stdout
+    _TERMINAL.info_on_stdout, _TERMINAL.shows_printed = info_on_stdout, False
     _RUN_LOG.shut()
     for handler in (_TERMINAL, _RUN_LOG):
         _ROOT.addHandler(handler)
     _ROOT.propagate = False  # a reward file may configure the root logger: each line would come twice
     set_terminal_level(level)
+
+
+def log_printed(line: str) -> None:
+    """Log a line that a user's program printed."""
+    _ROOT.info(f"printed: {line}", extra=PRINTED)
+
+
+def show_printed() -> None:
+    """Show such lines on the terminal: this command writes no run, so they have no other place."""
+    _TERMINAL.shows_printed = True
 
 
 def set_terminal_level(level: int) -> None:
