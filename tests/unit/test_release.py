@@ -60,13 +60,15 @@ def test_every_line_has_a_hash_and_names_no_host(file: str) -> None:
 
 
 def test_set_up_installs_nothing_without_a_hash_but_torch_and_on_gpus() -> None:
-    recipe = (ROOT / "Makefile").read_text().partition("\n$(READY):")[2].replace("\\\n", " ")
+    text = (ROOT / "Makefile").read_text()
+    recipe = text.partition("\n$(READY):")[2].replace("\\\n", " ")
     free = [line.strip() for line in recipe.splitlines() if "pip install" in line]
     assert [re.sub(r".*--no-deps( --extra-index-url \S+)? ", "", line) for line in free] == [
         "$(PINS) torch",
         "--no-build-isolation -e .",
         '$(BIN)/pip install --quiet --no-build-isolation -e ".[gpu,dev]"',
     ]
+    assert "INSTALL := $(BIN)/pip install --quiet --no-deps --no-build-isolation --require-hashes\n" in text
     assert set(re.findall(r"-r (\S+)", recipe)) == {"$(TOOLS)", "$(HASHES)", "$(PEERS)", "$(VERIFIERS)"}
 
 
@@ -77,5 +79,5 @@ def test_the_hash_files_hold_all_that_skylite_and_its_build_name() -> None:
     needed = [*project["project"]["dependencies"], *extras["cpu"], *extras["dev"]]
     names = {re.split(r"[<>=]", spec)[0].lower() for spec in needed}
     assert names - {p.partition("==")[0] for p in pins_of("cpu.txt")} == set()
-    built_with = set(project["build-system"]["requires"])
+    built_with = {*project["build-system"]["requires"], "setuptools", "pip"}
     assert built_with - {p.partition("==")[0] for p in pins_of("setup.txt")} == set()
