@@ -17,36 +17,41 @@ from safetensors.numpy import load_file
 
 from tests.e2e.conftest import EXACT
 from tests.e2e.project import Project, descendants
-from tests.e2e.running import DEADLINE_S, check_metrics, places_with, running, wait_gone
+from tests.e2e.running import DEADLINE_S, check_metrics, places_with, running, wait_for_step, wait_gone
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.dist]
 
 
-def test_a_run_stopped_by_its_time_limit_and_resumed_equals_one_that_never_stopped(
+def test_a_run_stopped_by_ctrl_c_and_resumed_equals_one_that_never_stopped(
     project: Project, finished: str
 ) -> None:
     extra = [word for setting in EXACT for word in ("--set", setting)]
-    stopped = project.run(
-        *project.train_args("in-time", 3, *extra, "--max-hours", "0.0001"), timeout_s=DEADLINE_S
-    )
-    assert stopped.returncode == 0, stopped.stderr
-    assert "--max-hours 0.0001: stopping" in stopped.stderr
-    assert [m["step"] for m in project.metrics("in-time")] == [1]
-    assert project.status("in-time")["phase"] == "stopped"
+    with running(project, *project.train_args("stopped", 3, *extra)) as process:
+        wait_for_step(project, process, "stopped", 1)
+        children = descendants(process.pid)
+        asked = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+        assert time.monotonic() - asked < 30, "a stop takes seconds"
+    assert process.returncode == 130, output
+    assert wait_gone(children) == []
+    assert "Traceback" not in output
+    assert project.status("stopped")["phase"] == "stopped"
+    assert len(project.metrics("stopped")) < 3
 
-    resumed = project.run("train", "--resume", "in-time", timeout_s=DEADLINE_S)
+    resumed = project.run("train", "--resume", "stopped", timeout_s=DEADLINE_S)
     assert resumed.returncode == 0, resumed.stderr
-    # If the trainer finished a step after the limit, the resume records it without the parent's metrics.
-    assert [m["step"] for m in project.metrics("in-time")] == [1, 2, 3]
+    # If the trainer finished a step after Ctrl-C, the resume records it without the parent's metrics.
+    assert [m["step"] for m in project.metrics("stopped")] == [1, 2, 3]
     check_metrics(project, finished)
     for version in range(4):
         name = f"adapters/policy-v{version:06d}/adapter_model.safetensors"
-        assert (project.root / "in-time" / name).read_bytes() == (
+        assert (project.root / "stopped" / name).read_bytes() == (
             project.root / finished / name
         ).read_bytes(), version
 
-    assert project.run("adapters", "verify", "in-time").stdout == "4 of 4 published adapters are intact\n"
-    replayed = project.run("replay", "in-time", "--step", "2")
+    assert project.run("adapters", "verify", "stopped").stdout == "4 of 4 published adapters are intact\n"
+    replayed = project.run("replay", "stopped", "--step", "2")
     assert replayed.returncode == 0, replayed.stderr
     # Replay starts at the stop's checkpoint if that is of step 1, otherwise at the start of the run.
     assert replayed.stdout.startswith("equal: step 2 again from ")
