@@ -59,10 +59,12 @@ lora-guess: $(READY) ## train a game of several turns (ARGS="--seed 1")
 	$(BIN)/skylite prepare guess --synthetic --out data/guess
 	$(BIN)/skylite train --recipe guess_cpu --data data/guess --run $(subst lora-gsm8k,lora-guess,$(RUN)) $(ARGS)
 
-check: $(READY) ## format, lint and types: ruff, mypy
+check: $(READY) ## format, lint, types, and whether the pages made from the code are up to date
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python docs/generate_reference.py --check
+	$(BIN)/python docs/generate_gpu_fit.py --check
 
 # Two processes share the test files. Most tests wait for one thread: an import, a start, a disk.
 UNIT_TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit

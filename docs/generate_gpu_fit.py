@@ -1,6 +1,7 @@
 """Write "What fits" in docs/how-to/gpus.md: the memory that skylite itself predicts before a run.
 
     python docs/generate_gpu_fit.py        (or: make docs-reference)
+    python docs/generate_gpu_fit.py --check        writes nothing, fails if the tables are stale
 
 Nothing here runs on a GPU. The shapes are those of Qwen2.5; the sums are orchestrator/memory_plan.py's.
 """
@@ -14,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from write_or_check import write_or_check
+
 from skylite.config.train import TrainConfig
 from skylite.engine.start_engines import MAX_LORAS
 from skylite.errors import ConfigError
@@ -22,7 +25,7 @@ from skylite.orchestrator.memory_plan import divide_gpus
 from skylite.orchestrator.predicted_memory import ModelSizes, engine_memory, model_sizes, trainer_memory
 from skylite.processes.gpus import Gpu
 
-PAGE = Path(__file__).parent / "how-to" / "gpus.md"
+PAGE = Path(__file__).resolve().parent / "how-to" / "gpus.md"
 BEGIN, END = "<!-- what-fits: begin -->", "<!-- what-fits: end -->"
 SHAPES = {
     # hidden, MLP, layers, key-value size, vocabulary, tied LM head, from each config.json
@@ -181,17 +184,12 @@ def tables() -> str:
     return "\n".join(parts).rstrip()
 
 
-def page() -> str:
-    """gpus.md with new tables."""
+def pages() -> dict[Path, str]:
+    """gpus.md -> its text with new tables."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
-    return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{after}"
-
-
-def main() -> None:
-    PAGE.write_text(page(), encoding="utf-8")
-    print(f"wrote {PAGE}")
+    return {PAGE: f"{before}{BEGIN}\n\n{tables()}\n\n{END}{after}"}
 
 
 if __name__ == "__main__":
-    main()
+    write_or_check(pages(), __doc__)

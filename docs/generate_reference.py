@@ -1,6 +1,7 @@
 """Write docs/reference/cli.md, config.md and metrics.md from the code.
 
     python docs/generate_reference.py        (or: make docs-reference)
+    python docs/generate_reference.py --check        writes nothing, fails if a page is stale
 
 cli.md holds what `--help` prints. config.md holds the fields, defaults and docstrings of skylite.config.
 metrics.md holds skylite/run/metrics.toml.
@@ -19,12 +20,13 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from typer.testing import CliRunner
+from write_or_check import write_or_check
 
 from skylite.cli import app
 from skylite.config.train import TrainConfig
 from skylite.run.metric_table import Metric, metric_sections
 
-REFERENCE = Path(__file__).parent / "reference"
+REFERENCE = Path(__file__).resolve().parent / "reference"
 MADE_BY = "<!-- Made by docs/generate_reference.py from the code. Do not edit: run `make docs-reference`. -->"
 HELP_WIDTH = 100
 LINE_WIDTH = 110
@@ -72,9 +74,10 @@ Healthy ranges are rules of thumb: a run can leave one and learn.
 """
 
 
-def pages() -> dict[str, str]:
-    """File name in docs/reference -> text."""
-    return {"cli.md": cli_page(), "config.md": config_page(), "metrics.md": metrics_page()}
+def pages() -> dict[Path, str]:
+    """File -> text."""
+    texts = {"cli.md": cli_page(), "config.md": config_page(), "metrics.md": metrics_page()}
+    return {REFERENCE / name: text for name, text in texts.items()}
 
 
 def cli_page() -> str:
@@ -204,11 +207,5 @@ def one_line(text: str) -> str:
     return re.sub(r"\s+", " ", text).strip()
 
 
-def main() -> None:
-    for name, text in pages().items():
-        (REFERENCE / name).write_text(text, encoding="utf-8")
-        print(f"wrote {REFERENCE / name}")
-
-
 if __name__ == "__main__":
-    main()
+    write_or_check(pages(), __doc__)

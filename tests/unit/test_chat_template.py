@@ -15,6 +15,7 @@ from skylite.config.loading import load_config
 from skylite.config.rollout import DataConfig
 from skylite.config.train import Resolved, RunConfig
 from skylite.data.chat_template import MAX_BYTES, ChatTemplate, read_template
+from skylite.data.prompts import read_prompts
 from skylite.data.tokenizer import load_tokenizer
 from skylite.engine.server_command import serve_command
 from skylite.errors import ConfigError, ModelError
@@ -135,10 +136,17 @@ def test_the_recipes_difficulty_counts_for_its_own_data(
     assert printed_json(reply)["data"]["difficulty"] == [1]
 
 
-def test_countdown_is_ready_to_train(project: Path) -> None:
-    prepare("countdown", limit=40)
-    reply = call([*DRY_RUN, "--data", "data/countdown"])
+@pytest.mark.parametrize("flags", [[], ["--reward", "countdown"]])
+def test_countdown_is_ready_to_train(flags: list[str], project: Path) -> None:
+    made = call(["prepare", "countdown", "--difficulty", "1", "--limit", "40"])
+    assert made.code == 0, made.output
+    assert "every reference answer scores 1.0 under the reward countdown" in made.output
+    train, _ = read_prompts(project / "data" / "countdown" / "train.parquet")
+    assert ({p.difficulty for p in train}, len(train)) == ({1}, 40)
+    reply = call([*DRY_RUN, "--data", "data/countdown", *flags])
     assert reply.code == 0, reply.output
+    assert "40 training problems, reward countdown" in reply.output
+    assert "ready: " in reply.output
 
 
 def test_the_flags_of_train_are_settings(project: Path) -> None:

@@ -193,11 +193,30 @@ def test_a_bad_chat_is_named(reason: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("row", "needed"),
+    [
+        ({"question": "1?", "answer": "1"}, "--reward"),
+        ({"messages": chat("1?", "1")}, "--reward"),
+        ({"messages": chat("1?")}, "--answer and --reward"),
+        ({"problem": "1?", "solution": "1"}, "--answer and --reward"),
+        ({"question": "1?", "problem": "2?", "answer": "1"}, "--question and --reward"),
+    ],
+)
+def test_without_a_reward_only_missing_flags_are_named(row: Any, needed: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "train.jsonl", [row] * 3)
+    for target in (path, str(tmp_path)):
+        with pytest.raises(ConfigError) as error:
+            prepare(target)
+        assert error.value.what == f"{target} needs {needed}."
+
+
+@pytest.mark.parametrize(
     ("flags", "reason"),
     [
         ({"question": "x"}, "has no column 'x'; it has 'q', 'a', 'level', 'tags', 'uid'"),
         ({"question": "tags"}, r"tags\[0\] is not a message"),
         ({"answer": "tags"}, "'tags' is list, not text"),
+        ({"reward": None}, r"needs --reward\. Example: --reward gsm8k\.$"),
         ({"question": None}, "needs --question: it has 'q', 'a', 'level', 'tags', 'uid'"),
         ({"answer": None}, "needs --answer: it has 'q', 'a', 'level', 'tags', 'uid'"),
         ({"id": "level"}, "line 1 and .*line 4 have the same 'level', '0'"),

@@ -178,7 +178,15 @@ def test_a_bad_row_of_a_users_file_is_named(
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"target": "mine.jsonl"}, "needs --question and --answer and --reward"),
+        ({"target": "mine.jsonl"}, "needs --question and --answer and --reward.*--no-answer instead"),
+        ({"target": "mine.jsonl", "question": "q"}, r"mine.jsonl needs --answer and --reward\."),
+        ({"target": "mine.jsonl", "question": "q", "no_answer": True}, r"mine.jsonl needs --reward\."),
+        (
+            {"target": "mine.jsonl", "question": "q", "answer": "a"},
+            r"needs --reward\. Example: --reward gsm8k\.$",
+        ),
+        ({"target": "none.jsonl"}, "none.jsonl does not exist"),
+        ({"target": "somebody/data"}, r"somebody/data needs --reward\."),
         (
             {"target": "mine.jsonl", "question": "x", "answer": "a", "reward": "math"},
             "no column 'x'; it has 'q', 'a'",

@@ -24,6 +24,11 @@ def test_the_citation_names_the_package_version() -> None:
     assert f"\nversion: {skylite.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
+def test_the_quickstart_installs_the_wheel_of_this_version() -> None:
+    wheels = re.findall(r"skylite-([\w.]+)-py3-none-any\.whl", (ROOT / "docs" / "quickstart.md").read_text())
+    assert wheels == [skylite.__version__]
+
+
 def test_the_package_is_marked_as_typed() -> None:
     assert (Path(skylite.__file__).parent / "py.typed").is_file()
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from skylite.config.rollout import RewardParameters
 from skylite.data.examples import ExampleSet
-from skylite.data.user_tables import OwnSource
+from skylite.data.user_columns import ColumnFlags, missing_flags
+from skylite.data.user_tables import OwnSource, read_own_tables
 from skylite.errors import ConfigError
 from skylite.plugin_file import resolve_spec
 from skylite.rewards import load_reward
 from skylite.rewards.built_in import NEEDS_ANSWER
 from skylite.run.programs_named_by_user import remember
+
+EXAMPLES = {"--question": "--question question", "--answer": "--answer answer", "--reward": "--reward gsm8k"}
+"""Flag -> how it is typed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,6 @@ def own_data_examples(
     """Read the data and make prompts. Raises DataError and ConfigError."""
     from skylite.data.user_examples import OwnData, user_file_examples
 
-    reward = _checked_reward(target, flags, chosen)
     source = OwnSource(
         target=target,
         config=flags.config,
@@ -70,14 +74,19 @@ def own_data_examples(
         validation=flags.validation_split,
         test=flags.test_split,
     )
-    data = OwnData(
-        source=source,
+    columns = ColumnFlags(
+        target=target,
         question=flags.question,
         answer=flags.answer,
         has_answers=chosen.has_answers,
+        id=flags.id,
+    )
+    reward = _checked_reward(source, columns, chosen)
+    data = OwnData(
+        source=source,
+        columns=columns,
         reward=resolve_spec(reward),
         parameters=chosen.parameters,
-        id=flags.id,
         system=flags.system,
         few_shot=flags.few_shot,
         where=where,
@@ -87,22 +96,16 @@ def own_data_examples(
     return user_file_examples(data)
 
 
-def _checked_reward(target: str, flags: OwnFlags, chosen: RewardChoice) -> str:
+def _checked_reward(source: OwnSource, columns: ColumnFlags, chosen: RewardChoice) -> str:
     """--reward. Raises ConfigError if it is missing, cannot be loaded or does not fit the other flags."""
-    if flags.answer is not None and not chosen.has_answers:
+    if columns.answer is not None and not chosen.has_answers:
         raise ConfigError(
-            f"--answer {flags.answer} names the column of the reference answers, and --no-answer says that "
+            f"--answer {columns.answer} names the column of the reference answers, and --no-answer says that "
             "there are none.",
             "Remove one of them.",
         )
     if chosen.spec is None:
-        needed = {"--question": flags.question, "--answer": flags.answer or not chosen.has_answers}
-        missing = [*(name for name, value in needed.items() if not value), "--reward"]
-        raise ConfigError(
-            f"{target} needs {' and '.join(missing)}.",
-            "Example: --question question --answer answer --reward gsm8k. For data without reference answers "
-            "give --no-answer instead of --answer.",
-        )
+        raise _needs_reward(source, columns)
     if chosen.spec == "reasoning-gym":
         raise ConfigError(
             "The reward reasoning-gym only scores the entries of reasoning-gym.",
@@ -116,3 +119,19 @@ def _checked_reward(target: str, flags: OwnFlags, chosen: RewardChoice) -> str:
         )
     load_reward(chosen.spec, chosen.parameters, sha256=remember(chosen.spec).get(chosen.spec))
     return chosen.spec
+
+
+def _needs_reward(source: OwnSource, columns: ColumnFlags) -> ConfigError:
+    """The error without --reward, which names the other missing flags too.
+
+    Data on the hub is not downloaded for that. Raises DataError if the data cannot be read.
+    """
+    is_here = source.is_file or Path(source.target).is_dir()
+    first = read_own_tables(source).splits["train"].rows[0] if is_here else None
+    missing = [*(missing_flags(columns, first) if first is not None else []), "--reward"]
+    example = " ".join(EXAMPLES[name] for name in missing)
+    no_answer = " For data without reference answers give --no-answer instead of --answer."
+    return ConfigError(
+        f"{source.target} needs {' and '.join(missing)}.",
+        f"Example: {example}.{no_answer if '--answer' in missing else ''}",
+    )

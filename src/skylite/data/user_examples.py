@@ -14,6 +14,7 @@ from skylite.data.chats import Question, read_question
 from skylite.data.examples import SPLITS, Example, ExampleSet, sample_rows
 from skylite.data.prompts import Split
 from skylite.data.raw_rows import READABLE, Row, Table, read_table
+from skylite.data.user_columns import ColumnFlags, Columns, choose_columns
 from skylite.data.user_tables import OwnSource, filter_rows, read_own_tables
 from skylite.errors import ConfigError, DataError
 from skylite.rewards.built_in import DEFAULTS, reference_answer, reference_completion
@@ -27,9 +28,6 @@ SYSTEMS = {
     "math": "Solve the problem step by step. Put the final answer in \\boxed{}.",
 }
 """Reward -> system text; prompts for FILE.py:function have none."""
-QUESTIONS = ("question", "problem", "prompt", "messages")
-ANSWERS = ("answer",)
-"""Columns that are used without a flag."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,17 +35,10 @@ class OwnData:
     """A user's data, as the flags of `skylite prepare` describe it."""
 
     source: OwnSource
-    question: str | None
-    """Column of texts or chats. None: one of QUESTIONS."""
-    answer: str | None
-    """Column of reference answers. None: one of ANSWERS, else the last turn of the chat."""
-    has_answers: bool = True
-    """False: the rows have no reference answers."""
+    columns: ColumnFlags
     reward: str
     parameters: RewardParameters = DEFAULTS
     """Settings of a built-in reward."""
-    id: str | None = None
-    """Column of ids. None: the row's number."""
     system: str | None = None
     """System text of every prompt. None: the chat's own, else that of the reward."""
     few_shot: str | None = None
@@ -62,7 +53,7 @@ def user_file_examples(data: OwnData) -> ExampleSet:
     read = read_own_tables(data.source)
     tables = {split: filter_rows(table, data.where) for split, table in read.splits.items()}
     notes = [*read.notes, *(f"--where {condition}" for condition in data.where)]
-    columns, columns_note = choose_columns(data, tables["train"].rows[0])
+    columns, columns_note = choose_columns(data.columns, tables["train"].rows[0])
     examples, tables["train"] = few_shot_rows(data, tables["train"])
     maker = PromptMaker(data=data, columns=columns, kept=kept_columns(tables, columns, notes))
     maker = replace(maker, few_shot=[turn for row in examples for turn in maker.worked_example(row)])
@@ -80,43 +71,8 @@ def user_file_examples(data: OwnData) -> ExampleSet:
         tables={str(split): table for split, table in full.items()},
         notes=[*notes, *columns_note, *maker.notes(full), f"rows: {sizes}"],
         parameters=data.parameters,
-        has_answers=data.has_answers,
+        has_answers=data.columns.has_answers,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """The columns that make a prompt."""
-
-    question: str
-    answer: str | None
-    """None: the last turn of the chat is the answer, or there are no answers."""
-    id: str | None
-
-
-def choose_columns(data: OwnData, first: Row) -> tuple[Columns, list[str]]:
-    """The columns, by flag or by name, and notes on those found by name. Raises ConfigError."""
-    names = ", ".join(map(repr, first.values))
-    found = [name for name in QUESTIONS if name in first.values]
-    if data.question is None and len(found) != 1:
-        which = f"its columns {' and '.join(map(repr, found))} could be meant" if found else f"it has {names}"
-        raise ConfigError(f"{data.source.target} needs --question: {which}.", "Name the column.")
-    question = found[0] if data.question is None else data.question
-    if not data.has_answers:
-        return Columns(question, None, data.id), []
-    is_chat = isinstance(first.value(question), list)
-    by_name = next((name for name in ANSWERS if name in first.values), None)
-    answer = by_name if data.answer is None else data.answer
-    if answer is None and not (is_chat and read_question(first, question).reply):
-        raise ConfigError(
-            f"{data.source.target} needs --answer: it has {names}.",
-            "Name the column with the reference answers. For data without them give --no-answer.",
-        )
-    notes = []
-    if data.question is None or data.answer is None:
-        text = f"column {answer!r}" if answer else "the last turn of the chat"
-        notes.append(f"question: column {question!r}; answer: {text}")
-    return Columns(question, answer, data.id), notes
 
 
 def few_shot_rows(data: OwnData, train: Table) -> tuple[Sequence[Row], Table]:
@@ -270,7 +226,7 @@ class PromptMaker:
     def _answer(self, row: Row, asked: Question) -> str:
         if self.columns.answer is not None:
             return row.text(self.columns.answer)
-        if not asked.reply and self.data.has_answers:
+        if not asked.reply and self.data.columns.has_answers:
             raise DataError(
                 f"{row.where}: the chat in {self.columns.question!r} does not end with an assistant message, "
                 "the reference answer.",
@@ -280,7 +236,7 @@ class PromptMaker:
 
     def _example(self, row: Row, prompt_id: str) -> Example:
         asked = read_question(row, self.columns.question)
-        text = self._answer(row, asked) if self.data.has_answers else ""
+        text = self._answer(row, asked) if self.data.columns.has_answers else ""
         system = (asked.system if self.data.system is None else "") or self.default_system
         messages: list[Message] = [{"role": "system", "content": system}] if system else []
         prompt = Prompt(
@@ -291,6 +247,6 @@ class PromptMaker:
             extra={name: value for name, value in row.values.items() if name in self.kept},
         )
         reference = None
-        if self.data.has_answers:
+        if self.data.columns.has_answers:
             reference = reference_completion(self.data.reward, text, self.data.parameters)
         return Example(prompt=prompt, reference=reference, where=row.where)

@@ -27,6 +27,7 @@ from skylite.orchestrator.data_filter import without_foreign_filter
 from skylite.orchestrator.gpu_plan import place
 from skylite.orchestrator.memory_plan import plan_memory
 from skylite.orchestrator.plan_notes import data_note, held_out_note, log_notes, settings_notes
+from skylite.orchestrator.reference_answers import check_references
 from skylite.orchestrator.reward_settings import apply_reward_settings
 from skylite.plugin_file import REWARD
 from skylite.processes.file_descriptors import raise_file_limit
@@ -81,7 +82,7 @@ def plan_run(
     held_out = held_out_prompts(config)
     template = read_template(config.data)
     rewards: tuple[str, ...] = ()
-    reward_note = ""
+    reward_notes: list[str] = []
     if config.env.episode:  # its episodes give the rewards
         programs = allow_episode(config.env.episode, named_by=recipe, settings=settings)
         check_episode_data(config.env.episode, info.reward, config.data.path)
@@ -92,14 +93,17 @@ def plan_run(
             config.reward.functions, info, Path(config.data.path), named_by=named_by
         )
         with printed_lines(log_printed):
-            load_components(rewards, config.reward.weights, train[0], programs, config.reward)
+            components = load_components(rewards, config.reward.weights, train[0], programs, config.reward)
+            references = check_references(config.reward, info, train, components, programs)
+        reward_notes = [reward_note, *references]
     programs |= allow_algorithm(config.algorithm, named_by=recipe, settings=settings)
     config, length_note = epochs_to_steps(config, len(train))
     config, device_notes = device_defaults(config, choose_device())
     notes = [
         *(data_note(config, info, len(train)), filter_note, held_out_note(held_out)),
         *template_notes(config.data),
-        *(reward_note, length_note, *device_notes),
+        *reward_notes,
+        *(length_note, *device_notes),
     ]
     resolved = resolve_choices(config, run, notes)
     check_rendering(Path(resolved.model_path), template, train[0])

@@ -22,7 +22,17 @@ def data_note(config: TrainConfig, info: PromptFileInfo, count: int) -> str:
     """The training data in one sentence, for config.json."""
     difficulty = f", difficulty {config.data.difficulty}" if config.data.difficulty else ""
     source = f"{info.dataset} ({info.source_kind}: {info.source}){difficulty}"
-    return f"data: {source}, {count} training problems, reward {info.reward}"
+    return f"data: {source}, {count} training problems, {rewards_text(config, info)}"
+
+
+def rewards_text(config: TrainConfig, info: PromptFileInfo) -> str:
+    """What scores the completions: the environment, the chosen functions, or the reward of the data."""
+    if config.env.episode:
+        return f"rewards of the environment {config.env.episode}"
+    functions = config.reward.functions or [info.reward]
+    weights = [f" (weight {weight:g})" for weight in config.reward.weights] or [""] * len(functions)
+    names = [f"{spec}{weight}" for spec, weight in zip(functions, weights, strict=True)]
+    return f"reward{'s' if len(names) > 1 else ''} {', '.join(names)}"
 
 
 def held_out_note(held_out: Sequence[Prompt]) -> str:

@@ -1,0 +1,78 @@
+"""Which columns of a user's data hold question and answer: by flag, by name, or the last turn of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from skylite.data.chats import read_question
+from skylite.data.raw_rows import Row
+from skylite.errors import ConfigError
+
+QUESTIONS = ("question", "problem", "prompt", "messages")
+ANSWERS = ("answer",)
+"""Columns that are used without a flag."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The columns that make a prompt."""
+
+    question: str
+    answer: str | None
+    """None: the last turn of the chat is the answer, or there are no answers."""
+    id: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnFlags:
+    """What the flags say about the columns."""
+
+    target: str
+    """The data, for error messages."""
+    question: str | None
+    """Column of texts or chats. None: one of QUESTIONS."""
+    answer: str | None
+    """Column of reference answers. None: one of ANSWERS, else the last turn of the chat."""
+    has_answers: bool = True
+    """False: the rows have no reference answers."""
+    id: str | None = None
+    """Column of ids. None: the row's number."""
+
+
+def choose_columns(flags: ColumnFlags, first: Row) -> tuple[Columns, list[str]]:
+    """The columns, by flag or by name, and notes on those found by name. Raises ConfigError."""
+    names = ", ".join(map(repr, first.values))
+    found = _named(QUESTIONS, first)
+    missing = missing_flags(flags, first)
+    if "--question" in missing:
+        which = f"its columns {' and '.join(map(repr, found))} could be meant" if found else f"it has {names}"
+        raise ConfigError(f"{flags.target} needs --question: {which}.", "Name the column.")
+    question = found[0] if flags.question is None else flags.question
+    if not flags.has_answers:
+        return Columns(question, None, flags.id), []
+    if missing:
+        raise ConfigError(
+            f"{flags.target} needs --answer: it has {names}.",
+            "Name the column with the reference answers. For data without them give --no-answer.",
+        )
+    answer = next(iter(_named(ANSWERS, first)), None) if flags.answer is None else flags.answer
+    notes = []
+    if flags.question is None or flags.answer is None:
+        text = f"column {answer!r}" if answer else "the last turn of the chat"
+        notes.append(f"question: column {question!r}; answer: {text}")
+    return Columns(question, answer, flags.id), notes
+
+
+def missing_flags(flags: ColumnFlags, first: Row) -> list[str]:
+    """Those of --question and --answer that were not given and whose column `first` does not show."""
+    found = _named(QUESTIONS, first)
+    question = found[0] if flags.question is None and len(found) == 1 else flags.question
+    has_answer = not flags.has_answers or flags.answer is not None or bool(_named(ANSWERS, first))
+    if not has_answer and question is not None and isinstance(first.value(question), list):
+        has_answer = bool(read_question(first, question).reply)
+    return [*(["--question"] if question is None else []), *([] if has_answer else ["--answer"])]
+
+
+def _named(names: Sequence[str], first: Row) -> list[str]:
+    return [name for name in names if name in first.values]
