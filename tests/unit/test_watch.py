@@ -191,7 +191,10 @@ def test_a_dead_run_shows_no_spinner_and_no_time_left(tmp_path: Path) -> None:
 
     gone, here = {"skylite": dead.pid}, {"skylite": os.getpid()}
     for text, words in (
-        (screen_after(5, gone), "✘ dead  step 3 of 40, training; no such process on this machine, last write"),
+        (
+            screen_after(5, gone),
+            "✘ dead  step 3 of 40, training; no such process on this machine, last write",
+        ),
         (screen_after(5, here), "✘ silent for 5.0 h  step 3 of 40, training"),
         (screen_after(5, {}), "✘ silent for 5.0 h  step 3 of 40, training; no such process"),
         (screen_after(0.1, gone), "✘ no process here  step 3 of 40, training; no such process"),
