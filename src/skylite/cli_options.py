@@ -19,6 +19,13 @@ def set_level(verbose: bool | None) -> bool | None:
     return verbose
 
 
+def silence_for_json(as_json: bool) -> bool:
+    """Show only warnings and errors, on stderr, beside the JSON."""
+    if as_json:
+        set_terminal_level(logging.WARNING)
+    return as_json
+
+
 Verbose = Annotated[
     bool | None,
     typer.Option("--verbose/--quiet", "-v/-q", callback=set_level,
@@ -33,7 +40,11 @@ Settings = Annotated[
 Loggers = Annotated[
     str | None, typer.Option(help="Loggers, e.g. tensorboard,wandb (also trackio, mlflow, swanlab).")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead, for programs.")]
+AsJson = Annotated[
+    bool,
+    typer.Option("--json", callback=silence_for_json, help="Print JSON instead, for programs."),
+]
+"""Commands get the value; the callback silences progress."""
 
 TemplateArgs = Annotated[
     list[str] | None,

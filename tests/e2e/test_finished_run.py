@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import time
+from pathlib import Path
 
 import httpx
 import psutil
@@ -95,6 +96,21 @@ def test_a_finished_run_can_be_evaluated(project: Project, finished: str) -> Non
     rows = pq.read_table(evals / "policy-v000003-data-test-mean2.parquet").to_pylist()
     assert len(rows) == 8
     assert result["accuracy"] == pytest.approx(sum(r["reward"] for r in rows) / 8)
+
+
+@pytest.mark.parametrize(
+    ("flags", "what"), [((), "adapter weights"), (("--merge",), "merged weights in float32")]
+)
+def test_an_export_is_checked_with_vllm(
+    project: Project, finished: str, tmp_path: Path, flags: tuple[str, ...], what: str
+) -> None:
+    out = tmp_path / "export"
+    command = ["export", finished, *flags, "--out", str(out), "--check-vllm"]
+    done = project.run(*command, timeout_s=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    (check,) = [c for c in json.loads((out / "export.json").read_text())["checks"] if "vllm" in c["by"]]
+    assert check["what"] == what
+    assert check["gap_max"] < 0.002 < check["base_distance"]
 
 
 def test_a_finished_run_can_be_served(project: Project, finished: str) -> None:

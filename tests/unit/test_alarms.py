@@ -137,6 +137,15 @@ def test_longer_completions_with_more_accuracy_are_fine() -> None:
     assert kinds(longer, [held_out(0, 30), held_out(30, 32)]) == ["drift"]
 
 
+def test_a_change_of_a_few_tokens_is_no_drift() -> None:
+    def changed(first: float, last: float) -> list[str]:
+        return kinds(steps(30, completion__tokens_mean=lambda k: first if k < 15 else last))
+
+    assert changed(2.0, 3.0) == []
+    assert changed(6.0, 1.5) == []
+    assert changed(6.0, 11.0) == ["drift"]
+
+
 def test_repetition_truncation_mismatch_and_skipped_steps() -> None:
     fine = steps(30)
     assert kinds(fine, (), {k: k / 60 for k in range(1, 31)}) == ["drift"]

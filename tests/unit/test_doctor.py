@@ -6,7 +6,6 @@ import email.utils
 import json
 import os
 import re
-import resource
 import socket
 import time
 from importlib import metadata
@@ -124,15 +123,6 @@ def test_a_full_disk_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(machine, "free_bytes", lambda _: 1 << 30)
     (found,) = machine.check_disks(tmp_path, tmp_path / "not" / "there")
     assert (found.level, found.text) == ("bad", f"1 GiB free at {tmp_path}")
-
-
-def test_a_low_limit_on_open_files_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 100))
-    found = machine.check_open_files()
-    assert found.level == "bad"
-    assert re.match(r"ulimit -n is 100 at most, and a run needs \d+", found.text)
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, resource.RLIM_INFINITY))
-    assert machine.check_open_files().level == "ok"
 
 
 def test_a_wrong_clock_is_found_with_and_without_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:

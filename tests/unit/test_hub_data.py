@@ -18,6 +18,7 @@ import pytest
 from skylite.commands.prepare import prepare
 from skylite.data.prompts import read_prompts
 from skylite.errors import DataError, SkyliteError
+from tests.unit.work_cases import parts, recorded_work
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CONVERTED = "refs/convert/parquet"
@@ -147,6 +148,19 @@ def test_a_data_set_without_the_converted_branch(hub: type[Hub]) -> None:
         "data/train-00000-of-00001.parquet": parquet(0, 20),
     }
     assert sizes(prepare("me/plain", reward="math")) == [18, 1, 1]
+
+
+def test_a_download_shows_its_bytes_and_no_bar_of_the_hub(
+    hub: type[Hub], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TQDM_POSITION", "-1")  # else they show on a terminal only
+    file = parquet(0, 20)
+    hub.repositories["me/plain", "main"] = {"data/train-00000-of-00001.parquet": file}
+    with recorded_work() as found:
+        prepare("me/plain", reward="math")
+    what = "downloading me/plain/data/train-00000-of-00001.parquet"
+    assert [p for p in parts(found) if p[0].startswith("downloading")] == [(what, len(file), len(file))]
+    assert "%|" not in capfd.readouterr().err
 
 
 def test_a_bad_row_is_named(hub: type[Hub]) -> None:

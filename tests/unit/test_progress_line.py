@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from skylite.engine.startup_progress import start_stage
-from skylite.hub.resolve import download_bar
+from skylite.hub.download_bar import download_bar
 from skylite.long_work import LongWork, duration, long_work, show_long_work
 from skylite.run.durations import remember_s, remembered_s
 from skylite.ui import progress_line

@@ -40,6 +40,17 @@ def test_a_folder_becomes_one_commit(hub: Hub, folder: Path, public: bool) -> No
     assert len(hub.uploads) == 1, "the weights went through LFS"
 
 
+def test_the_hubs_own_bars_stay_hidden(
+    hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled
+
+    monkeypatch.setenv("TQDM_POSITION", "-1")  # else they show on a terminal only
+    push(folder, "me/mine", TOKEN, public=False, message="m")
+    assert capfd.readouterr() == ("", "")
+    assert not are_progress_bars_disabled()
+
+
 @pytest.mark.parametrize(
     ("path", "status", "said", "message"),
     [

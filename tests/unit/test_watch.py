@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import select
+import statistics
 import struct
 import subprocess
 import sys
@@ -25,9 +26,11 @@ from typer.testing import CliRunner
 from skylite.cli import app
 from skylite.commands.watch import Watcher, is_silent, json_lines, print_lines, text_lines
 from skylite.errors import ConfigError
+from skylite.run.lock import lock_folder
 from skylite.run.metrics_file import append_metrics, read_metrics
 from skylite.run.run_dir import RunDir
 from skylite.run.status import read_status, write_status
+from skylite.ui.live_panel import clock_time
 from skylite.ui.watch_panel import WatchPanel
 from tests.made_up_runs import write_made_up_run
 
@@ -175,13 +178,53 @@ def test_a_run_without_a_process_is_silent_after_a_while(hacked: RunDir, tmp_pat
     assert silent(-1, 11)  # never a signal to all processes
 
 
+def test_a_dead_run_shows_no_spinner_and_no_time_left(tmp_path: Path) -> None:
+    run = write_made_up_run(tmp_path, "healthy", steps=3, phase="training")
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+
+    def screen_after(hours: float, pids: dict[str, int]) -> str:
+        written = (datetime.now(UTC) - timedelta(hours=hours)).isoformat()
+        status = read_status(run.status_path)
+        write_status(run.status_path, replace(status, pids=pids, updated_at=written))
+        return drawn(Watcher(run.root), 120)
+
+    gone, here = {"skylite": dead.pid}, {"skylite": os.getpid()}
+    for text, words in (
+        (
+            screen_after(5, gone),
+            "✘ dead  step 3 of 40, training; no such process on this machine, last write",
+        ),
+        (screen_after(5, here), "✘ silent for 5.0 h  step 3 of 40, training"),
+        (screen_after(5, {}), "✘ silent for 5.0 h  step 3 of 40, training; no such process"),
+        (screen_after(0.1, gone), "✘ no process here  step 3 of 40, training; no such process"),
+    ):
+        assert words in text
+        assert "to go" not in text
+    assert "to go" in screen_after(0.1, here)
+    with lock_folder(run.root):  # as in another container, whose process ids say nothing here
+        assert "to go" in screen_after(0.1, gone)
+    screen_after(5, gone)
+    assert lines_of(Watcher(run.root))[-1].startswith("dead  step 3 of 40, training")
+
+
+def test_a_live_run_with_steps_without_a_time_is_shown(tmp_path: Path) -> None:
+    run = write_made_up_run(tmp_path, "healthy", steps=3, phase="sampling")
+    write_status(run.status_path, replace(read_status(run.status_path), pids={"skylite": os.getpid()}))
+    seconds = statistics.fmean(m["time/step_s"] for m in read_metrics(run.metrics_path))
+    append_metrics(run.metrics_path, {"step": 4, "reward/mean": 0.75})
+    assert f"about {clock_time(36 * seconds)} to go" in drawn(Watcher(run.root))
+    run.metrics_path.write_text('{"step": 1, "reward/mean": 0.75}\n')
+    assert "to go" not in drawn(Watcher(run.root))
+
+
 def test_a_run_without_a_status_is_silent_after_a_while(tmp_path: Path) -> None:
     run = write_made_up_run(tmp_path, "healthy", steps=1)
     run.status_path.unlink()
     assert not is_silent(Watcher(run.root).facts)
     os.utime(run.config_path, (0, time.time() - 700))
     printed = lines_of(Watcher(run.root))
-    assert printed[-1] == "unknown  status.json is not readable"
+    assert printed[-1] == "silent for 11.7 min  status.json is not readable"
 
 
 def test_damage_is_shown_and_not_raised(hacked: RunDir, tmp_path: Path) -> None:

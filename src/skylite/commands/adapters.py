@@ -13,6 +13,7 @@ from skylite.adapters.manifest import read_manifest
 from skylite.adapters.retention import clean_up, remove_unfinished_files
 from skylite.config.loading import read_run_config
 from skylite.errors import ModelError
+from skylite.long_work import long_work
 from skylite.run.files import TEMPORARY_MARK
 from skylite.run.folder_owner import require_own_folders
 from skylite.run.lock import lock_run
@@ -24,7 +25,11 @@ from skylite.ui.logs import show
 def verify(target: Path, *, as_json: bool = False) -> None:
     """Check every published adapter against its hashes and print the damaged ones; exit 1 if any."""
     _, versions = _published(target)
-    damage = {v.version: damage_of(v) for v in versions}
+    damage = dict[int, str]()
+    with long_work("verifying", total=len(versions)) as work:
+        for published in versions:
+            damage[published.version] = damage_of(published)
+            work.advance()
     damaged = [text for text in damage.values() if text]
     if as_json:
         show(json.dumps([{"version": v, "damage": text or None} for v, text in damage.items()]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 import tempfile
@@ -12,12 +11,12 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from skylite.doctor import leftovers, machine, software
+from skylite.doctor import leftovers, limits, machine, software
 from skylite.doctor.engine_probe import probe_engine
 from skylite.doctor.finding import Finding, bad
 from skylite.errors import SkyliteError, error_line
 from skylite.long_work import long_work
-from skylite.ui.logs import set_terminal_level, show
+from skylite.ui.logs import show
 
 MARKS = {"ok": "ok  ", "note": "note", "bad": "BAD "}
 Check = Callable[[], Finding | Iterable[Finding]]
@@ -25,8 +24,6 @@ Check = Callable[[], Finding | Iterable[Finding]]
 
 def doctor(*, runs: Path, engine: str | None, as_json: bool) -> None:
     """Print a line per check. Exits 1 if something must be mended."""
-    if as_json:
-        set_terminal_level(logging.WARNING)
     if engine is not None:
         findings = probe_engine(engine)
     else:
@@ -58,7 +55,9 @@ def machine_checks(runs: Path) -> list[tuple[str, Check]]:
         ("memory", machine.check_memory),
         ("shared memory", machine.check_shared_memory),
         ("disk", lambda: machine.check_disks(Path.cwd(), home, Path(tempfile.gettempdir()))),
-        ("open files", machine.check_open_files),
+        ("open files", limits.check_open_files),
+        ("processes", limits.check_processes),
+        ("address space", limits.check_address_space),
         ("clock", lambda: machine.check_clock(hub)),
         ("ports", machine.check_ports),
         ("hub", lambda: machine.check_hub(hub)),

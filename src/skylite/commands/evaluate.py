@@ -33,7 +33,7 @@ from skylite.processes.file_descriptors import raise_file_limit
 from skylite.run.files import write_json
 from skylite.run.folder_owner import require_own_place
 from skylite.run.programs_named_by_user import is_set
-from skylite.ui.logs import set_terminal_level, show
+from skylite.ui.logs import show
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +78,6 @@ def evaluate(flags: EvalFlags) -> None:
 
     Writes results to RUN/evals, or to ./evals without a run.
     """
-    if flags.as_json:
-        set_terminal_level(logging.WARNING)
     plan = plan_eval(flags)
     report = Report(
         model=plan.model_name,

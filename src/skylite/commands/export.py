@@ -10,16 +10,14 @@ from skylite.errors import ConfigError
 from skylite.export.plan import ExportFlags, plan_export
 from skylite.export.push import check_push, push
 from skylite.export.run import export as write_export
-from skylite.long_work import long_work
-from skylite.ui.logs import set_terminal_level, show
+from skylite.run.durations import remembered_work
+from skylite.ui.logs import show
 
 logger = logging.getLogger(__name__)
 
 
 def export(flags: ExportFlags, *, as_json: bool = False) -> None:
     """Write the folder, print what its checks measured, and push it if asked."""
-    if as_json:
-        set_terminal_level(logging.WARNING)
     if flags.check_vllm and flags.gguf and not flags.merge:
         raise ConfigError("--check-vllm cannot check a GGUF file.", "Remove it, or add --merge.")
     token = check_push(flags.push) if flags.push is not None else ""
@@ -36,7 +34,10 @@ def export(flags: ExportFlags, *, as_json: bool = False) -> None:
         show(f"exported {plan.name} to {plan.out}")
     if flags.push is not None:
         message = f"{plan.name} of a skylite run ({plan.out.name})"
-        with long_work(f"pushing to {flags.push}"):
+        size = sum(p.stat().st_size for p in plan.out.rglob("*") if p.is_file())
+        # The rate of small pushes says nothing about large ones: remember it by the digits of the size.
+        key = f"push a byte of a size of {len(str(size))} digits"
+        with remembered_work(f"pushing {size / 1e6:.0f} MB to {flags.push}", key, size):
             address = push(plan.out, flags.push, token, public=flags.public, message=message)
         facts["pushed_to"] = address
         if not as_json:

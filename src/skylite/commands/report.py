@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
 from skylite.errors import ConfigError
+from skylite.long_work import long_work
 from skylite.report.html import GENERATOR, page_html
-from skylite.report.page_data import page_data
+from skylite.report.page_data import num_files, page_data
 from skylite.report.png import require_matplotlib, write_png_files
 from skylite.report.run_facts import read_facts
 from skylite.run.files import atomic_file
 from skylite.ui.logs import show
-
-logger = logging.getLogger(__name__)
 
 MARK_BYTES = 2_000
 """The generator's mark is within these first bytes of a page."""
@@ -29,8 +27,8 @@ def report(
     if png is not None:
         require_matplotlib()
     runs = [read_facts(target) for target in targets]
-    level = logging.DEBUG if as_json else logging.INFO
-    page = page_data(runs, max_completions, lambda text: logger.log(level, f"reading {text}"))
+    with long_work("reading the runs", total=sum(map(num_files, runs))) as work:
+        page = page_data(runs, max_completions, work.advance)
     text = page_html(page)
     with atomic_file(out, len(text)) as temporary:
         temporary.write_text(text, encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -16,10 +17,12 @@ from skylite.errors import SkyliteError
 from skylite.report.alarms import Alarm, find_alarms
 from skylite.report.completions import Completion, Filter, Order, read_training
 from skylite.report.run_facts import ENDED, RunFacts, age_s, age_text, read_facts
+from skylite.run.lock import LOCK_NAME, is_locked
 from skylite.run.metrics_file import metrics_line
 from skylite.run.status import Status
 from skylite.ui.dashboard import step_line
 from skylite.ui.keys import Keys, terminal_keys
+from skylite.ui.live_panel import RECENT_STEPS
 from skylite.ui.logs import show
 from skylite.ui.watch_panel import WatchPanel, WatchState, filled
 
@@ -27,6 +30,8 @@ REFRESH_S = 0.25
 LINES_REFRESH_S = 1.0
 SILENT_S = 600.0
 """A run without a process here and without a write for this long has died, or runs elsewhere and hangs."""
+SILENT_STEPS = 3
+"""A live run is silent only after this many of its recent steps."""
 ORDERS: dict[str, Order] = {"b": "best", "w": "worst", "s": "stored"}
 
 
@@ -66,6 +71,7 @@ class Watcher:
             alarms=self.alarms,
             detail=_detail(self.facts),
             seconds=_elapsed(self.facts),
+            stalled=stalled(self.facts),
             completions=completions,
             index=self.index,
             choice=f"step {step}, {'as stored' if self.order == 'stored' else f'{self.order} first'}",
@@ -170,7 +176,7 @@ def text_lines(watcher: Watcher) -> Iterator[str]:
     for text in facts.unreadable:
         yield f"not read: {text}"
     if has_ended(facts):
-        yield f"{facts.phase}  {_detail(facts)}".strip()
+        yield f"{stalled(facts) or facts.phase}  {_detail(facts)}".strip()
 
 
 def json_lines(watcher: Watcher) -> Iterator[str]:
@@ -190,9 +196,34 @@ def has_ended(facts: RunFacts) -> bool:
 
 def is_silent(facts: RunFacts) -> bool:
     """Whether the run has no process on this machine and has not written its status for a while."""
+    return not is_alive(facts) and not silent_s(facts) <= SILENT_S
+
+
+def is_alive(facts: RunFacts) -> bool:
+    """Whether its parent runs here, or anything holds the run's lock: a container has other process ids."""
     if facts.status is None:
-        return time.time() - facts.files.config_path.stat().st_mtime > SILENT_S
-    return not _has_process(facts.status) and not age_s(facts.status) <= SILENT_S
+        return False
+    return _has_process(facts.status) or is_locked(facts.run.path / LOCK_NAME)
+
+
+def silent_s(facts: RunFacts) -> float:
+    """Seconds since the run wrote its status; nan if its time is unreadable."""
+    if facts.status is None:
+        return time.time() - facts.files.config_path.stat().st_mtime
+    return age_s(facts.status)
+
+
+def stalled(facts: RunFacts) -> str:
+    """Why no step is expected although the run has not ended; empty for one that works."""
+    if facts.phase in ENDED:
+        return ""
+    seconds, is_long = silent_s(facts), is_silent(facts)
+    if is_alive(facts):
+        recent = facts.series("time/step_s")[-RECENT_STEPS:]
+        is_long = seconds > max(SILENT_S, SILENT_STEPS * max(filter(math.isfinite, recent), default=0.0))
+    elif facts.status is not None and facts.status.pids:
+        return "dead" if is_long else "no process here"
+    return f"silent for {age_text(seconds)}" if is_long else ""
 
 
 def _has_process(status: Status) -> bool:
@@ -217,7 +248,9 @@ def _detail(facts: RunFacts) -> str:
     if status.phase in ENDED:
         return f"{age_text(age_s(status))} ago"
     text = f"step {status.step} of {status.num_steps}"
-    if not _has_process(status):
+    if stalled(facts):
+        text += f", {status.phase}"
+    if not is_alive(facts):
         text += f"; no such process on this machine, last write {age_text(age_s(status))} ago"
     return text
 
@@ -225,7 +258,7 @@ def _detail(facts: RunFacts) -> str:
 def _elapsed(facts: RunFacts) -> float:
     """Time of the recorded steps, and of a live run the time since the last one."""
     path = facts.files.metrics_path
-    if facts.phase in ENDED or facts.status is None or not _has_process(facts.status) or not path.exists():
+    if facts.phase in ENDED or not is_alive(facts) or not path.exists():
         return facts.seconds
     return facts.seconds + max(0.0, time.time() - path.stat().st_mtime)
 

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from skylite.data.raw_rows import Table, read_table
 from skylite.errors import DataError
+from skylite.hub.download_bar import download_bar
 from skylite.hub.hub_errors import HubRefusal, hub_refusals
+from skylite.long_work import long_work
 
 TIMEOUT_S = 10.0
 CONVERTED = "refs/convert/parquet"
@@ -128,9 +130,17 @@ def _cached(name: str) -> HubRepository | None:
 def _download(repository: str, file: str, revision: str) -> Path:
     from huggingface_hub import hf_hub_download
 
-    with _hub_errors(repository):
+    what = f"downloading {repository}/{file}"
+    with _hub_errors(repository), long_work(what, in_bytes=True) as work:
         return Path(
-            hf_hub_download(repository, file, repo_type="dataset", revision=revision, etag_timeout=TIMEOUT_S)
+            hf_hub_download(
+                repository,
+                file,
+                repo_type="dataset",
+                revision=revision,
+                etag_timeout=TIMEOUT_S,
+                tqdm_class=download_bar(work),
+            )
         )
 
 

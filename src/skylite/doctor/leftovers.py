@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import os
 import shlex
@@ -14,7 +13,7 @@ from skylite.errors import ConfigError
 from skylite.hub.shared_memory import SHARED_MEMORY, USERS_LOCK
 from skylite.processes.reaper import OPENMP_FILE
 from skylite.processes.temporary_folder import unused_folders
-from skylite.run.lock import LOCK_NAME
+from skylite.run.lock import LOCK_NAME, is_locked
 from skylite.run.status import read_status
 
 ENDED = ("done", "stopped", "failed")
@@ -36,21 +35,6 @@ def check_runs(folder: Path) -> list[Finding]:
             )
             findings.append(note("runs", text, f"skylite train --resume {shlex.quote(str(path.parent))}"))
     return findings or [ok("runs", f"no dead run in {folder}")]
-
-
-def is_locked(lock: Path) -> bool:
-    """Whether a live process holds this lock. Changes nothing."""
-    try:
-        descriptor = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def check_leftovers(memory: Path = SHARED_MEMORY, temporary: Path | None = None) -> Finding:

@@ -1,9 +1,8 @@
-"""Memory, disks, limits, clock, ports and the hub."""
+"""Memory, disks, clock, ports and the hub."""
 
 from __future__ import annotations
 
 import os
-import resource
 import socket
 import time
 from dataclasses import dataclass
@@ -11,9 +10,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 
-from skylite.config.train import TrainConfig
 from skylite.doctor.finding import Finding, bad, note, ok
-from skylite.engine.connections import open_files
 from skylite.errors import error_line
 from skylite.hub.shared_memory import SHARED_MEMORY
 from skylite.processes.hardware import available_memory, cpu_cores, total_memory
@@ -79,16 +76,6 @@ def check_disks(*folders: Path) -> list[Finding]:
         else:
             findings.append(note("disk", f"{text}: little") if free < GOOD_DISK else ok("disk", text))
     return findings
-
-
-def check_open_files() -> Finding:
-    """The hard limit on open files is enough; skylite raises the soft limit itself."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = open_files(TrainConfig())
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        mend = "containers: `docker run --ulimit nofile=65536`; else limits.conf: `* hard nofile 65536`"
-        return bad("open files", f"ulimit -n is {hard} at most, and a run needs {needed}", mend)
-    return ok("open files", f"ulimit -n {soft}, at most {'unlimited' if hard < 0 else hard}")
 
 
 def check_ports() -> Finding:

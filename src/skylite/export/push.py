@@ -7,6 +7,7 @@ from pathlib import Path
 
 from skylite.errors import ConfigError, RunFailed
 from skylite.foreign_text import plain
+from skylite.hub.download_bar import without_hub_bars
 
 TOKEN_VARIABLE = "HF_TOKEN"
 
@@ -45,7 +46,8 @@ def push(folder: Path, repo: str, token: str, *, public: bool, message: str) -> 
     api = HfApi(token=token)
     try:
         api.create_repo(repo, private=not public, exist_ok=True)
-        commit = api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
+        with without_hub_bars():
+            commit = api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
     except HfHubHTTPError as error:
         status = error.response.status_code
         reason = {

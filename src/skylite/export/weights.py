@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from skylite.export.canary_check import Check, check_base, check_export
 from skylite.export.gguf import check_gguf, convert_to_gguf
 from skylite.export.plan import ExportPlan, adapter_weights, prompt_files
 from skylite.export.transformers_model import load_float32, model_logprobs, versions
-from skylite.long_work import long_work
+from skylite.long_work import LongWork
+from skylite.run.durations import remembered_work
 from skylite.run.files import sha256_file
 
 
@@ -22,19 +24,24 @@ def export_weights(plan: ExportPlan, folder: Path) -> list[Check]:
     """Write what the plan asks for into `folder` and check it. Raises SkyliteError subclasses."""
     if not plan.has_merged_weights:
         write_adapter(plan, folder, plan.base_name)
-        with long_work("loading the base model and the adapter in float32"):
+        with _work(plan, "loading the base model and the adapter in float32"):
             return [load_adapted(plan, folder)[1]]
     merged = folder if plan.merge else folder / "merged"
     checks = write_merged(plan, merged)
     if plan.gguf:
         file = folder / f"{plan.name}-{plan.dtype}.gguf"
-        with long_work("converting to GGUF"):
+        with _work(plan, "converting to GGUF"):
             convert_to_gguf(merged, file, plan.dtype)
-        with long_work("loading the GGUF file"):
+        with _work(plan, "loading the GGUF file"):
             checks += check_gguf(file, plan.manifest.canary)
         if not plan.merge:
             shutil.rmtree(merged)
     return checks
+
+
+def _work(plan: ExportPlan, what: str) -> AbstractContextManager[LongWork]:
+    """A part of an export; how long it takes depends on the model and the type of its weights."""
+    return remembered_work(what, f"export {plan.base_name} {plan.dtype} {what}")
 
 
 def write_adapter(plan: ExportPlan, folder: Path, base_name: str) -> None:
@@ -92,14 +99,14 @@ def write_merged(plan: ExportPlan, folder: Path) -> list[Check]:
 
     temporary = folder / "adapter"
     try:
-        with long_work("loading the base model and the adapter in float32"):
+        with _work(plan, "loading the base model and the adapter in float32"):
             write_adapter(plan, temporary, str(plan.base.path))
             adapted, _ = load_adapted(plan, temporary)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     canary = plan.manifest.canary
     by = f"{versions('transformers', 'peft')} in float32"
-    with long_work("merging"):
+    with _work(plan, "merging"):
         merged = adapted.merge_and_unload(safe_merge=True)
         logprobs = model_logprobs(merged, canary.sequences)
         checks = [check_export("merged weights before the cast", by, logprobs, canary, is_exact=True)]
@@ -108,7 +115,7 @@ def write_merged(plan: ExportPlan, folder: Path) -> list[Check]:
     del adapted, merged
     gc.collect()
     copy_prompt_files(plan, folder)
-    with long_work("loading the merged model"):
+    with _work(plan, "loading the merged model"):
         return [*checks, check_folder(plan, folder)]
 
 

@@ -11,7 +11,8 @@ from typing import Any, BinaryIO
 
 from skylite.errors import ModelError
 from skylite.foreign_text import parse_json
-from skylite.long_work import LongWork, long_work
+from skylite.hub.download_bar import download_bar
+from skylite.long_work import long_work
 from skylite.run.files import sha256_file
 
 logger = logging.getLogger(__name__)
@@ -20,8 +21,6 @@ WITHOUT_HUB = (
     "Without the hub these work: a local folder, a model that the cache holds (HF_HUB_OFFLINE=1 then asks no "
     f"server), and {SMOLLM2}, which comes from a Python package."
 )
-BYTES_BAR = "huggingface_hub.snapshot_download"
-"""Name of the bar that counts the bytes of all files."""
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 PROMPT_FILES = (
@@ -218,24 +217,3 @@ def _from_hub(name: str, revision: str | None) -> Path:
         raise ModelError(
             f"The model {name!r} cannot be downloaded: {refusal.reason}", refusal.remedy or WITHOUT_HUB
         ) from None
-
-
-def download_bar(work: LongWork) -> type[Any]:
-    """A `tqdm_class` for snapshot_download that draws nothing and advances `work`, our own progress."""
-    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
-
-    class Bar(tqdm):  # type: ignore[misc, unused-ignore]
-        def __init__(self, *args: Any, **settings: Any) -> None:
-            self._counts = settings.get("name") == BYTES_BAR
-            super().__init__(*args, **{**settings, "disable": True})  # type: ignore[no-untyped-call]
-
-        def refresh(self, *_: Any, **__: Any) -> None:
-            """Called when another file adds its size to the total."""
-            if self._counts:
-                work.total = int(self.total)
-
-        def update(self, n: float | None = 1) -> None:
-            if self._counts:
-                work.advance(int(n or 0))
-
-    return Bar

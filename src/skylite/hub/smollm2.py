@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING
 
 from skylite.errors import ModelError
 from skylite.foreign_text import parse_json
-from skylite.long_work import long_work
 from skylite.processes.child import ProcessSpec, kill, log_tail, start
-from skylite.run.durations import remember_s, remembered_s
+from skylite.run.durations import remembered_work
 from skylite.run.files import atomic_folder, convert_os_errors, require_space, sha256_file, write_json
 
 if TYPE_CHECKING:
@@ -151,9 +150,8 @@ def _convert_in_child(gguf: Path, folder: Path) -> None:
     argv = [sys.executable, "-m", "skylite.hub.smollm2", str(gguf), str(folder)]
     child = start(ProcessSpec(name="conversion", argv=argv, env={}, log_path=log))
     try:
-        with long_work("converting the weights", expected_s=remembered_s("convert smollm2")) as work:
+        with remembered_work("converting the weights", "convert smollm2"):
             code = child.process.wait()
-        remember_s("convert smollm2", work.elapsed_s)
     finally:
         kill(child)
     if code != 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from skylite.config.train import TrainConfig
 from skylite.data.tokenizer import encode_in_thread
@@ -10,6 +10,7 @@ from skylite.environments.sample_episodes import Source
 from skylite.evaluation.episodes import evaluate_episodes
 from skylite.evaluation.evaluate import EvalResult, evaluate, write_results
 from skylite.evaluation.summary import score_name
+from skylite.long_work import long_work
 from skylite.orchestrator.resources import Session
 from skylite.run.held_out_scores import Label, held_out_scores, write_score
 from skylite.run.run_dir import adapter_name
@@ -50,10 +51,15 @@ async def evaluate_held_out(session: Session, label: Label, version: int) -> Eva
 
 
 async def _evaluate(session: Session, version: int) -> EvalResult:
+    with long_work("evaluating", len(session.plan.held_out)) as work:
+        return await _sampled(session, version, work.advance)
+
+
+async def _sampled(session: Session, version: int, on_problem: Callable[[], None]) -> EvalResult:
     plan, name = session.plan, adapter_name(version)
     if session.environment is not None:
         source = Source(model=name, version=version, engines=session.engines.engines, temperature=0.0)
-        return await evaluate_episodes(session.environment, source, plan.held_out)
+        return await evaluate_episodes(session.environment, source, plan.held_out, on_problem=on_problem)
     assert session.scorer is not None, "a run without an environment has reward workers"
     return await evaluate(
         session.engines.engines,
@@ -68,4 +74,5 @@ async def _evaluate(session: Session, version: int) -> EvalResult:
         stop_token_ids=session.tokenizer.stop_token_ids,
         stop=plan.config.rollout.stop,
         seed=plan.config.seed,
+        on_problem=on_problem,
     )

@@ -13,6 +13,7 @@ from skylite.adapters.manifest import read_manifest
 from skylite.config.loading import read_run_config
 from skylite.config.train import RunConfig
 from skylite.errors import ChildDied, ConfigError, ModelError, RunFailed
+from skylite.long_work import long_work
 from skylite.orchestrator.gpu_plan import place_ranks
 from skylite.orchestrator.shutdown import ask_trainer_to_end
 from skylite.processes.child import ProcessSpec
@@ -157,12 +158,12 @@ async def _train(run: RunDir, recorded: RunConfig, start: int, step: int) -> Non
     async with Supervisor() as supervisor:
         supervisor.start(spec)
         try:
-            for trained in range(start, step + 1):
-                await _in_time(
-                    _published(run, supervisor, trained),
-                    trainer.step_timeout_s,
-                    f"finish step {trained}",
-                )
+            # The start of the trainer counts as a step.
+            with long_work(f"training again up to step {step}", total=step - start + 1) as work:
+                for trained in range(start, step + 1):
+                    published = _published(run, supervisor, trained)
+                    await _in_time(published, trainer.step_timeout_s, f"finish step {trained}")
+                    work.advance()
             ask_trainer_to_end(run)
             await _in_time(supervisor.wait_exit(TRAINER), trainer.step_timeout_s, f"end after step {step}")
         except ChildDied:

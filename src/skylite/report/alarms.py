@@ -26,6 +26,8 @@ COLLAPSED_ENTROPY = 0.15
 """Share of the first entropy under which a policy without success has collapsed."""
 EXPLODED_ENTROPY = 2.0
 DRIFTED_LENGTH = 1.5
+DRIFTED_TOKENS = 5.0
+"""A shorter change is none: an answer of a few tokens doubles with one word."""
 DRIFTED_REPETITION = 0.15
 FALLEN_REWARD = 0.2
 TRUNCATED = 0.25
@@ -160,7 +162,8 @@ def _drift(e: Evidence) -> Iterator[Finding]:
     length = e.change("completion/tokens_mean")
     if length is not None and length.before > 0 and not e.accuracy_rose:
         ratio = length.after / length.before
-        if max(ratio, 1 / max(ratio, 1e-9)) >= DRIFTED_LENGTH and (length.rose or length.fell):
+        is_large = abs(length.after - length.before) >= DRIFTED_TOKENS
+        if is_large and max(ratio, 1 / max(ratio, 1e-9)) >= DRIFTED_LENGTH and (length.rose or length.fell):
             yield (
                 "drift",
                 f"Completions went from {length.before:.0f} to {length.after:.0f} tokens, "

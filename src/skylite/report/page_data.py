@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from skylite import __version__
 from skylite.config.train import TrainConfig
@@ -16,9 +17,9 @@ from skylite.report.adapter_layers import layer_updates
 from skylite.report.alarms import find_alarms
 from skylite.report.completions import Completion, read_held_out, read_training
 from skylite.report.plots import REPETITION, time_split, with_components
-from skylite.report.run_facts import RunFacts
+from skylite.report.run_facts import HeldOut, RunFacts
 from skylite.report.summary import summary
-from skylite.run.run_dir import published_versions
+from skylite.run.run_dir import AdapterVersion, published_versions
 
 MAX_READ_STEPS = 60
 """Rollout files that are read for texts and repetition, at equal distances."""
@@ -27,11 +28,12 @@ MAX_VERSIONS = 8
 MAX_TEXT = 20_000
 """Characters of a text; a longer one is cut and says so."""
 
-Report = Callable[[str], None]
-"""Told what is read next."""
+T = TypeVar("T")
+OnFile = Callable[[], None]
+"""Called before each of `num_files` is read."""
 
 
-def page_data(runs: Sequence[RunFacts], max_completions: int, report: Report) -> dict[str, Any]:
+def page_data(runs: Sequence[RunFacts], max_completions: int, on_file: OnFile) -> dict[str, Any]:
     """The data of a page about these runs."""
     labels = unique_names([facts.name for facts in runs])
     plots = list(dict.fromkeys(p for facts in runs for p in with_components(facts.metrics)))
@@ -42,20 +44,18 @@ def page_data(runs: Sequence[RunFacts], max_completions: int, report: Report) ->
             "version": __version__,
             "plots": [asdict(plot) for plot in plots],
             "runs": [
-                run_data(facts, label, share, report) for facts, label in zip(runs, labels, strict=True)
+                run_data(facts, label, share, on_file) for facts, label in zip(runs, labels, strict=True)
             ],
         }
     )
     return page
 
 
-def run_data(facts: RunFacts, label: str, max_completions: int, report: Report) -> dict[str, Any]:
+def run_data(facts: RunFacts, label: str, max_completions: int, on_file: OnFile) -> dict[str, Any]:
     """One run: facts, metrics by column, findings, adapters by layer, settings and completions."""
     unreadable = list(facts.unreadable)
-    report(f"{label}: completions")
-    completions, repetition = read_completions(facts, unreadable)
+    completions, repetition = read_completions(facts, unreadable, on_file)
     metrics = metric_columns(facts, repetition)
-    report(f"{label}: adapters")
     config = facts.run.config
     resolved = facts.run.run_config.resolved
     shown = share_out(completions, max_completions)
@@ -70,7 +70,7 @@ def run_data(facts: RunFacts, label: str, max_completions: int, report: Report) 
         "metrics": metrics,
         "held_out": [{"version": h.version, "label": h.label, **asdict(h.accuracy)} for h in facts.held_out],
         "time": time_split(facts.metrics),
-        "adapters": adapter_data(facts, unreadable),
+        "adapters": adapter_data(facts, unreadable, on_file),
         "settings": flat(config.model_dump(mode="json")),
         "defaults": flat(TrainConfig(num_steps=config.num_steps).model_dump(mode="json")),
         "machine": machine_data(facts, unreadable),
@@ -82,13 +82,33 @@ def run_data(facts: RunFacts, label: str, max_completions: int, report: Report) 
     }
 
 
+def num_files(facts: RunFacts) -> int:
+    """How many files of completions and adapters `page_data` reads."""
+    return len(_rollout_files(facts)) + len(_evaluations(facts)) + len(_adapters(facts))
+
+
+def _rollout_files(facts: RunFacts) -> list[tuple[int, Path]]:
+    return spread(list(facts.files.stored_rollouts().items()), MAX_READ_STEPS)
+
+
+def _evaluations(facts: RunFacts) -> list[HeldOut]:
+    return [h for h in spread(facts.held_out, MAX_READ_STEPS) if h.path.is_file()]
+
+
+def _adapters(facts: RunFacts) -> list[AdapterVersion]:
+    # Version 0 is zero.
+    trained = [v for v in published_versions(facts.run.lora_sync_path) if v.version > 0]
+    return spread(trained, MAX_VERSIONS)
+
+
 def read_completions(
-    facts: RunFacts, unreadable: list[str]
+    facts: RunFacts, unreadable: list[str], on_file: OnFile = lambda: None
 ) -> tuple[list[list[Completion]], dict[int, float]]:
     """Completions of each read rollout file and evaluation, and the mean repetition of each read step."""
     found: list[list[Completion]] = []
     repetition: dict[int, float] = {}
-    for step, path in spread(list(facts.files.stored_rollouts().items()), MAX_READ_STEPS):
+    for step, path in _rollout_files(facts):
+        on_file()
         try:
             completions = read_training(path, step)
         except DataError as error:
@@ -97,9 +117,8 @@ def read_completions(
         if completions:
             found.append(completions)
             repetition[step] = math.fsum(c.repetition for c in completions) / len(completions)
-    for held_out in spread(facts.held_out, MAX_READ_STEPS):
-        if not held_out.path.is_file():
-            continue
+    for held_out in _evaluations(facts):
+        on_file()
         try:
             found.append(read_held_out(held_out.path, held_out.version))
         except DataError as error:
@@ -107,7 +126,7 @@ def read_completions(
     return found, repetition
 
 
-def spread(items: Sequence[Any], count: int) -> list[Any]:
+def spread(items: Sequence[T], count: int) -> list[T]:
     """At most `count` items at equal distances, the first and the last included."""
     if len(items) <= count:
         return list(items)
@@ -141,12 +160,11 @@ def metric_columns(facts: RunFacts, repetition: Mapping[int, float]) -> dict[str
     return {"step": steps, **columns}
 
 
-def adapter_data(facts: RunFacts, unreadable: list[str]) -> dict[str, Any]:
+def adapter_data(facts: RunFacts, unreadable: list[str], on_file: OnFile) -> dict[str, Any]:
     """Norm and effective rank by version, layer and module."""
-    # Version 0 is zero.
-    trained = [v for v in published_versions(facts.run.lora_sync_path) if v.version > 0]
     updates = {}
-    for version in spread(trained, MAX_VERSIONS):
+    for version in _adapters(facts):
+        on_file()
         try:
             updates[version.version] = layer_updates(version.path)
         except ModelError as error:

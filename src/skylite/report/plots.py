@@ -126,7 +126,7 @@ PLOTS = (
     Plot(
         title="Memory",
         keys=("mem/rss_peak_bytes",),
-        help="Largest memory of a trainer rank so far.",
+        help="Largest memory of a trainer rank so far, without that of a GPU.",
         unit="GiB",
         divisor=2**30,
         noisy=False,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from skylite.errors import WriteFailed
 from skylite.foreign_text import parse_json
+from skylite.long_work import LongWork, long_work
 from skylite.run.files import write_json
 from skylite.run.programs_named_by_user import state_folder
 
@@ -17,6 +19,21 @@ def remembered_s(key: str) -> float | None:
     """Seconds that this work took the last time; None: unknown."""
     seconds = _read().get(key)
     return seconds if isinstance(seconds, float) and seconds > 0 else None
+
+
+@contextmanager
+def remembered_work(
+    what: str, key: str, size: float = 1.0, *, detail: Callable[[], str] = lambda: ""
+) -> Iterator[LongWork]:
+    """Show long work with the time left that the last time tells, and remember how long it takes.
+
+    `size`: how much there is to do, such as bytes; the time is taken to grow with it.
+    """
+    known = remembered_s(key)
+    expected_s = None if known is None else known * size
+    with long_work(what, expected_s=expected_s, detail=detail) as work:
+        yield work
+    remember_s(key, work.elapsed_s / size)
 
 
 def remember_s(key: str, seconds: float) -> None:

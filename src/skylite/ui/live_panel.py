@@ -24,6 +24,7 @@ TALL_ROWS = 30
 """Above this height the reward curve gets several lines."""
 RECENT_STEPS = 5
 """The remaining time is estimated from this many steps."""
+STALLED = ("✘", "bold red")
 ENDS = {"done": ("✔", "bold green"), "stopped": ("■", "bold yellow"), "failed": ("✘", "bold red")}
 
 
@@ -46,6 +47,8 @@ class ScreenState:
     detail: str = ""
     work: str = ""
     """Long work that the run waits for, such as the start of vLLM."""
+    stalled: str = ""
+    """Why no step is expected although the run has not ended, such as "dead"; shown instead of the phase."""
     started: float = field(default_factory=time.monotonic)
     history: Sequence[Mapping[str, Any]] = ()
     """Metrics of every step so far."""
@@ -93,11 +96,11 @@ def panel_lines(state: ScreenState, width: int, rows: int) -> list[Text]:
 
 def status_line(state: ScreenState, width: int) -> Text:
     """Phase and detail on the left, the clock on the right."""
-    mark, style = ENDS.get(
-        state.phase, (SPINNER[int(8 * (time.monotonic() - state.started)) % len(SPINNER)], "bold cyan")
-    )
+    spinner = SPINNER[int(8 * (time.monotonic() - state.started)) % len(SPINNER)]
+    mark, style = STALLED if state.stalled else ENDS.get(state.phase, (spinner, "bold cyan"))
     left = Text.assemble(
-        (f"{mark} {state.phase}", style), ("  " + plain(state.work or state.detail), "default")
+        (f"{mark} {state.stalled or state.phase}", style),
+        ("  " + plain(state.work or state.detail), "default"),
     )
     return _justified(left, Text(clock(state), "dim"), width)
 
@@ -200,8 +203,9 @@ def clock(state: ScreenState) -> str:
     """`4:12, about 3:50 to go`."""
     text = clock_time(time.monotonic() - state.started)
     left = state.num_steps - steps_done(state)
-    if state.history and left > 0 and state.phase not in ENDS:
-        recent = [m["time/step_s"] for m in state.history[-RECENT_STEPS:]]
+    # A damaged step has no time.
+    recent = [s for m in state.history[-RECENT_STEPS:] if math.isfinite(s := m["time/step_s"])]
+    if recent and left > 0 and state.phase not in ENDS and not state.stalled:
         text += f", about {clock_time(left * sum(recent) / len(recent))} to go"
     return text
 

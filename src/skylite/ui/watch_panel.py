@@ -61,6 +61,8 @@ class WatchState:
     detail: str
     seconds: float
     """Time of the run so far."""
+    stalled: str = ""
+    """Why no step is expected although the run has not ended."""
     completions: Sequence[Completion] = ()
     index: int = 0
     """Of the shown completion."""
@@ -113,6 +115,7 @@ def screen_state(state: WatchState) -> ScreenState:
         facts.run.config.num_steps,
         phase=facts.phase,
         detail=state.detail,
+        stalled=state.stalled,
         started=time.monotonic() - state.seconds,
         history=[filled(m) for m in facts.metrics],
     )
