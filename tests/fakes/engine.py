@@ -85,6 +85,7 @@ class Served:
         return {
             "index": index,
             "text": "".join(rng.choices(LETTERS, k=count)),
+            "prompt_token_ids": body["prompt"],
             "token_ids": [rng.randrange(256) for _ in range(count)],
             "logprobs": {"token_logprobs": [-5.5 + rng.uniform(-0.5, 0.5) for _ in range(count)]},
             "finish_reason": "length" if full else "stop",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=4, stop_toke
 Behaviour = Callable[[asyncio.StreamWriter, int], Awaitable[None]]
 
 
-def choice(index: int = 0, **changes: Any) -> dict[str, Any]:
+def choice(index: int = 0, prompt: Sequence[int] = (7, 8), **changes: Any) -> dict[str, Any]:
     good = {
         "index": index,
         "text": "ab",
+        "prompt_token_ids": list(prompt),
         "token_ids": [1, 2],
         "logprobs": {"token_logprobs": [-1.0, -2.0]},
         "finish_reason": "stop",

@@ -81,6 +81,9 @@ async def drops(writer: asyncio.StreamWriter, _: int) -> None:
         (sampled(choice(), choice()), EngineFailed, r"indices \[0, 0\] for n=2"),
         (sampled(choice(2)), EngineFailed, r"indices \[2\] for n=2"),
         (sampled(choice(-1)), EngineFailed, r"indices \[-1\]"),
+        (sampled(choice(prompt=[7])), EngineFailed, "another prompt than it was sent: 1 tokens instead of 2"),
+        (sampled(choice(prompt=[7, 9])), EngineFailed, "another prompt .* token 1 is 9 instead of 8"),
+        (sampled(choice(prompt_token_ids=None)), EngineFailed, "prompt_token_ids: Input should be a valid"),
         (sampled(choice(token_ids=[1])), EngineFailed, "1 tokens with 2 logprobs"),
         (sampled(choice(token_ids=[])), EngineFailed, "token_ids: List should have at least 1 item"),
         (sampled(choice(token_ids=["1", 2])), EngineFailed, "token_ids.0: Input should be a valid integer"),
@@ -185,7 +188,7 @@ def test_retries_are_bounded_and_a_good_reply_after_bad_ones_counts(tmp_path: Pa
         async def behave(writer: asyncio.StreamWriter, number: int) -> None:
             nonlocal last
             last = number
-            await (sampled(choice()) if number >= good_from else close)(writer, number)
+            await (sampled(choice(prompt=[7])) if number >= good_from else close)(writer, number)
 
         try:
             got = await talk(

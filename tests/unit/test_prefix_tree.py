@@ -12,7 +12,7 @@ from skylite.model import prefix_tree as tree_module
 from skylite.model import tree_attention as tree_attention_module
 from skylite.model.flex_attention import flex_tree_attention
 from skylite.model.packing import pack_tokens
-from skylite.model.prefix_tree import Tree, build_tree
+from skylite.model.prefix_tree import Tree, build_tree, shared_length
 from skylite.model.tree_attention import ScoreSettings, TreeLayout, tree_attention, tree_layout
 from skylite.trainer.micro_batch_plan import Part, arrange, plan_micro_batches
 from tests.rows import groups_of, random_call_trees, random_samples
@@ -156,6 +156,24 @@ def test_a_large_step_is_packed_quickly():
     tree = build_tree(sequences, groups=[i // 8 for i in range(512)])
     assert len(tree.token_ids) <= 200 + 64 * 60 + 512 * 50
     assert time.process_time() - started < 0.5
+
+
+def test_a_history_that_branches_every_turn_is_compared_once(monkeypatch):
+    """Whatever its depth: each call with the first one, and with the one before it."""
+    monkeypatch.setattr(tree_module, "SCORES_PER_CALL", 0)
+    compared = []
+
+    def count(a, b):
+        compared.append(min(len(a), len(b)))
+        return shared_length(a, b)
+
+    monkeypatch.setattr(tree_module, "shared_length", count)
+    history = list(range(640))
+    calls = [[*history[: 20 * turn], -turn, -turn] for turn in range(1, 33)]
+    tree = build_tree(calls, groups=[0] * 32)
+    assert max(len(p.ancestors) for p in tree.pieces) == 31
+    assert len(compared) == 32 + 31
+    assert sum(compared) < 2 * sum(map(len, calls))
 
 
 def batch_of(seed, num_groups):

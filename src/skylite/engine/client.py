@@ -1,4 +1,7 @@
-"""vLLM's HTTP API for runs, one attempt per call. chat_client.py and doctor/engine_probe.py ask it, too."""
+"""vLLM's HTTP API for runs, one attempt per call. reply_forms.py checks the replies.
+
+chat_client.py and doctor/engine_probe.py ask vLLM, too.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import httpx
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from skylite.engine.connections import MAX_CONNECTIONS, STATUS_CONNECTIONS, connect
+from skylite.engine.reply_forms import Choice, SampleReply, ScoreReply
 from skylite.errors import EngineDead, EngineFailed, RunFailed, SyncFailed
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Sample
@@ -23,46 +27,6 @@ REQUEST_TIMEOUT_S = 1800.0
 STATUS_TIMEOUT_S = 5.0
 """For /health and /metrics, which vLLM's server answers without its engine process."""
 _TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{.*\})? (\S+)$", re.MULTILINE)
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
-
-
-class _Logprobs(_Strict):
-    token_logprobs: list[float]
-
-
-class _Choice(_Strict):
-    index: int
-    text: str
-    token_ids: list[int] = Field(min_length=1)
-    logprobs: _Logprobs
-    finish_reason: Literal["stop", "length"]
-
-
-class _Aborted(_Strict):
-    """A completion that vLLM's engine dropped. The HTTP status is still 200."""
-
-    index: int
-    finish_reason: Literal["abort"]
-
-
-class _SampleReply(_Strict):
-    model: str
-    choices: list[_Choice | _Aborted]
-
-
-class _Token(_Strict):
-    logprob: float
-
-
-class _Scored(_Strict):
-    prompt_logprobs: list[dict[str, _Token] | None]
-
-
-class _ScoreReply(_Strict):
-    choices: list[_Scored] = Field(min_length=1)
 
 
 Reply = TypeVar("Reply", bound=BaseModel)
@@ -180,7 +144,7 @@ class VllmClient:
             "logprobs": 0,
             "return_token_ids": True,
         }
-        reply = await self._post("/v1/completions", request, _SampleReply)
+        reply = await self._post("/v1/completions", request, SampleReply)
         if reply.model != model:
             raise SyncFailed(
                 f"{self.name} sampled from {reply.model} instead of {model}; its completions were discarded."
@@ -189,9 +153,9 @@ class VllmClient:
         if len(set(indices)) != len(indices) or not set(indices) <= set(range(n)):
             raise EngineFailed(f"{self.name} returned completions with the indices {indices[:20]} for n={n}.")
         return {
-            c.index: self._to_sample(c, list(prompt_token_ids), sampling, version)
+            c.index: self._to_sample(c, prompt_token_ids, sampling, version)
             for c in reply.choices
-            if isinstance(c, _Choice)
+            if isinstance(c, Choice)
         }
 
     async def prompt_logprobs(self, model: str, token_ids: Sequence[int]) -> list[float]:
@@ -203,7 +167,7 @@ class VllmClient:
             "temperature": 0.0,
             "prompt_logprobs": 0,
         }
-        rows = (await self._post("/v1/completions", request, _ScoreReply)).choices[0].prompt_logprobs
+        rows = (await self._post("/v1/completions", request, ScoreReply)).choices[0].prompt_logprobs
         logprobs = [
             row[str(token)].logprob
             for token, row in zip(token_ids, rows, strict=False)
@@ -270,23 +234,36 @@ class VllmClient:
             ) from None
 
     def _to_sample(
-        self, choice: _Choice, prompt_token_ids: list[int], sampling: Sampling, version: int
+        self, choice: Choice, prompt_token_ids: Sequence[int], sampling: Sampling, version: int
     ) -> Sample:
-        """Convert a choice. Raises EngineFailed if its lengths do not fit the request."""
+        """Convert a choice. Raises EngineFailed if its prompt or its lengths do not fit the request."""
         tokens, logprobs = choice.token_ids, choice.logprobs.token_logprobs
+        if choice.prompt_token_ids != list(prompt_token_ids):
+            raise EngineFailed(
+                f"{self.name} sampled from another prompt than it was sent: "
+                f"{_difference(choice.prompt_token_ids, prompt_token_ids)}. Its completion was discarded."
+            )
         if len(tokens) != len(logprobs) or len(tokens) > sampling.max_tokens:
             raise EngineFailed(
                 f"{self.name} returned a completion of {len(tokens)} tokens with {len(logprobs)} logprobs "
                 f"for max_tokens={sampling.max_tokens}."
             )
         return Sample(
-            prompt_token_ids=prompt_token_ids,
+            prompt_token_ids=choice.prompt_token_ids,
             completion_token_ids=tokens,
             rollout_logprobs=logprobs,
             finish_reason=choice.finish_reason,
             adapter_version=version,
             text=choice.text,
         )
+
+
+def _difference(got: Sequence[int], sent: Sequence[int]) -> str:
+    """Where two prompts differ."""
+    if len(got) != len(sent):
+        return f"{len(got)} tokens instead of {len(sent)}"
+    place = next(i for i, (a, b) in enumerate(zip(got, sent, strict=True)) if a != b)
+    return f"token {place} is {got[place]} instead of {sent[place]}"
 
 
 def _reason(reply: httpx.Response) -> str:

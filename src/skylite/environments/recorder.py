@@ -150,7 +150,16 @@ class Recorder:
         )
         message = parsed.message(number)
         sample = replace(sample, observed=told_since_reply(messages))
-        log.calls.append(Call(messages=messages, reply=message, sample=sample))
+        log.record(
+            Call(
+                number=number,
+                messages=messages,
+                tools=tools,
+                arguments=request.chat_template_kwargs,
+                reply=message,
+                sample=sample,
+            )
+        )
         reason = "tool_calls" if parsed.tool_calls else sample.finish_reason
         return ChatReply(
             id=f"chatcmpl-{number}",
@@ -169,8 +178,8 @@ class Recorder:
         arguments: dict[str, Any],
     ) -> list[int]:
         """The engine's input: a recorded call and what follows it, or the conversation rendered anew."""
-        call = log.continued(messages) if self.config.env.history == "sampled" else None
         config = self.config
+        call = log.continued(messages, tools, arguments) if config.env.history == "sampled" else None
         arguments = {**config.data.template_args, **arguments}
         if call is None:
             return (await self.renderer.prompt(messages, tools, arguments))[0]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from skylite.engine.client import Sampling
 from skylite.environments.chat_request import ChatMessage
+from skylite.foreign_text import parse_json
 from skylite.types import End, Sample
 
 
@@ -25,8 +28,14 @@ class Sampler(Protocol):
 class Call:
     """One answered request."""
 
+    number: int
+    """Its place in the order in which the episode asked."""
     messages: Sequence[ChatMessage]
     """The request's messages."""
+    tools: Sequence[dict[str, Any]] | None
+    """The tools that the chat template got."""
+    arguments: dict[str, Any]
+    """The request's own arguments of the chat template."""
     reply: ChatMessage
     """What the recorder answered."""
     sample: Sample
@@ -44,7 +53,7 @@ class TrajectoryLog:
     seed: int
     temperature: float
     calls: list[Call] = field(default_factory=list)
-    """In the order in which they were asked for."""
+    """In the order in which they were asked for; `record` adds one."""
     num_started: int = 0
     """Requests that count against env.max_turns."""
     end: End = "stop"
@@ -56,10 +65,26 @@ class TrajectoryLog:
     prompt_seeds: dict[tuple[int, ...], int] = field(default_factory=dict)
     """Prompt -> requests with exactly this prompt so far."""
 
-    def continued(self, messages: Sequence[ChatMessage]) -> Call | None:
-        """The call with the longest conversation whose reply `messages` continue."""
-        longest_first = sorted(self.calls, key=lambda c: -len(c.messages))
-        return next((c for c in longest_first if _continues(messages, c)), None)
+    def record(self, call: Call) -> None:
+        """Keep an answered call. Parallel calls may be answered in another order than they were asked."""
+        bisect.insort(self.calls, call, key=lambda c: c.number)
+
+    def continued(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[dict[str, Any]] | None,
+        arguments: dict[str, Any],
+    ) -> Call | None:
+        """The call with the longest conversation whose reply `messages` continue.
+
+        With other tools or arguments the template would have written its prompt otherwise, so it does not
+        count. Of equally long ones, the call with most of the same reasoning, then the first.
+        """
+        shown = _canonical([tools, arguments])
+        fitting = [
+            c for c in self.calls if _continues(messages, c) and _canonical([c.tools, c.arguments]) == shown
+        ]
+        return max(fitting, key=lambda c: (len(c.messages), _num_same_reasoning(messages, c)), default=None)
 
     def num_same_prompts(self, prompt_token_ids: Sequence[int]) -> int:
         """How many requests had this prompt before; counts this one."""
@@ -88,7 +113,31 @@ def _same(a: ChatMessage, b: ChatMessage) -> bool:
 
 
 def _calls(message: ChatMessage) -> list[tuple[Any, Any]]:
-    return [(c["function"]["name"], c["function"].get("arguments")) for c in message.get("tool_calls") or ()]
+    return [
+        (c["function"]["name"], _arguments(c["function"].get("arguments", "{}")))
+        for c in message.get("tool_calls") or ()
+    ]
+
+
+def _arguments(text: str) -> str:
+    """The same text for the same JSON, which programs write with other spaces and orders of keys."""
+    try:
+        return _canonical(parse_json(text))
+    except (ValueError, RecursionError):
+        return text
+
+
+def _canonical(value: Any) -> str:
+    """JSON that is equal for equal values. Python's own == takes 1 for true."""
+    return json.dumps(value, sort_keys=True)
+
+
+def _num_same_reasoning(messages: Sequence[ChatMessage], call: Call) -> int:
+    known = [*call.messages, call.reply]
+    return sum(
+        a.get("reasoning_content") == b.get("reasoning_content")
+        for a, b in zip(messages, known, strict=False)
+    )
 
 
 def told_since_reply(messages: Sequence[ChatMessage]) -> str:

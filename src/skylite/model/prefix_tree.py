@@ -59,12 +59,22 @@ class Tree:
     """The shared prefix (may be empty), then the blocks, each one piece or trunk, branches, and so on."""
 
 
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One path of a block."""
+
+    path: IntArray
+    shared: int
+    """Nodes in common with the path before it. Kept, so that no cut compares paths again."""
+
+
 def build_tree(sequences: Sequence[Sequence[int]], groups: Sequence[int]) -> Tree:
     """The prefix tree of `sequences`. Sequences of different groups share only the common prefix of all."""
     order = sorted(range(len(sequences)), key=lambda i: (groups[i], sequences[i]))
     arrays = [np.asarray(s, dtype=np.int64) for s in sequences]
     prefix = min(shared_length(arrays[order[0]], a) for a in arrays)
     paths: list[IntArray] = [np.empty(0, dtype=np.int64)] * len(sequences)
+    lengths = [prefix] * len(sequences)
     ends = np.full(sum(map(len, arrays)), -1, dtype=np.int64)
     tokens, depths, blocks = [arrays[order[0]][:prefix]], [np.arange(prefix)], list[list[int]]()
     num_nodes, previous = prefix, order[0]
@@ -72,6 +82,7 @@ def build_tree(sequences: Sequence[Sequence[int]], groups: Sequence[int]) -> Tre
     for i in order:
         same_group = groups[i] == groups[previous] and i != order[0]
         shared = max(prefix, shared_length(arrays[previous], arrays[i])) if same_group else prefix
+        lengths[i] = shared
         ends[paths[previous][shared:]] = num_nodes
         new = np.arange(num_nodes, num_nodes + len(arrays[i]) - shared)
         paths[i] = np.concatenate([paths[previous][:shared], new])
@@ -84,7 +95,8 @@ def build_tree(sequences: Sequence[Sequence[int]], groups: Sequence[int]) -> Tre
     ends = np.where(ends[:num_nodes] < 0, num_nodes, ends[:num_nodes])
     pieces = [Piece((), prefix, is_chain=True)]
     for block in blocks:
-        pieces += _block_pieces([paths[i] for i in block], prefix, (0,), len(pieces))
+        members = [Member(paths[i], lengths[i]) for i in block]
+        pieces += _block_pieces(members, prefix, (0,), len(pieces))
     return Tree(np.concatenate(tokens), np.concatenate(depths), ends, paths, pieces)
 
 
@@ -96,7 +108,7 @@ def shared_length(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
 
 
 def _block_pieces(
-    paths: list[IntArray], depth: int, ancestors: tuple[int, ...], first_index: int
+    block: list[Member], depth: int, ancestors: tuple[int, ...], first_index: int
 ) -> list[Piece]:
     """The pieces of the nodes at `depth` or deeper: a single piece, or trunk and branches, each branch again.
 
@@ -104,40 +116,39 @@ def _block_pieces(
     which is never cut.
 
     Args:
-        paths: consecutive paths in depth-first order, equal up to `depth`.
+        block: consecutive paths in depth-first order, equal up to `depth`.
         ancestors: the pieces above.
         first_index: index of the first piece returned.
     """
-    whole = _piece(ancestors, paths, depth)
+    whole = _piece(ancestors, block, depth)
     if whole.is_chain:
         return [whole] if whole.size else []
-    first = paths[0]
-    trunk = min(shared_length(first, path) for path in paths)
-    branches = _branches(paths, trunk)
+    trunk = min(len(block[0].path), *(member.shared for member in block[1:]))
+    branches = _branches(block, trunk)
     sizes = [_num_nodes(branch, trunk) for branch in branches]
     split_scores = (trunk - depth) * trunk + sum(n * (trunk + n) for n in sizes)
     saved_scores = whole.size * (depth + whole.size) - split_scores
     if trunk == depth or saved_scores < SCORES_PER_CALL * len(branches):
         return [whole]
-    pieces = [_piece(ancestors, [first[:trunk]], depth)]
+    pieces = [Piece(ancestors, trunk - depth, is_chain=True)]
     for branch in branches:
         pieces += _block_pieces(branch, trunk, (*ancestors, first_index), first_index + len(pieces))
     return pieces
 
 
-def _piece(ancestors: tuple[int, ...], paths: list[IntArray], depth: int) -> Piece:
+def _piece(ancestors: tuple[int, ...], block: list[Member], depth: int) -> Piece:
     """The piece of the nodes at `depth` or deeper on these paths."""
-    size = _num_nodes(paths, depth)
-    return Piece(ancestors, size, is_chain=size == max(map(len, paths)) - depth)
+    size = _num_nodes(block, depth)
+    return Piece(ancestors, size, is_chain=size == max(len(member.path) for member in block) - depth)
 
 
-def _branches(paths: list[IntArray], trunk: int) -> list[list[IntArray]]:
-    """`paths` grouped by their first node below the trunk. A path that ends there has no branch."""
-    longer = [p for p in paths if len(p) > trunk]
-    return [list(branch) for _, branch in itertools.groupby(longer, key=lambda p: int(p[trunk]))]
+def _branches(block: list[Member], trunk: int) -> list[list[Member]]:
+    """`block` grouped by the first node below the trunk. A path that ends there has no branch."""
+    longer = [member for member in block if len(member.path) > trunk]
+    return [list(branch) for _, branch in itertools.groupby(longer, key=lambda m: int(m.path[trunk]))]
 
 
-def _num_nodes(paths: list[IntArray], depth: int) -> int:
+def _num_nodes(block: list[Member], depth: int) -> int:
     """Nodes at `depth` or deeper on consecutive paths, whose nodes are numbered consecutively."""
-    below = [p for p in paths if len(p) > depth]
+    below = [member.path for member in block if len(member.path) > depth]
     return max(int(p[-1]) for p in below) + 1 - min(int(p[depth]) for p in below) if below else 0

@@ -34,13 +34,14 @@ def obey(order: str) -> bool:
     return True
 
 
-def choice(index: int, seed: int, max_tokens: int) -> dict[str, Any]:
+def choice(index: int, seed: int, max_tokens: int, prompt: list[int]) -> dict[str, Any]:
     """A completion, always the same for its seed."""
     draw = random.Random(seed)
     tokens = [draw.randrange(100) for _ in range(max_tokens)]
     return {
         "index": index,
         "text": f"text {seed}",
+        "prompt_token_ids": prompt,
         "token_ids": tokens,
         "logprobs": {"token_logprobs": [-0.5] * max_tokens},
         "finish_reason": "length",
@@ -108,7 +109,9 @@ class Handler(BaseHTTPRequestHandler):
         return self.reply(
             {
                 "model": body["model"],
-                "choices": [choice(i, body["seed"] + i, body["max_tokens"]) for i in range(count)],
+                "choices": [
+                    choice(i, body["seed"] + i, body["max_tokens"], body["prompt"]) for i in range(count)
+                ],
             }
         )
 
