@@ -19,6 +19,8 @@ TOOLS := constraints/setup.txt
 PEERS := constraints/peers.txt
 # verifiers and what it needs, for the tests of its environments (tests/unit/verifiers_cases.py).
 VERIFIERS := constraints/verifiers.txt
+# The extras of pyproject.toml with the loggers' libraries.
+LOGGERS := tensorboard,wandb,trackio,mlflow,swanlab
 # Builds the site, in an environment of its own: nothing else needs it.
 ZENSICAL := zensical==0.0.73
 SITE := build/docs
@@ -43,8 +45,8 @@ RECIPE := $(if $(GPU),gsm8k,gsm8k_cpu_real)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lora-gsm8k lora-guess check test test-unit test-dist test-vllm test-e2e gpu-check \
-	gpu-results torture fuzz mutants docs docs-reference vllm-models lock clean
+.PHONY: help setup lora-gsm8k lora-guess check test test-unit test-dist test-vllm test-e2e test-loggers \
+	gpu-check gpu-results torture fuzz mutants docs docs-reference vllm-models lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -85,6 +87,14 @@ test-vllm: $(READY) ## tests with a vLLM CPU server
 
 test-e2e: $(READY) ## end-to-end tests through the command line
 	$(BIN)/python -m pytest -m e2e
+
+# An environment of its own that sees .venv. No pins: mlflow needs an older cachetools than vLLM's pin, and gets it here.
+test-loggers: $(READY) ## tests of the loggers with their own libraries, in an environment of its own
+	@test -x $(VENV)/loggers/bin/pip || $(PYTHON) -m venv $(VENV)/loggers
+	@cd $(VENV)/loggers/lib/python*/site-packages \
+		&& echo "import site; site.addsitedir('$(CURDIR)/$(VENV)/lib/$$(basename $$(dirname $$PWD))/site-packages')" > skylite-venv.pth
+	$(VENV)/loggers/bin/pip install --quiet -e ".[$(LOGGERS)]"
+	$(VENV)/loggers/bin/python -m pytest tests/unit/test_logger_files.py
 
 gpu-check: $(READY) ## GPU only: nine minutes of checks at full size, results in benchmarks/results/gpu.json
 	$(BIN)/python benchmarks/gpu_check.py --out benchmarks/results/gpu.json

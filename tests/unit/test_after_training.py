@@ -158,7 +158,7 @@ def test_an_export_prints_what_its_check_measured(run: RunDir, tmp_path: Path, f
 
 @pytest.mark.parametrize(
     ("form", "message"),
-    [(("--gguf",), "convert_hf_to_gguf.py is not on the PATH"), (("--push", "mine"), "has no owner")],
+    [(("--gguf",), "nor convert-hf-to-gguf is on the PATH"), (("--push", "mine"), "has no owner")],
 )
 def test_an_export_that_cannot_work_is_refused_at_once(
     run: RunDir, form: tuple[str, ...], message: str

