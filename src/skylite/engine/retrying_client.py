@@ -32,18 +32,31 @@ class Engine:
         self._up = asyncio.Event()
         self._up.set()
         self._in_flight = 0
+        self._worked_at: float | None = None
+        """When it last worked, by the loop's clock; None if nobody watches it."""
+        self._lost_s = 0.0
 
     async def aclose(self) -> None:
         """Close the connections."""
         await self._client.aclose()
 
+    def lost_s(self) -> float:
+        """Seconds so far in which the server did not work: it hung, or started again.
+
+        The time since the last sign of work counts, too. If it turns out to be no hang, this falls back.
+        """
+        return self._lost_s + (0.0 if self._worked_at is None else _now() - self._worked_at)
+
     def pause(self) -> None:
         """Make requests wait. Requests in flight fail with their connection and then wait, too."""
         self._up.clear()
+        if self._worked_at is None:
+            self._worked_at = _now()
 
     async def resume(self, client: VllmClient) -> None:
         """Continue with another server, which must have loaded all `adapters`."""
         old, self._client = self._client, client
+        self._lost_s, self._worked_at = self.lost_s(), None
         self._up.set()
         await old.aclose()
 
@@ -107,6 +120,7 @@ class Engine:
         tokens, since = -1.0, clock()
         failure: EngineFailed | None = None
         while clock() - since <= stall_timeout_s:
+            self._worked_at = since
             await asyncio.sleep(min(PROGRESS_POLL_S, stall_timeout_s / 4))
             try:
                 now, failure = await self._client.token_count(), None
@@ -149,3 +163,7 @@ class Engine:
                 self._in_flight -= 1
             if counts:
                 await asyncio.sleep(waits.pop(0))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
