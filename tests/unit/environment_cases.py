@@ -62,6 +62,9 @@ class ScriptedEngine:
             )
         ]
 
+    def lost_s(self) -> float:
+        return 0.0
+
 
 @functools.cache
 def tokenizer() -> Any:

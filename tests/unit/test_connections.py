@@ -16,7 +16,7 @@ from skylite.processes.file_descriptors import raise_file_limit
 from tests.unit.bad_server import SAMPLING, choice
 
 PROMPTS = 600
-BODY = json.dumps({"model": "m", "choices": [choice()]}).encode()
+BODY = json.dumps({"model": "m", "choices": [choice(prompt=[1])]}).encode()
 
 
 class CountingServer:

@@ -120,3 +120,29 @@ def test_the_waits_grow_and_the_client_is_closed(monkeypatch: pytest.MonkeyPatch
 def test_the_waits_outlast_the_time_in_which_vllm_notices_a_dead_engine() -> None:
     assert retrying_client.BACKOFF_S == (0.5, 1.0, 2.0, 4.0)
     assert sum(retrying_client.BACKOFF_S) > 5
+
+
+def test_lost_time_counts_from_the_last_sign_of_work() -> None:
+    """A slow moment falls back to nothing; a restart keeps the time since the engine last worked."""
+
+    async def run() -> None:
+        client = Counter(1.0, 1.0, 1.0, 2.0)
+        engine = Engine(client)  # type: ignore[arg-type]
+        request = asyncio.ensure_future(engine.generate("m", [7], 1, SAMPLING, 0))
+        assert engine.lost_s() == 0.0, "nobody watches it"
+        watching = asyncio.ensure_future(wait_for_hang(engine, 0.8))
+        await asyncio.sleep(0.7)  # polls at 0.2, 0.4 and 0.6; the next one sees the second token
+        assert 0.4 < engine.lost_s() < 0.6
+        await asyncio.sleep(0.2)
+        assert engine.lost_s() < 0.2
+        await watching
+        engine.pause()
+        assert engine.lost_s() > 0.8, "the hang counts"
+        await asyncio.sleep(0.3)
+        await engine.resume(Counter(1.0))  # type: ignore[arg-type]
+        assert 1.1 < (lost := engine.lost_s()) < 2.0
+        await asyncio.sleep(0.1)
+        assert engine.lost_s() == lost
+        request.cancel()
+
+    asyncio.run(run())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,9 +12,6 @@ from skylite.environments.sample_episodes import read_reward
 from skylite.errors import ConfigError, RunFailed
 from tests.unit.environment_cases import (
     ScriptedEngine,
-    environment,
-    make_prompt,
-    make_source,
     sample,
     to_text,
 )
@@ -125,20 +120,6 @@ def test_a_token_limit_ends_the_trajectory(tmp_path: Path) -> None:
     assert (group.trajectories[0].end, len(group.trajectories[0].samples)) == ("tokens", 1)
 
 
-@pytest.mark.parametrize("body", ["await asyncio.sleep(60)", "time.sleep(60)", "\n        while True: pass"])
-def test_an_episode_that_hangs_ends_in_time(tmp_path: Path, body: str) -> None:
-    source = f"""
-    import asyncio, time
-    async def episode(task, chat):
-        await chat(task.messages)
-        {body}
-    """
-    started = time.monotonic()
-    (group,) = sample(tmp_path, source, ScriptedEngine(), group_size=2, timeout_s=2.0)
-    assert [t.end for t in group.trajectories] == ["time", "time"]
-    assert time.monotonic() - started < 45
-
-
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
@@ -177,40 +158,6 @@ def test_a_failing_group_is_dropped_if_the_settings_say_so(tmp_path: Path) -> No
     """
     groups = sample(tmp_path, source, ScriptedEngine(), num_prompts=3, group_size=2, on_error="drop")
     assert [g.prompt.id for g in groups] == ["p0", "p2"]
-
-
-def test_an_episode_leaves_no_process(tmp_path: Path) -> None:
-    """A child in a session of its own too."""
-    source = f"""
-    import subprocess
-    async def episode(task, chat):
-        await chat(task.messages)
-        for own in (False, True):
-            child = subprocess.Popen(["sleep", "300"], start_new_session=own)
-            open(r"{tmp_path}/pids", "a").write(f"{{child.pid}} ")
-        return 1.0
-    """
-
-    async def run() -> None:
-        async with environment(tmp_path, source) as running:
-            await running.sample(
-                make_source(ScriptedEngine()), [make_prompt()], step=1, first_index=0, group_size=2
-            )
-            pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-            assert len(pids) == 4
-            deadline = time.monotonic() + 10
-            while any(map(_runs, pids)) and time.monotonic() < deadline:
-                await asyncio.sleep(0.05)
-            assert not any(map(_runs, pids))
-
-    asyncio.run(run())
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_an_episode_may_be_a_plain_function(tmp_path: Path) -> None:

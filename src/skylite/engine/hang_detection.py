@@ -23,6 +23,7 @@ async def wait_for_hang(engine: Engine, stall_timeout_s: float) -> EngineFailed:
     tokens, since = -1.0, clock()
     failure: EngineFailed | None = None
     while clock() - since <= stall_timeout_s:
+        engine.note_work(since)
         await asyncio.sleep(min(PROGRESS_POLL_S, stall_timeout_s / 4))
         try:
             now, failure = await engine.token_count(), None

@@ -31,18 +31,31 @@ class Engine:
         self._up.set()
         self.in_flight = 0
         """Requests that wait for their reply."""
+        self._worked_at: float | None = None
+        """When it last worked, by the loop's clock; None if nobody watches it."""
+        self._lost_s = 0.0
 
     async def aclose(self) -> None:
         """Close the connections."""
         await self._client.aclose()
 
+    def lost_s(self) -> float:
+        """Seconds so far in which the server did not work: it hung, or started again.
+
+        The time since the last sign of work counts, too. If it turns out to be no hang, this falls back.
+        """
+        return self._lost_s + (0.0 if self._worked_at is None else _now() - self._worked_at)
+
     def pause(self) -> None:
         """Make requests wait. Requests in flight fail with their connection and then wait, too."""
         self._up.clear()
+        if self._worked_at is None:
+            self._worked_at = _now()
 
     async def resume(self, client: VllmClient) -> None:
         """Continue with another server, which must have loaded all `adapters`."""
         old, self._client = self._client, client
+        self._lost_s, self._worked_at = self.lost_s(), None
         self._up.set()
         await old.aclose()
 
@@ -98,6 +111,10 @@ class Engine:
         """Tokens that the server has generated so far, asked once. Raises EngineFailed."""
         return await self._client.token_count()
 
+    def note_work(self, at: float) -> None:
+        """Note that the server still worked `at` this time, by the loop's clock."""
+        self._worked_at = at
+
     async def _sample(
         self, model: str, prompt_token_ids: Sequence[int], n: int, sampling: Sampling, version: int
     ) -> dict[int, Sample]:
@@ -125,3 +142,7 @@ class Engine:
                 self.in_flight -= 1
             if counts:
                 await asyncio.sleep(waits.pop(0))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -95,7 +95,6 @@ class Endpoint:
     base_url: str
     api_key: str
     model: str
-    timeout_s: float
 
 
 @dataclass(slots=True)
@@ -124,8 +123,8 @@ class Chat:
 
         `tools`: functions with type hints, or OpenAI's JSON schemas.
         """
-        if self._client is None:
-            self._client = httpx.AsyncClient(timeout=self.endpoint.timeout_s, trust_env=False, verify=False)
+        if self._client is None:  # no timeout: env.timeout_s ends the episode
+            self._client = httpx.AsyncClient(timeout=None, trust_env=False, verify=False)
         url, headers = _target(self.endpoint)
         return _reply(
             await self._client.post(url, headers=headers, json=_body(self.model, messages, tools, max_tokens))
@@ -146,7 +145,7 @@ class BlockingChat:
         """As `Chat`."""
         url, headers = _target(self.endpoint)
         body = _body(self.endpoint.model, messages, tools, max_tokens)
-        with httpx.Client(timeout=self.endpoint.timeout_s, trust_env=False, verify=False) as client:
+        with httpx.Client(timeout=None, trust_env=False, verify=False) as client:
             return _reply(client.post(url, headers=headers, json=body))
 
 

@@ -5,14 +5,14 @@
 It talks with the parent in JSON lines over the Unix socket. From the parent: {"id", "task", "endpoint"} and
 {"cancel": id}. To the parent: {"ready": true} or {"failed": text}, then {"id", "seconds", "value"}, {"id",
 "seconds", "raised"} or {"id", "seconds", "ended"} for each episode, with "left" if it left something behind
-(leftovers.py). An episode's process leads a process group, which is killed at its end.
+(leftovers.py). An episode's process is killed at its end, with all its descendants: orphans among them become
+its children, and those of a process that ended by itself become the host's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import importlib
 import inspect
 import json
@@ -37,14 +37,16 @@ from skylite.environments.leftovers import Leftovers, leftovers, open_descriptor
 from skylite.errors import SkyliteError
 from skylite.plugin_file import EPISODE, is_command, is_verifiers, load_function
 from skylite.processes.parent_death import die_with_parent
+from skylite.processes.process_tree import adopt_orphans, children, kill_tree
 
 FILE_BYTES = 1 << 30
 """Largest file that an episode may write, its log included."""
-_PR_SET_CHILD_SUBREAPER = 36
 RESULT_BYTES = 1 << 18
 """Largest result of an episode."""
 IMPORTS_OF_A_REQUEST = ("anyio._backends._asyncio", "h11", "httpcore")
 """httpx imports these at its first request. Imported here, they do not cost each episode 40 ms of CPU."""
+ORPHANS_S = 2.0
+"""Longest wait for the end of orphans. Another user's, say of a setuid program, cannot be killed."""
 Episode = Callable[..., Any]
 
 
@@ -62,7 +64,7 @@ class Running:
 
 def main() -> None:
     path, spec, sha256 = sys.argv[1:4]
-    _adopt_orphans()
+    adopt_orphans()
     parent = socket.socket(socket.AF_UNIX)
     parent.connect(path)
     try:
@@ -101,6 +103,8 @@ class Host:
         self._selector = selectors.DefaultSelector()
         self._selector.register(parent, selectors.EVENT_READ)
         self._input = bytearray()
+        self._kept = children(os.getpid())
+        """What the episode's file started when it was imported."""
 
     def serve(self) -> None:
         while True:
@@ -110,7 +114,7 @@ class Host:
                         self._read_result(key.data, ended=key.fd == key.data.pidfd)
                 elif not self._read_requests():
                     for running in list(self._running.values()):
-                        _kill_group(running.pid)
+                        kill_tree(running.pid)
                     return
 
     def _read_requests(self) -> bool:
@@ -122,7 +126,7 @@ class Host:
             message = json.loads(line)
             if "cancel" in message:
                 if (running := self._running.get(message["cancel"])) is not None:
-                    _kill_group(running.pid)
+                    kill_tree(running.pid)
             else:
                 self._start(message)
         return bool(data)
@@ -166,20 +170,22 @@ class Host:
             self._forget(descriptor)
             os.close(descriptor)
         del self._running[running.id]
-        _kill_group(running.pid)
+        kill_tree(running.pid)
         _, status = os.waitpid(running.pid, 0)
         found = _result(bytes(running.result)) or {"ended": os.waitstatus_to_exitcode(status)}
         self._end_orphans()
         _send(self._parent, {**found, "id": running.id, "seconds": seconds})
 
     def _end_orphans(self) -> None:
-        """Reap what episodes left in process groups of their own. When no episode runs, kill it first."""
-        own = {running.pid for running in self._running.values()}
-        for pid in _children() - own:
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                if not self._running:
-                    os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, os.WNOHANG if self._running else 0)
+        """Kill and collect what ended episodes left. Orphans of a running episode are its own children."""
+        own = self._kept | {running.pid for running in self._running.values()}
+        deadline = time.monotonic() + ORPHANS_S
+        while (orphans := children(os.getpid()) - own) and time.monotonic() < deadline:
+            for pid in orphans:
+                kill_tree(pid)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+            time.sleep(0.002)
 
     def _forget(self, descriptor: int) -> None:
         with contextlib.suppress(KeyError):
@@ -187,11 +193,11 @@ class Host:
 
 
 def _run_episode(episode: Episode, message: dict[str, Any], pipe: int, host: int) -> NoReturn:
-    """The forked process: run the episode, write its result, end."""
+    """The forked process: run the episode, write its result, and wait for the host to kill it."""
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
     die_with_parent(host)
-    _adopt_orphans()  # so that they are still found when the episode returns
+    adopt_orphans()  # so that they are still found when the episode returns
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     limit = FILE_BYTES if most == resource.RLIM_INFINITY else min(FILE_BYTES, most)
@@ -214,11 +220,14 @@ def _run_episode(episode: Episode, message: dict[str, Any], pipe: int, host: int
     data = json.dumps(found).encode() + b"\n"
     if len(data) > RESULT_BYTES:
         data = b'{"raised": "ValueError: the episode returned too many rewards to keep"}\n'
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(pipe, data) :]
-    sys.stdout.flush()
-    sys.stderr.flush()
+        while True:  # the end of this process would hide from the host what it has started
+            signal.pause()
     os._exit(0)
 
 
@@ -257,26 +266,6 @@ def _number(value: Any) -> float:
         f"the episode returned {value!r:.200}; a reward is a finite number, one number a turn in a list, or "
         "named numbers in a dict"
     )
-
-
-def _adopt_orphans() -> None:
-    """Let descendants whose parent ends become children of this process."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def _kill_group(pid: int) -> None:
-    for kill in (os.killpg, os.kill):  # an episode may have left its group
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(pid, signal.SIGKILL)
-
-
-def _children() -> set[int]:
-    """Process ids of this process's children, zombies too."""
-    try:
-        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
-            return {int(pid) for pid in file.read().split()}
-    except OSError:
-        return set()
 
 
 def _send(parent: socket.socket, message: dict[str, Any]) -> None:

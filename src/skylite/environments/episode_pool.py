@@ -25,6 +25,8 @@ NAME = "episodes"
 START_S = 120.0
 END_S = 10.0
 """Time for the host to report the end of an episode that it has killed."""
+LOOK_S = 0.2
+"""Shortest interval between two looks at an episode's clock."""
 MAX_LINE = 1 << 20
 
 
@@ -64,8 +66,11 @@ class EpisodePool:
         """What the host and the episodes print."""
         return _log_path(self.logs)
 
-    async def run(self, task: Task, endpoint: Endpoint, timeout_s: float) -> Any:
-        """The value that the episode returned. Raises EpisodeFailed or EpisodeTooLong."""
+    async def run(self, task: Task, endpoint: Endpoint, timeout_s: float, lost_s: Callable[[], float]) -> Any:
+        """The value that the episode returned. Raises EpisodeFailed or EpisodeTooLong.
+
+        `lost_s`: seconds so far that do not count towards `timeout_s`, because the engine did not work.
+        """
         number = next(self._numbers)
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
@@ -76,7 +81,7 @@ class EpisodePool:
                 {"id": number, "task": dataclasses.asdict(task), "endpoint": dataclasses.asdict(endpoint)}
             )
             try:
-                found = await asyncio.wait_for(asyncio.shield(future), timeout_s)
+                found = await _result(future, timeout_s, lost_s)
             except TimeoutError:
                 await self._send({"cancel": number})
                 await asyncio.wait({future}, timeout=END_S)
@@ -107,6 +112,20 @@ class EpisodePool:
     async def _send(self, message: dict[str, Any]) -> None:
         self.writer.write(json.dumps(message).encode() + b"\n")
         await self.writer.drain()
+
+
+async def _result(
+    future: asyncio.Future[dict[str, Any]], timeout_s: float, lost_s: Callable[[], float]
+) -> dict[str, Any]:
+    """What the host reports. Raises TimeoutError."""
+    clock = asyncio.get_running_loop().time
+    started, lost_before = clock(), lost_s()
+    while not future.done():
+        left = timeout_s - (clock() - started) + max(0.0, lost_s() - lost_before)
+        if left <= 0:
+            raise TimeoutError
+        await asyncio.wait({future}, timeout=max(left, LOOK_S))
+    return future.result()
 
 
 @contextlib.asynccontextmanager

@@ -142,10 +142,10 @@ class Environment:
     async def _run(self, log: TrajectoryLog, prompt: Prompt) -> Any:
         """What the episode returned; env.limit_reward if a limit ended it first."""
         limits, key = self.config.env, self.recorder.open(log)
-        endpoint = Endpoint(
-            base_url=self.recorder.base_url, api_key=key, model=log.model, timeout_s=limits.timeout_s
+        endpoint = Endpoint(base_url=self.recorder.base_url, api_key=key, model=log.model)
+        running = asyncio.ensure_future(
+            self.pool.run(task_of(prompt, log.seed), endpoint, limits.timeout_s, log.engine.lost_s)
         )
-        running = asyncio.ensure_future(self.pool.run(task_of(prompt, log.seed), endpoint, limits.timeout_s))
         failed = asyncio.ensure_future(log.failed.wait())
         try:
             await asyncio.wait({running, failed}, return_when=asyncio.FIRST_COMPLETED)

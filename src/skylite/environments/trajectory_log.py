@@ -23,6 +23,9 @@ class Sampler(Protocol):
     ) -> list[Sample]:
         """`n` completions of one prompt."""
 
+    def lost_s(self) -> float:
+        """Seconds so far in which it could not answer, which no episode is to blame for."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
