@@ -88,7 +88,8 @@ test-vllm: $(READY) ## tests with a vLLM CPU server
 test-e2e: $(READY) ## end-to-end tests through the command line
 	$(BIN)/python -m pytest -m e2e
 
-# An environment of its own that sees .venv. No pins: mlflow needs an older cachetools than vLLM's pin, and gets it here.
+# An environment of its own that sees .venv. No pins: mlflow needs an older cachetools than vLLM's pin, and
+# gets it here.
 test-loggers: $(READY) ## tests of the loggers with their own libraries, in an environment of its own
 	@test -x $(VENV)/loggers/bin/pip || $(PYTHON) -m venv $(VENV)/loggers
 	@cd $(VENV)/loggers/lib/python*/site-packages \
@@ -156,7 +157,7 @@ lock: $(READY) ## write the package versions in .venv to constraints/cpu.txt (CP
 clean: ## remove .venv and caches, keep data/ and runs/
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
 
-# pip refuses a file whose sha256 the list does not have. --no-build-isolation: it fetches no other build tools.
+# pip refuses a file whose sha256 the list does not have. --no-build-isolation: it fetches no build tools.
 INSTALL := $(BIN)/pip install --quiet --no-deps --no-build-isolation --require-hashes
 
 $(READY): pyproject.toml $(LOCK) $(HASHES) $(TOOLS) $(PEERS) $(VERIFIERS)

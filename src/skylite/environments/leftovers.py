@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict
 
+from skylite.processes.process_tree import children
+
 MAX_NAMES = 20
 """Most files and most processes that are named."""
 MAX_CHARACTERS = 200
@@ -80,18 +82,10 @@ def _file_name(descriptor: int, base_url: str) -> str | None:
 
 def _living(pid: int) -> Iterator[int]:
     """The descendants of `pid` that have not ended."""
-    for child in _children(pid):
+    for child in sorted(children(pid)):
         if _read(child, "stat").rpartition(")")[2].split()[:1] not in ([], ["Z"]):
             yield child
         yield from _living(child)
-
-
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    with contextlib.suppress(OSError):  # ended meanwhile
-        for path in Path(f"/proc/{pid}/task").glob("*/children"):
-            found += map(int, path.read_text().split())
-    return found
 
 
 def _command(pid: int) -> str:
