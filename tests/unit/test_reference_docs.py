@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -16,6 +13,7 @@ from skylite.hub.resolve import tensor_shapes
 from skylite.run.metric_table import metrics_by_name
 from skylite.run.rollout_file import ROLLOUT_SCHEMA
 from skylite.run.run_dir import RunDir
+from tests.unit.doc_scripts import script
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "skylite"
@@ -34,17 +32,6 @@ INTERMEDIATE = {
 }
 """Sums from which `trainer/metrics.py` computes other metrics."""
 UNITS = {"tokens/s"}
-
-
-def script(name: str) -> ModuleType:
-    """A script of docs/, as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def reference(name: str) -> str:
