@@ -12,13 +12,8 @@ import pytest
 from skylite.config.train import TrainConfig
 from skylite.orchestrator.gpu_plan import Placement
 from skylite.orchestrator.memory_plan import MemoryBudget, divide_gpus
-from skylite.orchestrator.predicted_memory import (
-    EngineMemory,
-    TrainerMemory,
-    engine_memory,
-    model_sizes,
-    trainer_memory,
-)
+from skylite.orchestrator.model_sizes import model_sizes
+from skylite.orchestrator.predicted_memory import EngineMemory, TrainerMemory, engine_memory, trainer_memory
 from skylite.processes.gpus import Gpu
 from tests.unit.doc_scripts import script
 

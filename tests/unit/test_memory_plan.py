@@ -17,7 +17,8 @@ from skylite.errors import ConfigError
 from skylite.model.chunked_logprobs import HEAD_CHUNK_ELEMENTS
 from skylite.orchestrator.gpu_plan import place
 from skylite.orchestrator.memory_plan import MemoryBudget, plan_memory
-from skylite.orchestrator.predicted_memory import HEAD_SCRATCH, engine_memory, model_sizes, trainer_memory
+from skylite.orchestrator.model_sizes import model_sizes
+from skylite.orchestrator.predicted_memory import HEAD_SCRATCH, engine_memory, trainer_memory
 from skylite.processes.gpus import visible_gpus
 from tests.unit.gpu_cases import H200, RESOLVED, T4, Machine
 
@@ -46,6 +47,7 @@ def model(folder: Path, factor: int = 1) -> Path:
     for layer in range(LAYERS):
         shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in LAYER.items()}
     folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     if factor == 1:
         tensors = {name: np.zeros(shape, dtype=np.float16) for name, shape in shapes.items()}
         save_file(tensors, folder / "model.safetensors")

@@ -14,13 +14,8 @@ from skylite.config.train import CpuLora, TrainConfig
 from skylite.engine.start_engines import MAX_LORAS
 from skylite.errors import ConfigError
 from skylite.orchestrator.gpu_plan import Placement
-from skylite.orchestrator.predicted_memory import (
-    EngineMemory,
-    TrainerMemory,
-    engine_memory,
-    model_sizes,
-    trainer_memory,
-)
+from skylite.orchestrator.model_sizes import model_sizes
+from skylite.orchestrator.predicted_memory import EngineMemory, TrainerMemory, engine_memory, trainer_memory
 from skylite.processes.gpus import Gpu, visible_gpus
 from skylite.processes.hardware import available_memory
 
@@ -110,8 +105,15 @@ def engine_share(engine: EngineMemory, kv_cache: int, largest: int) -> float:
 def kv_cache_bytes(config: TrainConfig, engine: EngineMemory, total: int) -> int:
     """What remains of an engine's share, at most what max_num_seqs of the longest sequences fill.
 
-    Raises ConfigError if one sequence does not fit.
+    Raises ConfigError if one sequence does not fit, or if the size of a token is not known.
     """
+    if not engine.kv_per_token:
+        raise ConfigError(
+            "The size of vLLM's KV cache cannot be predicted: the model has layers without an attention that "
+            "skylite knows (k_proj; a fused projection with num_attention_heads in config.json; the latent "
+            "attention of DeepSeek V2 and V3).",
+            "Use another model, or train on the CPU.",
+        )
     longest = config.max_sequence_tokens
     share = config.engine.gpu_memory_utilization
     left = int(share * total) - engine.before_kv()
