@@ -21,13 +21,13 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
-from unittest.mock import patch
 
 from command_line import argument_parser
 from machine_info import machine_info
 
 from skylite.config.train import TrainConfig
 from skylite.orchestrator import predicted_memory
+from skylite.orchestrator.model_sizes import model_sizes, sizes_of
 from skylite.processes.torchrun import trainer_env
 from skylite.run.files import write_json
 
@@ -90,7 +90,7 @@ def compare_pass(model: Path, dtype: str, tokens: int, checkpointing: str) -> di
     done = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
     measured = json.loads(done.stdout.splitlines()[-1])
     config = settings(tokens, checkpointing)
-    sizes = predicted_memory.model_sizes(model, config.lora)
+    sizes = model_sizes(model, config.lora)
     trainer = predicted_memory.trainer_memory(sizes, config, "cpu", dtype)
     names = {"what": "pass", "dtype": dtype, "checkpointing": checkpointing, "tokens": measured["tokens"]}
     return names | {
@@ -150,7 +150,7 @@ def compare_engine(model: Path, dtype: str) -> dict[str, Any]:
     import psutil
 
     config = settings(512, "selective")
-    sizes = predicted_memory.model_sizes(model, config.lora)
+    sizes = model_sizes(model, config.lora)
     variant = lora_sampling.Variant("engine", cpu_lora="merged" if dtype == "float32" else "dense")
     engine = predicted_memory.engine_memory(
         sizes, config, "cpu", dtype, max_loras=2, cpu_lora=variant.cpu_lora
@@ -178,11 +178,7 @@ def fake_row(row: dict[str, Any]) -> dict[str, Any]:
     config = settings(tokens, row["checkpointing"], row["attention"], prompt)
     tensors = meta_shapes(row["shape"])
     adapted = {n.removesuffix(".weight") for n, s in tensors.items() if ".layers." in n and len(s) == 2}
-    with (
-        patch.object(predicted_memory, "tensor_shapes", lambda _: tensors),
-        patch.object(predicted_memory, "predict_modules", lambda *_: (set(), adapted)),
-    ):
-        sizes = predicted_memory.model_sizes(Path(), config.lora)
+    sizes = sizes_of(tensors, {"architectures": ["Qwen2ForCausalLM"]}, adapted, config.lora.rank)
     trainer = predicted_memory.trainer_memory(sizes, config, "cuda", "bfloat16")
     without = trainer.process + 5 * predicted_memory.FLOAT32 * sizes.lora
     names = {k: row[k] for k in ("shape", "checkpointing", "attention", "nodes")}

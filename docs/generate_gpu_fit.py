@@ -22,7 +22,8 @@ from skylite.engine.start_engines import MAX_LORAS
 from skylite.errors import ConfigError
 from skylite.orchestrator.gpu_plan import Placement
 from skylite.orchestrator.memory_plan import divide_gpus
-from skylite.orchestrator.predicted_memory import ModelSizes, engine_memory, model_sizes, trainer_memory
+from skylite.orchestrator.model_sizes import ModelSizes, model_sizes
+from skylite.orchestrator.predicted_memory import engine_memory, trainer_memory
 from skylite.processes.gpus import Gpu
 
 PAGE = Path(__file__).resolve().parent / "how-to" / "gpus.md"
@@ -57,7 +58,7 @@ class Fit:
 
 
 def write_shapes(folder: Path, shape: str) -> Path:
-    """A model folder with a file of the right headers and a hole in place of the weights."""
+    """A model folder with config.json and a file of the right headers and a hole in place of the weights."""
     hidden, inner, layers, keys, vocabulary, tied = SHAPES[shape]
     layer = {
         "input_layernorm.weight": [hidden],
@@ -80,6 +81,7 @@ def write_shapes(folder: Path, shape: str) -> Path:
     for name, sizes in tensors.items():
         start, end = end, end + 2 * math.prod(sizes)
         header[name] = {"dtype": "BF16", "shape": sizes, "data_offsets": [start, end]}
+    (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"]}))
     text = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)

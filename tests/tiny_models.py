@@ -6,10 +6,22 @@ from pathlib import Path
 from typing import Any
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma", "mistral")
+OTHER_FAMILIES = ("gemma3", "qwen3_moe", "mixtral", "deepseek_v3", "phi3", "gpt_neox")
+"""Also known to `tiny_config`: windows, experts, latent attention, fused projections."""
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 """One token a byte (ids 0 to 255), then the special tokens."""
 EOS_TOKEN = "<|im_end|>"
+OWN_SETTINGS: dict[str, dict[str, Any]] = {
+    "gemma3": {"sliding_window": 8, "query_pre_attn_scalar": 32},  # shorter than a test's sequences
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "mixtral": {"num_local_experts": 4},
+    "deepseek_v3": {
+        "num_key_value_heads": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+        "topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 32, "q_lora_rank": 16,
+        "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    },
+}  # fmt: skip
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -51,28 +63,27 @@ def tiny_config(family: str) -> Any:
         "gemma3": transformers.Gemma3TextConfig,
         "mistral": transformers.MistralConfig,
         "qwen3_moe": transformers.Qwen3MoeConfig,
+        "mixtral": transformers.MixtralConfig,
+        "deepseek_v3": transformers.DeepseekV3Config,
+        "phi3": transformers.Phi3Config,
+        "gpt_neox": transformers.GPTNeoXConfig,
     }
-    own = {
-        # Windows shorter than a test's sequences.
-        "gemma3": {"sliding_window": 8, "query_pre_attn_scalar": 32},
-        "qwen3_moe": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
-    }.get(family, {})
-    return classes[family](
-        **own,
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=1024,
-        initializer_range=0.1,
-        tie_word_embeddings=family in ("qwen2", "gemma"),
-        bos_token_id=None,
-        eos_token_id=_special_id(EOS_TOKEN),
-        pad_token_id=_special_id("<|pad|>"),
-    )
+    common = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 1024,
+        "initializer_range": 0.1,
+        "tie_word_embeddings": family in ("qwen2", "gemma"),
+        "bos_token_id": None,
+        "eos_token_id": _special_id(EOS_TOKEN),
+        "pad_token_id": _special_id("<|pad|>"),
+    }
+    return classes[family](**common | OWN_SETTINGS.get(family, {}))
 
 
 def tiny_tokenizer() -> Any:

@@ -25,7 +25,7 @@ RESOLVED = Resolved(
 SMI = """#!/bin/sh
 here=$(dirname "$0")
 case "$*" in
-    *memory.used*) echo {used} ;;
+    *memory.used*) for a in "$@"; do case "$a" in GPU-*) cat "$here/use-$a" ;; esac; done ;;
     *compute-apps*) cat "$here/processes" ;;
     *) cat "$here/gpus"; exit {code} ;;
 esac
@@ -56,17 +56,27 @@ class Machine:
         patch.setattr(gpus, "SMI", str(folder / "nvidia-smi"))
 
     def lists(
-        self, *cards: str, used_mib: int = 4, processes: Sequence[str] = (), text: str = "", code: int = 0
+        self,
+        *cards: str,
+        used_mib: int | Sequence[int] = 4,
+        reserved_mib: int = 0,
+        processes: Sequence[str] = (),
+        text: str = "",
+        code: int = 0,
     ) -> None:
         """nvidia-smi lists these GPUs, or prints `text` and exits with `code`."""
         rows = []
+        used = [used_mib] * len(cards) if isinstance(used_mib, int) else used_mib
+        self.folder.mkdir(exist_ok=True)
         for index, card in enumerate(cards):
             name, _, rest = card.partition(", ")
             rows.append(f"{index}, GPU-{index}a5e-11, {name}, {rest}\n")
-        self.folder.mkdir(exist_ok=True)
+            total = rest.split(", ")[1]
+            free = int(total) - used[index] - reserved_mib if total.isdigit() else "[N/A]"
+            (self.folder / f"use-GPU-{index}a5e-11").write_text(f"{used[index]}, {free}\n")
         (self.folder / "gpus").write_text("".join(rows) or text)
         (self.folder / "processes").write_text("".join(f"{line}\n" for line in processes))
-        (self.folder / "nvidia-smi").write_text(SMI.format(used=used_mib, code=code))
+        (self.folder / "nvidia-smi").write_text(SMI.format(code=code))
         (self.folder / "nvidia-smi").chmod(0o755)
         self.patch.setenv("PATH", f"{self.folder}:{os.environ['PATH']}")
         gpus._ask_smi_once.cache_clear()

@@ -10,18 +10,19 @@ import pytest
 from skylite.adapters.target_modules import predict_modules, predict_target_modules, short_names
 from skylite.config.lora import LoraConfig
 from skylite.model.policy import adapted_modules
-from tests.tiny_models import FAMILIES, make_tiny_model
+from skylite.orchestrator.model_sizes import model_sizes
+from tests.tiny_models import FAMILIES, OTHER_FAMILIES, make_tiny_model
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "all": {},
     "without one": {"exclude_modules": ["down_proj"]},
-    "by name": {"target_modules": ["q_proj", "v_proj"]},
-    "by path": {"target_modules": [r"model\.layers\.1\..*_proj"]},
-    "embedding": {"target_modules": ["embed_tokens", "o_proj"]},
+    "by name": {"target_modules": ["q_proj", "v_proj", "query_key_value", "qkv_proj", "q_a_proj"]},
+    "by path": {"target_modules": [r".*\.layers\.1\..*(_proj|_key_value)"]},
+    "embedding": {"target_modules": ["embed_tokens", "embed_in", "o_proj"]},
 }
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*FAMILIES, *OTHER_FAMILIES])
 def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("models") / request.param, request.param)
 
@@ -37,11 +38,22 @@ def test_headers_name_the_modules_that_the_trainer_adapts(model_path: Path, name
     assert trainers
 
 
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_adapter_has_the_predicted_size(model_path: Path, name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = LoraConfig.model_validate(SETTINGS[name])
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    shapes = [model.get_submodule(name).weight.shape for name in adapted_modules(model, config)]
+    assert model_sizes(model_path, config).lora_per_rank == sum(map(sum, shapes))
+
+
 def test_the_modules_are_every_part_of_a_path_but_the_parameter(model_path: Path) -> None:
     modules, adapted = predict_modules(model_path, LoraConfig())
-    assert {"model", "model.layers", "model.layers.0", "model.embed_tokens"} <= modules
-    assert adapted <= modules
     assert "" not in modules
+    assert any(name.endswith(".layers.0") for name in modules)
+    assert any("embed" in name for name in modules)
+    assert adapted <= modules
     assert not any(name.endswith((".weight", ".bias")) for name in modules)
 
 

@@ -17,7 +17,8 @@ from skylite.errors import ConfigError
 from skylite.model.chunked_logprobs import HEAD_CHUNK_ELEMENTS
 from skylite.orchestrator.gpu_plan import place
 from skylite.orchestrator.memory_plan import MemoryBudget, plan_memory
-from skylite.orchestrator.predicted_memory import HEAD_SCRATCH, engine_memory, model_sizes, trainer_memory
+from skylite.orchestrator.model_sizes import model_sizes
+from skylite.orchestrator.predicted_memory import HEAD_SCRATCH, engine_memory, trainer_memory
 from skylite.processes.gpus import visible_gpus
 from tests.unit.gpu_cases import H200, RESOLVED, T4, Machine
 
@@ -36,6 +37,8 @@ LAYER = {
 GIB = 2**30
 TOTAL = 143771 * 2**20
 """Of the stub H200."""
+FREE = TOTAL - 4 * 2**20
+"""The driver uses the rest."""
 
 
 def model(folder: Path, factor: int = 1) -> Path:
@@ -44,6 +47,7 @@ def model(folder: Path, factor: int = 1) -> Path:
     for layer in range(LAYERS):
         shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in LAYER.items()}
     folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     if factor == 1:
         tensors = {name: np.zeros(shape, dtype=np.float16) for name, shape in shapes.items()}
         save_file(tensors, folder / "model.safetensors")
@@ -121,7 +125,7 @@ def test_engine_and_trainer_together_fit_the_gpu(machine: Machine, tmp_path: Pat
     assert budget.trainer_bytes is not None
     assert budget.kv_cache_bytes == 128 * 200 * engine.kv_per_token, "no more than 128 sequences fill"
     used = engine.before_kv() + budget.kv_cache_bytes
-    assert budget.trainer_bytes + trainer.process == TOTAL - (used if gpus == 1 else 0)
+    assert budget.trainer_bytes + trainer.process == FREE - (used if gpus == 1 else 0)
     assert budget.notes[0].startswith(f"memory of an engine: {used / GIB:.1f} GiB (weights ")
 
 
@@ -135,6 +139,31 @@ def test_two_engines_beside_a_rank_leave_it_less(machine: Machine, tmp_path: Pat
     assert one.trainer_bytes is not None
     assert two.trainer_bytes is not None
     assert TOTAL - two.trainer_bytes > 1.8 * (TOTAL - one.trainer_bytes) - 2 * GIB
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_rank_gets_what_others_and_the_driver_leave_free(
+    machine: Machine, tmp_path: Path, gpus: int
+) -> None:
+    """On two GPUs, rank 0 has GPU 0 for itself, and the others are there."""
+    folder, used = model(tmp_path / "m", 40), [30_000, 4][:gpus]
+    alone = plan(machine, [H200] * gpus, folder, config())
+    machine.lists(*[H200] * gpus, used_mib=used, reserved_mib=600, processes=["41, 29000, python3"])
+    placement = place(config(), "cuda")
+    beside = plan_memory(config(), folder, "cuda", "bfloat16", "dense", placement)
+    assert "warning: GPU 0 (NVIDIA H200) is not free: process 41 (python3) uses 28.3 GiB" in placement.notes
+    assert alone.trainer_bytes is not None
+    assert beside.trainer_bytes == alone.trainer_bytes - (30_000 - 4 + 600) * 2**20
+    assert beside.kv_cache_bytes == alone.kv_cache_bytes
+
+
+def test_a_rank_that_others_leave_too_little_is_refused(machine: Machine, tmp_path: Path) -> None:
+    machine.lists(H200, H200, used_mib=[143_000, 4], processes=["41, 142900, python3"])
+    machine.has_torch()
+    placement = place(config(), "cuda")
+    folder = model(tmp_path / "m", 40)
+    with pytest.raises(ConfigError, match=r"on GPU 0 .* and 0\.8 GiB are left; process 41 \(python3\) uses"):
+        plan_memory(config(), folder, "cuda", "bfloat16", "dense", placement)
 
 
 def test_the_kv_cache_gets_what_is_left_of_a_small_share(machine: Machine, tmp_path: Path) -> None:
@@ -186,10 +215,11 @@ def test_a_gpu_of_unknown_size_has_no_budget(machine: Machine, tmp_path: Path) -
 def test_vllm_is_started_with_the_budget(machine: Machine, tmp_path: Path) -> None:
     machine.lists(H200)
     assert visible_gpus()
-    resolved = RESOLVED.model_copy(update={"kv_cache_bytes": 123456789})
+    resolved = RESOLVED.model_copy(update={"kv_cache_bytes": 123456789, "engine_share": 0.0123})
     run_config = RunConfig(skylite_version="1", config=config(), resolved=resolved)
     command = engine_command(engine_spec(run_config, ["q_proj"], 0, tmp_path))
     assert command[command.index("--kv-cache-memory-bytes") + 1] == "123456789"
+    assert command[command.index("--gpu-memory-utilization") + 1] == "0.0123"
 
 
 def test_a_cpu_run_says_what_it_needs(tmp_path: Path) -> None:

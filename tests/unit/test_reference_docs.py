@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -18,6 +16,7 @@ from skylite.hub.resolve import tensor_shapes
 from skylite.run.metric_table import metrics_by_name
 from skylite.run.rollout_file import ROLLOUT_SCHEMA
 from skylite.run.run_dir import RunDir
+from tests.unit.doc_scripts import script
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "skylite"
@@ -38,15 +37,6 @@ INTERMEDIATE = {
 }
 """Sums from which `trainer/metrics.py` computes other metrics."""
 UNITS = {"tokens/s"}
-
-
-def script(name: str) -> ModuleType:
-    """A script of docs/, as a module. They import each other from their own folder."""
-    sys.path.insert(0, str(DOCS))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(DOCS))
 
 
 def reference(name: str) -> str:

@@ -9,6 +9,11 @@ from pathlib import Path
 from skylite.config.lora import LoraConfig
 from skylite.hub.resolve import tensor_shapes
 
+EXPERTS = ".experts."
+"""In the names of weights of experts. transformers joins those of a layer in parameters of one module."""
+ROUTERS = ("mlp.gate", "block_sparse_moe.gate", "mlp.router", "router.layer")
+"""Ends of paths of expert routers. transformers computes them without a linear module."""
+
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
     """Whether a module path matches a pattern: the end of the path, or a regex for the full path."""
@@ -39,12 +44,14 @@ def predict_modules(model_path: Path, config: LoraConfig) -> tuple[set[str], set
     """Paths of all modules with weights, and of those that most likely get LoRA, read from the weight files.
 
     Weight files do not record module types. This assumes that a matrix in a numbered layer belongs to a
-    linear module, and any other matrix to the embedding or LM head. Raises ModelError for a damaged file.
+    linear module, and any other matrix to the embedding or LM head. Experts and their routers get no LoRA.
+    Raises ModelError for a damaged file.
     """
-    shapes = tensor_shapes(model_path)
+    shapes = {name: s for name, s in tensor_shapes(model_path).items() if EXPERTS not in name}
     paths = [name.split(".") for name in shapes]
     modules = {".".join(path[:end]) for path in paths for end in range(1, len(path))}
     matrices = {n.removesuffix(".weight") for n, s in shapes.items() if n.endswith(".weight") and len(s) == 2}
+    matrices = {name for name in matrices if not matches(name, ROUTERS)}
     if config.target_modules == "all-linear":
         chosen = {name for name in matrices if any(part.isdigit() for part in name.split("."))}
     else:

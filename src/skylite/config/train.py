@@ -215,6 +215,8 @@ class Resolved(Section):
     kv_cache_bytes: int | None = None
     """KV cache of each engine on a GPU; None on a CPU (engine.kv_cache_gib) and if the GPU's size is
     unknown."""
+    engine_share: float | None = None
+    """Share of its GPU that must be free for an engine to start; None: engine.gpu_memory_utilization."""
     trainer_memory_bytes: int | None = None
     """What torch may allocate on each rank's GPU; None: no limit."""
     lora_sync_path: str

@@ -83,6 +83,13 @@ def check_lora(model_path: Path, device: str, lora: LoraConfig | None = None) ->
     return ""
 
 
+def packed_layers(config: Mapping[str, Any]) -> list[list[str]]:
+    """The names of modules that vLLM computes as one layer, in a model with this config.json."""
+    table = parse_json(TABLE.read_text(encoding="utf-8"))
+    served = _served(table, _resolve(config.get("architectures") or [""], table))
+    return list(served.fused.values()) if served is not None else []
+
+
 def check_build(device: str) -> None:
     """Raise ModelError if the installed vLLM is built for another device than this run's."""
     version = vllm_version()

@@ -71,7 +71,7 @@ class EngineSpec:
     kv_cache_gib: float
     """CPU only."""
     gpu_memory_utilization: float
-    """GPU only."""
+    """GPU only. vLLM starts only if this share of the GPU is free, even with kv_cache_bytes."""
     kv_cache_bytes: int | None = None
     """GPU only. None: what vLLM finds free within gpu_memory_utilization when it starts."""
     cpu_lora: CpuLora

@@ -130,7 +130,7 @@ def engine_spec(run_config: RunConfig, target_modules: list[str], index: int, so
         max_model_len=config.max_sequence_tokens,
         max_num_seqs=config.engine.max_num_seqs,
         kv_cache_gib=config.engine.kv_cache_gib,
-        gpu_memory_utilization=config.engine.gpu_memory_utilization,
+        gpu_memory_utilization=resolved.engine_share or config.engine.gpu_memory_utilization,
         cpu_lora=resolved.cpu_lora,
         enable_lora=True,
         seed=config.seed,

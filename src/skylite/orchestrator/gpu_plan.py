@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.errors import ConfigError
 from skylite.processes.gpus import (
     VISIBLE,
     Gpu,
-    GpuProcess,
+    GpuUse,
     describe,
     memory_in_use,
     visible_gpus,
@@ -33,6 +33,10 @@ class Placement:
     engine_gpus: list[int]
     """Of engine 0, 1, ..."""
     notes: list[str]
+    free_bytes: dict[int, int] = field(default_factory=dict)
+    """By GPU; without those whose free memory is unknown."""
+    others: dict[int, str] = field(default_factory=dict)
+    """Other processes that use a GPU, in words."""
 
 
 def place(config: TrainConfig, device: str) -> Placement:
@@ -40,7 +44,7 @@ def place(config: TrainConfig, device: str) -> Placement:
 
     Rank i gets visible GPU i. Engine i gets visible GPU `engine.gpus[i]`; by default the engines take the
     GPUs after the ranks' in turn, and then share the ranks'. Raises ConfigError if there are too few GPUs or
-    if other processes hold memory that the engines need.
+    if other processes hold memory that the engines need; plan_memory checks the ranks.
     """
     if device == "cpu":
         if config.engine.gpus:
@@ -58,12 +62,19 @@ def place(config: TrainConfig, device: str) -> Placement:
         f"rank 0 to {len(ranks) - 1} on GPU {_numbers(ranks)}; engine 0 to {len(engines) - 1} on GPU "
         f"{_numbers(engines)}"
     )
-    for gpu in dict.fromkeys(engines):
-        notes.append(check_memory(gpu, engines.count(gpu), config.engine.gpu_memory_utilization))
+    uses = {gpu: memory_in_use(gpu) for gpu in dict.fromkeys([*engines, *ranks])}
+    for gpu, use in uses.items():
+        check_memory(gpu, use, engines.count(gpu), config.engine.gpu_memory_utilization)
+    others = {gpu.index: text for gpu, use in uses.items() if (text := users_text(use))}
+    notes += [
+        f"warning: GPU {g.index} ({g.name}) is not free: {others[g.index]}" for g in uses if g.index in others
+    ]
     return Placement(
         rank_gpus=[g.index for g in ranks],
         engine_gpus=[g.index for g in engines],
-        notes=[n for n in notes if n],
+        notes=notes,
+        free_bytes={g.index: use.free_bytes for g, use in uses.items() if use.free_bytes is not None},
+        others=others,
     )
 
 
@@ -126,38 +137,36 @@ def engine_positions(config: TrainConfig, num_gpus: int) -> list[int]:
     return list(chosen)
 
 
-def check_memory(gpu: Gpu, num_engines: int, share: float) -> str:
-    """A warning if other processes use the GPU, else "". Raises ConfigError if its engines do not fit."""
+def check_memory(gpu: Gpu, use: GpuUse, num_engines: int, share: float) -> None:
+    """Raise ConfigError if the GPU's engines do not fit into what is free."""
     if num_engines * share >= 1:
         raise ConfigError(
             f"{num_engines} engines share GPU {gpu.index} ({gpu.name}), and each takes "
             f"engine.gpu_memory_utilization={share:g} of its memory.",
             f"Lower it below {1 / num_engines:.2f}, use fewer engines, or place them with engine.gpus.",
         )
-    used, processes = memory_in_use(gpu)
-    if gpu.total_bytes is None:
-        return ""
-    wanted, free = num_engines * share * gpu.total_bytes, gpu.total_bytes - used
-    others = users_text(used, processes)
+    if gpu.total_bytes is None or use.free_bytes is None:
+        return
+    wanted, free = num_engines * share * gpu.total_bytes, use.free_bytes
     if wanted > free:
         raise ConfigError(
             f"GPU {gpu.index} ({gpu.name}) has {free / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB free, and "
             f"vLLM takes {wanted / GIB:.1f} GiB (engine.gpu_memory_utilization={share:g}"
             f"{f' x {num_engines} engines' if num_engines > 1 else ''}); "
-            f"{others or 'the driver uses the rest'}.",
+            f"{users_text(use) or 'the driver uses the rest'}.",
             f"End those processes, choose another GPU ({VISIBLE}), or lower engine.gpu_memory_utilization.",
         )
-    return f"warning: GPU {gpu.index} ({gpu.name}) is not free: {others}" if others else ""
 
 
-def users_text(used: int, processes: Sequence[GpuProcess]) -> str:
+def users_text(use: GpuUse) -> str:
     """Who uses a GPU, such as `process 41 (python3) uses 3.0 GiB`; empty for a free GPU."""
-    if not processes:
-        return f"processes that cannot be seen here use {used / GIB:.1f} GiB" if used > UNNAMED_BYTES else ""
+    if not use.processes:
+        unseen = f"processes that cannot be seen here use {use.used_bytes / GIB:.1f} GiB"
+        return unseen if use.used_bytes > UNNAMED_BYTES else ""
     return ", ".join(
         f"process {p.pid} ({p.name.rpartition('/')[2]})"
         + (f" uses {p.used_bytes / GIB:.1f} GiB" if p.used_bytes is not None else "")
-        for p in processes
+        for p in use.processes
     )
 
 

@@ -15,19 +15,16 @@ from skylite.config.train import TrainConfig
 from skylite.engine.start_engines import MAX_LORAS
 from skylite.errors import ConfigError
 from skylite.orchestrator.gpu_plan import Placement
-from skylite.orchestrator.predicted_memory import (
-    EngineMemory,
-    TrainerMemory,
-    engine_memory,
-    model_sizes,
-    trainer_memory,
-)
+from skylite.orchestrator.model_sizes import model_sizes
+from skylite.orchestrator.predicted_memory import EngineMemory, TrainerMemory, engine_memory, trainer_memory
 from skylite.processes.gpus import Gpu, visible_gpus
 from skylite.processes.hardware import available_memory
 
 GIB = 2**30
 MARGIN = 1.1
 """A prediction is refused if it exceeds the memory by more than its own error."""
+SHARE_STEPS = 10_000
+"""An engine's share of a GPU is a multiple of 1 / SHARE_STEPS."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +33,8 @@ class MemoryBudget:
 
     kv_cache_bytes: int | None
     """Of each engine."""
+    engine_share: float | None
+    """Share of its GPU that an engine asks for when it starts."""
     trainer_bytes: int | None
     """What torch may allocate on a rank's GPU."""
     notes: list[str]
@@ -49,9 +48,7 @@ def plan_memory(
     if device == "cpu":
         trainer = trainer_memory(sizes, config, "cpu", dtype)
         engine = engine_memory(sizes, config, "cpu", dtype, max_loras=MAX_LORAS, cpu_lora=cpu_lora)
-        return MemoryBudget(
-            kv_cache_bytes=None, trainer_bytes=None, notes=[cpu_note(config, trainer, engine)]
-        )
+        return unlimited(cpu_note(config, trainer, engine))
     gpus = {gpu.index: gpu for gpu in visible_gpus()}
     trainer = trainer_memory(sizes, config, "cuda", dtype)
     engine = engine_memory(sizes, config, "cuda", dtype, max_loras=MAX_LORAS, cpu_lora=cpu_lora)
@@ -65,33 +62,59 @@ def divide_gpus(
     placement: Placement,
     gpus: dict[int, Gpu],
 ) -> MemoryBudget:
-    """The smallest GPU of the engines fixes the KV cache, the fullest GPU of the ranks fixes their limit."""
-    totals = {index: gpu.total_bytes for index, gpu in gpus.items()}
-    used = [totals[i] for i in (*placement.engine_gpus, *placement.rank_gpus)]
-    if None in used:
-        note = "memory: nvidia-smi does not tell the size of a GPU, so vLLM and torch share it without limits"
-        return MemoryBudget(kv_cache_bytes=None, trainer_bytes=None, notes=[note])
-    smallest = min(totals[i] or 0 for i in placement.engine_gpus)
-    kv_cache = kv_cache_bytes(config, engine, smallest)
+    """The smallest GPU of the engines fixes the KV cache, the fullest GPU of the ranks fixes their limit.
+
+    The ranks divide what other processes leave free; gpu_plan.py has checked that the engines fit.
+    """
+    totals = {index: gpu.total_bytes for index, gpu in gpus.items() if gpu.total_bytes is not None}
+    if not totals.keys() >= {*placement.engine_gpus, *placement.rank_gpus}:
+        return unlimited(
+            "memory: nvidia-smi does not tell the size of a GPU, so vLLM and torch share it without limits"
+        )
+    sizes = [totals[i] for i in placement.engine_gpus]
+    kv_cache = kv_cache_bytes(config, engine, min(sizes))
     limits = [
-        (totals[i] or 0) - placement.engine_gpus.count(i) * (engine.before_kv() + kv_cache)
+        placement.free_bytes.get(i, totals[i])
+        - placement.engine_gpus.count(i) * (engine.before_kv() + kv_cache)
         for i in placement.rank_gpus
     ]
     limit = min(limits)
-    gpu = gpus[placement.rank_gpus[limits.index(limit)]]
-    require_trainer(config, trainer, limit, gpu, beside=placement.engine_gpus.count(gpu.index))
+    require_trainer(config, trainer, limit, gpus[placement.rank_gpus[limits.index(limit)]], placement)
     return MemoryBudget(
         kv_cache_bytes=kv_cache,
+        engine_share=engine_share(engine, kv_cache, max(sizes)),
         trainer_bytes=limit - trainer.process,
         notes=[gpu_note(engine, kv_cache), trainer_note(config, trainer, limit)],
     )
 
 
+def unlimited(note: str) -> MemoryBudget:
+    """No budgets, for the reason in the note."""
+    return MemoryBudget(kv_cache_bytes=None, engine_share=None, trainer_bytes=None, notes=[note])
+
+
+def engine_share(engine: EngineMemory, kv_cache: int, largest: int) -> float:
+    """The gpu-memory-utilization of an engine with a KV cache of a set size, rounded down.
+
+    vLLM refuses to start unless this share of the GPU is free, even though it does not use the share then.
+    When it asks, it already holds a part of its `process` bytes. The largest GPU gives the smallest share.
+    """
+    asked = engine.before_kv() - engine.process + kv_cache
+    return max(1, SHARE_STEPS * asked // largest) / SHARE_STEPS
+
+
 def kv_cache_bytes(config: TrainConfig, engine: EngineMemory, total: int) -> int:
     """What remains of an engine's share, at most what max_num_seqs of the longest sequences fill.
 
-    Raises ConfigError if one sequence does not fit.
+    Raises ConfigError if one sequence does not fit, or if the size of a token is not known.
     """
+    if not engine.kv_per_token:
+        raise ConfigError(
+            "The size of vLLM's KV cache cannot be predicted: the model has layers without an attention that "
+            "skylite knows (k_proj; a fused projection with num_attention_heads in config.json; the latent "
+            "attention of DeepSeek V2 and V3).",
+            "Use another model, or train on the CPU.",
+        )
     longest = config.max_sequence_tokens
     share = config.engine.gpu_memory_utilization
     left = int(share * total) - engine.before_kv()
@@ -107,17 +130,19 @@ def kv_cache_bytes(config: TrainConfig, engine: EngineMemory, total: int) -> int
 
 
 def require_trainer(
-    config: TrainConfig, trainer: TrainerMemory, limit: int, gpu: Gpu, *, beside: int
+    config: TrainConfig, trainer: TrainerMemory, limit: int, gpu: Gpu, placement: Placement
 ) -> None:
     """Raise ConfigError if the trainer cannot compute its longest trajectory in `limit` bytes."""
     longest = config.max_sequence_tokens
     needed = trainer.total(longest)
     if needed > limit * MARGIN:
+        beside = placement.engine_gpus.count(gpu.index)
         engines = f" beside {beside} engine(s)" if beside else ""
+        others = placement.others.get(gpu.index)
         raise ConfigError(
             f"The trainer does not fit on GPU {gpu.index} ({gpu.name}){engines}: a trajectory of {longest} "
             f"tokens needs about {gib(needed)} ({trainer_parts(trainer, longest)}), "
-            f"and {gib(limit)} are left.",
+            f"and {gib(limit)} are left{f'; {others}' if others else ''}.",
             "Use trainer.checkpointing=full, a lower engine.gpu_memory_utilization or "
             "rollout.max_completion_tokens, more ranks (trainer.num_ranks), or trainer.offload=true.",
         )

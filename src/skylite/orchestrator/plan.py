@@ -158,6 +158,7 @@ def resolve_choices(config: TrainConfig, run: RunDir, notes: Sequence[str]) -> R
         rank_gpus=placement.rank_gpus,
         engine_gpus=placement.engine_gpus,
         kv_cache_bytes=memory.kv_cache_bytes,
+        engine_share=memory.engine_share,
         trainer_memory_bytes=memory.trainer_bytes,
         lora_sync_path=str(Path(config.lora.lora_sync_path or run.default_adapters).resolve()),
         run_id=uuid.uuid4().hex,

@@ -220,6 +220,7 @@ def _relocate(
         "rank_gpus": placement.rank_gpus,
         "engine_gpus": placement.engine_gpus,
         "kv_cache_bytes": memory.kv_cache_bytes,
+        "engine_share": memory.engine_share,
         "trainer_memory_bytes": memory.trainer_bytes,
     }
     return old.model_copy(update=update)

@@ -48,6 +48,17 @@ class GpuProcess:
     """None: the driver does not tell."""
 
 
+@dataclass(frozen=True, slots=True)
+class GpuUse:
+    """What a GPU holds now."""
+
+    used_bytes: int
+    free_bytes: int | None
+    """Less than total - used where the driver reserves memory. None: nvidia-smi does not know it."""
+    processes: list[GpuProcess]
+    """Those that this container may see."""
+
+
 def visible_gpus() -> list[Gpu]:
     """GPUs that this process may use, in the order of CUDA_VISIBLE_DEVICES. Empty on a machine without GPUs.
 
@@ -130,13 +141,13 @@ def why_no_gpu() -> str:
     return "" if shutil.which(SMI) is None else "no GPU is used: nvidia-smi lists none"
 
 
-def memory_in_use(gpu: Gpu) -> tuple[int, list[GpuProcess]]:
-    """Bytes in use on the GPU now, and the processes that use them (those that this container may see)."""
+def memory_in_use(gpu: Gpu) -> GpuUse:
+    """What is in use and free on the GPU now."""
     path = shutil.which(SMI)
     if path is None or gpu.total_bytes is None:
-        return 0, []
+        return GpuUse(0, None, [])
     one = ["-i", gpu.uuid, "--format=csv,noheader,nounits"]
-    used = _ask_smi(path, ["--query-gpu=memory.used", *one])
+    used, _, free = _ask_smi(path, ["--query-gpu=memory.used,memory.free", *one]).partition(",")
     listing = _ask_smi(path, ["--query-compute-apps=pid,used_memory,process_name", *one])
     rows = [[cell.strip() for cell in line.split(",", 2)] for line in listing.splitlines()]
     processes = [
@@ -144,7 +155,8 @@ def memory_in_use(gpu: Gpu) -> tuple[int, list[GpuProcess]]:
         for row in rows
         if len(row) == 3 and row[0].isdigit()
     ]
-    return _mebibytes(used) or 0, processes
+    used_bytes, free_bytes = _mebibytes(used) or 0, _mebibytes(free)
+    return GpuUse(used_bytes, gpu.total_bytes - used_bytes if free_bytes is None else free_bytes, processes)
 
 
 def cuda_env(gpus: Sequence[int]) -> dict[str, str]:
