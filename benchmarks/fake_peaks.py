@@ -1,7 +1,7 @@
 """Peak bytes of one micro-batch at real shapes, forward and backward, on fake CUDA tensors.
 
     python benchmarks/fake_peaks.py --out benchmarks/results/fake_peaks.json
-    python benchmarks/fake_peaks.py --shapes qwen2.5-7b --tokens 16384 --checkpointing selective
+    python benchmarks/fake_peaks.py --shapes qwen2.5-7b --trees 16384:256x8 --checkpointing selective
 
 Needs no GPU: the tensors have sizes and no values. Counts every storage that an operation returns, rounded up
 as torch's allocator does. Not counted: CUDA contexts, fragmentation, workspaces inside kernels (cuBLAS and
@@ -14,6 +14,7 @@ import argparse
 import importlib
 import itertools
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from shapes import SHAPES, model_config
 
 from skylite.run.files import write_json
 
-PROMPT, GROUP = 256, 8
+TREES = ("16384:256x8", "4608:1024x24", "4608:1024x64")
+"""Tokens, prompt and group. The last two are many short completions of a long prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +54,22 @@ class Peak:
 def main() -> None:
     args = parse_arguments()
     rows: list[dict[str, Any]] = []
-    axes = (args.shapes, args.tokens, args.checkpointing, args.attention)
-    for shape, tokens, checkpointing, attention in itertools.product(*axes):
-        found = peak_bytes(shape, tokens, checkpointing, attention=attention, packing=args.packing)
+    axes = (args.shapes, args.trees, args.checkpointing, args.attention)
+    for shape, tree, checkpointing, attention in itertools.product(*axes):
+        tokens, prompt, group = map(int, re.split("[:x]", tree))
+        found = peak_bytes(
+            shape,
+            tokens,
+            checkpointing,
+            attention=attention,
+            packing=args.packing,
+            prompt=prompt,
+            group=group,
+        )
         names = {
             "shape": shape,
+            "prompt": prompt,
+            "group": group,
             "checkpointing": checkpointing,
             "attention": attention,
             "packing": args.packing,
@@ -72,7 +85,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--shapes", nargs="+", choices=list(SHAPES), default=[s for s in SHAPES if s != "tiny"]
     )
-    parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384])
+    parser.add_argument("--trees", nargs="+", default=TREES, help="TOKENS:PROMPTxGROUP")
     modes = ["none", "selective", "full"]
     parser.add_argument("--checkpointing", nargs="+", choices=modes, default=modes)
     parser.add_argument("--attention", nargs="+", choices=["sdpa", "flex"], default=["sdpa"])
@@ -89,8 +102,8 @@ def peak_bytes(
     attention: str = "sdpa",
     packing: str = "tree",
     rank: int = 32,
-    prompt: int = PROMPT,
-    group: int = GROUP,
+    prompt: int = 256,
+    group: int = 8,
 ) -> Peak:
     """The peak of a micro-batch of one group in bfloat16.
 

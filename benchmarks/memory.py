@@ -28,6 +28,7 @@ from machine_info import machine_info
 from skylite.config.train import TrainConfig
 from skylite.orchestrator import predicted_memory
 from skylite.orchestrator.model_sizes import model_sizes, sizes_of
+from skylite.orchestrator.piece_copies import limits_of, worst_copies
 from skylite.processes.torchrun import trainer_env
 from skylite.run.files import write_json
 
@@ -73,11 +74,17 @@ def compared(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield compare_engine(model, dtype)
 
 
-def settings(tokens: int, checkpointing: str, attention: str = "sdpa", prompt: int = PROMPT) -> TrainConfig:
+def settings(
+    tokens: int, checkpointing: str, attention: str = "sdpa", prompt: int = PROMPT, group: int = GROUP
+) -> TrainConfig:
     tree = {
         "lora": {"rank": 32, "alpha": 32},
         "trainer": {"checkpointing": checkpointing, "attention": attention},
-        "rollout": {"max_prompt_tokens": prompt, "max_completion_tokens": (tokens - prompt) // GROUP},
+        "rollout": {
+            "max_prompt_tokens": prompt,
+            "max_completion_tokens": (tokens - prompt) // group,
+            "group_size": group,
+        },
     }
     return TrainConfig.model_validate(tree)
 
@@ -173,16 +180,23 @@ def compare_engine(model: Path, dtype: str) -> dict[str, Any]:
 
 def fake_row(row: dict[str, Any]) -> dict[str, Any]:
     """A row of fake_peaks.py: weights, LoRA with its gradients, and the pass; no moments, no process."""
-    prompt, group = 256, 8
-    tokens = prompt + (row["nodes"] - prompt) // group * group
-    config = settings(tokens, row["checkpointing"], row["attention"], prompt)
+    prompt, group, nodes = row["prompt"], row["group"], row["nodes"]
+    config = settings(nodes, row["checkpointing"], row["attention"], prompt, group)
+    any_length = settings(prompt + 2048 * group, row["checkpointing"], row["attention"], prompt, group)
     tensors = meta_shapes(row["shape"])
     adapted = {n.removesuffix(".weight") for n, s in tensors.items() if ".layers." in n and len(s) == 2}
     sizes = sizes_of(tensors, {"architectures": ["Qwen2ForCausalLM"]}, adapted, config.lora.rank)
     trainer = predicted_memory.trainer_memory(sizes, config, "cuda", "bfloat16")
     without = trainer.process + 5 * predicted_memory.FLOAT32 * sizes.lora
-    names = {k: row[k] for k in ("shape", "checkpointing", "attention", "nodes")}
-    return {"what": "fake", **names, **ratio("rank", trainer.total(row["nodes"]) - without, row["peak"])}
+    names = {k: row[k] for k in ("shape", "checkpointing", "attention", "nodes", "prompt", "group")}
+    exact, worst = (
+        trainer.total(nodes, group * prompt),
+        trainer.total(nodes, worst_copies(nodes, limits_of(any_length))),
+    )
+    return {"what": "fake", **names} | {
+        **ratio("rank", exact - without, row["peak"]),
+        **ratio("worst", worst - without, row["peak"]),
+    }
 
 
 @functools.cache

@@ -23,6 +23,7 @@ from skylite.errors import ConfigError
 from skylite.orchestrator.gpu_plan import Placement
 from skylite.orchestrator.memory_plan import divide_gpus
 from skylite.orchestrator.model_sizes import ModelSizes, model_sizes
+from skylite.orchestrator.piece_copies import limits_of, worst_copies
 from skylite.orchestrator.predicted_memory import engine_memory, trainer_memory
 from skylite.processes.gpus import Gpu
 
@@ -125,14 +126,15 @@ def fit_with(sizes: ModelSizes, mib: int, tree: dict[str, dict[str, object]], tw
     assert budget.kv_cache_bytes is not None
     limit = budget.trainer_bytes + trainer.process
     longest = PROMPT + COMPLETION
-    if trainer.total(longest) > limit:
+    if trainer.total(longest, worst_copies(longest, limits_of(config))) > limit:
         return None
     tokens = longest
-    while trainer.total(2 * tokens) <= limit:
+    while trainer.total(2 * tokens, worst_copies(2 * tokens, limits_of(config))) <= limit:
         tokens *= 2
     step = tokens
     while step := step // 2:
-        tokens += step if trainer.total(tokens + step) <= limit else 0
+        more = tokens + step
+        tokens = more if trainer.total(more, worst_copies(more, limits_of(config))) <= limit else tokens
     settings = changes(config, two_gpus)
     if tokens < config.trainer.tokens_per_micro_batch:
         settings.append(f"trainer.tokens_per_micro_batch={rounded(tokens).replace(',', '')}")

@@ -24,7 +24,7 @@ CONTEXT = 500 * MIB
 
 def predict(folder: Path, shape: str, config: TrainConfig) -> tuple[TrainerMemory, EngineMemory]:
     sizes = model_sizes(script("generate_gpu_fit").write_shapes(folder, shape), config.lora)
-    engine = engine_memory(sizes, config, "cuda", "bfloat16", max_loras=2, cpu_lora="auto")
+    engine = engine_memory(sizes, config, "cuda", "bfloat16", max_loras=2, cpu_lora="dense")
     return trainer_memory(sizes, config, "cuda", "bfloat16"), engine
 
 

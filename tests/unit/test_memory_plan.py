@@ -93,12 +93,26 @@ def test_a_rank_is_predicted_from_the_shapes(tmp_path: Path) -> None:
     kept = 2 * HIDDEN + 2 * HIDDEN + 2 * KEYS + 2 * INNER + 7 * RANK
     assert found.kept == 4 * (LAYERS * (kept + 2 + 1) + 3 * HIDDEN)
     assert found.work == 9 * INNER * 4
-    assert found.total(1000) == found.state() + int(1000 * found.kept) + found.head
+    assert found.mask == 4 * 200 * 200, "of the longest trajectory"
+    assert found.total(1000) == found.state() + int(1000 * found.kept) + found.head + found.mask
+    assert found.total(1000, 9000) == found.total(1000), "a CPU keeps no copies"
 
     more = trainer_memory(sizes, config(trainer={"checkpointing": "none"}), "cpu", "float32")
     assert more.kept - found.kept == 4 * LAYERS * (2 * HIDDEN + INNER)
     less = trainer_memory(sizes, config(trainer={"checkpointing": "full"}), "cpu", "float32")
     assert less.kept == 4 * (LAYERS + 3) * HIDDEN
+
+
+@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+def test_a_gpu_keeps_keys_and_values_for_each_head_and_piece(tmp_path: Path, checkpointing: str) -> None:
+    sizes, trainer = model_sizes(model(tmp_path / "m"), config().lora), {"checkpointing": checkpointing}
+    found = trainer_memory(sizes, config(trainer=trainer), "cuda", "bfloat16")
+    tokens = 10_000_000  # so many that the head does not count
+    layers = LAYERS if checkpointing == "selective" else 1
+    assert found.total(tokens, 9000) - found.total(tokens) == layers * 9000 * 2 * HIDDEN * 2
+    flex = trainer_memory(sizes, config(trainer=trainer | {"attention": "flex"}), "cuda", "bfloat16")
+    assert flex.total(tokens, 9000) == flex.total(tokens)
+    assert flex.mask == 0
 
 
 def test_the_scratch_of_the_head_is_that_of_its_chunks() -> None:

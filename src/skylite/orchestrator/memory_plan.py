@@ -16,6 +16,7 @@ from skylite.engine.start_engines import MAX_LORAS
 from skylite.errors import ConfigError
 from skylite.orchestrator.gpu_plan import Placement
 from skylite.orchestrator.model_sizes import model_sizes
+from skylite.orchestrator.piece_copies import full_copies, limits_of, worst_copies
 from skylite.orchestrator.predicted_memory import EngineMemory, TrainerMemory, engine_memory, trainer_memory
 from skylite.processes.gpus import Gpu, visible_gpus
 from skylite.processes.hardware import available_memory
@@ -173,9 +174,13 @@ def gpu_note(engine: EngineMemory, kv_cache: int) -> str:
 
 def trainer_note(config: TrainConfig, trainer: TrainerMemory, limit: int) -> str:
     tokens = micro_batch_tokens(config)
+    limits = limits_of(config)
+    copies = full_copies(tokens, limits)
+    needed, worst = trainer.total(tokens, copies), trainer.total(tokens, worst_copies(tokens, limits))
     return (
-        f"memory of a rank: about {gib(trainer.total(tokens))} of {gib(limit)} at {tokens} tokens per "
-        f"micro-batch ({trainer_parts(trainer, tokens)})"
+        f"memory of a rank: about {gib(needed)} of {gib(limit)} at {tokens} tokens per micro-batch "
+        f"({trainer_parts(trainer, tokens, copies)})"
+        + (f", up to {gib(worst)} if many completions are short" if worst > needed else "")
     )
 
 
@@ -197,8 +202,8 @@ def engine_parts(engine: EngineMemory) -> str:
     )
 
 
-def trainer_parts(trainer: TrainerMemory, tokens: int) -> str:
-    activations = trainer.total(tokens) - trainer.state()
+def trainer_parts(trainer: TrainerMemory, tokens: int, copies: int = 0) -> str:
+    activations = trainer.total(tokens, copies) - trainer.state()
     return parts_text(
         [
             ("weights", trainer.weights),

@@ -47,6 +47,12 @@ class TrainerMemory:
     """Per token of a micro-batch, from its forward pass to its backward pass."""
     work: float
     """Per token, while backward computes one layer."""
+    kept_copy: float
+    """As `kept`, per token that attention copies for another piece of a tree (piece_copies.py)."""
+    work_copy: float
+    """As `work`, likewise."""
+    mask: int
+    """Attention's mask for the longest trajectory, which all layers share."""
     head: int
     """Scratch of the LM head, while no layer is computed."""
     process: int
@@ -55,9 +61,11 @@ class TrainerMemory:
         """Between two passes."""
         return self.weights + self.adapter + self.process
 
-    def total(self, tokens: int) -> int:
-        """At the peak of a pass of `tokens` tokens."""
-        return int(self.state() + self.kept * tokens + max(self.head, self.work * tokens))
+    def total(self, tokens: int, copies: int = 0) -> int:
+        """At the peak of a pass of `tokens` tokens and `copies` copied ones. One trajectory has no copies."""
+        kept = self.kept * tokens + self.kept_copy * copies
+        work = self.work * tokens + self.work_copy * copies
+        return int(self.state() + self.mask + kept + max(self.head, work))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +97,15 @@ def trainer_memory(
         weights += (2 * sizes.largest_layer + sizes.vocabulary * sizes.hidden) * item
     adapters = sizes.lora + (config.critic.rank * sizes.lora_per_rank if config.algorithm.uses_critic else 0)
     copies = ADAPTER_COPIES + ROLLBACK_COPIES
+    copy = 2 * sizes.queries * item if _calls_sdpa(config, device) else 0
     return TrainerMemory(
         weights=0 if config.trainer.offload else weights,
         adapter=adapters * copies * FLOAT32,
         kept=_kept_bytes(sizes, config, device, item),
         work=_work_bytes(sizes, config, device, item),
+        kept_copy=0 if config.trainer.checkpointing == "full" else copy * sizes.num_layers,
+        work_copy=copy if config.trainer.checkpointing == "full" else 0,
+        mask=config.max_sequence_tokens**2 * item if config.trainer.attention == "sdpa" else 0,
         head=HEAD_SCRATCH[device],
         process=TRAINER_PROCESS[device],
     )
@@ -128,8 +140,9 @@ def engine_memory(
 def _layers_bytes(sizes: ModelSizes, config: TrainConfig, device: str, item: int) -> float:
     """Bytes per token that all layers keep without checkpointing=full."""
     kept = float(sizes.kept * item + sizes.kept_float32 * FLOAT32)
-    if device == "cuda" and config.trainer.attention == "sdpa":
-        kept += _piece_copies(sizes, config) * sizes.num_layers * item
+    if _calls_sdpa(config, device):
+        # Keys and values for each head, of all tokens and joined for each piece, and the joined outputs.
+        kept += (2 * sizes.queries * 2 + sizes.queries - 2 * sizes.keys) * sizes.num_layers * item
     return kept + (sizes.recomputed * item if config.trainer.checkpointing == "none" else 0)
 
 
@@ -148,11 +161,6 @@ def _work_bytes(sizes: ModelSizes, config: TrainConfig, device: str, item: int) 
     return work
 
 
-def _piece_copies(sizes: ModelSizes, config: TrainConfig) -> float:
-    """Elements that one call of attention for each piece of a tree keeps: keys and values for each head.
-
-    The keys of a prompt are copied for each completion.
-    """
-    rollout = config.rollout
-    visible = 1 + rollout.max_prompt_tokens / max(1, rollout.max_completion_tokens)
-    return 2 * sizes.queries * (1 + visible) + sizes.queries - 2 * sizes.keys
+def _calls_sdpa(config: TrainConfig, device: str) -> bool:
+    """Whether autograd keeps keys and values for each head and piece. On a CPU it keeps them once."""
+    return device == "cuda" and config.trainer.attention == "sdpa"
