@@ -137,9 +137,9 @@ async def garbage(task: Task, chat: Chat) -> None:
 async def call_after_its_end(task: Task, chat: Chat) -> None:
     """A process in a session of its own, which calls when the trajectory has ended, if it still lives."""
     program = (
-        "import sys, time, httpx, json\n"
-        "url, key, out, name = sys.argv[1:]\n"
-        "time.sleep(0.5)\n"
+        "import os, sys, time, httpx, json\n"
+        "url, key, out, name, parent = sys.argv[1:]\n"
+        "while os.getppid() == int(parent): time.sleep(0.05)\n"
         "for _ in range(10):\n"
         "    time.sleep(0.2)\n"
         "    r = httpx.post(url, json={'messages': [{'role': 'user', 'content': 'late'}]},\n"
@@ -150,6 +150,7 @@ async def call_after_its_end(task: Task, chat: Chat) -> None:
         "open(out, 'a').write(json.dumps(line) + '\\n')\n"
     )
     words = [f"{chat.base_url}/chat/completions", chat.api_key, os.environ["SKYLITE_FAULTS"], task.id]
+    words.append(str(os.getpid()))
     subprocess.Popen([sys.executable, "-c", program, *words], start_new_session=True)
 
 
