@@ -1,6 +1,6 @@
 """Parse command lines of skylite with vLLM's own parser, on any machine: JSON in, JSON out.
 
-    python -m tests.integration.vllm_flags < COMMANDS.json
+    python -m tests.integration.parsed_flags < COMMANDS.json
 
 COMMANDS.json: {"commands": lists of flags, "free": {"total": bytes, "free": bytes, "share": number}}.
 """

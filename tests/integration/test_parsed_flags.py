@@ -66,7 +66,7 @@ SERVER = READ | {
 
 def ask_vllm(commands: list[list[str]], free: list[tuple[int, int, float]]) -> dict[str, Any]:
     work = json.dumps({"commands": commands, "free": free})
-    command = [sys.executable, "-m", "tests.integration.vllm_flags"]
+    command = [sys.executable, "-m", "tests.integration.parsed_flags"]
     done = subprocess.run(command, input=work, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
