@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,12 +44,12 @@ def test_a_folder_becomes_one_commit(hub: Hub, folder: Path, public: bool) -> No
 def test_the_hubs_own_bars_stay_hidden(
     hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled
-
+    bars = importlib.import_module("huggingface_hub.utils.tqdm")  # the package has a class of this name
+    monkeypatch.setattr(bars, "progress_bar_states", {})  # another test may have hidden them
     monkeypatch.setenv("TQDM_POSITION", "-1")  # else they show on a terminal only
     push(folder, "me/mine", TOKEN, public=False, message="m")
     assert capfd.readouterr() == ("", "")
-    assert not are_progress_bars_disabled()
+    assert not bars.are_progress_bars_disabled()
 
 
 @pytest.mark.parametrize(
