@@ -81,7 +81,7 @@ async def run_faults(folder: Path, faults: list[str], patch: pytest.MonkeyPatch,
     notes = folder / "notes.jsonl"
     notes.touch()
     patch.setenv("SKYLITE_FAULTS", str(notes))
-    engine = ScriptedEngine(reply_to, delay_s=0.1)
+    engine = ScriptedEngine(reply_to, delay_s=0.3)
     options = {"max_turns": MAX_TURNS, "on_error": "drop", "timeout_s": 120.0, **env}
     async with environment(folder, "", episode=f"{PROGRAM}:episode", **options) as running:
         leave_ended_keys(running, notes.with_suffix(".keys"))
