@@ -41,7 +41,7 @@ def test_every_pin_is_a_version_and_not_a_path_or_url() -> None:
 
 
 def pins_of(file: str) -> set[str]:
-    """Names and versions in a file of constraints, such as `pyyaml==6.0.3`, spelled alike."""
+    """Names and versions in a file of constraints, such as `pyyaml==6.0.3`, in one spelling."""
     lines = (ROOT / "constraints" / file).read_text().splitlines()
     found = (line.removesuffix(" \\") for line in lines if "==" in line and not line.startswith("#"))
     return {pin.lower().replace("_", "-").replace(".", "-") for pin in found}

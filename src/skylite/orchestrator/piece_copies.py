@@ -52,7 +52,7 @@ def full_copies(tokens: int, limits: Limits) -> int:
 def worst_copies(tokens: int, limits: Limits) -> int:
     """The most copied tokens over all lengths of prompts and completions, each the same for all.
 
-    Prompts may begin alike, up to their last token; completions of a group differ from their first token on.
+    Prompts may share all tokens but the last. Completions of a group differ in their first token.
     """
     prompt, completion = np.meshgrid(_lengths(limits.prompt), _lengths(limits.sequence - 1))
     prompt = np.minimum(prompt, limits.sequence - completion)

@@ -52,11 +52,11 @@ def check_references(
     for spec, component in zip(config.functions, components, strict=True):
         if not _gets_answer(spec, component) or _any_scores(spec, references, config, programs):
             continue
-        what = f"one of {len(references)} reference answers scores above 0 under the reward {spec}"
+        what = f"of {len(references)} reference answers scores above 0 under the reward {spec}"
         if _must_score(spec, component, is_first=component is components[0], prepared_for=info.reward):
-            raise _scores_nothing(f"N{what}", spec, info, references[0])
+            raise _scores_nothing(f"None {what}", spec, info, references[0])
         warnings.append(
-            f"warning: n{what}; that is right for a penalty, or if it does not look at the answer"
+            f"warning: none {what}; that is right for a penalty, or if it does not look at the answer"
         )
     return warnings
 
