@@ -110,11 +110,31 @@ def test_wild_tokens_are_clipped_at_three_medians() -> None:
 @pytest.mark.parametrize("short", ["engine", "engine_base", "base", "engine_before"])
 def test_scores_of_different_lengths_are_an_error(short: str) -> None:
     two = {name: [-1.0, -2.0] for name in ("engine", "engine_base", "policy", "base", "engine_before")}
-    if short == "engine_before":  # other bits, so never compared with the policy's
-        assert read_paired(Scores(**(two | {short: [-1.0]}), policy_before=[-1.0, -2.5])).same_as == ""
-    else:
-        with pytest.raises(ValueError, match=r"is shorter|is longer"):
-            read_paired(Scores(**(two | {short: [-1.0]})))
+    with pytest.raises(ValueError, match=r"is shorter|is longer"):
+        read_paired(Scores(**(two | {short: [-1.0]})))
+
+
+@pytest.mark.parametrize(
+    ("equal", "move", "same_as"),
+    [(1, 0.4, "the version before"), (0, 0.4, ""), (1, 0.09, ""), (50, 0.09, "the version before")],
+)
+def test_a_few_tokens_with_the_same_bits_are_the_version_before(
+    equal: int, move: float, same_as: str
+) -> None:
+    """Other requests beside the canary change the bits of most tokens. The base's rounding is 0.51."""
+    engine = [-1.0 - k / 8 for k in range(50)]
+    found = read_paired(
+        Scores(
+            engine=engine,
+            engine_base=[-3.01] * 50,
+            policy=[-1.5] * 50,
+            base=[-2.5] * 50,
+            engine_before=[x if k < equal else x - 1e-6 for k, x in enumerate(engine)],
+            policy_before=[-1.5 - move] * 50,
+        )
+    )
+    assert found.same_as == same_as
+    assert found.same_tokens == {"the base": 0.0, "the version before": equal / 50}
 
 
 def test_a_version_before_without_the_trainers_scores_is_not_compared() -> None:
@@ -140,7 +160,7 @@ def paired(limit: float = 0.2, **changes: float) -> PairedReading:
         rounding=1.0,
         projection_error=0.1,
     )
-    return PairedReading(reading=replace(edge, **changes), projection_limit=limit, same_as="")
+    return PairedReading(reading=replace(edge, **changes), projection_limit=limit, same_as="", same_tokens={})
 
 
 def test_each_limit_is_the_last_value_that_passes() -> None:
@@ -178,7 +198,7 @@ def test_the_bits_of_another_version_are_refused_while_rounding_hides_the_move(s
         engine_before=other if same != "the base" else None,
         policy_before=[x + 0.02 for x in found.policy] if same != "the base" else None,
     )
-    with pytest.raises(SyncFailed, match=f"gives the same logprobs as {same}, to the bit"):
+    with pytest.raises(SyncFailed, match=f"100% of the canary logprobs are those of {same}, to the bit"):
         check_paired("policy-v000001", "vllm-0", read_paired(served))
 
 
@@ -260,5 +280,5 @@ def test_the_pool_asks_for_the_base_and_the_version_before(tmp_path: Path) -> No
     assert engine.asked[2:] == ["policy-v000002", "base", "policy-v000001"]
     assert reading.as_metrics()["canary/rounding"] == pytest.approx(reading.rounding)
     engine.answers["policy-v000003"] = newer.engine
-    with pytest.raises(SyncFailed, match="same logprobs as the version before"):
+    with pytest.raises(SyncFailed, match="logprobs are those of the version before"):
         asyncio.run(take(3, scores(0, 0.14, lambda move, _: move)))
