@@ -6,13 +6,14 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from skylite.environments.recorder import Recorder
+from skylite.environments.recorder import Recorder, _unless_disconnected
 from skylite.environments.sample_episodes import Environment
 from skylite.environments.trajectory_log import TrajectoryLog
 from skylite.errors import EngineFailed
@@ -194,6 +195,24 @@ def test_a_reply_that_nobody_reads_is_not_recorded(tmp_path: Path) -> None:
         assert (len(engine.prompts), len(engine.replies), log.calls) == (1, 0, [])
 
     visit(tmp_path, body)
+
+
+def test_a_reply_that_is_ready_when_its_reader_goes_is_not_recorded() -> None:
+    async def both(failure: EngineFailed | None) -> Any:
+        async def gone() -> dict[str, str]:
+            return {"type": "http.disconnect"}
+
+        async def answer() -> Any:
+            if failure is not None:
+                raise failure
+            return "a call", "a reply"
+
+        request: Any = SimpleNamespace(receive=gone)
+        return await _unless_disconnected(request, answer())
+
+    assert asyncio.run(both(None)) is None
+    with pytest.raises(EngineFailed, match="broke"):  # an engine's failure is never lost
+        asyncio.run(both(EngineFailed("engine 0 broke.")))
 
 
 def test_a_failed_engine_fails_the_trajectory(tmp_path: Path) -> None:

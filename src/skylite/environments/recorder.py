@@ -13,7 +13,7 @@ import hashlib
 import logging
 import secrets
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -105,14 +105,16 @@ class Recorder:
         try:
             log = self._trajectory(request)
             parsed = parse_request(await _body(request))
-            reply = await _unless_disconnected(request, self._answer(log, parsed))
+            answer = await _unless_disconnected(request, self._answer(log, parsed))
         except ApiError as error:
             return JSONResponse(error.body(), status_code=error.status)
         except SkyliteError as error:
             log.fail(error)
             return JSONResponse(ApiError(500, "engine_failed", error.what).body(), status_code=500)
-        if reply is None:
+        if answer is None:
             return Response(status_code=499)  # nobody reads it
+        call, reply = answer
+        log.record(call)
         if parsed.stream:
             return StreamingResponse(
                 reply.stream(with_usage=parsed.wants_usage), media_type="text/event-stream"
@@ -126,7 +128,7 @@ class Recorder:
             raise ApiError(401, "invalid_api_key", "This key belongs to no running trajectory.")
         return log
 
-    async def _answer(self, log: TrajectoryLog, request: ChatRequest) -> ChatReply:
+    async def _answer(self, log: TrajectoryLog, request: ChatRequest) -> tuple[Call, ChatReply]:
         limits, rollout = self.config.env, self.config.rollout
         if log.num_started >= limits.max_turns:
             raise _ended(
@@ -150,18 +152,16 @@ class Recorder:
         )
         message = parsed.message(number)
         sample = replace(sample, observed=told_since_reply(messages))
-        log.record(
-            Call(
-                number=number,
-                messages=messages,
-                tools=tools,
-                arguments=request.chat_template_kwargs,
-                reply=message,
-                sample=sample,
-            )
+        call = Call(
+            number=number,
+            messages=messages,
+            tools=tools,
+            arguments=request.chat_template_kwargs,
+            reply=message,
+            sample=sample,
         )
         reason = "tool_calls" if parsed.tool_calls else sample.finish_reason
-        return ChatReply(
+        return call, ChatReply(
             id=f"chatcmpl-{number}",
             model=log.model,
             message=message,
@@ -229,13 +229,16 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def _unless_disconnected(request: Request, answer: Any) -> ChatReply | None:
+async def _unless_disconnected(
+    request: Request, answer: Coroutine[Any, Any, tuple[Call, ChatReply]]
+) -> tuple[Call, ChatReply] | None:
     """The answer; None if the client goes away first, which cancels it: what nobody reads is not recorded."""
-    task: asyncio.Task[ChatReply] = asyncio.ensure_future(answer)
+    task = asyncio.ensure_future(answer)
     gone = asyncio.ensure_future(request.receive())  # the body is read: all that can come is the end
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
+        failed = task.done() and task.exception() is not None
+        return None if gone.done() and not failed else task.result()
     finally:
         task.cancel()
         gone.cancel()
