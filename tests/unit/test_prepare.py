@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -257,4 +258,32 @@ def test_a_task_that_cannot_be_checked_is_refused(task: str, monkeypatch: pytest
     pytest.importorskip("reasoning_gym")
     monkeypatch.setattr("skylite.data.reasoning_gym.ROWS", {"test": 1, "validation": 1, "train": 1})
     with pytest.raises((ConfigError, DataError), match=f"reasoning-gym task {task}"):
-        reasoning_gym_examples(task, limit=None, seed=0, show_progress=lambda items, _: items)
+        reasoning_gym_examples(
+            f"reasoning-gym:{task}", limit=None, seed=0, show_progress=lambda items, _: items
+        )
+
+
+def test_a_task_takes_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("reasoning_gym")
+    monkeypatch.setattr("skylite.data.reasoning_gym.ROWS", {"test": 4, "validation": 2, "train": 8})
+    splits = read(prepare("reasoning-gym:chain_sum min_terms=2 max_terms=2 max_digits=1"))
+    questions = [prompt.messages[-1]["content"] for name in SPLITS for prompt in splits[name][0]]
+    assert all(re.search(r"[^\d]\d [+-] \d =", question) for question in questions), questions
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("max_trems=2", "has no setting max_trems"),
+        ("max_terms", "'max_terms' is no setting"),
+        ("seed=3", "'seed=3' is no setting"),
+        ("max_terms=2 max_terms=3", "gives max_terms twice"),
+        ("min_terms=5 max_terms=2", "does not work with"),
+        ("max_terms=many", "does not work with"),
+        ("'max_terms=2", "cannot be read as words"),
+    ],
+)
+def test_bad_settings_of_a_task_are_named(words: str, said: str) -> None:
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises((ConfigError, DataError), match=re.escape(said)):
+        prepare(f"reasoning-gym:chain_sum {words}")

@@ -12,6 +12,7 @@ from typing import TypeVar
 from skylite.commands.prepare_own_data import OwnFlags, RewardChoice, own_data_examples
 from skylite.config.loading import read_parameters
 from skylite.data.examples import SPLITS, ExampleSet, check_examples, check_ids, check_or_drop
+from skylite.data.parse_spec import REASONING_GYM
 from skylite.data.prompt_folder import replace_folder
 from skylite.data.prompts import PromptFileInfo
 from skylite.data.user_tables import is_own_data
@@ -26,7 +27,6 @@ from skylite.ui.logs import show
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
-REASONING_GYM = "reasoning-gym:"
 WARNING = "warning: "
 CHECK_CHUNK = 64
 """Rows between two updates of the progress bar."""
@@ -65,7 +65,7 @@ def prepare(
     row_flags: dict[str, object] = {"--where": where, "--drop-failing": drop_failing}
     if target.startswith(REASONING_GYM):
         _refuse_flags(module_flags | file_flags | reward_flags | row_flags, "a reasoning-gym task")
-        examples = _reasoning_gym_task(target.removeprefix(REASONING_GYM), limit, seed)
+        examples = _reasoning_gym_task(target, limit, seed)
     elif is_verifiers(target):
         _refuse_flags(module_flags | file_flags | reward_flags | row_flags, "an environment of verifiers")
         examples = _verifiers_tasks(target, limit, seed)
@@ -135,11 +135,11 @@ def _dataset_module(
     return replace(examples, parameters=chosen.parameters)
 
 
-def _reasoning_gym_task(task: str, limit: int | None, seed: int) -> ExampleSet:
+def _reasoning_gym_task(spec: str, limit: int | None, seed: int) -> ExampleSet:
     from skylite.data.reasoning_gym import reasoning_gym_examples
 
     remember("reasoning-gym")
-    return reasoning_gym_examples(task, limit=limit, seed=seed, show_progress=_show_progress)
+    return reasoning_gym_examples(spec, limit=limit, seed=seed, show_progress=_show_progress)
 
 
 def _verifiers_tasks(spec: str, limit: int | None, seed: int) -> ExampleSet:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from itertools import islice
 from typing import Any
 
 from skylite.data.examples import Example, ExampleSet, ShowProgress
+from skylite.data.parse_spec import REASONING_GYM, read_settings, split_spec
 from skylite.data.raw_rows import Row, Table, generated_table
 from skylite.errors import ConfigError, DataError
 from skylite.extras import install_command
@@ -17,21 +19,28 @@ from skylite.types import Message, Prompt
 SYSTEM = "Solve the problem. Give the final answer between <answer> and </answer>."
 ROWS = {"test": 256, "validation": 128, "train": 1024}
 """Distinct questions per split; --limit replaces the number for train."""
+_RESERVED = ("seed", "size")
+"""Settings of every task that skylite sets."""
+_EXAMPLE = f"E.g. {REASONING_GYM}chain_sum max_terms=2."
 _REFERENCES = ("possible_answer", "example_answer", "example_correct_answer")
 """Metadata keys under which tasks with many correct answers store one of them."""
 
 
 def reasoning_gym_examples(
-    task: str, *, limit: int | None, seed: int, show_progress: ShowProgress[int]
+    spec: str, *, limit: int | None, seed: int, show_progress: ShowProgress[int]
 ) -> ExampleSet:
-    """Generate the splits of a task.
+    """Generate the splits of a task. `spec`: `reasoning-gym:TASK KEY=VALUE ...`.
 
-    Raises ConfigError for an unknown task, and DataError for one whose reference answers cannot be checked.
+    Raises ConfigError for an unknown task or setting, and DataError for a task whose reference answers cannot
+    be checked.
     """
-    generator = _open_task(task, seed, size=4 * sum((ROWS | {"train": limit or ROWS["train"]}).values()))
+    task, words = split_spec(spec, REASONING_GYM, _EXAMPLE)
+    settings = read_settings(spec, words, _EXAMPLE, reserved=_RESERVED)
     sizes = ROWS | {"train": limit or ROWS["train"]}
+    generator = _open_task(task, settings, seed, size=4 * sum(sizes.values()))
     entries = _distinct_entries(task, generator, sum(sizes.values()), show_progress)
-    notes = [f"source: reasoning-gym task {task}, generated (seed {seed})"]
+    chosen = "".join(f", {word}" for word in words)
+    notes = [f"source: reasoning-gym task {task}{chosen}, generated (seed {seed})"]
     if len(entries) < sum(sizes.values()):
         sizes = _shrink(task, sizes, len(entries))
         notes.append(
@@ -42,7 +51,7 @@ def reasoning_gym_examples(
     rest = iter(entries)
     for split, size in sizes.items():
         tables[split] = generated_table(
-            islice(rest, size), "generated", f"reasoning-gym {task} (seed {seed}, {split})"
+            islice(rest, size), "generated", f"reasoning-gym {task} (seed {seed}{chosen}, {split})"
         )
     splits = {
         split: [_example(task, row, f"{dataset}/{split}/{row.index}") for row in tables[split].rows]
@@ -59,7 +68,7 @@ def reasoning_gym_examples(
     )
 
 
-def _open_task(task: str, seed: int, size: int) -> Any:
+def _open_task(task: str, settings: dict[str, Any], seed: int, size: int) -> Any:
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
@@ -71,12 +80,18 @@ def _open_task(task: str, seed: int, size: int) -> Any:
         raise ConfigError(
             f"reasoning-gym has no task {task!r}.", f"Its tasks: {', '.join(sorted(DATASETS))}."
         )
+    known = [field.name for field in fields(DATASETS[task][1]) if field.name not in _RESERVED]
+    if unknown := [key for key in settings if key not in known]:
+        raise ConfigError(
+            f"reasoning-gym task {task} has no setting {unknown[0]}.", f"Its settings: {', '.join(known)}."
+        )
     try:
-        return reasoning_gym.create_dataset(task, seed=seed, size=size)
+        return reasoning_gym.create_dataset(task, seed=seed, size=size, **settings)
     except (AssertionError, TypeError, ValueError) as error:
+        given = json.dumps(settings) if settings else "its default settings"
         raise DataError(
-            f"reasoning-gym task {task} does not work with its default settings: {error}.",
-            "Choose another task.",
+            f"reasoning-gym task {task} does not work with {given}: {error}.",
+            "Choose other settings or another task.",
         ) from None
 
 

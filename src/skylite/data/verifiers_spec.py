@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from typing import Any
 
 from pydantic import ValidationError
 
+from skylite.data.parse_spec import read_settings, split_spec
 from skylite.errors import ConfigError
 from skylite.extras import install_command, requirements
-from skylite.foreign_text import parse_json
 from skylite.plugin_file import VERIFIERS, UserCodeFailed, user_code
 
 _EXAMPLE = f"E.g. {VERIFIERS}textarena taskset.game=Wordle-v0."
@@ -40,35 +39,11 @@ class VerifiersSpec:
 
 def parse_verifiers(spec: str) -> VerifiersSpec:
     """The parts of the text. Raises ConfigError."""
-    try:
-        name, *words = shlex.split(spec.removeprefix(VERIFIERS)) or [""]
-    except ValueError as error:
-        raise ConfigError(
-            f"{spec} cannot be read as words: {error}.", f"Quote it as in a shell. {_EXAMPLE}"
-        ) from None
+    name, words = split_spec(spec, VERIFIERS, _EXAMPLE)
     if not re.fullmatch(r"[\w./@-]+", name, re.ASCII):
         raise ConfigError(f"{spec} names no environment: {name!r} is no package name.", _EXAMPLE)
-    settings: dict[str, Any] = {}
-    for word in words:
-        _put(settings, word, spec)
+    settings = read_settings(spec, words, _EXAMPLE, reserved=["taskset.id"])
     return VerifiersSpec(name, settings)
-
-
-def _put(settings: dict[str, Any], word: str, spec: str) -> None:
-    key, equals, text = word.partition("=")
-    *path, last = key.split(".")
-    if not equals or not all(part.isidentifier() for part in (*path, last)) or key == "taskset.id":
-        raise ConfigError(f"{spec}: {word!r} is no setting of an environment.", f"Use KEY=VALUE. {_EXAMPLE}")
-    for part in path:
-        settings = settings.setdefault(part, {})
-        if not isinstance(settings, dict):
-            raise ConfigError(f"{spec} gives {part} a value and then parts.", "Remove one of them.")
-    if last in settings:
-        raise ConfigError(f"{spec} gives {key} twice.", "Remove one of them.")
-    try:
-        settings[last] = parse_json(text)
-    except ValueError:
-        settings[last] = text
 
 
 def check_verifiers(spec: str) -> None:
