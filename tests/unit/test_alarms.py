@@ -126,6 +126,18 @@ def test_a_random_policy_is_a_collapse_too() -> None:
     assert (alarm.kind, "became random" in alarm.text) == ("collapse", True)
 
 
+def test_what_a_collapse_or_hacking_explains_is_not_advised_against() -> None:
+    symptoms: dict[str, Any] = {
+        "completion__truncated_frac": lambda k: 0.9,
+        "groups__zero_std_sampled_frac": lambda k: 1.0,
+    }
+    assert set(kinds(steps(30, **symptoms))) == {"truncated", "no signal"}
+    falls = {"policy__entropy": lambda k: k / 5, "reward__mean": lambda k: 0.6 - k / 60 + 0.001 * (k % 2)}
+    assert kinds(steps(30, **symptoms, **falls)) == ["collapse"]
+    rises = steps(30, **symptoms, reward__mean=lambda k: k / 40)
+    assert kinds(rises, [held_out(0, 60), held_out(30, 20)]) == ["reward hacking", "no signal"]
+
+
 def test_both_falling_is_not_hacking() -> None:
     falls = steps(30, reward__mean=lambda k: 0.6 - k / 60 + 0.001 * (k % 2))
     assert kinds(falls, [held_out(0, 60), held_out(30, 20)]) == ["reward fell"]

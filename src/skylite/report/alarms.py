@@ -18,6 +18,11 @@ from skylite.report.run_facts import HeldOut, number
 Kind = Literal[
     "collapse", "reward hacking", "no signal", "drift", "reward fell", "truncated", "mismatch", "skipped"
 ]
+FOLLOWERS: Mapping[Kind, tuple[Kind, ...]] = {
+    "collapse": ("reward fell", "no signal", "truncated"),
+    "reward hacking": ("drift", "truncated"),
+}
+"""Kind -> the kinds that it explains. They are not shown beside it: their advice would mislead."""
 ALARMS = ("collapse", "reward hacking", "no signal")
 """Kinds that mean that the run failed; the others are warnings."""
 
@@ -86,10 +91,7 @@ def _at(
     rules = (_collapse, _hacking, _no_signal, _drift, _reward_fell, _truncated, _mismatch, _skipped)
     found = [Alarm(kind=kind, text=text, since=step) for rule in rules for kind, text in rule(evidence)]
     kinds = {alarm.kind for alarm in found}
-    # A collapse is a fall of the reward, and the finding of hacking names the drift.
-    hidden = ({"reward fell"} if "collapse" in kinds else set()) | (
-        {"drift"} if "reward hacking" in kinds else set()
-    )
+    hidden = {follower for kind in kinds for follower in FOLLOWERS.get(kind, ())}
     return [a for a in found if a.kind not in hidden]
 
 

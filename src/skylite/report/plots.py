@@ -53,7 +53,8 @@ PLOTS = (
     Plot(
         title="Entropy",
         keys=("policy/entropy",),
-        help="Falls slowly. Near 0 with a low reward, the policy has collapsed.",
+        help="Falls slowly. Near 0 with a low reward: the policy collapsed. Rises while the reward falls: "
+        "it becomes random.",
         unit="nats",
     ),
     Plot(

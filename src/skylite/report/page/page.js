@@ -34,7 +34,7 @@ function drawRun(run, number) {
   const tile = (label, value) => { const box = add(tiles, "div"); add(box, "dt", label); add(box, "dd", value); };
   tile("state", run.phase);
   tile("steps", `${run.steps} of ${run.num_steps}`);
-  tile("reward, first to last", `${short(run.reward_first)} to ${short(run.reward_last)}`);
+  tile("reward, first and last fifth", `${short(run.reward_first)} to ${short(run.reward_last)}`);
   tile("held-out, before", accuracy(run.held_out_first));
   tile("held-out, after", accuracy(run.held_out_last));
   tile("time of steps", duration(run.step_seconds || 0));

@@ -81,7 +81,7 @@ function drawPlot(parent, plot, runs, smooth) {
     const many = !curve.edge && !curve.points && smooth && plot.noisy && scaled.y.length > 8;
     if (many) {
       data.push(scaled);
-      series.push({ label: curve.name, stroke: curve.color + "55", width: 1, dash: curve.dash, value, points: { show: false } });
+      series.push({ label: curve.name, stroke: curve.color + "99", width: 1, dash: curve.dash, value, points: { show: false } });
     }
     data.push(many ? { ...scaled, y: smoothed(scaled.y, .6) } : scaled);
     series.push({ label: many ? curve.name + " smooth" : curve.name, stroke: curve.edge ? curve.color + "44" : curve.color,
