@@ -43,7 +43,7 @@ class BadRun:
     alarm: str
     settings: dict[str, object]
     rewards: tuple[str, ...] = ()
-    num_steps: int = 10
+    num_steps: int = 20
     every: int = 5
     """Steps between evaluations."""
 
@@ -53,7 +53,7 @@ RUNS = {
     "hacked": BadRun(
         "reward hacking", {"optim.lr": 3e-4, "reward.weights": [0.1, 1.0]}, rewards=("gsm8k", "long")
     ),
-    "no-signal": BadRun("no signal", {"data.difficulty": [4]}, num_steps=6, every=0),
+    "no-signal": BadRun("no signal", {"data.difficulty": [4]}, every=0),
 }
 
 

@@ -51,6 +51,8 @@ def main() -> None:
     total = sum(row["seconds"] for row in rows)
     print(f"{total:7.1f} s  in {len(rows)} commands")
     if args.out is not None:
+        for row in rows:
+            row["command"] = row["command"].replace(str(ROOT), "CHECKOUT").replace(text, "FOLDER")
         write_json(args.out, machine_info() | {"seconds": round(total, 1), "commands": rows})
 
 

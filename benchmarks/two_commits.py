@@ -36,6 +36,9 @@ def main() -> None:
         parser.add_argument(f"--prepare-{name}", default="--synthetic", help="flag that generates the data")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument(
+        "--set", action="append", default=[], help="a setting for both, e.g. model.dtype=float32"
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     sides = {"before": args.before.resolve(), "after": args.after.resolve()}
@@ -49,7 +52,7 @@ def main() -> None:
         for number in range(args.rounds):
             for name in sorted(sides, reverse=number % 2 == 0):
                 data, run = f"{folder}/data-{name}", Path(folder) / f"{name}-{number}"
-                rows[name].append(run_figures(sides[name], data, run, args.steps))
+                rows[name].append(run_figures(sides[name], data, run, args.steps, args.set))
                 print(name, rows[name][-1], flush=True)
     found = {
         unit: {**{name: [row[unit] for row in rows[name]] for name in rows}, "ratio": ratio(rows, unit)}
@@ -72,12 +75,14 @@ def start(checkout: Path, *words: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([*SKYLITE, *words], cwd=checkout, env=env, stdout=subprocess.DEVNULL)
 
 
-def run_figures(checkout: Path, data: str, run: Path, steps: int) -> Figures:
+def run_figures(checkout: Path, data: str, run: Path, steps: int, settings: list[str]) -> Figures:
     """Seconds of a run. Raises CalledProcessError if it fails."""
     recipe = str(checkout / "recipes" / "gsm8k_cpu.toml")
     words = ("train", "--recipe", recipe, "--data", data, "--run", str(run), "--steps", str(steps))
     cpu_before, began, lines = cpu_seconds(), time.monotonic(), [0.0]
-    process = start(checkout, *words, "--set", "eval.limit=0")
+    process = start(
+        checkout, *words, *(word for setting in ("eval.limit=0", *settings) for word in ("--set", setting))
+    )
     metrics = run / "metrics.jsonl"
     while process.poll() is None:
         count = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
