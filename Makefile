@@ -68,8 +68,8 @@ check: $(READY) ## format, lint, types, and whether the pages made from the code
 	$(BIN)/python docs/generate_reference.py --check
 	$(BIN)/python docs/generate_gpu_fit.py --check
 
-# Two processes share the test files. Most tests wait for one thread: an import, a start, a disk.
-UNIT_TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit
+# Three processes share the test files. Most tests wait for one thread: an import, a start, a disk.
+UNIT_TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile tests/unit
 
 test: $(READY) ## all tests
 	$(UNIT_TESTS)

@@ -1,4 +1,4 @@
-"""docs/reference matches the code."""
+"""docs/reference says what the code does. `make check` compares the generated pages."""
 
 from __future__ import annotations
 
@@ -41,11 +41,6 @@ UNITS = {"tokens/s"}
 
 def reference(name: str) -> str:
     return (REFERENCE / name).read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("name", GENERATORS)
-def test_generated_pages_are_up_to_date(name: str) -> None:
-    assert script("write_or_check").stale_text(script(name).pages()) == ""
 
 
 @pytest.mark.parametrize("name", GENERATORS)

@@ -227,7 +227,8 @@ def test_close_ends_a_call_of_another_thread() -> None:
 
 
 PARENT = f"""
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from skylite.sandbox.sandbox import Sandbox
 sandbox = Sandbox("tests.unit.sandbox_cases:make_runner")
