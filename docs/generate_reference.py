@@ -65,9 +65,9 @@ METRICS_HEAD = """\
 # Metrics
 
 `metrics.jsonl` in the run has one JSON object per step. A number that is not finite is written as `null`.
-After a resume a step that was trained again appears once, as it was the last time, when you read the file
-with `skylite.run.metrics_file.read_metrics`. [Read the curves](../how-to/read-the-curves.md) shows which of
-these to look at first.
+After a resume a step that was trained again has two lines; the last one counts. `run.metrics` of
+[`skylite.load_run`](python-api.md) is a table with that one alone. [Read the
+curves](../how-to/read-the-curves.md) shows which of these to look at first.
 
 Means are over the completions or tokens of the step, on all ranks. KL and log-probabilities are in nats.
 Healthy ranges are rules of thumb: a run can leave one and learn.

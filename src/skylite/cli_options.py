@@ -38,7 +38,10 @@ Settings = Annotated[
     typer.Option("--set", metavar="A.B=VALUE", help="Any other setting, in TOML syntax. Repeatable."),
 ]
 Loggers = Annotated[
-    str | None, typer.Option(help="Loggers, e.g. tensorboard,wandb (also trackio, mlflow, swanlab).")
+    str | None,
+    typer.Option(
+        help="Loggers, e.g. tensorboard,wandb (also trackio, mlflow, swanlab). Default: those of the recipe."
+    ),
 ]
 AsJson = Annotated[
     bool,
@@ -49,11 +52,16 @@ AsJson = Annotated[
 TemplateArgs = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="NAME=VALUE", help="Argument of the chat template, e.g. enable_thinking=false. Repeatable."
+        metavar="NAME=VALUE",
+        help="Argument of the chat template, e.g. enable_thinking=false for Qwen3. Repeatable. "
+        "Default: those of the recipe or run.",
     ),
 ]
 ChatTemplateFile = Annotated[
-    Path | None, typer.Option(help="File with a chat template (Jinja), instead of the model's.")
+    Path | None,
+    typer.Option(
+        help="File with a chat template (Jinja). Default: that of the recipe or run, else the model's."
+    ),
 ]
 
 

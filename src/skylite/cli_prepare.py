@@ -20,7 +20,10 @@ Target = Annotated[
         "a folder of them, or a hub id."
     ),
 ]
-Out = Annotated[Path | None, typer.Option(help="Output folder. Default: data/NAME.", rich_help_panel=ORIGIN)]
+Out = Annotated[
+    Path | None,
+    typer.Option(help="Output folder. Default: data/NAME, which is printed.", rich_help_panel=ORIGIN),
+]
 Source = Annotated[
     Path | None,
     typer.Option(help="Folder with the released files, instead of the hub.", rich_help_panel=ORIGIN),

@@ -28,8 +28,8 @@ def watch(
 ) -> None:
     """Watch a run, live or finished. Shows progress, curves, warnings and completions from its folder.
 
-    Keys: arrows choose completion and step, b best first, w worst first, n newest, q quits. Prints lines
-    where there is no terminal.
+    Keys: arrows choose completion and step, b best first, w worst first, s stored order, n newest, q quits.
+    Prints lines where there is no terminal.
     """
     from skylite.commands.watch import watch as run_watch
 

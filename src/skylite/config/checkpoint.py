@@ -34,7 +34,8 @@ class EvalConfig(Section):
     """Held-out evaluation during a run."""
 
     split: Literal["train", "validation", "test"] = "test"
-    """Split that the held-out problems come from."""
+    """Split that the held-out problems come from. With checkpoint.keep_best take validation: on the problems
+    that chose a version, its score is too good."""
     limit: int = Field(0, ge=0)
     """Number of held-out problems, sampled greedily before and after the run. 0: no evaluation."""
     every: int = Field(0, ge=0)
