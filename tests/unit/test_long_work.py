@@ -14,7 +14,7 @@ from skylite.cli import app
 from skylite.commands.adapters import verify
 from skylite.commands.report import report
 from skylite.errors import ModelError
-from skylite.long_work import long_work
+from skylite.long_work import LongWork, long_work
 from skylite.orchestrator import replay
 from skylite.run.durations import remembered_s, remembered_work
 from skylite.ui import progress_line
