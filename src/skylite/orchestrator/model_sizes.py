@@ -11,14 +11,13 @@ from typing import Any
 from skylite.adapters.target_modules import predict_modules
 from skylite.config.lora import LoraConfig
 from skylite.engine.servable_models import packed_layers
+from skylite.engine.tensor_parallel import text_section
 from skylite.foreign_text import parse_json
 from skylite.hub.resolve import tensor_shapes
 
 Shapes = Mapping[str, Sequence[int]]
 OTHER_TOWERS = ("vision", "visual", "image", "audio", "mm_")
 """In the names of layers that see no text tokens."""
-TEXT_SECTIONS = ("thinker_config", "text_config", "llm_config", "language_config")
-"""Sections of config.json that describe the language model of a model with several parts."""
 FUSED_QKV = ("qkv_proj", "query_key_value", "Wqkv", "c_attn")
 LATENT_CACHE = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "pangu_ultra_moe")
 """Model types for which vLLM caches one latent vector per token and layer (vLLM's is_deepseek_mla)."""
@@ -83,8 +82,8 @@ def sizes_of(shapes: Shapes, config: Mapping[str, Any], adapted: Collection[str]
     """The sizes of a model with these tensors and this config.json, and LoRA on the modules `adapted`."""
     layers = text_layers(shapes)
     vocabulary, hidden = next((s for n, s in shapes.items() if "embed" in n and len(s) == 2), (1, 1))
-    section = _text_section(config)
-    attentions = [_attention(layer, section) for layer in layers.values()]
+    section = text_section(config)
+    attentions = [attention_of(layer, section) for layer in layers.values()]
     per_rank = _lora_elements(shapes, adapted)
     kept = [
         _kept(layer, attention, hidden, rank * _count(prefix, layer, adapted))
@@ -100,7 +99,7 @@ def sizes_of(shapes: Shapes, config: Mapping[str, Any], adapted: Collection[str]
         num_layers=len(layers),
         lora=rank * per_rank,
         lora_per_rank=per_rank,
-        slots_per_rank=_lora_elements(shapes, _with_packed(shapes, adapted, packed_layers(config))),
+        slots_per_rank=_lora_elements(shapes, with_packed(shapes, adapted, packed_layers(config))),
         kept=sum(k.kept for k in kept),
         recomputed=sum(k.recomputed for k in kept),
         kept_float32=sum(k.float32 for k in kept),
@@ -122,14 +121,7 @@ def text_layers(shapes: Shapes) -> dict[str, dict[str, Sequence[int]]]:
     return max(stacks.values(), key=lambda layers: sum(map(_elements, layers.values())), default={})
 
 
-def _text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    for name in TEXT_SECTIONS:
-        if isinstance(section := config.get(name), dict):
-            return _text_section(section)
-    return config
-
-
-def _attention(layer: Shapes, config: Mapping[str, Any]) -> Attention:
+def attention_of(layer: Shapes, config: Mapping[str, Any]) -> Attention:
     """From the layer's own matrices. config.json tells what these do not show."""
     outputs = _output(layer, "o_proj"), _input(layer, "o_proj")
     latent, rope = config.get("kv_lora_rank"), config.get("qk_rope_head_dim")
@@ -184,7 +176,7 @@ def _lora_elements(shapes: Shapes, adapted: Collection[str]) -> int:
     return sum(sum(shape) for name, shape in shapes.items() if name.removesuffix(".weight") in adapted)
 
 
-def _with_packed(shapes: Shapes, adapted: Iterable[str], packed: Sequence[Sequence[str]]) -> set[str]:
+def with_packed(shapes: Shapes, adapted: Iterable[str], packed: Sequence[Sequence[str]]) -> set[str]:
     """The adapted modules, and those that vLLM packs with one of them."""
     found = set(adapted)
     for path in adapted:

@@ -30,6 +30,8 @@ TRAINER_PROCESS = {"cpu": 400 << 20, "cuda": 1 << 30}
 """CPU: Python and its libraries. GPU: CUDA context, NCCL, cuBLAS and fragments; an estimate, not measured."""
 ENGINE_PROCESS = {"cpu": 3 << 29, "cuda": 2 << 30}
 """CPU: vLLM's three processes. GPU: with CUDA graphs; an estimate, not measured."""
+TENSOR_PARALLEL_BUFFERS = 1 << 30
+"""More of the process if an engine has several GPUs: NCCL and vLLM's all-reduce; an estimate, not measured."""
 VLLM_BATCHED_TOKENS = {"cpu": CPU_BATCHED_TOKENS, "cuda": 8192}
 """Tokens of vLLM's largest forward pass."""
 LOGIT_COPIES = 3
@@ -70,7 +72,7 @@ class TrainerMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """Predicted bytes of one vLLM server."""
+    """Predicted bytes of one vLLM server, on each of its GPUs."""
 
     weights: int
     lora_slots: int
@@ -120,7 +122,7 @@ def engine_memory(
     max_loras: int,
     cpu_lora: CpuLora,
 ) -> EngineMemory:
-    """Predict an engine's memory."""
+    """Predict an engine's memory, on each GPU: from sharded_sizes.py's sizes if it has several."""
     item = DTYPE_BYTES[dtype]
     weights = sizes.parameters * item
     if device == "cpu" and cpu_lora == "merged":
@@ -132,7 +134,7 @@ def engine_memory(
         weights=weights,
         lora_slots=max_loras * config.lora.vllm_rank * sizes.slots_per_rank * item,
         activations=activations + logits,
-        process=ENGINE_PROCESS[device],
+        process=ENGINE_PROCESS[device] + (TENSOR_PARALLEL_BUFFERS if config.engine.tensor_parallel > 1 else 0),
         kv_per_token=(sizes.cached or 0) * item,
     )
 
