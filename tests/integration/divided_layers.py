@@ -1,6 +1,6 @@
 """vLLM's layers on rank 0 of several GPUs: prints elements of weights, and of LoRA slots at rank 1, as JSON.
 
-    python -m tests.integration.divided_layers GPUS
+python -m tests.integration.divided_layers GPUS
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ FLAGS = {
         "--max-loras", "--seed", "--json", "--set", "--chat-template", "--template-arg", *LOGGING,
     },
     "chat": {
-        "--model", "--step", "--base", "--url", "--system", "--temperature", "--max-tokens", "--set", *LOGGING,
+        "--model", "--step", "--base", "--url", "--system", "--temperature", "--max-tokens", "--set",
+        *LOGGING,
     },
     "export": {
         "--step", "--best", "--merge", "--dtype", "--gguf", "--out", "--base-name", "--check-vllm", "--push",

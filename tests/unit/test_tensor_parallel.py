@@ -1,4 +1,4 @@
-"""One engine on several GPUs: its placement, flags, bytes of each GPU by hand, and each refusal."""
+"""One engine on several GPUs: its placement, flags and memory, and each refusal."""
 
 from __future__ import annotations
 
@@ -19,28 +19,20 @@ from skylite.engine.tensor_parallel import check_divisible
 from skylite.errors import ConfigError
 from skylite.orchestrator.gpu_plan import place
 from skylite.orchestrator.memory_plan import plan_memory
-from skylite.orchestrator.model_sizes import model_sizes, sizes_of
-from skylite.orchestrator.predicted_memory import ENGINE_PROCESS, TENSOR_PARALLEL_BUFFERS, engine_memory
-from skylite.orchestrator.sharded_sizes import divided_sizes, sizes_per_gpu
+from skylite.orchestrator.model_sizes import model_sizes
+from skylite.orchestrator.predicted_memory import engine_memory
+from skylite.orchestrator.sharded_sizes import sizes_per_gpu
 from skylite.run.run_dir import AdapterVersion
 from tests.unit.gpu_cases import H200, RESOLVED, Machine
-from tests.unit.test_memory_plan import FREE, HIDDEN, INNER, KEYS, LAYERS, RANK, VOCAB, config, model
+from tests.unit.test_memory_plan import FREE, RANK, config
+from tests.unit.test_sharded_sizes import headed
 
-HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
-"""Of test_memory_plan's model: heads of 8 elements."""
 QWEN_72B = {
     "num_attention_heads": 64,
     "num_key_value_heads": 8,
     "intermediate_size": 29568,
     "vocab_size": 152064,
 }
-
-
-def headed(folder: Path, factor: int = 1, **changes: Any) -> Path:
-    """test_memory_plan's model with the heads in its config.json."""
-    path = model(folder, factor) / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | HEADS | changes))
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -76,9 +68,7 @@ def test_the_plan_shows_which_gpus_share_a_model(machine: Machine) -> None:
 def test_each_engine_sees_its_gpus_only() -> None:
     resolved = RESOLVED.model_copy(update={"engine_gpus": [4, 5, 6, 7]})
     tree = {"engine": {"num_engines": 2, "tensor_parallel": 2}}
-    run_config = RunConfig(
-        skylite_version="1", config=TrainConfig.model_validate(tree), resolved=resolved
-    )
+    run_config = RunConfig(skylite_version="1", config=TrainConfig.model_validate(tree), resolved=resolved)
     specs = [engine_spec(run_config, ["q_proj"], i, Path("sockets")) for i in range(2)]
     assert [engine_env(spec, {})["CUDA_VISIBLE_DEVICES"] for spec in specs] == ["4,5", "6,7"]
     for spec in specs:
@@ -132,7 +122,12 @@ def test_a_cpu_has_one_process_per_engine() -> None:
     [
         ({}, 16, "", ""),
         ({}, 3, "num_attention_heads=64 must be a multiple of it", "=2."),
-        ({"num_attention_heads": 24, "num_key_value_heads": 4}, 6, "num_key_value_heads=4 must be", "=4 or 2."),
+        (
+            {"num_attention_heads": 24, "num_key_value_heads": 4},
+            6,
+            "num_key_value_heads=4 must be",
+            "=4 or 2.",
+        ),
         ({"intermediate_size": 29570}, 4, "intermediate_size=29570 must be a multiple of it", "=2."),
         ({"moe_intermediate_size": 770}, 4, "moe_intermediate_size=770 must be a multiple of it", "=2."),
         (
@@ -161,88 +156,6 @@ def test_a_model_that_vllm_cannot_divide_is_refused(
         assert error.value.hint == f"Use engine.tensor_parallel{remedy}"
 
 
-@pytest.mark.parametrize(("gpus", "keys"), [(2, KEYS // 2), (4, KEYS // 4), (8, KEYS // 4)])
-def test_each_gpu_holds_its_part(tmp_path: Path, gpus: int, keys: int) -> None:
-    """With 8 GPUs, each of the 4 key-value heads is on two."""
-    folder, settings = headed(tmp_path / "m"), config(engine={"tensor_parallel": gpus})
-    found = sizes_per_gpu(model_sizes(folder, settings.lora), folder, settings.lora, gpus)
-    queries, inner = HIDDEN // gpus, INNER // gpus
-    layer = 2 * queries * HIDDEN + 2 * keys * HIDDEN + 3 * inner * HIDDEN + 2 * HIDDEN
-    # vLLM pads 500 rows of the embedding to 512.
-    assert found.parameters == 512 // gpus * HIDDEN + HIDDEN + LAYERS * layer
-    # A of q, k, v, gate and up is complete, and so is B of o and down.
-    slots = (HIDDEN + queries) + 2 * (HIDDEN + keys) + (queries + HIDDEN)
-    slots += 2 * (HIDDEN + inner) + (inner + HIDDEN)
-    assert found.slots_per_rank == LAYERS * slots
-    assert found.cached == LAYERS * 2 * keys
-
-    engine = engine_memory(found, settings, "cuda", "bfloat16", max_loras=2, cpu_lora="dense")
-    assert engine.weights == 2 * found.parameters
-    assert engine.lora_slots == 2 * 2 * 8 * LAYERS * slots, "vLLM rounds rank 4 up to 8"
-    assert engine.kv_per_token == 2 * 2 * keys * LAYERS
-    logits = 128 * VOCAB * 4 * 3
-    assert engine.activations == 8192 * (2 * inner + 4 * HIDDEN) * 2 + logits, "logits are gathered"
-    assert engine.process == ENGINE_PROCESS["cuda"] + TENSOR_PARALLEL_BUFFERS
-
-
-def test_one_gpu_holds_all(tmp_path: Path) -> None:
-    folder = headed(tmp_path / "m")
-    sizes = model_sizes(folder, config().lora)
-    assert sizes_per_gpu(sizes, folder, config().lora, 1) is sizes
-
-
-def parts(shapes: dict[str, tuple[int, ...]], tree: dict[str, Any], adapted: set[str]) -> tuple[int, int, Any]:
-    """Elements, slots and cache of each of 4 GPUs, without the embedding."""
-    tensors = {"model.embed_tokens.weight": (64, 16)} | shapes
-    found = divided_sizes(sizes_of(tensors, tree, adapted, RANK), tensors, tree, adapted, 4)
-    return found.parameters - 16 * 16, found.slots_per_rank, found.cached
-
-
-def test_a_fused_projection_is_divided_by_heads() -> None:
-    """Phi-3: 8 heads and 2 key-value heads of 4, so each of 4 GPUs has 2 heads and one key-value head."""
-    tree = {"num_attention_heads": 8, "hidden_size": 32, "num_key_value_heads": 2, "head_dim": 4}
-    shapes = {"model.layers.0.self_attn.qkv_proj.weight": (48, 32)}
-    adapted = {"model.layers.0.self_attn.qkv_proj"}
-    assert parts(shapes, tree, adapted) == ((8 + 4 + 4) * 32, 32 + 8 + 4 + 4, 2 * 4)
-
-
-def test_latent_attention_caches_its_vector_on_every_gpu() -> None:
-    tree = {
-        "model_type": "deepseek_v2", "num_attention_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 4
-    }  # fmt: skip
-    layer = "model.layers.0.self_attn."
-    shapes = {
-        f"{layer}q_proj.weight": (4 * 12, 32),
-        f"{layer}kv_a_proj_with_mqa.weight": (20, 32),
-        f"{layer}kv_b_proj.weight": (4 * 16, 16),
-        f"{layer}o_proj.weight": (32, 4 * 8),
-    }
-    adapted = {f"{layer}kv_a_proj_with_mqa", f"{layer}kv_b_proj"}
-    weights = 12 * 32 + 20 * 32 + 16 * 16 + 32 * 8
-    assert parts(shapes, tree, adapted) == (weights, (20 + 32) + (16 + 16), 20)
-
-
-def test_experts_are_divided_and_routers_and_other_towers_are_not() -> None:
-    layer = "model.layers.0."
-    shapes = {
-        f"{layer}self_attn.k_proj.weight": (8, 16),
-        f"{layer}self_attn.k_proj.bias": (8,),
-        f"{layer}self_attn.q_proj.weight": (16, 16),
-        f"{layer}mlp.gate.weight": (6, 16),
-        f"{layer}mlp.experts.5.down_proj.weight": (16, 12),
-        f"{layer}mlp.experts.gate_up_proj": (6, 16, 24),
-        f"{layer}mlp.unknown.weight": (16, 10),
-        "visual.blocks.0.fc1.weight": (12, 16),
-        "lm_head.weight": (64, 16),
-    }
-    tree = {"num_attention_heads": 4}  # and 2 key-value heads, by the shapes
-    weights = 4 * 16 + 4 + 4 * 16 + 6 * 16 + 16 * 3 + 6 * 16 * 6 + 160 + 192 + 16 * 16
-    assert parts(shapes, tree, set())[0] == weights
-    unknown = parts(shapes, {}, {f"{layer}mlp.unknown", "lm_head"})
-    assert unknown[0] == weights + 4 * 16 + 4, "keys are on every GPU if the heads are not known"
-    assert unknown[1] == (16 + 10) + (64 + 16), "embeddings have complete slots"
-
-
 def test_ranks_and_a_divided_engine_share_their_gpus(machine: Machine, tmp_path: Path) -> None:
     """Engine on GPU 1 and 0, ranks on 0 and 1: each GPU gives up one part of the engine."""
     machine.lists(H200, H200)
@@ -263,10 +176,10 @@ def test_a_run_whose_model_cannot_be_divided_is_refused(machine: Machine, tmp_pa
     machine.lists(H200, H200, H200)
     machine.has_torch()
     settings = config(engine={"tensor_parallel": 3})
-    with pytest.raises(ConfigError, match=r"engine.tensor_parallel=3 does not divide m: num_attention_heads=8"):
-        plan_memory(
-            settings, headed(tmp_path / "m"), "cuda", "bfloat16", "dense", place(settings, "cuda")
-        )
+    with pytest.raises(
+        ConfigError, match=r"engine.tensor_parallel=3 does not divide m: num_attention_heads=8"
+    ):
+        plan_memory(settings, headed(tmp_path / "m"), "cuda", "bfloat16", "dense", place(settings, "cuda"))
 
 
 def test_eval_and_serve_divide_the_model_as_the_run_did(
@@ -291,7 +204,13 @@ def test_eval_and_serve_divide_the_model_as_the_run_did(
 
 def test_set_changes_the_gpus_of_a_served_run() -> None:
     recorded = RunConfig(skylite_version="1", config=config(engine={"tensor_parallel": 8}), resolved=RESOLVED)
-    adapter = AdapterVersion(1, Path("policy-v000001"))
-    served = ServedAdapter(adapter, "model", RANK, ["q_proj"], None, recorded)
+    served = ServedAdapter(
+        adapter=AdapterVersion(1, Path("policy-v000001")),
+        base_model="model",
+        rank=RANK,
+        target_modules=["q_proj"],
+        run=None,
+        run_config=recorded,
+    )
     assert engine_config(served, []) is recorded.config
     assert engine_config(served, ["engine.tensor_parallel=2"]).engine.tensor_parallel == 2

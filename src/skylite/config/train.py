@@ -214,8 +214,8 @@ class Resolved(Section):
     """GPUs of the engines, engine.tensor_parallel for each in turn, by nvidia-smi's numbers; empty on a
     CPU."""
     kv_cache_bytes: int | None = None
-    """KV cache of each engine on each of its GPUs; None on a CPU (engine.kv_cache_gib) and if the GPU's size is
-    unknown."""
+    """KV cache of each engine on each of its GPUs; None on a CPU (engine.kv_cache_gib) and if the GPU's size
+    is unknown."""
     engine_share: float | None = None
     """Share of its GPUs that must be free for an engine to start; None: engine.gpu_memory_utilization."""
     trainer_memory_bytes: int | None = None

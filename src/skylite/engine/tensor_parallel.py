@@ -1,7 +1,7 @@
 """What vLLM requires of a model whose matrices are divided among several GPUs (tensor parallelism).
 
-vLLM divides attention by heads and the MLP by its inner size. Key-value heads are divided too or, if there are
-fewer than GPUs, copied. It pads the vocabulary to a multiple of VOCABULARY_MULTIPLE.
+vLLM divides attention by heads and the MLP by its inner size. Key-value heads are divided too or, if there
+are fewer than GPUs, copied. It pads the vocabulary to a multiple of VOCABULARY_MULTIPLE.
 """
 
 from __future__ import annotations
@@ -87,4 +87,6 @@ def _sizes(config: Mapping[str, Any], names: tuple[str, ...]) -> Iterator[tuple[
     """Each size that config.json names; some models give one for each layer."""
     for name in names:
         value = config.get(name)
-        yield from ((name, n) for n in (value if isinstance(value, list) else [value]) if isinstance(n, int) and n)
+        yield from (
+            (name, n) for n in (value if isinstance(value, list) else [value]) if isinstance(n, int) and n
+        )

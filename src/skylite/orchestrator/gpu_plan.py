@@ -186,8 +186,8 @@ def refuse_gpu_settings(config: TrainConfig) -> None:
         )
     if config.engine.tensor_parallel > 1:
         raise ConfigError(
-            f"engine.tensor_parallel={config.engine.tensor_parallel} divides a model among GPUs, and this run "
-            "has none.",
+            f"engine.tensor_parallel={config.engine.tensor_parallel} divides a model among GPUs, and this "
+            "run has none.",
             "Use engine.tensor_parallel=1.",
         )
 

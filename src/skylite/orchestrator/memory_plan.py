@@ -128,8 +128,8 @@ def kv_cache_bytes(config: TrainConfig, engine: EngineMemory, total: int) -> int
             f"vLLM does not fit: engine.gpu_memory_utilization={share:g} of {gib(total)} is "
             f"{gib(share * total)}; {engine_parts(engine)}, and one sequence of {longest} tokens needs a KV "
             f"cache of {gib(longest * engine.kv_per_token)}.",
-            "Raise engine.gpu_memory_utilization, lower rollout.max_completion_tokens, divide the model among "
-            "more GPUs (engine.tensor_parallel), or use a smaller model.",
+            "Raise engine.gpu_memory_utilization, lower rollout.max_completion_tokens, divide the model "
+            "among more GPUs (engine.tensor_parallel), or use a smaller model.",
         )
     return min(left, config.engine.max_num_seqs * longest * engine.kv_per_token)
 
@@ -170,8 +170,9 @@ def cpu_note(config: TrainConfig, trainer: TrainerMemory, engine: EngineMemory) 
 
 def gpu_note(config: TrainConfig, engine: EngineMemory, kv_cache: int) -> str:
     tokens, size = kv_cache // max(1, engine.kv_per_token), config.engine.tensor_parallel
+    where = f" on each of its {size} GPUs" if size > 1 else ""
     return (
-        f"memory of an engine{f' on each of its {size} GPUs' if size > 1 else ''}: {gib(engine.before_kv() + kv_cache)} ({engine_parts(engine)}, "
+        f"memory of an engine{where}: {gib(engine.before_kv() + kv_cache)} ({engine_parts(engine)}, "
         f"KV cache {gib(kv_cache)} for {tokens} tokens)"
     )
 

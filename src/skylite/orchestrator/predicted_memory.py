@@ -31,7 +31,7 @@ TRAINER_PROCESS = {"cpu": 400 << 20, "cuda": 1 << 30}
 ENGINE_PROCESS = {"cpu": 3 << 29, "cuda": 2 << 30}
 """CPU: vLLM's three processes. GPU: with CUDA graphs; an estimate, not measured."""
 TENSOR_PARALLEL_BUFFERS = 1 << 30
-"""More of the process if an engine has several GPUs: NCCL and vLLM's all-reduce; an estimate, not measured."""
+"""More of the process with several GPUs: NCCL and vLLM's all-reduce; an estimate, not measured."""
 VLLM_BATCHED_TOKENS = {"cpu": CPU_BATCHED_TOKENS, "cuda": 8192}
 """Tokens of vLLM's largest forward pass."""
 LOGIT_COPIES = 3
@@ -134,7 +134,8 @@ def engine_memory(
         weights=weights,
         lora_slots=max_loras * config.lora.vllm_rank * sizes.slots_per_rank * item,
         activations=activations + logits,
-        process=ENGINE_PROCESS[device] + (TENSOR_PARALLEL_BUFFERS if config.engine.tensor_parallel > 1 else 0),
+        process=ENGINE_PROCESS[device]
+        + (TENSOR_PARALLEL_BUFFERS if config.engine.tensor_parallel > 1 else 0),
         kv_per_token=(sizes.cached or 0) * item,
     )
 
