@@ -14,6 +14,7 @@ from skylite.engine.servable_models import packed_layers
 from skylite.engine.tensor_parallel import text_section
 from skylite.foreign_text import parse_json
 from skylite.hub.resolve import tensor_shapes
+from skylite.orchestrator.expert_sizes import Experts, experts_of, outside_experts
 
 Shapes = Mapping[str, Sequence[int]]
 OTHER_TOWERS = ("vision", "visual", "image", "audio", "mm_")
@@ -32,6 +33,13 @@ class ModelSizes:
     vocabulary: int
     hidden: int
     intermediate: int
+    """Inner size of the largest MLP, without experts."""
+    experts_per_token: int
+    """0 without experts."""
+    expert_intermediate: int
+    """Inner size of one expert."""
+    expert_work: int
+    """Elements per token that the backward pass of one layer's experts holds."""
     num_layers: int
     lora: int
     """Parameters of an adapter of the run's rank."""
@@ -84,10 +92,11 @@ def sizes_of(shapes: Shapes, config: Mapping[str, Any], adapted: Collection[str]
     vocabulary, hidden = next((s for n, s in shapes.items() if "embed" in n and len(s) == 2), (1, 1))
     section = text_section(config)
     attentions = [attention_of(layer, section) for layer in layers.values()]
+    experts = [experts_of(layer, section, hidden) for layer in layers.values()]
     per_rank = _lora_elements(shapes, adapted)
     kept = [
-        _kept(layer, attention, hidden, rank * _count(prefix, layer, adapted))
-        for (prefix, layer), attention in zip(layers.items(), attentions, strict=True)
+        _kept(outside_experts(layer), attention, routed, hidden, rank * _count(prefix, layer, adapted))
+        for (prefix, layer), attention, routed in zip(layers.items(), attentions, experts, strict=True)
     ]
     cached = [a.cached for a in attentions]
     return ModelSizes(
@@ -95,7 +104,10 @@ def sizes_of(shapes: Shapes, config: Mapping[str, Any], adapted: Collection[str]
         largest_layer=max(map(_elements, layers.values()), default=0),
         vocabulary=vocabulary,
         hidden=hidden,
-        intermediate=max((_mlp(layer) for layer in layers.values()), default=0),
+        intermediate=max((_mlp(outside_experts(layer)) for layer in layers.values()), default=0),
+        experts_per_token=max((e.per_token for e in experts), default=0),
+        expert_intermediate=max((e.inner for e in experts), default=0),
+        expert_work=max((e.work(hidden) for e in experts), default=0),
         num_layers=len(layers),
         lora=rank * per_rank,
         lora_per_rank=per_rank,
@@ -146,11 +158,12 @@ def _query_size(config: Mapping[str, Any]) -> int:
     return int(heads * (config.get("head_dim") or hidden // heads)) if heads else 0
 
 
-def _kept(layer: Shapes, attention: Attention, hidden: int, shrunk: int) -> Kept:
+def _kept(layer: Shapes, attention: Attention, experts: Experts, hidden: int, shrunk: int) -> Kept:
     """What the backward pass of one layer needs.
 
     model/fused_ops.py, lora_linear.py and tree_attention.py save: each norm's input and scale, queries, keys,
-    values and attention's output, gate and up, and x A^T of each LoRA layer.
+    values and attention's output, gate and up, and x A^T of each LoRA layer. Experts and their router are
+    frozen, so they need no input of theirs.
     """
     queries, keys = attention.queries, attention.keys
     gate, up = _output(layer, "gate_proj"), _output(layer, "up_proj")
@@ -162,7 +175,9 @@ def _kept(layer: Shapes, attention: Attention, hidden: int, shrunk: int) -> Kept
     )
     head_size = next((shape[0] for name, shape in layer.items() if "q_norm" in name), 64)
     kept = norm_inputs + 2 * queries + keys + attention.values + gate + up + shrunk
-    return Kept(kept, 2 * hidden + gate, len(norms) + queries // head_size)
+    recomputed = (1 if experts.count and not gate else 2) * hidden + gate
+    float32 = len(norms) + queries // head_size
+    return Kept(kept + experts.kept(hidden), recomputed, float32 + experts.kept_float32())
 
 
 def _mlp(layer: Shapes) -> int:

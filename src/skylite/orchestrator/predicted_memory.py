@@ -128,7 +128,7 @@ def engine_memory(
     if device == "cpu" and cpu_lora == "merged":
         weights += int(MERGED_MEMORY * sizes.parameters * DTYPE_BYTES["bfloat16"])
     tokens = VLLM_BATCHED_TOKENS[device]
-    activations = tokens * (2 * sizes.intermediate + 4 * sizes.hidden) * item
+    activations = tokens * (2 * sizes.intermediate + 4 * sizes.hidden + _expert_buffers(sizes)) * item
     logits = config.engine.max_num_seqs * sizes.vocabulary * FLOAT32 * LOGIT_COPIES
     return EngineMemory(
         weights=weights,
@@ -138,6 +138,12 @@ def engine_memory(
         + (TENSOR_PARALLEL_BUFFERS if config.engine.tensor_parallel > 1 else 0),
         kv_per_token=(sizes.cached or 0) * item,
     )
+
+
+def _expert_buffers(sizes: ModelSizes) -> int:
+    """Elements per token of the two buffers of vLLM's experts (TritonExperts.workspace_shapes)."""
+    inner, hidden = sizes.expert_intermediate, sizes.hidden
+    return sizes.experts_per_token * (max(inner, hidden) + max(2 * inner, hidden))
 
 
 def _layers_bytes(sizes: ModelSizes, config: TrainConfig, device: str, item: int) -> float:
@@ -158,7 +164,7 @@ def _kept_bytes(sizes: ModelSizes, config: TrainConfig, device: str, item: int) 
 
 def _work_bytes(sizes: ModelSizes, config: TrainConfig, device: str, item: int) -> float:
     checkpointing = config.trainer.checkpointing
-    work = float(MLP_BACKWARD[checkpointing] * sizes.intermediate * item)
+    work = float(max(MLP_BACKWARD[checkpointing] * sizes.intermediate, sizes.expert_work) * item)
     if checkpointing == "full":  # one layer's forward pass again
         work += _layers_bytes(sizes, config, device, item) / max(1, sizes.num_layers)
     return work

@@ -79,6 +79,7 @@ def divided_sizes(
         sizes,
         parameters=math.ceil(parameters),
         intermediate=math.ceil(sizes.intermediate / gpus),
+        expert_intermediate=math.ceil(sizes.expert_intermediate / gpus),
         slots_per_rank=math.ceil(
             sum(_slots(shapes[f"{path}.weight"], shares.get(f"{path}.weight", Share())) for path in slots)
         ),
