@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from skylite.config.loading import load_config
+from skylite.orchestrator.gpu_plan import Placement
+from skylite.orchestrator.memory_plan import divide_gpus
 from skylite.orchestrator.model_sizes import model_sizes, sizes_of
-from skylite.orchestrator.predicted_memory import ENGINE_PROCESS, TENSOR_PARALLEL_BUFFERS, engine_memory
+from skylite.orchestrator.predicted_memory import (
+    ENGINE_PROCESS,
+    TENSOR_PARALLEL_BUFFERS,
+    engine_memory,
+    trainer_memory,
+)
 from skylite.orchestrator.sharded_sizes import divided_sizes, sizes_per_gpu
+from skylite.processes.gpus import Gpu
+from tests.unit.doc_scripts import script
 from tests.unit.test_memory_plan import HIDDEN, INNER, KEYS, LAYERS, RANK, VOCAB, config, model
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
@@ -106,3 +117,27 @@ def test_experts_are_divided_and_routers_and_other_towers_are_not() -> None:
     unknown = parts(shapes, {}, {f"{layer}mlp.unknown", "lm_head"})
     assert unknown[0] == weights + 4 * 16 + 4, "keys are on every GPU if the heads are not known"
     assert unknown[1] == (16 + 10) + (64 + 16), "embeddings have complete slots"
+
+
+def test_the_documented_72b_fits_eight_gpus_of_80_gb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command and the sums in docs/how-to/gpus.md."""
+    fit = script("generate_gpu_fit")
+    monkeypatch.setitem(fit.SHAPES, "72B", (8192, 29568, 80, 1024, 152064, False))
+    path = fit.write_shapes(tmp_path, "72B") / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_attention_heads": 64}))
+    page = Path(fit.PAGE).read_text(encoding="utf-8")
+    command = next(line for line in page.splitlines() if "Qwen2.5-72B-Instruct" in line)
+    recipe = Path(fit.PAGE).parents[2] / "recipes" / "gsm8k.toml"
+    settings = load_config(recipe, {}, re.findall(r"--set (\S+)", command))
+    sizes = model_sizes(tmp_path, settings.lora)
+    trainer = trainer_memory(sizes, settings, "cuda", "bfloat16")
+    size = settings.engine.tensor_parallel
+    part = sizes_per_gpu(sizes, tmp_path, settings.lora, size)
+    engine = engine_memory(part, settings, "cuda", "bfloat16", max_loras=2, cpu_lora="dense")
+    gpus = {i: Gpu(i, f"GPU-{i}", "any", 9.0, fit.GPUS["80 GB"] << 20, "", False) for i in range(8)}
+    ranks = list(range(settings.trainer.num_ranks))
+    placement = Placement(rank_gpus=ranks, engine_gpus=list(range(len(ranks), len(ranks) + size)), notes=[])
+    notes = divide_gpus(settings, trainer, engine, placement, gpus).notes
+    found = [re.search(r"(?:GPUs: |about )(\S+) GiB", note) for note in notes]
+    sums = [match[1] for match in found if match]
+    assert f"{sums[0]} GiB on each GPU of the engine, and\n{sums[1]} GiB on each of the trainer" in page

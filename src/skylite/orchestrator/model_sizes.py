@@ -30,6 +30,8 @@ class ModelSizes:
 
     parameters: int
     largest_layer: int
+    outside_layers: int
+    """Embeddings, head, last norm, and towers that see no text tokens."""
     vocabulary: int
     hidden: int
     intermediate: int
@@ -102,6 +104,7 @@ def sizes_of(shapes: Shapes, config: Mapping[str, Any], adapted: Collection[str]
     return ModelSizes(
         parameters=_elements(shapes),
         largest_layer=max(map(_elements, layers.values()), default=0),
+        outside_layers=_elements(shapes) - sum(map(_elements, layers.values())),
         vocabulary=vocabulary,
         hidden=hidden,
         intermediate=max((_mlp(outside_experts(layer)) for layer in layers.values()), default=0),
