@@ -11,7 +11,8 @@ import pytest
 
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.data.tokenizer import ChatTokenizer
-from skylite.model.policy import Policy
+from skylite.model.packing import PackedTokens
+from skylite.model.policy import Policy, score
 from skylite.model.process_group import Dist
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.resources import LONGEST_PROMPTS, longest_prompt_tokens
@@ -123,10 +124,12 @@ def test_the_measured_pass_is_one_group_of_real_length(
 ) -> None:
     policy = policy_of(tiny_llama, settings(), dist)
     packed: list[Any] = []
-    original = micro_batch_memory.score
-    monkeypatch.setattr(
-        micro_batch_memory, "score", lambda p, tokens, **_: packed.append(tokens) or original(p, tokens, 1.0)
-    )
+
+    def counted(policy: Policy, tokens: PackedTokens, temperature: float) -> Any:
+        packed.append(tokens)
+        return score(policy, tokens, temperature)
+
+    monkeypatch.setattr(micro_batch_memory, "score", counted)
     nodes = micro_batch_memory._measured_pass(policy, 3, 20, 7)[0]
     assert nodes == packed[0].num_nodes == 20 + 3 * (7 - 1), "a tree; the last token predicts nothing"
     assert len(packed[0].targets) == 3 * 7

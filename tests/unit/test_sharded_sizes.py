@@ -24,6 +24,7 @@ from skylite.processes.gpus import Gpu
 from tests.unit.doc_scripts import script
 from tests.unit.test_memory_plan import HIDDEN, INNER, KEYS, LAYERS, RANK, VOCAB, config, model
 
+Shapes = dict[str, tuple[int, ...]]
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 """Of test_memory_plan's model: heads of 8 elements."""
 
@@ -65,9 +66,7 @@ def test_one_gpu_holds_all(tmp_path: Path) -> None:
     assert sizes_per_gpu(sizes, folder, config().lora, 1) is sizes
 
 
-def parts(
-    shapes: dict[str, tuple[int, ...]], tree: dict[str, Any], adapted: set[str]
-) -> tuple[int, int, Any]:
+def parts(shapes: Shapes, tree: dict[str, Any], adapted: set[str]) -> tuple[int, int, Any]:
     """Elements, slots and cache of each of 4 GPUs, without the embedding."""
     tensors = {"model.embed_tokens.weight": (64, 16)} | shapes
     found = divided_sizes(sizes_of(tensors, tree, adapted, RANK), tensors, tree, adapted, 4)
@@ -77,7 +76,7 @@ def parts(
 def test_a_fused_projection_is_divided_by_heads() -> None:
     """Phi-3: 8 heads and 2 key-value heads of 4, so each of 4 GPUs has 2 heads and one key-value head."""
     tree = {"num_attention_heads": 8, "hidden_size": 32, "num_key_value_heads": 2, "head_dim": 4}
-    shapes = {"model.layers.0.self_attn.qkv_proj.weight": (48, 32)}
+    shapes: Shapes = {"model.layers.0.self_attn.qkv_proj.weight": (48, 32)}
     adapted = {"model.layers.0.self_attn.qkv_proj"}
     assert parts(shapes, tree, adapted) == ((8 + 4 + 4) * 32, 32 + 8 + 4 + 4, 2 * 4)
 
@@ -87,7 +86,7 @@ def test_latent_attention_caches_its_vector_on_every_gpu() -> None:
         "model_type": "deepseek_v2", "num_attention_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 4
     }  # fmt: skip
     layer = "model.layers.0.self_attn."
-    shapes = {
+    shapes: Shapes = {
         f"{layer}q_proj.weight": (4 * 12, 32),
         f"{layer}kv_a_proj_with_mqa.weight": (20, 32),
         f"{layer}kv_b_proj.weight": (4 * 16, 16),

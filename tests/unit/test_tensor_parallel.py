@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from skylite.adapters.folder import ServedAdapter
 from skylite.config.train import RunConfig, TrainConfig
-from skylite.engine import single_engine
+from skylite.engine import single_engine, tensor_parallel
 from skylite.engine.server_command import engine_command, engine_env
 from skylite.engine.single_engine import engine_config, single_engine_spec
 from skylite.engine.start_engines import engine_spec
@@ -110,6 +111,20 @@ def test_a_wrong_number_of_gpus_is_refused(
         place(config(engine=engine), "cuda")
     assert remedy in error.value.hint
     assert error.value.exit_code == 2
+
+
+def test_too_little_shared_memory_is_refused(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Docker gives a container 64 MiB."""
+    machine.lists(H200, H200)
+    machine.has_torch()
+    monkeypatch.setattr(tensor_parallel, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(tensor_parallel, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))
+    with pytest.raises(ConfigError, match=r"=2 needs 240 MiB in .* workers, and 64 MiB are free\.") as error:
+        place(config(engine={"tensor_parallel": 2}), "cuda")
+    assert "--shm-size" in error.value.hint
+    assert place(config(), "cuda").engine_gpus == [1], "one process needs no queues"
 
 
 def test_a_cpu_has_one_process_per_engine() -> None:

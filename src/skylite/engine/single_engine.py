@@ -18,7 +18,7 @@ from skylite.engine.retrying_client import Engine
 from skylite.engine.servable_models import check_build, check_lora, check_torchvision
 from skylite.engine.server_command import EngineSpec
 from skylite.engine.start_engines import serving_engines
-from skylite.engine.tensor_parallel import SETTING, check_count, check_divisible
+from skylite.engine.tensor_parallel import SETTING, check_divisible, check_machine
 from skylite.engine.watchdog import RestartPolicy
 from skylite.processes.gpus import describe, visible_gpus
 from skylite.processes.hardware import choose_device, choose_dtype
@@ -71,7 +71,7 @@ def single_engine_spec(
 def _gpus(count: int, model_path: Path) -> tuple[int, ...]:
     """The first visible GPUs. Raises ConfigError if there are fewer or the model cannot be divided so."""
     visible = visible_gpus()
-    check_count(count, len(visible), describe(visible))
+    check_machine(count, len(visible), describe(visible))
     check_divisible(model_path, count)
     return tuple(gpu.index for gpu in visible[:count])
 

@@ -9,12 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from shutil import disk_usage
 from typing import Any
 
 from skylite.errors import ConfigError
 from skylite.foreign_text import parse_json
 
 SETTING = "engine.tensor_parallel"
+SHARED_MEMORY = Path("/dev/shm")
+QUEUE_BYTES = 240 << 20
+"""vLLM's largest queue (MessageQueue: 10 messages of 24 MiB). It starts only if so much is free."""
 VOCABULARY_MULTIPLE = 64
 """vLLM's DEFAULT_VOCAB_PADDING_SIZE."""
 TEXT_SECTIONS = ("thinker_config", "text_config", "llm_config", "language_config")
@@ -45,13 +49,19 @@ def check_divisible(model_path: Path, gpus: int) -> None:
         )
 
 
-def check_count(gpus: int, visible: int, names: str) -> None:
-    """Raise ConfigError if one engine needs more GPUs than there are."""
+def check_machine(gpus: int, visible: int, names: str) -> None:
+    """Raise ConfigError if one engine needs more GPUs than there are, or more shared memory than is free."""
     if gpus > visible:
         raise ConfigError(
             f"{SETTING}={gpus} needs {gpus} GPUs for each engine, and {visible} can be used: "
             f"{names or 'none'}.",
             f"Use {SETTING}={max(1, visible)}, or make more GPUs visible (CUDA_VISIBLE_DEVICES).",
+        )
+    if gpus > 1 and SHARED_MEMORY.is_dir() and (free := disk_usage(SHARED_MEMORY).free) < QUEUE_BYTES:
+        raise ConfigError(
+            f"{SETTING}={gpus} needs {QUEUE_BYTES >> 20} MiB in {SHARED_MEMORY} for the queues of vLLM's "
+            f"workers, and {free >> 20} MiB are free.",
+            "Give the container more: docker run --shm-size=2g, or --ipc=host.",
         )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from skylite.config.engine import EngineConfig
 from skylite.config.train import RunConfig, TrainConfig
-from skylite.engine.tensor_parallel import check_count
+from skylite.engine.tensor_parallel import check_machine
 from skylite.errors import ConfigError
 from skylite.processes.gpus import (
     VISIBLE,
@@ -54,7 +54,7 @@ def place(config: TrainConfig, device: str) -> Placement:
         return Placement(rank_gpus=[], engine_gpus=[], notes=[])
     gpus = visible_gpus()
     ranks = gpus[: require_ranks(config, gpus)]
-    check_count(config.engine.tensor_parallel, len(gpus), describe(gpus))
+    check_machine(config.engine.tensor_parallel, len(gpus), describe(gpus))
     engines = [gpus[i] for i in engine_positions(config, len(gpus))]
     torch = check_torch(gpus)
     notes = [f"{describe(gpus)}; driver {gpus[0].driver}, torch {torch.version} for CUDA {torch.cuda}"]
