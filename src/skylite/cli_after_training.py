@@ -143,12 +143,13 @@ def serve(
     ] = None,
     step: Annotated[int | None, typer.Option(help="Adapter version of the run. Default: the newest.")] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port on 127.0.0.1.")] = 8000,
+    settings: Settings = None,
     verbose: Verbose = None,
 ) -> None:
     """Serve an adapter on 127.0.0.1. Starts vLLM's OpenAI-compatible server and prints a random API key."""
     from skylite.commands.serve import serve as run_serve
 
-    run_serve(target, model=model, step=step, port=port)
+    run_serve(target, model=model, step=step, port=port, settings=tuple(settings or ()))
 
 
 @after_training_app.command()
@@ -183,6 +184,7 @@ def chat(
     ] = None,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.", rich_help_panel=SAMPLING)] = 0.7,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.", rich_help_panel=SAMPLING)] = 512,
+    settings: Settings = None,
     verbose: Verbose = None,
 ) -> None:
     """Chat with an adapter in the terminal. Starts vLLM, or talks to a running server with --url.
@@ -195,7 +197,7 @@ def chat(
     run_chat(
         ChatFlags(
             target=target, model=model, step=step, base=base, url=url, system=system,
-            temperature=temperature, max_tokens=max_tokens,
+            temperature=temperature, max_tokens=max_tokens, settings=tuple(settings or ()),
         )
     )  # fmt: skip
 

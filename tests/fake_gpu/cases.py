@@ -13,16 +13,20 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
+from skylite.adapters.target_modules import ROUTERS, matches
 from skylite.algorithms.losses import BatchSize
 from skylite.config.train import TrainConfig
 from skylite.model.chunked_logprobs import HEAD_CHUNK_ELEMENTS
 from skylite.model.policy import score
 from skylite.model.tree_attention import ROW_ELEMENTS
+from skylite.orchestrator.model_sizes import sizes_of
+from skylite.orchestrator.predicted_memory import TrainerMemory, trainer_memory
 from skylite.trainer.critic import make_critic
 from skylite.trainer.metrics import MetricSums
 from skylite.trainer.micro_batch_plan import Batch, arrange
@@ -43,8 +47,6 @@ FORMS = [("tree", "sdpa"), ("tree", "flex"), ("padded", "sdpa")]
 
 
 def moe_config(**sizes: Any) -> Any:
-    import transformers
-
     return transformers.Qwen3MoeConfig(
         **sizes, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, head_dim=32
     )
@@ -115,6 +117,44 @@ def test_a_micro_batch_stays_on_the_gpu_and_its_largest_tensor_is_a_chunk_of_log
     assert largest.num_bytes == rows * VOCAB * 4, "a chunk of logits in float32"
     masks = [a for a in memory.allocations if is_square(a, micro.tokens.num_nodes)]
     assert not masks, "nobody may compare all nodes with all nodes"
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+def test_the_peak_of_a_mixture_of_experts_is_predicted(family: str, checkpointing: str):
+    """Within 10 %, forward and backward. Qwen2-MoE has a shared expert."""
+    model, config = large_moe(family), settings_of(trainer={"checkpointing": checkpointing})
+    batch = group_batch(config)
+    with fake_gpu(), LiveBytes() as memory:
+        policy = fake_policy(model, config, "tree")
+        micro = micro_batch(batch, range(GROUP), policy, config)
+        before = memory.reset_peak()
+        logprobs, _ = score(policy, micro.tokens, 1.0)
+        torch.autograd.grad(logprobs.sum(), list(policy.lora.values()))
+    nodes = micro.tokens.num_nodes
+    predicted = predicted_trainer(model, config)
+    activations = predicted.total(nodes, GROUP * PROMPT) - predicted.state()
+    assert activations == pytest.approx(memory.peak - before, rel=0.1)
+
+
+def large_moe(family: str) -> Any:
+    """Experts large enough to count beside the head's scratch."""
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8, "vocab_size": VOCAB}
+    sizes |= {"num_key_value_heads": 4, "num_experts_per_tok": 4}
+    if family == "mixtral":
+        return transformers.MixtralConfig(**sizes, intermediate_size=1536, num_local_experts=8)
+    inner = {"intermediate_size": 2048, "shared_expert_intermediate_size": 1024, "moe_intermediate_size": 512}
+    return transformers.Qwen2MoeConfig(**sizes, **inner, num_experts=16)
+
+
+def predicted_trainer(model: Any, config: TrainConfig) -> TrainerMemory:
+    """The prediction from the model's tensors."""
+    with torch.device("meta"):
+        tensors = {n: list(t.shape) for n, t in AutoModelForCausalLM.from_config(model).state_dict().items()}
+    paths = {n.removesuffix(".weight") for n, s in tensors.items() if ".layers." in n and len(s) == 2}
+    adapted = {path for path in paths if not matches(path, ROUTERS)}
+    sizes = sizes_of(tensors, model.to_dict(), adapted, config.lora.rank)
+    return trainer_memory(sizes, config, "cuda", "bfloat16")
 
 
 def is_square(allocation: Allocation, num_nodes: int) -> bool:

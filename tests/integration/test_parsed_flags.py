@@ -32,7 +32,8 @@ SPEC = EngineSpec(
     cpu_lora="dense",
     enable_lora=True,
     seed=7,
-    gpus=(0,),
+    gpus=(0, 1),
+    tensor_parallel=2,
 )
 READ = {
     "model": "model",
@@ -45,6 +46,7 @@ READ = {
     "enable_prefix_caching": True,
     "disable_uvicorn_access_log": True,
     "uvicorn_log_level": "warning",
+    "tensor_parallel_size": 2,
     "gpu_memory_utilization": 0.0123,
     "kv_cache_memory_bytes": 123456789,
     "enable_lora": True,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from skylite.config.train import Resolved
+from skylite.engine import tensor_parallel
 from skylite.processes import gpus, torch_cuda
 
 H200 = "NVIDIA H200, 9.0, 143771, 580.95.05, Disabled"
@@ -53,6 +54,7 @@ class Machine:
         self.folder, self.patch = folder, patch
         patch.delenv(gpus.VISIBLE, raising=False)
         patch.setattr(gpus, "DRIVER_DEVICE", folder / "nvidiactl")
+        patch.setattr(tensor_parallel, "SHARED_MEMORY", folder / "shm")
         patch.setattr(gpus, "SMI", str(folder / "nvidia-smi"))
 
     def lists(

@@ -26,14 +26,15 @@ FLAGS = {
         "--max-loras", "--seed", "--json", "--set", "--chat-template", "--template-arg", *LOGGING,
     },
     "chat": {
-        "--model", "--step", "--base", "--url", "--system", "--temperature", "--max-tokens", *LOGGING,
+        "--model", "--step", "--base", "--url", "--system", "--temperature", "--max-tokens", "--set",
+        *LOGGING,
     },
     "export": {
         "--step", "--best", "--merge", "--dtype", "--gguf", "--out", "--base-name", "--check-vllm", "--push",
         "--public", "--json", *LOGGING,
     },
     "replay": {"--set", "--step", "--json", *LOGGING},
-    "serve": {"--model", "--step", "--port", *LOGGING},
+    "serve": {"--model", "--step", "--port", "--set", *LOGGING},
     "adapters": set(),
     "watch": {"--json", *LOGGING},
     "report": {"--out", "--png", "--completions", "--json", *LOGGING},

@@ -54,6 +54,16 @@ def test_each_fault_of_an_engine_is_found_with_the_command_that_serves(
     assert "--enable-lora --max-lora-rank " in found[1].mend
 
 
+@pytest.mark.parametrize("flag", [["--tensor-parallel-size=4"], ["-tp", "4"]])
+def test_the_command_keeps_the_gpus_of_a_server_on_this_machine(
+    monkeypatch: pytest.MonkeyPatch, flag: list[str]
+) -> None:
+    routes = {k: v for k, v in ROUTES.items() if k in ("/version", "/v1/models")}
+    found = probe(monkeypatch, routes, "vllm", "serve", *flag)
+    assert found[-1].mend.endswith(" --tensor-parallel-size 4")
+    assert "--tensor-parallel-size" not in probe(monkeypatch, routes, "vllm", "serve")[-1].mend
+
+
 def test_a_rank_that_cannot_be_seen_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probe(monkeypatch, ROUTES)[3].level == "note"
 

@@ -103,6 +103,19 @@ def test_a_rank_is_predicted_from_the_shapes(tmp_path: Path) -> None:
     assert less.kept == 4 * (LAYERS + 3) * HIDDEN
 
 
+@pytest.mark.parametrize(("ranks", "offload"), [(1, False), (3, False), (1, True), (3, True)])
+def test_fsdp_gathers_two_layers_and_all_outside_of_layers(tmp_path: Path, ranks: int, offload: bool) -> None:
+    sizes = model_sizes(model(tmp_path / "m"), config().lora)
+    settings = config(trainer={"num_ranks": ranks, "offload": offload})
+    layer = (sizes.parameters - VOCAB * HIDDEN - HIDDEN) // LAYERS
+    shard = 0 if offload else 2 * sizes.parameters // ranks
+    gathered = 2 * (2 * layer + VOCAB * HIDDEN + HIDDEN) if ranks > 1 or offload else 0
+    found = trainer_memory(sizes, settings, "cuda", "bfloat16")
+    assert found.weights == shard + gathered
+    # Parameters, gradients and the parameters before; moments, now and before, unless they are offloaded.
+    assert found.adapter == (3 if offload else 7) * 4 * sizes.lora
+
+
 @pytest.mark.parametrize("checkpointing", ["selective", "full"])
 def test_a_gpu_keeps_keys_and_values_for_each_head_and_piece(tmp_path: Path, checkpointing: str) -> None:
     sizes, trainer = model_sizes(model(tmp_path / "m"), config().lora), {"checkpointing": checkpointing}

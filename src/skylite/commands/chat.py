@@ -15,12 +15,11 @@ from typing import Any
 import httpx
 
 from skylite.adapters.folder import ServedAdapter, find_adapter
-from skylite.config.train import TrainConfig
 from skylite.data.chat_template import run_template
 from skylite.data.prompts import first_messages, read_prompts
 from skylite.engine.chat_client import Chat, load_adapter, served_models
 from skylite.engine.server_command import BASE_NAME, engine_command, engine_env, template_flags
-from skylite.engine.single_engine import single_engine_spec
+from skylite.engine.single_engine import engine_config, single_engine_spec
 from skylite.engine.startup_progress import engine_starting
 from skylite.errors import ConfigError, DataError, RunFailed
 from skylite.foreign_text import parse_json, plain, plain_lines
@@ -50,6 +49,7 @@ class ChatFlags:
     system: str | None
     temperature: float
     max_tokens: int
+    settings: tuple[str, ...]
 
 
 def chat(flags: ChatFlags) -> None:
@@ -165,7 +165,7 @@ def require_model(http: httpx.Client, name: str, url: str) -> None:
 @contextmanager
 def started(flags: ChatFlags, served: ServedAdapter) -> Iterator[httpx.Client]:
     """A vLLM server with the adapter, on a Unix socket; it ends with the block."""
-    config = served.run_config.config if served.run_config is not None else TrainConfig()
+    config = engine_config(served, flags.settings)
     model = resolve_model(flags.model or served.base_model).path
     with temporary_folder() as folder:
         spec = single_engine_spec(config, served, model, folder / "vllm.sock")

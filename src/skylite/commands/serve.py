@@ -6,13 +6,13 @@ import json
 import logging
 import os
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 
 from skylite.adapters.folder import find_adapter
-from skylite.config.train import TrainConfig
 from skylite.data.chat_template import ChatTemplate, run_template
 from skylite.engine.server_command import BASE_NAME, serve_command, serve_env
-from skylite.engine.single_engine import single_engine_spec
+from skylite.engine.single_engine import engine_config, single_engine_spec
 from skylite.hub.resolve import resolve_model
 from skylite.ui.logs import show
 from skylite.vllm_plugin.api_key import KEY_VARIABLE
@@ -20,10 +20,10 @@ from skylite.vllm_plugin.api_key import KEY_VARIABLE
 logger = logging.getLogger(__name__)
 
 
-def serve(target: Path, *, model: str | None, step: int | None, port: int) -> None:
+def serve(target: Path, *, model: str | None, step: int | None, port: int, settings: Sequence[str]) -> None:
     """Replace this process by the server. Its models: the adapter version, and `base` without adapter."""
     served = find_adapter(target, step)
-    config = served.run_config.config if served.run_config is not None else TrainConfig()
+    config = engine_config(served, settings)
     spec = single_engine_spec(config, served, resolve_model(model or served.base_model).path, Path("unused"))
     name = served.adapter.name
     logger.info(f"serving {name} ({served.adapter.path}) and {BASE_NAME} on http://127.0.0.1:{port}/v1")

@@ -16,8 +16,11 @@ class EngineConfig(Section):
 
     num_engines: int = Field(1, ge=1)
     """Number of vLLM servers."""
+    tensor_parallel: int = Field(1, ge=1)
+    """GPUs of each server, which divides the model among them (GPU only). Must divide the attention heads."""
     gpus: list[Annotated[int, Field(ge=0)]] = []
-    """Visible GPU of each server, from 0 (GPU only). Empty: first GPUs without a rank, then the others."""
+    """Visible GPUs of the servers, from 0, tensor_parallel for each in turn (GPU only). Empty: first GPUs
+    without a rank, then the others."""
     gpu_memory_utilization: float = Field(0.45, gt=0, lt=1)
     """Share of each GPU's memory that vLLM may use (GPU only); the trainer needs the rest."""
     kv_cache_gib: float = Field(2.0, gt=0)

@@ -211,12 +211,13 @@ class Resolved(Section):
     rank_gpus: list[int] = []
     """GPU of each rank, by nvidia-smi's numbers; empty on a CPU."""
     engine_gpus: list[int] = []
-    """GPU of each engine, by nvidia-smi's numbers; empty on a CPU."""
+    """GPUs of the engines, engine.tensor_parallel for each in turn, by nvidia-smi's numbers; empty on a
+    CPU."""
     kv_cache_bytes: int | None = None
-    """KV cache of each engine on a GPU; None on a CPU (engine.kv_cache_gib) and if the GPU's size is
-    unknown."""
+    """KV cache of each engine on each of its GPUs; None on a CPU (engine.kv_cache_gib) and if the GPU's size
+    is unknown."""
     engine_share: float | None = None
-    """Share of its GPU that must be free for an engine to start; None: engine.gpu_memory_utilization."""
+    """Share of its GPUs that must be free for an engine to start; None: engine.gpu_memory_utilization."""
     trainer_memory_bytes: int | None = None
     """What torch may allocate on each rank's GPU; None: no limit."""
     lora_sync_path: str

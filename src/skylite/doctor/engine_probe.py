@@ -35,6 +35,12 @@ class LocalServer:
         """--max-lora-rank, or vLLM's default."""
         return int(flag_value(self.argv, "--max-lora-rank") or 16)
 
+    @property
+    def tensor_parallel(self) -> int:
+        """--tensor-parallel-size, or vLLM's default."""
+        found = flag_value(self.argv, "--tensor-parallel-size") or flag_value(self.argv, "-tp") or "1"
+        return int(found) if found.isdecimal() else 1
+
 
 def probe_engine(url: str) -> list[Finding]:
     """Everything that can be seen from outside. Raises ConfigError for a URL that is none."""
@@ -55,8 +61,9 @@ def probe_engine(url: str) -> list[Finding]:
     if any(finding.level == "bad" for finding in facts):
         base = next((m for m in models if not m.get("parent")), models[0])
         command = external_server_command(
-            str(base.get("root") or base["id"]), TrainConfig().lora, parts.hostname, parts.port or 8000
-        )
+            str(base.get("root") or base["id"]), TrainConfig().lora, parts.hostname, parts.port or 8000,
+            tensor_parallel=1 if local is None else local.tensor_parallel,
+        )  # fmt: skip
         facts = [Finding(f.check, f.level, f.text, f"start it with: {command}" if f.level == "bad" else "")
                  for f in facts]  # fmt: skip
     return facts

@@ -73,13 +73,15 @@ class EngineSpec:
     gpu_memory_utilization: float
     """GPU only. vLLM starts only if this share of the GPU is free, even with kv_cache_bytes."""
     kv_cache_bytes: int | None = None
-    """GPU only. None: what vLLM finds free within gpu_memory_utilization when it starts."""
+    """GPU only, on each GPU. None: what vLLM finds free within gpu_memory_utilization when it starts."""
     cpu_lora: CpuLora
     """CPU only: how vLLM computes LoRA, see EngineConfig.cpu_lora."""
     enable_lora: bool
     seed: int
     gpus: tuple[int, ...] = ()
     """GPUs by nvidia-smi's numbers; empty: all that the environment makes visible."""
+    tensor_parallel: int = 1
+    """GPU only: how many of them share the model."""
 
 
 def engine_command(spec: EngineSpec) -> list[str]:
@@ -200,7 +202,8 @@ def _memory_flags(spec: EngineSpec) -> list[str]:
             "--max-num-batched-tokens",
             str(max(CPU_BATCHED_TOKENS, spec.max_model_len)),
         ]
-    flags = ["--gpu-memory-utilization", str(spec.gpu_memory_utilization)]
+    flags = ["--tensor-parallel-size", str(spec.tensor_parallel)]
+    flags += ["--gpu-memory-utilization", str(spec.gpu_memory_utilization)]
     if spec.kv_cache_bytes is not None:
         flags += ["--kv-cache-memory-bytes", str(spec.kv_cache_bytes)]
     return flags

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from skylite.adapters.folder import ServedAdapter
+from skylite.config.loading import change_config
 from skylite.config.lora import served_rank
 from skylite.config.train import TrainConfig
 from skylite.engine.client import VllmClient
@@ -17,8 +18,9 @@ from skylite.engine.retrying_client import Engine
 from skylite.engine.servable_models import check_build, check_lora, check_torchvision
 from skylite.engine.server_command import EngineSpec
 from skylite.engine.start_engines import serving_engines
+from skylite.engine.tensor_parallel import SETTING, check_divisible, check_machine
 from skylite.engine.watchdog import RestartPolicy
-from skylite.processes.gpus import visible_gpus
+from skylite.processes.gpus import describe, visible_gpus
 from skylite.processes.hardware import choose_device, choose_dtype
 from skylite.processes.supervisor import Supervisor
 from skylite.processes.temporary_folder import temporary_folder
@@ -41,6 +43,9 @@ def single_engine_spec(
     if adapter is not None and (note := check_lora(model_path, device)):
         logger.info(note)
     dtype = choose_dtype(config.model.dtype, device)[0]
+    gpus = _gpus(config.engine.tensor_parallel, model_path) if device == "cuda" else ()
+    if device == "cpu" and config.engine.tensor_parallel > 1:
+        logger.info(f"{SETTING}={config.engine.tensor_parallel} is for GPUs: one vLLM process uses this CPU")
     return EngineSpec(
         name="vllm",
         model_path=model_path,
@@ -58,8 +63,23 @@ def single_engine_spec(
         cpu_lora=choose_cpu_lora(config.engine.cpu_lora, dtype, model_path),
         enable_lora=adapter is not None,
         seed=config.seed,
-        gpus=tuple(g.index for g in visible_gpus()[:1]) if device == "cuda" else (),
+        gpus=gpus,
+        tensor_parallel=max(1, len(gpus)),
     )
+
+
+def _gpus(count: int, model_path: Path) -> tuple[int, ...]:
+    """The first visible GPUs. Raises ConfigError if there are fewer or the model cannot be divided so."""
+    visible = visible_gpus()
+    check_machine(count, len(visible), describe(visible))
+    check_divisible(model_path, count)
+    return tuple(gpu.index for gpu in visible[:count])
+
+
+def engine_config(adapter: ServedAdapter, settings: Sequence[str]) -> TrainConfig:
+    """The settings of the adapter's run, or the defaults, changed by --set. Raises ConfigError."""
+    config = adapter.run_config.config if adapter.run_config is not None else TrainConfig()
+    return change_config(config, {}, settings) if settings else config
 
 
 async def run_on_engine(

@@ -117,6 +117,7 @@ async def serving_engines(
 def engine_spec(run_config: RunConfig, target_modules: list[str], index: int, sockets: Path) -> EngineSpec:
     """The settings of one engine. `sockets` needs mode 0700: some of vLLM's routes ignore API keys."""
     config, resolved = run_config.config, run_config.resolved
+    size = config.engine.tensor_parallel
     return EngineSpec(
         name=f"vllm-{index}",
         model_path=Path(resolved.load_path),
@@ -135,5 +136,6 @@ def engine_spec(run_config: RunConfig, target_modules: list[str], index: int, so
         enable_lora=True,
         seed=config.seed,
         kv_cache_bytes=resolved.kv_cache_bytes,
-        gpus=tuple(resolved.engine_gpus[index : index + 1]),
+        gpus=tuple(resolved.engine_gpus[index * size : (index + 1) * size]),
+        tensor_parallel=size,
     )

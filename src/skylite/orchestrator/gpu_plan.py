@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from skylite.config.engine import EngineConfig
 from skylite.config.train import RunConfig, TrainConfig
+from skylite.engine.tensor_parallel import check_machine
 from skylite.errors import ConfigError
 from skylite.processes.gpus import (
     VISIBLE,
@@ -31,7 +33,7 @@ class Placement:
     rank_gpus: list[int]
     """Of rank 0, 1, ..."""
     engine_gpus: list[int]
-    """Of engine 0, 1, ..."""
+    """Of engine 0, 1, ..., engine.tensor_parallel for each."""
     notes: list[str]
     free_bytes: dict[int, int] = field(default_factory=dict)
     """By GPU; without those whose free memory is unknown."""
@@ -40,27 +42,24 @@ class Placement:
 
 
 def place(config: TrainConfig, device: str) -> Placement:
-    """Give each rank and engine its GPU.
+    """Give each rank and engine its GPUs.
 
-    Rank i gets visible GPU i. Engine i gets visible GPU `engine.gpus[i]`; by default the engines take the
-    GPUs after the ranks' in turn, and then share the ranks'. Raises ConfigError if there are too few GPUs or
-    if other processes hold memory that the engines need; plan_memory checks the ranks.
+    Rank i gets visible GPU i. The engines get the visible GPUs `engine.gpus`, `engine.tensor_parallel` each;
+    by default they take the GPUs after the ranks' in turn, and then share the ranks'. Raises ConfigError if
+    there are too few GPUs or if other processes hold memory that the engines need; plan_memory checks the
+    ranks.
     """
     if device == "cpu":
-        if config.engine.gpus:
-            raise ConfigError(
-                f"engine.gpus={config.engine.gpus} places engines on GPUs, and this run has none.",
-                "Use engine.gpus=[].",
-            )
+        refuse_gpu_settings(config)
         return Placement(rank_gpus=[], engine_gpus=[], notes=[])
     gpus = visible_gpus()
     ranks = gpus[: require_ranks(config, gpus)]
+    check_machine(config.engine.tensor_parallel, len(gpus), describe(gpus))
     engines = [gpus[i] for i in engine_positions(config, len(gpus))]
     torch = check_torch(gpus)
     notes = [f"{describe(gpus)}; driver {gpus[0].driver}, torch {torch.version} for CUDA {torch.cuda}"]
     notes.append(
-        f"rank 0 to {len(ranks) - 1} on GPU {_numbers(ranks)}; engine 0 to {len(engines) - 1} on GPU "
-        f"{_numbers(engines)}"
+        f"rank 0 to {len(ranks) - 1} on GPU {_numbers(ranks)}; {_engines_text(engines, config.engine)}"
     )
     uses = {gpu: memory_in_use(gpu) for gpu in dict.fromkeys([*engines, *ranks])}
     for gpu, use in uses.items():
@@ -120,14 +119,22 @@ def require_ranks(config: TrainConfig, gpus: Sequence[Gpu]) -> int:
 
 
 def engine_positions(config: TrainConfig, num_gpus: int) -> list[int]:
-    """The visible GPU of each engine. Raises ConfigError for engine.gpus that do not fit."""
-    chosen, count = config.engine.gpus, config.engine.num_engines
+    """The visible GPUs of the engines. Raises ConfigError for engine.gpus that do not fit."""
+    chosen, size = config.engine.gpus, config.engine.tensor_parallel
+    count = config.engine.num_engines * size
     if not chosen:
         return [(config.trainer.num_ranks + i) % num_gpus for i in range(count)]
     if len(chosen) != count:
+        times = f" and engine.tensor_parallel={size}" if size > 1 else ""
         raise ConfigError(
-            f"engine.gpus={chosen} names {len(chosen)} GPU(s) for engine.num_engines={count}.",
-            "Name one for each engine, or leave it empty.",
+            f"engine.gpus={chosen} names {len(chosen)} GPU(s) for "
+            f"engine.num_engines={config.engine.num_engines}{times}.",
+            f"Name {f'{count}, {size}' if size > 1 else 'one'} for each engine, or leave it empty.",
+        )
+    if twice := [part for i in range(0, count, size) if len({*(part := chosen[i : i + size])}) < size]:
+        raise ConfigError(
+            f"engine.gpus={chosen} names a GPU twice for one engine: {twice[0]}.",
+            f"Name {size} different GPUs for each engine, or leave it empty.",
         )
     if beyond := [i for i in chosen if i >= num_gpus]:
         raise ConfigError(
@@ -168,6 +175,29 @@ def users_text(use: GpuUse) -> str:
         + (f" uses {p.used_bytes / GIB:.1f} GiB" if p.used_bytes is not None else "")
         for p in use.processes
     )
+
+
+def refuse_gpu_settings(config: TrainConfig) -> None:
+    """Raise ConfigError for engine settings that need GPUs."""
+    if config.engine.gpus:
+        raise ConfigError(
+            f"engine.gpus={config.engine.gpus} places engines on GPUs, and this run has none.",
+            "Use engine.gpus=[].",
+        )
+    if config.engine.tensor_parallel > 1:
+        raise ConfigError(
+            f"engine.tensor_parallel={config.engine.tensor_parallel} divides a model among GPUs, and this "
+            "run has none.",
+            "Use engine.tensor_parallel=1.",
+        )
+
+
+def _engines_text(gpus: Sequence[Gpu], config: EngineConfig) -> str:
+    """Such as `engine 0 to 1 on GPU 2, 3`, or with tensor parallelism `engine 0 on GPU 2+3`."""
+    size = config.tensor_parallel
+    parts = ["+".join(str(g.index) for g in gpus[i : i + size]) for i in range(0, len(gpus), size)]
+    text = f"engine 0 to {len(parts) - 1} on GPU {', '.join(parts)}"
+    return text if size == 1 else f"{text} (tensor parallel, {size} GPUs each)"
 
 
 def _numbers(gpus: Sequence[Gpu]) -> str:

@@ -13,11 +13,13 @@ from pathlib import Path
 from skylite.config.engine import CpuLora
 from skylite.config.train import TrainConfig
 from skylite.engine.start_engines import MAX_LORAS
+from skylite.engine.tensor_parallel import check_divisible
 from skylite.errors import ConfigError
 from skylite.orchestrator.gpu_plan import Placement
 from skylite.orchestrator.model_sizes import model_sizes
 from skylite.orchestrator.piece_copies import full_copies, limits_of, worst_copies
 from skylite.orchestrator.predicted_memory import EngineMemory, TrainerMemory, engine_memory, trainer_memory
+from skylite.orchestrator.sharded_sizes import sizes_per_gpu
 from skylite.processes.gpus import Gpu, visible_gpus
 from skylite.processes.hardware import available_memory
 
@@ -33,9 +35,9 @@ class MemoryBudget:
     """What the engines and the trainer may use. None on a CPU, or if the size of a GPU is unknown."""
 
     kv_cache_bytes: int | None
-    """Of each engine."""
+    """Of each engine, on each of its GPUs."""
     engine_share: float | None
-    """Share of its GPU that an engine asks for when it starts."""
+    """Share of its GPUs that an engine asks for when it starts."""
     trainer_bytes: int | None
     """What torch may allocate on a rank's GPU."""
     notes: list[str]
@@ -52,7 +54,9 @@ def plan_memory(
         return unlimited(cpu_note(config, trainer, engine))
     gpus = {gpu.index: gpu for gpu in visible_gpus()}
     trainer = trainer_memory(sizes, config, "cuda", dtype)
-    engine = engine_memory(sizes, config, "cuda", dtype, max_loras=MAX_LORAS, cpu_lora=cpu_lora)
+    check_divisible(model_path, config.engine.tensor_parallel)
+    part = sizes_per_gpu(sizes, model_path, config.lora, config.engine.tensor_parallel)
+    engine = engine_memory(part, config, "cuda", dtype, max_loras=MAX_LORAS, cpu_lora=cpu_lora)
     return divide_gpus(config, trainer, engine, placement, gpus)
 
 
@@ -85,7 +89,7 @@ def divide_gpus(
         kv_cache_bytes=kv_cache,
         engine_share=engine_share(engine, kv_cache, max(sizes)),
         trainer_bytes=limit - trainer.process,
-        notes=[gpu_note(engine, kv_cache), trainer_note(config, trainer, limit)],
+        notes=[gpu_note(config, engine, kv_cache), trainer_note(config, trainer, limit)],
     )
 
 
@@ -124,8 +128,8 @@ def kv_cache_bytes(config: TrainConfig, engine: EngineMemory, total: int) -> int
             f"vLLM does not fit: engine.gpu_memory_utilization={share:g} of {gib(total)} is "
             f"{gib(share * total)}; {engine_parts(engine)}, and one sequence of {longest} tokens needs a KV "
             f"cache of {gib(longest * engine.kv_per_token)}.",
-            "Raise engine.gpu_memory_utilization, lower rollout.max_completion_tokens, or use a smaller "
-            "model.",
+            "Raise engine.gpu_memory_utilization, lower rollout.max_completion_tokens, divide the model "
+            "among more GPUs (engine.tensor_parallel), or use a smaller model.",
         )
     return min(left, config.engine.max_num_seqs * longest * engine.kv_per_token)
 
@@ -164,10 +168,11 @@ def cpu_note(config: TrainConfig, trainer: TrainerMemory, engine: EngineMemory) 
     return f"warning: {text}; lower trainer.tokens_per_micro_batch" if total > free else text
 
 
-def gpu_note(engine: EngineMemory, kv_cache: int) -> str:
-    tokens = kv_cache // max(1, engine.kv_per_token)
+def gpu_note(config: TrainConfig, engine: EngineMemory, kv_cache: int) -> str:
+    tokens, size = kv_cache // max(1, engine.kv_per_token), config.engine.tensor_parallel
+    where = f" on each of its {size} GPUs" if size > 1 else ""
     return (
-        f"memory of an engine: {gib(engine.before_kv() + kv_cache)} ({engine_parts(engine)}, "
+        f"memory of an engine{where}: {gib(engine.before_kv() + kv_cache)} ({engine_parts(engine)}, "
         f"KV cache {gib(kv_cache)} for {tokens} tokens)"
     )
 

@@ -11,14 +11,14 @@ from typing import Any
 from skylite.adapters.target_modules import predict_modules
 from skylite.config.lora import LoraConfig
 from skylite.engine.servable_models import packed_layers
+from skylite.engine.tensor_parallel import text_section
 from skylite.foreign_text import parse_json
 from skylite.hub.resolve import tensor_shapes
+from skylite.orchestrator.expert_sizes import Experts, experts_of, outside_experts
 
 Shapes = Mapping[str, Sequence[int]]
 OTHER_TOWERS = ("vision", "visual", "image", "audio", "mm_")
 """In the names of layers that see no text tokens."""
-TEXT_SECTIONS = ("thinker_config", "text_config", "llm_config", "language_config")
-"""Sections of config.json that describe the language model of a model with several parts."""
 FUSED_QKV = ("qkv_proj", "query_key_value", "Wqkv", "c_attn")
 LATENT_CACHE = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "pangu_ultra_moe")
 """Model types for which vLLM caches one latent vector per token and layer (vLLM's is_deepseek_mla)."""
@@ -30,9 +30,18 @@ class ModelSizes:
 
     parameters: int
     largest_layer: int
+    outside_layers: int
+    """Embeddings, head, last norm, and towers that see no text tokens."""
     vocabulary: int
     hidden: int
     intermediate: int
+    """Inner size of the largest MLP, without experts."""
+    experts_per_token: int
+    """0 without experts."""
+    expert_intermediate: int
+    """Inner size of one expert."""
+    expert_work: int
+    """Elements per token that the backward pass of one layer's experts holds."""
     num_layers: int
     lora: int
     """Parameters of an adapter of the run's rank."""
@@ -83,24 +92,29 @@ def sizes_of(shapes: Shapes, config: Mapping[str, Any], adapted: Collection[str]
     """The sizes of a model with these tensors and this config.json, and LoRA on the modules `adapted`."""
     layers = text_layers(shapes)
     vocabulary, hidden = next((s for n, s in shapes.items() if "embed" in n and len(s) == 2), (1, 1))
-    section = _text_section(config)
-    attentions = [_attention(layer, section) for layer in layers.values()]
+    section = text_section(config)
+    attentions = [attention_of(layer, section) for layer in layers.values()]
+    experts = [experts_of(layer, section, hidden) for layer in layers.values()]
     per_rank = _lora_elements(shapes, adapted)
     kept = [
-        _kept(layer, attention, hidden, rank * _count(prefix, layer, adapted))
-        for (prefix, layer), attention in zip(layers.items(), attentions, strict=True)
+        _kept(outside_experts(layer), attention, routed, hidden, rank * _count(prefix, layer, adapted))
+        for (prefix, layer), attention, routed in zip(layers.items(), attentions, experts, strict=True)
     ]
     cached = [a.cached for a in attentions]
     return ModelSizes(
         parameters=_elements(shapes),
         largest_layer=max(map(_elements, layers.values()), default=0),
+        outside_layers=_elements(shapes) - sum(map(_elements, layers.values())),
         vocabulary=vocabulary,
         hidden=hidden,
-        intermediate=max((_mlp(layer) for layer in layers.values()), default=0),
+        intermediate=max((_mlp(outside_experts(layer)) for layer in layers.values()), default=0),
+        experts_per_token=max((e.per_token for e in experts), default=0),
+        expert_intermediate=max((e.inner for e in experts), default=0),
+        expert_work=max((e.work(hidden) for e in experts), default=0),
         num_layers=len(layers),
         lora=rank * per_rank,
         lora_per_rank=per_rank,
-        slots_per_rank=_lora_elements(shapes, _with_packed(shapes, adapted, packed_layers(config))),
+        slots_per_rank=_lora_elements(shapes, with_packed(shapes, adapted, packed_layers(config))),
         kept=sum(k.kept for k in kept),
         recomputed=sum(k.recomputed for k in kept),
         kept_float32=sum(k.float32 for k in kept),
@@ -122,14 +136,7 @@ def text_layers(shapes: Shapes) -> dict[str, dict[str, Sequence[int]]]:
     return max(stacks.values(), key=lambda layers: sum(map(_elements, layers.values())), default={})
 
 
-def _text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    for name in TEXT_SECTIONS:
-        if isinstance(section := config.get(name), dict):
-            return _text_section(section)
-    return config
-
-
-def _attention(layer: Shapes, config: Mapping[str, Any]) -> Attention:
+def attention_of(layer: Shapes, config: Mapping[str, Any]) -> Attention:
     """From the layer's own matrices. config.json tells what these do not show."""
     outputs = _output(layer, "o_proj"), _input(layer, "o_proj")
     latent, rope = config.get("kv_lora_rank"), config.get("qk_rope_head_dim")
@@ -154,11 +161,12 @@ def _query_size(config: Mapping[str, Any]) -> int:
     return int(heads * (config.get("head_dim") or hidden // heads)) if heads else 0
 
 
-def _kept(layer: Shapes, attention: Attention, hidden: int, shrunk: int) -> Kept:
+def _kept(layer: Shapes, attention: Attention, experts: Experts, hidden: int, shrunk: int) -> Kept:
     """What the backward pass of one layer needs.
 
     model/fused_ops.py, lora_linear.py and tree_attention.py save: each norm's input and scale, queries, keys,
-    values and attention's output, gate and up, and x A^T of each LoRA layer.
+    values and attention's output, gate and up, and x A^T of each LoRA layer. Experts and their router are
+    frozen, so they need no input of theirs.
     """
     queries, keys = attention.queries, attention.keys
     gate, up = _output(layer, "gate_proj"), _output(layer, "up_proj")
@@ -170,7 +178,9 @@ def _kept(layer: Shapes, attention: Attention, hidden: int, shrunk: int) -> Kept
     )
     head_size = next((shape[0] for name, shape in layer.items() if "q_norm" in name), 64)
     kept = norm_inputs + 2 * queries + keys + attention.values + gate + up + shrunk
-    return Kept(kept, 2 * hidden + gate, len(norms) + queries // head_size)
+    recomputed = (1 if experts.count and not gate else 2) * hidden + gate
+    float32 = len(norms) + queries // head_size
+    return Kept(kept + experts.kept(hidden), recomputed, float32 + experts.kept_float32())
 
 
 def _mlp(layer: Shapes) -> int:
@@ -184,7 +194,7 @@ def _lora_elements(shapes: Shapes, adapted: Collection[str]) -> int:
     return sum(sum(shape) for name, shape in shapes.items() if name.removesuffix(".weight") in adapted)
 
 
-def _with_packed(shapes: Shapes, adapted: Iterable[str], packed: Sequence[Sequence[str]]) -> set[str]:
+def with_packed(shapes: Shapes, adapted: Iterable[str], packed: Sequence[Sequence[str]]) -> set[str]:
     """The adapted modules, and those that vLLM packs with one of them."""
     found = set(adapted)
     for path in adapted:

@@ -20,6 +20,8 @@ ADAPTER_COPIES = 4
 """float32 copies of each trained parameter: itself, its gradient and AdamW's two moments."""
 ROLLBACK_COPIES = 3
 """More copies during an update (trainer/anomaly.py): parameter and moments as they were before."""
+MOMENTS = 2
+"""Copies among each of these that trainer.offload keeps in the machine's memory, but for AdamW's step."""
 HEAD_SCRATCH = {"cpu": 4 * FLOAT32 * (1 << 22), "cuda": 4 * FLOAT32 * (1 << 26)}
 """Four float32 buffers of the chunks in model/chunked_logprobs.py."""
 MLP_BACKWARD = {"none": 8, "selective": 9, "full": 9}
@@ -30,6 +32,8 @@ TRAINER_PROCESS = {"cpu": 400 << 20, "cuda": 1 << 30}
 """CPU: Python and its libraries. GPU: CUDA context, NCCL, cuBLAS and fragments; an estimate, not measured."""
 ENGINE_PROCESS = {"cpu": 3 << 29, "cuda": 2 << 30}
 """CPU: vLLM's three processes. GPU: with CUDA graphs; an estimate, not measured."""
+TENSOR_PARALLEL_BUFFERS = 1 << 30
+"""More of the process with several GPUs: NCCL and vLLM's all-reduce; an estimate, not measured."""
 VLLM_BATCHED_TOKENS = {"cpu": CPU_BATCHED_TOKENS, "cuda": 8192}
 """Tokens of vLLM's largest forward pass."""
 LOGIT_COPIES = 3
@@ -54,7 +58,7 @@ class TrainerMemory:
     mask: int
     """Attention's mask for the longest trajectory, which all layers share."""
     head: int
-    """Scratch of the LM head, while no layer is computed."""
+    """Scratch of the LM head, or of AdamW's step with offloaded moments, while no layer is computed."""
     process: int
 
     def state(self) -> int:
@@ -70,7 +74,7 @@ class TrainerMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """Predicted bytes of one vLLM server."""
+    """Predicted bytes of one vLLM server, on each of its GPUs."""
 
     weights: int
     lora_slots: int
@@ -89,24 +93,20 @@ def trainer_memory(
     sizes: ModelSizes, config: TrainConfig, device: Literal["cpu", "cuda"], dtype: str
 ) -> TrainerMemory:
     """Predict a rank's memory."""
-    item, ranks = DTYPE_BYTES[dtype], config.trainer.num_ranks
-    # A float32 model is stored in bfloat16 on one rank if that loses nothing (model/bf16_weights.py).
-    stored = 2 if ranks == 1 else item
-    weights = sizes.parameters * stored // ranks
-    if ranks > 1:  # FSDP gathers two layers, and the root's embedding and head
-        weights += (2 * sizes.largest_layer + sizes.vocabulary * sizes.hidden) * item
+    item = DTYPE_BYTES[dtype]
     adapters = sizes.lora + (config.critic.rank * sizes.lora_per_rank if config.algorithm.uses_critic else 0)
-    copies = ADAPTER_COPIES + ROLLBACK_COPIES
+    offloaded = 2 * MOMENTS if config.trainer.offload else 0
+    step = MOMENTS * adapters * FLOAT32 if offloaded else 0
     copy = 2 * sizes.queries * item if _calls_sdpa(config, device) else 0
     return TrainerMemory(
-        weights=0 if config.trainer.offload else weights,
-        adapter=adapters * copies * FLOAT32,
+        weights=_weight_bytes(sizes, config, item),
+        adapter=adapters * (ADAPTER_COPIES + ROLLBACK_COPIES - offloaded) * FLOAT32,
         kept=_kept_bytes(sizes, config, device, item),
         work=_work_bytes(sizes, config, device, item),
         kept_copy=0 if config.trainer.checkpointing == "full" else copy * sizes.num_layers,
         work_copy=copy if config.trainer.checkpointing == "full" else 0,
         mask=config.max_sequence_tokens**2 * item if config.trainer.attention == "sdpa" else 0,
-        head=HEAD_SCRATCH[device],
+        head=max(HEAD_SCRATCH[device], step),
         process=TRAINER_PROCESS[device],
     )
 
@@ -120,21 +120,38 @@ def engine_memory(
     max_loras: int,
     cpu_lora: CpuLora,
 ) -> EngineMemory:
-    """Predict an engine's memory."""
+    """Predict an engine's memory, on each GPU: from sharded_sizes.py's sizes if it has several."""
     item = DTYPE_BYTES[dtype]
     weights = sizes.parameters * item
     if device == "cpu" and cpu_lora == "merged":
         weights += int(MERGED_MEMORY * sizes.parameters * DTYPE_BYTES["bfloat16"])
     tokens = VLLM_BATCHED_TOKENS[device]
-    activations = tokens * (2 * sizes.intermediate + 4 * sizes.hidden) * item
+    activations = tokens * (2 * sizes.intermediate + 4 * sizes.hidden + _expert_buffers(sizes)) * item
     logits = config.engine.max_num_seqs * sizes.vocabulary * FLOAT32 * LOGIT_COPIES
     return EngineMemory(
         weights=weights,
         lora_slots=max_loras * config.lora.vllm_rank * sizes.slots_per_rank * item,
         activations=activations + logits,
-        process=ENGINE_PROCESS[device],
+        process=ENGINE_PROCESS[device]
+        + (TENSOR_PARALLEL_BUFFERS if config.engine.tensor_parallel > 1 else 0),
         kv_per_token=(sizes.cached or 0) * item,
     )
+
+
+def _weight_bytes(sizes: ModelSizes, config: TrainConfig, item: int) -> int:
+    """Of a rank's shard, and of what FSDP gathers from all: two layers, and all that is outside of layers."""
+    ranks, offload = config.trainer.num_ranks, config.trainer.offload
+    # A float32 model is stored in bfloat16 on one rank if that loses nothing (model/bf16_weights.py).
+    stored = 2 if ranks == 1 else item
+    shard = 0 if offload else sizes.parameters * stored // ranks
+    gathered = (2 * sizes.largest_layer + sizes.outside_layers) * item if ranks > 1 or offload else 0
+    return shard + gathered
+
+
+def _expert_buffers(sizes: ModelSizes) -> int:
+    """Elements per token of the two buffers of vLLM's experts (TritonExperts.workspace_shapes)."""
+    inner, hidden = sizes.expert_intermediate, sizes.hidden
+    return sizes.experts_per_token * (max(inner, hidden) + max(2 * inner, hidden))
 
 
 def _layers_bytes(sizes: ModelSizes, config: TrainConfig, device: str, item: int) -> float:
@@ -155,7 +172,7 @@ def _kept_bytes(sizes: ModelSizes, config: TrainConfig, device: str, item: int) 
 
 def _work_bytes(sizes: ModelSizes, config: TrainConfig, device: str, item: int) -> float:
     checkpointing = config.trainer.checkpointing
-    work = float(MLP_BACKWARD[checkpointing] * sizes.intermediate * item)
+    work = float(max(MLP_BACKWARD[checkpointing] * sizes.intermediate, sizes.expert_work) * item)
     if checkpointing == "full":  # one layer's forward pass again
         work += _layers_bytes(sizes, config, device, item) / max(1, sizes.num_layers)
     return work

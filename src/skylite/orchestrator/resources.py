@@ -110,7 +110,8 @@ async def start_tokenizer(plan: RunPlan, stack: contextlib.AsyncExitStack) -> Ch
 
 def longest_prompt_tokens(tokenizer: ChatTokenizer, plan: RunPlan) -> int:
     """Tokens of the longest training prompt that is sampled, judged by the prompts with the longest text."""
-    by_text = sorted(plan.train, key=lambda p: -sum(len(m["content"]) for m in p.messages))
+    # In bytes: a Chinese character takes as many tokens as several English ones.
+    by_text = sorted(plan.train, key=lambda p: -sum(len(m["content"].encode()) for m in p.messages))
     tokens = map(len, tokenizer.encode_chats([p.messages for p in by_text[:LONGEST_PROMPTS]]))
     limit = plan.config.rollout.max_prompt_tokens
     return max((count for count in tokens if count <= limit), default=limit)

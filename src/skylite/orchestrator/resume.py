@@ -246,6 +246,7 @@ ROUNDING_CHANGES = (
     "engine.kv_cache_gib",
     "engine.gpu_memory_utilization",
     "engine.gpus",
+    "engine.tensor_parallel",
 )
 """Settings that change how a step is computed: its result stays the same up to rounding."""
 

@@ -23,15 +23,10 @@ from skylite.errors import ChildDied, RunFailed
 from skylite.foreign_text import plain
 from skylite.processes.file_descriptors import private_file
 from skylite.processes.import_path import protected_env
-from skylite.processes.reaper import TEMPORARY_FOLDER, remove_leftovers
+from skylite.processes.reaper import MARK, TEMPORARY_FOLDER, remove_leftovers
 from skylite.processes.temporary_folder import TemporaryFolder
 
 REAPER = Path(__file__).with_name("reaper.py")
-MARK = "SKYLITE_CHILD"
-"""Environment variable with a unique value per child, inherited by its descendants.
-
-It identifies them when the reaper itself was killed.
-"""
 LONGEST_TMPDIR = 50
 """A socket's path has 107 bytes at most, and vLLM adds 37 to the temporary folder."""
 TAIL_BYTES = 128 * 1024
@@ -140,7 +135,7 @@ def poll(child: Child) -> int | None:
         _kill_survivors(child)
         child.process.wait()
         child.folder.remove()
-        remove_leftovers(None)
+        remove_leftovers(None, child.mark)
     return child.process.returncode
 
 

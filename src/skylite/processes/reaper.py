@@ -48,6 +48,11 @@ COMMAND_PID = "SKYLITE_COMMAND_PID"
 """Environment variable of the command and its descendants: process id and group id of the command."""
 TEMPORARY_FOLDER = "SKYLITE_TEMPORARY_FOLDER"
 """Environment variable with the folder that is removed after the command and its descendants have ended."""
+MARK = "SKYLITE_CHILD"
+"""Environment variable with a unique value per command, inherited by its descendants.
+
+The parent finds them by it when the reaper itself was killed.
+"""
 OPENMP_FILE = "__KMP_REGISTERED_LIB_"
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -65,19 +70,28 @@ def main() -> NoReturn:
     if status is not None:
         _reap_for(GRACE_S)
     _kill_descendants()
-    remove_leftovers(os.environ.get(TEMPORARY_FOLDER))
+    remove_leftovers(os.environ.get(TEMPORARY_FOLDER), os.environ.get(MARK))
     if status is None:
         os._exit(1)
     _exit_like(status)
 
 
-def remove_leftovers(temporary: str | None) -> None:
+def shared_memory_prefix(mark: str) -> str:
+    """How the names of a command's files in shared memory begin, where it names them after its mark."""
+    return f"skylite_{mark[:16]}_"
+
+
+def remove_leftovers(temporary: str | None, mark: str | None) -> None:
     """Remove the temporary folder of the command, and what dead processes left in shared memory.
 
-    Intel's OpenMP keeps a file for each process, and a killed process does not remove it.
+    A killed process does not remove its files: the queues of vLLM's workers (vllm_plugin/marked_memory.py)
+    and a file of Intel's OpenMP for each process.
     """
     if temporary:
         shutil.rmtree(temporary, ignore_errors=True)
+    for path in glob.glob(f"/dev/shm/{shared_memory_prefix(mark)}*") if mark else []:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
     for path in glob.glob(f"/dev/shm/{OPENMP_FILE}*_{os.getuid()}"):
         pid = path.removeprefix(f"/dev/shm/{OPENMP_FILE}").partition("_")[0]
         if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):

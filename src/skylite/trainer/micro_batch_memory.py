@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from skylite.config.train import Resolved, RunConfig
+from skylite.config.train import Resolved, RunConfig, TrainConfig
 from skylite.model.packing import pack_tokens
 from skylite.model.policy import Policy, score
 from skylite.model.process_group import Dist
@@ -52,22 +52,44 @@ def measure_micro_batch_tokens(
     """Tokens per micro-batch, the same on every rank, and a sentence with the reason. All ranks call it.
 
     The measured passes have the longest prompt and the longest completions: attention's memory grows with
-    both.
+    both. The second pass has no more completions than fit for sure.
     """
-    device, completion = policy.device, run_config.config.rollout.max_completion_tokens
+    device, completion = policy.device, longest_completion(run_config.config, longest_prompt)
     sizes = PROBE_TOKENS[device.type]
     fewest = max(1, sizes[0] // completion)
-    counts = (fewest, max(fewest + 2, sizes[1] // completion))
-    small, large = (_measured_pass(policy, count, longest_prompt, completion) for count in counts)
-    memory = fit_pass_memory((small[0], large[0]), (small[1], large[1]))
-    limit = SAFETY * _free_bytes(device, run_config.resolved, dist.dp_size)
-    least = -dist.all_reduce_max_(torch.tensor([-memory.max_tokens(limit)], device=device))
-    tokens = int(least.item())
-    reason = (
-        f"passes of {small[0]} and {large[0]} tokens took {memory.per_token / 2**20:.2f} MiB per token; "
-        f"{limit / 2**30:.1f} GiB are free"
-    )
+    limit = -_largest(-SAFETY * _free_bytes(device, run_config.resolved, dist.dp_size), dist)
+    small = _measured_pass(policy, fewest, longest_prompt, completion)
+    count = min(max(fewest + 2, sizes[1] // completion), _most_sequences(fewest, small[1], limit, dist))
+    if count > fewest:
+        large = _measured_pass(policy, count, longest_prompt, completion)
+        memory = fit_pass_memory((small[0], large[0]), (small[1], large[1]))
+        passes = f"passes of {small[0]} and {large[0]} tokens"
+    else:
+        memory = PassMemory(fixed=0.0, per_token=small[1] / small[0])
+        passes = f"a pass of {small[0]} tokens, beside which no second one fits,"
+    tokens = -int(_largest(-memory.max_tokens(limit), dist))
+    reason = f"{passes} took {memory.per_token / 2**20:.2f} MiB per token; {limit / 2**30:.1f} GiB are free"
     return tokens, reason
+
+
+def longest_completion(config: TrainConfig, longest_prompt: int) -> int:
+    """The most tokens after a prompt of this length: of one call, or of an episode's calls together."""
+    if config.env.episode:
+        return max(1, config.max_sequence_tokens - longest_prompt)
+    return config.rollout.max_completion_tokens
+
+
+def _most_sequences(count: int, peak: float, limit: float, dist: Dist) -> int:
+    """How many sequences fit into `limit` bytes for sure if `count` take `peak`, on every rank.
+
+    A part of `peak` does not grow with them, so n sequences take at most n / count of it.
+    """
+    return int(limit * count / max(1.0, _largest(peak, dist)))
+
+
+def _largest(value: float, dist: Dist) -> float:
+    """The maximum over ranks."""
+    return float(dist.all_reduce_max_(torch.tensor([value], dtype=torch.float64, device=dist.device)).item())
 
 
 def resolve_micro_batch_tokens(run: RunDir, run_config: RunConfig, policy: Policy, dist: Dist) -> RunConfig:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 
-from skylite.vllm_plugin.exit_with_parent import die_with_starter
+from skylite.vllm_plugin.exit_with_parent import SWITCH as SERVER
+from skylite.vllm_plugin.exit_with_parent import die_with_starter, die_with_starter_in_forks
+from skylite.vllm_plugin.marked_memory import mark_shared_memory
 
 SWITCH = "SKYLITE_CPU_LORA"
 """Environment variable that enables the plugin (DENSE or MERGED); other vLLM programs stay unchanged."""
@@ -25,7 +27,10 @@ WRAPPER = "skylite.vllm_plugin.dense_lora.DensePunicaWrapperCPU"
 
 def register() -> None:
     """Install the LoRA wrapper in vLLM's CPU platform. Safe to call again; no effect on other platforms."""
-    die_with_starter()
+    if os.environ.get(SERVER) == "1":
+        die_with_starter()
+        die_with_starter_in_forks()
+        mark_shared_memory()
     if os.environ.get(SWITCH) not in (DENSE, MERGED):
         return
     import vllm

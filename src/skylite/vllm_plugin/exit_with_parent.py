@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 
 from skylite.processes.parent_death import die_with_parent
 
 SWITCH = "SKYLITE_ENGINE"
 """Environment variable, "1" in servers that skylite starts; other vLLM programs stay unchanged."""
+
+
+def die_with_starter_in_forks() -> None:
+    """Call `die_with_starter` also in children that multiprocessing forks from this process.
+
+    vLLM forks its workers (tensor parallelism), and a fork does not load plugins again.
+    """
+    util.register_after_fork(die_with_starter, lambda function: function())
 
 
 def die_with_starter() -> None:

@@ -1,0 +1,49 @@
+"""The predicted part of each GPU is what vLLM's own layers allocate, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from skylite.orchestrator.model_sizes import sizes_of
+from skylite.orchestrator.sharded_sizes import divided_sizes
+from tests.integration.divided_layers import (
+    HEAD_SIZE,
+    HEADS,
+    HIDDEN,
+    INNER,
+    KEY_VALUE_HEADS,
+    LORA_RANK,
+    VOCABULARY,
+)
+
+pytestmark = pytest.mark.vllm
+QUERIES, KEYS = HEADS * HEAD_SIZE, KEY_VALUE_HEADS * HEAD_SIZE
+LAYER = {
+    "self_attn.q_proj": (QUERIES, HIDDEN),
+    "self_attn.k_proj": (KEYS, HIDDEN),
+    "self_attn.v_proj": (KEYS, HIDDEN),
+    "self_attn.o_proj": (HIDDEN, QUERIES),
+    "mlp.gate_proj": (INNER, HIDDEN),
+    "mlp.up_proj": (INNER, HIDDEN),
+    "mlp.down_proj": (HIDDEN, INNER),
+}
+
+
+@pytest.mark.parametrize("gpus", [2, 8])
+def test_vllm_allocates_what_is_predicted(gpus: int) -> None:
+    """2 GPUs divide the 4 key-value heads, and 8 have copies."""
+    command = [sys.executable, "-m", "tests.integration.divided_layers", str(gpus)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    vllm = json.loads(done.stdout.splitlines()[-1])
+    shapes = {f"model.layers.0.{name}.weight": shape for name, shape in LAYER.items()}
+    adapted = {name.removesuffix(".weight") for name in shapes}
+    shapes["model.embed_tokens.weight"] = (VOCABULARY, HIDDEN)
+    config = {"num_attention_heads": HEADS}
+    found = divided_sizes(sizes_of(shapes, config, adapted, LORA_RANK), shapes, config, adapted, gpus)
+    assert found.parameters == vllm["layer"] + vllm["embedding"]
+    assert found.slots_per_rank == vllm["slots"]
