@@ -139,6 +139,14 @@ async def round_of(
 
 
 def cpu_s(pid: int) -> float:
+    """CPU seconds of a process and of its children, ended or not."""
+    while True:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
+        with contextlib.suppress(FileNotFoundError):  # one ended meanwhile
+            return sum(_own_cpu_s(child) for child in [str(pid), *children])
+
+
+def _own_cpu_s(pid: str) -> float:
     """CPU seconds of a process and of its children that have ended."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     return sum(map(int, fields[11:15])) / TICK

@@ -2,11 +2,13 @@
 
     python benchmarks/turns.py --out benchmarks/results/turns_cpu.json
     python benchmarks/turns.py --model FOLDER --turns 2 6 12 --forms tree packed padded
+    python benchmarks/turns.py --history rewritten --forms tree packed --out FILE
 
-Each turn samples --sampled tokens and reads --observed ones, which no call samples; a call's prompt is the
-whole conversation before it. The same random tokens in three forms:
+Each turn samples --sampled tokens and reads --observed ones, which no call samples. A call's prompt is the
+whole conversation before it; with --history rewritten, later prompts lack the first half of every reply, as
+with templates that drop reasoning, so each call branches off. The same random tokens in three forms:
 
-    tree     skylite's: a trajectory's calls are one chain below the common prompt
+    tree     skylite's: a trajectory's calls are one chain below the common prompt, or a comb if rewritten
     packed   one row a call without anything shared, packed end to end as peers do
     padded   one row a call, padded to the longest of its micro-batch
 
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from skylite.types import Group, Sample
 
 FORMS = ("tree", "packed", "padded")
+SIZES = ("history", "trajectories", "prompt", "sampled", "observed", "budget")
 
 
 def main() -> None:
@@ -53,7 +56,7 @@ def main() -> None:
         rows.append({"turns": turns, "form": form, **in_own_process(args, turns, form)})
         print(json.dumps(rows[-1]), flush=True)
         if args.out:
-            sizes = {n: getattr(args, n) for n in ("trajectories", "prompt", "sampled", "observed", "budget")}
+            sizes = {n: getattr(args, n) for n in SIZES}
             ratios = [ratio(rows, t, f) for t in args.turns for f in args.forms if f != "tree"]
             write_json(
                 args.out,
@@ -68,6 +71,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m", help="smollm2-135m or a model folder")
     parser.add_argument("--turns", nargs="+", type=int, default=[2, 6, 12])
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
+    parser.add_argument("--history", choices=("kept", "rewritten"), default="kept")
     parser.add_argument("--trajectories", type=int, default=4, help="of one group")
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--sampled", type=int, default=24, help="tokens a turn")
@@ -82,7 +86,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def in_own_process(args: argparse.Namespace, turns: int, form: str) -> dict[str, Any]:
-    names = ("model", "trajectories", "prompt", "sampled", "observed", "budget", "rank", "steps", "vocab")
+    names = ("model", *SIZES, "rank", "steps", "vocab")
     words = ["--inner", f"--turns={turns}", f"--forms={form}", *(f"--{n}={getattr(args, n)}" for n in names)]
     found: dict[str, Any] = under_torchrun(__file__, words)
     return found
@@ -210,7 +214,8 @@ def conversation(args: argparse.Namespace, prompt: list[int], turns: int, rng: r
                 rollout_logprobs=[-10.0] * len(sampled),
             )
         )
-        history = [*history, *sampled, *(rng.randrange(args.vocab) for _ in range(args.observed))]
+        known = sampled[len(sampled) // 2 :] if args.history == "rewritten" else sampled
+        history = [*history, *known, *(rng.randrange(args.vocab) for _ in range(args.observed))]
     return calls
 
 

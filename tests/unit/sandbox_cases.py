@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from skylite.sandbox import copies
+
 
 def make_runner(*arguments: Any) -> Callable[..., Any]:
     """A function that runs another one of this file by name."""
@@ -215,3 +217,38 @@ def lock_scratch() -> None:
 
 def environment() -> dict[str, str]:
     return dict(os.environ)
+
+
+POISON: list[Any] = []
+"""What a call leaves in its process."""
+
+
+def poison() -> None:
+    POISON.append("bad")
+
+
+def fail_if_poisoned() -> str:
+    if POISON:
+        raise ValueError("an earlier call did that")
+    return "fine"
+
+
+def grow(count: int) -> None:
+    POISON.append(b"x" * count)
+
+
+def stop_reading() -> None:
+    """The process takes no further request."""
+    copies.receive = lambda pipe: time.sleep(600)  # type: ignore[assignment, return-value]
+
+
+def chatter() -> None:
+    """Answer calls that nobody has made yet."""
+    pipes = [n for n in range(3, 64) if not error_of(lambda n=n: os.write(n, b""))]
+
+    def talk_later() -> None:
+        time.sleep(0.2)
+        for pipe in pipes:
+            os.write(pipe, b'["value", "forged"]\n')
+
+    threading.Thread(target=talk_later).start()

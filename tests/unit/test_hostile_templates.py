@@ -11,6 +11,8 @@ import pytest
 
 from skylite.data import tokenizer as tokenizers
 from skylite.data.tokenizer import encode_prompts, load_tokenizer
+from skylite.environments.chat_request import ApiError
+from skylite.environments.running_environment import running_renderer
 from skylite.errors import ChildDied, ModelError
 from skylite.sandbox.sandbox import Limits
 from tests.tiny_models import make_tiny_model
@@ -95,3 +97,28 @@ def test_a_damaged_tokenizer_file_is_a_sentence(name: str, text: str, tmp_path: 
     (tmp_path / name).write_text(text)
     with pytest.raises(ModelError, match=str(tmp_path)):
         load_tokenizer(tmp_path)
+
+
+ONE_IS_BAD = (
+    "{% if messages[0].content == 'hang' %}" + ENDLESS + "{% elif messages[0].content == 'eat' %}" + HUGE
+    + "{% else %}{% for m in messages %}{{ m.content }}{% endfor %}{% endif %}"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("word", "error"), [("hang", ModelError), ("eat", ApiError)])
+def test_a_bad_conversation_does_not_harm_the_next(
+    word: str, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skylite.environments.renderer.LIMITS", tokenizers.LIMITS)
+    make_tiny_model(tmp_path)
+
+    async def body() -> None:
+        async with running_renderer(tmp_path, (0,), ONE_IS_BAD) as renderer:
+            good = [{"role": "user", "content": "hello"}]
+            before = await renderer.prompt(good, None, {})
+            for _ in range(2):
+                with pytest.raises(error):
+                    await renderer.prompt([{"role": "user", "content": word}], None, {})
+                assert await renderer.prompt(good, None, {}) == before
+
+    asyncio.run(body())

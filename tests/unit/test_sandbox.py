@@ -30,9 +30,13 @@ CAN_WRITE = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=CAN_WRITE)], ids=["plain", "scratch"])
+@pytest.fixture(
+    scope="module",
+    params=[{}, pytest.param({"scratch": True}, marks=CAN_WRITE), {"copy_life_s": 60.0}],
+    ids=["plain", "scratch", "kept copy"],
+)
 def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
-    with Sandbox(RUNNER, 1, "two", limits=QUICK, scratch=request.param) as sandbox:
+    with Sandbox(RUNNER, 1, "two", limits=QUICK, **request.param) as sandbox:
         yield sandbox
 
 
@@ -59,8 +63,10 @@ def test_a_value_and_an_exception_come_back(sandbox: Sandbox) -> None:
             sandbox.call(name)
 
 
-def test_a_call_leaves_nothing_to_the_next(sandbox: Sandbox) -> None:
-    assert (sandbox.call("calls"), sandbox.call("calls")) == (["calls"], ["calls"])
+@pytest.mark.parametrize("scratch", [False, pytest.param(True, marks=CAN_WRITE)])
+def test_a_call_leaves_nothing_to_the_next(scratch: bool) -> None:
+    with Sandbox(RUNNER, scratch=scratch) as sandbox:
+        assert (sandbox.call("calls"), sandbox.call("calls")) == (["calls"], ["calls"])
 
 
 def test_files_cannot_be_changed(sandbox: Sandbox, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Prompts of conversations as token ids, from the sandbox in which the model's chat template runs.
 
-Requests that wait at the same time share one call of the sandbox, which costs about 10 ms.
+Requests that wait at the same time share one call of the sandbox.
 """
 
 from __future__ import annotations
@@ -18,6 +18,13 @@ from skylite.foreign_text import parse_json, plain
 from skylite.sandbox.sandbox import CallFailed, Sandbox
 
 Job = dict[str, Any]
+COPY_LIFE_S = 1.0
+"""How long one process of the sandbox renders. A fresh one for each call costs ten times a prompt.
+
+A process renders many conversations in any case: those that wait together. One template renders them all, and
+decides alone what each becomes. If it broke out of Jinja's sandbox, it could mix the conversations of this
+time. It could still send and write nothing, and the time bounds what it leaves behind.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +140,7 @@ def make_sandbox(model_path: Path, template: str | None, stop_token_ids: Sequenc
         what=f"the chat template of {model_path}",
         limits=LIMITS,
         readable=readable,
+        copy_life_s=COPY_LIFE_S,
     )
 
 

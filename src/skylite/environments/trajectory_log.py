@@ -112,7 +112,9 @@ def _continues(messages: Sequence[ChatMessage], call: Call) -> bool:
 
 def _same(a: ChatMessage, b: ChatMessage) -> bool:
     """Whether two messages say the same. Programs drop reasoning and the ids of tool calls."""
-    return a["role"] == b["role"] and a["content"] == b["content"] and _calls(a) == _calls(b)
+    if a["role"] != b["role"] or a["content"] != b["content"]:
+        return False
+    return not (a.get("tool_calls") or b.get("tool_calls")) or _calls(a) == _calls(b)
 
 
 def _calls(message: ChatMessage) -> list[tuple[Any, Any]]:
