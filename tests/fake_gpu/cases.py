@@ -1,5 +1,6 @@
-"""The training step on fake CUDA tensors, forward and backward. tests/unit/test_fake_gpu.py runs this file.
+"""Micro-batches on fake CUDA tensors, forward and backward. tests/unit/test_fake_gpu.py runs this file.
 
+step_cases.py has the step around them.
 It needs a process of its own, because tests.fake_gpu.preload must come before torch.
 """
 
