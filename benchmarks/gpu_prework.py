@@ -2,13 +2,15 @@
 
     python benchmarks/gpu_prework.py --out benchmarks/results/gpu_prework_cpu.json
 
-- masks: of one group of 8 completions of 8,192 tokens after a shared prompt of 512, in bfloat16: bytes while
-  the micro-batch is computed, bytes after it, and seconds. A step has 32 such groups.
+- masks: of a step of 32 groups of 8 completions of 8,192 tokens after a shared prompt of 512, in bfloat16.
+  Each group is a micro-batch and is computed once: bytes of one while it is computed, the most that the step
+  holds at once, bytes after it, and seconds of one group and of the step
 - block mask: FlexAttention's for the same group, beside torch's create_block_mask at 16,384 nodes
 - returns: of 256 trajectories of 512 tokens, as PPO (gae) and REINFORCE++ need them
 - syncs: how often one micro-batch of a tiny model fetches a value from the device, forward and backward
 
-`before` in the result file: the same figures of commit 952a437, by this script without what that code lacks.
+`before` in the result file: the same figures of commit 952a437, by this script without what that code lacks,
+with one group only: a step of 32 would hold 54.8 GB.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from skylite.run.files import write_json
 if TYPE_CHECKING:
     import torch
 
-PROMPT, GROUP, COMPLETION = 512, 8, 8192
+PROMPTS, PROMPT, GROUP, COMPLETION = 32, 512, 8, 8192
 TRAJECTORIES, TOKENS = 256, 512
 FETCHES = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__", "nonzero")
 
@@ -52,35 +54,41 @@ def main() -> None:
 
 
 def masks() -> dict[str, float]:
+    """The masks of a step. It packs all micro-batches before it computes the first."""
     import torch
 
     from skylite.model import tree_attention
     from skylite.model.packing import pack_tokens
 
-    prompts, completions = long_group()
+    groups, device = [long_group(seed) for seed in range(PROMPTS)], torch.device("cpu")
     started = time.perf_counter()
-    tokens = pack_tokens(prompts, completions, [0] * GROUP, "tree", torch.device("cpu"))
+    step = [pack_tokens(*group, [0] * GROUP, "tree", device) for group in groups]
     packed = time.perf_counter()
-    held = mask_bytes(tokens)
-    layout = tokens.model_inputs()["tree"]
-    tree_attention._additive_masks(layout, None, torch.bfloat16)
-    made = time.perf_counter()
-    during = mask_bytes([layout])
-    del layout
+    held, most, during, mask_s = mask_bytes(step), 0, 0, []
+    for tokens in step:
+        before = time.perf_counter()
+        layout = tokens.model_inputs()["tree"]
+        tree_attention._additive_masks(layout, None, torch.bfloat16)
+        mask_s.append(time.perf_counter() - before)
+        during = mask_bytes([layout])
+        most = max(most, mask_bytes([step, layout]))
+        del layout
     gc.collect()
-    after = mask_bytes(tokens)
     return {
-        "nodes": tokens.num_nodes,
-        "pack_s": round(packed - started, 3),
-        "masks_s": round(made - packed, 3),
+        "groups": len(step),
+        "nodes": step[0].num_nodes,
+        "pack_s": round((packed - started) / PROMPTS, 3),
+        "masks_s": round(sum(mask_s) / PROMPTS, 3),
+        "step_s": round(packed - started + sum(mask_s), 2),
         "mb_packed": round(held / 1e6, 1),
         "mb_during": round(during / 1e6, 1),
-        "mb_after": round(after / 1e6, 1),
+        "mb_at_once": round(most / 1e6, 1),
+        "mb_after": round(mask_bytes(step) / 1e6, 1),
     }
 
 
-def long_group() -> tuple[list[list[int]], list[list[int]]]:
-    rng = np.random.default_rng(0)
+def long_group(seed: int = 0) -> tuple[list[list[int]], list[list[int]]]:
+    rng = np.random.default_rng(seed)
     prompt = rng.integers(0, 20000, PROMPT).tolist()
     return [prompt] * GROUP, [rng.integers(0, 20000, COMPLETION).tolist() for _ in range(GROUP)]
 

@@ -1,6 +1,7 @@
-"""The training step on fake CUDA tensors, forward and backward. tests/unit/test_fake_gpu.py runs this file.
+"""Micro-batches on fake CUDA tensors, forward and backward. tests/unit/test_fake_gpu.py runs this file.
 
-It needs a process of its own, because tests.fake_gpu.preload must come before torch.
+step_cases.py has the step around them. Both need a process of their own, because tests.fake_gpu.preload must
+come before torch.
 """
 
 from __future__ import annotations

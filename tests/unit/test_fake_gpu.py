@@ -1,4 +1,4 @@
-"""Runs tests/fake_gpu/cases.py in its own process: the training step on CUDA tensors without a GPU."""
+"""Runs tests/fake_gpu/*cases.py in their own process: the training step on CUDA tensors without a GPU."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from tests.fake_gpu.compiler import has_compiler, is_cpu_build
 
 ROOT = Path(__file__).parents[2]
+CASES = ("tests/fake_gpu/cases.py", "tests/fake_gpu/step_cases.py")
 
 
 @pytest.mark.skipif(is_cpu_build() and not has_compiler(), reason="a CPU build of torch needs a C++ compiler")
@@ -19,7 +20,7 @@ def test_the_training_step_runs_on_fake_cuda_tensors() -> None:
     plugins = ["-p", "tests.fake_gpu.preload", "-p", "no:cacheprovider"]
     parts = filter(None, [os.environ.get("PYTHONPATH")])
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *plugins, "tests/fake_gpu/cases.py"],
+        [sys.executable, "-m", "pytest", "-q", *plugins, *CASES],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *parts])},
         capture_output=True,

@@ -108,4 +108,31 @@ def test_every_kind_of_failed_allocation_is_recognised() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
     assert is_out_of_memory(MemoryError())
     assert first_line(MemoryError()) == "MemoryError"
-    assert not is_out_of_memory(RuntimeError("shapes differ"))
+
+
+CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+CUDNN = "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"
+CUDA = "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call"
+EXPANDABLE = "CUDA driver error: out of memory"
+TRITON = "Triton Error [CUDA]: out of memory"
+
+
+@pytest.mark.parametrize("text", [CUBLAS, CUDNN, CUDA, EXPANDABLE, TRITON])
+@pytest.mark.parametrize("kind", [RuntimeError, torch.AcceleratorError])
+def test_an_allocation_that_failed_outside_torchs_allocator_is_recognised(
+    kind: type[Exception], text: str
+) -> None:
+    assert is_out_of_memory(kind(text))
+
+
+OTHERS = [
+    RuntimeError("shapes differ"),
+    torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"),
+    ValueError(CUDA),
+]
+
+
+@pytest.mark.parametrize("error", OTHERS, ids=str)
+def test_other_errors_are_not_taken_for_a_failed_allocation(error: Exception) -> None:
+    assert not is_out_of_memory(error)

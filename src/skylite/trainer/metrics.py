@@ -54,11 +54,13 @@ def step_metrics(
     batch: Batch, updates: list[MiniBatch], sums: MetricSums, config: TrainConfig, dist: Dist
 ) -> dict[str, float]:
     """The metrics of all ranks. Means are over the computed tokens, token counts over the step."""
-    counts = [sums.num_tokens, sums.num_nodes]
     names = sorted(sums.sums)
-    own = torch.stack(
-        [*torch.tensor(counts, dtype=torch.float64, device=dist.device), *(sums.sums[n] for n in names)]
-    )
+    # full() instead of a tensor of both: its value is an argument of a kernel, not a copy.
+    counts = [
+        torch.full((), count, dtype=torch.float64, device=dist.device)
+        for count in (sums.num_tokens, sums.num_nodes)
+    ]
+    own = torch.stack([*counts, *(sums.sums[n] for n in names)])
     reduced = dist.all_reduce_sum_(own).tolist()
     total = dict(zip(["tokens/computed", "tokens/unique", *names], reduced, strict=True))
     num_computed = max(1.0, total.pop("tokens/computed"))

@@ -19,12 +19,20 @@ from skylite.trainer.process_memory import release_cached_memory
 
 SMALLEST_MICRO_BATCH = 16
 """Tokens; the smallest that trainer.tokens_per_micro_batch allows."""
+FAILED_ALLOCATIONS = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "CUDA error: out of memory",  # a CUDA call outside torch's allocator, such as the load of a kernel
+    "CUDA driver error: out of memory",  # expandable segments
+    "Triton Error [CUDA]: out of memory",
+    "_STATUS_ALLOC_FAILED",  # the workspaces of cuBLAS, cuDNN and cuSOLVER
+)
+"""torch raises these as RuntimeError or its subclass AcceleratorError, not as OutOfMemoryError."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed: on a GPU, in torch's CPU allocator, or in Python."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+        isinstance(error, RuntimeError) and any(text in str(error) for text in FAILED_ALLOCATIONS)
     )
 
 
