@@ -36,9 +36,10 @@ def doctor(
 def log_run(
     target: RunFolder,
     to: Annotated[str, typer.Option(help="Loggers, e.g. tensorboard,wandb (also trackio, mlflow, swanlab).")],
+    as_json: AsJson = False,
     verbose: Verbose = None,
 ) -> None:
     """Log a run to experiment loggers afterwards. Logs each step once, however often you call it."""
     from skylite.commands.log import log
 
-    log(target, to)
+    log(target, to, as_json=as_json)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from skylite.cli_options import Verbose, numbers
+from skylite.cli_options import AsJson, Verbose, numbers
 
 ORIGIN, COLUMNS, PROMPT, ROWS = (
     "Where the rows come from", "Your own data", "Prompt and reward", "Which rows",
@@ -148,6 +148,7 @@ def prepare(
     drop_failing: DropFailing = False,
     limit: Limit = None,
     seed: Seed = 0,
+    as_json: AsJson = False,
     verbose: Verbose = None,
 ) -> None:
     """Prepare a data set. Writes train, validation and test parquet files and checks every row."""
@@ -162,5 +163,5 @@ def prepare(
         target, out=out, source=source, synthetic=synthetic, first_source=first_source,
         difficulty=numbers(difficulty), where=tuple(where or ()), drop_failing=drop_failing,
         no_answer=no_answer, settings=tuple(settings or ()),
-        limit=limit, seed=seed, **own.given(),
+        limit=limit, seed=seed, as_json=as_json, **own.given(),
     )  # fmt: skip

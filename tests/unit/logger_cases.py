@@ -85,4 +85,5 @@ def log_once(run: RunDir, writer: type[Writer], name: str = "memory") -> None:
     one = follower(run, writer, name)
     one.catch_up()
     one.close()
+    assert one.journal.lock is not None
     one.journal.lock.close()

@@ -13,7 +13,7 @@ FLAGS = {
     "prepare": {
         "--out", "--source", "--synthetic", "--first-source", "--difficulty", "--question", "--answer",
         "--no-answer", "--reward", "--set", "--limit", "--seed", "--config", "--split", "--validation-split",
-        "--test-split", "--id", "--system", "--few-shot", "--where", "--drop-failing", *LOGGING,
+        "--test-split", "--id", "--system", "--few-shot", "--where", "--drop-failing", "--json", *LOGGING,
     },
     "train": {
         "--recipe", "--model", "--data", "--rank", "--alpha", "--steps", "--epochs", "--lr",
@@ -45,7 +45,7 @@ FLAGS = {
     "runs": {"--json", *LOGGING},
     "env": set(),
     "doctor": {"--runs", "--engine", "--json", *LOGGING},
-    "log": {"--to", *LOGGING},
+    "log": {"--to", "--json", *LOGGING},
 }  # fmt: skip
 
 
@@ -60,11 +60,9 @@ def test_the_flags_are_unchanged() -> None:
 
 
 WITHOUT_JSON = {
-    "prepare": "writes files, whose footers hold what it prints",
     "train": "--dry-run prints JSON; watch --json follows a run",
     "serve": "runs until it is stopped",
     "chat": "a conversation",
-    "log": "copies a run to loggers",
 }
 
 

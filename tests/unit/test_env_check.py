@@ -13,8 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 from skylite.cli import app
+from skylite.commands import env_check
+from skylite.commands.env_check import CheckFlags
 from skylite.engine.server_command import ENGINE_COMMAND
 from tests.torture.ground import FAKE_ENGINE_COMMAND, ROOT
+from tests.unit.work_cases import parts, recorded_work
 
 Check = Callable[..., list[dict[str, Any]]]
 RANDOM = """
@@ -170,6 +173,18 @@ def test_an_episode_that_its_time_limit_ends_has_seconds_too(check: Check) -> No
     (episode,) = facts["episodes"]
     assert (episode["end"], episode["left_open"], episode["left_running"]) == ("time", [], [])
     assert episode["seconds"] >= 1
+
+
+def test_the_episodes_are_counted_while_they_run(data: Path, tiny_llama: Path, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("async def episode(task, chat):\n    await chat(task.messages)\n    return 1.0\n")
+    flags = CheckFlags(
+        episode=f"{program}:episode", data=data, model=None, episodes=3, replies=("ok",), as_json=True,
+        settings=(f'model.name="{tiny_llama}"',),
+    )  # fmt: skip
+    with recorded_work() as found:
+        env_check.check(flags)
+    assert parts(found) == [("playing every episode twice", 6, 6)]
 
 
 def test_the_scripted_model_plays_first_and_the_named_one_after_it(

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from skylite.commands.log import log
 from skylite.config.loading import read_run_config
 from skylite.errors import RunFailed
-from skylite.loggers import processes
+from skylite.loggers import interface, processes
 from skylite.orchestrator import run_loggers
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.run_loggers import loggers_running
 from skylite.orchestrator.shutdown import StopRequest
 from skylite.run.run_dir import RunDir
 from tests.logs import logged_messages
-from tests.unit.logger_cases import logged_run
+from tests.unit.logger_cases import logged_run, set_metrics
+from tests.unit.work_cases import parts, recorded_work
 
 FAKE_WANDB = """
 import errno, os, signal, sys, time
@@ -37,19 +41,36 @@ class Run:
     def finish(self): print("finished", file=open({log!r}, "a"))
 def init(**settings): return Run()
 """
+FAKE_SWANLAB = """
+class Text:
+    def __init__(self, *texts, **settings): pass
+def init(**settings): pass
+def log(values, step):
+    if "reward/mean" in values: print(step, file=open({log!r}, "a"), flush=True)
+def finish(): print("finished", file=open({log!r}, "a"))
+"""
 
 
-def run_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> RunDir:
-    """A run that logs to a wandb with this fault in its `log`."""
-    package = tmp_path / "packages" / "wandb"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text(FAKE_WANDB.format(log=str(tmp_path / "got"), fault=fault))
-    monkeypatch.setenv("PYTHONPATH", f"{package.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    return logged_run(tmp_path / "run", [0.1, 0.2], to=["wandb"])
+def run_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, to: Sequence[str] = ("wandb",)
+) -> RunDir:
+    """A run that logs to a wandb with this fault in its `log`, and to a swanlab without one."""
+    packages = tmp_path / "packages"
+    wandb = FAKE_WANDB.format(log=str(tmp_path / "got"), fault=fault)
+    for name, code in (("wandb", wandb), ("swanlab", FAKE_SWANLAB.format(log=str(tmp_path / "other")))):
+        (packages / name).mkdir(parents=True)
+        (packages / name / "__init__.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", f"{packages}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    return logged_run(tmp_path / "run", [0.1, 0.2], to=list(to))
 
 
-def follow(run: RunDir, wait_for: Path | None, *, grace_s: float = 20.0) -> tuple[list[str], float]:
-    """Warnings of a run whose loggers follow it, and how long their end took."""
+def follow(
+    run: RunDir, wait_for: Path | None, *, grace_s: float = 20.0, go_on: Callable[[], None] = lambda: None
+) -> tuple[list[str], float]:
+    """Warnings of a run whose loggers follow it, and how long their end took.
+
+    `go_on`: what the run does after `wait_for` exists.
+    """
 
     async def body() -> float:
         config = read_run_config(run.config_path).config
@@ -60,6 +81,7 @@ def follow(run: RunDir, wait_for: Path | None, *, grace_s: float = 20.0) -> tupl
             until = time.monotonic() + 60
             while wait_for is not None and not wait_for.exists() and time.monotonic() < until:
                 await asyncio.sleep(0.05)
+            go_on()
             await asyncio.sleep(0.5)
             stop.on_signal()
             ending = time.monotonic()
@@ -96,6 +118,53 @@ def test_a_hang_ends_with_the_time_for_the_stop(tmp_path: Path, monkeypatch: pyt
     assert "it did not end in time" in message
     assert 1.0 < seconds < 15.0
     assert not [p for p in Path("/proc").glob("[0-9]*") if str(run.root) in command_line(p)]
+
+
+@pytest.mark.parametrize("fault", ["time.sleep(1000)", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_a_second_logger_gets_every_step_beside_one_that_hangs_or_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    run = run_with(tmp_path, monkeypatch, fault, to=("wandb", "swanlab"))
+    began = time.monotonic()
+    with recorded_work() as found:
+        (message,), seconds = follow(
+            run, tmp_path / "got", grace_s=8.0, go_on=lambda: set_metrics(run, [0.1, 0.2, 0.3])
+        )
+    assert "the logger wandb stopped" in message
+    assert (tmp_path / "other").read_text().splitlines() == ["1", "2", "3", "finished"]
+    assert seconds < 15.0, "the hang costs the time for the stop, no more"
+    assert time.monotonic() - began < 60.0, "the run waited for no step of the logger that hangs"
+    (work,) = found
+    assert work.what == "waiting for wandb, swanlab to finish, 8 s at most"
+    assert work.total is not None
+    assert work.done <= work.total - 3, "wandb never got its 3 steps"
+
+
+def test_logging_afterwards_counts_the_steps_that_a_logger_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_with(tmp_path, monkeypatch, "pass")
+    monkeypatch.setattr(interface.importlib.util, "find_spec", lambda _: True)
+    with recorded_work() as found:
+        log(run.root, "wandb")
+        set_metrics(run, [0.1, 0.2, 0.3, 0.4, 0.5])
+        log(run.root, "wandb", as_json=True)
+    assert parts(found) == [("logging to wandb", 2, 2), ("logging to wandb", 3, 3)]
+    text, facts = capsys.readouterr().out.split("\n", 1)
+    assert text == f"wandb has {run.root} up to step 2"
+    assert json.loads(facts) == {"run": str(run.root), "last_step": 5, "logged": ["wandb"], "failed": {}}
+
+
+def test_logging_afterwards_says_as_json_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_with(tmp_path, monkeypatch, "raise ValueError('no quota')")
+    monkeypatch.setattr(interface.importlib.util, "find_spec", lambda _: True)
+    with pytest.raises(RunFailed, match="Not logged to wandb: it ended with exit code 1: ValueError: no quota"):
+        log(run.root, "wandb,swanlab", as_json=True)
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["logged"], list(facts["failed"])) == (["swanlab"], ["wandb"])
+    assert "no quota" in facts["failed"]["wandb"]
 
 
 def test_a_healthy_logger_gets_the_rest_and_finishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,6 +135,7 @@ def test_two_processes_never_log_one_run_to_one_logger(tmp_path: Path) -> None:
     path = tmp_path / "wandb.jsonl"
     first = open_journal(path)
     assert first is not None
+    assert first.lock is not None
     assert open_journal(path) is None
     first.lock.close()
     assert open_journal(path) is not None

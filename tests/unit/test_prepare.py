@@ -5,7 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from skylite.cli import app
 from skylite.commands.prepare import prepare
 from skylite.data.prompts import PromptFileInfo, read_prompts
 from skylite.data.reasoning_gym import reasoning_gym_examples
@@ -287,3 +289,11 @@ def test_bad_settings_of_a_task_are_named(words: str, said: str) -> None:
     pytest.importorskip("reasoning_gym")
     with pytest.raises((ConfigError, DataError), match=re.escape(said)):
         prepare(f"reasoning-gym:chain_sum {words}")
+
+
+def test_json_has_the_rows_of_each_split_and_is_alone_on_stdout(tmp_path: Path) -> None:
+    path = own_file(tmp_path / "sums.jsonl", sums(20))
+    words = ["prepare", str(path), "--question", "q", "--answer", "a", "--reward", "exact_match", "--json"]
+    facts = json.loads(CliRunner().invoke(app, words).stdout)
+    rows = {split: len(prompts) for split, (prompts, _) in read(Path(facts["folder"])).items()}
+    assert (facts["rows"], sum(rows.values()), facts["reward"]) == (rows, 20, "exact_match")

@@ -10,12 +10,14 @@ from skylite.config.train import TrainConfig
 from skylite.engine.server_command import engine_command
 from skylite.engine.start_engines import engine_spec
 from skylite.errors import ConfigError
+from skylite.hub import shared_memory
 from skylite.hub.shared_memory import model_in_shared_memory
 from skylite.model.policy import load_policy
 from skylite.orchestrator.plan import RunPlan
 from skylite.run.files import TEMPORARY_MARK
 from skylite.run.run_dir import RunDir
 from tests.small_run import lone_rank, resolved, settings
+from tests.unit.work_cases import parts, recorded_work
 
 
 @pytest.fixture
@@ -34,6 +36,17 @@ def test_the_model_files_exist_inside_the_block_and_are_removed_after_it(model: 
         assert (copy / "config.json").read_text() == "config.json"
         assert copy.stat().st_mode & 0o777 == 0o700
     assert not copy.exists()
+
+
+def test_the_copy_counts_its_bytes(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "COPY_CHUNK", 4)
+    with recorded_work() as found, model_in_shared_memory(model, tmp_path / "copy"):
+        assert (tmp_path / "copy" / "config.json").read_text() == "config.json"
+        with model_in_shared_memory(model, tmp_path / "copy"):
+            pass
+    what = "copying the model to shared memory"
+    assert parts(found) == [(what, 11 + 17, 11 + 17), (what, 0, None)], "the second run copies nothing"
+    assert found[0].in_bytes
 
 
 def test_two_runs_share_one_copy_and_the_last_removes_it(model: Path, tmp_path: Path) -> None:

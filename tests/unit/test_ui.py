@@ -18,7 +18,7 @@ from skylite.orchestrator.sampling import SampledStep
 from skylite.orchestrator.step_metrics import StepTimings, completion_view, step_metrics
 from skylite.run.run_dir import RunDir
 from skylite.types import Group, Prompt, Sample, Trajectory
-from skylite.ui.dashboard import Screen
+from skylite.ui.dashboard import Screen, step_line
 from skylite.ui.end_message import finished_text, stopped_text
 from skylite.ui.live_panel import CompletionView, LivePanel, ScreenState, clock_time, wrapped
 from skylite.ui.logs import configure_logging
@@ -153,9 +153,17 @@ def test_without_a_terminal_there_is_one_line_per_step(capsys: pytest.CaptureFix
     lines = out.getvalue().splitlines()
     assert lines[0] == "starting vLLM"
     assert lines[1].startswith("step 1/24  reward 0.500  correct 50.0 %")
+    assert lines[1].endswith("  v1  about 3 min 50 s left"), "23 steps of 10 s are left"
     assert lines[2:] == [f"evaluation (before): {EVALUATION}", "a note with [brackets] :smile:"]
     assert "\x1b" not in out.getvalue()
     assert capsys.readouterr() == ("", "")
+
+
+def test_the_time_left_is_that_of_the_last_five_steps() -> None:
+    slow, fast = [step(k) | {"time/step_s": 100.0} for k in (1, 2)], [step(k) for k in range(3, 7)]
+    assert step_line([*slow, *fast], 8).endswith("  about 56 s left"), "2 steps of (100 + 4 * 10) / 5 s"
+    assert step_line([*slow, *fast], 6).endswith("  v6"), "no step is left"
+    assert step_line([step(1) | {"time/step_s": math.nan}], 6).endswith("  v1"), "no step has a time"
 
 
 def test_on_a_terminal_log_lines_stay_above_the_panel() -> None:

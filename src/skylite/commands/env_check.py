@@ -31,6 +31,7 @@ from skylite.environments.scripted_engine import ScriptedEngine
 from skylite.environments.trajectory_log import Sampler
 from skylite.foreign_text import plain, plain_lines
 from skylite.hub.resolve import resolve_model
+from skylite.long_work import long_work
 from skylite.orchestrator.allowed_programs import allow_episode
 from skylite.orchestrator.turn_metrics import turn_metrics
 from skylite.processes.temporary_folder import temporary_folder
@@ -138,10 +139,16 @@ async def _run_twice(environment: Environment, engine: Sampler, prompts: Sequenc
         model=BASE_NAME, version=0, engines=[engine], temperature=environment.config.rollout.temperature
     )
     ends: list[EpisodeEnd] = []
-    environment.pool.on_end = ends.append
-    first, second = [
-        await environment.sample(source, prompts, step=1, first_index=0, group_size=1) for _ in range(2)
-    ]
+    with long_work("playing every episode twice", total=2 * len(prompts)) as work:
+
+        def on_end(end: EpisodeEnd) -> None:
+            ends.append(end)
+            work.advance()
+
+        environment.pool.on_end = on_end
+        first, second = [
+            await environment.sample(source, prompts, step=1, first_index=0, group_size=1) for _ in range(2)
+        ]
     end_of = {end.task_id: end for end in reversed(ends)}  # of the first run
     again = {g.prompt.id: g.trajectories[0] for g in second}
     checked = []

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from skylite.config.loading import read_run_config
 from skylite.config.log import LOGGER_NAMES, LoggerName
 from skylite.errors import ConfigError, RunFailed
 from skylite.loggers.interface import require_libraries
-from skylite.loggers.processes import start_logger
+from skylite.loggers.journal import fingerprints
+from skylite.loggers.processes import count_steps, start_logger
 from skylite.long_work import long_work
+from skylite.processes.child import poll
 from skylite.run.folder_owner import require_own_place
 from skylite.run.metrics_file import read_metrics
 from skylite.run.run_dir import RunDir
 from skylite.ui.logs import show
 
+POLL_S = 0.1
 
-def log(target: Path, to: str) -> None:
+
+def log(target: Path, to: str, *, as_json: bool = False) -> None:
     """Log what the run has, and what each logger has not yet. Raises SkyliteError subclasses."""
     names, run = logger_names(to), RunDir(target.resolve())
     read_run_config(run.config_path)
@@ -24,23 +31,34 @@ def log(target: Path, to: str) -> None:
     if not (steps := read_metrics(run.metrics_path)):
         raise ConfigError(f"{target} has no finished step to log.", "Log it after its first step.")
     require_libraries(names)
-    failed = []
+    last, logged, failed = steps[-1]["step"], list[LoggerName](), dict[LoggerName, str]()
     for name in names:
-        process = start_logger(run, name, keep_following=False)
-        try:
-            with long_work(f"logging {len(steps)} steps to {name}"):
-                process.child.process.wait()
-            problem = process.failure()
-        finally:
-            process.end()
-        if problem:
-            failed.append(f"{name}: {problem.rstrip('.')} (see {process.child.spec.log_path})")
+        if problem := _log_to(name, run, fingerprints(steps)):
+            failed[name] = problem
         else:
-            show(f"{name} has {target} up to step {steps[-1]['step']}")
+            logged.append(name)
+            if not as_json:
+                show(f"{name} has {target} up to step {last}")
+    if as_json:
+        show(json.dumps({"run": str(target), "last_step": last, "logged": logged, "failed": failed}, indent=1))
     if failed:
-        raise RunFailed(
-            f"Not logged to {'; '.join(failed)}.", "Run the command again; no step is logged twice."
-        )
+        problems = "; ".join(f"{name}: {problem}" for name, problem in failed.items())
+        raise RunFailed(f"Not logged to {problems}.", "Run the command again; no step is logged twice.")
+
+
+def _log_to(name: LoggerName, run: RunDir, steps: Mapping[int, str]) -> str:
+    """Log to one logger. Returns why it failed, or nothing."""
+    process = start_logger(run, name, keep_following=False)
+    try:
+        with long_work(f"logging to {name}") as work:
+            while poll(process.child) is None:
+                count_steps(work, [process], steps)
+                time.sleep(POLL_S)
+            count_steps(work, [process], steps)
+        problem = process.failure()
+    finally:
+        process.end()
+    return problem and f"{problem.rstrip('.')} (see {process.child.spec.log_path})"
 
 
 def logger_names(text: str) -> list[LoggerName]:

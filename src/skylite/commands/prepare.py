@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shlex
 from collections.abc import Iterator, Sequence
@@ -46,6 +47,7 @@ def prepare(
     settings: Sequence[str] = (),
     limit: int | None = None,
     seed: int = 0,
+    as_json: bool = False,
     **own: str | None,
 ) -> Path:
     """Prepare a data set, a reasoning-gym task or a user's own data. Returns the folder.
@@ -80,20 +82,34 @@ def prepare(
     flags = module_flags | file_flags | reward_flags | row_flags | {"--limit": limit, "--seed": seed}
     folder = out if out is not None else Path("data") / examples.dataset
     drop_failing = drop_failing or examples.drop_failing
-    _check_and_write(examples, folder, drop_failing, limit, seed, made_by=_command_line(target, flags))
+    made_by = _command_line(target, flags)
+    written = _check_and_write(examples, folder, drop_failing, limit, seed, made_by=made_by)
+    show(_facts(folder, *written) if as_json else _summary(folder, *written))
     return folder
 
 
 def _check_and_write(
     examples: ExampleSet, folder: Path, drop_failing: bool, limit: int | None, seed: int, *, made_by: str
-) -> None:
+) -> tuple[dict[str, list[Prompt]], ExampleSet]:
+    """The prompts by split, and the examples with all notes."""
     log_notes(examples.notes)
     prompts, dropped = _check(examples, drop_failing=drop_failing)
     log_notes(dropped)
     described = replace(examples, notes=[*examples.notes, *dropped])
     footers = _footers(described, prompts, limit=limit, seed=seed, made_by=made_by)
     replace_folder(folder, prompts, footers)
-    show(_summary(folder, prompts, examples))
+    return prompts, described
+
+
+def _facts(folder: Path, prompts: dict[str, list[Prompt]], examples: ExampleSet) -> str:
+    facts = {
+        "folder": str(folder),
+        "dataset": examples.dataset,
+        "reward": examples.reward,
+        "rows": {split: len(prompts[split]) for split in SPLITS},
+        "notes": list(examples.notes),
+    }
+    return json.dumps(facts, ensure_ascii=False, indent=1)
 
 
 def _summary(folder: Path, prompts: dict[str, list[Prompt]], examples: ExampleSet) -> str:

@@ -169,8 +169,9 @@ def text_lines(watcher: Watcher) -> Iterator[str]:
     facts = watcher.facts
     for h in facts.held_out:
         yield f"held-out, version {h.version}: {h.accuracy}"
-    for metrics in facts.metrics:
-        yield step_line(filled(metrics), facts.run.config.num_steps)
+    steps = [filled(metrics) for metrics in facts.metrics]
+    for count in range(1, len(steps) + 1):
+        yield step_line(steps[max(0, count - RECENT_STEPS) : count], facts.run.config.num_steps)
     for alarm in watcher.alarms:
         yield f"{'alarm' if alarm.is_alarm else 'warning'}: {alarm.text}"
     for text in facts.unreadable:

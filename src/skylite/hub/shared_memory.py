@@ -11,12 +11,15 @@ from io import FileIO
 from pathlib import Path
 
 from skylite.errors import ConfigError
+from skylite.long_work import LongWork, long_work
 from skylite.run.files import TEMPORARY_MARK, convert_os_errors
 from skylite.run.private_folder import OTHERS_MAY_ENTER, make_own_folder, open_lock
 
 SHARED_MEMORY = Path("/dev/shm")
 CHANGE_LOCK, USERS_LOCK = "change.lock", ".users.lock"
 """Name of the lock of the user's folder, and end of the name of a copy's lock."""
+COPY_CHUNK = 16 << 20
+"""Bytes between two updates of the progress."""
 OTHER_FORMATS = (
     "*.bin",
     "*.pth",
@@ -60,9 +63,11 @@ def model_in_shared_memory(model: Path, copy: Path) -> Iterator[None]:
             users = open_lock(_users_lock(copy))
             fcntl.flock(users, fcntl.LOCK_SH)
         try:
-            with _exclusive(change), convert_os_errors(copy):
-                if not copy.exists():
-                    _copy(model, copy)
+            # Shown from before the lock: another run may hold it while it copies.
+            with long_work("copying the model to shared memory", in_bytes=True) as work:
+                with _exclusive(change), convert_os_errors(copy):
+                    if not copy.exists():
+                        _copy(model, copy, work)
             yield
         finally:
             with _exclusive(change), users:
@@ -92,7 +97,7 @@ def _remove_leftovers(folder: Path) -> None:
             shutil.rmtree(torn)
 
 
-def _copy(model: Path, copy: Path) -> None:
+def _copy(model: Path, copy: Path, work: LongWork) -> None:
     ignore = shutil.ignore_patterns(*OTHER_FORMATS)
     kept = [f for f in model.iterdir() if f.is_file() and f.name not in ignore(str(model), [f.name])]
     size, free = sum(f.stat().st_size for f in kept), shutil.disk_usage(copy.parent).free
@@ -102,15 +107,23 @@ def _copy(model: Path, copy: Path) -> None:
             f"{free / 1e9:.1f} GB are free there.",
             "Set model.use_shm to false, or free space there.",
         )
+    work.total = size
     temporary = _temporary(copy)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(mode=0o700)
     try:
         for file in kept:
-            shutil.copy(file, temporary / file.name)
+            _copy_file(file, temporary / file.name, work)
         temporary.rename(copy)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _copy_file(source: Path, target: Path, work: LongWork) -> None:
+    with source.open("rb") as read, target.open("xb") as written:
+        while chunk := read.read(COPY_CHUNK):
+            written.write(chunk)
+            work.advance(len(chunk))
 
 
 def _remove_if_unused(copy: Path, users: FileIO) -> None:

@@ -10,7 +10,7 @@ import fcntl
 import hashlib
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -34,12 +34,18 @@ def fingerprint(metrics: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def fingerprints(lines: Iterable[Mapping[str, Any]]) -> dict[int, str]:
+    """Step -> fingerprint."""
+    return {metrics["step"]: fingerprint(metrics) for metrics in lines}
+
+
 @dataclass(slots=True)
 class Journal:
     """What a logger has logged. The holder of its lock is the only one who logs."""
 
     path: Path
-    lock: FileIO
+    lock: FileIO | None = None
+    """None: only read."""
     run_id: str = ""
     name: str = ""
     """The run's name in the logger."""
@@ -112,6 +118,19 @@ def open_journal(path: Path) -> Journal | None:
         lock.close()
         return None
     journal = Journal(path, lock)
+    _read(journal)
+    return journal
+
+
+def logged_steps(path: Path) -> dict[int, str]:
+    """The steps that a logger has so far, while its process logs. Raises DataError for a damaged file."""
+    journal = Journal(path)
+    _read(journal)
+    return journal.steps
+
+
+def _read(journal: Journal) -> None:
+    path = journal.path
     for number, text in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else [], 1):
         try:
             journal.replay(parse_json(text))
@@ -120,4 +139,3 @@ def open_journal(path: Path) -> Journal | None:
                 f"{path} line {number} is not a line of a logger's journal: {type(error).__name__} {error}.",
                 "Delete the file; the run is then logged again from its start.",
             ) from None
-    return journal

@@ -6,13 +6,17 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 
-from skylite.loggers.processes import LoggerProcess, start_loggers
+from skylite.errors import DataError
+from skylite.loggers.journal import fingerprints
+from skylite.loggers.processes import LoggerProcess, count_steps, start_loggers
 from skylite.long_work import long_work
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.shutdown import StopRequest
 from skylite.processes.child import poll
+from skylite.run.metrics_file import read_metrics
+from skylite.run.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 WATCH_S = 2.0
@@ -31,7 +35,8 @@ async def loggers_running(plan: RunPlan, stop: StopRequest) -> AsyncIterator[Non
     finally:
         watching.cancel()
         try:
-            await _finish(processes, stop, plan.config.stop.grace_s)
+            if processes:
+                await _finish(processes, plan.run, stop, plan.config.stop.grace_s)
         finally:
             for process in processes:
                 process.end()
@@ -46,17 +51,27 @@ async def _watch(processes: Sequence[LoggerProcess]) -> None:
         await asyncio.sleep(WATCH_S)
 
 
-async def _finish(processes: Sequence[LoggerProcess], stop: StopRequest, grace_s: float) -> None:
+async def _finish(processes: Sequence[LoggerProcess], run: RunDir, stop: StopRequest, grace_s: float) -> None:
     for process in processes:
         process.finish()
-    until = time.monotonic() + (stop.remaining_s(grace_s) if stop.requested.is_set() else FINISH_S)
+    limit_s = stop.remaining_s(grace_s) if stop.requested.is_set() else FINISH_S
+    until, steps = time.monotonic() + limit_s, _recorded_steps(run)
     names = ", ".join(process.name for process in processes)
-    with long_work(f"waiting for {names} to finish") if processes else nullcontext():
+    with long_work(f"waiting for {names} to finish, {limit_s:.0f} s at most") as work:
         while any(poll(p.child) is None for p in processes) and not stop.forced.is_set():
             if time.monotonic() > until:
                 break
+            count_steps(work, processes, steps)
             await asyncio.sleep(POLL_S)
     for process in processes:
         is_late = poll(process.child) is None
         if problem := "it did not end in time" if is_late else process.failure():
             process.report(problem)
+
+
+def _recorded_steps(run: RunDir) -> dict[int, str]:
+    """Fingerprints of the run's steps; none if metrics.jsonl is damaged, which each logger reports."""
+    try:
+        return fingerprints(read_metrics(run.metrics_path))
+    except DataError:
+        return {}

@@ -11,7 +11,8 @@ from typing import Any, Self
 from rich.console import Console
 from rich.live import Live
 
-from skylite.ui.live_panel import ENDS, CompletionView, LivePanel, ScreenState
+from skylite.long_work import duration
+from skylite.ui.live_panel import ENDS, CompletionView, LivePanel, ScreenState, seconds_left
 from skylite.ui.logs import ON_PANEL, lines_on_screen, shows_info
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class Screen:
         """Show a finished step and one of its completions."""
         self.state.history = (*self.state.history, metrics)
         self.state.sample = sample
-        logger.info(step_line(metrics, self.state.num_steps), extra=ON_PANEL)
+        logger.info(step_line(self.state.history, self.state.num_steps), extra=ON_PANEL)
 
     def evaluation(self, label: str, text: str) -> None:
         """Show a held-out result: evaluation("before", "greedy pass@1 31.4 % ...")."""
@@ -79,9 +80,9 @@ class Screen:
         self.console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
-def step_line(metrics: Mapping[str, Any], num_steps: int) -> str:
-    """A step in one line, for logs."""
-    m = metrics
+def step_line(history: Sequence[Mapping[str, Any]], num_steps: int) -> str:
+    """The last step of `history` in one line, for logs, with the time left when it ended."""
+    m, left = history[-1], seconds_left(history, num_steps)
     return "  ".join(
         (
             f"step {m['step']}/{num_steps}",
@@ -95,5 +96,6 @@ def step_line(metrics: Mapping[str, Any], num_steps: int) -> str:
             f"canary {m['canary/gap_max']:.1e}",
             f"mismatch {m['mismatch/logprob_diff_mean']:.1e}",
             f"v{m['adapter/version']}",
+            *([] if left is None else [f"about {duration(left)} left"]),
         )
     )

@@ -202,12 +202,17 @@ def wrapped(text: str, width: int) -> list[str]:
 def clock(state: ScreenState) -> str:
     """`4:12, about 3:50 to go`."""
     text = clock_time(time.monotonic() - state.started)
-    left = state.num_steps - steps_done(state)
-    # A damaged step has no time.
-    recent = [s for m in state.history[-RECENT_STEPS:] if math.isfinite(s := m["time/step_s"])]
-    if recent and left > 0 and state.phase not in ENDS and not state.stalled:
-        text += f", about {clock_time(left * sum(recent) / len(recent))} to go"
+    left = seconds_left(state.history, state.num_steps)
+    if left is not None and state.phase not in ENDS and not state.stalled:
+        text += f", about {clock_time(left)} to go"
     return text
+
+
+def seconds_left(history: Sequence[Mapping[str, Any]], num_steps: int) -> float | None:
+    """Estimate from the last steps. None: no step is left, or none has a time, as after damage."""
+    left = num_steps - int(history[-1]["step"]) if history else 0
+    recent = [s for m in history[-RECENT_STEPS:] if math.isfinite(s := m["time/step_s"])]
+    return left * sum(recent) / len(recent) if recent and left > 0 else None
 
 
 def clock_time(seconds: float) -> str:
