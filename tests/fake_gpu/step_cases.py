@@ -25,7 +25,7 @@ from skylite.trainer.step import train_step
 from tests.fake_gpu.cases import model_config
 from tests.fake_gpu.mode import GPU, NoCopies, fake_gpu
 from tests.fake_gpu.policies import fake_policy, one_rank
-from tests.rows import random_samples, groups_of
+from tests.rows import groups_of, random_samples
 from tests.small_run import settings
 
 NORM = 2.0
