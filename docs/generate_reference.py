@@ -37,7 +37,7 @@ CLI_HEAD = """\
 What `skylite COMMAND --help` prints. Every setting without a flag is `--set section.key=value`: see
 [config.md](config.md).
 
-A flag without a value is off unless you give it. A default in parentheses is a description.
+A default in parentheses is a description.
 
 Exit codes: 0 is success, 1 a run that failed or a check that found damage, 2 bad input, 130 a stop by
 Ctrl-C or SIGTERM.

@@ -21,8 +21,8 @@ from skylite.cli_options import (
 )
 
 after_training_app = Commands("Use an adapter")
-WHICH, PROBLEMS, SAMPLING, FORM, PUBLISH = (
-    "Which adapter", "Problems and samples", "Sampling", "What to write", "Check and upload",
+WHICH, PROBLEMS, SAMPLING, FORM, PUBLISH, SERVER = (
+    "Which adapter", "Problems and samples", "Sampling", "What to write", "Check and upload", "Server",
 )  # fmt: skip
 
 
@@ -58,7 +58,9 @@ Split = Annotated[str, typer.Option(help="train, validation or test.", rich_help
 Limit = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Evaluate the first N problems of each data set only.", rich_help_panel=PROBLEMS
+        min=1,
+        help="Evaluate the first N problems of each data set only. Default: all.",
+        rich_help_panel=PROBLEMS,
     ),
 ]
 N = Annotated[
@@ -77,7 +79,7 @@ Step = Annotated[
 Steps = Annotated[
     str,
     typer.Option(
-        help="Several versions on one engine, e.g. 0,50,100. Compares with the first.",
+        help="Several versions on one engine, e.g. 0,50,100. Compares with the first. Default: one version.",
         rich_help_panel=WHICH,
     ),
 ]
@@ -138,11 +140,11 @@ def evaluate(
 @after_training_app.command()
 def serve(
     target: Annotated[Path, typer.Argument(help="A run or an adapter folder.")],
-    model: Annotated[
-        str | None, typer.Option(help="Base model. Default: that of the run or adapter.")
-    ] = None,
-    step: Annotated[int | None, typer.Option(help="Adapter version of the run. Default: the newest.")] = None,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port on 127.0.0.1.")] = 8000,
+    model: Model = None,
+    step: Step = None,
+    port: Annotated[
+        int, typer.Option(min=1, max=65535, help="Port on 127.0.0.1.", rich_help_panel=SERVER)
+    ] = 8000,
     settings: Settings = None,
     verbose: Verbose = None,
 ) -> None:
@@ -157,14 +159,8 @@ def chat(
     target: Annotated[
         Path | None, typer.Argument(help="A run or an adapter folder. Not needed with --url.")
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Base model. Default: that of the run or adapter.", rich_help_panel=WHICH),
-    ] = None,
-    step: Annotated[
-        int | None,
-        typer.Option(help="Adapter version of the run. Default: the newest.", rich_help_panel=WHICH),
-    ] = None,
+    model: Model = None,
+    step: Step = None,
     base: Annotated[
         bool,
         typer.Option("--base", help="Chat with the base model, without the adapter.", rich_help_panel=WHICH),
@@ -172,7 +168,8 @@ def chat(
     url: Annotated[
         str | None,
         typer.Option(
-            help="Talk to a running `skylite serve`, e.g. http://127.0.0.1:8000.", rich_help_panel=WHICH
+            help="Talk to a running `skylite serve`, e.g. http://127.0.0.1:8000. Default: start vLLM.",
+            rich_help_panel=WHICH,
         ),
     ] = None,
     system: Annotated[
@@ -202,10 +199,6 @@ def chat(
     )  # fmt: skip
 
 
-ExportStep = Annotated[
-    int | None,
-    typer.Option(help="Adapter version of the run. Default: the newest.", rich_help_panel=WHICH),
-]
 Best = Annotated[
     bool,
     typer.Option(
@@ -241,7 +234,8 @@ Out = Annotated[
 BaseName = Annotated[
     str | None,
     typer.Option(
-        help="Hub id that the export names as its base, for a local base model.", rich_help_panel=FORM
+        help="Hub id that the export names as its base, for a local base model. Default: the run's base.",
+        rich_help_panel=FORM,
     ),
 ]
 CheckVllm = Annotated[
@@ -251,7 +245,7 @@ Push = Annotated[
     str | None,
     typer.Option(
         metavar="OWNER/NAME",
-        help="Upload to the hub, with the token in HF_TOKEN.",
+        help="Upload to the hub, with the token in HF_TOKEN. Default: no upload.",
         rich_help_panel=PUBLISH,
     ),
 ]
@@ -263,7 +257,7 @@ Public = Annotated[
 @after_training_app.command()
 def export(
     target: RunFolder,
-    step: ExportStep = None,
+    step: Step = None,
     best: Best = False,
     merge: Merge = False,
     dtype: Dtype = None,

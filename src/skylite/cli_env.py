@@ -31,14 +31,16 @@ def check(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Hub id, local folder, or smollm2-135m. With --reply: play with this one too, afterwards."
+            help="Hub id, local folder, or smollm2-135m. With --reply: play with this one too, afterwards. "
+            "Default: smollm2-135m; with --reply only the scripted model."
         ),
     ] = None,
     episodes: Annotated[int, typer.Option(min=1, help="Episodes to run, each twice.")] = 4,
     reply: Annotated[
         list[str] | None,
         typer.Option(
-            help="A reply of a scripted model, which needs no vLLM. Repeatable: the seed chooses one."
+            help="A reply of a scripted model, which needs no vLLM. Repeatable: the seed chooses one. "
+            "Default: no scripted model."
         ),
     ] = None,
     as_json: AsJson = False,

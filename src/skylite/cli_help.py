@@ -14,7 +14,7 @@ Row = tuple[str, str]
 class SectionedCommand(TyperCommand):
     """Lists the options under the headings of their `rich_help_panel`; those without come last.
 
-    Every option that takes a value shows its default.
+    A flag that can only be turned on shows that it is off.
     """
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -56,13 +56,10 @@ class Commands(typer.Typer):
 
 
 def _with_default(param: Any, row: Row) -> Row:
-    """The row with `[default: none]` if it takes a value, is not required and has no default in its text."""
+    """The row with `[default: off]` if it is a flag with the value False."""
     names, text = row
-    silent = param.is_flag or param.required or "default:" in text.lower()
-    if silent:
-        return row
-    before, bracket, bounds = text.rpartition("  [")  # such as [x>=1]
-    return names, f"{before}  [default: none; {bounds}" if bracket else f"{text}  [default: none]"
+    is_off = param.is_flag and not param.is_eager and param.default is False
+    return (names, f"{text}  [default: off]") if is_off else row
 
 
 def _write_sections(rows: Iterable[tuple[str, Row]], *, last: str, formatter: Any) -> None:

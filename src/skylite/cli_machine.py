@@ -18,7 +18,10 @@ def doctor(
     runs: Annotated[Path, typer.Option(help="Folder with runs, to find dead ones.")] = Path("runs"),
     engine: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Check a running vLLM server instead, e.g. http://127.0.0.1:8000."),
+        typer.Option(
+            metavar="URL",
+            help="Check a running vLLM server instead, e.g. http://127.0.0.1:8000. Default: this machine.",
+        ),
     ] = None,
     as_json: AsJson = False,
     verbose: Verbose = None,

@@ -26,21 +26,31 @@ def silence_for_json(as_json: bool) -> bool:
     return as_json
 
 
+SETTINGS = "More settings"
+"""The heading of these flags in --help."""
+
 Verbose = Annotated[
     bool | None,
     typer.Option("--verbose/--quiet", "-v/-q", callback=set_level,
-                 help="Also print debug messages and times; or only warnings and errors."),
+                 help="Also print debug messages and times; or only warnings and errors. "
+                 "Default: neither."),
 ]  # fmt: skip
 """Works before and after the name of a command: the callback sets the level, commands ignore the value."""
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="A.B=VALUE", help="Any other setting, in TOML syntax. Repeatable."),
+    typer.Option(
+        "--set",
+        metavar="A.B=VALUE",
+        help="Any other setting, in TOML syntax. Repeatable. Default: the values of the recipe or run.",
+        rich_help_panel=SETTINGS,
+    ),
 ]
 Loggers = Annotated[
     str | None,
     typer.Option(
-        help="Loggers, e.g. tensorboard,wandb (also trackio, mlflow, swanlab). Default: those of the recipe."
+        help="Loggers, e.g. tensorboard,wandb (also trackio, mlflow, swanlab). Default: those of the recipe.",
+        rich_help_panel=SETTINGS,
     ),
 ]
 AsJson = Annotated[
@@ -55,12 +65,14 @@ TemplateArgs = Annotated[
         metavar="NAME=VALUE",
         help="Argument of the chat template, e.g. enable_thinking=false for Qwen3. Repeatable. "
         "Default: those of the recipe or run.",
+        rich_help_panel=SETTINGS,
     ),
 ]
 ChatTemplateFile = Annotated[
     Path | None,
     typer.Option(
-        help="File with a chat template (Jinja). Default: that of the recipe or run, else the model's."
+        help="File with a chat template (Jinja). Default: that of the recipe or run, else the model's.",
+        rich_help_panel=SETTINGS,
     ),
 ]
 

@@ -26,7 +26,7 @@ Out = Annotated[
 ]
 Source = Annotated[
     Path | None,
-    typer.Option(help="Folder with the released files, instead of the hub.", rich_help_panel=ORIGIN),
+    typer.Option(help="Folder with the released files. Default: the hub.", rich_help_panel=ORIGIN),
 ]
 Synthetic = Annotated[
     bool,
@@ -43,10 +43,19 @@ FirstSource = Annotated[
     ),
 ]
 Difficulty = Annotated[
-    str, typer.Option(help="Reasoning steps of generated problems, e.g. 1,2.", rich_help_panel=ORIGIN)
+    str,
+    typer.Option(
+        help="How hard generated problems are, e.g. 1,2 (gsm8k: reasoning steps). Default: all for gsm8k, "
+        "2,3 for countdown, 4 for guess.",
+        rich_help_panel=ORIGIN,
+    ),
 ]
 Config = Annotated[
-    str | None, typer.Option(help="Config of a hub data set or folder.", rich_help_panel=COLUMNS)
+    str | None,
+    typer.Option(
+        help="Config of a hub data set or folder. Default: its only one, or the one named default.",
+        rich_help_panel=COLUMNS,
+    ),
 ]
 Split = Annotated[
     str | None, typer.Option(help="Its split for training. Default: train.", rich_help_panel=COLUMNS)
@@ -83,23 +92,33 @@ NoAnswer = Annotated[
 ]
 Reward = Annotated[
     str | None,
-    typer.Option(help="gsm8k, math, ... or FILE.py:function, for your own data.", rich_help_panel=PROMPT),
+    typer.Option(
+        help="gsm8k, math, ... or FILE.py:function. Your own data needs it. "
+        "Default: what the data set defines.",
+        rich_help_panel=PROMPT,
+    ),
 ]
 RewardSettings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="A.B=VALUE", help="E.g. reward.answer_pattern=REGEX. Repeatable."),
+    typer.Option(
+        "--set",
+        metavar="A.B=VALUE",
+        help="Setting of the reward, e.g. reward.answer_pattern=REGEX. Repeatable. Default: the reward's.",
+        rich_help_panel=PROMPT,
+    ),
 ]
 System = Annotated[
     str | None,
     typer.Option(
-        help="System prompt, instead of the reward's or the chat's. \"\": none.", rich_help_panel=PROMPT
+        help='System prompt; "" is none. Default: the chat\'s, else the one that goes with the reward.',
+        rich_help_panel=PROMPT,
     ),
 ]
 FewShot = Annotated[
     str | None,
     typer.Option(
         metavar="N|FILE",
-        help="Worked examples: the first N training rows, or a file of rows.",
+        help="Worked examples: the first N training rows, or a file of rows. Default: no examples.",
         rich_help_panel=PROMPT,
     ),
 ]
@@ -107,7 +126,7 @@ Where = Annotated[
     list[str] | None,
     typer.Option(
         metavar="COLUMN=VALUE,...",
-        help="Use only rows with one of these values. Repeatable.",
+        help="Use only rows with one of these values. Repeatable. Default: all rows.",
         rich_help_panel=ROWS,
     ),
 ]
@@ -120,7 +139,12 @@ DropFailing = Annotated[
     ),
 ]
 Limit = Annotated[
-    int | None, typer.Option(min=1, help="Maximum rows of the training split.", rich_help_panel=ROWS)
+    int | None,
+    typer.Option(
+        min=1,
+        help="Maximum rows of the training split. Default: all, or as many as a generated data set has.",
+        rich_help_panel=ROWS,
+    ),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of generation and splits.", rich_help_panel=ROWS)]
 

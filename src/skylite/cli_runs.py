@@ -41,7 +41,10 @@ def report(
     targets: Annotated[list[Path], typer.Argument(metavar="RUN...", help="One run folder, or several.")],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
     png: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Also write each curve as a PNG file into FOLDER.")
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Also write each curve as a PNG file into FOLDER. Default: no PNG files."
+        ),
     ] = None,
     completions: Annotated[
         int, typer.Option(min=0, help="Maximum completions in the page, over all runs.")
@@ -64,12 +67,14 @@ def samples(
     held_out: Annotated[
         bool, typer.Option("--held-out", help="Answers to held-out problems; --step is the adapter version.")
     ] = False,
-    prompt: Annotated[str | None, typer.Option(help="Only this prompt id, or parts of it: train/12.")] = None,
-    contains: Annotated[
-        str | None, typer.Option(help="Only where question or completion contains this.")
+    prompt: Annotated[
+        str | None, typer.Option(help="Only this prompt id, or parts of it: train/12. Default: all prompts.")
     ] = None,
-    min_reward: Annotated[float, typer.Option(help="Lowest reward.", show_default=False)] = -math.inf,
-    max_reward: Annotated[float, typer.Option(help="Highest reward.", show_default=False)] = math.inf,
+    contains: Annotated[
+        str | None, typer.Option(help="Only where question or completion contains this. Default: all.")
+    ] = None,
+    min_reward: Annotated[float, typer.Option(help="Lowest reward.", show_default="any")] = -math.inf,
+    max_reward: Annotated[float, typer.Option(help="Highest reward.", show_default="any")] = math.inf,
     best: Annotated[bool, typer.Option("--best", help="Best rewards first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Worst rewards first.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="Maximum completions to print.")] = 5,

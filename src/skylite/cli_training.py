@@ -137,7 +137,10 @@ def replay(
     settings: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="A.B=VALUE", help="Name a program that the run uses. Changes no setting."
+            "--set",
+            metavar="A.B=VALUE",
+            help="Name a program that the run uses. Changes no setting. Default: the programs that you named "
+            "for earlier runs.",
         ),
     ] = None,
     as_json: AsJson = False,

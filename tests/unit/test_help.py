@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 import skylite
 from skylite.cli import app
 from skylite.config.train import TrainConfig
+from skylite.data.data_prep_file import load_dataset
+from skylite.data.synthetic import DIFFICULTIES
 
 GROUP: Any = typer.main.get_command(app)
 COMMAND = [sys.executable, "-c", "from skylite.cli import main; main()"]
@@ -39,12 +41,18 @@ def help_text(*path: str) -> str:
 @pytest.mark.parametrize(
     ("path", "command"), list(commands()), ids=lambda x: " ".join(x) if isinstance(x, tuple) else ""
 )
-def test_every_option_with_a_value_shows_its_default(path: tuple[str, ...], command: Any) -> None:
+def test_every_option_shows_its_default(path: tuple[str, ...], command: Any) -> None:
     text = help_text(*path)
     for param in command.params:
-        if param.param_type_name == "option" and not param.is_flag:
-            [row] = re.findall(rf"^  (?:-\w, )?{param.opts[0]} .*(?:\n {{4,}}.*)*", text, re.M)
+        if param.param_type_name == "option":
+            [row] = re.findall(rf"^  (?:-\w, )?{param.opts[0]}\b(?!-).*(?:\n {{4,}}.*)*", text, re.M)
             assert "default: " in row.lower() or "required" in row, row
+            assert "default: none" not in row.lower(), row
+
+
+def test_a_flag_that_is_off_says_so() -> None:
+    found = re.findall(r"^  (--[\w-]+) .*\[default: off\]$", help_text("prepare"), re.M)
+    assert found == ["--synthetic", "--first-source", "--no-answer", "--drop-failing"]
 
 
 def test_the_defaults_in_words_are_those_of_the_settings() -> None:
@@ -66,6 +74,22 @@ def test_the_defaults_in_words_are_those_of_the_settings() -> None:
     assert found == expected | in_words
 
 
+def test_the_defaults_of_difficulty_are_those_of_the_data_sets() -> None:
+    said = "Default: all for gsm8k, 2,3 for countdown, 4 for guess."
+    assert said in " ".join(help_text("prepare").split())
+    notes = {name: synthetic_note(name) for name in ("gsm8k", "countdown", "guess")}
+    assert notes["gsm8k"].endswith(f"difficulty {list(DIFFICULTIES)})")
+    assert notes["countdown"].endswith("difficulty [2, 3])")
+    assert notes["guess"].endswith("difficulty [4])")
+
+
+def synthetic_note(name: str) -> str:
+    """What a data set records about problems that it generated without --difficulty."""
+    rows = load_dataset(name).synthetic_rows
+    assert rows is not None
+    return rows("test", 0, (), 6).source
+
+
 def test_flags_and_commands_are_in_sections() -> None:
     headings = re.findall(r"^(\S.*):$", help_text("train"), re.M)
     assert headings == [
@@ -74,8 +98,11 @@ def test_flags_and_commands_are_in_sections() -> None:
         "Update",
         "Run folder and resume",
         "Checks and limits",
+        "More settings",
         "Options",
     ]
+    headings = re.findall(r"^(\S.*):$", help_text("serve"), re.M)
+    assert headings == ["Arguments", "Which adapter", "Server", "Options"]
     headings = re.findall(r"^(\S.*):$", help_text(), re.M)
     assert headings[:4] == ["Options", "Train", "Look at runs", "Use an adapter"]
 
