@@ -113,7 +113,8 @@ def test_the_memory_of_a_gpu_is_shown_where_a_run_has_it(tmp_path: Path) -> None
     run = write_made_up_run(tmp_path, "healthy", steps=3)
     assert "2.0 GiB peak memory" in drawn(Watcher(run.root), 120)
     assert "GPU" not in drawn(Watcher(run.root), 120)
-    append_metrics(run.metrics_path, read_metrics(run.metrics_path)[-1] | {"step": 4, "mem/gpu_peak_bytes": 3.0 * 2**30})
+    newest = read_metrics(run.metrics_path)[-1] | {"step": 4, "mem/gpu_peak_bytes": 3.0 * 2**30}
+    append_metrics(run.metrics_path, newest)
     assert "2.0 GiB peak memory, 3.0 GiB on the GPU" in drawn(Watcher(run.root), 120)
 
 

@@ -40,7 +40,9 @@ def log(target: Path, to: str, *, as_json: bool = False) -> None:
             if not as_json:
                 show(f"{name} has {target} up to step {last}")
     if as_json:
-        show(json.dumps({"run": str(target), "last_step": last, "logged": logged, "failed": failed}, indent=1))
+        show(
+            json.dumps({"run": str(target), "last_step": last, "logged": logged, "failed": failed}, indent=1)
+        )
     if failed:
         problems = "; ".join(f"{name}: {problem}" for name, problem in failed.items())
         raise RunFailed(f"Not logged to {problems}.", "Run the command again; no step is logged twice.")

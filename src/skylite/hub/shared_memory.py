@@ -64,10 +64,13 @@ def model_in_shared_memory(model: Path, copy: Path) -> Iterator[None]:
             fcntl.flock(users, fcntl.LOCK_SH)
         try:
             # Shown from before the lock: another run may hold it while it copies.
-            with long_work("copying the model to shared memory", in_bytes=True) as work:
-                with _exclusive(change), convert_os_errors(copy):
-                    if not copy.exists():
-                        _copy(model, copy, work)
+            with (
+                long_work("copying the model to shared memory", in_bytes=True) as work,
+                _exclusive(change),
+                convert_os_errors(copy),
+            ):
+                if not copy.exists():
+                    _copy(model, copy, work)
             yield
         finally:
             with _exclusive(change), users:
