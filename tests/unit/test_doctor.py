@@ -85,6 +85,16 @@ def test_a_driver_that_is_too_old_is_found(computer: Machine) -> None:
     assert (found.level, "Install NVIDIA driver 580" in found.mend) == ("bad", True)
 
 
+def test_a_hidden_gpu_is_a_note_with_its_command_and_none_at_all_is_ok(computer: Machine) -> None:
+    assert software.check_gpus().level == "ok"
+    computer.lists(text="No devices were found\n", code=6)
+    assert "`docker run --gpus all`" in software.check_gpus().mend
+    for setting in ("-1", ""):
+        computer.sees(setting)
+        found = software.check_gpus()
+        assert (found.level, found.mend) == ("note", "unset CUDA_VISIBLE_DEVICES")
+
+
 def test_gpus_that_work_are_named(computer: Machine) -> None:
     computer.lists(H200)
     computer.has_torch()
@@ -109,7 +119,8 @@ def test_a_torchvision_that_breaks_transformers_is_found(
 def test_little_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for free, level in ((1 << 30, "bad"), (4 << 30, "note"), (32 << 30, "ok")):
         monkeypatch.setattr(machine, "available_memory", lambda free=free: free)
-        assert machine.check_memory().level == level
+        found = machine.check_memory()
+        assert (found.level, "`ps aux --sort=-rss | head`" in found.mend) == (level, level != "ok")
 
 
 def test_small_shared_memory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +134,10 @@ def test_a_full_disk_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(machine, "free_bytes", lambda _: 1 << 30)
     (found,) = machine.check_disks(tmp_path, tmp_path / "not" / "there")
     assert (found.level, found.text) == ("bad", f"1 GiB free at {tmp_path}")
+    monkeypatch.setattr(machine, "free_bytes", lambda _: 4 << 30)
+    (little,) = machine.check_disks(tmp_path)
+    assert (little.level, little.mend) == ("note", found.mend)
+    assert f"`du -xsh {tmp_path}/* | sort -h | tail`" in found.mend
 
 
 def test_a_wrong_clock_is_found_with_and_without_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:

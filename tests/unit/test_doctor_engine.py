@@ -65,7 +65,16 @@ def test_the_command_keeps_the_gpus_of_a_server_on_this_machine(
 
 
 def test_a_rank_that_cannot_be_seen_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert probe(monkeypatch, ROUTES)[3].level == "note"
+    rank = probe(monkeypatch, ROUTES)[3]
+    assert rank.level == "note"
+    assert rank.mend == "start the server with --max-lora-rank 32"
+
+
+def test_another_version_is_a_note_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_probe, "vllm_version", lambda: "0.31.0")
+    assert probe(monkeypatch, ROUTES)[0].mend == "there: `pip install vllm==0.31.0`"
+    silent = {path: answer for path, answer in ROUTES.items() if path != "/version"}
+    assert probe(monkeypatch, silent)[0].mend == "there: `pip list | grep -i vllm`"
 
 
 def test_the_process_that_serves_a_port_is_found() -> None:

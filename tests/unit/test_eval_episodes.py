@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from skylite.config.loading import load_config
+from skylite.config.rollout import RewardParameters
 from skylite.errors import ConfigError
 from skylite.evaluation.evaluate import EvalResult, write_results
 from skylite.evaluation.results import Report, Scored
@@ -111,8 +112,8 @@ def test_a_failed_episode_is_left_out_counted_and_not_compared(tmp_path: Path) -
     whole, _ = evaluate(tmp_path, LoadingEngine(), [Subject(None)], [1, 0])
     assert (done, found["base"].left_out, found["base"].accuracy.mean) == (2, 1, 1.0)
     report = Report(
-        model="m", difficulty=[], data={"g": "data/g"}, rewards={"g": "guess"}, has_answers={"g": True},
-        split="test", seed=0,
+        model="m", difficulty=[], data={"g": "data/g"}, rewards={"g": "guess"},
+        parameters={"g": RewardParameters()}, has_answers={"g": True}, split="test", seed=0,
     )  # fmt: skip
     subjects = (Subject(None), Subject(AdapterVersion(1, tmp_path)))
     for subject, result in zip(subjects, (found["base"], whole["base"]), strict=True):

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
 
+from skylite.config.rollout import RewardParameters
+from skylite.evaluation.confidence_interval import accuracy_of
+from skylite.evaluation.evaluate import EvalResult
 from skylite.evaluation.harness_gsm8k import harness_score
 from skylite.evaluation.paired_test import bootstrap_p, compare, mcnemar_exact
-from skylite.evaluation.scores import answer_of, boxed, ks_for, majority_score, pass_at_k
+from skylite.evaluation.scores import answer_of, boxed, can_vote, ks_for, majority_score, pass_at_k
+from skylite.evaluation.summary import metrics_of
+from skylite.types import Group, Prompt, Sample, Trajectory
 
 
 def test_pass_at_k_by_hand() -> None:
@@ -49,6 +56,45 @@ def test_equal_numbers_are_one_answer() -> None:
     assert answer_of("gsm8k", "#### 1,080.0") == answer_of("gsm8k", "so\n#### 1080") == "1080"
     assert answer_of("gsm8k", "1080") is None
     assert answer_of("reward.py:f", "#### 1080") is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "texts", "votes"),
+    [
+        ({}, ["a  b\n", "a b", "A b"], ["a b", "a b", "A b"]),
+        ({"ignore_case": True}, ["A b"], ["a b"]),
+        ({"answer_pattern": "is (.+?)$"}, ["It is  7 ", "none"], ["7", None]),
+        ({"answer_pattern": "is (.+?)$", "compare": "number"}, ["is 1,080.0", "is 1080", "is x"],
+         ["1080", "1080", None]),
+        ({"compare": "math"}, ["x + 1", "1 + x"], ["x+1", "1+x"]),
+    ],
+)  # fmt: skip
+def test_votes_of_exact_match_follow_its_settings(
+    settings: dict[str, Any], texts: list[str], votes: list[str | None]
+) -> None:
+    parameters = RewardParameters(**settings)
+    assert [answer_of("exact_match", text, parameters) for text in texts] == votes
+    assert can_vote("exact_match")
+    assert not can_vote("regex")
+
+
+def test_the_majority_of_exact_match_uses_the_settings_of_the_data() -> None:
+    """Two of three say 7, one as " 7": the vote is right, and the mean of the scores is 2/3."""
+    sample = Sample(prompt_token_ids=[1], completion_token_ids=[2], rollout_logprobs=[-1.0], text="")
+    prompt = Prompt(id="a", messages=[], answer="7", source="")
+    said = (("it is 7", 1.0), ("it is  7", 1.0), ("it is 8", 0.0))
+    trajectories = tuple(
+        Trajectory(samples=(replace(sample, text=text),), reward=score) for text, score in said
+    )
+    result = EvalResult(
+        model="m", temperature=1.0, accuracy=accuracy_of([[score for _, score in said]]),
+        completion_tokens_mean=1.0, truncated_frac=0.0,
+        groups=[Group(prompt=prompt, trajectories=trajectories)],
+    )  # fmt: skip
+    found = metrics_of(result, "exact_match", RewardParameters(answer_pattern="is (.+)"))
+    assert found["majority"]["mean"] == 1.0
+    assert found["accuracy"] == pytest.approx(2 / 3)
+    assert "majority" not in metrics_of(result, "regex", RewardParameters())
 
 
 @pytest.mark.parametrize(

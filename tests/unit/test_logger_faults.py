@@ -160,9 +160,7 @@ def test_logging_afterwards_says_as_json_what_failed(
 ) -> None:
     run = run_with(tmp_path, monkeypatch, "raise ValueError('no quota')")
     monkeypatch.setattr(interface.importlib.util, "find_spec", lambda _: True)
-    with pytest.raises(
-        RunFailed, match="Not logged to wandb: it ended with exit code 1: ValueError: no quota"
-    ):
+    with pytest.raises(RunFailed, match=r"Not logged to wandb: it .* ValueError: no quota"):
         log(run.root, "wandb,swanlab", as_json=True)
     facts = json.loads(capsys.readouterr().out)
     assert (facts["logged"], list(facts["failed"])) == (["swanlab"], ["wandb"])

@@ -21,6 +21,7 @@ from skylite.trainer.micro_batch_memory import (
     with_micro_batch_tokens,
 )
 from skylite.trainer.out_of_memory import first_line, halve_micro_batches, is_out_of_memory
+from skylite.trainer.process_memory import memory_so_far
 from tests.cases import policy_of
 from tests.small_run import lone_rank, resolved, settings
 
@@ -37,6 +38,15 @@ def test_the_line_through_two_passes_gives_the_largest_micro_batch() -> None:
     assert found.max_tokens(500 + 10 * 1000) == 960  # 1000, rounded down to a multiple of 64
     assert found.max_tokens(0) == TOKEN_MULTIPLE
     assert PassMemory(0.0, 1e-9).max_tokens(1e12) == MAX_TOKENS_PER_PASS
+
+
+def test_the_memory_of_a_gpu_is_a_metric_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU is used here: torch's own count is replaced."""
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 << 30)
+    found = memory_so_far(torch.device("cuda", 0))
+    assert found["mem/gpu_peak_bytes"] == 3 * 2**30
+    assert 1e7 < found["mem/rss_peak_bytes"] < 1e12
+    assert list(memory_so_far(torch.device("cpu"))) == ["mem/rss_peak_bytes"]
 
 
 def test_a_flat_or_falling_measurement_is_bounded() -> None:

@@ -109,6 +109,15 @@ def test_lines_of_a_finished_run(hacked: RunDir) -> None:
     assert printed[-1].startswith("done  ")
 
 
+def test_the_memory_of_a_gpu_is_shown_where_a_run_has_it(tmp_path: Path) -> None:
+    run = write_made_up_run(tmp_path, "healthy", steps=3)
+    assert "2.0 GiB peak memory" in drawn(Watcher(run.root), 120)
+    assert "GPU" not in drawn(Watcher(run.root), 120)
+    newest = read_metrics(run.metrics_path)[-1] | {"step": 4, "mem/gpu_peak_bytes": 3.0 * 2**30}
+    append_metrics(run.metrics_path, newest)
+    assert "2.0 GiB peak memory, 3.0 GiB on the GPU" in drawn(Watcher(run.root), 120)
+
+
 def test_json_lines_are_the_metrics_of_each_step_and_the_end(hacked: RunDir) -> None:
     reply = CliRunner().invoke(app, ["watch", str(hacked.root), "--json"])
     *steps, end = map(json.loads, reply.output.splitlines())

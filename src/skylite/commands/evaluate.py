@@ -84,6 +84,7 @@ def evaluate(flags: EvalFlags) -> None:
         difficulty=plan.config.data.difficulty,
         data={d.name: str(d.path) for d in plan.data},
         rewards={d.name: d.reward for d in plan.data},
+        parameters={d.name: d.parameters for d in plan.data},
         has_answers={d.name: d.has_answers for d in plan.data},
         split=flags.split,
         seed=flags.seed,

@@ -14,7 +14,7 @@ from skylite.data.chat_template import ChatTemplate, run_template
 from skylite.engine.server_command import BASE_NAME, serve_command, serve_env
 from skylite.engine.single_engine import engine_config, single_engine_spec
 from skylite.hub.resolve import resolve_model
-from skylite.ui.logs import show
+from skylite.ui.logs import show, shows_info
 from skylite.vllm_plugin.api_key import KEY_VARIABLE
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,10 @@ def serve(target: Path, *, model: str | None, step: int | None, port: int, setti
     argv = serve_command(
         spec, adapter_name=name, adapter_path=served.adapter.path, port=port, template=template
     )
-    os.execvpe(argv[0], argv, serve_env(spec, os.environ, _api_key()))
+    env = serve_env(spec, os.environ, _api_key())
+    if not shows_info():
+        env.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.execvpe(argv[0], argv, env)
 
 
 def log_template(template: ChatTemplate) -> None:

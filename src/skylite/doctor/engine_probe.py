@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -64,8 +64,7 @@ def probe_engine(url: str) -> list[Finding]:
             str(base.get("root") or base["id"]), TrainConfig().lora, parts.hostname, parts.port or 8000,
             tensor_parallel=1 if local is None else local.tensor_parallel,
         )  # fmt: skip
-        facts = [Finding(f.check, f.level, f.text, f"start it with: {command}" if f.level == "bad" else "")
-                 for f in facts]  # fmt: skip
+        facts = [replace(f, mend=f"start it with: {command}") if f.level == "bad" else f for f in facts]
     return facts
 
 
@@ -117,10 +116,11 @@ def _version(client: httpx.Client) -> Finding:
         body = parse_json(client.get("/version").content)
         version = str(body["version"])
     except (httpx.HTTPError, ValueError, KeyError, TypeError):
-        return note(CHECK, "it does not tell its version")
+        return note(CHECK, "it does not tell its version", "there: `pip list | grep -i vllm`")
     tested = vllm_version()
     if tested is not None and version.partition("+")[0] != tested:
-        return note(CHECK, f"vLLM {version}, and this skylite is installed with {tested}")
+        text = f"vLLM {version}, and this skylite is installed with {tested}"
+        return note(CHECK, text, f"there: `pip install vllm=={tested}`")
     return ok(CHECK, f"vLLM {version}")
 
 
@@ -140,7 +140,8 @@ def _updating(client: httpx.Client) -> Finding:
     try:
         status = client.post("/v1/load_lora_adapter", json={}).status_code
     except httpx.HTTPError as error:
-        return note(CHECK, f"runtime updating is unknown: {error_line(error)}")
+        mend = f"call doctor again; if it stays, start the server with {RUNTIME_LORA}=1"
+        return note(CHECK, f"runtime updating is unknown: {error_line(error)}", mend)
     if status == httpx.codes.NOT_FOUND:
         return bad(CHECK, f"adapters cannot be loaded at run time ({RUNTIME_LORA} is not set)", "")
     return ok(CHECK, f"adapters can be loaded at run time ({RUNTIME_LORA}=1)")
@@ -148,12 +149,14 @@ def _updating(client: httpx.Client) -> Finding:
 
 def _rank(local: LocalServer | None) -> Finding:
     wanted = TrainConfig().lora.vllm_rank
+    mend = f"start the server with --max-lora-rank {wanted}"
     if local is None:
-        return note(CHECK, f"its largest LoRA rank is unknown from outside; skylite's default needs {wanted}")
+        text = f"its largest LoRA rank is unknown from outside; skylite's default needs {wanted}"
+        return note(CHECK, text, mend)
     try:
         rank = local.max_lora_rank
     except ValueError:
-        return note(CHECK, "its --max-lora-rank is not a number")
+        return note(CHECK, "its --max-lora-rank is not a number", mend)
     if rank < wanted:
         return bad(CHECK, f"its largest LoRA rank is {rank}; skylite's default needs {wanted}", "")
     return ok(CHECK, f"LoRA rank up to {rank}")

@@ -18,14 +18,14 @@ class Finding:
     """bad: a run fails, or may fail. note: worth knowing."""
     text: str
     mend: str = ""
-    """The command or the step that mends it."""
+    """The command that mends it, or the step where no command can. Empty only for ok."""
 
 
 def ok(check: str, text: str) -> Finding:
     return Finding(check, "ok", text)
 
 
-def note(check: str, text: str, mend: str = "") -> Finding:
+def note(check: str, text: str, mend: str) -> Finding:
     return Finding(check, "note", text, mend)
 
 

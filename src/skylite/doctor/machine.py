@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 import time
 from dataclasses import dataclass
@@ -44,11 +45,12 @@ def check_memory() -> Finding:
     """Enough memory is free for a run."""
     free, total = available_memory(), total_memory()
     text = f"{format_bytes(free)} of {format_bytes(total)} free, {cpu_cores()} cores"
+    mend = "end other programs: `ps aux --sort=-rss | head`"
     if free < LEAST_MEMORY:
-        return bad("memory", text, "end other programs: `ps aux --sort=-rss | head`")
-    return (
-        note("memory", f"{text}: little for a run on the CPU") if free < GOOD_MEMORY else ok("memory", text)
-    )
+        return bad("memory", text, mend)
+    if free < GOOD_MEMORY:
+        return note("memory", f"{text}: little for a run on the CPU", mend)
+    return ok("memory", text)
 
 
 def check_shared_memory(folder: Path = SHARED_MEMORY) -> Finding:
@@ -71,10 +73,13 @@ def check_disks(*folders: Path) -> list[Finding]:
         seen.add(device)
         free = free_bytes(existing)
         text = f"{format_bytes(free)} free at {folder}"
+        mend = f"delete what is not needed: `du -xsh {shlex.quote(str(existing))}/* | sort -h | tail`"
         if free < LEAST_DISK:
-            findings.append(bad("disk", text, f"du -xsh {existing}/* | sort -h | tail"))
+            findings.append(bad("disk", text, mend))
+        elif free < GOOD_DISK:
+            findings.append(note("disk", f"{text}: little", mend))
         else:
-            findings.append(note("disk", f"{text}: little") if free < GOOD_DISK else ok("disk", text))
+            findings.append(ok("disk", text))
     return findings
 
 

@@ -16,7 +16,7 @@ from skylite.doctor.finding import Finding, bad, note, ok
 from skylite.engine.servable_models import check_build, vllm_version
 from skylite.errors import SkyliteError
 from skylite.extras import install_command, requirements
-from skylite.processes.gpus import describe, visible_gpus, why_no_gpu
+from skylite.processes.gpus import VISIBLE, describe, visible_gpus, why_no_gpu
 from skylite.processes.import_path import protected_env
 from skylite.processes.torch_cuda import check_torch
 
@@ -64,11 +64,20 @@ def check_gpus() -> Finding:
     try:
         gpus = visible_gpus()
         if not gpus:
-            return note("gpu", why_no_gpu() or "no GPU: runs use the CPU")
+            return _no_gpu()
         torch = check_torch(gpus)
     except SkyliteError as error:
         return bad("gpu", error.what, error.hint)
     return ok("gpu", f"{describe(gpus)}; driver {gpus[0].driver}, torch {torch.version} (CUDA {torch.cuda})")
+
+
+def _no_gpu() -> Finding:
+    text = why_no_gpu().removeprefix("warning: ")
+    if not text:
+        return ok("gpu", "no GPU: runs use the CPU")
+    if VISIBLE in os.environ:
+        return note("gpu", text, f"unset {VISIBLE}")
+    return note("gpu", text, "containers: `docker run --gpus all`; else `sudo modprobe nvidia`")
 
 
 def check_torchvision() -> Finding:

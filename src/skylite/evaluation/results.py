@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from skylite.config.rollout import RewardParameters
 from skylite.evaluation.evaluate import EvalResult
 from skylite.evaluation.paired_test import Comparison, compare
 from skylite.evaluation.summary import lines_of, metrics_of, percent, scores_of
@@ -33,6 +34,8 @@ class Report:
     """Name -> folder."""
     rewards: Mapping[str, str]
     """Name of the data set -> spec of the reward that measures accuracy."""
+    parameters: Mapping[str, RewardParameters]
+    """Name of the data set -> settings of that reward."""
     has_answers: Mapping[str, bool]
     """Name of the data set -> whether it has reference answers; without, scores are rewards."""
     split: str
@@ -55,7 +58,7 @@ class Report:
             "split": self.split,
             "difficulty": self.difficulty,
             "seed": self.seed,
-            **metrics_of(scored.result, self.rewards[scored.data]),
+            **metrics_of(scored.result, self.rewards[scored.data], self.parameters[scored.data]),
         }
 
     def as_json(self) -> dict[str, Any]:

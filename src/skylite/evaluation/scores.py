@@ -7,7 +7,10 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
+from skylite.config.rollout import RewardParameters
+from skylite.rewards.built_in import DEFAULTS
 from skylite.rewards.gsm8k import final_number
+from skylite.rewards.patterns import ExactMatch
 
 _BOXED = re.compile(r"\\f?boxed\s*\{")
 
@@ -38,8 +41,11 @@ def majority_score(answers: Sequence[str | None], scores: Sequence[float]) -> fl
     return scores[answers.index(votes.most_common(1)[0][0])]
 
 
-def answer_of(reward: str, completion: str) -> str | None:
+def answer_of(reward: str, completion: str, parameters: RewardParameters = DEFAULTS) -> str | None:
     """What a completion answers, equal for answers that the reward treats as one; None without an answer."""
+    if reward == "exact_match":
+        settings = parameters.answer_pattern, parameters.compare, parameters.ignore_case
+        return ExactMatch(*settings).vote(completion)
     if reward == "gsm8k":
         number = final_number(completion)
         return None if number is None else str(number)
@@ -48,7 +54,7 @@ def answer_of(reward: str, completion: str) -> str | None:
 
 def can_vote(reward: str) -> bool:
     """Whether `answer_of` finds the answers of this reward."""
-    return reward in ("gsm8k", "math")
+    return reward in ("gsm8k", "math", "exact_match")
 
 
 def boxed(text: str) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from skylite.config.rollout import RewardParameters
 from skylite.evaluation.confidence_interval import Accuracy, accuracy_of
 from skylite.evaluation.evaluate import EvalResult
 from skylite.evaluation.harness_gsm8k import Kind, harness_score
@@ -17,11 +18,11 @@ def scores_of(result: EvalResult) -> list[list[float]]:
     return [[t.first_score for t in group.trajectories] for group in result.groups]
 
 
-def metrics_of(result: EvalResult, reward: str) -> dict[str, Any]:
+def metrics_of(result: EvalResult, reward: str, parameters: RewardParameters) -> dict[str, Any]:
     """The metrics of one model on one data set.
 
     pass@k counts a score of 1 as right. The majority vote needs more than two samples and a reward with
-    answers to compare (gsm8k, math). The harness' scores belong to GSM8K.
+    answers to compare (gsm8k, math, exact_match). The harness' scores belong to GSM8K.
     """
     scores = scores_of(result)
     n = len(scores[0])
@@ -41,7 +42,7 @@ def metrics_of(result: EvalResult, reward: str) -> dict[str, Any]:
     if n > 1:
         found["pass_at"] = {str(k): as_json(_pass_at(scores, k)) for k in ks_for(n)}
     if n > 2 and can_vote(reward):
-        found["majority"] = as_json(accuracy_of([[_majority(g, reward)] for g in result.groups]))
+        found["majority"] = as_json(accuracy_of([[_majority(g, reward, parameters)] for g in result.groups]))
     if reward == "gsm8k":
         found["gsm8k_strict"] = as_json(accuracy_of([_harness(g, "strict") for g in result.groups]))
         found["gsm8k_flexible"] = as_json(accuracy_of([_harness(g, "flexible") for g in result.groups]))
@@ -91,9 +92,9 @@ def _pass_at(scores: Sequence[Sequence[float]], k: int) -> Accuracy:
     return accuracy_of([[pass_at_k(len(row), sum(s == 1.0 for s in row), k)] for row in scores])
 
 
-def _majority(group: Group, reward: str) -> float:
-    texts = [t.samples[-1].text for t in group.trajectories]
-    return majority_score([answer_of(reward, t) for t in texts], [t.first_score for t in group.trajectories])
+def _majority(group: Group, reward: str, parameters: RewardParameters) -> float:
+    answers = [answer_of(reward, t.samples[-1].text, parameters) for t in group.trajectories]
+    return majority_score(answers, [t.first_score for t in group.trajectories])
 
 
 def _harness(group: Group, kind: Kind) -> list[float]:

@@ -132,6 +132,14 @@ PLOTS = (
         divisor=2**30,
         noisy=False,
     ),
+    Plot(
+        title="GPU memory",
+        keys=("mem/gpu_peak_bytes",),
+        help="Largest memory of a trainer rank's tensors on its GPU so far, without vLLM's.",
+        unit="GiB",
+        divisor=2**30,
+        noisy=False,
+    ),
     Plot(title="Learning rate", keys=("optim/lr",), help="Of each step.", noisy=False),
 )
 

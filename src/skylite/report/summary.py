@@ -39,6 +39,7 @@ def summary(facts: RunFacts) -> Facts:
         "step_seconds": _json_number(facts.seconds),
         "tokens_per_second": _json_number(statistics.fmean(speeds)) if speeds else None,
         "peak_memory_bytes": _json_number(number(newest, "mem/rss_peak_bytes")),
+        "peak_gpu_memory_bytes": _json_number(number(newest, "mem/gpu_peak_bytes")),
         "adapter_version": None if status is None else status.adapter_version,
         "updated_at": None if status is None else status.updated_at,
         "age_seconds": None if status is None else _json_number(age_s(status)),

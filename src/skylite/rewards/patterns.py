@@ -27,8 +27,25 @@ class ExactMatch:
     ignore_case: bool = False
 
     def __call__(self, completion: str, *, answer: str) -> float:
-        found = completion if self.answer_pattern is None else find_answer(self.answer_pattern, completion)
+        found = self._answer(completion)
         return float(found is not None and self._equals(found.strip(), answer.strip()))
+
+    def vote(self, completion: str) -> str | None:
+        """The completion's answer, the same text for equal answers; formulas count as their text."""
+        found = self._answer(completion)
+        if found is None or self.compare == "math":
+            return found and "".join(found.split())
+        if self.compare == "number":
+            number = parse_number(found.strip())
+            return None if number is None else str(number)
+        return self._text(found)
+
+    def _answer(self, completion: str) -> str | None:
+        return completion if self.answer_pattern is None else find_answer(self.answer_pattern, completion)
+
+    def _text(self, answer: str) -> str:
+        text = " ".join(answer.split())
+        return text.casefold() if self.ignore_case else text
 
     def _equals(self, found: str, answer: str) -> bool:
         if self.compare == "number":
@@ -38,8 +55,7 @@ class ExactMatch:
             from skylite.rewards.math import math
 
             return math(f"\\boxed{{{found}}}", answer=answer) == 1.0
-        a, b = " ".join(found.split()), " ".join(answer.split())
-        return a.casefold() == b.casefold() if self.ignore_case else a == b
+        return self._text(found) == self._text(answer)
 
 
 def format_reward(answer_pattern: str | None) -> Callable[[str], float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import resource
 from pathlib import Path
 
 import torch
@@ -32,6 +33,17 @@ def peak_bytes(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     return _bytes_of_this_process("VmHWM")
+
+
+def memory_so_far(device: torch.device) -> dict[str, float]:
+    """The largest memory of this rank as metrics; on a GPU also what torch's tensors took there.
+
+    getrusage counts KiB on Linux. `reset_peak_bytes` resets the GPU's peak, before the first step only.
+    """
+    found = {"mem/rss_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0}
+    if device.type == "cuda":
+        found["mem/gpu_peak_bytes"] = float(torch.cuda.max_memory_allocated(device))
+    return found
 
 
 def _bytes_of_this_process(name: str) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from skylite.model.process_group import Dist
 from skylite.run.files import write_json
 from skylite.run.run_dir import RunDir
+from skylite.trainer.process_memory import memory_so_far
 
 
 def write_step_file(
@@ -21,20 +21,16 @@ def write_step_file(
     metrics: Mapping[str, float],
     trained: tuple[float, float],
 ) -> None:
-    """Write the report on rank 0, with the largest resident memory of any rank. All ranks call it."""
-    peak = torch.tensor([peak_rss_bytes()], device=dist.device, dtype=torch.float64)
-    peak_bytes = float(dist.all_reduce_max_(peak).item())
+    """Write the report on rank 0, with the largest memory of any rank. All ranks call it."""
+    own = memory_so_far(dist.device)
+    largest = torch.tensor(list(own.values()), device=dist.device, dtype=torch.float64)
+    memory = dict(zip(own, dist.all_reduce_max_(largest).tolist(), strict=True))
     if dist.is_main:
         body = {
             "step": step,
             "version": step,
             **facts,
             "trained": trained,
-            "metrics": {**metrics, "mem/rss_peak_bytes": peak_bytes},
+            "metrics": {**metrics, **memory},
         }
         write_json(run.trainer_step_path(step), body)
-
-
-def peak_rss_bytes() -> float:
-    """Largest resident memory of this process so far (getrusage counts KiB on Linux)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0

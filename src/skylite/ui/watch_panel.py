@@ -171,9 +171,9 @@ def _row(label: str, values: Sequence[float], num_steps: int, last: str, rest: s
 
 def _last_rows(m: Mapping[str, Any], facts: RunFacts, width: int) -> list[Text]:
     speed = f"{m['perf/completion_tokens_per_s']:.0f} tokens/s sampled, {m['time/step_s']:.1f} s per step"
-    memory = number(facts.metrics[-1], "mem/rss_peak_bytes")
-    if math.isfinite(memory):
-        speed += f", {memory / 2**30:.1f} GiB peak memory"
+    for key, what in (("mem/rss_peak_bytes", "peak memory"), ("mem/gpu_peak_bytes", "on the GPU")):
+        if math.isfinite(memory := number(facts.metrics[-1], key)):
+            speed += f", {memory / 2**30:.1f} GiB {what}"
     rows = [labelled("speed", Text(speed))]
     if all(math.isfinite(m[key]) for key in ("time/step_s", "time/rollout_s", "time/train_s", "time/sync_s")):
         rows.append(labelled("time", time_split(m, width - LABEL_WIDTH)))

@@ -17,6 +17,10 @@ function accuracy(found) {
   return `${percent(found.mean)} %${interval}`;
 }
 
+function gib(bytes) {
+  return bytes === null ? "-" : `${(bytes / 2 ** 30).toFixed(1)} GiB`;
+}
+
 function drawRun(run, number) {
   const card = add(byId("runs"), "article", null, "card");
   const name = add(card, "h3", run.label);
@@ -39,7 +43,8 @@ function drawRun(run, number) {
   tile("held-out, after", accuracy(run.held_out_last));
   tile("time of steps", duration(run.step_seconds || 0));
   tile("tokens/s", short(run.tokens_per_second));
-  tile("memory", run.peak_memory_bytes === null ? "-" : `${(run.peak_memory_bytes / 2 ** 30).toFixed(1)} GiB`);
+  tile("memory", gib(run.peak_memory_bytes));
+  if (run.peak_gpu_memory_bytes !== null) tile("GPU memory", gib(run.peak_gpu_memory_bytes));
   tile("model", run.model);
   tile("algorithm", `${run.algorithm}, rank ${run.rank}, seed ${run.seed}`);
   tile("last write", (run.updated_at || "-").replace("T", " ").slice(0, 16));
