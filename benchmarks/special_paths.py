@@ -2,6 +2,7 @@
 
     python benchmarks/special_paths.py --out benchmarks/results/special_paths_cpu.json
     python benchmarks/special_paths.py --only "fused norms" --rounds 3
+    python benchmarks/special_paths.py --only "masks cached" --tokens 512      (longer completions, fewer prompts)
 
 switched_off.py names the paths. SmolLM2-135M, rank 32, 4 prompts x 8 completions of at most 128 tokens:
 
@@ -35,6 +36,8 @@ from paired_rounds import (
     GROUP_SIZE,
     MAX_TOKENS,
     MODEL,
+    NUM_PROMPTS,
+    PROMPT_TOKENS,
     Figures,
     in_turns,
     variables,
@@ -46,7 +49,7 @@ from skylite.processes import torchrun
 from skylite.processes.hardware import cpu_cores
 from skylite.run.files import write_json
 
-TRAIN = ("--model", MODEL, "--checkpointing=selective", "--packing=tree", "--budget=1200", "--steps=2")
+TRAIN = ("--model", MODEL, "--checkpointing=selective", "--packing=tree", "--steps=2")
 
 
 def main() -> None:
@@ -60,8 +63,14 @@ def main() -> None:
     found = json.loads(args.out.read_text("utf-8"))["paths"] if args.out and args.out.exists() else {}
     for name in args.only or PATHS:
         path = PATHS[name]
-        found[name] = {"kind": path.kind, "commit": commit()} | MEASURES[path.kind](name, path, args.rounds)
-        print(name, json.dumps(found[name]), flush=True)
+        row = {"kind": path.kind, "commit": commit()}
+        if path.kind == "train":
+            row |= train_turns(name, path, args.rounds, args.tokens)
+        else:
+            row |= MEASURES[path.kind](name, path, args.rounds)
+        label = name if args.tokens == MAX_TOKENS else f"{name}, {args.tokens} tokens"
+        found[label] = row | {"machine": machine_info()["machine"]}
+        print(label, json.dumps(found[label]), flush=True)
         if args.out:
             write_json(args.out, machine_info() | {"paths": found})
 
@@ -70,6 +79,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("--only", action="append", choices=PATHS, help="a path; may be given several times")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--tokens", type=int, default=MAX_TOKENS, help="of a completion; kind train only"
+    )
     parser.add_argument("--out", type=Path, help="JSON file; paths that are not measured now stay in it")
     parser.add_argument("--inner", choices=INNER, help=argparse.SUPPRESS)
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
@@ -84,9 +96,13 @@ def in_rank(name: str, path: SpecialPath, off: bool, inner: str, words: list[str
     return under_torchrun(__file__, ["--inner", inner, "--", *words, *flags], env=given)
 
 
-def train_turns(name: str, path: SpecialPath, rounds: int) -> dict[str, Any]:
+def train_turns(name: str, path: SpecialPath, rounds: int, tokens: int) -> dict[str, Any]:
+    """A micro-batch holds one group. Longer completions have fewer prompts."""
+    prompts, budget = NUM_PROMPTS * MAX_TOKENS // tokens, PROMPT_TOKENS + GROUP_SIZE * tokens + 70
+    sizes = [f"--prompts={prompts}", f"--completion={tokens}", f"--budget={budget}"]
+
     def measure(off: bool) -> Figures:
-        row = in_rank(name, path, off, "train", list(TRAIN))
+        row = in_rank(name, path, off, "train", [*TRAIN, *sizes])
         return {"s per step": row["seconds"], "peak MiB": round(row["peak_gib"] * 1024)}
 
     return in_turns(measure, rounds)
@@ -104,8 +120,8 @@ def train_once(words: list[str]) -> None:
 
 
 def shortened(group: int, index: int, trajectory: Any) -> Any:
-    kept = MAX_TOKENS - index % 2 * (17 * (index + GROUP_SIZE * group) % 89)
     (sample,) = trajectory.samples
+    kept = len(sample.completion_token_ids) - index % 2 * (17 * (index + GROUP_SIZE * group) % 89)
     ids, logprobs = sample.completion_token_ids[:kept], sample.rollout_logprobs[:kept]
     return replace(
         trajectory, samples=(replace(sample, completion_token_ids=ids, rollout_logprobs=logprobs),)
@@ -143,7 +159,6 @@ def as_process_of_skylite(words: list[str]) -> None:
 
 
 MEASURES = {
-    "train": train_turns,
     "sample": sample_turns,
     "verify": verify_turns,
     "start": start_turns,
