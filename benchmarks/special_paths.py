@@ -2,7 +2,7 @@
 
     python benchmarks/special_paths.py --out benchmarks/results/special_paths_cpu.json
     python benchmarks/special_paths.py --only "fused norms" --rounds 3
-    python benchmarks/special_paths.py --only "masks cached" --tokens 512      (longer completions, fewer prompts)
+    python benchmarks/special_paths.py --only "masks cached" --tokens 512  # longer completions
 
 switched_off.py names the paths. SmolLM2-135M, rank 32, 4 prompts x 8 completions of at most 128 tokens:
 
@@ -79,9 +79,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("--only", action="append", choices=PATHS, help="a path; may be given several times")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--tokens", type=int, default=MAX_TOKENS, help="of a completion; kind train only"
-    )
+    parser.add_argument("--tokens", type=int, default=MAX_TOKENS, help="of a completion; kind train only")
     parser.add_argument("--out", type=Path, help="JSON file; paths that are not measured now stay in it")
     parser.add_argument("--inner", choices=INNER, help=argparse.SUPPRESS)
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
