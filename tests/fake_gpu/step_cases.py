@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-from skylite.trainer import assign_advantages as advantages_module
+from skylite.model.packing import upload as packing_upload
 from skylite.trainer import micro_batches
-from skylite.trainer import step as step_module
+from skylite.trainer.assign_advantages import assign_advantages
+from skylite.trainer.micro_batch_plan import arrange
 from skylite.trainer.optimizer import make_optimizer
 from skylite.trainer.step import train_step
 from tests.fake_gpu.cases import model_config
@@ -61,12 +62,12 @@ def known_fetches(mode: FakeTensorMode) -> Iterator[Fetched]:
         fetched.append("sums")
         return [1.0] * len(values) if values.dim() == 1 else [[1.0] * values.shape[1]] * len(values)
 
-    micro_upload = advantages_module.upload
+    micro_upload = packing_upload
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_module, "arrange", with_values(step_module.arrange))
+        patch.setattr("skylite.trainer.step.arrange", with_values(arrange))
         patch.setattr(micro_batches, "_needed", with_values(micro_batches._needed))
-        patch.setattr(step_module, "assign_advantages", with_values(step_module.assign_advantages))
-        patch.setattr(advantages_module, "upload", upload)
+        patch.setattr("skylite.trainer.step.assign_advantages", with_values(assign_advantages))
+        patch.setattr("skylite.trainer.assign_advantages.upload", upload)
         patch.setattr(torch.linalg, "vector_norm", norm)
         patch.setattr(FakeTensor, "tolist", tolist)
         yield fetched

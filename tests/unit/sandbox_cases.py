@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -239,12 +240,12 @@ def grow(count: int) -> None:
 
 def stop_reading() -> None:
     """The process takes no further request."""
-    copies.receive = lambda pipe: time.sleep(600)  # type: ignore[assignment, return-value]
+    vars(copies)["receive"] = lambda pipe: time.sleep(600)
 
 
 def chatter() -> None:
     """Answer calls that nobody has made yet."""
-    pipes = [n for n in range(3, 64) if not error_of(lambda n=n: os.write(n, b""))]
+    pipes = [n for n in range(3, 64) if not error_of(partial(os.write, n, b""))]
 
     def talk_later() -> None:
         time.sleep(0.2)

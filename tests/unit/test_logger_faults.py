@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 from skylite.commands.log import log
 from skylite.config.loading import read_run_config
 from skylite.errors import RunFailed
-from skylite.loggers import interface, processes
+from skylite.loggers import processes
 from skylite.orchestrator import run_loggers
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.run_loggers import loggers_running
@@ -144,7 +145,7 @@ def test_logging_afterwards_counts_the_steps_that_a_logger_lacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = run_with(tmp_path, monkeypatch, "pass")
-    monkeypatch.setattr(interface.importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
     with recorded_work() as found:
         log(run.root, "wandb")
         set_metrics(run, [0.1, 0.2, 0.3, 0.4, 0.5])
@@ -159,7 +160,7 @@ def test_logging_afterwards_says_as_json_what_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = run_with(tmp_path, monkeypatch, "raise ValueError('no quota')")
-    monkeypatch.setattr(interface.importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
     with pytest.raises(RunFailed, match=r"Not logged to wandb: it .* ValueError: no quota"):
         log(run.root, "wandb,swanlab", as_json=True)
     facts = json.loads(capsys.readouterr().out)
