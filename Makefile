@@ -93,7 +93,8 @@ test-e2e: $(READY) ## end-to-end tests through the command line
 test-loggers: $(READY) ## tests of the loggers with their own libraries, in an environment of its own
 	@test -x $(VENV)/loggers/bin/pip || $(PYTHON) -m venv $(VENV)/loggers
 	@cd $(VENV)/loggers/lib/python*/site-packages \
-		&& echo "import site; site.addsitedir('$(CURDIR)/$(VENV)/lib/$$(basename $$(dirname $$PWD))/site-packages')" > skylite-venv.pth
+		&& packages="$(CURDIR)/$(VENV)/lib/$$(basename "$$(dirname "$$PWD")")/site-packages" \
+		&& echo "import site; site.addsitedir('$$packages')" > skylite-venv.pth
 	$(VENV)/loggers/bin/pip install --quiet -e ".[$(LOGGERS)]"
 	$(VENV)/loggers/bin/python -m pytest tests/unit/test_logger_files.py
 

@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from skylite.types import Group
 
 DEFAULT, FLEX = ("sdpa", "selective", "tree"), ("flex", "selective", "tree")
+FULL, NONE = ("sdpa", "full", "tree"), ("sdpa", "none", "tree")
 # For each shape: attention, checkpointing, packing; the most valuable first, because time may run out.
 MODES = {
-    "qwen2.5-7b": [DEFAULT, FLEX, ("sdpa", "full", "tree"), ("sdpa", "none", "tree")],
-    "qwen2.5-0.5b": [DEFAULT, FLEX, ("sdpa", "selective", "padded")],
-    "qwen2.5-1.5b": [DEFAULT],
+    "qwen2.5-7b": [DEFAULT, FLEX, FULL, NONE],
+    "qwen2.5-0.5b": [DEFAULT, FLEX, ("sdpa", "selective", "padded"), NONE, FULL],
+    "qwen2.5-1.5b": [DEFAULT, FLEX, NONE, FULL],
 }
 STEPS = 3
 RANK = 32

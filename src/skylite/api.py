@@ -91,7 +91,7 @@ def load_run(path: str | Path) -> Run:
 
 
 def _column(values: list[Any]) -> pa.Array:
-    """Whole numbers as int64, numbers as float64, anything else as text."""
+    """Integers as int64, other numbers as float64, anything else as text."""
     given = [v for v in values if v is not None]
     if all(isinstance(v, int | float) for v in given):
         is_whole = bool(given) and all(type(v) is int for v in given)

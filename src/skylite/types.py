@@ -138,7 +138,7 @@ class Score:
 
 
 def transcript(turns: Sequence[str], observed: Sequence[str] = (), turn_rewards: Sequence[float] = ()) -> str:
-    """The replies of a trajectory in order, with what the model was told between them.
+    """The replies of a trajectory in order, with what the environment told the model between them.
 
     One reply stays as it is. `observed`, `turn_rewards`: one for each turn, or none.
     """

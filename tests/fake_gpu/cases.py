@@ -167,7 +167,7 @@ def test_the_probes_stay_on_the_gpu(attention: str, family: str):
     """Not for mixtures of experts: the fake grouped product takes bfloat16 only, and the probe is float32."""
     with fake_gpu():
         policy = fake_policy(model_config(family), settings_of(attention), "tree", probes=True)
-    assert policy.head is not None
+    assert policy.lm_head is not None
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])

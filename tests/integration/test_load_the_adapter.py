@@ -83,7 +83,7 @@ def test_vllm_offline(tiny_llama: Path, adapter: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.vllm
-def test_vllm_alone_serves_the_adapter_and_answers_the_documented_request(
+def test_vllm_alone_answers_the_documented_request(
     tiny_llama: Path, adapter: Path, tmp_path: Path
 ) -> None:
     commands = [line for block in blocks(SERVE_PAGE) for line in block.commands]

@@ -42,7 +42,7 @@ def test_the_right_structure_is_accepted_in_bfloat16(policy: Policy) -> None:
     assert max(tree_gap(policy, probe) for probe in probes(4)) < TOLERANCE / 10
     chosen, choices = enable_fast_paths(policy, probes(1)[0])
     assert chosen.packing == "tree"
-    assert chosen.head is not None
+    assert chosen.lm_head is not None
     assert [c.split(":")[0] for c in choices] == ["LM head in chunks", "norms", "MLPs", "packing"]
     assert not any("unchanged" in c for c in choices)
 

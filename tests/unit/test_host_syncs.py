@@ -93,7 +93,7 @@ def tiny_policy(dtype: torch.dtype, family: str = "llama") -> Policy:
         target_modules=["q_proj", "v_proj"],
         dtype=torch.float32,
         packing="tree",
-        head=base.get_output_embeddings(),
+        lm_head=base.get_output_embeddings(),
         checkpointing="selective",
         device=META,
     )

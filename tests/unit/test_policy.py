@@ -62,7 +62,7 @@ def test_chunked_and_full_logits_give_the_same_gradient(family: str, tmp_path: P
     policy = policy_of(
         bent_logits_model(folder) if family == "gemma2" else make_tiny_model(folder, family), settings(), dist
     )
-    assert policy.head is not None, "this family's head is linear"
+    assert policy.lm_head is not None, "this family's head is linear"
     full, _ = gradients_after_step(replace(policy, head=None), settings(), dist)
     chunked, _ = gradients_after_step(policy, settings(), dist)
     assert relative_difference(chunked, full) < 1e-5
@@ -105,7 +105,7 @@ def test_an_unusual_lm_head_computes_full_logits(tmp_path: Path, dist: Dist):
     granite = transformers.GraniteConfig(vocab_size=260, initializer_range=0.1, logits_scaling=8.0, **sizes)
     AutoModelForCausalLM.from_config(granite).save_pretrained(tmp_path)
     policy, reasons = enable_fast_paths(load_policy(resolved(tmp_path, tmp_path), settings(), dist), PROBE)
-    assert policy.head is None
+    assert policy.lm_head is None
     assert "head in chunks: False" in reasons[0]
 
 

@@ -178,7 +178,7 @@ class AlgorithmConfig(Section):
 
     @property
     def selects_tokens(self) -> bool:
-        """Whether an update's loss takes only some tokens, chosen among the whole mini-batch."""
+        """Whether an update's loss takes only some tokens, chosen from the mini-batch."""
         return self.selects_by_cov or self.top_entropy_quantile < 1
 
     @property

@@ -37,7 +37,8 @@ class Problem:
 
 def problems(difficulty: int, seed: int) -> Iterator[Problem]:
     """Endless distinct problems of one difficulty. The sequence depends on the seed only."""
-    # Another text here would generate other problems than those of the published results.
+    # The seed keeps "stand-in", an old word for synthetic: another text would generate other problems than
+    # those of the published results.
     rng = random.Random(f"stand-in/{seed}/{difficulty}")
     seen: set[str] = set()
     for turn in count():

@@ -1,6 +1,6 @@
 """The canary in bfloat16: tells a wrong adapter from rounding.
 
-A bfloat16 model rounds each logprob by some hundredths of a nat, and a few by whole nats, while an adapter
+A bfloat16 model rounds each logprob by some hundredths of a nat, and a few by one nat or more. An adapter
 moves them by a hundredth in its first step. So no limit on single gaps can judge. The rule compares two moves
 over all tokens: of the engine, from its own logprobs of the base to those of the adapter, and of the trainer,
 which scores the canary in float32. Error rates: benchmarks/NOTES.md, "The canary in bfloat16".

@@ -18,7 +18,8 @@ HEAD_CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}
 """Logits that `head_logprobs` computes at once, by device. CPU: 16 MiB, near the size of a core's cache.
 
 GPU: larger, because small chunks make the product memory-bound: each chunk reads the head's weight again.
-With a vocabulary of 151,936, 1 << 26 gives 441 rows per chunk and about 1 GiB of scratch.
+With a vocabulary of 151,936, 1 << 26 gives 441 rows per chunk and about 1 GiB of scratch. What it buys is not
+measured: that needs a GPU.
 """
 BLOCK_ROWS, BLOCK_VOCAB = 512, 2048
 """Rows and vocabulary entries of one block of logits: 4 MiB, large enough for fast products, small enough to

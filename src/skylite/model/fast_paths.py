@@ -45,9 +45,9 @@ def enable_fast_paths(policy: Policy, probe: list[int]) -> tuple[Policy, list[st
     reference = _probe_logprobs(policy, probe)
     lines, head = [], linear_head(base)
     if head is not None:
-        gap, reason = _gap(replace(policy, head=head), probe, reference)
-        policy = replace(policy, head=head if gap <= TOLERANCE else None)
-        lines.append(f"LM head in chunks: {policy.head is not None}; {reason}")
+        gap, reason = _gap(replace(policy, lm_head=head), probe, reference)
+        policy = replace(policy, lm_head=head if gap <= TOLERANCE else None)
+        lines.append(f"LM head in chunks: {policy.lm_head is not None}; {reason}")
     lines += _replace_modules(policy, probe, reference)
     base.set_attn_implementation(implementation(policy.attention))
     gap, reason = _gap(replace(policy, packing="tree"), probe, reference)

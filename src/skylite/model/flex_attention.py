@@ -1,5 +1,5 @@
 """Attention over a prefix tree as one FlexAttention call with a block mask. GPU only: on a CPU it has no
-backward.
+backward. What it buys beside one call per piece is not measured: that needs a GPU.
 
 FlexAttention: Dong et al. 2024, "Flex Attention: A Programming Model for Generating Optimized Attention
 Kernels", arXiv 2412.05496.

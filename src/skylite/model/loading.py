@@ -23,8 +23,9 @@ def load_base(path: str, dtype: torch.dtype, dist: Dist, offload: bool) -> tuple
     """Load the frozen model of a local folder, with skylite's tree attention registered.
 
     A single rank holds the full model. On several ranks each rank reads its own shard, and holds no more than
-    that and the layer that it computes. If the tensors in the files are not the model's parameters one to one
-    (most mixtures of experts), rank 0 loads the full model into CPU memory and sends the other ranks theirs.
+    that and the layer that it computes. In most mixtures of experts the tensors in the files are not the
+    model's parameters one to one. Then rank 0 loads the full model into CPU memory and sends the other ranks
+    theirs.
 
     Args:
         path: folder with config and safetensors.

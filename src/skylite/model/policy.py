@@ -52,7 +52,7 @@ class Policy:
     """Compute dtype."""
     packing: Packing
     """How sequences form one model call: as a prefix tree or as padded rows (model/packing.py)."""
-    head: nn.Linear | None
+    lm_head: nn.Linear | None
     """The LM head, if logprobs are computed in chunks of hidden states; None: the model returns logits."""
     checkpointing: Checkpointing
     device: torch.device
@@ -101,7 +101,7 @@ def load_policy(resolved: Resolved, config: TrainConfig, dist: Dist) -> Policy:
         target_modules=target_modules,
         dtype=dtype,
         packing="padded",
-        head=None,
+        lm_head=None,
         checkpointing=checkpointing,
         device=dist.device,
         attention=config.trainer.attention,
@@ -143,9 +143,9 @@ def score(policy: Policy, tokens: PackedTokens, temperature: float) -> tuple[Ten
     Both are float32, differentiable and in nats.
     """
     with policy.autocast():
-        if policy.head is not None:
+        if policy.lm_head is not None:
             return score_in_chunks(
-                policy.model, policy.model.get_base_model(), policy.head, tokens, temperature
+                policy.model, policy.model.get_base_model(), policy.lm_head, tokens, temperature
             )
         logits = policy.model(**tokens.model_inputs(), use_cache=False).logits
     return token_logprobs(logits.flatten(0, 1), tokens.rows, tokens.targets, temperature)

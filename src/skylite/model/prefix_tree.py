@@ -24,7 +24,8 @@ IntArray = npt.NDArray[np.int64]
 SCORES_PER_CALL = 16384
 """Overhead of one attention call, as the number of attention scores that cost the same time.
 
-The cut buys time: without it a step takes 7 to 20 % longer at 512 tokens, roughly (benchmarks/NOTES.md).
+The cut buys time at 512 tokens, measured on a busy machine only; at 128 tokens it buys none
+(benchmarks/NOTES.md).
 """
 
 

@@ -1,9 +1,9 @@
 """Which FILE.py:function programs the user has named on this machine. No others run.
 
 Prepared files, recipes and a run's config.json name programs, and all can come from somebody else. skylite
-remembers the programs that the user names on the command line (`prepare --reward`, `--set`) in
-$XDG_STATE_HOME/skylite/programs.json, with the sha256 of the file. Every other program is refused, and so is
-other content of the file. A built-in reward that evaluates data as code is named in the same way.
+remembers the programs that the user names on the command line (`prepare --reward`, `--set`). It keeps each
+with the sha256 of its file in $XDG_STATE_HOME/skylite/programs.json. Every other program is refused, and so
+is other content of the file. A built-in reward that evaluates data as code is named in the same way.
 """
 
 from __future__ import annotations
