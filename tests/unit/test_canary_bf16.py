@@ -109,14 +109,8 @@ def test_wild_tokens_are_clipped_at_three_medians() -> None:
 
 def test_gaps_are_clipped_at_ten_medians_of_the_base() -> None:
     """The base's gaps are 0.1, 0.1, 0.1, 5: ten medians are 1. The adapter's are 0.1, 0.3, 8, 0.2."""
-    found = read_paired(
-        Scores(
-            engine=[0.6, 0.8, 8.5, 0.7],
-            engine_base=[0.1, 0.1, 0.1, 5.0],
-            policy=[0.5, 0.5, 0.5, 0.5],
-            base=[0.0] * 4,
-        )
-    )
+    engine, own = [0.6, 0.8, 8.5, 0.7], [0.1, 0.1, 0.1, 5.0]
+    found = read_paired(Scores(engine=engine, engine_base=own, policy=[0.5] * 4, base=[0.0] * 4))
     assert found.clipped_gap == pytest.approx((0.1 + 0.3 + 1.0 + 0.2) / 4)
     assert found.gap_limit == pytest.approx(1.4 * (0.3 + 1.0) / 4 + 0.5 / 64)
     assert found.reading.gap_mean == pytest.approx(8.6 / 4)
@@ -181,13 +175,9 @@ def paired(limit: float = 0.2, clipped_gap: float = 0.5, **changes: float) -> Pa
         projection_error=0.1,
     )
     return PairedReading(
-        reading=replace(edge, **changes),
-        projection_limit=limit,
-        clipped_gap=clipped_gap,
-        gap_limit=0.5,
-        same_as="",
-        same_tokens={},
-    )
+        reading=replace(edge, **changes), projection_limit=limit, clipped_gap=clipped_gap, gap_limit=0.5,
+        same_as="", same_tokens={},
+    )  # fmt: skip
 
 
 def test_each_limit_is_the_last_value_that_passes() -> None:

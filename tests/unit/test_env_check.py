@@ -172,7 +172,7 @@ def test_an_episode_that_its_time_limit_ends_has_seconds_too(check: Check) -> No
     (facts,) = check(source, "--reply", "ok", "--episodes", "1", "--set", "env.timeout_s=1")
     (episode,) = facts["episodes"]
     assert (episode["end"], episode["left_open"], episode["left_running"]) == ("time", [], [])
-    assert episode["seconds"] >= 1
+    assert episode["seconds"] > 0.9  # the limit is counted in another process
 
 
 def test_the_episodes_are_counted_while_they_run(data: Path, tiny_llama: Path, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_every_option_shows_its_default(path: tuple[str, ...], command: Any) -> 
 
 def test_a_flag_that_is_off_says_so() -> None:
     found = re.findall(r"^  (--[\w-]+) .*\[default: off\]$", help_text("prepare"), re.M)
-    assert found == ["--synthetic", "--first-source", "--no-answer", "--drop-failing"]
+    assert found == ["--synthetic", "--first-source", "--no-answer", "--drop-failing", "--json"]
 
 
 def test_the_defaults_in_words_are_those_of_the_settings() -> None:
@@ -102,7 +102,7 @@ def test_flags_and_commands_are_in_sections() -> None:
         "Options",
     ]
     headings = re.findall(r"^(\S.*):$", help_text("serve"), re.M)
-    assert headings == ["Arguments", "Which adapter", "Server", "Options"]
+    assert headings == ["Arguments", "Which adapter", "Server", "More settings", "Options"]
     headings = re.findall(r"^(\S.*):$", help_text(), re.M)
     assert headings[:4] == ["Options", "Train", "Look at runs", "Use an adapter"]
 

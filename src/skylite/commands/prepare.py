@@ -56,12 +56,8 @@ def prepare(
     """
     own_flags = OwnFlags(**own)
     chosen = RewardChoice(own_flags.reward, read_parameters(settings), has_answers=not no_answer)
-    module_flags: dict[str, object] = {
-        "--source": source,
-        "--synthetic": synthetic,
-        "--first-source": first_source,
-        "--difficulty": difficulty,
-    }
+    module_flags: dict[str, object] = {"--source": source, "--synthetic": synthetic}
+    module_flags |= {"--first-source": first_source, "--difficulty": difficulty}
     file_flags = own_flags.by_name()
     reward_flags: dict[str, object] = {"--no-answer": no_answer, "--set": tuple(settings)}
     row_flags: dict[str, object] = {"--where": where, "--drop-failing": drop_failing}
