@@ -63,7 +63,7 @@ def test_chunked_and_full_logits_give_the_same_gradient(family: str, tmp_path: P
         bent_logits_model(folder) if family == "gemma2" else make_tiny_model(folder, family), settings(), dist
     )
     assert policy.lm_head is not None, "this family's head is linear"
-    full, _ = gradients_after_step(replace(policy, head=None), settings(), dist)
+    full, _ = gradients_after_step(replace(policy, lm_head=None), settings(), dist)
     chunked, _ = gradients_after_step(policy, settings(), dist)
     assert relative_difference(chunked, full) < 1e-5
 
