@@ -131,7 +131,8 @@ def test_a_text_of_one_token_is_no_canary() -> None:
 
 def test_the_limits_of_the_canary() -> None:
     assert DEFAULT_TOLERANCE == {"float32": 0.002, "bfloat16": None}
-    assert (canary_bf16.CLIP, canary_bf16.MAX_STANDARD_ERRORS, canary_bf16.SLACK) == (3.0, 4.0, 0.05)
+    assert (canary_bf16.CLIP, canary_bf16.CLIP_GAPS) == (3.0, 10.0)
+    assert (canary_bf16.MAX_STANDARD_ERRORS, canary_bf16.SLACK) == (4.0, 0.05)
     assert (canary_bf16.ROUNDED_AWAY, canary_bf16.MOST_ROUNDED_AWAY, canary_bf16.MOVED) == (0.4, 0.6, 0.02)
     assert (canary_bf16.MAX_GAP_RATIO, canary_bf16.MOVE_ROUNDING, canary_bf16.MAX_ROUNDING) == (
         1.4,

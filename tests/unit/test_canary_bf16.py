@@ -107,6 +107,20 @@ def test_wild_tokens_are_clipped_at_three_medians() -> None:
     assert found.reading.gap_max == 9.0
 
 
+def test_gaps_are_clipped_at_ten_medians_of_the_base() -> None:
+    """The base's gaps are 0.1, 0.1, 0.1, 5: ten medians are 1. The adapter's are 0.1, 0.3, 8, 0.2."""
+    engine, own = [0.6, 0.8, 8.5, 0.7], [0.1, 0.1, 0.1, 5.0]
+    found = read_paired(Scores(engine=engine, engine_base=own, policy=[0.5] * 4, base=[0.0] * 4))
+    assert found.clipped_gap == pytest.approx((0.1 + 0.3 + 1.0 + 0.2) / 4)
+    assert found.gap_limit == pytest.approx(1.4 * (0.3 + 1.0) / 4 + 0.5 / 64)
+    assert found.reading.gap_mean == pytest.approx(8.6 / 4)
+
+
+def test_without_any_rounding_no_gap_is_clipped() -> None:
+    found = read_paired(Scores(engine=[2.0, 1.0], engine_base=[0.0] * 2, policy=[1.0, 1.0], base=[0.0] * 2))
+    assert (found.clipped_gap, found.gap_limit) == (0.5, 1 / 64)
+
+
 @pytest.mark.parametrize("short", ["engine", "engine_base", "base", "engine_before"])
 def test_scores_of_different_lengths_are_an_error(short: str) -> None:
     two = {name: [-1.0, -2.0] for name in ("engine", "engine_base", "policy", "base", "engine_before")}
@@ -150,17 +164,20 @@ def test_rounding_takes_at_most_a_share_of_the_limit() -> None:
     assert found.projection_limit == pytest.approx(4 * found.reading.projection_error + 0.05 + 0.6)
 
 
-def paired(limit: float = 0.2, **changes: float) -> PairedReading:
+def paired(limit: float = 0.2, clipped_gap: float = 0.5, **changes: float) -> PairedReading:
     """A reading on the edge of every limit, which passes."""
     edge = CanaryReading(
         gap_max=9.0,
-        gap_mean=1.4 + 1 / 64,
+        gap_mean=2.0,
         base_distance=1.0,
         projection=1.2,
         rounding=1.0,
         projection_error=0.1,
     )
-    return PairedReading(reading=replace(edge, **changes), projection_limit=limit, same_as="", same_tokens={})
+    return PairedReading(
+        reading=replace(edge, **changes), projection_limit=limit, clipped_gap=clipped_gap, gap_limit=0.5,
+        same_as="", same_tokens={},
+    )  # fmt: skip
 
 
 def test_each_limit_is_the_last_value_that_passes() -> None:
@@ -169,8 +186,7 @@ def test_each_limit_is_the_last_value_that_passes() -> None:
     for found, words in (
         (paired(limit=0.19999), r"moved 1\.20 of the way .* expected 1 \+- 0\.20"),
         (paired(limit=0.19999, projection=0.8), r"moved 0\.80 of the way"),
-        (paired(limit=0.3, gap_mean=1.417), r"by more than 1\.416 nats on average"),
-        (paired(limit=0.3, gap_mean=1.41, base_distance=0.5), r"by more than 1\.408 nats on average"),
+        (paired(limit=0.3, clipped_gap=0.501), r"by 0\.501 nats on average without outliers, limit 0\.500"),
         (paired(limit=0.3, rounding=1.001), r"by 1\.001 nats on average \(limit 1\.0\)"),
     ):
         with pytest.raises(SyncFailed, match=words):

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from skylite.engine.canary_reading import CanaryReading
 from skylite.errors import SyncFailed
 
-CLIP = 3.0
-"""Differences beyond this many medians are clipped: one token must not decide."""
+CLIP, CLIP_GAPS = 3.0, 10.0
+"""Values beyond so many medians are clipped, because one token must not decide: of the difference of the two
+moves, and of the gaps. The gaps' median is that of the base."""
 MAX_STANDARD_ERRORS = 4.0
 SLACK = 0.05
 ROUNDED_AWAY, MOST_ROUNDED_AWAY = 0.4, 0.6
@@ -25,7 +26,7 @@ ROUNDED_AWAY, MOST_ROUNDED_AWAY = 0.4, 0.6
 a small move. A layer adds the adapter's product to an output that is rounded already, so the smallest
 products vanish: about ROUNDED_AWAY times rounding / move, and at most MOST_ROUNDED_AWAY."""
 MAX_GAP_RATIO, MOVE_ROUNDING = 1.4, 1 / 64
-"""Limit on the mean gap with the adapter: MAX_GAP_RATIO times the mean gap without it, plus MOVE_ROUNDING
+"""Limit on the mean clipped gap with the adapter: MAX_GAP_RATIO times that without it, plus MOVE_ROUNDING
 times the mean move, because the engine rounds the adapter's products, too."""
 MAX_ROUNDING = 1.0
 """Largest mean gap of the base in nats. Larger than in the trainer, because vLLM rounds the logits too."""
@@ -58,6 +59,10 @@ class PairedReading:
     reading: CanaryReading
     projection_limit: float
     """How far the projection may be from 1."""
+    clipped_gap: float
+    """Mean gap with the adapter, clipped."""
+    gap_limit: float
+    """Its limit, from the base's clipped gaps."""
     same_as: str
     """"the base" or "the version before" if the engine gave the same bits although the adapter moved."""
     same_tokens: dict[str, float]
@@ -73,7 +78,8 @@ def read_paired(scores: Scores) -> PairedReading:
     projection = error = limit = math.nan
     if energy > 0:
         # (engine - engine_base) - (policy - base): 0 but for two roundings.
-        rest = _clipped([gap - o for gap, o in zip(gaps, own, strict=True)])
+        rest = [gap - o for gap, o in zip(gaps, own, strict=True)]
+        rest = _clipped_at(rest, CLIP * statistics.median(map(abs, rest)))
         products = [r * d for r, d in zip(rest, moved, strict=True)]
         projection = 1 + sum(products) / energy
         # The sandwich estimator: tokens with larger moves round differently (White 1980, eq. 2).
@@ -88,9 +94,18 @@ def read_paired(scores: Scores) -> PairedReading:
         rounding=rounding,
         projection_error=error,
     )
+    clip = CLIP_GAPS * statistics.median(map(abs, own)) or math.inf  # 0: the base is not rounded at all
+    gap_limit = MAX_GAP_RATIO * _mean_abs(_clipped_at(own, clip)) + MOVE_ROUNDING * reading.base_distance
     same_tokens = _same_tokens(scores)
     same_as = _same_as(scores, same_tokens, rounding)
-    return PairedReading(reading=reading, projection_limit=limit, same_as=same_as, same_tokens=same_tokens)
+    return PairedReading(
+        reading=reading,
+        projection_limit=limit,
+        clipped_gap=_mean_abs(_clipped_at(gaps, clip)),
+        gap_limit=gap_limit,
+        same_as=same_as,
+        same_tokens=same_tokens,
+    )
 
 
 def check_paired(name: str, engine: str, found: PairedReading) -> None:
@@ -118,12 +133,11 @@ def check_paired(name: str, engine: str, found: PairedReading) -> None:
             f"expected 1 +- {found.projection_limit:.2f} {facts}.",
             "The engine serves other weights than the trainer's, or only a part of them. Read its log.",
         )
-    gap_limit = MAX_GAP_RATIO * reading.rounding + MOVE_ROUNDING * reading.base_distance
-    if not reading.gap_mean <= gap_limit:
+    if not (math.isfinite(reading.gap_mean) and found.clipped_gap <= found.gap_limit):
         raise SyncFailed(
             f"{engine} does not sample from the adapter {name} that the trainer published: with it, the "
-            f"canary logprobs differ more than rounding explains, by more than {gap_limit:.3f} nats on "
-            f"average {facts}.",
+            f"canary logprobs differ more than rounding explains: by {found.clipped_gap:.3f} nats on average "
+            f"without outliers, limit {found.gap_limit:.3f} {facts}.",
             "The engine serves other weights than the trainer's. Read its log.",
         )
 
@@ -158,6 +172,5 @@ def _mean_abs(values: Sequence[float]) -> float:
     return sum(map(abs, values)) / len(values)
 
 
-def _clipped(values: Sequence[float]) -> list[float]:
-    limit = CLIP * statistics.median(map(abs, values))
+def _clipped_at(values: Sequence[float], limit: float) -> list[float]:
     return [max(-limit, min(limit, value)) for value in values]
