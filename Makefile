@@ -96,7 +96,8 @@ test-loggers: $(READY) ## tests of the loggers with their own libraries, in an e
 		&& packages="$(CURDIR)/$(VENV)/lib/$$(basename "$$(dirname "$$PWD")")/site-packages" \
 		&& echo "import site; site.addsitedir('$$packages')" > skylite-venv.pth
 	$(VENV)/loggers/bin/pip install --quiet -e ".[$(LOGGERS)]"
-	$(VENV)/loggers/bin/python -m pytest tests/unit/test_logger_files.py
+	$(VENV)/loggers/bin/python -m pytest tests/unit/test_logger_files.py \
+		tests/unit/test_doc_commands.py::test_commands_with_a_package_run_where_it_is_installed
 
 gpu-check: $(READY) ## GPU only: nine minutes of checks at full size, results in benchmarks/results/gpu.json
 	$(BIN)/python benchmarks/gpu_check.py --out benchmarks/results/gpu.json

@@ -5,8 +5,10 @@
                                   needs a running server
     <!-- run on a finished run -->    tests/e2e/test_documented_commands.py runs these commands
     <!-- run by PATH::TEST -->        that test runs the same command; several are joined by ", "
+    <!-- run with PACKAGE -->         tests/unit/test_doc_commands.py runs it where the packages are installed
 
-tests/unit/test_doc_commands.py runs a block of shell commands without such a comment.
+tests/unit/test_doc_commands.py runs a block of shell commands without such a comment, and training only
+as far as --dry-run.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ PAGES = sorted(
     ]
 )
 """Pages whose commands are checked."""
-FILE, RUN_BY, ON_A_RUN = "file: ", "run by ", "run on a finished run"
+FILE, RUN_BY, RUN_WITH, ON_A_RUN = "file: ", "run by ", "run with ", "run on a finished run"
 REASONS = ("needs a GPU", "needs the hub", "needs to install packages", "needs a running server")
 NOTE = re.compile(r"<!-- (.+) -->")
 SHELL = ("bash", "sh", "")
@@ -44,7 +46,7 @@ PROGRAMS = {
         "jupyter",
         "docker",
     ),
-    *("podman", "git", "trl", "tensorboard", ".", "cd"),
+    *("podman", "git", "trl", "tensorboard", ".", "cd", "export", "printf"),
 }
 
 
@@ -69,9 +71,20 @@ class Block:
         if self.language not in SHELL:
             return []
         lines = self.text.replace("\\\n", " ").splitlines()
-        if not lines or lines[0].split()[0] not in PROGRAMS:
-            return []
-        return [line for line in lines if line.strip() and not line.startswith("#")]
+        lines = [line for line in lines if line.strip() and not line.startswith("#")]
+        return lines if lines and program_of(lines[0]) in PROGRAMS else []
+
+
+def program_of(line: str) -> str:
+    """The first word after assignments such as NAME=VALUE."""
+    words = (word for word in line.split() if not re.match(r"\w+=", word))
+    return next(words, "")
+
+
+def inline_commands(page: Path) -> list[str]:
+    """The `skylite ...` commands in the running text and tables of a page."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    return [" ".join(found.split()) for found in re.findall(r"`(skylite(?: [^`]+)?)`", text)]
 
 
 def blocks(page: Path) -> list[Block]:

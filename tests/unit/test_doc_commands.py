@@ -7,6 +7,7 @@ a make target only the skylite commands run.
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import os
 import re
@@ -20,9 +21,23 @@ import pytest
 from typer.testing import CliRunner
 
 from skylite.cli import app
-from tests.unit.doc_blocks import FILE, ON_A_RUN, PAGES, REASONS, ROOT, RUN_BY, Block, blocks
+from tests.unit.doc_blocks import (
+    FILE,
+    ON_A_RUN,
+    PAGES,
+    REASONS,
+    ROOT,
+    RUN_BY,
+    RUN_WITH,
+    SHELL,
+    Block,
+    blocks,
+    program_of,
+)
+from tests.unit.verifiers_cases import add_verifiers
 
 BY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+WITH_PACKAGES = [p for p in PAGES if any(block.note.startswith(RUN_WITH) for block in blocks(p))]
 
 
 @pytest.fixture(scope="module")
@@ -51,15 +66,19 @@ def reader(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 def run_skylite(line: str) -> None:
     """Run a skylite command in this process. Training only as far as --dry-run."""
-    words = shlex.split(line, comments=True)[1:]
-    starts = words[0] == "train" and "--dry-run" not in words
-    done = CliRunner().invoke(app, [*words, *(["--dry-run"] if starts else [])])
+    done = CliRunner().invoke(app, dry(line)[1:])
     assert done.exit_code == 0, f"{line}\n{done.output}\n{done.exception!r}"
+
+
+def dry(line: str) -> list[str]:
+    """The words of a skylite command; training only as far as --dry-run."""
+    words = shlex.split(line, comments=True)
+    return [*words, "--dry-run"] if words[1] == "train" and "--dry-run" not in words else words
 
 
 def run_block(block: Block) -> None:
     for line in block.commands:
-        program = line.split()[0]
+        program = program_of(line)
         if program == "skylite":
             run_skylite(line)
         elif program == "make":
@@ -96,12 +115,47 @@ def test_commands_without_a_note_run(page: Path, reader: Path) -> None:
             run_block(block)
 
 
+@pytest.mark.parametrize("page", WITH_PACKAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands_with_a_package_run_where_it_is_installed(
+    page: Path, reader: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for block in blocks(page):
+        if block.note.startswith(RUN_WITH):
+            for package in block.note.removeprefix(RUN_WITH).split(", "):
+                need(package, monkeypatch)
+            for line in block.commands:
+                run_shell(shlex.join(dry(line)))
+
+
+def need(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let processes that start from here find the package, or skip the test."""
+    if package == "verifiers":
+        add_verifiers(monkeypatch)
+    elif importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: `make test-loggers` runs this test with it")
+
+
 @BY_PAGE
 def test_every_note_is_one_that_is_checked(page: Path) -> None:
     for block in blocks(page):
         if block.note and block.commands:
-            known = block.note.startswith(RUN_BY) or block.note in (ON_A_RUN, *REASONS)
+            known = block.note.startswith((RUN_BY, RUN_WITH)) or block.note in (ON_A_RUN, *REASONS)
             assert known, f"{block.where}: doc_blocks.py does not know {block.note!r}"
+
+
+@BY_PAGE
+def test_a_note_that_keeps_a_block_from_running_is_true(page: Path) -> None:
+    """Commands that use the packages are a block of their own, which a test can run."""
+    for block in blocks(page):
+        if block.note == "needs to install packages":
+            assert not [line for line in block.commands if program_of(line) == "skylite"], block.where
+
+
+def test_no_block_is_overlooked() -> None:
+    """Blocks that could hold commands and hold none: the diagram of README."""
+    without = [b for page in PAGES for b in blocks(page) if b.language in SHELL and not b.commands]
+    assert [b.page.name for b in without] == ["README.md"]
+    assert "FSDP2 base" in without[0].text
 
 
 @BY_PAGE
@@ -155,11 +209,15 @@ def test_blocks_and_their_notes_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "Text.\n\n    skylite a \\\n      b\n    # c\n\n- item\n    no block\n\n"
-        "<!-- needs a GPU -->\n\n```bash\nmake x\n```\n\n```python\nmake = 1\n```\n"
+        "<!-- needs a GPU -->\n\n```bash\nmake x\n```\n\n```python\nmake = 1\n```\n\n"
+        "    # d\n    export A=1\n\ntext\n\n    A=... skylite e\n\ntext\n\n    a diagram\n"
     )
     found = [(b.line, b.language, b.note, b.commands) for b in blocks(page)]
     assert found == [
         (3, "", "", ["skylite a    b"]),
         (12, "bash", "needs a GPU", ["make x"]),
         (16, "python", "", []),
+        (20, "", "", ["export A=1"]),
+        (25, "", "", ["A=... skylite e"]),
+        (29, "", "", []),
     ]

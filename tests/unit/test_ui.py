@@ -248,7 +248,7 @@ def test_a_run_that_sampled_nothing_advises_no_resume(tmp_path: Path) -> None:
     run.rollout_path(1).parent.mkdir()
     run.rollout_path(1).write_bytes(b"")
     text = stopped_text(run, run.default_adapters)
-    assert "There is no checkpoint yet: a resume starts from step 1." in text
+    assert "trains on the stored completions, without sampling them again." in text
     assert f"skylite train --resume {run.root}" in text
 
 

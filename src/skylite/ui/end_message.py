@@ -26,7 +26,8 @@ def finished_text(run: RunDir, adapters: Path, evaluations: Mapping[str, str] | 
 def stopped_text(run: RunDir, adapters: Path) -> str:
     """The message of a run that was stopped or failed.
 
-    Without a sampled step a resume would save nothing, and could change no setting: it advises a new run.
+    A resume trains sampled steps from their stored rollouts, so it saves work without a checkpoint too.
+    Where no step was sampled it would save nothing, and could change few settings: a new run is better.
     """
     steps, logs = checkpoint_steps(run), f"  logs      {_shell_path(run.logs)}"
     if not steps and not run.stored_rollouts():
@@ -41,7 +42,8 @@ def stopped_text(run: RunDir, adapters: Path) -> str:
     saved = (
         f"Saved: checkpoint {run.checkpoint_path(steps[-1]).name}."
         if steps
-        else "There is no checkpoint yet: a resume starts from step 1."
+        else "There is no checkpoint yet. A resume starts from step 1 and trains on the stored completions, "
+        "without sampling them again. Most settings can change only in a new run."
     )
     resume = f"  resume    skylite train --resume {_shell_path(run.root)}"
     return "\n".join([saved, *_adapter_lines(run, adapters), resume, logs])
