@@ -144,7 +144,7 @@ def test_logging_afterwards_counts_the_steps_that_a_logger_lacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = run_with(tmp_path, monkeypatch, "pass")
-    monkeypatch.setattr(interface.importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setitem(interface.LIBRARIES, "wandb", ())
     with recorded_work() as found:
         log(run.root, "wandb")
         set_metrics(run, [0.1, 0.2, 0.3, 0.4, 0.5])
@@ -159,7 +159,8 @@ def test_logging_afterwards_says_as_json_what_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = run_with(tmp_path, monkeypatch, "raise ValueError('no quota')")
-    monkeypatch.setattr(interface.importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setitem(interface.LIBRARIES, "wandb", ())
+    monkeypatch.setitem(interface.LIBRARIES, "swanlab", ())
     with pytest.raises(RunFailed, match=r"Not logged to wandb: it .* ValueError: no quota"):
         log(run.root, "wandb,swanlab", as_json=True)
     facts = json.loads(capsys.readouterr().out)
