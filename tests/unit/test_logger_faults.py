@@ -135,7 +135,7 @@ def test_a_second_logger_gets_every_step_beside_one_that_hangs_or_dies(
     assert seconds < 15.0, "the hang costs the time for the stop, no more"
     assert time.monotonic() - began < 60.0, "the run waited for no step of the logger that hangs"
     (work,) = found
-    assert work.what == "waiting for wandb, swanlab to finish, 8 s at most"
+    assert work.what.startswith("waiting for wandb, swanlab to finish, ")
     assert work.total is not None
     assert work.done <= work.total - 3, "wandb never got its 3 steps"
 
