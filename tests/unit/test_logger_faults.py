@@ -136,7 +136,7 @@ def test_a_second_logger_gets_every_step_beside_one_that_hangs_or_dies(
     assert seconds < 15.0, "the hang costs the time for the stop, no more"
     assert time.monotonic() - began < 60.0, "the run waited for no step of the logger that hangs"
     (work,) = found
-    assert work.what == "waiting for wandb, swanlab to finish, 8 s at most"
+    assert work.what.startswith("waiting for wandb, swanlab to finish, ")
     assert work.total is not None
     assert work.done <= work.total - 3, "wandb never got its 3 steps"
 
@@ -145,7 +145,7 @@ def test_logging_afterwards_counts_the_steps_that_a_logger_lacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = run_with(tmp_path, monkeypatch, "pass")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setitem(interface.LIBRARIES, "wandb", ())
     with recorded_work() as found:
         log(run.root, "wandb")
         set_metrics(run, [0.1, 0.2, 0.3, 0.4, 0.5])
@@ -160,7 +160,8 @@ def test_logging_afterwards_says_as_json_what_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = run_with(tmp_path, monkeypatch, "raise ValueError('no quota')")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setitem(interface.LIBRARIES, "wandb", ())
+    monkeypatch.setitem(interface.LIBRARIES, "swanlab", ())
     with pytest.raises(RunFailed, match=r"Not logged to wandb: it .* ValueError: no quota"):
         log(run.root, "wandb,swanlab", as_json=True)
     facts = json.loads(capsys.readouterr().out)
