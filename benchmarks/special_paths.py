@@ -79,9 +79,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("--only", action="append", choices=PATHS, help="a path; may be given several times")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--tokens", type=int, default=MAX_TOKENS, help="of a completion; kind train only"
-    )
+    parser.add_argument("--tokens", type=int, default=MAX_TOKENS, help="of a completion; kind train only")
     parser.add_argument("--out", type=Path, help="JSON file; paths that are not measured now stay in it")
     parser.add_argument("--inner", choices=INNER, help=argparse.SUPPRESS)
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)

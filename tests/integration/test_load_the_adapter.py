@@ -83,9 +83,7 @@ def test_vllm_offline(tiny_llama: Path, adapter: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.vllm
-def test_vllm_alone_answers_the_documented_request(
-    tiny_llama: Path, adapter: Path, tmp_path: Path
-) -> None:
+def test_vllm_alone_answers_the_documented_request(tiny_llama: Path, adapter: Path, tmp_path: Path) -> None:
     commands = [line for block in blocks(SERVE_PAGE) for line in block.commands]
     (serve,) = [line for line in commands if line.startswith("vllm serve")]
     (module,) = [line for line in commands if line.startswith("python -m vllm")]

@@ -1,6 +1,6 @@
 """What vLLM allocates for LoRA slots: builds a model with vLLM's own LoRA manager, on the CPU, and prints bytes.
 
-    python -m tests.integration.vllm_lora_slots MODEL MAX_LORAS MAX_RANK MODULE...
+python -m tests.integration.vllm_lora_slots MODEL MAX_LORAS MAX_RANK MODULE...
 """
 
 from __future__ import annotations
