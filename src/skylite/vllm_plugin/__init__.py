@@ -23,8 +23,8 @@ TESTED_VLLM = "0.32."
 STOCK_SERVER, CPU_SERVER = "vllm.entrypoints.openai.api_server", "skylite.vllm_plugin.cpu_server"
 """Server modules. CPU_SERVER starts faster, and falls back to STOCK_SERVER where that is untested.
 
-vLLM 0.32 calls STOCK_SERVER deprecated. It stays: vLLM 0.26, the last for torch 2.11, has it too, and `vllm
-serve` imports the whole command line for the same flags."""
+vLLM 0.32 calls STOCK_SERVER deprecated. It stays: vLLM 0.26, the last for torch 2.11, has it too.
+`vllm serve` imports the complete command line for the same flags."""
 WRAPPER = "skylite.vllm_plugin.dense_lora.DensePunicaWrapperCPU"
 
 
