@@ -13,4 +13,5 @@ def external_server_command(model: str, lora: LoraConfig, host: str, port: int) 
     command = ["vllm", "serve", model, "--host", host, "--port", str(port), "--enable-lora"]
     command += ["--max-lora-rank", str(lora.vllm_rank), "--max-loras", "2", "--max-cpu-loras", "3"]
     command += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
+    command += ["--no-trust-remote-code"]
     return f"{RUNTIME_LORA}=1 {shlex.join(command)}"
