@@ -23,9 +23,10 @@ parser.add_argument("--lr", type=float, default=2e-4)
 args = parser.parse_args()
 
 folder = resolve_model(args.model).path  # a hub id, a folder, or smollm2-135m
-tokenizer = AutoTokenizer.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 lora = LoraConfig(r=32, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), lora)
+base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+model = get_peft_model(base, lora)
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.lr)
 rows = pq.read_table(f"{args.data}/train.parquet").to_pylist()
 

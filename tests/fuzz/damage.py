@@ -7,11 +7,36 @@ import random
 from copy import deepcopy
 from typing import Any
 
+import yaml
+
 from tests.unit.bad_inputs import ODD_VALUES, toml_text
 
 DEPTHS = (50, 900, 5000, 100_000)
 TREE_KINDS = ("nesting", "huge integer", "wrong type", "removed")
 BYTE_KINDS = ("truncated", "flipped", "random", "spliced")
+YAML_VALUES = (
+    "!!python/object/apply:os.system ['touch hit']",
+    "!!python/name:os.system",
+    "!!binary x",
+    "!x y",
+    "&a [*a]",
+    "*missing",
+    "{<<: {a: 1}}",
+    "? {a: b}",
+    "|9",
+    ">-",
+    "%YAML 9.9",
+    "---",
+    "1:30",
+    "0o17",
+    "2026-13-45",
+    ".inf",
+    "@x",
+    "`x`",
+    "[",
+    "'",
+)
+"""What YAML has and JSON lacks."""
 KINDS = (*TREE_KINDS, *BYTE_KINDS)
 
 
@@ -51,6 +76,21 @@ def damaged_toml(chosen: random.Random, tree: Any, kind: str) -> bytes:
         lines[at] = f"{lines[at].partition(' = ')[0]} = {_text(chosen, kind)}"
         return "\n".join(lines).encode()
     return damaged_bytes(chosen, good.encode(), kind)
+
+
+def damaged_yaml(chosen: random.Random, tree: Any, kind: str) -> bytes:
+    """A YAML file, or JSON, which is YAML too."""
+    good = yaml.safe_dump(tree)
+    if kind == "spliced" and chosen.random() < 0.5:
+        lines = good.split("\n")
+        at = chosen.randrange(len(lines))
+        lines[at] = f"{lines[at].partition(':')[0]}: {chosen.choice(YAML_VALUES)}"
+        return "\n".join(lines).encode()
+    return (
+        damaged_document(chosen, tree, kind)
+        if kind in TREE_KINDS
+        else damaged_bytes(chosen, good.encode(), kind)
+    )
 
 
 def _damaged_tree(chosen: random.Random, tree: Any, kind: str) -> str:

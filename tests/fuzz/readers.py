@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,12 +16,14 @@ from skylite.adapters.manifest import read_manifest
 from skylite.config.loading import load_config, read_run_config
 from skylite.data.prompts import FOOTER_KEY, read_prompts
 from skylite.data.tokenizer import load_tokenizer
-from skylite.errors import SkyliteError
 from skylite.hub.resolve import check_folder, safetensors_header, tensor_shapes
 from skylite.run.metrics_file import null_to_nan, read_metrics
 from skylite.run.rollout_file import mean_reward, read_rollouts, write_rollouts
 from skylite.run.status import Status, read_status, write_status
-from tests.fuzz.damage import BYTE_KINDS, damaged_bytes, damaged_document, damaged_toml
+from tests.fuzz.damage import BYTE_KINDS, damaged_bytes, damaged_document, damaged_toml, damaged_yaml
+from tests.fuzz.reader import Damage, Reader, copy, document, lines, prepare_nothing, read_all
+from tests.fuzz.row_readers import ROW_READERS
+from tests.fuzz.run_readers import METRICS, RUN_READERS
 from tests.rows import groups_of, random_samples
 from tests.small_run import settings
 from tests.tiny_models import make_tiny_model
@@ -35,46 +35,16 @@ MANIFEST = {
     "base_fingerprint": "f", "rank": 4, "alpha": 8.0, "dtype": "float32", "target_modules": ["q_proj"],
     "canary": {"sequences": [[1, 2, 3]], "policy_logprobs": [[-1.0, -2.0]], "base_logprobs": [[-1.0, -2.0]]},
 }  # fmt: skip
-METRICS = [{"step": n, "reward/mean": 0.5, "time/step_s": 1.0, "adapter/version": n} for n in range(1, 5)]
 RECIPE = settings().model_dump(mode="json", exclude_none=True)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json")
-
-Damage = Callable[[Path, random.Random, str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Reader:
-    """A kind of file."""
-
-    prepare: Callable[[Path], None]
-    """Write good files into an empty folder."""
-    damage: Damage
-    """Replace one of them by a damaged one."""
-    read: Callable[[Path], object]
-    """Everything that reads it."""
-    share: float = 1.0
-    """Fewer files for a slow reader."""
-
-
-def _document(name: str, tree: Any = None) -> Damage:
-    """Damage to the JSON file `name`, whose good content is `tree`, or that of good-NAME."""
-
-    def damage(folder: Path, chosen: random.Random, kind: str) -> None:
-        good = json.loads((folder / f"good-{name}").read_text()) if tree is None else tree
-        (folder / name).write_bytes(damaged_document(chosen, good, kind))
-
-    return damage
 
 
 def _recipe(folder: Path, chosen: random.Random, kind: str) -> None:
     (folder / "recipe.toml").write_bytes(damaged_toml(chosen, RECIPE, kind))
 
 
-def _metrics(folder: Path, chosen: random.Random, kind: str) -> None:
-    lines = [json.dumps(m).encode() for m in METRICS]
-    at = chosen.randrange(len(lines))
-    lines[at] = damaged_document(chosen, METRICS[at], kind)
-    (folder / "metrics.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+def _yaml_recipe(folder: Path, chosen: random.Random, kind: str) -> None:
+    (folder / "recipe.yaml").write_bytes(damaged_yaml(chosen, RECIPE, kind))
 
 
 def _safetensors(folder: Path, chosen: random.Random, kind: str) -> None:
@@ -125,29 +95,25 @@ def _other_column(table: pa.Table, chosen: random.Random, kind: str) -> pa.Table
 
 def _tokenizer(folder: Path, chosen: random.Random, kind: str) -> None:
     for name in TOKENIZER_FILES:
-        _copy(folder, f"good-{name}", name)
-    _document(chosen.choice(TOKENIZER_FILES))(folder, chosen, kind)
-
-
-def _copy(folder: Path, name: str, copy: str) -> None:
-    (folder / copy).write_bytes((folder / name).read_bytes())
+        copy(folder, f"good-{name}", name)
+    document(chosen.choice(TOKENIZER_FILES))(folder, chosen, kind)
 
 
 def _prepare_run(folder: Path) -> None:
     begin(folder)
-    _copy(folder, "run/config.json", "good-config.json")
+    copy(folder, "run/config.json", "good-config.json")
 
 
 def _prepare_adapter(folder: Path) -> None:
     make_adapter(folder / "a", "base")
     for name in ("adapter_config.json", "adapter_model.safetensors"):
-        _copy(folder, f"a/{name}", name)
-        _copy(folder, f"a/{name}", f"good-{name}")
+        copy(folder, f"a/{name}", name)
+        copy(folder, f"a/{name}", f"good-{name}")
 
 
 def _prepare_prompts(folder: Path) -> None:
     write_data(folder, 5)
-    _copy(folder, "train.parquet", "good-train.parquet")
+    copy(folder, "train.parquet", "good-train.parquet")
 
 
 def _prepare_rollouts(folder: Path) -> None:
@@ -163,16 +129,12 @@ def _prepare_status(folder: Path) -> None:
     write_status(folder / "good-status.json", status)
 
 
-def _prepare_nothing(folder: Path) -> None:
-    """The damaged file is the only one."""
-
-
 def _prepare_model(folder: Path) -> None:
     make_tiny_model(folder)
     for name in TOKENIZER_FILES:
         if not (folder / name).exists():
             (folder / name).write_text('{"eos_token_id": 0}')
-        _copy(folder, name, f"good-{name}")
+        copy(folder, name, f"good-{name}")
 
 
 def _read_model(folder: Path) -> None:
@@ -184,37 +146,22 @@ def _read_model(folder: Path) -> None:
         tokenizer.close()
 
 
-def _all(*reads: Callable[[Path], object]) -> Callable[[Path], object]:
-    """Call each, even if one refuses. Raises the first refusal at the end, any other error at once."""
-
-    def read(folder: Path) -> None:
-        refusal: SkyliteError | None = None
-        for one in reads:
-            try:
-                one(folder)
-            except SkyliteError as error:
-                refusal = refusal or error
-        if refusal is not None:
-            raise refusal
-
-    return read
-
-
 READERS = {
     "config.json": Reader(
-        _prepare_run, _document("config.json"), lambda f: read_run_config(f / "config.json")
+        _prepare_run, document("config.json"), lambda f: read_run_config(f / "config.json")
     ),
-    "recipe": Reader(_prepare_nothing, _recipe, lambda f: load_config(f / "recipe.toml", {})),
+    "recipe": Reader(prepare_nothing, _recipe, lambda f: load_config(f / "recipe.toml", {})),
+    "YAML recipe": Reader(prepare_nothing, _yaml_recipe, lambda f: load_config(f / "recipe.yaml", {})),
     "manifest": Reader(
         _prepare_manifest,
-        _document("manifest.json", MANIFEST),
-        _all(read_manifest, lambda f: read_manifest(f, verify_hash=False)),
+        document("manifest.json", MANIFEST),
+        read_all(read_manifest, lambda f: read_manifest(f, verify_hash=False)),
     ),
-    "adapter_config": Reader(_prepare_adapter, _document("adapter_config.json"), read_warm_start),
+    "adapter_config": Reader(_prepare_adapter, document("adapter_config.json"), read_warm_start),
     "safetensors": Reader(
         _prepare_adapter,
         _safetensors,
-        _all(read_warm_start, tensor_shapes, lambda f: safetensors_header(f / "model.safetensors")),
+        read_all(read_warm_start, tensor_shapes, lambda f: safetensors_header(f / "model.safetensors")),
     ),
     "prompts.parquet": Reader(
         _prepare_prompts, _parquet("train.parquet"), lambda f: read_prompts(f / "train.parquet")
@@ -222,13 +169,17 @@ READERS = {
     "rollouts": Reader(
         _prepare_rollouts,
         _parquet("step.parquet"),
-        _all(lambda f: read_rollouts(f / "step.parquet"), lambda f: mean_reward(f / "step.parquet")),
+        read_all(lambda f: read_rollouts(f / "step.parquet"), lambda f: mean_reward(f / "step.parquet")),
     ),
     "metrics": Reader(
-        _prepare_nothing, _metrics, lambda f: [null_to_nan(m) for m in read_metrics(f / "metrics.jsonl")]
+        prepare_nothing,
+        lines("metrics.jsonl", METRICS),
+        lambda f: [null_to_nan(m) for m in read_metrics(f / "metrics.jsonl")],
     ),
     "status": Reader(
-        _prepare_status, _document("status.json"), lambda f: asdict(read_status(f / "status.json"))
+        _prepare_status, document("status.json"), lambda f: asdict(read_status(f / "status.json"))
     ),
     "tokenizer": Reader(_prepare_model, _tokenizer, _read_model, share=0.1),
+    **ROW_READERS,
+    **RUN_READERS,
 }

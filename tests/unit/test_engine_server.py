@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from skylite.config.lora import LoraConfig
 from skylite.engine.cpu_lora import choose_cpu_lora, engine_notes
+from skylite.engine.external_server_command import external_server_command
 from skylite.engine.server_command import (
     EngineSpec,
     engine_command,
@@ -69,6 +72,14 @@ def test_vllms_kernels_are_chosen_only_without_compilation() -> None:
         "custom_ops": ["none", "+rms_norm", "+rotary_embedding"]
     }
     assert "--compilation-config" not in engine_command(dataclasses.replace(SPEC, enable_lora=False))
+
+
+def test_no_server_loads_code_of_the_model() -> None:
+    serve = serve_command(SPEC, adapter_name="a", adapter_path=Path("a"), port=1)
+    external = shlex.split(external_server_command("m", LoraConfig(), "127.0.0.1", 1))
+    for command in (engine_command(SPEC), serve, external):
+        assert "--no-trust-remote-code" in command
+        assert "--trust-remote-code" not in command
 
 
 def test_a_module_name_from_an_adapter_cannot_become_a_server_flag() -> None:

@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tests.fuzz import run
+from tests.fuzz import damage, readers, row_readers, run
 from tests.fuzz.readers import READERS
 from tests.fuzz.run import fuzz, make_ground
 from tests.unit.bad_inputs import toml_text
@@ -31,10 +32,14 @@ def test_damaged_files_are_sentences(reader: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("reader", READERS)
 def test_the_good_file_is_accepted(reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the damage would never reach what is behind the first check."""
-    as_json = "tests.fuzz.readers.damaged_document"
-    monkeypatch.setattr(as_json, lambda _, tree, kind: json.dumps(tree).encode())
-    monkeypatch.setattr("tests.fuzz.readers.damaged_toml", lambda _, tree, kind: toml_text(tree).encode())
-    monkeypatch.setattr("tests.fuzz.readers.damaged_bytes", lambda _, good, kind: good)
+    for name, good in (
+        ("damaged_document", lambda _, tree, kind: json.dumps(tree).encode()),
+        ("damaged_toml", lambda _, tree, kind: toml_text(tree).encode()),
+        ("damaged_yaml", lambda _, tree, kind: yaml.safe_dump(tree).encode()),
+        ("damaged_bytes", lambda _, raw, kind: raw),
+    ):
+        for module in (damage, readers, row_readers):
+            monkeypatch.setattr(module, name, good, raising=False)
     READERS[reader].prepare(tmp_path)
     READERS[reader].damage(tmp_path, random.Random(1), "truncated")
     READERS[reader].read(tmp_path)

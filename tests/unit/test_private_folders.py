@@ -12,10 +12,12 @@ import pytest
 from skylite.config.lora import LoraConfig
 from skylite.errors import ConfigError
 from skylite.hub import shared_memory
-from skylite.hub.shared_memory import model_in_shared_memory, shared_copy
+from skylite.hub.shared_memory import USERS_LOCK, model_in_shared_memory, shared_copy
+from skylite.orchestrator.run_session import provide_model_files
 from skylite.run.lock import LOCK_NAME, lock_folder, lock_run
 from skylite.run.private_folder import require_own_links
 from skylite.run.run_dir import RunDir
+from tests.small_run import resolved
 from tests.unit.bad_inputs import Reply, call
 from tests.unit.run_cases import begin
 
@@ -295,3 +297,35 @@ def test_a_lock_can_be_read_by_all_and_written_by_its_owner(tmp_path: Path) -> N
             assert (tmp_path / LOCK_NAME).stat().st_mode & 0o777 == 0o644
     finally:
         os.umask(before)
+
+
+def test_a_start_without_shared_memory_clears_what_a_killed_run_left(memory: Path, model: Path) -> None:
+    argv = [sys.executable, "-c", KEEP, str(model), str(memory), "killed"]
+    assert subprocess.run(argv, check=False).returncode == -9
+    assert shared_copy("killed").is_dir()
+    with model_in_shared_memory(model, shared_copy("live")):
+        shared_copy("killed").mkdir(exist_ok=True)
+        shared_copy("killed").with_name(shared_copy("killed").name + USERS_LOCK).touch()
+        with provide_model_files(resolved(model, memory)):
+            left = {p.name for p in memory.glob("*/model-*") if p.is_dir()}
+            assert left == {shared_copy("live").name}, "a live copy stays"
+    with provide_model_files(resolved(model, memory)):
+        assert [p.suffix for p in memory.rglob("*") if p.is_file()] == [".lock"], "the lock of the folder"
+
+
+def test_a_start_without_shared_memory_leaves_other_folders_alone(
+    memory: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with provide_model_files(resolved(model, memory)):
+        assert list(memory.iterdir()) == [], "nothing to clear, nothing made"
+    theirs = shared_copy("f")
+    theirs.mkdir(parents=True)
+    theirs.parent.chmod(0o755)
+    with provide_model_files(resolved(model, memory)):
+        assert list(theirs.parent.iterdir()) == [theirs], "open to others"
+    theirs.parent.chmod(0o700)
+    theirs.parent.rename(theirs.parent.with_name(f"skylite-{os.geteuid() + 1}"))
+    be_another_user(monkeypatch)
+    with provide_model_files(resolved(model, memory)):
+        assert theirs.parent.parent.exists()
+        assert [p.name for p in shared_copy("f").parent.iterdir()] == [theirs.name], "another user's"

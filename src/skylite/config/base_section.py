@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 
 class Section(BaseModel):
@@ -20,3 +20,12 @@ class Section(BaseModel):
         if any(isinstance(text, str) and "\0" in text for text in texts):
             raise ValueError("a text with a NUL character")
         return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _accept_none_as_a_choice(cls, value: Any, info: ValidationInfo) -> Any:
+        """`none` in `--set` and YAML is null, but some settings have a choice of that name."""
+        if value is not None or info.field_name is None:
+            return value
+        field = cls.model_fields[info.field_name]
+        return "none" if "none" in (field.default, *get_args(field.annotation)) else None

@@ -139,7 +139,7 @@ def _server_command(spec: EngineSpec) -> list[str]:
     command += ["--max-model-len", str(spec.max_model_len), "--max-num-seqs", str(spec.max_num_seqs)]
     # "vllm": ignore the sampling defaults in the model's generation_config.json.
     command += ["--generation-config", "vllm", "--enable-prefix-caching"]
-    command += ["--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"]
+    command += ["--no-trust-remote-code", "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"]
     return command + _memory_flags(spec) + (_lora_flags(spec) if spec.enable_lora else [])
 
 

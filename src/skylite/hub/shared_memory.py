@@ -17,7 +17,7 @@ from pathlib import Path
 from skylite.errors import ConfigError
 from skylite.long_work import LongWork, long_work
 from skylite.run.files import TEMPORARY_MARK, convert_os_errors
-from skylite.run.private_folder import OTHERS_MAY_ENTER, make_own_folder, open_lock
+from skylite.run.private_folder import OTHERS_MAY_ENTER, is_own_folder, make_own_folder, open_lock
 
 SHARED_MEMORY = Path("/dev/shm")
 CHANGE_LOCK, USERS_LOCK = "change.lock", ".users.lock"
@@ -41,7 +41,7 @@ OTHER_FORMATS = (
 
 def shared_copy(fingerprint: str) -> Path:
     """Folder for the copy of the model with this fingerprint, in a folder that only this user may enter."""
-    return SHARED_MEMORY / f"skylite-{os.geteuid()}" / f"model-{fingerprint[:16]}"
+    return _own_folder() / f"model-{fingerprint[:16]}"
 
 
 @contextmanager
@@ -79,6 +79,26 @@ def model_in_shared_memory(model: Path, copy: Path) -> Iterator[None]:
         finally:
             with _exclusive(change), users:
                 _remove_if_unused(copy, users)
+
+
+def remove_unused_copies() -> None:
+    """Remove the copies of this user that killed runs left. A run that copies or cleans up now does it itself.
+
+    Does nothing where the folder is missing or not private: then no run of this user made it.
+    """
+    folder = _own_folder()
+    if not is_own_folder(folder, OTHERS_MAY_ENTER):
+        return
+    with open_lock(folder / CHANGE_LOCK) as change:
+        try:
+            fcntl.flock(change, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        _remove_leftovers(folder)
+
+
+def _own_folder() -> Path:
+    return SHARED_MEMORY / f"skylite-{os.geteuid()}"
 
 
 def _users_lock(copy: Path) -> Path:

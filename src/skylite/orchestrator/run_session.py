@@ -19,7 +19,7 @@ from skylite.engine.engine_pool import EnginePool
 from skylite.engine.start_engines import engines_for_modules, start_engines
 from skylite.engine.watchdog import RestartPolicy
 from skylite.errors import OutOfMemory, SkyliteError, TrainerLost, WriteFailed, write_failed
-from skylite.hub.shared_memory import model_in_shared_memory
+from skylite.hub.shared_memory import model_in_shared_memory, remove_unused_copies
 from skylite.orchestrator.failures import TRAINER, explain_failure, may_resume, with_next_commands
 from skylite.orchestrator.loop import TrainerStep, run_steps, wait_for_trainer_step
 from skylite.orchestrator.plan import RunPlan, write_config
@@ -82,8 +82,12 @@ async def run_session(plan: RunPlan, *, resume: bool, limit: TimeLimit | None = 
 
 
 def provide_model_files(resolved: Resolved) -> AbstractContextManager[None]:
-    """Keep the model's files where trainer and engines read them (model.use_shm)."""
+    """Keep the model's files where trainer and engines read them (model.use_shm).
+
+    Every start removes the copies that killed runs left, also without model.use_shm.
+    """
     if resolved.shm_path is None:
+        remove_unused_copies()
         return contextlib.nullcontext()
     return model_in_shared_memory(Path(resolved.model_path), Path(resolved.shm_path))
 

@@ -36,6 +36,14 @@ def make_own_folder(folder: Path, forbidden: int, hint: str) -> None:
         raise ConfigError(f"{folder} {problem}; another user could change what this run reads.", hint)
 
 
+def is_own_folder(folder: Path, forbidden: int) -> bool:
+    """Whether it is a folder of this user whose mode has no `forbidden` bit."""
+    try:
+        return not _folder_problem(os.lstat(folder), forbidden)
+    except FileNotFoundError:
+        return False
+
+
 def require_own_links(path: Path, hint: str) -> None:
     """Raise ConfigError if a link on the way to `path` belongs to another user, who can change it."""
     left, place = list(reversed((Path.cwd() / path).parts)), Path("/")
