@@ -31,6 +31,7 @@ def test_an_unchanged_openai_program_trains_and_replays(project: Project) -> Non
     metrics = project.metrics("agent")
     assert [m["turns/mean"] for m in metrics] == [3.0] * 2
     assert all(m["turns/reused_frac"] > 0.5 and m["turns/branches_mean"] == 0 for m in metrics)
+    assert all(m["turns/rerendered_tokens"] == 0 for m in metrics)
     assert all(m["mismatch/logprob_diff_mean"] < 1e-4 for m in metrics)
     assert all(m["canary/gap_max"] < 2e-3 for m in metrics)
     for step in (1, 2):

@@ -24,12 +24,21 @@ SEVERAL_TURNS = "several turns: "
 CASES |= {f"{SEVERAL_TURNS}{n}": CASES[n] for n in ("grpo", "gspo", "kl_cov", "ppo", "reinforce++")}
 CALL_TREES = "call tree "
 CASES |= {f"{CALL_TREES}{seed}": CASES["grpo"] for seed in range(4)}
+CASES |= {
+    f"{CALL_TREES}{seed}, at most {budget} tokens": {
+        **CASES["grpo"],
+        "trainer": {"tokens_per_micro_batch": budget},
+    }
+    for seed in range(4)
+    for budget in (4096, 16)
+}
+"""All calls in one micro-batch, and cuts between the calls of a trajectory. Other cases cut at 60 tokens."""
 
 
 def rows_of(name: str) -> list[Row]:
     """The trajectories of a case."""
     if name.startswith(CALL_TREES):
-        return random_call_trees(int(name.removeprefix(CALL_TREES)))
+        return random_call_trees(int(name.removeprefix(CALL_TREES).partition(",")[0]))
     return random_episodes(0) if name.startswith(SEVERAL_TURNS) else random_samples(0)
 
 
@@ -38,7 +47,7 @@ def main(model: Path, out: Path) -> None:
     with process_group("cpu") as dist:
         found = {}
         for name, sections in CASES.items():
-            config = settings(**sections, trainer={"tokens_per_micro_batch": 60})
+            config = settings(**{"trainer": {"tokens_per_micro_batch": 60}, **sections})
             policy = policy_of(model, config, dist)
             optimizer, critic = optimizer_of(policy, config), None
             if config.algorithm.uses_critic:

@@ -24,6 +24,7 @@ from skylite.types import Sample
 
 OWN = Path(__file__).parents[1] / "chat_templates"
 TRL = Path(str(metadata.distribution("trl").locate_file("trl"))) / "chat_templates"
+THINK, TOOL_CALL = ("<think>", "</think>"), ("<tool_call>", "</tool_call>")
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 40, "b": 2}}\n</tool_call>'
 GLM = (
     "\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>40</arg_value>\n"
@@ -48,6 +49,8 @@ class Family:
     thought: str = "<think>\nI think.\n</think>\n\n{}"
     call: str = HERMES
     arguments: dict[str, Any] = field(default_factory=dict)
+    tokens: tuple[str, ...] = ()
+    """Notation for which the model's vocabulary has a token each. Other notation is text."""
 
     @property
     def stops(self) -> list[str]:
@@ -59,26 +62,33 @@ class Family:
 
 
 FAMILIES = [
-    Family("Qwen3, thinking", TRL / "qwen3.jinja"),
-    Family("Qwen3, not thinking", TRL / "qwen3.jinja", arguments={"enable_thinking": False}),
+    Family("Qwen3, thinking", TRL / "qwen3.jinja", tokens=THINK + TOOL_CALL),
+    Family(
+        "Qwen3, not thinking", TRL / "qwen3.jinja", arguments={"enable_thinking": False},
+        tokens=THINK + TOOL_CALL,
+    ),
     Family(
         "Qwen3.5", TRL / "qwen3_5_think.jinja", thought="I think.\n</think>\n\n{}",
         answer="\n</think>\n\n{}", call=f"I think.\n</think>\n\n{QWEN_XML}",
+        tokens=THINK + TOOL_CALL,
     ),
-    Family("Qwen2.5", TRL / "qwen2_5.jinja"),
+    Family("Qwen2.5", TRL / "qwen2_5.jinja", tokens=TOOL_CALL),
     Family(
         "Llama 3.1", TRL / "llama3_1.jinja", stop="<|eot_id|>",
-        call='{"name": "add", "parameters": {"a": 40, "b": 2}}',
+        call='{"name": "add", "parameters": {"a": 40, "b": 2}}', tokens=("<|python_tag|>",),
     ),
+    Family("Gemma 2", TRL / "gemma.jinja", stop="<end_of_turn>"),
     Family("Gemma 3", TRL / "gemma3.jinja", stop="<end_of_turn>"),
     Family(
         "Gemma 4", TRL / "gemma4_v5.jinja", stop="<turn|>", call_stop="<|tool_response>",
         thought="<|channel>thought\nI think.\n<channel|>{}",
         call="<|tool_call>call:add{a:40,b:2}<tool_call|>",
+        tokens=("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'),
     ),
     Family(
         "Mistral 7B v0.3", OWN / "mistral_v3.jinja", stop="</s>", answer=" {}", thought="[THINK]hm[/THINK]{}",
         call='[TOOL_CALLS] [{"name": "add", "arguments": {"a": 40, "b": 2}, "id": "c00001000"}]',
+        tokens=("[TOOL_CALLS]",),
     ),
     Family("SmolLM2", OWN / "smollm2.jinja"),
     Family(
@@ -88,16 +98,19 @@ FAMILIES = [
                 "<|start|>assistant<|channel|>final<|message|>{}",
         call='<|channel|>analysis<|message|>I add.<|end|><|start|>assistant<|channel|>commentary '
              'to=functions.add <|constrain|>json<|message|>{"a": 40, "b": 2}',
+        tokens=("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>"),
     ),
     Family(
         "GLM-4.5", TRL / "glm4moe.jinja", stop="<|user|>", call_stop="<|observation|>",
         answer="\n<think></think>\n{}", thought="\n<think>I think.</think>\n{}",
         call=f"\n<think></think>{GLM}",
+        tokens=(*THINK, *TOOL_CALL, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ),
     Family("Phi-3.5", TRL / "phi3_5.jinja", stop="<|end|>"),
     Family(
         "DeepSeek-R1 distilled", TRL / "deepseek_r1_distill.jinja", stop="<\uff5cend▁of▁sentence\uff5c>",
         answer="Hm.\n</think>\n\n{}", thought="I think.\n</think>\n\n{}", call=f"Hm.\n</think>\n\n{HERMES}",
+        tokens=THINK,
     ),
     Family("ChatML with tools", OWN / "chatml_tools.jinja"),
 ]  # fmt: skip
@@ -106,7 +119,7 @@ FAMILIES = [
 @functools.cache
 def tokenizer_of(number: int) -> Any:
     """A byte-level BPE tokenizer with the family's template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     family = FAMILIES[number]
@@ -120,11 +133,13 @@ def tokenizer_of(number: int) -> Any:
     )
     texts = [family.template, family.call, family.thought, "a question and an answer, once more " * 9]
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
+    made = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", pad_token="<pad>", eos_token=family.stop,
         additional_special_tokens=family.stops, chat_template=family.template,
         clean_up_tokenization_spaces=False,
     )  # fmt: skip
+    made.add_tokens([AddedToken(token, normalized=False, special=False) for token in family.tokens])
+    return made
 
 
 @dataclass(frozen=True)
@@ -142,6 +157,7 @@ class TemplateEngine:
 
     def __init__(self, number: int, replies: Sequence[str]) -> None:
         self.tokenizer = tokenizer_of(number)
+        self.tokens = [*self.tokenizer.all_special_tokens, *FAMILIES[number].tokens]
         self.replies: Iterator[str] = iter(replies)
         self.calls: list[tuple[list[int], list[int]]] = []
         """(prompt, completion) of every call."""
@@ -156,7 +172,7 @@ class TemplateEngine:
 
     def unusual_ids(self, text: str) -> list[int]:
         """One token a byte, without the tokenizer's merges; special tokens as they are."""
-        special = "|".join(map(re.escape, self.tokenizer.all_special_tokens))
+        special = "|".join(map(re.escape, self.tokens))
         parts = re.split(f"({special})", text)  # each second one is a special token
         pieces = [piece for i, part in enumerate(parts) for piece in ([part] if i % 2 else part)]
         return [i for piece in pieces for i in self.tokenizer.encode(piece, add_special_tokens=False)]

@@ -33,7 +33,7 @@ from skylite.trainer.anomaly import (
 )
 from skylite.trainer.optimizer import FlatAdamW
 from tests.cases import optimizer_of, policy_of, train_rows
-from tests.rows import Row, groups_of, random_samples, write_samples
+from tests.rows import Row, groups_of, random_episodes, random_samples, write_samples
 from tests.small_run import lone_rank, settings
 
 
@@ -64,6 +64,7 @@ def anomaly_finder(config: TrainConfig, optimizer: FlatAdamW) -> Callable[[Any],
     ("sections", "samples", "words"),
     [
         ({}, with_nan(random_samples(1)), r"^the gradient of the policy is not finite \(norm nan\)$"),
+        ({}, with_nan(random_episodes(1)), r"^the gradient of the policy is not finite \(norm nan\)$"),
         # The first update of the step is good and applied; the second is bad.
         (
             {"algorithm": {"updates_per_step": 2}},
@@ -175,10 +176,12 @@ def test_an_input_that_is_not_finite_is_named() -> None:
     samples = random_samples(0)
     assert rollout_anomaly(groups_of(samples)) == ""
     samples[5] = replace(samples[5], completion_token_ids=[1, 2], rollout_logprobs=[-1.0, float("-inf")])
-    assert (
-        rollout_anomaly(groups_of(samples))
-        == "vLLM's logprob of token 1 in turn 0 of trajectory 1 of group 1 is -inf"
-    )
+    expected = "vLLM's logprob of token 1 in turn 0 of trajectory 1 of group 1 is -inf"
+    assert rollout_anomaly(groups_of(samples)) == expected
+    rows = random_episodes(0)
+    rows[1].rollout_logprobs[len(rows[1].all_calls[0][1])] = float("nan")
+    expected = "vLLM's logprob of token 0 in turn 1 of trajectory 1 of group 0 is nan"
+    assert rollout_anomaly(groups_of(rows)) == expected
     for reward in ("nan", "inf", "-inf", "1e+39"):
         samples[0] = replace(samples[0], prompt_id="t/train/7")
         samples[2] = replace(samples[2], reward=float(reward))

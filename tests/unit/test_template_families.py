@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,90 +21,24 @@ from skylite.model.packing import pack_tree
 from skylite.orchestrator.turn_metrics import turn_metrics
 from skylite.run.rollout_file import read_rollouts, write_rollouts
 from skylite.trainer.micro_batch_plan import arrange
-from skylite.types import Group, Message, Prompt, Trajectory
+from skylite.types import Group, Prompt, Trajectory
 from tests.small_run import settings
-from tests.unit.template_cases import FAMILIES, Family, TemplateEngine, recorder_of, tokenizer_of
+from tests.unit.template_cases import FAMILIES, TemplateEngine, recorder_of, tokenizer_of
+from tests.unit.template_conversations import (
+    ADD,
+    CONVERSATIONS,
+    QUESTION,
+    REWRITTEN,
+    SYSTEM,
+    Refused,
+    plain,
+    replies_of,
+    thinking,
+    tools,
+    with_system,
+)  # fmt: skip
 
 DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "environments.md"
-ADD = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Add two numbers.",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-            "required": ["a", "b"],
-        },
-    },
-}
-QUESTION: Message = {"role": "user", "content": "What is 40 + 2?"}
-Ask = Callable[[list[Any]], Any]
-
-
-class Refused(Exception):
-    """The template does not take the conversation."""
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-async def plain(ask: Ask) -> None:
-    messages = [user("First question")]
-    for turn in range(3):
-        messages += [await ask(messages), user(f"again {turn}")]
-
-
-async def thinking(ask: Ask) -> None:
-    """The program drops the reasoning, as OpenAI's clients do."""
-    messages = [user("First question")]
-    for turn in range(3):
-        reply = await ask(messages)
-        messages += [{"role": "assistant", "content": reply["content"]}, user(f"again {turn}")]
-
-
-async def tools(ask: Ask) -> None:
-    messages: list[Any] = [QUESTION]
-    for turn in range(2):
-        reply = await ask(messages)
-        assert reply["tool_calls"][0]["function"]["name"] == "add"
-        result = {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": f"result {turn}"}
-        messages += [reply, result]
-        messages += [await ask(messages), user("Once more")]
-
-
-async def compacted(ask: Ask) -> None:
-    """After two turns a summary replaces the history."""
-    messages = [user("First question")]
-    for turn in range(2):
-        messages += [await ask(messages), user(f"again {turn}")]
-    messages = [user("Summary: two answers. Go on")]
-    for turn in range(2):
-        messages += [await ask(messages), user(f"then {turn}")]
-
-
-async def sub_agent(ask: Ask) -> None:
-    """Another conversation between two turns of the first one."""
-    messages = [user("First question")]
-    messages += [await ask(messages), user("again")]
-    await ask([user("A question for a sub-agent")])
-    await ask(messages)
-
-
-def replies_of(family: Family, conversation: Any) -> list[str]:
-    answers = [family.answer.format(f"answer {i}") + family.stop for i in range(9)]
-    if conversation is thinking:
-        return [family.thought.format(f"answer {i}") + family.stop for i in range(9)]
-    if conversation is tools:
-        call = family.call + (family.call_stop or family.stop)
-        return [call, answers[0], call.replace("c00001000", "c00003000"), answers[1]]
-    return answers
-
-
-CONVERSATIONS = (plain, thinking, tools, compacted, sub_agent)
-REWRITTEN = {compacted: 1, sub_agent: 1}
-"""Calls whose conversation does not continue an earlier one."""
 
 
 @functools.cache
@@ -180,6 +113,14 @@ def trained(log: TrajectoryLog, path: Path) -> list[tuple[list[int], list[int]]]
     return found
 
 
+REFUSED = {
+    ("Gemma 2", tools): "roles must alternate",
+    ("Gemma 2", with_system): "System role not supported",
+    ("Gemma 3", tools): "roles must alternate",
+}
+"""What a template does not take, and its own words."""
+
+
 def name_of(number: int) -> str:
     return FAMILIES[number].name
 
@@ -188,11 +129,11 @@ def name_of(number: int) -> str:
 @pytest.mark.parametrize("number", range(len(FAMILIES)), ids=name_of)
 def test_trained_ids_are_the_engines(number: int, history: str, tmp_path: Path) -> None:
     for conversation in CONVERSATIONS:
-        try:
-            engine, log = hold(number, conversation, history)
-        except Refused:
-            assert (FAMILIES[number].name, conversation) == ("Gemma 3", tools)  # its roles must alternate
+        if words := REFUSED.get((FAMILIES[number].name, conversation)):
+            with pytest.raises(Refused, match=words):
+                hold(number, conversation, history)
             continue
+        engine, log = hold(number, conversation, history)
         assert len(engine.calls) >= 3
         assert trained(log, tmp_path / f"{conversation.__name__}.parquet") == engine.calls
 
@@ -200,9 +141,20 @@ def test_trained_ids_are_the_engines(number: int, history: str, tmp_path: Path) 
 @pytest.mark.parametrize("number", range(len(FAMILIES)), ids=name_of)
 def test_only_rewritten_history_branches(number: int) -> None:
     for conversation in CONVERSATIONS:
-        if (FAMILIES[number].name, conversation) != ("Gemma 3", tools):
+        if (FAMILIES[number].name, conversation) not in REFUSED:
             _, log = hold(number, conversation)
             assert branches(log) == REWRITTEN.get(conversation, 0), conversation.__name__
+
+
+@pytest.mark.parametrize("number", range(len(FAMILIES)), ids=name_of)
+def test_every_call_shows_the_system_text(number: int) -> None:
+    """Where the template merges it into a user turn, too."""
+    if (FAMILIES[number].name, with_system) in REFUSED:
+        return
+    _, log = hold(number, with_system)
+    assert len(log.calls) == 3
+    for call in log.calls:
+        assert SYSTEM in tokenizer_of(number).decode(call.sample.prompt_token_ids)
 
 
 @pytest.mark.parametrize("number", range(len(FAMILIES)), ids=name_of)

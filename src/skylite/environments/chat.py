@@ -37,6 +37,23 @@ class ChatError(Exception):
     """The recorder refused a request."""
 
 
+def is_limit(error: BaseException) -> bool:
+    """Whether this is LimitReached, or what an OpenAI client raises at a limit.
+
+    So is an exception that is raised from one, and a group of nothing else. What a handler of LimitReached
+    raises by mistake is not.
+    """
+    seen: list[BaseException] = []
+    while not any(error is other for other in seen):  # an exception can be its own cause
+        if isinstance(error, BaseExceptionGroup):
+            return all(map(is_limit, error.exceptions))
+        if isinstance(error, LimitReached) or getattr(error, "code", None) in LIMIT_CODES:
+            return True
+        seen.append(error)
+        error = error if error.__cause__ is None else error.__cause__
+    return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """One prompt of the data set, as an episode sees it."""

@@ -24,6 +24,10 @@ class CommandFailed(Exception):
     """The program failed or printed no reward."""
 
 
+class NonzeroExit(CommandFailed):
+    """The program failed. Nobody can tell whether a limit was the reason."""
+
+
 def command_episode(spec: str) -> Callable[[Task, BlockingChat], Any]:
     """The episode that runs this command line. Raises ConfigError."""
     words = command_words(spec)
@@ -40,7 +44,7 @@ def command_episode(spec: str) -> Callable[[Task, BlockingChat], Any]:
         done = subprocess.run(words, env=env, input=text, stdout=subprocess.PIPE, text=True, check=False)
         sys.stdout.write(done.stdout)
         if done.returncode != 0:
-            raise CommandFailed(f"{words[0]} ended with {done.returncode}; its output is in the log")
+            raise NonzeroExit(f"{words[0]} ended with {done.returncode}; its output is in the log")
         lines = done.stdout.strip().splitlines()
         try:
             return parse_json(lines[-1] if lines else "")

@@ -4,7 +4,7 @@
 
 It talks with the parent in JSON lines over the Unix socket. From the parent: {"id", "task", "endpoint"} and
 {"cancel": id}. To the parent: {"ready": true} or {"failed": text}, then {"id", "seconds", "value"}, {"id",
-"seconds", "raised"} or {"id", "seconds", "ended"} for each episode, with "left" if it left something behind
+"seconds", "raised", "at_limit"} or {"id", "seconds", "ended"} for each episode, with "left" for what is left
 (leftovers.py). An episode's process is killed at its end, with all its descendants: orphans among them become
 its children, and those of a process that ended by itself become the host's.
 """
@@ -30,8 +30,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from skylite.environments.chat import BlockingChat, Chat, Endpoint, Task
-from skylite.environments.command_episode import command_episode
+from skylite.environments.chat import BlockingChat, Chat, Endpoint, Task, is_limit
+from skylite.environments.command_episode import NonzeroExit, command_episode
 from skylite.environments.episodes import BUILT_IN
 from skylite.environments.leftovers import Leftovers, leftovers, open_descriptors
 from skylite.errors import SkyliteError
@@ -211,7 +211,8 @@ def _run_episode(episode: Episode, message: dict[str, Any], pipe: int, host: int
         found: dict[str, Any] = {"value": plain_value(_call(episode, task, endpoint))}
     except BaseException as error:  # noqa: BLE001  # SystemExit too is an error of the episode
         traceback.print_exc()
-        found = {"raised": f"{type(error).__name__}: {error}"[:2000]}
+        at_limit = is_limit(error) or isinstance(error, NonzeroExit)
+        found = {"raised": f"{type(error).__name__}: {error}"[:2000], "at_limit": at_limit}
     if (tools := sys.modules.get("skylite.environments.python_tool")) is not None:
         with contextlib.suppress(OSError):  # a folder that cannot be removed is no error of the episode
             tools.close_sandboxes()
@@ -235,7 +236,7 @@ def _result(line: bytes) -> dict[str, Any] | None:
     """What the episode's process wrote; None if it is no result. Any code of the episode can write there."""
     try:
         found = json.loads(line) if line.endswith(b"\n") and len(line) <= RESULT_BYTES else None
-        if not isinstance(found, dict) or not found.keys() <= {"value", "raised", "left"}:
+        if not isinstance(found, dict) or not found.keys() <= {"value", "raised", "at_limit", "left"}:
             return None
         Leftovers.model_validate(found.get("left", {}))
     except (ValueError, RecursionError):

@@ -33,6 +33,11 @@ MAX_LINE = 1 << 20
 class EpisodeFailed(Exception):
     """An episode raised, or its process ended. The text says which."""
 
+    def __init__(self, text: str, *, at_limit: bool = False) -> None:
+        super().__init__(text)
+        self.at_limit = at_limit
+        """Whether a limit of the trajectory may be all that it raised about."""
+
 
 class EpisodeTooLong(Exception):
     """An episode reached env.timeout_s."""
@@ -95,7 +100,9 @@ class EpisodePool:
         if "value" in found:
             return found["value"]
         if "raised" in found:
-            raise EpisodeFailed(f"raised {plain(str(found['raised']))}")
+            raise EpisodeFailed(
+                f"raised {plain(str(found['raised']))}", at_limit=found.get("at_limit") is True
+            )
         raise EpisodeFailed(f"ended its process with {found.get('ended')} before it returned a reward")
 
     async def read_results(self) -> None:

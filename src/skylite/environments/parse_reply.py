@@ -1,6 +1,8 @@
 """A sampled text to an assistant message: reasoning, content and tool calls, by the model's own notation.
 
 The parsed message is only what the program reads. What the trainer learns from are the sampled token ids.
+In a text of `decode_reply` a special token counts only where its id was sampled. Notations without a token
+of their own count as text.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from skylite.environments.decode_reply import as_written
 from skylite.foreign_text import parse_json
 
 
@@ -70,7 +73,7 @@ def tool_format(template: str) -> str:
 
 
 def parse_reply(text: str, form: str, stops: Sequence[str], *, has_tools: bool, thinks: bool) -> ParsedReply:
-    """Parse a sampled text that includes special tokens.
+    """Parse a text of `decode_reply`.
 
     `stops`: end-of-turn tokens. `thinks`: the generation prompt has opened a reasoning block already.
     """
@@ -79,12 +82,17 @@ def parse_reply(text: str, form: str, stops: Sequence[str], *, has_tools: bool, 
             text = text.removesuffix(stop)
             break
     if form == "harmony":
-        return _harmony(text)
+        return _as_written(_harmony(text))
     reasoning, text = _reasoning(text, thinks=thinks)
     calls: list[ToolCall] = []
     if has_tools:
         text, calls = TOOL_FORMATS[form](text)
-    return ParsedReply(_clean(text), reasoning, tuple(calls))
+    return _as_written(ParsedReply(_clean(text), reasoning, tuple(calls)))
+
+
+def _as_written(reply: ParsedReply) -> ParsedReply:
+    calls = tuple(ToolCall(as_written(call.name), as_written(call.arguments)) for call in reply.tool_calls)
+    return ParsedReply(as_written(reply.content), as_written(reply.reasoning), calls)
 
 
 def _reasoning(text: str, *, thinks: bool) -> tuple[str, str]:

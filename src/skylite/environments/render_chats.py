@@ -4,7 +4,7 @@
     {"messages", "tools", "arguments"}            {"ids": token ids of the prompt}
     {the same, "reply": index, "ended": bool}     {"tail": token ids that follow the sampled reply},
                                                   or {"ids"} where the template does not show the reply
-    {"decode": token ids}                         {"text": text with special tokens}
+    {"decode": token ids}                         {"text": text with special tokens, of decode_reply}
     {"facts": arguments of the template}          {"template", "stops": texts, "prompt": a rendered question}
 """
 
@@ -14,6 +14,8 @@ import os
 import sys
 from dataclasses import dataclass
 from typing import Any
+
+from skylite.environments.decode_reply import decode_reply
 
 MARK = "@@skylite-reply-7f3a@@"
 """Stands for a reply in a rendered conversation, to find what the template puts after it."""
@@ -61,7 +63,7 @@ def _attempt(tokenizer: Any, stops: list[str], job: Job) -> Job:
             prompt = _render(tokenizer, question, [{"role": "user", "content": "Hello"}])
             return {"template": str(tokenizer.chat_template), "stops": stops, "prompt": prompt}
         if "decode" in job:
-            return {"text": tokenizer.decode(job["decode"], skip_special_tokens=False)}
+            return {"text": decode_reply(tokenizer, job["decode"])}
         if "reply" in job and (tail := _tail(tokenizer, stops, job)) is not None:
             return {"tail": tokenizer.encode(tail, add_special_tokens=False)}
         text = _render(tokenizer, job, job["messages"])

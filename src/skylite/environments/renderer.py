@@ -75,7 +75,7 @@ class Renderer:
         return ids, "tail" in found
 
     async def text(self, token_ids: Sequence[int]) -> str:
-        """The text of sampled tokens, special tokens included. Raises ModelError."""
+        """The text of sampled tokens as `decode_reply` marks it. Raises ModelError."""
         found = await self._run({"decode": list(token_ids)})
         if not isinstance(found.get("text"), str):
             raise ModelError(f"The tokenizer of {self.model_path} cannot decode {len(token_ids)} tokens.")

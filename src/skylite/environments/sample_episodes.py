@@ -156,7 +156,7 @@ class Environment:
             log.end = "time"
             return limits.limit_reward
         except EpisodeFailed as error:
-            if log.end != "stop":  # the episode did not expect its limit
+            if error.at_limit and log.end != "stop":  # the episode did not expect its limit
                 return limits.limit_reward
             raise self._failed(log, str(error)) from None
         finally:

@@ -14,7 +14,7 @@ from typing import Any
 
 from skylite.data.verifiers_spec import cannot_open, open_config
 from skylite.data.verifiers_tasks import COLUMN
-from skylite.environments.chat import METRIC, Chat, Task
+from skylite.environments.chat import LIMIT_CODES, METRIC, Chat, Task
 from skylite.errors import ConfigError
 from skylite.plugin_file import UserCodeFailed, user_code
 
@@ -24,6 +24,11 @@ KEY_VARIABLE = "SKYLITE_API_KEY"
 
 class VerifiersFailed(Exception):
     """The environment, or an agent's run in it, failed."""
+
+    def __init__(self, message: str, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+        """The recorder's, where a limit of the trajectory was the reason."""
 
 
 def verifiers_episode(spec: str) -> Callable[[Task, Chat], Awaitable[dict[str, float]]]:
@@ -125,7 +130,8 @@ def read_episode(found: Any, seat: str) -> dict[str, float]:
     for record in (found, *found.traces):
         if not record.ok and record.last_error is not None:
             error = record.last_error
-            raise VerifiersFailed(f"task {about}: {error.type}: {error.message}")
+            code = next((code for code in LIMIT_CODES if f'"{code}"' in error.message), "")
+            raise VerifiersFailed(f"task {about}: {error.type}: {error.message}", code)
     traces = [trace for trace in found.traces if trace.agent.name == seat]
     if len(traces) != 1:
         raise VerifiersFailed(

@@ -18,23 +18,29 @@ def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
     `turns/reused_frac`: share of the later prompts' tokens that begin an earlier call of the trajectory.
     `turns/branches_mean`: later calls per trajectory whose prompt does not contain a complete earlier call.
+    `turns/rerendered_tokens`: their tokens per trajectory in the place of recorded ones: after the longest
+    common prefix with an earlier call, and before the end of that call.
     """
-    prompt_tokens, reused_tokens, branches = 0, 0, 0
+    prompt_tokens, reused_tokens, branches, rerendered_tokens = 0, 0, 0, 0
     for trajectory in trajectories:
         earlier: list[TokenArray] = []
         for sample in trajectory.samples:
             prompt = np.asarray(sample.prompt_token_ids, dtype=np.int64)
             if earlier:
                 shared = [(common_prefix(prompt, call), len(call)) for call in earlier]
+                longest, known = max(shared)
                 prompt_tokens += len(prompt)
-                reused_tokens += max(length for length, _ in shared)
-                branches += all(length < total for length, total in shared)
+                reused_tokens += longest
+                if all(length < total for length, total in shared):
+                    branches += 1
+                    rerendered_tokens += min(len(prompt), known) - longest
             earlier.append(np.append(prompt, sample.completion_token_ids))
     return {
         "turns/mean": statistics.fmean(len(t.samples) for t in trajectories),
         "turns/max": float(max(len(t.samples) for t in trajectories)),
         "turns/reused_frac": reused_tokens / prompt_tokens if prompt_tokens else 1.0,
         "turns/branches_mean": branches / len(trajectories),
+        "turns/rerendered_tokens": rerendered_tokens / len(trajectories),
         "turns/limited_frac": statistics.fmean(t.end != "stop" for t in trajectories),
     }
 
