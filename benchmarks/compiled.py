@@ -109,7 +109,7 @@ def with_model_parts(policy: Policy) -> Policy:
     """The policy with norms and MLPs from transformers; prefix tree and chunked LM head stay."""
     base = policy.model.get_base_model()
     base.set_attn_implementation(implementation("sdpa"))
-    return replace(policy, packing="tree", head=linear_head(base))
+    return replace(policy, packing="tree", lm_head=linear_head(base))
 
 
 if __name__ == "__main__":

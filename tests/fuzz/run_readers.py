@@ -111,6 +111,7 @@ def _read_for_logger(folder: Path) -> None:
         path.write_bytes((folder / "name.jsonl").read_bytes())
         journal = open_journal(path)
         assert journal is not None
+        assert journal.lock is not None
         with closing(journal.lock):
             if common_steps(journal.steps, steps) < journal.last_step:
                 journal.go_back(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
 import subprocess
@@ -19,7 +18,7 @@ import pytest
 from skylite.commands.log import log
 from skylite.config.loading import read_run_config
 from skylite.errors import RunFailed
-from skylite.loggers import processes
+from skylite.loggers import interface, processes
 from skylite.orchestrator import run_loggers
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.run_loggers import loggers_running

@@ -82,7 +82,7 @@ def model_in_shared_memory(model: Path, copy: Path) -> Iterator[None]:
 
 
 def remove_unused_copies() -> None:
-    """Remove the copies of this user that killed runs left. A run that copies or cleans up now does it itself.
+    """Remove the copies of this user that killed runs left; leave that to a run that copies just now.
 
     Does nothing where the folder is missing or not private: then no run of this user made it.
     """
