@@ -118,7 +118,7 @@ def summary(rounds: list[tuple[float, float]]) -> dict[str, float]:
 
 def print_imports(command: str, folder: Path, count: int) -> None:
     """The modules whose own code takes longest to import, of `skylite COMMAND`."""
-    code = "import sys; sys.argv = ['skylite', *sys.argv[1:]]; from skylite.start import main; main()"
+    code = "import sys; sys.argv = ['skylite', *sys.argv[1:]]; from skylite.entry_point import main; main()"
     words = [sys.executable, "-X", "importtime", "-c", code, *shlex.split(command)]
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     lines = [

@@ -27,8 +27,8 @@ from machine_info import machine_info
 
 from skylite.config.train import TrainConfig
 from skylite.orchestrator import predicted_memory
+from skylite.orchestrator.key_value_copies import limits_of, worst_copies
 from skylite.orchestrator.model_sizes import model_sizes, sizes_of
-from skylite.orchestrator.piece_copies import limits_of, worst_copies
 from skylite.processes.torchrun import trainer_env
 from skylite.run.files import write_json
 

@@ -21,9 +21,9 @@ from skylite.config.train import TrainConfig
 from skylite.engine.start_engines import MAX_LORAS
 from skylite.errors import ConfigError
 from skylite.orchestrator.gpu_plan import Placement
+from skylite.orchestrator.key_value_copies import limits_of, worst_copies
 from skylite.orchestrator.memory_plan import divide_gpus
 from skylite.orchestrator.model_sizes import ModelSizes, model_sizes
-from skylite.orchestrator.piece_copies import limits_of, worst_copies
 from skylite.orchestrator.predicted_memory import engine_memory, trainer_memory
 from skylite.processes.gpus import Gpu
 

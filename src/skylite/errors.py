@@ -20,7 +20,7 @@ import errno
 import os
 from pathlib import Path
 
-from skylite.foreign_text import plain
+from skylite.untrusted_text import plain
 
 _WRITE_HINTS = {
     errno.ENOSPC: "Free space on that disk.",

@@ -30,7 +30,7 @@ from skylite.config.train import AnomalyConfig, RunConfig
 from skylite.errors import SkyliteError
 from skylite.evaluation.confidence_interval import accuracy_of
 from skylite.evaluation.evaluate import EvalResult, write_results
-from skylite.hub.shared_memory import model_in_shared_memory
+from skylite.hub.shared_memory_copy import model_in_shared_memory
 from skylite.hub.smollm2 import write_converted
 from skylite.model.policy import Policy
 from skylite.orchestrator.plan import RunPlan, write_run
@@ -40,10 +40,10 @@ from skylite.run.files import append_line, write_json
 from skylite.run.held_out_scores import write_score
 from skylite.run.lock import lock_folder
 from skylite.run.metrics_file import append_metrics
-from skylite.run.programs_named_by_user import remember
 from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import RunDir, adapter_name
 from skylite.run.status import Status, write_status
+from skylite.run.trusted_programs import remember
 from skylite.trainer.anomaly import save_rejected_step
 from skylite.trainer.checkpoint import save_checkpoint
 from skylite.trainer.optimizer import FlatAdamW

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 
 from skylite.engine.server_command import ENGINE_COMMAND
-from skylite.run.programs_named_by_user import remember
 from skylite.run.run_dir import RunDir
+from skylite.run.trusted_programs import remember
 from skylite.vllm_plugin import CPU_SERVER
 from tests.e2e.project import COMMAND, Project, make_project
 from tests.torture.moments import CHECKPOINT_EVERY

@@ -173,7 +173,7 @@ def test_a_dry_run_shows_them_plainly(tmp_path: Path, tiny_llama: Path) -> None:
     words += ["--reward", f"{tmp_path / 'mine.py'}:reward", "--set", "eval.limit=0", "--steps", "1"]
     words += ["--set", "data.difficulty=[]", "--set", "rollout.prompts_per_step=2"]
     done = subprocess.run(
-        [sys.executable, "-c", "from skylite.start import main; main()", *words],
+        [sys.executable, "-c", "from skylite.entry_point import main; main()", *words],
         capture_output=True,
         text=True,
         cwd=tmp_path,

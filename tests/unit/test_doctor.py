@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from skylite.commands.doctor import doctor, line, results
-from skylite.doctor import leftovers, machine, software
+from skylite.doctor import dead_runs, machine, software
 from skylite.doctor.finding import Finding, bad
 from skylite.doctor.machine import HubAnswer
-from skylite.extras import install_command
+from skylite.optional_packages import install_command
 from skylite.processes import temporary_folder
 from skylite.processes.temporary_folder import TemporaryFolder
 from skylite.run.lock import lock_folder
@@ -187,10 +187,10 @@ def test_a_dead_run_is_found_and_a_live_one_is_not(tmp_path: Path) -> None:
     dead = write_run(tmp_path / "my dead run", "training")
     live = write_run(tmp_path / "live", "sampling")
     with lock_folder(live):
-        (found,) = leftovers.check_runs(tmp_path)
+        (found,) = dead_runs.check_runs(tmp_path)
     assert found.text == f"{dead} says 'training' at step 3 of 9, but its processes are dead"
     assert found.mend == f"skylite train --resume '{dead}'"
-    assert len(leftovers.check_runs(tmp_path)) == 2
+    assert len(dead_runs.check_runs(tmp_path)) == 2
 
 
 def test_leftovers_of_dead_processes_are_found(tmp_path: Path) -> None:
@@ -204,14 +204,14 @@ def test_leftovers_of_dead_processes_are_found(tmp_path: Path) -> None:
     living = TemporaryFolder(parent=temporary)
     (temporary / "skylite-dry-run-abcd1234").mkdir(mode=0o700)
     (temporary / "skylite-dry-run-abcd1234").chmod(temporary_folder.MODE)
-    found = leftovers.check_leftovers(memory, temporary)
+    found = dead_runs.check_leftovers(memory, temporary)
     living.remove()
     assert found.text == "dead processes left 3 file(s) or folder(s), 0.0 MB"
     assert found.mend == " ".join(
         ["rm -r", f"{memory}/__KMP_REGISTERED_LIB_{2**22 + 1}_{os.getuid()}", str(copy),
          str(temporary / "skylite-dry-run-abcd1234")]
     )  # fmt: skip
-    assert leftovers.check_leftovers(tmp_path / "empty", tmp_path / "empty").level == "ok"
+    assert dead_runs.check_leftovers(tmp_path / "empty", tmp_path / "empty").level == "ok"
 
 
 def test_exit_code_and_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from importlib import metadata
 
 import pytest
 
-from skylite.extras import install_command
+from skylite.optional_packages import install_command
 
 
 def test_the_packages_of_an_extra_are_named_and_skylite_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

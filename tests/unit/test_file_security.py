@@ -15,8 +15,8 @@ from skylite.config.loading import load_config
 from skylite.errors import ConfigError
 from skylite.orchestrator.plan import plan_run, write_run
 from skylite.plugin_file import REWARD
-from skylite.run.programs_named_by_user import remember, require_named
 from skylite.run.run_dir import RunDir, published_versions
+from skylite.run.trusted_programs import remember, require_named
 from tests.engines import write_random_adapter
 from tests.small_run import settings
 from tests.unit.bad_inputs import call

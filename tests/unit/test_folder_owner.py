@@ -10,7 +10,7 @@ import pytest
 
 from skylite.config.loading import read_run_config
 from skylite.errors import WriteFailed
-from skylite.hub.shared_memory import shared_copy
+from skylite.hub.shared_memory_copy import shared_copy
 from skylite.orchestrator.plan import write_config
 from skylite.orchestrator.resume import plan_resume
 from skylite.orchestrator.run_session import clear_control_files

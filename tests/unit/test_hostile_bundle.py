@@ -21,7 +21,7 @@ from tests.unit.bad_inputs import Reply, call
 from tests.unit.test_logger_faults import FAKE_WANDB
 
 SMALL = ["--set", "eval.limit=0", "--set", "data.difficulty=[]", "--set", "rollout.prompts_per_step=2"]
-START = "import sys\nfrom skylite.start import main\nsys.exit(main())\n"
+START = "import sys\nfrom skylite.entry_point import main\nsys.exit(main())\n"
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ LAYERS = (
     ("config",),
     ("plugin_file", "types"),
     ("errors",),
-    ("extras", "foreign_text", "long_work"),
+    ("optional_packages", "untrusted_text", "work_progress"),
 )
 """From top to bottom. A file imports from its own folder and from the rows below."""
 TRAINER_SIDE = ("trainer", "model", "algorithms")

@@ -156,7 +156,8 @@ def test_quiet_on_the_command_line(train: list[str], flag: str, is_first: bool) 
 def test_verbose_on_the_command_line(train: list[str], flag: str) -> None:
     for arguments in ([flag, *train], [*train, flag], ["--quiet", *train, flag]):
         output = call([*arguments, "--dry-run"]).output
-        assert re.search(r"^\d\d:\d\d:\d\d skylite\.orchestrator\.plan_notes: data: t ", output, re.MULTILINE)
+        said = r"^\d\d:\d\d:\d\d skylite\.orchestrator\.plan_messages: data: t "
+        assert re.search(said, output, re.MULTILINE)
 
 
 def test_a_run_and_its_resume_share_one_log_file_and_a_dry_run_writes_none(
@@ -173,8 +174,8 @@ def test_a_run_and_its_resume_share_one_log_file_and_a_dry_run_writes_none(
     assert call(["train", "--resume", str(tmp_path / "run")]).code == 0
     text = (tmp_path / "run" / "logs" / "skylite.log").read_text()
     for line in (
-        "INFO skylite.orchestrator.plan_notes: data: t (generated: t)",
-        "WARNING skylite.orchestrator.plan_notes: optim.lr=1e-07",
+        "INFO skylite.orchestrator.plan_messages: data: t (generated: t)",
+        "WARNING skylite.orchestrator.plan_messages: optim.lr=1e-07",
         "INFO skylite.test: the session of step 1 begins, resume False",
         f"INFO skylite.orchestrator.resume: resuming {tmp_path / 'run'} after step 0",
         "INFO skylite.test: the session of step 1 begins, resume True",

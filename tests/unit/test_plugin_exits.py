@@ -19,7 +19,7 @@ from skylite.errors import ConfigError, DataError, RunFailed
 from skylite.rewards import load_reward
 from skylite.rewards.call_rewards import finite_scores
 from skylite.rewards.worker_pool import RewardPool
-from skylite.trainer.loss_and_advantage import group_advantage
+from skylite.trainer.chosen_algorithm import group_advantage
 from tests.unit.bad_inputs import call
 from tests.unit.data_cases import prompt
 

@@ -11,8 +11,8 @@ import pytest
 
 from skylite.config.lora import LoraConfig
 from skylite.errors import ConfigError
-from skylite.hub import shared_memory
-from skylite.hub.shared_memory import USERS_LOCK, model_in_shared_memory, shared_copy
+from skylite.hub import shared_memory_copy
+from skylite.hub.shared_memory_copy import USERS_LOCK, model_in_shared_memory, shared_copy
 from skylite.orchestrator.run_session import provide_model_files
 from skylite.run.lock import LOCK_NAME, lock_folder, lock_run
 from skylite.run.private_folder import require_own_links
@@ -24,9 +24,9 @@ from tests.unit.run_cases import begin
 KEEP = """
 import os, signal, sys
 from pathlib import Path
-from skylite.hub import shared_memory
-shared_memory.SHARED_MEMORY = Path(sys.argv[2])
-with shared_memory.model_in_shared_memory(Path(sys.argv[1]), shared_memory.shared_copy(sys.argv[3])):
+from skylite.hub import shared_memory_copy as shm
+shm.SHARED_MEMORY = Path(sys.argv[2])
+with shm.model_in_shared_memory(Path(sys.argv[1]), shm.shared_copy(sys.argv[3])):
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -37,7 +37,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "shm"
     folder.mkdir()
     folder.chmod(0o1777)
-    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", folder)
+    monkeypatch.setattr(shared_memory_copy, "SHARED_MEMORY", folder)
     return folder
 
 

@@ -16,9 +16,9 @@ from skylite.orchestrator.plan import plan_run, write_run
 from skylite.orchestrator.resources import reward_pool
 from skylite.orchestrator.resume import plan_resume
 from skylite.plugin_file import EPISODE, REWARD, FunctionKind, load_function
-from skylite.run.programs_named_by_user import remember, require_named, state_folder
 from skylite.run.run_dir import RunDir
-from skylite.trainer import loss_and_advantage
+from skylite.run.trusted_programs import remember, require_named, state_folder
+from skylite.trainer import chosen_algorithm
 from tests.unit.bad_inputs import Reply, call
 from tests.unit.data_cases import prompt
 
@@ -100,7 +100,7 @@ def test_the_trainer_runs_the_content_that_was_checked(here: Path, tiny_llama: P
     assert set(recorded.resolved.programs) == {f"{here}/own.py:f", f"{here}/mine.py:f"}
     (here / "mine.py").write_text(BAD)
     with pytest.raises(ConfigError, match=r"mine\.py has changed since skylite checked it"):
-        loss_and_advantage.load_functions(config.algorithm, recorded.resolved.programs)
+        chosen_algorithm.load_functions(config.algorithm, recorded.resolved.programs)
     with pytest.raises(ConfigError, match=r"names the advantage \S+mine.py:f, .* has changed"):
         plan_resume(RunDir(here / "run"))
     named = plan_resume(RunDir(here / "run"), settings=["algorithm.advantage=mine.py:f"])

@@ -19,7 +19,7 @@ from skylite.rewards import reasoning_gym as rewards
 from skylite.rewards.call_rewards import score
 from skylite.rewards.reasoning_gym import close_sandboxes, to_json
 from skylite.rewards.worker_pool import RewardPool
-from skylite.run.programs_named_by_user import remember, require_named
+from skylite.run.trusted_programs import remember, require_named
 from skylite.sandbox.sandbox import Limits
 from skylite.types import Prompt
 from tests.unit.data_cases import prompt

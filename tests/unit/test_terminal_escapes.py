@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from skylite.foreign_text import plain, plain_lines
 from skylite.processes.child import log_tail
 from skylite.ui.live_panel import CompletionView, LivePanel, ScreenState
+from skylite.untrusted_text import plain, plain_lines
 from tests.unit.bad_inputs import call
 
 SOURCE = Path(__file__).parents[2] / "src" / "skylite"

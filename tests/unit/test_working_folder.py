@@ -27,7 +27,7 @@ SHADOWED = (
     "usercustomize",
 )  # fmt: skip
 CONSOLE_SCRIPT = (
-    "import sys\nfrom skylite.start import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
+    "import sys\nfrom skylite.entry_point import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
 )
 SCORE = """
 import asyncio, sys

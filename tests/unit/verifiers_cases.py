@@ -34,7 +34,7 @@ def add_verifiers(patch: pytest.MonkeyPatch) -> None:
 
 def prepare(spec: str, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """`skylite prepare` in a process of its own."""
-    program = [sys.executable, "-c", "from skylite.start import main; main()"]
+    program = [sys.executable, "-c", "from skylite.entry_point import main; main()"]
     words = [*program, "prepare", spec, "--out", str(folder), *flags]
     return subprocess.run(words, capture_output=True, text=True, check=False)
 

@@ -15,10 +15,10 @@ from skylite.adapters.manifest import Manifest, read_manifest
 from skylite.config.lora import LoraConfig
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError, ModelError
-from skylite.foreign_text import parse_json
 from skylite.hub.resolve import safetensors_header
 from skylite.run.files import atomic_folder
 from skylite.run.run_dir import RunDir, adapter_name
+from skylite.untrusted_text import parse_json
 
 CONFIG, WEIGHTS, MANIFEST = "adapter_config.json", "adapter_model.safetensors", "manifest.json"
 UNSUPPORTED_KEYS = {

@@ -22,12 +22,12 @@ from skylite.engine.server_command import BASE_NAME, engine_command, engine_env,
 from skylite.engine.single_engine import engine_config, single_engine_spec
 from skylite.engine.startup_progress import engine_starting
 from skylite.errors import ConfigError, DataError, RunFailed
-from skylite.foreign_text import parse_json, plain, plain_lines
 from skylite.hub.resolve import resolve_model
 from skylite.processes.child import Child, ProcessSpec, child_died, kill, poll, start
 from skylite.processes.temporary_folder import temporary_folder
 from skylite.types import Message
 from skylite.ui.logs import show
+from skylite.untrusted_text import parse_json, plain, plain_lines
 from skylite.vllm_plugin.api_key import KEY_VARIABLE
 
 logger = logging.getLogger(__name__)

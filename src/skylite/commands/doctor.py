@@ -11,12 +11,12 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from skylite.doctor import leftovers, limits, machine, software
+from skylite.doctor import dead_runs, limits, machine, software
 from skylite.doctor.engine_probe import probe_engine
 from skylite.doctor.finding import Finding, bad
 from skylite.errors import SkyliteError, error_line
-from skylite.long_work import long_work
 from skylite.ui.logs import show
+from skylite.work_progress import long_work
 
 MARKS = {"ok": "ok  ", "note": "note", "bad": "BAD "}
 Check = Callable[[], Finding | Iterable[Finding]]
@@ -61,8 +61,8 @@ def machine_checks(runs: Path) -> list[tuple[str, Check]]:
         ("clock", lambda: machine.check_clock(hub)),
         ("ports", machine.check_ports),
         ("hub", lambda: machine.check_hub(hub)),
-        ("runs", lambda: leftovers.check_runs(runs)),
-        ("leftovers", leftovers.check_leftovers),
+        ("runs", lambda: dead_runs.check_runs(runs)),
+        ("leftovers", dead_runs.check_leftovers),
     ]
 
 

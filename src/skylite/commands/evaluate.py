@@ -26,14 +26,14 @@ from skylite.evaluation.evaluate import EvalResult, write_results
 from skylite.evaluation.results import Report, Scored
 from skylite.evaluation.versions import EvalSampling, ProblemSet, Subject, evaluate_subjects
 from skylite.hub.resolve import resolve_model
-from skylite.long_work import long_work
 from skylite.orchestrator.eval_data import DataChoice, EvalData, read_data
 from skylite.orchestrator.eval_problems import start_problems
 from skylite.processes.file_descriptors import raise_file_limit
 from skylite.run.files import write_json
 from skylite.run.folder_owner import require_own_place
-from skylite.run.programs_named_by_user import is_set
+from skylite.run.trusted_programs import is_set
 from skylite.ui.logs import show
+from skylite.work_progress import long_work
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from skylite.errors import ConfigError, RunFailed
 from skylite.loggers.interface import require_libraries
 from skylite.loggers.journal import fingerprints
 from skylite.loggers.processes import count_steps, start_logger
-from skylite.long_work import long_work
 from skylite.processes.child import poll
 from skylite.run.folder_owner import require_own_place
 from skylite.run.metrics_file import read_metrics
 from skylite.run.run_dir import RunDir
 from skylite.ui.logs import show
+from skylite.work_progress import long_work
 
 POLL_S = 0.1
 

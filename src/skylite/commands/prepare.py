@@ -18,13 +18,13 @@ from skylite.data.prompt_folder import replace_folder
 from skylite.data.prompts import PromptFileInfo
 from skylite.data.user_tables import is_own_data
 from skylite.errors import ConfigError, DataError
-from skylite.long_work import long_work
 from skylite.plugin_file import is_verifiers
 from skylite.rewards import load_reward
 from skylite.rewards.built_in import without_extraction
-from skylite.run.programs_named_by_user import remember
+from skylite.run.trusted_programs import remember
 from skylite.types import Prompt
 from skylite.ui.logs import show
+from skylite.work_progress import long_work
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")

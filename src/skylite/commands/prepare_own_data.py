@@ -14,7 +14,7 @@ from skylite.errors import ConfigError
 from skylite.plugin_file import resolve_spec
 from skylite.rewards import load_reward
 from skylite.rewards.built_in import NEEDS_ANSWER
-from skylite.run.programs_named_by_user import remember
+from skylite.run.trusted_programs import remember
 
 EXAMPLES = {"--question": "--question question", "--answer": "--answer answer", "--reward": "--reward gsm8k"}
 """Flag -> how it is typed."""

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from skylite.errors import ConfigError, SkyliteError
-from skylite.foreign_text import plain
 from skylite.report.run_facts import age_text, read_facts
 from skylite.report.summary import damaged, summary
 from skylite.ui.logs import show
+from skylite.untrusted_text import plain
 
 CONFIG_NAME = "config.json"
 HEADS = ("run", "state", "steps", "model", "algorithm", "reward", "held-out", "time", "age", "findings")

@@ -23,8 +23,8 @@ from skylite.orchestrator.shutdown import TimeLimit
 from skylite.plugin_file import EPISODE, REWARD
 from skylite.run.folder_owner import require_own_folders
 from skylite.run.lock import lock_run
-from skylite.run.programs_named_by_user import is_set
 from skylite.run.run_dir import RunDir
+from skylite.run.trusted_programs import is_set
 from skylite.ui.logs import run_log, show, show_printed
 
 logger = logging.getLogger(__name__)

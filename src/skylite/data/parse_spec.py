@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from skylite.errors import ConfigError
-from skylite.foreign_text import parse_json
+from skylite.untrusted_text import parse_json
 
 REASONING_GYM = "reasoning-gym:"
 """Begins the spec of a reasoning-gym task."""

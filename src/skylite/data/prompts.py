@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from skylite.errors import DataError
-from skylite.foreign_text import parse_json
 from skylite.run.files import atomic_file
 from skylite.types import Message, Prompt
+from skylite.untrusted_text import parse_json
 
 SCHEMA_VERSION = 2
 FOOTER_KEY = b"skylite"

@@ -13,8 +13,8 @@ from typing import Any
 
 from skylite.data.prompts import SourceKind
 from skylite.errors import DataError
-from skylite.foreign_text import parse_json
 from skylite.run.files import sha256_file
+from skylite.untrusted_text import parse_json
 
 READABLE = (".jsonl", ".json", ".csv", ".parquet")
 

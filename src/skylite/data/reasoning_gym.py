@@ -11,7 +11,7 @@ from skylite.data.examples import Example, ExampleSet, ShowProgress
 from skylite.data.parse_spec import REASONING_GYM, read_settings, split_spec
 from skylite.data.raw_rows import Row, Table, generated_table
 from skylite.errors import ConfigError, DataError
-from skylite.extras import install_command
+from skylite.optional_packages import install_command
 from skylite.rewards.built_in import reference_completion
 from skylite.rewards.reasoning_gym import from_json, to_json
 from skylite.types import Message, Prompt

@@ -14,9 +14,9 @@ from typing import Any
 
 from skylite.data.chat_template import ChatTemplate, check_args
 from skylite.errors import DataError, ModelError
-from skylite.foreign_text import parse_json
 from skylite.sandbox.sandbox import CallFailed, Limits, Sandbox
 from skylite.types import Message, Prompt
+from skylite.untrusted_text import parse_json
 
 LIMITS = Limits(memory_bytes=2 << 30, cpu_s=60, wall_s=120.0, output_bytes=256 << 20)
 """For the prompts of one call."""

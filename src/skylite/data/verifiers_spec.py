@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from skylite.data.parse_spec import read_settings, split_spec
 from skylite.errors import ConfigError
-from skylite.extras import install_command, requirements
+from skylite.optional_packages import install_command, requirements
 from skylite.plugin_file import VERIFIERS, UserCodeFailed, user_code
 
 _EXAMPLE = f"E.g. {VERIFIERS}textarena taskset.game=Wordle-v0."

@@ -16,7 +16,7 @@ from skylite.engine.external_server_command import external_server_command
 from skylite.engine.servable_models import vllm_version
 from skylite.engine.server_command import RUNTIME_LORA
 from skylite.errors import ConfigError, error_line
-from skylite.foreign_text import parse_json
+from skylite.untrusted_text import parse_json
 
 TIMEOUT_S = 5.0
 LARGEST_ANSWER = 4 << 20

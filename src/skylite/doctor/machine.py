@@ -13,7 +13,7 @@ from pathlib import Path
 
 from skylite.doctor.finding import Finding, bad, note, ok
 from skylite.errors import error_line
-from skylite.hub.shared_memory import SHARED_MEMORY
+from skylite.hub.shared_memory_copy import SHARED_MEMORY
 from skylite.processes.hardware import available_memory, cpu_cores, total_memory
 from skylite.run.files import format_bytes, free_bytes
 

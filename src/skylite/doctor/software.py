@@ -15,7 +15,7 @@ from packaging.specifiers import SpecifierSet
 from skylite.doctor.finding import Finding, bad, note, ok
 from skylite.engine.servable_models import check_build, vllm_version
 from skylite.errors import SkyliteError
-from skylite.extras import install_command, requirements
+from skylite.optional_packages import install_command, requirements
 from skylite.processes.gpus import VISIBLE, describe, visible_gpus, why_no_gpu
 from skylite.processes.import_path import protected_env
 from skylite.processes.torch_cuda import check_torch

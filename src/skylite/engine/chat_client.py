@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import httpx
 
 from skylite.errors import RunFailed
-from skylite.foreign_text import parse_json, plain
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Message
+from skylite.untrusted_text import parse_json, plain
 from skylite.vllm_plugin.api_key import KEY_VARIABLE
 
 

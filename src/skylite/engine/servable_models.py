@@ -24,7 +24,7 @@ from skylite.adapters.target_modules import matches, predict_modules
 from skylite.config.lora import LoraConfig
 from skylite.engine.server_command import ENGINE_COMMAND
 from skylite.errors import ModelError
-from skylite.foreign_text import parse_json
+from skylite.untrusted_text import parse_json
 
 TABLE = Path(__file__).with_name("vllm_models.json")
 OLDER_TABLES = (Path(__file__).with_name("vllm_models_0.26.0.json"),)

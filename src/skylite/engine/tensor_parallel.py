@@ -13,7 +13,7 @@ from shutil import disk_usage
 from typing import Any
 
 from skylite.errors import ConfigError
-from skylite.foreign_text import parse_json
+from skylite.untrusted_text import parse_json
 
 SETTING = "engine.tensor_parallel"
 SHARED_MEMORY = Path("/dev/shm")

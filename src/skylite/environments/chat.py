@@ -20,7 +20,7 @@ import httpx
 from pydantic import TypeAdapter, ValidationError, create_model
 
 from skylite.errors import SkyliteError
-from skylite.foreign_text import parse_json
+from skylite.untrusted_text import parse_json
 
 Messages = Sequence[dict[str, Any]]
 Tools = Sequence[Callable[..., Any] | dict[str, Any]]

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from skylite.foreign_text import plain
+from skylite.untrusted_text import plain
 
 ChatMessage = dict[str, Any]
 """role, content (text), and, where the role has them, tool_calls, tool_call_id, name, reasoning_content."""

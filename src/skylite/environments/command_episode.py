@@ -17,7 +17,7 @@ from typing import Any
 
 from skylite.environments.chat import BlockingChat, Task
 from skylite.environments.episode_spec import command_words
-from skylite.foreign_text import parse_json
+from skylite.untrusted_text import parse_json
 
 
 class CommandFailed(Exception):

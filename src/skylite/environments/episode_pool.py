@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from skylite.environments.chat import Endpoint, Task
-from skylite.environments.leftovers import Leftovers
+from skylite.environments.episode_leaks import Leftovers
 from skylite.errors import ConfigError, RunFailed
-from skylite.foreign_text import parse_json, plain
 from skylite.processes.child import ProcessSpec
 from skylite.processes.supervisor import Supervisor
+from skylite.untrusted_text import parse_json, plain
 
 NAME = "episodes"
 START_S = 120.0

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skylite.environments.decode_reply import as_written
-from skylite.foreign_text import parse_json
+from skylite.untrusted_text import parse_json
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,8 @@ from skylite.environments.parse_reply import parse_reply
 from skylite.environments.renderer import Renderer
 from skylite.environments.trajectory_log import Call, TrajectoryLog, told_since_reply
 from skylite.errors import SkyliteError
-from skylite.foreign_text import plain
 from skylite.types import End, Sample
+from skylite.untrusted_text import plain
 
 logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 16 << 20

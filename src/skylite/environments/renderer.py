@@ -14,8 +14,8 @@ from typing import Any
 from skylite.data.tokenizer import LIMITS
 from skylite.environments.chat_request import ApiError, ChatMessage
 from skylite.errors import ModelError
-from skylite.foreign_text import parse_json, plain
 from skylite.sandbox.sandbox import CallFailed, Sandbox
+from skylite.untrusted_text import parse_json, plain
 
 Job = dict[str, Any]
 COPY_LIFE_S = 1.0

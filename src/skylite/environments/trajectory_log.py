@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from skylite.engine.client import Sampling
 from skylite.environments.chat_request import ChatMessage
-from skylite.foreign_text import parse_json
 from skylite.types import End, Sample
+from skylite.untrusted_text import parse_json
 
 
 class Sampler(Protocol):

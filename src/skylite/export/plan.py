@@ -16,13 +16,13 @@ from skylite.config.loading import read_run_config
 from skylite.config.train import RunConfig
 from skylite.errors import ConfigError, ModelError
 from skylite.export.gguf import find_converter
-from skylite.foreign_text import parse_json
 from skylite.hub.resolve import PROMPT_FILES, ResolvedModel, resolve_model, tensor_shapes
 from skylite.processes.hardware import available_memory
 from skylite.run.files import format_bytes
 from skylite.run.folder_owner import require_own_place
 from skylite.run.held_out_scores import held_out_scores
 from skylite.run.run_dir import RunDir
+from skylite.untrusted_text import parse_json
 
 logger = logging.getLogger(__name__)
 Dtype = Literal["float32", "bfloat16", "float16"]

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from skylite.errors import ConfigError, RunFailed
-from skylite.foreign_text import plain
 from skylite.hub.download_bar import without_hub_bars
+from skylite.untrusted_text import plain
 
 TOKEN_VARIABLE = "HF_TOKEN"
 

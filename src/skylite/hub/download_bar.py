@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from skylite.long_work import LongWork
+from skylite.work_progress import LongWork
 
 BYTES_BARS = (
     "huggingface_hub.snapshot_download",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from skylite.foreign_text import plain
+from skylite.untrusted_text import plain
 
 Noun = Literal["model", "data set"]
 LOGIN = "`hf auth login`, or set HF_TOKEN"

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skylite.errors import ModelError
-from skylite.foreign_text import parse_json
 from skylite.processes.child import ProcessSpec, kill, log_tail, start
 from skylite.run.durations import remembered_work
 from skylite.run.files import atomic_folder, convert_os_errors, require_space, sha256_file, write_json
+from skylite.untrusted_text import parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol, cast
 
 from skylite.config.log import LoggerName
 from skylite.errors import ConfigError
-from skylite.extras import install_command
+from skylite.optional_packages import install_command
 
 LIBRARIES: dict[LoggerName, tuple[str, ...]] = {
     "tensorboard": ("tensorboard",),

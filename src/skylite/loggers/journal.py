@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from skylite.errors import DataError
-from skylite.foreign_text import parse_json
 from skylite.run.files import append_line, convert_os_errors
 from skylite.run.private_folder import open_lock
+from skylite.untrusted_text import parse_json
 
 FROM_ROLLOUTS = ("reward/", "completion/")
 """Metrics that are computed from a step's rollouts alone."""

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from skylite.config.log import LoggerName
 from skylite.errors import DataError, RunFailed
 from skylite.loggers.journal import logged_steps
-from skylite.long_work import LongWork
 from skylite.processes.child import Child, ProcessSpec, describe_exit, kill, log_tail, poll, start
 from skylite.run.run_dir import RunDir
+from skylite.work_progress import LongWork
 
 logger = logging.getLogger(__name__)
 ENV = {

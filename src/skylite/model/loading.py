@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from skylite.errors import ModelError
-from skylite.foreign_text import parse_json
 from skylite.model.attention_backends import register_backends
 from skylite.model.process_group import Dist
+from skylite.untrusted_text import parse_json
 
 
 def load_base(path: str, dtype: torch.dtype, dist: Dist, offload: bool) -> tuple[PreTrainedModel, str]:

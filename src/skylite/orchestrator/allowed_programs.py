@@ -23,7 +23,7 @@ from skylite.plugin_file import (
     is_program,
     is_verifiers,
 )
-from skylite.run.programs_named_by_user import is_set, remember, require_named
+from skylite.run.trusted_programs import is_set, remember, require_named
 
 
 def allow_rewards(

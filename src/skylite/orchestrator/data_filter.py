@@ -9,7 +9,7 @@ from typing import Any
 from skylite.config.loading import read_recipe
 from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo, read_info
-from skylite.run.programs_named_by_user import is_set
+from skylite.run.trusted_programs import is_set
 
 
 def without_foreign_filter(

@@ -15,7 +15,7 @@ from skylite.orchestrator.allowed_programs import allow_episode, allow_rewards
 from skylite.orchestrator.data_filter import fit_difficulty
 from skylite.orchestrator.reward_settings import apply_reward_settings
 from skylite.plugin_file import REWARD
-from skylite.run.programs_named_by_user import is_set
+from skylite.run.trusted_programs import is_set
 from skylite.types import Prompt
 
 logger = logging.getLogger(__name__)

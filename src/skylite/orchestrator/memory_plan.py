@@ -16,8 +16,8 @@ from skylite.engine.start_engines import MAX_LORAS
 from skylite.engine.tensor_parallel import check_divisible
 from skylite.errors import ConfigError
 from skylite.orchestrator.gpu_plan import Placement
+from skylite.orchestrator.key_value_copies import full_copies, limits_of, worst_copies
 from skylite.orchestrator.model_sizes import model_sizes
-from skylite.orchestrator.piece_copies import full_copies, limits_of, worst_copies
 from skylite.orchestrator.predicted_memory import EngineMemory, TrainerMemory, engine_memory, trainer_memory
 from skylite.orchestrator.sharded_sizes import sizes_per_gpu
 from skylite.processes.gpus import Gpu, visible_gpus

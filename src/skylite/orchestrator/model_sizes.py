@@ -12,9 +12,9 @@ from skylite.adapters.target_modules import predict_modules
 from skylite.config.lora import LoraConfig
 from skylite.engine.servable_models import packed_layers
 from skylite.engine.tensor_parallel import text_section
-from skylite.foreign_text import parse_json
 from skylite.hub.resolve import tensor_shapes
 from skylite.orchestrator.expert_sizes import Experts, experts_of, outside_experts
+from skylite.untrusted_text import parse_json
 
 Shapes = Mapping[str, Sequence[int]]
 OTHER_TOWERS = ("vision", "visual", "image", "audio", "mm_")

@@ -19,14 +19,14 @@ from skylite.engine.servable_models import check_build, check_lora, check_torchv
 from skylite.environments.episode_spec import check_episode_data
 from skylite.errors import ConfigError
 from skylite.hub.resolve import resolve_model
-from skylite.hub.shared_memory import shared_copy
+from skylite.hub.shared_memory_copy import shared_copy
 from skylite.loggers.interface import require_libraries
 from skylite.orchestrator.allowed_programs import allow_algorithm, allow_episode, allow_rewards
 from skylite.orchestrator.automatic_settings import device_defaults, epochs_to_steps
 from skylite.orchestrator.data_filter import without_foreign_filter
 from skylite.orchestrator.gpu_plan import place
 from skylite.orchestrator.memory_plan import plan_memory
-from skylite.orchestrator.plan_notes import data_note, held_out_note, log_notes, settings_notes
+from skylite.orchestrator.plan_messages import data_note, held_out_note, log_notes, settings_notes
 from skylite.orchestrator.reference_answers import check_references
 from skylite.orchestrator.reward_settings import apply_reward_settings
 from skylite.plugin_file import REWARD
@@ -38,8 +38,8 @@ from skylite.processes.printed_lines import printed_lines
 from skylite.rewards.components import load_components
 from skylite.run.files import convert_os_errors, sha256_file, write_json
 from skylite.run.folder_owner import mark_sync_folder
-from skylite.run.programs_named_by_user import is_set
 from skylite.run.run_dir import RunDir, published_versions
+from skylite.run.trusted_programs import is_set
 from skylite.sandbox.sandbox import require_sandbox
 from skylite.types import Prompt
 from skylite.ui.logs import log_printed

@@ -52,7 +52,7 @@ class TrainerMemory:
     work: float
     """Per token, while backward computes one layer."""
     kept_copy: float
-    """As `kept`, per token that attention copies for another piece of a tree (piece_copies.py)."""
+    """As `kept`, per token that attention copies for another piece of a tree (key_value_copies.py)."""
     work_copy: float
     """As `work`, likewise."""
     mask: int

@@ -13,7 +13,6 @@ from skylite.adapters.manifest import read_manifest
 from skylite.config.loading import read_run_config
 from skylite.config.train import RunConfig
 from skylite.errors import ChildDied, ConfigError, ModelError, RunFailed
-from skylite.long_work import long_work
 from skylite.orchestrator.gpu_plan import place_ranks
 from skylite.orchestrator.shutdown import ask_trainer_to_end
 from skylite.processes.child import ProcessSpec
@@ -24,6 +23,7 @@ from skylite.processes.torchrun import trainer_command, trainer_env
 from skylite.run.checkpoint_folder import checkpoint_steps, verify_checkpoint
 from skylite.run.files import write_json
 from skylite.run.run_dir import AdapterVersion, RunDir, adapter_name
+from skylite.work_progress import long_work
 
 TRAINER = "trainer"
 POLL_S = 0.05

@@ -29,7 +29,7 @@ from skylite.orchestrator.plan import (
     shm_path,
     train_data_hash,
 )
-from skylite.orchestrator.plan_notes import log_notes
+from skylite.orchestrator.plan_messages import log_notes
 from skylite.orchestrator.step_metrics import recovered_metrics
 from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint
 from skylite.run.files import fsync_path

@@ -11,12 +11,12 @@ from contextlib import asynccontextmanager
 from skylite.errors import DataError
 from skylite.loggers.journal import fingerprints
 from skylite.loggers.processes import LoggerProcess, count_steps, start_loggers
-from skylite.long_work import long_work
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.shutdown import StopRequest
 from skylite.processes.child import poll
 from skylite.run.metrics_file import read_metrics
 from skylite.run.run_dir import RunDir
+from skylite.work_progress import long_work
 
 logger = logging.getLogger(__name__)
 WATCH_S = 2.0

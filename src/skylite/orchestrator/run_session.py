@@ -19,7 +19,7 @@ from skylite.engine.engine_pool import EnginePool
 from skylite.engine.start_engines import engines_for_modules, start_engines
 from skylite.engine.watchdog import RestartPolicy
 from skylite.errors import OutOfMemory, SkyliteError, TrainerLost, WriteFailed, write_failed
-from skylite.hub.shared_memory import model_in_shared_memory, remove_unused_copies
+from skylite.hub.shared_memory_copy import model_in_shared_memory, remove_unused_copies
 from skylite.orchestrator.failures import TRAINER, explain_failure, may_resume, with_next_commands
 from skylite.orchestrator.loop import TrainerStep, run_steps, wait_for_trainer_step
 from skylite.orchestrator.plan import RunPlan, write_config

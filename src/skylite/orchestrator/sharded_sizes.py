@@ -18,7 +18,6 @@ from skylite.adapters.target_modules import predict_modules
 from skylite.config.lora import LoraConfig
 from skylite.engine.servable_models import LM_HEADS, packed_layers
 from skylite.engine.tensor_parallel import HEADS, padded_vocabulary, text_section
-from skylite.foreign_text import parse_json
 from skylite.hub.resolve import tensor_shapes
 from skylite.orchestrator.model_sizes import (
     FUSED_QKV,
@@ -29,6 +28,7 @@ from skylite.orchestrator.model_sizes import (
     text_layers,
     with_packed,
 )
+from skylite.untrusted_text import parse_json
 
 BY_OUTPUTS = (
     *("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "gate_up_proj", "fc1", "w1", "w3"),

@@ -20,11 +20,11 @@ from io import FileIO
 from pathlib import Path
 
 from skylite.errors import ChildDied, RunFailed
-from skylite.foreign_text import plain
 from skylite.processes.file_descriptors import private_file
 from skylite.processes.import_path import protected_env
 from skylite.processes.reaper import MARK, TEMPORARY_FOLDER, remove_leftovers
 from skylite.processes.temporary_folder import TemporaryFolder
+from skylite.untrusted_text import plain
 
 REAPER = Path(__file__).with_name("reaper.py")
 LONGEST_TMPDIR = 50

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from skylite.foreign_text import plain
+from skylite.untrusted_text import plain
 
 MOST_BYTES = 1 << 20
 """The rest of what is printed in one block is dropped."""

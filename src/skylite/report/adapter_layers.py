@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, deserialize
 
 from skylite.errors import ModelError
-from skylite.foreign_text import parse_json
+from skylite.untrusted_text import parse_json
 
 FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
 LAYER_NUMBER = re.compile(r"\.(\d+)\.")

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from skylite import __version__
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError, DataError, ModelError
-from skylite.foreign_text import plain_lines
 from skylite.report.adapter_layers import layer_updates
 from skylite.report.alarms import find_alarms
 from skylite.report.completions import Completion, read_held_out, read_training
@@ -20,6 +19,7 @@ from skylite.report.plots import REPETITION, time_split, with_components
 from skylite.report.run_facts import HeldOut, RunFacts
 from skylite.report.summary import summary
 from skylite.run.run_dir import AdapterVersion, published_versions
+from skylite.untrusted_text import plain_lines
 
 MAX_READ_STEPS = 60
 """Rollout files that are read for texts and repetition, at equal distances."""
@@ -208,7 +208,7 @@ def unique_names(names: Sequence[str]) -> list[str]:
 
 
 def plain_values(value: Any) -> Any:
-    """JSON values with plain strings (foreign_text.py) and null for numbers that JSON lacks."""
+    """JSON values with plain strings (untrusted_text.py) and null for numbers that JSON lacks."""
     if isinstance(value, str):
         return plain_lines(value)
     if isinstance(value, float):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from skylite.errors import ConfigError
-from skylite.extras import install_command
+from skylite.optional_packages import install_command
 from skylite.report.plots import HELD_OUT
 from skylite.run.files import atomic_file
 

@@ -15,12 +15,12 @@ import pyarrow.compute as pc
 from skylite.api import Run, load_run
 from skylite.errors import ConfigError, DataError, SkyliteError
 from skylite.evaluation.confidence_interval import Accuracy, accuracy_of
-from skylite.foreign_text import parse_json
 from skylite.run.held_out_scores import Label
 from skylite.run.metrics_file import read_metrics
 from skylite.run.rollout_file import read_columns
 from skylite.run.run_dir import RunDir, numbered_paths
 from skylite.run.status import Status
+from skylite.untrusted_text import parse_json
 
 ENDED = ("done", "stopped", "failed")
 """Phases after which a run has no processes."""

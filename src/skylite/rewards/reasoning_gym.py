@@ -8,7 +8,7 @@ from collections import OrderedDict
 from typing import Any
 
 from skylite.errors import DataError
-from skylite.extras import install_command
+from skylite.optional_packages import install_command
 from skylite.sandbox.sandbox import CallFailed, Limits, Sandbox, require_sandbox
 
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*)</answer>", re.DOTALL)

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from skylite.foreign_text import parse_json
 from skylite.run.files import append_line
+from skylite.untrusted_text import parse_json
 
 Event = Literal[
     "run_started",

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from skylite.config.train import RunConfig
 from skylite.errors import ConfigError
-from skylite.foreign_text import parse_json
 from skylite.run.files import TEMPORARY_MARK, write_json
 from skylite.run.run_dir import RunDir, published_versions
+from skylite.untrusted_text import parse_json
 
 MARK_NAME = "skylite-run.json"
 """File in a lora_sync_path outside the run: {"run_id": id of the run that owns the adapters there}."""

@@ -7,9 +7,9 @@ from typing import Literal, get_args
 
 from skylite.config.checkpoint import EvalConfig
 from skylite.errors import DataError
-from skylite.foreign_text import parse_json
 from skylite.run.files import write_json
 from skylite.run.run_dir import RunDir, numbered_paths
+from skylite.untrusted_text import parse_json
 
 Label = Literal["before", "step", "after"]
 """When a run evaluates on held-out problems."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from skylite.errors import DataError
-from skylite.foreign_text import parse_json
 from skylite.run.files import append_line, atomic_file
+from skylite.untrusted_text import parse_json
 
 
 def append_metrics(path: Path, metrics: dict[str, Any]) -> None:

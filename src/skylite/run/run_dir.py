@@ -9,7 +9,7 @@ from typing import Any
 
 from skylite.config.train import RunConfig
 from skylite.errors import ConfigError
-from skylite.foreign_text import parse_json
+from skylite.untrusted_text import parse_json
 
 
 @dataclass(frozen=True, slots=True, order=True)

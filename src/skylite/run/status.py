@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from skylite.errors import ConfigError
-from skylite.foreign_text import parse_json
 from skylite.run.files import write_json
+from skylite.untrusted_text import parse_json
 
 Phase = Literal[
     "starting", "sampling", "training", "syncing", "evaluating", "stopping", "done", "stopped", "failed"

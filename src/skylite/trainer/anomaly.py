@@ -2,7 +2,7 @@
 
 NaN is caught here (rewards, vLLM's logprobs, metrics, parameters) and, as TrainingDiverged, in optimizer.py
 (gradients) and trainer/loop.py (canary). A user's loss or advantage that makes NaN ends the run in
-loss_and_advantage.py, which names the function.
+chosen_algorithm.py, which names the function.
 """
 
 from __future__ import annotations

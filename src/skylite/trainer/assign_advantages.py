@@ -14,7 +14,7 @@ from skylite.algorithms.advantages import gae, moments, token_returns, whiten
 from skylite.config.algorithm import AlgorithmConfig
 from skylite.model.packing import upload
 from skylite.model.process_group import Dist
-from skylite.trainer.loss_and_advantage import group_advantage
+from skylite.trainer.chosen_algorithm import group_advantage
 from skylite.trainer.micro_batch_plan import Batch
 from skylite.trainer.micro_batches import MicroBatch
 from skylite.trainer.precompute_logprobs import Precomputed, Targets

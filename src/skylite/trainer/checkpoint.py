@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import skylite
 from skylite.config.train import TrainConfig
 from skylite.errors import ModelError
-from skylite.foreign_text import parse_json
 from skylite.model.process_group import Dist
 from skylite.run.checkpoint_folder import verify_checkpoint, write_checkpoint_manifest
 from skylite.run.files import atomic_folder
 from skylite.run.run_dir import RunDir
 from skylite.trainer.optimizer import FlatAdamW
+from skylite.untrusted_text import parse_json
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LIBRARIES = ("torch", "transformers", "peft", "safetensors")

@@ -36,8 +36,8 @@ from skylite.trainer.canary import (
     wait_for_canary,
 )
 from skylite.trainer.checkpoint import load_checkpoint, random_states, save_checkpoint
+from skylite.trainer.chosen_algorithm import load_functions
 from skylite.trainer.critic import Critic, make_critic
-from skylite.trainer.loss_and_advantage import load_functions
 from skylite.trainer.micro_batch_memory import resolve_micro_batch_tokens
 from skylite.trainer.optimizer import FlatAdamW, make_optimizer
 from skylite.trainer.out_of_memory import (

@@ -19,7 +19,7 @@ from skylite.config.algorithm import AlgorithmConfig
 from skylite.errors import DataError
 from skylite.model.packing import Packing
 from skylite.model.prefix_tree import IntArray, shared_length
-from skylite.trainer.loss_and_advantage import group_advantage
+from skylite.trainer.chosen_algorithm import group_advantage
 from skylite.types import Group, Sample, Trajectory
 
 NOTHING: IntArray = np.empty(0, dtype=np.int64)

@@ -14,7 +14,7 @@ from skylite.config.train import TrainConfig
 from skylite.model.packing import NO_TOKENS, PackedTokens, pack_tokens, upload
 from skylite.model.policy import Policy
 from skylite.model.process_group import Dist
-from skylite.trainer.loss_and_advantage import group_advantage
+from skylite.trainer.chosen_algorithm import group_advantage
 from skylite.trainer.micro_batch_plan import Batch, Part, plan_micro_batches
 from skylite.types import Trajectory
 

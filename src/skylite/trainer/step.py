@@ -15,8 +15,8 @@ from skylite.config.train import TrainConfig
 from skylite.model.policy import Policy, lora_dropout, score
 from skylite.model.process_group import Dist
 from skylite.trainer.assign_advantages import assign_advantages
+from skylite.trainer.chosen_algorithm import policy_loss
 from skylite.trainer.critic import Critic, predict_values
-from skylite.trainer.loss_and_advantage import policy_loss
 from skylite.trainer.metrics import MetricSums, step_metrics
 from skylite.trainer.micro_batch_plan import arrange
 from skylite.trainer.micro_batches import MicroBatch, MiniBatch, pack

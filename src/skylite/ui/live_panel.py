@@ -13,8 +13,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.panel import Panel
 from rich.text import Text
 
-from skylite.foreign_text import plain
 from skylite.ui.curve import curve, proportional_widths
+from skylite.untrusted_text import plain
 
 LABEL_WIDTH = 11
 MAX_ROWS = 34

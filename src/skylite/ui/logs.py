@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from skylite.errors import SkyliteError, WriteFailed, error_line
-from skylite.foreign_text import plain, plain_lines
 from skylite.run.files import append_line, atomic_file, convert_os_errors
+from skylite.untrusted_text import plain, plain_lines
 
 ON_PANEL: dict[str, Any] = {"on_panel": True}
 """`extra` of a record that repeats what the live panel shows: a live terminal does not print it."""
@@ -176,7 +176,7 @@ def run_log(path: Path) -> Iterator[None]:
 
 def unforeseen_text(error: Exception) -> str:
     """The message for an error that no command foresaw; saves its traceback in the user's state folder."""
-    from skylite.run.programs_named_by_user import state_folder
+    from skylite.run.trusted_programs import state_folder
 
     path = state_folder() / "last-error.log"
     try:

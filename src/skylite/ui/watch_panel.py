@@ -12,7 +12,6 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.panel import Panel
 from rich.text import Text
 
-from skylite.foreign_text import plain
 from skylite.report.alarms import Alarm
 from skylite.report.completions import Completion
 from skylite.report.run_facts import HeldOut, RunFacts, number
@@ -31,6 +30,7 @@ from skylite.ui.live_panel import (
     time_split,
     wrapped,
 )
+from skylite.untrusted_text import plain
 
 KEYS_HELP = "←→ completion  ↑↓ step  b best  w worst  s as stored  n newest  q quit"
 STEP_KEYS = (

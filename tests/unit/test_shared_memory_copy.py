@@ -10,8 +10,8 @@ from skylite.config.train import TrainConfig
 from skylite.engine.server_command import engine_command
 from skylite.engine.start_engines import engine_spec
 from skylite.errors import ConfigError
-from skylite.hub import shared_memory
-from skylite.hub.shared_memory import model_in_shared_memory
+from skylite.hub import shared_memory_copy
+from skylite.hub.shared_memory_copy import model_in_shared_memory
 from skylite.model.policy import load_policy
 from skylite.orchestrator.plan import RunPlan
 from skylite.run.files import TEMPORARY_MARK
@@ -39,7 +39,7 @@ def test_the_model_files_exist_inside_the_block_and_are_removed_after_it(model: 
 
 
 def test_the_copy_counts_its_bytes(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "COPY_CHUNK", 4)
+    monkeypatch.setattr(shared_memory_copy, "COPY_CHUNK", 4)
     with recorded_work() as found, model_in_shared_memory(model, tmp_path / "copy"):
         assert (tmp_path / "copy" / "config.json").read_text() == "config.json"
         with model_in_shared_memory(model, tmp_path / "copy"):

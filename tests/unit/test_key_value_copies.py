@@ -8,8 +8,8 @@ import pytest
 
 from skylite.model import prefix_tree
 from skylite.model.prefix_tree import build_tree
-from skylite.orchestrator import piece_copies
-from skylite.orchestrator.piece_copies import Limits, full_copies, worst_copies
+from skylite.orchestrator import key_value_copies
+from skylite.orchestrator.key_value_copies import Limits, full_copies, worst_copies
 
 
 def tree_of(prompts: list[list[int]], lengths: list[list[int]]) -> tuple[int, int]:
@@ -24,7 +24,7 @@ def tree_of(prompts: list[list[int]], lengths: list[list[int]]) -> tuple[int, in
 
 
 def test_a_call_costs_what_it_costs_the_trainer() -> None:
-    assert piece_copies.SCORES_PER_CALL == prefix_tree.SCORES_PER_CALL
+    assert key_value_copies.SCORES_PER_CALL == prefix_tree.SCORES_PER_CALL
 
 
 def test_a_group_copies_its_prompt_for_each_completion() -> None:

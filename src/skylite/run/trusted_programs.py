@@ -17,7 +17,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from skylite.errors import ConfigError, WriteFailed
-from skylite.foreign_text import parse_json
 from skylite.plugin_file import (
     CODE_IN_DATA,
     REWARD,
@@ -29,6 +28,7 @@ from skylite.plugin_file import (
     resolve_spec,
 )
 from skylite.run.files import write_json
+from skylite.untrusted_text import parse_json
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from skylite.doctor.finding import Finding, note, ok
 from skylite.errors import ConfigError
-from skylite.hub.shared_memory import SHARED_MEMORY, USERS_LOCK
+from skylite.hub.shared_memory_copy import SHARED_MEMORY, USERS_LOCK
 from skylite.processes.reaper import OPENMP_FILE
 from skylite.processes.temporary_folder import unused_folders
 from skylite.run.lock import LOCK_NAME, is_locked
