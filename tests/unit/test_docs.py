@@ -67,8 +67,8 @@ def spans(page: Path) -> list[str]:
 
 
 def code_lines(page: Path) -> list[str]:
-    """Lines of code blocks, and text in backticks."""
-    return split(page)[1] + spans(page)
+    """Lines of code blocks, one for a command over several, and text in backticks."""
+    return "\n".join(split(page)[1]).replace("\\\n", "").split("\n") + spans(page)
 
 
 def anchors(page: Path) -> set[str]:

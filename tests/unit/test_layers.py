@@ -12,7 +12,7 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "skylite"
 HEAVY = {"torch", "transformers", "vllm", "peft", "reasoning_gym", "math_verify"}
 LAYERS = (
-    ("start",),
+    ("entry_point",),
     ("cli",),
     (
         "cli_training",
