@@ -15,6 +15,6 @@ def external_server_command(
     command = ["vllm", "serve", model, "--host", host, "--port", str(port), "--enable-lora"]
     command += ["--max-lora-rank", str(lora.vllm_rank), "--max-loras", "2", "--max-cpu-loras", "3"]
     command += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
-    command += ["--tensor-parallel-size", str(tensor_parallel)] if tensor_parallel > 1 else []
     command += ["--no-trust-remote-code"]
+    command += ["--tensor-parallel-size", str(tensor_parallel)] if tensor_parallel > 1 else []
     return f"{RUNTIME_LORA}=1 {shlex.join(command)}"
