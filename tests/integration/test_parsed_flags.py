@@ -44,6 +44,7 @@ READ = {
     "max_num_seqs": 64,
     "generation_config": "vllm",
     "enable_prefix_caching": True,
+    "trust_remote_code": False,
     "disable_uvicorn_access_log": True,
     "uvicorn_log_level": "warning",
     "tensor_parallel_size": 2,
@@ -91,6 +92,7 @@ def test_vllm_reads_every_flag_of_a_gpu_server_and_starts_in_its_share() -> None
     found = ask_vllm(commands, [(80 * gib, 36 * gib, 0.44), (80 * gib, 35 * gib, 0.45)])
     for command, got, expected in zip(commands, found["commands"], (ENGINE, SERVER), strict=True):
         assert {name: got[name] for name in expected} == expected
-        names = {f[2:].partition("=")[0].replace("-", "_") for f in command if f.startswith("--")}
+        given = [f[2:].partition("=")[0].removeprefix("no-") for f in command if f.startswith("--")]
+        names = {name.replace("-", "_") for name in given}
         assert names - {"lora_modules"} == expected.keys(), "each flag is compared"
     assert found["starts"] == [True, False], "with kv_cache_memory_bytes too"
