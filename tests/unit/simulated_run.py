@@ -22,7 +22,7 @@ from skylite.engine.engine_pool import EnginePool
 from skylite.orchestrator.loop import run_steps
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.progress import Progress
-from skylite.orchestrator.resources import Session
+from skylite.orchestrator.session_resources import Session
 from skylite.orchestrator.shutdown import TimeLimit
 from skylite.run.events import read_events
 from skylite.run.files import write_json

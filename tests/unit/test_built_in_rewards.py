@@ -19,8 +19,8 @@ from skylite.data.prompts import read_prompts
 from skylite.errors import ConfigError, DataError
 from skylite.evaluation.confidence_interval import accuracy_of
 from skylite.orchestrator.plan import RunPlan, plan_run
-from skylite.orchestrator.resources import reward_pool
-from skylite.rewards import load_reward, patterns
+from skylite.orchestrator.session_resources import reward_pool
+from skylite.rewards import load_reward, text_rewards
 from skylite.rewards.call_rewards import score
 from skylite.run.run_dir import RunDir
 from tests.unit.bad_inputs import Reply, call, printed_json
@@ -83,7 +83,7 @@ def test_length_rises_to_the_minimum_and_falls_after_the_maximum(length: int, va
 
 
 def test_a_pattern_that_takes_exponential_time_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patterns, "MATCH_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(text_rewards, "MATCH_TIMEOUT_S", 0.2)
     evil, text = r"((?:a|a|aa)+)$", "a" * 60 + "b"
     started = time.monotonic()
     assert reward_of("regex", text, pattern=evil) == 0.0

@@ -18,7 +18,7 @@ import pytest
 from skylite.commands.log import log
 from skylite.config.loading import read_run_config
 from skylite.errors import RunFailed
-from skylite.loggers import interface, processes
+from skylite.loggers import interface, logger_processes
 from skylite.orchestrator import run_loggers
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.run_loggers import loggers_running
@@ -182,7 +182,7 @@ def test_a_logger_that_cannot_start_is_reported(tmp_path: Path, monkeypatch: pyt
         raise RunFailed("no more processes")
 
     run = run_with(tmp_path, monkeypatch, "pass")
-    monkeypatch.setattr(processes, "start", refuse)
+    monkeypatch.setattr(logger_processes, "start", refuse)
     (message,), _ = follow(run, None)
     assert message == (
         "the logger wandb could not be started, and the run continues without it: no more processes"

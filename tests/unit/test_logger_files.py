@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from skylite.config.log import LoggerName
-from skylite.loggers.processes import start_logger
+from skylite.loggers.logger_processes import start_logger
 from skylite.run.run_dir import RunDir
 from tests.unit.logger_cases import logged_run, set_metrics
 

@@ -20,8 +20,8 @@ from skylite.engine.client import Sampling
 from skylite.engine.engine_pool import EnginePool, SyncReport
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.progress import Progress
-from skylite.orchestrator.resources import Session
 from skylite.orchestrator.sampling import SampledStep, overlong_penalty, replace_zero_std_groups, sample_step
+from skylite.orchestrator.session_resources import Session
 from skylite.orchestrator.step_metrics import StepTimings, completion_view, step_metrics
 from skylite.run.rollout_file import read_rollouts, write_rollouts
 from skylite.run.run_dir import AdapterVersion, RunDir

@@ -27,7 +27,7 @@ from skylite.evaluation.results import Report, Scored
 from skylite.evaluation.versions import EvalSampling, ProblemSet, Subject, evaluate_subjects
 from skylite.hub.resolve import resolve_model
 from skylite.orchestrator.eval_data import DataChoice, EvalData, read_data
-from skylite.orchestrator.eval_problems import start_problems
+from skylite.orchestrator.eval_scoring import start_problems
 from skylite.processes.file_descriptors import raise_file_limit
 from skylite.run.files import write_json
 from skylite.run.folder_owner import require_own_place

@@ -12,7 +12,7 @@ from skylite.config.log import LOGGER_NAMES, LoggerName
 from skylite.errors import ConfigError, RunFailed
 from skylite.loggers.interface import require_libraries
 from skylite.loggers.journal import fingerprints
-from skylite.loggers.processes import count_steps, start_logger
+from skylite.loggers.logger_processes import count_steps, start_logger
 from skylite.processes.child import poll
 from skylite.run.folder_owner import require_own_place
 from skylite.run.metrics_file import read_metrics

@@ -1,4 +1,4 @@
-"""vLLM's HTTP API for runs, one attempt per call. reply_forms.py checks the replies.
+"""vLLM's HTTP API for runs, one attempt per call. completions_reply.py checks the replies.
 
 chat_client.py and doctor/engine_probe.py ask vLLM, too.
 """
@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from skylite.engine.completions_reply import Choice, SampleReply, ScoreReply
 from skylite.engine.connections import MAX_CONNECTIONS, STATUS_CONNECTIONS, connect
-from skylite.engine.reply_forms import Choice, SampleReply, ScoreReply
 from skylite.errors import EngineDead, EngineFailed, RunFailed, SyncFailed
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Sample

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from skylite.config.rollout import RewardParameters
 from skylite.rewards.built_in import DEFAULTS
 from skylite.rewards.gsm8k import final_number
-from skylite.rewards.patterns import ExactMatch
+from skylite.rewards.text_rewards import ExactMatch
 
 _BOXED = re.compile(r"\\f?boxed\s*\{")
 

@@ -22,7 +22,7 @@ from skylite.errors import ConfigError, SkyliteError, error_line
 from skylite.loggers.follow import Follower
 from skylite.loggers.interface import writer_class
 from skylite.loggers.journal import open_journal
-from skylite.loggers.processes import END
+from skylite.loggers.logger_processes import END
 from skylite.run.run_dir import RunDir
 
 POLL_S = 0.5

@@ -20,8 +20,8 @@ from skylite.engine.engine_pool import SyncReport
 from skylite.errors import TrainerLost
 from skylite.orchestrator.held_out import evaluate_at_start, evaluate_held_out, is_evaluated_after
 from skylite.orchestrator.plan import RunPlan
-from skylite.orchestrator.resources import Session
 from skylite.orchestrator.sampling import SampledStep, sample_step
+from skylite.orchestrator.session_resources import Session
 from skylite.orchestrator.step_metrics import (
     Interval,
     StepTimings,

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 from skylite.errors import DataError
 from skylite.loggers.journal import fingerprints
-from skylite.loggers.processes import LoggerProcess, count_steps, start_loggers
+from skylite.loggers.logger_processes import LoggerProcess, count_steps, start_loggers
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.shutdown import StopRequest
 from skylite.processes.child import poll

@@ -24,9 +24,9 @@ from skylite.orchestrator.failures import TRAINER, explain_failure, may_resume, 
 from skylite.orchestrator.loop import TrainerStep, run_steps, wait_for_trainer_step
 from skylite.orchestrator.plan import RunPlan, write_config
 from skylite.orchestrator.progress import Progress
-from skylite.orchestrator.resources import Session, start_environment, start_scorer, start_tokenizer
 from skylite.orchestrator.resume import plan_resume, remove_after
 from skylite.orchestrator.run_loggers import loggers_running
+from skylite.orchestrator.session_resources import Session, start_environment, start_scorer, start_tokenizer
 from skylite.orchestrator.shutdown import (
     TRAINER_SHARE,
     StopRequest,

@@ -13,7 +13,7 @@ from skylite.data.tokenizer import encode_in_thread
 from skylite.engine.client import Sampling
 from skylite.engine.collect_groups import collect_group, gather_or_cancel, request_seed
 from skylite.environments.sample_episodes import Source
-from skylite.orchestrator.resources import Session
+from skylite.orchestrator.session_resources import Session
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Group, Prompt

@@ -84,8 +84,8 @@ def shared_memory_prefix(mark: str) -> str:
 def remove_leftovers(temporary: str | None, mark: str | None) -> None:
     """Remove the temporary folder of the command, and what dead processes left in shared memory.
 
-    A killed process does not remove its files: the queues of vLLM's workers (vllm_plugin/marked_memory.py)
-    and a file of Intel's OpenMP for each process.
+    A killed process does not remove its files: the queues of vLLM's workers
+    (vllm_plugin/shared_memory_names.py) and a file of Intel's OpenMP for each process.
     """
     if temporary:
         shutil.rmtree(temporary, ignore_errors=True)

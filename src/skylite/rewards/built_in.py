@@ -31,7 +31,7 @@ def built_in_function(spec: str, parameters: RewardParameters) -> Callable[..., 
 
         check_reasoning_gym()
         return reasoning_gym
-    from skylite.rewards.patterns import ExactMatch, format_reward, length_reward, regex_reward
+    from skylite.rewards.text_rewards import ExactMatch, format_reward, length_reward, regex_reward
 
     if spec == "exact_match":
         return ExactMatch(parameters.answer_pattern, parameters.compare, parameters.ignore_case)
@@ -66,7 +66,7 @@ def reference_answer(spec: str, text: str, parameters: RewardParameters = DEFAUL
     if spec in ("gsm8k", "format"):
         return text.rpartition("####")[2].strip()
     if spec == "exact_match" and parameters.answer_pattern is not None:
-        from skylite.rewards.patterns import find_answer
+        from skylite.rewards.text_rewards import find_answer
 
         return (find_answer(parameters.answer_pattern, text) or text).strip()
     return text

@@ -1,6 +1,6 @@
 """The process behind a Sandbox: it prepares one function, then runs each call in a confined copy of itself.
 
-The server isolates itself before it imports the function, and its copies (copies.py) inherit that. Requests
+The server isolates itself before it imports the function, and its copies (forks.py) inherit that. Requests
 are trusted; what a copy answers is not, so it is only passed on as bytes. Imports only the standard library.
 
 If the function has a method `prepare`, this process calls it after the first answer, for work that later
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from skylite.sandbox.confine import SETUP_BYTES, isolate, lower_limit
-from skylite.sandbox.copies import Copies
+from skylite.sandbox.forks import Copies
 from skylite.sandbox.messages import receive, send
 from skylite.sandbox.scratch import empty
 

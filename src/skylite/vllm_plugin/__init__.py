@@ -11,7 +11,7 @@ import os
 
 from skylite.vllm_plugin.exit_with_parent import SWITCH as SERVER
 from skylite.vllm_plugin.exit_with_parent import die_with_starter, die_with_starter_in_forks
-from skylite.vllm_plugin.marked_memory import mark_shared_memory
+from skylite.vllm_plugin.shared_memory_names import mark_shared_memory
 
 SWITCH = "SKYLITE_CPU_LORA"
 """Environment variable that enables the plugin (DENSE or MERGED); other vLLM programs stay unchanged."""
