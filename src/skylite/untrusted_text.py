@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -21,12 +22,27 @@ def plain_lines(text: str) -> str:
     return "\n".join(map(plain, text.split("\n")))
 
 
+MAX_DEPTH = 100
+"""Levels of nested JSON. Code that walks a value recursively would reach Python's limit of 1,000."""
+
+
 def parse_json(text: str | bytes) -> Any:
-    """`json.loads`, which raises ValueError also for text that is nested too deeply."""
+    """`json.loads`, which raises ValueError also for text that is nested deeper than MAX_DEPTH."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        if not (level := [inner for outer in level for inner in _nested(outer)]):
+            return value
+    raise ValueError("it is nested too deeply")
+
+
+def _nested(value: Any) -> Iterable[Any]:
+    """The lists and dicts directly in a list or dict."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return (v for v in inner if isinstance(v, dict | list))
 
 
 def parse_toml(text: str) -> dict[str, Any]:
