@@ -183,15 +183,11 @@ def recorder_of(number: int, config: TrainConfig, folder: Path) -> Recorder:
     family, tokenizer = FAMILIES[number], tokenizer_of(number)
     stop_ids = [tokenizer.convert_tokens_to_ids(s) for s in family.stops]
     sandbox: Any = InProcess(JobRunner(tokenizer, family.stops))
-    question = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Hello"}], tokenize=False, add_generation_prompt=True, **family.arguments
-    )
     return Recorder(
         config=config,
         renderer=Renderer(sandbox, folder),
         stop_token_ids=tuple(stop_ids),
         stops=family.stops,
         tool_format=tool_format(family.template),
-        opens_thinking=question.rstrip().endswith("<think>"),
         socket_path=folder / "recorder.sock",
     )

@@ -126,6 +126,24 @@ def test_a_random_policy_is_a_collapse_too() -> None:
     assert (alarm.kind, "became random" in alarm.text) == ("collapse", True)
 
 
+def test_a_policy_that_lost_its_accuracy_and_its_reward_has_collapsed() -> None:
+    """Its entropy fell to a third and came back."""
+    metrics = steps(
+        30,
+        policy__entropy=lambda k: 1.0 if k < 7 else 0.34 if k < 20 else 0.7,
+        reward__mean=lambda k: max(0.0, 0.2 - k / 60) + 0.001 * (k % 2),
+        groups__zero_std_sampled_frac=lambda k: 1.0,
+    )
+    (alarm,) = find_alarms(metrics, [held_out(0, 47), held_out(30, 0)])
+    assert alarm.kind == "collapse"
+    assert "accuracy fell from 47.0 % (version 0) to 0.0 % (version 30), and the training" in alarm.text
+    assert "collapse" not in kinds(metrics, [held_out(0, 47), held_out(30, 20)]), (
+        "more than a quarter is left"
+    )
+    assert "collapse" not in kinds(metrics, [held_out(0, 3), held_out(30, 0)]), "within the noise"
+    assert "collapse" not in kinds(metrics)
+
+
 def test_what_a_collapse_or_hacking_explains_is_not_advised_against() -> None:
     symptoms: dict[str, Any] = {
         "completion__truncated_frac": lambda k: 0.9,

@@ -45,19 +45,26 @@ def test_the_trees_continue_branch_repeat_and_begin_anew() -> None:
     assert kinds == {"continue", "repeat", "branch", "sub-agent"}
 
 
+def differences(seed: int, model: Path, dist: Dist) -> dict[int, float]:
+    """Budget -> the gradient's relative difference from that of padded single rows."""
+    rows, config = random_call_trees(seed), settings()
+    policy = policy_of(model, config, dist)
+    expected = reference_gradient(plain_model(model, policy, config), policy, config, rows)
+    found = {}
+    for budget in BUDGETS:
+        cut = settings(trainer={"tokens_per_micro_batch": budget})
+        got, metrics = gradients_after_step(policy, cut, dist, rows)
+        assert metrics["tokens/unique"] <= metrics["tokens/total"]
+        found[budget] = float(relative_difference(got, expected))
+    return found
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_random_tree_has_the_gradient_of_padded_rows_for_any_cut(
     seed: int, tiny_llama: Path, dist: Dist
 ) -> None:
-    rows = random_call_trees(seed)
-    config = settings()
-    policy = policy_of(tiny_llama, config, dist)
-    expected = reference_gradient(plain_model(tiny_llama, policy, config), policy, config, rows)
-    for budget in BUDGETS:
-        cut = settings(trainer={"tokens_per_micro_batch": budget})
-        got, metrics = gradients_after_step(policy, cut, dist, rows)
-        assert relative_difference(got, expected) < 1e-5, budget
-        assert metrics["tokens/unique"] <= metrics["tokens/total"]
+    """`benchmarks/call_trees.py` tries hundreds of seeds."""
+    assert max(differences(seed, tiny_llama, dist).values()) < 1e-5
 
 
 CUTTABLE = (

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from skylite.environments.decode_reply import SPELLED, as_written, decode_reply
 from skylite.environments.parse_reply import ParsedReply, parse_reply
 from skylite.environments.render_chats import JobRunner
 from skylite.environments.renderer import Renderer
-from tests.unit.template_cases import FAMILIES, HERMES, InProcess, TemplateEngine, tokenizer_of
+from skylite.environments.trajectory_log import TrajectoryLog
+from tests.small_run import settings
+from tests.unit.template_cases import FAMILIES, HERMES, InProcess, TemplateEngine, recorder_of, tokenizer_of
 
 QWEN3, SMOLLM2 = (
     next(i for i, f in enumerate(FAMILIES) if f.name.startswith(n)) for n in ("Qwen3", "SmolLM2")
@@ -42,6 +46,29 @@ def test_a_spelled_end_of_thinking_does_not_end_it() -> None:
     )
     opened = ids_of(QWEN3, "Hm ", "</think>", " still\n</think>\n\nDone<|im_end|>")
     assert parsed(QWEN3, opened, thinks=True) == ParsedReply("Done", "Hm </think> still")
+
+
+def test_the_request_decides_whether_its_prompt_opens_a_reasoning_block(tmp_path: Path) -> None:
+    """Qwen3.5's does, unless `chat_template_kwargs` turn thinking off: then the reply is the answer."""
+    number = next(i for i, f in enumerate(FAMILIES) if f.name == "Qwen3.5")
+    engine: Any = TemplateEngine(number, ["Hm.\n</think>\n\nYes<|im_end|>", "Yes<|im_end|>", "Hm.<|im_end|>"])
+    env = {"episode": "x.py:f", "max_tokens": 50_000}
+    config = settings(env=env, rollout={"max_prompt_tokens": 20_000, "max_completion_tokens": 500})
+    recorder = recorder_of(number, config, tmp_path)
+    log = TrajectoryLog(name="p0", model="m", version=1, engine=engine, seed=1, temperature=1.0)
+
+    async def run() -> list[Any]:
+        async with recorder.serving(), httpx.AsyncClient(trust_env=False) as client:
+            headers = {"Authorization": f"Bearer {recorder.open(log)}"}
+            url, found = f"{recorder.base_url}/chat/completions", []
+            for thinks in (True, False, True):
+                kwargs = {"enable_thinking": thinks}
+                body = {"messages": [{"role": "user", "content": "Why?"}], "chat_template_kwargs": kwargs}
+                message = (await client.post(url, json=body, headers=headers)).json()["choices"][0]["message"]
+                found.append((message["content"], message.get("reasoning_content", "")))
+            return found
+
+    assert asyncio.run(run()) == [("Yes", "Hm."), ("Yes", ""), ("", "Hm.")]
 
 
 def test_a_spelled_tool_call_and_end_of_turn_are_text() -> None:
@@ -81,6 +108,48 @@ def test_the_mark_itself_and_broken_bytes_cannot_be_sampled() -> None:
     half = tokenizer.encode("ß", add_special_tokens=False)[:1]
     end = tokenizer.convert_tokens_to_ids("</think>")
     assert decode_reply(tokenizer, [*half, end, *half]) == "\ufffd</think>\ufffd"
+
+
+TOKENS = ("[INST]", "[/INST]", "<think>", "</think>", "<|im_end|>", "</s>")
+PIECES = ("\u2581yes", "\u2581no", "\u2581", *"[]<>/|_\n.", "\u2581.", "INST", "think", "im", "end", "s")
+
+
+def with_decoder(name: str) -> Any:
+    """A tokenizer with TOKENS, whose decoder joins spaces and bytes as `name` does."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = [*PIECES, *(f"<0x{byte:02X}>" for byte in range(256))]
+    common = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    decoder = {
+        "Metaspace": decoders.Metaspace(),
+        "Gemma": decoders.Sequence(common),
+        "Llama 2": decoders.Sequence([*common, decoders.Strip(" ", 1, 0)]),
+    }[name]
+    made = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
+    made.decoder = decoder
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in TOKENS])
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", ["Metaspace", "Gemma", "Llama 2"])
+def test_random_replies_are_the_tokenizers_own_text(name: str) -> None:
+    """Also where it drops the first space, and where characters are cut between their bytes."""
+    tokenizer, rng = with_decoder(name), random.Random(0)
+    for _ in range(500):
+        kinds = [
+            range(len(PIECES)),
+            range(len(PIECES), len(tokenizer)),
+            range(len(tokenizer))[-len(TOKENS) :],
+        ]
+        ids = [rng.choice(rng.choice(kinds)) for _ in range(rng.randrange(12))]
+        text = decode_reply(tokenizer, ids)
+        assert as_written(text) == tokenizer.decode(ids, skip_special_tokens=False), ids
+        for token in TOKENS:
+            assert text.count(token) == ids.count(tokenizer.convert_tokens_to_ids(token)), ids
+    spelled = [tokenizer.convert_tokens_to_ids(piece) for piece in ("[", "/", "INST", "]")]
+    assert decode_reply(tokenizer, spelled) == f"[{SPELLED}/INST]"
 
 
 def test_a_space_after_a_special_token_is_kept() -> None:

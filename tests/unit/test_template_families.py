@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from skylite.config.algorithm import AlgorithmConfig
+from skylite.environments.decode_reply import special_tokens
 from skylite.environments.render_chats import JobRunner
 from skylite.environments.trajectory_log import TrajectoryLog
 from skylite.model.packing import pack_tree
@@ -230,8 +231,11 @@ def test_a_prepared_template_is_not_compiled_again() -> None:
     from transformers.utils.chat_template_utils import _compile_jinja_template as compiled
 
     runner = JobRunner(tokenizer_of(1), FAMILIES[1].stops)
-    compiled.cache_clear()
+    for cached in (compiled, special_tokens):
+        cached.cache_clear()
     runner.prepare()
-    (found,) = runner([{"messages": [QUESTION], "tools": None, "arguments": {}}])
-    assert found["ids"]
-    assert (compiled.cache_info().misses, compiled.cache_info().hits) == (1, 1)
+    prompt, reply = runner([{"messages": [QUESTION], "tools": None, "arguments": {}}, {"decode": [1]}])
+    assert prompt["ids"]
+    assert reply["text"]
+    for cached in (compiled, special_tokens):
+        assert (cached.cache_info().misses, cached.cache_info().hits) == (1, 1)

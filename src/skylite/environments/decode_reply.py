@@ -19,7 +19,7 @@ SPELLED = "\ufdd0"
 
 def decode_reply(tokenizer: Any, token_ids: Sequence[int]) -> str:
     """The text, special tokens included, with SPELLED in what ordinary tokens spell."""
-    special, spelled = _special_tokens(tokenizer)
+    special, spelled = special_tokens(tokenizer)
     parts, start, before = [], 0, None
     for end in [*(i for i, token in enumerate(token_ids) if token in special), len(token_ids)]:
         text = _text_after(tokenizer, before, list(token_ids[start:end])).replace(SPELLED, "\ufffd")
@@ -41,13 +41,13 @@ def _text_after(tokenizer: Any, before: int | None, token_ids: list[int]) -> str
     if not token_ids:
         return ""
     if before is None:
-        return str(tokenizer.decode(token_ids, skip_special_tokens=False))
-    known = tokenizer.decode([before], skip_special_tokens=False)
-    return str(tokenizer.decode([before, *token_ids], skip_special_tokens=False)).removeprefix(known)
+        return str(tokenizer.decode(token_ids, skipspecial_tokens=False))
+    known = tokenizer.decode([before], skipspecial_tokens=False)
+    return str(tokenizer.decode([before, *token_ids], skipspecial_tokens=False)).removeprefix(known)
 
 
 @functools.lru_cache(maxsize=4)
-def _special_tokens(tokenizer: Any) -> tuple[dict[int, str], re.Pattern[str] | None]:
+def special_tokens(tokenizer: Any) -> tuple[dict[int, str], re.Pattern[str] | None]:
     """Id -> text of the tokens in brackets, and a pattern of their texts. Others are runs of spaces."""
     added = {i: str(token.content) for i, token in tokenizer.added_tokens_decoder.items()}
     special = {i: text for i, text in added.items() if re.fullmatch(r"[<\[].+[>\]]", text, re.DOTALL)}

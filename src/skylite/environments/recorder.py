@@ -49,8 +49,6 @@ class Recorder:
     stops: Sequence[str]
     """Texts of the stop tokens."""
     tool_format: str
-    opens_thinking: bool
-    """Whether the generation prompt of the chat template opens a reasoning block."""
     socket_path: Path
     base_url: str = ""
     """For clients; set once the server listens."""
@@ -138,7 +136,7 @@ class Recorder:
         number = log.num_started
         log.notes.update(request.fixed_sampling)
         messages, tools = request.chat(), request.tool_schemas()
-        ids = await self._prompt_ids(log, messages, tools, request.chat_template_kwargs)
+        ids, thinks = await self._prompt(log, messages, tools, request.chat_template_kwargs)
         room = limits.max_tokens - len(ids)
         if room < 1 or (not log.calls and len(ids) > rollout.max_prompt_tokens):
             raise _ended(
@@ -147,9 +145,7 @@ class Recorder:
             )  # fmt: skip
         sample = await self._sample(log, ids, min(room, rollout.max_completion_tokens, request.limit or room))
         text = await self.renderer.text(sample.completion_token_ids)
-        parsed = parse_reply(
-            text, self.tool_format, self.stops, has_tools=bool(tools), thinks=self.opens_thinking
-        )
+        parsed = parse_reply(text, self.tool_format, self.stops, has_tools=bool(tools), thinks=thinks)
         message = parsed.message(number)
         sample = replace(sample, observed=told_since_reply(messages))
         call = Call(
@@ -170,23 +166,28 @@ class Recorder:
             completion_tokens=len(sample.completion_token_ids),
         )
 
-    async def _prompt_ids(
+    async def _prompt(
         self,
         log: TrajectoryLog,
         messages: list[ChatMessage],
         tools: list[dict[str, Any]] | None,
         arguments: dict[str, Any],
-    ) -> list[int]:
-        """The engine's input: a recorded call and what follows it, or the conversation rendered anew."""
+    ) -> tuple[list[int], bool]:
+        """The engine's input, and whether it opens a reasoning block.
+
+        It is a recorded call and what follows it, or the conversation rendered anew.
+        """
         config = self.config
         call = log.continued(messages, tools, arguments) if config.env.history == "sampled" else None
         arguments = {**config.data.template_args, **arguments}
         if call is None:
-            return (await self.renderer.prompt(messages, tools, arguments))[0]
+            rendered = await self.renderer.prompt(messages, tools, arguments)
+            return rendered.ids, rendered.opens_thinking
         sample = call.sample
         ended = sample.completion_token_ids[-1] in self.stop_token_ids  # and not at a text of rollout.stop
-        ids, follows = await self.renderer.prompt(messages, tools, arguments, len(call.messages), ended=ended)
-        return [*sample.prompt_token_ids, *sample.completion_token_ids, *ids] if follows else ids
+        end = await self.renderer.prompt(messages, tools, arguments, len(call.messages), ended=ended)
+        known = [*sample.prompt_token_ids, *sample.completion_token_ids] if end.follows else []
+        return [*known, *end.ids], end.opens_thinking
 
     async def _sample(self, log: TrajectoryLog, ids: list[int], max_tokens: int) -> Sample:
         rollout = self.config.rollout

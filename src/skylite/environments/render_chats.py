@@ -1,11 +1,12 @@
 """Renders conversations with the model's chat template. Runs in the sandbox: both are foreign.
 
 `make_renderer` returns one function of a list of jobs. A job that fails gives {"error": text}, the others:
-    {"messages", "tools", "arguments"}            {"ids": token ids of the prompt}
-    {the same, "reply": index, "ended": bool}     {"tail": token ids that follow the sampled reply},
-                                                  or {"ids"} where the template does not show the reply
+    {"messages", "tools", "arguments"}            {"ids": token ids of the prompt, "thinks": whether it
+                                                  opens a reasoning block}
+    {the same, "reply": index, "ended": bool}     {"tail": token ids that follow the sampled reply, "thinks"},
+                                                  or {"ids", "thinks"} where the template does not show it
     {"decode": token ids}                         {"text": text with special tokens, of decode_reply}
-    {"facts": arguments of the template}          {"template", "stops": texts, "prompt": a rendered question}
+    {"facts": arguments of the template}          {"template", "stops": texts}, if it renders a question
 """
 
 from __future__ import annotations
@@ -49,9 +50,13 @@ class JobRunner:
         return [_attempt(self.tokenizer, self.stops, job) for job in jobs]
 
     def prepare(self) -> None:
-        """Compile the template once, as the first job did in its own process. It takes milliseconds."""
+        """Do once what the first job of each process did: the template compiled, special tokens collected.
+
+        The second takes a tenth of a second for a vocabulary with thousands of them, such as Gemma's.
+        """
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
+        decode_reply(self.tokenizer, [])
         if isinstance(self.tokenizer.chat_template, str):
             _compile_jinja_template(self.tokenizer.chat_template)
 
@@ -60,14 +65,14 @@ def _attempt(tokenizer: Any, stops: list[str], job: Job) -> Job:
     try:
         if "facts" in job:
             question = {"messages": [], "tools": None, "arguments": job["facts"]}
-            prompt = _render(tokenizer, question, [{"role": "user", "content": "Hello"}])
-            return {"template": str(tokenizer.chat_template), "stops": stops, "prompt": prompt}
+            _render(tokenizer, question, [{"role": "user", "content": "Hello"}])
+            return {"template": str(tokenizer.chat_template), "stops": stops}
         if "decode" in job:
             return {"text": decode_reply(tokenizer, job["decode"])}
         if "reply" in job and (tail := _tail(tokenizer, stops, job)) is not None:
-            return {"tail": tokenizer.encode(tail, add_special_tokens=False)}
+            return {"tail": tokenizer.encode(tail, add_special_tokens=False), "thinks": _opens_thinking(tail)}
         text = _render(tokenizer, job, job["messages"])
-        return {"ids": tokenizer.encode(text, add_special_tokens=False)}
+        return {"ids": tokenizer.encode(text, add_special_tokens=False), "thinks": _opens_thinking(text)}
     except Exception as error:  # noqa: BLE001  # a template may raise anything; the caller gets the text
         return {"error": f"{type(error).__name__}: {error}"[:500]}
 
@@ -83,6 +88,10 @@ def _render(
         **job["arguments"],
     )
     return text
+
+
+def _opens_thinking(text: str) -> bool:
+    return text.rstrip().endswith("<think>")
 
 
 def _tail(tokenizer: Any, stops: list[str], job: Job) -> str | None:

@@ -34,8 +34,17 @@ class TemplateFacts:
     template: str
     stops: tuple[str, ...]
     """Texts of the end-of-turn tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderedPrompt:
+    """A prompt, or its end."""
+
+    ids: list[int]
+    follows: bool
+    """Whether the ids are only what follows a recorded reply."""
     opens_thinking: bool
-    """Whether the generation prompt opens a reasoning block."""
+    """Whether the generation prompt opens a reasoning block, which `chat_template_kwargs` can decide."""
 
 
 @dataclass(slots=True)
@@ -55,8 +64,8 @@ class Renderer:
         reply: int | None = None,
         *,
         ended: bool = True,
-    ) -> tuple[list[int], bool]:
-        """Token ids, and whether they are only what follows the reply at index `reply`.
+    ) -> RenderedPrompt:
+        """The prompt of a conversation; what follows the reply at index `reply`, if the template shows it.
 
         `arguments`: of the template. `ended`: that reply ends with a sampled end-of-turn token. Raises
         ApiError if the template refuses the conversation, ModelError if it cannot be run.
@@ -72,7 +81,7 @@ class Renderer:
                 "invalid_messages",
                 f"The chat template refused the messages: {plain(str(found.get('error')))}",
             )
-        return ids, "tail" in found
+        return RenderedPrompt(ids=ids, follows="tail" in found, opens_thinking=found.get("thinks") is True)
 
     async def text(self, token_ids: Sequence[int]) -> str:
         """The text of sampled tokens as `decode_reply` marks it. Raises ModelError."""
@@ -90,11 +99,7 @@ class Renderer:
                 f"The chat template of {self.model_path} cannot be used: {plain(str(found.get('error')))}.",
                 "Correct it or data.template_args, or use another model.",
             )
-        return TemplateFacts(
-            template=str(found["template"]),
-            stops=tuple(map(str, found["stops"])),
-            opens_thinking=str(found["prompt"]).rstrip().endswith("<think>"),
-        )
+        return TemplateFacts(template=str(found["template"]), stops=tuple(map(str, found["stops"])))
 
     async def _run(self, job: Job) -> Job:
         future: asyncio.Future[Job] = asyncio.get_running_loop().create_future()

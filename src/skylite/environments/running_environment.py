@@ -58,7 +58,6 @@ async def running_environment(
             tool_format=tool_format(facts.template)
             if settings.tool_format == "auto"
             else settings.tool_format,
-            opens_thinking=facts.opens_thinking,
             socket_path=folder / "recorder.sock",
         )
         await stack.enter_async_context(recorder.serving())

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from skylite.report.alarm_evidence import CLEAR, Evidence, change_of, held_out_gain, window
+from skylite.report.alarm_evidence import CLEAR, Change, Evidence, change_of, held_out_gain, window
 from skylite.report.run_facts import HeldOut, number
 
 Kind = Literal[
@@ -30,6 +30,8 @@ NO_SIGNAL = 0.8
 COLLAPSED_ENTROPY = 0.15
 """Share of the first entropy under which a policy without success has collapsed."""
 EXPLODED_ENTROPY = 2.0
+LOST_ACCURACY = 0.25
+"""Share of the best held-out accuracy at which a policy whose reward fell, too, has collapsed."""
 DRIFTED_LENGTH = 1.5
 DRIFTED_TOKENS = 5.0
 """A shorter change is none: an answer of a few tokens doubles with one word."""
@@ -99,37 +101,67 @@ Finding = tuple[Kind, str]
 
 
 def _collapse(e: Evidence) -> Iterator[Finding]:
+    if text := _wrong_entropy(e) or _lost_accuracy(e):
+        yield "collapse", text
+
+
+def _wrong_entropy(e: Evidence) -> str:
     entropy = e.change("policy/entropy")
     if entropy is None or entropy.before <= 0:
-        return
+        return ""
     share, fall = entropy.after / entropy.before, _fall_from_best(e)
     if share <= COLLAPSED_ENTROPY and (fall or (not e.accuracy_rose and e.last("reward/right_frac") < 0.5)):
-        yield (
-            "collapse",
+        return (
             f"The policy collapsed: entropy fell from {entropy.before:.3g} to {entropy.after:.3g}"
             f"{_fall_text(fall) or ' without success'}. "
-            "Lower optim.lr, or hold it near the start with algorithm.kl_coef.",
+            "Lower optim.lr, or hold it near the start with algorithm.kl_coef."
         )
-    elif share >= EXPLODED_ENTROPY and fall:
-        yield (
-            "collapse",
+    if share >= EXPLODED_ENTROPY and fall:
+        return (
             f"The policy became random: entropy rose from {entropy.before:.3g} to {entropy.after:.3g}"
-            f"{_fall_text(fall)}. Lower optim.lr.",
+            f"{_fall_text(fall)}. Lower optim.lr."
         )
+    return ""
+
+
+def _lost_accuracy(e: Evidence) -> str:
+    """Entropy may fall and then rise again, and pass neither limit. Lost accuracy shows all the same."""
+    found = _fallen_accuracy(e)
+    if found is None:
+        return ""
+    best, last, reward = found
+    if not reward.fell or last.accuracy.mean > LOST_ACCURACY * best.accuracy.mean:
+        return ""
+    return (
+        f"The policy collapsed: held-out accuracy fell {_from_to(best, last)}, and the training reward from "
+        f"{reward.before:.3g} to {reward.after:.3g}. "
+        "Lower optim.lr, or hold it near the start with algorithm.kl_coef."
+    )
+
+
+def _fallen_accuracy(e: Evidence) -> tuple[HeldOut, HeldOut, Change] | None:
+    """(best, last, change of the training reward after the best) if held-out accuracy clearly fell."""
+    if len(e.held_out) < 2:
+        return None
+    *earlier, last = e.held_out
+    best = max(earlier, key=lambda h: h.accuracy.mean)
+    rewards = [(int(m["step"]), number(m, "reward/mean")) for m in e.metrics]
+    reward = change_of([r for step, r in rewards if step > best.version and math.isfinite(r)])
+    return None if reward is None or held_out_gain(best, last) >= 0 else (best, last, reward)
+
+
+def _from_to(best: HeldOut, last: HeldOut) -> str:
+    return (
+        f"from {100 * best.accuracy.mean:.1f} % (version {best.version}) to "
+        f"{100 * last.accuracy.mean:.1f} % (version {last.version})"
+    )
 
 
 def _hacking(e: Evidence) -> Iterator[Finding]:
-    if len(e.held_out) < 2:
+    found = _fallen_accuracy(e)
+    if found is None or found[2].fell:
         return
-    *earlier, last = e.held_out
-    best = max(earlier, key=lambda h: h.accuracy.mean)
-    if held_out_gain(best, last) >= 0:
-        return
-    rewards = [(int(m["step"]), number(m, "reward/mean")) for m in e.metrics]
-    after_best = [r for step, r in rewards if step > best.version and math.isfinite(r)]
-    reward = change_of(after_best)
-    if reward is None or reward.fell:
-        return
+    best, last, reward = found
     drift = " ".join(text for _, text in _drift(e))
     rise = (
         f"the training reward rose from {reward.before:.3g} to {reward.after:.3g}"
@@ -138,8 +170,7 @@ def _hacking(e: Evidence) -> Iterator[Finding]:
     )
     yield (
         "reward hacking",
-        f"Held-out accuracy fell from {100 * best.accuracy.mean:.1f} % (version {best.version}) to "
-        f"{100 * last.accuracy.mean:.1f} % (version {last.version}) while {rise}. {drift}"
+        f"Held-out accuracy fell {_from_to(best, last)} while {rise}. {drift}"
         f"{' ' if drift else ''}The policy games the reward or overfits: read the best-rewarded completions.",
     )
 
