@@ -95,15 +95,14 @@ async def make_recorder(
         stop_token_ids=stops,
         stops=facts.stops,
         tool_format=tool_format(facts.template),
-        opens_thinking=facts.opens_thinking,
         socket_path=folder / "recorder.sock",
     )
 
 
 async def tokens(renderer: Renderer, stops: tuple[int, ...]) -> list[int]:
     """ANSWER in token ids: what the template adds between an answer and the end of its turn."""
-    ids, _ = await renderer.prompt([{"role": "user", "content": ANSWER}], None, {})
-    return ids[-len(ANSWER.split()) * 2 :]
+    prompt = await renderer.prompt([{"role": "user", "content": ANSWER}], None, {})
+    return prompt.ids[-len(ANSWER.split()) * 2 :]
 
 
 async def round_of(

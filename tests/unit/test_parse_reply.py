@@ -80,6 +80,8 @@ def test_without_tools_a_call_is_text() -> None:
     [
         ("<think>\nwhy\n</think>\n\nbecause", False, "why", "because"),
         ("why\n</think>\n\nbecause", True, "why", "because"),
+        ("why\n</think>\n\nbecause", False, "why", "because"),
+        ("say <think>x</think>", False, "", "say <think>x</think>"),
         ("<think>\nstill", False, "still", ""),
         ("still", True, "still", ""),
         ("because", False, "", "because"),

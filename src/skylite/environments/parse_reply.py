@@ -96,10 +96,15 @@ def _as_written(reply: ParsedReply) -> ParsedReply:
 
 
 def _reasoning(text: str, *, thinks: bool) -> tuple[str, str]:
-    """(reasoning, rest). A block without an end is all reasoning."""
+    """(reasoning, rest). A block without an end is all reasoning.
+
+    A reply may end a block that neither it nor its prompt began: DeepSeek-R1's template opens none after the
+    result of a tool.
+    """
     start, finish = next((b for b in BLOCKS if text.lstrip().startswith(b[0])), BLOCKS[0])
     opened = text.lstrip().startswith(start)
-    if not (opened or thinks):
+    before, ended, _ = text.partition(finish)
+    if not (opened or thinks or (ended and start not in before)):
         return "", text
     inside = text.split(start, 1)[1] if opened else text
     reasoning, end, rest = inside.partition(finish)
