@@ -49,7 +49,14 @@ def test_vllm_loads_its_model_and_adapter_and_runs_no_code_of_them(
             "--chat-template",
             str(own / "template.jinja"),
         ]
-        small = ["--set", "rollout.max_tokens=4", "--set", "engine.kv_cache_gib=0.25"]
+        small = [
+            "--set",
+            "rollout.max_prompt_tokens=256",
+            "--set",
+            "rollout.max_completion_tokens=4",
+            "--set",
+            "engine.kv_cache_gib=0.25",
+        ]
         evaluated = call([*words, *small, "--set", 'reward.functions=["format"]', "--json"])
         assert evaluated.code == 0, evaluated.output
         results = json.loads((bundle.folder / "run-files/evals/compared-test-greedy.json").read_text())

@@ -18,6 +18,7 @@ from skylite.adapters.folder import ServedAdapter, find_adapter
 from skylite.data.chat_template import run_template
 from skylite.data.prompts import first_messages, read_prompts
 from skylite.engine.chat_client import Chat, load_adapter, served_models
+from skylite.engine.context_length import context_length
 from skylite.engine.server_command import BASE_NAME, engine_command, engine_env, template_flags
 from skylite.engine.single_engine import engine_config, single_engine_spec
 from skylite.engine.startup_progress import engine_starting
@@ -27,7 +28,7 @@ from skylite.processes.child import Child, ProcessSpec, child_died, kill, poll, 
 from skylite.processes.temporary_folder import temporary_folder
 from skylite.types import Message
 from skylite.ui.logs import show
-from skylite.untrusted_text import parse_json, plain, plain_lines
+from skylite.untrusted_text import plain, plain_lines
 from skylite.vllm_plugin.api_key import KEY_VARIABLE
 
 logger = logging.getLogger(__name__)
@@ -169,7 +170,8 @@ def started(flags: ChatFlags, served: ServedAdapter) -> Iterator[httpx.Client]:
     model = resolve_model(flags.model or served.base_model).path
     with temporary_folder() as folder:
         spec = single_engine_spec(config, served, model, folder / "vllm.sock")
-        spec = replace(spec, max_model_len=context_length(model, spec.max_model_len))
+        context = min(MAX_CONTEXT, context_length(model) or 0)
+        spec = replace(spec, max_model_len=max(context, spec.max_model_len))
         log = folder / "vllm.log"
         argv = [*engine_command(spec), *template_flags(run_template(served.run_config))]
         process = ProcessSpec(name=spec.name, argv=argv, env=engine_env(spec, {}), log_path=log)
@@ -198,13 +200,6 @@ def wait_ready(child: Child, http: httpx.Client, timeout_s: float) -> None:
             pass
         time.sleep(0.2)
     raise RunFailed(f"vLLM did not serve within {timeout_s:.0f} s.", "Raise engine.start_timeout_s.")
-
-
-def context_length(model: Path, at_least: int) -> int:
-    """Tokens of a conversation: what the model was made for, up to MAX_CONTEXT."""
-    config: dict[str, Any] = parse_json((model / "config.json").read_text(encoding="utf-8"))
-    longest = config.get("max_position_embeddings")
-    return max(at_least, min(MAX_CONTEXT, longest)) if isinstance(longest, int) else at_least
 
 
 def sampling(flags: ChatFlags) -> dict[str, Any]:

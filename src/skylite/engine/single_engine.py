@@ -13,6 +13,7 @@ from skylite.config.loading import change_config
 from skylite.config.lora import served_rank
 from skylite.config.train import TrainConfig
 from skylite.engine.client import VllmClient
+from skylite.engine.context_length import check_context
 from skylite.engine.cpu_lora import choose_cpu_lora
 from skylite.engine.retrying_client import Engine
 from skylite.engine.servable_models import check_build, check_lora, check_torchvision
@@ -42,6 +43,7 @@ def single_engine_spec(
     check_torchvision()
     if adapter is not None and (note := check_lora(model_path, device)):
         logger.info(note)
+    check_context(config, model_path)
     dtype = choose_dtype(config.model.dtype, device)[0]
     gpus = _gpus(config.engine.tensor_parallel, model_path) if device == "cuda" else ()
     if device == "cpu" and config.engine.tensor_parallel > 1:

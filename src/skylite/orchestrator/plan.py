@@ -14,6 +14,7 @@ from skylite.data.chat_template import read_template, template_notes
 from skylite.data.prompts import PromptFileInfo, read_prompts
 from skylite.data.tokenizer import check_rendering
 from skylite.engine.connections import open_files
+from skylite.engine.context_length import check_context
 from skylite.engine.cpu_lora import choose_cpu_lora, engine_notes
 from skylite.engine.servable_models import check_build, check_lora, check_torchvision
 from skylite.environments.episode_spec import check_episode_data
@@ -130,6 +131,7 @@ def resolve_choices(config: TrainConfig, run: RunDir, notes: Sequence[str]) -> R
     check_torchvision()
     model = resolve_model(config.model.name)
     served_note = check_lora(model.path, device, config.lora)
+    check_context(config, model.path)
     same_bits = config.trainer.deterministic
     cpu_lora = choose_cpu_lora(config.engine.cpu_lora, dtype, model.path, deterministic=same_bits)
     memory = plan_memory(config, model.path, device, dtype, cpu_lora, placement)
