@@ -76,7 +76,7 @@ def tiny_config(family: str) -> Any:
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "head_dim": 32,
-        "max_position_embeddings": 1024,
+        "max_position_embeddings": 2048,
         "initializer_range": 0.1,
         "tie_word_embeddings": family in ("qwen2", "gemma"),
         "bos_token_id": None,

@@ -148,13 +148,14 @@ def test_the_first_process_imports_nothing_from_it_through_pythonpath(hostile: P
     assert_nothing_ran(hostile)
 
 
-def test_every_child_inherits_the_protection(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_child_inherits_the_protection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`skylite serve` replaces its process by vLLM, with this environment."""
     monkeypatch.setattr(sys, "path", ["", "relative", *sys.path])
     monkeypatch.setenv("PYTHONPATH", "/absolute")
     monkeypatch.setenv("PYTHONSAFEPATH", "")  # to delete what is not set would leave nothing to restore
     protect_imports()
     assert all(os.path.isabs(p) for p in sys.path)
-    spec = single_engine_spec(TrainConfig(), None, Path("/model"), Path("/socket"))
+    (tmp_path / "config.json").write_text("{}")
+    spec = single_engine_spec(TrainConfig(), None, tmp_path, Path("/socket"))
     env = serve_env(spec, os.environ, "key")
     assert (env["PYTHONSAFEPATH"], env["PYTHONPATH"]) == ("1", "/absolute")
