@@ -177,7 +177,7 @@ class Recorder:
         tools: list[dict[str, Any]] | None,
         arguments: dict[str, Any],
     ) -> list[int]:
-        """The engine's input: a recorded call and what follows it, or the conversation rendered anew."""
+        """The engine's input: a recorded call and what follows it, or the conversation rendered again."""
         config = self.config
         call = log.continued(messages, tools, arguments) if config.env.history == "sampled" else None
         arguments = {**config.data.template_args, **arguments}
