@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def train_all(args: argparse.Namespace) -> None:
-    """Train one run after the other and record its commit. Existing runs are left alone."""
+    """Train one run after the other and record its commit. Existing runs stay as they are."""
     for algorithm in args.algorithms:
         for seed in args.seeds:
             run = args.runs / f"{algorithm}-seed{seed}"

@@ -28,8 +28,10 @@ SMALL_FILE = 40
 MAX_COLUMNS = 110
 STIFF = (
     "is said", "are said", "is told", "are told", "goes on", "go on", "whole", "proven", "for want of",
-    "so often", "our way", "left alone", "leaves alone", "laid ready",
+    "so often", "our way", "left alone", "leaves alone", "laid ready", "mend", "mends", "mended", "anew",
+    "heed", "likewise", "thereby", "hence", "at hand", "in the place of", "is that of", "comes to", "lest",
 )  # fmt: skip
+PRAGMA = re.compile(r"  # (type: ignore|noqa).*")
 TEXTS = ("src/**/*.py", "docs/**/*.md", "*.md", "benchmarks/*.md")
 """Where lines and phrases are counted."""
 
@@ -68,7 +70,7 @@ def measure(root: Path) -> dict[str, Any]:
         "median function, lines": statistics.median(count for count, _ in functions),
         "longest function, lines": functions[-1],
         "imports in a circle of folders": upward_imports(source, importers),
-        f"lines over {MAX_COLUMNS}": sum(len(x) > MAX_COLUMNS and not x.startswith("|") for x in lines),
+        f"lines over {MAX_COLUMNS}": sum(map(is_long, lines)),
         "stiff phrases": stiff_phrases("\n".join(lines)),
     }
 
@@ -117,6 +119,11 @@ def upward_imports(source: Path, importers: dict[str, set[Path]]) -> int:
     while more := {(a, d) for a, b in reach for c, d in edges if b == c} - reach:
         reach |= more
     return sum(arrows[a, b] for a, b in edges if (b, a) in reach)
+
+
+def is_long(line: str) -> bool:
+    """Over the limit, beside comments that tools read. A table's row cannot be broken."""
+    return len(PRAGMA.sub("", line)) > MAX_COLUMNS and not line.startswith("|")
 
 
 def stiff_phrases(text: str) -> dict[str, int]:

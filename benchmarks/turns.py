@@ -4,8 +4,8 @@
     python benchmarks/turns.py --model FOLDER --turns 2 6 12 --forms tree packed padded
     python benchmarks/turns.py --history rewritten --forms tree packed --out FILE
 
-Each turn samples --sampled tokens and reads --observed ones, which no call samples. A call's prompt is the
-whole conversation before it; with --history rewritten, later prompts lack the first half of every reply, as
+Each turn samples --sampled tokens and reads --observed ones, which no call samples. A call's prompt is all
+of the conversation before it; with --history rewritten, later prompts lack the first half of every reply, as
 with templates that drop reasoning, so each call branches off. The same random tokens in three forms:
 
     tree     skylite's: a trajectory's calls are one chain below the common prompt, or a comb if rewritten

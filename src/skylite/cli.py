@@ -44,7 +44,9 @@ def start(
     context: typer.Context,
     version: Annotated[
         bool,
-        typer.Option("--version", help="Print the version; with -v those of torch, vLLM and others too."),
+        typer.Option(
+            "--version", help="Print the version; with -v also the versions of torch, vLLM and others."
+        ),
     ] = False,
     verbose: Verbose = None,
 ) -> None:

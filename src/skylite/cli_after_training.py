@@ -270,9 +270,10 @@ def export(
     as_json: AsJson = False,
     verbose: Verbose = None,
 ) -> None:
-    """Export an adapter as a PEFT folder, merged weights or GGUF, with a model card.
+    """Export an adapter as a PEFT folder, merged weights or GGUF.
 
-    Loads the result again and compares its logprobs with the trainer's. Writes a complete folder or nothing.
+    Adds a model card. Loads the result again and compares its logprobs with the trainer's. Writes a complete
+    folder or nothing.
     """
     from skylite.commands.export import export as run_export
     from skylite.export.plan import ExportFlags

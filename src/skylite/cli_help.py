@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -9,6 +10,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 Row = tuple[str, str]
+_TYPE = re.compile(r"<(?:list\[)?(\w+)(?:\]| range)?>")
+"""Such as `<list[Path]>` and `<int range>`, shown as `<path>` and `<int>`."""
 
 
 class SectionedCommand(TyperCommand):
@@ -23,11 +26,10 @@ class SectionedCommand(TyperCommand):
             if (row := param.get_help_record(ctx)) is None:
                 continue
             if param.param_type_name == "argument":
-                arguments.append(("Arguments", row))
+                arguments.append(("Arguments", _with_plain_type(row)))
             else:
-                options.append(
-                    (getattr(param, "rich_help_panel", None) or "Options", _with_default(param, row))
-                )
+                heading = getattr(param, "rich_help_panel", None) or "Options"
+                options.append((heading, _with_plain_type(_with_default(param, row))))
         _write_sections([*arguments, *options], last="Options", formatter=formatter)
 
 
@@ -60,6 +62,10 @@ def _with_default(param: Any, row: Row) -> Row:
     names, text = row
     is_off = param.is_flag and not param.is_eager and param.default is False
     return (names, f"{text}  [default: off]") if is_off else row
+
+
+def _with_plain_type(row: Row) -> Row:
+    return _TYPE.sub(lambda found: f"<{found[1].lower()}>", row[0]), row[1]
 
 
 def _write_sections(rows: Iterable[tuple[str, Row]], *, last: str, formatter: Any) -> None:

@@ -26,9 +26,9 @@ def doctor(
     as_json: AsJson = False,
     verbose: Verbose = None,
 ) -> None:
-    """Check this machine: versions, GPUs, memory, disks, limits, network, dead runs. Exits 1 if one is bad.
+    """Check this machine: versions, GPUs, memory, disks, network. Also limits and dead runs.
 
-    Each line has the command that mends it.
+    Each problem comes with its remedy. Exits 1 if a check fails.
     """
     from skylite.commands.doctor import doctor as run_doctor
 

@@ -32,7 +32,7 @@ SETTINGS = "More settings"
 Verbose = Annotated[
     bool | None,
     typer.Option("--verbose/--quiet", "-v/-q", callback=set_level,
-                 help="Also print debug messages and times; or only warnings and errors. "
+                 help="-v: also debug messages and times. -q: only warnings and errors. "
                  "Default: neither."),
 ]  # fmt: skip
 """Works before and after the name of a command: the callback sets the level, commands ignore the value."""

@@ -58,11 +58,15 @@ Config = Annotated[
     ),
 ]
 Split = Annotated[
-    str | None, typer.Option(help="Its split for training. Default: train.", rich_help_panel=COLUMNS)
+    str | None, typer.Option(help="Split to train on. Default: train.", rich_help_panel=COLUMNS)
 ]
-HeldOutSplit = Annotated[
+ValidationSplit = Annotated[
     str | None,
-    typer.Option(help="Its split for this. Default: rows held out of --split.", rich_help_panel=COLUMNS),
+    typer.Option(help="Split to validate on. Default: rows held out of --split.", rich_help_panel=COLUMNS),
+]
+TestSplit = Annotated[
+    str | None,
+    typer.Option(help="Split to test on. Default: rows held out of --split.", rich_help_panel=COLUMNS),
 ]
 Question = Annotated[
     str | None,
@@ -86,7 +90,7 @@ NoAnswer = Annotated[
     bool,
     typer.Option(
         "--no-answer",
-        help="The data has no reference answers: the reward needs none.",
+        help="The data has no reference answers, and the reward needs none.",
         rich_help_panel=COLUMNS,
     ),
 ]
@@ -158,8 +162,8 @@ def prepare(
     difficulty: Difficulty = "",
     config: Config = None,
     split: Split = None,
-    validation_split: HeldOutSplit = None,
-    test_split: HeldOutSplit = None,
+    validation_split: ValidationSplit = None,
+    test_split: TestSplit = None,
     question: Question = None,
     answer: Answer = None,
     no_answer: NoAnswer = False,

@@ -137,7 +137,7 @@ def adapters_verify(target: RunFolder, as_json: AsJson = False, verbose: Verbose
 
 @adapters_app.command("list")
 def adapters_list(target: RunFolder, as_json: AsJson = False, verbose: Verbose = None) -> None:
-    """List the published adapters: version, step, bytes, age, canary gap."""
+    """List the published adapters: step, bytes, age, canary gap."""
     from skylite.commands.adapters import list_versions
 
     list_versions(target, as_json=as_json)

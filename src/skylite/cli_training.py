@@ -40,7 +40,10 @@ Recipe = Annotated[
     str | None,
     option(WHAT, "TOML or YAML file, or the name of a bundled recipe.", "the bundled one for this machine"),
 ]
-Model = Annotated[str | None, setting(WHAT, "Hub id, local folder, or smollm2-135m.", "smollm2-135m")]
+Model = Annotated[
+    str | None,
+    setting(WHAT, "Hub id (gated: first `hf auth login`), local folder, or smollm2-135m.", "smollm2-135m"),
+]
 Data = Annotated[Path | None, setting(WHAT, "Folder written by `skylite prepare`.", "data/gsm8k")]
 Rewards = Annotated[
     list[str] | None,

@@ -96,8 +96,8 @@ def long_work(
 
 def duration(seconds: float) -> str:
     """Such as `40 s`, `2 min 10 s` or `3 h 5 min`."""
-    whole = round(seconds)
-    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,4 +1,4 @@
-"""Episodes whose engine or whole run is killed in the middle: the run equals an undisturbed one."""
+"""Episodes whose engine or run is killed in the middle: the run equals an undisturbed one."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def writers(policy: Policy, optimizer: FlatAdamW, model: Path) -> dict[str, Call
 def small_writers(model: Path) -> dict[str, Callable[[Path, int], Any]]:
     """The same, of what needs no policy.
 
-    Version 1 is where the inputs of version 2 are laid ready, while nothing fails yet.
+    Version 1 prepares the inputs of version 2, while nothing fails yet.
     """
 
     converted = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)

@@ -1,4 +1,4 @@
-"""`skylite doctor`: each check finds the fault that the test makes, and names what mends it."""
+"""`skylite doctor`: each check finds the fault that the test makes, and names what fixes it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_an_old_python_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert software.check_python().level == "ok"
     monkeypatch.setattr("platform.python_version", lambda: "3.9.1")
     found = software.check_python()
-    assert (found.level, found.mend) == ("bad", "uv venv --python 3.12")
+    assert (found.level, found.fix) == ("bad", "uv venv --python 3.12")
     assert "Python 3.9.1; skylite needs" in found.text
 
 
@@ -69,7 +69,7 @@ def test_a_vllm_that_skylite_was_not_tested_with_is_found(
     computer.sees("-1")
     monkeypatch.setattr(software, "vllm_version", lambda: version)
     found = software.check_vllm()
-    assert (found.level, found.mend) == ("bad", install_command("cpu"))
+    assert (found.level, found.fix) == ("bad", install_command("cpu"))
     assert found.text.startswith(text)
 
 
@@ -82,17 +82,17 @@ def test_a_driver_that_is_too_old_is_found(computer: Machine) -> None:
     computer.lists("NVIDIA H200, 9.0, 143771, 535.10, Disabled")
     computer.has_torch(cuda="13.0", error="driver too old")
     found = software.check_gpus()
-    assert (found.level, "Install NVIDIA driver 580" in found.mend) == ("bad", True)
+    assert (found.level, "Install NVIDIA driver 580" in found.fix) == ("bad", True)
 
 
 def test_a_hidden_gpu_is_a_note_with_its_command_and_none_at_all_is_ok(computer: Machine) -> None:
     assert software.check_gpus().level == "ok"
     computer.lists(text="No devices were found\n", code=6)
-    assert "`docker run --gpus all`" in software.check_gpus().mend
+    assert "`docker run --gpus all`" in software.check_gpus().fix
     for setting in ("-1", ""):
         computer.sees(setting)
         found = software.check_gpus()
-        assert (found.level, found.mend) == ("note", "unset CUDA_VISIBLE_DEVICES")
+        assert (found.level, found.fix) == ("note", "unset CUDA_VISIBLE_DEVICES")
 
 
 def test_gpus_that_work_are_named(computer: Machine) -> None:
@@ -112,7 +112,7 @@ def test_a_torchvision_that_breaks_transformers_is_found(
     monkeypatch.syspath_prepend(package.parent)
     found = software.check_torchvision()
     assert found.level == ("bad" if fault else "ok")
-    assert found.mend == ("pip uninstall -y torchvision" if fault else "")
+    assert found.fix == ("pip uninstall -y torchvision" if fault else "")
     assert ("torchvision::nms does not exist" in found.text) == bool(fault)
 
 
@@ -120,14 +120,14 @@ def test_little_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for free, level in ((1 << 30, "bad"), (4 << 30, "note"), (32 << 30, "ok")):
         monkeypatch.setattr(machine, "available_memory", lambda free=free: free)
         found = machine.check_memory()
-        assert (found.level, "`ps aux --sort=-rss | head`" in found.mend) == (level, level != "ok")
+        assert (found.level, "`ps aux --sort=-rss | head`" in found.fix) == (level, level != "ok")
 
 
 def test_small_shared_memory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.check_shared_memory(tmp_path).level == "ok"
     monkeypatch.setattr(machine, "free_bytes", lambda _: 64 << 20)
     found = machine.check_shared_memory(tmp_path)
-    assert (found.level, "docker run --shm-size=8g" in found.mend) == ("bad", True)
+    assert (found.level, "docker run --shm-size=8g" in found.fix) == ("bad", True)
 
 
 def test_a_full_disk_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,8 +136,8 @@ def test_a_full_disk_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (found.level, found.text) == ("bad", f"1 GiB free at {tmp_path}")
     monkeypatch.setattr(machine, "free_bytes", lambda _: 4 << 30)
     (little,) = machine.check_disks(tmp_path)
-    assert (little.level, little.mend) == ("note", found.mend)
-    assert f"`du -xsh {tmp_path}/* | sort -h | tail`" in found.mend
+    assert (little.level, little.fix) == ("note", found.fix)
+    assert f"`du -xsh {tmp_path}/* | sort -h | tail`" in found.fix
 
 
 def test_a_wrong_clock_is_found_with_and_without_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,14 +165,14 @@ def test_an_unreachable_hub_is_a_note_within_seconds(monkeypatch: pytest.MonkeyP
     assert (found.level, "ReadTimeout" in found.text) == ("note", True)
     assert time.monotonic() - started < 5
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert machine.check_hub(HubAnswer("x")).mend == "unset HF_HUB_OFFLINE"
+    assert machine.check_hub(HubAnswer("x")).fix == "unset HF_HUB_OFFLINE"
 
 
 def test_a_taken_port_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setattr(machine, "SERVE_PORT", port := taken.getsockname()[1])
         found = machine.check_ports()
-    assert (found.level, found.mend) == ("note", f"skylite serve RUN --port {port + 1}")
+    assert (found.level, found.fix) == ("note", f"skylite serve RUN --port {port + 1}")
     assert machine.check_ports().level == "ok"
 
 
@@ -189,7 +189,7 @@ def test_a_dead_run_is_found_and_a_live_one_is_not(tmp_path: Path) -> None:
     with lock_folder(live):
         (found,) = dead_runs.check_runs(tmp_path)
     assert found.text == f"{dead} says 'training' at step 3 of 9, but its processes are dead"
-    assert found.mend == f"skylite train --resume '{dead}'"
+    assert found.fix == f"skylite train --resume '{dead}'"
     assert len(dead_runs.check_runs(tmp_path)) == 2
 
 
@@ -207,7 +207,7 @@ def test_leftovers_of_dead_processes_are_found(tmp_path: Path) -> None:
     found = dead_runs.check_leftovers(memory, temporary)
     living.remove()
     assert found.text == "dead processes left 3 file(s) or folder(s), 0.0 MB"
-    assert found.mend == " ".join(
+    assert found.fix == " ".join(
         ["rm -r", f"{memory}/__KMP_REGISTERED_LIB_{2**22 + 1}_{os.getuid()}", str(copy),
          str(temporary / "skylite-dry-run-abcd1234")]
     )  # fmt: skip

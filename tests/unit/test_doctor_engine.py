@@ -48,10 +48,10 @@ def test_each_fault_of_an_engine_is_found_with_the_command_that_serves(
     routes["/v1/models"] = (200, {"data": [BASE]})
     found = probe(monkeypatch, routes, "vllm", "serve", "--max-lora-rank", "8")
     assert [f.level for f in found][1:] == ["bad", "bad", "bad"]
-    assert {f.mend.partition(" --host")[0] for f in found[1:]} == {
+    assert {f.fix.partition(" --host")[0] for f in found[1:]} == {
         "start it with: VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve '/models/my model'"
     }
-    assert "--enable-lora --max-lora-rank " in found[1].mend
+    assert "--enable-lora --max-lora-rank " in found[1].fix
 
 
 @pytest.mark.parametrize("flag", [["--tensor-parallel-size=4"], ["-tp", "4"]])
@@ -60,21 +60,21 @@ def test_the_command_keeps_the_gpus_of_a_server_on_this_machine(
 ) -> None:
     routes = {k: v for k, v in ROUTES.items() if k in ("/version", "/v1/models")}
     found = probe(monkeypatch, routes, "vllm", "serve", *flag)
-    assert found[-1].mend.endswith(" --tensor-parallel-size 4")
-    assert "--tensor-parallel-size" not in probe(monkeypatch, routes, "vllm", "serve")[-1].mend
+    assert " --tensor-parallel-size 4 " in f"{found[-1].fix} "
+    assert "--tensor-parallel-size" not in probe(monkeypatch, routes, "vllm", "serve")[-1].fix
 
 
 def test_a_rank_that_cannot_be_seen_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = probe(monkeypatch, ROUTES)[3]
     assert rank.level == "note"
-    assert rank.mend == "start the server with --max-lora-rank 32"
+    assert rank.fix == "start the server with --max-lora-rank 32"
 
 
 def test_another_version_is_a_note_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_probe, "vllm_version", lambda: "0.31.0")
-    assert probe(monkeypatch, ROUTES)[0].mend == "there: `pip install vllm==0.31.0`"
+    assert probe(monkeypatch, ROUTES)[0].fix == "there: `pip install vllm==0.31.0`"
     silent = {path: answer for path, answer in ROUTES.items() if path != "/version"}
-    assert probe(monkeypatch, silent)[0].mend == "there: `pip list | grep -i vllm`"
+    assert probe(monkeypatch, silent)[0].fix == "there: `pip list | grep -i vllm`"
 
 
 def test_the_process_that_serves_a_port_is_found() -> None:

@@ -90,6 +90,12 @@ def synthetic_note(name: str) -> str:
     return rows("test", 0, (), 6).source
 
 
+def test_types_are_plain_words() -> None:
+    types = {found for path, _ in commands() for found in re.findall(r"<[^>]*>", help_text(*path))}
+    assert types == {"<str>", "<int>", "<float>", "<path>"}
+    assert re.search(r"^  RUN\.\.\. <path> ", help_text("report"), re.M)
+
+
 def test_flags_and_commands_are_in_sections() -> None:
     headings = re.findall(r"^(\S.*):$", help_text("train"), re.M)
     assert headings == [
@@ -103,8 +109,15 @@ def test_flags_and_commands_are_in_sections() -> None:
     ]
     headings = re.findall(r"^(\S.*):$", help_text("serve"), re.M)
     assert headings == ["Arguments", "Which adapter", "Server", "More settings", "Options"]
+    headings = re.findall(r"^(\S.*):$", help_text("env", "check"), re.M)
+    assert headings == ["Arguments", "Episodes and model", "More settings", "Options"]
     headings = re.findall(r"^(\S.*):$", help_text(), re.M)
     assert headings[:4] == ["Options", "Train", "Look at runs", "Use an adapter"]
+
+
+@pytest.mark.parametrize("group", [(), ("adapters",), ("env",)], ids=" ".join)
+def test_no_line_of_a_list_of_commands_is_cut_off(group: tuple[str, ...]) -> None:
+    assert "..." not in CliRunner().invoke(app, [*group, "--help"]).output.split("COMMAND [ARGS]...")[1]
 
 
 def test_help_is_plain_text_and_imports_no_rich() -> None:

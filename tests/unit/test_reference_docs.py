@@ -116,12 +116,9 @@ def test_exactly_the_metrics_of_the_code_are_described() -> None:
     assert described == in_code
 
 
-def test_every_metric_has_a_unit_and_a_meaning_and_a_bad_value_has_a_healthy_one() -> None:
+def test_every_metric_has_a_unit_a_meaning_a_healthy_and_a_bad_value() -> None:
     metrics = metrics_by_name().values()
-    assert [m.name for m in metrics if not m.meaning or not m.unit] == []
-    guarded = [m for m in metrics if m.bad]
-    assert len(guarded) > 20
-    assert [m.name for m in guarded if not m.good and not m.name.startswith("time/")] == []
+    assert [m.name for m in metrics if not (m.meaning and m.unit and m.good and m.bad)] == []
 
 
 def test_metrics_that_a_row_names_exist() -> None:

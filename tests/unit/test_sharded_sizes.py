@@ -125,7 +125,7 @@ def test_the_documented_72b_fits_eight_gpus_of_80_gb(tmp_path: Path, monkeypatch
     path = fit.write_shapes(tmp_path, "72B") / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_attention_heads": 64}))
     page = Path(fit.PAGE).read_text(encoding="utf-8")
-    command = next(line for line in page.splitlines() if "Qwen2.5-72B-Instruct" in line)
+    command = next(line for line in page.replace("\\\n", "").splitlines() if "Qwen2.5-72B-Instruct" in line)
     recipe = Path(fit.PAGE).parents[2] / "recipes" / "gsm8k.toml"
     settings = load_config(recipe, {}, re.findall(r"--set (\S+)", command))
     sizes = model_sizes(tmp_path, settings.lora)

@@ -1,4 +1,4 @@
-"""Copies beside the steps of a run (`cp -r step-000010 step-000010-backup`) are ignored and left alone."""
+"""Copies beside the steps of a run (`cp -r step-000010 step-000010-backup`) are neither read nor deleted."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ FILES = {
     "src/skylite/run/files.py": "import skylite.engine.client\ndef write():\n    pass\n" + "# goes on\n" * 40,
     "src/skylite/run/lock.py": "from skylite.run import files\nfrom skylite.run.files import write\n",
     "README.md": f"The whole file.\n{'long ' * 30}\n|{'table' * 30}|\n",
+    "CHANGELOG.md": f"{'short ' * 15}  # type: ignore[no-untyped-call]\n",
 }  # fmt: skip
 
 

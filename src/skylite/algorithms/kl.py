@@ -14,7 +14,7 @@ def k1(policy_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k2(policy_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """log(policy / ref)^2 / 2: biased, but its gradient is that of the KL."""
+    """log(policy / ref)^2 / 2: biased, but with the gradient of the KL."""
     return 0.5 * (policy_logprobs - ref_logprobs).square()
 
 

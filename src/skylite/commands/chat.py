@@ -102,7 +102,7 @@ def respond(chat: Chat, messages: list[Message]) -> list[Message]:
     except KeyboardInterrupt:
         logger.info("stopped")
     except RunFailed as error:
-        show(f"skylite: {error} {RESET} starts anew.", to_stderr=True)
+        show(f"skylite: {error} {RESET} starts again.", to_stderr=True)
         return messages[:-1]
     sys.stdout.write("\n")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""`skylite doctor`: check this machine, and say how to mend what is wrong."""
+"""`skylite doctor`: check this machine, and print how to fix what is wrong."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Check = Callable[[], Finding | Iterable[Finding]]
 
 
 def doctor(*, runs: Path, engine: str | None, as_json: bool) -> None:
-    """Print a line per check. Exits 1 if something must be mended."""
+    """Print a line per check. Exits 1 if something must be fixed."""
     if engine is not None:
         findings = probe_engine(engine)
     else:
@@ -80,4 +80,4 @@ def results(name: str, check: Check) -> list[Finding]:
 def line(finding: Finding) -> str:
     """Such as `BAD  disk: 1 GiB free at /tmp`, with the remedy below."""
     text = f"{MARKS[finding.level]}  {finding.check}: {finding.text}"
-    return f"{text}\n        -> {finding.mend}" if finding.mend else text
+    return f"{text}\n        -> {finding.fix}" if finding.fix else text

@@ -29,7 +29,7 @@ class EnvConfig(Section):
     """Episodes that run at the same time, each in its own process."""
     history: Literal["sampled", "template"] = "sampled"
     """sampled: a later call's prompt keeps the tokens that were sampled. template: the chat template writes
-    the history anew, as a plain server would, which may drop reasoning; such calls share fewer tokens."""
+    the history again, as a plain server would, which may drop reasoning; such calls share fewer tokens."""
     tool_format: Literal["auto", "hermes", "qwen-xml", "glm", "mistral", "llama", "gemma", "harmony"] = "auto"
     """How the model writes tool calls. auto: what its chat template shows."""
     weights: dict[str, float] = {}

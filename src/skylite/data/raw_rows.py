@@ -89,7 +89,7 @@ def read_table(path: Path, kind: SourceKind = "file") -> Table:
 
 
 def join_tables(tables: Sequence[Table], source: str) -> Table:
-    """One table of all rows, counted anew."""
+    """One table of all rows, counted again."""
     if len(tables) == 1:
         return replace(tables[0], source=source)
     rows = [row for table in tables for row in table.rows]
@@ -112,7 +112,7 @@ def hold_out(table: Table, count: int, seed: int) -> tuple[Table, Table]:
 
 
 def generated_table(rows: Iterable[dict[str, Any]], kind: SourceKind, source: str) -> Table:
-    """A table of generated rows; its sha256 is that of the rows as JSON lines."""
+    """A table of generated rows. Its sha256 is taken from the rows as JSON lines."""
     rows = list(rows)
     digest = sha256(
         "".join(json.dumps(row, sort_keys=True, default=str) + "\n" for row in rows).encode()

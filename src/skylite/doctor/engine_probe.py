@@ -54,8 +54,8 @@ def probe_engine(url: str) -> list[Finding]:
         try:
             models = _models(client)
         except (httpx.HTTPError, ValueError) as error:
-            mend = "set VLLM_API_KEY if it asks for a key; else check that vLLM serves there"
-            return [bad(CHECK, f"{url} does not answer as vLLM does: {error_line(error)}", mend)]
+            fix = "set VLLM_API_KEY if it asks for a key; else check that vLLM serves there"
+            return [bad(CHECK, f"{url} does not answer as vLLM does: {error_line(error)}", fix)]
         local = local_server(parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
         facts = [_version(client), _lora(client, models, local), _updating(client), _rank(local)]
     if any(finding.level == "bad" for finding in facts):
@@ -64,7 +64,7 @@ def probe_engine(url: str) -> list[Finding]:
             str(base.get("root") or base["id"]), TrainConfig().lora, parts.hostname, parts.port or 8000,
             tensor_parallel=1 if local is None else local.tensor_parallel,
         )  # fmt: skip
-        facts = [replace(f, mend=f"start it with: {command}") if f.level == "bad" else f for f in facts]
+        facts = [replace(f, fix=f"start it with: {command}") if f.level == "bad" else f for f in facts]
     return facts
 
 
@@ -140,8 +140,8 @@ def _updating(client: httpx.Client) -> Finding:
     try:
         status = client.post("/v1/load_lora_adapter", json={}).status_code
     except httpx.HTTPError as error:
-        mend = f"call doctor again; if it stays, start the server with {RUNTIME_LORA}=1"
-        return note(CHECK, f"runtime updating is unknown: {error_line(error)}", mend)
+        fix = f"call doctor again; if it stays, start the server with {RUNTIME_LORA}=1"
+        return note(CHECK, f"runtime updating is unknown: {error_line(error)}", fix)
     if status == httpx.codes.NOT_FOUND:
         return bad(CHECK, f"adapters cannot be loaded at run time ({RUNTIME_LORA} is not set)", "")
     return ok(CHECK, f"adapters can be loaded at run time ({RUNTIME_LORA}=1)")
@@ -149,14 +149,14 @@ def _updating(client: httpx.Client) -> Finding:
 
 def _rank(local: LocalServer | None) -> Finding:
     wanted = TrainConfig().lora.vllm_rank
-    mend = f"start the server with --max-lora-rank {wanted}"
+    fix = f"start the server with --max-lora-rank {wanted}"
     if local is None:
         text = f"its largest LoRA rank is unknown from outside; skylite's default needs {wanted}"
-        return note(CHECK, text, mend)
+        return note(CHECK, text, fix)
     try:
         rank = local.max_lora_rank
     except ValueError:
-        return note(CHECK, "its --max-lora-rank is not a number", mend)
+        return note(CHECK, "its --max-lora-rank is not a number", fix)
     if rank < wanted:
         return bad(CHECK, f"its largest LoRA rank is {rank}; skylite's default needs {wanted}", "")
     return ok(CHECK, f"LoRA rank up to {rank}")

@@ -17,17 +17,17 @@ class Finding:
     level: Level
     """bad: a run fails, or may fail. note: worth knowing."""
     text: str
-    mend: str = ""
-    """The command that mends it, or the step where no command can. Empty only for ok."""
+    fix: str = ""
+    """The command that fixes it, or the step to take where no command can. Empty only for ok."""
 
 
 def ok(check: str, text: str) -> Finding:
     return Finding(check, "ok", text)
 
 
-def note(check: str, text: str, mend: str) -> Finding:
-    return Finding(check, "note", text, mend)
+def note(check: str, text: str, fix: str) -> Finding:
+    return Finding(check, "note", text, fix)
 
 
-def bad(check: str, text: str, mend: str) -> Finding:
-    return Finding(check, "bad", text, mend)
+def bad(check: str, text: str, fix: str) -> Finding:
+    return Finding(check, "bad", text, fix)

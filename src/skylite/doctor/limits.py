@@ -26,7 +26,7 @@ class ThreadLimit:
     name: str
     limit: int
     used: int
-    mend: str
+    fix: str
 
 
 def check_open_files() -> Finding:
@@ -34,8 +34,8 @@ def check_open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = open_files(TrainConfig())
     if hard != resource.RLIM_INFINITY and hard < needed:
-        mend = "containers: `docker run --ulimit nofile=65536`; else limits.conf: `* hard nofile 65536`"
-        return bad("open files", f"ulimit -n is {hard} at most, and a run needs {needed}", mend)
+        fix = "containers: `docker run --ulimit nofile=65536`; else limits.conf: `* hard nofile 65536`"
+        return bad("open files", f"ulimit -n is {hard} at most, and a run needs {needed}", fix)
     return ok("open files", f"ulimit -n {soft}, at most {'unlimited' if hard < 0 else hard}")
 
 
@@ -46,7 +46,7 @@ def check_processes(groups: Path = CGROUPS, own: Path = OWN_CGROUP) -> Finding:
     for x in limits:
         if x.limit - x.used < needed:
             text = f"{x.name} is {x.limit}, of which {x.used} are used; a run needs {needed}"
-            return bad("processes", text, x.mend)
+            return bad("processes", text, x.fix)
     least = min(limits, key=lambda x: x.limit, default=None)
     return ok("processes", f"{least.name} {least.limit}" if least is not None else "unlimited")
 
@@ -56,10 +56,10 @@ def _user_limit() -> Iterator[ThreadLimit]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     if os.geteuid() == 0 or soft == resource.RLIM_INFINITY:
         return
-    mend = "limits.conf: `* hard nproc 65536` and `* soft nproc 65536`, then log in again"
+    fix = "limits.conf: `* hard nproc 65536` and `* soft nproc 65536`, then log in again"
     if hard == resource.RLIM_INFINITY or hard >= 65536:
-        mend = "ulimit -u 65536"
-    yield ThreadLimit("ulimit -u", soft, _threads_of_user(), mend)
+        fix = "ulimit -u 65536"
+    yield ThreadLimit("ulimit -u", soft, _threads_of_user(), fix)
 
 
 def _threads_of_user() -> int:
@@ -98,6 +98,6 @@ def check_address_space() -> Finding:
     if soft == resource.RLIM_INFINITY:
         return ok("address space", "unlimited")
     is_raised = hard == resource.RLIM_INFINITY
-    mend = "ulimit -v unlimited" if is_raised else "limits.conf: `* hard as unlimited`, then log in again"
+    fix = "ulimit -v unlimited" if is_raised else "limits.conf: `* hard as unlimited`, then log in again"
     text = f"ulimit -v is {soft >> 10} KiB; torch and vLLM reserve more than they use"
-    return bad("address space", text, mend)
+    return bad("address space", text, fix)

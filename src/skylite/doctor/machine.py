@@ -45,11 +45,11 @@ def check_memory() -> Finding:
     """Enough memory is free for a run."""
     free, total = available_memory(), total_memory()
     text = f"{format_bytes(free)} of {format_bytes(total)} free, {cpu_cores()} cores"
-    mend = "end other programs: `ps aux --sort=-rss | head`"
+    fix = "end other programs: `ps aux --sort=-rss | head`"
     if free < LEAST_MEMORY:
-        return bad("memory", text, mend)
+        return bad("memory", text, fix)
     if free < GOOD_MEMORY:
-        return note("memory", f"{text}: little for a run on the CPU", mend)
+        return note("memory", f"{text}: little for a run on the CPU", fix)
     return ok("memory", text)
 
 
@@ -58,8 +58,8 @@ def check_shared_memory(folder: Path = SHARED_MEMORY) -> Finding:
     free = free_bytes(folder)
     text = f"{format_bytes(free)} free in {folder}"
     if free < LEAST_SHM:
-        mend = f"containers: `docker run --shm-size=8g`; else `sudo mount -o remount,size=8G {folder}`"
-        return bad("shared memory", text, mend)
+        fix = f"containers: `docker run --shm-size=8g`; else `sudo mount -o remount,size=8G {folder}`"
+        return bad("shared memory", text, fix)
     return ok("shared memory", text)
 
 
@@ -73,11 +73,11 @@ def check_disks(*folders: Path) -> list[Finding]:
         seen.add(device)
         free = free_bytes(existing)
         text = f"{format_bytes(free)} free at {folder}"
-        mend = f"delete what is not needed: `du -xsh {shlex.quote(str(existing))}/* | sort -h | tail`"
+        fix = f"delete what is not needed: `du -xsh {shlex.quote(str(existing))}/* | sort -h | tail`"
         if free < LEAST_DISK:
-            findings.append(bad("disk", text, mend))
+            findings.append(bad("disk", text, fix))
         elif free < GOOD_DISK:
-            findings.append(note("disk", f"{text}: little", mend))
+            findings.append(note("disk", f"{text}: little", fix))
         else:
             findings.append(ok("disk", text))
     return findings
@@ -119,19 +119,19 @@ def check_hub(hub: HubAnswer) -> Finding:
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "ON", "YES"):
         return note("hub", "HF_HUB_OFFLINE is set: only cached and local models work", "unset HF_HUB_OFFLINE")
     if hub.error:
-        mend = "use local folders or --model smollm2-135m, or set HF_ENDPOINT or HTTPS_PROXY"
-        return note("hub", f"{hub.endpoint} cannot be reached: {hub.error}", mend)
+        fix = "use local folders or --model smollm2-135m, or set HF_ENDPOINT or HTTPS_PROXY"
+        return note("hub", f"{hub.endpoint} cannot be reached: {hub.error}", fix)
     return ok("hub", f"{hub.endpoint} answers")
 
 
 def check_clock(hub: HubAnswer) -> Finding:
     """The clock is right, judged by the hub's, or else by the date of this installation."""
-    mend = "sudo timedatectl set-ntp true"
+    fix = "sudo timedatectl set-ntp true"
     if hub.skew_s is not None and abs(hub.skew_s) > LARGEST_SKEW_S:
         side = "behind" if hub.skew_s > 0 else "ahead of"
-        return bad("clock", f"{abs(hub.skew_s):.0f} s {side} the hub's; certificates may fail", mend)
+        return bad("clock", f"{abs(hub.skew_s):.0f} s {side} the hub's; certificates may fail", fix)
     now = time.time()
     if now < BUILT.stat().st_mtime - LARGEST_SKEW_S:
         text = f"{datetime.fromtimestamp(now, UTC):%Y-%m-%d} is before skylite was installed"
-        return bad("clock", text, mend)
+        return bad("clock", text, fix)
     return ok("clock", f"{datetime.fromtimestamp(now, UTC):%Y-%m-%d %H:%M} UTC")

@@ -17,13 +17,13 @@ from skylite.engine.canary_reading import CanaryReading
 from skylite.errors import SyncFailed
 
 CLIP, CLIP_GAPS = 3.0, 10.0
-"""Values beyond so many medians are clipped, because one token must not decide: of the difference of the two
-moves, and of the gaps. The gaps' median is that of the base."""
+"""Differences of the two moves are clipped at CLIP medians, and gaps at CLIP_GAPS medians of the base's gaps:
+one token must not decide."""
 MAX_STANDARD_ERRORS = 4.0
 SLACK = 0.05
 ROUNDED_AWAY, MOST_ROUNDED_AWAY = 0.4, 0.6
-"""How far the projection may be from 1: by so many standard errors, by SLACK, and by what rounding takes from
-a small move. A layer adds the adapter's product to an output that is rounded already, so the smallest
+"""How far the projection may be from 1: this many standard errors, SLACK, and what rounding takes from a
+small move. A layer adds the adapter's product to an output that is rounded already, so the smallest
 products vanish: about ROUNDED_AWAY times rounding / move, and at most MOST_ROUNDED_AWAY."""
 MAX_GAP_RATIO, MOVE_ROUNDING = 1.4, 1 / 64
 """Limit on the mean clipped gap with the adapter: MAX_GAP_RATIO times that without it, plus MOVE_ROUNDING

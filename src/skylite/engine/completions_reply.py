@@ -1,4 +1,4 @@
-"""The replies of vLLM's /v1/completions, as far as skylite reads them."""
+"""What skylite reads of the replies of vLLM's /v1/completions."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ INNER_SIZES = (
 
 
 def check_divisible(model_path: Path, gpus: int) -> None:
-    """Raise ConfigError if vLLM cannot divide the model in this folder among so many GPUs."""
+    """Raise ConfigError if vLLM cannot divide the model in this folder among this many GPUs."""
     if gpus == 1:
         return
     config = text_section(parse_json((model_path / "config.json").read_text(encoding="utf-8")))

@@ -193,7 +193,7 @@ def _run_tool(call: dict[str, Any], tools: dict[str, Callable[..., Any]]) -> str
         return f"Error: {call['name']} got other arguments: {str(error).splitlines()[0]}"
     try:
         value = tool(**{name: getattr(checked, name) for name in type(checked).model_fields})
-    except SkyliteError:  # the user must mend this, not the model
+    except SkyliteError:  # the user must correct this, not the model
         raise
     except Exception as error:  # noqa: BLE001  # the model reads it
         return f"Error: {type(error).__name__}: {error}"

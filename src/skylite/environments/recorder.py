@@ -175,7 +175,7 @@ class Recorder:
     ) -> tuple[list[int], bool]:
         """The engine's input, and whether it opens a reasoning block.
 
-        It is a recorded call and what follows it, or the conversation rendered anew.
+        It is a recorded call and what follows it, or the conversation rendered again.
         """
         config = self.config
         call = log.continued(messages, tools, arguments) if config.env.history == "sampled" else None

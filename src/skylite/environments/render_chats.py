@@ -116,7 +116,7 @@ def _tail(tokenizer: Any, stops: list[str], job: Job) -> str | None:
 
 
 def _after_calls(tokenizer: Any, stops: list[str], job: Job) -> str | None:
-    """The tail after a reply that calls tools, where the rendered reply begins the whole conversation.
+    """The tail after a reply that calls tools, where the rendered reply begins the conversation.
 
     Some templates put the results inside the turn of the calls, where MARK would be the wrong place.
     """

@@ -170,7 +170,7 @@ class Environment:
             return GroupDropped(f"the episode of {log.name} {reason}")
         return RunFailed(
             f"The episode of {log.name} {reason}.",
-            f"Read {self.pool.log_path}, and mend the episode; env.on_error=drop leaves such groups out.",
+            f"Read {self.pool.log_path}, and correct the episode; env.on_error=drop leaves such groups out.",
         )
 
     def _note(self, log: TrajectoryLog) -> None:

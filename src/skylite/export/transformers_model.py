@@ -17,7 +17,7 @@ def load_float32(folder: Path, **options: Any) -> Any:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # skylite shows its own
-    # The bar of GGUF files does not heed that.
+    # The bar of GGUF files ignores that.
     modeling_gguf_pytorch_utils.tqdm = lambda items, **_: items
     load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
     try:

@@ -1,4 +1,4 @@
-"""Warm start: copies a finished adapter into fresh LoRA parameters. Optimizer and steps start anew."""
+"""Warm start: copies a finished adapter into fresh LoRA parameters. Optimizer and steps start again."""
 
 from __future__ import annotations
 

@@ -118,12 +118,12 @@ def _share_full_model(path: str, dtype: torch.dtype, dist: Dist, offload: bool) 
     _shard(base, dist, offload)
     device, shards = torch.device("cpu") if offload else dist.device, dict[str, DTensor]()
     for name, param in base.named_parameters():
-        whole = torch.empty(param.shape, dtype=dtype, device=dist.device)
+        unsharded = torch.empty(param.shape, dtype=dtype, device=dist.device)
         if full is not None:
             stored = full.get_parameter(name)
-            whole.copy_(stored)
+            unsharded.copy_(stored)
             stored.data = stored.new_empty(0)  # rank 0 holds the model once, not twice
-        shards[name] = _shard_of(param, dist.broadcast_(whole).__getitem__, dtype, device, dist)
+        shards[name] = _shard_of(param, dist.broadcast_(unsharded).__getitem__, dtype, device, dist)
     for name, buffer in base.named_buffers():
         value = torch.empty_like(buffer, device=dist.device)
         value.copy_(buffer if full is None else full.get_buffer(name))

@@ -121,16 +121,16 @@ def _block_pieces(
         ancestors: the pieces above.
         first_index: index of the first piece returned.
     """
-    whole = _piece(ancestors, block, depth)
-    if whole.is_chain:
-        return [whole] if whole.size else []
+    uncut = _piece(ancestors, block, depth)
+    if uncut.is_chain:
+        return [uncut] if uncut.size else []
     trunk = min(len(block[0].path), *(member.shared for member in block[1:]))
     branches = _branches(block, trunk)
     sizes = [_num_nodes(branch, trunk) for branch in branches]
     split_scores = (trunk - depth) * trunk + sum(n * (trunk + n) for n in sizes)
-    saved_scores = whole.size * (depth + whole.size) - split_scores
+    saved_scores = uncut.size * (depth + uncut.size) - split_scores
     if trunk == depth or saved_scores < SCORES_PER_CALL * len(branches):
-        return [whole]
+        return [uncut]
     pieces = [Piece(ancestors, trunk - depth, is_chain=True)]
     for branch in branches:
         pieces += _block_pieces(branch, trunk, (*ancestors, first_index), first_index + len(pieces))

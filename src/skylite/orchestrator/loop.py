@@ -78,7 +78,7 @@ async def run_steps(session: Session) -> None:
     try:
         await _run_steps(session, queues)
     finally:
-        # Nobody awaits this verification any more. Left alone, asyncio would log its error.
+        # Nothing awaits this verification any more; without this, asyncio would log its error.
         if queues.newest is not None:
             queues.newest.verification.cancel()
             await asyncio.gather(queues.newest.verification, return_exceptions=True)

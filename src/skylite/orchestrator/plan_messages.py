@@ -36,7 +36,7 @@ def rewards_text(config: TrainConfig, info: PromptFileInfo) -> str:
 
 
 def held_out_note(held_out: Sequence[Prompt]) -> str:
-    """A warning if so few held-out problems cannot show what training changes; else empty."""
+    """A warning if the held-out problems are too few to show what training changes; else empty."""
     count = len(held_out)
     if not 0 < count < ENOUGH_HELD_OUT or not any(prompt.answer for prompt in held_out):
         return ""

@@ -54,7 +54,7 @@ class TrainerMemory:
     kept_copy: float
     """As `kept`, per token that attention copies for another piece of a tree (key_value_copies.py)."""
     work_copy: float
-    """As `work`, likewise."""
+    """As `work`."""
     mask: int
     """Attention's mask for the longest trajectory, which all layers share."""
     head: int

@@ -97,7 +97,7 @@ def clear_control_files(plan: RunPlan) -> None:
     with convert_os_errors(plan.run.root):
         plan.run.stop_path.unlink(missing_ok=True)
         plan.run.trainer_error_path.unlink(missing_ok=True)
-    with convert_os_errors(plan.run.rendezvous):  # created anew, so that it is a folder that this user owns
+    with convert_os_errors(plan.run.rendezvous):  # recreated, so that it is a folder that this user owns
         if plan.run.rendezvous.exists():
             shutil.rmtree(plan.run.rendezvous)
         plan.run.rendezvous.mkdir(mode=0o700)

@@ -39,15 +39,15 @@ BY_KEY_VALUE_HEADS = ("k_proj", "v_proj")
 BY_INPUTS = ("o_proj", "down_proj", "fc2", "w2", "dense", "dense_4h_to_h", "out_proj", "c_proj")
 """Layers of which every GPU has some inputs."""
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in")
-WHOLE = Fraction(1)
+UNDIVIDED = Fraction(1)
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
     """Of a layer's outputs and inputs, on one GPU."""
 
-    outputs: Fraction = WHOLE
-    inputs: Fraction = WHOLE
+    outputs: Fraction = UNDIVIDED
+    inputs: Fraction = UNDIVIDED
 
 
 def sizes_per_gpu(sizes: ModelSizes, model_path: Path, lora: LoraConfig, gpus: int) -> ModelSizes:
@@ -72,7 +72,7 @@ def divided_sizes(
     parameters = sum(_elements(name, shape, shares.get(name), gpus) for name, shape in shapes.items())
     slots = with_packed(shapes, adapted, packed_layers(config))
     cached = [
-        (a.cached or 0) * (WHOLE if section.get("kv_lora_rank") else _key_value_share(a, section, gpus))
+        (a.cached or 0) * (UNDIVIDED if section.get("kv_lora_rank") else _key_value_share(a, section, gpus))
         for a in attentions.values()
     ]
     return replace(
@@ -105,7 +105,7 @@ def _key_value_share(attention: Attention, config: Mapping[str, Any], gpus: int)
     """Of the key-value heads, on one GPU: at least one head. All if config.json does not name the heads."""
     heads = next((n for name in HEADS if isinstance(n := config.get(name), int)), 0)
     if not heads or not attention.queries or not attention.keys:
-        return WHOLE
+        return UNDIVIDED
     key_value_heads = max(1, attention.keys * heads // attention.queries)
     return Fraction(max(1, key_value_heads // gpus), key_value_heads)
 

@@ -88,7 +88,7 @@ def step_metrics(
 
 
 def has_turns(trajectories: Sequence[Trajectory]) -> bool:
-    """Whether an environment made the trajectories, as far as they show it."""
+    """Whether the trajectories show that an environment made them."""
     return any(len(t.samples) > 1 or t.end != "stop" for t in trajectories)
 
 

@@ -18,8 +18,8 @@ def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
     `turns/reused_frac`: share of the later prompts' tokens that begin an earlier call of the trajectory.
     `turns/branches_mean`: later calls per trajectory whose prompt does not contain a complete earlier call.
-    `turns/rerendered_tokens`: their tokens per trajectory in the place of recorded ones: after the longest
-    common prefix with an earlier call, and before the end of that call.
+    `turns/rerendered_tokens`: tokens per trajectory that these calls render again: after the longest common
+    prefix with an earlier call, and before the end of that call.
     """
     prompt_tokens, reused_tokens, branches, rerendered_tokens = 0, 0, 0, 0
     for trajectory in trajectories:

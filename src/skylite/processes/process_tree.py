@@ -49,7 +49,7 @@ def _descendants(root: int) -> list[int]:
 def children(pid: int) -> set[int]:
     """Process ids of the children of all its threads, zombies too."""
     found: set[int] = set()
-    with contextlib.suppress(OSError):  # it may end meanwhile
+    with contextlib.suppress(OSError):  # it may have ended
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
                 found.update(map(int, file.read().split()))

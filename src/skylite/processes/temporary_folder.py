@@ -1,7 +1,7 @@
 """Temporary folders of this process. The next start of skylite removes those that a killed process left.
 
-Such a folder has a lock on it for as long as its process lives, and a mode that tells it from other folders
-of the user with such a name.
+Such a folder has a lock while its process lives, and a mode that other folders of the user with such a name
+do not have.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ class Metric:
     name: str
     meaning: str
     unit: str
-    good: str = ""
-    """What a healthy run shows. Empty where no value is better."""
-    bad: str = ""
+    good: str
+    """What a healthy run shows."""
+    bad: str
     """What another value means."""
 
 

@@ -66,14 +66,14 @@ class Copies:
     memory: int
     """/proc/self/statm, open."""
     requests: int
-    """The pipe of the parent, whose end is the end of this process."""
+    """The parent's pipe. When it closes, this process ends."""
     private: tuple[int, ...]
     """More descriptors that a copy must not have."""
     scratch: Path | None
     _copy: _Copy | None = None
 
     def wait(self) -> None:
-        """Wait for a request of the parent. A copy whose time is over ends meanwhile."""
+        """Wait for a request of the parent. A copy whose time is over ends while it waits."""
         if self._copy is not None:
             left = max(0.0, self._copy.ends_at - time.monotonic())
             if not select.select([self.requests], [], [], left)[0]:

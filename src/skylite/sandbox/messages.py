@@ -19,7 +19,7 @@ def send(pipe: int, message: object) -> None:
 
 
 def with_length(body: bytes) -> bytes:
-    """A message as it goes through a pipe. `body`: its JSON."""
+    """A message for a pipe. `body`: its JSON."""
     return LENGTH.pack(len(body)) + body
 
 

@@ -38,7 +38,7 @@ def is_larger(folder: Path, most: int) -> bool:
                         folders.append(entry.path)
                     if size > most:
                         return True
-        except (FileNotFoundError, NotADirectoryError):  # it was removed meanwhile
+        except (FileNotFoundError, NotADirectoryError):  # it has been removed
             continue
         except OSError:
             if _can_be_filled(where):

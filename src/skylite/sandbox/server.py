@@ -32,7 +32,7 @@ _ISOLATED = "isolated"
 
 
 def main(life: int) -> NoReturn:
-    """Serve until the parent closes the request pipe. `life`: a pipe whose end is the end of this process."""
+    """Serve until the parent closes the request pipe. When `life`, a pipe, closes, it ends too."""
     _die_with(life)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     requests, replies = os.dup(0), os.dup(1)

@@ -52,7 +52,7 @@ def measure_micro_batch_tokens(
     """Tokens per micro-batch, the same on every rank, and a sentence with the reason. All ranks call it.
 
     The measured passes have the longest prompt and the longest completions: attention's memory grows with
-    both. The second pass has no more completions than fit for sure.
+    both. The second pass has no more completions than certainly fit.
     """
     device, completion = policy.device, longest_completion(run_config.config, longest_prompt)
     sizes = PROBE_TOKENS[device.type]

@@ -217,8 +217,7 @@ def seconds_left(history: Sequence[Mapping[str, Any]], num_steps: int) -> float 
 
 def clock_time(seconds: float) -> str:
     """1:02:03 or 2:03."""
-    whole = int(seconds)
-    hours, rest = divmod(whole, 3600)
+    hours, rest = divmod(int(seconds), 3600)
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
 
 
