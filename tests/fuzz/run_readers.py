@@ -1,4 +1,4 @@
-"""Readers of files of a stranger's run: checkpoints, loggers, evaluations, the report, the mark."""
+"""Readers of files of a stranger's run: checkpoints, steps, loggers, evaluations, the report, the mark."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from skylite.errors import DataError
 from skylite.loggers.follow import common_steps, numbers
 from skylite.loggers.journal import open_journal
 from skylite.model.process_group import Dist
+from skylite.orchestrator.resume import recover_metrics
 from skylite.report.html import page_html
 from skylite.report.page_data import page_data
 from skylite.report.run_facts import read_facts
@@ -29,9 +30,21 @@ from skylite.run.metrics_file import read_metrics
 from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import RunDir
 from skylite.run.status import Status, write_status
+from skylite.trainer.anomaly import consecutive_skips
+from skylite.trainer.canary import longest_prompt, wait_for_canary
 from skylite.trainer.checkpoint import load_checkpoint, save_checkpoint
+from skylite.trainer.micro_batch_memory import recorded_tokens
 from skylite.trainer.optimizer import FlatAdamW, make_optimizer
-from tests.fuzz.reader import Damage, Reader, copy, document, lines, one_of, prepare_nothing
+from tests.fuzz.reader import (
+    Damage,
+    Reader,
+    copy,
+    document,
+    lines,
+    one_of,
+    prepare_nothing,
+    read_all,
+)
 from tests.rows import groups_of, random_samples
 from tests.small_run import settings
 from tests.unit.run_cases import begin
@@ -49,6 +62,14 @@ JOURNAL = [
 ]
 EVALUATION = {"accuracy": 0.5, "version": 2, "split": "test", "limit": 4}
 MACHINE = {"versions": {"torch": "2"}, "cpu": {"cores": 2, "name": "x"}}
+STEP_FILES = {
+    "micro_batch.json": {"tokens": 64, "reason": "fits", "setting": "auto"},
+    "canary.json": {"sequences": [[1, 2, 3], [4, 5]], "longest_prompt_tokens": 9},
+    "trainer_steps/step-000001.json": {
+        "metrics": {"loss": 0.5, "lr": 1e-4}, "trained": [1.0, 2.0], "skipped": "nan",
+        "packing": "tree", "tokens_per_micro_batch": 64,
+    },
+}  # fmt: skip
 EVALUATION_FILE = "evals/step-v000002.json"
 CHECKPOINT_FILES = ("state.json", "model.safetensors.index.json", MANIFEST)
 STEP = "checkpoints/step-000001"
@@ -87,6 +108,30 @@ def _checkpoint_file(name: str) -> Damage:
 def _read_checkpoint(folder: Path) -> None:
     verify_checkpoint(folder / STEP)
     load_checkpoint(folder / STEP, [_optimizer()], ONE_RANK)
+
+
+def _prepare_step_files(folder: Path) -> None:
+    run = begin(folder)
+    run.trainer_steps.mkdir(exist_ok=True)
+    write_rollouts(run.rollout_path(1), groups_of(random_samples(1)))
+
+
+def _step_files(folder: Path, chosen: random.Random, kind: str) -> None:
+    for name, tree in STEP_FILES.items():
+        (folder / "run" / name).write_text(json.dumps(tree))
+    one_of(*(document(name, tree) for name, tree in STEP_FILES.items()))(folder / "run", chosen, kind)
+
+
+def _read_step_files(folder: Path) -> None:
+    """What a resume and a replay read."""
+    run = RunDir(folder / "run")
+    recover_metrics(run, 0, 1)
+    read_all(
+        lambda _: recorded_tokens(run, "auto"),
+        lambda _: (wait_for_canary(run), longest_prompt(run)),
+        lambda _: consecutive_skips(run, 2),
+        lambda _: run.read_count(run.trainer_step_path(1), "tokens_per_micro_batch"),
+    )(folder)
 
 
 def _restored(trees: dict[str, list[Any]]) -> Damage:
@@ -174,6 +219,7 @@ RUN_READERS = {
         one_of(*map(_checkpoint_file, CHECKPOINT_FILES)),
         _read_checkpoint,
     ),
+    "step files": Reader(_prepare_step_files, _step_files, _read_step_files, share=0.5),
     "logger files": Reader(
         prepare_nothing,
         _restored({"name.jsonl": JOURNAL, "metrics.jsonl": METRICS, "events.jsonl": EVENTS}),

@@ -87,6 +87,24 @@ def test_set_values_are_toml_and_bare_words_are_strings(text: str, value: object
     assert parse_value(text) == value
 
 
+@pytest.mark.parametrize("key", ["trainer.checkpointing", "importance.mode", "lora.bias"])
+def test_none_is_a_choice_where_a_setting_has_one_of_that_name(tmp_path: Path, key: str) -> None:
+    section, _, name = key.partition(".")
+    (tmp_path / "r.yaml").write_text(f"{section}:\n  {name}: none\n")
+    for config in (load_config(None, {}, [f"{key}=none"]), load_config(tmp_path / "r.yaml", {})):
+        assert getattr(getattr(config, section), name) == "none"
+
+
+@pytest.mark.parametrize("key", ["trainer.attention", "optim.lr"])
+def test_none_is_refused_where_no_choice_has_that_name(tmp_path: Path, key: str) -> None:
+    section, _, name = key.partition(".")
+    (tmp_path / "r.yaml").write_text(f"{section}:\n  {name}: none\n")
+    for recipe, settings in ((None, [f"{key}=none"]), (tmp_path / "r.yaml", [])):
+        with pytest.raises(ConfigError, match=rf"{key}\b.*None"):
+            load_config(recipe, {}, settings)
+    assert load_config(None, {}, ["importance.reject_kl=none"]).importance.reject_kl is None
+
+
 def test_flags_override_the_recipe_and_set_overrides_flags(tmp_path: Path) -> None:
     recipe = tmp_path / "r.toml"
     recipe.write_text("num_steps = 7\n[lora]\nrank = 4\nalpha = 8\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,10 +112,10 @@ def copy_for_replay(run: RunDir, recorded: RunConfig, replay: RunDir, start: int
     }
     config = recorded.model_copy(update={"resolved": recorded.resolved.model_copy(update=update)})
     write_json(replay.config_path, config.model_dump(mode="json"))
-    shutil.copyfile(run.canary_path, replay.canary_path)
+    write_json(replay.canary_path, run.read_json(run.canary_path))
     if run.micro_batch_path.exists():
         # Other micro-batches than those of the step would change the rounding of sums.
-        tokens = run.read_json(run.trainer_step_path(step))["tokens_per_micro_batch"]
+        tokens = run.read_count(run.trainer_step_path(step), "tokens_per_micro_batch")
         write_json(replay.micro_batch_path, run.read_json(run.micro_batch_path) | {"tokens": tokens})
     if start:
         replay.checkpoint_path(start).symlink_to(run.checkpoint_path(start).resolve())

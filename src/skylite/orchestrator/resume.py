@@ -30,7 +30,7 @@ from skylite.orchestrator.plan import (
     train_data_hash,
 )
 from skylite.orchestrator.plan_messages import log_notes
-from skylite.orchestrator.step_metrics import recovered_metrics
+from skylite.orchestrator.step_metrics import recovered_metrics, require_numbers
 from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint
 from skylite.run.files import fsync_path
 from skylite.run.held_out_scores import remove_scores_after
@@ -134,7 +134,9 @@ def _stored_update(run: RunDir, step: int) -> dict[str, Any]:
     if not run.trainer_step_path(step).exists():
         return {}
     try:
-        return run.read_json(run.trainer_step_path(step))
+        update = run.read_json(run.trainer_step_path(step))
+        require_numbers(update, run.trainer_step_path(step))
+        return update
     except ConfigError as error:
         logger.warning(f"{error.what} The trainer's metrics of step {step} are unknown.")
         return {}

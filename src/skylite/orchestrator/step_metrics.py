@@ -6,10 +6,12 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.engine_pool import SyncReport
+from skylite.errors import ConfigError
 from skylite.orchestrator.sampling import SampledStep
 from skylite.orchestrator.turn_metrics import turn_metrics
 from skylite.types import Group, Trajectory, is_number
@@ -112,6 +114,14 @@ def trainer_metrics(update: Mapping[str, Any]) -> dict[str, Any]:
     """The trainer's metrics from its step file, with the reason if the step was skipped."""
     skipped = {"anomaly/skipped": 1.0, "anomaly/reason": update["skipped"]} if "skipped" in update else {}
     return {**update["metrics"], **skipped}
+
+
+def require_numbers(update: Mapping[str, Any], path: Path) -> None:
+    """Raise ConfigError if the metrics in the trainer's step file `path` are no numbers."""
+    metrics = update.get("metrics", {})
+    numbers = isinstance(metrics, dict) and all(isinstance(v, float | int) for v in metrics.values())
+    if not numbers or not isinstance(update.get("skipped", ""), str):
+        raise ConfigError(f"{path} holds no metrics.", "The run is damaged; start a new one.")
 
 
 def recovered_metrics(step: int, groups: Sequence[Group], update: Mapping[str, Any]) -> dict[str, Any]:

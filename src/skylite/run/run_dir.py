@@ -9,7 +9,7 @@ from typing import Any
 
 from skylite.config.train import RunConfig
 from skylite.errors import ConfigError
-from skylite.untrusted_text import parse_json
+from skylite.untrusted_text import parse_json, plain
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -224,6 +224,16 @@ class RunDir:
         if not isinstance(value, dict):
             raise ConfigError(
                 f"{path} holds {type(value).__name__}, not a JSON object.",
+                "The run is damaged; start a new one.",
+            )
+        return value
+
+    def read_count(self, path: Path, key: str) -> int:
+        """A positive integer from a JSON object of the run. Raises ConfigError that names the file."""
+        value = self.read_json(path).get(key)
+        if type(value) is not int or not 0 < value < 2**31:
+            raise ConfigError(
+                f"{path} has {key}={plain(repr(value))[:60]}, not a positive integer.",
                 "The run is damaged; start a new one.",
             )
         return value

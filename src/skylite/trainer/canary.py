@@ -6,11 +6,12 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import cast
 
 import torch
 
 from skylite.algorithms.kl import k3
-from skylite.errors import TrainingDiverged
+from skylite.errors import ConfigError, TrainingDiverged
 from skylite.model.float32_arithmetic import Float32Arithmetic
 from skylite.model.packing import pack_tokens
 from skylite.model.policy import Policy, reference_policy, score
@@ -23,13 +24,26 @@ def wait_for_canary(run: RunDir) -> list[list[int]]:
     """The canary's token ids. The parent writes them once its tokenizer is loaded."""
     while not run.canary_path.exists():
         time.sleep(POLL_S)
-    sequences: list[list[int]] = run.read_json(run.canary_path)["sequences"]
-    return sequences
+    sequences = run.read_json(run.canary_path).get("sequences")
+    if not _are_sequences(sequences):
+        raise ConfigError(
+            f"{run.canary_path} holds no sequences of token ids.", "The run is damaged; start a new one."
+        )
+    return cast(list[list[int]], sequences)
+
+
+def _are_sequences(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(ids, list) and len(ids) > 1 for ids in value)
+        and all(type(token) is int and 0 <= token < 2**31 for ids in value for token in ids)
+    )
 
 
 def longest_prompt(run: RunDir) -> int:
     """Tokens of the longest training prompt, which the parent has looked up."""
-    return int(run.read_json(run.canary_path)["longest_prompt_tokens"])
+    return run.read_count(run.canary_path, "longest_prompt_tokens")
 
 
 def canary_logprobs(policy: Policy, sequences: Sequence[list[int]]) -> list[list[float]]:

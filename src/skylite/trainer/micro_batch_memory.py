@@ -113,7 +113,7 @@ def resolve_micro_batch_tokens(run: RunDir, run_config: RunConfig, policy: Polic
 def recorded_tokens(run: RunDir, setting: int | str) -> int:
     """The tokens in micro_batch.json if it was made for this setting, else 0."""
     record = run.read_json(run.micro_batch_path) if run.micro_batch_path.exists() else {}
-    return int(record["tokens"]) if record.get("setting") == setting else 0
+    return run.read_count(run.micro_batch_path, "tokens") if record.get("setting") == setting else 0
 
 
 def with_micro_batch_tokens(run_config: RunConfig, tokens: int) -> RunConfig:

@@ -50,7 +50,8 @@ def halve_micro_batches(run: RunDir, run_config: RunConfig, step: int, reason: s
             "Set trainer.checkpointing=full, lower rollout.max_completion_tokens, use more ranks "
             "(trainer.num_ranks), or give the engine less (engine.gpu_memory_utilization).",
         )
-    setting = run.read_json(run.micro_batch_path)["setting"] if run.micro_batch_path.exists() else tokens
+    record = run.read_json(run.micro_batch_path) if run.micro_batch_path.exists() else {}
+    setting = record.get("setting", tokens)
     note = f"step {step} ran out of memory with {tokens} tokens per micro-batch: {reason}"
     write_json(run.micro_batch_path, {"tokens": half, "reason": note, "setting": setting})
     gc.collect()
