@@ -105,7 +105,7 @@ CHECK_PATH := $(CURDIR)/src:$(CURDIR):$(abspath $(PACKAGES))$${PYTHONPATH:+:$$PY
 CHECK_PYTHON := $(if $(PACKAGES),PYTHONPATH="$(CHECK_PATH)" HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 $(PYTHON),\
 	$(BIN)/python)
 
-gpu-check: $(if $(PACKAGES),,$(READY)) ## GPU only: nine minutes of checks, results in benchmarks/results/gpu.json
+gpu-check: $(if $(PACKAGES),,$(READY)) ## GPU only: nine minutes of checks (benchmarks/results/gpu.json)
 	$(CHECK_PYTHON) benchmarks/gpu_check.py --out benchmarks/results/gpu.json
 
 gpu-results: $(if $(PACKAGES),,$(READY)) ## put the results of gpu-check into docs/how-to/gpus.md
