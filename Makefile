@@ -29,6 +29,7 @@ SITE := build/docs
 MUTATION := cosmic-ray==8.7.0
 DATA ?=
 SOURCE ?=
+PACKAGES ?=
 RUN ?= runs/lora-gsm8k-$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 
@@ -99,11 +100,16 @@ test-loggers: $(READY) ## tests of the loggers with their own libraries, in an e
 	$(VENV)/loggers/bin/python -m pytest tests/unit/test_logger_files.py \
 		tests/unit/test_doc_commands.py::test_commands_with_a_package_run_where_it_is_installed
 
-gpu-check: $(READY) ## GPU only: nine minutes of checks at full size, results in benchmarks/results/gpu.json
-	$(BIN)/python benchmarks/gpu_check.py --out benchmarks/results/gpu.json
+# PACKAGES=FOLDER installs nothing: it uses $(PYTHON) with its own torch, and what the folder adds to it.
+CHECK_PATH := $(CURDIR)/src:$(CURDIR):$(abspath $(PACKAGES))$${PYTHONPATH:+:$$PYTHONPATH}
+CHECK_PYTHON := $(if $(PACKAGES),PYTHONPATH="$(CHECK_PATH)" HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 $(PYTHON),\
+	$(BIN)/python)
 
-gpu-results: $(READY) ## put the results of gpu-check into docs/how-to/gpus.md
-	$(BIN)/python benchmarks/gpu_check.py --docs benchmarks/results/gpu.json
+gpu-check: $(if $(PACKAGES),,$(READY)) ## GPU only: nine minutes of checks (benchmarks/results/gpu.json)
+	$(CHECK_PYTHON) benchmarks/gpu_check.py --out benchmarks/results/gpu.json
+
+gpu-results: $(if $(PACKAGES),,$(READY)) ## put the results of gpu-check into docs/how-to/gpus.md
+	$(CHECK_PYTHON) benchmarks/gpu_check.py --docs benchmarks/results/gpu.json
 
 torture: $(READY) ## kills, bad inputs, a long run (1 to 2 hours); benchmarks/results/torture.json
 	$(BIN)/python benchmarks/torture.py --matrix --random 200

@@ -113,8 +113,7 @@ def attention_rows(parts: dict[str, Any]) -> list[list[Any]]:
         [
             f"{'with' if r['cudnn'] else 'without'} cuDNN, {r['queries']} queries",
             r["keys"],
-            r["first_ms"],
-            r["ms"],
+            *([short(r["failed"]), ""] if "failed" in r else [r["first_ms"], r["ms"]]),
         ]
         for r in rows
     ]

@@ -160,7 +160,7 @@ def build(
     from skylite.config.train import Resolved, TrainConfig
     from skylite.model import policy as policy_module
     from skylite.model.fast_paths import enable_fast_paths
-    from tests.fake_gpu.policies import OneRank
+    from tests.one_rank import OneRank
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     config = TrainConfig.model_validate(
@@ -178,7 +178,7 @@ def build(
     resolved = Resolved(
         model_path="", model_fingerprint="", dtype="bfloat16", device=device.type, lora_sync_path=""
     )
-    dist: Any = OneRank(device=device)
+    dist: Any = OneRank(device)
     setattr(policy_module, "load_base", lambda *_: (random_base(shape, device), ""))  # noqa: B010
     policy = policy_module.load_policy(resolved, config, dist)
     policy, choices = enable_fast_paths(policy, list(range(20, 60)))

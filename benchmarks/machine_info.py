@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from skylite.errors import ConfigError
 from skylite.processes.gpus import visible_gpus
 from skylite.processes.hardware import cpu_cores
 
@@ -22,16 +23,27 @@ def machine_info() -> dict[str, Any]:
         # A path of this machine tells a reader nothing.
         "command": " ".join(["python", *("PATH" if os.path.isabs(word) else word for word in sys.argv)]),
         "machine": f"{cpu_cores()} cores {cpu_model()}, load average at the end {os.getloadavg()[0]:.1f}",
-        "gpus": [gpu.name for gpu in visible_gpus()],
+        "gpus": gpu_names(),
         "versions": {name: version_of(name) for name in LIBRARIES},
     }
 
 
 def commit(checkout: Path = Path(__file__).parent) -> str:
-    """Short hash of a checkout's commit, empty outside of a checkout."""
+    """Short hash of a checkout's commit, empty outside of a checkout and on a machine without git."""
     command = ["git", "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=checkout)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=checkout)
+    except FileNotFoundError:
+        return ""
     return done.stdout.strip()
+
+
+def gpu_names() -> list[str]:
+    """The GPUs, or why they cannot be used: a measurement that ended is recorded all the same."""
+    try:
+        return [gpu.name for gpu in visible_gpus()]
+    except ConfigError as error:
+        return [str(error)]
 
 
 def cpu_model() -> str:

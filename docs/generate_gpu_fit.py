@@ -21,7 +21,7 @@ from skylite.config.train import TrainConfig
 from skylite.engine.start_engines import MAX_LORAS
 from skylite.errors import ConfigError
 from skylite.orchestrator.gpu_plan import Placement
-from skylite.orchestrator.key_value_copies import limits_of, worst_copies
+from skylite.orchestrator.memory_notes import most_tokens
 from skylite.orchestrator.memory_plan import divide_gpus
 from skylite.orchestrator.model_sizes import ModelSizes, model_sizes
 from skylite.orchestrator.predicted_memory import engine_memory, trainer_memory
@@ -126,18 +126,12 @@ def fit_with(sizes: ModelSizes, mib: int, tree: dict[str, dict[str, object]], tw
     assert budget.kv_cache_bytes is not None
     limit = budget.trainer_bytes + trainer.process
     longest = PROMPT + COMPLETION
-    if trainer.total(longest, worst_copies(longest, limits_of(config))) > limit:
+    tokens = most_tokens(config, trainer, limit)
+    if not tokens:
         return None
-    tokens = longest
-    while trainer.total(2 * tokens, worst_copies(2 * tokens, limits_of(config))) <= limit:
-        tokens *= 2
-    step = tokens
-    while step := step // 2:
-        more = tokens + step
-        tokens = more if trainer.total(more, worst_copies(more, limits_of(config))) <= limit else tokens
     settings = changes(config, two_gpus)
     if tokens < config.trainer.tokens_per_micro_batch:
-        settings.append(f"trainer.tokens_per_micro_batch={rounded(tokens).replace(',', '')}")
+        settings.append(f"trainer.tokens_per_micro_batch={tokens}")
     return Fit(settings, budget.kv_cache_bytes // (longest * engine.kv_per_token), tokens)
 
 
@@ -158,13 +152,7 @@ def cell(found: Fit | None) -> str:
         return "no"
     settings = "<br>".join(f"`{text}`" for text in found.settings) or "defaults"
     few = " (few)" if found.sequences < ENOUGH else ""
-    return f"{settings}<br>{found.sequences} sequences{few}, {rounded(found.tokens)} tokens"
-
-
-def rounded(tokens: int) -> str:
-    """Two digits, downwards: a prediction is no better."""
-    digits = 10 ** max(0, len(str(tokens)) - 2)
-    return f"{tokens // digits * digits:,}"
+    return f"{settings}<br>{found.sequences} sequences{few}, {found.tokens:,} tokens"
 
 
 def tables() -> str:

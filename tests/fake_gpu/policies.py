@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -24,25 +24,11 @@ from skylite.trainer.micro_batch_plan import Batch, Part
 from skylite.trainer.micro_batches import MicroBatch, _micro_batch
 from skylite.trainer.precompute_logprobs import Precomputed, Targets
 from tests.fake_gpu.mode import GPU
-
-
-@dataclass(frozen=True)
-class OneRank:
-    """A Dist of one rank without a process group."""
-
-    dp_rank: int = 0
-    dp_size: int = 1
-    device: torch.device = GPU
-    is_main: bool = False
-
-    def all_reduce_sum_(self, values: Tensor) -> Tensor:
-        return values
-
-    all_reduce_max_ = all_gather = broadcast_ = all_reduce_sum_
+from tests.one_rank import OneRank
 
 
 def one_rank() -> Dist:
-    return cast(Dist, OneRank())
+    return cast(Dist, OneRank(GPU))
 
 
 def fake_policy(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,9 +19,16 @@ CHECK = [sys.executable, "benchmarks/gpu_check.py"]
 
 
 def dry_run(out: Path, *parts: str) -> dict[str, Any]:
-    """The `parts` of the result of a dry run."""
+    """The `parts` of the result of a dry run, on a machine without pytest."""
     command = [*CHECK, "--dry-run", "--out", str(out), "--parts", *parts]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=570, check=False)
+    without = out.parent / "without"
+    without.mkdir()
+    (without / "pytest.py").write_text("raise ImportError('a machine for GPU checks has no pytest')")
+    path = os.pathsep.join(filter(None, [str(without), os.environ.get("PYTHONPATH")]))
+    env = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=570, check=False
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
     assert result["commit"]

@@ -6,12 +6,18 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from tests.unit.gpu_cases import Machine
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
 
 
 @pytest.fixture
@@ -73,3 +79,51 @@ def test_vllm_without_flashinfer_is_kept_from_its_sampler(
     gpu_loop = module("gpu_loop")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
     assert gpu_loop.sampler_env() == ({} if installed else {"VLLM_USE_FLASHINFER_SAMPLER": "0"})
+
+
+@pytest.mark.parametrize("target", ["gpu-check", "gpu-results"])
+def test_a_folder_of_packages_is_used_without_installing(tmp_path: Path, target: str) -> None:
+    words = ["make", "-n", target, f"PACKAGES={tmp_path / 'site'}", "PYTHON=python9"]
+    # The tests themselves run under make, whose flags would make this one print the folder too.
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    assert len(done.stdout.splitlines()) == 1, "nothing else runs"
+    assert done.stdout.startswith(f'PYTHONPATH="{ROOT}/src:{ROOT}:{tmp_path}/site')
+    assert " python9 benchmarks/gpu_check.py --" in done.stdout
+
+
+def test_results_are_kept_on_a_machine_without_git_and_with_a_broken_driver(
+    module: Any, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.lists(text="Failed to initialize NVML: Driver/library version mismatch", code=18)
+    monkeypatch.setenv("PATH", str(machine.folder))
+    assert shutil.which("git") is None
+    found = module("machine_info").machine_info()
+    assert found["commit"] == ""
+    assert found["gpus"][0].startswith("nvidia-smi failed: ")
+
+
+def test_attention_that_cudnn_refuses_is_a_row_and_not_the_end(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels, rows = module("gpu_kernels"), list[dict[str, Any]]()
+
+    class Report:
+        dry_run = True
+
+        def add(self, name: str, row: dict[str, Any]) -> None:
+            rows.append(row)
+
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("No available kernel | Aborting execution.")
+
+    monkeypatch.setattr(kernels, "first_and_median", refuse)
+    kernels.attention(Report())
+    assert len(rows) == 2 * len(kernels.SHAPES)
+    table = module("gpu_table").attention_rows({"attention": {"found": {"rows": rows}}})
+    assert table[-1] == [
+        "with cuDNN, 65 queries",
+        73,
+        "RuntimeError: No available kernel / Aborting execution.",
+        "",
+    ]

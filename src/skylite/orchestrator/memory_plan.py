@@ -6,7 +6,6 @@ cannot fit is refused here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,14 +15,22 @@ from skylite.engine.start_engines import MAX_LORAS
 from skylite.engine.tensor_parallel import check_divisible
 from skylite.errors import ConfigError
 from skylite.orchestrator.gpu_plan import Placement
-from skylite.orchestrator.key_value_copies import full_copies, limits_of, worst_copies
+from skylite.orchestrator.memory_notes import (
+    cpu_note,
+    engine_note,
+    engine_parts,
+    gib,
+    rank_note,
+    rank_settings,
+    trainer_parts,
+)
 from skylite.orchestrator.model_sizes import model_sizes
+from skylite.orchestrator.plan_messages import WARNING
 from skylite.orchestrator.predicted_memory import EngineMemory, TrainerMemory, engine_memory, trainer_memory
 from skylite.orchestrator.sharded_sizes import sizes_per_gpu
 from skylite.processes.gpus import Gpu, visible_gpus
 from skylite.processes.hardware import available_memory
 
-GIB = 2**30
 MARGIN = 1.1
 """A prediction is refused if it exceeds the memory by more than its own error."""
 SHARE_STEPS = 10_000
@@ -51,7 +58,7 @@ def plan_memory(
     if device == "cpu":
         trainer = trainer_memory(sizes, config, "cpu", dtype)
         engine = engine_memory(sizes, config, "cpu", dtype, max_loras=MAX_LORAS, cpu_lora=cpu_lora)
-        return unlimited(cpu_note(config, trainer, engine))
+        return unlimited(cpu_note(config, trainer, engine, available_memory()))
     gpus = {gpu.index: gpu for gpu in visible_gpus()}
     trainer = trainer_memory(sizes, config, "cuda", dtype)
     check_divisible(model_path, config.engine.tensor_parallel)
@@ -74,7 +81,8 @@ def divide_gpus(
     totals = {index: gpu.total_bytes for index, gpu in gpus.items() if gpu.total_bytes is not None}
     if not totals.keys() >= {*placement.engine_gpus, *placement.rank_gpus}:
         return unlimited(
-            "memory: nvidia-smi does not tell the size of a GPU, so vLLM and torch share it without limits"
+            f"{WARNING}memory: nvidia-smi does not tell the size of a GPU, so vLLM and the trainer may take "
+            "more than it has"
         )
     sizes = [totals[i] for i in placement.engine_gpus]
     kv_cache = kv_cache_bytes(config, engine, min(sizes))
@@ -84,12 +92,14 @@ def divide_gpus(
         for i in placement.rank_gpus
     ]
     limit = min(limits)
-    require_trainer(config, trainer, limit, gpus[placement.rank_gpus[limits.index(limit)]], placement)
+    fullest = placement.rank_gpus[limits.index(limit)]
+    require_trainer(config, trainer, limit, gpus[fullest], placement)
+    beside = placement.engine_gpus.count(fullest)
     return MemoryBudget(
         kv_cache_bytes=kv_cache,
         engine_share=engine_share(engine, kv_cache, max(sizes)),
         trainer_bytes=limit - trainer.process,
-        notes=[gpu_note(config, engine, kv_cache), trainer_note(config, trainer, limit)],
+        notes=[engine_note(config, engine, kv_cache), rank_note(config, trainer, limit, beside)],
     )
 
 
@@ -148,80 +158,5 @@ def require_trainer(
             f"The trainer does not fit on GPU {gpu.index} ({gpu.name}){engines}: a trajectory of {longest} "
             f"tokens needs about {gib(needed)} ({trainer_parts(trainer, longest)}), "
             f"and {gib(limit)} are left{f'; {others}' if others else ''}.",
-            "Use trainer.checkpointing=full, a lower engine.gpu_memory_utilization or "
-            "rollout.max_completion_tokens, more ranks (trainer.num_ranks), or trainer.offload=true.",
+            f"Use {rank_settings(config, beside)}.",
         )
-
-
-def cpu_note(config: TrainConfig, trainer: TrainerMemory, engine: EngineMemory) -> str:
-    """The prediction for a CPU run, and a warning if the machine has less."""
-    tokens = micro_batch_tokens(config)
-    kv_cache = int(config.engine.kv_cache_gib * GIB)
-    ranks, engines = config.trainer.num_ranks, config.engine.num_engines
-    total = ranks * trainer.total(tokens) + engines * (engine.before_kv() + kv_cache)
-    free = available_memory()
-    text = (
-        f"memory: about {gib(total)} of {gib(free)} free; {engines} engine(s) of "
-        f"{gib(engine.before_kv() + kv_cache)} ({engine_parts(engine)}, KV cache {gib(kv_cache)}), {ranks} "
-        f"rank(s) of {gib(trainer.total(tokens))} at {tokens} tokens ({trainer_parts(trainer, tokens)})"
-    )
-    return f"warning: {text}; lower trainer.tokens_per_micro_batch" if total > free else text
-
-
-def gpu_note(config: TrainConfig, engine: EngineMemory, kv_cache: int) -> str:
-    tokens, size = kv_cache // max(1, engine.kv_per_token), config.engine.tensor_parallel
-    where = f" on each of its {size} GPUs" if size > 1 else ""
-    return (
-        f"memory of an engine{where}: {gib(engine.before_kv() + kv_cache)} ({engine_parts(engine)}, "
-        f"KV cache {gib(kv_cache)} for {tokens} tokens)"
-    )
-
-
-def trainer_note(config: TrainConfig, trainer: TrainerMemory, limit: int) -> str:
-    tokens = micro_batch_tokens(config)
-    limits = limits_of(config)
-    copies = full_copies(tokens, limits)
-    needed, worst = trainer.total(tokens, copies), trainer.total(tokens, worst_copies(tokens, limits))
-    return (
-        f"memory of a rank: about {gib(needed)} of {gib(limit)} at {tokens} tokens per micro-batch "
-        f"({trainer_parts(trainer, tokens, copies)})"
-        + (f", up to {gib(worst)} if many completions are short" if worst > needed else "")
-    )
-
-
-def micro_batch_tokens(config: TrainConfig) -> int:
-    """The tokens of a micro-batch; for "auto", which is measured later, those of the longest trajectory."""
-    tokens = config.trainer.tokens_per_micro_batch
-    longest = config.max_sequence_tokens
-    return longest if tokens == "auto" else max(tokens, longest)
-
-
-def engine_parts(engine: EngineMemory) -> str:
-    return parts_text(
-        [
-            ("weights", engine.weights),
-            ("LoRA slots", engine.lora_slots),
-            ("activations", engine.activations),
-            ("process", engine.process),
-        ]
-    )
-
-
-def trainer_parts(trainer: TrainerMemory, tokens: int, copies: int = 0) -> str:
-    activations = trainer.total(tokens, copies) - trainer.state()
-    return parts_text(
-        [
-            ("weights", trainer.weights),
-            ("adapter and optimizer", trainer.adapter),
-            ("activations and head", activations),
-            ("process", trainer.process),
-        ]
-    )
-
-
-def parts_text(parts: Sequence[tuple[str, int]]) -> str:
-    return ", ".join(f"{name} {gib(count)}" for name, count in parts)
-
-
-def gib(count: float) -> str:
-    return f"{count / GIB:.1f} GiB"

@@ -1,0 +1,149 @@
+"""What a run prints about its memory: a warning in words, with the setting that helps, if it will not fit."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skylite.config.train import TrainConfig
+from skylite.errors import ConfigError
+from skylite.orchestrator import memory_plan
+from skylite.orchestrator.gpu_plan import place
+from skylite.orchestrator.memory_plan import plan_memory
+from skylite.orchestrator.plan_messages import log_notes
+from tests.unit.doc_scripts import script
+from tests.unit.gpu_cases import Machine
+
+H100 = "NVIDIA H100 80GB HBM3, 9.0, 81559, 580.95.05, Disabled"
+SMALL = {"max_prompt_tokens": 512, "max_completion_tokens": 1024}
+GIB = 2**30
+
+
+def settings(**sections: Any) -> TrainConfig:
+    return TrainConfig.model_validate({"rollout": SMALL} | sections)
+
+
+def note_of_7b(machine: Machine, folder: Path, config: TrainConfig, *cards: str) -> str:
+    """What a run with Qwen2.5-7B's shapes prints about a rank on these GPUs."""
+    machine.lists(*cards)
+    machine.has_torch()
+    folder.mkdir(exist_ok=True)
+    model = script("generate_gpu_fit").write_shapes(folder, "7B")
+    return plan_memory(config, model, "cuda", "bfloat16", "dense", place(config, "cuda")).notes[1]
+
+
+def test_a_micro_batch_that_will_not_fit_is_a_warning(
+    machine: Machine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """7B with 16,384 tokens on 80 GB, which the trainer shares with vLLM."""
+    config = settings(trainer={"tokens_per_micro_batch": 16384})
+    note = note_of_7b(machine, tmp_path / "m", config, H100)
+    assert re.fullmatch(
+        r"warning: memory of a rank: a micro-batch of 16384 tokens needs about 8\d\.\d GiB, more than the "
+        r"\d\d\.\d GiB that it has \(weights 14\.2 GiB, .*\), so a step will probably run out of memory, and "
+        r"skylite will then halve the micro-batches; set trainer\.tokens_per_micro_batch=5100, which fits at "
+        r"all lengths of completions, or auto, which measures",
+        note,
+    ), note
+    caplog.set_level(logging.INFO)
+    log_notes([note])
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+@pytest.mark.parametrize(("tokens", "warns"), [(5100, False), (5500, True), ("auto", False)])
+def test_the_setting_in_the_warning_helps(
+    machine: Machine, tmp_path: Path, tokens: int | str, warns: bool
+) -> None:
+    config = settings(trainer={"tokens_per_micro_batch": tokens})
+    note = note_of_7b(machine, tmp_path / "m", config, H100)
+    assert note.startswith("warning: " if warns else "memory of a rank: about "), note
+    if warns:
+        assert re.search(r" GiB of \d\d\.\d GiB \(.*\), but \d\d\.\d GiB if many completions are short", note)
+        assert "so a step may run out of memory, and skylite will then halve the micro-batches; set" in note
+
+
+def test_a_trajectory_that_hardly_fits_names_only_settings_that_help(
+    machine: Machine, tmp_path: Path
+) -> None:
+    """Just over what a rank with its own GPU has, with activations recomputed already."""
+    trainer = {"checkpointing": "full", "tokens_per_micro_batch": "auto"}
+    engine = {"gpu_memory_utilization": 0.9}
+    for completion in range(76_000, 88_000, 2000):
+        rollout = {"max_prompt_tokens": 512, "max_completion_tokens": completion}
+        config = settings(trainer=trainer, engine=engine, rollout=rollout)
+        note = note_of_7b(machine, tmp_path / "m", config, H100, H100)
+        if "more than" in note:
+            break
+    assert note.endswith(
+        "), so a step will probably run out of memory; use a shorter rollout.max_completion_tokens, more "
+        "ranks, each on its own GPU (trainer.num_ranks) or trainer.offload=true"
+    ), note
+
+
+def test_a_refused_run_names_only_settings_that_help(machine: Machine, tmp_path: Path) -> None:
+    rollout = {"max_prompt_tokens": 512, "max_completion_tokens": 30_000}
+    with pytest.raises(ConfigError) as shared:
+        note_of_7b(machine, tmp_path / "m", settings(rollout=rollout), H100)
+    assert "Use trainer.checkpointing=full, a lower engine.gpu_memory_utilization, " in str(shared.value)
+    with pytest.raises(ConfigError) as alone:
+        note_of_7b(machine, tmp_path / "m", settings(rollout=rollout), H100, H100)
+    assert "Use trainer.checkpointing=full, a shorter rollout.max_completion_tokens, more" in str(alone.value)
+
+
+def test_a_refused_episode_names_its_own_limit(machine: Machine, tmp_path: Path) -> None:
+    config = settings(env={"episode": "guess", "max_tokens": 30_000})
+    with pytest.raises(ConfigError, match=r"a smaller env\.max_tokens") as error:
+        note_of_7b(machine, tmp_path / "m", config, H100)
+    assert "rollout.max_completion_tokens" not in str(error.value)
+
+
+def cpu_note(patch: pytest.MonkeyPatch, folder: Path, free_gib: float, **sections: Any) -> str:
+    """What a CPU run of Qwen2.5-0.5B's shapes prints with so much free memory."""
+    patch.setattr(memory_plan, "available_memory", lambda: int(free_gib * GIB))
+    folder.mkdir(exist_ok=True)
+    model, config = script("generate_gpu_fit").write_shapes(folder, "0.5B"), settings(**sections)
+    budget = plan_memory(config, model, "cpu", "float32", "dense", place(config, "cpu"))
+    assert (budget.kv_cache_bytes, budget.trainer_bytes) == (None, None)
+    return budget.notes[0]
+
+
+def test_a_cpu_run_tells_what_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    note = cpu_note(monkeypatch, tmp_path / "m", 200)
+    assert re.match(r"memory: about \d+\.\d GiB of 200\.0 GiB free; 1 engine\(s\) of ", note)
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "sections", "remedy"),
+    [
+        (40, {"trainer": {"tokens_per_micro_batch": 65536}}, r"set (trainer)\.tokens_per_micro_batch=(\d+)"),
+        (40, {"engine": {"kv_cache_gib": 64}}, r"set (engine)\.kv_cache_gib=([\d.]+)"),
+    ],
+)
+def test_the_setting_in_the_warning_of_a_cpu_run_helps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free_gib: float, sections: dict[str, Any], remedy: str
+) -> None:
+    note = cpu_note(monkeypatch, tmp_path / "m", free_gib, **sections)
+    assert re.match(
+        r"warning: memory: the run needs about \d+\.\d GiB, more than the 40\.0 GiB that are free \(1 engine",
+        note,
+    ), note
+    found = re.search(rf", so it will probably run out of memory; {remedy}$", note)
+    assert found, note
+    (section, tree), value = next(iter(sections.items())), float(found[2])
+    assert cpu_note(monkeypatch, tmp_path / "m", free_gib, **{section: {next(iter(tree)): value}}).startswith(
+        "memory: about "
+    )
+
+
+def test_a_cpu_run_that_no_single_setting_saves_names_all_that_help(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    note = cpu_note(monkeypatch, tmp_path / "m", 2)
+    assert note.endswith(
+        "; use trainer.checkpointing=full, trainer.tokens_per_micro_batch=1536, a smaller "
+        "engine.kv_cache_gib, a shorter rollout.max_completion_tokens or a smaller model"
+    ), note
