@@ -3,7 +3,7 @@
     python benchmarks/memory.py --model MODEL_FOLDER --out benchmarks/results/memory_cpu.json
     python benchmarks/memory.py --fake benchmarks/results/fake_peaks.json
 
-The prediction is orchestrator/predicted_memory.py. A pass is a forward and backward pass over one group, in a
+The prediction is resources/predicted_memory.py. A pass is a forward and backward pass over one group, in a
 process of its own; its bytes are the growth of the resident set. --engines also starts a vLLM server and sums
 the memory that its processes share or own (PSS). --fake compares with the peaks of benchmarks/fake_peaks.py.
 """
@@ -26,10 +26,10 @@ from command_line import argument_parser
 from machine_info import machine_info
 
 from skylite.config.train import TrainConfig
-from skylite.orchestrator import predicted_memory
-from skylite.orchestrator.key_value_copies import limits_of, worst_copies
-from skylite.orchestrator.model_sizes import model_sizes, sizes_of
 from skylite.processes.torchrun import trainer_env
+from skylite.resources import predicted_memory
+from skylite.resources.key_value_copies import limits_of, worst_copies
+from skylite.resources.model_sizes import model_sizes, sizes_of
 from skylite.run.files import write_json
 
 PROMPT, GROUP = 128, 8

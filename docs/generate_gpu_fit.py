@@ -3,7 +3,7 @@
     python docs/generate_gpu_fit.py        (or: make docs-reference)
     python docs/generate_gpu_fit.py --check        writes nothing, fails if the tables are stale
 
-Nothing here runs on a GPU. The shapes are those of Qwen2.5; the sums are orchestrator/memory_plan.py's.
+Nothing here runs on a GPU. The shapes are those of Qwen2.5; the sums are resources/memory_plan.py's.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from write_or_check import write_or_check
 from skylite.config.train import TrainConfig
 from skylite.engine.start_engines import MAX_LORAS
 from skylite.errors import ConfigError
-from skylite.orchestrator.gpu_plan import Placement
-from skylite.orchestrator.memory_notes import most_tokens
-from skylite.orchestrator.memory_plan import divide_gpus
-from skylite.orchestrator.model_sizes import ModelSizes, model_sizes
-from skylite.orchestrator.predicted_memory import engine_memory, trainer_memory
 from skylite.processes.gpus import Gpu
+from skylite.resources.gpu_plan import Placement
+from skylite.resources.memory_notes import most_tokens
+from skylite.resources.memory_plan import divide_gpus
+from skylite.resources.model_sizes import ModelSizes, model_sizes
+from skylite.resources.predicted_memory import engine_memory, trainer_memory
 
 PAGE = Path(__file__).resolve().parent / "how-to" / "gpus.md"
 BEGIN, END = "<!-- what-fits: begin -->", "<!-- what-fits: end -->"

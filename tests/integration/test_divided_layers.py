@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from skylite.orchestrator.model_sizes import sizes_of
-from skylite.orchestrator.sharded_sizes import divided_sizes
+from skylite.resources.model_sizes import sizes_of
+from skylite.resources.sharded_sizes import divided_sizes
 from tests.integration.divided_layers import (
     HEAD_SIZE,
     HEADS,

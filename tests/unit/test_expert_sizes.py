@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from skylite.config.train import TrainConfig
-from skylite.orchestrator.expert_sizes import Experts, experts_of
-from skylite.orchestrator.model_sizes import sizes_of
-from skylite.orchestrator.predicted_memory import engine_memory, trainer_memory
+from skylite.resources.expert_sizes import Experts, experts_of
+from skylite.resources.model_sizes import sizes_of
+from skylite.resources.predicted_memory import engine_memory, trainer_memory
 from tests.unit.test_model_sizes import attention, stack
 
 HIDDEN, INNER, COUNT, PER_TOKEN = 32, 24, 6, 2

@@ -11,7 +11,7 @@ from skylite.config.train import RunConfig, TrainConfig
 from skylite.engine.server_command import engine_env
 from skylite.engine.start_engines import engine_spec
 from skylite.errors import ConfigError
-from skylite.orchestrator.gpu_plan import Placement, place, place_again, place_ranks
+from skylite.resources.gpu_plan import Placement, place, place_again, place_ranks
 from tests.unit.gpu_cases import H200, RESOLVED, T4, Machine
 
 

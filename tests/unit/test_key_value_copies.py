@@ -8,8 +8,8 @@ import pytest
 
 from skylite.model import prefix_tree
 from skylite.model.prefix_tree import build_tree
-from skylite.orchestrator import key_value_copies
-from skylite.orchestrator.key_value_copies import Limits, full_copies, worst_copies
+from skylite.resources import key_value_copies
+from skylite.resources.key_value_copies import Limits, full_copies, worst_copies
 
 
 def tree_of(prompts: list[list[int]], lengths: list[list[int]]) -> tuple[int, int]:

@@ -30,6 +30,7 @@ LAYERS = (
     ("report",),
     ("doctor",),
     ("evaluation",),
+    ("resources",),
     ("environments",),
     ("engine",),
     ("data",),

@@ -11,10 +11,10 @@ import pytest
 
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError
-from skylite.orchestrator import memory_plan
-from skylite.orchestrator.gpu_plan import place
-from skylite.orchestrator.memory_plan import plan_memory
 from skylite.orchestrator.plan_messages import log_notes
+from skylite.resources import memory_plan
+from skylite.resources.gpu_plan import place
+from skylite.resources.memory_plan import plan_memory
 from tests.unit.doc_scripts import script
 from tests.unit.gpu_cases import Machine
 

@@ -15,11 +15,11 @@ from skylite.engine.server_command import engine_command
 from skylite.engine.start_engines import engine_spec
 from skylite.errors import ConfigError
 from skylite.model.chunked_logprobs import HEAD_CHUNK_ELEMENTS
-from skylite.orchestrator.gpu_plan import place
-from skylite.orchestrator.memory_plan import MemoryBudget, plan_memory
-from skylite.orchestrator.model_sizes import model_sizes
-from skylite.orchestrator.predicted_memory import HEAD_SCRATCH, engine_memory, trainer_memory
 from skylite.processes.gpus import visible_gpus
+from skylite.resources.gpu_plan import place
+from skylite.resources.memory_plan import MemoryBudget, plan_memory
+from skylite.resources.model_sizes import model_sizes
+from skylite.resources.predicted_memory import HEAD_SCRATCH, engine_memory, trainer_memory
 from tests.unit.gpu_cases import H200, RESOLVED, T4, Machine
 
 HIDDEN, INNER, KEYS, VOCAB, LAYERS, RANK = 64, 192, 32, 500, 3, 4

@@ -12,9 +12,9 @@ from skylite.adapters import target_modules
 from skylite.config.lora import LoraConfig
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError
-from skylite.orchestrator.memory_plan import kv_cache_bytes
-from skylite.orchestrator.model_sizes import ModelSizes, sizes_of
-from skylite.orchestrator.predicted_memory import engine_memory, trainer_memory
+from skylite.resources.memory_plan import kv_cache_bytes
+from skylite.resources.model_sizes import ModelSizes, sizes_of
+from skylite.resources.predicted_memory import engine_memory, trainer_memory
 
 GIB = 2**30
 Shapes = dict[str, tuple[int, ...]]

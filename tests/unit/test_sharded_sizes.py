@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from skylite.config.loading import load_config
-from skylite.orchestrator.gpu_plan import Placement
-from skylite.orchestrator.memory_plan import divide_gpus
-from skylite.orchestrator.model_sizes import model_sizes, sizes_of
-from skylite.orchestrator.predicted_memory import (
+from skylite.processes.gpus import Gpu
+from skylite.resources.gpu_plan import Placement
+from skylite.resources.memory_plan import divide_gpus
+from skylite.resources.model_sizes import model_sizes, sizes_of
+from skylite.resources.predicted_memory import (
     ENGINE_PROCESS,
     TENSOR_PARALLEL_BUFFERS,
     engine_memory,
     trainer_memory,
 )
-from skylite.orchestrator.sharded_sizes import divided_sizes, sizes_per_gpu
-from skylite.processes.gpus import Gpu
+from skylite.resources.sharded_sizes import divided_sizes, sizes_per_gpu
 from tests.unit.doc_scripts import script
 from tests.unit.test_memory_plan import HIDDEN, INNER, KEYS, LAYERS, RANK, VOCAB, config, model
 

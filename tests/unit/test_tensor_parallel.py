@@ -18,11 +18,11 @@ from skylite.engine.single_engine import engine_config, single_engine_spec
 from skylite.engine.start_engines import engine_spec
 from skylite.engine.tensor_parallel import check_divisible
 from skylite.errors import ConfigError
-from skylite.orchestrator.gpu_plan import place
-from skylite.orchestrator.memory_plan import plan_memory
-from skylite.orchestrator.model_sizes import model_sizes
-from skylite.orchestrator.predicted_memory import engine_memory
-from skylite.orchestrator.sharded_sizes import sizes_per_gpu
+from skylite.resources.gpu_plan import place
+from skylite.resources.memory_plan import plan_memory
+from skylite.resources.model_sizes import model_sizes
+from skylite.resources.predicted_memory import engine_memory
+from skylite.resources.sharded_sizes import sizes_per_gpu
 from skylite.run.run_dir import AdapterVersion
 from tests.unit.gpu_cases import H200, RESOLVED, Machine
 from tests.unit.test_memory_plan import FREE, RANK, config

@@ -25,8 +25,6 @@ from skylite.loggers.interface import require_libraries
 from skylite.orchestrator.allowed_programs import allow_algorithm, allow_episode, allow_rewards
 from skylite.orchestrator.automatic_settings import device_defaults, epochs_to_steps
 from skylite.orchestrator.data_filter import without_foreign_filter
-from skylite.orchestrator.gpu_plan import place
-from skylite.orchestrator.memory_plan import plan_memory
 from skylite.orchestrator.plan_messages import data_note, held_out_note, log_notes, settings_notes
 from skylite.orchestrator.reference_answers import check_references
 from skylite.orchestrator.reward_settings import apply_reward_settings
@@ -36,6 +34,8 @@ from skylite.processes.gpus import why_no_gpu
 from skylite.processes.hardware import choose_device, choose_dtype
 from skylite.processes.machine_record import machine_facts
 from skylite.processes.printed_lines import printed_lines
+from skylite.resources.gpu_plan import place
+from skylite.resources.memory_plan import plan_memory
 from skylite.rewards.components import load_components
 from skylite.run.files import convert_os_errors, sha256_file, write_json
 from skylite.run.folder_owner import mark_sync_folder

@@ -12,13 +12,13 @@ from skylite.adapters.manifest import read_manifest
 from skylite.config.loading import read_run_config
 from skylite.config.train import RunConfig
 from skylite.errors import ChildDied, ConfigError, ModelError, RunFailed
-from skylite.orchestrator.gpu_plan import place_ranks
 from skylite.orchestrator.shutdown import ask_trainer_to_end
 from skylite.processes.child import ProcessSpec
 from skylite.processes.hardware import threads_per_rank
 from skylite.processes.supervisor import Supervisor
 from skylite.processes.temporary_folder import temporary_folder
 from skylite.processes.torchrun import trainer_command, trainer_env
+from skylite.resources.gpu_plan import place_ranks
 from skylite.run.checkpoint_folder import checkpoint_steps, verify_checkpoint
 from skylite.run.files import write_json
 from skylite.run.run_dir import AdapterVersion, RunDir, adapter_name

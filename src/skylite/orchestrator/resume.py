@@ -19,8 +19,6 @@ from skylite.errors import ConfigError, DataError
 from skylite.hub.resolve import check_folder, resolve_model
 from skylite.orchestrator.allowed_programs import accept_same_rewards, allow_again
 from skylite.orchestrator.automatic_settings import epochs_to_steps
-from skylite.orchestrator.gpu_plan import Placement, place_again
-from skylite.orchestrator.memory_plan import MemoryBudget, plan_memory
 from skylite.orchestrator.plan import (
     RunPlan,
     check_device,
@@ -31,6 +29,8 @@ from skylite.orchestrator.plan import (
 )
 from skylite.orchestrator.plan_messages import log_notes
 from skylite.orchestrator.step_metrics import recovered_metrics, require_numbers
+from skylite.resources.gpu_plan import Placement, place_again
+from skylite.resources.memory_plan import MemoryBudget, plan_memory
 from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint
 from skylite.run.files import fsync_path
 from skylite.run.held_out_scores import remove_scores_after

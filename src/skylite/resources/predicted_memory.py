@@ -12,7 +12,7 @@ from skylite.config.engine import CpuLora
 from skylite.config.train import TrainConfig
 from skylite.engine.cpu_lora import MERGED_MEMORY
 from skylite.engine.server_command import CPU_BATCHED_TOKENS
-from skylite.orchestrator.model_sizes import ModelSizes
+from skylite.resources.model_sizes import ModelSizes
 
 FLOAT32 = 4
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}

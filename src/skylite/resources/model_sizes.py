@@ -13,7 +13,7 @@ from skylite.config.lora import LoraConfig
 from skylite.engine.servable_models import packed_layers
 from skylite.engine.tensor_parallel import text_section
 from skylite.hub.resolve import tensor_shapes
-from skylite.orchestrator.expert_sizes import Experts, experts_of, outside_experts
+from skylite.resources.expert_sizes import Experts, experts_of, outside_experts
 from skylite.untrusted_text import parse_json
 
 Shapes = Mapping[str, Sequence[int]]

@@ -14,8 +14,10 @@ from skylite.config.train import TrainConfig
 from skylite.engine.start_engines import MAX_LORAS
 from skylite.engine.tensor_parallel import check_divisible
 from skylite.errors import ConfigError
-from skylite.orchestrator.gpu_plan import Placement
-from skylite.orchestrator.memory_notes import (
+from skylite.processes.gpus import Gpu, visible_gpus
+from skylite.processes.hardware import available_memory
+from skylite.resources.gpu_plan import Placement
+from skylite.resources.memory_notes import (
     cpu_note,
     engine_note,
     engine_parts,
@@ -24,12 +26,9 @@ from skylite.orchestrator.memory_notes import (
     rank_settings,
     trainer_parts,
 )
-from skylite.orchestrator.model_sizes import model_sizes
-from skylite.orchestrator.plan_messages import WARNING
-from skylite.orchestrator.predicted_memory import EngineMemory, TrainerMemory, engine_memory, trainer_memory
-from skylite.orchestrator.sharded_sizes import sizes_per_gpu
-from skylite.processes.gpus import Gpu, visible_gpus
-from skylite.processes.hardware import available_memory
+from skylite.resources.model_sizes import model_sizes
+from skylite.resources.predicted_memory import EngineMemory, TrainerMemory, engine_memory, trainer_memory
+from skylite.resources.sharded_sizes import sizes_per_gpu
 
 MARGIN = 1.1
 """A prediction is refused if it exceeds the memory by more than its own error."""
@@ -81,7 +80,7 @@ def divide_gpus(
     totals = {index: gpu.total_bytes for index, gpu in gpus.items() if gpu.total_bytes is not None}
     if not totals.keys() >= {*placement.engine_gpus, *placement.rank_gpus}:
         return unlimited(
-            f"{WARNING}memory: nvidia-smi does not tell the size of a GPU, so vLLM and the trainer may take "
+            "warning: memory: nvidia-smi does not tell the size of a GPU, so vLLM and the trainer may take "
             "more than it has"
         )
     sizes = [totals[i] for i in placement.engine_gpus]

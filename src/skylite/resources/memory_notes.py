@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from skylite.config.train import TrainConfig
-from skylite.orchestrator.key_value_copies import full_copies, limits_of, worst_copies
-from skylite.orchestrator.plan_messages import WARNING
-from skylite.orchestrator.predicted_memory import EngineMemory, TrainerMemory
+from skylite.resources.key_value_copies import full_copies, limits_of, worst_copies
+from skylite.resources.predicted_memory import EngineMemory, TrainerMemory
 
 GIB = 2**30
 HALVED = "run out of memory, and skylite will then halve the micro-batches"
@@ -27,7 +26,7 @@ def cpu_note(config: TrainConfig, trainer: TrainerMemory, engine: EngineMemory, 
     if total <= free:
         return f"memory: about {gib(total)} of {gib(free)} free; {parts}"
     return (
-        f"{WARNING}memory: the run needs about {gib(total)}, more than the {gib(free)} that are free "
+        f"warning: memory: the run needs about {gib(total)}, more than the {gib(free)} that are free "
         f"({parts}), so it will probably run out of memory; {cpu_remedy(config, trainer, engine, free)}"
     )
 
@@ -73,7 +72,7 @@ def rank_note(config: TrainConfig, trainer: TrainerMemory, limit: int, engines: 
     needed, worst = trainer.total(tokens, copies), trainer.total(tokens, worst_copies(tokens, limits))
     parts = trainer_parts(trainer, tokens, copies)
     short = "if many completions are short"
-    warning = f"{WARNING}memory of a rank: a micro-batch of {tokens} tokens needs about {gib(needed)}"
+    warning = f"warning: memory of a rank: a micro-batch of {tokens} tokens needs about {gib(needed)}"
     remedy = rank_remedy(config, trainer, limit, engines)
     if needed > limit:
         end = HALVED if tokens > config.max_sequence_tokens else "run out of memory"

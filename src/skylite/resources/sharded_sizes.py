@@ -19,7 +19,7 @@ from skylite.config.lora import LoraConfig
 from skylite.engine.servable_models import LM_HEADS, packed_layers
 from skylite.engine.tensor_parallel import HEADS, padded_vocabulary, text_section
 from skylite.hub.resolve import tensor_shapes
-from skylite.orchestrator.model_sizes import (
+from skylite.resources.model_sizes import (
     FUSED_QKV,
     Attention,
     ModelSizes,
