@@ -28,7 +28,7 @@ from machine_info import machine_info
 from skylite.config.train import TrainConfig
 from skylite.processes.torchrun import trainer_env
 from skylite.resources import predicted_memory
-from skylite.resources.key_value_copies import limits_of, worst_copies
+from skylite.resources.attention_memory import limits_of, worst_copies
 from skylite.resources.model_sizes import model_sizes, sizes_of
 from skylite.run.files import write_json
 

@@ -30,8 +30,8 @@ from skylite.config.train import AnomalyConfig, RunConfig
 from skylite.errors import SkyliteError
 from skylite.evaluation.confidence_interval import accuracy_of
 from skylite.evaluation.evaluate import EvalResult, write_results
+from skylite.hub.bundled_smollm2 import write_converted
 from skylite.hub.shared_memory_copy import model_in_shared_memory
-from skylite.hub.smollm2 import write_converted
 from skylite.model.policy import Policy
 from skylite.orchestrator.plan import RunPlan, write_run
 from skylite.orchestrator.resume import remove_after

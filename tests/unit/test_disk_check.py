@@ -13,8 +13,8 @@ import pytest
 from skylite.adapters.import_adapter import copy_warm_start
 from skylite.config.train import AnomalyConfig
 from skylite.errors import ConfigError, WriteFailed
-from skylite.hub import smollm2
-from skylite.hub.smollm2 import CONVERTED_BYTES, GGUF_NAME, cache_folder, converted_folder
+from skylite.hub import bundled_smollm2
+from skylite.hub.bundled_smollm2 import CONVERTED_BYTES, GGUF_NAME, cache_folder, converted_folder
 from skylite.orchestrator.disk_check import adapter_bytes, check_disk_space, checkpoint_bytes
 from skylite.run.files import RESERVE_BYTES, atomic_file, require_space, swap_paths
 from skylite.run.metrics_file import append_metrics
@@ -102,7 +102,7 @@ def test_a_model_is_not_converted_without_enough_disk_space(
     (package / "__init__.py").touch()
     gguf = b"no GGUF: it is not read"
     (package / GGUF_NAME).write_bytes(gguf)
-    monkeypatch.setattr(smollm2, "GGUF_SHA256", hashlib.sha256(gguf).hexdigest())
+    monkeypatch.setattr(bundled_smollm2, "GGUF_SHA256", hashlib.sha256(gguf).hexdigest())
     monkeypatch.syspath_prepend(str(package.parent))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with_free(monkeypatch, CONVERTED_BYTES)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from skylite.errors import ModelError
+from skylite.hub.bundled_smollm2 import GGUF_NAME, RECORD, find_damage
 from skylite.hub.resolve import resolve_model
-from skylite.hub.smollm2 import GGUF_NAME, RECORD, find_damage
 from tests.tiny_models import FAMILIES, make_tiny_model
 from tests.unit.run_cases import make_model
 
@@ -224,7 +224,7 @@ def test_a_hub_model_has_its_revision_and_is_pinned_to_it(
 
 def test_another_gguf_is_not_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / GGUF_NAME).write_bytes(b"another file of that name")
-    monkeypatch.setattr("skylite.hub.smollm2._gguf", lambda: tmp_path / GGUF_NAME)
+    monkeypatch.setattr("skylite.hub.bundled_smollm2._gguf", lambda: tmp_path / GGUF_NAME)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(ModelError, match="is not the file that skylite was tested with: its sha256 is"):
         resolve_model("smollm2-135m")

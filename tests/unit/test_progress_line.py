@@ -13,7 +13,7 @@ from rich.console import Console
 
 from skylite.engine.startup_progress import start_stage
 from skylite.hub.download_bar import download_bar
-from skylite.run.durations import remember_s, remembered_s
+from skylite.run.remembered_durations import remember_s, remembered_s
 from skylite.ui import progress_line
 from skylite.ui.dashboard import Screen
 from skylite.ui.live_panel import panel_lines

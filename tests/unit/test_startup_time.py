@@ -10,7 +10,7 @@ import pytest
 from skylite.engine.server_command import ENGINE_COMMAND
 from skylite.engine.startup_progress import engine_starting
 from skylite.processes.child import ProcessSpec, kill, start
-from skylite.run.durations import remember_s, remembered_s
+from skylite.run.remembered_durations import remember_s, remembered_s
 from tests.unit.test_engine_server import SPEC
 
 KEY = "start cpu model"

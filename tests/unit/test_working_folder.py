@@ -76,7 +76,11 @@ def run_script(folder: Path, text: str, *args: str, **env: str) -> subprocess.Co
 
 @pytest.mark.parametrize(
     "words",
-    [["-m", "json.tool", "--help"], ["-c", "import json"], ["-m", "skylite.hub.smollm2", "none", "none"]],
+    [
+        ["-m", "json.tool", "--help"],
+        ["-c", "import json"],
+        ["-m", "skylite.hub.bundled_smollm2", "none", "none"],
+    ],
 )
 def test_a_child_imports_nothing_from_the_working_folder(hostile: Path, words: list[str]) -> None:
     spec = ProcessSpec(name="child", argv=[sys.executable, *words], env={}, log_path=hostile.parent / "log")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from skylite.algorithms.trajectory_sums import segment_mean
+from skylite.algorithms.sums_per_trajectory import segment_mean
 from skylite.config.algorithm import AlgorithmConfig
 
 

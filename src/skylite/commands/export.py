@@ -10,7 +10,7 @@ from skylite.errors import ConfigError
 from skylite.export.plan import ExportFlags, plan_export
 from skylite.export.push import check_push, push
 from skylite.export.run import export as write_export
-from skylite.run.durations import remembered_work
+from skylite.run.remembered_durations import remembered_work
 from skylite.ui.logs import show
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import TypeVar
 from skylite.commands.prepare_own_data import OwnFlags, RewardChoice, own_data_examples
 from skylite.config.loading import read_parameters
 from skylite.data.examples import SPLITS, ExampleSet, check_examples, check_ids, check_or_drop
-from skylite.data.parse_spec import REASONING_GYM
+from skylite.data.name_and_settings import REASONING_GYM
 from skylite.data.prompt_folder import replace_folder
 from skylite.data.prompts import PromptFileInfo
 from skylite.data.user_tables import is_own_data

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from skylite.data.parse_spec import read_settings, split_spec
+from skylite.data.name_and_settings import read_settings, split_spec
 from skylite.errors import ConfigError
 from skylite.optional_packages import install_command, requirements
 from skylite.plugin_file import VERIFIERS, UserCodeFailed, user_code

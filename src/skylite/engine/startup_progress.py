@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from skylite.engine.server_command import ENGINE_COMMAND, EngineSpec
 from skylite.processes.child import Child, raw_log_tail
-from skylite.run.durations import remembered_work
+from skylite.run.remembered_durations import remembered_work
 from skylite.work_progress import long_work
 
 STAGES = (

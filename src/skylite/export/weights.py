@@ -15,8 +15,8 @@ from skylite.export.canary_check import Check, check_base, check_export
 from skylite.export.gguf import check_gguf, convert_to_gguf
 from skylite.export.plan import ExportPlan, adapter_weights, prompt_files
 from skylite.export.transformers_model import load_float32, model_logprobs, versions
-from skylite.run.durations import remembered_work
 from skylite.run.files import sha256_file
+from skylite.run.remembered_durations import remembered_work
 from skylite.work_progress import LongWork
 
 

@@ -57,7 +57,7 @@ def resolve_model(name: str, revision: str | None = None) -> ResolvedModel:
     `revision`: commit of a hub model; None: the newest on the hub, or in its cache without a network.
     """
     if name == SMOLLM2:
-        from skylite.hub.smollm2 import converted_folder
+        from skylite.hub.bundled_smollm2 import converted_folder
 
         return check_folder(
             converted_folder(),

@@ -29,11 +29,11 @@ from skylite.orchestrator.plan_messages import data_note, held_out_note, log_not
 from skylite.orchestrator.reference_answers import check_references
 from skylite.orchestrator.reward_settings import apply_reward_settings
 from skylite.plugin_file import REWARD
+from skylite.processes.capture_prints import printed_lines
 from skylite.processes.file_descriptors import raise_file_limit
 from skylite.processes.gpus import why_no_gpu
 from skylite.processes.hardware import choose_device, choose_dtype
-from skylite.processes.machine_record import machine_facts
-from skylite.processes.printed_lines import printed_lines
+from skylite.processes.versions_and_hardware import machine_facts
 from skylite.resources.gpu_plan import place
 from skylite.resources.memory_plan import plan_memory
 from skylite.rewards.components import load_components

