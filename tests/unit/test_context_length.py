@@ -82,7 +82,7 @@ def test_train_refuses_it_in_a_sentence(
     monkeypatch.chdir(tmp_path)
     assert call(["prepare", "gsm8k", "--synthetic", "--out", "data"]).code == 0
     words = ["train", "--recipe", "gsm8k_cpu", "--model", str(tiny_llama), "--data", "data"]
-    refused = call([*words, "--set", "rollout.max_completion_tokens=1025", "--dry-run"])
+    refused = call([*words, "--set", "rollout.max_completion_tokens=2048", "--dry-run"])
     assert refused.code == 2, refused.output
     assert "made for 2,048" in refused.output
     assert not (tmp_path / "runs").exists()

@@ -17,7 +17,7 @@ from tests.fuzz.readers import READERS
 from tests.fuzz.run import fuzz, make_ground
 from tests.unit.bad_inputs import toml_text
 
-FILES = 60
+FILES = 30
 
 
 @pytest.mark.parametrize("reader", READERS)
