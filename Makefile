@@ -74,8 +74,8 @@ UNIT_TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile tes
 
 test: $(READY) ## all tests
 	$(UNIT_TESTS)
-	# The long files first, which xdist would run last: the two processes then end together.
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/e2e tests/integration
+	# The long files first, which xdist would run last: the three processes then end together.
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests/e2e tests/integration
 
 test-unit: $(READY) ## unit tests only: no vLLM, no torchrun
 	$(UNIT_TESTS)

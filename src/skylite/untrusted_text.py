@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Iterable
 from typing import Any
@@ -24,19 +25,40 @@ def plain_lines(text: str) -> str:
 
 MAX_DEPTH = 100
 """Levels of nested JSON. Code that walks a value recursively would reach Python's limit of 1,000."""
+MAX_DIGITS = 300
+"""Digits of an integer in JSON: with as many it still converts to a float."""
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+"""An escape in JSON for half of a character beyond U+FFFF."""
 
 
 def parse_json(text: str | bytes) -> Any:
-    """`json.loads`, which raises ValueError also for text that is nested deeper than MAX_DEPTH."""
+    """`json.loads` for strangers' text: raises ValueError also where other code could not use the value.
+
+    That is deeper nesting than MAX_DEPTH, an integer of more than MAX_DIGITS digits, and half a surrogate
+    pair, which no file can hold as text.
+    """
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_int=_parse_int)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    _check_depth(value)
+    if SURROGATE.search(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")):
+        json.dumps(value, ensure_ascii=False).encode()  # UnicodeEncodeError is a ValueError
+    return value
+
+
+def _check_depth(value: Any) -> None:
     level = [value]
     for _ in range(MAX_DEPTH):
         if not (level := [inner for outer in level for inner in _nested(outer)]):
-            return value
+            return
     raise ValueError("it is nested too deeply")
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"it has an integer of {len(digits)} digits")
+    return int(digits)
 
 
 def _nested(value: Any) -> Iterable[Any]:

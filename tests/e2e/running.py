@@ -74,18 +74,26 @@ def check_metrics(project: Project, run: str) -> None:
     assert any(abs(v).max() > 0 for k, v in weights.items() if "lora_B" in k)
 
 
+def words_of(process: psutil.Process) -> list[str]:
+    """Its command line; [] if it has just ended."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
 def command_of(processes: list[psutil.Process], mark: str) -> psutil.Process:
     """The process that runs module `mark`, without the reaper and torchrun, which name it too."""
     return next(
         p
         for p in reversed(processes)
-        if mark in p.cmdline()
-        and "torch.distributed.run" not in p.cmdline()
-        and "reaper.py" not in " ".join(p.cmdline()[:6])
+        if mark in words_of(p)
+        and "torch.distributed.run" not in words_of(p)
+        and "reaper.py" not in " ".join(words_of(p)[:6])
     )
 
 
 def places_with(secret: str, root: Path, processes: list[psutil.Process]) -> list[str]:
     """Files and command lines that contain the secret."""
     files = [str(path) for path in root.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
-    return files + [" ".join(p.cmdline()) for p in processes if secret in " ".join(p.cmdline())]
+    return files + [" ".join(words_of(p)) for p in processes if secret in " ".join(words_of(p))]

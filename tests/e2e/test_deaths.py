@@ -20,6 +20,7 @@ from tests.e2e.running import (
     running,
     wait_for_step,
     wait_gone,
+    words_of,
 )
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.dist]
@@ -63,7 +64,7 @@ def test_a_run_survives_a_killed_engine_a_hung_engine_and_a_hung_rank_and_then_f
 
 def engine_core(process: Process) -> psutil.Process:
     """vLLM's engine core below skylite."""
-    (core,) = [p for p in descendants(process.pid) if p.cmdline()[0].startswith("VLLM::EngineCore")]
+    (core,) = [p for p in descendants(process.pid) if "".join(words_of(p)).startswith("VLLM::EngineCore")]
     return core
 
 
@@ -72,7 +73,7 @@ def hang_the_rank(project: Project, process: Process) -> psutil.Process:
     before = len(project.metrics("deaths"))
     below = descendants(process.pid)
     rank = command_of(below, "skylite.trainer.worker")
-    torchrun = [p for p in below if "torch.distributed.run" in p.cmdline()]
+    torchrun = [p for p in below if "torch.distributed.run" in words_of(p)]
     rank.send_signal(signal.SIGSTOP)
     deadline = time.monotonic() + DEADLINE_S
     while "trainer" not in project.status("deaths")["restarts"] or len(project.metrics("deaths")) <= before:
@@ -107,7 +108,7 @@ def reachable(processes: list[psutil.Process]) -> list[str]:
     """Addresses that other machines can reach."""
     found = [(p, c) for p in processes for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
     return [
-        f"{c.laddr} {' '.join(p.cmdline())}"
+        f"{c.laddr} {' '.join(words_of(p))}"
         for p, c in found
         if not ipaddress.ip_address(c.laddr.ip).is_loopback
     ]
@@ -124,7 +125,7 @@ def test_a_run_leaks_no_secret_opens_no_port_and_leaves_nothing_after_its_parent
     ) as process:
         wait_for_step(project, process, "killed-parent", 1)
         children = descendants(process.pid)
-        assert len([p for p in children if "skylite.trainer.worker" in p.cmdline()]) >= 4, (
+        assert len([p for p in children if "skylite.trainer.worker" in words_of(p)]) >= 4, (
             "reaper, torchrun, two ranks"
         )
         everyone = [psutil.Process(process.pid), *children]

@@ -1,4 +1,4 @@
-"""JSON of strangers: what parses, and how deeply it may be nested."""
+"""JSON of strangers: what parses, so that other code can use the value."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from skylite.untrusted_text import MAX_DEPTH, parse_json
+from skylite.untrusted_text import MAX_DEPTH, MAX_DIGITS, parse_json
 
 
 @pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")], ids=["lists", "dicts"])
@@ -27,3 +27,25 @@ def test_nesting_up_to_the_limit_parses(opening: str, closing: str) -> None:
 def test_wide_values_and_brackets_in_texts_are_no_nesting() -> None:
     for value in ([[i] for i in range(5000)], "[" * 5000, {"a": "{" * 5000}, 7, None, "", {}):
         assert parse_json(json.dumps(value)) == value
+
+
+def test_integers_convert_to_floats() -> None:
+    for sign in ("", "-"):
+        assert abs(float(parse_json(sign + "9" * (MAX_DIGITS - 1)))) < float("inf")
+        for count in (MAX_DIGITS + 1, 10_000):
+            with pytest.raises(ValueError, match=rf"an integer of {count + len(sign)} digits"):
+                parse_json(f'[{{"a": {sign}{"9" * count}}}]')
+
+
+@pytest.mark.parametrize("escape", [r"\ud800", r"\uDFFF", r"\udc00\ud800"])
+def test_half_a_character_is_refused(escape: str) -> None:
+    for text in (f'"{escape}"', f'{{"{escape}": 1}}', f'[["a", "b {escape}"]]'):
+        with pytest.raises(ValueError, match="surrogates not allowed"):
+            parse_json(text)
+        with pytest.raises(ValueError, match="surrogates not allowed"):
+            parse_json(text.encode())
+
+
+def test_pairs_and_escaped_backslashes_are_text() -> None:
+    assert parse_json(r'"\ud83d\ude00"') == "\U0001f600"
+    assert parse_json(r'["\\ud800", "\u00e9"]') == [r"\ud800", "é"]
