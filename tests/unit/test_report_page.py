@@ -41,7 +41,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     evil.root.rename(folder / "runs" / "{{script}} <b>&lt;")
     evil = type(evil)(folder / "runs" / "{{script}} <b>&lt;")
     write_rollouts(evil.rollout_path(4), [evil_group()])
-    write_json(evil.machine_path, {EVIL: EVIL, "\ud800": "\u202etxt"})
+    write_json(evil.machine_path, {EVIL: EVIL, "name": "\u202etxt"})
     made = {"one": [healthy.root], "two": [healthy.root, hacked.root], "evil": [evil.root]}
     for name, runs in made.items():
         out = str(folder / f"{name}.html")
