@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
+from skylite.data.chat_template import ChatTemplate
 from skylite.data.encode_in_sandbox import PLAIN_TEMPLATE
-from skylite.data.tokenizer import ChatTokenizer, load_tokenizer
+from skylite.data.tokenizer import NO_TEMPLATE, ChatTokenizer, load_tokenizer
 from skylite.types import Message
+from tests.tiny_models import make_tiny_model
 
 CHATS: list[list[Message]] = [
     [{"role": "user", "content": "Natalia sold clips to 48 of her friends."}],
@@ -76,3 +80,44 @@ def test_a_model_without_a_template_gets_a_plain_one(tiny_llama: Path, tmp_path:
     assert tokenizer.encode_chats(CHATS) == expected(original)
     assert "no chat template" in tokenizer.note
     tokenizer.close()
+
+
+def mistral_model(folder: Path, *, tekken_only: bool) -> Path:
+    """A tiny Mistral with tekken.json, which mistral-common (a dependency of vLLM) brings."""
+    make_tiny_model(folder, "mistral")
+    spec = find_spec("mistral_common")
+    assert spec is not None
+    data = Path(str(spec.origin)).parent / "data"
+    shutil.copyfile(next(data.glob("tekken_*.json")), folder / "tekken.json")
+    for file in folder.glob("tokenizer*") if tekken_only else ():
+        file.unlink()
+    return folder
+
+
+def test_a_mistral_model_uses_its_chat_template_and_not_tekken_json(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(mistral_model(tmp_path / "both", tekken_only=False))
+    plain = make_tiny_model(tmp_path / "plain", "mistral")
+    other = load_tokenizer(plain)
+    try:
+        assert tokenizer.note == ""
+        assert tokenizer.encode_chats(CHATS) == other.encode_chats(CHATS)
+    finally:
+        tokenizer.close()
+        other.close()
+
+
+def test_a_model_with_nothing_but_tekken_json_takes_the_users_chat_template(tmp_path: Path) -> None:
+    folder = mistral_model(tmp_path / "tekken", tekken_only=True)
+    for file in folder.glob("chat_template*"):
+        file.unlink()
+    for template, text, note in (
+        ("{{ messages[0]['content'] }}!", "1 + 1?!", ""),
+        (None, "Question: 1 + 1?\nAnswer:", NO_TEMPLATE),
+    ):
+        tokenizer = load_tokenizer(folder, ChatTemplate(text=template))
+        try:
+            assert tokenizer.note == note
+            (ids,) = tokenizer.encode_chats([[{"role": "user", "content": "1 + 1?"}]])
+            assert ids == tokenizer.encode_texts([text])[0]
+        finally:
+            tokenizer.close()

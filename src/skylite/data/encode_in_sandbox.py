@@ -26,7 +26,8 @@ def make_encoder(model_path: str, template: str | None, arguments: dict[str, Any
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
+    # Beside tekken.json transformers would take mistral-common, which knows no chat template.
+    tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False, mistral_format=False)
     has_template = bool(tokenizer.chat_template)
     tokenizer.chat_template = template or tokenizer.chat_template or PLAIN_TEMPLATE
 

@@ -33,7 +33,8 @@ def make_renderer(model_path: str, template: str | None, stop_token_ids: list[in
 
     from skylite.data.encode_in_sandbox import PLAIN_TEMPLATE
 
-    tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
+    # Beside tekken.json transformers would take mistral-common, which knows no chat template.
+    tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False, mistral_format=False)
     tokenizer.chat_template = template or tokenizer.chat_template or PLAIN_TEMPLATE
     return JobRunner(tokenizer, [tokenizer.convert_ids_to_tokens(i) for i in stop_token_ids])
 
