@@ -2,9 +2,9 @@
 
     python benchmarks/call_trees.py --seeds 300 --out benchmarks/results/call_trees_cpu.json
 
-The calls of a trajectory continue, branch off or repeat earlier ones, or start anew. Each seed is trained as
-a tree in float32, cut into micro-batches of several sizes, as in tests/unit/test_call_tree_fuzz.py. Exit code
-1 if a relative difference is 1e-5 or more.
+A call continues, branches off or repeats an earlier one, or starts a new history. Each seed is trained as a
+tree in float32, cut into micro-batches of several sizes, as in tests/unit/test_call_tree_fuzz.py. Exit code 1
+if a relative difference is 1e-5 or more.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def _row_of_calls(
 
 
 def random_call_trees(seed: int, num_groups: int = 3, group_size: int = 3) -> list[Row]:
-    """Trajectories of random calls. A call continues, branches off or repeats an earlier one, or starts anew.
+    """Trajectories of random calls. A call continues, branches off or repeats an earlier one, or starts new.
 
     Every second seed has few different tokens, so that calls share prefixes by chance, too.
     """

@@ -265,7 +265,7 @@ def main() -> None:
         optimizer.update(dist)
         table = writers(policy, optimizer, model)
         with contextlib.redirect_stdout(sys.stderr):
-            table["prepare"](model.parent / "warm-up", 1)  # its imports are not to be made anew in every fork
+            table["prepare"](model.parent / "warm-up", 1)  # so that no fork imports them again
         gc.freeze()  # a collection in a fork would copy every page it looks at
         print(json.dumps(sorted(table)), flush=True)
         for line in sys.stdin:

@@ -135,7 +135,7 @@ def _read_step_files(folder: Path) -> None:
 
 
 def _restored(trees: dict[str, list[Any]]) -> Damage:
-    """Write every file of JSON lines anew, then damage one of them."""
+    """Replace every file of JSON lines, then damage one of them."""
 
     def damage(folder: Path, chosen: random.Random, kind: str) -> None:
         for name, parts in trees.items():

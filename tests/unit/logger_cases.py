@@ -26,7 +26,7 @@ def logged_run(root: Path, rewards: Sequence[float], **log: Any) -> RunDir:
 
 
 def set_metrics(run: RunDir, rewards: Sequence[float], seconds: float = 1.0) -> None:
-    """Write metrics.jsonl and the rollouts anew. A resume replaces the file, too."""
+    """Write metrics.jsonl and the rollouts again. A resume replaces the file, too."""
     lines = [
         {"step": k, "reward/mean": reward, "time/step_s": seconds, "kl": None, "anomaly/reason": "text"}
         for k, reward in enumerate(rewards, 1)

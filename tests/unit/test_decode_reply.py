@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -46,6 +46,19 @@ def test_a_spelled_end_of_thinking_does_not_end_it() -> None:
     )
     opened = ids_of(QWEN3, "Hm ", "</think>", " still\n</think>\n\nDone<|im_end|>")
     assert parsed(QWEN3, opened, thinks=True) == ParsedReply("Done", "Hm </think> still")
+
+
+class StrictTokenizer:
+    """Takes no other arguments than transformers documents, and leaves special tokens out if told so."""
+
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        return " ".join(f"<{i}>" for i in token_ids if i != 9 or not skip_special_tokens)
+
+
+def test_special_tokens_are_decoded_also_where_a_tokenizer_skips_them() -> None:
+    assert decode_reply(StrictTokenizer(), [1, 9]) == "<1> <9>"
 
 
 def test_the_request_decides_whether_its_prompt_opens_a_reasoning_block(tmp_path: Path) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from skylite.config.train import TrainConfig
 from skylite.engine.server_command import ENGINE_COMMAND
+from skylite.engine.tensor_parallel import text_section
 from skylite.errors import ConfigError
 from skylite.untrusted_text import parse_json
 
@@ -20,8 +21,7 @@ ALLOW_LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 
 def context_length(model_path: Path) -> int | None:
     """Tokens, before a factor that scales positions; None where config.json does not say."""
-    lengths = [section[name] for section in _sections(model_path) for name in LENGTHS if name in section]
-    return min((length for length in lengths if type(length) is int and length > 0), default=None)
+    return _length(_sections(model_path))
 
 
 def check_context(config: TrainConfig, model_path: Path) -> None:
@@ -29,29 +29,31 @@ def check_context(config: TrainConfig, model_path: Path) -> None:
 
     Where a factor scales positions (RoPE scaling), vLLM decides.
     """
-    longest = context_length(model_path)
-    needed = config.max_sequence_tokens
+    sections, needed = _sections(model_path), config.max_sequence_tokens
+    longest = _length(sections)
     if longest is None or needed <= longest or {ENGINE_COMMAND, ALLOW_LONGER} & os.environ.keys():
         return
-    if any(factor for section in _sections(model_path) for factor in _factors(section)):
+    if any(factor for section in sections for factor in _factors(section)):
         return
-    rollout = config.rollout
     if config.env.episode:
-        settings = f"env.max_tokens={needed}"
+        settings, remedy = f"env.max_tokens={needed} allows", "Lower it."
     else:
-        settings = (
-            f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} and "
-            f"rollout.max_completion_tokens={rollout.max_completion_tokens}"
-        )
+        prompt, completion = config.rollout.max_prompt_tokens, config.rollout.max_completion_tokens
+        settings = f"rollout.max_prompt_tokens={prompt} and rollout.max_completion_tokens={completion} allow"
+        remedy = "Lower one of them."
     raise ConfigError(
-        f"{settings} allow {needed:,} tokens, and {model_path.name} was made for {longest:,}.",
-        f"Lower {'it' if config.env.episode else 'one of them'}.",
+        f"{settings} {needed:,} tokens, and {model_path.name} was made for {longest:,}.", remedy
     )
 
 
-def _sections(model_path: Path) -> list[dict[str, Any]]:
+def _sections(model_path: Path) -> tuple[Mapping[str, Any], ...]:
     config = parse_json((model_path / "config.json").read_text(encoding="utf-8"))
-    return [section for section in (config, config.get("text_config")) if isinstance(section, dict)]
+    return config, text_section(config)
+
+
+def _length(sections: Iterable[Mapping[str, Any]]) -> int | None:
+    lengths = [section[name] for section in sections for name in LENGTHS if name in section]
+    return min((length for length in lengths if type(length) is int and length > 0), default=None)
 
 
 def _factors(section: Mapping[str, Any]) -> Iterator[Any]:

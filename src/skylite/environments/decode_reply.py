@@ -41,9 +41,9 @@ def _text_after(tokenizer: Any, before: int | None, token_ids: list[int]) -> str
     if not token_ids:
         return ""
     if before is None:
-        return str(tokenizer.decode(token_ids, skipspecial_tokens=False))
-    known = tokenizer.decode([before], skipspecial_tokens=False)
-    return str(tokenizer.decode([before, *token_ids], skipspecial_tokens=False)).removeprefix(known)
+        return str(tokenizer.decode(token_ids, skip_special_tokens=False))
+    known = tokenizer.decode([before], skip_special_tokens=False)
+    return str(tokenizer.decode([before, *token_ids], skip_special_tokens=False)).removeprefix(known)
 
 
 @functools.lru_cache(maxsize=4)
