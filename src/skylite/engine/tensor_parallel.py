@@ -13,10 +13,10 @@ from shutil import disk_usage
 from typing import Any
 
 from skylite.errors import ConfigError
+from skylite.hub.shared_memory_copy import SHARED_MEMORY
 from skylite.untrusted_text import parse_json
 
 SETTING = "engine.tensor_parallel"
-SHARED_MEMORY = Path("/dev/shm")
 QUEUE_BYTES = 240 << 20
 """vLLM's largest queue (MessageQueue: 10 messages of 24 MiB). It starts only if so much is free."""
 VOCABULARY_MULTIPLE = 64

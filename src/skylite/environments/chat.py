@@ -40,8 +40,8 @@ class ChatError(Exception):
 def is_limit(error: BaseException) -> bool:
     """Whether this is LimitReached, or what an OpenAI client raises at a limit.
 
-    So is an exception that is raised from one, and a group of nothing else. What a handler of LimitReached
-    raises by mistake is not.
+    True also for an exception raised from one, and for a group of nothing else. False for what a handler of
+    LimitReached raises by mistake.
     """
     seen: list[BaseException] = []
     while not any(error is other for other in seen):  # an exception can be its own cause

@@ -1,7 +1,7 @@
 """Sampled token ids to text in which only the model's special tokens look like them.
 
-A model can spell `</think>` in ordinary tokens, and mean no end of its reasoning. Where the vocabulary has
-the text as one token, the token alone counts: in the text of other tokens SPELLED stands after the first
+A model can spell `</think>` in ordinary tokens without ending its reasoning. Where the vocabulary has the
+text as one token, only that token counts: in the text of other tokens SPELLED stands after the first
 character, so that no parser finds it there. A notation without a token of its own (the JSON of Llama 3's tool
 calls, `<tool_call>` of SmolLM2) is ordinary text, and counts as text.
 """

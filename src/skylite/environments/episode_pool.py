@@ -36,7 +36,7 @@ class EpisodeFailed(Exception):
     def __init__(self, text: str, *, at_limit: bool = False) -> None:
         super().__init__(text)
         self.at_limit = at_limit
-        """Whether a limit of the trajectory may be all that it raised about."""
+        """Whether a limit of the trajectory may be the only reason."""
 
 
 class EpisodeTooLong(Exception):

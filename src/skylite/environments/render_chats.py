@@ -51,9 +51,9 @@ class JobRunner:
         return [_attempt(self.tokenizer, self.stops, job) for job in jobs]
 
     def prepare(self) -> None:
-        """Do once what the first job of each process did: the template compiled, special tokens collected.
+        """Compile the template and collect the special tokens once, before processes fork from this one.
 
-        The second takes a tenth of a second for a vocabulary with thousands of them, such as Gemma's.
+        A vocabulary with thousands of special tokens, such as Gemma's, takes a tenth of a second.
         """
         from transformers.utils.chat_template_utils import _compile_jinja_template
 

@@ -19,11 +19,11 @@ from skylite.untrusted_text import parse_json, plain
 
 Job = dict[str, Any]
 COPY_LIFE_S = 1.0
-"""How long one process of the sandbox renders. A fresh one for each call costs ten times a prompt.
+"""Seconds for which one process of the sandbox renders. A fresh one for each call costs as much as ten
+prompts.
 
-A process renders many conversations in any case: those that wait together. One template renders them all, and
-decides alone what each becomes. If it broke out of Jinja's sandbox, it could mix the conversations of this
-time. It could still send and write nothing, and the time bounds what it leaves behind.
+One template renders all conversations and decides what each becomes, in one process or in many. If it broke
+out of Jinja's sandbox, it could mix the conversations of this second, but neither send nor write anything.
 """
 
 

@@ -1,7 +1,7 @@
 """One copy of a model in shared memory (/dev/shm), read by the trainer ranks and engines of all runs.
 
-Buys start-up where the disk is slow, which is not measured. Elsewhere the page cache does the same: off by
-default.
+Buys a faster start where the disk is slow (not measured). Elsewhere the page cache does the same, so it is
+off by default.
 """
 
 from __future__ import annotations
@@ -82,9 +82,10 @@ def model_in_shared_memory(model: Path, copy: Path) -> Iterator[None]:
 
 
 def remove_unused_copies() -> None:
-    """Remove the copies of this user that killed runs left; leave that to a run that copies just now.
+    """Remove this user's copies that killed runs left.
 
-    Does nothing where the folder is missing or not private: then no run of this user made it.
+    Does nothing while another run copies or cleans up, which does the same itself. Does nothing either where
+    the folder is missing or not private: then no run of this user made it.
     """
     folder = _own_folder()
     if not is_own_folder(folder, OTHERS_MAY_ENTER):
