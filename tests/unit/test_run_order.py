@@ -36,6 +36,9 @@ def test_on_policy_steps_sample_from_the_version_before_without_overlap(tmp_path
     assert sampled_from(run) == {k: k - 1 for k in range(1, 5)}
     started, loaded = times(run, "sampling_started", "step"), times(run, "adapter_loaded", "version")
     assert all(started[k] > loaded[k - 1] for k in started)
+    unloaded, verified = times(run, "adapter_unloaded", "version"), times(run, "adapter_verified", "version")
+    assert unloaded.keys() == {0, 1, 2, 3}
+    assert all(unloaded[k] >= verified[k + 1] for k in unloaded), "the canary compares two versions"
     metrics = read_metrics(run.metrics_path)
     assert {m["staleness/max"] for m in metrics} == {0}
     assert max(m["time/overlap_s"] for m in metrics) == 0.0

@@ -124,7 +124,8 @@ async def sample_steps(session: Session, queues: StepQueues) -> None:
             write_rollouts(plan.run.rollout_path(step), sampled.groups)
         progress.event("rollouts_written", step=step, version=version)
         queues.samples.put_nowait(sampled)
-    await unload_before(session, before=source.adapter.version + 1)
+    # The last version is compared with the one before it.
+    await unload_before(session, before=plan.config.num_steps - 1)
 
 
 async def record_steps(session: Session, queues: StepQueues) -> None:
