@@ -45,7 +45,7 @@ def test_a_micro_batch_that_will_not_fit_is_a_warning(
     assert re.fullmatch(
         r"warning: memory of a rank: a micro-batch of 16384 tokens needs about 8\d\.\d GiB, more than the "
         r"\d\d\.\d GiB that it has \(weights 14\.2 GiB, .*\), so a step will probably run out of memory, and "
-        r"skylite will then halve the micro-batches; set trainer\.tokens_per_micro_batch=5100, which fits at "
+        r"skylite will then halve the micro-batches; set trainer\.tokens_per_micro_batch=5000, which fits at "
         r"all lengths of completions, or auto, which measures",
         note,
     ), note
@@ -54,7 +54,7 @@ def test_a_micro_batch_that_will_not_fit_is_a_warning(
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-@pytest.mark.parametrize(("tokens", "warns"), [(5100, False), (5500, True), ("auto", False)])
+@pytest.mark.parametrize(("tokens", "warns"), [(5000, False), (5500, True), ("auto", False)])
 def test_the_setting_in_the_warning_helps(
     machine: Machine, tmp_path: Path, tokens: int | str, warns: bool
 ) -> None:

@@ -22,8 +22,11 @@ ROLLBACK_COPIES = 3
 """More copies during an update (trainer/anomaly.py): parameter and moments as they were before."""
 MOMENTS = 2
 """Copies among each of these that trainer.offload keeps in the machine's memory, but for AdamW's step."""
-HEAD_SCRATCH = {"cpu": 4 * FLOAT32 * (1 << 22), "cuda": 4 * FLOAT32 * (1 << 26)}
-"""Four float32 buffers of the chunks in model/chunked_logprobs.py."""
+HEAD_CHUNK = {"cpu": 1 << 22, "cuda": 1 << 26}
+HEAD_BLOCK_ROWS, HEAD_BLOCK_VOCAB = 512, 2048
+"""Those of model/chunked_logprobs.py: logits of a chunk, and the size of a block."""
+HEAD_BUFFERS = 4
+"""float32 buffers of one chunk or block."""
 MLP_BACKWARD = {"none": 8, "selective": 9, "full": 9}
 """Tensors of the MLP's inner size that its backward pass holds besides the kept ones, by checkpointing."""
 HEAD_KEEPS = 3
@@ -47,6 +50,9 @@ class TrainerMemory:
     weights: int
     adapter: int
     """Parameters, gradients, moments, and the copies during an update."""
+    cast: int
+    """The adapter in bfloat16, from the forward pass to the backward pass. checkpointing=full casts it again,
+    layer by layer."""
     kept: float
     """Per token of a micro-batch, from its forward pass to its backward pass."""
     work: float
@@ -60,6 +66,9 @@ class TrainerMemory:
     head: int
     """Scratch of the LM head, or of AdamW's step with offloaded moments, while no layer is computed."""
     process: int
+    keeps_freed: bool
+    """Whether the allocator keeps freed blocks by their size, as TBB's does on a CPU: the blocks of the head
+    and of the layers then add up."""
 
     def state(self) -> int:
         """Between two passes."""
@@ -67,9 +76,10 @@ class TrainerMemory:
 
     def total(self, tokens: int, copies: int = 0) -> int:
         """At the peak of a pass of `tokens` tokens and `copies` copied ones. One trajectory has no copies."""
-        kept = self.kept * tokens + self.kept_copy * copies
+        kept = self.cast + self.kept * tokens + self.kept_copy * copies
         work = self.work * tokens + self.work_copy * copies
-        return int(self.state() + self.mask + kept + max(self.head, work))
+        scratch = self.head + work if self.keeps_freed else max(self.head, work)
+        return int(self.state() + self.mask + kept + scratch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,13 +111,15 @@ def trainer_memory(
     return TrainerMemory(
         weights=_weight_bytes(sizes, config, item),
         adapter=adapters * (ADAPTER_COPIES + ROLLBACK_COPIES - offloaded) * FLOAT32,
+        cast=sizes.lora * item if item < FLOAT32 and config.trainer.checkpointing != "full" else 0,
         kept=_kept_bytes(sizes, config, device, item),
         work=_work_bytes(sizes, config, device, item),
         kept_copy=0 if config.trainer.checkpointing == "full" else copy * sizes.num_layers,
         work_copy=copy if config.trainer.checkpointing == "full" else 0,
         mask=config.max_sequence_tokens**2 * item if config.trainer.attention == "sdpa" else 0,
-        head=max(HEAD_SCRATCH[device], step),
+        head=max(_head_scratch(sizes, device, dtype), step),
         process=TRAINER_PROCESS[device],
+        keeps_freed=device == "cpu",
     )
 
 
@@ -146,6 +158,14 @@ def _weight_bytes(sizes: ModelSizes, config: TrainConfig, item: int) -> int:
     shard = 0 if offload else sizes.parameters * stored // ranks
     gathered = (2 * sizes.largest_layer + sizes.outside_layers) * item if ranks > 1 or offload else 0
     return shard + gathered
+
+
+def _head_scratch(sizes: ModelSizes, device: str, dtype: str) -> int:
+    """Buffers of one chunk of logits. In float32 of one block, and the widened weights of its tokens."""
+    if dtype == "float32":
+        block = HEAD_BUFFERS * HEAD_BLOCK_ROWS * HEAD_BLOCK_VOCAB + HEAD_BLOCK_VOCAB * sizes.hidden
+        return block * FLOAT32
+    return HEAD_BUFFERS * HEAD_CHUNK[device] * FLOAT32
 
 
 def _expert_buffers(sizes: ModelSizes) -> int:
