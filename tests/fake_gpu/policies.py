@@ -22,7 +22,6 @@ from skylite.model.policy import Policy, load_policy
 from skylite.model.process_group import Dist
 from skylite.trainer.micro_batch_plan import Batch, Part
 from skylite.trainer.micro_batches import MicroBatch, _micro_batch
-from skylite.trainer.precompute_logprobs import Precomputed, Targets
 from tests.fake_gpu.mode import GPU
 from tests.one_rank import OneRank
 
@@ -79,9 +78,3 @@ def micro_batch(batch: Batch, numbers: Sequence[int], policy: Policy, config: Tr
     size = BatchSize(1000, len(numbers), config.rollout.max_completion_tokens)
     parts = [Part(n, 0, len(batch.trajectory(n).samples)) for n in numbers]
     return _micro_batch(batch, parts, size, policy, config.algorithm)
-
-
-def targets_of(micro: MicroBatch, known: Precomputed) -> Targets:
-    """Advantages and returns of the right shape."""
-    column = torch.empty_like(micro.token_weights)
-    return Targets(known=known, advantages=column, returns=column)
