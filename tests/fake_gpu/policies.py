@@ -1,4 +1,4 @@
-"""A policy of any shape on a fake GPU, through skylite's own code: loading, adapters, fast paths, packing."""
+"""A policy of any shape on a fake GPU, through skylite's own code: loading, adapters, shortcuts, packing."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from skylite.algorithms.losses import BatchSize
 from skylite.config.train import Resolved, TrainConfig
-from skylite.model import fast_paths
+from skylite.model import checked_shortcuts
 from skylite.model import policy as policy_module
 from skylite.model.attention_backends import register_backends
-from skylite.model.fast_paths import enable_fast_paths
+from skylite.model.checked_shortcuts import enable_shortcuts
 from skylite.model.packing import Packing
 from skylite.model.policy import Policy, load_policy
 from skylite.model.process_group import Dist
@@ -37,7 +37,7 @@ def fake_policy(
     dtype: torch.dtype = torch.bfloat16,
     probes: bool = False,
 ) -> Policy:
-    """The policy with all fast paths on. Call it inside `fake_gpu`.
+    """The policy with all shortcuts on. Call it inside `fake_gpu`.
 
     `probes`: run them too, which takes most of the time. Without values their result is ignored.
     """
@@ -53,7 +53,7 @@ def fake_policy(
             assert probe_logprobs(policy, probe).shape == reference.shape
         return 0.0, "fake"
 
-    probe_logprobs = fast_paths._probe_logprobs
+    probe_logprobs = checked_shortcuts._probe_logprobs
     resolved = Resolved(
         model_path="",
         model_fingerprint="",
@@ -63,10 +63,10 @@ def fake_policy(
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policy_module, "load_base", load_base)
-        patch.setattr(fast_paths, "_gap", gap)
-        patch.setattr(fast_paths, "_probe_logprobs", probe_logprobs if probes else lambda *_: None)
+        patch.setattr(checked_shortcuts, "_gap", gap)
+        patch.setattr(checked_shortcuts, "_probe_logprobs", probe_logprobs if probes else lambda *_: None)
         policy = load_policy(resolved, config, one_rank())
-        policy, _ = enable_fast_paths(policy, list(range(24)))
+        policy, _ = enable_shortcuts(policy, list(range(24)))
     if packing == "padded":
         policy.model.get_base_model().set_attn_implementation("sdpa")
         policy = replace(policy, packing="padded")
