@@ -183,4 +183,4 @@ endif
 	$(INSTALL) --no-compile --upgrade --target $(VENV)/peers -r $(PEERS)
 	$(INSTALL) --upgrade --target $(VENV)/verifiers -r $(VERIFIERS)
 	touch $@
-	$(if $(GPU),$(BIN)/python -P -m skylite.processes.torch_cuda)
+	$(if $(GPU),$(BIN)/python -P -m skylite.processes.cuda_check)

@@ -34,7 +34,7 @@ from skylite.data.tokenizer import load_tokenizer
 from skylite.engine.canary import MAX_TOKENS, NUM_SEQUENCES
 from skylite.engine.canary_bf16 import PairedReading, Scores, check_paired, read_paired
 from skylite.errors import SyncFailed
-from skylite.model.fast_paths import enable_fast_paths
+from skylite.model.checked_shortcuts import enable_shortcuts
 from skylite.model.load_adapter import load_adapter_file
 from skylite.model.policy import Policy, load_policy
 from skylite.run.files import write_json
@@ -107,7 +107,7 @@ def trainer_scores(
 ) -> ByAdapter:
     resolved = run.resolved.model_copy(update={"dtype": "bfloat16", "warm_start": None})
     with lone_rank() as dist:
-        policy, choices = enable_fast_paths(load_policy(resolved, run.config, dist), sequences[0])
+        policy, choices = enable_shortcuts(load_policy(resolved, run.config, dist), sequences[0])
         print(*choices, sep="\n", flush=True)
         scores = {BASE: in_chunks(policy, sequences, base_canary_logprobs)}
         for version in versions:

@@ -26,7 +26,7 @@ from machine_info import machine_info
 from transformers import AttentionInterface
 
 from skylite.model.attention_backends import BACKENDS, attend, implementation
-from skylite.model.fast_paths import enable_fast_paths
+from skylite.model.checked_shortcuts import enable_shortcuts
 from skylite.model.lm_head import linear_head
 from skylite.model.loading import decoder_layers
 from skylite.model.policy import Policy, load_policy
@@ -77,7 +77,7 @@ def measured(args: argparse.Namespace, *, own: bool, compiled: bool) -> dict[str
     set_threads(None)
     with process_group(device) as dist:
         policy = load_policy(where, config, dist)
-        policy = enable_fast_paths(policy, list(range(20, 60)))[0] if own else with_model_parts(policy)
+        policy = enable_shortcuts(policy, list(range(20, 60)))[0] if own else with_model_parts(policy)
         if compiled:
             # Attention over a prefix tree loops in Python over branch lengths, which inductor cannot compile.
             attention = torch.compiler.disable(partial(attend, BACKENDS["sdpa"]))  # type: ignore[no-untyped-call]

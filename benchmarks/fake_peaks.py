@@ -136,21 +136,22 @@ def peak_bytes(
 
 def measure_pass(policy: Any, batch: Any, config: Any, memory: Any) -> Peak:
     """Forward and backward of the batch's group. `memory` counts the bytes."""
+    import torch
+
     from skylite.model.policy import score
     from skylite.trainer.metrics import MetricSums
     from skylite.trainer.optimizer import make_optimizer
     from skylite.trainer.precompute_logprobs import Precomputed
     from skylite.trainer.step import micro_batch_loss
-    from tests.fake_gpu.policies import micro_batch, targets_of
+    from tests.fake_gpu.policies import micro_batch
 
     optimizer = make_optimizer("policy", policy.lora, 1e-4, 1.0, config.optim)
     micro = micro_batch(batch, range(batch.group_size), policy, config)
-    target = targets_of(micro, Precomputed())
+    advantages, choice = torch.empty_like(micro.token_weights), (micro.token_weights, None)
     before = memory.reset_peak()
     logprobs, entropies = score(policy, micro.tokens, 1.0)
-    loss, found = micro_batch_loss(
-        micro, target, (micro.token_weights, None), logprobs, entropies, None, 1, config
-    )
+    known = Precomputed()
+    loss, found = micro_batch_loss(micro, known, advantages, choice, logprobs, entropies, None, config)
     kept = memory.now - before
     loss.backward()  # type: ignore[no-untyped-call]
     MetricSums().add(found)

@@ -207,6 +207,7 @@ def micro_batch(trajectories: list[Any], first: int) -> tuple[Any, Any]:
         tokens=tokens,
         keys=segments,
         token_weights=torch.ones(size * TOKENS),
+        num_update_tokens=TRAJECTORIES * TOKENS,
         rollout_logprobs=torch.zeros(size * TOKENS),
     )
     return micro, Precomputed(values=torch.randn(size * TOKENS))

@@ -152,14 +152,14 @@ def profile(report: Report, shape: str) -> None:
 def build(
     shape: str, sizes: Sizes, attention: str, checkpointing: str, packing: str
 ) -> tuple[TrainConfig, Policy, list[str], Dist]:
-    """A policy of random weights on this machine's device, with the fast paths that its probes allow."""
+    """A policy of random weights on this machine's device, with the shortcuts that its probes allow."""
     from dataclasses import replace
 
     import torch
 
     from skylite.config.train import Resolved, TrainConfig
     from skylite.model import policy as policy_module
-    from skylite.model.fast_paths import enable_fast_paths
+    from skylite.model.checked_shortcuts import enable_shortcuts
     from tests.one_rank import OneRank
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -181,7 +181,7 @@ def build(
     dist: Any = OneRank(device)
     setattr(policy_module, "load_base", lambda *_: (random_base(shape, device), ""))  # noqa: B010
     policy = policy_module.load_policy(resolved, config, dist)
-    policy, choices = enable_fast_paths(policy, list(range(20, 60)))
+    policy, choices = enable_shortcuts(policy, list(range(20, 60)))
     if packing == "padded":
         policy.model.get_base_model().set_attn_implementation("sdpa")
         policy = replace(policy, packing="padded")

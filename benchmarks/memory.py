@@ -119,7 +119,7 @@ def measure_pass(model: Path, dtype: str, tokens: str, checkpointing: str) -> di
     import torch
 
     from skylite.config.train import Resolved
-    from skylite.model.fast_paths import enable_fast_paths
+    from skylite.model.checked_shortcuts import enable_shortcuts
     from skylite.model.packing import pack_tokens
     from skylite.model.policy import load_policy, score
     from skylite.trainer.optimizer import make_optimizer
@@ -133,7 +133,7 @@ def measure_pass(model: Path, dtype: str, tokens: str, checkpointing: str) -> di
     )
     with lone_rank() as dist:
         policy = load_policy(resolved, config, dist)
-        policy, _ = enable_fast_paths(policy, list(range(20, 44)))
+        policy, _ = enable_shortcuts(policy, list(range(20, 44)))
         make_optimizer("policy", policy.lora, 1e-4, 1.0, config.optim)
         length = config.rollout.max_completion_tokens
         packed = pack_tokens(

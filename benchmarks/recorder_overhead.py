@@ -1,10 +1,11 @@
-"""What does the recorder cost? Conversations at once against an engine that answers immediately.
+"""What does the OpenAI server of episodes cost? Conversations at once; the engine answers immediately.
 
     python benchmarks/recorder_overhead.py --out benchmarks/results/recorder_overhead_cpu.json
 
 64 trajectories run at once, each with one HTTP connection of its own, in a second process. Printed for each
-call: CPU milliseconds of the recorder's process and of the sandbox that renders and tokenizes, CPU of the
-clients, and wall time. Starts are not counted. --profile prints the recorder's functions by CPU time.
+call: CPU milliseconds of the server's process ("recorder", its old name, so that results compare) and of the
+sandbox that renders and tokenizes, CPU of the clients, and wall time. Starts are not counted. --profile
+prints the server's functions by CPU time.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from machine_info import machine_info
 from train_phase import model_folder
 
 from skylite.config.train import TrainConfig
+from skylite.environments.openai_server import OpenAIServer
 from skylite.environments.parse_reply import tool_format
-from skylite.environments.recorder import Recorder
 from skylite.environments.renderer import Renderer
 from skylite.environments.running_environment import running_renderer
 from skylite.environments.scripted_engine import ScriptedEngine
@@ -70,32 +71,32 @@ def parse_arguments() -> argparse.Namespace:
 
 
 async def measure(args: argparse.Namespace) -> list[dict[str, float]]:
-    """The figures of each round, with one recorder for all."""
+    """The figures of each round, with one server for all."""
     model = Path(model_folder(args.model))
     stop = json.loads((model / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"]
     stops = (stop,) if isinstance(stop, int) else tuple(stop)
     with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
         async with running_renderer(model, stops) as renderer:
-            recorder = await make_recorder(args, renderer, stops, Path(folder))
+            server = await make_server(args, renderer, stops, Path(folder))
             engine = ScriptedEngine([await tokens(renderer, stops)], stops[0])
-            async with recorder.serving():
-                await round_of(args, recorder, engine, 0)  # not counted
-                return [await round_of(args, recorder, engine, n) for n in range(1, args.rounds + 1)]
+            async with server.serving():
+                await round_of(args, server, engine, 0)  # not counted
+                return [await round_of(args, server, engine, n) for n in range(1, args.rounds + 1)]
 
 
-async def make_recorder(
+async def make_server(
     args: argparse.Namespace, renderer: Renderer, stops: tuple[int, ...], folder: Path
-) -> Recorder:
+) -> OpenAIServer:
     env = {"episode": "guess", "max_turns": args.turns, "max_tokens": 100_000}
     config = TrainConfig.model_validate({"env": env, "rollout": {"max_prompt_tokens": 50_000}})
     facts = await renderer.facts({})
-    return Recorder(
+    return OpenAIServer(
         config=config,
         renderer=renderer,
         stop_token_ids=stops,
         stops=facts.stops,
         tool_format=tool_format(facts.template),
-        socket_path=folder / "recorder.sock",
+        socket_path=folder / "openai.sock",
     )
 
 
@@ -106,25 +107,25 @@ async def tokens(renderer: Renderer, stops: tuple[int, ...]) -> list[int]:
 
 
 async def round_of(
-    args: argparse.Namespace, recorder: Recorder, engine: ScriptedEngine, seed: int
+    args: argparse.Namespace, server: OpenAIServer, engine: ScriptedEngine, seed: int
 ) -> dict[str, float]:
     """One conversation in each trajectory, from a process of clients."""
     logs = [
         TrajectoryLog(name=f"p{n}", model="m", version=1, engine=engine, seed=seed, temperature=1.0)
         for n in range(args.trajectories)
     ]
-    keys = [recorder.open(log) for log in logs]
+    keys = [server.open(log) for log in logs]
     client = await asyncio.create_subprocess_exec(
         sys.executable, __file__, "--client", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
-    order = {"url": f"{recorder.base_url}/chat/completions", "keys": keys, "turns": args.turns}
-    process = recorder.renderer.sandbox._process
+    order = {"url": f"{server.base_url}/chat/completions", "keys": keys, "turns": args.turns}
+    process = server.renderer.sandbox._process
     assert process is not None
     cpu, sandbox = time.process_time(), cpu_s(process.pid)
     output, _ = await client.communicate(json.dumps(order).encode())
     cpu, sandbox = time.process_time() - cpu, cpu_s(process.pid) - sandbox
     for key in keys:
-        recorder.close(key)
+        server.close(key)
     found, calls = json.loads(output), args.trajectories * args.turns
     assert sum(len(log.calls) for log in logs) == calls
     return {

@@ -1,11 +1,12 @@
-"""Which share of a step's CPU time does the recorder take? A run of the guessing game, by process.
+"""Which share of a step's CPU time does the OpenAI server of episodes take? By process, in a guessing game.
 
     skylite prepare guess --synthetic
     python benchmarks/recorder_share.py --data data/guess --out benchmarks/results/recorder_share_cpu.json
 
-CPU seconds of all processes of a run, from the first line of metrics.jsonl to the last. The recorder works in
-the command's own process, which also talks to vLLM, scores and writes; the chat template is rendered in its
-sandbox. So the sum of both is more than the recorder's share.
+CPU seconds of all processes of a run, from the first line of metrics.jsonl to the last. The server
+("recorder", its old name, so that results compare) works in the command's own process, which also talks to
+vLLM, scores and writes; the chat template is rendered in its sandbox. So the sum of both is more than the
+server's share.
 """
 
 from __future__ import annotations

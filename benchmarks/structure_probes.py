@@ -1,4 +1,4 @@
-"""How often does the probe of model/fast_paths.py accept a right structure in bfloat16, and a wrong one?
+"""How often does the probe of model/checked_shortcuts.py accept a right structure, and a wrong one?
 
     python benchmarks/structure_probes.py --out benchmarks/results/structure_probes_cpu.json
 
@@ -21,7 +21,7 @@ from command_line import argument_parser
 from machine_info import machine_info
 
 from skylite.hub.resolve import resolve_model
-from skylite.model.fast_paths import TOLERANCE
+from skylite.model.checked_shortcuts import TOLERANCE
 from skylite.model.policy import Policy, load_policy
 from skylite.model.process_group import Dist
 from skylite.run.files import write_json

@@ -133,10 +133,12 @@ def engines_after_the_trainer() -> Replacements:
 MODEL, MERGED = "skylite.model", "skylite.vllm_plugin.merged_weights"
 NO_TBB = (("LD_PRELOAD", ""),)
 PATHS: dict[str, SpecialPath] = {
-    "bf16 weights": SpecialPath(kind="train", off=replaced(f"{MODEL}.fast_paths:store_in_bf16", nothing)),
+    "bf16 weights": SpecialPath(
+        kind="train", off=replaced(f"{MODEL}.checked_shortcuts:store_in_bf16", nothing)
+    ),
     "selective checkpointing": SpecialPath(kind="train", flags=("--checkpointing=none",)),
-    "fused norms": SpecialPath(kind="train", off=replaced(f"{MODEL}.fast_paths:fuse_norms", nothing)),
-    "fused MLPs": SpecialPath(kind="train", off=replaced(f"{MODEL}.fast_paths:fuse_mlps", nothing)),
+    "fused norms": SpecialPath(kind="train", off=replaced(f"{MODEL}.checked_shortcuts:fuse_norms", nothing)),
+    "fused MLPs": SpecialPath(kind="train", off=replaced(f"{MODEL}.checked_shortcuts:fuse_mlps", nothing)),
     "fused LoRA layers": SpecialPath(kind="train", off=replaced(f"{MODEL}.policy:fuse_lora_layers", nothing)),
     "siblings' A joined": SpecialPath(kind="train", off=replaced(f"{MODEL}.lora_linear:SIBLINGS", ())),
     "prefix tree": SpecialPath(kind="train", flags=("--packing=padded",)),
@@ -145,7 +147,9 @@ PATHS: dict[str, SpecialPath] = {
         kind="train", off=replaced(f"{MODEL}.prefix_tree:SCORES_PER_CALL", 1 << 60)
     ),
     "masks cached": SpecialPath(kind="train", off=masks_computed_again),
-    "LM head in chunks": SpecialPath(kind="train", off=replaced(f"{MODEL}.fast_paths:linear_head", nothing)),
+    "LM head in chunks": SpecialPath(
+        kind="train", off=replaced(f"{MODEL}.checked_shortcuts:linear_head", nothing)
+    ),
     "LM head's gradient in forward": SpecialPath(
         kind="train", off=replaced(f"{MODEL}.chunked_logprobs:_in_blocks", lambda *_: False)
     ),

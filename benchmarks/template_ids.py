@@ -2,10 +2,10 @@
 
     python benchmarks/template_ids.py --out benchmarks/results/template_ids_cpu.json
 
-The conversations of tests/unit/template_conversations.py run over HTTP against the recorder. A stand-in for
-vLLM samples replies in each model's notation, in tokens that its tokenizer would not choose. Each call's ids
-are read back from the packed tree that the trainer computes. `branches` counts the calls that do not continue
-an earlier one. Exit code 1 if a call's ids differ.
+The conversations of tests/unit/template_conversations.py run over HTTP against the OpenAI server. A stand-in
+for vLLM samples replies in each model's notation, in tokens that its tokenizer would not choose. Each call's
+ids are read back from the packed tree that the trainer computes. `branches` counts the calls that do not
+continue an earlier one. Exit code 1 if a call's ids differ.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def inner(args: argparse.Namespace) -> None:
     """One combination, inside a rank; rank 0 prints its numbers as JSON."""
     import torch
 
-    from skylite.model.fast_paths import enable_fast_paths
+    from skylite.model.checked_shortcuts import enable_shortcuts
     from skylite.model.policy import load_policy
     from skylite.model.process_group import process_group, set_threads
     from skylite.trainer.optimizer import make_optimizer
@@ -102,7 +102,7 @@ def inner(args: argparse.Namespace) -> None:
     set_threads(None)
     with process_group(device) as dist:
         config, where = settings(args, model_folder(args.model), device, offload=args.offload)
-        policy, _ = enable_fast_paths(load_policy(where, config, dist), list(range(20, 60)))
+        policy, _ = enable_shortcuts(load_policy(where, config, dist), list(range(20, 60)))
         if args.packing == ["padded"]:
             policy.model.get_base_model().set_attn_implementation("sdpa")
             policy = replace(policy, packing="padded")

@@ -22,8 +22,8 @@ import train_phase
 from command_line import argument_parser, under_torchrun
 from machine_info import machine_info
 
+from skylite.model.checked_shortcuts import enable_shortcuts
 from skylite.model.chunked_logprobs import BLOCK_VOCAB
-from skylite.model.fast_paths import enable_fast_paths
 from skylite.model.policy import load_policy
 from skylite.model.process_group import process_group, set_threads
 from skylite.run.files import write_json
@@ -57,7 +57,7 @@ def profile(model: str) -> dict[str, Any]:
     config, where = train_phase.settings(sizes, train_phase.model_folder(model), "cpu")
     set_threads(None)
     with process_group("cpu") as dist:
-        policy, _ = enable_fast_paths(load_policy(where, config, dist), list(range(20, 60)))
+        policy, _ = enable_shortcuts(load_policy(where, config, dist), list(range(20, 60)))
         optimizer = make_optimizer(
             "policy", policy.lora, config.optim.lr, config.optim.max_grad_norm, config.optim
         )

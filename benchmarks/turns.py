@@ -112,7 +112,7 @@ def inner(args: argparse.Namespace) -> None:
     """One combination; prints its numbers as JSON."""
     import torch
 
-    from skylite.model.fast_paths import enable_fast_paths
+    from skylite.model.checked_shortcuts import enable_shortcuts
     from skylite.model.policy import load_policy
     from skylite.model.process_group import process_group, set_threads
 
@@ -121,7 +121,7 @@ def inner(args: argparse.Namespace) -> None:
     set_threads(None)
     with process_group(device) as dist:
         config, where = settings(args, device)
-        policy, _ = enable_fast_paths(load_policy(where, config, dist), list(range(20, 60)))
+        policy, _ = enable_shortcuts(load_policy(where, config, dist), list(range(20, 60)))
         if form == "padded":
             policy.model.get_base_model().set_attn_implementation("sdpa")
             policy = replace(policy, packing="padded")

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from skylite.config.algorithm import PRESETS
 from skylite.config.train import TrainConfig
-from skylite.model.fast_paths import enable_fast_paths
+from skylite.model.checked_shortcuts import enable_shortcuts
 from skylite.model.packing import Packing
 from skylite.model.policy import Policy, load_policy
 from skylite.model.process_group import Dist
@@ -66,7 +66,7 @@ def policy_of(
     for name, param in policy.lora.items():
         if "lora_B" in name:
             param.data.normal_(std=0.05, generator=generator)
-    policy, _ = enable_fast_paths(policy, PROBE)
+    policy, _ = enable_shortcuts(policy, PROBE)
     if packing == "padded":
         policy.model.get_base_model().set_attn_implementation("eager")
     return replace(policy, packing=packing or policy.packing)

@@ -21,7 +21,6 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 from skylite.adapters.target_modules import ROUTERS, matches
-from skylite.algorithms.losses import BatchSize
 from skylite.config.train import TrainConfig
 from skylite.model.chunked_logprobs import HEAD_CHUNK_ELEMENTS
 from skylite.model.policy import score
@@ -31,13 +30,13 @@ from skylite.resources.predicted_memory import TrainerMemory, trainer_memory
 from skylite.trainer.critic import make_critic
 from skylite.trainer.metrics import MetricSums
 from skylite.trainer.micro_batch_plan import Batch, arrange
-from skylite.trainer.micro_batches import MicroBatch, MiniBatch
+from skylite.trainer.micro_batches import MicroBatch
 from skylite.trainer.optimizer import make_optimizer
 from skylite.trainer.precompute_logprobs import precompute
 from skylite.trainer.step import critic_forward_backward, forward_backward
 from tests.fake_gpu.memory import Allocation, LiveBytes
 from tests.fake_gpu.mode import GPU, HostSync, NoCopies, efficient_attention, fake_gpu
-from tests.fake_gpu.policies import fake_policy, micro_batch, one_rank, targets_of
+from tests.fake_gpu.policies import fake_policy, micro_batch, one_rank
 from tests.rows import Row, groups_of
 from tests.small_run import settings
 from tests.tiny_models import tiny_config
@@ -85,17 +84,17 @@ def trained(family: str, packing: Any, config: TrainConfig) -> tuple[LiveBytes, 
     batch, config_of_model = group_batch(config), model_config(family)
     with fake_gpu(), LiveBytes() as memory:
         policy = fake_policy(config_of_model, config, packing)
-        optim, size = config.optim, BatchSize(100, GROUP, 100)
+        optim = config.optim
         optimizer = make_optimizer("policy", policy.lora, optim.lr, optim.max_grad_norm, optim)
         critic = make_critic(policy, config, one_rank()) if config.algorithm.uses_critic else None
         memory.reset_peak()
         with NoCopies():
             micro = micro_batch(batch, range(GROUP), policy, config)
-            target = targets_of(micro, precompute(policy, critic, micro, config))
-            update, sums = MiniBatch([micro], size, frozenset()), MetricSums()
-            forward_backward(policy, optimizer, update, [target], [(micro.token_weights, None)], config, sums)
+            known, sums = [precompute(policy, critic, micro, config)], MetricSums()
+            column, choices = torch.empty_like(micro.token_weights), [(micro.token_weights, None)]
+            forward_backward(policy, optimizer, [micro], known, [column], choices, config, sums)
             if critic is not None:
-                critic_forward_backward(policy, critic, update, [target], sums)
+                critic_forward_backward(policy, critic, [micro], known, [column], sums)
             optimizer.adamw.step()
         assert {x.device for x in [*sums.sums.values(), sums.worst] if x is not None} == {GPU}
         assert all(p.grad is not None and p.grad.device == GPU for p in policy.lora.values())

@@ -1,4 +1,4 @@
-"""A policy of any shape on a fake GPU, through skylite's own code: loading, adapters, fast paths, packing."""
+"""A policy of any shape on a fake GPU, through skylite's own code: loading, adapters, shortcuts, packing."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from transformers import AutoModelForCausalLM
 
 from skylite.algorithms.losses import BatchSize
 from skylite.config.train import Resolved, TrainConfig
-from skylite.model import fast_paths
+from skylite.model import checked_shortcuts
 from skylite.model import policy as policy_module
 from skylite.model.attention_backends import register_backends
-from skylite.model.fast_paths import enable_fast_paths
+from skylite.model.checked_shortcuts import enable_shortcuts
 from skylite.model.packing import Packing
 from skylite.model.policy import Policy, load_policy
 from skylite.model.process_group import Dist
 from skylite.trainer.micro_batch_plan import Batch, Part
 from skylite.trainer.micro_batches import MicroBatch, _micro_batch
-from skylite.trainer.precompute_logprobs import Precomputed, Targets
 from tests.fake_gpu.mode import GPU
 from tests.one_rank import OneRank
 
@@ -38,7 +37,7 @@ def fake_policy(
     dtype: torch.dtype = torch.bfloat16,
     probes: bool = False,
 ) -> Policy:
-    """The policy with all fast paths on. Call it inside `fake_gpu`.
+    """The policy with all shortcuts on. Call it inside `fake_gpu`.
 
     `probes`: run them too, which takes most of the time. Without values their result is ignored.
     """
@@ -54,7 +53,7 @@ def fake_policy(
             assert probe_logprobs(policy, probe).shape == reference.shape
         return 0.0, "fake"
 
-    probe_logprobs = fast_paths._probe_logprobs
+    probe_logprobs = checked_shortcuts._probe_logprobs
     resolved = Resolved(
         model_path="",
         model_fingerprint="",
@@ -64,10 +63,10 @@ def fake_policy(
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policy_module, "load_base", load_base)
-        patch.setattr(fast_paths, "_gap", gap)
-        patch.setattr(fast_paths, "_probe_logprobs", probe_logprobs if probes else lambda *_: None)
+        patch.setattr(checked_shortcuts, "_gap", gap)
+        patch.setattr(checked_shortcuts, "_probe_logprobs", probe_logprobs if probes else lambda *_: None)
         policy = load_policy(resolved, config, one_rank())
-        policy, _ = enable_fast_paths(policy, list(range(24)))
+        policy, _ = enable_shortcuts(policy, list(range(24)))
     if packing == "padded":
         policy.model.get_base_model().set_attn_implementation("sdpa")
         policy = replace(policy, packing="padded")
@@ -79,9 +78,3 @@ def micro_batch(batch: Batch, numbers: Sequence[int], policy: Policy, config: Tr
     size = BatchSize(1000, len(numbers), config.rollout.max_completion_tokens)
     parts = [Part(n, 0, len(batch.trajectory(n).samples)) for n in numbers]
     return _micro_batch(batch, parts, size, policy, config.algorithm)
-
-
-def targets_of(micro: MicroBatch, known: Precomputed) -> Targets:
-    """Advantages and returns of the right shape."""
-    column = torch.empty_like(micro.token_weights)
-    return Targets(known=known, advantages=column, returns=column)

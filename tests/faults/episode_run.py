@@ -110,8 +110,8 @@ def leave_ended_keys(running: Environment, path: Path) -> None:
         log = TrajectoryLog(
             name=f"ended {number}", model="m", version=1, engine=engine, seed=1, temperature=1.0
         )
-        keys.append(running.recorder.open(log))
-        running.recorder.close(keys[-1])
+        keys.append(running.server.open(log))
+        running.server.close(keys[-1])
     path.write_text(" ".join(keys), encoding="utf-8")
 
 

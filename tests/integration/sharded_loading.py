@@ -19,7 +19,7 @@ from tests.small_run import resolved, settings
 
 
 def main(out: Path, models: list[Path]) -> None:
-    from skylite.model.fast_paths import enable_fast_paths
+    from skylite.model.checked_shortcuts import enable_shortcuts
     from skylite.model.packing import pack_tokens
 
     set_threads(1)
@@ -27,7 +27,7 @@ def main(out: Path, models: list[Path]) -> None:
     with process_group("cpu") as dist:
         for model in models:
             full_loads.clear()
-            policy, _ = enable_fast_paths(load_policy(resolved(model, model), settings(), dist), PROBE)
+            policy, _ = enable_shortcuts(load_policy(resolved(model, model), settings(), dist), PROBE)
             sharded = {n: p for n, p in policy.model.named_parameters() if isinstance(p, DTensor)}
             here = torch.tensor([float(sum(p.to_local().numel() for p in sharded.values()))])
             tokens = pack_tokens(

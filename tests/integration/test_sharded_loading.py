@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from skylite.model.fast_paths import enable_fast_paths
+from skylite.model.checked_shortcuts import enable_shortcuts
 from skylite.model.packing import pack_tokens
 from skylite.model.policy import load_policy, score
 from tests.cases import PROBE
@@ -92,7 +92,7 @@ def test_the_sharded_model_computes_the_same_as_the_full_one(
     family: str, found: Any, models: dict[str, Path]
 ) -> None:
     with lone_rank() as dist, torch.no_grad():
-        policy, _ = enable_fast_paths(
+        policy, _ = enable_shortcuts(
             load_policy(resolved(models[family], models[family]), settings(), dist), PROBE
         )
         tokens = pack_tokens(

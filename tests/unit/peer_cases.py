@@ -17,10 +17,11 @@ from skylite.algorithms.token_selection import (
     entropy_threshold,
     kl_cov_selection,
 )
+from skylite.config.algorithm import AlgorithmConfig
 from skylite.config.train import TrainConfig
 from skylite.model.packing import PackedTokens
 from skylite.trainer.micro_batches import MicroBatch
-from skylite.trainer.precompute_logprobs import Precomputed, Targets
+from skylite.trainer.precompute_logprobs import Precomputed
 from skylite.trainer.step import micro_batch_loss
 from tests.rows import Row
 
@@ -174,20 +175,19 @@ def ours(case: Case, importance: dict[str, Any] | None = None, **algorithm: Any)
         tokens=packed(case),
         keys=torch.arange(size.num_tokens),
         token_weights=weights[case.sequences],
+        num_update_tokens=size.num_tokens,
         rollout_logprobs=case.rollout[mask],
     )
-    targets = Targets(
-        known=Precomputed(old_logprobs=case.old[mask]), advantages=case.advantages[case.sequences]
-    )
-    weights = micro.token_weights
+    known, advantages = Precomputed(old_logprobs=case.old[mask]), case.advantages[case.sequences]
+    weights, selected = micro.token_weights, None
     if settings.top_entropy_quantile < 1:
         threshold = entropy_threshold(entropies.detach(), settings.top_entropy_quantile)
         weights = weights * (entropies.detach() >= threshold)
-    selected = chosen_by_cov(micro, targets, policy.detach(), config) if settings.selects_by_cov else None
+    if settings.selects_by_cov:
+        selected = chosen_by_cov(case, policy.detach(), settings)
     ref = case.ref[mask] if settings.uses_ref else None
-    loss, sums = micro_batch_loss(
-        micro, targets, (weights, selected), policy, entropies, ref, size.num_tokens, config
-    )
+    choice = weights, selected
+    loss, sums = micro_batch_loss(micro, known, advantages, choice, policy, entropies, ref, config)
     return result_of(loss, policy, entropies, sums)
 
 
@@ -204,18 +204,18 @@ def packed(case: Case) -> PackedTokens:
     )
 
 
-def chosen_by_cov(micro: MicroBatch, targets: Targets, policy: Tensor, config: TrainConfig) -> Tensor:
+def chosen_by_cov(case: Case, policy: Tensor, algorithm: AlgorithmConfig) -> Tensor:
     """Tokens chosen by covariance, with torch seeded to 0."""
-    assert targets.known.old_logprobs is not None
-    algorithm, cov = config.algorithm, covariances(targets.advantages, policy)
+    advantages = case.advantages[case.sequences]
+    cov = covariances(advantages, policy)
     if algorithm.policy_loss == "kl_cov":
         return kl_cov_selection(cov, algorithm.cov_frac)
     x = LossInputs(
         policy_logprobs=policy,
-        old_logprobs=targets.known.old_logprobs,
-        advantages=targets.advantages,
-        segments=micro.tokens.segments,
-        num_segments=micro.tokens.num_segments,
+        old_logprobs=case.old[case.mask],
+        advantages=advantages,
+        segments=case.sequences,
+        num_segments=len(case.mask),
     )
     bounds = algorithm.clip_cov_low, algorithm.clip_cov_high
     return clip_cov_selection(

@@ -16,8 +16,8 @@ from typing import Any
 
 from skylite.config.train import TrainConfig
 from skylite.engine.client import Sampling
+from skylite.environments.openai_server import OpenAIServer
 from skylite.environments.parse_reply import tool_format
-from skylite.environments.recorder import Recorder
 from skylite.environments.render_chats import JobRunner
 from skylite.environments.renderer import Renderer
 from skylite.types import Sample
@@ -178,16 +178,16 @@ class TemplateEngine:
         return [i for piece in pieces for i in self.tokenizer.encode(piece, add_special_tokens=False)]
 
 
-def recorder_of(number: int, config: TrainConfig, folder: Path) -> Recorder:
-    """A recorder whose templates run in this process."""
+def server_of(number: int, config: TrainConfig, folder: Path) -> OpenAIServer:
+    """An OpenAI server whose templates run in this process."""
     family, tokenizer = FAMILIES[number], tokenizer_of(number)
     stop_ids = [tokenizer.convert_tokens_to_ids(s) for s in family.stops]
     sandbox: Any = InProcess(JobRunner(tokenizer, family.stops))
-    return Recorder(
+    return OpenAIServer(
         config=config,
         renderer=Renderer(sandbox, folder),
         stop_token_ids=tuple(stop_ids),
         stops=family.stops,
         tool_format=tool_format(family.template),
-        socket_path=folder / "recorder.sock",
+        socket_path=folder / "openai.sock",
     )

@@ -13,10 +13,10 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from skylite.model import fast_paths as probing_module
+from skylite.model import checked_shortcuts
 from skylite.model.bf16_weights import store_in_bf16
+from skylite.model.checked_shortcuts import enable_shortcuts
 from skylite.model.chunked_logprobs import head_logprobs
-from skylite.model.fast_paths import enable_fast_paths
 from skylite.model.policy import load_policy
 from skylite.model.process_group import Dist
 from tests.cases import PROBE, gradients_after_step, policy_of
@@ -135,7 +135,7 @@ def test_a_step_gives_the_same_gradient_and_the_base_takes_half_the_bytes(
     config = settings(algorithm={"kl_coef": 0.1, "entropy_coef": 0.01})  # also runs the base model
     in_bf16 = policy_of(model, config, dist)
     ours = gradients_after_step(in_bf16, config, dist)[0]
-    monkeypatch.setattr(probing_module, "store_in_bf16", lambda modules: None)
+    monkeypatch.setattr(checked_shortcuts, "store_in_bf16", lambda modules: None)
     in_fp32 = policy_of(model, config, dist)
     assert torch.equal(ours, gradients_after_step(in_fp32, config, dist)[0])
     assert held(in_bf16.model) < 0.7 * held(in_fp32.model)  # norms and LoRA stay float32
@@ -147,13 +147,13 @@ def test_pefts_layer_accepts_bf16_weights(
     """With dropout the fused operation is not used."""
     model, config = rounded_model(tmp_path), settings(lora={"dropout": 0.3})
     ours = gradients_after_step(policy_of(model, config, dist), config, dist)[0]
-    monkeypatch.setattr(probing_module, "store_in_bf16", lambda modules: None)
+    monkeypatch.setattr(checked_shortcuts, "store_in_bf16", lambda modules: None)
     assert torch.equal(ours, gradients_after_step(policy_of(model, config, dist), config, dist)[0])
 
 
 def test_the_choice_is_logged_and_a_model_that_needs_float32_keeps_it(tmp_path: Path, dist: Dist) -> None:
     def reason(model: Path) -> str:
-        _, reasons = enable_fast_paths(load_policy(resolved(model, model), settings(), dist), PROBE)
+        _, reasons = enable_shortcuts(load_policy(resolved(model, model), settings(), dist), PROBE)
         return next(r for r in reasons if r.startswith("frozen weights"))
 
     assert reason(make_tiny_model(tmp_path / "in_fp32")).startswith("frozen weights: none")
@@ -171,6 +171,6 @@ def test_a_model_that_computes_in_its_weights_dtype_stays_float32(
 
     monkeypatch.setattr(layer, "forward", forward)
     model = rounded_model(tmp_path)
-    policy, reasons = enable_fast_paths(load_policy(resolved(model, model), settings(), dist), PROBE)
+    policy, reasons = enable_shortcuts(load_policy(resolved(model, model), settings(), dist), PROBE)
     assert any(r.startswith("frozen weights: unchanged") for r in reasons)
     assert all(p.dtype == torch.float32 for p in policy.model.parameters())

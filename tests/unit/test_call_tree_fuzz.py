@@ -92,7 +92,7 @@ def test_a_cut_inside_a_trajectory_changes_no_gradient(
         config = settings(**sections, trainer={"tokens_per_micro_batch": budget})
         policy = policy_of(tiny_llama, config, dist, packing)
         updates = pack(arrange(groups_of(rows), config.algorithm), policy, config, dist)
-        numbers = [n for update in updates for micro in update.micro_batches for n in micro.numbers]
+        numbers = [n for update in updates for micro in update for n in micro.numbers]
         cuts.append(len(numbers) > len(set(numbers)))
         gradients.append(gradients_after_step(policy, config, dist, rows)[0])
     assert cuts == [False, cut]

@@ -16,7 +16,7 @@ from skylite.orchestrator.turn_metrics import turn_metrics
 from skylite.types import Sample, Trajectory
 from tests.tiny_models import CHAT_TEMPLATE
 from tests.unit.environment_cases import ScriptedEngine, sample, to_text
-from tests.unit.test_recorder import HELLO, open_log, post, visit
+from tests.unit.test_openai_server import HELLO, open_log, post, visit
 
 WITH_TOOLS = (
     "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t.function.name }}{% endfor %}<|im_end|>\n"
@@ -55,11 +55,11 @@ def test_a_call_with_other_tools_is_rendered_anew(
     """And counted as a branch. `begin`: of its prompt; None where it continues the first call."""
 
     async def body(running: Environment) -> None:
-        log, key = open_log(running.recorder, ScriptedEngine(lambda p: "hi"))
-        reply = await post(running.recorder, key, {"messages": HELLO, **first})
+        log, key = open_log(running.server, ScriptedEngine(lambda p: "hi"))
+        reply = await post(running.server, key, {"messages": HELLO, **first})
         said = reply.json()["choices"][0]["message"]
         later = {"messages": [*HELLO, said, {"role": "user", "content": "on"}], **second}
-        assert (await post(running.recorder, key, later)).status_code == 200
+        assert (await post(running.server, key, later)).status_code == 200
         samples = tuple(call.sample for call in log.calls)
         known = samples[0].prompt_token_ids + samples[0].completion_token_ids
         prompt = samples[1].prompt_token_ids

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from skylite.algorithms.advantages import gae
 from skylite.config.train import TrainConfig
 from skylite.errors import TrainingDiverged
-from skylite.model.fast_paths import enable_fast_paths
+from skylite.model.checked_shortcuts import enable_shortcuts
 from skylite.model.packing import PackedTokens, pack_tokens
 from skylite.model.policy import Policy, load_policy
 from skylite.model.process_group import Dist
@@ -55,7 +55,7 @@ def parts(model: Path, config: TrainConfig, dist: Dist) -> tuple[Policy, FlatAda
     for name, param in [*policy.lora.items(), *critic.optimizer.params.items()]:
         if "lora_B" in name or "value_head" in name:
             param.data.normal_(std=0.05, generator=generator)
-    policy, _ = enable_fast_paths(policy, PROBE)
+    policy, _ = enable_shortcuts(policy, PROBE)
     return policy, make_optimizer("policy", policy.lora, 1e-3, 1e9, config.optim), critic
 
 
@@ -157,7 +157,7 @@ def test_values_start_at_zero_and_learn_the_return(tiny_llama: Path, dist: Dist)
     samples = [replace(s, reward=float(s.group % 2)) for s in SAMPLES]
     policy = load_policy(resolved(tiny_llama, tiny_llama), config, dist)
     critic = make_critic(policy, config, dist)
-    policy, _ = enable_fast_paths(policy, PROBE)
+    policy, _ = enable_shortcuts(policy, PROBE)
     optimizer = make_optimizer("policy", policy.lora, 1e-9, 1.0, config.optim)
     assert predict_values(policy, critic, _tokens(policy)).abs().max() == 0
     history = [train_rows(policy, optimizer, samples, step, config, dist, critic) for step in range(1, 41)]

@@ -16,7 +16,7 @@ from skylite.environments.render_chats import JobRunner
 from skylite.environments.renderer import Renderer
 from skylite.environments.trajectory_log import TrajectoryLog
 from tests.small_run import settings
-from tests.unit.template_cases import FAMILIES, HERMES, InProcess, TemplateEngine, recorder_of, tokenizer_of
+from tests.unit.template_cases import FAMILIES, HERMES, InProcess, TemplateEngine, server_of, tokenizer_of
 
 QWEN3, SMOLLM2 = (
     next(i for i, f in enumerate(FAMILIES) if f.name.startswith(n)) for n in ("Qwen3", "SmolLM2")
@@ -31,7 +31,7 @@ def ids_of(number: int, *parts: str) -> list[int]:
 
 
 def parsed(number: int, ids: list[int], *, thinks: bool = False) -> ParsedReply:
-    """What the recorder reads from these ids."""
+    """What the OpenAI server reads from these ids."""
     sandbox: Any = InProcess(JobRunner(tokenizer_of(number), FAMILIES[number].stops))
     text = asyncio.run(Renderer(sandbox, Path("model")).text(ids))
     return parse_reply(text, "hermes", FAMILIES[number].stops, has_tools=True, thinks=thinks)
@@ -67,13 +67,13 @@ def test_the_request_decides_whether_its_prompt_opens_a_reasoning_block(tmp_path
     engine: Any = TemplateEngine(number, ["Hm.\n</think>\n\nYes<|im_end|>", "Yes<|im_end|>", "Hm.<|im_end|>"])
     env = {"episode": "x.py:f", "max_tokens": 50_000}
     config = settings(env=env, rollout={"max_prompt_tokens": 20_000, "max_completion_tokens": 500})
-    recorder = recorder_of(number, config, tmp_path)
+    server = server_of(number, config, tmp_path)
     log = TrajectoryLog(name="p0", model="m", version=1, engine=engine, seed=1, temperature=1.0)
 
     async def run() -> list[Any]:
-        async with recorder.serving(), httpx.AsyncClient(trust_env=False) as client:
-            headers = {"Authorization": f"Bearer {recorder.open(log)}"}
-            url, found = f"{recorder.base_url}/chat/completions", []
+        async with server.serving(), httpx.AsyncClient(trust_env=False) as client:
+            headers = {"Authorization": f"Bearer {server.open(log)}"}
+            url, found = f"{server.base_url}/chat/completions", []
             for thinks in (True, False, True):
                 kwargs = {"enable_thinking": thinks}
                 body = {"messages": [{"role": "user", "content": "Why?"}], "chat_template_kwargs": kwargs}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from skylite.model.activation_checkpointing import recompute_fn_of
-from skylite.model.fast_paths import enable_fast_paths
+from skylite.model.checked_shortcuts import enable_shortcuts
 from skylite.model.fused_ops import RMS_NORM_GAINS, fuse_mlps, fuse_norms, gated_activation, rms_norm
 from skylite.model.policy import load_policy
 from skylite.model.process_group import Dist
@@ -101,7 +101,7 @@ def test_fused_norms_and_mlps_equal_the_models(family: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_form_that_matches_the_model_is_chosen(family: str, tmp_path: Path, dist: Dist) -> None:
-    _, reasons = enable_fast_paths(
+    _, reasons = enable_shortcuts(
         load_policy(resolved(make_tiny_model(tmp_path, family), tmp_path), settings(), dist), PROBE
     )
     gain = "1 + weight" if family == "gemma" else "weight"
@@ -118,6 +118,6 @@ def test_an_unusual_mlp_is_not_fused(tmp_path: Path, dist: Dist, monkeypatch: py
     monkeypatch.setattr(
         mlp, "forward", lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x)) * (1 + self.up_proj(x)))
     )
-    policy, reasons = enable_fast_paths(load_policy(resolved(tmp_path, tmp_path), settings(), dist), PROBE)
+    policy, reasons = enable_shortcuts(load_policy(resolved(tmp_path, tmp_path), settings(), dist), PROBE)
     assert any(r.startswith("MLPs: unchanged") for r in reasons)
     assert all("forward" not in vars(m) for m in policy.model.modules() if type(m) is mlp)

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from skylite.algorithms.losses import BatchSize
 from skylite.config.train import TrainConfig
 from skylite.model.attention_backends import implementation, register_backends
 from skylite.model.chunked_logprobs import HEAD_CHUNK_ELEMENTS
@@ -27,8 +26,8 @@ from skylite.model.packing import PackedTokens, pack_tokens
 from skylite.model.policy import CRITIC, POLICY, Policy, adapter_params
 from skylite.trainer.critic import Critic, ValueHead
 from skylite.trainer.metrics import MetricSums
-from skylite.trainer.micro_batches import MicroBatch, MiniBatch
-from skylite.trainer.precompute_logprobs import Precomputed, Targets
+from skylite.trainer.micro_batches import MicroBatch
+from skylite.trainer.precompute_logprobs import Precomputed
 from skylite.trainer.step import _forward_backward_micro, critic_forward_backward
 from tests.small_run import settings
 from tests.tiny_models import tiny_config
@@ -114,13 +113,9 @@ def meta_micro_batch() -> MicroBatch:
         tokens=tokens,
         keys=torch.empty_like(tokens.rows),
         token_weights=floats,
+        num_update_tokens=10,
         rollout_logprobs=floats,
     )
-
-
-def meta_targets(micro: MicroBatch) -> Targets:
-    column = torch.empty_like(micro.token_weights)
-    return Targets(known=Precomputed(values=column), advantages=column, returns=column)
 
 
 @pytest.fixture(autouse=True)
@@ -138,10 +133,11 @@ def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_micro_batch_never_waits(name: str, dtype: torch.dtype, family: str):
     config, policy, micro = settings(**ALGORITHMS[name]), tiny_policy(dtype, family), meta_micro_batch()
+    known, advantages = Precomputed(), torch.empty_like(micro.token_weights)
     choice, sums = (micro.token_weights, None), MetricSums()
     with Copies() as copies:
         for _ in range(2):
-            _forward_backward_micro(policy, micro, meta_targets(micro), choice, 10, config, sums)
+            _forward_backward_micro(policy, micro, known, advantages, choice, config, sums)
     assert all(p.grad is not None for p in policy.lora.values())
     assert sums.worst is not None
     assert {x.device for x in [*sums.sums.values(), sums.worst]} == {META}
@@ -153,10 +149,10 @@ def test_the_critics_pass_never_waits():
     policy, micro, head, sums = tiny_policy(torch.float32), meta_micro_batch(), ValueHead(64), MetricSums()
     to_meta(head)
     optimizer: Any = SimpleNamespace(grads=torch.zeros(1, device=META))
-    update = MiniBatch([micro], BatchSize(10, 4, 8), frozenset())
+    values, returns = (torch.empty_like(micro.token_weights) for _ in range(2))
     critic = Critic(head=head, optimizer=optimizer, config=config.critic)
     with Copies() as copies:
-        critic_forward_backward(policy, critic, update, [meta_targets(micro)], sums)
+        critic_forward_backward(policy, critic, [micro], [Precomputed(values=values)], [returns], sums)
     assert head.weight.grad is not None
     assert {x.device for x in sums.sums.values()} == {META}
     assert copies.found == []

@@ -130,10 +130,10 @@ def test_a_pass_makes_its_masks_and_its_backward_frees_them(
     policy = policy_of(tiny_llama, config, dist)
     made.clear()
     batch = arrange(groups_of(random_samples(0)), config.algorithm)
-    (update,) = pack(batch, policy, config, dist)
-    assert len(update.micro_batches) > 1
+    (micro_batches,) = pack(batch, policy, config, dist)
+    assert len(micro_batches) > 1
     assert not made, "packing makes no masks"
-    tokens = update.micro_batches[0].tokens
+    tokens = micro_batches[0].tokens
     gc.disable()  # a reference cycle would keep the masks until a collection
     try:
         logprobs, entropies = score(policy, tokens, temperature=1.0)
@@ -171,9 +171,9 @@ def test_flex_attention_makes_no_dense_mask(
     policy = policy_of(tiny_llama, config, dist)
     assert policy.packing == "tree"
     made.clear()
-    (update,) = pack(arrange(groups_of(random_samples(0)), config.algorithm), policy, config, dist)
+    ((micro,),) = pack(arrange(groups_of(random_samples(0)), config.algorithm), policy, config, dist)
     with torch.no_grad():
-        score(policy, update.micro_batches[0].tokens, temperature=1.0)
+        score(policy, micro.tokens, temperature=1.0)
     assert not made
 
 

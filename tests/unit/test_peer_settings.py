@@ -102,8 +102,8 @@ def our_advantages(preset: str, case: Case) -> Tensor:
     batch = arrange(groups_of(samples_of(case)), config.algorithm)
     micro, known = micro_for(case, case.values[case.mask] if algorithm.uses_critic else None)
     without_kl = type(known)(values=known.values)
-    (found,) = assign_advantages(batch, [micro], [without_kl], config.algorithm, ALONE)
-    return found.advantages
+    (advantages,), _ = assign_advantages(batch, [micro], [without_kl], config.algorithm, ALONE)
+    return advantages
 
 
 def at_the_end(case: Case) -> Tensor:

@@ -16,7 +16,7 @@ from skylite.orchestrator.sampling import overlong_penalty
 from skylite.trainer.assign_advantages import assign_advantages
 from skylite.trainer.micro_batch_plan import arrange
 from skylite.trainer.micro_batches import pack
-from skylite.trainer.precompute_logprobs import Precomputed, Targets
+from skylite.trainer.precompute_logprobs import Precomputed
 from skylite.trainer.step import micro_batch_loss
 from tests.rows import groups_of
 from tests.unit.peer_cases import (
@@ -256,21 +256,18 @@ def test_trl_from_rewards_to_gradients(trl, monkeypatch, mask_truncated):
     )
     batch = arrange(groups_of(samples_of(case)), config.algorithm)
     policy: Any = SimpleNamespace(packing="padded", device=torch.device("cpu"))
-    (mini,) = pack(batch, policy, config, ALONE)
-    assert len(mini.micro_batches) >= 2
+    (micro_batches,) = pack(batch, policy, config, ALONE)
+    assert len(micro_batches) >= 2
     loss, grads = torch.tensor(0.0), torch.zeros_like(case.policy)
-    found = assign_advantages(
-        batch, mini.micro_batches, [Precomputed()] * len(mini.micro_batches), config.algorithm, ALONE
-    )
-    for micro, targets in zip(mini.micro_batches, found, strict=True):
+    nothing = [Precomputed()] * len(micro_batches)
+    advantages, _ = assign_advantages(batch, micro_batches, nothing, config.algorithm, ALONE)
+    for micro, advantage in zip(micro_batches, advantages, strict=True):
         numbers = micro.numbers
         logprobs = torch.cat([case.policy[n][case.mask[n]] for n in numbers]).requires_grad_()
         old = torch.cat([case.old[n][case.mask[n]] for n in numbers])
-        targets = Targets(known=Precomputed(old_logprobs=old), advantages=targets.advantages)
-        choice = (micro.token_weights, None)
-        part, _ = micro_batch_loss(
-            micro, targets, choice, logprobs, torch.zeros_like(logprobs), None, mini.size.num_tokens, config
-        )
+        known, choice = Precomputed(old_logprobs=old), (micro.token_weights, None)
+        entropies = torch.zeros_like(logprobs)
+        part, _ = micro_batch_loss(micro, known, advantage, choice, logprobs, entropies, None, config)
         (slopes,) = torch.autograd.grad(part, logprobs)
         loss += part.detach()
         for n, grad in zip(numbers, torch.split(slopes, case.lengths[numbers].tolist()), strict=True):

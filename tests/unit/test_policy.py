@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from skylite.errors import ModelError
-from skylite.model.fast_paths import enable_fast_paths
+from skylite.model.checked_shortcuts import enable_shortcuts
 from skylite.model.loading import decoder_layers
 from skylite.model.packing import Packing, pack_tokens
 from skylite.model.policy import load_policy, score
@@ -104,7 +104,7 @@ def test_an_unusual_lm_head_computes_full_logits(tmp_path: Path, dist: Dist):
     }
     granite = transformers.GraniteConfig(vocab_size=260, initializer_range=0.1, logits_scaling=8.0, **sizes)
     AutoModelForCausalLM.from_config(granite).save_pretrained(tmp_path)
-    policy, reasons = enable_fast_paths(load_policy(resolved(tmp_path, tmp_path), settings(), dist), PROBE)
+    policy, reasons = enable_shortcuts(load_policy(resolved(tmp_path, tmp_path), settings(), dist), PROBE)
     assert policy.lm_head is None
     assert "head in chunks: False" in reasons[0]
 
@@ -142,7 +142,7 @@ def test_a_model_with_custom_attention_is_padded_and_logs_it(tmp_path: Path, dis
     )
     AutoModelForCausalLM.from_config(bloom).save_pretrained(tmp_path)
     policy = load_policy(resolved(tmp_path, tmp_path), settings(), dist)
-    policy, reasons = enable_fast_paths(policy, PROBE)
+    policy, reasons = enable_shortcuts(policy, PROBE)
     assert policy.packing == "padded"
     assert reasons[-2].startswith("packing: padded; ")
     assert reasons[-1].startswith("attention of padded rows: ")

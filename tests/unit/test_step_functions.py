@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from skylite.algorithms.losses import BatchSize
 from skylite.config.optim import OptimConfig
 from skylite.config.train import TrainConfig
 from skylite.errors import TrainingDiverged
@@ -25,9 +24,9 @@ from skylite.model.process_group import Dist
 from skylite.trainer import precompute_logprobs
 from skylite.trainer import step as step_module
 from skylite.trainer.metrics import MetricSums
-from skylite.trainer.micro_batches import MicroBatch, MiniBatch
+from skylite.trainer.micro_batches import MicroBatch
 from skylite.trainer.optimizer import FlatAdamW, make_optimizer
-from skylite.trainer.precompute_logprobs import Precomputed, Targets, precompute
+from skylite.trainer.precompute_logprobs import Precomputed, precompute
 from skylite.trainer.step import forward_backward, optim_step
 from tests.small_run import lone_rank, settings
 
@@ -62,6 +61,7 @@ def micro_batch(x: list[float], weights: list[float]) -> MicroBatch:
         tokens=tokens,
         keys=count,
         token_weights=torch.tensor(weights),
+        num_update_tokens=3,
         rollout_logprobs=-torch.tensor(x),
     )
 
@@ -153,8 +153,9 @@ def test_forward_backward_sums_the_gradients_of_all_micro_batches(monkeypatch: p
     forward_backward(
         policy,
         optimizer,
-        MiniBatch(micro_batches, BatchSize(3, 2, 8), frozenset({0})),
-        [Targets(known=Precomputed(), advantages=a) for a in advantages],
+        micro_batches,
+        [Precomputed()] * 2,
+        advantages,
         [(m.token_weights, None) for m in micro_batches],
         settings(),
         sums,

@@ -24,7 +24,7 @@ from skylite.run.rollout_file import read_rollouts, write_rollouts
 from skylite.trainer.micro_batch_plan import arrange
 from skylite.types import Group, Prompt, Trajectory
 from tests.small_run import settings
-from tests.unit.template_cases import FAMILIES, TemplateEngine, recorder_of, tokenizer_of
+from tests.unit.template_cases import FAMILIES, TemplateEngine, server_of, tokenizer_of
 from tests.unit.template_conversations import (
     ADD,
     CONVERSATIONS,
@@ -52,17 +52,17 @@ def hold(number: int, conversation: Any, history: str = "sampled") -> tuple[Any,
         data={"template_args": family.arguments},
     )
     folder = Path(tempfile.mkdtemp(prefix="skylite-"))
-    recorder = recorder_of(number, config, folder)
+    server = server_of(number, config, folder)
     engine: Any = TemplateEngine(number, replies_of(family, conversation))
     log = TrajectoryLog(name="p0", model="m", version=1, engine=engine, seed=1, temperature=1.0)
 
     async def run() -> None:
-        async with recorder.serving(), httpx.AsyncClient(trust_env=False) as client:
-            headers = {"Authorization": f"Bearer {recorder.open(log)}"}
+        async with server.serving(), httpx.AsyncClient(trust_env=False) as client:
+            headers = {"Authorization": f"Bearer {server.open(log)}"}
 
             async def ask(messages: list[Any]) -> Any:
                 body = {"messages": messages} | ({"tools": [ADD]} if conversation is tools else {})
-                url = f"{recorder.base_url}/chat/completions"
+                url = f"{server.base_url}/chat/completions"
                 reply = await client.post(url, json=body, headers=headers)
                 if reply.status_code != 200:
                     raise Refused(reply.json()["error"]["message"])

@@ -143,10 +143,9 @@ def test_every_token_of_every_call_gets_the_trajectorys_advantage(tiny_llama: Pa
     config = settings(algorithm={"name": "dr_grpo"}, rollout={"prompts_per_step": 1, "group_size": 2})
     batch = arrange(groups_of(rows), config.algorithm)
     assert batch.lengths.tolist() == [[3.0, 2.0]]
-    (update,) = pack(batch, policy_of(tiny_llama, config, dist), config, dist)
-    (micro,) = update.micro_batches
-    (targets,) = assign_advantages(batch, [micro], [Precomputed()], config.algorithm, dist)
-    by_token = dict(zip(micro.tokens.targets.tolist(), targets.advantages.tolist(), strict=True))
+    ((micro,),) = pack(batch, policy_of(tiny_llama, config, dist), config, dist)
+    (advantages,), _ = assign_advantages(batch, [micro], [Precomputed()], config.algorithm, dist)
+    by_token = dict(zip(micro.tokens.targets.tolist(), advantages.tolist(), strict=True))
     assert by_token == {3: 0.5, 5: 0.5, 6: 0.5, 7: -0.5, 8: -0.5}
 
 
@@ -162,12 +161,10 @@ def test_ppo_returns_follow_the_sampled_tokens_of_a_trajectory(tiny_llama: Path,
     )
     policy = policy_of(tiny_llama, config, dist)
     batch = arrange(groups_of(rows), config.algorithm)
-    (update,) = pack(batch, policy, config, dist)
-    (micro,) = update.micro_batches
+    ((micro,),) = pack(batch, policy, config, dist)
     known = Precomputed(values=torch.zeros(5))
-    (targets,) = assign_advantages(batch, [micro], [known], config.algorithm, dist)
-    assert targets.returns is not None
-    assert dict(zip(micro.tokens.targets.tolist(), targets.returns.tolist(), strict=True)) == {
+    _, (returns,) = assign_advantages(batch, [micro], [known], config.algorithm, dist)
+    assert dict(zip(micro.tokens.targets.tolist(), returns.tolist(), strict=True)) == {
         3: 0.25,
         5: 0.5,
         6: 1.0,

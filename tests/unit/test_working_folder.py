@@ -16,8 +16,8 @@ from skylite.config.train import TrainConfig
 from skylite.engine.server_command import serve_env
 from skylite.engine.single_engine import single_engine_spec
 from skylite.processes.child import ProcessSpec, kill, poll, start
+from skylite.processes.cuda_check import ask_torch
 from skylite.processes.import_path import protect_imports
-from skylite.processes.torch_cuda import ask_torch
 
 SHADOWED = (
     "vllm", "torch", "transformers", "peft", "pyarrow", "numpy", "pydantic", "math_verify", "reasoning_gym",

@@ -160,7 +160,7 @@ async def _run_twice(environment: Environment, engine: Sampler, prompts: Sequenc
             Checked(
                 trajectory=trajectory,
                 end=end_of[group.prompt.id],
-                conversation=await environment.recorder.renderer.text(ids),
+                conversation=await environment.server.renderer.text(ids),
                 is_repeated=_outcome(trajectory) == _outcome(again.get(group.prompt.id)),
             )
         )

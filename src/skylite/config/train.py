@@ -232,7 +232,7 @@ class Resolved(Section):
     warm_start: str | None = None
     """The run's own copy of lora.from_adapter."""
     choices: list[str] = []
-    """Which fast paths the trainer uses for this model, and why (model/fast_paths.py)."""
+    """Which shortcuts the trainer uses for this model, and why (model/checked_shortcuts.py)."""
     notes: list[str] = []
     """The choices and substitutions that skylite printed at the start."""
 

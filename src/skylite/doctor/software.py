@@ -16,9 +16,9 @@ from skylite.doctor.finding import Finding, bad, note, ok
 from skylite.engine.servable_models import check_build, vllm_version
 from skylite.errors import SkyliteError
 from skylite.optional_packages import install_command, requirements
+from skylite.processes.cuda_check import check_cuda
 from skylite.processes.gpus import VISIBLE, describe, visible_gpus, why_no_gpu
 from skylite.processes.import_path import protected_env
-from skylite.processes.torch_cuda import check_torch
 
 IMPORT_TIMEOUT_S = 300.0
 
@@ -65,7 +65,7 @@ def check_gpus() -> Finding:
         gpus = visible_gpus()
         if not gpus:
             return _no_gpu()
-        torch = check_torch(gpus)
+        torch = check_cuda(gpus)
     except SkyliteError as error:
         return bad("gpu", error.what, error.hint)
     return ok("gpu", f"{describe(gpus)}; driver {gpus[0].driver}, torch {torch.version} (CUDA {torch.cuda})")

@@ -1,1 +1,1 @@
-"""Episodes of many turns: an OpenAI-compatible recorder, and processes that run the user's program."""
+"""Episodes of many turns: an OpenAI-compatible server, and processes that run the user's program."""

@@ -34,7 +34,7 @@ class LimitReached(Exception):
 
 
 class ChatError(Exception):
-    """The recorder refused a request."""
+    """The OpenAI server (openai_server.py) refused a request."""
 
 
 def is_limit(error: BaseException) -> bool:

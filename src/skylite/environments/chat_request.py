@@ -1,4 +1,4 @@
-"""The body of POST /v1/chat/completions: what the recorder accepts, and its errors in OpenAI's form."""
+"""The body of POST /v1/chat/completions: what skylite's server accepts, and its errors in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NO_EFFECT = {
     "user", "store", "metadata", "seed", "parallel_tool_calls", "service_tier", "stream_options",
     "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity",
 }  # fmt: skip
-"""Parameters that change nothing here. The recorder derives the seed from the run's seed."""
+"""Parameters that change nothing here. The server derives the seed from the run's seed."""
 SAMPLING = {"temperature", "top_p", "top_k", "min_p"}
 """Parameters that the run fixes: the trainer must know the distribution that was sampled from."""
 NEUTRAL: dict[str, Any] = {
@@ -103,7 +103,7 @@ class ChatRequest(_Open):
 
     @model_validator(mode="after")
     def check_extras(self) -> ChatRequest:
-        """Refuse parameters that would change the reply in a way that the recorder does not offer."""
+        """Refuse parameters that would change the reply in a way that the server does not offer."""
         extra = self.model_extra or {}
         if (form := extra.get("response_format")) not in (None, {"type": "text"}):
             raise ValueError(f"response_format={form!r} is not offered")

@@ -1,4 +1,4 @@
-"""Starts what episodes need: the sandbox of the chat template, the recorder, and the process of episodes."""
+"""Starts what episodes need: the chat template's sandbox, the OpenAI server, and the process of episodes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 from skylite.config.train import TrainConfig
 from skylite.environments.episode_pool import running_episodes
+from skylite.environments.openai_server import OpenAIServer
 from skylite.environments.parse_reply import tool_format
-from skylite.environments.recorder import Recorder
 from skylite.environments.renderer import Renderer, make_sandbox
 from skylite.environments.sample_episodes import Environment
 from skylite.processes.supervisor import Supervisor
@@ -50,7 +50,7 @@ async def running_environment(
     async with contextlib.AsyncExitStack() as stack:
         folder = stack.enter_context(temporary_folder())  # its sockets are for this user only
         facts = await renderer.facts(config.data.template_args)
-        recorder = Recorder(
+        server = OpenAIServer(
             config=config,
             renderer=renderer,
             stop_token_ids=stop_token_ids,
@@ -58,13 +58,13 @@ async def running_environment(
             tool_format=tool_format(facts.template)
             if settings.tool_format == "auto"
             else settings.tool_format,
-            socket_path=folder / "recorder.sock",
+            socket_path=folder / "openai.sock",
         )
-        await stack.enter_async_context(recorder.serving())
+        await stack.enter_async_context(server.serving())
         pool = await stack.enter_async_context(
             running_episodes(spec, programs.get(spec), folder, logs, supervisor)
         )
-        yield Environment(config, recorder, pool)
+        yield Environment(config, server, pool)
 
 
 @contextlib.asynccontextmanager

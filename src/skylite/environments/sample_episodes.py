@@ -1,4 +1,4 @@
-"""Groups of episodes: each trajectory of a prompt, with its reward and the calls that the recorder kept."""
+"""Groups of episodes: each trajectory of a prompt, with its reward and its calls from the OpenAI server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from skylite.config.train import TrainConfig
 from skylite.engine.collect_groups import gather_or_cancel, request_seed
 from skylite.environments.chat import METRIC, Endpoint, Task
 from skylite.environments.episode_pool import EpisodeFailed, EpisodePool, EpisodeTooLong
-from skylite.environments.recorder import Recorder
+from skylite.environments.openai_server import OpenAIServer
 from skylite.environments.trajectory_log import Sampler, TrajectoryLog
 from skylite.errors import RunFailed
 from skylite.types import Group, Prompt, Trajectory
@@ -54,7 +54,7 @@ class Environment:
     """Runs the episodes of a run."""
 
     config: TrainConfig
-    recorder: Recorder
+    server: OpenAIServer
     pool: EpisodePool
     dropped: int = 0
     """Groups left out since the start, because an episode failed."""
@@ -141,8 +141,8 @@ class Environment:
 
     async def _run(self, log: TrajectoryLog, prompt: Prompt) -> Any:
         """What the episode returned; env.limit_reward if a limit ended it first."""
-        limits, key = self.config.env, self.recorder.open(log)
-        endpoint = Endpoint(base_url=self.recorder.base_url, api_key=key, model=log.model)
+        limits, key = self.config.env, self.server.open(log)
+        endpoint = Endpoint(base_url=self.server.base_url, api_key=key, model=log.model)
         running = asyncio.ensure_future(
             self.pool.run(task_of(prompt, log.seed), endpoint, limits.timeout_s, log.engine.lost_s)
         )
@@ -160,7 +160,7 @@ class Environment:
                 return limits.limit_reward
             raise self._failed(log, str(error)) from None
         finally:
-            self.recorder.close(key)
+            self.server.close(key)
             failed.cancel()
             running.cancel()
             await asyncio.gather(running, failed, return_exceptions=True)

@@ -40,7 +40,7 @@ class Call:
     arguments: dict[str, Any]
     """The request's own arguments of the chat template."""
     reply: ChatMessage
-    """What the recorder answered."""
+    """What the OpenAI server answered."""
     sample: Sample
 
 
@@ -61,7 +61,7 @@ class TrajectoryLog:
     """Requests that count against env.max_turns."""
     end: End = "stop"
     failure: Exception | None = None
-    """Why the recorder could not answer; the run stops with it."""
+    """Why the OpenAI server could not answer; the run stops with it."""
     failed: asyncio.Event = field(default_factory=asyncio.Event)
     notes: set[str] = field(default_factory=set)
     """What the requests asked for and did not get, such as "temperature"."""

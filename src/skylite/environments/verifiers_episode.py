@@ -1,7 +1,7 @@
 """`verifiers:NAME`: an episode that is one task of a verifiers environment.
 
-verifiers runs the task, its tools and its scoring. Its evaluation client talks to the recorder with the
-trajectory's key: messages, rewards and metrics come from verifiers, tokens from the recorder. This module is
+verifiers runs the task, its tools and its scoring. Its evaluation client talks to our OpenAI server with the
+trajectory's key: messages, rewards and metrics come from verifiers, tokens from that server. This module is
 imported only in the process that runs episodes.
 """
 
@@ -28,7 +28,7 @@ class VerifiersFailed(Exception):
     def __init__(self, message: str, code: str = "") -> None:
         super().__init__(message)
         self.code = code
-        """The recorder's, where a limit of the trajectory was the reason."""
+        """The OpenAI server's, where a limit of the trajectory was the reason."""
 
 
 def verifiers_episode(spec: str) -> Callable[[Task, Chat], Awaitable[dict[str, float]]]:

@@ -46,7 +46,7 @@ class TrainerStep:
     trained: Interval
     """When the trainer computed the step."""
     choices: list[str]
-    """The trainer's fast paths; only after its start."""
+    """The trainer's shortcuts; only after its start."""
     warnings: list[str]
     """Sentences for the user."""
 

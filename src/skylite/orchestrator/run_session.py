@@ -209,7 +209,7 @@ async def _run(
 
 
 def record_choices(plan: RunPlan, first: TrainerStep) -> None:
-    """Print which fast paths the trainer chose for the model, and add them to config.json."""
+    """Print which shortcuts the trainer chose for the model, and add them to config.json."""
     for choice in first.choices:
         logger.info(f"trainer: {choice}")
     write_config(replace(plan, resolved=plan.resolved.model_copy(update={"choices": first.choices})))

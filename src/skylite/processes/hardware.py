@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from skylite.errors import ConfigError
+from skylite.processes.cuda_check import check_cuda
 from skylite.processes.gpus import visible_gpus
-from skylite.processes.torch_cuda import check_torch
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["bfloat16", "float32"]
@@ -68,7 +68,7 @@ def choose_device() -> Device:
     gpus = visible_gpus()
     if not gpus:
         return "cpu"
-    check_torch(gpus)
+    check_cuda(gpus)
     return "cuda"
 
 

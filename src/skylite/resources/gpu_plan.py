@@ -9,6 +9,7 @@ from skylite.config.engine import EngineConfig
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.engine.tensor_parallel import check_machine
 from skylite.errors import ConfigError
+from skylite.processes.cuda_check import check_cuda
 from skylite.processes.gpus import (
     VISIBLE,
     Gpu,
@@ -19,7 +20,6 @@ from skylite.processes.gpus import (
     why_no_gpu,
 )
 from skylite.processes.hardware import choose_device, choose_dtype
-from skylite.processes.torch_cuda import check_torch
 
 GIB = 2**30
 UNNAMED_BYTES = 1 << 30
@@ -56,7 +56,7 @@ def place(config: TrainConfig, device: str) -> Placement:
     ranks = gpus[: require_ranks(config, gpus)]
     check_machine(config.engine.tensor_parallel, len(gpus), describe(gpus))
     engines = [gpus[i] for i in engine_positions(config, len(gpus))]
-    torch = check_torch(gpus)
+    torch = check_cuda(gpus)
     notes = [f"{describe(gpus)}; driver {gpus[0].driver}, torch {torch.version} for CUDA {torch.cuda}"]
     notes.append(
         f"rank 0 to {len(ranks) - 1} on GPU {_numbers(ranks)}; {_engines_text(engines, config.engine)}"

@@ -17,7 +17,7 @@ from skylite.model.process_group import Dist
 from skylite.trainer.chosen_algorithm import group_advantage
 from skylite.trainer.micro_batch_plan import Batch
 from skylite.trainer.micro_batches import MicroBatch
-from skylite.trainer.precompute_logprobs import Precomputed, Targets
+from skylite.trainer.precompute_logprobs import Precomputed
 from skylite.types import Trajectory
 
 FloatArray = npt.NDArray[np.float32]
@@ -29,18 +29,20 @@ def assign_advantages(
     known: Sequence[Precomputed],
     config: AlgorithmConfig,
     dist: Dist,
-) -> list[Targets]:
-    """The targets of each micro-batch of this rank. All ranks call it."""
+) -> tuple[list[Tensor], list[Tensor]]:
+    """[C] advantages of each micro-batch of this rank, and the critic's returns; without a critic [].
+
+    All ranks call it.
+    """
     advantage = group_advantage(config.advantage)
-    if advantage is not None:
-        by_group = batch.advantages
-        if by_group is None:
-            rewards = batch.rewards - _kl_of_trajectories(batch, micro_batches, known, dist)
-            by_group = advantage(rewards, batch.lengths)
-        by_number = by_group.float().flatten().numpy()
-        by_token = upload([_by_token(m, by_number) for m in micro_batches], dist.device)
-        return [Targets(known=k, advantages=a) for k, a in zip(known, by_token, strict=True)]
-    return _token_targets(micro_batches, known, config, dist)
+    if advantage is None:
+        return _token_advantages(micro_batches, known, config, dist)
+    by_group = batch.advantages
+    if by_group is None:
+        rewards = batch.rewards - _kl_of_trajectories(batch, micro_batches, known, dist)
+        by_group = advantage(rewards, batch.lengths)
+    by_number = by_group.float().flatten().numpy()
+    return upload([_by_token(m, by_number) for m in micro_batches], dist.device), []
 
 
 def _by_token(micro: MicroBatch, by_number: FloatArray) -> FloatArray:
@@ -61,10 +63,10 @@ def _kl_of_trajectories(
     return dist.all_reduce_sum_(total).cpu().view_as(batch.rewards)
 
 
-def _token_targets(
+def _token_advantages(
     micro_batches: Sequence[MicroBatch], known: Sequence[Precomputed], config: AlgorithmConfig, dist: Dist
-) -> list[Targets]:
-    """The targets of reinforce++ and gae: advantages along each trajectory, whitened over the step.
+) -> tuple[list[Tensor], list[Tensor]]:
+    """For reinforce++ and gae: advantages along each trajectory, whitened over the step, and returns.
 
     Computed on the CPU for all micro-batches at once, so it waits for the device once.
     """
@@ -78,10 +80,8 @@ def _token_targets(
     advantages = _along_trajectories([t for m in micro_batches for t in m.trajectories], -kl, values, config)
     sums = dist.all_reduce_sum_(moments(advantages[weights > 0]).to(dist.device)).cpu()
     found = torch.stack([whiten(advantages, sums), advantages + values]).to(dist.device)
-    return [
-        Targets(known=k, advantages=advantage, returns=returns if config.uses_critic else None)
-        for k, advantage, returns in zip(known, *(torch.split(x, sizes) for x in found), strict=True)
-    ]
+    whitened, returns = (list(torch.split(x, sizes)) for x in found)
+    return whitened, returns if config.uses_critic else []
 
 
 def _fetched(*columns: Sequence[Tensor]) -> Sequence[Tensor]:

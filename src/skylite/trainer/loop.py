@@ -14,7 +14,7 @@ import torch
 from skylite.adapters.manifest import Canary
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.errors import TrainingDiverged
-from skylite.model.fast_paths import enable_fast_paths
+from skylite.model.checked_shortcuts import enable_shortcuts
 from skylite.model.policy import Policy, load_policy
 from skylite.model.process_group import Dist, half_the_threads
 from skylite.run.checkpoint_folder import checkpoint_steps
@@ -66,7 +66,7 @@ class Trainer:
     base_logprobs: list[list[float]]
     """[S][L - 1] canary logprobs of the base model, which never changes."""
     choices: list[str]
-    """A sentence per fast path: used or not, and why."""
+    """A sentence per shortcut: used or not, and why."""
 
     @property
     def config(self) -> TrainConfig:
@@ -127,12 +127,12 @@ def train(run: RunDir, run_config: RunConfig, dist: Dist, resume: bool) -> None:
 
 
 def build_trainer(run: RunDir, run_config: RunConfig, dist: Dist) -> Trainer:
-    """Load and shard the model, choose its fast paths, and score the canary with the base model."""
+    """Load and shard the model, choose its shortcuts, and score the canary with the base model."""
     config = run_config.config
     load_functions(config.algorithm, run_config.resolved.programs)
     policy = load_policy(run_config.resolved, config, dist)
     sequences = wait_for_canary(run)
-    policy, choices = enable_fast_paths(policy, max(sequences, key=len))
+    policy, choices = enable_shortcuts(policy, max(sequences, key=len))
     run_config = resolve_micro_batch_tokens(run, run_config, policy, dist)
     config = run_config.config
     if config.algorithm.uses_ref:

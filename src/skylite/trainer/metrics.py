@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from skylite.config.algorithm import AlgorithmConfig
 from skylite.config.train import TrainConfig
 from skylite.model.process_group import Dist
 from skylite.trainer.micro_batch_plan import Batch
-from skylite.trainer.micro_batches import MicroBatch, MiniBatch, is_counted
+from skylite.trainer.micro_batches import MicroBatch, computed_numbers, is_counted
 
 LOSSES = ("loss/policy", "critic/loss")
 """Sums of weighted losses. Their mean is over updates, not over tokens."""
@@ -50,9 +51,7 @@ class MetricSums:
         self.worst = torch.where(found[0] > worst[0], found, worst)
 
 
-def step_metrics(
-    batch: Batch, updates: list[MiniBatch], sums: MetricSums, config: TrainConfig, dist: Dist
-) -> dict[str, float]:
+def step_metrics(batch: Batch, sums: MetricSums, config: TrainConfig, dist: Dist) -> dict[str, float]:
     """The metrics of all ranks. Means are over the computed tokens, token counts over the step."""
     names = sorted(sums.sums)
     # full() instead of a tensor of both: its value is an argument of a kernel, not a copy.
@@ -64,12 +63,13 @@ def step_metrics(
     reduced = dist.all_reduce_sum_(own).tolist()
     total = dict(zip(["tokens/computed", "tokens/unique", *names], reduced, strict=True))
     num_computed = max(1.0, total.pop("tokens/computed"))
-    means = {n: value / (len(updates) if n in LOSSES else num_computed) for n, value in total.items()}
+    num_updates = config.algorithm.updates_per_step
+    means = {n: value / (num_updates if n in LOSSES else num_computed) for n, value in total.items()}
     metrics = means | _importance_metrics(means) | _critic_metrics(means, sums) | _worst_mismatch(sums, dist)
     for name in INTERMEDIATE & metrics.keys():
         del metrics[name]
     return metrics | {
-        "policy/entropy": _mean_entropy(batch, updates, total["policy/entropy"]),
+        "policy/entropy": _mean_entropy(batch, config.algorithm, total["policy/entropy"]),
         **_batch_metrics(batch, config),
         "optim/grad_norm": sum(sums.grad_norms) / len(sums.grad_norms),
         "tokens/unique": total["tokens/unique"],
@@ -144,12 +144,12 @@ def _no_mismatch(device: torch.device) -> Tensor:
     return torch.nn.functional.pad(torch.full((2,), -1.0, dtype=torch.float64, device=device), (0, 2))
 
 
-def _mean_entropy(batch: Batch, updates: list[MiniBatch], entropy_sum: float) -> float:
+def _mean_entropy(batch: Batch, config: AlgorithmConfig, entropy_sum: float) -> float:
     """Mean entropy over all sampled tokens.
 
     Tokens that were not computed count with -log p, whose expected value is the entropy.
     """
-    computed = {number for update in updates for number in update.computed}
+    computed = {number for update in computed_numbers(batch, config) for number in update}
     left_out = [t for number, t in enumerate(batch.trajectories) if number not in computed]
     skipped = -sum(x for t in left_out for s in t.samples for x in s.rollout_logprobs)
     return (entropy_sum + skipped) / sum(t.num_tokens for t in batch.trajectories)

@@ -1,4 +1,4 @@
-"""Pack: turns a step's batch into the mini-batches and micro-batches that this rank computes."""
+"""Pack: turns a step's batch into the micro-batches that this rank computes, update by update."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ class MicroBatch:
     """[C] int64: identifies each token, however the step is packed."""
     token_weights: Tensor
     """[C] factor on a token's loss; 0 if the token is not in the loss."""
+    num_update_tokens: int
+    """Tokens in the loss of its optimizer update, over all micro-batches and ranks."""
     rollout_logprobs: Tensor
     """[C] as vLLM reported them."""
 
@@ -48,31 +50,33 @@ class MicroBatch:
         return self.token_weights > 0
 
 
-@dataclass(frozen=True, slots=True)
-class MiniBatch:
-    """This rank's share of one optimizer update."""
+def pack(batch: Batch, policy: Policy, config: TrainConfig, dist: Dist) -> list[list[MicroBatch]]:
+    """Split the step into updates, and each update over the ranks: [updates][micro-batches of this rank]."""
+    sizes = [_batch_size(batch, rows, config) for rows in _rows_of_updates(batch, config.algorithm)]
+    computed = computed_numbers(batch, config.algorithm)
+    return [
+        _micro_batches(batch, numbers, size, policy, config, dist)
+        for numbers, size in zip(computed, sizes, strict=True)
+    ]
 
-    micro_batches: list[MicroBatch]
-    size: BatchSize
-    computed: frozenset[int]
-    """Numbers of the trajectories that any rank computes."""
 
-
-def pack(batch: Batch, policy: Policy, config: TrainConfig, dist: Dist) -> list[MiniBatch]:
-    """Split the step into updates, and each update into micro-batches over the ranks.
+def computed_numbers(batch: Batch, config: AlgorithmConfig) -> list[list[int]]:
+    """[updates] numbers of the trajectories that the ranks compute.
 
     Trajectories without a gradient are dropped, unless the algorithm needs the model's outputs for all.
     """
-    num_groups, num_updates = len(batch.groups), config.algorithm.updates_per_step
-    bounds = [num_groups * i // num_updates for i in range(num_updates + 1)]
-    parts = [range(a, b) for a, b in pairwise(bounds)]
-    sizes = [_batch_size(batch, rows, config) for rows in parts]
-    computed = [[n for row in rows for n in _needed(batch, row, config.algorithm)] for rows in parts]
+    updates = _rows_of_updates(batch, config)
+    computed = [[number for row in rows for number in _needed(batch, row, config)] for rows in updates]
     if not any(computed):  # no gradient at all: compute one group with weight 0, to have metrics
         computed[0] = list(range(batch.group_size))
-    return [
-        _mini_batch(batch, n, size, policy, config, dist) for n, size in zip(computed, sizes, strict=True)
-    ]
+    return computed
+
+
+def _rows_of_updates(batch: Batch, config: AlgorithmConfig) -> list[range]:
+    """[updates] rows of their groups."""
+    num_groups, num_updates = len(batch.groups), config.updates_per_step
+    bounds = [num_groups * i // num_updates for i in range(num_updates + 1)]
+    return [range(a, b) for a, b in pairwise(bounds)]
 
 
 def is_counted(batch: Batch, row: int, trajectory: Trajectory, config: AlgorithmConfig) -> bool:
@@ -106,15 +110,14 @@ def _needs_every_token(config: AlgorithmConfig) -> bool:
     return config.uses_ref or config.entropy_coef != 0 or config.selects_tokens
 
 
-def _mini_batch(
+def _micro_batches(
     batch: Batch, numbers: list[int], size: BatchSize, policy: Policy, config: TrainConfig, dist: Dist
-) -> MiniBatch:
+) -> list[MicroBatch]:
     budget = config.trainer.tokens_per_micro_batch
     assert budget != "auto", "trainer/micro_batch_memory.py replaces it before the first step"
     may_cut = not _joins_tokens(config)
     plan = plan_micro_batches(batch, numbers, budget, dist.dp_size, policy.packing, may_cut=may_cut)
-    micro_batches = [_micro_batch(batch, part, size, policy, config.algorithm) for part in plan[dist.dp_rank]]
-    return MiniBatch(micro_batches, size, frozenset(numbers))
+    return [_micro_batch(batch, parts, size, policy, config.algorithm) for parts in plan[dist.dp_rank]]
 
 
 def _joins_tokens(config: TrainConfig) -> bool:
@@ -162,6 +165,7 @@ def _micro_batch(
         tokens=tokens,
         keys=keys,
         token_weights=token_weights,
+        num_update_tokens=size.num_tokens,
         rollout_logprobs=rollout_logprobs,
     )
 

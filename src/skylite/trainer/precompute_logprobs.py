@@ -44,16 +44,6 @@ class Precomputed:
     """The critic's values."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Targets:
-    """Advantages and returns of a micro-batch. All [C]."""
-
-    known: Precomputed
-    advantages: Tensor
-    returns: Tensor | None = None
-    """The critic's targets; None without a critic."""
-
-
 TokenChoice = tuple[Tensor, Tensor | None]
 """[C] token weights of an update, and bool [C] tokens that a covariance rule selected (None: no rule)."""
 
@@ -93,7 +83,8 @@ def ref_logprobs(policy: Policy, micro: MicroBatch, config: TrainConfig) -> Tens
 def select_tokens(
     policy: Policy,
     micro_batches: Sequence[MicroBatch],
-    targets: Sequence[Targets],
+    known: Sequence[Precomputed],
+    advantages: Sequence[Tensor],
     config: TrainConfig,
     dist: Dist,
     step: int,
@@ -107,22 +98,22 @@ def select_tokens(
     )
     if not algorithm.selects_tokens:
         return list(zip(weights, selected, strict=True))
-    now = [_current(policy, m, t, config, update == 0) for m, t in zip(micro_batches, targets, strict=True)]
+    now = [_current(policy, m, k, config, update == 0) for m, k in zip(micro_batches, known, strict=True)]
     if algorithm.top_entropy_quantile < 1:
         entropies = _all([e[m.counted] for m, (_, e) in zip(micro_batches, now, strict=True)], dist)
         threshold = entropy_threshold(entropies, algorithm.top_entropy_quantile)
         weights = [w * (entropy >= threshold) for w, (_, entropy) in zip(weights, now, strict=True)]
     if algorithm.selects_by_cov:
         seed = int(np.random.SeedSequence([config.seed, step, update]).generate_state(1)[0])
-        selected = [*_choose_by_cov(micro_batches, targets, [p for p, _ in now], algorithm, dist, seed)]
+        logprobs = [p for p, _ in now]
+        selected = [*_choose_by_cov(micro_batches, known, advantages, logprobs, algorithm, dist, seed)]
     return list(zip(weights, selected, strict=True))
 
 
 def _current(
-    policy: Policy, micro: MicroBatch, target: Targets, config: TrainConfig, is_first_update: bool
+    policy: Policy, micro: MicroBatch, known: Precomputed, config: TrainConfig, is_first_update: bool
 ) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies of the current policy. Before the first update, the precomputed ones."""
-    known = target.known
     if is_first_update and known.old_logprobs is not None and known.entropies is not None:
         return known.old_logprobs, known.entropies
     return score(policy, micro.tokens, config.rollout.temperature)
@@ -130,15 +121,17 @@ def _current(
 
 def _choose_by_cov(
     micro_batches: Sequence[MicroBatch],
-    targets: Sequence[Targets],
+    known: Sequence[Precomputed],
+    advantages: Sequence[Tensor],
     logprobs: Sequence[Tensor],
     config: AlgorithmConfig,
     dist: Dist,
     seed: int,
 ) -> list[Tensor]:
     """Bool [C] for each micro-batch. Every rank sees all tokens in the same order, so all ranks agree."""
-    clipped = [_clipped(*row, config) for row in zip(micro_batches, targets, logprobs, strict=True)]
-    columns = [[m.keys for m in micro_batches], [t.advantages for t in targets], logprobs, clipped]
+    rows = zip(micro_batches, known, advantages, logprobs, strict=True)
+    clipped = [_clipped(*row, config) for row in rows]
+    columns = [[m.keys for m in micro_batches], advantages, logprobs, clipped]
     counted = [m.counted for m in micro_batches]
     keys, adv, policy, is_out = (
         _all([x[c] for x, c in zip(column, counted, strict=True)], dist) for column in columns
@@ -154,12 +147,14 @@ def _choose_by_cov(
     return [torch.isin(m.keys, keys[chosen]) for m in micro_batches]
 
 
-def _clipped(micro: MicroBatch, target: Targets, logprobs: Tensor, config: AlgorithmConfig) -> Tensor:
-    assert target.known.old_logprobs is not None
+def _clipped(
+    micro: MicroBatch, known: Precomputed, advantages: Tensor, logprobs: Tensor, config: AlgorithmConfig
+) -> Tensor:
+    assert known.old_logprobs is not None
     x = LossInputs(
         policy_logprobs=logprobs,
-        old_logprobs=target.known.old_logprobs,
-        advantages=target.advantages,
+        old_logprobs=known.old_logprobs,
+        advantages=advantages,
         segments=micro.tokens.segments,
         num_segments=micro.tokens.num_segments,
     )

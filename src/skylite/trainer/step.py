@@ -19,9 +19,15 @@ from skylite.trainer.chosen_algorithm import policy_loss
 from skylite.trainer.critic import Critic, predict_values
 from skylite.trainer.metrics import MetricSums, step_metrics
 from skylite.trainer.micro_batch_plan import arrange
-from skylite.trainer.micro_batches import MicroBatch, MiniBatch, pack
+from skylite.trainer.micro_batches import MicroBatch, pack
 from skylite.trainer.optimizer import FlatAdamW
-from skylite.trainer.precompute_logprobs import Targets, TokenChoice, precompute, ref_logprobs, select_tokens
+from skylite.trainer.precompute_logprobs import (
+    Precomputed,
+    TokenChoice,
+    precompute,
+    ref_logprobs,
+    select_tokens,
+)
 from skylite.trainer.process_memory import release_cached_memory
 from skylite.types import Group
 
@@ -45,20 +51,21 @@ def train_step(
 
     batch = arrange(groups, config.algorithm)
     updates = pack(batch, policy, config, dist)
-    micro_batches = [micro for update in updates for micro in update.micro_batches]
+    micro_batches = [micro for update in updates for micro in update]
     known = [precompute(policy, critic, micro, config) for micro in micro_batches]
-    targets = iter(assign_advantages(batch, micro_batches, known, config.algorithm, dist))
+    advantages, returns = assign_advantages(batch, micro_batches, known, config.algorithm, dist)
 
-    sums = MetricSums()
+    sums, first = MetricSums(), 0
     for index, update in enumerate(updates):
-        own = [next(targets) for _ in update.micro_batches]
-        choices = select_tokens(policy, update.micro_batches, own, config, dist, step, index)
-        forward_backward(policy, optimizer, update, own, choices, config, sums)
+        own = slice(first, first + len(update))  # in the lists of all micro-batches
+        choices = select_tokens(policy, update, known[own], advantages[own], config, dist, step, index)
+        forward_backward(policy, optimizer, update, known[own], advantages[own], choices, config, sums)
         sums.grad_norms.append(optim_step(optimizer, dist))
         if critic is not None:
-            critic_forward_backward(policy, critic, update, own, sums)
+            critic_forward_backward(policy, critic, update, known[own], returns[own], sums)
             sums.critic_grad_norms.append(optim_step(critic.optimizer, dist))
-    return step_metrics(batch, updates, sums, config, dist) | rates
+        first = own.stop
+    return step_metrics(batch, sums, config, dist) | rates
 
 
 def set_learning_rates(
@@ -79,17 +86,18 @@ def seed_dropout(seed: int, step: int, rank: int) -> None:
 def forward_backward(
     policy: Policy,
     optimizer: FlatAdamW,
-    update: MiniBatch,
-    targets: Sequence[Targets],
+    micro_batches: Sequence[MicroBatch],
+    known: Sequence[Precomputed],
+    advantages: Sequence[Tensor],
     choices: Sequence[TokenChoice],
     config: TrainConfig,
     sums: MetricSums,
 ) -> None:
-    """Sum the gradients of all micro-batches into `optimizer.grads`."""
+    """Sum the gradients of an update's micro-batches into `optimizer.grads`."""
     optimizer.grads.zero_()
-    for micro, target, choice in zip(update.micro_batches, targets, choices, strict=True):
+    for row in zip(micro_batches, known, advantages, choices, strict=True):
         release_cached_memory()
-        _forward_backward_micro(policy, micro, target, choice, update.size.num_tokens, config, sums)
+        _forward_backward_micro(policy, *row, config, sums)
     release_cached_memory()
 
 
@@ -101,9 +109,9 @@ def optim_step(optimizer: FlatAdamW, dist: Dist) -> float:
 def _forward_backward_micro(
     policy: Policy,
     micro: MicroBatch,
-    target: Targets,
+    known: Precomputed,
+    advantages: Tensor,
     choice: TokenChoice,
-    num_tokens: int,
     config: TrainConfig,
     sums: MetricSums,
 ) -> None:
@@ -113,7 +121,7 @@ def _forward_backward_micro(
     ref = ref_logprobs(policy, micro, config) if in_loss else None
     with lora_dropout(policy, active=True):  # also around backward, which may recompute activations
         logprobs, entropies = score(policy, micro.tokens, config.rollout.temperature)
-        loss, found = micro_batch_loss(micro, target, choice, logprobs, entropies, ref, num_tokens, config)
+        loss, found = micro_batch_loss(micro, known, advantages, choice, logprobs, entropies, ref, config)
         loss.backward()  # type: ignore[no-untyped-call]
     sums.add(found)
     sums.add_mismatch(micro, logprobs.detach())
@@ -121,25 +129,23 @@ def _forward_backward_micro(
 
 def micro_batch_loss(
     micro: MicroBatch,
-    target: Targets,
+    known: Precomputed,
+    advantages: Tensor,
     choice: TokenChoice,
     logprobs: Tensor,
     entropies: Tensor,
     ref: Tensor | None,
-    num_tokens: int,
     config: TrainConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """This micro-batch's share of the loss, with gradient, and its metrics as sums over tokens.
 
     loss = sum of weight * (policy loss * importance weight + kl_coef * KL) - entropy_coef * mean entropy.
-    `num_tokens`: tokens in the loss of the update, over all micro-batches and ranks.
     """
-    algorithm, known = config.algorithm, target.known
-    weights, selected = choice
+    algorithm, (weights, selected) = config.algorithm, choice
     x = LossInputs(
         policy_logprobs=logprobs,
         old_logprobs=logprobs.detach() if known.old_logprobs is None else known.old_logprobs,
-        advantages=target.advantages,
+        advantages=advantages,
         segments=micro.tokens.segments,
         num_segments=micro.tokens.num_segments,
         selected=selected,
@@ -162,25 +168,30 @@ def micro_batch_loss(
     if known.kl_penalty is not None:
         sums["policy/kl_ref"] = known.kl_penalty.sum() / algorithm.kl_coef
     if algorithm.entropy_coef != 0:
-        loss = loss - algorithm.entropy_coef * (entropies * micro.counted).sum() / max(1, num_tokens)
+        num_tokens = max(1, micro.num_update_tokens)
+        loss = loss - algorithm.entropy_coef * (entropies * micro.counted).sum() / num_tokens
     return loss, sums
 
 
 def critic_forward_backward(
-    policy: Policy, critic: Critic, update: MiniBatch, targets: Sequence[Targets], sums: MetricSums
+    policy: Policy,
+    critic: Critic,
+    micro_batches: Sequence[MicroBatch],
+    known: Sequence[Precomputed],
+    returns: Sequence[Tensor],
+    sums: MetricSums,
 ) -> None:
     """Sum the critic's gradients over the same tokens. Its loss is the mean clipped squared error."""
     critic.optimizer.grads.zero_()
-    for micro, target in zip(update.micro_batches, targets, strict=True):
-        assert target.known.values is not None
-        assert target.returns is not None
-        old_values, returns, counted = target.known.values, target.returns, micro.counted
+    for micro, found, targets in zip(micro_batches, known, returns, strict=True):
+        assert found.values is not None
+        old_values, counted = found.values, micro.counted
         values = predict_values(policy, critic, micro.tokens)
-        losses = value_loss(values, old_values, returns, critic.config.clip)
-        loss = (losses * counted).sum() / max(1, update.size.num_tokens)
+        losses = value_loss(values, old_values, targets, critic.config.clip)
+        loss = (losses * counted).sum() / max(1, micro.num_update_tokens)
         loss.backward()  # type: ignore[no-untyped-call]
         # Factors instead of indices: an index by a mask waits for the device.
-        residual, counted_returns = (returns - old_values) * counted, returns * counted
+        residual, counted_returns = (targets - old_values) * counted, targets * counted
         sums.add(
             {
                 "critic/loss": loss.detach(),

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from skylite.model.fast_paths import TOLERANCE, enable_fast_paths
+from skylite.model.checked_shortcuts import TOLERANCE, enable_shortcuts
 from skylite.model.float32_arithmetic import Float32Arithmetic, row_dot
 from skylite.model.policy import Policy, load_policy
 from skylite.model.process_group import Dist
@@ -40,7 +40,7 @@ def probes(count: int) -> list[list[int]]:
 
 def test_the_right_structure_is_accepted_in_bfloat16(policy: Policy) -> None:
     assert max(tree_gap(policy, probe) for probe in probes(4)) < TOLERANCE / 10
-    chosen, choices = enable_fast_paths(policy, probes(1)[0])
+    chosen, choices = enable_shortcuts(policy, probes(1)[0])
     assert chosen.packing == "tree"
     assert chosen.lm_head is not None
     assert [c.split(":")[0] for c in choices] == ["LM head in chunks", "norms", "MLPs", "packing"]
@@ -63,7 +63,7 @@ def test_a_model_without_tree_attention_uses_padded_rows_with_torchs_attention(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with WRONG["wrong scale"]():
-        chosen, choices = enable_fast_paths(policy, probes(1)[0])
+        chosen, choices = enable_shortcuts(policy, probes(1)[0])
     assert chosen.packing == "padded"
     assert choices[-1].startswith("attention of padded rows: sdpa; ")
     assert policy.model.get_base_model().config._attn_implementation == "sdpa"

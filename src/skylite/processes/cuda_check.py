@@ -1,6 +1,6 @@
 """Whether torch can use the GPUs. torch answers in a child process: skylite's own process never imports it.
 
-`python -m skylite.processes.torch_cuda` prints the GPUs that skylite uses, or the reason why it cannot.
+`python -m skylite.processes.cuda_check` prints the GPUs that skylite uses, or the reason why it cannot.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TorchCuda:
     """GPU architectures that torch has code for, such as sm_90."""
 
 
-def check_torch(gpus: Sequence[Gpu]) -> TorchCuda:
+def check_cuda(gpus: Sequence[Gpu]) -> TorchCuda:
     """Raise ConfigError if torch cannot use these GPUs; return what it says about them."""
     torch = ask_torch(sys.executable, os.environ.get("PYTHONPATH", ""), tuple(g.index for g in gpus))
     first = gpus[0]
@@ -106,7 +106,7 @@ def main() -> None:
     """Print the GPUs, or the reason why they cannot be used, which exits 2."""
     try:
         gpus = visible_gpus()
-        torch = check_torch(gpus) if gpus else None
+        torch = check_cuda(gpus) if gpus else None
     except ConfigError as error:
         sys.exit(_print_error(error))
     if torch is None:

@@ -1,4 +1,4 @@
-"""The recorder over HTTP: OpenAI's form of requests, replies and errors, and what it records."""
+"""The episodes' server over HTTP: OpenAI's form of requests, replies and errors, and what it records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from skylite.environments.recorder import Recorder, _unless_disconnected
+from skylite.environments.openai_server import OpenAIServer, _unless_disconnected
 from skylite.environments.sample_episodes import Environment
 from skylite.environments.trajectory_log import TrajectoryLog
 from skylite.errors import EngineFailed
@@ -25,7 +25,7 @@ Visit = Callable[[Environment], Awaitable[None]]
 
 
 def visit(folder: Path, body: Visit, **env: Any) -> None:
-    """Run `body` with a recorder that serves."""
+    """Run `body` while an environment serves."""
 
     async def run() -> None:
         async with environment(folder, NOTHING, **env) as running:
@@ -34,26 +34,26 @@ def visit(folder: Path, body: Visit, **env: Any) -> None:
     asyncio.run(run())
 
 
-def open_log(recorder: Recorder, engine: ScriptedEngine, seed: int = 1) -> tuple[TrajectoryLog, str]:
+def open_log(server: OpenAIServer, engine: ScriptedEngine, seed: int = 1) -> tuple[TrajectoryLog, str]:
     served: Any = engine
     log = TrajectoryLog(
         name="p0", model="policy-v000003", version=3, engine=served, seed=seed, temperature=1.0
     )
-    return log, recorder.open(log)
+    return log, server.open(log)
 
 
-async def post(recorder: Recorder, key: str, body: Any, **options: Any) -> httpx.Response:
+async def post(server: OpenAIServer, key: str, body: Any, **options: Any) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
-        url = f"{recorder.base_url}/chat/completions"
+        url = f"{server.base_url}/chat/completions"
         return await client.post(url, content=content, headers={"Authorization": f"Bearer {key}"}, **options)
 
 
 def test_an_openai_client_works_as_with_openai(tmp_path: Path) -> None:
     async def body(running: Environment) -> None:
-        recorder, engine = running.recorder, ScriptedEngine(lambda p: "good day")
-        log, key = open_log(recorder, engine)
-        client: Any = openai.AsyncOpenAI(base_url=recorder.base_url, api_key=key)
+        server, engine = running.server, ScriptedEngine(lambda p: "good day")
+        log, key = open_log(server, engine)
+        client: Any = openai.AsyncOpenAI(base_url=server.base_url, api_key=key)
         assert [m.id async for m in await client.models.list()] == ["policy-v000003"]
         reply = await client.chat.completions.create(model="gpt-4o", messages=HELLO, max_tokens=40)
         assert reply.choices[0].message.content == "good day"
@@ -78,13 +78,13 @@ def test_an_openai_client_works_as_with_openai(tmp_path: Path) -> None:
 
 def test_the_unix_socket_serves_too(tmp_path: Path) -> None:
     async def body(running: Environment) -> None:
-        recorder = running.recorder
-        _, key = open_log(recorder, ScriptedEngine())
-        transport = httpx.AsyncHTTPTransport(uds=str(recorder.socket_path))
+        server = running.server
+        _, key = open_log(server, ScriptedEngine())
+        transport = httpx.AsyncHTTPTransport(uds=str(server.socket_path))
         async with httpx.AsyncClient(transport=transport) as client:
             reply = await client.get("http://x/v1/models", headers={"Authorization": f"Bearer {key}"})
         assert reply.status_code == 200
-        assert recorder.socket_path.parent.stat().st_mode & 0o777 == 0o700
+        assert server.socket_path.parent.stat().st_mode & 0o777 == 0o700
 
     visit(tmp_path, body)
 
@@ -112,7 +112,7 @@ def test_the_unix_socket_serves_too(tmp_path: Path) -> None:
     ids=str,
 )  # fmt: skip
 def test_what_is_not_offered_is_refused_in_openais_form(
-    shared: SharedRecorder, change: Any, status: int, words: str
+    shared: SharedServer, change: Any, status: int, words: str
 ) -> None:
     request = change if isinstance(change, bytes) else {"model": "m", "messages": HELLO, **change}
     reply, log = shared.post(request)
@@ -123,7 +123,7 @@ def test_what_is_not_offered_is_refused_in_openais_form(
     assert log.calls == []
 
 
-def test_a_huge_limit_and_other_sampling_are_replaced_and_noted(shared: SharedRecorder) -> None:
+def test_a_huge_limit_and_other_sampling_are_replaced_and_noted(shared: SharedServer) -> None:
     reply, log = shared.post({"messages": HELLO, "max_tokens": 10**9, "temperature": 0.1, "top_p": 0.5})
     assert reply.status_code == 200
     assert log.notes == {"temperature", "top_p"}
@@ -132,29 +132,29 @@ def test_a_huge_limit_and_other_sampling_are_replaced_and_noted(shared: SharedRe
 
 
 @pytest.mark.parametrize("key", ["sk-guess", "Bearer"])
-def test_a_wrong_key_is_refused(shared: SharedRecorder, key: str) -> None:
+def test_a_wrong_key_is_refused(shared: SharedServer, key: str) -> None:
     assert shared.post({"messages": HELLO}, key=key)[0].status_code == 401
 
 
-def test_a_key_ends_with_its_trajectory(shared: SharedRecorder) -> None:
+def test_a_key_ends_with_its_trajectory(shared: SharedServer) -> None:
     reply, log = shared.post({"messages": HELLO}, close_first=True)
     assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
     assert log.calls == []
 
 
-def test_a_body_that_is_too_large_is_refused(shared: SharedRecorder) -> None:
+def test_a_body_that_is_too_large_is_refused(shared: SharedServer) -> None:
     huge = json.dumps({"messages": [{"role": "user", "content": "x" * (17 << 20)}]}).encode()
     assert shared.post(huge)[0].status_code == 413
 
 
-def test_a_prompt_without_room_ends_the_trajectory(shared: SharedRecorder) -> None:
+def test_a_prompt_without_room_ends_the_trajectory(shared: SharedServer) -> None:
     reply, log = shared.post({"messages": [{"role": "user", "content": "x" * 5000}]})
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert log.end == "tokens"
 
 
-class SharedRecorder:
-    """One recorder for many tests, in an event loop of its own."""
+class SharedServer:
+    """One server for many tests, in an event loop of its own."""
 
     def __init__(self, folder: Path) -> None:
         self.engine = ScriptedEngine()
@@ -165,12 +165,12 @@ class SharedRecorder:
     def post(
         self, body: Any, key: str | None = None, *, close_first: bool = False
     ) -> tuple[httpx.Response, TrajectoryLog]:
-        recorder = self._running.recorder
-        log, own = open_log(recorder, self.engine)
+        server = self._running.server
+        log, own = open_log(server, self.engine)
         if close_first:
-            recorder.close(own)
-        reply = self._runner.run(post(recorder, own if key is None else key, body))
-        recorder.close(own)
+            server.close(own)
+        reply = self._runner.run(post(server, own if key is None else key, body))
+        server.close(own)
         return reply, log
 
     def close(self) -> None:
@@ -180,17 +180,17 @@ class SharedRecorder:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    recorder = SharedRecorder(tmp_path_factory.mktemp("recorder"))
-    yield recorder
-    recorder.close()
+    server = SharedServer(tmp_path_factory.mktemp("server"))
+    yield server
+    server.close()
 
 
 def test_a_reply_that_nobody_reads_is_not_recorded(tmp_path: Path) -> None:
     async def body(running: Environment) -> None:
         engine = ScriptedEngine(delay_s=3.0)
-        log, key = open_log(running.recorder, engine)
+        log, key = open_log(running.server, engine)
         with pytest.raises(httpx.ReadTimeout):
-            await post(running.recorder, key, {"messages": HELLO}, timeout=0.5)
+            await post(running.server, key, {"messages": HELLO}, timeout=0.5)
         await asyncio.sleep(4)
         assert (len(engine.prompts), len(engine.replies), log.calls) == (1, 0, [])
 
@@ -220,8 +220,8 @@ def test_a_failed_engine_fails_the_trajectory(tmp_path: Path) -> None:
         def fail(prompt: str) -> str:
             raise EngineFailed("vllm-0 is gone.")
 
-        log, key = open_log(running.recorder, ScriptedEngine(fail))
-        reply = await post(running.recorder, key, {"messages": HELLO})
+        log, key = open_log(running.server, ScriptedEngine(fail))
+        reply = await post(running.server, key, {"messages": HELLO})
         assert (reply.status_code, reply.json()["error"]["type"]) == (500, "server_error")
         assert isinstance(log.failure, EngineFailed)
         assert log.failed.is_set()
@@ -236,10 +236,10 @@ def test_parallel_calls_get_seeds_of_their_prompts(tmp_path: Path) -> None:
         found = []
         for order in ((0, 1, 2), (2, 0, 1)):
             engine = ScriptedEngine()
-            _, key = open_log(running.recorder, engine, seed=5)
+            _, key = open_log(running.server, engine, seed=5)
             for i in order:
-                await post(running.recorder, key, {"messages": [{"role": "user", "content": str(i)}]})
-            await post(running.recorder, key, {"messages": [{"role": "user", "content": "0"}]})
+                await post(running.server, key, {"messages": [{"role": "user", "content": str(i)}]})
+            await post(running.server, key, {"messages": [{"role": "user", "content": "0"}]})
             found.append(
                 sorted((to_text(p), s.seed) for p, s in zip(engine.prompts, engine.samplings, strict=True))
             )
@@ -252,15 +252,15 @@ def test_parallel_calls_get_seeds_of_their_prompts(tmp_path: Path) -> None:
 def test_rewritten_history_makes_a_branch(tmp_path: Path) -> None:
     async def body(running: Environment) -> None:
         engine = ScriptedEngine(lambda p: "first answer")
-        log, key = open_log(running.recorder, engine)
-        await post(running.recorder, key, {"messages": HELLO})
+        log, key = open_log(running.server, engine)
+        await post(running.server, key, {"messages": HELLO})
         changed = {"role": "assistant", "content": "a summary"}
-        await post(running.recorder, key, {"messages": [*HELLO, changed, {"role": "user", "content": "on"}]})
+        await post(running.server, key, {"messages": [*HELLO, changed, {"role": "user", "content": "on"}]})
         first, second = (c.sample for c in log.calls)
         assert "a summary<|im_end|>" in to_text(second.prompt_token_ids)
         assert "first answer" not in to_text(second.prompt_token_ids)
         same = {"role": "assistant", "content": "first answer"}
-        await post(running.recorder, key, {"messages": [*HELLO, same, {"role": "user", "content": "on"}]})
+        await post(running.server, key, {"messages": [*HELLO, same, {"role": "user", "content": "on"}]})
         third, known = log.calls[2].sample, first.prompt_token_ids + first.completion_token_ids
         assert third.prompt_token_ids[: len(known)] == known
 

@@ -40,7 +40,7 @@ MAX_BODY_BYTES = 16 << 20
 
 
 @dataclass(slots=True, kw_only=True)
-class Recorder:
+class OpenAIServer:
     """The server and the trajectories that are running."""
 
     config: TrainConfig

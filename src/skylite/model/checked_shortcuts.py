@@ -1,12 +1,12 @@
-"""Enables the fast paths that leave a model's results unchanged. Each one is checked on a probe first.
+"""Enables the shortcuts that leave a model's results unchanged. Each one is checked on a probe first.
 
-Fast paths: the LM head in chunks, fused norms and MLPs, frozen weights in bfloat16, prefix-tree packing.
+Shortcuts: the LM head in chunks, fused norms and MLPs, frozen weights in bfloat16, prefix-tree packing.
 
 The check compares logprobs of the same tokens. It computes in float32, also for a bfloat16 policy, to judge
-the structure (masks, positions, gains) and not the rounding. The reference comes from the slow path, which is
-right for every model: padded rows, the model's own eager attention, all logits together. (transformers'
-sdpa attention, for example, ignores the softcap of Gemma 2.) A fast path stays enabled if the mean absolute
-difference is within TOLERANCE; otherwise the slow path stays.
+the structure (masks, positions, gains) and not the rounding. The reference comes from the plain form, which
+is right for every model: padded rows, the model's own eager attention, all logits together. (transformers'
+sdpa attention, for example, ignores the softcap of Gemma 2.) A shortcut stays enabled if the mean absolute
+difference is within TOLERANCE; otherwise the plain form stays.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Float32's rounding stays below it. A wrong mask, or a head that scales its logit
 """
 
 
-def enable_fast_paths(policy: Policy, probe: list[int]) -> tuple[Policy, list[str]]:
-    """Enable each fast path that passes the check on `probe`, a sequence of token ids.
+def enable_shortcuts(policy: Policy, probe: list[int]) -> tuple[Policy, list[str]]:
+    """Enable each shortcut that passes the check on `probe`, a sequence of token ids.
 
     Returns:
-        The policy with its packing and LM head, and a log line per fast path: enabled or not, and why.
+        The policy with its packing and LM head, and a log line per shortcut: enabled or not, and why.
     """
     base: PreTrainedModel = policy.model.get_base_model()
     base.set_attn_implementation("eager")
@@ -100,7 +100,7 @@ def _gap(policy: Policy, probe: list[int], reference: Tensor) -> tuple[float, st
         raise
     except (TypeError, ValueError, KeyError, RuntimeError) as error:
         return float("inf"), f"the model does not support it: {error}"
-    return gap, f"mean logprob difference to the slow path {gap:.1e}"
+    return gap, f"mean logprob difference to the plain form {gap:.1e}"
 
 
 @torch.no_grad()
