@@ -8,7 +8,6 @@ switched_off.py names the paths. SmolLM2-135M, rank 32, 4 prompts x 8 completion
 
 - train: the train phase (train_phase.py): seconds of the step after the first, and the process's peak MiB
 - sample: two vLLM servers with an adapter: tokens per second and MiB (PSS) of each
-- verify: one server loads a version, verifies it and samples a step: seconds
 - start: `skylite train` to its first rollout request (startup.py): seconds
 
 `ratio` is off / on of the medians. Compare figures of one row only: the machine's speed changes between rows.
@@ -42,7 +41,7 @@ from paired_rounds import (
     in_turns,
     variables,
 )
-from special_paths_sampling import sample_turns, verify_turns
+from special_paths_sampling import sample_turns
 from switched_off import PATHS, SpecialPath, switch_off
 
 from skylite.processes import torchrun
@@ -158,7 +157,6 @@ def as_process_of_skylite(words: list[str]) -> None:
 
 MEASURES = {
     "sample": sample_turns,
-    "verify": verify_turns,
     "start": start_turns,
 }
 INNER = {"train": train_once}

@@ -1,4 +1,4 @@
-"""special_paths.py, the paths of vLLM: sampling an adapter, and verifying a version beside it."""
+"""special_paths.py, the paths of vLLM: sampling an adapter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import random
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,6 @@ from paired_rounds import (
 )
 from switched_off import SpecialPath
 
-from skylite.engine.canary import MAX_TOKENS as MAX_CANARY_TOKENS
-from skylite.engine.canary import NUM_SEQUENCES
-from skylite.engine.server_command import BASE_NAME
 from skylite.hub.resolve import resolve_model
 
 
@@ -54,8 +50,8 @@ def sample_turns(name: str, path: SpecialPath, rounds: int) -> dict[str, Any]:
         return in_turns(measure, rounds)
 
 
-def sampled_model(folder: Path, dtype: str = "float32") -> tuple[argparse.Namespace, Path]:
-    args = argparse.Namespace(model=resolve_model(MODEL).path, dtype=dtype, rank=32)
+def sampled_model(folder: Path) -> tuple[argparse.Namespace, Path]:
+    args = argparse.Namespace(model=resolve_model(MODEL).path, dtype="float32", rank=32)
     return args, lora_sampling.write_adapter(args.model, folder / lora_sampling.ADAPTER, args.rank)
 
 
@@ -90,38 +86,3 @@ def memory_of(socket: str) -> float:
     ours = psutil.Process().children(recursive=True)
     server = next(p for p in ours if socket in p.cmdline() and "-I" not in p.cmdline())
     return float(sum(p.memory_full_info().pss for p in [server, *server.children(recursive=True)]))
-
-
-def verify_turns(name: str, path: SpecialPath, rounds: int) -> dict[str, Any]:
-    """Off: the canary is scored before the step is sampled, on: at the same time."""
-    versions = iter(range(2, 1000))
-    with tempfile.TemporaryDirectory(prefix="skylite-") as text, ThreadPoolExecutor(80) as pool:
-        args, adapter = sampled_model(Path(text), path.dtype)
-        variant = lora_sampling.Variant("server")
-        with lora_sampling.running(variant, args, Path(text), adapter) as http:
-
-            def measure(off: bool) -> Figures:
-                model = f"policy-{next(versions)}"
-                body = {"lora_name": model, "lora_path": str(adapter)}
-                started = time.perf_counter()
-                http.post("/v1/load_lora_adapter", json=body).raise_for_status()
-                canary = [pool.submit(http.post, "/v1/completions", json=b) for b in scored(model, path)]
-                if off:
-                    [one.result() for one in canary]
-                verified = time.perf_counter() - started
-                sample(http, random_prompts(), model)
-                [one.result().raise_for_status() for one in canary]
-                seconds = time.perf_counter() - started
-                http.post("/v1/unload_lora_adapter", json={"lora_name": model}).raise_for_status()
-                return {"s": round(seconds, 2), "s before sampling": round(verified, 3)}
-
-            measure(False), measure(True)
-            return in_turns(measure, rounds)
-
-
-def scored(model: str, path: SpecialPath) -> list[dict[str, Any]]:
-    """The canary's requests: bfloat16 also scores the base and the version before."""
-    models = [model] if path.dtype == "float32" else [model, BASE_NAME, lora_sampling.ADAPTER]
-    score = {"max_tokens": 1, "prompt_logprobs": 0}
-    rows = [random_tokens(MAX_CANARY_TOKENS) for _ in range(NUM_SEQUENCES[path.dtype])]
-    return [score | {"model": name, "prompt": row} for name in models for row in rows]

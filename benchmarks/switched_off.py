@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 SWITCH = "SKYLITE_SWITCHED_OFF"
 """Environment variable: names of paths, joined by `+`."""
-Kind = Literal["train", "sample", "verify", "start"]
+Kind = Literal["train", "sample", "start"]
 Replacements = Mapping[str, Any]
 """`module:attribute` to its replacement."""
 
@@ -28,8 +28,6 @@ class SpecialPath:
     """An empty value removes the variable."""
     without: str = ""
     """A path that is off on both sides, because this one acts only without it."""
-    dtype: str = "float32"
-    """Of the server that kind verify starts: it decides what the canary asks."""
 
 
 def nothing(*_: Any, **__: Any) -> None:
@@ -176,8 +174,6 @@ PATHS: dict[str, SpecialPath] = {
         kind="sample", flags=("--compilation-config", '{"custom_ops": ["none"]}')
     ),
     "KV blocks of 32 tokens": SpecialPath(kind="sample", flags=("--block-size", "128")),
-    "verified beside sampling": SpecialPath(kind="verify"),
-    "verified beside sampling, bf16": SpecialPath(kind="verify", dtype="bfloat16"),
     "half the threads at start": SpecialPath(kind="start", off=all_threads),
     "vLLM beside the trainer": SpecialPath(kind="start", off=engines_after_the_trainer),
 }

@@ -9,6 +9,7 @@ import pytest
 from skylite.config.loading import load_config
 from skylite.errors import ConfigError, SyncFailed
 from skylite.orchestrator.resume import remove_after
+from skylite.run.events import read_events
 from skylite.run.metrics_file import read_metrics
 from skylite.run.run_dir import RunDir, published_versions
 from tests.unit.simulated_run import (
@@ -46,12 +47,16 @@ def test_a_version_is_unloaded_after_the_last_step_sampled_from_it(tmp_path: Pat
     )
 
 
-def test_completions_of_an_unverified_version_never_reach_the_trainer(tmp_path: Path) -> None:
+def test_nothing_is_sampled_from_a_version_that_is_not_verified(tmp_path: Path) -> None:
     for staleness in (0, 1):
         root = tmp_path / str(staleness)
         with pytest.raises(SyncFailed, match="policy-v000002"):
             run_of(root, staleness, 5, wrong_version=2)
         assert 2 not in sampled_from(RunDir(root)).values()
+        sampled = {
+            e["version"] for e in read_events(RunDir(root).events_path) if e["event"] == "sampling_started"
+        }
+        assert max(sampled) == 1
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

@@ -35,9 +35,6 @@ class EnginePool:
     """Of the canary; None: the rule of canary_bf16.py."""
     loaded: list[AdapterVersion] = field(default_factory=list)
     """Oldest first. The last but one stays loaded while requests use it."""
-    _verifying: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while a version is verified, because the canary also asks for the version before: it stays loaded
-    until then."""
 
     async def load(self, adapter: AdapterVersion) -> float:
         """Load `adapter` on every engine, next to the versions they serve. Returns seconds.
@@ -54,17 +51,15 @@ class EnginePool:
 
         On failure unloads the version everywhere and raises ModelError or SyncFailed.
         """
-        async with self._verifying:
-            try:
-                canary = (await asyncio.to_thread(read_manifest, adapter.path)).canary
-                before = self._before(adapter)
-                readings = await asyncio.gather(
-                    *(verify(e, adapter, canary, self.tolerance, before) for e in self.engines)
-                )
-            except (SyncFailed, ModelError):
-                self.loaded.remove(adapter)
-                await self._unload_everywhere(adapter)
-                raise
+        try:
+            canary = (await asyncio.to_thread(read_manifest, adapter.path)).canary
+            readings = await asyncio.gather(
+                *(verify(e, adapter, canary, self.tolerance, self._before(adapter)) for e in self.engines)
+            )
+        except (SyncFailed, ModelError):
+            self.loaded.remove(adapter)
+            await self._unload_everywhere(adapter)
+            raise
         return max(readings, key=lambda r: r.gap_max)
 
     def _before(self, adapter: AdapterVersion) -> AdapterVersion | None:
@@ -73,15 +68,11 @@ class EnginePool:
         return older[-1] if older else None
 
     async def unload_before(self, before: int) -> list[AdapterVersion]:
-        """Unload all versions older than `before`, once no verification asks for them. Returns them.
-
-        No other request may use them.
-        """
-        async with self._verifying:
-            old = [a for a in self.loaded if a.version < before]
-            self.loaded = [a for a in self.loaded if a.version >= before]
-            for adapter in old:
-                await self._unload_everywhere(adapter)
+        """Unload all versions older than `before`, which no request may use. Returns them."""
+        old = [a for a in self.loaded if a.version < before]
+        self.loaded = [a for a in self.loaded if a.version >= before]
+        for adapter in old:
+            await self._unload_everywhere(adapter)
         return old
 
     def engine_for(self, index: int) -> Engine:

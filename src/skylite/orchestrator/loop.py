@@ -1,8 +1,9 @@
 """The step loop of the parent process: sample, hand over to the trainer, load and verify the adapter, record.
 
-Two tasks run side by side. `sample_steps` samples each step once its adapter version is loaded, and writes
-the rollout file for the trainer. `record_steps` loads each new adapter and records the step. On-policy, they
-take turns. With rollout.max_staleness = 1, the version for step k + 1 is loaded before step k is trained.
+Two tasks run side by side. `sample_steps` samples each step once its adapter version is verified, and writes
+the rollout file for the trainer. `record_steps` loads and verifies each new adapter and records the step.
+On-policy, they take turns. With rollout.max_staleness = 1, the version for step k + 1 is verified before step
+k is trained.
 """
 
 from __future__ import annotations
@@ -51,49 +52,27 @@ class TrainerStep:
     """Sentences for the user."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedAdapter:
-    """An adapter version that every engine has loaded, and its verification, which may still be running."""
-
-    adapter: AdapterVersion
-    verification: asyncio.Task[SyncReport]
-
-
 @dataclass(slots=True)
 class StepQueues:
     """What `sample_steps` and `record_steps` pass to each other."""
 
-    versions: asyncio.Queue[LoadedAdapter] = field(default_factory=asyncio.Queue)
-    """Loaded versions in order, for `sample_steps`."""
+    versions: asyncio.Queue[AdapterVersion] = field(default_factory=asyncio.Queue)
+    """Verified versions in order, for `sample_steps`."""
     samples: asyncio.Queue[SampledStep] = field(default_factory=asyncio.Queue)
     """Steps with a written rollout file, in order, for `record_steps`."""
     sampling: dict[int, Interval] = field(default_factory=dict)
     """Step -> when it was sampled; the end is inf until sampling ends."""
-    newest: LoadedAdapter | None = None
 
 
 async def run_steps(session: Session) -> None:
     """Run every remaining step, and the evaluations before, between and after the steps."""
-    queues = StepQueues()
-    try:
-        await _run_steps(session, queues)
-    finally:
-        # Nothing awaits this verification any more; without this, asyncio would log its error.
-        if queues.newest is not None:
-            queues.newest.verification.cancel()
-            await asyncio.gather(queues.newest.verification, return_exceptions=True)
-
-
-async def _run_steps(session: Session, queues: StepQueues) -> None:
-    plan = session.plan
+    queues, plan = StepQueues(), session.plan
     await wait_for_trainer_step(plan, plan.first_step - 1)
     versions = initial_versions(session)
     for version in versions:
-        loaded = await load_adapter(session, queues, version)
-        # A new run samples during the verification, as every step does. A resume verifies its adapter first.
-        if plan.resumed or plan.held_out:
-            await loaded.verification
-        queues.versions.put_nowait(loaded)
+        adapter, load_s = await load_adapter(session, version)
+        await verify_adapter(session, adapter, load_s)
+        queues.versions.put_nowait(adapter)
     await evaluate_at_start(session, versions)
     # A run that died after its last step has only the final evaluation left.
     if plan.first_step <= plan.config.num_steps:
@@ -104,32 +83,31 @@ async def _run_steps(session: Session, queues: StepQueues) -> None:
 
 
 async def sample_steps(session: Session, queues: StepQueues) -> None:
-    """Sample every step in order. Write its rollout file once the adapter it was sampled from is verified."""
+    """Sample every step in order, and write its rollout file."""
     plan, progress = session.plan, session.progress
     source = await queues.versions.get()
     for step in range(plan.first_step, plan.config.num_steps + 1):
-        while source.adapter.version < sampling_version(step, plan.config.rollout.max_staleness):
+        while source.version < sampling_version(step, plan.config.rollout.max_staleness):
             source = await queues.versions.get()
-        version, started = source.adapter.version, time.monotonic()
+        version, started = source.version, time.monotonic()
         queues.sampling[step] = (started, math.inf)
         progress.event("sampling_started", step=step, version=version)
         # No request uses an older version any more: those belonged to earlier steps.
         sampled, _ = await asyncio.gather(
-            sample_step(session, step, source.adapter), unload_before(session, before=version)
+            sample_step(session, step, source), unload_before(session, before=version)
         )
         queues.sampling[step] = (started, time.monotonic())
         progress.event("sampling_ended", step=step, version=version)
-        await source.verification
         if not sampled.stored:
             write_rollouts(plan.run.rollout_path(step), sampled.groups)
         progress.event("rollouts_written", step=step, version=version)
         queues.samples.put_nowait(sampled)
-    # The last version is compared with the one before it.
+    # The canary compares the last version with the one before it.
     await unload_before(session, before=plan.config.num_steps - 1)
 
 
 async def record_steps(session: Session, queues: StepQueues) -> None:
-    """Load every adapter that the trainer publishes, and record its step."""
+    """Load and verify every adapter that the trainer publishes, and record its step."""
     plan, progress, recorded = session.plan, session.progress, time.monotonic()
     trained: dict[int, Interval] = {}
     for step in range(plan.first_step, plan.config.num_steps + 1):
@@ -148,12 +126,12 @@ async def record_steps(session: Session, queues: StepQueues) -> None:
                 f"(its inputs are in {plan.run.rejected_steps})"
             )
         progress.phase("syncing", adapter_name(step))
-        loaded = await load_adapter(session, queues, step)
+        adapter, load_s = await load_adapter(session, step)
+        sync_s = time.monotonic() - trainer_step.trained[1]
+        report = await verify_adapter(session, adapter, load_s)
         is_evaluated = is_evaluated_after(plan.config, step)
         if not is_evaluated:
-            queues.versions.put_nowait(loaded)
-        sync_s = time.monotonic() - trainer_step.trained[1]
-        report = await loaded.verification
+            queues.versions.put_nowait(adapter)
         trained[step], now = trainer_step.trained, time.monotonic()
         times = step_timings((recorded, now), queues.sampling, trained, step, sync_s)
         recorded = now
@@ -164,7 +142,7 @@ async def record_steps(session: Session, queues: StepQueues) -> None:
         progress.screen.step(metrics, completion_view(sampled.groups))
         if is_evaluated:  # before sampling uses the engines; not counted in any step's time
             await evaluate_held_out(session, "step", version=step)
-            queues.versions.put_nowait(loaded)
+            queues.versions.put_nowait(adapter)
             recorded = time.monotonic()
         await asyncio.to_thread(clean_up, plan.run, session.adapters, step, plan.config)
         if (
@@ -228,14 +206,13 @@ async def wait_for_trainer_step(plan: RunPlan, step: int) -> TrainerStep:
     return TrainerStep(trainer_metrics(body), (started, ended), choices, warnings)
 
 
-async def load_adapter(session: Session, queues: StepQueues, version: int) -> LoadedAdapter:
-    """Load a published version on every engine, and start its verification as a task."""
+async def load_adapter(session: Session, version: int) -> tuple[AdapterVersion, float]:
+    """Load a published version on every engine. Returns it, and the seconds."""
     adapter = session.adapter(version)
     load_s = await session.engines.load(adapter)
     session.progress.event("adapter_loaded", version=version)
     session.progress.adapter_version = version
-    queues.newest = LoadedAdapter(adapter, asyncio.create_task(verify_adapter(session, adapter, load_s)))
-    return queues.newest
+    return adapter, load_s
 
 
 async def verify_adapter(session: Session, adapter: AdapterVersion, load_s: float) -> SyncReport:
