@@ -15,6 +15,7 @@ from skylite.engine.canary import (
 )
 from skylite.engine.canary_reading import CanaryReading
 from skylite.errors import SyncFailed
+from skylite.trainer.canary import sequences_of
 from tests.unit.data_cases import prompt
 
 POLICY = [-1.0, -2.0, -0.5]
@@ -119,6 +120,15 @@ def test_prompts_that_begin_alike_give_distinct_sequences(dtype: str) -> None:
     assert len(found) == NUM_SEQUENCES[dtype]
     assert len(set(map(tuple, found))) == len(found)
     assert found[:2] == [list(range(24)), list(range(24, 48))]
+
+
+def test_versions_are_scored_on_the_first_sequences_and_each_eighth_on_all() -> None:
+    sequences = [[k, k] for k in range(24)]
+    counts = {v: len(sequences_of(v, sequences, num_steps=19)) for v in range(20)}
+    assert {v for v, count in counts.items() if count == 24} == {0, 8, 16, 19}
+    assert {count for count in counts.values() if count < 24} == {4}
+    assert sequences_of(1, sequences, 19) == sequences[:4]
+    assert sequences_of(1, sequences[:2], 19) == sequences[:2], "float32"
 
 
 def test_a_text_of_one_token_is_no_canary() -> None:

@@ -121,11 +121,31 @@ def test_without_any_rounding_no_gap_is_clipped() -> None:
     assert (found.clipped_gap, found.gap_limit) == (0.5, 1 / 64)
 
 
-@pytest.mark.parametrize("short", ["engine", "engine_base", "base", "engine_before"])
+@pytest.mark.parametrize("short", ["engine", "engine_base", "base"])
 def test_scores_of_different_lengths_are_an_error(short: str) -> None:
     two = {name: [-1.0, -2.0] for name in ("engine", "engine_base", "policy", "base", "engine_before")}
     with pytest.raises(ValueError, match=r"is shorter|is longer"):
         read_paired(Scores(**(two | {short: [-1.0]})))
+
+
+def test_the_version_before_is_compared_on_its_first_tokens() -> None:
+    engine = [-1.0, -2.0, -3.0, -4.0]
+    found = read_paired(
+        Scores(
+            engine=engine,
+            engine_base=[x + 0.1 for x in engine],
+            policy=[x + 0.2 for x in engine],
+            base=engine,
+            engine_before=[-1.0, -2.5],
+            policy_before=engine[:2],
+        )
+    )
+    assert found.same_tokens == {"the base": 0.0, "the version before": 0.5}
+    assert found.same_as == "the version before"
+    with pytest.raises(ValueError, match="is longer"):
+        read_paired(
+            Scores(engine=[-1.0], engine_base=[-1.0], policy=[-1.0], base=[-1.0], engine_before=engine)
+        )
 
 
 @pytest.mark.parametrize(
@@ -295,6 +315,40 @@ def test_the_pool_asks_for_the_base_and_the_version_before(tmp_path: Path) -> No
     reading = asyncio.run(take(2, newer))
     assert engine.asked[2:] == ["policy-v000002", "base", "policy-v000001"]
     assert reading.as_metrics()["canary/rounding"] == pytest.approx(reading.rounding)
+    assert pool.loaded[-1].version == 2
     engine.answers["policy-v000003"] = newer.engine
     with pytest.raises(SyncFailed, match="logprobs are those of the version before"):
         asyncio.run(take(3, scores(0, 0.14, lambda move, _: move)))
+
+
+def test_a_short_canary_of_the_version_before_is_compared_on_what_both_have(tmp_path: Path) -> None:
+    """The version before was scored on one sequence, this one on two."""
+    asked: list[tuple[str, int]] = []
+
+    class Scoring(PairedEngine):
+        async def prompt_logprobs(self, model: str, token_ids: Sequence[int]) -> list[float]:
+            asked.append((model, token_ids[0]))
+            return [x - token_ids[0] for x in self.answers[model]]
+
+    engine = Scoring({"base": [-2.0, -2.5], "policy-v000001": [-2.1, -2.6], "policy-v000002": [-2.2, -2.7]})
+    pool = EnginePool([engine], tolerance=None)  # type: ignore[list-item]
+
+    def canary(policy: list[float], firsts: list[int]) -> Canary:
+        return Canary(
+            sequences=[[first, 5, 6] for first in firsts],
+            policy_logprobs=[[x - first for x in policy] for first in firsts],
+            base_logprobs=[[x - first for x in (-2.0, -2.5)] for first in firsts],
+        )
+
+    async def take(version: int, found: Canary) -> None:
+        adapter = publish(tmp_path, version)
+        manifest = read_manifest(adapter.path).model_copy(update={"canary": found})
+        write_json(adapter.manifest_path, manifest.model_dump(mode="json"))
+        await pool.load(adapter)
+        await pool.verify(adapter)
+
+    asyncio.run(take(1, canary([-2.1, -2.6], [0])))
+    asked.clear()
+    asyncio.run(take(2, canary([-2.2, -2.7], [0, 1])))
+    assert [first for model, first in asked if model == "policy-v000001"] == [0]
+    assert [first for model, first in asked if model == "policy-v000002"] == [0, 1]

@@ -129,12 +129,14 @@ async def verify_folder(
 async def _verify_paired(
     client: LogprobScorer, adapter: AdapterVersion, canary: Canary, before: AdapterVersion | None
 ) -> CanaryReading:
-    names = [adapter.name, BASE_NAME, *([before.name] if before else [])]
-    rows = await asyncio.gather(*(_score(client, name, canary.sequences) for name in names))
+    asked = [(adapter.name, canary.sequences), (BASE_NAME, canary.sequences)]
     policy_before = None
     if before is not None:
-        older = await asyncio.to_thread(read_manifest, before.path, verify_hash=False)
-        policy_before = _flat(older.canary.policy_logprobs)
+        older = (await asyncio.to_thread(read_manifest, before.path, verify_hash=False)).canary
+        shared = min(len(canary.sequences), len(older.sequences))
+        asked.append((before.name, canary.sequences[:shared]))
+        policy_before = _flat(older.policy_logprobs[:shared])
+    rows = await asyncio.gather(*(_score(client, *request) for request in asked))
     scores = Scores(
         engine=rows[0],
         engine_base=rows[1],

@@ -40,7 +40,7 @@ difference: then only all bits count."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Logprobs of all canary tokens, [N] each."""
+    """Logprobs of the canary's tokens, [N] each; of the version before the first M of them."""
 
     engine: Sequence[float]
     engine_base: Sequence[float]
@@ -48,8 +48,9 @@ class Scores:
     """The trainer's, in float32."""
     base: Sequence[float]
     engine_before: Sequence[float] | None = None
-    """With the version before, if the engine serves it."""
+    """[M] with the version before, if the engine serves it."""
     policy_before: Sequence[float] | None = None
+    """[M]"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +146,7 @@ def check_paired(name: str, engine: str, found: PairedReading) -> None:
 def _same_tokens(scores: Scores) -> dict[str, float]:
     others = {"the base": scores.engine_base, "the version before": scores.engine_before}
     return {
-        name: sum(a == b for a, b in zip(scores.engine, other, strict=True)) / len(scores.engine)
+        name: sum(a == b for a, b in zip(scores.engine[: len(other)], other, strict=True)) / len(other)
         for name, other in others.items()
         if other is not None
     }
@@ -157,7 +158,7 @@ def _same_as(scores: Scores, same_tokens: dict[str, float], rounding: float) -> 
         policy = policies[name]
         if policy is None or share < SAME_TOKENS:
             continue
-        moves = _differences(scores.policy, policy)
+        moves = _differences(scores.policy[: len(policy)], policy)
         least = MOVED if share == 1 else MOVED_CLEARLY
         if math.sqrt(sum(m * m for m in moves) / len(moves)) > least * rounding:
             return name

@@ -18,6 +18,10 @@ from skylite.model.policy import Policy, reference_policy, score
 from skylite.run.run_dir import RunDir
 
 POLL_S = 0.02
+SHORT, FULL_EVERY = 4, 8
+"""Versions are scored on the first SHORT sequences, every FULL_EVERY-th and the last one on all. Bits of few
+tokens tell the base and the version before. An adapter that an engine applies in part is found by many tokens
+only, but in every version alike. float32 has fewer sequences."""
 
 
 def wait_for_canary(run: RunDir) -> list[list[int]]:
@@ -39,6 +43,12 @@ def _are_sequences(value: object) -> bool:
         and all(isinstance(ids, list) and len(ids) > 1 for ids in value)
         and all(type(token) is int and 0 <= token < 2**31 for ids in value for token in ids)
     )
+
+
+def sequences_of(version: int, sequences: list[list[int]], num_steps: int) -> list[list[int]]:
+    """The canary's sequences that a version is scored on."""
+    is_full = version % FULL_EVERY == 0 or version == num_steps
+    return sequences if is_full else sequences[:SHORT]
 
 
 def longest_prompt(run: RunDir) -> int:

@@ -33,6 +33,7 @@ from skylite.trainer.canary import (
     base_canary_logprobs,
     canary_logprobs,
     check_reference,
+    sequences_of,
     wait_for_canary,
 )
 from skylite.trainer.checkpoint import load_checkpoint, random_states, save_checkpoint
@@ -253,12 +254,12 @@ def score_canary(trainer: Trainer, version: int) -> Canary:
 
     Raises TrainingDiverged on all ranks or on none, because every rank scores the same tokens.
     """
-    logprobs = canary_logprobs(trainer.policy, trainer.canary_sequences)
+    sequences = sequences_of(version, trainer.canary_sequences, trainer.config.num_steps)
+    logprobs = canary_logprobs(trainer.policy, sequences)
     if not all(math.isfinite(x) for row in logprobs for x in row):
         raise TrainingDiverged(f"the logprobs of {adapter_name(version)} on the canary are not finite", "")
-    return Canary(
-        sequences=trainer.canary_sequences, policy_logprobs=logprobs, base_logprobs=trainer.base_logprobs
-    )
+    base_logprobs = trainer.base_logprobs[: len(sequences)]
+    return Canary(sequences=sequences, policy_logprobs=logprobs, base_logprobs=base_logprobs)
 
 
 def checkpoint_step(trainer: Trainer, step: int) -> dict[str, float]:
