@@ -2,10 +2,11 @@
 
     python benchmarks/canary_beside_sampling.py RUN --data DATA --out FILE
 
-RUN is a run in bfloat16 that kept all its adapters (--set sync.keep_last=1000). In a run the requests of the
-canary reach vLLM together with those of the step, and the rule compares bits, which depend on the batch. So
-each trial sends both: the run's own canary and its prompts, sampled with the adapter that is served. In a
-wrong trial the canary of a version is answered by the base, by the version before, or by half of the adapter.
+RUN is a run in bfloat16 that kept all its adapters (--set sync.keep_last=1000). With rollout.max_staleness=1
+the requests of the canary reach vLLM together with those of a step, and the rule compares bits, which depend
+on the batch. So each trial sends both: the run's own canary and its prompts, sampled with the adapter that is
+served. --alone sends no prompts, as on-policy. In a wrong trial the canary of a version is answered by the
+base, by the version before, or by half of the adapter.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from damaged_adapters import DAMAGE
 from machine_info import machine_info
 from safetensors.torch import load_file, save_file
 
-from skylite.adapters.manifest import read_manifest
+from skylite.adapters.manifest import Canary, read_manifest
 from skylite.config.loading import read_run_config
 from skylite.config.train import RunConfig
 from skylite.data.prompts import read_prompts
@@ -52,6 +53,7 @@ def main() -> None:
     parser.add_argument("--versions", type=int, nargs="+", default=[1, 2, 4, 8, 20])
     parser.add_argument("--trials", type=int, default=10, help="of each version and kind")
     parser.add_argument("--alone", action="store_true", help="nothing is sampled beside the canary")
+    parser.add_argument("--sequences", type=int, help="the first of each canary (default: all)")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     run = read_run_config(args.run / "config.json")
@@ -62,7 +64,8 @@ def main() -> None:
         except EngineFailed as error:
             raise SystemExit(f"{error}\n{Path(folder, 'engine.log').read_text()[-4000:]}") from None
     if args.out:
-        write_json(args.out, machine_info() | {"trials": args.trials, "alone": args.alone, "rows": rows})
+        facts = {"trials": args.trials, "alone": args.alone, "sequences": args.sequences}
+        write_json(args.out, machine_info() | facts | {"rows": rows})
 
 
 def encoded_prompts(data: Path, model: Path, count: int) -> list[list[int]]:
@@ -189,7 +192,7 @@ async def trial(
 ) -> Trial:
     now, before = (AdapterVersion(v, args.run / "adapters" / adapter_name(v)) for v in (version, version - 1))
     served = {"right": now.name, "base": BASE_NAME, "before": before.name, "half": "half"}[kind]
-    canary = read_manifest(now.path, verify_hash=False).canary
+    canary = first_sequences(read_manifest(now.path, verify_hash=False).canary, args.sequences)
     sampling = Sampling(temperature=1, top_p=1, top_k=0, max_tokens=TOKENS, stop_token_ids=(), seed=version)
     load = [
         client.sample(served, ids, run.config.rollout.group_size, sampling, version)
@@ -201,7 +204,15 @@ async def trial(
     return Trial(str(said), *same)
 
 
-async def verdict(client: Impostor, now: AdapterVersion, canary: Any, before: AdapterVersion) -> str:
+def first_sequences(canary: Canary, count: int | None) -> Canary:
+    return Canary(
+        sequences=canary.sequences[:count],
+        policy_logprobs=canary.policy_logprobs[:count],
+        base_logprobs=canary.base_logprobs[:count],
+    )
+
+
+async def verdict(client: Impostor, now: AdapterVersion, canary: Canary, before: AdapterVersion) -> str:
     try:
         await verify(client, now, canary, None, before)
     except SyncFailed as error:

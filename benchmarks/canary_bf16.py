@@ -4,8 +4,8 @@
 
 RUN is a run that kept all its adapters (--set sync.keep_last=1000). vLLM computes in bfloat16; the trainer
 scores the same sequences in float32, from bfloat16 weights, as it does at every publish. damaged_adapters.py
-lists the wrong adapters. Canaries are drawn from the sequences with replacement. --raw keeps the logprobs; if
-the file exists, nothing is scored again.
+lists the wrong adapters. Canaries of each size in --sizes are drawn from the sequences with replacement.
+--raw keeps the logprobs; if the file exists, nothing is scored again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from skylite.model.load_adapter import load_adapter_file
 from skylite.model.policy import Policy, load_policy
 from skylite.run.files import write_json
 from skylite.run.run_dir import adapter_name
-from skylite.trainer.canary import base_canary_logprobs, canary_logprobs
+from skylite.trainer.canary import SHORT, base_canary_logprobs, canary_logprobs
 from tests.small_run import lone_rank
 
 AT_A_TIME = 16
@@ -59,7 +59,7 @@ def main() -> None:
         raw = score_all(args)
         if args.raw is not None:
             write_json(args.raw, raw)
-    result = rates(raw, args.wrong, args.draws)
+    result = {str(size): rates(raw, args.wrong, args.draws, size) for size in args.sizes}
     print(json.dumps(result, indent=1))
     if args.out:
         count = len(raw["trainer"][BASE])
@@ -71,7 +71,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("run", type=Path)
     parser.add_argument("--data", type=Path, required=True, help="the run's data folder")
     parser.add_argument("--sequences", type=int, default=32)
-    parser.add_argument("--draws", type=int, default=1000, help="canaries per adapter")
+    parser.add_argument("--draws", type=int, default=1000, help="canaries per adapter and size")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[NUM_SEQUENCES["bfloat16"], SHORT])
     parser.add_argument("--wrong", type=int, nargs="+", default=[1, 2, 4, 8, 20], help="versions made wrong")
     parser.add_argument("--raw", type=Path)
     parser.add_argument("--out", type=Path)
@@ -167,10 +168,12 @@ def prompt_logprobs(http: Any, model: str, sequences: list[list[int]]) -> list[l
     return rows
 
 
-def rates(raw: dict[str, Any], wrong: list[int], draws: int) -> dict[str, Any]:
-    """The shares of drawn canaries that engine/canary_bf16.py refuses, and readings of right adapters."""
+def rates(raw: dict[str, Any], wrong: list[int], draws: int, size: int) -> dict[str, Any]:
+    """The shares of drawn canaries that engine/canary_bf16.py refuses, and readings of right adapters.
+
+    `size`: sequences of a canary.
+    """
     random = np.random.default_rng(0)
-    size = NUM_SEQUENCES["bfloat16"]
     chosen: list[list[int]] = random.integers(len(raw["trainer"][BASE]), size=(draws, size)).tolist()
     engine = raw["engine"]
     right = {v: describe(raw, v, engine[adapter_name(v)], chosen) for v in raw["versions"]}
