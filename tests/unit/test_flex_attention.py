@@ -10,7 +10,8 @@ from torch import Tensor, fx
 
 from skylite.model import flex_attention as module
 from skylite.model.prefix_tree import build_tree
-from skylite.model.tree_attention import ScoreSettings, TreeLayout, tree_layout
+from skylite.model.tree_attention import ScoreSettings, TreeLayout, tree_attention, tree_layout
+from tests.fake_gpu.compiler import has_compiler
 
 
 def layout_of(length: int) -> TreeLayout:
@@ -41,3 +42,16 @@ def test_short_batches_do_not_use_flex_decoding(monkeypatch: pytest.MonkeyPatch)
     operation = torch.ops.higher_order.flex_attention
     options = [a for g in graphs for n in g.graph.nodes if n.target is operation for a in n.args]
     assert [a["BACKEND"] for a in options if isinstance(a, dict)] == ["TRITON"]
+
+
+@pytest.mark.skipif(not has_compiler(), reason="Inductor needs a C++ compiler")
+def test_a_softcap_compiles_with_dynamic_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "flex_attention", module._compiled())
+    settings = ScoreSettings(0.25, None, 5.0)
+    for length in (40, 50):
+        inputs, layout = random_inputs(3 * length), layout_of(length)
+        with torch.no_grad():
+            out = module.flex_tree_attention(*inputs, layout, settings)
+            expected = tree_attention(*inputs, layout, settings)
+        assert torch.allclose(out, expected, atol=1e-5)
+    assert not torch._dynamo.config.specialize_float, "it stays as it was for others"
