@@ -116,7 +116,14 @@ def efficient_attention(
 
 
 def uncompiled_flex(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: float, enable_gqa: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any,
+    block_mask: Any,
+    scale: float,
+    enable_gqa: bool,
+    kernel_options: dict[str, Any],
 ) -> Tensor:
     """FlexAttention's operation. Scores and mask are computed for one query and key, to see their devices."""
     index = torch.zeros(1, dtype=torch.int64, device=query.device)
@@ -124,6 +131,6 @@ def uncompiled_flex(
     modify = score_mod or (lambda score, *_: score)
     assert enable_gqa == (query.shape[1] != key.shape[1])
     out: Tensor = flex_operation(
-        query, key, value, modify, block_mask.as_tuple(), scale, {"OUTPUT_LOGSUMEXP": True}
+        query, key, value, modify, block_mask.as_tuple(), scale, kernel_options | {"OUTPUT_LOGSUMEXP": True}
     )[0]
     return out

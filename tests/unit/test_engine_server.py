@@ -178,6 +178,15 @@ def test_the_trainer_does_not_prefer_cudnn_attention() -> None:
     assert trainer_env(2)["TORCH_CUDNN_SDPA_DEPRIORITIZED"] == "1"
 
 
+def test_the_trainers_float32_is_not_tf32_on_an_image_that_allows_it() -> None:
+    image = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "NVIDIA_TF32_OVERRIDE": "1"}
+    code = "import torch; print(torch.get_float32_matmul_precision())"
+    env = {**os.environ, **image, **trainer_env(1)}
+    child = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert child.stdout.strip() == "highest"
+    assert env["NVIDIA_TF32_OVERRIDE"] == "0"
+
+
 def test_a_child_really_uses_the_allocator_installed_by_pip() -> None:
     code = "print('libtbbmalloc_proxy' in open('/proc/self/maps').read())"
     child = subprocess.run(

@@ -34,6 +34,8 @@ def flex_tree_attention(
         block_mask=_block_mask(layout, settings.window),
         scale=settings.scaling,
         enable_gqa=query.shape[1] != key.shape[1],
+        # Not flex decoding, torch's choice below 128 queries: with grouped heads its tiles exceed BLOCK.
+        kernel_options={"BACKEND": "TRITON"},
     )
     return out.transpose(1, 2)
 
@@ -45,7 +47,14 @@ def _compiled() -> Callable[..., Any]:
     Dynamic shapes, because micro-batches differ in length.
     """
     compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)
-    return compiled
+
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        # Dynamic shapes also make a symbol of the float that _softcap captures, and Inductor cannot lower it.
+        # Around each call, because torch compiles in the first call with new arguments, not in torch.compile.
+        with torch._dynamo.config.patch(specialize_float=True):
+            return compiled(*args, **kwargs)
+
+    return attention
 
 
 def _softcap(softcap: float) -> Callable[..., Tensor]:

@@ -133,6 +133,15 @@ def fuse_lora_layers(model: nn.Module) -> None:
         _FusedLayers([layer])
 
 
+def forget_outputs() -> None:
+    """Drop the outputs that no layer has taken, because a pass failed between siblings.
+
+    They hold the graph of that pass: all its activations.
+    """
+    for layers in list(_WITH_OUTPUTS):
+        layers.forget()
+
+
 class _FusedLayers:
     """PEFT linear layers with the same input: the first call computes all outputs, later calls return
     them."""
@@ -154,12 +163,18 @@ class _FusedLayers:
                 return self._peft_forwards[index](x, *args, **kwargs)
             if self._x is not x or index not in self._outputs:
                 self._x, self._outputs = x, dict(enumerate(self._compute(x, adapter, dtype)))
+                _WITH_OUTPUTS.add(self)
             output: Tensor = self._outputs.pop(index)
             if not self._outputs:
-                self._x = None
+                self.forget()
             return output
 
         return forward
+
+    def forget(self) -> None:
+        """Drop input and outputs."""
+        self._x, self._outputs = None, {}
+        _WITH_OUTPUTS.discard(self)
 
     def _compute(self, x: Tensor, adapter: str, dtype: torch.dtype) -> list[Tensor]:
         flat = x.reshape(-1, x.shape[-1]).to(dtype)
@@ -174,6 +189,10 @@ class _FusedLayers:
             recompute_fn_of(x),
         )
         return [y.view(*x.shape[:-1], -1) for y in ys]
+
+
+_WITH_OUTPUTS: set[_FusedLayers] = set()
+"""Those in the middle of a pass: between the first call of their layers and the last."""
 
 
 def _plain_adapter(layer: Any) -> str | None:

@@ -44,6 +44,10 @@ def trainer_env(num_threads: int, gpus: Sequence[int] = ()) -> dict[str, str]:
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         # On Hopper, torch prefers cuDNN's attention, which builds a plan for every new shape of a piece.
         "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
+        # An image may set them to 1, and float32 products, which check the shortcuts and score the canary,
+        # would then round to TF32's 10 bits. 0 forbids TF32; products of bfloat16 do not change.
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0",
+        "NVIDIA_TF32_OVERRIDE": "0",
         # glibc before 2.38 does not reuse a freed block for an aligned one of the same size, and torch
         # aligns. TBB's allocator does. Buys memory: without it the peak of a train phase is 46 % higher.
         **preload_env(TBB_MALLOC, {}, "malloc"),

@@ -12,6 +12,7 @@ import torch
 
 from skylite.config.train import RunConfig
 from skylite.errors import OutOfMemory, RunFailed
+from skylite.model.lora_linear import forget_outputs
 from skylite.run.files import write_json
 from skylite.run.run_dir import RunDir
 from skylite.trainer.micro_batch_memory import with_micro_batch_tokens
@@ -54,6 +55,7 @@ def halve_micro_batches(run: RunDir, run_config: RunConfig, step: int, reason: s
     setting = record.get("setting", tokens)
     note = f"step {step} ran out of memory with {tokens} tokens per micro-batch: {reason}"
     write_json(run.micro_batch_path, {"tokens": half, "reason": note, "setting": setting})
+    forget_outputs()
     gc.collect()
     release_cached_memory()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -1,0 +1,73 @@
+"""What a pass that ran out of memory leaves behind, before the step is computed again."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from skylite.config.train import RunConfig
+from skylite.model import lora_linear
+from skylite.model.packing import pack_tokens
+from skylite.model.policy import score
+from skylite.model.process_group import Dist
+from skylite.run.run_dir import RunDir
+from skylite.trainer.critic import make_critic, predict_values
+from skylite.trainer.out_of_memory import halve_micro_batches
+from tests.cases import policy_of
+from tests.small_run import lone_rank, resolved, settings
+from tests.tiny_models import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def dist() -> Iterator[Dist]:
+    with lone_rank() as dist:
+        yield dist
+
+
+@pytest.fixture
+def graph_nodes(monkeypatch: pytest.MonkeyPatch) -> weakref.WeakSet[Any]:
+    """The LoRA operations whose graph is alive: all hold activations."""
+    nodes, forward = weakref.WeakSet[Any](), lora_linear._LoraLinears.forward
+
+    def noted(ctx: Any, *args: Any) -> Any:
+        nodes.add(ctx)
+        return forward(ctx, *args)
+
+    monkeypatch.setattr(lora_linear._LoraLinears, "forward", staticmethod(noted))
+    return nodes
+
+
+@pytest.mark.parametrize("network", ["policy", "critic"])
+def test_no_graph_of_a_pass_that_failed_between_sibling_layers_stays_alive(
+    network: str, tmp_path: Path, dist: Dist, graph_nodes: weakref.WeakSet[Any]
+) -> None:
+    config = settings(algorithm={"name": "ppo"}, trainer={"tokens_per_micro_batch": 60})
+    model = make_tiny_model(tmp_path / "model", "qwen3")
+    policy = policy_of(model, config, dist)
+    critic = make_critic(policy, config, dist)
+    tokens = pack_tokens([[1] * 5] * 2, [[2] * 9, [3] * 9], [0, 0], policy.packing, policy.device)
+    norm = policy.model.get_base_model().model.layers[-1].self_attn.q_norm
+    right = norm.forward
+
+    def fail(x: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    norm.forward = fail
+    with pytest.raises(torch.OutOfMemoryError):
+        score(policy, tokens, 1.0) if network == "policy" else predict_values(policy, critic, tokens)
+    gc.collect()
+    assert len(graph_nodes) > 0, "k and v, which no layer has taken, hold it"
+    run_config = RunConfig(skylite_version="test", config=config, resolved=resolved(model, tmp_path))
+    halve_micro_batches(RunDir(tmp_path), run_config, 1, "no memory")
+    assert len(graph_nodes) == 0
+    norm.forward = right
+    assert score(policy, tokens, 1.0)[0].isfinite().all()
+    gc.collect()
+    assert len(graph_nodes) == 0
