@@ -37,6 +37,8 @@ METRICS = (
 )
 ENGINES = ("VLLM::EngineCore", "tests.fakes.engine")
 """Names of the process to kill, and of its stand-in in a dry run."""
+LOG_CHARS = 20_000
+"""What the report keeps of the engine's log: a start of vLLM fits."""
 
 
 def machine(report: Report) -> None:
@@ -61,11 +63,25 @@ def machine(report: Report) -> None:
 def loop(report: Report) -> None:
     """`skylite train` for three steps. The engine is killed after the first one and must restart.
 
-    Raises RuntimeError if the run fails.
+    Reports the engine's log however it ends. Raises RuntimeError if the run fails.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("out of time"))
     with tempfile.TemporaryDirectory(prefix="skylite-", ignore_cleanup_errors=True) as folder:
         command, env = loop_command(Path(folder), report.dry_run)
-        watch(report, command, env, Path(folder, "run"))
+        try:
+            watch(report, command, env, Path(folder, "run"))
+        finally:
+            # Not printed: it would push skylite's own last lines out of the report.
+            report.put("engine_log", engine_log(Path(folder, "run", "logs", "vllm-0.log")), show=False)
+
+
+def engine_log(path: Path) -> list[str]:
+    """The last complete lines of vLLM's log, with the last state of each progress bar."""
+    from skylite.processes.child import raw_log_tail
+
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in raw_log_tail(path).split("\n")]
+    text = "\n".join(lines)
+    return text[-LOG_CHARS:].splitlines()[1 if len(text) > LOG_CHARS else 0 :]
 
 
 def loop_command(folder: Path, dry_run: bool) -> tuple[list[str], dict[str, str]]:
