@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -86,7 +85,7 @@ def engine_log(path: Path) -> list[str]:
 
 def loop_command(folder: Path, dry_run: bool) -> tuple[list[str], dict[str, str]]:
     """Prepare data; returns the training command and its environment. Dry run: tiny model, fake engine."""
-    env = os.environ | {"XDG_STATE_HOME": str(folder / "state")} | sampler_env()
+    env = os.environ | {"XDG_STATE_HOME": str(folder / "state")}
     last = ["--set", "eval.limit=0", "--set", "engine.max_restarts=2"]
     if dry_run:
         from skylite.engine.server_command import ENGINE_COMMAND
@@ -105,15 +104,6 @@ def loop_command(folder: Path, dry_run: bool) -> tuple[list[str], dict[str, str]
     subprocess.run(prepare, check=True, env=env)
     where = ["--recipe", "gsm8k_cpu", "--data", str(data), "--run", str(folder / "run")]
     return [*SKYLITE, "train", *where, "--steps", str(STEPS), *last], env
-
-
-def sampler_env() -> dict[str, str]:
-    """Keeps vLLM from FlashInfer's sampler where FlashInfer is not installed, as on an offline machine.
-
-    vLLM's second model runner imports it without asking, and the engine would end. Attention needs no
-    setting: vLLM skips a backend that it cannot import, and on Hopper it tries FlashAttention first.
-    """
-    return {} if importlib.util.find_spec("flashinfer") else {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 
 def watch(report: Report, command: list[str], env: dict[str, str], run: Path) -> None:

@@ -1,12 +1,9 @@
-"""The plan of `make gpu-check`, and what its loop adds to the environment. The parts run in
-tests/integration/test_benchmarks.py.
-"""
+"""The plan of `make gpu-check` and its records. The parts run in tests/integration/test_benchmarks.py."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import os
 import shutil
 import signal
@@ -75,15 +72,6 @@ def test_a_part_may_use_the_time_that_earlier_ones_left(module: Any, monkeypatch
     spare = limits["machine"] + limits["loop"] - 105
     assert given["train 7b"] == limits["train 7b"] + spare
     assert given["profile 7b"] == limits["profile 7b"], "7B used the spare time"
-
-
-@pytest.mark.parametrize("installed", [True, False])
-def test_vllm_without_flashinfer_is_kept_from_its_sampler(
-    module: Any, monkeypatch: pytest.MonkeyPatch, installed: bool
-) -> None:
-    gpu_loop = module("gpu_loop")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
-    assert gpu_loop.sampler_env() == ({} if installed else {"VLLM_USE_FLASHINFER_SAMPLER": "0"})
 
 
 class Report:
