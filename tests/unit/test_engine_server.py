@@ -65,6 +65,17 @@ def test_gpu_server_gets_no_cpu_settings() -> None:
     assert not {"SKYLITE_CPU_LORA", "VLLM_CPU_OMP_THREADS_BIND", "LD_PRELOAD"} & set(env)
 
 
+def test_flashinfers_sampler_is_used_only_if_the_user_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels need nvcc, and the engine of a run gets the user's variables from its parent."""
+    spec, name = dataclasses.replace(SPEC, device="cuda", dtype="bfloat16"), "VLLM_USE_FLASHINFER_SAMPLER"
+    monkeypatch.delenv(name, raising=False)
+    assert engine_env(spec, {})[name] == serve_env(spec, {}, "key")[name] == "0"
+    assert serve_env(spec, {name: "1"}, "key")[name] == "1"
+    assert name not in engine_env(SPEC, {}), "a CPU has none"
+    monkeypatch.setenv(name, "1")
+    assert engine_env(spec, {})[name] == "1"
+
+
 def test_vllms_kernels_are_chosen_only_without_compilation() -> None:
     """With adapters on a CPU nothing is compiled. A base model is, and the kernels would split its graph."""
     command = engine_command(SPEC)

@@ -21,10 +21,11 @@ def layout_of(length: int) -> TreeLayout:
     return tree_layout(tree, torch.from_numpy(tree.depths), torch.from_numpy(tree.ends))
 
 
-def random_inputs(num_nodes: int) -> list[Tensor]:
+def random_inputs(num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value of 8 heads and 2 key-value heads."""
     torch.manual_seed(0)
-    return [torch.randn(1, heads, num_nodes, 16) for heads in (8, 2, 2)]
+    query, key, value = (torch.randn(1, heads, num_nodes, 16) for heads in (8, 2, 2))
+    return query, key, value
 
 
 def test_short_batches_do_not_use_flex_decoding(monkeypatch: pytest.MonkeyPatch) -> None:

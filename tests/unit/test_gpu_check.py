@@ -1,14 +1,16 @@
-"""The plan of `make gpu-check`, and what its loop adds to the environment. The parts run in
-tests/integration/test_benchmarks.py.
-"""
+"""The plan of `make gpu-check` and its records. The parts run in tests/integration/test_benchmarks.py."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import importlib.util
 import os
 import shutil
+import signal
 import subprocess
+import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +74,81 @@ def test_a_part_may_use_the_time_that_earlier_ones_left(module: Any, monkeypatch
     assert given["profile 7b"] == limits["profile 7b"], "7B used the spare time"
 
 
-@pytest.mark.parametrize("installed", [True, False])
-def test_vllm_without_flashinfer_is_kept_from_its_sampler(
-    module: Any, monkeypatch: pytest.MonkeyPatch, installed: bool
+class Report:
+    """What a part reports, without files."""
+
+    dry_run = True
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+
+    def put(self, name: str, value: Any, *, show: bool = True) -> None:
+        self.found[name] = value
+
+    def add(self, name: str, row: Any) -> None:
+        self.put(name, [*self.found.get(name, []), row])
+
+
+def ends_well() -> None:
+    pass
+
+
+def fails() -> None:
+    raise RuntimeError("skylite train ended")
+
+
+def is_terminated() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(10)
+
+
+@pytest.mark.parametrize("ends", [ends_well, fails, is_terminated])
+def test_the_loop_reports_the_engines_log_however_it_ends(
+    module: Any, monkeypatch: pytest.MonkeyPatch, ends: Callable[[], None]
 ) -> None:
-    gpu_loop = module("gpu_loop")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
-    assert gpu_loop.sampler_env() == ({} if installed else {"VLLM_USE_FLASHINFER_SAMPLER": "0"})
+    gpu_loop, report = module("gpu_loop"), Report()
+
+    def watch(report: Report, command: list[str], env: dict[str, str], run: Path) -> None:
+        log = run / "logs" / "vllm-0.log"
+        log.parent.mkdir(parents=True)
+        log.write_text("old\n" * 9000 + "Using FLASH_ATTN\n 10%\r100%\nGraph capturing took 3 s\n")
+        ends()
+
+    monkeypatch.setattr(gpu_loop, "watch", watch)
+    monkeypatch.setattr(gpu_loop, "loop_command", lambda folder, dry_run: ([], {}))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with contextlib.suppress(RuntimeError, SystemExit):
+            gpu_loop.loop(report)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert report.found["engine_log"][-3:] == ["Using FLASH_ATTN", "100%", "Graph capturing took 3 s"]
+    assert 19_990 < len("\n".join(report.found["engine_log"])) <= 20_000
+    assert set(report.found["engine_log"][:-3]) == {"old"}, "no part of a line"
+
+
+def test_a_loop_whose_engine_never_started_has_an_empty_log(module: Any, tmp_path: Path) -> None:
+    assert module("gpu_loop").engine_log(tmp_path / "vllm-0.log") == []
+
+
+def test_results_name_no_folder_of_the_machine(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine_info = module("machine_info")
+    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.syspath_prepend("/site")
+    kept = [
+        "INFO 11-25 [core.py:133] vllm/v1/engine/core.py, 3.1 s/it, 25W / 700W, N/A",
+        "See https://docs.vllm.ai/en/latest/configuration/ for more",
+        7,
+    ]
+    assert machine_info.without_paths(kept) == kept
+    found = {
+        "a": ['File "/site/vllm/v1/core.py", line 7', "model='/home/someone/run/m', uds=/run/x-1/a b"],
+        "b": "file:///tmp/vllm_dist_7 (/opt/data/x.py:3)",
+    }
+    assert machine_info.without_paths(found) == {
+        "a": ['File "PATH/vllm/v1/core.py", line 7', "model='PATH/run/m', uds=PATH b"],
+        "b": f"file://{'PATH' if tempfile.gettempdir() == '/tmp' else '/tmp'}/vllm_dist_7 (PATH:3)",
+    }
 
 
 @pytest.mark.parametrize("target", ["gpu-check", "gpu-results"])
@@ -106,19 +176,14 @@ def test_results_are_kept_on_a_machine_without_git_and_with_a_broken_driver(
 def test_attention_that_cudnn_refuses_is_a_row_and_not_the_end(
     module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels, rows = module("gpu_kernels"), list[dict[str, Any]]()
-
-    class Report:
-        dry_run = True
-
-        def add(self, name: str, row: dict[str, Any]) -> None:
-            rows.append(row)
+    kernels, report = module("gpu_kernels"), Report()
 
     def refuse(*_: Any) -> Any:
         raise RuntimeError("No available kernel | Aborting execution.")
 
     monkeypatch.setattr(kernels, "first_and_median", refuse)
-    kernels.attention(Report())
+    kernels.attention(report)
+    rows = report.found["rows"]
     assert len(rows) == 2 * len(kernels.SHAPES)
     table = module("gpu_table").attention_rows({"attention": {"found": {"rows": rows}}})
     assert table[-1] == [

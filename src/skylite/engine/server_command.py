@@ -24,6 +24,8 @@ from skylite.vllm_plugin import CPU_SERVER, STOCK_SERVER, SWITCH, exit_with_pare
 from skylite.vllm_plugin import api_key as api_keys
 
 RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+FLASHINFER_SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
+"""vLLM's other sampler. Its kernels are compiled at the start by nvcc, which pip does not install."""
 BASE_NAME = "base"
 """Served name of the model without an adapter."""
 CPU_BLOCK_SIZE = 32
@@ -161,6 +163,8 @@ def engine_env(spec: EngineSpec, base_env: Mapping[str, str]) -> dict[str, str]:
         env[RUNTIME_LORA] = "1"
     if spec.device == "cpu":
         env |= _cpu_env(spec, base_env)
+    else:
+        env.setdefault(FLASHINFER_SAMPLER, os.environ.get(FLASHINFER_SAMPLER, "0"))
     return env | cuda_env(spec.gpus)
 
 

@@ -44,7 +44,7 @@ def single_engine_spec(
     if adapter is not None and (note := check_lora(model_path, device)):
         logger.info(note)
     check_context(config, model_path)
-    dtype = choose_dtype(config.model.dtype, device)[0]
+    dtype = choose_dtype(config.model.dtype, device, lora=adapter is not None)[0]
     gpus = _gpus(config.engine.tensor_parallel, model_path) if device == "cuda" else ()
     if device == "cpu" and config.engine.tensor_parallel > 1:
         logger.info(f"{SETTING}={config.engine.tensor_parallel} is for GPUs: one vLLM process uses this CPU")

@@ -36,6 +36,12 @@ KILL_S = 2.0
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|[\x00-\x08\x0b-\x1f\x7f]")
 _TORCHRUN_CHATTER = re.compile(r"^[WEI]\d{4} .*torch/distributed/(elastic|run)")
 _TORCHRUN_SUMMARY = re.compile(r"torch/distributed/elastic/multiprocessing/api\.py:\d+\] failed \(exitcode")
+_TRACEBACK = "Traceback (most recent call last)"
+_SYMPTOM = re.compile(
+    r"(?<![\w.])[\w.]*(Error|Exception): .*"
+    r"(See root cause above|See stack trace (\(above\) )?for (the )?root cause)"
+)
+"""Last line of a traceback that only points to an earlier one. vLLM's processes print up to three of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,17 +191,28 @@ def child_died(child: Child, lines: int = 15) -> ChildDied:
 def log_tail(path: Path, lines: int, start: int = 0) -> str:
     """The last lines of a log, from byte `start`, as plain text.
 
-    Removes colours and keeps only the last state of a progress bar. Omits torchrun's summary, which prints
-    about forty lines after the traceback of the failed rank.
+    Removes colours and keeps only the last state of a progress bar. Omits what would hide the error:
+    torchrun's summary, about forty lines after the failed rank's traceback, and tracebacks that only point
+    to an earlier one.
     """
     kept: list[str] = []
     for raw in raw_log_tail(path, start).split("\n"):
         line = plain(_ESCAPE.sub("", raw.rstrip("\r").rpartition("\r")[2])).rstrip()
         if _TORCHRUN_SUMMARY.search(line):
             break
+        line = line if len(line) <= 500 else line[:500] + " ..."
         if line and not _TORCHRUN_CHATTER.match(line):
-            kept.append(line if len(line) <= 500 else line[:500] + " ...")
+            kept.append(line)
+        if (symptom := _SYMPTOM.search(line)) is not None:
+            _drop_traceback(kept, line[: symptom.start()])
     return "\n".join(kept[-lines:])
+
+
+def _drop_traceback(lines: list[str], prefix: str) -> None:
+    """Drop the last traceback whose lines begin with `prefix`, such as "(EngineCore pid=7) "."""
+    numbers = reversed(range(len(lines)))
+    start = next((i for i in numbers if lines[i].startswith(prefix + _TRACEBACK)), len(lines))
+    lines[start:] = [line for line in lines[start:] if not line.startswith(prefix)]
 
 
 def raw_log_tail(path: Path, start: int = 0) -> str:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from skylite.errors import ConfigError
 from skylite.processes.cuda_check import check_cuda
-from skylite.processes.gpus import visible_gpus
+from skylite.processes.gpus import USE_CPU, VISIBLE, visible_gpus
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["bfloat16", "float32"]
@@ -72,27 +72,46 @@ def choose_device() -> Device:
     return "cuda"
 
 
-def choose_dtype(setting: Literal["auto", "bfloat16", "float32"], device: Device) -> tuple[Dtype, str]:
+def choose_dtype(
+    setting: Literal["auto", "bfloat16", "float32"], device: Device, *, lora: bool = True
+) -> tuple[Dtype, str]:
     """The compute dtype, and a note on an automatic choice or a slow setting (empty for another setting).
 
-    Raises ConfigError for bfloat16 on a GPU that vLLM refuses it on.
+    `lora`: vLLM serves adapters. Raises ConfigError for a type that vLLM does not compute on this GPU.
     """
     if setting == "auto" and device == "cpu":
         # In bfloat16, vLLM rounds small updates away, and the canary can take that for a wrong adapter.
         return "float32", "dtype float32: on a CPU, every sync is checked exactly"
     missing = _without_bf16(device)
+    if device == "cuda":
+        _check_gpu_dtype(setting, missing, lora=lora)
     if setting == "auto":
         if missing:
             return "float32", f"dtype float32: {missing}"
         return "bfloat16", "dtype bfloat16: this GPU computes it natively"
-    if setting == "bfloat16" and missing and device == "cuda":
+    if setting == "bfloat16" and missing:
+        return setting, f"warning: dtype is bfloat16, but {missing}; float32 is several times faster here"
+    return setting, ""
+
+
+def _check_gpu_dtype(setting: str, missing: str, *, lora: bool) -> None:
+    """Raise ConfigError for a type that vLLM has no kernels for. Its LoRA kernels refuse float32 inputs."""
+    if lora and missing:
+        raise ConfigError(
+            f"This GPU cannot compute LoRA: {missing}. vLLM's LoRA kernels do not take float32, and skylite "
+            "has no float16, in which small gradients become 0.",
+            f"Choose a GPU of compute capability {BF16_CAPABILITY} or newer with {VISIBLE}, or {USE_CPU}.",
+        )
+    if lora and setting == "float32":
+        raise ConfigError(
+            "model.dtype=float32 cannot be used on a GPU: vLLM's LoRA kernels do not take it.",
+            f"Use model.dtype=bfloat16, or {USE_CPU}.",
+        )
+    if setting == "bfloat16" and missing:
         raise ConfigError(
             f"model.dtype=bfloat16 cannot be used: {missing}.",
             "Use model.dtype=float32; skylite has no float16.",
         )
-    if setting == "bfloat16" and missing:
-        return setting, f"warning: dtype is bfloat16, but {missing}; float32 is several times faster here"
-    return setting, ""
 
 
 def _without_bf16(device: Device) -> str:
