@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch.nn.attention.flex_attention import flex_attention
 
 from skylite.model import flex_attention as module
 from skylite.model.prefix_tree import build_tree
@@ -35,9 +36,7 @@ def test_short_batches_do_not_use_flex_decoding(monkeypatch: pytest.MonkeyPatch)
         graphs.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(
-        module, "flex_attention", torch.compile(module.flex_attention, dynamic=True, backend=record)
-    )
+    monkeypatch.setattr(module, "flex_attention", torch.compile(flex_attention, dynamic=True, backend=record))
     with torch.no_grad():
         module.flex_tree_attention(*random_inputs(45), layout_of(15), ScoreSettings(0.25, None, None))
     operation = torch.ops.higher_order.flex_attention
