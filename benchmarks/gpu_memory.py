@@ -20,13 +20,13 @@ DRY_RUN_TOKENS = 25
 
 def out_of_memory(report: Report, shape: str) -> None:
     """Two steps with too little memory: the first must halve the micro-batches until it fits."""
+    gpu_train.use_trainer_environment()  # the imports below load torch
     from skylite.config.train import Resolved, RunConfig
     from skylite.run.run_dir import RunDir
     from skylite.trainer import loop
     from skylite.trainer.optimizer import make_optimizer
 
     shape, sizes = ("tiny", gpu_train.TINY) if report.dry_run else (shape, gpu_train.REAL)
-    gpu_train.use_trainer_environment()
     config, policy, choices, dist = gpu_train.build(shape, sizes, "sdpa", "selective", "tree")
     resolved = Resolved(
         model_path="", model_fingerprint="", dtype="bfloat16", device=policy.device.type, lora_sync_path=""

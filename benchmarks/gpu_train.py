@@ -117,13 +117,13 @@ def device_rate(dry_run: bool) -> float:
 
 def profile(report: Report, shape: str) -> None:
     """Where one micro-batch spends its time: the operations that take most, in milliseconds."""
+    use_trainer_environment()
     import torch
 
     from skylite.trainer.optimizer import make_optimizer
     from skylite.trainer.step import train_step
 
     shape, sizes = ("tiny", TINY) if report.dry_run else (shape, REAL)
-    use_trainer_environment()
     config, policy, _, dist = build(shape, sizes, "sdpa", "selective", "tree")
     on_gpu = policy.device.type == "cuda"
     optimizer = make_optimizer("policy", policy.lora, config.optim.lr, 1.0, config.optim)

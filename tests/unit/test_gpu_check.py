@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -149,6 +150,19 @@ def test_results_name_no_folder_of_the_machine(module: Any, monkeypatch: pytest.
         "a": ['File "PATH/vllm/v1/core.py", line 7', "model='PATH/run/m', uds=PATH b"],
         "b": f"file://{'PATH' if tempfile.gettempdir() == '/tmp' else '/tmp'}/vllm_dist_7 (PATH:3)",
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [("gpu_train", "train"), ("gpu_train", "profile"), ("gpu_memory", "out_of_memory")],
+)
+def test_a_part_that_trains_sets_its_environment_before_it_imports_torch(name: str, function: str) -> None:
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import gpu_check, gpu_train, {name}\n"
+        "gpu_train.use_trainer_environment = lambda: sys.exit('torch' in sys.modules)\n"
+        f"{name}.{function}(gpu_check.Report(None, True), 'qwen2.5-7b')"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=BENCHMARKS, check=True)
 
 
 @pytest.mark.parametrize("target", ["gpu-check", "gpu-results"])
