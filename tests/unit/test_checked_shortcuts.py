@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from skylite.model import checked_shortcuts
 from skylite.model.checked_shortcuts import TOLERANCE, enable_shortcuts
 from skylite.model.float32_arithmetic import Float32Arithmetic, row_dot
 from skylite.model.policy import Policy, load_policy
@@ -67,6 +68,16 @@ def test_a_model_without_tree_attention_uses_padded_rows_with_torchs_attention(
     assert chosen.packing == "padded"
     assert choices[-1].startswith("attention of padded rows: sdpa; ")
     assert policy.model.get_base_model().config._attn_implementation == "sdpa"
+
+
+def test_a_compilers_error_is_one_line_of_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("LoweringException: unbacked_bindings\n\nWhile executing %x\n  File a.py, line 7")
+
+    monkeypatch.setattr(checked_shortcuts, "_probe_logprobs", fail)
+    gap, reason = checked_shortcuts._gap(policy=None, probe=[], reference=torch.zeros(1))  # type: ignore[arg-type]
+    assert gap == math.inf
+    assert reason == "the model does not support it: LoweringException: unbacked_bindings"
 
 
 def test_bfloat16_weights_compute_in_float32() -> None:

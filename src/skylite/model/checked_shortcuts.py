@@ -99,7 +99,8 @@ def _gap(policy: Policy, probe: list[int], reference: Tensor) -> tuple[float, st
     except torch.OutOfMemoryError:
         raise
     except (TypeError, ValueError, KeyError, RuntimeError) as error:
-        return float("inf"), f"the model does not support it: {error}"
+        line = str(error).strip().partition("\n")[0]  # a compiler's error also holds its graph and stack
+        return float("inf"), f"the model does not support it: {line}"
     return gap, f"mean logprob difference to the plain form {gap:.1e}"
 
 
