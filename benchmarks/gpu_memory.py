@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gpu_train
+from gpu_sizes import sizes_of, varied_groups
 
 if TYPE_CHECKING:
     from gpu_check import Report
@@ -26,7 +27,7 @@ def out_of_memory(report: Report, shape: str) -> None:
     from skylite.trainer import loop
     from skylite.trainer.optimizer import make_optimizer
 
-    shape, sizes = ("tiny", gpu_train.TINY) if report.dry_run else (shape, gpu_train.REAL)
+    shape, sizes = sizes_of(shape, report.dry_run)
     config, policy, choices, dist = gpu_train.build(shape, sizes, "sdpa", "selective", "tree")
     resolved = Resolved(
         model_path="", model_fingerprint="", dtype="bfloat16", device=policy.device.type, lora_sync_path=""
@@ -47,7 +48,7 @@ def out_of_memory(report: Report, shape: str) -> None:
         )
         take_memory(policy)
         for step in (1, 2):
-            trainer, result = loop.try_until_it_fits(trainer, gpu_train.varied_groups(sizes, step), step)
+            trainer, result = loop.try_until_it_fits(trainer, varied_groups(sizes, step), step)
             tokens = trainer.config.trainer.tokens_per_micro_batch
             grad_norm = result.metrics.get("optim/grad_norm")
             row = {"step": step, "tokens_per_micro_batch": tokens, "grad_norm": grad_norm}

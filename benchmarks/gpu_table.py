@@ -61,8 +61,9 @@ def outcome(part: dict[str, Any] | None) -> str:
     """How a part ended, in one cell."""
     if part is None:
         return NOT_RUN
-    reason = part.get("reason") or part.get("found", {}).get("skipped", "")
-    status = "skipped" if part.get("found", {}).get("skipped") else part["status"]
+    found = part.get("found", {})
+    reason = part.get("reason") or found.get("skipped", "")
+    status = "skipped" if found.get("skipped") else part["status"]
     return f"{status}, {part['seconds']} s" + (f": {short(reason)}" if reason else "")
 
 
@@ -73,11 +74,13 @@ def train_rows(parts: dict[str, Any]) -> list[list[Any]]:
         found = part.get("found", {})
         for row in found.get("rows", []):
             mode = [found.get("shape"), row["attention"], row["checkpointing"]]
-            if "failed" in row:
-                rows.append([*mode, row["packing_wanted"], short(row["failed"]), "", ""])
+            mode.append(row.get("packing", row["packing_wanted"]))
+            failed, peak = short(row.get("failed", "")), row.get("peak_gib", "")
+            if not row.get("seconds"):
+                rows.append([*mode, failed, "", peak])
                 continue
-            rate = round(row["tokens_total"] / row["seconds"][-1])
-            rows.append([*mode, row["packing"], f"{rate:,}", f"{row['mfu']:.3g}", row["peak_gib"]])
+            rate = f"{round(row['tokens_total'] / row['seconds'][-1]):,}"
+            rows.append([*mode, f"{rate}, then {failed}" if failed else rate, f"{row['mfu']:.3g}", peak])
     return rows
 
 

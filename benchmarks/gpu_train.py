@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
-import random
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import train_phase
+from gpu_sizes import Sizes, sizes_of, varied_groups
 from shapes import model_config
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from skylite.config.train import TrainConfig
     from skylite.model.policy import Policy
     from skylite.model.process_group import Dist
-    from skylite.types import Group
 
 DEFAULT, FLEX = ("sdpa", "selective", "tree"), ("flex", "selective", "tree")
 FULL, NONE = ("sdpa", "full", "tree"), ("sdpa", "none", "tree")
@@ -34,28 +33,11 @@ STEPS = 3
 RANK = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """A step. Completion lengths are log-normal: most are short, some reach the longest."""
-
-    prompts: int
-    group_size: int
-    prompt: int
-    median: int
-    longest: int
-    budget: int
-    vocab: int
-
-
-REAL = Sizes(prompts=8, group_size=8, prompt=256, median=400, longest=2048, budget=16384, vocab=20000)
-TINY = Sizes(prompts=2, group_size=2, prompt=8, median=8, longest=20, budget=256, vocab=500)
-
-
 def train(report: Report, shape: str) -> None:
     """Seconds, MFU and peak memory of training steps in every mode of the shape."""
-    modes = MODES[shape]
-    shape, sizes = ("tiny", TINY) if report.dry_run else (shape, REAL)
     use_trainer_environment()
+    modes = MODES[shape]
+    shape, sizes = sizes_of(shape, report.dry_run)
     report.put("shape", shape)
     rate = device_rate(report.dry_run)
     report.put("matrix_tflops", round(rate / 1e12, 1))
@@ -64,47 +46,74 @@ def train(report: Report, shape: str) -> None:
         try:
             row = measured(shape, sizes, rate, attention, checkpointing, packing)
         except Exception as error:  # noqa: BLE001 -- out of memory and compilers' errors are results
-            row = {"failed": f"{type(error).__name__}: {error}"[:400]}
-        report.add("rows", mode | row)
+            row = {"failed": reason_of(error)}
+        report.add("rows", mode | {"budget": sizes.budget} | row)
         free_memory()
+
+
+def reason_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:400]
+
+
+@dataclass(slots=True)
+class Measured:
+    """The steps of one mode that ended."""
+
+    seconds: list[float] = field(default_factory=list)
+    flop: list[float] = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)
 
 
 def measured(
     shape: str, sizes: Sizes, rate: float, attention: str, checkpointing: str, packing: str
 ) -> dict[str, Any]:
-    """Three steps of one mode, beside `rate` FLOP per second. The first, which compiles, is not counted."""
+    """The row of one mode, beside `rate` FLOP per second. The first step, which compiles, is not counted.
+
+    A step that fails ends it: `failed` has the reason, and the steps before it keep their numbers.
+    """
     import torch
 
+    config, policy, choices, dist = build(shape, sizes, attention, checkpointing, packing)
+    if policy.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    done, failed = Measured(), dict[str, Any]()
+    try:
+        run_steps(done, policy, sizes, config, dist)
+    except Exception as error:  # noqa: BLE001 -- as in `train`
+        failed = {"failed": reason_of(error)}
+    peak = round(train_phase.peak_gib(policy), 2)
+    row = {"packing": policy.packing, "peak_gib": peak, "choices": choices, **failed}
+    if not done.seconds:
+        return row
+    counted, flop = sum(done.seconds[1:]), sum(done.flop[1:])
+    last = done.metrics[-1]
+    row |= {
+        "first_s": round(done.seconds[0], 3),
+        "seconds": [round(s, 3) for s in done.seconds[1:]],
+        "tokens_total": last["tokens/total"],
+        "tokens_computed": last["tokens/unique"],
+        "grad_norms": [m["optim/grad_norm"] for m in done.metrics],
+    }
+    if counted:
+        row |= {"tflops": round(flop / counted / 1e12, 2), "mfu": round(flop / counted / rate, 5)}
+    return row
+
+
+def run_steps(done: Measured, policy: Policy, sizes: Sizes, config: TrainConfig, dist: Dist) -> None:
+    """Train, and add each step to `done`."""
     from skylite.trainer.optimizer import make_optimizer
     from skylite.trainer.step import train_step
 
-    config, policy, choices, dist = build(shape, sizes, attention, checkpointing, packing)
     optim = config.optim
     optimizer = make_optimizer("policy", policy.lora, optim.lr, optim.max_grad_norm, optim)
-    on_gpu = policy.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    seconds, flop = list[float](), 0.0
+    weights = train_phase.count_weights(policy)
     for step in range(1, STEPS + 1):
         groups = varied_groups(sizes, step)
         started = time.perf_counter()
         metrics = train_step(policy, optimizer, groups, step, config, dist)
-        seconds.append(time.perf_counter() - started)
-        if step > 1:
-            flop += train_phase.work(train_phase.count_weights(policy), metrics, policy.packing == "tree")
-    counted = sum(seconds[1:])
-    return {
-        "packing": policy.packing,
-        "choices": choices,
-        "first_s": round(seconds[0], 3),
-        "seconds": [round(s, 3) for s in seconds[1:]],
-        "tokens_total": metrics["tokens/total"],
-        "tokens_computed": metrics["tokens/unique"],
-        "grad_norm": metrics["optim/grad_norm"],
-        "peak_gib": round(train_phase.peak_gib(policy), 2),
-        "tflops": round(flop / counted / 1e12, 2),
-        "mfu": round(flop / counted / rate, 5),
-    }
+        done.seconds.append(time.perf_counter() - started)
+        done.flop.append(train_phase.work(weights, metrics, policy.packing == "tree"))
+        done.metrics.append(metrics)
 
 
 def device_rate(dry_run: bool) -> float:
@@ -123,7 +132,8 @@ def profile(report: Report, shape: str) -> None:
     from skylite.trainer.optimizer import make_optimizer
     from skylite.trainer.step import train_step
 
-    shape, sizes = ("tiny", TINY) if report.dry_run else (shape, REAL)
+    shape, sizes = sizes_of(shape, report.dry_run)
+    report.put("budget", sizes.budget)
     config, policy, _, dist = build(shape, sizes, "sdpa", "selective", "tree")
     on_gpu = policy.device.type == "cuda"
     optimizer = make_optimizer("policy", policy.lora, config.optim.lr, 1.0, config.optim)
@@ -153,8 +163,6 @@ def build(
     shape: str, sizes: Sizes, attention: str, checkpointing: str, packing: str
 ) -> tuple[TrainConfig, Policy, list[str], Dist]:
     """A policy of random weights on this machine's device, with the shortcuts that its probes allow."""
-    from dataclasses import replace
-
     import torch
 
     from skylite.config.train import Resolved, TrainConfig
@@ -201,31 +209,6 @@ def random_base(shape: str, device: torch.device) -> Any:
         return AutoModelForCausalLM.from_config(model_config(shape), dtype=torch.bfloat16).eval()
 
 
-def varied_groups(sizes: Sizes, seed: int) -> list[Group]:
-    """Groups of random tokens with varied lengths. One trajectory of each group has reward 1."""
-    from tests.rows import Row, groups_of
-
-    rng = random.Random(seed)
-
-    def tokens(count: int) -> list[int]:
-        return [rng.randrange(sizes.vocab) for _ in range(count)]
-
-    rows = []
-    for group in range(sizes.prompts):
-        prompt = tokens(max(1, round(sizes.prompt * rng.uniform(0.5, 1.5))))
-        for index in range(sizes.group_size):
-            length = min(sizes.longest, max(1, round(sizes.median * rng.lognormvariate(0, 0.7))))
-            row = Row(
-                group=group,
-                prompt_token_ids=prompt,
-                completion_token_ids=tokens(length),
-                rollout_logprobs=[-10.0] * length,
-                reward=float(index == 0),
-            )
-            rows.append(row)
-    return groups_of(rows)
-
-
 def use_trainer_environment() -> None:
     """The environment variables that the trainer gets, set before torch is imported."""
     from skylite.processes.hardware import cpu_cores
@@ -238,6 +221,9 @@ def use_trainer_environment() -> None:
 def free_memory() -> None:
     import torch
 
+    from skylite.model.lora_linear import forget_outputs
+
+    forget_outputs()  # after a failed pass they hold the model
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,0 +1,70 @@
+"""The rows of the training parts of `make gpu-check`."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from skylite.trainer import step as step_module
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def gpu_train(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("gpu_train")
+
+
+@pytest.fixture
+def rows_until(gpu_train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Rows of a part whose sdpa without checkpointing runs out of memory in the given step."""
+    right, calls = step_module.train_step, list[int]()
+
+    def limited(policy: Any, optimizer: Any, groups: Any, step: int, config: Any, dist: Any) -> Any:
+        if config.trainer.checkpointing == "none" and step == calls[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return right(policy, optimizer, groups, step, config, dist)
+
+    def rows(last: int) -> list[dict[str, Any]]:
+        calls[:] = [last]
+        report = importlib.import_module("gpu_check").Report(tmp_path / "found.json", True)
+        gpu_train.train(report, "tiny")
+        found: list[dict[str, Any]] = report.found["rows"]
+        return found
+
+    monkeypatch.setattr(step_module, "train_step", limited)
+    monkeypatch.setattr(gpu_train, "use_trainer_environment", lambda: None)
+    monkeypatch.setattr(gpu_train, "device_rate", lambda dry_run: 1e12)
+    monkeypatch.setitem(gpu_train.MODES, "tiny", [gpu_train.NONE, gpu_train.DEFAULT])
+    return rows
+
+
+@pytest.mark.parametrize("last", [1, 2, 3])
+def test_an_out_of_memory_keeps_the_steps_before_it(gpu_train: Any, rows_until: Any, last: int) -> None:
+    failed, done = rows_until(last)
+    assert failed["failed"].startswith("OutOfMemoryError: CUDA out of memory.")
+    assert failed["packing"] == "tree"
+    assert failed["budget"] == done["budget"] == 256
+    assert len(failed.get("grad_norms", [])) == last - 1
+    assert len(failed.get("seconds", [])) == max(0, last - 2)
+    assert ("mfu" in failed) == (last == 3)
+    assert "failed" not in done
+    assert (len(done["grad_norms"]), len(done["seconds"])) == (3, 2)
+    table = importlib.import_module("gpu_table").train_rows(
+        {"train x": {"found": {"shape": "tiny", "rows": [failed, done]}}}
+    )
+    reason = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2..."
+    assert table[0][4].endswith(f", then {reason}" if last == 3 else reason)
+    assert table[0][6] == failed["peak_gib"]
+    assert all(table[1][4:])
+
+
+def test_the_largest_shape_has_micro_batches_that_fit(gpu_train: Any) -> None:
+    sizes = {shape: gpu_train.sizes_of(shape, False)[1].budget for shape in gpu_train.MODES}
+    assert sizes == {"qwen2.5-7b": 8192, "qwen2.5-0.5b": 16384, "qwen2.5-1.5b": 16384}
+    assert gpu_train.sizes_of("qwen2.5-7b", True)[0] == "tiny"
