@@ -81,8 +81,7 @@ def measured(
         run_steps(done, policy, sizes, config, dist)
     except Exception as error:  # noqa: BLE001 -- as in `train`
         failed = {"failed": reason_of(error)}
-    peak = round(train_phase.peak_gib(policy), 2)
-    row = {"packing": policy.packing, "peak_gib": peak, "choices": choices, **failed}
+    row = {"packing": policy.packing, "choices": choices, **memory_of(policy), **failed}
     if not done.seconds:
         return row
     counted, flop = sum(done.seconds[1:]), sum(done.flop[1:])
@@ -114,6 +113,22 @@ def run_steps(done: Measured, policy: Policy, sizes: Sizes, config: TrainConfig,
         done.seconds.append(time.perf_counter() - started)
         done.flop.append(train_phase.work(weights, metrics, policy.packing == "tree"))
         done.metrics.append(metrics)
+
+
+def memory_of(policy: Policy) -> dict[str, float]:
+    """Peak of the tensors in GiB; on a GPU also what torch holds, and what others do: CUDA and libraries."""
+    import torch
+
+    row = {"peak_gib": round(train_phase.peak_gib(policy), 2)}
+    if policy.device.type != "cuda":
+        return row
+    free, total = torch.cuda.mem_get_info(policy.device)
+    reserved = torch.cuda.memory_reserved(policy.device)
+    return row | {
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(policy.device),
+        "reserved_bytes": reserved,
+        "outside_torch_bytes": total - free - reserved,
+    }
 
 
 def device_rate(dry_run: bool) -> float:

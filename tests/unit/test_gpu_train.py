@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,3 +69,21 @@ def test_the_largest_shape_has_micro_batches_that_fit(gpu_train: Any) -> None:
     sizes = {shape: gpu_train.sizes_of(shape, False)[1].budget for shape in gpu_train.MODES}
     assert sizes == {"qwen2.5-7b": 8192, "qwen2.5-0.5b": 16384, "qwen2.5-1.5b": 16384}
     assert gpu_train.sizes_of("qwen2.5-7b", True)[0] == "tiny"
+
+
+def test_a_row_has_the_memory_inside_and_outside_of_torch(
+    gpu_train: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No GPU is used here: torch's own counts are replaced."""
+    counts = {"max_memory_allocated": 3 << 30, "max_memory_reserved": 5 << 30, "memory_reserved": 4 << 30}
+    for name, count in counts.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, count=count: count)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 << 30, 15 << 30))
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda", 0))
+    assert gpu_train.memory_of(on_gpu) == {
+        "peak_gib": 3.0,
+        "peak_reserved_bytes": 5 << 30,
+        "reserved_bytes": 4 << 30,
+        "outside_torch_bytes": 1 << 30,
+    }
+    assert list(gpu_train.memory_of(SimpleNamespace(device=torch.device("cpu")))) == ["peak_gib"]
