@@ -62,7 +62,7 @@ def outcome(part: dict[str, Any] | None) -> str:
     if part is None:
         return NOT_RUN
     found = part.get("found", {})
-    reason = part.get("reason") or found.get("skipped", "")
+    reason = part.get("reason") or found.get("skipped") or found.get("flex_gradient", {}).get("failed", "")
     status = "skipped" if found.get("skipped") else part["status"]
     return f"{status}, {part['seconds']} s" + (f": {short(reason)}" if reason else "")
 

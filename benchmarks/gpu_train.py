@@ -31,6 +31,8 @@ MODES = {
 }
 STEPS = 3
 RANK = 32
+GRADIENT_TOLERANCE = 0.02
+"""Largest relative difference of a gradient norm between two kinds of attention in bfloat16."""
 
 
 def train(report: Report, shape: str) -> None:
@@ -48,11 +50,32 @@ def train(report: Report, shape: str) -> None:
         except Exception as error:  # noqa: BLE001 -- out of memory and compilers' errors are results
             row = {"failed": reason_of(error)}
         report.add("rows", mode | {"budget": sizes.budget} | row)
+        if attention == "flex":
+            report.put("flex_gradient", flex_gradient(report.found["rows"]))
         free_memory()
 
 
 def reason_of(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:400]
+
+
+def flex_gradient(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The first step's gradient norms of sdpa and flex, and `failed` with the reason if they differ."""
+    found = {
+        row["attention"]: row.get("grad_norms", [])[:1]
+        for row in rows
+        if (row["attention"], row["checkpointing"], row["packing_wanted"]) in (DEFAULT, FLEX)
+        and row.get("packing") == row["packing_wanted"]
+    }
+    missing = [name for name in ("sdpa", "flex") if not found.get(name)]
+    if missing:
+        return {"failed": f"no gradient of a prefix tree with {' and '.join(missing)}"}
+    sdpa, flex = found["sdpa"][0], found["flex"][0]
+    difference = abs(flex - sdpa) / sdpa if sdpa else float("inf")
+    result = {"sdpa": sdpa, "flex": flex, "difference": round(difference, 6)}
+    if difference <= GRADIENT_TOLERANCE:
+        return result
+    return result | {"failed": f"flex's gradient norm differs from sdpa's by {difference:.1%}"}
 
 
 @dataclass(slots=True)

@@ -71,6 +71,26 @@ def test_the_largest_shape_has_micro_batches_that_fit(gpu_train: Any) -> None:
     assert gpu_train.sizes_of("qwen2.5-7b", True)[0] == "tiny"
 
 
+def row(attention: str, norms: list[float], **fields: Any) -> dict[str, Any]:
+    mode = {"attention": attention, "checkpointing": "selective", "packing_wanted": "tree"}
+    return {**mode, "packing": "tree", "grad_norms": norms, **fields}
+
+
+def test_flex_must_have_the_gradient_of_sdpa(gpu_train: Any) -> None:
+    sdpa = row("sdpa", [2.0, 7.0])
+    same = gpu_train.flex_gradient([sdpa, row("flex", [2.039, 9.0])])
+    assert same == {"sdpa": 2.0, "flex": 2.039, "difference": 0.0195}
+    other = gpu_train.flex_gradient([sdpa, row("sdpa", [9.0], checkpointing="full"), row("flex", [1.9])])
+    assert other["failed"] == "flex's gradient norm differs from sdpa's by 5.0%"
+    assert gpu_train.flex_gradient([sdpa, row("flex", [float("nan")])])["failed"]
+    missing = {"failed": "no gradient of a prefix tree with flex"}
+    assert gpu_train.flex_gradient([sdpa]) == missing
+    assert gpu_train.flex_gradient([sdpa, {**row("flex", [2.0]), "packing": "padded"}]) == missing
+    part = {"status": "done", "seconds": 9.0, "found": {"flex_gradient": other}}
+    outcome = importlib.import_module("gpu_table").outcome(part)
+    assert outcome == "done, 9.0 s: flex's gradient norm differs from sdpa's by 5.0%"
+
+
 def test_a_row_has_the_memory_inside_and_outside_of_torch(
     gpu_train: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
