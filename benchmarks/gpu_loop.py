@@ -36,8 +36,8 @@ METRICS = (
 )
 ENGINES = ("VLLM::EngineCore", "tests.fakes.engine")
 """Names of the process to kill, and of its stand-in in a dry run."""
-LOG_CHARS = 20_000
-"""What the report keeps of the engine's log: a start of vLLM fits."""
+LOG_CHARS, SHORT_LOG_CHARS = 20_000, 6_000
+"""What the report keeps of the engine's log, where a start of vLLM fits, and of each other log of the run."""
 
 
 def machine(report: Report) -> None:
@@ -62,7 +62,7 @@ def machine(report: Report) -> None:
 def loop(report: Report) -> None:
     """`skylite train` for three steps. The engine is killed after the first one and must restart.
 
-    Reports the engine's log however it ends. Raises RuntimeError if the run fails.
+    Reports the end of each log however it ends. Raises RuntimeError if the run fails.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("out of time"))
     with tempfile.TemporaryDirectory(prefix="skylite-", ignore_cleanup_errors=True) as folder:
@@ -70,17 +70,24 @@ def loop(report: Report) -> None:
         try:
             watch(report, command, env, Path(folder, "run"))
         finally:
-            # Not printed: it would push skylite's own last lines out of the report.
-            report.put("engine_log", engine_log(Path(folder, "run", "logs", "vllm-0.log")), show=False)
+            report_logs(report, Path(folder, "run", "logs"))
 
 
-def engine_log(path: Path) -> list[str]:
-    """The last complete lines of vLLM's log, with the last state of each progress bar."""
+def report_logs(report: Report, logs: Path) -> None:
+    """Report the end of each log. Not printed: it would push skylite's own last lines out of the report."""
+    engine = logs / "vllm-0.log"
+    report.put("engine_log", log_end(engine, LOG_CHARS), show=False)
+    others = {path.name: log_end(path, SHORT_LOG_CHARS) for path in sorted(logs.glob("*.log"))}
+    report.put("logs", {name: lines for name, lines in others.items() if name != engine.name}, show=False)
+
+
+def log_end(path: Path, chars: int) -> list[str]:
+    """The last complete lines of a log, with the last state of each progress bar."""
     from skylite.processes.child import raw_log_tail
 
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in raw_log_tail(path).split("\n")]
     text = "\n".join(lines)
-    return text[-LOG_CHARS:].splitlines()[1 if len(text) > LOG_CHARS else 0 :]
+    return text[-chars:].splitlines()[1 if len(text) > chars else 0 :]
 
 
 def loop_command(folder: Path, dry_run: bool) -> tuple[list[str], dict[str, str]]:

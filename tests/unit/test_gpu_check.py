@@ -104,7 +104,7 @@ def is_terminated() -> None:
 
 
 @pytest.mark.parametrize("ends", [ends_well, fails, is_terminated])
-def test_the_loop_reports_the_engines_log_however_it_ends(
+def test_the_loop_reports_its_logs_however_it_ends(
     module: Any, monkeypatch: pytest.MonkeyPatch, ends: Callable[[], None]
 ) -> None:
     gpu_loop, report = module("gpu_loop"), Report()
@@ -113,6 +113,8 @@ def test_the_loop_reports_the_engines_log_however_it_ends(
         log = run / "logs" / "vllm-0.log"
         log.parent.mkdir(parents=True)
         log.write_text("old\n" * 9000 + "Using FLASH_ATTN\n 10%\r100%\nGraph capturing took 3 s\n")
+        (log.parent / "trainer.log").write_text("older\n" * 9000 + "CUDA error\n")
+        (log.parent / "skylite.log").write_text("step 1\n")
         ends()
 
     monkeypatch.setattr(gpu_loop, "watch", watch)
@@ -126,10 +128,16 @@ def test_the_loop_reports_the_engines_log_however_it_ends(
     assert report.found["engine_log"][-3:] == ["Using FLASH_ATTN", "100%", "Graph capturing took 3 s"]
     assert 19_990 < len("\n".join(report.found["engine_log"])) <= 20_000
     assert set(report.found["engine_log"][:-3]) == {"old"}, "no part of a line"
+    assert list(report.found["logs"]) == ["skylite.log", "trainer.log"]
+    assert report.found["logs"]["skylite.log"] == ["step 1"]
+    assert report.found["logs"]["trainer.log"][-2:] == ["older", "CUDA error"]
+    assert 5_980 < len("\n".join(report.found["logs"]["trainer.log"])) <= 6_000
 
 
 def test_a_loop_whose_engine_never_started_has_an_empty_log(module: Any, tmp_path: Path) -> None:
-    assert module("gpu_loop").engine_log(tmp_path / "vllm-0.log") == []
+    report = Report()
+    module("gpu_loop").report_logs(report, tmp_path / "logs")
+    assert report.found == {"engine_log": [], "logs": {}}
 
 
 def test_results_name_no_folder_of_the_machine(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
