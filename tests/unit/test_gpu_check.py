@@ -140,6 +140,20 @@ def test_a_loop_whose_engine_never_started_has_an_empty_log(module: Any, tmp_pat
     assert report.found == {"engine_log": [], "logs": {}}
 
 
+def test_a_zombie_does_not_hide_the_engine(module: Any) -> None:
+    code = """if True:
+        import subprocess, sys, time
+        zombie = subprocess.Popen(["true"])
+        time.sleep(0.5)
+        engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(20)  # tests.fakes.engine"])
+        print(flush=True)
+        engine.wait()"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        parent.stdout.readline()
+        assert module("gpu_loop").kill_the_engine(parent.pid).endswith("# tests.fakes.engine")
+
+
 def test_results_name_no_folder_of_the_machine(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     machine_info = module("machine_info")
     monkeypatch.setenv("HOME", "/home/someone")
