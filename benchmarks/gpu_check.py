@@ -82,6 +82,8 @@ class Report:
     path: Path
     dry_run: bool
     """Tiny sizes."""
+    end: float = float("inf")
+    """When the part must have ended, in seconds of the monotonic clock."""
     found: dict[str, Any] = field(default_factory=dict)
 
     def put(self, name: str, value: Any, *, show: bool = True) -> None:
@@ -106,11 +108,12 @@ def main() -> None:
     )
     parser.add_argument("--page", type=Path, default=DOCS, help=argparse.SUPPRESS)
     parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--end", type=float, default=float("inf"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.docs:
         write_table(args.page, json.loads(args.docs.read_text(encoding="utf-8")))
     elif args.part:
-        run_part(args.part, Report(args.out, args.dry_run))
+        run_part(args.part, Report(args.out, args.dry_run, args.end))
     else:
         check(args.parts, args.out, args.dry_run)
 
@@ -144,6 +147,7 @@ def in_own_process(name: str, limit: float, dry_run: bool) -> dict[str, Any]:
         found, log = Path(folder, "found.json"), Path(folder, "log")
         command = [sys.executable, __file__, "--part", name, "--out", str(found)]
         started = time.monotonic()
+        command += ["--end", str(started + limit)]
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [*command, *(["--dry-run"] if dry_run else [])],

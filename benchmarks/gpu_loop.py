@@ -39,6 +39,9 @@ ENGINES = ("VLLM::EngineCore", "tests.fakes.engine")
 LOG_CHARS, SHORT_LOG_CHARS = 20_000, 6_000
 """What the report keeps of the engine's log, where a start of vLLM fits, and of each other log of the run."""
 
+SPARE_S, LONGEST_S = 10.0, 3600.0
+"""Time to end a resumed run that takes too long and to write the logs; its limit where the part has none."""
+
 
 def machine(report: Report) -> None:
     """nvidia-smi, and what torch and vLLM see."""
@@ -62,13 +65,15 @@ def machine(report: Report) -> None:
 def loop(report: Report) -> None:
     """`skylite train` for three steps. The engine is killed after the first one and must restart.
 
-    Reports the end of each log however it ends. Raises RuntimeError if the run fails.
+    A fourth step follows with --resume, if there is time. Reports the end of each log however it ends.
+    Raises RuntimeError if the run fails.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("out of time"))
     with tempfile.TemporaryDirectory(prefix="skylite-", ignore_cleanup_errors=True) as folder:
         command, env = loop_command(Path(folder), report.dry_run)
         try:
             watch(report, command, env, Path(folder, "run"))
+            report.put("resume", resume(report, env, Path(folder, "run")))
         finally:
             report_logs(report, Path(folder, "run", "logs"))
 
@@ -130,6 +135,23 @@ def watch(report: Report, command: list[str], env: dict[str, str], run: Path) ->
     report.put("restarts", read(run / "status.json").get("restarts", {}))
     if process.returncode or steps < STEPS:
         raise RuntimeError(f"skylite train ended with exit code {process.returncode} after {steps} steps")
+
+
+def resume(report: Report, env: dict[str, str], run: Path) -> str:
+    """Train one more step from the checkpoint. Returns "ok" or why not: no failure of this part."""
+    from gpu_check import ended
+
+    needed, left = report.found["steps"][0]["seconds_since_start"], report.end - time.monotonic() - SPARE_S
+    if left < needed:
+        return f"not tried: {left:.0f} s left, and the first start took {needed:.0f} s until its first step"
+    command = [*SKYLITE, "train", "--resume", str(run), "--steps", str(STEPS + 1)]
+    started = time.monotonic()
+    process = subprocess.Popen(command, env=env, cwd=run.parent, stdin=subprocess.DEVNULL, stdout=sys.stderr)
+    status = ended(process, min(left, LONGEST_S))
+    seconds, steps = time.monotonic() - started, report_steps(report, run, started)
+    if status == "done" and steps == STEPS + 1:
+        return "ok"
+    return f"{status}: exit code {process.returncode} after {seconds:.0f} s and step {steps}"
 
 
 def report_steps(report: Report, run: Path, started: float) -> int:

@@ -131,6 +131,8 @@ def loop_rows(parts: dict[str, Any]) -> list[list[Any]]:
         rows.append([f"step {step.get('step')}", f"{step.get('time/step_s', 0):.1f} s; {gaps}"])
     if "restarts" in found:
         rows.append(["restarts after the engine was killed", found["restarts"]])
+    if "resume" in found:
+        rows.append(["one more step with `--resume`", short(found["resume"])])
     liger = parts.get("liger", {}).get("found", {})
     names = {"off": "skylite's kernels", "on": f"Liger {liger.get('version', '')}".strip()}
     return rows + [[name, liger[key]] for key, name in names.items() if key in liger]

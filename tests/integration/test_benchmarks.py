@@ -71,12 +71,14 @@ def test_the_loop_continues_after_its_engine_was_killed(tmp_path: Path) -> None:
     loop = dry_run(tmp_path / "gpu.json", "loop")["loop"]
     assert loop["status"] == "done", loop
     found = loop["found"]
-    assert [step["step"] for step in found["steps"]] == [1, 2, 3]
+    assert [step["step"] for step in found["steps"]] == [1, 2, 3, 4]
+    assert found["resume"] == "ok"
     assert found["engine_killed"]["process"] != "no engine found"
     assert found["restarts"]
     assert any(choice.startswith("packing: ") for choice in found["choices"])
     assert all("canary/gap_max" in step for step in found["steps"])
     assert "engine_log" in found
+    assert {"skylite.log", "trainer.log"} <= set(found["logs"])
 
 
 def test_results_become_tables_and_a_dry_run_becomes_not_run(tmp_path: Path) -> None:

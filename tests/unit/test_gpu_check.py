@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -79,6 +80,7 @@ class Report:
     """What a part reports, without files."""
 
     dry_run = True
+    end = float("inf")
 
     def __init__(self) -> None:
         self.found: dict[str, Any] = {}
@@ -118,6 +120,7 @@ def test_the_loop_reports_its_logs_however_it_ends(
         ends()
 
     monkeypatch.setattr(gpu_loop, "watch", watch)
+    monkeypatch.setattr(gpu_loop, "resume", lambda *_: "ok")
     monkeypatch.setattr(gpu_loop, "loop_command", lambda folder, dry_run: ([], {}))
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -152,6 +155,34 @@ def test_a_zombie_does_not_hide_the_engine(module: Any) -> None:
         assert parent.stdout is not None
         parent.stdout.readline()
         assert module("gpu_loop").kill_the_engine(parent.pid).endswith("# tests.fakes.engine")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "code", "result"),
+    [
+        (60, "open('metrics.jsonl', 'a').write('{\"step\": 4}\\n')", "ok"),
+        (60, "raise SystemExit(3)", "failed: exit code 3 after N s and step 3"),
+        (60, "pass", "done: exit code 0 after N s and step 3"),
+        (12.0, "import time; time.sleep(60)", "out of time: exit code -15 after N s and step 3"),
+        (
+            10.5,
+            "raise SystemExit(3)",
+            "not tried: 0 s left, and the first start took 1 s until its first step",
+        ),
+    ],
+)
+def test_a_resume_is_tried_if_its_start_fits(
+    module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seconds: float, code: str, result: str
+) -> None:
+    gpu_loop, report, run = module("gpu_loop"), Report(), tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3)))
+    report.found["steps"] = [{"step": step, "seconds_since_start": step} for step in (1, 2, 3)]
+    report.end = time.monotonic() + seconds
+    monkeypatch.setattr(gpu_loop, "SKYLITE", [sys.executable, "-c", f"import os; os.chdir('run'); {code}"])
+    found = gpu_loop.resume(report, dict(os.environ), run)
+    assert re.sub(r"after \d+ s", "after N s", found) == result
+    assert [step["step"] for step in report.found["steps"]] == [1, 2, 3, *([4] if result == "ok" else [])]
 
 
 def test_results_name_no_folder_of_the_machine(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
