@@ -96,7 +96,7 @@ def measured(args: argparse.Namespace, *, own: bool, compiled: bool) -> dict[str
             except Exception as error:  # noqa: BLE001 any error of the compiler is a result
                 return {"device": device, "failed": f"{type(error).__name__}: {error}"[:300]}
             seconds.append(time.perf_counter() - started)
-    peak = round(train_phase.peak_gib(policy), 2)
+    peak = round(train_phase.peak_gib(policy.device), 2)
     return {
         "device": device,
         "seconds": round(statistics.median(seconds[2:]), 3),

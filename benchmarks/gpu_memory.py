@@ -52,7 +52,7 @@ def out_of_memory(report: Report, shape: str) -> None:
             tokens = trainer.config.trainer.tokens_per_micro_batch
             grad_norm = result.metrics.get("optim/grad_norm")
             row = {"step": step, "tokens_per_micro_batch": tokens, "grad_norm": grad_norm}
-            row |= gpu_train.memory_of(policy)
+            row |= gpu_train.memory_of(policy.device)
             report.add("steps", row | {"warnings": list(result.warnings), "anomaly": result.anomaly})
     if not report.found["steps"][0]["warnings"]:
         raise RuntimeError("the first step did not run out of memory")

@@ -104,7 +104,7 @@ def measured(
         run_steps(done, policy, sizes, config, dist)
     except Exception as error:  # noqa: BLE001 -- as in `train`
         failed = {"failed": reason_of(error)}
-    row = {"packing": policy.packing, "choices": choices, **memory_of(policy), **failed}
+    row = {"packing": policy.packing, "choices": choices, **memory_of(policy.device), **failed}
     if not done.seconds:
         return row
     counted, flop = sum(done.seconds[1:]), sum(done.flop[1:])
@@ -138,17 +138,17 @@ def run_steps(done: Measured, policy: Policy, sizes: Sizes, config: TrainConfig,
         done.metrics.append(metrics)
 
 
-def memory_of(policy: Policy) -> dict[str, float]:
+def memory_of(device: torch.device) -> dict[str, float]:
     """Peak of the tensors in GiB; on a GPU also what torch holds, and what others do: CUDA and libraries."""
     import torch
 
-    row = {"peak_gib": round(train_phase.peak_gib(policy), 2)}
-    if policy.device.type != "cuda":
+    row = {"peak_gib": round(train_phase.peak_gib(device), 2)}
+    if device.type != "cuda":
         return row
-    free, total = torch.cuda.mem_get_info(policy.device)
-    reserved = torch.cuda.memory_reserved(policy.device)
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
     return row | {
-        "peak_reserved_bytes": torch.cuda.max_memory_reserved(policy.device),
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
         "reserved_bytes": reserved,
         "outside_torch_bytes": total - free - reserved,
     }

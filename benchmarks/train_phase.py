@@ -120,7 +120,7 @@ def inner(args: argparse.Namespace) -> None:
             "tokens_total": metrics["tokens/total"],
             "tokens_computed": metrics["tokens/unique"],
             "tokens_per_s": round(metrics["tokens/total"] / seconds, 1),
-            "peak_gib": round(peak_gib(policy), 2),
+            "peak_gib": round(peak_gib(policy.device), 2),
             "loaded_gib": round(loaded, 2),
             "matrix_gflops": round(rate / 1e9, 1),
             "mfu": round(flop / seconds / dist.dp_size / rate, 3),
@@ -280,11 +280,11 @@ def published(policy: Policy, config: TrainConfig, where: Resolved) -> dict[str,
     return {"publish_s": round(statistics.median(seconds), 3), "adapter_mb": round(done.num_bytes / 1e6, 1)}
 
 
-def peak_gib(policy: Policy) -> float:
+def peak_gib(device: torch.device) -> float:
     """Peak memory in GiB: allocated on the GPU, or resident in this process on a CPU."""
     import torch
 
-    return torch.cuda.max_memory_allocated() / 2**30 if policy.device.type == "cuda" else rss_gib("peak")
+    return torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else rss_gib("peak")
 
 
 def rss_gib(which: Literal["now", "peak"]) -> float:

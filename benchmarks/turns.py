@@ -127,7 +127,7 @@ def inner(args: argparse.Namespace) -> None:
             policy = replace(policy, packing="padded")
         loaded = rss_gib("now")
         seconds, metrics = timed_steps(args, form, policy, config, dist)
-        peak = peak_gib(policy)
+        peak = peak_gib(policy.device)
     print(
         json.dumps(
             {

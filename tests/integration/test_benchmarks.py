@@ -39,7 +39,8 @@ def dry_run(out: Path, *parts: str) -> dict[str, Any]:
 
 
 def test_every_part_runs_after_parts_that_fail_and_hang(tmp_path: Path) -> None:
-    names = ["machine", "train 0.5b", "attention", "profile 7b", "liger", "out of memory"]
+    names = ["machine", "collectives", "train 0.5b", "attention", "profile 7b", "liger"]
+    names.append("out of memory")
     # "hangs" is first: a later part could use the time that earlier ones left.
     parts = dry_run(tmp_path / "gpu.json", "hangs", "fails", *names)
     fails, hangs = parts["fails"], parts["hangs"]
@@ -59,6 +60,8 @@ def test_every_part_runs_after_parts_that_fail_and_hang(tmp_path: Path) -> None:
         assert row["mfu"] > 0
         assert any(choice.startswith("packing: tree") for choice in row["choices"])
     assert len(parts["attention"]["found"]["rows"]) == 24
+    assert "no gradient" in parts["train 0.5b"]["found"]["flex_gradient"]["failed"]
+    assert parts["collectives"]["found"]["backend"] == "gloo"
     assert parts["profile 7b"]["found"]["operations"]
     first, second = parts["out of memory"]["found"]["steps"]
     assert first["warnings"]
@@ -99,12 +102,14 @@ def test_results_become_tables_and_a_dry_run_becomes_not_run(tmp_path: Path) -> 
         "train 7b": done | {"found": found},
         "profile 7b": done | {"found": operations},
         "out of memory": done | {"found": {"steps": steps}},
+        "loop": done | {"found": {"resume": "ok"}},
     }
     assert "| qwen2.5-7b | flex | full | tree | 10,007 | 0.4 | 31.5 |" in rendered(page, result)
     assert "OutOfMemoryError: no / more" in page.read_text()
     assert page.read_text().count("| `aten::mm / x` | 200.0 | 7 | 25.0% |") == 8
     assert "| 1 | 4096 | computed again after 2 warning(s), gradient norm 0.123 |" in page.read_text()
     assert "| 2 | 4096 | no memory |" in page.read_text()
+    assert "| one more step with `--resume` | ok |" in page.read_text()
     text = rendered(page, result | {"dry_run": True})
     assert "has not run on a GPU" in text
     assert "10,007" not in text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,11 +98,10 @@ def test_a_row_has_the_memory_inside_and_outside_of_torch(
     for name, count in counts.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, count=count: count)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 << 30, 15 << 30))
-    on_gpu: Any = SimpleNamespace(device=torch.device("cuda", 0))
-    assert gpu_train.memory_of(on_gpu) == {
+    assert gpu_train.memory_of(torch.device("cuda", 0)) == {
         "peak_gib": 3.0,
         "peak_reserved_bytes": 5 << 30,
         "reserved_bytes": 4 << 30,
         "outside_torch_bytes": 1 << 30,
     }
-    assert list(gpu_train.memory_of(SimpleNamespace(device=torch.device("cpu")))) == ["peak_gib"]
+    assert list(gpu_train.memory_of(torch.device("cpu"))) == ["peak_gib"]
