@@ -68,6 +68,7 @@ PARTS = {
     "profile 7b": Part("gpu_train", "profile", 35, {"shape": "qwen2.5-7b"}),
     "out of memory": Part("gpu_memory", "out_of_memory", 25, {"shape": "qwen2.5-0.5b"}),
     "train 0.5b": Part("gpu_train", "train", 35, {"shape": "qwen2.5-0.5b"}),
+    "flex": Part("gpu_kernels", "flex", 30),
     "attention": Part("gpu_kernels", "attention", 20),
     "liger": Part("gpu_kernels", "liger", 10),
     "train 1.5b": Part("gpu_train", "train", 15, {"shape": "qwen2.5-1.5b"}),

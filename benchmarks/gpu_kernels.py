@@ -11,6 +11,9 @@ from contextlib import nullcontext
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+import gpu_train
+import shapes
+
 if TYPE_CHECKING:
     import torch
     from gpu_check import Report
@@ -21,6 +24,16 @@ SHAPES = [
     *((1111, 2222), (1536, 2048), (2047, 2560), (2048, 4096), (3001, 3777), (4096, 4608)),
 ]
 HEADS, HEAD_SIZE = 28, 128
+# Shape, queries, dtype, with gradients, softcap; the most valuable first. The first two would use torch's
+# flex decoding: fewer than 128 queries, and a power of two of heads for each key-value head.
+FLEX = [
+    ("llama3.2-1b", 99, "bfloat16", True, None),
+    ("llama3.2-1b", 45, "float32", False, None),
+    ("llama3.2-1b", 300, "bfloat16", True, 50.0),
+    ("qwen2.5-1.5b", 300, "bfloat16", True, None),
+]
+FLEX_TOLERANCE = 0.05
+"""Rounding to bfloat16 makes about 1 %."""
 REPEATS = 5
 
 
@@ -88,6 +101,66 @@ def attention_pass(queries: int, keys: int, device: torch.device) -> Callable[[]
         torch.autograd.grad(out.sum(), (q, k, v))
 
     return run
+
+
+def flex(report: Report) -> None:
+    """FlexAttention over a small prefix tree: times, and the largest differences from sdpa.
+
+    A row that fails is recorded with its reason. A CPU has no backward pass, so a dry run leaves it out.
+    """
+    gpu_train.use_trainer_environment()
+    for shape, queries, dtype, gradients, softcap in FLEX:
+        heads, kv_heads = shapes.SHAPES[shape][3:5]
+        row: dict[str, Any] = {
+            "heads": f"{heads}/{kv_heads}",
+            "queries": queries,
+            "dtype": dtype,
+            "gradients": gradients and not report.dry_run,
+            "softcap": softcap,
+        }
+        try:
+            row |= flex_row(shape, queries, dtype, row["gradients"], softcap)
+        except Exception as error:  # noqa: BLE001 -- a compiler's errors are results
+            row["failed"] = f"{type(error).__name__}: {error}"[:400]
+        report.add("rows", row)
+
+
+def flex_row(shape: str, queries: int, dtype: str, gradients: bool, softcap: float | None) -> dict[str, Any]:
+    """Milliseconds of FlexAttention, and its differences from sdpa relative to sdpa's largest value.
+
+    `failed` has the largest of them if it is above FLEX_TOLERANCE.
+    """
+    import torch
+
+    from skylite.model.flex_attention import flex_tree_attention
+    from skylite.model.prefix_tree import build_tree
+    from skylite.model.tree_attention import ScoreSettings, tree_attention, tree_layout
+
+    device, third = device_of(), queries // 3
+    prompt = list(range(third))
+    tree = build_tree([[*prompt, *[token] * third] for token in (-1, -2)], [0, 0])
+    layout = tree_layout(tree, *(torch.from_numpy(x).to(device) for x in (tree.depths, tree.ends)))
+    hidden, _, _, heads, kv_heads, *_ = shapes.SHAPES[shape]
+    size = hidden // heads
+    torch.manual_seed(0)
+    inputs = [
+        torch.randn(1, n, queries, size, device=device, dtype=getattr(torch, dtype), requires_grad=gradients)
+        for n in (heads, kv_heads, kv_heads)
+    ]
+    settings = ScoreSettings(size**-0.5, None, softcap)
+
+    def run(form: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        with torch.set_grad_enabled(gradients):
+            out = form(*inputs, layout, settings)
+        return [out, *(torch.autograd.grad(out.square().sum(), inputs) if gradients else [])]
+
+    times = first_and_median(lambda: run(flex_tree_attention), device)
+    pairs = zip(run(flex_tree_attention), run(tree_attention), strict=True)
+    gaps = [float((a - b).abs().max() / b.abs().max()) for a, b in pairs]
+    row: dict[str, Any] = dict(zip(("gap", "query_gap", "key_gap", "value_gap"), gaps, strict=False))
+    if not max(gaps) <= FLEX_TOLERANCE:
+        row["failed"] = f"differs from sdpa by {max(gaps):.1%}"
+    return times | row
 
 
 def liger(report: Report) -> None:

@@ -34,7 +34,7 @@ def tables(results: dict[str, Any]) -> str:
         ),
         table(("profile of 7B: operation", "ms", "calls", "share"), profile_rows(parts)),
         table(("out of memory: step", "tokens per micro-batch after it", "result"), memory_rows(parts)),
-        table(("kernels", "keys", "first call, ms", "later, ms"), attention_rows(parts)),
+        table(("kernels", "keys", "first call, ms", "later, ms"), kernel_rows(parts)),
         table(("loop", "value"), loop_rows(parts)),
     ]
     return "\n" + "\n\n".join(blocks) + "\n"
@@ -109,16 +109,19 @@ def memory_result(step: dict[str, Any]) -> str:
     return f"{how}, gradient norm {step['grad_norm']:.3g}"
 
 
-def attention_rows(parts: dict[str, Any]) -> list[list[Any]]:
+def kernel_rows(parts: dict[str, Any]) -> list[list[Any]]:
     """A row for each shape, forward and backward together."""
-    rows = parts.get("attention", {}).get("found", {}).get("rows", [])
+    flex = [
+        (f"flex, {r['heads']} heads, {r['dtype']}{', softcap' if r['softcap'] else ''}", r["queries"], r)
+        for r in parts.get("flex", {}).get("found", {}).get("rows", [])
+    ]
+    sdpa = [
+        (f"{'with' if r['cudnn'] else 'without'} cuDNN, {r['queries']} queries", r["keys"], r)
+        for r in parts.get("attention", {}).get("found", {}).get("rows", [])
+    ]
     return [
-        [
-            f"{'with' if r['cudnn'] else 'without'} cuDNN, {r['queries']} queries",
-            r["keys"],
-            *([short(r["failed"]), ""] if "failed" in r else [r["first_ms"], r["ms"]]),
-        ]
-        for r in rows
+        [name, keys, *([short(r["failed"]), ""] if "failed" in r else [r["first_ms"], r["ms"]])]
+        for name, keys, r in [*flex, *sdpa]
     ]
 
 

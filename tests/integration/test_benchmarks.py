@@ -39,7 +39,7 @@ def dry_run(out: Path, *parts: str) -> dict[str, Any]:
 
 
 def test_every_part_runs_after_parts_that_fail_and_hang(tmp_path: Path) -> None:
-    names = ["machine", "collectives", "train 0.5b", "attention", "profile 7b", "liger"]
+    names = ["machine", "collectives", "train 0.5b", "flex", "attention", "profile 7b", "liger"]
     names.append("out of memory")
     # "hangs" is first: a later part could use the time that earlier ones left.
     parts = dry_run(tmp_path / "gpu.json", "hangs", "fails", *names)
@@ -62,6 +62,9 @@ def test_every_part_runs_after_parts_that_fail_and_hang(tmp_path: Path) -> None:
     assert len(parts["attention"]["found"]["rows"]) == 24
     assert "no gradient" in parts["train 0.5b"]["found"]["flex_gradient"]["failed"]
     assert parts["collectives"]["found"]["backend"] == "gloo"
+    kernels = parts["flex"]["found"]["rows"]
+    assert len(kernels) == 4
+    assert not any("failed" in row for row in kernels), kernels
     assert parts["profile 7b"]["found"]["operations"]
     first, second = parts["out of memory"]["found"]["steps"]
     assert first["warnings"]

@@ -17,7 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from skylite.model import flex_attention
 from tests.unit.gpu_cases import Machine
 
 ROOT = Path(__file__).parents[2]
@@ -210,17 +213,39 @@ def test_results_name_no_folder_of_the_machine(module: Any, monkeypatch: pytest.
     ("name", "function"),
     [
         *(("gpu_train", "train"), ("gpu_train", "profile"), ("gpu_memory", "out_of_memory")),
-        ("gpu_collectives", "collectives"),
+        *(("gpu_collectives", "collectives"), ("gpu_kernels", "flex")),
     ],
 )
 def test_a_part_that_trains_sets_its_environment_before_it_imports_torch(name: str, function: str) -> None:
-    more = "" if function == "collectives" else ", 'qwen2.5-7b'"
+    more = "" if function in ("collectives", "flex") else ", 'qwen2.5-7b'"
     code = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); import gpu_check, gpu_train, {name}\n"
         "gpu_train.use_trainer_environment = lambda: sys.exit('torch' in sys.modules)\n"
         f"{name}.{function}(gpu_check.Report(None, True){more})"
     )
     subprocess.run([sys.executable, "-c", code], cwd=BENCHMARKS, check=True)
+
+
+def test_flex_that_is_wrong_or_does_not_compile_is_a_row(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels, report, right = module("gpu_kernels"), Report(), flex_attention.flex_tree_attention
+
+    def wrong(query: Tensor, *rest: Any) -> Tensor:
+        if query.dtype == torch.float32:
+            raise RuntimeError("NoValidChoicesError: no choices | to select")
+        return right(query, *rest) * 1.5
+
+    monkeypatch.setattr(flex_attention, "flex_tree_attention", wrong)
+    monkeypatch.setattr(module("gpu_train"), "use_trainer_environment", lambda: None)
+    kernels.flex(report)
+    rows = module("gpu_table").kernel_rows({"flex": {"found": report.found}})
+    assert [row[0] for row in rows][1:3] == [
+        "flex, 32/8 heads, float32",
+        "flex, 32/8 heads, bfloat16, softcap",
+    ]
+    assert all(row[2].startswith("differs from sdpa by ") for row in (rows[0], *rows[2:])), rows
+    assert rows[1][1:] == [45, "RuntimeError: NoValidChoicesError: no choices / to select", ""]
 
 
 @pytest.mark.parametrize("target", ["gpu-check", "gpu-results"])
@@ -257,7 +282,7 @@ def test_attention_that_cudnn_refuses_is_a_row_and_not_the_end(
     kernels.attention(report)
     rows = report.found["rows"]
     assert len(rows) == 2 * len(kernels.SHAPES)
-    table = module("gpu_table").attention_rows({"attention": {"found": {"rows": rows}}})
+    table = module("gpu_table").kernel_rows({"attention": {"found": {"rows": rows}}})
     assert table[-1] == [
         "with cuDNN, 65 queries",
         73,
