@@ -41,14 +41,18 @@ LOG_CHARS = 20_000
 
 
 def machine(report: Report) -> None:
-    """nvidia-smi, and what torch and vLLM see."""
+    """nvidia-smi, what torch and vLLM see, and what Triton needs."""
     import torch
+
+    from skylite.processes.build_tools import c_compiler, python_header
 
     if shutil.which("nvidia-smi"):
         done = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20, check=False)
         report.put("nvidia_smi", (done.stdout + done.stderr).splitlines())
     else:
         report.put("nvidia_smi", "not found")
+    report.put("c_compiler", Path(compiler).name if (compiler := c_compiler()) else None)
+    report.put("python_header", python_header() is not None)
     report.put("cuda_of_torch", torch.version.cuda)
     report.put("cuda_available", torch.cuda.is_available())
     if torch.cuda.is_available():
