@@ -147,13 +147,21 @@ def report_steps(report: Report, run: Path, started: float) -> int:
 def kill_the_engine(pid: int) -> str:
     """Kill the engine below this process with SIGKILL. Returns its name."""
     for process in psutil.Process(pid).children(recursive=True):
-        words = " ".join(process.cmdline())
+        words = words_of(process)
         found = next((name for name in ENGINES if name in words), None)
         # Processes above the engine name it in their command lines; the engine itself has no such child.
-        if found and not any(found in " ".join(c.cmdline()) for c in process.children()):
+        if found and not any(found in words_of(child) for child in process.children()):
             process.send_signal(signal.SIGKILL)
             return words[:200]
     return "no engine found"
+
+
+def words_of(process: psutil.Process) -> str:
+    """Its command line; empty for one that has just ended, as the short ones below a run do."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.unit.gpu_cases import Machine
@@ -125,6 +126,13 @@ def test_the_loop_reports_the_engines_log_however_it_ends(
     assert report.found["engine_log"][-3:] == ["Using FLASH_ATTN", "100%", "Graph capturing took 3 s"]
     assert 19_990 < len("\n".join(report.found["engine_log"])) <= 20_000
     assert set(report.found["engine_log"][:-3]) == {"old"}, "no part of a line"
+
+
+def test_a_process_that_ends_while_the_engine_is_looked_for_is_passed_over(module: Any) -> None:
+    with subprocess.Popen(["sleep", "100"]) as child:
+        process = psutil.Process(child.pid)
+        child.kill()
+    assert module("gpu_loop").words_of(process) == ""
 
 
 def test_a_loop_whose_engine_never_started_has_an_empty_log(module: Any, tmp_path: Path) -> None:
