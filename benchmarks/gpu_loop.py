@@ -44,14 +44,18 @@ SPARE_S, LONGEST_S = 10.0, 3600.0
 
 
 def machine(report: Report) -> None:
-    """nvidia-smi, and what torch and vLLM see."""
+    """nvidia-smi, what torch and vLLM see, and what Triton needs."""
     import torch
+
+    from skylite.processes.build_tools import c_compiler, python_header
 
     if shutil.which("nvidia-smi"):
         done = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20, check=False)
         report.put("nvidia_smi", (done.stdout + done.stderr).splitlines())
     else:
         report.put("nvidia_smi", "not found")
+    report.put("c_compiler", Path(compiler).name if (compiler := c_compiler()) else None)
+    report.put("python_header", python_header() is not None)
     report.put("cuda_of_torch", torch.version.cuda)
     report.put("cuda_available", torch.cuda.is_available())
     if torch.cuda.is_available():
@@ -175,14 +179,14 @@ def kill_the_engine(pid: int) -> str:
         words = words_of(process)
         found = next((name for name in ENGINES if name in words), None)
         # Processes above the engine name it in their command lines; the engine itself has no such child.
-        if found and not any(found in words_of(c) for c in process.children()):
+        if found and not any(found in words_of(child) for child in process.children()):
             process.send_signal(signal.SIGKILL)
             return words[:200]
     return "no engine found"
 
 
 def words_of(process: psutil.Process) -> str:
-    """A command line, empty for a process that has ended."""
+    """A command line, empty for a process that has just ended."""
     try:
         return " ".join(process.cmdline())
     except psutil.NoSuchProcess:

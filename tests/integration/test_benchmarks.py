@@ -49,6 +49,7 @@ def test_every_part_runs_after_parts_that_fail_and_hang(tmp_path: Path) -> None:
     assert hangs["status"] == "out of time"
     assert not psutil.pid_exists(hangs["found"]["child"])
     assert {parts[name]["status"] for name in names} == {"done"}, parts
+    assert {"c_compiler", "python_header"} <= parts["machine"]["found"].keys()
     rows = parts["train 0.5b"]["found"]["rows"]
     assert len(rows) == 5
     for row in rows:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import socket
+import sys
 import time
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +19,7 @@ from skylite.doctor import dead_runs, machine, software
 from skylite.doctor.finding import Finding, bad
 from skylite.doctor.machine import HubAnswer
 from skylite.optional_packages import install_command
-from skylite.processes import temporary_folder
+from skylite.processes import build_tools, temporary_folder
 from skylite.processes.temporary_folder import TemporaryFolder
 from skylite.run.lock import lock_folder
 from skylite.run.status import Phase, Status, write_status
@@ -100,6 +101,27 @@ def test_gpus_that_work_are_named(computer: Machine) -> None:
     computer.has_torch()
     found = software.check_gpus()
     assert (found.level, "NVIDIA H200; driver 580.95.05, torch 2.13.0" in found.text) == ("ok", True)
+
+
+def test_a_gpu_machine_without_what_triton_needs_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, computer: Machine
+) -> None:
+    monkeypatch.setattr(build_tools, "c_compiler", lambda: None)
+    assert software.check_triton() == [], "no GPU"
+    computer.lists(H200)
+    (found,) = software.check_triton()
+    assert (found.level, found.fix) == ("bad", "sudo apt-get install gcc")
+    assert found.text.startswith("there is no C compiler, and Triton compiles launchers")
+    monkeypatch.setattr(build_tools, "python_header", lambda: None)
+    (found,) = software.check_triton()
+    assert found.text.startswith("there is no C compiler and no Python.h, and Triton")
+    assert (
+        found.fix == f"sudo apt-get install gcc python{sys.version_info.major}.{sys.version_info.minor}-dev"
+    )
+    monkeypatch.setattr(build_tools, "c_compiler", lambda: "/usr/bin/gcc")
+    monkeypatch.setattr(build_tools, "python_header", lambda: Path("Python.h"))
+    (found,) = software.check_triton()
+    assert found.level == "ok"
 
 
 @pytest.mark.parametrize("fault", ["", "raise RuntimeError('operator torchvision::nms does not exist')"])

@@ -212,11 +212,18 @@ def test_a_child_really_uses_the_allocator_installed_by_pip() -> None:
 
 def test_the_api_key_of_skylite_serve_is_in_no_process_list() -> None:
     env = serve_env(SPEC, {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}, "secret")
-    assert env["VLLM_API_KEY"] == "secret"
+    assert env["SKYLITE_API_KEY"] == "secret"
     assert (env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"], env["VLLM_SERVER_DEV_MODE"]) == ("0", "0")
     served = serve_command(SPEC, adapter_name="policy-v000001", adapter_path=Path("a"), port=8000)
     assert "secret" not in served
     assert served[served.index("--middleware") + 1] == "skylite.vllm_plugin.api_key.RequireKey"
+
+
+def test_a_new_key_does_not_compile_the_model_again() -> None:
+    """vLLM 0.26 hashes the values of its own variables into the name of its compiled code."""
+    first, second = (serve_env(SPEC, {"VLLM_API_KEY": key}, key) for key in ("one", "two"))
+    assert {name for name in first if first[name] != second[name]} == {"SKYLITE_API_KEY"}
+    assert engine_env(SPEC, {})["VLLM_API_KEY"] == first["VLLM_API_KEY"] == "", "as in runs"
 
 
 def test_engines_and_ranks_ignore_the_network_interface_of_the_cluster() -> None:
@@ -264,5 +271,5 @@ def test_every_route_except_health_requires_the_key(
         await RequireKey(app)({"type": "http", "path": path, "headers": headers}, receive, send)
         return int(sent[0]["status"])
 
-    monkeypatch.setenv("VLLM_API_KEY", "right")
+    monkeypatch.setenv("SKYLITE_API_KEY", "right")
     assert asyncio.run(ask()) == status

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -139,6 +140,13 @@ def test_the_loop_reports_its_logs_however_it_ends(
     assert report.found["logs"]["skylite.log"] == ["step 1"]
     assert report.found["logs"]["trainer.log"][-2:] == ["older", "CUDA error"]
     assert 5_980 < len("\n".join(report.found["logs"]["trainer.log"])) <= 6_000
+
+
+def test_a_process_that_ends_while_the_engine_is_looked_for_is_passed_over(module: Any) -> None:
+    with subprocess.Popen(["sleep", "100"]) as child:
+        process = psutil.Process(child.pid)
+        child.kill()
+    assert module("gpu_loop").words_of(process) == ""
 
 
 def test_a_loop_whose_engine_never_started_has_an_empty_log(module: Any, tmp_path: Path) -> None:

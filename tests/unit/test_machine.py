@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import sysconfig
 from pathlib import Path
 
 import pytest
 
+from skylite.processes import build_tools
+from skylite.processes.build_tools import c_compiler, python_header, triton_note
 from skylite.processes.hardware import choose_dtype, cpu_cores, cpu_has_bf16
 
 
@@ -30,6 +33,39 @@ def test_an_explicit_dtype_is_kept_and_an_automatic_one_explained() -> None:
     assert choose_dtype("bfloat16", "cpu")[0] == "bfloat16"
     dtype, note = choose_dtype("auto", "cpu")
     assert (dtype, "float32" in note) == ("float32", True), "on every CPU, so that runs can be compared"
+
+
+def test_a_compiler_is_found_as_triton_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert c_compiler() is None
+    for name in ("clang", "gcc", "mine"):
+        (tmp_path / name).touch(mode=0o755)
+        assert c_compiler() == str(tmp_path / ("clang" if name == "clang" else "gcc"))
+    monkeypatch.setenv("CC", "mine")
+    assert c_compiler() == str(tmp_path / "mine")
+    monkeypatch.setenv("CC", "another")
+    assert c_compiler() is None
+
+
+def test_python_h_is_looked_for_where_triton_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sysconfig, "get_default_scheme", lambda: "posix_local")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path / scheme)})
+    assert python_header() is None
+    (tmp_path / "posix_prefix").mkdir()
+    (tmp_path / "posix_prefix" / "Python.h").touch()
+    assert python_header() == tmp_path / "posix_prefix" / "Python.h"
+
+
+def test_a_run_on_a_gpu_warns_of_what_triton_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_tools, "python_header", lambda: Path("Python.h"))
+    monkeypatch.setattr(build_tools, "c_compiler", lambda: "gcc")
+    assert triton_note("cuda") == ""
+    monkeypatch.setattr(build_tools, "c_compiler", lambda: None)
+    assert triton_note("cpu") == ""
+    note = triton_note("cuda")
+    assert note.startswith("warning: there is no C compiler, and Triton compiles")
+    assert note.endswith(": `sudo apt-get install gcc`")
 
 
 def test_cpu_affinity_limits_the_cores() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from skylite.errors import ConfigError
 from skylite.model.chunked_logprobs import BLOCK_ROWS, BLOCK_VOCAB, HEAD_CHUNK_ELEMENTS
 from skylite.processes.gpus import visible_gpus
 from skylite.resources.gpu_plan import place
-from skylite.resources.memory_plan import MemoryBudget, plan_memory
+from skylite.resources.memory_plan import MemoryBudget, kv_cache_bytes, plan_memory
 from skylite.resources.model_sizes import model_sizes
 from skylite.resources.predicted_memory import (
     HEAD_BLOCK_ROWS,
@@ -40,7 +41,7 @@ LAYER = {
     "mlp.up_proj": (INNER, HIDDEN),
     "mlp.down_proj": (HIDDEN, INNER),
 }
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 TOTAL = 143771 * 2**20
 """Of the stub H200."""
 FREE = TOTAL - 4 * 2**20
@@ -179,10 +180,24 @@ def test_engine_and_trainer_together_fit_the_gpu(machine: Machine, tmp_path: Pat
     trainer = trainer_memory(sizes, settings, "cuda", "bfloat16")
     assert budget.kv_cache_bytes is not None
     assert budget.trainer_bytes is not None
-    assert budget.kv_cache_bytes == 128 * 200 * engine.kv_per_token, "no more than 128 sequences fill"
+    # 128 sequences of 200 tokens in 4 blocks of 64, and the block that vLLM holds back.
+    assert budget.kv_cache_bytes == (128 * 4 + 1) * 64 * engine.kv_per_token
     used = engine.before_kv() + budget.kv_cache_bytes
     assert budget.trainer_bytes + trainer.process == FREE - (used if gpus == 1 else 0)
     assert budget.notes[0].startswith(f"memory of an engine: {used / GIB:.1f} GiB (weights ")
+
+
+def test_one_sequence_fits_beside_the_block_that_vllm_holds_back(tmp_path: Path) -> None:
+    """vLLM refuses to start with a smaller cache. 200 tokens are 4 blocks of 64, and another."""
+    settings = config(engine={"max_num_seqs": 1, "gpu_memory_utilization": 0.5})
+    sizes = model_sizes(model(tmp_path / "m"), settings.lora)
+    predicted = engine_memory(sizes, settings, "cuda", "bfloat16", max_loras=2, cpu_lora="dense")
+    engine = dataclasses.replace(predicted, kv_per_token=MIB)
+    needed = 5 * 64 * MIB
+    assert kv_cache_bytes(settings, engine, 2 * (engine.before_kv() + needed)) == needed
+    assert kv_cache_bytes(settings, engine, TOTAL) == needed
+    with pytest.raises(ConfigError, match=r"one sequence of 200 tokens needs a KV cache of 0\.3 GiB\."):
+        kv_cache_bytes(settings, engine, 2 * (engine.before_kv() + needed) - 2)
 
 
 def test_two_engines_beside_a_rank_leave_it_less(machine: Machine, tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_ranks_and_a_divided_engine_share_their_gpus(machine: Machine, tmp_path:
     budget = plan_memory(settings, folder, "cuda", "bfloat16", "dense", placement)
     part = sizes_per_gpu(model_sizes(folder, settings.lora), folder, settings.lora, 2)
     engine = engine_memory(part, settings, "cuda", "bfloat16", max_loras=2, cpu_lora="dense")
-    assert budget.kv_cache_bytes == 128 * 200 * engine.kv_per_token
+    assert budget.kv_cache_bytes == (128 * 4 + 1) * 64 * engine.kv_per_token, "blocks of 64 tokens"
     assert budget.trainer_bytes is not None
     assert budget.trainer_bytes + (1 << 30) == FREE - engine.before_kv() - budget.kv_cache_bytes
     assert budget.notes[0].startswith("memory of an engine on each of its 2 GPUs: ")

@@ -51,6 +51,7 @@ def machine_checks(runs: Path) -> list[tuple[str, Check]]:
         ("packages", software.check_packages),
         ("vllm", software.check_vllm),
         ("gpu", software.check_gpus),
+        ("triton", software.check_triton),
         ("torchvision", software.check_torchvision),
         ("memory", machine.check_memory),
         ("shared memory", machine.check_shared_memory),

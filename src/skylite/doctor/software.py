@@ -16,6 +16,7 @@ from skylite.doctor.finding import Finding, bad, note, ok
 from skylite.engine.servable_models import check_build, vllm_version
 from skylite.errors import SkyliteError
 from skylite.optional_packages import install_command, requirements
+from skylite.processes.build_tools import c_compiler, missing_for_triton
 from skylite.processes.cuda_check import check_cuda
 from skylite.processes.gpus import VISIBLE, describe, visible_gpus, why_no_gpu
 from skylite.processes.import_path import protected_env
@@ -78,6 +79,14 @@ def _no_gpu() -> Finding:
     if VISIBLE in os.environ:
         return note("gpu", text, f"unset {VISIBLE}")
     return note("gpu", text, "containers: `docker run --gpus all`; else `sudo modprobe nvidia`")
+
+
+def check_triton() -> list[Finding]:
+    """Triton can compile its launchers. Nothing on a machine without GPUs."""
+    if not _has_gpus():
+        return []
+    missing = missing_for_triton()
+    return [bad("triton", *missing) if missing else ok("triton", f"C compiler {c_compiler()}, Python.h")]
 
 
 def check_torchvision() -> Finding:

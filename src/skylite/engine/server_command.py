@@ -155,7 +155,8 @@ def engine_env(spec: EngineSpec, base_env: Mapping[str, str]) -> dict[str, str]:
         exit_with_parent.SWITCH: "1",
         **LOOPBACK_ONLY,
         "VLLM_HOST_IP": "127.0.0.1",
-        # Overrides the user's own vLLM settings: our client sends no key, development routes ignore the key.
+        # Overrides the user's own vLLM settings: our client sends no key, `skylite serve` checks its key
+        # itself, and development routes ignore the key.
         api_keys.KEY_VARIABLE: "",
         "VLLM_SERVER_DEV_MODE": "0",
     }
@@ -170,7 +171,7 @@ def engine_env(spec: EngineSpec, base_env: Mapping[str, str]) -> dict[str, str]:
 
 def serve_env(spec: EngineSpec, base_env: Mapping[str, str], api_key: str) -> dict[str, str]:
     """The environment of `skylite serve`: with an API key, without adapter routes (some ignore the key)."""
-    return {**engine_env(spec, base_env), RUNTIME_LORA: "0", api_keys.KEY_VARIABLE: api_key}
+    return {**engine_env(spec, base_env), RUNTIME_LORA: "0", api_keys.SERVER_VARIABLE: api_key}
 
 
 def worker_cpus() -> list[int]:

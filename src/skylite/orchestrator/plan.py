@@ -29,6 +29,7 @@ from skylite.orchestrator.plan_messages import data_note, held_out_note, log_not
 from skylite.orchestrator.reference_answers import check_references
 from skylite.orchestrator.reward_settings import apply_reward_settings
 from skylite.plugin_file import REWARD
+from skylite.processes.build_tools import triton_note
 from skylite.processes.capture_prints import printed_lines
 from skylite.processes.file_descriptors import raise_file_limit
 from skylite.processes.gpus import why_no_gpu
@@ -143,6 +144,7 @@ def resolve_choices(config: TrainConfig, run: RunDir, notes: Sequence[str]) -> R
         *settings_notes(config),
         model.note,
         served_note,
+        triton_note(device),
         *engine_notes(device, dtype, config.engine.cpu_lora, cpu_lora, deterministic=same_bits),
         *memory.notes,
     ]

@@ -32,6 +32,8 @@ from skylite.resources.sharded_sizes import sizes_per_gpu
 
 MARGIN = 1.1
 """A prediction is refused if it exceeds the memory by more than its own error."""
+BLOCK_TOKENS = 64
+"""vLLM gives sequences blocks of the KV cache, of at most this many tokens, and holds one back for itself."""
 SHARE_STEPS = 10_000
 """An engine's share of a GPU is a multiple of 1 / SHARE_STEPS."""
 
@@ -130,17 +132,19 @@ def kv_cache_bytes(config: TrainConfig, engine: EngineMemory, total: int) -> int
             "Use another model, or train on the CPU.",
         )
     longest = config.max_sequence_tokens
+    blocks = -(-longest // BLOCK_TOKENS)
+    block_bytes = BLOCK_TOKENS * engine.kv_per_token
     share = config.engine.gpu_memory_utilization
     left = int(share * total) - engine.before_kv()
-    if left < longest * engine.kv_per_token:
+    if left < (blocks + 1) * block_bytes:
         raise ConfigError(
             f"vLLM does not fit: engine.gpu_memory_utilization={share:g} of {gib(total)} is "
             f"{gib(share * total)}; {engine_parts(engine)}, and one sequence of {longest} tokens needs a KV "
-            f"cache of {gib(longest * engine.kv_per_token)}.",
+            f"cache of {gib((blocks + 1) * block_bytes)}.",
             "Raise engine.gpu_memory_utilization, lower rollout.max_completion_tokens, divide the model "
             "among more GPUs (engine.tensor_parallel), or use a smaller model.",
         )
-    return min(left, config.engine.max_num_seqs * longest * engine.kv_per_token)
+    return min(left, (config.engine.max_num_seqs * blocks + 1) * block_bytes)
 
 
 def require_trainer(

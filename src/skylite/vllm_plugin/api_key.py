@@ -19,7 +19,13 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 KEY_VARIABLE = "VLLM_API_KEY"
-"""Environment variable of the key; vLLM reads it too. An argument would be visible in the process list."""
+"""Environment variable in which users choose the key of a server, or give it to a client."""
+SERVER_VARIABLE = "SKYLITE_API_KEY"
+"""Environment variable that gives the key to the server. An argument would be visible in the process list.
+
+Not KEY_VARIABLE: vLLM 0.26 counts that as part of what it compiled, so that with a random key it compiles at
+every start, and writes its hash beside the compiled code.
+"""
 PUBLIC_PATHS = frozenset({"/health"})
 """Paths without a key: /health only shows that the server is up."""
 
@@ -29,7 +35,7 @@ class RequireKey:
 
     def __init__(self, app: App) -> None:
         self._app = app
-        self._key = hashlib.sha256(os.environ[KEY_VARIABLE].encode()).digest()
+        self._key = hashlib.sha256(os.environ[SERVER_VARIABLE].encode()).digest()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if (
