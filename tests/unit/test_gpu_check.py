@@ -160,9 +160,8 @@ def test_a_zombie_does_not_hide_the_engine(module: Any) -> None:
         import subprocess, sys, time
         zombie = subprocess.Popen(["true"])
         time.sleep(0.5)
-        engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(20)  # tests.fakes.engine"])
-        print(flush=True)
-        engine.wait()"""
+        code = "import time; print(flush=True); time.sleep(20)  # tests.fakes.engine"
+        subprocess.Popen([sys.executable, "-c", code]).wait()"""
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         parent.stdout.readline()

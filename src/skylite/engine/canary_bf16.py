@@ -26,16 +26,19 @@ ROUNDED_AWAY, MOST_ROUNDED_AWAY = 0.4, 0.6
 small move. A layer adds the adapter's product to an output that is rounded already, so the smallest
 products vanish: about ROUNDED_AWAY times rounding / move, and at most MOST_ROUNDED_AWAY."""
 MAX_GAP_RATIO, MOVE_ROUNDING = 1.4, 1 / 64
-"""Limit on the mean clipped gap with the adapter: MAX_GAP_RATIO times that without it, plus MOVE_ROUNDING
-times the mean move, because the engine rounds the adapter's products, too."""
+"""Limit on the mean clipped gap with the adapter: MAX_GAP_RATIO times that without it, or for few tokens
+MAX_GAP_ERRORS standard errors above it, plus MOVE_ROUNDING times the mean move, because the engine rounds the
+adapter's products, too."""
+MAX_GAP_ERRORS = 6.0
+"""More than MAX_STANDARD_ERRORS: the gaps of a sequence's tokens are not independent."""
 MAX_ROUNDING = 1.0
 """Largest mean gap of the base in nats. Larger than in the trainer, because vLLM rounds the logits too."""
 MOVED = 0.02
 """An adapter whose logprobs differ by this share of the rounding cannot give the same bits as another."""
-SAME_TOKENS, MOVED_CLEARLY = 0.02, 0.2
+SAME_TOKENS, SAME_AT_LEAST, MOVED_CLEARLY = 0.02, 3, 0.2
 """The same weights give at least the first share of the tokens the same bits, also beside other requests. Two
-adapters give none, if their logprobs differ by the second share of the rounding. Rounding may hide a smaller
-difference: then only all bits count."""
+adapters give hardly any, and fewer than SAME_AT_LEAST tokens, if their logprobs differ by the last share of
+the rounding. Rounding may hide a smaller difference: then only all bits count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,14 +99,17 @@ def read_paired(scores: Scores) -> PairedReading:
         projection_error=error,
     )
     clip = CLIP_GAPS * statistics.median(map(abs, own)) or math.inf  # 0: the base is not rounded at all
-    gap_limit = MAX_GAP_RATIO * _mean_abs(_clipped_at(own, clip)) + MOVE_ROUNDING * reading.base_distance
+    clipped, own = _clipped_at(gaps, clip), _clipped_at(own, clip)
+    growth = [abs(gap) - abs(o) for gap, o in zip(clipped, own, strict=True)]
+    slack = MAX_GAP_ERRORS * statistics.pstdev(growth) / math.sqrt(len(growth))
+    gap_limit = _mean_abs(own) + max((MAX_GAP_RATIO - 1) * _mean_abs(own), slack)
     same_tokens = _same_tokens(scores)
     same_as = _same_as(scores, same_tokens, rounding)
     return PairedReading(
         reading=reading,
         projection_limit=limit,
-        clipped_gap=_mean_abs(_clipped_at(gaps, clip)),
-        gap_limit=gap_limit,
+        clipped_gap=_mean_abs(clipped),
+        gap_limit=gap_limit + MOVE_ROUNDING * reading.base_distance,
         same_as=same_as,
         same_tokens=same_tokens,
     )
@@ -156,7 +162,7 @@ def _same_as(scores: Scores, same_tokens: dict[str, float], rounding: float) -> 
     policies = {"the base": scores.base, "the version before": scores.policy_before}
     for name, share in same_tokens.items():
         policy = policies[name]
-        if policy is None or share < SAME_TOKENS:
+        if policy is None or share < max(SAME_TOKENS, min(1, SAME_AT_LEAST / len(policy))):
             continue
         moves = _differences(scores.policy[: len(policy)], policy)
         least = MOVED if share == 1 else MOVED_CLEARLY
