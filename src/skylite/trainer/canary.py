@@ -19,9 +19,11 @@ from skylite.run.run_dir import RunDir
 
 POLL_S = 0.02
 SHORT, FULL_EVERY = 4, 8
-"""Versions are scored on the first SHORT sequences, every FULL_EVERY-th and the last one on all. Bits of few
-tokens tell the base and the version before. An adapter that an engine applies in part is found by many tokens
-only, but in every version alike. float32 has fewer sequences."""
+"""Versions are scored on the first SHORT sequences, every FULL_EVERY-th and the last one on all.
+
+The bits of few tokens show that an engine serves the base or the version before. Only many tokens show that
+it applies an adapter in part, but then it does so to every version. float32 has fewer sequences than SHORT.
+"""
 
 
 def wait_for_canary(run: RunDir) -> list[list[int]]:
