@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from skylite.adapters.manifest import read_manifest
+from tests.alive import is_alive
 from tests.e2e.project import Project, descendants
 
 DEADLINE_S = 240.0
@@ -48,7 +49,7 @@ def wait_for_step(project: Project, process: subprocess.Popen[str], run: str, st
 def wait_gone(processes: list[psutil.Process], timeout_s: float = 15.0) -> list[psutil.Process]:
     """The processes that are still alive after `timeout_s`."""
     _, alive = psutil.wait_procs(processes, timeout=timeout_s)
-    return [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    return list(filter(is_alive, alive))
 
 
 def check_metrics(project: Project, run: str) -> None:

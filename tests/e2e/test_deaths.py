@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import signal
 import time
@@ -105,12 +106,16 @@ def test_a_killed_trainer_ends_the_run_with_the_reason(project: Project) -> None
 
 
 def reachable(processes: list[psutil.Process]) -> list[str]:
-    """Addresses that other machines can reach."""
-    found = [(p, c) for p in processes for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    """Addresses of `processes` that other machines can reach. One that has just ended has none."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            listening = [c for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+            found += [(c.laddr, words_of(process)) for c in listening]
     return [
-        f"{c.laddr} {' '.join(words_of(p))}"
-        for p, c in found
-        if not ipaddress.ip_address(c.laddr.ip).is_loopback
+        f"{address} {' '.join(words)}"
+        for address, words in found
+        if not ipaddress.ip_address(address.ip).is_loopback
     ]
 
 

@@ -20,6 +20,7 @@ from skylite.config.loading import read_run_config
 from skylite.processes.torchrun import trainer_command, trainer_env
 from skylite.run.files import write_json
 from skylite.run.run_dir import RunDir, adapter_name
+from tests.alive import is_alive
 from tests.integration.torchrun import TIMEOUT_S, finish, largest_difference, trainer, wait_for, weights
 from tests.rows import random_samples
 from tests.small_run import make_run, settings
@@ -151,7 +152,7 @@ def test_ranks_die_with_a_killed_torchrun(tmp_path: Path, tiny_llama: Path) -> N
         process.kill()
         process.wait()
         _, alive = psutil.wait_procs(ranks, timeout=15)
-    assert [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+    assert list(filter(is_alive, alive)) == []
 
 
 UNEXPECTED = """

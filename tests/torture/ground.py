@@ -17,6 +17,7 @@ from skylite.engine.server_command import ENGINE_COMMAND
 from skylite.run.run_dir import RunDir
 from skylite.run.trusted_programs import remember
 from skylite.vllm_plugin import CPU_SERVER
+from tests.alive import is_alive
 from tests.e2e.project import COMMAND, Project, make_project
 from tests.torture.moments import CHECKPOINT_EVERY
 
@@ -129,7 +130,7 @@ class Started:
                 self.seen.add(process)
                 with contextlib.suppress(psutil.Error):
                     self.seen.update(process.children(recursive=True))
-        return [p for p in self.seen if _lives(p)]
+        return [p for p in self.seen if is_alive(p)]
 
     def kill_all(self) -> None:
         for process in self.alive():
@@ -182,11 +183,4 @@ def _is_marked(process: psutil.Process, mark: str) -> bool:
     try:
         return process.environ().get(MARK) == mark
     except (psutil.Error, OSError):
-        return False
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
         return False

@@ -74,13 +74,9 @@ def reports(folder: Path) -> tuple[list[psutil.Process], list[Path]]:
     return processes, [Path("/dev/shm") / path.read_text() for path in paths]
 
 
-def alive(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-
-
 def wait_until_dead(processes: list[psutil.Process]) -> None:
     deadline = time.monotonic() + 20
-    while any(map(alive, processes)):
+    while any(map(is_alive, processes)):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 

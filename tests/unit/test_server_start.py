@@ -15,6 +15,7 @@ import pytest
 
 from skylite.vllm_plugin import cpu_server as server
 from skylite.vllm_plugin.exit_with_parent import SWITCH
+from tests.alive import is_alive
 
 FIT = {SWITCH: "1", "LD_PRELOAD": "/lib/libiomp5.so", "VLLM_CPU_OMP_THREADS_BIND": "0,2"}
 
@@ -102,12 +103,9 @@ def lines_of(starter: subprocess.Popen[str], count: int) -> list[str]:
 
 def gone(processes: list[psutil.Process]) -> bool:
     deadline = time.monotonic() + 10
-    while (
-        any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
-        and time.monotonic() < deadline
-    ):
+    while any(map(is_alive, processes)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+    return not any(map(is_alive, processes))
 
 
 def test_a_child_has_the_imports_and_environment_and_dies_with_the_starter(
