@@ -20,6 +20,7 @@ import pytest
 from skylite.processes.child import Child, ProcessSpec, kill, poll, start
 from skylite.processes.reaper import shared_memory_prefix
 from skylite.vllm_plugin.exit_with_parent import SWITCH
+from tests.alive import is_alive
 
 ENGINE = """
 import multiprocessing, os, sys, time
