@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import train_phase
 from gpu_sizes import Sizes, sizes_of, varied_groups
@@ -225,8 +226,8 @@ def build(
         model_path="", model_fingerprint="", dtype="bfloat16", device=device.type, lora_sync_path=""
     )
     dist: Any = OneRank(device)
-    setattr(policy_module, "load_base", lambda *_: (random_base(shape, device), ""))  # noqa: B010
-    policy = policy_module.load_policy(resolved, config, dist)
+    with mock.patch.object(policy_module, "load_base", return_value=(random_base(shape, device), "")):
+        policy = policy_module.load_policy(resolved, config, dist)
     policy, choices = enable_shortcuts(policy, list(range(20, 60)))
     if packing == "padded":
         policy.model.get_base_model().set_attn_implementation("sdpa")
