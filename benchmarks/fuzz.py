@@ -1,6 +1,6 @@
 """`make fuzz`: read damaged files with every reader, and count tracebacks, hangs and touched files.
 
-Tokenizer files get a tenth of a share, because each takes a process. Exit code 1 if anything went wrong.
+Tokenizer files get a tenth of a share, because each starts a process. Exit code 1 if anything went wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from command_line import argument_parser
 from machine_info import machine_info
 
 from tests.fuzz.readers import READERS
-from tests.fuzz.run import fuzz, make_ground
+from tests.fuzz.run import Fuzzer, make_ground
 
 BATCH = 100
 OUTCOMES = ("accepted", "refused", "traceback", "hang", "touched")
@@ -33,14 +33,16 @@ def main() -> None:
     counts: dict[str, dict[str, int]] = {}
     evidence: list[str] = []
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="skylite-fuzz-") as folder:
-        ground = make_ground(Path(folder) / "ground")
+    with (
+        tempfile.TemporaryDirectory(prefix="skylite-fuzz-") as folder,
+        Fuzzer(make_ground(Path(folder) / "ground")) as fuzzer,
+    ):
         for name, share in shares.items():
             left = -(-args.files * share // sum(shares.values()))
             found: Counter[str] = Counter()
             for number in range(0, int(left), BATCH):
                 size = min(BATCH, int(left) - number)
-                part = fuzz(name, args.seed * 1000 + number // BATCH, size, ground)
+                part = fuzzer.fuzz(name, args.seed * 1000 + number // BATCH, size)
                 found.update(part["counts"])
                 evidence += part["evidence"]
             counts[name] = {key: found[key] for key in OUTCOMES}

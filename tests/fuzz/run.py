@@ -1,21 +1,25 @@
-"""Read damaged files in a process of its own, and count how that ends.
+"""Read damaged files in processes of their own, and count how that ends.
 
-python -m tests.fuzz.run READER SEED COUNT GROUND     (prints one line of JSON)
+`python -m tests.fuzz.run GROUND` imports the readers once (4 s) and forks for every batch of files.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import random
 import resource
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 import traceback
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,29 +36,50 @@ MEMORY = 6 << 30
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def fuzz(reader: str, seed: int, count: int, ground: Path) -> dict[str, Any]:
-    """Read `count` damaged files in a child process. Returns outcomes, and evidence of what went wrong."""
-    before = _state(ground)
-    command = [sys.executable, "-m", "tests.fuzz.run", reader, str(seed), str(count), str(ground)]
-    # Temporary files, the home and the working folder are on the ground, too.
-    home = str(ground / "home")
-    places = {"HOME": home, "XDG_STATE_HOME": home, "XDG_CACHE_HOME": home, "TMPDIR": str(ground / "tmp")}
-    places["TORCHINDUCTOR_CACHE_DIR"] = str(ground.parent / "compiled")  # torch makes it for the tiny model
-    env = {**os.environ, **places, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        done = subprocess.run(
-            command, cwd=ground, env=env, capture_output=True, text=True, timeout=60 + WALL_S * count
-        )
-        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    except subprocess.TimeoutExpired:
-        result = {"counts": {"hang": 1}, "evidence": [f"{reader} seed {seed} did not end"]}
-    except (IndexError, ValueError):
-        text = f"{reader} seed {seed}: exit code {done.returncode}: {done.stderr[-2000:]}"
-        result = {"counts": {"traceback": 1}, "evidence": [text]}
-    touched = sorted({name for name, _ in _state(ground) ^ before})
-    result["counts"]["touched"] = result["counts"].get("touched", 0) + len(touched)
-    result["evidence"] += [f"{reader} seed {seed} touched {name}" for name in touched]
-    return result
+class Fuzzer:
+    """A child process that has imported every reader. Each batch of files is read in a fork of it."""
+
+    def __init__(self, ground: Path) -> None:
+        self.ground, self.log = ground, ground.parent / "fuzz.log"
+
+    def __enter__(self) -> Fuzzer:
+        # Temporary files, the home and the working folder are on the ground, too.
+        home = str(self.ground / "home")
+        places = {"HOME": home, "XDG_STATE_HOME": home, "XDG_CACHE_HOME": home}
+        places["TMPDIR"] = str(self.ground / "tmp")
+        places["TORCHINDUCTOR_CACHE_DIR"] = str(self.ground.parent / "compiled")  # for the tiny model
+        env = {**os.environ, **places, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.fuzz.run", str(self.ground)],
+                cwd=self.ground,
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def fuzz(self, reader: str, seed: int, count: int) -> dict[str, Any]:
+        """Read `count` damaged files in a fork. Returns outcomes, and evidence of what went wrong."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        before, logged = _state(self.ground), self.log.stat().st_size
+        print(json.dumps([reader, seed, count]), file=self.process.stdin, flush=True)
+        try:
+            result: dict[str, Any] = json.loads(self.process.stdout.readline())
+        except ValueError:
+            text = self.log.read_text(errors="replace")[logged:]
+            result = {"counts": {"traceback": 1}, "evidence": [f"{reader} seed {seed}: {text[-2000:]}"]}
+        touched = sorted({name for name, _ in _state(self.ground) ^ before})
+        result["counts"]["touched"] = result["counts"].get("touched", 0) + len(touched)
+        result["evidence"] += [f"{reader} seed {seed} touched {name}" for name in touched]
+        return result
 
 
 def make_ground(folder: Path) -> Path:
@@ -71,7 +96,42 @@ def _state(ground: Path) -> set[tuple[str, tuple[int, int]]]:
     return {(name, (0, 0) if (ground / name).is_dir() else value) for name, value in found}
 
 
-def main(reader: str, seed: int, count: int, ground: Path) -> None:
+def main(ground: Path) -> None:
+    """Answer a line of stdin, [reader, seed, count], with JSON, or an empty line if the fork died."""
+    gc.freeze()  # a collection in a fork would copy every page it looks at
+    for line in sys.stdin:
+        reader, seed, count = json.loads(line)
+        print(
+            _in_a_fork(partial(_read_damaged, reader, seed, count, ground), 60 + WALL_S * count), flush=True
+        )
+
+
+def _in_a_fork(work: Callable[[], dict[str, Any]], limit_s: float) -> str:
+    """What `work` returns in a child of this process, as JSON; "" if the child died."""
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(write_end, json.dumps(work()).encode())
+        except BaseException:  # noqa: BLE001 a fork must not go on as its parent
+            traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as stream:
+        ended = bool(select.select([stream], [], [], limit_s)[0])
+        if not ended:
+            os.kill(pid, signal.SIGKILL)
+        text = stream.read().decode()
+    _, status = os.waitpid(pid, 0)
+    if not ended:
+        return json.dumps({"counts": {"hang": 1}, "evidence": [f"it did not end within {limit_s:.0f} s"]})
+    if status != 0:
+        print(f"exit status {os.waitstatus_to_exitcode(status)}", file=sys.stderr, flush=True)
+    return text
+
+
+def _read_damaged(reader: str, seed: int, count: int, ground: Path) -> dict[str, Any]:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     outcomes: Counter[str] = Counter()
     evidence: list[str] = []
@@ -86,7 +146,7 @@ def main(reader: str, seed: int, count: int, ground: Path) -> None:
             outcome, wrong = _judge(reader, folder)
             outcomes[outcome] += 1
             evidence += [f"{reader} {kind} {seed}/{number}: {text}" for text in wrong]
-    print(json.dumps({"counts": outcomes, "evidence": evidence[:20]}))
+    return {"counts": outcomes, "evidence": evidence[:20]}
 
 
 def _judge(reader: str, folder: Path) -> tuple[str, list[str]]:
@@ -128,4 +188,4 @@ def _cpu_s() -> float:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    main(Path(sys.argv[1]))

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from tests.fuzz import damage, readers, row_readers, run
 from tests.fuzz.readers import READERS
-from tests.fuzz.run import fuzz, make_ground
+from tests.fuzz.run import Fuzzer, make_ground
 from tests.unit.bad_inputs import toml_text
 
 FILES = 30
 
 
+@pytest.fixture(scope="module")
+def fuzzer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzer]:
+    with Fuzzer(make_ground(tmp_path_factory.mktemp("fuzz") / "ground")) as fuzzer:
+        yield fuzzer
+
+
 @pytest.mark.parametrize("reader", READERS)
-def test_damaged_files_are_sentences(reader: str, tmp_path: Path) -> None:
+def test_damaged_files_are_sentences(reader: str, fuzzer: Fuzzer) -> None:
     count = max(4, int(FILES * READERS[reader].share))
-    found = fuzz(reader, 1, count, make_ground(tmp_path / "ground"))
+    found = fuzzer.fuzz(reader, 1, count)
     assert found["evidence"] == []
     assert found["counts"]["touched"] == 0
     assert found["counts"].get("refused", 0) > count / 4
@@ -73,3 +82,32 @@ def test_what_counts_as_a_hang_does_not_depend_on_the_load(
     monkeypatch.setattr(run, "WALL_S", 2.0)
     monkeypatch.setitem(READERS, "config.json", replace(READERS["config.json"], read=read))
     assert run._judge("config.json", tmp_path)[0] == outcome
+
+
+def die() -> dict[str, Any]:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
+def hang() -> dict[str, Any]:
+    time.sleep(60)
+    return {}
+
+
+def fail() -> dict[str, Any]:
+    raise OSError("no good files")
+
+
+@pytest.mark.parametrize(
+    ("work", "text"),
+    [
+        (lambda: {"counts": {}}, '{"counts": {}}'),
+        (die, ""),
+        (fail, ""),
+        (hang, "it did not end within 1 s"),
+    ],
+    ids=["answers", "dies", "fails", "hangs"],
+)
+def test_a_batch_that_dies_or_hangs_is_found(work: Callable[[], dict[str, Any]], text: str) -> None:
+    found = run._in_a_fork(work, 1.0)
+    assert found == text or (text in found and '"hang": 1' in found)
