@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from hypothesis import strategies as st
 
-from skylite.cli import main
+from skylite import cli
 
 ODD_VALUES: list[Any] = [
     None,
@@ -52,6 +53,10 @@ ODD_VALUES: list[Any] = [
 ]
 
 
+COMMANDS = typer.main.get_command(cli.app)
+"""Made once: the app would make all its commands anew in every call."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reply:
     """How a command ended and what it printed, both streams together."""
@@ -69,11 +74,12 @@ def call(args: list[str]) -> Reply:
         contextlib.redirect_stderr(output),
     ):
         patch.setattr(sys, "argv", ["skylite", *args])
+        patch.setattr(cli, "app", COMMANDS)
         patch.setattr(sys, "path", list(sys.path))  # main() changes these three for the rest of the process
         for name in ("PYTHONPATH", "PYTHONSAFEPATH"):
             patch.setenv(name, os.environ.get(name, ""))
         try:
-            main()
+            cli.main()
         except SystemExit as end:
             return Reply(int(end.code or 0), output.getvalue())
         except Exception:  # noqa: BLE001 what a user would see as a traceback is the finding
