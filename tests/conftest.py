@@ -13,6 +13,14 @@ from tests.engines import EngineServer, running_server
 from tests.tiny_models import make_tiny_model
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Groups for `--dist loadgroup`: a file, or all files whose tests share vLLM's server."""
+    sharing = {i.path for i in items if isinstance(i, pytest.Function) and "vllm_server" in i.fixturenames}
+    for item in items:
+        group = "vllm_server" if item.path in sharing else item.path.stem
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What skylite remembers about its user goes to a temporary folder."""
