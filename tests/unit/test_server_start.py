@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from skylite.vllm_plugin import cpu_server as server
+from skylite.vllm_plugin import fork_server
 from skylite.vllm_plugin.exit_with_parent import SWITCH
 from tests.alive import is_alive
 
@@ -59,6 +60,7 @@ def test_openmp_settings_for_given_cores() -> None:
 
 PROGRAM = """
 import os, sys, time
+import setproctitle
 from skylite.vllm_plugin import fork_server
 from skylite.vllm_plugin.exit_with_parent import die_with_starter
 
@@ -68,7 +70,7 @@ def child():
     time.sleep(60)
 
 if __name__ == "__main__":
-    fork_server.PRELOAD = "warm"
+    fork_server.import_early(["warm", "broken", "missing"])
     fork_server.start_fork_server({"FIRST": "the fork server's"})
     assert "FIRST" not in os.environ
     os.environ["LATER"] = "the starter's"
@@ -84,13 +86,15 @@ if __name__ == "__main__":
 @pytest.fixture
 def starter(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
-    (tmp_path / "warm.py").write_text(
-        "import os\nfrom skylite.processes.parent_death import *\ndie_with_parent(os.getppid())\n",
-        encoding="utf-8",
-    )
+    (tmp_path / "warm.py").touch()
+    (tmp_path / "broken.py").write_text("raise OSError('no such library')\n", encoding="utf-8")
     env = os.environ | {SWITCH: "1", "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     with subprocess.Popen(
-        [sys.executable, str(tmp_path / "program.py")], env=env, stdout=subprocess.PIPE, text=True
+        [sys.executable, str(tmp_path / "program.py")],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         yield process
         process.kill()
@@ -115,9 +119,14 @@ def test_a_child_has_the_imports_and_environment_and_dies_with_the_starter(
     assert line == f"{pid} the fork server's the starter's True"
     tree = psutil.Process(starter.pid).children(recursive=True)
     assert int(pid) in [p.pid for p in tree]
+    assert fork_server.TITLE in [" ".join(p.cmdline()).rstrip() for p in tree]
     starter.kill()
-    starter.wait()
+    _, errors = starter.communicate()
     assert gone(tree)
+    assert errors.splitlines() == [
+        "skylite: broken cannot be imported early: no such library",
+        "skylite: missing cannot be imported early: No module named 'missing'",
+    ]
 
 
 @pytest.mark.parametrize("victim", ["child", "fork server"])

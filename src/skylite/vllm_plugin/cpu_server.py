@@ -2,10 +2,9 @@
 arguments.
 
 On CPU, vLLM 0.32 starts API server, engine core and worker one after the other, and each imports torch and
-vLLM, which takes most of the start. Here multiprocessing's fork server imports them in parallel to the API
-server, and the engine core forks from it. The worker runs inside the engine core (vLLM's UniProcExecutor).
-vLLM separates the worker on CPU to set up OpenMP in its environment; here the fork server starts with that
-environment.
+vLLM, which takes most of the start. Here one process imports all that the three need, once; the engine core
+is a fork of it, and the worker runs inside the engine core (vLLM's UniProcExecutor). vLLM separates the
+worker on CPU to set up OpenMP in its environment; here the fork gets that environment.
 
 In untested cases (another vLLM, another OpenMP library, several workers) this module prints why, and vLLM
 starts in its own way.
@@ -24,9 +23,18 @@ from collections.abc import Mapping
 
 from skylite.vllm_plugin import STOCK_SERVER, TESTED_VLLM
 from skylite.vllm_plugin.exit_with_parent import SWITCH
-from skylite.vllm_plugin.fork_server import WarmContext, start_fork_server
+from skylite.vllm_plugin.fork_server import WarmContext, import_early, start_fork_server
 
 EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+MODULES = (
+    "setproctitle",
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.worker.cpu_model_runner",
+)
+"""What API server, engine core and worker import."""
 
 
 def main() -> None:
@@ -35,7 +43,7 @@ def main() -> None:
     if reason:
         print(f"skylite: vLLM starts in its own, slower way: {reason}", file=sys.stderr, flush=True)
     else:
-        # First, so that its imports run in parallel to those of this process.
+        import_early(MODULES)
         start_fork_server(omp_settings(os.environ["VLLM_CPU_OMP_THREADS_BIND"]))
         sys.argv += ["--distributed-executor-backend", EXECUTOR]
         from vllm.v1.engine import utils

@@ -28,7 +28,7 @@ def die_with_starter() -> None:
     """In a multiprocessing child: let the kernel kill it when its starter exits. Elsewhere: do nothing.
 
     A process forked by a fork server exits with the fork server, which exits with the first process
-    (`warm_imports.py`).
+    (`fork_server.py`).
     """
     starter = multiprocessing.parent_process()
     if os.environ.get(SWITCH) != "1" or starter is None or starter.pid is None:

@@ -1,25 +1,78 @@
-"""Fast process start: multiprocessing's fork server imports vLLM in advance, and processes fork from it."""
+"""Fast process start: multiprocessing's fork server is a fork of this process, with all that it imported."""
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
-from collections.abc import Mapping
-from multiprocessing import context, forkserver
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing import context, forkserver, resource_tracker, util
+from typing import Any
 
-PRELOAD = "skylite.vllm_plugin.warm_imports"
-"""The module that the fork server imports."""
+from skylite.processes.parent_death import die_with_parent
+
+TITLE = "skylite: fork server"
+"""The process title. Without it, the process would be listed with its starter's command line."""
+
+
+def import_early(modules: Sequence[str]) -> None:
+    """Import what the children need. A module that fails will raise the same error where it is used."""
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except (ImportError, AttributeError, OSError, RuntimeError, ValueError) as error:
+            print(f"skylite: {name} cannot be imported early: {error}", file=sys.stderr, flush=True)
 
 
 def start_fork_server(env: Mapping[str, str]) -> None:
-    """Start the fork server, which begins to import. `env` is added to this process's environment for it."""
+    """Fork this process. The copy is the fork server, with `env` added to its environment.
+
+    The kernel kills the fork server when this process exits. It cannot detect that itself: its children keep
+    its pipe open.
+    """
+    resource_tracker.ensure_running()  # an interpreter of its own; the fork server expects it
+    if title := sys.modules.get("setproctitle"):
+        title.getproctitle()  # must locate the title before the environment changes
+    gc.collect()
+    gc.freeze()  # a collection would copy every page that the processes share
+    with _added(env), _forks():
+        forkserver.ensure_running()
+
+
+@contextmanager
+def _added(env: Mapping[str, str]) -> Iterator[None]:
+    """This process's environment with `env` added."""
     before = dict(os.environ)
     os.environ.update(env)
     try:
-        forkserver.set_forkserver_preload([PRELOAD])
-        forkserver.ensure_running()
+        yield
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+@contextmanager
+def _forks() -> Iterator[None]:
+    """multiprocessing forks its fork server from this process, instead of starting an interpreter."""
+    parent, spawn = os.getpid(), util.spawnv_passfds
+
+    def fork(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
+        if pid := os.fork():
+            return pid
+        die_with_parent(parent)
+        if title := sys.modules.get("setproctitle"):
+            title.setproctitle(TITLE)
+        listener, alive = passfds
+        forkserver.main(listener, alive, [])
+        os._exit(0)
+
+    util.spawnv_passfds = fork
+    try:
+        yield
+    finally:
+        util.spawnv_passfds = spawn
 
 
 class WarmProcess(context.ForkServerProcess):
