@@ -33,8 +33,8 @@ HEAD_KEEPS = 3
 """Tensors of the hidden size that the last norm and the head keep."""
 TRAINER_PROCESS = {"cpu": 400 << 20, "cuda": 1 << 30}
 """CPU: Python and its libraries. GPU: CUDA context, NCCL, cuBLAS and fragments; an estimate, not measured."""
-ENGINE_PROCESS = {"cpu": 3 << 29, "cuda": 2 << 30}
-"""CPU: vLLM's three processes. GPU: with CUDA graphs; an estimate, not measured."""
+ENGINE_PROCESS = {"cpu": 5 << 28, "cuda": 2 << 30}
+"""CPU: vLLM's processes, which share their imports. GPU: with CUDA graphs; an estimate, not measured."""
 TENSOR_PARALLEL_BUFFERS = 1 << 30
 """More of the process with several GPUs: NCCL and vLLM's all-reduce; an estimate, not measured."""
 VLLM_BATCHED_TOKENS = {"cpu": CPU_BATCHED_TOKENS, "cuda": 8192}
