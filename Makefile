@@ -73,12 +73,12 @@ check: $(READY) ## format, lint, types, and whether the pages made from the code
 # import, a start, a disk. Threads of a product that wait for each other sleep: by default they spin, and while
 # one of them waits for a core, the others use the cores up.
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest
-UNIT_TESTS := $(PYTEST) -n 3 --dist loadgroup tests/unit
+UNIT_TESTS := $(PYTEST) -n 3 --dist loadfile tests/unit
 
 test: $(READY) ## all tests
 	$(UNIT_TESTS)
 	# The long files first, which xdist would run last: the three processes then end together.
-	$(PYTEST) -n 3 --dist loadgroup --no-loadscope-reorder tests/e2e tests/integration
+	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder tests/e2e tests/integration
 
 test-unit: $(READY) ## unit tests only: no vLLM, no torchrun
 	$(UNIT_TESTS)

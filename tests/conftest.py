@@ -5,20 +5,46 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from skylite.ui.logs import set_terminal_level
 from tests.engines import EngineServer, running_server
 from tests.tiny_models import make_tiny_model
 
+SHARE_VLLM = (
+    "test_vllm_bad_adapters",
+    "test_vllm_logprobs",
+    "test_vllm_many_adapters",
+    "test_vllm_plugin",
+)
+"""Files whose tests share vLLM's server, so that one process runs them."""
+
+
+class FileScheduling(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
+    """`--dist loadfile` with SHARE_VLLM as one file.
+
+    Not `loadgroup`: xdist 3.8 cannot name the groups of pytest 9.2, and distributes single tests.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "vLLM's server" if Path(file).stem in SHARE_VLLM else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling | None:
+    """Ours for `--dist loadfile`, xdist's for others."""
+    return FileScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups for `--dist loadgroup`: a file, or all files whose tests share vLLM's server."""
-    sharing = {i.path for i in items if isinstance(i, pytest.Function) and "vllm_server" in i.fixturenames}
+    """Refuse a file that would start another server."""
     for item in items:
-        group = "vllm_server" if item.path in sharing else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(group))
+        if "vllm_server" in getattr(item, "fixturenames", ()) and item.path.stem not in SHARE_VLLM:
+            raise pytest.UsageError(f"Add {item.path.stem} to SHARE_VLLM in tests/conftest.py.")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -66,7 +66,8 @@ from skylite.vllm_plugin.exit_with_parent import die_with_starter
 
 def child():
     die_with_starter()
-    print(os.getpid(), os.environ["FIRST"], os.environ["LATER"], "warm" in sys.modules, flush=True)
+    words = [os.getpid(), os.environ["FIRST"], os.environ["LATER"], "warm" in sys.modules]
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # at once: the starter prints, too
     time.sleep(60)
 
 if __name__ == "__main__":
@@ -76,7 +77,7 @@ if __name__ == "__main__":
     os.environ["LATER"] = "the starter's"
     process = fork_server.WarmContext().Process(target=child)
     process.start()
-    print(process.pid, flush=True)
+    os.write(1, f"{process.pid}\\n".encode())
     process.join()
     print("ended", process.exitcode, flush=True)
     time.sleep(60)
