@@ -4,9 +4,9 @@
 
 Each round starts, one after the other: vLLM's own server until /health answers (`plain`); skylite's server
 module (vllm_plugin/cpu_server.py) with the same flags (`ours`); a run until its first rollout request
-(events.jsonl). Times count from before Python starts. The run also loads its trainer, publishes version 0
-and loads it; verification runs beside the request. Reports medians, ratios, CPU seconds by process, and the
-median of nine `skylite --help`.
+(events.jsonl). Times count from before Python starts. The run also loads its trainer, publishes version 0,
+loads it and verifies it. Reports medians, ratios, CPU seconds by process, and the median of nine
+`skylite --help`.
 """
 
 from __future__ import annotations
