@@ -52,6 +52,7 @@ from skylite.trainer.worker import report_error
 from skylite.types import Group, Prompt, Sample, Trajectory
 from tests.cases import optimizer_of, policy_of
 from tests.engines import write_random_adapter
+from tests.forks import in_a_fork
 from tests.small_run import lone_rank, resolved, settings
 
 CANARY = Canary(sequences=[[1, 2, 3]], policy_logprobs=[[-1.0, -2.0]], base_logprobs=[[-1.5, -2.5]])
@@ -226,21 +227,6 @@ def checkpoint(run: RunDir, step: int, optimizer: FlatAdamW) -> None:
     save_checkpoint(run, step, settings(), [optimizer], {"rank-0": torch.zeros(64, dtype=torch.uint8)})
 
 
-def in_a_fork(work: Callable[[], Any]) -> dict[str, Any]:
-    """What became of `work` in a child of this process."""
-    read_end, write_end = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.write(write_end, json.dumps(outcome(work)).encode()[:60000])
-        os._exit(0)
-    os.close(write_end)
-    with os.fdopen(read_end, "rb") as stream:
-        text = stream.read()
-    os.waitpid(pid, 0)
-    answer: dict[str, Any] = json.loads(text)
-    return answer
-
-
 def outcome(work: Callable[[], Any]) -> dict[str, Any]:
     sys.stdout = sys.stderr
     try:
@@ -270,8 +256,8 @@ def main() -> None:
         print(json.dumps(sorted(table)), flush=True)
         for line in sys.stdin:
             asked = json.loads(line)
-            answer = in_a_fork(partial(table[asked["writer"]], Path(asked["folder"]), asked["version"]))
-            print(json.dumps(answer), flush=True)
+            work = partial(table[asked["writer"]], Path(asked["folder"]), asked["version"])
+            print(in_a_fork(partial(outcome, work)), flush=True)
     os._exit(0)
 
 

@@ -11,19 +11,18 @@ import json
 import os
 import random
 import resource
-import select
 import signal
 import subprocess
 import sys
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from skylite.errors import SkyliteError
+from tests.forks import in_a_fork
 from tests.fuzz.damage import KINDS
 from tests.fuzz.readers import READERS
 from tests.unit.bad_inputs import snapshot
@@ -101,34 +100,11 @@ def main(ground: Path) -> None:
     gc.freeze()  # a collection in a fork would copy every page it looks at
     for line in sys.stdin:
         reader, seed, count = json.loads(line)
-        print(
-            _in_a_fork(partial(_read_damaged, reader, seed, count, ground), 60 + WALL_S * count), flush=True
-        )
-
-
-def _in_a_fork(work: Callable[[], dict[str, Any]], limit_s: float) -> str:
-    """What `work` returns in a child of this process, as JSON; "" if the child died."""
-    read_end, write_end = os.pipe()
-    pid = os.fork()
-    if pid == 0:
         try:
-            os.write(write_end, json.dumps(work()).encode())
-        except BaseException:  # noqa: BLE001 a fork must not go on as its parent
-            traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(0)
-    os.close(write_end)
-    with os.fdopen(read_end, "rb") as stream:
-        ended = bool(select.select([stream], [], [], limit_s)[0])
-        if not ended:
-            os.kill(pid, signal.SIGKILL)
-        text = stream.read().decode()
-    _, status = os.waitpid(pid, 0)
-    if not ended:
-        return json.dumps({"counts": {"hang": 1}, "evidence": [f"it did not end within {limit_s:.0f} s"]})
-    if status != 0:
-        print(f"exit status {os.waitstatus_to_exitcode(status)}", file=sys.stderr, flush=True)
-    return text
+            text = in_a_fork(partial(_read_damaged, reader, seed, count, ground), 60 + WALL_S * count)
+        except TimeoutError as error:
+            text = json.dumps({"counts": {"hang": 1}, "evidence": [f"{reader} seed {seed}: {error}"]})
+        print(text, flush=True)
 
 
 def _read_damaged(reader: str, seed: int, count: int, ground: Path) -> dict[str, Any]:
