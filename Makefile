@@ -70,8 +70,7 @@ check: $(READY) ## format, lint, types, and whether the pages made from the code
 	$(BIN)/python docs/generate_gpu_fit.py --check
 
 # Three processes share the test files (tests/conftest.py groups them). Most tests wait for one thread: an
-# import, a start, a disk. Threads of a product that wait for each other sleep: by default they spin, and while
-# one of them waits for a core, the others use the cores up.
+# import, a start, a disk. Waiting OpenMP threads sleep (passive): spinning ones take the cores from the others.
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest
 UNIT_TESTS := $(PYTEST) -n 3 --dist loadfile tests/unit
 

@@ -1,4 +1,4 @@
-"""Whether a process still runs. It may end while it is asked: psutil raises then."""
+"""Check whether a process runs. psutil raises if the process ends during the check."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import psutil
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """False for a zombie too: it only waits to be collected."""
+    """False for a zombie, too: it has ended."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -20,13 +20,13 @@ SHARE_VLLM = (
     "test_vllm_many_adapters",
     "test_vllm_plugin",
 )
-"""Files whose tests share vLLM's server, so that one process runs them."""
+"""Files that use one vLLM server. One test process runs them all."""
 
 
 class FileScheduling(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
-    """`--dist loadfile` with SHARE_VLLM as one file.
+    """`--dist loadfile` that treats SHARE_VLLM as one file.
 
-    Not `loadgroup`: xdist 3.8 cannot name the groups of pytest 9.2, and distributes single tests.
+    `loadgroup` does not work: with pytest 9.2, xdist 3.8 ignores the groups.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -36,7 +36,7 @@ class FileScheduling(LoadFileScheduling):  # type: ignore[misc]  # xdist has no 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling | None:
-    """Ours for `--dist loadfile`, xdist's for others."""
+    """Use FileScheduling for `--dist loadfile`."""
     return FileScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 

@@ -54,7 +54,7 @@ ODD_VALUES: list[Any] = [
 
 
 COMMANDS = typer.main.get_command(cli.app)
-"""Made once: the app would make all its commands anew in every call."""
+"""Typer would build every command again for each call."""
 
 
 @dataclass(frozen=True, slots=True)

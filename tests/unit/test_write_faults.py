@@ -54,7 +54,7 @@ MAKES = {
 }
 """The calls of a writer that does not make all kinds."""
 LARGE_PAGES = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""A fork then copies fewer entries of page tables: 3,000 forks take two thirds of their time."""
+"""They make forks cheaper: fewer page table entries are copied."""
 MAX_CALLS = 200
 """A writer that makes more calls than this is not what we think it is."""
 

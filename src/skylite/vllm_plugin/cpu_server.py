@@ -2,9 +2,9 @@
 arguments.
 
 On CPU, vLLM 0.32 starts API server, engine core and worker one after the other, and each imports torch and
-vLLM, which takes most of the start. Here one process imports all that the three need, once; the engine core
-is a fork of it, and the worker runs inside the engine core (vLLM's UniProcExecutor). vLLM separates the
-worker on CPU to set up OpenMP in its environment; here the fork gets that environment.
+vLLM, which takes most of the start. Here the API server imports everything once. The engine core is forked
+from it, and the worker runs inside the engine core (vLLM's UniProcExecutor). vLLM separates the worker on CPU
+to set up OpenMP in its environment; here the fork gets that environment.
 
 In untested cases (another vLLM, another OpenMP library, several workers) this module prints why, and vLLM
 starts in its own way.

@@ -1,4 +1,4 @@
-"""Fast process start: multiprocessing's fork server is a fork of this process, with all that it imported."""
+"""Start processes fast: multiprocessing's fork server is a fork of this process and has its imports."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 from skylite.processes.parent_death import die_with_parent
 
 TITLE = "skylite: fork server"
-"""The process title. Without it, the process would be listed with its starter's command line."""
+"""Process title. Without it, `ps` would show the command line of the API server."""
 
 
 def import_early(modules: Sequence[str]) -> None:
-    """Import what the children need. A module that fails will raise the same error where it is used."""
+    """Import modules for the children. Prints failed imports; the children raise them again."""
     for name in modules:
         try:
             importlib.import_module(name)
@@ -29,10 +29,10 @@ def import_early(modules: Sequence[str]) -> None:
 def start_fork_server(env: Mapping[str, str]) -> None:
     """Fork this process. The copy is the fork server, with `env` added to its environment.
 
-    The kernel kills the fork server when this process exits. It cannot detect that itself: its children keep
-    its pipe open.
+    The kernel kills the fork server when this process exits. The pipe that multiprocessing uses for this
+    stays open in the children.
     """
-    resource_tracker.ensure_running()  # an interpreter of its own; the fork server expects it
+    resource_tracker.ensure_running()  # an interpreter of its own, so before _forks
     if title := sys.modules.get("setproctitle"):
         title.getproctitle()  # must locate the title before the environment changes
     gc.collect()
@@ -55,7 +55,7 @@ def _added(env: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _forks() -> Iterator[None]:
-    """multiprocessing forks its fork server from this process, instead of starting an interpreter."""
+    """Let multiprocessing fork its fork server from this process."""
     parent, spawn = os.getpid(), util.spawnv_passfds
 
     def fork(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
