@@ -23,7 +23,7 @@ from typing import Any
 from command_line import SKYLITE, argument_parser, set_flags
 from machine_info import machine_info
 
-from skylite.report.run_facts import read_facts
+from skylite.report.read_run import read_facts
 from skylite.run.files import write_json
 
 REWARD = "def long(completion):\n    return min(len(completion), 300) / 300\n"

@@ -22,7 +22,7 @@ from skylite.engine.start_engines import MAX_LORAS
 from skylite.errors import ConfigError
 from skylite.processes.gpus import Gpu
 from skylite.resources.gpu_plan import Placement
-from skylite.resources.memory_notes import most_tokens
+from skylite.resources.memory_messages import most_tokens
 from skylite.resources.memory_plan import BLOCK_TOKENS, divide_gpus
 from skylite.resources.model_sizes import ModelSizes, model_sizes
 from skylite.resources.predicted_memory import engine_memory, trainer_memory

@@ -19,9 +19,9 @@ from skylite.cli_runs import adapters_app, runs_app
 from skylite.cli_training import training_app
 from skylite.errors import SkyliteError, write_failed
 from skylite.processes.import_path import protect_imports
+from skylite.progress_reporting import show_long_work
 from skylite.ui.logs import configure_logging, show, unforeseen_text
 from skylite.ui.progress_line import show_progress
-from skylite.work_progress import show_long_work
 
 app = Commands(
     "Train",

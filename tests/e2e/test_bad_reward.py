@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from skylite.data.order import prompts_for_step
+from skylite.data.prompt_order import prompts_for_step
 from skylite.data.prompts import read_prompts
 from skylite.run.run_dir import RunDir, adapter_name
 from tests.e2e.project import Project

@@ -21,7 +21,7 @@ from skylite.model.process_group import Dist
 from skylite.orchestrator.resume import recover_metrics
 from skylite.report.html import page_html
 from skylite.report.page_data import page_data
-from skylite.report.run_facts import read_facts
+from skylite.report.read_run import read_facts
 from skylite.run.checkpoint_folder import MANIFEST, verify_checkpoint, write_checkpoint_manifest
 from skylite.run.events import read_events
 from skylite.run.folder_owner import MARK_NAME, require_own_folders

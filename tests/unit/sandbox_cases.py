@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from skylite.sandbox import forks
+from skylite.sandbox import forked_workers
 
 
 def make_runner(*arguments: Any) -> Callable[..., Any]:
@@ -240,7 +240,7 @@ def grow(count: int) -> None:
 
 def stop_reading() -> None:
     """The process takes no further request."""
-    vars(forks)["receive"] = lambda pipe: time.sleep(600)
+    vars(forked_workers)["receive"] = lambda pipe: time.sleep(600)
 
 
 def chatter() -> None:

@@ -12,7 +12,7 @@ from skylite.evaluation.confidence_interval import wilson
 from skylite.report.alarm_evidence import change_of, held_out_gain
 from skylite.report.alarms import find_alarms
 from skylite.report.page_data import read_completions
-from skylite.report.run_facts import HeldOut, read_facts
+from skylite.report.read_run import HeldOut, read_facts
 from tests.made_up_runs import STEPS, write_made_up_run
 
 FINE = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from skylite.sandbox.forks import GROWTH_BYTES
+from skylite.sandbox.forked_workers import GROWTH_BYTES
 from skylite.sandbox.sandbox import CallFailed, Limits, Sandbox
 
 RUNNER = "tests.unit.sandbox_cases:make_runner"

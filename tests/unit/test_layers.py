@@ -48,9 +48,9 @@ LAYERS = (
     ("sandbox",),
     ("processes",),
     ("config",),
-    ("plugin_file", "types"),
+    ("user_functions", "types"),
     ("errors",),
-    ("optional_packages", "untrusted_text", "work_progress"),
+    ("optional_packages", "untrusted_text", "progress_reporting"),
 )
 """From top to bottom. A file imports from its own folder and from the rows below."""
 TRAINER_SIDE = ("trainer", "model", "algorithms")

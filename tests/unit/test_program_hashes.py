@@ -15,10 +15,10 @@ from skylite.errors import ConfigError
 from skylite.orchestrator.plan import plan_run, write_run
 from skylite.orchestrator.resume import plan_resume
 from skylite.orchestrator.session_resources import reward_pool
-from skylite.plugin_file import EPISODE, REWARD, FunctionKind, load_function
 from skylite.run.run_dir import RunDir
 from skylite.run.trusted_programs import remember, require_named, state_folder
 from skylite.trainer import chosen_algorithm
+from skylite.user_functions import EPISODE, REWARD, FunctionKind, load_function
 from tests.unit.bad_inputs import Reply, call
 from tests.unit.data_cases import prompt
 

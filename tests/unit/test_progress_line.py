@@ -13,13 +13,13 @@ from rich.console import Console
 
 from skylite.engine.startup_progress import start_stage
 from skylite.hub.download_bar import download_bar
+from skylite.progress_reporting import LongWork, duration, long_work, show_long_work
 from skylite.run.remembered_durations import remember_s, remembered_s
 from skylite.ui import progress_line
 from skylite.ui.dashboard import Screen
 from skylite.ui.live_panel import panel_lines
 from skylite.ui.logs import configure_logging, run_log
 from skylite.ui.progress_line import show_progress
-from skylite.work_progress import LongWork, duration, long_work, show_long_work
 
 
 class Clock:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from skylite.errors import ConfigError, RunFailed
-from skylite.plugin_file import REWARD
 from skylite.rewards import load_reward
 from skylite.rewards import reasoning_gym as rewards
 from skylite.rewards.call_rewards import score
@@ -22,6 +21,7 @@ from skylite.rewards.worker_pool import RewardPool
 from skylite.run.trusted_programs import remember, require_named
 from skylite.sandbox.sandbox import Limits
 from skylite.types import Prompt
+from skylite.user_functions import REWARD
 from tests.unit.data_cases import prompt
 
 IN_ANSWER = (

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from skylite.errors import ConfigError, DataError, RunFailed
-from skylite.plugin_file import resolve_spec
 from skylite.rewards import load_reward
 from skylite.rewards.built_in import reference_completion
 from skylite.rewards.call_rewards import finite_scores, reward_function, score
@@ -16,6 +15,7 @@ from skylite.rewards.gsm8k import final_number
 from skylite.rewards.math import parse_truth
 from skylite.rewards.reasoning_gym import from_json, to_json
 from skylite.types import Prompt, is_number
+from skylite.user_functions import resolve_spec
 from tests.unit.data_cases import RELEASED, prompt
 
 

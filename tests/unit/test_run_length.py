@@ -11,7 +11,7 @@ import pytest
 
 from skylite.config.loading import change_config, load_config, read_run_config
 from skylite.config.train import TrainConfig
-from skylite.data.order import prompts_for_step
+from skylite.data.prompt_order import prompts_for_step
 from skylite.errors import ConfigError, DataError
 from skylite.orchestrator.automatic_settings import epochs_to_steps
 from skylite.orchestrator.plan import plan_run, write_run

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from skylite.config.train import TrainConfig
-from skylite.data.order import prompts_for_step
+from skylite.data.prompt_order import prompts_for_step
 from skylite.engine.collect_groups import request_seed
 from skylite.errors import RunFailed
 from skylite.orchestrator.resume import remove_after

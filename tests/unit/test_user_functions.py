@@ -14,9 +14,9 @@ from skylite.config.algorithm import AlgorithmConfig
 from skylite.config.loading import load_config
 from skylite.errors import ConfigError, RunFailed
 from skylite.model.process_group import Dist
-from skylite.plugin_file import ADVANTAGE, POLICY_LOSS, check_function
 from skylite.trainer.chosen_algorithm import group_advantage, policy_loss
 from skylite.trainer.micro_batch_plan import arrange
+from skylite.user_functions import ADVANTAGE, POLICY_LOSS, check_function
 from tests.cases import gradients_after_step, policy_of
 from tests.rows import groups_of, random_samples
 from tests.small_run import lone_rank, settings

@@ -18,7 +18,7 @@ from skylite.environments.sample_episodes import read_reward
 from skylite.environments.verifiers_episode import VerifiersFailed, read_episode
 from skylite.errors import ConfigError
 from skylite.orchestrator.allowed_programs import allow_episode, allow_rewards
-from skylite.plugin_file import is_program, is_verifiers
+from skylite.user_functions import is_program, is_verifiers
 
 
 def test_settings_are_paths_with_json_or_text() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from skylite.work_progress import LongWork, show_long_work
+from skylite.progress_reporting import LongWork, show_long_work
 
 
 @contextmanager

@@ -13,13 +13,13 @@ from skylite.adapters.manifest import read_manifest
 from skylite.adapters.retention import clean_up, remove_unfinished_files
 from skylite.config.loading import read_run_config
 from skylite.errors import ModelError
+from skylite.progress_reporting import long_work
 from skylite.run.files import TEMPORARY_MARK
 from skylite.run.folder_owner import require_own_folders
 from skylite.run.lock import lock_run
 from skylite.run.metrics_file import read_metrics
 from skylite.run.run_dir import AdapterVersion, RunDir, published_versions
 from skylite.ui.logs import show
-from skylite.work_progress import long_work
 
 
 def verify(target: Path, *, as_json: bool = False) -> None:

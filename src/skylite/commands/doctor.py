@@ -15,8 +15,8 @@ from skylite.doctor import dead_runs, limits, machine, software
 from skylite.doctor.engine_probe import probe_engine
 from skylite.doctor.finding import Finding, bad
 from skylite.errors import SkyliteError, error_line
+from skylite.progress_reporting import long_work
 from skylite.ui.logs import show
-from skylite.work_progress import long_work
 
 MARKS = {"ok": "ok  ", "note": "note", "bad": "BAD "}
 Check = Callable[[], Finding | Iterable[Finding]]

@@ -22,21 +22,21 @@ from skylite.data.tokenizer import load_tokenizer
 from skylite.engine.retrying_client import Engine
 from skylite.engine.server_command import BASE_NAME
 from skylite.engine.single_engine import run_on_engine, single_engine_spec
+from skylite.environments.episode_leaks import Leftovers
 from skylite.environments.episode_pool import EpisodeEnd
 from skylite.environments.episode_spec import check_episode_data
 from skylite.environments.running_environment import environment_of_model
 from skylite.environments.sample_episodes import Environment, Source
 from skylite.environments.scripted_engine import ScriptedEngine
 from skylite.environments.trajectory_log import Sampler
-from skylite.environments.unclosed_resources import Leftovers
 from skylite.hub.resolve import resolve_model
 from skylite.orchestrator.allowed_programs import allow_episode
 from skylite.orchestrator.turn_metrics import turn_metrics
 from skylite.processes.temporary_folder import temporary_folder
+from skylite.progress_reporting import long_work
 from skylite.types import Prompt, Trajectory
 from skylite.ui.logs import show
 from skylite.untrusted_text import plain, plain_lines
-from skylite.work_progress import long_work
 
 SCRIPTED = "scripted"
 

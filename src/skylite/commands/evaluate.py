@@ -29,11 +29,11 @@ from skylite.hub.resolve import resolve_model
 from skylite.orchestrator.eval_data import DataChoice, EvalData, read_data
 from skylite.orchestrator.eval_scoring import start_problems
 from skylite.processes.file_descriptors import raise_file_limit
+from skylite.progress_reporting import long_work
 from skylite.run.files import write_json
 from skylite.run.folder_owner import require_own_place
 from skylite.run.trusted_programs import is_set
 from skylite.ui.logs import show
-from skylite.work_progress import long_work
 
 logger = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from skylite.loggers.interface import require_libraries
 from skylite.loggers.journal import fingerprints
 from skylite.loggers.logger_processes import count_steps, start_logger
 from skylite.processes.child import poll
+from skylite.progress_reporting import long_work
 from skylite.run.folder_owner import require_own_place
 from skylite.run.metrics_file import read_metrics
 from skylite.run.run_dir import RunDir
 from skylite.ui.logs import show
-from skylite.work_progress import long_work
 
 POLL_S = 0.1
 

@@ -13,18 +13,18 @@ from typing import TypeVar
 from skylite.commands.prepare_own_data import OwnFlags, RewardChoice, own_data_examples
 from skylite.config.loading import read_parameters
 from skylite.data.examples import SPLITS, ExampleSet, check_examples, check_ids, check_or_drop
-from skylite.data.name_and_settings import REASONING_GYM
+from skylite.data.key_value_spec import REASONING_GYM
 from skylite.data.prompt_folder import replace_folder
 from skylite.data.prompts import PromptFileInfo
 from skylite.data.user_tables import is_own_data
 from skylite.errors import ConfigError, DataError
-from skylite.plugin_file import is_verifiers
+from skylite.progress_reporting import long_work
 from skylite.rewards import load_reward
 from skylite.rewards.built_in import without_extraction
 from skylite.run.trusted_programs import remember
 from skylite.types import Prompt
 from skylite.ui.logs import show
-from skylite.work_progress import long_work
+from skylite.user_functions import is_verifiers
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")

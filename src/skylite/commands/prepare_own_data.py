@@ -11,10 +11,10 @@ from skylite.data.examples import ExampleSet
 from skylite.data.user_columns import ColumnFlags, missing_flags
 from skylite.data.user_tables import OwnSource, read_own_tables
 from skylite.errors import ConfigError
-from skylite.plugin_file import resolve_spec
 from skylite.rewards import load_reward
 from skylite.rewards.built_in import NEEDS_ANSWER
 from skylite.run.trusted_programs import remember
+from skylite.user_functions import resolve_spec
 
 EXAMPLES = {"--question": "--question question", "--answer": "--answer answer", "--reward": "--reward gsm8k"}
 """Flag -> how it is typed."""

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from skylite.errors import ConfigError
+from skylite.progress_reporting import long_work
 from skylite.report.html import GENERATOR, page_html
 from skylite.report.page_data import num_files, page_data
 from skylite.report.png import require_matplotlib, write_png_files
-from skylite.report.run_facts import read_facts
+from skylite.report.read_run import read_facts
 from skylite.run.files import atomic_file
 from skylite.ui.logs import show
-from skylite.work_progress import long_work
 
 MARK_BYTES = 2_000
 """The generator's mark is within these first bytes of a page."""

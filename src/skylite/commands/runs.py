@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from skylite.errors import ConfigError, SkyliteError
-from skylite.report.run_facts import age_text, read_facts
+from skylite.report.read_run import age_text, read_facts
 from skylite.report.summary import damaged, summary
 from skylite.ui.logs import show
 from skylite.untrusted_text import plain

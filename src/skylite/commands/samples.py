@@ -10,7 +10,7 @@ from pathlib import Path
 
 from skylite.errors import ConfigError
 from skylite.report.completions import Completion, Filter, read_held_out, read_training
-from skylite.report.run_facts import RunFacts, read_facts
+from skylite.report.read_run import RunFacts, read_facts
 from skylite.ui.logs import show
 
 

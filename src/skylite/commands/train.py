@@ -16,16 +16,16 @@ from skylite.commands.log import logger_names
 from skylite.commands.train_defaults import default_data, default_recipe, find_recipe
 from skylite.config.loading import load_config, read_run_config
 from skylite.config.train import TrainConfig
-from skylite.data.order import steps_per_epoch
+from skylite.data.prompt_order import steps_per_epoch
 from skylite.errors import ConfigError
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.shutdown import TimeLimit
-from skylite.plugin_file import EPISODE, REWARD
 from skylite.run.folder_owner import require_own_folders
 from skylite.run.lock import lock_run
 from skylite.run.run_dir import RunDir
 from skylite.run.trusted_programs import is_set
 from skylite.ui.logs import run_log, show, show_printed
+from skylite.user_functions import EPISODE, REWARD
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from rich.live import Live
 from skylite.errors import SkyliteError
 from skylite.report.alarms import Alarm, find_alarms
 from skylite.report.completions import Completion, Filter, Order, read_training
-from skylite.report.run_facts import ENDED, RunFacts, age_s, age_text, read_facts
+from skylite.report.read_run import ENDED, RunFacts, age_s, age_text, read_facts
 from skylite.run.lock import LOCK_NAME, is_locked
 from skylite.run.metrics_file import metrics_line
 from skylite.run.status import Status

@@ -15,8 +15,8 @@ from skylite.config.rollout import RewardParameters
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.config.yaml_recipe import parse_yaml
 from skylite.errors import ConfigError
-from skylite.plugin_file import resolve_spec
 from skylite.untrusted_text import parse_json, parse_toml
+from skylite.user_functions import resolve_spec
 
 YAML_SUFFIXES = (".yaml", ".yml")
 LENGTHS = frozenset({"num_steps", "num_epochs"})

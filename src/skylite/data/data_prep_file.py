@@ -28,8 +28,8 @@ from skylite.data.hub import HubError
 from skylite.data.raw_rows import Row, Table
 from skylite.data.user_tables import filter_rows
 from skylite.errors import ConfigError, DataError, SkyliteError
-from skylite.plugin_file import UserCodeFailed, import_file, user_code
 from skylite.types import Message, Prompt
+from skylite.user_functions import UserCodeFailed, import_file, user_code
 
 Tables = dict[str, Table]
 """Split -> its rows."""

@@ -11,7 +11,7 @@ from skylite.data.raw_rows import Table, read_table
 from skylite.errors import DataError
 from skylite.hub.download_bar import download_bar
 from skylite.hub.hub_errors import HubRefusal, hub_refusals
-from skylite.work_progress import long_work
+from skylite.progress_reporting import long_work
 
 TIMEOUT_S = 10.0
 CONVERTED = "refs/convert/parquet"

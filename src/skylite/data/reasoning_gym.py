@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from skylite.data.examples import Example, ExampleSet, ShowProgress
-from skylite.data.name_and_settings import REASONING_GYM, read_settings, split_spec
+from skylite.data.key_value_spec import REASONING_GYM, read_settings, split_spec
 from skylite.data.raw_rows import Row, Table, generated_table
 from skylite.errors import ConfigError, DataError
 from skylite.optional_packages import install_command

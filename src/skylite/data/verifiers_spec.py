@@ -14,10 +14,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from skylite.data.name_and_settings import read_settings, split_spec
+from skylite.data.key_value_spec import read_settings, split_spec
 from skylite.errors import ConfigError
 from skylite.optional_packages import install_command, requirements
-from skylite.plugin_file import VERIFIERS, UserCodeFailed, user_code
+from skylite.user_functions import VERIFIERS, UserCodeFailed, user_code
 
 _EXAMPLE = f"E.g. {VERIFIERS}textarena taskset.game=Wordle-v0."
 

@@ -10,8 +10,8 @@ from skylite.data.examples import Example, ExampleSet
 from skylite.data.raw_rows import Row, Table, generated_table, hold_out
 from skylite.data.verifiers_spec import cannot_open, open_config, parse_verifiers
 from skylite.errors import DataError
-from skylite.plugin_file import UserCodeFailed, user_code
 from skylite.types import Message, Prompt
+from skylite.user_functions import UserCodeFailed, user_code
 
 COLUMN = "verifiers_task"
 """The column with the task as verifiers stores it."""

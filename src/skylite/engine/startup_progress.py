@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 from skylite.engine.server_command import ENGINE_COMMAND, EngineSpec
 from skylite.processes.child import Child, raw_log_tail
+from skylite.progress_reporting import long_work
 from skylite.run.remembered_durations import remembered_work
-from skylite.work_progress import long_work
 
 STAGES = (
     (r"Resolved architecture|Using max model len", "reading the model's settings"),

@@ -5,7 +5,7 @@
 It talks with the parent in JSON lines over the Unix socket. From the parent: {"id", "task", "endpoint"} and
 {"cancel": id}. To the parent: {"ready": true} or {"failed": text}, then {"id", "seconds", "value"}, {"id",
 "seconds", "raised", "at_limit"} or {"id", "seconds", "ended"} for each episode, with "left" for what is left
-(unclosed_resources.py). An episode's process is killed at its end, with all its descendants: orphans among
+(episode_leaks.py). An episode's process is killed at its end, with all its descendants: orphans among
 them become its children, and those of a process that ended by itself become the host's.
 """
 
@@ -32,12 +32,12 @@ from typing import Any, NoReturn
 
 from skylite.environments.chat import BlockingChat, Chat, Endpoint, Task, is_limit
 from skylite.environments.command_episode import NonzeroExit, command_episode
+from skylite.environments.episode_leaks import Leftovers, leftovers, open_descriptors
 from skylite.environments.episodes import BUILT_IN
-from skylite.environments.unclosed_resources import Leftovers, leftovers, open_descriptors
 from skylite.errors import SkyliteError
-from skylite.plugin_file import EPISODE, is_command, is_verifiers, load_function
 from skylite.processes.parent_death import die_with_parent
 from skylite.processes.process_tree import adopt_orphans, children, kill_tree
+from skylite.user_functions import EPISODE, is_command, is_verifiers, load_function
 
 FILE_BYTES = 1 << 30
 """Largest file that an episode may write, its log included."""

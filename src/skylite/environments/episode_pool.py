@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from skylite.environments.chat import Endpoint, Task
-from skylite.environments.unclosed_resources import Leftovers
+from skylite.environments.episode_leaks import Leftovers
 from skylite.errors import ConfigError, RunFailed
 from skylite.processes.child import ProcessSpec
 from skylite.processes.supervisor import Supervisor

@@ -7,7 +7,8 @@ import shlex
 from skylite.data.verifiers_spec import check_verifiers, parse_verifiers
 from skylite.environments.episodes import BUILT_IN
 from skylite.errors import ConfigError
-from skylite.plugin_file import (
+from skylite.rewards.reasoning_gym import check_reasoning_gym
+from skylite.user_functions import (
     CODE_IN_DATA,
     COMMAND,
     EPISODE,
@@ -17,7 +18,6 @@ from skylite.plugin_file import (
     is_program,
     is_verifiers,
 )
-from skylite.rewards.reasoning_gym import check_reasoning_gym
 
 
 def check_episode(spec: str) -> None:

@@ -16,7 +16,7 @@ from skylite.data.verifiers_spec import cannot_open, open_config
 from skylite.data.verifiers_tasks import COLUMN
 from skylite.environments.chat import LIMIT_CODES, METRIC, Chat, Task
 from skylite.errors import ConfigError
-from skylite.plugin_file import UserCodeFailed, user_code
+from skylite.user_functions import UserCodeFailed, user_code
 
 KEY_VARIABLE = "SKYLITE_API_KEY"
 """Where verifiers' client finds the trajectory's key. verifiers keeps names with API_KEY from programs."""

@@ -15,9 +15,9 @@ from skylite.export.canary_check import Check, check_base, check_export
 from skylite.export.gguf import check_gguf, convert_to_gguf
 from skylite.export.plan import ExportPlan, adapter_weights, prompt_files
 from skylite.export.transformers_model import load_float32, model_logprobs, versions
+from skylite.progress_reporting import LongWork
 from skylite.run.files import sha256_file
 from skylite.run.remembered_durations import remembered_work
-from skylite.work_progress import LongWork
 
 
 def export_weights(plan: ExportPlan, folder: Path) -> list[Check]:

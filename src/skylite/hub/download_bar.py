@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from skylite.work_progress import LongWork
+from skylite.progress_reporting import LongWork
 
 BYTES_BARS = (
     "huggingface_hub.snapshot_download",

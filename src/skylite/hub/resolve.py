@@ -11,9 +11,9 @@ from typing import Any, BinaryIO
 
 from skylite.errors import ModelError
 from skylite.hub.download_bar import download_bar
+from skylite.progress_reporting import long_work
 from skylite.run.files import sha256_file
 from skylite.untrusted_text import parse_json
-from skylite.work_progress import long_work
 
 logger = logging.getLogger(__name__)
 SMOLLM2 = "smollm2-135m"

@@ -15,9 +15,9 @@ from io import FileIO
 from pathlib import Path
 
 from skylite.errors import ConfigError
+from skylite.progress_reporting import LongWork, long_work
 from skylite.run.files import TEMPORARY_MARK, convert_os_errors
 from skylite.run.private_folder import OTHERS_MAY_ENTER, is_own_folder, make_own_folder, open_lock
-from skylite.work_progress import LongWork, long_work
 
 SHARED_MEMORY = Path("/dev/shm")
 CHANGE_LOCK, USERS_LOCK = "change.lock", ".users.lock"

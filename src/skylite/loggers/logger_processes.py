@@ -12,8 +12,8 @@ from skylite.config.log import LoggerName
 from skylite.errors import DataError, RunFailed
 from skylite.loggers.journal import logged_steps
 from skylite.processes.child import Child, ProcessSpec, describe_exit, kill, log_tail, poll, start
+from skylite.progress_reporting import LongWork
 from skylite.run.run_dir import RunDir
-from skylite.work_progress import LongWork
 
 logger = logging.getLogger(__name__)
 ENV = {

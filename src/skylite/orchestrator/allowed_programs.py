@@ -14,7 +14,8 @@ from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo
 from skylite.environments.episode_spec import check_episode
 from skylite.errors import ConfigError
-from skylite.plugin_file import (
+from skylite.run.trusted_programs import is_set, remember, require_named
+from skylite.user_functions import (
     ADVANTAGE,
     EPISODE,
     POLICY_LOSS,
@@ -23,7 +24,6 @@ from skylite.plugin_file import (
     is_program,
     is_verifiers,
 )
-from skylite.run.trusted_programs import is_set, remember, require_named
 
 
 def allow_rewards(

@@ -6,7 +6,7 @@ import math
 from fractions import Fraction
 
 from skylite.config.train import TrainConfig
-from skylite.data.order import steps_per_epoch
+from skylite.data.prompt_order import steps_per_epoch
 from skylite.processes.hardware import Device, cpu_cores, threads_per_rank
 
 CPU_MICRO_BATCH_TOKENS = 2048

@@ -14,9 +14,9 @@ from skylite.errors import ConfigError
 from skylite.orchestrator.allowed_programs import allow_episode, allow_rewards
 from skylite.orchestrator.data_filter import fit_difficulty
 from skylite.orchestrator.reward_settings import apply_reward_settings
-from skylite.plugin_file import REWARD
 from skylite.run.trusted_programs import is_set
 from skylite.types import Prompt
+from skylite.user_functions import REWARD
 
 logger = logging.getLogger(__name__)
 

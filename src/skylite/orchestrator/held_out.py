@@ -11,9 +11,9 @@ from skylite.evaluation.episodes import evaluate_episodes
 from skylite.evaluation.evaluate import EvalResult, evaluate, write_results
 from skylite.evaluation.summary import score_name
 from skylite.orchestrator.session_resources import Session
+from skylite.progress_reporting import long_work
 from skylite.run.held_out_scores import Label, held_out_scores, write_score
 from skylite.run.run_dir import adapter_name
-from skylite.work_progress import long_work
 
 
 def is_evaluated_after(config: TrainConfig, step: int) -> bool:

@@ -28,7 +28,6 @@ from skylite.orchestrator.data_filter import without_foreign_filter
 from skylite.orchestrator.plan_messages import data_note, held_out_note, log_notes, settings_notes
 from skylite.orchestrator.reference_answers import check_references
 from skylite.orchestrator.reward_settings import apply_reward_settings
-from skylite.plugin_file import REWARD
 from skylite.processes.build_tools import triton_note
 from skylite.processes.capture_prints import printed_lines
 from skylite.processes.file_descriptors import raise_file_limit
@@ -45,6 +44,7 @@ from skylite.run.trusted_programs import is_set
 from skylite.sandbox.sandbox import require_sandbox
 from skylite.types import Prompt
 from skylite.ui.logs import log_printed
+from skylite.user_functions import REWARD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

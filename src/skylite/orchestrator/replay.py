@@ -18,11 +18,11 @@ from skylite.processes.hardware import threads_per_rank
 from skylite.processes.supervisor import Supervisor
 from skylite.processes.temporary_folder import temporary_folder
 from skylite.processes.torchrun import trainer_command, trainer_env
+from skylite.progress_reporting import long_work
 from skylite.resources.gpu_plan import place_ranks
 from skylite.run.checkpoint_folder import checkpoint_steps, verify_checkpoint
 from skylite.run.files import write_json
 from skylite.run.run_dir import AdapterVersion, RunDir, adapter_name
-from skylite.work_progress import long_work
 
 TRAINER = "trainer"
 POLL_S = 0.05

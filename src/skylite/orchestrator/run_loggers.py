@@ -14,9 +14,9 @@ from skylite.loggers.logger_processes import LoggerProcess, count_steps, start_l
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.shutdown import StopRequest
 from skylite.processes.child import poll
+from skylite.progress_reporting import long_work
 from skylite.run.metrics_file import read_metrics
 from skylite.run.run_dir import RunDir
-from skylite.work_progress import long_work
 
 logger = logging.getLogger(__name__)
 WATCH_S = 2.0

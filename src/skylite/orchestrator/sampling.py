@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from skylite.data.order import prompts_for_round, prompts_for_step
+from skylite.data.prompt_order import prompts_for_round, prompts_for_step
 from skylite.data.tokenizer import encode_in_thread
 from skylite.engine.client import Sampling
 from skylite.engine.collect_groups import collect_group, gather_or_cancel, request_seed

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skylite.report.run_facts import HeldOut, number
+from skylite.report.read_run import HeldOut, number
 
 MIN_WINDOW = 3
 CLEAR = 2.5

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from skylite.report.alarm_evidence import CLEAR, Change, Evidence, change_of, held_out_gain, window
-from skylite.report.run_facts import HeldOut, number
+from skylite.report.read_run import HeldOut, number
 
 Kind = Literal[
     "collapse", "reward hacking", "no signal", "drift", "reward fell", "truncated", "mismatch", "skipped"

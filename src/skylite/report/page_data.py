@@ -16,7 +16,7 @@ from skylite.report.adapter_layers import layer_updates
 from skylite.report.alarms import find_alarms
 from skylite.report.completions import Completion, read_held_out, read_training
 from skylite.report.plots import REPETITION, time_split, with_components
-from skylite.report.run_facts import HeldOut, RunFacts
+from skylite.report.read_run import HeldOut, RunFacts
 from skylite.report.summary import summary
 from skylite.run.run_dir import AdapterVersion, published_versions
 from skylite.untrusted_text import plain_lines

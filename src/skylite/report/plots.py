@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from skylite.report.run_facts import number
+from skylite.report.read_run import number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

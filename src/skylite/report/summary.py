@@ -10,7 +10,7 @@ from typing import Any
 from skylite.errors import SkyliteError
 from skylite.report.alarm_evidence import window
 from skylite.report.alarms import find_alarms
-from skylite.report.run_facts import RunFacts, age_s, number
+from skylite.report.read_run import RunFacts, age_s, number
 
 Facts = dict[str, Any]
 

@@ -17,7 +17,7 @@ from skylite.errors import ConfigError
 from skylite.processes.gpus import Gpu, visible_gpus
 from skylite.processes.hardware import available_memory
 from skylite.resources.gpu_plan import Placement
-from skylite.resources.memory_notes import (
+from skylite.resources.memory_messages import (
     cpu_note,
     engine_note,
     engine_parts,

@@ -1,18 +1,18 @@
 """Reward functions: built in, or the user's as FILE.py:function.
 
-All are called by the same rule (signature.py). A reference answer must score 1.0; `skylite prepare` checks
-that for every row of data with reference answers.
+All are called by the same rule (reward_arguments.py). A reference answer must score 1.0; `skylite prepare`
+checks that for every row of data with reference answers.
 """
 
 from __future__ import annotations
 
 from skylite.config.rollout import RewardParameters
 from skylite.errors import ConfigError, RunFailed
-from skylite.plugin_file import REWARD, UserCodeFailed, is_program, load_function, user_code
 from skylite.rewards.built_in import BUILT_IN, DEFAULTS, built_in_function, reference_completion
 from skylite.rewards.call_rewards import RewardFunction, finite_scores, reward_function
-from skylite.rewards.signature import SignatureProblem
+from skylite.rewards.reward_arguments import SignatureProblem
 from skylite.types import Prompt
+from skylite.user_functions import REWARD, UserCodeFailed, is_program, load_function, user_code
 
 
 def load_reward(

@@ -12,9 +12,9 @@ from functools import cache
 from typing import Any
 
 from skylite.errors import RunFailed, non_finite_reward
-from skylite.plugin_file import UserCodeFailed, user_code
-from skylite.rewards.signature import Item, Signature, SignatureProblem, read_signature
+from skylite.rewards.reward_arguments import Item, Signature, SignatureProblem, read_signature
 from skylite.types import is_number
+from skylite.user_functions import UserCodeFailed, user_code
 
 READS_MESSAGES = (
     "TypeError: string indices must be integers",

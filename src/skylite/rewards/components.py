@@ -10,7 +10,7 @@ from skylite.config.rollout import RewardParameters
 from skylite.rewards import load_reward
 from skylite.rewards.built_in import DEFAULTS
 from skylite.rewards.call_rewards import RewardFunction, score
-from skylite.rewards.signature import Item
+from skylite.rewards.reward_arguments import Item
 from skylite.types import Prompt, Score
 
 OTHER_METRICS = ("mean", "std", "right_frac", "penalty_mean", "sampled_mean")

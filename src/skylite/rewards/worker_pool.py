@@ -20,7 +20,7 @@ from skylite.processes.capture_prints import printed_lines
 from skylite.processes.parent_death import die_with_parent
 from skylite.rewards.built_in import DEFAULTS
 from skylite.rewards.components import Component, load_components, score_components
-from skylite.rewards.signature import Item
+from skylite.rewards.reward_arguments import Item
 from skylite.run.files import convert_os_errors
 from skylite.types import Score
 

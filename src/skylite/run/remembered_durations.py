@@ -7,10 +7,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from skylite.errors import WriteFailed
+from skylite.progress_reporting import LongWork, long_work
 from skylite.run.files import write_json
 from skylite.run.trusted_programs import state_folder
 from skylite.untrusted_text import parse_json
-from skylite.work_progress import LongWork, long_work
 
 MAX_KEYS = 200
 

@@ -17,7 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from skylite.errors import ConfigError, WriteFailed
-from skylite.plugin_file import (
+from skylite.run.files import write_json
+from skylite.untrusted_text import parse_json
+from skylite.user_functions import (
     CODE_IN_DATA,
     REWARD,
     FunctionKind,
@@ -27,8 +29,6 @@ from skylite.plugin_file import (
     program_sha256,
     resolve_spec,
 )
-from skylite.run.files import write_json
-from skylite.untrusted_text import parse_json
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,8 @@
 """The process behind a Sandbox: it prepares one function, then runs each call in a confined copy of itself.
 
-The server isolates itself before it imports the function, and its copies (forks.py) inherit that. Requests
-are trusted; what a copy answers is not, so it is only passed on as bytes. Imports only the standard library.
+The server isolates itself before it imports the function, and its copies (forked_workers.py) inherit that.
+Requests are trusted; what a copy answers is not, so it is only passed on as bytes. Imports only the standard
+library.
 
 If the function has a method `prepare`, this process calls it after the first answer, for work that later
 calls need not repeat. The limits of a call hold for it.
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from skylite.sandbox.confine import SETUP_BYTES, isolate, lower_limit
-from skylite.sandbox.forks import Copies
+from skylite.sandbox.forked_workers import Copies
 from skylite.sandbox.messages import receive, send
 from skylite.sandbox.scratch import empty
 

@@ -18,7 +18,8 @@ from skylite.algorithms.advantages import GROUP_ADVANTAGES
 from skylite.algorithms.losses import POLICY_LOSSES, LossInputs
 from skylite.config.algorithm import AlgorithmConfig
 from skylite.errors import RunFailed
-from skylite.plugin_file import (
+from skylite.trainer.out_of_memory import is_out_of_memory
+from skylite.user_functions import (
     ADVANTAGE,
     POLICY_LOSS,
     FunctionKind,
@@ -27,7 +28,6 @@ from skylite.plugin_file import (
     load_function,
     user_code,
 )
-from skylite.trainer.out_of_memory import is_out_of_memory
 
 GroupAdvantage = Callable[[Tensor, Tensor], Tensor]
 """(rewards [N, G], lengths [N, G] in tokens) -> advantages [N, G]."""

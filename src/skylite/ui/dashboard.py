@@ -11,9 +11,9 @@ from typing import Any, Self
 from rich.console import Console
 from rich.live import Live
 
+from skylite.progress_reporting import duration
 from skylite.ui.live_panel import ENDS, CompletionView, LivePanel, ScreenState, seconds_left
 from skylite.ui.logs import ON_PANEL, lines_on_screen, shows_info
-from skylite.work_progress import duration
 
 logger = logging.getLogger(__name__)
 

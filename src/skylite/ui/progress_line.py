@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
+from skylite.progress_reporting import LongWork
 from skylite.ui.logs import ON_PANEL, has_screen, lines_on_screen, show_on_panel, shows_info
 from skylite.untrusted_text import plain
-from skylite.work_progress import LongWork
 
 logger = logging.getLogger(__name__)
 REDRAW_S = 0.5

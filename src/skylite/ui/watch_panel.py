@@ -14,7 +14,7 @@ from rich.text import Text
 
 from skylite.report.alarms import Alarm
 from skylite.report.completions import Completion
-from skylite.report.run_facts import HeldOut, RunFacts, number
+from skylite.report.read_run import HeldOut, RunFacts, number
 from skylite.ui.curve import curve
 from skylite.ui.live_panel import (
     LABEL_WIDTH,

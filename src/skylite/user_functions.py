@@ -29,7 +29,7 @@ class FunctionKind:
     arguments: str
     returns: str
     takes_two: bool = True
-    """Whether it is called with two arguments. Rewards are called by name (rewards/signature.py)."""
+    """Whether it is called with two arguments. Rewards are called by name (rewards/reward_arguments.py)."""
 
 
 REWARD = FunctionKind(

@@ -15,9 +15,9 @@ from skylite.commands.adapters import verify
 from skylite.commands.report import report
 from skylite.errors import ModelError
 from skylite.orchestrator import replay
+from skylite.progress_reporting import LongWork, long_work
 from skylite.run.remembered_durations import remembered_s, remembered_work
 from skylite.ui import progress_line
-from skylite.work_progress import LongWork, long_work
 from tests.made_up_runs import write_made_up_run
 from tests.unit.simulated_run import run_of
 from tests.unit.test_replay import finished_run

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from skylite.data.order import prompts_for_round, prompts_for_step
+from skylite.data.prompt_order import prompts_for_round, prompts_for_step
 from skylite.errors import DataError
 from tests.unit.data_cases import prompt
 
