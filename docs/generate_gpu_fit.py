@@ -23,7 +23,7 @@ from skylite.errors import ConfigError
 from skylite.processes.gpus import Gpu
 from skylite.resources.gpu_plan import Placement
 from skylite.resources.memory_messages import most_tokens
-from skylite.resources.memory_plan import BLOCK_TOKENS, divide_gpus
+from skylite.resources.memory_plan import GPU_BLOCK_SIZE, divide_gpus
 from skylite.resources.model_sizes import ModelSizes, model_sizes
 from skylite.resources.predicted_memory import engine_memory, trainer_memory
 
@@ -125,14 +125,14 @@ def fit_with(sizes: ModelSizes, mib: int, tree: dict[str, dict[str, object]], tw
     assert budget.trainer_bytes is not None
     assert budget.kv_cache_bytes is not None
     limit = budget.trainer_bytes + trainer.process
-    blocks = budget.kv_cache_bytes // (BLOCK_TOKENS * engine.kv_per_token) - 1
+    blocks = budget.kv_cache_bytes // (GPU_BLOCK_SIZE * engine.kv_per_token) - 1
     tokens = most_tokens(config, trainer, limit)
     if not tokens:
         return None
     settings = changes(config, two_gpus)
     if tokens < config.trainer.tokens_per_micro_batch:
         settings.append(f"trainer.tokens_per_micro_batch={tokens}")
-    return Fit(settings, blocks // math.ceil((PROMPT + COMPLETION) / BLOCK_TOKENS), tokens)
+    return Fit(settings, blocks // math.ceil((PROMPT + COMPLETION) / GPU_BLOCK_SIZE), tokens)
 
 
 def changes(config: TrainConfig, two_gpus: bool) -> list[str]:

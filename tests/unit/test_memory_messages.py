@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 from pathlib import Path
@@ -14,7 +15,9 @@ from skylite.errors import ConfigError
 from skylite.orchestrator.plan_messages import log_notes
 from skylite.resources import memory_plan
 from skylite.resources.gpu_plan import place
+from skylite.resources.memory_messages import cpu_remedy
 from skylite.resources.memory_plan import plan_memory
+from skylite.resources.predicted_memory import EngineMemory, TrainerMemory
 from tests.unit.doc_scripts import script
 from tests.unit.gpu_cases import Machine
 
@@ -137,6 +140,21 @@ def test_the_setting_in_the_warning_of_a_cpu_run_helps(
     assert cpu_note(monkeypatch, tmp_path / "m", free_gib, **{section: {next(iter(tree)): value}}).startswith(
         "memory: about "
     )
+
+
+@pytest.mark.parametrize(("free_gib", "named"), [(0.25, False), (0.26, False), (0.31, True)])
+def test_a_named_kv_cache_holds_the_longest_sequence(free_gib: float, named: bool) -> None:
+    """204 tokens of 1 MiB: 7 blocks of 32 tokens, and one that vLLM holds back, are 0.25 GiB, so 0.3."""
+    config = settings(
+        rollout={"max_prompt_tokens": 102, "max_completion_tokens": 102}, engine={"kv_cache_gib": 64}
+    )
+    sizes: dict[str, Any] = dict.fromkeys((f.name for f in dataclasses.fields(TrainerMemory)), 0) | {
+        "keeps_freed": True
+    }
+    engine = EngineMemory(weights=0, lora_slots=0, activations=0, process=0, kv_per_token=1 << 20)
+    remedy = cpu_remedy(config, TrainerMemory(**sizes), engine, int(free_gib * GIB))
+    assert (remedy == "set engine.kv_cache_gib=0.3") is named, remedy
+    assert named or remedy.startswith("use "), remedy
 
 
 def test_a_cpu_run_that_no_single_setting_saves_names_all_that_help(

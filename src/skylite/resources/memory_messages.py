@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from skylite.config.train import TrainConfig
+from skylite.engine.server_command import CPU_BLOCK_SIZE
 from skylite.resources.attention_memory import full_copies, limits_of, worst_copies
 from skylite.resources.predicted_memory import EngineMemory, TrainerMemory
 
@@ -35,12 +36,13 @@ def cpu_remedy(config: TrainConfig, trainer: TrainerMemory, engine: EngineMemory
     """The first setting that alone makes a CPU run fit; without one, all that help."""
     ranks, engines = config.trainer.num_ranks, config.engine.num_engines
     kv_cache, longest = int(config.engine.kv_cache_gib * GIB), config.max_sequence_tokens
+    smallest = engine.kv_cache(longest, CPU_BLOCK_SIZE)
     fitting = most_tokens(config, trainer, (free - engines * (engine.before_kv() + kv_cache)) // ranks)
     if fitting:
         return f"set trainer.tokens_per_micro_batch={fitting}"
     left = free - ranks * trainer.total(micro_batch_tokens(config)) - engines * engine.before_kv()
     tenths = 10 * left // (engines * GIB)
-    if engine.kv_per_token and tenths > 0 and tenths * GIB // 10 >= longest * engine.kv_per_token:
+    if engine.kv_per_token and tenths > 0 and tenths * GIB // 10 >= smallest:
         return f"set engine.kv_cache_gib={tenths / 10:g}"
     helps = {
         "trainer.checkpointing=full": config.trainer.checkpointing != "full",

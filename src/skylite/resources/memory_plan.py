@@ -32,8 +32,8 @@ from skylite.resources.sharded_sizes import sizes_per_gpu
 
 MARGIN = 1.1
 """A prediction is refused if it exceeds the memory by more than its own error."""
-BLOCK_TOKENS = 64
-"""vLLM gives sequences blocks of the KV cache, of at most this many tokens, and holds one back for itself."""
+GPU_BLOCK_SIZE = 64
+"""Tokens of vLLM's largest KV cache block on GPUs."""
 SHARE_STEPS = 10_000
 """An engine's share of a GPU is a multiple of 1 / SHARE_STEPS."""
 
@@ -132,19 +132,18 @@ def kv_cache_bytes(config: TrainConfig, engine: EngineMemory, total: int) -> int
             "Use another model, or train on the CPU.",
         )
     longest = config.max_sequence_tokens
-    blocks = -(-longest // BLOCK_TOKENS)
-    block_bytes = BLOCK_TOKENS * engine.kv_per_token
+    smallest = engine.kv_cache(longest, GPU_BLOCK_SIZE)
     share = config.engine.gpu_memory_utilization
     left = int(share * total) - engine.before_kv()
-    if left < (blocks + 1) * block_bytes:
+    if left < smallest:
         raise ConfigError(
             f"vLLM does not fit: engine.gpu_memory_utilization={share:g} of {gib(total)} is "
             f"{gib(share * total)}; {engine_parts(engine)}, and one sequence of {longest} tokens needs a KV "
-            f"cache of {gib((blocks + 1) * block_bytes)}.",
+            f"cache of {gib(smallest)}.",
             "Raise engine.gpu_memory_utilization, lower rollout.max_completion_tokens, divide the model "
             "among more GPUs (engine.tensor_parallel), or use a smaller model.",
         )
-    return min(left, (config.engine.max_num_seqs * blocks + 1) * block_bytes)
+    return min(left, engine.kv_cache(longest, GPU_BLOCK_SIZE, config.engine.max_num_seqs))
 
 
 def require_trainer(

@@ -98,6 +98,10 @@ class EngineMemory:
         """Everything but the KV cache."""
         return self.weights + self.lora_slots + self.activations + self.process
 
+    def kv_cache(self, tokens: int, block_size: int, sequences: int = 1) -> int:
+        """For sequences of so many tokens: vLLM gives each full blocks and holds one more back for itself."""
+        return (sequences * -(-tokens // block_size) + 1) * block_size * self.kv_per_token
+
 
 def trainer_memory(
     sizes: ModelSizes, config: TrainConfig, device: Literal["cpu", "cuda"], dtype: str
