@@ -31,12 +31,13 @@ from machine_info import machine_info
 from train_phase import model_folder
 
 from skylite.config.train import TrainConfig
+from skylite.data.tokenizer import load_tokenizer
 from skylite.environments.openai_server import OpenAIServer
 from skylite.environments.parse_reply import tool_format
 from skylite.environments.renderer import Renderer
-from skylite.environments.running_environment import running_renderer
 from skylite.environments.scripted_engine import ScriptedEngine
 from skylite.environments.trajectory_log import TrajectoryLog
+from skylite.processes.process_tree import children
 from skylite.run.files import write_json
 
 TICK = os.sysconf("SC_CLK_TCK")
@@ -73,15 +74,16 @@ def parse_arguments() -> argparse.Namespace:
 async def measure(args: argparse.Namespace) -> list[dict[str, float]]:
     """The figures of each round, with one server for all."""
     model = Path(model_folder(args.model))
-    stop = json.loads((model / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"]
-    stops = (stop,) if isinstance(stop, int) else tuple(stop)
-    with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
-        async with running_renderer(model, stops) as renderer:
-            server = await make_server(args, renderer, stops, Path(folder))
-            engine = ScriptedEngine([await tokens(renderer, stops)], stops[0])
-            async with server.serving():
-                await round_of(args, server, engine, 0)  # not counted
-                return [await round_of(args, server, engine, n) for n in range(1, args.rounds + 1)]
+    with (
+        tempfile.TemporaryDirectory(prefix="skylite-") as folder,
+        contextlib.closing(load_tokenizer(model)) as tokenizer,
+    ):
+        stops, renderer = tokenizer.stop_token_ids, Renderer(tokenizer.run_jobs, model)
+        server = await make_server(args, renderer, stops, Path(folder))
+        engine = ScriptedEngine([await tokens(renderer)], stops[0])
+        async with server.serving():
+            await round_of(args, server, engine, 0)  # not counted
+            return [await round_of(args, server, engine, n) for n in range(1, args.rounds + 1)]
 
 
 async def make_server(
@@ -100,7 +102,7 @@ async def make_server(
     )
 
 
-async def tokens(renderer: Renderer, stops: tuple[int, ...]) -> list[int]:
+async def tokens(renderer: Renderer) -> list[int]:
     """ANSWER in token ids: what the template adds between an answer and the end of its turn."""
     prompt = await renderer.prompt([{"role": "user", "content": ANSWER}], None, {})
     return prompt.ids[-len(ANSWER.split()) * 2 :]
@@ -119,11 +121,10 @@ async def round_of(
         sys.executable, __file__, "--client", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
     order = {"url": f"{server.base_url}/chat/completions", "keys": keys, "turns": args.turns}
-    process = server.renderer.sandbox._process
-    assert process is not None
-    cpu, sandbox = time.process_time(), cpu_s(process.pid)
+    (pid,) = children(os.getpid()) - {client.pid}  # of the tokenizer's sandbox
+    cpu, sandbox = time.process_time(), cpu_s(pid)
     output, _ = await client.communicate(json.dumps(order).encode())
-    cpu, sandbox = time.process_time() - cpu, cpu_s(process.pid) - sandbox
+    cpu, sandbox = time.process_time() - cpu, cpu_s(pid) - sandbox
     for key in keys:
         server.close(key)
     found, calls = json.loads(output), args.trajectories * args.turns

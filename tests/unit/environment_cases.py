@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from skylite.data.tokenizer import ChatTokenizer, load_tokenizer
 from skylite.engine.client import Sampling
-from skylite.environments.renderer import Renderer, make_sandbox
 from skylite.environments.running_environment import running_environment
 from skylite.environments.sample_episodes import Environment, Source
 from skylite.processes.supervisor import Supervisor
@@ -110,21 +110,20 @@ async def environment(
     async with (
         Supervisor() as supervisor,
         running_environment(
-            config, shared_renderer(template), (STOP,), {}, folder / "logs", supervisor
+            config, shared_tokenizer(template), folder, {}, folder / "logs", supervisor
         ) as running,
     ):
         yield running
 
 
 @functools.cache
-def shared_renderer(template: str) -> Renderer:
+def shared_tokenizer(template: str) -> ChatTokenizer:
     """One sandbox for all tests of this process, because its start takes seconds."""
     folder = Path(tempfile.mkdtemp(prefix="skylite-"))
-    sandbox = make_sandbox(tokenizer_folder(folder, template), None, (STOP,))
-    sandbox.start()
+    tokenizer = load_tokenizer(tokenizer_folder(folder, template))
     shutil.rmtree(folder)
-    atexit.register(sandbox.close)
-    return Renderer(sandbox, folder)
+    atexit.register(tokenizer.close)
+    return tokenizer
 
 
 def sample(

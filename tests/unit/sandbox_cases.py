@@ -31,6 +31,19 @@ def make_runner(*arguments: Any) -> Callable[..., Any]:
     return run
 
 
+class Prepared:
+    """Returns whether `prepare` was called in the process that serves it."""
+
+    def __init__(self) -> None:
+        self.is_prepared = False
+
+    def __call__(self) -> bool:
+        return self.is_prepared
+
+    def prepare(self) -> None:
+        self.is_prepared = True
+
+
 def fail_to_load() -> None:
     raise LookupError("no such task")
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from skylite.config.train import TrainConfig
+from skylite.data.render_chats import JobRunner
 from skylite.engine.client import Sampling
 from skylite.environments.openai_server import OpenAIServer
 from skylite.environments.parse_reply import tool_format
-from skylite.environments.render_chats import JobRunner
 from skylite.environments.renderer import Renderer
 from skylite.types import Sample
 
@@ -142,16 +142,6 @@ def tokenizer_of(number: int) -> Any:
     return made
 
 
-@dataclass(frozen=True)
-class InProcess:
-    """In place of the sandbox."""
-
-    run: Callable[[list[Any]], list[Any]]
-
-    def call(self, jobs: list[Any]) -> list[Any]:
-        return self.run(jobs)
-
-
 class TemplateEngine:
     """Gives these replies one after the other, in tokens that the tokenizer would not choose."""
 
@@ -182,10 +172,9 @@ def server_of(number: int, config: TrainConfig, folder: Path) -> OpenAIServer:
     """An OpenAI server whose templates run in this process."""
     family, tokenizer = FAMILIES[number], tokenizer_of(number)
     stop_ids = [tokenizer.convert_tokens_to_ids(s) for s in family.stops]
-    sandbox: Any = InProcess(JobRunner(tokenizer, family.stops))
     return OpenAIServer(
         config=config,
-        renderer=Renderer(sandbox, folder),
+        renderer=Renderer(JobRunner(tokenizer, family.stops), folder),
         stop_token_ids=tuple(stop_ids),
         stops=family.stops,
         tool_format=tool_format(family.template),

@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 
-from skylite.environments.decode_reply import SPELLED, as_written, decode_reply
+from skylite.data.decode_reply import SPELLED, as_written, decode_reply
+from skylite.data.render_chats import JobRunner
 from skylite.environments.parse_reply import ParsedReply, parse_reply
-from skylite.environments.render_chats import JobRunner
 from skylite.environments.renderer import Renderer
 from skylite.environments.trajectory_log import TrajectoryLog
 from tests.small_run import settings
-from tests.unit.template_cases import FAMILIES, HERMES, InProcess, TemplateEngine, server_of, tokenizer_of
+from tests.unit.template_cases import FAMILIES, HERMES, TemplateEngine, server_of, tokenizer_of
 
 QWEN3, SMOLLM2 = (
     next(i for i, f in enumerate(FAMILIES) if f.name.startswith(n)) for n in ("Qwen3", "SmolLM2")
@@ -32,8 +32,8 @@ def ids_of(number: int, *parts: str) -> list[int]:
 
 def parsed(number: int, ids: list[int], *, thinks: bool = False) -> ParsedReply:
     """What the OpenAI server reads from these ids."""
-    sandbox: Any = InProcess(JobRunner(tokenizer_of(number), FAMILIES[number].stops))
-    text = asyncio.run(Renderer(sandbox, Path("model")).text(ids))
+    runner = JobRunner(tokenizer_of(number), FAMILIES[number].stops)
+    text = asyncio.run(Renderer(runner, Path("model")).text(ids))
     return parse_reply(text, "hermes", FAMILIES[number].stops, has_tools=True, thinks=thinks)
 
 

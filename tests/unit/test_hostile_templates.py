@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -10,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from skylite.data import tokenizer as tokenizers
+from skylite.data.chat_template import ChatTemplate
 from skylite.data.tokenizer import encode_prompts, load_tokenizer
 from skylite.environments.chat_request import ApiError
-from skylite.environments.running_environment import running_renderer
+from skylite.environments.renderer import Renderer
 from skylite.errors import ChildDied, ModelError
 from skylite.sandbox.sandbox import Limits
 from tests.tiny_models import make_tiny_model
@@ -106,19 +108,16 @@ ONE_IS_BAD = (
 
 
 @pytest.mark.parametrize(("word", "error"), [("hang", ModelError), ("eat", ApiError)])
-def test_a_bad_conversation_does_not_harm_the_next(
-    word: str, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("skylite.environments.renderer.LIMITS", tokenizers.LIMITS)
+def test_a_bad_conversation_does_not_harm_the_next(word: str, error: type[Exception], tmp_path: Path) -> None:
     make_tiny_model(tmp_path)
 
-    async def body() -> None:
-        async with running_renderer(tmp_path, (0,), ONE_IS_BAD) as renderer:
-            good = [{"role": "user", "content": "hello"}]
-            before = await renderer.prompt(good, None, {})
-            for _ in range(2):
-                with pytest.raises(error):
-                    await renderer.prompt([{"role": "user", "content": word}], None, {})
-                assert await renderer.prompt(good, None, {}) == before
+    async def body(renderer: Renderer) -> None:
+        good = [{"role": "user", "content": "hello"}]
+        before = await renderer.prompt(good, None, {})
+        for _ in range(2):
+            with pytest.raises(error):
+                await renderer.prompt([{"role": "user", "content": word}], None, {})
+            assert await renderer.prompt(good, None, {}) == before
 
-    asyncio.run(body())
+    with contextlib.closing(load_tokenizer(tmp_path, ChatTemplate(text=ONE_IS_BAD))) as tokenizer:
+        asyncio.run(body(Renderer(tokenizer.run_jobs, tmp_path)))

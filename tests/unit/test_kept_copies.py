@@ -61,6 +61,19 @@ def test_a_call_that_fails_ends_the_process(kept: Sandbox, name: str, arguments:
     assert kept.call("calls") == ["calls"]
 
 
+def test_a_call_can_ask_for_a_process_that_has_not_served(kept: Sandbox) -> None:
+    kept.call("calls")
+    assert kept.call("calls", fresh=True) == ["calls"]
+    assert kept.call("calls") == ["calls", "calls"]
+
+
+def test_the_server_prepares_only_after_a_call_that_may_share_its_process() -> None:
+    with Sandbox("tests.unit.sandbox_cases:Prepared", limits=QUICK) as sandbox:
+        assert [sandbox.call(fresh=True) for _ in range(2)] == [False, False]
+        assert [sandbox.call() for _ in range(2)] == [False, True]
+        assert sandbox.call(fresh=True)
+
+
 def test_a_failure_that_an_earlier_call_caused_is_not_seen(kept: Sandbox) -> None:
     kept.call("poison")
     assert kept.call("fail_if_poisoned") == "fine"

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from skylite.config.algorithm import AlgorithmConfig
-from skylite.environments.decode_reply import special_tokens
-from skylite.environments.render_chats import JobRunner
+from skylite.data.decode_reply import special_tokens
+from skylite.data.encode_in_sandbox import Encoder
 from skylite.environments.trajectory_log import TrajectoryLog
 from skylite.model.packing import pack_tree
 from skylite.orchestrator.turn_metrics import turn_metrics
@@ -230,11 +230,12 @@ def test_a_later_call_repeats_the_earlier_ones_ids() -> None:
 def test_a_prepared_template_is_not_compiled_again() -> None:
     from transformers.utils.chat_template_utils import _compile_jinja_template as compiled
 
-    runner = JobRunner(tokenizer_of(1), FAMILIES[1].stops)
+    encoder = Encoder(tokenizer_of(1), {}, has_template=True)
     for cached in (compiled, special_tokens):
         cached.cache_clear()
-    runner.prepare()
-    prompt, reply = runner([{"messages": [QUESTION], "tools": None, "arguments": {}}, {"decode": [1]}])
+    encoder.prepare()
+    jobs = [{"messages": [QUESTION], "tools": None, "arguments": {}}, {"decode": [1]}]
+    prompt, reply = encoder("jobs", jobs)
     assert prompt["ids"]
     assert reply["text"]
     for cached in (compiled, special_tokens):

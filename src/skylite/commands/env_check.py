@@ -113,15 +113,10 @@ async def _play(
     model = resolve_model(config.model.name)
     template = read_template(config.data)
     tokenizer = await asyncio.to_thread(load_tokenizer, model.path, template)
-    with contextlib.closing(tokenizer):
-        stops = tokenizer.stop_token_ids
-        scripted = await asyncio.to_thread(tokenizer.encode_texts, replies) if replies else []
 
     async def on(engine: Sampler) -> Played:
         with temporary_folder() as folder:
-            async with environment_of_model(
-                config, model.path, stops, template.text, programs, folder
-            ) as environment:
+            async with environment_of_model(config, tokenizer, model.path, programs, folder) as environment:
                 start_seconds = time.monotonic() - began
                 episodes = await _run_twice(environment, engine, prompts)
                 return Played(model=name, start_seconds=start_seconds, episodes=episodes)
@@ -129,9 +124,13 @@ async def _play(
     async def on_vllm(engine: Engine) -> Played:
         return await on(engine)
 
-    if replies:
-        return await on(ScriptedEngine(scripted, stops[0]))
-    return await run_on_engine(config, lambda uds: single_engine_spec(config, None, model.path, uds), on_vllm)
+    with contextlib.closing(tokenizer):
+        if replies:
+            scripted = await asyncio.to_thread(tokenizer.encode_texts, replies)
+            return await on(ScriptedEngine(scripted, tokenizer.stop_token_ids[0]))
+        return await run_on_engine(
+            config, lambda uds: single_engine_spec(config, None, model.path, uds), on_vllm
+        )
 
 
 async def _run_twice(environment: Environment, engine: Sampler, prompts: Sequence[Prompt]) -> list[Checked]:

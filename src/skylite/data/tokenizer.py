@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from skylite.data.chat_template import ChatTemplate, check_args
+from skylite.data.render_chats import Job
 from skylite.errors import DataError, ModelError
 from skylite.sandbox.sandbox import CallFailed, Limits, Sandbox
 from skylite.types import Message, Prompt
@@ -21,6 +22,13 @@ from skylite.untrusted_text import parse_json
 LIMITS = Limits(memory_bytes=2 << 30, cpu_s=60, wall_s=120.0, output_bytes=256 << 20)
 """For the prompts of one call."""
 PROMPTS_PER_CALL = 256
+COPY_LIFE_S = 1.0
+"""Seconds for which one process of the sandbox runs jobs. A fresh one for each call costs as much as ten
+prompts.
+
+One template renders all conversations and decides what each becomes, in one process or in many. If it broke
+out of Jinja's sandbox, it could mix the conversations of this second, but neither send nor write anything.
+"""
 NO_TEMPLATE = "the model has no chat template, so prompts are plain 'Question: ... Answer:' text"
 
 Encode = Callable[[str, Sequence[Any]], list[list[int]]]
@@ -37,6 +45,8 @@ class ChatTokenizer:
     """A note when the model has no chat template, else empty."""
     close: Callable[[], None] = lambda: None
     """End its process, also during a call, which then raises ChildDied."""
+    run_jobs: Callable[[Sequence[Job]], Any] = lambda _: None
+    """Jobs of render_chats.py -> their results, as the sandbox gives them. Raises CallFailed."""
 
     def encode_chats(self, chats: Sequence[Sequence[Message]]) -> list[list[int]]:
         """Token ids of the turns of each chat, followed by the generation prompt."""
@@ -69,10 +79,11 @@ def load_tokenizer(model_path: Path, template: ChatTemplate | None = None) -> Ch
         what=f"the chat template of {model_path}",
         limits=LIMITS,
         readable=readable,
+        copy_life_s=COPY_LIFE_S,
     )
     try:
         sandbox.start()
-        facts = sandbox.call("facts")
+        facts = sandbox.call("facts", fresh=True)
         check_args(template, str(facts["template"]), model_path)
         stops = _stop_token_ids(model_path, facts["eos_token_id"])
     except CallFailed as error:
@@ -90,7 +101,13 @@ def load_tokenizer(model_path: Path, template: ChatTemplate | None = None) -> Ch
             f"{model_path} defines no end-of-turn token.", "Set eos_token_id in its generation_config.json."
         )
     note = "" if facts["has_template"] or template.text else NO_TEMPLATE
-    return ChatTokenizer(_encoder(sandbox, model_path), stops, note, sandbox.close)
+    return ChatTokenizer(
+        _encoder(sandbox, model_path),
+        stops,
+        note,
+        sandbox.close,
+        lambda jobs: sandbox.call("jobs", jobs, stops),
+    )
 
 
 def check_rendering(model_path: Path, template: ChatTemplate, example: Prompt) -> None:
@@ -104,7 +121,7 @@ def check_rendering(model_path: Path, template: ChatTemplate, example: Prompt) -
 def _encoder(sandbox: Sandbox, model_path: Path) -> Encode:
     def encode(what: str, items: Sequence[Any]) -> list[list[int]]:
         try:
-            found = sandbox.call(what, list(items))
+            found = sandbox.call(what, list(items), fresh=True)
         except CallFailed as error:
             raise ModelError(
                 f"The chat template or tokenizer of {model_path} {error} for {len(items)} prompts.",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skylite.environments.decode_reply import as_written
+from skylite.data.decode_reply import as_written
 from skylite.untrusted_text import parse_json
 
 

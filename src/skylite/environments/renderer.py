@@ -1,4 +1,4 @@
-"""Prompts of conversations as token ids, from the sandbox in which the model's chat template runs.
+"""Prompts of conversations as token ids, from the sandbox of the model's tokenizer and chat template.
 
 Requests that wait at the same time share one call of the sandbox.
 """
@@ -6,25 +6,16 @@ Requests that wait at the same time share one call of the sandbox.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from skylite.data.tokenizer import LIMITS
+from skylite.data.render_chats import Job
 from skylite.environments.chat_request import ApiError, ChatMessage
 from skylite.errors import ModelError
-from skylite.sandbox.sandbox import CallFailed, Sandbox
+from skylite.sandbox.sandbox import CallFailed
 from skylite.untrusted_text import parse_json, plain
-
-Job = dict[str, Any]
-COPY_LIFE_S = 1.0
-"""Seconds for which one process of the sandbox renders. A fresh one for each call costs as much as ten
-prompts.
-
-One template renders all conversations and decides what each becomes, in one process or in many. If it broke
-out of Jinja's sandbox, it could mix the conversations of this second, but neither send nor write anything.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +40,10 @@ class RenderedPrompt:
 
 @dataclass(slots=True)
 class Renderer:
-    """Renders with one sandbox. Use it from one event loop; close it at the end."""
+    """Renders with the sandbox of a tokenizer. Use it from one event loop."""
 
-    sandbox: Sandbox
+    run_jobs: Callable[[Sequence[Job]], Any]
+    """ChatTokenizer.run_jobs."""
     model_path: Path
     _waiting: list[tuple[Job, asyncio.Future[Job]]] = field(default_factory=list)
     _task: asyncio.Task[None] | None = None
@@ -124,7 +116,7 @@ class Renderer:
 
     def _call(self, jobs: list[Job]) -> list[Job]:
         try:
-            results = self.sandbox.call(jobs)
+            results = self.run_jobs(jobs)
         except CallFailed as error:
             raise ModelError(
                 f"The chat template of {self.model_path} {error}.", "Correct it, or use another model."
@@ -132,21 +124,6 @@ class Renderer:
         if not isinstance(results, list) or len(results) != len(jobs):
             raise ModelError(f"The chat template of {self.model_path} gave no result.")
         return [r if isinstance(r, dict) else {} for r in results]
-
-
-def make_sandbox(model_path: Path, template: str | None, stop_token_ids: Sequence[int]) -> Sandbox:
-    """The sandbox of a `Renderer`."""
-    readable = [model_path, *(path.resolve() for path in model_path.iterdir())]
-    return Sandbox(
-        "skylite.environments.render_chats:make_renderer",
-        str(model_path.resolve()),
-        template,
-        list(stop_token_ids),
-        what=f"the chat template of {model_path}",
-        limits=LIMITS,
-        readable=readable,
-        copy_life_s=COPY_LIFE_S,
-    )
 
 
 def for_template(messages: Sequence[ChatMessage]) -> list[ChatMessage]:

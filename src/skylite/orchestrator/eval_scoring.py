@@ -35,16 +35,17 @@ async def start_problems(
     Raises SkyliteError subclasses.
     """
     tokenizer = await asyncio.to_thread(load_tokenizer, model_path, template)
-    with contextlib.closing(tokenizer):
-        stops = tokenizer.stop_token_ids
-        if not config.env.episode:
+    stops = tokenizer.stop_token_ids
+    if not config.env.episode:
+        with contextlib.closing(tokenizer):
             return await _one_turn(stack, data, config, tokenizer, logs), stops
+    stack.callback(tokenizer.close)
     # Evaluations sample the model's own distribution.
     rollout = config.rollout.model_copy(update={"top_p": 1.0, "top_k": 0})
     seeded = config.model_copy(update={"seed": seed, "rollout": rollout})
     programs = data[0].programs  # all data sets share the episode function
     environment = await stack.enter_async_context(
-        environment_of_model(seeded, model_path, stops, template.text, programs, logs)
+        environment_of_model(seeded, tokenizer, model_path, programs, logs)
     )
     return [EpisodeProblems(name=d.name, prompts=d.prompts, environment=environment) for d in data], stops
 

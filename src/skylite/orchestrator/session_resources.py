@@ -13,7 +13,7 @@ from skylite.data.tokenizer import ChatTokenizer, load_tokenizer
 from skylite.engine.canary import canary_sequences
 from skylite.engine.collect_groups import Scorer
 from skylite.engine.engine_pool import EnginePool
-from skylite.environments.running_environment import running_environment, running_renderer
+from skylite.environments.running_environment import running_environment
 from skylite.environments.sample_episodes import Environment
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.progress import Progress
@@ -79,14 +79,11 @@ async def start_environment(
     """The environment of env.episode, which `stack` ends."""
     if not plan.config.env.episode:
         return None
-    stops = tokenizer.stop_token_ids
-    model, template = Path(plan.resolved.model_path), plan.resolved.chat_template
-    renderer = await stack.enter_async_context(running_renderer(model, stops, template))
     return await stack.enter_async_context(
         running_environment(
             plan.config,
-            renderer,
-            stops,
+            tokenizer,
+            Path(plan.resolved.model_path),
             plan.resolved.programs,
             plan.run.logs,
             supervisor,

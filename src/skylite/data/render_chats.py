@@ -1,6 +1,6 @@
 """Renders conversations with the model's chat template. Runs in the sandbox: both are foreign.
 
-`make_renderer` returns one function of a list of jobs. A job that fails gives {"error": text}, the others:
+A job that fails gives {"error": text}, the others:
     {"messages", "tools", "arguments"}            {"ids": token ids of the prompt, "thinks": whether it
                                                   opens a reasoning block}
     {the same, "reply": index, "ended": bool}     {"tail": token ids that follow the sampled reply, "thinks"},
@@ -11,32 +11,17 @@
 
 from __future__ import annotations
 
-import os
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skylite.environments.decode_reply import decode_reply
+from skylite.data.decode_reply import decode_reply
 
 MARK = "@@skylite-reply-7f3a@@"
 """Stands for a reply in a rendered conversation, to find what the template puts after it."""
 CLOSING = ("<|end|>",)
 """Tokens that close a turn in the history only. GPT-OSS samples <|return|> in their place."""
 Job = dict[str, Any]
-
-
-def make_renderer(model_path: str, template: str | None, stop_token_ids: list[int]) -> JobRunner:
-    """Load the tokenizer. `template`: text of a chat template that replaces the model's own."""
-    sys.modules["torch"] = None  # type: ignore[assignment]  # None makes the import fail: saves seconds
-    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
-    from transformers import AutoTokenizer
-
-    from skylite.data.encode_in_sandbox import PLAIN_TEMPLATE
-
-    # Beside tekken.json transformers would take mistral-common, which knows no chat template.
-    tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False, mistral_format=False)
-    tokenizer.chat_template = template or tokenizer.chat_template or PLAIN_TEMPLATE
-    return JobRunner(tokenizer, [tokenizer.convert_ids_to_tokens(i) for i in stop_token_ids])
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +32,8 @@ class JobRunner:
     stops: list[str]
     """Texts of the end-of-turn tokens."""
 
-    def __call__(self, jobs: list[Job]) -> list[Job]:
+    def __call__(self, jobs: Sequence[Job]) -> list[Job]:
         return [_attempt(self.tokenizer, self.stops, job) for job in jobs]
-
-    def prepare(self) -> None:
-        """Compile the template and collect the special tokens once, before processes fork from this one.
-
-        A vocabulary with thousands of special tokens, such as Gemma's, takes a tenth of a second.
-        """
-        from transformers.utils.chat_template_utils import _compile_jinja_template
-
-        decode_reply(self.tokenizer, [])
-        if isinstance(self.tokenizer.chat_template, str):
-            _compile_jinja_template(self.tokenizer.chat_template)
 
 
 def _attempt(tokenizer: Any, stops: list[str], job: Job) -> Job:
