@@ -76,13 +76,15 @@ def test_flashinfers_sampler_is_used_only_if_the_user_says_so(monkeypatch: pytes
     assert engine_env(spec, {})[name] == "1"
 
 
-def test_vllms_kernels_are_chosen_only_without_compilation() -> None:
-    """With adapters on a CPU nothing is compiled. A base model is, and the kernels would split its graph."""
+def test_a_cpu_server_compiles_nothing() -> None:
+    """With adapters vLLM does not; it then gets kernels by name. For a base model skylite forbids it."""
     command = engine_command(SPEC)
     assert json.loads(command[command.index("--compilation-config") + 1]) == {
         "custom_ops": ["none", "+rms_norm", "+rotary_embedding"]
     }
-    assert "--compilation-config" not in engine_command(dataclasses.replace(SPEC, enable_lora=False))
+    base = dataclasses.replace(SPEC, enable_lora=False)
+    assert "--enforce-eager" in engine_command(base)
+    assert "--enforce-eager" not in engine_command(dataclasses.replace(base, device="cuda"))
 
 
 def test_no_server_loads_code_of_the_model() -> None:
