@@ -69,15 +69,15 @@ check: $(READY) ## format, lint, types, and whether the pages made from the code
 	$(BIN)/python docs/generate_reference.py --check
 	$(BIN)/python docs/generate_gpu_fit.py --check
 
-# Three processes share the test files (tests/conftest.py groups them). Most tests wait for one thread: an
+# Four processes share the test files (tests/conftest.py groups them). Most tests wait for one thread: an
 # import, a start, a disk. Waiting OpenMP threads sleep (passive): spinning ones take the cores from the others.
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest
-UNIT_TESTS := $(PYTEST) -n 3 --dist loadfile tests/unit
+UNIT_TESTS := $(PYTEST) -n 4 --dist loadfile tests/unit
 
 test: $(READY) ## all tests
 	$(UNIT_TESTS)
-	# The long files first, which xdist would run last: the three processes then end together.
-	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder tests/e2e tests/integration
+	# The long files first, which xdist would run last: the four processes then end together.
+	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder tests/e2e tests/integration
 
 test-unit: $(READY) ## unit tests only: no vLLM, no torchrun
 	$(UNIT_TESTS)
