@@ -131,11 +131,8 @@ class Sandbox:
             self._start()
 
     def call(self, *arguments: Any, fresh: bool = False) -> Any:
-        """The function's value. `fresh`: in a process that has not served before, whatever `copy_life_s` is.
-
-        Raises CallFailed, ChildDied if the server behind it was killed, and ConfigError if this machine has
-        no sandbox.
-        """
+        """The function's value. `fresh`: from a process that has not served before. Raises CallFailed,
+        ChildDied if the server behind it was killed, and ConfigError if this machine has no sandbox."""
         kind, used, *details = self._attempt(arguments, fresh=fresh)
         try:
             return _result(kind, details, self._limits)
