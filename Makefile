@@ -72,12 +72,13 @@ check: $(READY) ## format, lint, types, and whether the pages made from the code
 # Four processes share the test files (tests/conftest.py groups them). Most tests wait for one thread: an
 # import, a start, a disk. Waiting OpenMP threads sleep (passive): spinning ones take the cores from the others.
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest
-UNIT_TESTS := $(PYTEST) -n 4 --dist loadfile tests/unit
+# --no-loadscope-reorder: in the order of tests/conftest.py, not by the number of a file's tests.
+PYTEST_FILES := $(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder
+UNIT_TESTS := $(PYTEST_FILES) tests/unit
 
 test: $(READY) ## all tests
 	$(UNIT_TESTS)
-	# The long files first, which xdist would run last: the four processes then end together.
-	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder tests/e2e tests/integration
+	$(PYTEST_FILES) tests/e2e tests/integration
 
 test-unit: $(READY) ## unit tests only: no vLLM, no torchrun
 	$(UNIT_TESTS)

@@ -22,6 +22,29 @@ SHARE_VLLM = (
 )
 """Files that use one vLLM server. One test process runs them all."""
 
+LONGEST = (
+    "test_finished_run",
+    "test_deaths",
+    "test_trainer",
+    "test_documented_commands",
+    *SHARE_VLLM,
+    "test_benchmarks",
+    "test_resume",
+    "test_environment",
+    "test_torture",
+    "test_ranks",
+    "test_bf16",
+    "test_write_faults",
+    "test_doc_commands",
+    "test_after_training",
+    "test_verifiers_episodes",
+    "test_bad_inputs",
+    "test_template_families",
+    "test_hub_errors",
+    "test_fake_gpu",
+)
+"""Files of 40 s and more run first, so that all test processes end at about the same time."""
+
 
 class FileScheduling(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
     """`--dist loadfile` that treats SHARE_VLLM as one file.
@@ -41,7 +64,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduli
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse a file that would start another server."""
+    """LONGEST first. Refuse a file that would start another server."""
+    places = {stem: place for place, stem in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     for item in items:
         if "vllm_server" in getattr(item, "fixturenames", ()) and item.path.stem not in SHARE_VLLM:
             raise pytest.UsageError(f"Add {item.path.stem} to SHARE_VLLM in tests/conftest.py.")
