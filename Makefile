@@ -69,11 +69,11 @@ check: $(READY) ## format, lint, types, and whether the pages made from the code
 	$(BIN)/python docs/generate_reference.py --check
 	$(BIN)/python docs/generate_gpu_fit.py --check
 
-# Four processes share the test files (tests/conftest.py groups them). Most tests wait for one thread: an
+# Three processes share the test files (tests/conftest.py groups them). Most tests wait for one thread: an
 # import, a start, a disk. Waiting OpenMP threads sleep (passive): spinning ones take the cores from the others.
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest
 # --no-loadscope-reorder: in the order of tests/conftest.py, not by the number of a file's tests.
-PYTEST_FILES := $(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder
+PYTEST_FILES := $(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder
 UNIT_TESTS := $(PYTEST_FILES) tests/unit
 
 test: $(READY) ## all tests
