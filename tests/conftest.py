@@ -43,7 +43,7 @@ LONGEST = (
     "test_hub_errors",
     "test_fake_gpu",
 )
-"""Files of 40 s and more run first, so that all test processes end at about the same time."""
+"""These files run first, so that all test processes end at about the same time."""
 
 
 class FileScheduling(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types

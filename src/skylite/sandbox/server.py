@@ -4,8 +4,8 @@ The server isolates itself before it imports the function, and its copies (forke
 Requests are trusted; what a copy answers is not, so it is only passed on as bytes. Imports only the standard
 library.
 
-If the function has a method `prepare`, this process calls it after the first answer of a call that may share
-its process with others, for work that those need not repeat. The limits of a call hold for it.
+If the function has a method `prepare`, this process calls it after the first answer to a call that is not
+`fresh`, for work that later calls need not repeat. The limits of a call hold for it.
 """
 
 from __future__ import annotations
