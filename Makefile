@@ -71,17 +71,16 @@ check: $(READY) ## format, lint, types, and whether the pages made from the code
 
 # Three processes share the test files (tests/conftest.py groups them). Most tests wait for one thread: an
 # import, a start, a disk. Waiting OpenMP threads sleep (passive): spinning ones take the cores from the others.
-PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest
+# Containers often forbid cached bytecode; without it each process compiles the tests again, 5 s a time.
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 # --no-loadscope-reorder: in the order of tests/conftest.py, not by the number of a file's tests.
 PYTEST_FILES := $(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder
-UNIT_TESTS := $(PYTEST_FILES) tests/unit
 
 test: $(READY) ## all tests
-	$(UNIT_TESTS)
-	$(PYTEST_FILES) tests/e2e tests/integration
+	$(PYTEST_FILES) tests
 
 test-unit: $(READY) ## unit tests only: no vLLM, no torchrun
-	$(UNIT_TESTS)
+	$(PYTEST_FILES) tests/unit
 
 test-dist: $(READY) ## tests with torchrun on several processes
 	$(BIN)/python -m pytest -m dist
