@@ -6,7 +6,8 @@ RUN is a run in bfloat16 that kept all its adapters (--set sync.keep_last=1000).
 the requests of the canary reach vLLM together with those of a step, and the rule compares bits, which depend
 on the batch. So each trial sends both: the run's own canary and its prompts, sampled with the adapter that is
 served. --alone sends no prompts, as on-policy. In a wrong trial the canary of a version is answered by the
-base, by the version before, or by half of the adapter.
+base, by the version before, or by half of the adapter. As in a run, the engine scores the base once, with
+nothing beside it, and the version before in a sync of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from skylite.config.loading import read_run_config
 from skylite.config.train import RunConfig
 from skylite.data.prompts import read_prompts
 from skylite.data.tokenizer import load_tokenizer
-from skylite.engine.canary import verify
+from skylite.engine.canary import Batch, EarlierAnswers, Rows, verify
 from skylite.engine.client import Sampling, VllmClient
 from skylite.engine.server_command import BASE_NAME
 from skylite.errors import EngineFailed, SyncFailed
@@ -124,8 +125,8 @@ class Impostor:
 
     client: VllmClient
     served: Mapping[str, str]
-    answers: dict[tuple[str, tuple[int, ...]], list[float]]
-    """By the model that was asked for, and the sequence."""
+    answers: dict[tuple[int, ...], list[float]]
+    """By sequence, for the models in `served`."""
 
     @property
     def name(self) -> str:
@@ -133,16 +134,17 @@ class Impostor:
 
     async def prompt_logprobs(self, model: str, token_ids: Sequence[int]) -> list[float]:
         found = await self.client.prompt_logprobs(self.served.get(model, model), token_ids)
-        self.answers[model, tuple(token_ids)] = found
+        if model in self.served:
+            self.answers[tuple(token_ids)] = found
         return found
 
-    def same_tokens(self, model: str, other: str) -> float:
-        """Share of tokens for which both gave the same bits."""
+    def same_tokens(self, earlier: Mapping[Batch, Rows]) -> float:
+        """Share of tokens with the same bits as in answers of another model."""
         pairs = [
             (a, b)
-            for (name, ids), found in self.answers.items()
-            if name == model
-            for a, b in zip(found, self.answers[other, ids], strict=True)
+            for batch, rows in earlier.items()
+            for ids, row in zip(batch, rows, strict=True)
+            for a, b in zip(self.answers.get(ids, ()), row, strict=False)
         ]
         return sum(a == b for a, b in pairs) / len(pairs)
 
@@ -192,16 +194,22 @@ async def trial(
 ) -> Trial:
     now, before = (AdapterVersion(v, args.run / "adapters" / adapter_name(v)) for v in (version, version - 1))
     served = {"right": now.name, "base": BASE_NAME, "before": before.name, "half": "half"}[kind]
-    canary = first_sequences(read_manifest(now.path, verify_hash=False).canary, args.sequences)
+    canary, older = (first_sequences(read_manifest(a.path).canary, args.sequences) for a in (now, before))
     sampling = Sampling(temperature=1, top_p=1, top_k=0, max_tokens=TOKENS, stop_token_ids=(), seed=version)
-    load = [
-        client.sample(served, ids, run.config.rollout.group_size, sampling, version)
-        for ids in ([] if args.alone else prompts)
-    ]
+
+    def load(name: str) -> list[Any]:
+        return [
+            client.sample(name, ids, run.config.rollout.group_size, sampling, version)
+            for ids in ([] if args.alone else prompts)
+        ]
+
+    earlier = EarlierAnswers()
+    await verify(client, now, canary, None, earlier)
+    await asyncio.gather(verify(client, before, older, None, earlier), *load(before.name))
+    base, rows_before = dict(earlier.base), earlier.before
     impostor = Impostor(client, {now.name: served}, {})
-    said, *_ = await asyncio.gather(verdict(impostor, now, canary, before), *load)
-    same = [impostor.same_tokens(now.name, other) for other in (BASE_NAME, before.name)]
-    return Trial(str(said), *same)
+    said, *_ = await asyncio.gather(verdict(impostor, now, canary, earlier), *load(served))
+    return Trial(str(said), impostor.same_tokens(base), impostor.same_tokens(rows_before))
 
 
 def first_sequences(canary: Canary, count: int | None) -> Canary:
@@ -212,9 +220,9 @@ def first_sequences(canary: Canary, count: int | None) -> Canary:
     )
 
 
-async def verdict(client: Impostor, now: AdapterVersion, canary: Canary, before: AdapterVersion) -> str:
+async def verdict(client: Impostor, now: AdapterVersion, canary: Canary, earlier: EarlierAnswers) -> str:
     try:
-        await verify(client, now, canary, None, before)
+        await verify(client, now, canary, None, earlier)
     except SyncFailed as error:
         return error.what
     return ""

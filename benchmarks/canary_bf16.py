@@ -27,6 +27,7 @@ from damaged_adapters import DAMAGE
 from machine_info import machine_info
 from safetensors.torch import load_file, save_file
 
+from skylite.adapters.manifest import SHORT_CANARY
 from skylite.config.loading import read_run_config
 from skylite.config.train import RunConfig
 from skylite.data.prompts import read_prompts
@@ -39,7 +40,7 @@ from skylite.model.load_adapter import load_adapter_file
 from skylite.model.policy import Policy, load_policy
 from skylite.run.files import write_json
 from skylite.run.run_dir import adapter_name
-from skylite.trainer.canary import SHORT, base_canary_logprobs, canary_logprobs
+from skylite.trainer.canary import base_canary_logprobs, canary_logprobs
 from tests.small_run import lone_rank
 
 AT_A_TIME = 16
@@ -72,7 +73,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, help="the run's data folder")
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--draws", type=int, default=1000, help="canaries per adapter and size")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[NUM_SEQUENCES["bfloat16"], SHORT])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[NUM_SEQUENCES["bfloat16"], SHORT_CANARY])
     parser.add_argument("--wrong", type=int, nargs="+", default=[1, 2, 4, 8, 20], help="versions made wrong")
     parser.add_argument("--raw", type=Path)
     parser.add_argument("--out", type=Path)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from skylite.adapters.manifest import Canary, read_manifest
+from skylite.adapters.manifest import SHORT_CANARY, Canary, read_manifest
 from skylite.engine.canary_bf16 import Scores
 from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.engine_pool import EnginePool
@@ -45,7 +45,7 @@ def with_canary(adapter: AdapterVersion, found: Scores) -> AdapterVersion:
     return adapter
 
 
-def test_the_pool_asks_for_the_base_and_the_version_before(tmp_path: Path) -> None:
+def test_an_engine_is_asked_once_for_each_version_and_once_for_the_base(tmp_path: Path) -> None:
     older, newer = (scores(0, size, lambda move, _: move) for size in (0.1, 0.12))
     engine = PairedEngine(
         {"base": older.engine_base, "policy-v000001": older.engine, "policy-v000002": newer.engine}
@@ -60,7 +60,7 @@ def test_the_pool_asks_for_the_base_and_the_version_before(tmp_path: Path) -> No
     asyncio.run(take(1, older))
     assert engine.asked == ["policy-v000001", "base"]
     reading = asyncio.run(take(2, newer))
-    assert engine.asked[2:] == ["policy-v000002", "base", "policy-v000001"]
+    assert engine.asked[2:] == ["policy-v000002"]
     assert reading.as_metrics()["canary/rounding"] == pytest.approx(reading.rounding)
     assert pool.loaded[-1].version == 2
     engine.answers["policy-v000003"] = newer.engine
@@ -68,8 +68,7 @@ def test_the_pool_asks_for_the_base_and_the_version_before(tmp_path: Path) -> No
         asyncio.run(take(3, scores(0, 0.14, lambda move, _: move)))
 
 
-def test_a_short_canary_of_the_version_before_is_compared_on_what_both_have(tmp_path: Path) -> None:
-    """The version before was scored on one sequence, this one on two."""
+def test_a_full_canary_after_a_short_one_is_compared_on_what_both_have(tmp_path: Path) -> None:
     asked: list[tuple[str, int]] = []
 
     class Scoring(PairedEngine):
@@ -77,10 +76,11 @@ def test_a_short_canary_of_the_version_before_is_compared_on_what_both_have(tmp_
             asked.append((model, token_ids[0]))
             return [x - token_ids[0] for x in self.answers[model]]
 
-    engine = Scoring({"base": [-2.0, -2.5], "policy-v000001": [-2.1, -2.6], "policy-v000002": [-2.2, -2.7]})
+    engine = Scoring({"base": [-2.0, -2.5], "policy-v000001": [-2.1, -2.6], "policy-v000002": [-2.1, -2.6]})
     pool = EnginePool([engine], tolerance=None)  # type: ignore[list-item]
+    short, full = range(SHORT_CANARY), range(SHORT_CANARY + 2)
 
-    def canary(policy: list[float], firsts: list[int]) -> Canary:
+    def canary(policy: list[float], firsts: range) -> Canary:
         return Canary(
             sequences=[[first, 5, 6] for first in firsts],
             policy_logprobs=[[x - first for x in policy] for first in firsts],
@@ -94,8 +94,9 @@ def test_a_short_canary_of_the_version_before_is_compared_on_what_both_have(tmp_
         await pool.load(adapter)
         await pool.verify(adapter)
 
-    asyncio.run(take(1, canary([-2.1, -2.6], [0])))
-    asked.clear()
-    asyncio.run(take(2, canary([-2.2, -2.7], [0, 1])))
-    assert [first for model, first in asked if model == "policy-v000001"] == [0]
-    assert [first for model, first in asked if model == "policy-v000002"] == [0, 1]
+    asyncio.run(take(1, canary([-2.1, -2.6], short)))
+    assert [first for model, first in asked if model == "base"] == list(short)
+    with pytest.raises(SyncFailed, match="100% of the canary logprobs are those of the version before"):
+        asyncio.run(take(2, canary([-2.2, -2.7], full)))
+    assert [first for model, first in asked if model == "base"] == list(full)
+    assert [first for model, first in asked if model == "policy-v000001"] == list(short)

@@ -9,6 +9,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from skylite.errors import ModelError
 from skylite.run.files import sha256_file
 
+SHORT_CANARY = 4
+"""Most versions have a canary of so many sequences, some of all (trainer/canary.py)."""
+
 
 class Canary(BaseModel):
     """Fixed token sequences with the trainer's logprobs at temperature 1. Token 0 of each is context only."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
-from skylite.adapters.manifest import Canary, read_manifest
+from skylite.adapters.manifest import SHORT_CANARY, Canary, read_manifest
 from skylite.data.tokenizer import ChatTokenizer
 from skylite.engine.canary_bf16 import Scores, check_paired, read_paired
 from skylite.engine.canary_reading import CanaryReading
@@ -94,22 +95,41 @@ class LogprobScorer(Protocol):
         """[L - 1] logprobs in nats of all tokens of the sequence but the first."""
 
 
+Batch = tuple[tuple[int, ...], ...]
+"""Token ids of sequences scored at once: how an engine rounds depends on what it computes together."""
+Rows = Sequence[Sequence[float]]
+"""[S][L - 1] logprobs of all tokens of a batch's sequences but each first."""
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class EarlierAnswers:
+    """What an engine answered to earlier canaries. To ask again would more than double a canary's cost."""
+
+    base: dict[Batch, Rows] = field(default_factory=dict)
+    """With the base, which never changes."""
+    before: dict[Batch, Rows] = field(default_factory=dict)
+    """With the version verified before."""
+    policy_before: dict[Batch, Rows] = field(default_factory=dict)
+    """The trainer's of that version."""
+
+
 async def verify(
     client: LogprobScorer,
     adapter: AdapterVersion,
     canary: Canary,
     tolerance: float | None,
-    before: AdapterVersion | None = None,
+    earlier: EarlierAnswers | None = None,
 ) -> CanaryReading:
     """Verify that the engine samples from what the trainer published. Raises SyncFailed.
 
     Args:
         tolerance: None for the rule of canary_bf16.py.
-        before: an older version that the engine serves too.
+        earlier: of this engine. Answers to this canary are added.
     """
     if tolerance is None:
-        return await _verify_paired(client, adapter, canary, before)
-    engine = await _score(client, adapter.name, canary.sequences)
+        return await _verify_paired(client, adapter, canary, earlier or EarlierAnswers())
+    engine = _flat(await _score(client, adapter.name, canary.sequences))
     reading = compare_logprobs(engine, _flat(canary.policy_logprobs), _flat(canary.base_logprobs))
     check_reading(adapter.name, client.name, reading, tolerance)
     return reading
@@ -127,33 +147,43 @@ async def verify_folder(
 
 
 async def _verify_paired(
-    client: LogprobScorer, adapter: AdapterVersion, canary: Canary, before: AdapterVersion | None
+    client: LogprobScorer, adapter: AdapterVersion, canary: Canary, earlier: EarlierAnswers
 ) -> CanaryReading:
-    asked = [(adapter.name, canary.sequences), (BASE_NAME, canary.sequences)]
-    policy_before = None
-    if before is not None:
-        older = (await asyncio.to_thread(read_manifest, before.path, verify_hash=False)).canary
-        shared = min(len(canary.sequences), len(older.sequences))
-        asked.append((before.name, canary.sequences[:shared]))
-        policy_before = _flat(older.policy_logprobs[:shared])
-    rows = await asyncio.gather(*(_score(client, *request) for request in asked))
-    scores = Scores(
-        engine=rows[0],
-        engine_base=rows[1],
-        policy=_flat(canary.policy_logprobs),
-        base=_flat(canary.base_logprobs),
-        engine_before=rows[2] if before else None,
-        policy_before=policy_before,
+    batches: list[Batch] = [tuple(map(tuple, part)) for part in _parts(canary.sequences)]
+    engine = {batch: await _score(client, adapter.name, batch) for batch in batches}
+    for batch in batches:
+        if batch not in earlier.base:
+            earlier.base[batch] = await _score(client, BASE_NAME, batch)
+    shared = [batch for batch in batches if batch in earlier.before]
+    found = read_paired(
+        Scores(
+            engine=_joined(engine, batches),
+            engine_base=_joined(earlier.base, batches),
+            policy=_flat(canary.policy_logprobs),
+            base=_flat(canary.base_logprobs),
+            engine_before=_joined(earlier.before, shared) or None,
+            policy_before=_joined(earlier.policy_before, shared) or None,
+        )
     )
-    found = read_paired(scores)
     check_paired(adapter.name, client.name, found)
+    earlier.before = engine
+    earlier.policy_before = dict(zip(batches, _parts(canary.policy_logprobs), strict=True))
     return found.reading
 
 
-async def _score(client: LogprobScorer, model: str, sequences: Sequence[Sequence[int]]) -> list[float]:
+async def _score(client: LogprobScorer, model: str, sequences: Sequence[Sequence[int]]) -> Rows:
     """The engine's logprobs of all tokens of all sequences but each first."""
-    return _flat(await asyncio.gather(*(client.prompt_logprobs(model, ids) for ids in sequences)))
+    return await asyncio.gather(*(client.prompt_logprobs(model, ids) for ids in sequences))
 
 
-def _flat(rows: Sequence[Sequence[float]]) -> list[float]:
+def _parts(rows: Sequence[T]) -> list[Sequence[T]]:
+    """The short canary, which every version has, and the rest, if there is one."""
+    return [part for part in (rows[:SHORT_CANARY], rows[SHORT_CANARY:]) if part]
+
+
+def _joined(rows: Mapping[Batch, Rows], batches: Sequence[Batch]) -> list[float]:
+    return [x for batch in batches for x in _flat(rows[batch])]
+
+
+def _flat(rows: Rows) -> list[float]:
     return [x for row in rows for x in row]

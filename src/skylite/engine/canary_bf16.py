@@ -51,7 +51,7 @@ class Scores:
     """The trainer's, in float32."""
     base: Sequence[float]
     engine_before: Sequence[float] | None = None
-    """[M] with the version before, if the engine serves it."""
+    """[M] with the version before, if the engine has served one."""
     policy_before: Sequence[float] | None = None
     """[M]"""
 
@@ -70,7 +70,7 @@ class PairedReading:
     same_as: str
     """"the base" or "the version before" if the engine gave the same bits although the adapter moved."""
     same_tokens: dict[str, float]
-    """Share of tokens with the same bits as the base and, if the engine serves it, the version before."""
+    """Share of tokens with the same bits as the base and, if there is one, the version before."""
 
 
 def read_paired(scores: Scores) -> PairedReading:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from skylite.adapters.manifest import read_manifest
-from skylite.engine.canary import verify
+from skylite.engine.canary import EarlierAnswers, verify
 from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.retrying_client import Engine
 from skylite.errors import ModelError, SyncFailed
@@ -35,6 +35,8 @@ class EnginePool:
     """Of the canary; None: the rule of canary_bf16.py."""
     loaded: list[AdapterVersion] = field(default_factory=list)
     """Oldest first. The last but one stays loaded while requests use it."""
+    _answers: dict[str, EarlierAnswers] = field(default_factory=dict)
+    """To canaries, by engine."""
 
     async def load(self, adapter: AdapterVersion) -> float:
         """Load `adapter` on every engine, next to the versions they serve. Returns seconds.
@@ -53,19 +55,18 @@ class EnginePool:
         """
         try:
             canary = (await asyncio.to_thread(read_manifest, adapter.path)).canary
+            earlier = [self._answers.setdefault(e.name, EarlierAnswers()) for e in self.engines]
             readings = await asyncio.gather(
-                *(verify(e, adapter, canary, self.tolerance, self._before(adapter)) for e in self.engines)
+                *(
+                    verify(engine, adapter, canary, self.tolerance, answers)
+                    for engine, answers in zip(self.engines, earlier, strict=True)
+                )
             )
         except (SyncFailed, ModelError):
             self.loaded.remove(adapter)
             await self._unload_everywhere(adapter)
             raise
         return max(readings, key=lambda r: r.gap_max)
-
-    def _before(self, adapter: AdapterVersion) -> AdapterVersion | None:
-        """The newest older version that the engines serve, if its folder is still there."""
-        older = [a for a in self.loaded if a.version < adapter.version and a.path.exists()]
-        return older[-1] if older else None
 
     async def unload_before(self, before: int) -> list[AdapterVersion]:
         """Unload all versions older than `before`, which no request may use. Returns them."""

@@ -10,6 +10,7 @@ from typing import cast
 
 import torch
 
+from skylite.adapters.manifest import SHORT_CANARY
 from skylite.algorithms.kl import k3
 from skylite.errors import ConfigError, TrainingDiverged
 from skylite.model.float32_arithmetic import Float32Arithmetic
@@ -18,11 +19,13 @@ from skylite.model.policy import Policy, reference_policy, score
 from skylite.run.run_dir import RunDir
 
 POLL_S = 0.02
-SHORT, FULL_EVERY = 4, 8
-"""Versions are scored on the first SHORT sequences, every FULL_EVERY-th and the last one on all.
+FIRST_FULL, FULL_EVERY = 8, 32
+"""Versions are scored on the first SHORT_CANARY sequences. FIRST_FULL, every FULL_EVERY-th and the last one
+are scored on all.
 
 The bits of few tokens show that an engine serves the base or the version before. Only many tokens show that
-it applies an adapter in part, but then it does so to every version. float32 has fewer sequences than SHORT.
+it applies an adapter in part, but then it does so to every version. From FIRST_FULL on rounding hides it no
+more. float32 has fewer sequences than SHORT_CANARY.
 """
 
 
@@ -49,8 +52,8 @@ def _are_sequences(value: object) -> bool:
 
 def sequences_of(version: int, sequences: list[list[int]], num_steps: int) -> list[list[int]]:
     """The canary's sequences that a version is scored on."""
-    is_full = version % FULL_EVERY == 0 or version == num_steps
-    return sequences if is_full else sequences[:SHORT]
+    is_full = version % FULL_EVERY == 0 or version in (FIRST_FULL, num_steps)
+    return sequences if is_full else sequences[:SHORT_CANARY]
 
 
 def longest_prompt(run: RunDir) -> int:
