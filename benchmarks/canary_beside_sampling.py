@@ -7,7 +7,7 @@ the requests of the canary reach vLLM together with those of a step, and the rul
 on the batch. So each trial sends both: the run's own canary and its prompts, sampled with the adapter that is
 served. --alone sends no prompts, as on-policy. In a wrong trial the canary of a version is answered by the
 base, by the version before, or by half of the adapter. As in a run, the engine scores the base once, with
-nothing beside it, and the version before in a sync of its own.
+nothing beside it, and the version before in a sync of its own, beside other prompts.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     run = read_run_config(args.run / "config.json")
-    prompts = encoded_prompts(args.data, Path(run.resolved.model_path), run.config.rollout.prompts_per_step)
+    prompts = encoded_prompts(
+        args.data, Path(run.resolved.model_path), 2 * run.config.rollout.prompts_per_step
+    )
     with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
         try:
             rows = asyncio.run(measure(args, run, prompts, Path(folder)))
@@ -196,8 +198,9 @@ async def trial(
     served = {"right": now.name, "base": BASE_NAME, "before": before.name, "half": "half"}[kind]
     canary, older = (first_sequences(read_manifest(a.path).canary, args.sequences) for a in (now, before))
     sampling = Sampling(temperature=1, top_p=1, top_k=0, max_tokens=TOKENS, stop_token_ids=(), seed=version)
+    half = len(prompts) // 2
 
-    def load(name: str) -> list[Any]:
+    def load(name: str, prompts: list[list[int]]) -> list[Any]:
         return [
             client.sample(name, ids, run.config.rollout.group_size, sampling, version)
             for ids in ([] if args.alone else prompts)
@@ -205,10 +208,10 @@ async def trial(
 
     earlier = EarlierAnswers()
     await verify(client, now, canary, None, earlier)
-    await asyncio.gather(verify(client, before, older, None, earlier), *load(before.name))
+    await asyncio.gather(verify(client, before, older, None, earlier), *load(before.name, prompts[:half]))
     base, rows_before = dict(earlier.base), earlier.before
     impostor = Impostor(client, {now.name: served}, {})
-    said, *_ = await asyncio.gather(verdict(impostor, now, canary, earlier), *load(served))
+    said, *_ = await asyncio.gather(verdict(impostor, now, canary, earlier), *load(served, prompts[half:]))
     return Trial(str(said), impostor.same_tokens(base), impostor.same_tokens(rows_before))
 
 
