@@ -104,7 +104,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class EarlierAnswers:
-    """What an engine answered to earlier canaries. To ask again would more than double a canary's cost."""
+    """What an engine answered to earlier canaries. To ask again would double its work."""
 
     base: dict[Batch, Rows] = field(default_factory=dict)
     """With the base, which never changes."""
