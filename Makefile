@@ -71,7 +71,7 @@ check: $(READY) ## format, lint, types, and whether the pages made from the code
 
 # Three processes share the test files (tests/conftest.py groups them). Most tests wait for one thread: an
 # import, a start, a disk. Waiting OpenMP threads sleep (passive): spinning ones take the cores from the others.
-# Containers often forbid cached bytecode; without it each process compiles the tests again, 5 s a time.
+# Containers often forbid cached bytecode. Without it each process compiles the tests again, in 5 s.
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 # --no-loadscope-reorder: in the order of tests/conftest.py, not by the number of a file's tests.
 PYTEST_FILES := $(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder

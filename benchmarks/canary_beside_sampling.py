@@ -198,20 +198,20 @@ async def trial(
     served = {"right": now.name, "base": BASE_NAME, "before": before.name, "half": "half"}[kind]
     canary, older = (first_sequences(read_manifest(a.path).canary, args.sequences) for a in (now, before))
     sampling = Sampling(temperature=1, top_p=1, top_k=0, max_tokens=TOKENS, stop_token_ids=(), seed=version)
-    half = len(prompts) // 2
+    middle = len(prompts) // 2
 
-    def load(name: str, prompts: list[list[int]]) -> list[Any]:
+    def load(name: str, beside: list[list[int]]) -> list[Any]:
         return [
             client.sample(name, ids, run.config.rollout.group_size, sampling, version)
-            for ids in ([] if args.alone else prompts)
+            for ids in ([] if args.alone else beside)
         ]
 
     earlier = EarlierAnswers()
     await verify(client, now, canary, None, earlier)
-    await asyncio.gather(verify(client, before, older, None, earlier), *load(before.name, prompts[:half]))
+    await asyncio.gather(verify(client, before, older, None, earlier), *load(before.name, prompts[:middle]))
     base, rows_before = dict(earlier.base), earlier.before
     impostor = Impostor(client, {now.name: served}, {})
-    said, *_ = await asyncio.gather(verdict(impostor, now, canary, earlier), *load(served, prompts[half:]))
+    said, *_ = await asyncio.gather(verdict(impostor, now, canary, earlier), *load(served, prompts[middle:]))
     return Trial(str(said), impostor.same_tokens(base), impostor.same_tokens(rows_before))
 
 

@@ -10,7 +10,7 @@ from skylite.errors import ModelError
 from skylite.run.files import sha256_file
 
 SHORT_CANARY = 4
-"""Most versions have a canary of so many sequences, some of all (trainer/canary.py)."""
+"""Sequences in the canary of most versions. A few versions have all (trainer/canary.py)."""
 
 
 class Canary(BaseModel):

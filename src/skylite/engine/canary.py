@@ -104,7 +104,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class EarlierAnswers:
-    """What an engine answered to earlier canaries. To ask again would double its work."""
+    """What an engine answered to earlier canaries. Asking again would double its work."""
 
     base: dict[Batch, Rows] = field(default_factory=dict)
     """With the base, which never changes."""
@@ -125,7 +125,7 @@ async def verify(
 
     Args:
         tolerance: None for the rule of canary_bf16.py.
-        earlier: of this engine. Answers to this canary are added.
+        earlier: answers of this engine. Those to this canary are added.
     """
     if tolerance is None:
         return await _verify_paired(client, adapter, canary, earlier or EarlierAnswers())

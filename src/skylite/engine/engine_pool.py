@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -35,7 +36,7 @@ class EnginePool:
     """Of the canary; None: the rule of canary_bf16.py."""
     loaded: list[AdapterVersion] = field(default_factory=list)
     """Oldest first. The last but one stays loaded while requests use it."""
-    _answers: dict[str, EarlierAnswers] = field(default_factory=dict)
+    _answers: defaultdict[str, EarlierAnswers] = field(default_factory=lambda: defaultdict(EarlierAnswers))
     """To canaries, by engine."""
 
     async def load(self, adapter: AdapterVersion) -> float:
@@ -55,12 +56,8 @@ class EnginePool:
         """
         try:
             canary = (await asyncio.to_thread(read_manifest, adapter.path)).canary
-            earlier = [self._answers.setdefault(e.name, EarlierAnswers()) for e in self.engines]
             readings = await asyncio.gather(
-                *(
-                    verify(engine, adapter, canary, self.tolerance, answers)
-                    for engine, answers in zip(self.engines, earlier, strict=True)
-                )
+                *(verify(e, adapter, canary, self.tolerance, self._answers[e.name]) for e in self.engines)
             )
         except (SyncFailed, ModelError):
             self.loaded.remove(adapter)

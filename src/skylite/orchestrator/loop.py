@@ -102,7 +102,7 @@ async def sample_steps(session: Session, queues: StepQueues) -> None:
             write_rollouts(plan.run.rollout_path(step), sampled.groups)
         progress.event("rollouts_written", step=step, version=version)
         queues.samples.put_nowait(sampled)
-    # The last version may still be trained, and the one before it be evaluated.
+    # The last version is still to come; the one before it may be evaluated.
     await unload_before(session, before=plan.config.num_steps - 1)
 
 

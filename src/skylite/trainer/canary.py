@@ -24,8 +24,8 @@ FIRST_FULL, FULL_EVERY = 8, 32
 are scored on all.
 
 The bits of few tokens show that an engine serves the base or the version before. Only many tokens show that
-it applies an adapter in part, but then it does so to every version. From FIRST_FULL on rounding hides it no
-more. float32 has fewer sequences than SHORT_CANARY.
+it applies an adapter in part, but then it does so to every version. Before FIRST_FULL rounding hides it.
+float32 has fewer sequences than SHORT_CANARY.
 """
 
 
