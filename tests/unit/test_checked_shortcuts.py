@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch import Tensor
 
 from skylite.model import checked_shortcuts
 from skylite.model.checked_shortcuts import TOLERANCE, enable_shortcuts
@@ -87,6 +88,23 @@ def test_bfloat16_weights_compute_in_float32() -> None:
         y = layer(x)
     assert y.dtype == torch.float32
     torch.testing.assert_close(y, x @ layer.weight.float().t() + layer.bias.float())
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda x, w: torch.nn.functional.linear(x, weight=w),
+        lambda x, w: torch.einsum("ni,oi->no", x, w),
+        lambda x, w: torch.einsum("ni,oi->no", [x, w]),
+        lambda x, w: x @ w.t(),
+    ],
+    ids=["keyword", "arguments", "list", "operator"],
+)
+def test_a_bfloat16_argument_of_a_product_becomes_float32(product: Callable[..., Tensor]) -> None:
+    x, weight = torch.randn(3, 8), torch.randn(4, 8).bfloat16()
+    with Float32Arithmetic():
+        y = product(x, weight)
+    torch.testing.assert_close(y, x @ weight.float().t(), rtol=0, atol=1e-6)
 
 
 def test_a_row_dot_keeps_float32_under_autocast() -> None:

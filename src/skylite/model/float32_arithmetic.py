@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 EMBEDDINGS = {functional.embedding, torch.embedding}
 PRODUCTS = {
@@ -50,7 +49,7 @@ class Float32Arithmetic(TorchFunctionMode):
         if func in EMBEDDINGS:
             return _widened(func(*args, **kwargs))
         if func in PRODUCTS:
-            args, kwargs = tree_map(_widened, args), tree_map(_widened, dict(kwargs))
+            args, kwargs = _widened(args), {name: _widened(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
 
 
@@ -65,4 +64,7 @@ def row_dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _widened(value: Any) -> Any:
+    # By hand, because torch's tree_map takes ten times as long, for hundreds of products in a forward pass.
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_widened, value))
     return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
