@@ -126,9 +126,11 @@ def test_most_versions_are_scored_on_the_first_sequences_and_a_few_on_all() -> N
     sequences = [[k, k] for k in range(24)]
     counts = {v: len(sequences_of(v, sequences, num_steps=70)) for v in range(71)}
     assert {v for v, count in counts.items() if count == 24} == {0, 8, 32, 64, 70}
-    assert {count for count in counts.values() if count < 24} == {4}
-    assert sequences_of(1, sequences, 19) == sequences[:4]
-    assert sequences_of(1, sequences[:2], 19) == sequences[:2], "float32"
+    assert {count for count in counts.values() if count < 24} == {2}
+    assert sequences_of(1, sequences, 19) == sequences[:2]
+    assert sequences_of(1, sequences[:2], 19) == sequences_of(19, sequences[:2], 19) == sequences[:2], (
+        "float32"
+    )
 
 
 def test_a_text_of_one_token_is_no_canary() -> None:

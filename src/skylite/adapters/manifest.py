@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from skylite.errors import ModelError
 from skylite.run.files import sha256_file
 
-SHORT_CANARY = 4
-"""Sequences in the canary of most versions. A few versions have all (trainer/canary.py)."""
+SHORT_CANARY = 2
+"""Sequences in the canary of most versions. In bfloat16 a few versions have more (trainer/canary.py)."""
 
 
 class Canary(BaseModel):

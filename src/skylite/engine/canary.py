@@ -19,7 +19,7 @@ from skylite.types import Prompt
 
 DEFAULT_TOLERANCE = {"float32": 0.002, "bfloat16": None}
 """Largest |trainer - engine| logprob of a canary token in nats; None: the rule of canary_bf16.py."""
-NUM_SEQUENCES = {"float32": 2, "bfloat16": 24}
+NUM_SEQUENCES = {"float32": SHORT_CANARY, "bfloat16": 24}
 """Rounding hides a bfloat16 adapter's first moves in few tokens."""
 MAX_TOKENS = 24
 """Short, because the trainer scores all sequences at every publish."""
