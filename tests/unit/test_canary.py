@@ -128,9 +128,8 @@ def test_most_versions_are_scored_on_the_first_sequences_and_a_few_on_all() -> N
     assert {v for v, count in counts.items() if count == 24} == {0, 8, 32, 64, 70}
     assert {count for count in counts.values() if count < 24} == {2}
     assert sequences_of(1, sequences, 19) == sequences[:2]
-    assert sequences_of(1, sequences[:2], 19) == sequences_of(19, sequences[:2], 19) == sequences[:2], (
-        "float32"
-    )
+    in_float32 = sequences[:2]
+    assert sequences_of(1, in_float32, 19) == sequences_of(19, in_float32, 19) == in_float32
 
 
 def test_a_text_of_one_token_is_no_canary() -> None:
