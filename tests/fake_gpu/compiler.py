@@ -5,7 +5,7 @@ CUDA builds have. fake_cuda.cpp adds both. torch looks for them once, while it i
 
     python -m pytest -p tests.fake_gpu.preload ...
 
-or call `preload()` first. It does nothing for a CUDA build.
+or call `preload()` first. It does nothing for a CUDA build, whose own guard and hooks need a GPU.
 """
 
 from __future__ import annotations
