@@ -10,7 +10,7 @@ from skylite.errors import ModelError
 from skylite.run.files import sha256_file
 
 SHORT_CANARY = 2
-"""Sequences in the canary of most versions. In bfloat16 a few versions have more (trainer/canary.py)."""
+"""Sequences in the canary of most versions. A few versions have more in bfloat16 (trainer/canary.py)."""
 
 
 class Canary(BaseModel):

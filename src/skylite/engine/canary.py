@@ -22,7 +22,7 @@ DEFAULT_TOLERANCE = {"float32": 0.002, "bfloat16": None}
 NUM_SEQUENCES = {"float32": SHORT_CANARY, "bfloat16": 24}
 """Rounding hides a bfloat16 adapter's first moves in few tokens."""
 MAX_TOKENS = 24
-"""Short, because the trainer scores all sequences at every publish."""
+"""Short, because every publish waits for the canary."""
 
 
 def canary_sequences(tokenizer: ChatTokenizer, prompts: Sequence[Prompt], dtype: str) -> list[list[int]]:

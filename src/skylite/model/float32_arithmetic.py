@@ -64,7 +64,7 @@ def row_dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _widened(value: Any) -> Any:
-    # By hand, because torch's tree_map takes ten times as long, for hundreds of products in a forward pass.
+    # torch's tree_map takes ten times as long, and a forward pass has hundreds of products.
     if isinstance(value, (list, tuple)):
         return tuple(map(_widened, value))
     return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value

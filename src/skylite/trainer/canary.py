@@ -21,7 +21,7 @@ from skylite.run.run_dir import RunDir
 POLL_S = 0.02
 FIRST_FULL, FULL_EVERY = 8, 32
 """Versions are scored on the first SHORT_CANARY sequences. FIRST_FULL, every FULL_EVERY-th and the last one
-are scored on all: in float32 there are no more, in bfloat16 24.
+are scored on all. Only bfloat16 has more than SHORT_CANARY.
 
 The bits of few tokens show that an engine serves the base or the version before. Only many tokens show that
 it applies an adapter in part, but then it does so to every version. Before FIRST_FULL rounding hides it.
