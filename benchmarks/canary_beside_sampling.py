@@ -35,7 +35,7 @@ from skylite.config.loading import read_run_config
 from skylite.config.train import RunConfig
 from skylite.data.prompts import read_prompts
 from skylite.data.tokenizer import load_tokenizer
-from skylite.engine.canary import Batch, EarlierAnswers, Rows, verify
+from skylite.engine.canary import CanaryTokens, EarlierAnswers, Row, verify
 from skylite.engine.client import Sampling, VllmClient
 from skylite.engine.server_command import BASE_NAME
 from skylite.errors import EngineFailed, SyncFailed
@@ -54,7 +54,6 @@ def main() -> None:
     parser.add_argument("--versions", type=int, nargs="+", default=[1, 2, 4, 8, 20])
     parser.add_argument("--trials", type=int, default=10, help="of each version and kind")
     parser.add_argument("--alone", action="store_true", help="nothing is sampled beside the canary")
-    parser.add_argument("--sequences", type=int, help="the first of each canary (default: all)")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     run = read_run_config(args.run / "config.json")
@@ -67,7 +66,7 @@ def main() -> None:
         except EngineFailed as error:
             raise SystemExit(f"{error}\n{Path(folder, 'engine.log').read_text()[-4000:]}") from None
     if args.out:
-        facts = {"trials": args.trials, "alone": args.alone, "sequences": args.sequences}
+        facts = {"trials": args.trials, "alone": args.alone}
         write_json(args.out, machine_info() | facts | {"rows": rows})
 
 
@@ -140,13 +139,13 @@ class Impostor:
             self.answers[tuple(token_ids)] = found
         return found
 
-    def same_tokens(self, earlier: Mapping[Batch, Rows]) -> float:
-        """Share of tokens with the same bits as in answers of another model."""
+    def same_tokens(self, earlier: Mapping[CanaryTokens, Row]) -> float:
+        """Share of tokens with the same bits as in answers of another model to the same sequences."""
         pairs = [
-            (a, b)
-            for batch, rows in earlier.items()
-            for ids, row in zip(batch, rows, strict=True)
-            for a, b in zip(self.answers.get(ids, ()), row, strict=False)
+            pair
+            for ids, row in earlier.items()
+            if ids in self.answers
+            for pair in zip(self.answers[ids], row, strict=True)
         ]
         return sum(a == b for a, b in pairs) / len(pairs)
 
@@ -196,7 +195,7 @@ async def trial(
 ) -> Trial:
     now, before = (AdapterVersion(v, args.run / "adapters" / adapter_name(v)) for v in (version, version - 1))
     served = {"right": now.name, "base": BASE_NAME, "before": before.name, "half": "half"}[kind]
-    canary, older = (first_sequences(read_manifest(a.path).canary, args.sequences) for a in (now, before))
+    canary, older = (read_manifest(a.path).canary for a in (now, before))
     sampling = Sampling(temperature=1, top_p=1, top_k=0, max_tokens=TOKENS, stop_token_ids=(), seed=version)
     middle = len(prompts) // 2
 
@@ -209,18 +208,10 @@ async def trial(
     earlier = EarlierAnswers()
     await verify(client, now, canary, None, earlier)
     await asyncio.gather(verify(client, before, older, None, earlier), *load(before.name, prompts[:middle]))
-    base, rows_before = dict(earlier.base), earlier.before
+    base, rows_before = dict(earlier.base), {ids: s.engine for ids, s in earlier.before.items()}
     impostor = Impostor(client, {now.name: served}, {})
     said, *_ = await asyncio.gather(verdict(impostor, now, canary, earlier), *load(served, prompts[middle:]))
     return Trial(str(said), impostor.same_tokens(base), impostor.same_tokens(rows_before))
-
-
-def first_sequences(canary: Canary, count: int | None) -> Canary:
-    return Canary(
-        sequences=canary.sequences[:count],
-        policy_logprobs=canary.policy_logprobs[:count],
-        base_logprobs=canary.base_logprobs[:count],
-    )
 
 
 async def verdict(client: Impostor, now: AdapterVersion, canary: Canary, earlier: EarlierAnswers) -> str:

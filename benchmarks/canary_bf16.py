@@ -4,19 +4,21 @@
 
 RUN is a run that kept all its adapters (--set sync.keep_last=1000). vLLM computes in bfloat16; the trainer
 scores the same sequences in float32, from bfloat16 weights, as it does at every publish. damaged_adapters.py
-lists the wrong adapters. Canaries of each size in --sizes are drawn from the sequences with replacement.
+lists the wrong adapters. --draws canaries are drawn from the sequences, and each goes through all versions of
+the run. The engine serves the right adapters, or wrong ones from version 1 on, or a wrong one just once.
 --raw keeps the logprobs; if the file exists, nothing is scored again.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,27 +29,25 @@ from damaged_adapters import DAMAGE
 from machine_info import machine_info
 from safetensors.torch import load_file, save_file
 
-from skylite.adapters.manifest import SHORT_CANARY
+from skylite.adapters.manifest import Canary
 from skylite.config.loading import read_run_config
 from skylite.config.train import RunConfig
 from skylite.data.prompts import read_prompts
 from skylite.data.tokenizer import load_tokenizer
-from skylite.engine.canary import MAX_TOKENS, NUM_SEQUENCES
-from skylite.engine.canary_bf16 import PairedReading, Scores, check_paired, read_paired
+from skylite.engine.canary import MAX_TOKENS, NUM_SEQUENCES, EarlierAnswers, verify
+from skylite.engine.canary_reading import CanaryReading
 from skylite.errors import SyncFailed
 from skylite.model.checked_shortcuts import enable_shortcuts
 from skylite.model.load_adapter import load_adapter_file
 from skylite.model.policy import Policy, load_policy
 from skylite.run.files import write_json
-from skylite.run.run_dir import adapter_name
-from skylite.trainer.canary import base_canary_logprobs, canary_logprobs
+from skylite.run.run_dir import AdapterVersion, adapter_name
+from skylite.trainer.canary import base_canary_logprobs, canary_logprobs, sequences_of
 from tests.small_run import lone_rank
 
 AT_A_TIME = 16
 """Sequences per pass of the trainer."""
 BASE = "base"
-OLD_LIMIT = 0.5
-"""Nats. A limit on the largest gap that skylite once had, for comparison."""
 ByAdapter = dict[str, list[list[float]]]
 """[S][L - 1] logprobs by adapter."""
 
@@ -60,7 +60,7 @@ def main() -> None:
         raw = score_all(args)
         if args.raw is not None:
             write_json(args.raw, raw)
-    result = {str(size): rates(raw, args.wrong, args.draws, size) for size in args.sizes}
+    result = asyncio.run(rates(raw, args))
     print(json.dumps(result, indent=1))
     if args.out:
         count = len(raw["trainer"][BASE])
@@ -72,9 +72,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("run", type=Path)
     parser.add_argument("--data", type=Path, required=True, help="the run's data folder")
     parser.add_argument("--sequences", type=int, default=32)
-    parser.add_argument("--draws", type=int, default=1000, help="canaries per adapter and size")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[NUM_SEQUENCES["bfloat16"], SHORT_CANARY])
-    parser.add_argument("--wrong", type=int, nargs="+", default=[1, 2, 4, 8, 20], help="versions made wrong")
+    parser.add_argument("--draws", type=int, default=1000, help="canaries of right adapters")
+    parser.add_argument("--wrong-draws", type=int, default=200, help="canaries of each wrong adapter")
+    parser.add_argument(
+        "--once", type=int, nargs="+", default=[1, 2, 4, 8, 20], help="versions wrong just once"
+    )
     parser.add_argument("--raw", type=Path)
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
@@ -89,7 +91,7 @@ def score_all(args: argparse.Namespace) -> dict[str, Any]:
     trainer = trainer_scores(run, args.run / "adapters", versions, sequences)
     with tempfile.TemporaryDirectory(prefix="skylite-") as text:
         folders = {adapter_name(v): args.run / "adapters" / adapter_name(v) for v in versions}
-        folders |= wrong_adapters(args.run / "adapters", args.wrong, Path(text))
+        folders |= wrong_adapters(args.run / "adapters", versions[1:], Path(text))
         engine = engine_scores(model, folders, sequences, Path(text), run.config.lora.rank)
     return {"versions": versions, "trainer": trainer, "engine": engine}
 
@@ -157,36 +159,109 @@ def engine_scores(
 
 
 def prompt_logprobs(http: Any, model: str, sequences: list[list[int]]) -> list[list[float]]:
-    """Each canary of two sequences is one request pair in a run; here a pair is one request."""
+    """One sequence at a time, as in a run."""
     rows = []
-    for start in range(0, len(sequences), 2):
-        pair = sequences[start : start + 2]
-        body = {"model": model, "prompt": pair, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        reply = http.post("/v1/completions", json=body).raise_for_status().json()
-        for ids, choice in zip(pair, reply["choices"], strict=True):
-            given = choice["prompt_logprobs"][1:]
-            rows.append([row[str(i)]["logprob"] for i, row in zip(ids[1:], given, strict=True)])
+    for ids in sequences:
+        body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        [choice] = http.post("/v1/completions", json=body).raise_for_status().json()["choices"]
+        given = choice["prompt_logprobs"][1:]
+        rows.append([row[str(i)]["logprob"] for i, row in zip(ids[1:], given, strict=True)])
     return rows
 
 
-def rates(raw: dict[str, Any], wrong: list[int], draws: int, size: int) -> dict[str, Any]:
-    """The shares of drawn canaries that engine/canary_bf16.py refuses, and readings of right adapters.
+@dataclass(slots=True)
+class Scorer:
+    """Answers from the logprobs in `raw`. A canary's sequence has one id here: its place."""
 
-    `size`: sequences of a canary.
-    """
-    random = np.random.default_rng(0)
-    chosen: list[list[int]] = random.integers(len(raw["trainer"][BASE]), size=(draws, size)).tolist()
-    engine = raw["engine"]
-    right = {v: describe(raw, v, engine[adapter_name(v)], chosen) for v in raw["versions"]}
-    kinds = (BASE, "stale", *DAMAGE)
-    by_rule: dict[str, dict[int, float]] = {kind: {} for kind in kinds}
-    by_statistics: dict[str, dict[int, float]] = {kind: {} for kind in kinds}
-    for version in wrong:
-        for kind in kinds:
-            found = describe(raw, version, engine[served_name(kind, version)], chosen)
-            by_rule[kind][version] = found["refused"]
-            by_statistics[kind][version] = found["refused_without_bits"]
-    return {"right": right, "wrong_refused": by_rule, "wrong_refused_without_bits": by_statistics}
+    raw: dict[str, Any]
+    served: str = ""
+    """What it serves under the name of any adapter."""
+    name: str = "engine"
+
+    async def prompt_logprobs(self, model: str, token_ids: Sequence[int]) -> list[float]:
+        rows: list[list[float]] = self.raw["engine"][BASE if model == BASE else self.served]
+        return rows[token_ids[0]]
+
+    async def judge(
+        self, version: int, served: str, drawn: Sequence[int], earlier: EarlierAnswers
+    ) -> CanaryReading | str:
+        """The reading of a version while the engine serves `served`, or why it is refused."""
+        self.served = served
+        trainer, name = self.raw["trainer"], adapter_name(version)
+        chosen = [drawn[place] for place in sequences_of(version, len(drawn))]
+        canary = Canary(
+            sequences=[[place] for place in chosen],
+            policy_logprobs=[trainer[name][place] for place in chosen],
+            base_logprobs=[trainer[BASE][place] for place in chosen],
+        )
+        try:
+            return await verify(self, AdapterVersion(version, Path(name)), canary, None, earlier)
+        except SyncFailed as error:
+            return error.what
+
+
+async def rates(raw: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """The shares of drawn canaries that skylite refuses, and readings of right adapters."""
+    random, places = np.random.default_rng(0), len(raw["trainer"][BASE])
+    draws: list[list[int]] = [
+        random.permutation(places)[: NUM_SEQUENCES["bfloat16"]].tolist() for _ in range(args.draws)
+    ]
+    few = draws[: args.wrong_draws]
+    return {
+        "right": await right_adapters(raw, draws),
+        "found_by_version": {kind: await found_by_version(raw, kind, few) for kind in DAMAGE},
+        "found_at_once": {
+            kind: await found_at_once(raw, kind, few, args.once) for kind in (BASE, "stale", *DAMAGE)
+        },
+    }
+
+
+async def right_adapters(raw: dict[str, Any], draws: Sequence[Sequence[int]]) -> dict[int, Any]:
+    """By version: the share refused, and means of the readings of those that pass."""
+    scorer, found = Scorer(raw), {version: list[CanaryReading | str]() for version in raw["versions"]}
+    for drawn in draws:
+        earlier = EarlierAnswers()
+        for version in raw["versions"]:
+            found[version].append(await scorer.judge(version, adapter_name(version), drawn, earlier))
+    return {version: described(outcomes) for version, outcomes in found.items()}
+
+
+def described(outcomes: Sequence[CanaryReading | str]) -> dict[str, float]:
+    passed = [reading for reading in outcomes if not isinstance(reading, str)]
+    found = {"refused": 1 - len(passed) / len(outcomes)}
+    for name in ("rounding", "base_distance", "projection", "projection_error"):
+        found[name] = round(float(np.mean([getattr(reading, name) for reading in passed])), 4)
+    return {name: value for name, value in found.items() if value == value}  # version 0 has no projection
+
+
+async def found_by_version(
+    raw: dict[str, Any], kind: str, draws: Sequence[Sequence[int]]
+) -> dict[int, float]:
+    """By version: the share refused in it or before, if the engine does `kind` to all versions."""
+    scorer, first = Scorer(raw), list[int]()
+    for drawn in draws:
+        earlier = EarlierAnswers()
+        for version in raw["versions"][1:]:
+            said = await scorer.judge(version, served_name(kind, version), drawn, earlier)
+            if isinstance(said, str):
+                first.append(version)
+                break
+    return {v: sum(version <= v for version in first) / len(draws) for v in raw["versions"][1:]}
+
+
+async def found_at_once(
+    raw: dict[str, Any], kind: str, draws: Sequence[Sequence[int]], versions: Sequence[int]
+) -> dict[int, float]:
+    """By version: the share refused in it, if the engine serves `kind` for the first time."""
+    scorer, refused = Scorer(raw), dict.fromkeys(versions, 0)
+    for drawn in draws:
+        earlier = EarlierAnswers()
+        for version in raw["versions"][: max(versions) + 1]:
+            if version in refused:
+                said = await scorer.judge(version, served_name(kind, version), drawn, replace(earlier))
+                refused[version] += isinstance(said, str)
+            await scorer.judge(version, adapter_name(version), drawn, earlier)
+    return {version: count / len(draws) for version, count in refused.items()}
 
 
 def served_name(kind: str, version: int) -> str:
@@ -194,60 +269,6 @@ def served_name(kind: str, version: int) -> str:
     if kind == BASE:
         return BASE
     return adapter_name(version - 1) if kind == "stale" else f"{kind}-of-{adapter_name(version)}"
-
-
-def describe(
-    raw: dict[str, Any], version: int, served: list[list[float]], chosen: Sequence[Sequence[int]]
-) -> dict[str, float]:
-    """What the drawn canaries show if the engine serves `served` as `version`.
-
-    `over_half_a_nat`: share of canaries of two sequences whose largest gap is over 0.5 nats.
-    `limit_in_deviations`: mean distance of the projection from its limit, in its standard deviations.
-    """
-    readings = [read_paired(drawn_scores(raw, version, served, canary)) for canary in chosen]
-    gaps = np.abs(np.array(served) - np.array(raw["trainer"][adapter_name(version)])).max(axis=1)
-    slack = np.array([r.projection_limit - abs(r.reading.projection - 1) for r in readings])
-    found = {
-        "refused": share(is_refused(r) for r in readings),
-        "refused_without_bits": share(is_refused(replace(r, same_as="")) for r in readings),
-        "over_half_a_nat": share(gaps[list(canary[:2])].max() > OLD_LIMIT for canary in chosen),
-        "rounding": round(float(np.mean([r.reading.rounding for r in readings])), 4),
-        "base_distance": round(float(np.mean([r.reading.base_distance for r in readings])), 4),
-        "projection": round(float(np.mean([r.reading.projection for r in readings])), 3),
-        "limit_in_deviations": round(float(slack.mean() / slack.std()), 2),
-    }
-    return {name: value for name, value in found.items() if value == value}  # version 0 has no projection
-
-
-def drawn_scores(
-    raw: dict[str, Any], version: int, served: list[list[float]], canary: Sequence[int]
-) -> Scores:
-    trainer, engine, name = raw["trainer"], raw["engine"], adapter_name(version)
-    before = adapter_name(version - 1) if version else None
-
-    def drawn(rows: list[list[float]]) -> list[float]:
-        return [x for index in canary for x in rows[index]]
-
-    return Scores(
-        engine=drawn(served),
-        engine_base=drawn(engine[BASE]),
-        policy=drawn(trainer[name]),
-        base=drawn(trainer[BASE]),
-        engine_before=drawn(engine[before]) if before else None,
-        policy_before=drawn(trainer[before]) if before else None,
-    )
-
-
-def is_refused(found: PairedReading) -> bool:
-    try:
-        check_paired("policy", "engine", found)
-    except SyncFailed:
-        return True
-    return False
-
-
-def share(outcomes: Iterable[bool]) -> float:
-    return float(np.mean(list(outcomes)))
 
 
 if __name__ == "__main__":

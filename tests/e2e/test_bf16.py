@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from skylite.adapters.manifest import read_manifest
-from skylite.engine.canary import NUM_SEQUENCES
+from skylite.adapters.manifest import SEQUENCES_PER_VERSION, read_manifest
 from tests.e2e.project import Project
 from tests.e2e.running import DEADLINE_S
 
@@ -29,7 +28,7 @@ def test_a_bfloat16_run_verifies_every_version_resumes_and_replays(project: Proj
         assert math.isfinite(line["loss/policy"])
     newest = read_manifest(project.root / "bf16" / "adapters" / "policy-v000003")
     assert newest.dtype == "bfloat16"
-    assert len(newest.canary.sequences) == NUM_SEQUENCES["bfloat16"]
+    assert len(newest.canary.sequences) == SEQUENCES_PER_VERSION
 
     replayed = project.run("replay", "bf16", "--step", "2")
     assert replayed.returncode == 0, replayed.stderr

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -122,14 +123,18 @@ def test_prompts_that_begin_alike_give_distinct_sequences(dtype: str) -> None:
     assert found[:2] == [list(range(24)), list(range(24, 48))]
 
 
-def test_most_versions_are_scored_on_the_first_sequences_and_a_few_on_all() -> None:
-    sequences = [[k, k] for k in range(24)]
-    counts = {v: len(sequences_of(v, sequences, num_steps=70)) for v in range(71)}
-    assert {v for v, count in counts.items() if count == 24} == {0, 8, 32, 64, 70}
-    assert {count for count in counts.values() if count < 24} == {2}
-    assert sequences_of(1, sequences, 19) == sequences[:2]
-    in_float32 = sequences[:2]
-    assert sequences_of(1, in_float32, 19) == sequences_of(19, in_float32, 19) == in_float32
+def test_version_0_is_scored_on_all_sequences_and_each_later_one_on_two_in_turn() -> None:
+    assert sequences_of(0, 24) == list(range(24))
+    chosen = [sequences_of(version, 24) for version in range(1, 60)]
+    assert chosen[:3] == [[0, 1], [1, 2], [2, 3]]
+    assert chosen[22:25] == [[22, 23], [23, 0], [0, 1]]
+    assert all(before[1] == now[0] for before, now in pairwise(chosen)), "each shares one with the last"
+    assert {index for pair in chosen[:23] for index in pair} == set(range(24))
+
+
+def test_two_sequences_or_fewer_are_scored_in_every_version() -> None:
+    assert [sequences_of(version, 2) for version in (0, 1, 2, 19)] == [[0, 1]] * 4
+    assert [sequences_of(version, 1) for version in (0, 1, 2)] == [[0]] * 3
 
 
 def test_a_text_of_one_token_is_no_canary() -> None:

@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from skylite.errors import ModelError
 from skylite.run.files import sha256_file
 
-SHORT_CANARY = 2
-"""Sequences in the canary of most versions. A few versions have more in bfloat16 (trainer/canary.py)."""
+SEQUENCES_PER_VERSION = 2
+"""Sequences in the canary of each trained version. Which ones: trainer/canary.py."""
 
 
 class Canary(BaseModel):

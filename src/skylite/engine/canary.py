@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-from skylite.adapters.manifest import SHORT_CANARY, Canary, read_manifest
+from skylite.adapters.manifest import SEQUENCES_PER_VERSION, Canary, read_manifest
 from skylite.data.tokenizer import ChatTokenizer
-from skylite.engine.canary_bf16 import Scores, check_paired, read_paired
+from skylite.engine.canary_bf16 import Scores, check_paired, joined, read_paired, read_together
 from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.server_command import BASE_NAME
 from skylite.errors import SyncFailed
@@ -19,8 +19,8 @@ from skylite.types import Prompt
 
 DEFAULT_TOLERANCE = {"float32": 0.002, "bfloat16": None}
 """Largest |trainer - engine| logprob of a canary token in nats; None: the rule of canary_bf16.py."""
-NUM_SEQUENCES = {"float32": SHORT_CANARY, "bfloat16": 24}
-"""Rounding hides a bfloat16 adapter's first moves in few tokens."""
+NUM_SEQUENCES = {"float32": SEQUENCES_PER_VERSION, "bfloat16": 24}
+"""In bfloat16 the versions take turns: rounding hides an adapter's first moves in few tokens."""
 MAX_TOKENS = 24
 """Short, because every publish waits for the canary."""
 
@@ -95,23 +95,22 @@ class LogprobScorer(Protocol):
         """[L - 1] logprobs in nats of all tokens of the sequence but the first."""
 
 
-Batch = tuple[tuple[int, ...], ...]
-"""Token ids of sequences scored at once: how an engine rounds depends on what it computes together."""
-Rows = Sequence[Sequence[float]]
-"""[S][L - 1] logprobs of all tokens of a batch's sequences but each first."""
-T = TypeVar("T")
+CanaryTokens = tuple[int, ...]
+"""Token ids of a canary sequence."""
+Row = Sequence[float]
+"""[L - 1] logprobs of all tokens of a sequence but the first."""
 
 
 @dataclass(slots=True)
 class EarlierAnswers:
     """What an engine answered to earlier canaries. Asking again would double its work."""
 
-    base: dict[Batch, Rows] = field(default_factory=dict)
+    base: dict[CanaryTokens, Row] = field(default_factory=dict)
     """With the base, which never changes."""
-    before: dict[Batch, Rows] = field(default_factory=dict)
+    before: dict[CanaryTokens, Scores] = field(default_factory=dict)
     """With the version verified before."""
-    policy_before: dict[Batch, Rows] = field(default_factory=dict)
-    """The trainer's of that version."""
+    newest: dict[CanaryTokens, Scores] = field(default_factory=dict)
+    """With the newest version that scored the sequence and differs from the base."""
 
 
 async def verify(
@@ -129,7 +128,8 @@ async def verify(
     """
     if tolerance is None:
         return await _verify_paired(client, adapter, canary, earlier or EarlierAnswers())
-    engine = _flat(await _score(client, adapter.name, canary.sequences))
+    rows = await asyncio.gather(*(client.prompt_logprobs(adapter.name, ids) for ids in canary.sequences))
+    engine = _flat(rows)
     reading = compare_logprobs(engine, _flat(canary.policy_logprobs), _flat(canary.base_logprobs))
     check_reading(adapter.name, client.name, reading, tolerance)
     return reading
@@ -149,41 +149,41 @@ async def verify_folder(
 async def _verify_paired(
     client: LogprobScorer, adapter: AdapterVersion, canary: Canary, earlier: EarlierAnswers
 ) -> CanaryReading:
-    batches: list[Batch] = [tuple(map(tuple, part)) for part in _parts(canary.sequences)]
-    engine = {batch: await _score(client, adapter.name, batch) for batch in batches}
-    for batch in batches:
-        if batch not in earlier.base:
-            earlier.base[batch] = await _score(client, BASE_NAME, batch)
-    shared = [batch for batch in batches if batch in earlier.before]
-    found = read_paired(
-        Scores(
-            engine=_joined(engine, batches),
-            engine_base=_joined(earlier.base, batches),
-            policy=_flat(canary.policy_logprobs),
-            base=_flat(canary.base_logprobs),
-            engine_before=_joined(earlier.before, shared) or None,
-            policy_before=_joined(earlier.policy_before, shared) or None,
-        )
-    )
+    now = await _score_all(client, adapter.name, canary, earlier)
+    together = earlier.newest | {ids: scores for ids, scores in now.items() if scores.policy != scores.base}
+    found, found_together = read_paired(joined(now.values())), read_together((together or now).values())
     check_paired(adapter.name, client.name, found)
-    earlier.before = engine
-    earlier.policy_before = dict(zip(batches, _parts(canary.policy_logprobs), strict=True))
-    return found.reading
+    check_paired(f"{adapter.name} (judged with the versions before it)", client.name, found_together)
+    earlier.before, earlier.newest = now, together
+    return replace(
+        found.reading,
+        projection=found_together.reading.projection,
+        projection_error=found_together.reading.projection_error,
+    )
 
 
-async def _score(client: LogprobScorer, model: str, sequences: Sequence[Sequence[int]]) -> Rows:
-    """The engine's logprobs of all tokens of all sequences but each first."""
-    return await asyncio.gather(*(client.prompt_logprobs(model, ids) for ids in sequences))
+async def _score_all(
+    client: LogprobScorer, name: str, canary: Canary, earlier: EarlierAnswers
+) -> dict[CanaryTokens, Scores]:
+    """Scores by sequence. What an engine computes together rounds in other ways, so it gets one at a time."""
+    found = {}
+    rows = zip(canary.sequences, canary.policy_logprobs, canary.base_logprobs, strict=True)
+    for sequence, policy, base in rows:
+        ids = tuple(sequence)
+        engine = await client.prompt_logprobs(name, ids)
+        if ids not in earlier.base:
+            earlier.base[ids] = await client.prompt_logprobs(BASE_NAME, ids)
+        before = earlier.before.get(ids)
+        found[ids] = Scores(
+            engine=engine,
+            engine_base=earlier.base[ids],
+            policy=policy,
+            base=base,
+            engine_before=before.engine if before else None,
+            policy_before=before.policy if before else None,
+        )
+    return found
 
 
-def _parts(rows: Sequence[T]) -> list[Sequence[T]]:
-    """The short canary, which every version has, and the rest, if there is one."""
-    return [part for part in (rows[:SHORT_CANARY], rows[SHORT_CANARY:]) if part]
-
-
-def _joined(rows: Mapping[Batch, Rows], batches: Sequence[Batch]) -> list[float]:
-    return [x for batch in batches for x in _flat(rows[batch])]
-
-
-def _flat(rows: Rows) -> list[float]:
+def _flat(rows: Iterable[Row]) -> list[float]:
     return [x for row in rows for x in row]

@@ -3,15 +3,17 @@
 A bfloat16 model rounds each logprob by some hundredths of a nat, and a few by one nat or more. An adapter
 moves them by a hundredth in its first step. So no limit on single gaps can judge. The rule compares two moves
 over all tokens: of the engine, from its own logprobs of the base to those of the adapter, and of the trainer,
-which scores the canary in float32. Error rates: benchmarks/NOTES.md, "The canary in bfloat16".
+which scores the canary in float32. The few tokens of one version show little, so a version is also judged
+together with those before it: an engine that applies adapters in part does so to all. Error rates:
+benchmarks/NOTES.md, "The canary in bfloat16".
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from skylite.engine.canary_reading import CanaryReading
 from skylite.errors import SyncFailed
@@ -73,6 +75,19 @@ class PairedReading:
     """Share of tokens with the same bits as the base and, if there is one, the version before."""
 
 
+def joined(scores: Iterable[Scores]) -> Scores:
+    """The scores of several sequences as one, first those that have a version before."""
+    ordered = sorted(scores, key=lambda s: s.engine_before is None)
+    return Scores(
+        engine=[x for s in ordered for x in s.engine],
+        engine_base=[x for s in ordered for x in s.engine_base],
+        policy=[x for s in ordered for x in s.policy],
+        base=[x for s in ordered for x in s.base],
+        engine_before=[x for s in ordered for x in s.engine_before or ()] or None,
+        policy_before=[x for s in ordered for x in s.policy_before or ()] or None,
+    )
+
+
 def read_paired(scores: Scores) -> PairedReading:
     """Compare the engine's move with the trainer's."""
     gaps = _differences(scores.engine, scores.policy)
@@ -113,6 +128,11 @@ def read_paired(scores: Scores) -> PairedReading:
         same_as=same_as,
         same_tokens=same_tokens,
     )
+
+
+def read_together(scores: Iterable[Scores]) -> PairedReading:
+    """Compare moves of several versions as if they were one. Bits show something only within a version."""
+    return replace(read_paired(joined(scores)), same_as="")
 
 
 def check_paired(name: str, engine: str, found: PairedReading) -> None:

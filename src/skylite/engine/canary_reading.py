@@ -18,7 +18,7 @@ class CanaryReading:
     projection: float
     """<engine - base, policy - base> / |policy - base|^2: 1 for this adapter, 0 for the base.
 
-    NaN while policy == base.
+    NaN while policy == base. In bfloat16 over the newest scores of all sequences (engine/canary.py).
     """
     rounding: float = math.nan
     """mean |engine - base| of the base in nats, in bfloat16 only."""

@@ -10,7 +10,7 @@ from typing import cast
 
 import torch
 
-from skylite.adapters.manifest import SHORT_CANARY
+from skylite.adapters.manifest import SEQUENCES_PER_VERSION
 from skylite.algorithms.kl import k3
 from skylite.errors import ConfigError, TrainingDiverged
 from skylite.model.float32_arithmetic import Float32Arithmetic
@@ -19,13 +19,6 @@ from skylite.model.policy import Policy, reference_policy, score
 from skylite.run.run_dir import RunDir
 
 POLL_S = 0.02
-FIRST_FULL, FULL_EVERY = 8, 32
-"""Versions are scored on the first SHORT_CANARY sequences. FIRST_FULL, every FULL_EVERY-th and the last one
-are scored on all. Only bfloat16 has more than SHORT_CANARY.
-
-The bits of few tokens show that an engine serves the base or the version before. Only many tokens show that
-it applies an adapter in part, but then it does so to every version. Before FIRST_FULL rounding hides it.
-"""
 
 
 def wait_for_canary(run: RunDir) -> list[list[int]]:
@@ -49,10 +42,16 @@ def _are_sequences(value: object) -> bool:
     )
 
 
-def sequences_of(version: int, sequences: list[list[int]], num_steps: int) -> list[list[int]]:
-    """The canary's sequences that a version is scored on."""
-    is_full = version % FULL_EVERY == 0 or version in (FIRST_FULL, num_steps)
-    return sequences if is_full else sequences[:SHORT_CANARY]
+def sequences_of(version: int, count: int) -> list[int]:
+    """Which of `count` sequences a version is scored on: all before the first step, then two in turn.
+
+    The first of the two is the second of the version before: the bits of its logprobs show an engine that
+    still serves that version. Only bfloat16 has more than two, because rounding hides an adapter that is
+    applied in part. Such an engine does so to every version, so the sequences of many versions show it.
+    """
+    if version == 0 or count <= SEQUENCES_PER_VERSION:
+        return list(range(count))
+    return [(version - 1 + k) % count for k in range(SEQUENCES_PER_VERSION)]
 
 
 def longest_prompt(run: RunDir) -> int:

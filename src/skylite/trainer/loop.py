@@ -254,11 +254,12 @@ def score_canary(trainer: Trainer, version: int) -> Canary:
 
     Raises TrainingDiverged on all ranks or on none, because every rank scores the same tokens.
     """
-    sequences = sequences_of(version, trainer.canary_sequences, trainer.config.num_steps)
+    chosen = sequences_of(version, len(trainer.canary_sequences))
+    sequences = [trainer.canary_sequences[index] for index in chosen]
     logprobs = canary_logprobs(trainer.policy, sequences)
     if not all(math.isfinite(x) for row in logprobs for x in row):
         raise TrainingDiverged(f"the logprobs of {adapter_name(version)} on the canary are not finite", "")
-    base_logprobs = trainer.base_logprobs[: len(sequences)]
+    base_logprobs = [trainer.base_logprobs[index] for index in chosen]
     return Canary(sequences=sequences, policy_logprobs=logprobs, base_logprobs=base_logprobs)
 
 
