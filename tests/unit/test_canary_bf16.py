@@ -9,7 +9,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from skylite.engine.canary_bf16 import PairedReading, Scores, check_paired, read_paired
+from skylite.engine.canary_bf16 import (
+    PairedReading,
+    Scores,
+    check_paired,
+    joined,
+    read_paired,
+    read_together,
+)
 from skylite.engine.canary_reading import CanaryReading
 from skylite.errors import SyncFailed
 
@@ -275,3 +282,29 @@ def test_numbers_that_are_not_finite_are_refused(bad: float) -> None:
         base=found.base,
     )
     assert is_refused(broken)
+
+
+def test_joined_scores_begin_with_the_sequences_that_the_version_before_had() -> None:
+    """read_paired compares the version before with the first tokens."""
+    new = Scores(engine=[1.0], engine_base=[2.0], policy=[3.0], base=[4.0])
+    shared = Scores(
+        engine=[5.0], engine_base=[6.0], policy=[7.0], base=[8.0], engine_before=[9.0], policy_before=[10.0]
+    )
+    assert joined([new, shared]) == Scores(
+        engine=[5.0, 1.0],
+        engine_base=[6.0, 2.0],
+        policy=[7.0, 3.0],
+        base=[8.0, 4.0],
+        engine_before=[9.0],
+        policy_before=[10.0],
+    )
+    assert joined([new]) == new
+
+
+def test_versions_judged_together_may_share_bits_with_the_base() -> None:
+    """One that hardly differs from the base may have its bits; each was compared when it was new."""
+    found = scores(0, 0.1, lambda move, _: move)
+    equal = replace(found, engine=found.engine_base)
+    assert read_paired(equal).same_as == "the base"
+    assert read_together([equal]).same_as == ""
+    assert read_together([equal]).reading == read_paired(equal).reading
