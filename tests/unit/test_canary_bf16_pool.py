@@ -13,7 +13,6 @@ import pytest
 
 from skylite.adapters.manifest import Canary, read_manifest
 from skylite.engine.canary import Row
-from skylite.engine.canary_bf16 import Scores
 from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.engine_pool import EnginePool
 from skylite.errors import SyncFailed
@@ -21,56 +20,7 @@ from skylite.run.files import write_json
 from skylite.run.run_dir import AdapterVersion
 from skylite.trainer.canary import sequences_of
 from tests.unit.engine_cases import publish
-from tests.unit.test_canary_bf16 import N, scores
-
-
-class PairedEngine:
-    """Answers with stored scores by model name."""
-
-    name = "vllm-0"
-
-    def __init__(self, answers: dict[str, Sequence[float]]) -> None:
-        self.answers, self.asked = answers, list[str]()
-
-    async def load_adapter(self, adapter: AdapterVersion) -> None: ...
-
-    async def unload_adapter(self, name: str) -> None: ...
-
-    async def prompt_logprobs(self, model: str, token_ids: Sequence[int]) -> list[float]:
-        self.asked.append(model)
-        return list(self.answers[model])
-
-
-def with_canary(adapter: AdapterVersion, found: Scores) -> AdapterVersion:
-    canary = Canary(
-        sequences=[list(range(N + 1))], policy_logprobs=[list(found.policy)], base_logprobs=[list(found.base)]
-    )
-    manifest = read_manifest(adapter.path).model_copy(update={"canary": canary})
-    write_json(adapter.manifest_path, manifest.model_dump(mode="json"))
-    return adapter
-
-
-def test_an_engine_is_asked_once_for_each_version_and_once_for_the_base(tmp_path: Path) -> None:
-    older, newer = (scores(0, size, lambda move, _: move) for size in (0.1, 0.12))
-    engine = PairedEngine(
-        {"base": older.engine_base, "policy-v000001": older.engine, "policy-v000002": newer.engine}
-    )
-    pool = EnginePool([engine], tolerance=None)  # type: ignore[list-item]
-
-    async def take(version: int, found: Scores) -> CanaryReading:
-        adapter = with_canary(publish(tmp_path, version), found)
-        await pool.load(adapter)
-        return await pool.verify(adapter)
-
-    asyncio.run(take(1, older))
-    assert engine.asked == ["policy-v000001", "base"]
-    reading = asyncio.run(take(2, newer))
-    assert engine.asked[2:] == ["policy-v000002"]
-    assert reading.as_metrics()["canary/rounding"] == pytest.approx(reading.rounding)
-    assert pool.loaded[-1].version == 2
-    engine.answers["policy-v000003"] = newer.engine
-    with pytest.raises(SyncFailed, match="logprobs are those of the version before"):
-        asyncio.run(take(3, scores(0, 0.14, lambda move, _: move)))
+from tests.unit.test_canary_bf16 import scores
 
 
 class Scoring:
@@ -106,6 +56,23 @@ def take(pool: EnginePool, folder: Path, version: int, policy: dict[int, Row], b
         return await pool.verify(adapter)
 
     return asyncio.run(load_and_verify())
+
+
+def test_an_engine_is_asked_once_for_each_version_and_once_for_the_base(tmp_path: Path) -> None:
+    older, newer = (scores(0, size, lambda move, _: move) for size in (0.1, 0.12))
+    answers = {"base": older.engine_base, "policy-v000001": older.engine, "policy-v000002": newer.engine}
+    engine = Scoring(lambda model, _: list(answers[model]))
+    pool = EnginePool([engine], tolerance=None)  # type: ignore[list-item]
+    take(pool, tmp_path, 1, {0: older.policy}, older.base)
+    assert engine.asked == [("policy-v000001", 0), ("base", 0)]
+    reading = take(pool, tmp_path, 2, {0: newer.policy}, newer.base)
+    assert engine.asked[2:] == [("policy-v000002", 0)]
+    assert reading.as_metrics()["canary/rounding"] == pytest.approx(reading.rounding)
+    assert pool.loaded[-1].version == 2
+    answers["policy-v000003"] = newer.engine
+    third = scores(0, 0.14, lambda move, _: move)
+    with pytest.raises(SyncFailed, match="logprobs are those of the version before"):
+        take(pool, tmp_path, 3, {0: third.policy}, third.base)
 
 
 def test_the_version_before_is_compared_on_the_sequence_that_both_have(tmp_path: Path) -> None:
