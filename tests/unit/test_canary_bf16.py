@@ -9,44 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from skylite.engine.canary_bf16 import (
-    PairedReading,
-    Scores,
-    check_paired,
-    joined,
-    read_paired,
-    read_together,
-)
+from skylite.engine.canary_bf16 import PairedReading, Scores, check_paired, joined, read_paired
 from skylite.engine.canary_reading import CanaryReading
 from skylite.errors import SyncFailed
-
-N = 552
-Array = np.ndarray
-
-
-def rounding(rng: np.random.Generator) -> Array:
-    """Heavy tails, as measured: mean 0.05 nats, a few beyond one."""
-    return rng.standard_t(2.5, N) * 0.035
-
-
-def scores(seed: int, size: float, engine_move: Callable[[Array, np.random.Generator], Array]) -> Scores:
-    """An adapter that moves the logprobs by `size` (root mean square), and an engine that moves otherwise."""
-    rng = np.random.default_rng(seed)
-    base, move = -rng.exponential(2.0, N), rng.normal(0, size, N)
-    return Scores(
-        engine=(base + engine_move(move, rng) + rounding(rng)).tolist(),
-        engine_base=(base + rounding(rng)).tolist(),
-        policy=(base + move).tolist(),
-        base=base.tolist(),
-    )
-
-
-def is_refused(found: Scores) -> bool:
-    try:
-        check_paired("policy-v000001", "vllm-0", read_paired(found))
-    except SyncFailed:
-        return True
-    return False
+from tests.unit.canary_cases import Array, is_refused, rounding, scores
 
 
 def refused(size: float, engine_move: Callable[[Array, np.random.Generator], Array]) -> float:
@@ -140,55 +106,6 @@ def test_scores_of_different_lengths_are_an_error(short: str) -> None:
         read_paired(Scores(**(two | {short: [-1.0]})))
 
 
-def test_the_version_before_is_compared_on_its_first_tokens() -> None:
-    engine = [-1.0, -2.0, -3.0, -4.0]
-    found = read_paired(
-        Scores(
-            engine=engine,
-            engine_base=[x + 0.1 for x in engine],
-            policy=[x + 0.2 for x in engine],
-            base=engine,
-            engine_before=engine[:2],
-            policy_before=engine[:2],
-        )
-    )
-    assert found.same_tokens == {"the base": 0.0, "the version before": 1.0}
-    assert found.same_as == "the version before"
-    with pytest.raises(ValueError, match="is longer"):
-        read_paired(
-            Scores(engine=[-1.0], engine_base=[-1.0], policy=[-1.0], base=[-1.0], engine_before=engine)
-        )
-
-
-@pytest.mark.parametrize(
-    ("equal", "move", "same_as"),
-    [(3, 0.4, "the version before"), (2, 0.4, ""), (3, 0.09, ""), (50, 0.09, "the version before")],
-)
-def test_a_few_tokens_with_the_same_bits_are_the_version_before(
-    equal: int, move: float, same_as: str
-) -> None:
-    """Other requests beside the canary change the bits of most tokens. The base's rounding is 0.51."""
-    engine = [-1.0 - k / 8 for k in range(50)]
-    found = read_paired(
-        Scores(
-            engine=engine,
-            engine_base=[-3.01] * 50,
-            policy=[-1.5] * 50,
-            base=[-2.5] * 50,
-            engine_before=[x if k < equal else x - 1e-6 for k, x in enumerate(engine)],
-            policy_before=[-1.5 - move] * 50,
-        )
-    )
-    assert found.same_as == same_as
-    assert found.same_tokens == {"the base": 0.0, "the version before": equal / 50}
-
-
-def test_a_version_before_without_the_trainers_scores_is_not_compared() -> None:
-    found = scores(0, 0.01, lambda move, _: move)
-    assert read_paired(replace(found, engine_before=found.engine)).same_as == ""
-    assert read_paired(replace(found, policy_before=found.base)).same_as == ""
-
-
 def test_rounding_takes_at_most_a_share_of_the_limit() -> None:
     found = read_paired(
         Scores(engine=[0.9, -0.1], engine_base=[0.9, 0.1], policy=[0.0, 0.01], base=[0.0, 0.0])
@@ -223,41 +140,6 @@ def test_each_limit_is_the_last_value_that_passes() -> None:
     ):
         with pytest.raises(SyncFailed, match=words):
             check_paired("p", "e", found)
-
-
-@pytest.mark.parametrize(("move", "same"), [(0.0021, "the base"), (0.0019, "")])
-def test_equal_bits_are_found_if_the_adapter_moved_by_a_fiftieth_of_the_rounding(
-    move: float, same: str
-) -> None:
-    engine = [-0.9, -2.1]
-    found = Scores(engine=engine, engine_base=engine, policy=[-1.0 + move, -2.0 - move], base=[-1.0, -2.0])
-    assert read_paired(found).same_as == same
-
-
-@pytest.mark.parametrize("same", ["the base", "the version before"])
-def test_the_bits_of_another_version_are_refused_while_rounding_hides_the_move(same: str) -> None:
-    found = scores(0, 0.01, lambda move, _: move)
-    other = found.engine_base if same == "the base" else [x + 0.01 for x in found.engine]
-    served = Scores(
-        engine=other,
-        engine_base=found.engine_base,
-        policy=found.policy,
-        base=found.base,
-        engine_before=other if same != "the base" else None,
-        policy_before=[x + 0.02 for x in found.policy] if same != "the base" else None,
-    )
-    with pytest.raises(SyncFailed, match=f"100% of the canary logprobs are those of {same}, to the bit"):
-        check_paired("policy-v000001", "vllm-0", read_paired(served))
-
-
-def test_an_unmoved_adapter_may_have_the_bases_bits() -> None:
-    found = scores(0, 0.0, lambda move, _: move)
-    equal = Scores(
-        engine=found.engine_base, engine_base=found.engine_base, policy=found.base, base=found.base
-    )
-    reading = read_paired(equal)
-    assert math.isnan(reading.reading.projection)
-    check_paired("policy-v000000", "vllm-0", reading)
 
 
 def test_another_base_model_is_refused() -> None:
@@ -299,12 +181,3 @@ def test_joined_scores_begin_with_the_sequences_that_the_version_before_had() ->
         policy_before=[10.0],
     )
     assert joined([new]) == new
-
-
-def test_versions_judged_together_may_share_bits_with_the_base() -> None:
-    """One that hardly differs from the base may have its bits; each was compared when it was new."""
-    found = scores(0, 0.1, lambda move, _: move)
-    equal = replace(found, engine=found.engine_base)
-    assert read_paired(equal).same_as == "the base"
-    assert read_together([equal]).same_as == ""
-    assert read_together([equal]).reading == read_paired(equal).reading

@@ -19,8 +19,8 @@ from skylite.errors import SyncFailed
 from skylite.run.files import write_json
 from skylite.run.run_dir import AdapterVersion
 from skylite.trainer.canary import sequences_of
+from tests.unit.canary_cases import scores
 from tests.unit.engine_cases import publish
-from tests.unit.test_canary_bf16 import scores
 
 
 class Scoring:
