@@ -55,6 +55,16 @@ def test_a_few_tokens_with_the_same_bits_are_the_version_before(
     assert found.same_tokens == {"the base": 0.0, "the version before": equal / 50}
 
 
+@pytest.mark.parametrize(("equal", "same_as"), [(3, ""), (4, "the base")])
+def test_of_many_tokens_a_fiftieth_must_have_the_same_bits(equal: int, same_as: str) -> None:
+    """A warm start scores all sequences of the canary: three of 200 tokens may be equal by chance."""
+    engine = [-1.0 - k / 8 for k in range(200)]
+    served = [x if k < equal else x - 1e-6 for k, x in enumerate(engine)]
+    base = [x - 0.1 for x in served]
+    found = Scores(engine=engine, engine_base=served, policy=[x + 0.2 for x in base], base=base)
+    assert read_paired(found).same_as == same_as
+
+
 def test_a_version_before_without_the_trainers_scores_is_not_compared() -> None:
     found = scores(0, 0.01, lambda move, _: move)
     assert read_paired(replace(found, engine_before=found.engine)).same_as == ""
