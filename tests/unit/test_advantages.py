@@ -1,9 +1,13 @@
 """Advantages, returns and the overlong penalty against values computed by hand."""
 
 import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from skylite.algorithms.advantages import (
     GROUP_ADVANTAGES,
@@ -109,6 +113,35 @@ def test_returns_and_gae_of_padded_rows_equal_a_loop_over_tokens(length, gamma, 
         )
     assert not returns.masked_select(padding).any()
     assert not advantages.masked_select(padding).any()
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "returns",
+    [lambda x: token_returns(x, 0.99), lambda x: gae(x, x, 0.99, 0.95)],
+    ids=["token_returns", "gae"],
+)
+def test_operations_of_the_returns_grow_with_the_logarithm_of_the_tokens(returns: Callable[..., Any]):
+    """Twice the tokens, the same few operations more. Meta tensors have no values for a loop in Python."""
+    counts = []
+    for length in (64, 128, 256, 512, 1024):
+        with Operations() as operations:
+            returns(torch.zeros(4, length, device="meta"))
+        counts.append(operations.count)
+    added = {b - a for a, b in pairwise(counts)}
+    assert len(added) == 1, counts
+    assert max(added) <= 8, counts
 
 
 def test_whitening_uses_moments_summed_over_ranks():

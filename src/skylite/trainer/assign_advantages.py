@@ -56,10 +56,10 @@ def _kl_of_trajectories(
 ) -> Tensor:
     """[N, G] KL penalty, summed over the tokens of each trajectory and over ranks."""
     total = torch.zeros(batch.rewards.numel(), device=dist.device)
-    for micro, found in zip(micro_batches, known, strict=True):
+    numbers = upload([np.array(m.numbers, dtype=np.int64) for m in micro_batches], dist.device)
+    for micro, found, own in zip(micro_batches, known, numbers, strict=True):
         assert found.kl_penalty is not None
-        numbers = torch.tensor(micro.numbers, dtype=torch.int64, device=dist.device)
-        total.index_add_(0, numbers[micro.tokens.segments], found.kl_penalty)
+        total.index_add_(0, own[micro.tokens.segments], found.kl_penalty)
     return dist.all_reduce_sum_(total).cpu().view_as(batch.rewards)
 
 
@@ -68,7 +68,8 @@ def _token_advantages(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """For reinforce++ and gae: advantages along each trajectory, whitened over the step, and returns.
 
-    Computed on the CPU for all micro-batches at once, so it waits for the device once.
+    Computed on the CPU for all micro-batches at once. So it waits for the device twice: for the tokens'
+    columns, and for the moments that whiten.
     """
     sizes = [len(m.token_weights) for m in micro_batches]
     nothing = [torch.zeros_like(m.token_weights) for m in micro_batches]
