@@ -2,11 +2,14 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
-READY := $(VENV)/.ready
 # The number of GPUs, empty for none. Error messages also contain the word GPU, so only lines of the list
 # count. CUDA_VISIBLE_DEVICES=-1 chooses the CPU.
 GPU := $(filter-out 0,$(shell [ -n "$${CUDA_VISIBLE_DEVICES-0}" ] && [ "$${CUDA_VISIBLE_DEVICES-0}" != -1 ] \
 	&& nvidia-smi -L 2>/dev/null | grep -cE '^GPU [0-9]+: .*UUID'))
+INSTALLED := $(VENV)/.ready
+# With a GPU, torch must also be able to use it. The next make repeats a failed check, but does not install
+# again.
+READY := $(if $(GPU),$(VENV)/.gpu-checked,$(INSTALLED))
 LOCK := constraints/cpu.txt
 HASHES := constraints/cpu-hashes.txt
 # The versions that were tested. None were on a GPU: there pyproject.toml's ranges apply.
@@ -170,7 +173,13 @@ clean: ## remove .venv and caches, keep data/ and runs/
 # pip refuses a file whose sha256 the list does not have. --no-build-isolation: it fetches no build tools.
 INSTALL := $(BIN)/pip install --quiet --no-deps --no-build-isolation --require-hashes
 
-$(READY): pyproject.toml $(LOCK) $(HASHES) $(TOOLS) $(PEERS) $(VERIFIERS)
+ifneq ($(GPU),)
+$(READY): $(INSTALLED)
+	$(BIN)/python -P -m skylite.processes.cuda_check
+	touch $@
+endif
+
+$(INSTALLED): pyproject.toml $(LOCK) $(HASHES) $(TOOLS) $(PEERS) $(VERIFIERS)
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) -r $(TOOLS)
 ifeq ($(GPU),)
@@ -185,4 +194,3 @@ endif
 	$(INSTALL) --no-compile --upgrade --target $(VENV)/peers -r $(PEERS)
 	$(INSTALL) --upgrade --target $(VENV)/verifiers -r $(VERIFIERS)
 	touch $@
-	$(if $(GPU),$(BIN)/python -P -m skylite.processes.cuda_check)
