@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.data.tokenizer import ChatTokenizer
@@ -69,7 +70,15 @@ def measured(
     free: float,
     longest: int,
 ) -> tuple[list[tuple[int, int, int]], int, str]:
-    """The passes (sequences, prompt, completion), and what came out. A pass takes 100 + 2 bytes per token."""
+    """The passes (sequences, prompt, completion), and what came out."""
+    passes = record_passes(monkeypatch)
+    monkeypatch.setattr(micro_batch_memory, "_free_bytes", lambda *_: free / SAFETY)
+    run_config = RunConfig(skylite_version="test", config=config, resolved=resolved(Path(), Path()))
+    return passes, *measure_micro_batch_tokens(policy, run_config, longest, dist)
+
+
+def record_passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Replace the measured passes with ones that take 100 bytes and 2 per token."""
     passes: list[tuple[int, int, int]] = []
 
     def run_pass(_: Policy, count: int, prompt: int, completion: int) -> tuple[int, float]:
@@ -78,9 +87,7 @@ def measured(
         return tokens, 100.0 + 2 * tokens
 
     monkeypatch.setattr(micro_batch_memory, "_measured_pass", run_pass)
-    monkeypatch.setattr(micro_batch_memory, "_free_bytes", lambda *_: free / SAFETY)
-    run_config = RunConfig(skylite_version="test", config=config, resolved=resolved(Path(), Path()))
-    return passes, *measure_micro_batch_tokens(policy, run_config, longest, dist)
+    return passes
 
 
 @pytest.mark.parametrize(
@@ -109,6 +116,28 @@ def test_the_passes_have_the_longest_prompt_and_completions_and_fit(
     assert passes == [(count, 50, completion) for count in counts]
     assert found == tokens
     assert ("beside which no second one fits" in reason) == (len(counts) == 1)
+
+
+@pytest.mark.parametrize(
+    ("share", "tokens"),
+    [
+        (110_000, 42_432),  # 100,000 are left of it; (85,000 - 100) / 2 = 42,450
+        (None, 25_408),  # (51,000 - 100) / 2 = 25,450
+    ],
+    ids=["a share", "no share"],
+)
+def test_on_a_gpu_the_rest_of_the_ranks_share_is_free(
+    dist: Dist, monkeypatch: pytest.MonkeyPatch, share: int | None, tokens: int
+) -> None:
+    """Without a share it is what no process uses, of which SAFETY leaves 85 %."""
+    record_passes(monkeypatch)
+    gpu = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", {gpu: 10_000}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", {gpu: (60_000, 200_000)}.__getitem__)
+    found = resolved(Path(), Path()).model_copy(update={"device": "cuda", "trainer_memory_bytes": share})
+    run_config = RunConfig(skylite_version="test", config=settings(), resolved=found)
+    policy = cast("Policy", SimpleNamespace(device=gpu))
+    assert measure_micro_batch_tokens(policy, run_config, 50, dist)[0] == tokens
 
 
 def test_an_episode_is_probed_at_its_full_length() -> None:
