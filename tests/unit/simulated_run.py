@@ -7,8 +7,9 @@ import io
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -35,6 +36,8 @@ from tests.unit.engine_cases import BASE, POLICY, publish
 
 PROMPTS = [prompt(id=str(i), messages=[{"role": "user", "content": str(i)}]) for i in range(14)]
 MAX_LORAS = 2
+StepFacts = Mapping[int, Mapping[str, Any]]
+"""Step -> what the trainer adds to its file of the step."""
 
 
 class FakeEngine:
@@ -105,30 +108,28 @@ def encode_numbers(what: str, items: Sequence[Any]) -> list[list[int]]:
     return [[int(turns[-1]["content"])] for turns in items]
 
 
-def publish_update(run: RunDir, version: int, started: float, skipped: dict[str, str] | None = None) -> None:
+def publish_update(run: RunDir, version: int, started: float, facts: Mapping[str, Any]) -> None:
     """Write the files that the trainer writes after a step."""
     if not (run.default_adapters / f"policy-v{version:06d}").exists():
         publish(run.default_adapters, version)
     keys = ("time/canary_s", "time/publish_s", "time/train_s", "policy/entropy", "mismatch/logprob_diff_mean")
     write_json(
         run.trainer_step_path(version),
-        {"metrics": dict.fromkeys(keys, 0.01), "trained": (started, time.monotonic()), **(skipped or {})},
+        {"metrics": dict.fromkeys(keys, 0.01), "trained": (started, time.monotonic()), **facts},
     )
 
 
 async def fake_trainer(
-    run: RunDir, first_step: int, num_steps: int, train_s: float, skipped_step: int | None
+    run: RunDir, first_step: int, num_steps: int, train_s: float, facts: StepFacts
 ) -> None:
     """Publish a version for each rollout file that appears."""
-    publish_update(run, first_step - 1, time.monotonic())
+    publish_update(run, first_step - 1, time.monotonic(), {})
     for step in range(first_step, num_steps + 1):
         while not run.rollout_path(step).exists():
             await asyncio.sleep(0.002)
         started = time.monotonic()
         await asyncio.sleep(train_s)
-        publish_update(
-            run, step, started, {"skipped": "loss/policy is nan"} if step == skipped_step else None
-        )
+        publish_update(run, step, started, facts.get(step, {}))
 
 
 def run_of(
@@ -142,7 +143,7 @@ def run_of(
     wrong_version: int | None = None,
     limit: TimeLimit | None = None,
     eval_every: int = 0,
-    skipped_step: int | None = None,
+    facts: StepFacts = MappingProxyType({}),
     scorer: Scorer | None = None,
     resumed: bool = False,
 ) -> tuple[RunDir, FakeEngine, str]:
@@ -159,7 +160,7 @@ def run_of(
     )
 
     async def both() -> None:
-        trainer = asyncio.create_task(fake_trainer(plan.run, first_step, num_steps, train_s, skipped_step))
+        trainer = asyncio.create_task(fake_trainer(plan.run, first_step, num_steps, train_s, facts))
         ends: list[asyncio.Task[Any]] = [asyncio.create_task(run_steps(session))]
         ends += [asyncio.create_task(limit.stop.wait())] if limit else []
         try:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from skylite.config.train import TrainConfig
 from skylite.data.prompt_order import prompts_for_step
@@ -21,6 +24,8 @@ from skylite.run.held_out_scores import held_out_scores
 from skylite.run.metrics_file import read_metrics
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir
+from skylite.ui.dashboard import Screen
+from skylite.ui.logs import configure_logging, run_log
 from tests.unit import simulated_run
 from tests.unit.simulated_run import (
     PROMPTS,
@@ -29,6 +34,9 @@ from tests.unit.simulated_run import (
     sampled_from,
     times,
 )
+
+SKIPPED = {2: {"skipped": "loss/policy is nan"}}
+LESS_MEMORY = "step 2 ran out of memory (CUDA out of memory); it was computed again with half"
 
 
 def test_on_policy_steps_sample_from_the_version_before_without_overlap(tmp_path: Path) -> None:
@@ -110,7 +118,7 @@ def test_a_resumed_run_verifies_its_adapter_before_sampling(tmp_path: Path) -> N
 
 
 def test_a_step_skipped_by_the_trainer_is_logged_and_recorded(tmp_path: Path) -> None:
-    run, _, logged = run_of(tmp_path, 0, 3, skipped_step=2)
+    run, _, logged = run_of(tmp_path, 0, 3, facts=SKIPPED)
     assert "step 2 is skipped, policy-v000002 equals the adapter before it: loss/policy is nan" in logged
     assert [m.get("anomaly/reason") for m in read_metrics(run.metrics_path)] == [
         None,
@@ -119,9 +127,28 @@ def test_a_step_skipped_by_the_trainer_is_logged_and_recorded(tmp_path: Path) ->
     ]
 
 
+@pytest.mark.parametrize("level", [logging.WARNING, logging.INFO])
+def test_a_warning_of_the_trainer_reaches_a_quiet_terminal_the_live_panel_and_the_log(
+    tmp_path: Path, level: int
+) -> None:
+    """A step that ran out of memory is computed again by the trainer, and only the parent has the screen."""
+    configure_logging(level)
+    is_live, out = level == logging.INFO, io.StringIO()
+    console = Console(file=out, width=200, force_terminal=is_live, force_interactive=is_live)
+    with run_log(tmp_path / "run.log"), Screen(3, console):
+        run_of(tmp_path / "run", 0, 3, facts={2: {"warnings": [LESS_MEMORY]}})
+    lines = [line for line in out.getvalue().splitlines() if "ran out of memory" in line]
+    assert len(lines) == 1
+    assert lines[0].endswith(f"warning: {LESS_MEMORY}")
+    assert is_live or out.getvalue() == f"{lines[0]}\n", "the quiet terminal shows nothing else"
+    assert (tmp_path / "run.log").read_text().count(
+        f" WARNING skylite.orchestrator.loop: {LESS_MEMORY}\n"
+    ) == 1
+
+
 def test_a_nan_reward_reaches_the_trainer_and_is_null_in_the_metrics(tmp_path: Path) -> None:
     bad = prompts_for_step(PROMPTS, 2, 2, 0)[1].id
-    run, _, logged = run_of(tmp_path, 0, 3, skipped_step=2, scorer=Broken(bad))
+    run, _, logged = run_of(tmp_path, 0, 3, facts=SKIPPED, scorer=Broken(bad))
     rewards = [t.reward for g in read_rollouts(run.rollout_path(2)) for t in g.trajectories]
     assert list(map(math.isnan, rewards)) == [False, False, True, True]
     assert [
