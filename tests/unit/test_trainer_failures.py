@@ -65,6 +65,7 @@ async def failure_of(plan: RunPlan, name: str, log: str, reason: dict[str, Any] 
         ("", None, TrainerLost, "trainer ended with exit code 1."),
         (KILLED, None, TrainerLost, BY_SIGKILL),
         (KILLED, CRASHED, TrainerLost, BY_SIGKILL),
+        (KILLED, NO_MEMORY, OutOfMemory, f"The trainer stopped (rank 1): {SMALLER}"),
         (KILLED, REFUSED, RunFailed, f"The trainer stopped (rank 1): {REFUSED['what']}"),
     ],
     ids=[
@@ -74,6 +75,7 @@ async def failure_of(plan: RunPlan, name: str, log: str, reason: dict[str, Any] 
         "unknown",
         "killed",
         "killed, so a peer crashed",
+        "no memory, so a peer was killed",
         "final, then killed",
     ],
 )
