@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,10 +15,12 @@ from torch import Tensor
 from skylite.config.train import RunConfig
 from skylite.model import lora_linear
 from skylite.model.packing import pack_tokens
-from skylite.model.policy import score
+from skylite.model.policy import Policy, score
 from skylite.model.process_group import Dist
+from skylite.run.files import write_json
 from skylite.run.run_dir import RunDir
 from skylite.trainer.critic import make_critic, predict_values
+from skylite.trainer.micro_batch_memory import resolve_micro_batch_tokens
 from skylite.trainer.out_of_memory import halve_micro_batches
 from tests.cases import policy_of
 from tests.small_run import lone_rank, resolved, settings
@@ -71,3 +73,18 @@ def test_no_graph_of_a_pass_that_failed_between_sibling_layers_stays_alive(
     assert score(policy, tokens, 1.0)[0].isfinite().all()
     gc.collect()
     assert len(graph_nodes) == 0
+
+
+def test_smaller_micro_batches_stay_after_a_new_setting(tmp_path: Path, dist: Dist) -> None:
+    """micro_batch.json has the size of an earlier setting, such as "auto", when a resume brings a number."""
+    run, policy = RunDir(tmp_path), cast("Policy", None)
+    write_json(run.micro_batch_path, {"tokens": 100, "reason": "measured", "setting": "auto"})
+    config = settings(trainer={"tokens_per_micro_batch": 64})
+    start = RunConfig(skylite_version="test", config=config, resolved=resolved(tmp_path, tmp_path))
+
+    def tokens_after_a_resume() -> int | str:
+        return resolve_micro_batch_tokens(run, start, policy, dist).config.trainer.tokens_per_micro_batch
+
+    assert tokens_after_a_resume() == 64, "not that of the earlier setting"
+    halve_micro_batches(run, start, 1, "no memory")
+    assert tokens_after_a_resume() == 32

@@ -98,9 +98,11 @@ def resolve_micro_batch_tokens(run: RunDir, run_config: RunConfig, policy: Polic
     An earlier start of the run has recorded a measurement, or a smaller size after it ran out of memory.
     """
     setting = run_config.config.trainer.tokens_per_micro_batch
-    known = torch.tensor([recorded_tokens(run, setting)], device=dist.device)
+    known = torch.tensor([recorded_tokens(run, setting) if dist.is_main else 0], device=dist.device)
     tokens = int(dist.broadcast_(known).item())
     if not tokens and setting != "auto":
+        if dist.is_main:  # a record for another setting must not get the sizes after a lack of memory
+            run.micro_batch_path.unlink(missing_ok=True)
         return run_config
     if not tokens:
         tokens, reason = measure_micro_batch_tokens(policy, run_config, longest_prompt(run), dist)
