@@ -43,6 +43,7 @@ def test_two_ranks_that_run_out_of_memory_resume_without_max_restarts(project: P
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("It is computed again with trainer.tokens_per_micro_batch=64.") == 1
     assert done.stderr.count("The run resumes from its last checkpoint.") == 1, "with no count of restarts"
+    assert "\nfailed\n" not in done.stderr, "the run shows no end before it resumes"
     assert f"resuming {run.root} after step 1 of 3\n" in done.stderr
     assert [(m["step"], m["restarts"]) for m in project.metrics("hungry")] == [(1, 0), (2, 0), (3, 0)]
     assert [run.read_json(run.trainer_step_path(k))["tokens_per_micro_batch"] for k in (2, 3)] == [64, 64]
