@@ -55,9 +55,10 @@ def register() -> None:
         return
     # vLLM's only hook for this: the class name that it later imports.
     CpuPlatform.get_punica_wrapper = classmethod(lambda cls: WRAPPER)
-    from skylite.vllm_plugin import norm_kernels
+    from skylite.vllm_plugin import norm_kernels, released_memory
 
     norm_kernels.install()
+    released_memory.install()
     if os.environ[SWITCH] == MERGED:
         from skylite.vllm_plugin import merged_weights
 
