@@ -1,11 +1,13 @@
 """Predicted against measured memory: passes and engines on a CPU, and fake tensors of GPU shapes.
 
     python benchmarks/memory.py --model MODEL_FOLDER --out benchmarks/results/memory_cpu.json
+    python benchmarks/memory.py --runs RUN_FOLDERS
     python benchmarks/memory.py --fake benchmarks/results/fake_peaks.json
 
 The prediction is resources/predicted_memory.py. A pass is a forward and backward pass over one group, in a
 process of its own; its bytes are the growth of the resident set. --engines also starts a vLLM server and sums
-the memory that its processes share or own (PSS). --fake compares with the peaks of benchmarks/fake_peaks.py.
+the memory that its processes share or own (PSS). --runs compares with the largest resident set of the trainer
+that each run recorded. --fake compares with the peaks of benchmarks/fake_peaks.py.
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ from typing import Any, Literal
 from command_line import argument_parser
 from machine_info import machine_info
 
-from skylite.config.train import TrainConfig
+from skylite.config.train import RunConfig, TrainConfig
 from skylite.processes.torchrun import trainer_env
 from skylite.resources import predicted_memory
 from skylite.resources.attention_memory import limits_of, worst_copies
 from skylite.resources.model_sizes import model_sizes, sizes_of
 from skylite.run.files import write_json
+from skylite.run.metrics_file import read_metrics
+from skylite.run.run_dir import RunDir
 
 PROMPT, GROUP = 128, 8
 GIB = 2**30
@@ -57,6 +61,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--checkpointing", nargs="+", default=["none", "selective", "full"])
     parser.add_argument("--engines", nargs="*", default=[], help="dtypes of the servers to start")
     parser.add_argument("--engine-models", nargs="*", type=Path, help="folders; default: --model")
+    parser.add_argument("--runs", nargs="*", type=Path, default=[], help="folders of runs on a CPU, one rank")
     parser.add_argument("--fake", type=Path, help="results of benchmarks/fake_peaks.py")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
@@ -67,6 +72,7 @@ def compared(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The rows, as they are measured."""
     if args.fake:
         yield from map(fake_row, json.loads(args.fake.read_text())["rows"])
+    yield from map(compare_run, args.runs)
     if args.model:
         for dtype, tokens, mode in itertools.product(args.dtypes, args.tokens, args.checkpointing):
             yield compare_pass(args.model, dtype, tokens, mode)
@@ -104,6 +110,19 @@ def compare_pass(model: Path, dtype: str, tokens: int, checkpointing: str) -> di
         **ratio("pass", trainer.total(measured["tokens"]) - trainer.state(), measured["pass_bytes"]),
         **ratio("rank", trainer.total(measured["tokens"]), measured["process_bytes"]),
     }
+
+
+def compare_run(folder: Path) -> dict[str, Any]:
+    """The trainer of a whole run: loading, probes, every step with its update, canary and checkpoints."""
+    run = RunDir(folder)
+    run_config = RunConfig.model_validate_json(run.config_path.read_text(encoding="utf-8"))
+    config, dtype = run_config.config, run_config.resolved.dtype
+    sizes = model_sizes(Path(run_config.resolved.model_path), config.lora)
+    trainer = predicted_memory.trainer_memory(sizes, config, "cpu", dtype)
+    tokens, last = config.trainer.tokens_per_micro_batch, read_metrics(run.metrics_path)[-1]
+    assert isinstance(tokens, int)
+    names = {"what": "run", "dtype": dtype, "checkpointing": config.trainer.checkpointing, "tokens": tokens}
+    return names | {"steps": last["step"], **ratio("rank", trainer.total(tokens), last["mem/rss_peak_bytes"])}
 
 
 def ratio(name: str, predicted: float, measured: float) -> dict[str, float]:
