@@ -170,6 +170,12 @@ def test_openmp_is_preloaded_before_the_users_libraries(
     assert engine_env(SPEC, {"LD_PRELOAD": "/lib/libgomp.so.1"})["LD_PRELOAD"] == "/lib/libgomp.so.1"
 
 
+@pytest.mark.parametrize(("dtype", "capacity"), [("bfloat16", "256"), ("float32", None)])
+def test_vllm_keeps_few_compiled_products_in_bfloat16(dtype: Any, capacity: str | None) -> None:
+    env = engine_env(dataclasses.replace(SPEC, dtype=dtype), {})
+    assert env.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY") == capacity
+
+
 def test_the_trainer_preloads_an_allocator_that_reuses_what_it_frees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

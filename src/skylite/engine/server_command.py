@@ -17,6 +17,7 @@ from typing import Literal
 from skylite.config.engine import CpuLora
 from skylite.data.chat_template import ChatTemplate
 from skylite.errors import ModelError
+from skylite.processes.compiled_products import FEW_PRODUCTS
 from skylite.processes.gpus import cuda_env
 from skylite.processes.hardware import LOOPBACK_ONLY, cpu_cores
 from skylite.processes.preload_libraries import INTEL_OPENMP, preload_env
@@ -238,5 +239,7 @@ def _cpu_env(spec: EngineSpec, base_env: Mapping[str, str]) -> dict[str, str]:
     # Bind all cores by number: "auto" reserves one for the scheduler, which is half of a 2-core machine.
     env = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, worker_cpus()))}
     env[SWITCH] = spec.cpu_lora
+    if spec.dtype == "bfloat16":
+        env |= FEW_PRODUCTS
     # vLLM refuses two OpenMP runtimes in one process, so a runtime that the user preloads stays.
     return env | preload_env([INTEL_OPENMP], base_env, "libgomp", "libomp", "libiomp")

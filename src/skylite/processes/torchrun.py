@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+from skylite.processes.compiled_products import FEW_PRODUCTS
 from skylite.processes.gpus import cuda_env
 from skylite.processes.hardware import LOOPBACK_ONLY
 from skylite.processes.preload_libraries import TBB_MALLOC, preload_env
@@ -51,10 +52,7 @@ def trainer_env(num_threads: int, gpus: Sequence[int] = ()) -> dict[str, str]:
         # glibc before 2.38 does not reuse a freed block for an aligned one of the same size, and torch
         # aligns. TBB's allocator does. Buys memory: without it the peak of a train phase is 46 % higher.
         **preload_env(TBB_MALLOC, {}, "malloc"),
-        # bfloat16 products of a new shape are compiled code of 0.5 MB, kept 1,024 times by oneDNN and again
-        # by torch. Every micro-batch has about 85 new shapes, so a rank grew by 0.9 GB in its first steps.
-        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
-        "LRU_CACHE_CAPACITY": "1",
+        **FEW_PRODUCTS,
     }
 
 
