@@ -197,13 +197,24 @@ def test_the_trainer_does_not_prefer_cudnn_attention() -> None:
     assert trainer_env(2)["TORCH_CUDNN_SDPA_DEPRIORITIZED"] == "1"
 
 
+def printed_by_a_trainer(image: dict[str, str], code: str) -> str:
+    """What `code` prints with the trainer's environment, on an image that sets these variables."""
+    env = {**os.environ, **image, **trainer_env(1)}
+    child = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    return child.stdout.strip()
+
+
+def test_the_trainers_segments_can_grow_whatever_the_image_sets() -> None:
+    image = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64", "PYTORCH_ALLOC_CONF": "max_split_size_mb:32"}
+    code = "import torch; print(torch._C._accelerator_getAllocatorSettings())"
+    assert printed_by_a_trainer(image, code) == "expandable_segments:True"
+
+
 def test_the_trainers_float32_is_not_tf32_on_an_image_that_allows_it() -> None:
     image = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "NVIDIA_TF32_OVERRIDE": "1"}
     code = "import torch; print(torch.get_float32_matmul_precision())"
-    env = {**os.environ, **image, **trainer_env(1)}
-    child = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert child.stdout.strip() == "highest"
-    assert env["NVIDIA_TF32_OVERRIDE"] == "0"
+    assert printed_by_a_trainer(image, code) == "highest"
+    assert trainer_env(1)["NVIDIA_TF32_OVERRIDE"] == "0"
 
 
 def test_a_child_really_uses_the_allocator_installed_by_pip() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +17,6 @@ from skylite.model.process_group import Dist
 from skylite.orchestrator import plan as plan_module
 from skylite.orchestrator.plan import plan_run, write_run
 from skylite.orchestrator.resume import plan_resume
-from skylite.processes.torchrun import trainer_env
 from skylite.resources.gpu_plan import place
 from skylite.resources.memory_plan import plan_memory
 from skylite.run.run_dir import RunDir
@@ -129,12 +125,3 @@ def test_a_run_and_its_resume_record_what_the_plan_gives_a_rank(
     write_run(first)
     machine.lists(H200, used_mib=30_004)
     assert plan_resume(run).resolved.trainer_memory_bytes == expected - (30_000 << 20)
-
-
-def test_the_trainers_segments_can_grow_whatever_the_image_sets() -> None:
-    """A user's own setting of torch's allocator does not replace it."""
-    image = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64", "PYTORCH_ALLOC_CONF": "max_split_size_mb:32"}
-    code = "import torch; print(torch._C._accelerator_getAllocatorSettings())"
-    env = {**os.environ, **image, **trainer_env(1)}
-    child = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert child.stdout.strip() == "expandable_segments:True"

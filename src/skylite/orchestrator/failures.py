@@ -86,8 +86,8 @@ def _explain_death(plan: RunPlan, error: ChildDied, supervisor: Supervisor) -> S
     is_trainer, path = error.what.startswith(TRAINER), plan.run.trainer_error_path
     reason = plan.run.read_json(path) if path.exists() else None
     killed = killed_rank(supervisor.recent_log(TRAINER)) if is_trainer else None
-    # A killed rank takes the others down. Their errors (a closed connection) do not name the cause, but for a
-    # lack of memory: after that, NCCL may end the other ranks by a signal.
+    # A killed rank takes the others down. Their errors (a closed connection) do not name the cause. A lack of
+    # memory does: the ranks that wait for that rank may be killed after it.
     if killed is not None and not (reason and (reason["final"] or reason.get("out_of_memory"))):
         cause = ": by hand, or by the kernel for lack of memory" if killed.endswith("SIGKILL") else ""
         return TrainerLost(f"The trainer stopped: {killed}{cause}.", error.hint, error.log_tail)

@@ -101,7 +101,7 @@ def resolve_micro_batch_tokens(run: RunDir, run_config: RunConfig, policy: Polic
     known = torch.tensor([recorded_tokens(run, setting) if dist.is_main else 0], device=dist.device)
     tokens = int(dist.broadcast_(known).item())
     if not tokens and setting != "auto":
-        if dist.is_main:  # a record for another setting must not get the sizes after a lack of memory
+        if dist.is_main:  # halve_micro_batches would keep the old setting of this record
             run.micro_batch_path.unlink(missing_ok=True)
         return run_config
     if not tokens:
