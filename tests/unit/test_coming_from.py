@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import tomllib
 from dataclasses import fields
 from functools import cache
 from typing import Any
@@ -14,9 +13,8 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from skylite.config.loading import load_config
 from skylite.config.train import TrainConfig
-from tests.unit.doc_blocks import ROOT, blocks
+from tests.unit.doc_blocks import ROOT
 from tests.unit.peer_code import PEERS, load_trl
 
 PAGE = ROOT / "docs" / "how-to" / "coming-from.md"
@@ -28,12 +26,13 @@ def names(column: int) -> list[str]:
     section = PAGE.read_text(encoding="utf-8").partition("## Settings")[2].partition("\n## ")[0]
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| ")][1:]
     assert len(rows) > 30
-    return [name for row in rows for name in re.findall(r"`([^`]+)`", row[column + 1])]
+    found = [name for row in rows for name in re.findall(r"`([^`]+)`", row[column + 1])]
+    return [name.partition("=")[0] for name in found if not name.startswith("skylite ")]
 
 
 def in_config(name: str) -> bool:
     kind: Any = TrainConfig
-    for part in name.partition("=")[0].split("."):
+    for part in name.split("."):
         if not issubclass(kind, BaseModel) or part not in kind.model_fields:
             return False
         annotation = kind.model_fields[part].annotation
@@ -57,8 +56,15 @@ def verl_tree() -> dict[str, Any]:
     return tree
 
 
+@cache
+def verl_async_tree() -> dict[str, Any]:
+    path = PEERS / "verl/experimental/fully_async_policy/config/fully_async_ppo_trainer.yaml"
+    tree: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return tree
+
+
 def in_verl(name: str) -> bool:
-    tree: Any = verl_tree()
+    tree: Any = verl_async_tree() if name.startswith("async_training.") else verl_tree()
     for part in name.split("."):
         if not isinstance(tree, dict) or part not in tree:
             return False
@@ -124,21 +130,3 @@ def test_the_defaults_that_the_page_states() -> None:
     for line in ("lr: float = 1e-6", "use_kl_loss: bool = True", "kl_loss_coef: float = 0.001"):
         assert f"    {line}\n" in source
     assert "    tis_ratio_type: Optional[str] = None\n" in source
-
-
-def test_the_recipe_has_the_settings_of_the_script(tmp_path: Any) -> None:
-    (recipe,) = [block.text for block in blocks(PAGE) if block.language == "toml"]
-    (tmp_path / "recipe.toml").write_text(recipe, encoding="utf-8")
-    config = load_config(tmp_path / "recipe.toml", {})
-    assert tomllib.loads(recipe)["num_steps"] == config.num_steps == 200
-    (script,) = [block.text for block in blocks(PAGE) if block.language == "python"]
-    settings = dict(re.findall(r"(\w+)=([\d.e-]+)[,)]", script))
-    assert int(settings["r"]) == config.lora.rank
-    assert float(settings["lora_alpha"]) == config.lora.alpha
-    size = config.rollout.prompts_per_step * config.rollout.group_size
-    assert int(settings["generation_batch_size"]) == size
-    assert int(settings["num_generations"]) == config.rollout.group_size
-    assert int(settings["max_completion_length"]) == config.rollout.max_completion_tokens
-    assert float(settings["epsilon_high"]) == config.algorithm.clip_eps_high
-    assert float(settings["learning_rate"]) == config.optim.lr
-    assert int(settings["max_steps"]) == config.num_steps

@@ -50,9 +50,10 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, gt=0, le=5)
     """Sampling temperature. The trainer divides its logits by the same value."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus sampling. 1: off. The importance weights correct for the tokens that it excludes."""
+    """Nucleus sampling. 1: off. Below 1 the gradient is biased: no weight corrects for tokens that are never
+    sampled."""
     top_k: int = Field(0, ge=0)
-    """Sample from the k likeliest tokens only. 0: all tokens."""
+    """Sample from the k likeliest tokens only. 0: all tokens. Biased as top_p is."""
     max_prompt_tokens: int = Field(1024, ge=1)
     """Longest prompt in tokens. A longer one stops the run with an error that names the row."""
     max_completion_tokens: int = Field(256, ge=1)
