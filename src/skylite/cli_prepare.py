@@ -134,11 +134,26 @@ Where = Annotated[
         rich_help_panel=ROWS,
     ),
 ]
+AnswerTemplate = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TEXT",
+        help="A right completion for your own reward, with {answer} in it. Default: usual forms are tried.",
+        rich_help_panel=PROMPT,
+    ),
+]
+BestReward = Annotated[
+    float | None,
+    typer.Option(
+        help="What a right completion scores at least under your own reward. Default: what most rows score.",
+        rich_help_panel=PROMPT,
+    ),
+]
 DropFailing = Annotated[
     bool,
     typer.Option(
         "--drop-failing",
-        help="Leave out rows whose reference answer does not score 1.0.",
+        help="Leave out rows whose reference answer does not score as those of the other rows.",
         rich_help_panel=ROWS,
     ),
 ]
@@ -172,6 +187,8 @@ def prepare(
     settings: RewardSettings = None,
     system: System = None,
     few_shot: FewShot = None,
+    answer_template: AnswerTemplate = None,
+    best_reward: BestReward = None,
     where: Where = None,
     drop_failing: DropFailing = False,
     limit: Limit = None,
@@ -186,6 +203,7 @@ def prepare(
     own = OwnFlags(
         config=config, split=split, validation_split=validation_split, test_split=test_split,
         question=question, answer=answer, id=id_, reward=reward, system=system, few_shot=few_shot,
+        answer_template=answer_template, best_reward=best_reward,
     )  # fmt: skip
     run(
         target, out=out, source=source, synthetic=synthetic, first_source=first_source,

@@ -234,21 +234,21 @@ def test_data_without_reference_answers(here: Path, tiny_llama: Path) -> None:
         (["--no-answer", "--answer", "a", "--reward", "length"], "--no-answer says that there are none"),
         (["--no-answer", "--reward", "exact_match"], "exact_match compares with a reference answer"),
         (["--no-answer", "--reward", "length"], "needs reward.min_length or reward.max_length"),
-        (["--no-answer", "--reward", "mine.py:needs"], "it asks for answer, but prompt rows/"),
+        (["--no-answer", "--reward", "mine.py:needs"], "it asks for level, but prompt rows/"),
         (
             ["--no-answer", "--reward", "mine.py:text"],
             r"mine.py:text returned 'good' for prompt rows/train/\d+",
         ),
         (
             ["--answer", "a", "--reward", "mine.py:chat"],
-            r"annotate it: completions: .* If the row is wrong: ",
+            r"mine.py:chat does not work: .* annotate it: completions: ",
         ),
     ],
 )
 def test_prepare_refuses_in_words(here: Path, flags: list[str], reason: str) -> None:
 
     Path("mine.py").write_text(
-        "def needs(completion, answer): return 1.0\ndef text(completion): return 'good'\n"
+        "def needs(completion, level): return 1.0\ndef text(completion): return 'good'\n"
         "def chat(completions, **rest): return [float(c[0]['content'] == '1') for c in completions]\n"
     )
     done = prepare(*flags)

@@ -13,7 +13,8 @@ FLAGS = {
     "prepare": {
         "--out", "--source", "--synthetic", "--first-source", "--difficulty", "--question", "--answer",
         "--no-answer", "--reward", "--set", "--limit", "--seed", "--config", "--split", "--validation-split",
-        "--test-split", "--id", "--system", "--few-shot", "--where", "--drop-failing", "--json", *LOGGING,
+        "--test-split", "--id", "--system", "--few-shot", "--answer-template", "--best-reward",
+        "--where", "--drop-failing", "--json", *LOGGING,
     },
     "train": {
         "--recipe", "--model", "--data", "--rank", "--alpha", "--steps", "--epochs", "--lr",

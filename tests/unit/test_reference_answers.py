@@ -11,8 +11,9 @@ import pytest
 from skylite.config.rollout import RewardConfig
 from skylite.data.prompts import PromptFileInfo
 from skylite.errors import ConfigError
-from skylite.orchestrator.reference_answers import REFERENCES, check_references
+from skylite.orchestrator.reference_answers import check_references
 from skylite.rewards.components import load_components
+from skylite.rewards.right_completion import PROBES
 from skylite.types import Prompt
 from tests.unit.bad_inputs import Reply, call
 from tests.unit.data_cases import prompt
@@ -64,6 +65,12 @@ def dies(completion, answer):
 def pids(completion, answer):
     with open(os.environ["PIDS"], "a") as file:
         file.write(f"{os.getpid()} {answer}\\n")
+    return float(completion == answer)
+
+def error(completion, answer):
+    return -abs(float(completion) - float(answer)) if completion.isdecimal() else -100.0
+
+def constant(completion, answer):
     return 1.0
 """
 
@@ -106,7 +113,7 @@ def test_a_built_in_reward_that_does_not_fit_the_answers_is_refused() -> None:
         check("format", "gsm8k", answers=["Paris", "", "Rome"], prepared_for="exact_match")
 
 
-@pytest.mark.parametrize("name", ["think", "judge", "batch", "verl"])
+@pytest.mark.parametrize("name", ["think", "judge", "batch", "verl", "error"])
 def test_a_function_of_any_kind_and_form_that_scores_is_fine(name: str, own: str) -> None:
     assert check(f"{own}:{name}") == []
 
@@ -128,13 +135,19 @@ def test_what_may_be_right_is_a_warning(own: str) -> None:
     assert check(f"{own}:zero", prepared_for=f"{own}:zero")[0].startswith(text), "it may want its own form"
 
 
+def test_a_reward_that_cannot_tell_right_from_wrong_is_a_warning(own: str) -> None:
+    [warning] = check(f"{own}:constant")
+    assert "no more than a wrong" in warning
+
+
 def test_a_few_references_from_all_of_the_data_are_scored_in_a_worker(
     own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
     assert check(f"{own}:pids") == []
     calls = [line.split() for line in (tmp_path / "pids").read_text().splitlines()]
-    assert sorted(int(answer) for _, answer in calls) == list(range(0, 80, 80 // REFERENCES))
+    assert sorted({int(answer) for _, answer in calls}) == list(range(0, 80, 80 // PROBES))
+    assert len(calls) == 3 * PROBES, "an empty, a right and a wrong completion of each row, in the first form"
     assert len({pid for pid, _ in calls}) == 1
     assert str(os.getpid()) not in {pid for pid, _ in calls}
 

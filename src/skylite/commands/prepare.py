@@ -17,10 +17,12 @@ from skylite.data.key_value_spec import REASONING_GYM
 from skylite.data.prompt_folder import replace_folder
 from skylite.data.prompts import PromptFileInfo
 from skylite.data.user_tables import is_own_data
-from skylite.errors import ConfigError, DataError
+from skylite.errors import ConfigError, DataError, RunFailed
 from skylite.progress_reporting import long_work
 from skylite.rewards import load_reward
-from skylite.rewards.built_in import without_extraction
+from skylite.rewards.built_in import BUILT_IN, without_extraction
+from skylite.rewards.call_rewards import RewardFunction, finite_scores
+from skylite.rewards.right_completion import PROBES, RightForm, form_of_scores
 from skylite.run.trusted_programs import remember
 from skylite.types import Prompt
 from skylite.ui.logs import show
@@ -48,13 +50,13 @@ def prepare(
     limit: int | None = None,
     seed: int = 0,
     as_json: bool = False,
-    **own: str | None,
+    **own: str | float | None,
 ) -> Path:
     """Prepare a data set, a reasoning-gym task or a user's own data. Returns the folder.
 
     `own`: the fields of OwnFlags. Raises DataError and ConfigError; nothing is written then.
     """
-    own_flags = OwnFlags(**own)
+    own_flags = OwnFlags(**own)  # type: ignore[arg-type]  # the caller names its fields
     chosen = RewardChoice(own_flags.reward, read_parameters(settings), has_answers=not no_answer)
     module_flags: dict[str, object] = {"--source": source, "--synthetic": synthetic}
     module_flags |= {"--first-source": first_source, "--difficulty": difficulty}
@@ -114,7 +116,10 @@ def _summary(folder: Path, prompts: dict[str, list[Prompt]], examples: ExampleSe
         return f"wrote {folder}: {counts}; train on it with --env {shlex.quote(examples.reward)}"
     if examples.splits["train"][0].reference is None:
         return f"wrote {folder}: {counts}; the reward {examples.reward} uses no reference answers"
-    return f"wrote {folder}: {counts}; every reference answer scores 1.0 under the reward {examples.reward}"
+    best = "1.0" if examples.form is None or examples.form.best == 1.0 else examples.form.wanted()
+    return (
+        f"wrote {folder}: {counts}; every reference answer scores {best} under the reward {examples.reward}"
+    )
 
 
 def _dataset_module(
@@ -165,7 +170,7 @@ def _verifiers_tasks(spec: str, limit: int | None, seed: int) -> ExampleSet:
 def _check(examples: ExampleSet, *, drop_failing: bool) -> tuple[dict[str, list[Prompt]], list[str]]:
     """Split -> prompts, and a note on the rows that were left out.
 
-    Raises DataError for a row whose reference answer does not score 1.0, unless such rows are left out.
+    Raises DataError for a row whose reference does not score as it must, unless such rows are left out.
     """
     check_ids(examples)
     if is_verifiers(examples.reward):  # its episodes give the rewards
@@ -173,6 +178,7 @@ def _check(examples: ExampleSet, *, drop_failing: bool) -> tuple[dict[str, list[
     spec, first = examples.reward, examples.splits["train"][0]
     parameters = without_extraction(spec, examples.parameters)
     reward = load_reward(spec, parameters, first.prompt if first.reference is None else None)
+    form = examples.form if examples.form is not None else _form_of_references(examples, reward)
     prompts: dict[str, list[Prompt]] = {split: [] for split in SPLITS}
     chunks = [
         (split, rows[start : start + CHECK_CHUNK])
@@ -182,19 +188,36 @@ def _check(examples: ExampleSet, *, drop_failing: bool) -> tuple[dict[str, list[
     dropped: list[str] = []
     for split, chunk in _show_progress(chunks, "checking every row"):
         prompts[split] += (
-            check_or_drop(chunk, spec, reward, dropped)
+            check_or_drop(chunk, spec, reward, dropped, form)
             if drop_failing
-            else check_examples(chunk, spec, reward)
+            else check_examples(chunk, spec, reward, form)
         )
     for split in (split for split, kept in prompts.items() if not kept):
-        raise DataError(f"No row of {split} has a reference answer that scores 1.0. E.g.: {dropped[0]}")
+        raise DataError(
+            f"No row of {split} has a reference answer that scores as it must. E.g.: {dropped[0]}"
+        )
     if not dropped:
         return prompts, []
     total = len(dropped) + sum(map(len, prompts.values()))
     return prompts, [
-        f"left out {len(dropped)} of {total} rows, whose reference answers do not score 1.0; "
+        f"left out {len(dropped)} of {total} rows, whose reference answers do not score as they must; "
         f"the first: {dropped[0]}"
     ]
+
+
+def _form_of_references(examples: ExampleSet, reward: RewardFunction) -> RightForm | None:
+    """What a data_prep file's own reward gives its references; None for a built-in reward."""
+    rows = [example for example in examples.splits["train"] if example.reference is not None]
+    if examples.reward in BUILT_IN or not rows:
+        return None
+    probed = rows[:: max(1, len(rows) // PROBES)][:PROBES]
+    try:
+        right = finite_scores(examples.reward, reward, [(e.prompt, e.reference or "") for e in probed])
+        empty = finite_scores(examples.reward, reward, [(e.prompt, "") for e in probed])
+    except RunFailed:
+        return None  # the check of every row names the row
+    better = sum(right) > sum(empty)
+    return form_of_scores(right, floor=max(empty)) if better or max(right) > 0 else None
 
 
 def _footers(
@@ -222,6 +245,8 @@ def _footers(
             notes="; ".join(examples.notes),
             has_answers=examples.has_answers,
             reward_settings=examples.parameters.model_dump(exclude_unset=True),
+            answer_template=examples.form.template if examples.form is not None else "",
+            best_reward=examples.form.best if examples.form is not None else 1.0,
         )
         for split in SPLITS
         for table in [examples.tables[split]]

@@ -10,10 +10,14 @@ from skylite.config.rollout import RewardParameters
 from skylite.data.examples import ExampleSet
 from skylite.data.user_columns import ColumnFlags, missing_flags
 from skylite.data.user_tables import OwnSource, read_own_tables
-from skylite.errors import ConfigError
+from skylite.errors import ConfigError, RunFailed
 from skylite.rewards import load_reward
-from skylite.rewards.built_in import NEEDS_ANSWER
+from skylite.rewards.built_in import BUILT_IN, NEEDS_ANSWER
+from skylite.rewards.call_rewards import RewardFunction, finite_scores
+from skylite.rewards.reward_arguments import ANSWER_NAMES, Item
+from skylite.rewards.right_completion import ANSWER, USUAL_FORMS, RightForm, fill, find_form, probe_rows
 from skylite.run.trusted_programs import remember
+from skylite.types import Prompt
 from skylite.user_functions import resolve_spec
 
 EXAMPLES = {"--question": "--question question", "--answer": "--answer answer", "--reward": "--reward gsm8k"}
@@ -46,8 +50,10 @@ class OwnFlags:
     reward: str | None = None
     system: str | None = None
     few_shot: str | None = None
+    answer_template: str | None = None
+    best_reward: float | None = None
 
-    def given(self) -> dict[str, str]:
+    def given(self) -> dict[str, str | float]:
         """The flags that were given."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
@@ -81,12 +87,16 @@ def own_data_examples(
         has_answers=chosen.has_answers,
         id=flags.id,
     )
-    reward = _checked_reward(source, columns, chosen)
+    spec, reward = _checked_reward(source, columns, chosen)
+    _check_form_flags(flags, chosen)
+    own = spec not in BUILT_IN and chosen.has_answers
     data = OwnData(
         source=source,
         columns=columns,
-        reward=resolve_spec(reward),
+        reward=resolve_spec(spec),
         parameters=chosen.parameters,
+        find_form=FormFinder(resolve_spec(spec), reward, flags) if own else None,
+        empty_answers=() if chosen.has_answers else sorted(reward.signature.required & set(ANSWER_NAMES)),
         system=flags.system,
         few_shot=flags.few_shot,
         where=where,
@@ -96,8 +106,10 @@ def own_data_examples(
     return user_file_examples(data)
 
 
-def _checked_reward(source: OwnSource, columns: ColumnFlags, chosen: RewardChoice) -> str:
-    """--reward. Raises ConfigError if it is missing, cannot be loaded or does not fit the other flags."""
+def _checked_reward(
+    source: OwnSource, columns: ColumnFlags, chosen: RewardChoice
+) -> tuple[str, RewardFunction]:
+    """--reward and its function. Raises ConfigError if it is missing, broken or does not fit other flags."""
     if columns.answer is not None and not chosen.has_answers:
         raise ConfigError(
             f"--answer {columns.answer} names the column of the reference answers, and --no-answer says that "
@@ -117,8 +129,83 @@ def _checked_reward(source: OwnSource, columns: ColumnFlags, chosen: RewardChoic
             "none.",
             "Give --answer COLUMN, or use regex, format, length or FILE.py:function.",
         )
-    load_reward(chosen.spec, chosen.parameters, sha256=remember(chosen.spec).get(chosen.spec))
-    return chosen.spec
+    function = load_reward(chosen.spec, chosen.parameters, sha256=remember(chosen.spec).get(chosen.spec))
+    return chosen.spec, function
+
+
+def _check_form_flags(flags: OwnFlags, chosen: RewardChoice) -> None:
+    """Raise ConfigError if --answer-template or --best-reward does not fit the other flags."""
+    given = [name for name in ("--answer-template", "--best-reward") if flags.by_name()[name] is not None]
+    if given and (chosen.spec in BUILT_IN or not chosen.has_answers):
+        other = f"the built-in reward {chosen.spec}" if chosen.has_answers else "--no-answer"
+        raise ConfigError(
+            f"{' and '.join(given)} describes how your own reward scores a right answer, and cannot be used "
+            f"with {other}.",
+            "Remove it." if len(given) == 1 else "Remove them.",
+        )
+    if flags.answer_template is not None and ANSWER not in flags.answer_template:
+        raise ConfigError(
+            f"--answer-template {flags.answer_template!r} has no {ANSWER}.",
+            f"Write {ANSWER} where the answer stands, e.g. '<final>{ANSWER}</final>'.",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FormFinder:
+    """Finds the form in which the user's own reward likes a right answer."""
+
+    spec: str
+    reward: RewardFunction
+    flags: OwnFlags
+
+    def __call__(self, prompts: Sequence[Prompt]) -> tuple[RightForm, list[str]]:
+        """The form and notes for the user. Raises ConfigError if the reward gives no form anything."""
+        rows = probe_rows(prompts)
+        given, best = self.flags.answer_template, self.flags.best_reward
+        form = find_form(self._score, rows, USUAL_FORMS if given is None else [given], best)
+        first = f"the first is {form.scores[0]:g} for {fill(form.template, rows[0].answer)[-80:]!r}"
+        if best is not None and not any(map(form.accepts, form.scores)):
+            raise ConfigError(
+                f"No right completion reaches --best-reward {best:g} under the reward {self.spec}; {first}.",
+                "Give a lower --best-reward, or the form that the reward wants: --answer-template TEXT.",
+            )
+        if not form.fits and self.reward.signature.asks_for_answer:
+            raise _no_form(self.spec, rows[0].answer, given)
+        if not form.beats_wrong:
+            return form, [
+                f"warning: the reward {self.spec} gives a right answer ({first}) no more than a wrong one. "
+                "If it compares with the answer, give the form that it wants: --answer-template TEXT"
+            ]
+        shown = fill(form.template, rows[0].answer)[-120:]
+        is_plain = form.template == ANSWER and form.best == 1.0
+        return form, (
+            []
+            if is_plain
+            else [
+                f"a right completion scores {form.wanted()}, e.g. {shown!r}; a wrong one up to {form.floor:g}"
+            ]
+        )
+
+    def _score(self, items: Sequence[Item]) -> Sequence[float]:
+        try:
+            return finite_scores(self.spec, self.reward, items)
+        except RunFailed as error:
+            raise ConfigError(f"The reward {self.spec} does not work: {error.what}", error.hint) from error
+
+
+def _no_form(spec: str, answer: str, template: str | None) -> ConfigError:
+    if template is not None:
+        return ConfigError(
+            f"The reward {spec} gives the right completion {fill(template, answer)[-80:]!r} "
+            "(--answer-template) no more than a wrong one, and not more than 0.",
+            "Correct the template or the function.",
+        )
+    return ConfigError(
+        f"The reward {spec} gives a right answer in no usual form more than 0: it got {answer[-80:]!r} "
+        "alone, in <answer> tags with and without <think>, in \\boxed{}, after #### and in a sentence.",
+        f"Give the form that it wants, e.g. --answer-template '<final>{ANSWER}</final>'. If it does not "
+        "compare with the answers, give --no-answer.",
+    )
 
 
 def _needs_reward(source: OwnSource, columns: ColumnFlags) -> ConfigError:

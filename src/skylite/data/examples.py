@@ -13,6 +13,7 @@ from skylite.data.raw_rows import Table
 from skylite.errors import DataError, RunFailed
 from skylite.rewards.built_in import DEFAULTS
 from skylite.rewards.call_rewards import RewardFunction, check_columns, finite_scores
+from skylite.rewards.right_completion import RightForm
 from skylite.types import Message, Prompt
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -28,7 +29,7 @@ class Example:
 
     prompt: Prompt
     reference: str | None
-    """A completion that must score 1.0; None: none is known, or the data has no reference answers."""
+    """A right completion; None: none is known, or the data has no reference answers."""
     where: str
     """The row in its source, e.g. "train.jsonl line 17", for error messages."""
 
@@ -51,12 +52,17 @@ class ExampleSet:
     parameters: RewardParameters = DEFAULTS
     """Settings of a built-in reward."""
     has_answers: bool = True
+    form: RightForm | None = None
+    """What the user's own function gives a right completion; None: 1.0, as the built-in rewards do."""
     drop_failing: bool = False
-    """Leave out examples whose reference does not score 1.0, instead of raising DataError."""
+    """Leave out examples whose reference does not score as it must, instead of raising DataError."""
 
 
-def check_examples(examples: Sequence[Example], spec: str, reward: RewardFunction) -> list[Prompt]:
-    """The prompts of the examples. Raises DataError for the first reference that does not score 1.0.
+def check_examples(
+    examples: Sequence[Example], spec: str, reward: RewardFunction, form: RightForm | None = None
+) -> list[Prompt]:
+    """The prompts of the examples. Raises DataError for the first reference that does not score as it must:
+    1.0, or as `form` says.
 
     Of an example without a reference, checks that it has the columns that the reward asks for.
     """
@@ -74,31 +80,41 @@ def check_examples(examples: Sequence[Example], spec: str, reward: RewardFunctio
             raise DataError(f"{where}: {reason}", hint) from error
         with_reference = [e for e in part if e.reference is not None]
         for example, value in zip(with_reference, values, strict=True):
-            _require_one(example, spec, value)
+            _require_right(example, spec, value, form)
     return [example.prompt for example in examples]
 
 
-def _require_one(example: Example, spec: str, value: float) -> None:
-    if value != 1.0:
+def _require_right(example: Example, spec: str, value: float, form: RightForm | None) -> None:
+    said = f"{example.where}: the reference answer {_shorten(example.reference or '')!r} scores {value:g} "
+    if form is None and value != 1.0:
         raise DataError(
-            f"{example.where}: the reference answer {_shorten(example.reference or '')!r} scores {value:g} "
-            f"under the reward {spec}; it must score 1.0.",
+            f"{said}under the reward {spec}; it must score 1.0.",
             "Correct the row, choose another reward, leave such rows out with --drop-failing, or the answers "
             "with --no-answer; nothing was written.",
+        )
+    if form is not None and not form.accepts(value):
+        raise DataError(
+            f"{said}under the reward {spec}; those of most other rows score {form.wanted()}.",
+            f"Correct the row, or leave such rows out with --drop-failing. If {value:g} is fine: "
+            f"--best-reward {value:g}. Nothing was written.",
         )
 
 
 def check_or_drop(
-    examples: Sequence[Example], spec: str, reward: RewardFunction, dropped: list[str]
+    examples: Sequence[Example],
+    spec: str,
+    reward: RewardFunction,
+    dropped: list[str],
+    form: RightForm | None = None,
 ) -> list[Prompt]:
     """Like `check_examples`, but leaves failing examples out; `dropped` gets what is wrong with them."""
     try:
-        return check_examples(examples, spec, reward)
+        return check_examples(examples, spec, reward, form)
     except DataError as error:
         if len(examples) == 1:
             dropped.append(error.what)
             return []
-    return [prompt for example in examples for prompt in check_or_drop([example], spec, reward, dropped)]
+    return [p for example in examples for p in check_or_drop([example], spec, reward, dropped, form)]
 
 
 def check_ids(examples: ExampleSet) -> None:

@@ -67,6 +67,10 @@ class PromptFileInfo:
     """False: prepared with --no-answer. Every `answer` is empty then, and no reward was checked with one."""
     reward_settings: dict[str, Any] = field(default_factory=dict)
     """Settings of the section reward that `skylite prepare` was given, such as answer_pattern."""
+    answer_template: str = ""
+    """What the user's own reward takes for a right completion, with {answer}; empty for built-in rewards."""
+    best_reward: float | None = 1.0
+    """What a right completion scores; None: that differs between rows."""
     schema_version: int = SCHEMA_VERSION
 
 
@@ -160,7 +164,16 @@ def _read_info(path: Path, metadata: dict[bytes, bytes]) -> PromptFileInfo:
             f"{path} has schema version {version!r}; this skylite reads version {SCHEMA_VERSION}.", _HINT
         )
     known = {f.name for f in fields(PromptFileInfo)}
-    required = known - {"limit", "made_by", "notes", "has_answers", "reward_settings"}
+    optional = {
+        "limit",
+        "made_by",
+        "notes",
+        "has_answers",
+        "reward_settings",
+        "answer_template",
+        "best_reward",
+    }
+    required = known - optional
     if not isinstance(footer, dict) or not known >= footer.keys() >= required or not _has_right_types(footer):
         raise DataError(f"{path} has a damaged footer.", _HINT)
     return PromptFileInfo(**footer)
@@ -168,7 +181,7 @@ def _read_info(path: Path, metadata: dict[bytes, bytes]) -> PromptFileInfo:
 
 def _has_right_types(footer: dict[str, Any]) -> bool:
     """Whether the values of a footer fit PromptFileInfo."""
-    texts = ("dataset", "source", "source_sha256", "reward", "system", "made_by", "notes")
+    texts = ("dataset", "source", "source_sha256", "reward", "system", "made_by", "notes", "answer_template")
     turns, limit = footer["few_shot"], footer.get("limit")
     return (
         all(isinstance(footer.get(name, ""), str) for name in texts)
@@ -180,6 +193,7 @@ def _has_right_types(footer: dict[str, Any]) -> bool:
         and all(isinstance(text, str) for turn in turns for text in turn.values())
         and isinstance(footer.get("has_answers", True), bool)
         and isinstance(footer.get("reward_settings", {}), dict)
+        and isinstance(footer.get("best_reward"), int | float | None)
     )
 
 

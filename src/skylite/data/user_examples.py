@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from skylite.data.user_columns import ColumnFlags, Columns, choose_columns
 from skylite.data.user_tables import OwnSource, filter_rows, read_own_tables
 from skylite.errors import ConfigError, DataError
 from skylite.rewards.built_in import DEFAULTS, reference_answer, reference_completion
+from skylite.rewards.right_completion import PROBES, RightForm, fill, is_made_up
 from skylite.types import Message, Prompt
 
 HELD_OUT_SHARE = 0.05
@@ -39,6 +40,11 @@ class OwnData:
     reward: str
     parameters: RewardParameters = DEFAULTS
     """Settings of a built-in reward."""
+    find_form: Callable[[Sequence[Prompt]], tuple[RightForm, list[str]]] | None = None
+    """Of training prompts: how the user's own function wants a right answer, and notes. None: built in, or
+    no answers."""
+    empty_answers: Sequence[str] = ()
+    """Names under which the reward asks for an answer that the data does not have: it gets an empty text."""
     system: str | None = None
     """System text of every prompt. None: the chat's own, else that of the reward."""
     few_shot: str | None = None
@@ -56,6 +62,12 @@ def user_file_examples(data: OwnData) -> ExampleSet:
     columns, columns_note = choose_columns(data.columns, tables["train"].rows[0])
     examples, tables["train"] = few_shot_rows(data, tables["train"])
     maker = PromptMaker(data=data, columns=columns, kept=kept_columns(tables, columns, notes))
+    if data.find_form is not None:
+        few = replace(
+            tables["train"], rows=tables["train"].rows[:: max(1, len(tables["train"].rows) // PROBES)]
+        )
+        form, form_notes = data.find_form([example.prompt for example in maker.examples("train", few)])
+        maker, notes = replace(maker, form=form), [*notes, *form_notes]
     maker = replace(maker, few_shot=[turn for row in examples for turn in maker.worked_example(row)])
     maker.check_ids(tables)
     full = hold_out_missing(tables, columns.question, data.seed, notes)
@@ -72,6 +84,7 @@ def user_file_examples(data: OwnData) -> ExampleSet:
         notes=[*notes, *columns_note, *maker.notes(full), f"rows: {sizes}"],
         parameters=data.parameters,
         has_answers=data.columns.has_answers,
+        form=maker.form,
     )
 
 
@@ -167,6 +180,8 @@ class PromptMaker:
     kept: set[str]
     """Columns that go to the reward."""
     few_shot: list[Message] = field(default_factory=list)
+    form: RightForm | None = None
+    """What the user's own function wants."""
 
     @property
     def default_system(self) -> str:
@@ -194,7 +209,13 @@ class PromptMaker:
         """The turns of a row and a perfect completion. Raises DataError."""
         asked = read_question(row, self.columns.question)
         answer = self._answer(row, asked)
-        reply = reference_completion(self.data.reward, answer, self.data.parameters) or asked.reply or answer
+        reply = self._right(answer) or asked.reply or answer
+        if self.form is not None and is_made_up(self.form.template):
+            raise ConfigError(
+                f"The reward {self.data.reward} wants thoughts before the answer, which the rows do not "
+                f"have, so --few-shot {self.data.few_shot} has no worked examples to show.",
+                "Remove --few-shot, or give a template that it likes as well: --answer-template TEXT.",
+            )
         if not reply:
             raise ConfigError(
                 f"{row.where} has no answer for a worked example (--few-shot {self.data.few_shot}).",
@@ -216,6 +237,11 @@ class PromptMaker:
             notes.append(
                 f"the last turn of {replies} chats is left out; {self.columns.answer!r} has the answers"
             )
+        if empty := set(self.data.empty_answers) - self.kept:
+            notes.append(
+                f"warning: the reward {self.data.reward} asks for {' and '.join(sorted(empty))}; "
+                "with --no-answer it gets an empty text"
+            )
         if self.few_shot:
             notes.append(f"{len(self.few_shot) // 2} worked examples (--few-shot {self.data.few_shot})")
         return notes
@@ -234,6 +260,12 @@ class PromptMaker:
             )
         return asked.reply
 
+    def _right(self, answer: str) -> str | None:
+        """A right completion; None if the reward looks at something else than the answer."""
+        if self.form is not None:
+            return fill(self.form.template, answer)
+        return reference_completion(self.data.reward, answer, self.data.parameters)
+
     def _example(self, row: Row, prompt_id: str) -> Example:
         asked = read_question(row, self.columns.question)
         text = self._answer(row, asked) if self.data.columns.has_answers else ""
@@ -244,9 +276,10 @@ class PromptMaker:
             messages=[*messages, *self.few_shot, *asked.turns],
             answer=reference_answer(self.data.reward, text, self.data.parameters),
             source=self.data.source.name,
-            extra={name: value for name, value in row.values.items() if name in self.kept},
+            extra=dict.fromkeys(self.data.empty_answers, "")
+            | {name: value for name, value in row.values.items() if name in self.kept},
         )
         reference = None
         if self.data.columns.has_answers:
-            reference = reference_completion(self.data.reward, text, self.data.parameters)
+            reference = self._right(text)
         return Example(prompt=prompt, reference=reference, where=row.where)

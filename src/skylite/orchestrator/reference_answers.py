@@ -15,21 +15,10 @@ from skylite.data.prompts import PromptFileInfo
 from skylite.errors import ConfigError, RunFailed
 from skylite.rewards.built_in import BUILT_IN, NEEDS_ANSWER, reference_completion, without_extraction
 from skylite.rewards.components import Component
+from skylite.rewards.reward_arguments import Item
+from skylite.rewards.right_completion import USUAL_FORMS, find_form, probe_rows
 from skylite.rewards.worker_pool import RewardPool
 from skylite.types import Prompt
-
-REFERENCES = 8
-"""Answers to score, at equal distances in the data."""
-FORMS = (
-    "{}",
-    "#### {}",
-    "\\boxed{{{}}}",
-    "<answer>{}</answer>",
-    "<think>\n1 + 1 = 2\n</think>\n<answer>{}</answer>",
-    "Answer: {}",
-    "The answer is {}",
-)
-"""Completions to try with a user's function, whose form nobody knows."""
 
 
 def check_references(
@@ -39,18 +28,26 @@ def check_references(
     components: Sequence[Component],
     programs: Mapping[str, str],
 ) -> list[str]:
-    """Warnings on rewards under which no reference answer scores above 0.
+    """Warnings on rewards under which no reference answer scores above 0, or above a wrong one.
 
     Raises ConfigError where that is certainly wrong: for a built-in reward that compares with the answer, and
     for the user's first function, which decides what is right, if it asks for the answer by name.
     """
-    answered = [prompt for prompt in train if prompt.answer]
-    references = answered[:: max(1, len(answered) // REFERENCES)][:REFERENCES]
+    references = probe_rows(train)
     if not references or not config.functions:  # `prepare` has checked the data's own reward
         return []
     warnings = []
     for spec, component in zip(config.functions, components, strict=True):
-        if not _gets_answer(spec, component) or _any_scores(spec, references, config, programs):
+        if not _gets_answer(spec, component):
+            continue
+        scores, beats_wrong = _fits(spec, references, config, info.answer_template, programs)
+        if scores and (beats_wrong or not component.function.signature.asks_for_answer):
+            continue
+        if scores:
+            warnings.append(
+                f"warning: the reward {spec} asks for the answer, but gives a right one no more than a wrong "
+                "one in any usual form"
+            )
             continue
         what = f"of {len(references)} reference answers scores above 0 under the reward {spec}"
         if _must_score(spec, component, is_first=component is components[0], prepared_for=info.reward):
@@ -64,7 +61,7 @@ def check_references(
 def _gets_answer(spec: str, component: Component) -> bool:
     if spec in BUILT_IN:
         return spec in NEEDS_ANSWER
-    return component.function.signature.takes_rest or _asks_for_answer(component)
+    return component.function.signature.takes_rest or component.function.signature.asks_for_answer
 
 
 def _must_score(spec: str, component: Component, *, is_first: bool, prepared_for: str) -> bool:
@@ -72,42 +69,44 @@ def _must_score(spec: str, component: Component, *, is_first: bool, prepared_for
 
     A function that the data was prepared for may want a form of its own, which `prepare` took from the data.
     """
-    return spec in BUILT_IN or (is_first and _asks_for_answer(component) and spec != prepared_for)
+    asks = component.function.signature.asks_for_answer
+    return spec in BUILT_IN or (is_first and asks and spec != prepared_for)
 
 
-def _asks_for_answer(component: Component) -> bool:
-    return bool(component.function.signature.named & {"answer", "ground_truth"})
+def _fits(
+    spec: str,
+    references: Sequence[Prompt],
+    config: RewardConfig,
+    prepared_template: str,
+    programs: Mapping[str, str],
+) -> tuple[bool, bool]:
+    """Whether a right answer scores in some form, and whether it beats a wrong one there.
 
-
-def _any_scores(
-    spec: str, references: Sequence[Prompt], config: RewardConfig, programs: Mapping[str, str]
-) -> bool:
-    """Whether a reference scores above 0 in any form. Scores in a worker process, as a run does."""
-    parameters = without_extraction(spec, config)
+    Scores in a worker process, as a run does.
+    """
     pool = RewardPool(
         [spec],
         timeout_s=config.timeout_s,
         programs=programs,
         log_path=Path(os.devnull),  # a run writes nothing before it starts
-        parameters=parameters,
+        parameters=without_extraction(spec, config),
     )
+
+    def score(items: Sequence[Item]) -> list[float]:
+        return [score.reward for score in asyncio.run(pool.score(items))]
+
     try:
-        for completions in zip(*(_completions(spec, prompt.answer) for prompt in references), strict=True):
-            scores = asyncio.run(pool.score(list(zip(references, completions, strict=True))))
-            if any(score.reward > 0 for score in scores):
-                return True
+        if spec in BUILT_IN:
+            right = [(row, reference_completion(spec, row.answer) or row.answer) for row in references]
+            scores = any(value > 0 for value in score(right))
+            return scores, scores
+        prepared = [prepared_template] if prepared_template else []
+        form = find_form(score, references, [*prepared, *USUAL_FORMS])
+        return form.fits, form.beats_wrong
     except RunFailed as error:
         raise ConfigError(f"The reward {spec} does not work: {error.what}", error.hint) from error
     finally:
         pool.close()
-    return False
-
-
-def _completions(spec: str, answer: str) -> list[str]:
-    """Completions that give the answer, the likeliest form first."""
-    if spec in BUILT_IN:
-        return [reference_completion(spec, answer) or answer]
-    return [form.format(answer) for form in FORMS]
 
 
 def _scores_nothing(what: str, spec: str, info: PromptFileInfo, first: Prompt) -> ConfigError:

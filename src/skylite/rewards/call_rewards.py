@@ -159,7 +159,12 @@ def _number(name: str, item: Item, value: object) -> float:
         number = _to_float(value) if is_one else 0.0
         shown = "" if is_one else repr(value)[:200]
     if not is_one:
-        raise non_finite_reward(name, shown, item[0].id, item[1])
+        error = non_finite_reward(name, shown, item[0].id, item[1])
+        error.hint = {
+            "dict": "Return a number, not verl's dict: its 'score'.",
+            "NoneType": 'Return a number; TRL\'s None for "does not apply" is not supported.',
+        }.get(type(value).__name__, error.hint)
+        raise error
     return number
 
 

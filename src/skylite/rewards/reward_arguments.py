@@ -21,6 +21,9 @@ BATCH_NAMES = {"prompt": "prompts", "completion": "completions"}
 VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 """The arguments of verl's compute_score, for functions that name them."""
 
+ANSWER_NAMES = ("answer", "ground_truth")
+"""Names of the reference answer: skylite's and verl's."""
+
 
 class SignatureProblem(Exception):
     """Why a function cannot be called. The text continues "it cannot be called: "."""
@@ -37,6 +40,11 @@ class Signature:
     is_batch: bool
     wants_messages: bool
     """Whether a completion is passed as chat messages, as TRL does for chat data, instead of text."""
+
+    @property
+    def asks_for_answer(self) -> bool:
+        """Whether the function names the reference answer."""
+        return bool(self.named & set(ANSWER_NAMES))
 
     def arguments(self, prompt: Prompt, completion: str) -> dict[str, Any]:
         """The arguments of a call for one completion. Raises SignatureProblem if the data lacks a column."""
@@ -92,7 +100,7 @@ def _values(prompt: Prompt, completion: str, wants_messages: bool) -> dict[str, 
     """Everything a function can ask for. Copies: a function may change what it gets."""
     extra = copy.deepcopy(prompt.extra)
     said = [{"role": "assistant", "content": completion}] if wants_messages else completion
-    answer = {"answer": prompt.answer, "ground_truth": prompt.answer} if prompt.answer else {}
+    answer = dict.fromkeys(ANSWER_NAMES, prompt.answer) if prompt.answer else {}
     return {
         "id": prompt.id,
         "source": prompt.source,
