@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import platform
 import sys
 from typing import Annotated
@@ -17,11 +19,12 @@ from skylite.cli_options import Verbose, set_level
 from skylite.cli_prepare import prepare
 from skylite.cli_runs import adapters_app, runs_app
 from skylite.cli_training import training_app
-from skylite.errors import SkyliteError, write_failed
+from skylite.errors import ConfigError, SkyliteError, write_failed
 from skylite.processes.import_path import protect_imports
 from skylite.progress_reporting import show_long_work
 from skylite.ui.logs import configure_logging, show, unforeseen_text
 from skylite.ui.progress_line import show_progress
+from skylite.untrusted_text import encodable
 
 app = Commands(
     "Train",
@@ -77,7 +80,11 @@ def version_text(*, verbose: bool) -> str:
 def main() -> None:
     """Run the command line. Every error becomes one message on stderr and a nonzero exit code."""
     protect_imports()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError):  # closed, or replaced by a test
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # no print may fail
     try:
+        _check_arguments()
         app()
     except SkyliteError as error:
         show(f"skylite: {error}", to_stderr=True)
@@ -92,3 +99,13 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001 a sentence for every error; its traceback is saved
         show(f"skylite: {unforeseen_text(error)}", to_stderr=True)
         sys.exit(1)
+
+
+def _check_arguments() -> None:
+    """Raise ConfigError for a path or a text that no file of a run can record."""
+    for argument in sys.argv[1:]:
+        if encodable(argument) != argument:
+            raise ConfigError(
+                f"The argument {os.fsencode(argument)!r} is not valid UTF-8, so no run can record it.",
+                "Rename that file or folder, or type the text in a terminal with UTF-8.",
+            )

@@ -23,6 +23,21 @@ def plain_lines(text: str) -> str:
     return "\n".join(map(plain, text.split("\n")))
 
 
+def encodable(text: str) -> str:
+    """`text` as it can be stored and sent: two halves of a character become it, a lone half U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def encodable_json(value: Any) -> Any:
+    """A value of JSON with `encodable` texts and keys."""
+    text = json.dumps(value, ensure_ascii=False)
+    return value if (safe := encodable(text)) is text else json.loads(safe)
+
+
 MAX_DEPTH = 100
 """Levels of nested JSON. Code that walks a value recursively would reach Python's limit of 1,000."""
 MAX_DIGITS = 300

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from skylite.errors import DataError
 from skylite.run.files import atomic_file
 from skylite.types import Message, Prompt
-from skylite.untrusted_text import parse_json
+from skylite.untrusted_text import encodable, parse_json
 
 SCHEMA_VERSION = 2
 FOOTER_KEY = b"skylite"
@@ -75,7 +75,10 @@ class PromptFileInfo:
 
 
 def write_prompts(path: Path, prompts: Sequence[Prompt], info: PromptFileInfo) -> None:
-    """Write one split atomically. Raises ValueError when `info.count` is not the number of prompts."""
+    """Write one split atomically.
+
+    Raises ValueError when `info.count` is not the number of prompts, DataError for half a character.
+    """
     if info.count != len(prompts):
         raise ValueError(f"info.count is {info.count} but there are {len(prompts)} prompts")
     rows = [
@@ -89,6 +92,13 @@ def write_prompts(path: Path, prompts: Sequence[Prompt], info: PromptFileInfo) -
         }
         for p in prompts
     ]
+    for row in rows:
+        text = json.dumps(row, ensure_ascii=False)
+        if encodable(text) is not text:
+            raise DataError(
+                f"The prompt {encodable(str(row['id']))} has half a character (a lone surrogate).",
+                "No file can hold it: correct or delete the row.",
+            )
     footer = {FOOTER_KEY: json.dumps(asdict(info), ensure_ascii=False).encode()}
     table = pa.Table.from_pylist(rows, schema=PROMPT_SCHEMA.with_metadata(footer))
     with atomic_file(path, table.nbytes) as temporary:

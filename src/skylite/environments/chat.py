@@ -20,7 +20,7 @@ import httpx
 from pydantic import TypeAdapter, ValidationError, create_model
 
 from skylite.errors import SkyliteError
-from skylite.untrusted_text import parse_json
+from skylite.untrusted_text import encodable, parse_json
 
 Messages = Sequence[dict[str, Any]]
 Tools = Sequence[Callable[..., Any] | dict[str, Any]]
@@ -100,7 +100,11 @@ class Reply:
         """Run the called functions. Returns their results as messages; an error is a result too."""
         by_name = {tool.__name__: tool for tool in tools}
         return [
-            {"role": "tool", "tool_call_id": call["id"], "content": _run_tool(call["function"], by_name)}
+            {
+                "role": "tool",
+                "tool_call_id": call["id"],
+                "content": encodable(_run_tool(call["function"], by_name)),
+            }
             for call in self.tool_calls
         ]
 
@@ -144,7 +148,9 @@ class Chat:
             self._client = httpx.AsyncClient(timeout=None, trust_env=False, verify=False)
         url, headers = _target(self.endpoint)
         return _reply(
-            await self._client.post(url, headers=headers, json=_body(self.model, messages, tools, max_tokens))
+            await self._client.post(
+                url, headers=headers, content=_body(self.model, messages, tools, max_tokens)
+            )
         )
 
 
@@ -163,7 +169,7 @@ class BlockingChat:
         url, headers = _target(self.endpoint)
         body = _body(self.endpoint.model, messages, tools, max_tokens)
         with httpx.Client(timeout=None, trust_env=False, verify=False) as client:
-            return _reply(client.post(url, headers=headers, json=body))
+            return _reply(client.post(url, headers=headers, content=body))
 
 
 def tool_schema(tool: Callable[..., Any] | dict[str, Any]) -> dict[str, Any]:
@@ -201,14 +207,17 @@ def _run_tool(call: dict[str, Any], tools: dict[str, Callable[..., Any]]) -> str
 
 
 def _target(endpoint: Endpoint) -> tuple[str, dict[str, str]]:
-    return f"{endpoint.base_url}/chat/completions", {"Authorization": f"Bearer {endpoint.api_key}"}
+    headers = {"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"}
+    return f"{endpoint.base_url}/chat/completions", headers
 
 
-def _body(model: str, messages: Messages, tools: Tools, max_tokens: int | None) -> dict[str, Any]:
+def _body(model: str, messages: Messages, tools: Tools, max_tokens: int | None) -> bytes:
     body: dict[str, Any] = {"model": model, "messages": list(messages)}
     if tools:
         body["tools"] = [tool_schema(tool) for tool in tools]
-    return body if max_tokens is None else {**body, "max_tokens": max_tokens}
+    if max_tokens is not None:
+        body["max_tokens"] = max_tokens
+    return encodable(json.dumps(body, ensure_ascii=False, allow_nan=False)).encode()
 
 
 def _reply(response: httpx.Response) -> Reply:

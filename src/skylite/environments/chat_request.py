@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from skylite.untrusted_text import plain
+from skylite.untrusted_text import SURROGATE, encodable, plain
 
 ChatMessage = dict[str, Any]
 """role, content (text), and, where the role has them, tool_calls, tool_call_id, name, reasoning_content."""
@@ -148,6 +150,9 @@ class ChatRequest(_Open):
 
 def parse_request(body: bytes) -> ChatRequest:
     """Raises ApiError with status 400."""
+    if SURROGATE.search(body):  # a tool may print half a character, and a program send it as an escape
+        with contextlib.suppress(ValueError, RecursionError):  # the validation below says what is wrong
+            body = encodable(json.dumps(json.loads(body), ensure_ascii=False)).encode()
     try:
         return ChatRequest.model_validate_json(body)
     except ValidationError as error:

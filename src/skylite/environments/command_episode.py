@@ -41,7 +41,15 @@ def command_episode(spec: str) -> Callable[[Task, BlockingChat], Any]:
             "SKYLITE_TASK": text,
         }
         # In this process group, which is killed at the end of the episode.
-        done = subprocess.run(words, env=env, input=text, stdout=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(
+            words,
+            env=env,
+            input=text,
+            stdout=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            check=False,
+        )
         sys.stdout.write(done.stdout)
         if done.returncode != 0:
             raise NonzeroExit(f"{words[0]} ended with {done.returncode}; its output is in the log")

@@ -37,6 +37,7 @@ from skylite.environments.episodes import BUILT_IN
 from skylite.errors import SkyliteError
 from skylite.processes.parent_death import die_with_parent
 from skylite.processes.process_tree import adopt_orphans, children, kill_tree
+from skylite.untrusted_text import encodable_json
 from skylite.user_functions import EPISODE, is_command, is_verifiers, load_function
 
 FILE_BYTES = 1 << 30
@@ -270,7 +271,7 @@ def _number(value: Any) -> float:
 
 
 def _send(parent: socket.socket, message: dict[str, Any]) -> None:
-    parent.sendall(json.dumps(message).encode() + b"\n")
+    parent.sendall(json.dumps(encodable_json(message)).encode() + b"\n")
 
 
 if __name__ == "__main__":

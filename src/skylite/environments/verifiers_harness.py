@@ -18,7 +18,7 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
 from skylite.environments.chat import LIMIT_CODES
-from skylite.untrusted_text import parse_json
+from skylite.untrusted_text import encodable, parse_json
 
 ID = "skylite_chat"
 
@@ -77,7 +77,9 @@ async def _ask(
 ) -> dict[str, Any] | None:
     """The model's message; None at a limit of the trajectory, where the environment scores what there is."""
     reply = await client.post(
-        f"{endpoint}/chat/completions", headers={"Authorization": f"Bearer {secret}"}, json=body
+        f"{endpoint}/chat/completions",
+        headers={"Authorization": f"Bearer {secret}", "Content-Type": "application/json"},
+        content=encodable(json.dumps(body, ensure_ascii=False)).encode(),
     )
     if reply.status_code == httpx.codes.OK:
         message = reply.json()["choices"][0]["message"]

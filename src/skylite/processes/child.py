@@ -96,7 +96,15 @@ def start(spec: ProcessSpec) -> Child:
             log_start = log.tell()
             process = subprocess.Popen(
                 argv,
-                env=protected_env({**os.environ, **spec.env, **temporary_env(str(folder.path)), MARK: mark}),
+                env=protected_env(
+                    {
+                        **os.environ,
+                        "PYTHONIOENCODING": "utf-8:backslashreplace",  # no print of half a character may fail
+                        **spec.env,
+                        **temporary_env(str(folder.path)),
+                        MARK: mark,
+                    }
+                ),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -148,6 +148,7 @@ def _start_worker(
         os.dup2(log, 1)
         os.dup2(log, 2)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a worker ends by a kill
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # no print may fail
     _components = load_components(specs, weights, programs=programs, parameters=parameters)
 
 

@@ -39,6 +39,7 @@ from skylite.processes.child import describe_exit_code
 from skylite.processes.file_descriptors import private_file
 from skylite.processes.temporary_folder import TemporaryFolder
 from skylite.sandbox.messages import receive_until, send
+from skylite.untrusted_text import encodable_json
 
 SETUP_S = 300.0
 """Limit for imports and the factory."""
@@ -288,7 +289,7 @@ def _result(kind: str, details: list[Any], limits: Limits) -> Any:
 def _value(answer: str, limits: Limits) -> Any:
     """The value in an answer that code in the sandbox may have written."""
     try:
-        match json.loads(answer):
+        match encodable_json(json.loads(answer)):
             case ["value", value]:
                 return value
             case ["memory"]:
