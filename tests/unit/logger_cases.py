@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from skylite.config.loading import read_run_config
 from skylite.loggers.follow import Follower
-from skylite.loggers.interface import LoggedSample, LoggerRun, Writer
+from skylite.loggers.interface import LoggedSample, LoggerRun, NewFolder, Writer
 from skylite.loggers.journal import open_journal
 from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import RunDir
@@ -58,6 +58,10 @@ class MemoryWriter:
 
     can_go_back: ClassVar[bool] = True
     calls: ClassVar[list[tuple[Any, ...]]] = []
+
+    @staticmethod
+    def new_folder(offline: bool) -> NewFolder:
+        return NewFolder.EACH_START
 
     def __init__(self, run: LoggerRun) -> None:
         self.run = run

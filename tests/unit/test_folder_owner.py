@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from skylite.config.loading import read_run_config
-from skylite.errors import WriteFailed
+from skylite.errors import ConfigError, WriteFailed
 from skylite.hub.shared_memory_copy import shared_copy
 from skylite.orchestrator.plan import write_config
 from skylite.orchestrator.resume import plan_resume
 from skylite.orchestrator.run_session import clear_control_files
-from skylite.run.folder_owner import MARK_NAME, require_own_folders
+from skylite.run.folder_owner import MARK_NAME, require_own_folders, require_own_place
 from skylite.run.run_dir import RunDir
 from tests.unit.bad_inputs import Reply, call, snapshot
 from tests.unit.run_cases import begin, publish_adapter_0
@@ -135,3 +135,30 @@ def test_the_ranks_rendezvous_in_a_private_folder(tmp_path: Path) -> None:
     with pytest.raises(WriteFailed, match="rendezvous could not be written"):
         clear_control_files(plan)
     assert (tmp_path / "outside").is_dir()
+
+
+def test_links_that_a_logger_leaves_are_no_links_of_the_run(tmp_path: Path) -> None:
+    """As wandb 0.31 leaves them offline. Such a run resumes, is cleaned up and can be logged again."""
+    run = begin(tmp_path)
+    folder = run.loggers / "wandb" / "wandb"
+    logs = folder / "offline-run-20260101_101010-0123456789ab" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "debug-internal.log").write_text("")
+    (tmp_path / "core-debug.log").write_text("of wandb, in the user's cache")
+    (logs / "debug-core.log").symlink_to(tmp_path / "core-debug.log")
+    (folder / "latest-run").symlink_to(logs.parent.name)
+    (folder / "debug-internal.log").symlink_to(f"{logs.parent.name}/logs/debug-internal.log")
+    require_own_folders(run, read_run_config(run.config_path))
+    require_own_place(run.root, run.logs, run.loggers)
+    assert plan_resume(run).resolved.run_id is not None
+
+
+@pytest.mark.parametrize("name", ["wandb", "wandb.jsonl", "wandb.lock"])
+def test_a_link_in_place_of_a_loggers_folder_or_journal_is_refused(tmp_path: Path, name: str) -> None:
+    run = begin(tmp_path)
+    run.loggers.mkdir()
+    (run.loggers / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="is a link out of"):
+        require_own_folders(run, read_run_config(run.config_path))
+    with pytest.raises(ConfigError, match="is a link out of"):
+        require_own_place(run.root, run.loggers)

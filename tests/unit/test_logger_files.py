@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import struct
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from skylite.config.loading import read_run_config
 from skylite.config.log import LoggerName
+from skylite.loggers.interface import LIBRARIES
+from skylite.loggers.journal import logged_steps
 from skylite.loggers.logger_processes import start_logger
+from skylite.processes.child import ProcessSpec, kill, start
+from skylite.run.folder_owner import require_own_folders, require_own_place
 from skylite.run.run_dir import RunDir
 from tests.unit.logger_cases import logged_run, set_metrics
 
@@ -65,7 +74,7 @@ def test_wandb_keeps_one_run_until_it_goes_back(tmp_path: Path) -> None:
 
     run = three_lives(tmp_path / "run", "wandb")
     curves: dict[str, list[Any]] = {}
-    for file in sorted((run.loggers / "wandb").glob("offline-run-*/*.wandb")):
+    for file in sorted(run.loggers.glob("wandb*/wandb/offline-run-*/*.wandb")):
         for data in leveldb_records(file.read_bytes()):
             record = Record.FromString(data)
             items = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
@@ -73,7 +82,7 @@ def test_wandb_keeps_one_run_until_it_goes_back(tmp_path: Path) -> None:
                 curves.setdefault(file.stem, []).append((items["step"], items["reward/mean"]))
     first, second = journal_ids(run, "wandb")
     assert curves == {f"run-{first}": [(1, 0.1), (2, 0.2), (3, 0.3)], f"run-{second}": [(1, 0.1), (2, 0.7)]}
-    tables = list((run.loggers / "wandb").rglob("*.table.json"))
+    tables = list(run.loggers.rglob("*.table.json"))
     assert any("<b>a2</b>" in table.read_text() for table in tables)
 
 
@@ -91,24 +100,36 @@ def test_trackio_has_every_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert any(b"<b>a2</b>" in file.read_bytes() for file in (tmp_path / "trackio").rglob("*.*"))
 
 
-def test_mlflow_continues_its_run_by_a_tag(tmp_path: Path) -> None:
-    need("mlflow", "sqlalchemy", "alembic")
+def mlflow_run(database: Path) -> tuple[Any, list[tuple[int, float]]]:
+    """The only run in a database, and its rewards."""
     from mlflow.tracking import MlflowClient
 
-    run = three_lives(tmp_path / "run", "mlflow")
-    client = MlflowClient(f"sqlite:///{run.loggers / 'mlflow' / 'mlflow.db'}")
+    client = MlflowClient(f"sqlite:///{database}")
     experiment = client.get_experiment_by_name("tests")
     assert experiment is not None
-    found = {r.info.run_name: r for r in client.search_runs([experiment.experiment_id])}
-    curves = {
-        name: [(m.step, m.value) for m in client.get_metric_history(r.info.run_id, "reward/mean")]
-        for name, r in found.items()
-    }
-    assert curves == {"run": [(1, 0.1), (2, 0.2), (3, 0.3)], "run-2": [(1, 0.1), (2, 0.7)]}
-    assert found["run"].info.status == "FINISHED"
-    assert found["run"].data.params["rollout.group_size"] == "4"
+    (found,) = client.search_runs([experiment.experiment_id])
+    return found, [(m.step, m.value) for m in client.get_metric_history(found.info.run_id, "reward/mean")]
+
+
+def test_each_start_of_mlflow_makes_a_database_with_every_step(tmp_path: Path) -> None:
+    """The second life finds a database that names another place for files, as a stranger's may."""
+    need("mlflow", "sqlalchemy", "alembic")
+    run, precious = logged_run(tmp_path / "run", [0.1, 0.2]), tmp_path / "precious"
+    precious.mkdir()
+    log_in_child(run, "mlflow")
+    with sqlite3.connect(run.loggers / "mlflow" / "mlflow.db") as database:
+        database.execute("update experiments set artifact_location = ?", (precious.as_uri(),))
+        database.execute("update runs set artifact_uri = ?", ((precious / "run").as_uri(),))
+    set_metrics(run, [0.1, 0.7, 0.3])
+    log_in_child(run, "mlflow")
+    found, curve = mlflow_run(run.loggers / "mlflow" / "mlflow.db")
+    assert curve == [(1, 0.1), (2, 0.7), (3, 0.3)]
+    assert (found.info.run_name, found.info.status) == ("run", "FINISHED")
+    assert found.data.params["rollout.group_size"] == "4"
     samples = list((run.loggers / "mlflow" / "artifacts").rglob("step-000002.json"))
     assert any("<b>a2</b>" in file.read_text() for file in samples)
+    assert list(precious.iterdir()) == []
+    assert mlflow_run(run.loggers / "mlflow.1" / "mlflow.db")[1] == [(1, 0.1), (2, 0.2)]
 
 
 def test_swanlab_writes_its_offline_files(tmp_path: Path) -> None:
@@ -118,7 +139,7 @@ def test_swanlab_writes_its_offline_files(tmp_path: Path) -> None:
 
     run = three_lives(tmp_path / "run", "swanlab")
     curves: dict[str, list[Any]] = {}
-    for file in sorted((run.loggers / "swanlab").rglob("*.swanlab"), key=lambda f: f.stat().st_mtime_ns):
+    for file in sorted(run.loggers.rglob("*.swanlab"), key=lambda f: f.stat().st_mtime_ns):
         reader = DataStoreReader()
         reader.open(file)
         for data in reader:
@@ -128,7 +149,63 @@ def test_swanlab_writes_its_offline_files(tmp_path: Path) -> None:
                 curves.setdefault(file.stem, []).append(point)
     first, second = journal_ids(run, "swanlab")
     assert curves == {f"run-{first}": [(1, 0.1), (2, 0.2), (3, 0.3)], f"run-{second}": [(1, 0.1), (2, 0.7)]}
-    assert any("<b>a2</b>" in f.read_text() for f in (run.loggers / "swanlab").rglob("*.txt"))
+    assert any("<b>a2</b>" in f.read_text() for f in run.loggers.rglob("*.txt"))
+
+
+@pytest.mark.parametrize("name", get_args(LoggerName))
+def test_a_logged_run_can_be_resumed_and_logged_again(tmp_path: Path, name: LoggerName) -> None:
+    """Whatever files the library leaves. Its process may also be killed before it tidies up."""
+    need(*LIBRARIES[name])
+    run = logged_run(tmp_path / "run", [0.1])
+    process = start_logger(run, name, keep_following=True)
+    try:
+        deadline = time.monotonic() + 500
+        while not logged_steps(run.loggers / f"{name}.jsonl") and time.monotonic() < deadline:
+            assert not process.failure()
+            time.sleep(0.1)
+    finally:
+        process.end()
+    set_metrics(run, [0.1, 0.2])
+    log_in_child(run, name)
+    require_own_folders(run, read_run_config(run.config_path))
+    require_own_place(run.root, run.logs, run.loggers)
+    assert list(logged_steps(run.loggers / f"{name}.jsonl")) == [1, 2]
+    print(*sorted(f"{p.relative_to(run.root)} -> {os.readlink(p)}" for p in links_below(run.root)), sep="\n")
+
+
+def links_below(folder: Path) -> list[Path]:
+    return [
+        Path(where, n) for where, ds, fs in os.walk(folder) for n in (*ds, *fs) if Path(where, n).is_symlink()
+    ]
+
+
+SERVERS = {
+    "wandb": "import wandb; print(wandb.setup().settings.base_url)",
+    "swanlab": "from swanlab.sdk.internal.settings import Settings; print(Settings().api_host)",
+}
+"""Logger -> a program that prints where it sends API keys."""
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_files_of_the_working_folder_choose_no_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    need(name)
+    stranger = "http://stranger.invalid"
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "settings").write_text(f"[default]\nbase_url = {stranger}\n")
+    (tmp_path / "swanlab.yaml").write_text(f"api_host: {stranger}\n")
+    (tmp_path / ".env").write_text(f"SWANLAB_API_HOST={stranger}\nWANDB_BASE_URL={stranger}\n")
+    monkeypatch.chdir(tmp_path)
+    program = [sys.executable, "-c", SERVERS[name]]
+    direct = subprocess.run(program, capture_output=True, text=True, check=True).stdout.strip()
+    assert direct == stranger, "the library obeys these files"
+    child = start(ProcessSpec(name=name, argv=program, env={}, log_path=tmp_path / "log"))
+    try:
+        assert child.process.wait(100) == 0
+    finally:
+        kill(child)
+    assert "stranger" not in (tmp_path / "log").read_text()
 
 
 def journal_ids(run: RunDir, name: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ from skylite.commands.log import logger_names
 from skylite.config.loading import load_config
 from skylite.errors import ConfigError, DataError, WriteFailed
 from skylite.loggers import follow, interface
+from skylite.loggers.interface import LoggerRun, NewFolder
 from skylite.loggers.journal import open_journal
 from tests.unit.logger_cases import MemoryWriter, follower, log_once, logged_run, set_accuracy, set_metrics
 
@@ -142,7 +144,7 @@ def test_two_processes_never_log_one_run_to_one_logger(tmp_path: Path) -> None:
 
 
 def test_a_damaged_journal_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "wandb.jsonl").write_text('{"run_id": "a", "name": "n"}\n[1]\n')
+    (tmp_path / "wandb.jsonl").write_text('{"run_id": "0123456789ab", "name": "n"}\n[1]\n')
     with pytest.raises(DataError, match=r"wandb\.jsonl line 2 is not a line of a logger's journal"):
         open_journal(tmp_path / "wandb.jsonl")
 
@@ -169,3 +171,35 @@ def test_names_of_loggers_are_checked() -> None:
             logger_names(text)
     with pytest.raises(ConfigError, match="names a logger twice"):
         load_config(None, {"log.to": ["wandb", "wandb"]})
+
+
+class LocalWriter(MemoryWriter):
+    """Would continue from its files."""
+
+    @staticmethod
+    def new_folder(offline: bool) -> NewFolder:
+        return NewFolder.EACH_START_WITH_ALL_STEPS
+
+    def __init__(self, run: LoggerRun) -> None:
+        super().__init__(run)
+        assert list(run.folder.iterdir()) == []
+        (run.folder / "state").write_text("mine")
+
+
+def test_a_logger_never_sees_files_that_came_with_the_run(tmp_path: Path, calls: list[Any]) -> None:
+    run = logged_run(tmp_path / "run", [0.1])
+    (run.loggers / "memory").mkdir(parents=True)
+    (run.loggers / "memory" / "settings").write_text("base_url = http://stranger.invalid")
+    log_once(run, LocalWriter)
+    log_once(run, LocalWriter)
+    assert logged(calls) == [(1, 0.1), (1, 0.1)], "a new database has every step"
+    found = {p.relative_to(run.loggers).as_posix() for p in run.loggers.rglob("*") if p.is_file()}
+    assert found == {"memory/state", "memory.1/settings", "memory.2/state", "memory.jsonl", "memory.lock"}
+
+
+@pytest.mark.parametrize("run_id", ["../../../.ssh/x", "abc", "", 7])
+def test_an_id_of_another_form_is_refused(tmp_path: Path, run_id: object) -> None:
+    """Libraries put it into paths."""
+    (tmp_path / "wandb.jsonl").write_text(json.dumps({"run_id": run_id, "name": "n"}) + "\n")
+    with pytest.raises(DataError, match="is not a line of a logger's journal"):
+        open_journal(tmp_path / "wandb.jsonl")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -15,9 +17,11 @@ import skylite
 from skylite.config.train import TrainConfig
 from skylite.engine.server_command import serve_env
 from skylite.engine.single_engine import single_engine_spec
-from skylite.processes.child import ProcessSpec, kill, poll, start
+from skylite.processes.child import ProcessSpec, absolute_paths, kill, poll, start
 from skylite.processes.cuda_check import ask_torch
 from skylite.processes.import_path import protect_imports
+from skylite.rewards.worker_pool import RewardPool
+from tests.unit.data_cases import prompt
 
 SHADOWED = (
     "vllm", "torch", "transformers", "peft", "pyarrow", "numpy", "pydantic", "math_verify", "reasoning_gym",
@@ -32,6 +36,8 @@ CONSOLE_SCRIPT = (
 SCORE = """
 import asyncio, sys
 from skylite.processes.import_path import protect_imports
+from skylite.rewards.worker_pool import RewardPool
+from tests.unit.data_cases import prompt
 from skylite.rewards.worker_pool import RewardPool
 from skylite.types import Prompt
 if __name__ == "__main__":
@@ -163,3 +169,60 @@ def test_every_child_inherits_the_protection(tmp_path: Path, monkeypatch: pytest
     spec = single_engine_spec(TrainConfig(), None, tmp_path, Path("/socket"))
     env = serve_env(spec, os.environ, "key")
     assert (env["PYTHONSAFEPATH"], env["PYTHONPATH"]) == ("1", "/absolute")
+
+
+def test_a_child_works_in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries obey files of the working folder, such as .env and matplotlibrc."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HF_HOME", "cache")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    code = "import os; print(os.getcwd(), os.environ['TMPDIR'], os.environ['PWD'], os.environ['HF_HOME'])"
+    child = start(ProcessSpec(name="c", argv=[sys.executable, "-c", code], env={}, log_path=Path("log")))
+    try:
+        child.process.wait(60)
+    finally:
+        kill(child)
+    folder, temporary, pwd, cache = (tmp_path / "here" / "log").read_text().split()
+    assert folder == temporary == pwd == str(child.folder.path)
+    assert cache == str(tmp_path / "here" / "cache")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_path"),
+    [
+        ("HF_HOME", "cache", True),
+        ("TRACKIO_DIR", "a/b", True),
+        ("SSL_CERT_FILE", "./ca.pem", True),
+        ("HF_HUB_CACHE", "~/cache", False),
+        ("VLLM_DISABLE_COMPILE_CACHE", "1", False),
+        ("X_CACHE", "redis", False),
+        ("PATH", "a:b", False),
+        ("HF_HOME", "/cache", False),
+        ("MODEL", "a/b", False),
+    ],
+)
+def test_paths_in_the_environment_become_absolute(name: str, value: str, is_path: bool) -> None:
+    assert absolute_paths({name: value}) == {name: os.path.abspath(value) if is_path else value}
+
+
+def test_reward_workers_work_in_a_folder_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "reward.py"
+    text = "import os\nfrom pathlib import Path\n" + (
+        "def reward(completion):\n"
+        "    Path(completion).write_text(os.getcwd())\n"
+        "    return 1.0\n"
+    )  # fmt: skip
+    program.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    pool = RewardPool([f"{program}:reward"], timeout_s=100.0)
+    try:
+        asyncio.run(pool.score([(prompt(), str(tmp_path / "where"))]))
+        folder = Path((tmp_path / "where").read_text())
+        assert folder != tmp_path
+        assert stat.S_IMODE(folder.stat().st_mode) & 0o077 == 0
+    finally:
+        pool.close()
+    assert not folder.exists()

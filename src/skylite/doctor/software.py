@@ -19,7 +19,7 @@ from skylite.optional_packages import install_command, requirements
 from skylite.processes.build_tools import c_compiler, missing_for_triton
 from skylite.processes.cuda_check import check_cuda
 from skylite.processes.gpus import VISIBLE, describe, visible_gpus, why_no_gpu
-from skylite.processes.import_path import protected_env
+from skylite.processes.import_path import NEUTRAL_FOLDER, protected_env
 
 IMPORT_TIMEOUT_S = 300.0
 
@@ -95,8 +95,8 @@ def check_torchvision() -> Finding:
         return ok("torchvision", "not installed, and not needed")
     code = "import torch, torchvision; print(torchvision.__version__, torch.__version__)"
     done = subprocess.run(
-        [sys.executable, "-c", code], env=protected_env(os.environ), capture_output=True, text=True,
-        timeout=IMPORT_TIMEOUT_S,
+        [sys.executable, "-c", code], env=protected_env(os.environ), cwd=NEUTRAL_FOLDER, capture_output=True,
+        text=True, timeout=IMPORT_TIMEOUT_S,
     )  # fmt: skip
     if done.returncode == 0:
         versions = done.stdout.split()

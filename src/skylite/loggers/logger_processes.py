@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from skylite.config.log import LoggerName
 from skylite.errors import DataError, RunFailed
@@ -21,6 +23,9 @@ ENV = {
     "OPENBLAS_NUM_THREADS": "1",
     "WANDB_SILENT": "true",
     "GIT_PYTHON_REFRESH": "quiet",
+    "MPLBACKEND": "Agg",
+    # python-dotenv reads .env of every folder above, such as /tmp, where others write.
+    "PYTHON_DOTENV_DISABLED": "1",
 }
 
 
@@ -86,10 +91,21 @@ def start_logger(run: RunDir, name: LoggerName, *, keep_following: bool) -> Logg
     spec = ProcessSpec(
         name=f"logger {name}",
         argv=[*argv, "--follow"] if keep_following else argv,
-        env=ENV,
+        env=ENV | _mlflow_server(),
         log_path=run.log_path(f"logger-{name}"),
     )
     return LoggerProcess(name, run, start(spec))
+
+
+def _mlflow_server() -> dict[str, str]:
+    """MLFLOW_TRACKING_URI for a process with another working folder: a relative path becomes absolute."""
+    place = os.environ.get("MLFLOW_TRACKING_URI", "")
+    start, separator, path = place.partition(":///") if place.startswith("sqlite:") else ("", "", place)
+    if separator:
+        place = f"{start}{separator}{os.path.abspath(path)}"
+    elif "://" not in place and place not in ("", "databricks", "uc"):
+        place = Path(place.removeprefix("file:")).absolute().as_uri()
+    return {"MLFLOW_TRACKING_URI": place} if place else {}
 
 
 def start_loggers(run: RunDir, names: list[LoggerName]) -> list[LoggerProcess]:

@@ -1,4 +1,7 @@
-"""MLflow: the server of MLFLOW_TRACKING_URI, or else a SQLite file RUN/loggers/mlflow/mlflow.db."""
+"""MLflow: the server of MLFLOW_TRACKING_URI, or else a SQLite file RUN/loggers/mlflow/mlflow.db.
+
+The file says where artifacts are written, so each process makes its own.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import ClassVar
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
-from skylite.loggers.interface import LoggedSample, LoggerRun
+from skylite.loggers.interface import LoggedSample, LoggerRun, NewFolder
 
 PARAM_CHARACTERS = 6000
 """Longest parameter that MLflow stores."""
@@ -23,14 +26,16 @@ class Writer:
 
     can_go_back: ClassVar[bool] = False  # a logged metric stays
 
+    @staticmethod
+    def new_folder(offline: bool) -> NewFolder:
+        return NewFolder.EACH_START if _server(offline) else NewFolder.EACH_START_WITH_ALL_STEPS
+
     def __init__(self, run: LoggerRun) -> None:
-        folder = run.folder / "mlflow"
-        folder.mkdir(parents=True, exist_ok=True)
-        remote = "" if run.offline else os.environ.get("MLFLOW_TRACKING_URI", "")
-        self._client = MlflowClient(remote or f"sqlite:///{folder / 'mlflow.db'}")
+        server = _server(run.offline)
+        self._client = MlflowClient(server or f"sqlite:///{run.folder / 'mlflow.db'}")
         experiment = self._client.get_experiment_by_name(run.project)
         if experiment is None:
-            place = None if remote else (folder / "artifacts").as_uri()
+            place = None if server else (run.folder / "artifacts").as_uri()
             self._experiment = self._client.create_experiment(run.project, artifact_location=place)
         else:
             self._experiment = experiment.experiment_id
@@ -56,6 +61,10 @@ class Writer:
         for start in range(0, len(params), PARAMS_PER_CALL):
             self._client.log_batch(created.info.run_id, params=params[start : start + PARAMS_PER_CALL])
         return str(created.info.run_id)
+
+
+def _server(offline: bool) -> str:
+    return "" if offline else os.environ.get("MLFLOW_TRACKING_URI", "")
 
 
 def _key(name: str) -> str:

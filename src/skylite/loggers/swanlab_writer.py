@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import swanlab
 
-from skylite.loggers.interface import LoggedSample, LoggerRun
+from skylite.loggers.interface import LoggedSample, LoggerRun, NewFolder
 
 
 class Writer:
@@ -15,16 +15,18 @@ class Writer:
 
     can_go_back: ClassVar[bool] = False
 
+    @staticmethod
+    def new_folder(offline: bool) -> NewFolder:
+        return NewFolder.EACH_START
+
     def __init__(self, run: LoggerRun) -> None:
-        folder = run.folder / "swanlab"
-        folder.mkdir(parents=True, exist_ok=True)
         swanlab.init(
             project=run.project,
             experiment_name=run.name,
             id=run.run_id,
             resume="allow",
             mode="offline" if run.offline else None,
-            logdir=str(folder),
+            logdir=str(run.folder),
             config=dict(run.config),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -12,7 +13,7 @@ from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.util.tensor_util import make_tensor_proto
 
-from skylite.loggers.interface import LoggedSample, LoggerRun
+from skylite.loggers.interface import LoggedSample, LoggerRun, NewFolder
 
 
 class Writer:
@@ -20,8 +21,13 @@ class Writer:
 
     can_go_back: ClassVar[bool] = True
 
+    @staticmethod
+    def new_folder(offline: bool) -> NewFolder:
+        return NewFolder.NEVER
+
     def __init__(self, run: LoggerRun) -> None:
-        self._file = EventFileWriter(str(run.folder / "tensorboard"))
+        # Without the suffix somebody could foresee the name, and put a link there.
+        self._file = EventFileWriter(str(run.folder), filename_suffix=f".{uuid.uuid4().hex}")
         # Readers discard what earlier files hold from this step on.
         self._add(Event(step=run.last_step + 1, session_log=SessionLog(status=SessionLog.START)))
         if not run.last_step:

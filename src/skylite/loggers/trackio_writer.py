@@ -9,7 +9,7 @@ from typing import ClassVar
 import pandas
 import trackio
 
-from skylite.loggers.interface import LoggedSample, LoggerRun
+from skylite.loggers.interface import LoggedSample, LoggerRun, NewFolder
 
 REMOTE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
 """Variables that send the run away from this machine."""
@@ -19,6 +19,10 @@ class Writer:
     """Trackio finds a run by its name, so the name ends with part of the id."""
 
     can_go_back: ClassVar[bool] = False
+
+    @staticmethod
+    def new_folder(offline: bool) -> NewFolder:
+        return NewFolder.NEVER
 
     def __init__(self, run: LoggerRun) -> None:
         if run.offline:

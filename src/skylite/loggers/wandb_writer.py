@@ -1,4 +1,4 @@
-"""Weights & Biases, online or offline (RUN/loggers/wandb; `wandb sync` uploads it later)."""
+"""Weights & Biases, online or offline (RUN/loggers/wandb/wandb; `wandb sync` uploads it later)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import wandb
 
-from skylite.loggers.interface import LoggedSample, LoggerRun
+from skylite.loggers.interface import LoggedSample, LoggerRun, NewFolder
 
 COLUMNS = ["step", "question", "completion", "answer", "reward"]
 
@@ -16,6 +16,10 @@ class Writer:
     """The metric `step` is the axis of every curve, so a resumed run extends the same curves."""
 
     can_go_back: ClassVar[bool] = False  # wandb drops steps that come twice; its rewind is a closed preview
+
+    @staticmethod
+    def new_folder(offline: bool) -> NewFolder:
+        return NewFolder.EACH_START
 
     def __init__(self, run: LoggerRun) -> None:
         self._run = wandb.init(

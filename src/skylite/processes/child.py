@@ -96,15 +96,9 @@ def start(spec: ProcessSpec) -> Child:
             log_start = log.tell()
             process = subprocess.Popen(
                 argv,
-                env=protected_env(
-                    {
-                        **os.environ,
-                        "PYTHONIOENCODING": "utf-8:backslashreplace",  # no print of half a character may fail
-                        **spec.env,
-                        **temporary_env(str(folder.path)),
-                        MARK: mark,
-                    }
-                ),
+                # Libraries obey files of the working folder, such as ./wandb/settings, .env and matplotlibrc.
+                cwd=folder.path,
+                env={**child_env(spec.env, str(folder.path)), MARK: mark},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -121,6 +115,36 @@ def start(spec: ProcessSpec) -> Child:
     finally:
         os.close(read_end)
     return Child(spec, process, reaper_pipe, mark, log_start, folder)
+
+
+def child_env(added: Mapping[str, str], folder: str) -> dict[str, str]:
+    """The environment of a child whose working folder and folder for temporary files is `folder`."""
+    return protected_env(
+        {
+            **absolute_paths(os.environ),
+            "PYTHONIOENCODING": "utf-8:backslashreplace",  # no print of half a character may fail
+            **added,
+            **temporary_env(folder),
+            "PWD": folder,
+        }
+    )
+
+
+_FOLDER = re.compile(r".*(DIR|HOME|ROOT|FOLDER)")
+_MAYBE_PATH = re.compile(r".+_(CACHE|FILE|BUNDLE|PATH)")
+_SWITCH = re.compile(r"(?i)\d*|true|false|yes|no|on|off")
+
+
+def absolute_paths(env: Mapping[str, str]) -> dict[str, str]:
+    """`env` with absolute paths where it names folders and files, such as HF_HOME=cache."""
+    return {name: os.path.abspath(v) if _is_relative_path(name, v) else v for name, v in env.items()}
+
+
+def _is_relative_path(name: str, value: str) -> bool:
+    if value.startswith(("/", "~", "$")) or ":" in value or _SWITCH.fullmatch(value):
+        return False
+    may_be = _MAYBE_PATH.fullmatch(name) is not None and ("/" in value or os.path.exists(value))
+    return may_be or _FOLDER.fullmatch(name) is not None
 
 
 def temporary_env(folder: str) -> dict[str, str]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from skylite.errors import ConfigError
 from skylite.processes.gpus import USE_CPU, VISIBLE, Gpu, cuda_env, describe, visible_gpus, why_no_gpu
-from skylite.processes.import_path import protected_env
+from skylite.processes.import_path import NEUTRAL_FOLDER, protected_env
 
 TORCH_TIMEOUT_S = 300.0
 """The first import of torch from a slow disk takes minutes."""
@@ -88,8 +88,9 @@ def ask_torch(python: str, path: str, gpus: tuple[int, ...]) -> TorchCuda:
     env = protected_env({**os.environ, **cuda_env(gpus)})
     try:
         done = subprocess.run(
-            [python, "-c", ASK_TORCH], env=env, capture_output=True, text=True, timeout=TORCH_TIMEOUT_S
-        )
+            [python, "-c", ASK_TORCH], env=env, cwd=NEUTRAL_FOLDER, capture_output=True, text=True,
+            timeout=TORCH_TIMEOUT_S,
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f"torch was not imported within {TORCH_TIMEOUT_S:g} s.",

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
+NEUTRAL_FOLDER = "/"
+"""Working folder of a short-lived child. Libraries obey files of the user's, which may be a stranger's."""
+
+
 def protected_env(env: "Mapping[str, str]") -> dict[str, str]:
     """`env` for a child whose imports do not see the working folder.
 

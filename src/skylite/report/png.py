@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
 from skylite.errors import ConfigError
 from skylite.optional_packages import install_command
+from skylite.processes.import_path import NEUTRAL_FOLDER
 from skylite.report.plots import HELD_OUT
 from skylite.run.files import atomic_file
 
@@ -17,13 +20,19 @@ STYLES = ("-", "--", ":", "-.")
 
 
 def require_matplotlib() -> None:
-    """Raises ConfigError if it is not installed."""
+    """Import matplotlib with its own settings. Raises ConfigError if it is not installed.
+
+    At import it reads `matplotlibrc` of the working folder, where a stranger's can start LaTeX.
+    """
+    os.environ["MPLBACKEND"] = "Agg"
     try:
-        import matplotlib  # noqa: F401
+        with chdir(NEUTRAL_FOLDER):
+            import matplotlib
     except ModuleNotFoundError:
         raise ConfigError(
             "--png needs matplotlib, which is not installed.", f"Run `{install_command('plots')}`."
         ) from None
+    matplotlib.rcdefaults()
 
 
 def write_png_files(page: Mapping[str, Any], folder: Path) -> list[Path]:

@@ -18,6 +18,7 @@ from skylite.config.rollout import RewardParameters
 from skylite.errors import ChildDied, RunFailed
 from skylite.processes.capture_prints import printed_lines
 from skylite.processes.parent_death import die_with_parent
+from skylite.processes.temporary_folder import TemporaryFolder
 from skylite.rewards.built_in import DEFAULTS
 from skylite.rewards.components import Component, load_components, score_components
 from skylite.rewards.reward_arguments import Item
@@ -53,16 +54,27 @@ class RewardPool:
         if log_path is not None:
             with convert_os_errors(log_path.parent):
                 log_path.parent.mkdir(parents=True, exist_ok=True)
+            log_path = log_path.absolute()
         # The workers load the functions too, and log what that prints.
         with contextlib.nullcontext() if log_path is None else printed_lines(lambda line: None):
             components = load_components(specs, weights, programs=programs, parameters=parameters)
         self._takes_several = any(c.function.takes_several for c in components)
+        # Libraries that a reward imports obey files of the working folder, such as ./.env.
+        self._folder = TemporaryFolder("rewards-")
         context = multiprocessing.get_context("spawn")
         self._executor = ProcessPoolExecutor(
             num_workers,
             mp_context=context,
             initializer=_start_worker,
-            initargs=(tuple(specs), tuple(weights), dict(programs or {}), parameters, os.getpid(), log_path),
+            initargs=(
+                tuple(specs),
+                tuple(weights),
+                dict(programs or {}),
+                parameters,
+                os.getpid(),
+                log_path,
+                self._folder.path,
+            ),
         )
         before = set(multiprocessing.active_children())
         # Workers start with SIGINT blocked, because Ctrl-C during their imports would print a traceback.
@@ -121,6 +133,7 @@ class RewardPool:
                 self._watching.remove_reader(worker.sentinel)
             worker.kill()
             worker.join()
+        self._folder.remove()
 
     def _ended(self, sentinel: int, lost: Callable[[ChildDied], None]) -> None:
         if self._watching is not None:
@@ -139,8 +152,10 @@ def _start_worker(
     parameters: RewardParameters,
     parent: int,
     log_path: Path | None,
+    folder: Path,
 ) -> None:
     global _components
+    os.chdir(folder)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(parent)
     if log_path is not None:

@@ -92,8 +92,12 @@ def _recorded_run_id(folder: Path) -> object:
 
 
 def _links_out(root: Path, place: Path) -> Iterator[Path]:
-    """`place` and the symbolic links below it that have a target outside of `root`."""
-    inside = os.path.realpath(root)
+    """`place` and the symbolic links below it that have a target outside of `root`.
+
+    Leaves out what is in the folders of the loggers: their libraries leave links there (wandb, to its logs in
+    the user's cache), and skylite writes only new files to them (loggers/own_folder.py).
+    """
+    inside, of_loggers = os.path.realpath(root), RunDir(Path(root)).loggers
     if place.is_symlink() and not Path(os.path.realpath(place)).is_relative_to(inside):
         yield place
         return
@@ -101,3 +105,5 @@ def _links_out(root: Path, place: Path) -> Iterator[Path]:
         for path in (Path(folder, name) for name in (*folders, *files)):
             if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
                 yield path
+        if Path(folder) == of_loggers:
+            folders.clear()

@@ -37,6 +37,7 @@ from typing import Any, Self
 from skylite.errors import ChildDied, ConfigError
 from skylite.processes.child import describe_exit_code
 from skylite.processes.file_descriptors import private_file
+from skylite.processes.import_path import NEUTRAL_FOLDER
 from skylite.processes.temporary_folder import TemporaryFolder
 from skylite.sandbox.messages import receive_until, send
 from skylite.untrusted_text import encodable_json
@@ -183,6 +184,7 @@ class Sandbox:
                 stderr=subprocess.DEVNULL,
                 pass_fds=[life],
                 env=_environment(self._scratch),
+                cwd=self._scratch or NEUTRAL_FOLDER,
                 start_new_session=True,
             )
         finally:
