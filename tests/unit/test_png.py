@@ -11,7 +11,8 @@ import pytest
 CODE = """
 from pathlib import Path
 from skylite.report.png import write_png_files
-plot = {"title": "Reward", "unit": "", "percent": False, "divisor": 1.0, "log": False, "keys": ["reward/mean"]}
+plot = {"title": "Reward", "unit": "",
+        "percent": False, "divisor": 1.0, "log": False, "keys": ["reward/mean"]}
 run = {"label": "r", "held_out": [], "metrics": {"step": [1, 2], "reward/mean": [0.1, 0.2]}}
 print(write_png_files({"plots": [plot], "runs": [run]}, Path("png"))[0])
 import matplotlib
