@@ -6,6 +6,7 @@ import contextlib
 import os
 import platform
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -77,13 +78,14 @@ def version_text(*, verbose: bool) -> str:
     return "\n".join(f"{name} {found}" for name, found in versions.items())
 
 
-def main() -> None:
-    """Run the command line. Every error becomes one message on stderr and a nonzero exit code."""
+def main(begin: Callable[[], None] = lambda: None) -> None:
+    """Run `begin`, then the command line. An error becomes one message on stderr and a nonzero exit code."""
     protect_imports()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):  # closed, or replaced by a test
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # no print may fail
     try:
+        begin()
         _check_arguments()
         app()
     except SkyliteError as error:

@@ -4,8 +4,9 @@ from skylite.processes.import_path import protect_imports
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command line, with folders of its own for temporary files and compiled code."""
     protect_imports()
     from skylite.cli import main as run_command
+    from skylite.processes.private_folders import use_private_folders
 
-    run_command()
+    run_command(use_private_folders)

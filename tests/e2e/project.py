@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-COMMAND = [sys.executable, "-c", "from skylite.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from skylite.entry_point import main; main()"]
 REWARD_FILE = '''
 def letters(prompt, completion):
     """Share of ASCII letters: a random byte model gets some of it, training raises it."""

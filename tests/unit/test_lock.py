@@ -61,9 +61,8 @@ def test_the_lock_holds_the_owners_pid_alone(tmp_path: Path) -> None:
 
 
 def test_a_folder_below_missing_ones_can_be_locked(tmp_path: Path) -> None:
-    for is_private in (False, True):
-        with lock_folder(tmp_path / f"a{is_private}" / "b" / "c", is_private=is_private):
-            assert (tmp_path / f"a{is_private}" / "b" / "c" / LOCK_NAME).exists()
+    with lock_folder(tmp_path / "a" / "b" / "c"):
+        assert (tmp_path / "a" / "b" / "c" / LOCK_NAME).exists()
 
 
 def test_a_refused_lock_leaves_no_file_open(tmp_path: Path) -> None:
@@ -148,5 +147,5 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
 def test_a_folder_that_others_only_read_or_enter_can_be_locked(tmp_path: Path, mode: int) -> None:
     (tmp_path / "sync").mkdir()
     (tmp_path / "sync").chmod(mode)
-    with lock_folder(tmp_path / "sync", is_private=True):
+    with lock_folder(tmp_path / "sync"):
         pass

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,9 @@ import pytest
 from skylite.config.lora import LoraConfig
 from skylite.errors import ConfigError
 from skylite.run.lock import LOCK_NAME, lock_folder, lock_run
-from skylite.run.private_folder import require_own_links
+from skylite.run.private_folder import open_lock, require_own_links
 from skylite.run.run_dir import RunDir
+from tests.other_user import as_other_user, as_root, folder_of_all
 from tests.unit.bad_inputs import Reply, call
 from tests.unit.run_cases import begin
 
@@ -38,13 +41,51 @@ def start(root: Path, sync: Path) -> Reply:
     return call(["train", "--recipe", "gsm8k_cpu", *flags, *(w for m in more for w in ("--set", m))])
 
 
-def test_a_sync_folder_is_made_private(tmp_path: Path) -> None:
-    before = os.umask(0)
+@pytest.mark.parametrize("umask", [0, 0o022, 0o077])
+def test_a_run_is_private_whatever_the_umask(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
     try:
-        with lock_folder(tmp_path / "new" / "sync", is_private=True):
-            assert (tmp_path / "new" / "sync").stat().st_mode & 0o777 == 0o700
+        with lock_run(tmp_path / "runs" / "new", tmp_path / "sync", LoraConfig(lora_sync_path="sync")):
+            for folder in (tmp_path / "runs" / "new", tmp_path / "sync"):
+                assert folder.stat().st_mode & 0o777 == 0o700
+                assert (folder / LOCK_NAME).stat().st_mode & 0o777 == 0o600
     finally:
         os.umask(before)
+
+
+@as_root
+def test_another_user_cannot_hold_the_lock_of_a_run() -> None:
+    """Also in a folder that its owner lets others read."""
+
+    def hold(folder: Path) -> None:
+        with pytest.raises(PermissionError):
+            fcntl.flock(os.open(folder / LOCK_NAME, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    with folder_of_all() as place:
+        (place / "shared").mkdir()
+        (place / "shared").chmod(0o755)
+        for folder in (place / "new", place / "shared"):
+            with lock_folder(folder):
+                (folder / "kept").touch()
+            open_lock(folder / LOCK_NAME).close()  # as a killed run leaves it
+            assert as_other_user(partial(hold, folder)) == 0
+            with lock_folder(folder):
+                pass
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775, 0o702])
+def test_a_run_folder_that_others_may_write_to_is_refused_and_left(
+    run: RunDir, tmp_path: Path, mode: int
+) -> None:
+    (tmp_path / "new").mkdir()
+    for folder in (tmp_path / "new", run.root):
+        folder.chmod(mode)
+    before = contents(tmp_path)
+    for reply in (start(tmp_path, tmp_path / "sync2"), call(["train", "--resume", str(run.root)])):
+        assert reply.code == 2, reply.output
+        assert f"is open to other users (mode 0{mode:o})" in reply.output
+    assert contents(tmp_path) == before
+    assert run.root.stat().st_mode & 0o7777 == mode
 
 
 def test_a_sync_folder_of_another_user_is_refused(
@@ -61,7 +102,6 @@ def test_a_sync_folder_of_another_user_is_refused(
     ):
         assert reply.code == 2, reply.output
         assert "belongs to the user with id" in reply.output
-        assert "lora_sync_path" in reply.output
     assert contents(tmp_path) == before
 
 
@@ -176,10 +216,10 @@ def test_a_lock_that_is_no_plain_file_is_refused_and_never_emptied(tmp_path: Pat
     assert (tmp_path / "mine").read_text() == "mine"
 
 
-def test_a_lock_can_be_read_by_all_and_written_by_its_owner(tmp_path: Path) -> None:
+def test_a_lock_is_for_its_owner_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         with lock_folder(tmp_path):
-            assert (tmp_path / LOCK_NAME).stat().st_mode & 0o777 == 0o644
+            assert (tmp_path / LOCK_NAME).stat().st_mode & 0o777 == 0o600
     finally:
         os.umask(before)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from skylite.errors import ModelError
 from skylite.processes.child import ProcessSpec, kill, log_tail, start
 from skylite.run.files import atomic_folder, convert_os_errors, require_space, sha256_file, write_json
+from skylite.run.private_folder import open_lock
 from skylite.run.remembered_durations import remembered_work
 from skylite.untrusted_text import parse_json
 
@@ -55,8 +56,7 @@ def converted_folder() -> Path:
     folder = cache_folder() / f"smollm2-135m-{found[:12]}"
     with convert_os_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = (folder.parent / f".{folder.name}.lock").open("w")
-    with lock:
+    with open_lock(folder.parent / f".{folder.name}.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if folder.exists() and (damage := find_damage(folder)):
             logger.warning(f"model: the converted copy in {folder} is damaged ({damage}); converting again")

@@ -22,6 +22,7 @@ from pathlib import Path
 from skylite.errors import ChildDied, RunFailed
 from skylite.processes.file_descriptors import private_file
 from skylite.processes.import_path import protected_env
+from skylite.processes.private_folders import cache_env
 from skylite.processes.reaper import MARK, TEMPORARY_FOLDER, remove_leftovers
 from skylite.processes.temporary_folder import TemporaryFolder
 from skylite.untrusted_text import plain
@@ -152,10 +153,13 @@ def temporary_env(folder: str) -> dict[str, str]:
 
     torch keeps compiled C++ headers below TMPDIR, so each child would compile them again. That is turned off.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skylite" / "torchinductor"
-    compiled = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
-    users = {name: os.environ[name] for name in compiled if name in os.environ}
-    return {"TMPDIR": folder, TEMPORARY_FOLDER: folder, **compiled, **users}
+    headers = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
+    return {
+        "TMPDIR": folder,
+        TEMPORARY_FOLDER: folder,
+        headers: os.environ.get(headers, "0"),
+        **cache_env(Path(folder)),
+    }
 
 
 def _temporary_folder() -> TemporaryFolder:

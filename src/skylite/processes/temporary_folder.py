@@ -27,14 +27,18 @@ _cleared: set[Path] = set()
 class TemporaryFolder:
     """A new folder for this user only, whatever the umask."""
 
-    def __init__(self, kind: str = "", parent: Path | None = None) -> None:
-        """`kind`: word in its name, such as "lib-". `parent`: None for the folder of tempfile."""
+    def __init__(self, kind: str = "", parent: Path | None = None, *, is_inherited: bool = False) -> None:
+        """`kind`: word in its name, such as "lib-". `parent`: None for the folder of tempfile.
+
+        `is_inherited`: a program that replaces this process (exec) keeps the folder.
+        """
         parent = parent or Path(tempfile.gettempdir())
         if parent not in _cleared:
             _cleared.add(parent)
             clear_unused(parent)
         self.path = Path(tempfile.mkdtemp(prefix=f"skylite-{kind}", dir=parent))
         self._lock: int | None = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        os.set_inheritable(self._lock, is_inherited)
         with suppress(OSError):  # a file system without locks: then nobody but this process removes it
             fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             self.path.chmod(MODE)  # last: before, clear_unused does not touch it

@@ -15,39 +15,39 @@ from skylite.run.files import convert_os_errors
 from skylite.run.private_folder import OTHERS_MAY_WRITE, make_own_folder, open_lock, require_own_links
 
 LOCK_NAME = ".skylite.lock"
-_PRIVATE_HINT = (
-    "Choose another lora.lora_sync_path, such as a new folder, which skylite creates with mode 0700; "
-    "or make this one yours alone (chmod 700)."
-)
+_HINT = "Choose a new folder, which skylite creates with mode 0700; or make this one yours alone (chmod 700)."
+_SYNC_HINT = f"That is lora.lora_sync_path. {_HINT}"
 
 
 @contextmanager
 def lock_run(root: Path, adapters: Path, lora: LoraConfig) -> Iterator[None]:
     """Lock a run's folder and the folder that it publishes adapters in.
 
-    Raises as `lock_folder`, and ConfigError if another user's link leads to a lora_sync_path.
+    Raises as `lock_folder`, and ConfigError if another user's link leads to one of them.
     """
+    require_own_links(root, _HINT)
     if lora.lora_sync_path is not None:
         for path in (Path(lora.lora_sync_path), adapters):  # as given, and as recorded at the run's start
-            require_own_links(path, _PRIVATE_HINT)
-    with lock_folder(root), lock_folder(adapters, is_private=lora.lora_sync_path is not None):
+            require_own_links(path, _SYNC_HINT)
+    with (
+        lock_folder(root.resolve()),
+        lock_folder(adapters, _HINT if lora.lora_sync_path is None else _SYNC_HINT),
+    ):
         yield
 
 
 @contextmanager
-def lock_folder(folder: Path, *, is_private: bool = False) -> Iterator[None]:
+def lock_folder(folder: Path, hint: str = _HINT) -> Iterator[None]:
     """Lock `folder` while the block runs. Raises ConfigError with the pid of the live owner, or WriteFailed.
 
-    `is_private`: for a lora_sync_path that the user chose, which may be where other users write, such as in
-    /dev/shm. Creates it with mode 0700; raises ConfigError if others own it or may write to it.
+    Creates it with mode 0700. Raises ConfigError with `hint` if others own it or may write to it: it may be
+    where other users write, such as in /dev/shm.
     The kernel releases the lock even after `kill -9`, so a leftover lock file locks nothing; only its pid is
     stale. At the end the lock file is removed, and the folder too if the lock created it and it is still
     empty.
     """
     path, is_new = folder / LOCK_NAME, not folder.exists()
-    if is_private:
-        make_own_folder(folder, OTHERS_MAY_WRITE, _PRIVATE_HINT)
-    with _locked(path) as stream:
+    with _locked(path, hint) as stream:
         try:
             with convert_os_errors(path):
                 stream.truncate(0)
@@ -75,11 +75,10 @@ def is_locked(lock: Path) -> bool:
     return False
 
 
-def _locked(path: Path) -> FileIO:
+def _locked(path: Path, hint: str) -> FileIO:
     """Open and lock the file. Raises ConfigError when another process holds the lock."""
     while True:
-        with convert_os_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+        make_own_folder(path.parent, OTHERS_MAY_WRITE, hint)
         stream = open_lock(path)
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -14,10 +14,9 @@ from pathlib import Path
 
 from skylite.errors import ConfigError
 from skylite.processes.file_descriptors import private_file
+from skylite.processes.private_folders import walk
 from skylite.run.files import convert_os_errors
 
-MAX_LINKS = 40
-"""As in Linux: more are a circle."""
 OTHERS_MAY_ENTER, OTHERS_MAY_WRITE = 0o077, 0o022
 """Bits of a mode that a folder must not have."""
 
@@ -31,6 +30,7 @@ def make_own_folder(folder: Path, forbidden: int, hint: str) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
+            return
         found = os.lstat(folder)
     if problem := _folder_problem(found, forbidden):
         raise ConfigError(f"{folder} {problem}; another user could change what this run reads.", hint)
@@ -46,21 +46,13 @@ def is_own_folder(folder: Path, forbidden: int) -> bool:
 
 def require_own_links(path: Path, hint: str) -> None:
     """Raise ConfigError if a link on the way to `path` belongs to another user, who can change it."""
-    left, place = list(reversed((Path.cwd() / path).parts)), Path("/")
-    for _ in range(MAX_LINKS):
-        while left and not (place := place / left.pop()).is_symlink():
-            continue
-        if not place.is_symlink():
-            return
-        if (owner := os.lstat(place).st_uid) not in (os.geteuid(), 0):
+    for place, found in walk(path):
+        if stat.S_ISLNK(found.st_mode) and found.st_uid not in (os.geteuid(), 0):
             raise ConfigError(
-                f"{place} is a link of the user with id {owner}, not yours; "
+                f"{place} is a link of the user with id {found.st_uid}, not yours; "
                 "another user could change what this run reads.",
                 hint,
             )
-        left += reversed(Path(os.readlink(place)).parts)
-        place = place.parent
-    raise ConfigError(f"{path} has more than {MAX_LINKS} links.", hint)
 
 
 def _folder_problem(found: os.stat_result, forbidden: int) -> str:
@@ -77,12 +69,13 @@ def _folder_problem(found: os.stat_result, forbidden: int) -> str:
 def open_lock(path: Path) -> FileIO:
     """Open or create a lock file, without changing its content. Forked children do not keep it.
 
+    Only this user may read it: who can open a file can hold its lock.
     Raises ConfigError if it is not a plain file with one name: writing the lock would change another file.
     Raises WriteFailed.
     """
     with convert_os_errors(path):
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         except OSError as error:
             if error.errno not in (errno.ELOOP, errno.EISDIR):
                 raise

@@ -1,0 +1,147 @@
+"""Folders that no other user can fill: for temporary files, and for compiled code that processes load.
+
+torch's own choice is `/tmp/torchinductor_USER`. Any user of the machine can make that folder first, with
+compiled code in it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from skylite.errors import ConfigError
+from skylite.processes.temporary_folder import TemporaryFolder
+
+MAX_LINKS = 40
+"""As in Linux: more are a circle."""
+OWN_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "torchinductor", "TRITON_CACHE_DIR": "triton"}
+"""Variable -> folder in skylite's cache. It is set for every process."""
+LIBRARY_CACHES = {
+    "VLLM_CACHE_ROOT": "vllm",
+    "TORCH_EXTENSIONS_DIR": "torch_extensions",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+}
+"""Variable -> a library's own folder in the user's cache. It is set only where that one is not safe."""
+OTHER_FOLDERS = (
+    "XDG_CACHE_HOME",
+    "VLLM_RPC_BASE_PATH",
+    "TRITON_HOME",
+    "CUDA_CACHE_PATH",
+    "NUMBA_CACHE_DIR",
+    "PYTHONPYCACHEPREFIX",
+)
+"""Variables that a user may set to a folder with code or sockets."""
+
+
+def walk(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Every place on the way to `path` that exists, links and what they lead to included, and its lstat.
+
+    Raises ConfigError for a circle of links.
+    """
+    left, place, links = list(reversed((Path.cwd() / path).parts)), Path("/"), 0
+    while left:
+        place = place.parent if (part := left.pop()) == ".." else place / part
+        try:
+            found = os.lstat(place)
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            return
+        yield place, found
+        if stat.S_ISLNK(found.st_mode):
+            if (links := links + 1) > MAX_LINKS:
+                raise ConfigError(f"{path} has more than {MAX_LINKS} links.", "Choose another folder.")
+            left += reversed(Path(os.readlink(place)).parts)
+            place = place.parent
+
+
+def problem(path: Path, *, may_be_shared: bool = False) -> str:
+    """Why another user could put files there, such as "/tmp can be written to by other users"; empty if none.
+
+    `may_be_shared`: a sticky folder of all users, such as /tmp, is good enough for a new folder with a random
+    name. The members of a user's own group (its number is the user's) count as that user.
+    """
+    last, is_shared, trusted = Path("/"), False, _trusted_owners()
+    for place, found in walk(path):
+        if found.st_uid not in trusted:
+            return f"{place} belongs to the user with id {found.st_uid}"
+        if stat.S_ISLNK(found.st_mode):
+            continue
+        others = stat.S_IWOTH | (stat.S_IWGRP if found.st_gid != found.st_uid else 0)
+        last, is_shared = place, bool(found.st_mode & others)
+        if is_shared and not found.st_mode & stat.S_ISVTX:
+            return f"{place} can be written to by other users"
+    return f"{last} can be written to by other users" if is_shared and not may_be_shared else ""
+
+
+def cache_env(temporary: Path) -> dict[str, str]:
+    """Variables to add to the environment, so that no process loads code from a folder that others can fill.
+
+    A default that is not safe is replaced by one in `temporary`. Raises ConfigError for a user's own value.
+    """
+    env, added = os.environ, {}
+    for name in (*OWN_CACHES, *LIBRARY_CACHES, *OTHER_FOLDERS):
+        if env.get(name):
+            _require_safe(name, env[name])
+    cache = Path(env.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    for name, folder in OWN_CACHES.items():
+        if not env.get(name):
+            path = cache / "skylite" / folder
+            added[name] = str(path if _make(path) else temporary / folder)
+    for name, folder in LIBRARY_CACHES.items():
+        if not env.get(name) and problem(cache / folder):
+            added[name] = str(temporary / folder)
+    return added
+
+
+def use_private_folders() -> None:
+    """Give this process, and every process that it starts, a private TMPDIR and private caches.
+
+    A TMPDIR that only this user may write to stays. Raises ConfigError for one that belongs to somebody else.
+    """
+    parent = Path(tempfile.gettempdir())
+    if reason := problem(parent, may_be_shared=True):
+        raise ConfigError(
+            f"The folder for temporary files, {parent}, is not safe: {reason}.",
+            "Set TMPDIR to a folder that only you may write to.",
+        )
+    temporary = parent
+    if problem(parent):
+        # Inherited by `skylite serve`, which becomes another program: its lock keeps the folder.
+        folder = TemporaryFolder(parent=parent, is_inherited=True)
+        owner = os.getpid()
+        atexit.register(lambda: folder.remove() if os.getpid() == owner else None)
+        temporary = folder.path
+        os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
+    os.environ.update(cache_env(temporary))
+
+
+def _trusted_owners() -> set[int]:
+    """This user and root. In a user namespace without root (Apptainer) root's files belong to nobody."""
+    with suppress(OSError):
+        if Path("/proc/self/uid_map").read_text().split() != ["0", "0", "4294967295"]:
+            return {os.geteuid(), 0, int(Path("/proc/sys/kernel/overflowuid").read_text())}
+    return {os.geteuid(), 0}
+
+
+def _require_safe(name: str, value: str) -> None:
+    path = Path(value).expanduser()
+    if not path.is_absolute():
+        raise ConfigError(f"{name}={value} is not an absolute path.", f"Set {name} to one, or unset it.")
+    if not _make(path):
+        reason = problem(path) or "it cannot be created"
+        raise ConfigError(
+            f"{name}={value} is not safe, because skylite runs code from there: {reason}.",
+            f"Unset {name}, or set it to a folder that only you may write to.",
+        )
+
+
+def _make(path: Path) -> bool:
+    """Create the folder for this user only, unless it exists. Whether it is there and safe."""
+    with suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+    return path.is_dir() and not problem(path)
