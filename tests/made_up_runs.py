@@ -1,4 +1,4 @@
-"""Made-up run folders with all files that a run writes: healthy, collapsed, hacked, and without signal.
+"""Made-up run folders with all files that a run writes: healthy ones, and one for each way to go wrong.
 
     python -m tests.made_up_runs FOLDER
 
@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from safetensors.numpy import save_file
 
 from skylite.config.train import Resolved, RunConfig, TrainConfig
+from skylite.orchestrator.step_metrics import correlation
 from skylite.processes.versions_and_hardware import machine_facts
 from skylite.run.files import write_json
 from skylite.run.held_out_scores import Label, write_score
@@ -50,6 +51,12 @@ class Story:
     """Share of a completion that repeats one phrase."""
     whole_groups: Callable[[float], float] = lambda t: 0.0
     """Share of groups whose completions all get the same reward."""
+    score: Callable[[int], float] | None = None
+    """Reward of a completion from its tokens; None: 1 for the share `reward`, else 0."""
+    spread: float = 2
+    """Standard deviation of the length."""
+    max_tokens: int = 1000
+    """Longer completions are cut off."""
 
 
 STORIES = {
@@ -78,6 +85,39 @@ STORIES = {
         entropy=lambda t: 1.2,
         length=lambda t: 20,
         whole_groups=lambda t: 0.95,
+    ),
+    # 41.7 % before the first step, 0 % in all others: a learning rate of 2e-2.
+    "instant-collapse": Story(
+        reward=lambda t: 0.417 if t * STEPS <= 1 else 0.0,
+        held_out=lambda t: 0.417 if t == 0 else 0.0,
+        entropy=lambda t: 1.2 if t * STEPS <= 1 else 0.7,
+        length=lambda t: 20,
+    ),
+    # The reward is the length in tens of tokens. Completions grow until most of them are cut off.
+    "length": Story(
+        reward=lambda t: 0.0,
+        held_out=lambda t: 0.0,
+        entropy=lambda t: 1.2 - 0.4 * t,
+        length=lambda t: 8 + 24 * t,
+        score=lambda tokens: tokens / 10,
+        spread=4,
+        max_tokens=32,
+    ),
+    "constant": Story(
+        reward=lambda t: 0.0,
+        held_out=lambda t: 0.0,
+        entropy=lambda t: 1.2,
+        length=lambda t: 20,
+        score=lambda tokens: 0.5,
+    ),
+    # Long answers are right ones, as when a policy learns to think first.
+    "thinks-longer": Story(
+        reward=lambda t: 0.2 + 0.5 * t,
+        held_out=lambda t: 0.3 + 0.35 * t,
+        entropy=lambda t: 1.2 - 0.5 * t,
+        length=lambda t: 10 + 20 * t,
+        score=lambda tokens: float(tokens >= 22),
+        spread=4,
     ),
 }
 
@@ -141,11 +181,14 @@ def _group(number: int, step: int, story: Story, t: float, rng: random.Random) -
             score = 0.0
         elif story.whole_groups(t) and k == 0:
             score = 1.0
-        tokens = _completion(max(4, round(rng.gauss(story.length(t), 2))), story.repeats(t), rng)
+        length = max(4, round(rng.gauss(story.length(t), story.spread)))
+        is_cut, length = length > story.max_tokens, min(length, story.max_tokens)
+        score = score if story.score is None else story.score(length)
+        tokens = _completion(length, story.repeats(t), rng)
         text = " ".join(f"w{token}" for token in tokens)
         sample = Sample(
             prompt_token_ids=[1, 2, 3], completion_token_ids=tokens, rollout_logprobs=[-0.5] * len(tokens),
-            adapter_version=step - 1, text=text,
+            adapter_version=step - 1, text=text, finish_reason="length" if is_cut else "stop",
         )  # fmt: skip
         trajectories.append(Trajectory(samples=(sample,), reward=score, components={"math": score}))
     # Each prompt comes again every second step.
@@ -165,9 +208,12 @@ def _metrics(step: int, groups: list[Group], story: Story, t: float, rng: random
     noise = rng.uniform(0.95, 1.05)
     return {
         "step": step, "adapter/version": step, "adapter/b_norm": 2 * t,
-        "reward/mean": statistics.fmean(rewards), "reward/right_frac": statistics.fmean(rewards),
+        "reward/mean": statistics.fmean(rewards), "reward/std": statistics.pstdev(rewards),
+        "reward/right_frac": statistics.fmean(reward == 1.0 for reward in rewards),
+        "reward/tokens_corr": correlation(rewards, [t.num_tokens for t in all_of]),
         "groups/zero_std_frac": zero_std, "groups/zero_std_sampled_frac": zero_std,
-        "completion/tokens_mean": lengths, "completion/truncated_frac": 0.0,
+        "completion/tokens_mean": lengths,
+        "completion/truncated_frac": statistics.fmean(t.is_truncated for t in all_of),
         "perf/completion_tokens_per_s": 100 * noise,
         "policy/entropy": story.entropy(t) * noise, "loss/policy": 0.01 * noise,
         "optim/grad_norm": 0.2 * noise, "optim/lr": 1e-4,
@@ -183,18 +229,26 @@ def _write_held_out(
 ) -> None:
     label: Label = "before" if version == 0 else "after" if version == STEPS else "step"
     correct = round(HELD_OUT * story.held_out(t))
+    own = random.Random(version)
+    lengths = [
+        min(story.max_tokens, max(4, round(own.gauss(story.length(t), story.spread))))
+        for _ in range(HELD_OUT)
+    ]
+    rewards = [float(k < correct) for k in range(HELD_OUT)]
+    if story.score is not None and correct == 0:
+        rewards = list(map(story.score, lengths))
     rows = [
         {
             "prompt_id": f"made-up/test/{k}", "difficulty": 1, "question": f"Held-out question {k}?",
             "answer": str(k), "turns": [f"version {version} says {rng.randrange(100)}"],
-            "observed": [""], "end": "stop", "reward": float(k < correct),
+            "observed": [""], "end": "stop", "reward": rewards[k],
             "tokens": 5, "finish_reason": "stop", "model": adapter_name(version), "temperature": 0.0,
         }
         for k in range(HELD_OUT)
     ]  # fmt: skip
     run.evals.mkdir(exist_ok=True)
     pq.write_table(pa.Table.from_pylist(rows), run.evals / f"{label}-v{version:06d}.parquet")
-    write_score(run, label, version, correct / HELD_OUT, config.eval)
+    write_score(run, label, version, statistics.fmean(rewards), config.eval)
 
 
 def _write_adapter(run: RunDir, version: int, t: float) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from skylite.evaluation.confidence_interval import wilson
+from skylite.evaluation.confidence_interval import accuracy_of, wilson
 from skylite.report.alarm_evidence import change_of, held_out_gain
-from skylite.report.alarms import find_alarms
+from skylite.report.alarms import constant_reward, find_alarms
 from skylite.report.page_data import read_completions
 from skylite.report.read_run import HeldOut, read_facts
 from tests.made_up_runs import STEPS, write_made_up_run
@@ -49,16 +50,20 @@ def held_out(version: int, correct: int, problems: int = 100) -> HeldOut:
         ("collapsed", ["collapse"], ("entropy fell from", "and the reward from")),
         ("hacked", ["reward hacking"], ("accuracy fell from 50.0 % (version 0)", "57 tokens", "4-grams")),
         ("no-signal", ["no signal"], ("% of groups gave no signal: easier data or a larger group.",)),
+        ("instant-collapse", ["collapse"], ("from 42.0 % (version 0) to 0.0 % (version 40)",)),
+        ("length", ["reward hacking"], ("follows the length",)),
+        ("constant", ["no signal"], ("got the reward 0.5",)),
+        ("thinks-longer", [], ()),
     ],
 )  # fmt: skip
-def test_each_made_up_run_raises_its_alarm(
+def test_each_made_up_run_raises_its_alarm_and_no_other(
     tmp_path: Path, name: str, expected: list[str], words: tuple[str, ...]
 ) -> None:
     facts = read_facts(write_made_up_run(tmp_path, name).root)
     unreadable: list[str] = []
     _, repetition = read_completions(facts, unreadable)
     found = find_alarms(facts.metrics, facts.held_out, repetition)
-    assert [a.kind for a in found][: len(expected)] == expected
+    assert [a.kind for a in found if a.is_alarm] == expected
     assert unreadable == []
     if not expected:
         assert found == []
@@ -70,8 +75,9 @@ def test_each_made_up_run_raises_its_alarm(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_noise_raises_no_alarm(tmp_path: Path, seed: int) -> None:
-    facts = read_facts(write_made_up_run(tmp_path, "healthy", seed=seed).root)
+@pytest.mark.parametrize("name", ["healthy", "thinks-longer"])
+def test_noise_raises_no_alarm(tmp_path: Path, name: str, seed: int) -> None:
+    facts = read_facts(write_made_up_run(tmp_path, name, seed=seed).root)
     assert find_alarms(facts.metrics, facts.held_out) == []
 
 
@@ -141,7 +147,120 @@ def test_a_policy_that_lost_its_accuracy_and_its_reward_has_collapsed() -> None:
         "more than a quarter is left"
     )
     assert "collapse" not in kinds(metrics, [held_out(0, 3), held_out(30, 0)]), "within the noise"
-    assert "collapse" not in kinds(metrics)
+    assert kinds(metrics) == ["collapse"], "without held-out scores the reward decides"
+
+
+def after_one_step(last: float, count: int, first: float = 0.417) -> list[dict[str, Any]]:
+    """Rewards of 0 or 1 with the mean `first` in step 1, and `last` in all later ones."""
+
+    def mean(k: int) -> float:
+        return first if k == 1 else last
+
+    return steps(
+        count,
+        reward__mean=mean,
+        reward__right_frac=mean,
+        reward__std=lambda k: math.sqrt(mean(k) * (1 - mean(k))),
+    )
+
+
+@pytest.mark.parametrize("count", [4, 8, 30])
+def test_an_instant_collapse_is_no_reward_hacking(count: int) -> None:
+    assert kinds(after_one_step(0.0, count), [held_out(0, 42), held_out(count, 0)]) == ["collapse"]
+    assert kinds(after_one_step(0.0, count)) == ["collapse"], "without held-out scores too"
+
+
+def test_a_fall_of_half_the_score_at_once_is_a_fall_and_no_hacking() -> None:
+    metrics = after_one_step(0.2, 10)
+    assert kinds(metrics, [held_out(0, 42), held_out(10, 20)]) == ["reward fell"]
+
+
+def test_one_lucky_step_is_no_collapse() -> None:
+    # Eight prompts of one completion: 0.25 in the first step, 0.05 later. 0.2 is 1.8 errors of 0.11.
+    assert kinds(after_one_step(0.05, 10, first=0.25)) == []
+    assert kinds(after_one_step(0.2, 10, first=0.6)) == [], "a third is left"
+
+
+def test_a_reward_that_never_was_above_zero_is_not_hacked() -> None:
+    metrics = steps(20, reward__mean=lambda k: 0.0, reward__right_frac=lambda k: 0.0)
+    assert kinds(metrics, [held_out(0, 42), held_out(20, 0)]) == ["collapse"]
+
+
+def test_hacking_needs_a_reward_that_stays_up() -> None:
+    def noisy(level: float) -> list[dict[str, Any]]:
+        return steps(20, reward__mean=lambda k: level + 0.05 * (-1) ** k)
+
+    scores = [held_out(0, 60), held_out(10, 20), held_out(20, 20)]
+    assert kinds(noisy(0.5), scores) == ["reward hacking"]
+    assert kinds(noisy(-0.5), scores) == ["reward hacking"], "negative rewards too"
+
+
+def test_entropy_may_fall_while_a_partial_reward_rises() -> None:
+    metrics = steps(
+        30,
+        policy__entropy=lambda k: math.exp(-k / 6),
+        reward__mean=lambda k: k / 40,
+        reward__right_frac=lambda k: 0.0,
+    )
+    assert kinds(metrics) == []
+
+
+def grown(corr: float, **series: Any) -> list[str]:
+    return kinds(
+        steps(
+            30,
+            completion__tokens_mean=lambda k: 20.0 + k,
+            completion__truncated_frac=lambda k: 0.75,
+            reward__tokens_corr=lambda k: corr,
+            reward__mean=lambda k: 0.2 + k / 50,
+            **series,
+        )
+    )
+
+
+def test_a_reward_of_length_is_hacked_and_truncation_is_no_fault_of_the_limit() -> None:
+    assert grown(0.95) == ["reward hacking"]
+    assert grown(0.3) == ["drift", "truncated"]
+    assert grown(0.95, reward__right_frac=lambda k: k / 40) == ["truncated"], "more right answers"
+    partial = [
+        replace(held_out(v, c), accuracy=accuracy_of([[c / 10]] * 9 + [[c / 9]]))
+        for v, c in ((0, 5), (30, 22))
+    ]
+    metrics = steps(30, completion__tokens_mean=lambda k: 20.0 + k, reward__tokens_corr=lambda k: 0.95)
+    assert kinds(metrics, partial) == ["reward hacking"], "a held-out score of the same reward is no witness"
+
+
+def test_longer_is_not_advised_where_longer_scores_more() -> None:
+    cut: dict[str, Any] = {"completion__truncated_frac": lambda k: 0.9}
+    (plain,) = find_alarms(steps(30, **cut))
+    (longer,) = find_alarms(steps(30, **cut, reward__tokens_corr=lambda k: 0.7))
+    assert plain.text != longer.text
+    assert "raise rollout.max_completion_tokens" not in longer.text.split("before you")[0]
+
+
+@pytest.mark.parametrize(("reward", "right"), [(0.0, 0.0), (0.5, 0.0), (1.0, 1.0)])
+def test_a_constant_reward_is_told_from_hard_data(reward: float, right: float) -> None:
+    def made(count: int, **series: Any) -> list[dict[str, Any]]:
+        same = {
+            "reward__mean": lambda k: reward,
+            "reward__std": lambda k: 0.0,
+            "reward__right_frac": lambda k: right,
+            "groups__zero_std_sampled_frac": lambda k: 1.0,
+        }
+        return steps(count, **same | series)
+
+    (alarm,) = find_alarms(made(8))
+    assert alarm.kind == "no signal"
+    assert alarm.text == constant_reward(made(8))
+    assert "easier data or a larger group" not in alarm.text
+    assert constant_reward(made(2)) == ""
+    assert constant_reward(made(8, reward__mean=lambda k: reward + k % 2)) == ""
+    assert constant_reward(made(8, reward__std=lambda k: 0.1)) == ""
+
+
+def test_half_of_the_completions_cut_off_needs_no_three_steps() -> None:
+    assert kinds(steps(2, completion__truncated_frac=lambda k: 0.75)) == ["truncated"]
+    assert kinds(steps(2, completion__truncated_frac=lambda k: 0.3)) == []
 
 
 def test_what_a_collapse_or_hacking_explains_is_not_advised_against() -> None:

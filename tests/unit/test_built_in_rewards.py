@@ -295,4 +295,4 @@ def test_a_wrong_signature_is_found_by_a_dry_run(here: Path, tiny_llama: Path) -
 
 def test_scores_outside_0_to_1_are_no_percentages() -> None:
     assert str(accuracy_of([[5.0], [7.0]])) == "6 (95 % interval 4.04 to 7.96, 2 problems)"
-    assert str(accuracy_of([[0.5], [1.0]])) == "75.0 % (95 % interval 26.0 to 100.0, 2 problems)"
+    assert str(accuracy_of([[0.5], [1.0]])) == "0.75 (95 % interval 0.26 to 1, 2 problems)"

@@ -17,18 +17,30 @@ class Accuracy:
     low: float
     high: float
     num_problems: int
+    is_binary: bool
+    """All scores are 0 or 1: only then the mean is an accuracy."""
 
     @property
     def standard_error(self) -> float:
         """Half the width of the interval, divided by 1.96."""
         return (self.high - self.low) / (2 * Z_95)
 
+    @property
+    def name(self) -> str:
+        """What the mean is called."""
+        return "accuracy" if self.is_binary else "mean reward"
+
+    @property
+    def value(self) -> str:
+        """The mean: an accuracy in percent, a reward as it is."""
+        return f"{100 * self.mean:.1f} %" if self.is_binary else f"{self.mean:.3g}"
+
     def __str__(self) -> str:
-        if not 0 <= self.low <= self.high <= 1:
+        if not self.is_binary:
             interval = f"95 % interval {self.low:.3g} to {self.high:.3g}"
-            return f"{self.mean:.3g} ({interval}, {self.num_problems} problems)"
+            return f"{self.value} ({interval}, {self.num_problems} problems)"
         interval = f"95 % interval {100 * self.low:.1f} to {100 * self.high:.1f}"
-        return f"{100 * self.mean:.1f} % ({interval}, {self.num_problems} problems)"
+        return f"{self.value} ({interval}, {self.num_problems} problems)"
 
 
 def wilson(num_correct: int, num_problems: int) -> Accuracy:
@@ -36,10 +48,10 @@ def wilson(num_correct: int, num_problems: int) -> Accuracy:
     p, n, z2 = num_correct / num_problems, num_problems, Z_95**2
     centre = (p + z2 / (2 * n)) / (1 + z2 / n)
     half = Z_95 / (1 + z2 / n) * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
-    return Accuracy(p, max(0.0, centre - half), min(1.0, centre + half), n)
+    return Accuracy(p, max(0.0, centre - half), min(1.0, centre + half), n, True)
 
 
-def clustered(problem_means: Sequence[float]) -> Accuracy:
+def clustered(problem_means: Sequence[float], *, is_binary: bool = False) -> Accuracy:
     """Normal interval over the mean score of each problem: samples of one problem are not independent."""
     n = len(problem_means)
     mean = sum(problem_means) / n
@@ -48,11 +60,12 @@ def clustered(problem_means: Sequence[float]) -> Accuracy:
     low, high = mean - half, mean + half
     if all(0 <= x <= 1 for x in problem_means):
         low, high = max(0.0, low), min(1.0, high)
-    return Accuracy(mean, low, high, n)
+    return Accuracy(mean, low, high, n, is_binary)
 
 
 def accuracy_of(rewards: Sequence[Sequence[float]]) -> Accuracy:
     """Accuracy of rewards [problems][samples]: Wilson for one 0/1 score per problem, else clustered."""
-    if all(len(row) == 1 and row[0] in (0.0, 1.0) for row in rewards):
+    is_binary = all(reward in (0.0, 1.0) for row in rewards for reward in row)
+    if is_binary and all(len(row) == 1 for row in rewards):
         return wilson(sum(int(row[0]) for row in rewards), len(rewards))
-    return clustered([sum(row) / len(row) for row in rewards])
+    return clustered([sum(row) / len(row) for row in rewards], is_binary=is_binary)

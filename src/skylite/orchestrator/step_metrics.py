@@ -61,6 +61,7 @@ def step_metrics(
         "reward/mean": mean,
         "reward/std": deviation,
         "reward/right_frac": statistics.fmean(t.first_score == 1.0 for t in trajectories),
+        "reward/tokens_corr": correlation([t.reward for t in trajectories], tokens),
         **component_means(trajectories),
         "reward/penalty_mean": statistics.fmean(t.penalty for t in trajectories),
         # Resampling selects groups by reward, which biases reward/mean. This mean includes all groups.
@@ -108,6 +109,13 @@ def mean_and_std(rewards: Sequence[float]) -> tuple[float, float]:
     if not all(map(is_number, rewards)):
         return math.nan, math.nan
     return statistics.fmean(rewards), statistics.pstdev(rewards)
+
+
+def correlation(rewards: Sequence[float], tokens: Sequence[int]) -> float:
+    """Pearson's correlation; nan if either is constant or a reward is not finite."""
+    if not all(map(is_number, rewards)) or len(set(rewards)) < 2 or len(set(tokens)) < 2:
+        return math.nan
+    return statistics.correlation(rewards, tokens)
 
 
 def trainer_metrics(update: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,12 +7,19 @@ not count. docs/how-to/look-at-a-run.md lists the rules.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from skylite.report.alarm_evidence import CLEAR, Change, Evidence, change_of, held_out_gain, window
+from skylite.report.alarm_evidence import (
+    LOST,
+    MIN_WINDOW,
+    Evidence,
+    Fall,
+    HeldOutFall,
+    change_of,
+    window,
+)
 from skylite.report.read_run import HeldOut, number
 
 Kind = Literal[
@@ -30,14 +37,19 @@ NO_SIGNAL = 0.8
 COLLAPSED_ENTROPY = 0.15
 """Share of the first entropy under which a policy without success has collapsed."""
 EXPLODED_ENTROPY = 2.0
-LOST_ACCURACY = 0.25
-"""Share of the best held-out accuracy at which a policy whose reward fell, too, has collapsed."""
 DRIFTED_LENGTH = 1.5
 DRIFTED_TOKENS = 5.0
 """A shorter change is none: an answer of a few tokens doubles with one word."""
 DRIFTED_REPETITION = 0.15
-FALLEN_REWARD = 0.2
 TRUNCATED = 0.25
+TRUNCATED_AT_ONCE = 0.5
+"""A share that needs no three steps to count."""
+LENGTH_REWARD = 0.8
+"""Correlation of reward and tokens from which a reward is one of length."""
+LONGER_IS_BETTER = 0.5
+"""Correlation of reward and tokens at which cut completions score better than ended ones."""
+SAME_REWARD = 1e-9
+LOWER_LR = "Lower optim.lr, or hold it near the start with algorithm.kl_coef."
 LOW_ESS = 0.5
 FIRST_SEEN_PARTS = 20
 
@@ -101,81 +113,101 @@ Finding = tuple[Kind, str]
 
 
 def _collapse(e: Evidence) -> Iterator[Finding]:
-    if text := _wrong_entropy(e) or _lost_accuracy(e):
-        yield "collapse", text
+    if text := _wrong_entropy(e) or _lost_score(e) or _lost_reward(e):
+        yield "collapse", f"The policy {text}"
 
 
 def _wrong_entropy(e: Evidence) -> str:
-    entropy = e.change("policy/entropy")
+    entropy, reward = e.change("policy/entropy"), e.change("reward/mean")
     if entropy is None or entropy.before <= 0:
         return ""
-    share, fall = entropy.after / entropy.before, _fall_from_best(e)
-    if share <= COLLAPSED_ENTROPY and (fall or (not e.accuracy_rose and e.last("reward/right_frac") < 0.5)):
+    share, fall = entropy.after / entropy.before, e.reward_fall()
+    has_success = e.improved or e.last("reward/right_frac") >= 0.5 or (reward is not None and reward.rose)
+    if share <= COLLAPSED_ENTROPY and (fall or not has_success):
         return (
-            f"The policy collapsed: entropy fell from {entropy.before:.3g} to {entropy.after:.3g}"
-            f"{_fall_text(fall) or ' without success'}. "
-            "Lower optim.lr, or hold it near the start with algorithm.kl_coef."
+            f"collapsed: entropy fell from {entropy.before:.3g} to {entropy.after:.3g}"
+            f"{_fall_text(fall) or ' without success'}. {LOWER_LR}"
         )
     if share >= EXPLODED_ENTROPY and fall:
         return (
-            f"The policy became random: entropy rose from {entropy.before:.3g} to {entropy.after:.3g}"
+            f"became random: entropy rose from {entropy.before:.3g} to {entropy.after:.3g}"
             f"{_fall_text(fall)}. Lower optim.lr."
         )
     return ""
 
 
-def _lost_accuracy(e: Evidence) -> str:
-    """Entropy may fall and then rise again, and pass neither limit. Lost accuracy shows all the same."""
-    found = _fallen_accuracy(e)
-    if found is None:
+def _lost_score(e: Evidence) -> str:
+    """Entropy may fall and then rise again, and pass neither limit. The lost score shows all the same."""
+    fall = e.held_out_fall()
+    if fall is None or fall.share < LOST or fall.reward_held:
         return ""
-    best, last, reward = found
-    if not reward.fell or last.accuracy.mean > LOST_ACCURACY * best.accuracy.mean:
-        return ""
-    return (
-        f"The policy collapsed: held-out accuracy fell {_from_to(best, last)}, and the training reward from "
-        f"{reward.before:.3g} to {reward.after:.3g}. "
-        "Lower optim.lr, or hold it near the start with algorithm.kl_coef."
+    reward = (
+        f"the training reward from {fall.before:.3g} to {fall.after:.3g}"
+        if fall.after < fall.before
+        else f"the training reward stayed at {fall.after:.3g}"
     )
+    return f"collapsed: {_held_out_text(fall)}, and {reward}. {LOWER_LR}"
 
 
-def _fallen_accuracy(e: Evidence) -> tuple[HeldOut, HeldOut, Change] | None:
-    """(best, last, change of the training reward after the best) if held-out accuracy clearly fell."""
-    if len(e.held_out) < 2:
-        return None
-    *earlier, last = e.held_out
-    best = max(earlier, key=lambda h: h.accuracy.mean)
-    rewards = [(int(m["step"]), number(m, "reward/mean")) for m in e.metrics]
-    reward = change_of([r for step, r in rewards if step > best.version and math.isfinite(r)])
-    return None if reward is None or held_out_gain(best, last) >= 0 else (best, last, reward)
+def _lost_reward(e: Evidence) -> str:
+    """Without two held-out scores, which show it better, the reward alone decides."""
+    fall = e.reward_fall()
+    if fall is None or fall.share < LOST or len(e.held_out) >= 2:
+        return ""
+    return f"collapsed: the reward fell from {fall.best:.3g} to {fall.last:.3g}. {LOWER_LR}"
 
 
-def _from_to(best: HeldOut, last: HeldOut) -> str:
+def _held_out_text(fall: HeldOutFall) -> str:
+    best, last = fall.best, fall.last
     return (
-        f"from {100 * best.accuracy.mean:.1f} % (version {best.version}) to "
-        f"{100 * last.accuracy.mean:.1f} % (version {last.version})"
+        f"held-out {best.accuracy.name} fell from {best.accuracy.value} (version {best.version}) to "
+        f"{last.accuracy.value} (version {last.version})"
     )
 
 
 def _hacking(e: Evidence) -> Iterator[Finding]:
-    found = _fallen_accuracy(e)
-    if found is None or found[2].fell:
-        return
-    best, last, reward = found
-    drift = " ".join(text for _, text in _drift(e))
-    rise = (
-        f"the training reward rose from {reward.before:.3g} to {reward.after:.3g}"
-        if reward.rose
-        else f"the training reward stayed at {reward.after:.3g}"
+    fall = e.held_out_fall()
+    if text := _length_reward(e):
+        yield "reward hacking", text
+    elif fall is not None and fall.reward_held:
+        drift = " ".join(text for _, text in _drift(e))
+        rise = (
+            f"the training reward rose from {fall.before:.3g} to {fall.after:.3g}"
+            if fall.reward_rose
+            else f"the training reward stayed at {fall.after:.3g}"
+        )
+        yield (
+            "reward hacking",
+            f"{_sentence(_held_out_text(fall))} while {rise}. {drift}{' ' if drift else ''}The policy games "
+            "the reward or overfits: read the best-rewarded completions.",
+        )
+
+
+def _length_reward(e: Evidence) -> str:
+    """A reward that grows with the length, and a policy that found it: truncation is its success."""
+    length, share = e.change("completion/tokens_mean"), e.last("reward/tokens_corr")
+    if not share >= LENGTH_REWARD or length is None or e.accuracy_rose:
+        return ""
+    is_longer = (
+        length.after - length.before >= DRIFTED_TOKENS and length.after >= DRIFTED_LENGTH * length.before
     )
-    yield (
-        "reward hacking",
-        f"Held-out accuracy fell {_from_to(best, last)} while {rise}. {drift}"
-        f"{' ' if drift else ''}The policy games the reward or overfits: read the best-rewarded completions.",
+    if not (is_longer and length.rose):
+        return ""
+    return (
+        f"The reward follows the length of completions (correlation {share:.2f}), and they grew from "
+        f"{length.before:.0f} to {length.after:.0f} tokens. The policy learns to write more: reward what the "
+        "completion says, and do not raise rollout.max_completion_tokens."
     )
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _no_signal(e: Evidence) -> Iterator[Finding]:
+    if text := constant_reward(e.metrics):
+        yield "no signal", text
+        return
     sampled = e.last("groups/zero_std_sampled_frac")
     share = sampled if math.isfinite(sampled) else e.last("groups/zero_std_frac")
     if not share >= NO_SIGNAL:
@@ -191,16 +223,41 @@ def _no_signal(e: Evidence) -> Iterator[Finding]:
     yield "no signal", f"{100 * share:.0f} % of groups gave no signal: {remedy}."
 
 
+def constant_reward(metrics: Sequence[Mapping[str, Any]]) -> str:
+    """A sentence if all completions of the last steps got one and the same reward; else empty."""
+    last = metrics[-window(len(metrics)) :]
+    means, stds = [number(m, "reward/mean") for m in last], [number(m, "reward/std") for m in last]
+    if len(last) < MIN_WINDOW or not all(abs(s) < SAME_REWARD for s in stds):
+        return ""
+    if not max(means) - min(means) < SAME_REWARD:
+        return ""
+    # A step's mean of zero-std groups may differ in its last bits.
+    text = (
+        f"All completions of the last {len(last)} steps got the reward {means[-1]:.3g}: nothing is learned. "
+    )
+    right = number(last[-1], "reward/right_frac")
+    if right == 1.0:
+        return (
+            f"{text}The policy solves all problems, or the reward accepts anything: read `skylite samples`."
+        )
+    if means[-1] <= 0:
+        return (
+            f"{text}Check with `skylite samples` that the reward accepts a right answer. If it does, the "
+            "problems are too hard: easier data, or a model that solves some of them."
+        )
+    return f"{text}The reward does not tell completions apart: correct it."
+
+
 def _drift(e: Evidence) -> Iterator[Finding]:
     length = e.change("completion/tokens_mean")
-    if length is not None and length.before > 0 and not e.accuracy_rose:
+    if length is not None and length.before > 0 and not e.improved:
         ratio = length.after / length.before
         is_large = abs(length.after - length.before) >= DRIFTED_TOKENS
         if is_large and max(ratio, 1 / max(ratio, 1e-9)) >= DRIFTED_LENGTH and (length.rose or length.fell):
             yield (
                 "drift",
                 f"Completions went from {length.before:.0f} to {length.after:.0f} tokens, "
-                "and accuracy did not rise.",
+                "and the score did not rise.",
             )
     repeated = change_of([r for _, r in sorted(e.repetition.items()) if math.isfinite(r)])
     if repeated is not None and repeated.after - repeated.before >= DRIFTED_REPETITION and repeated.rose:
@@ -212,47 +269,34 @@ def _drift(e: Evidence) -> Iterator[Finding]:
 
 
 def _reward_fell(e: Evidence) -> Iterator[Finding]:
-    fall = _fall_from_best(e)
-    if fall:
-        best, last = fall
-        yield (
-            "reward fell",
-            f"The reward fell from {best:.3g} to {last:.3g}. Lower optim.lr, or go back to a "
-            "checkpoint with --resume RUN --at STEP.",
-        )
+    remedy = "Lower optim.lr, or go back to a checkpoint with --resume RUN --at STEP."
+    if fall := e.reward_fall():
+        yield "reward fell", f"The reward fell from {fall.best:.3g} to {fall.last:.3g}. {remedy}"
+    elif (found := e.held_out_fall()) is not None and not found.reward_held:
+        yield "reward fell", f"{_sentence(_held_out_text(found))}, and the reward did not rise. {remedy}"
 
 
-def _fall_from_best(e: Evidence) -> tuple[float, float] | None:
-    """(best, last) window mean of the reward if it clearly fell by a fifth of its range or more."""
-    values = e.series("reward/mean")
-    width = window(len(values))
-    if len(values) < 2 * width:
-        return None
-    windows = [values[k : k + width] for k in range(len(values) - width + 1)]
-    last, best = windows[-1], max(windows[:-width], key=statistics.fmean)
-    high, low = statistics.fmean(best), statistics.fmean(last)
-    error = math.sqrt((statistics.variance(best) + statistics.variance(last)) / width)
-    # The best of many windows is high by chance: ask for more than CLEAR.
-    is_clear = high - low > 2 * CLEAR * error
-    return (high, low) if is_clear and high - low >= FALLEN_REWARD * max(abs(high), 1e-3) else None
-
-
-def _fall_text(fall: tuple[float, float] | None) -> str:
-    return f" and the reward from {fall[0]:.3g} to {fall[1]:.3g}" if fall else ""
+def _fall_text(fall: Fall | None) -> str:
+    return f" and the reward from {fall.best:.3g} to {fall.last:.3g}" if fall else ""
 
 
 def _truncated(e: Evidence) -> Iterator[Finding]:
-    share = e.last("completion/truncated_frac")
-    if not share >= TRUNCATED:  # nan for a short run
+    share, first = e.last("completion/truncated_frac"), e.last("completion/truncated_frac", least=1)
+    if not (share >= TRUNCATED or first >= TRUNCATED_AT_ONCE):
         return
-    if e.last("turns/mean") > 0:
+    if e.last("turns/mean", least=1) > 0:
         what = (
             "episodes ended at a limit of turns, tokens or time: raise it (env.max_turns, env.max_tokens, "
             "rollout.max_completion_tokens, env.timeout_s), unless such an episode is a lost game"
         )
+    elif e.last("reward/tokens_corr", least=1) >= LONGER_IS_BETTER:
+        what = (
+            "completions are cut off, and longer ones score more: check what the reward rewards before you "
+            "raise rollout.max_completion_tokens"
+        )
     else:
         what = "completions are cut off: raise rollout.max_completion_tokens"
-    yield "truncated", f"{100 * share:.0f} % of {what}."
+    yield "truncated", f"{100 * first:.0f} % of {what}."
 
 
 def _mismatch(e: Evidence) -> Iterator[Finding]:

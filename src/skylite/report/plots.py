@@ -155,7 +155,7 @@ def component_plot(metrics: Iterable[Mapping[str, Any]], known: frozenset[str]) 
 def with_components(metrics: Iterable[Mapping[str, Any]]) -> tuple[Plot, ...]:
     """PLOTS, and after the first the reward functions if there are several."""
     known = frozenset({"reward/mean", "reward/std", "reward/right_frac", "reward/penalty_mean",
-                       "reward/sampled_mean"})  # fmt: skip
+                       "reward/tokens_corr", "reward/sampled_mean"})  # fmt: skip
     extra = component_plot(metrics, known)
     return PLOTS if extra is None else (PLOTS[0], extra, *PLOTS[1:])
 

@@ -152,7 +152,7 @@ def _held_out(version: int, label: str, path: Path) -> HeldOut:
         accuracy = accuracy_of(_rewards_by_prompt(completions))
     else:
         mean = float(parse_json(path.read_text(encoding="utf-8"))["accuracy"])
-        accuracy = Accuracy(mean, math.nan, math.nan, 0)
+        accuracy = Accuracy(mean, math.nan, math.nan, 0, is_binary=False)
     return HeldOut(version=version, label=label, accuracy=accuracy, path=completions)
 
 
