@@ -226,7 +226,8 @@ def fill_scratch() -> list[str]:
 
 def lock_scratch() -> None:
     os.makedirs("closed/inner", mode=0o700)
-    os.mkdir("closed/hidden", mode=0o000)
+    os.mkdir("closed/hidden", mode=0o300)
+    Path("closed/hidden/file").touch()
 
 
 def environment() -> dict[str, str]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from skylite.config.checkpoint import CheckpointConfig
 from skylite.config.train import SyncConfig, TrainConfig
+from skylite.processes.file_tree import remove_tree, tree_bytes
 from skylite.run.checkpoint_folder import checkpoint_steps
 from skylite.run.files import TEMPORARY_MARK, convert_os_errors, temporary_sibling
 from skylite.run.held_out_scores import held_out_scores
 from skylite.run.run_dir import RunDir, published_versions, sampling_version
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,8 @@ def remove_unfinished_files(run: RunDir, lora_sync_path: Path) -> list[Path]:
     )
     found = [p for folder in folders for p in sorted(folder.glob(f".*{TEMPORARY_MARK}*"))]
     for path in found:
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        if problem := remove_tree(path):
+            logger.warning(f"{path}, an unfinished file of a killed process, cannot be removed: {problem}")
     return found
 
 
@@ -88,8 +92,9 @@ def remove_folder(folder: Path) -> int:
     Renames it to a temporary name first, so that a kill leaves no partial folder under the final name.
     """
     with convert_os_errors(folder):
-        size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+        size = tree_bytes(folder)
         hidden = temporary_sibling(folder)
         folder.rename(hidden)
-        shutil.rmtree(hidden)
+        if problem := remove_tree(hidden):
+            raise problem
     return size

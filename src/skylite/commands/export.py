@@ -10,6 +10,7 @@ from skylite.errors import ConfigError
 from skylite.export.plan import ExportFlags, plan_export
 from skylite.export.push import check_push, push
 from skylite.export.run import export as write_export
+from skylite.processes.file_tree import tree_bytes
 from skylite.run.remembered_durations import remembered_work
 from skylite.ui.logs import show
 
@@ -34,7 +35,7 @@ def export(flags: ExportFlags, *, as_json: bool = False) -> None:
         show(f"exported {plan.name} to {plan.out}")
     if flags.push is not None:
         message = f"{plan.name} of a skylite run ({plan.out.name})"
-        size = sum(p.stat().st_size for p in plan.out.rglob("*") if p.is_file())
+        size = tree_bytes(plan.out)
         # The rate of small pushes says nothing about large ones: remember it by the digits of the size.
         key = f"push a byte of a size of {len(str(size))} digits"
         with remembered_work(f"pushing {size / 1e6:.0f} MB to {flags.push}", key, size):

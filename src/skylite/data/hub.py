@@ -11,6 +11,7 @@ from skylite.data.raw_rows import Table, read_table
 from skylite.errors import DataError
 from skylite.hub.download_bar import download_bar
 from skylite.hub.hub_errors import HubRefusal, hub_refusals
+from skylite.processes.file_tree import files_below
 from skylite.progress_reporting import long_work
 
 TIMEOUT_S = 10.0
@@ -122,7 +123,7 @@ def _cached(name: str) -> HubRepository | None:
             )
         except (LocalEntryNotFoundError, HFValidationError, OSError):
             continue
-        files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+        files = files_below(folder)
         return HubRepository(name=name, branch=branch, commit=folder.name, files=files, cache=folder)
     return None
 

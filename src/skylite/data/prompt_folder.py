@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 from skylite.data.examples import SPLITS
 from skylite.data.prompts import PromptFileInfo, write_prompts
 from skylite.errors import DataError, WriteFailed
+from skylite.processes.file_tree import remove_tree
 from skylite.run.files import fsync_path, swap_paths, temporary_sibling
 from skylite.types import Prompt
 
@@ -37,7 +37,7 @@ def _write_and_swap(folder: Path, prompts: dict[str, list[Prompt]], infos: dict[
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = temporary_sibling(folder)
-    shutil.rmtree(fresh, ignore_errors=True)
+    remove_tree(fresh)
     try:
         for split in SPLITS:
             write_prompts(fresh / f"{split}.parquet", prompts[split], infos[split])
@@ -48,4 +48,4 @@ def _write_and_swap(folder: Path, prompts: dict[str, list[Prompt]], infos: dict[
             os.rename(fresh, folder)
         fsync_path(folder.parent)
     finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+        remove_tree(fresh)

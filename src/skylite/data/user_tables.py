@@ -14,6 +14,7 @@ from skylite.data.prompts import Split
 from skylite.data.raw_rows import READABLE, Table, join_tables, read_table
 from skylite.data.split_files import SplitFiles, choose_files, find_splits, split_names
 from skylite.errors import ConfigError, DataError
+from skylite.processes.file_tree import files_below
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -76,7 +77,7 @@ def read_own_tables(source: OwnSource) -> OwnTables:
 
 
 def _read_folder(source: OwnSource, folder: Path) -> OwnTables:
-    files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    files = files_below(folder)
     found = find_splits(files)
     tables = _read_splits(source, found, lambda file: read_table(folder / file, "folder"))
     return OwnTables(tables, [f"source: folder {folder}", _splits_note(source, found)])

@@ -11,6 +11,7 @@ from pathlib import Path
 from skylite.doctor.finding import Finding, note, ok
 from skylite.errors import ConfigError
 from skylite.hub.shared_memory_copy import SHARED_MEMORY, USERS_LOCK
+from skylite.processes.file_tree import tree_bytes
 from skylite.processes.reaper import OPENMP_FILE
 from skylite.processes.temporary_folder import unused_folders
 from skylite.run.lock import LOCK_NAME, is_locked
@@ -43,7 +44,7 @@ def check_leftovers(memory: Path = SHARED_MEMORY, temporary: Path | None = None)
     found = [*_openmp_files(memory), *_model_copies(memory), *folders]
     if not found:
         return ok("leftovers", f"none in {memory} and {temporary or tempfile.gettempdir()}")
-    size = sum(_size(path) for path in found)
+    size = sum(tree_bytes(path) for path in found)
     text = f"dead processes left {len(found)} file(s) or folder(s), {size / 1e6:.1f} MB"
     return note("leftovers", text, f"rm -r {shlex.join(map(str, found))}")
 
@@ -59,8 +60,3 @@ def _model_copies(memory: Path) -> list[Path]:
     """Copies of models (model.use_shm) that no run uses."""
     copies = [p for p in (memory / f"skylite-{os.geteuid()}").glob("model-*") if p.is_dir()]
     return [p for p in copies if not is_locked(p.with_name(p.name + USERS_LOCK))]
-
-
-def _size(path: Path) -> int:
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.lstat().st_size for file in files)

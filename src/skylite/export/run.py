@@ -18,6 +18,7 @@ from skylite.export.model_card import MESSAGES, data_info, model_card
 from skylite.export.plan import ExportPlan
 from skylite.export.transformers_model import versions
 from skylite.export.weights import export_weights
+from skylite.processes.file_tree import files_below
 from skylite.run.files import atomic_folder, sha256_file, write_json
 from skylite.run.run_dir import AdapterVersion
 
@@ -42,7 +43,7 @@ def export(plan: ExportPlan, *, check_vllm: bool) -> list[Check]:
 
 def record_of(plan: ExportPlan, folder: Path, checks: list[Check]) -> dict[str, Any]:
     """export.json: what was exported, its files, and what the checks measured."""
-    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    files = [folder / path for path in files_below(folder)]
     return {
         "skylite_version": skylite.__version__,
         "adapter": plan.name,

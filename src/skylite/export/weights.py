@@ -15,6 +15,7 @@ from skylite.export.canary_check import Check, check_base, check_export
 from skylite.export.gguf import check_gguf, convert_to_gguf
 from skylite.export.plan import ExportPlan, adapter_weights, prompt_files
 from skylite.export.transformers_model import load_float32, model_logprobs, versions
+from skylite.processes.file_tree import remove_tree
 from skylite.progress_reporting import LongWork
 from skylite.run.files import sha256_file
 from skylite.run.remembered_durations import remembered_work
@@ -35,7 +36,7 @@ def export_weights(plan: ExportPlan, folder: Path) -> list[Check]:
         with _work(plan, "loading the GGUF file"):
             checks += check_gguf(file, plan.manifest.canary)
         if not plan.merge:
-            shutil.rmtree(merged)
+            remove_tree(merged)
     return checks
 
 
@@ -103,7 +104,7 @@ def write_merged(plan: ExportPlan, folder: Path) -> list[Check]:
             write_adapter(plan, temporary, str(plan.base.path))
             adapted, _ = load_adapted(plan, temporary)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove_tree(temporary)
     canary = plan.manifest.canary
     by = f"{versions('transformers', 'peft')} in float32"
     with _work(plan, "merging"):

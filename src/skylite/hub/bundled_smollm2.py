@@ -11,7 +11,6 @@ import importlib.util
 import logging
 import os
 import re
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from skylite.errors import ModelError
 from skylite.processes.child import ProcessSpec, kill, log_tail, start
+from skylite.processes.file_tree import remove_tree
 from skylite.run.files import atomic_folder, convert_os_errors, require_space, sha256_file, write_json
 from skylite.run.private_folder import open_lock
 from skylite.run.remembered_durations import remembered_work
@@ -61,7 +61,8 @@ def converted_folder() -> Path:
         if folder.exists() and (damage := find_damage(folder)):
             logger.warning(f"model: the converted copy in {folder} is damaged ({damage}); converting again")
             with convert_os_errors(folder):
-                shutil.rmtree(folder)
+                if problem := remove_tree(folder):
+                    raise problem
         if not folder.exists():
             require_space(folder, CONVERTED_BYTES)
             logger.info(f"model: converting {GGUF_NAME} to bf16 safetensors in {folder}, once")

@@ -15,6 +15,7 @@ from io import FileIO
 from pathlib import Path
 
 from skylite.errors import ConfigError
+from skylite.processes.file_tree import remove_tree
 from skylite.progress_reporting import LongWork, long_work
 from skylite.run.files import TEMPORARY_MARK, convert_os_errors
 from skylite.run.private_folder import OTHERS_MAY_ENTER, is_own_folder, make_own_folder, open_lock
@@ -122,7 +123,8 @@ def _remove_leftovers(folder: Path) -> None:
             _remove_if_unused(lock.with_name(lock.name.removesuffix(USERS_LOCK)), users)
     with convert_os_errors(folder):
         for torn in folder.glob(f".*{TEMPORARY_MARK}*"):
-            shutil.rmtree(torn)
+            if problem := remove_tree(torn):
+                raise problem
 
 
 def _copy(model: Path, copy: Path, work: LongWork) -> None:
@@ -137,14 +139,14 @@ def _copy(model: Path, copy: Path, work: LongWork) -> None:
         )
     work.total = size
     temporary = _temporary(copy)
-    shutil.rmtree(temporary, ignore_errors=True)
+    remove_tree(temporary)
     temporary.mkdir(mode=0o700)
     try:
         for file in kept:
             _copy_file(file, temporary / file.name, work)
         temporary.rename(copy)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove_tree(temporary)
 
 
 def _copy_file(source: Path, target: Path, work: LongWork) -> None:
@@ -164,7 +166,8 @@ def _remove_if_unused(copy: Path, users: FileIO) -> None:
         if copy.exists():
             # Rename first: if a kill left a partial folder under its final name, the next run would load it.
             copy.rename(_temporary(copy))
-            shutil.rmtree(_temporary(copy))
+            if problem := remove_tree(_temporary(copy)):
+                raise problem
         _users_lock(copy).unlink(missing_ok=True)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import shutil
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -35,6 +34,7 @@ from skylite.orchestrator.shutdown import (
     run_until_stopped,
 )
 from skylite.processes.child import ProcessSpec
+from skylite.processes.file_tree import remove_tree
 from skylite.processes.hardware import threads_per_rank
 from skylite.processes.supervisor import Supervisor
 from skylite.processes.torchrun import trainer_command, trainer_env
@@ -98,8 +98,8 @@ def clear_control_files(plan: RunPlan) -> None:
         plan.run.stop_path.unlink(missing_ok=True)
         plan.run.trainer_error_path.unlink(missing_ok=True)
     with convert_os_errors(plan.run.rendezvous):  # recreated, so that it is a folder that this user owns
-        if plan.run.rendezvous.exists():
-            shutil.rmtree(plan.run.rendezvous)
+        if problem := remove_tree(plan.run.rendezvous):
+            raise problem
         plan.run.rendezvous.mkdir(mode=0o700)
 
 

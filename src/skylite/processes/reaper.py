@@ -4,7 +4,8 @@
 
 DESCRIPTOR is the read end of a pipe. Only the parent holds the write end, so the pipe closes when the parent
 dies, even by `kill -9`. vLLM's engine processes do not watch their parent, so the reaper does. It runs as a
-script and imports only the standard library, so that it starts fast and takes little memory.
+script and imports only the standard library while the command runs, so that it starts fast and takes little
+memory.
 
 Four mechanisms ensure that no order of deaths leaves a process behind:
 
@@ -36,7 +37,6 @@ import glob
 import os
 import resource
 import select
-import shutil
 import signal
 import sys
 import time
@@ -88,7 +88,9 @@ def remove_leftovers(temporary: str | None, mark: str | None) -> None:
     (vllm_plugin/shared_memory_names.py) and a file of Intel's OpenMP for each process.
     """
     if temporary:
-        shutil.rmtree(temporary, ignore_errors=True)
+        from skylite.processes.file_tree import remove_tree  # not before the end: a reaper stays small
+
+        remove_tree(temporary)
     for path in glob.glob(f"/dev/shm/{shared_memory_prefix(mark)}*") if mark else []:
         with contextlib.suppress(OSError):
             os.unlink(path)
@@ -239,4 +241,6 @@ def _exit_like(status: int) -> NoReturn:
 
 
 if __name__ == "__main__":
+    # Behind the standard library, for `remove_leftovers`; nothing else there is imported.
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     main()

@@ -9,13 +9,13 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+
+from skylite.processes.file_tree import remove_tree
 
 MODE = 0o1700
 """Of a folder that is locked: for this user only, and sticky, which changes nothing for one user."""
@@ -81,11 +81,6 @@ def unused_folders(parent: Path) -> Iterator[Path]:
                 os.close(lock)
 
 
-def remove_tree(path: Path) -> None:
-    """Remove a folder, also with folders in it that their owner may not list."""
-    shutil.rmtree(path, onerror=_make_removable)
-
-
 def _is_own(path: Path) -> bool:
     try:
         found = path.lstat()
@@ -93,13 +88,3 @@ def _is_own(path: Path) -> bool:
         return False
     is_marked = stat.S_ISDIR(found.st_mode) and stat.S_IMODE(found.st_mode) == MODE
     return is_marked and found.st_uid == os.getuid()
-
-
-def _make_removable(function: Any, path: str, _: object) -> None:
-    with suppress(OSError):
-        os.chmod(os.path.dirname(path), 0o700)
-        if os.path.isdir(path) and not os.path.islink(path):
-            os.chmod(path, 0o700)
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            function(path)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from skylite.errors import WriteFailed, write_failed
+from skylite.processes.file_tree import remove_tree, walk
 
 TEMPORARY_MARK = ".tmp-"
 """Part of the name of every unfinished file or folder: readers ignore them, and clean-up deletes them."""
@@ -77,12 +78,12 @@ def atomic_folder(path: Path, num_bytes: int = 0) -> Iterator[Path]:
         if num_bytes:
             require_space(path, num_bytes)
         temporary = temporary_sibling(path)
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove_tree(temporary)
         temporary.mkdir()
         try:
             yield temporary
-            for file in temporary.rglob("*"):
-                fsync_path(file)
+            for entry in walk(temporary):
+                fsync_path(temporary / entry.path)
             fsync_path(temporary)
             if path.exists():
                 raise WriteFailed(
@@ -92,7 +93,7 @@ def atomic_folder(path: Path, num_bytes: int = 0) -> Iterator[Path]:
             os.rename(temporary, path)
             fsync_path(path.parent)
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+            remove_tree(temporary)
 
 
 def append_line(path: Path, line: str) -> None:

@@ -6,11 +6,13 @@ A run may come from another person: its config.json and its links could point to
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from skylite.config.train import RunConfig
 from skylite.errors import ConfigError
+from skylite.processes.file_tree import walk
 from skylite.run.files import TEMPORARY_MARK, write_json
 from skylite.run.run_dir import RunDir, published_versions
 from skylite.untrusted_text import parse_json
@@ -101,9 +103,12 @@ def _links_out(root: Path, place: Path) -> Iterator[Path]:
     if place.is_symlink() and not Path(os.path.realpath(place)).is_relative_to(inside):
         yield place
         return
-    for folder, folders, files in os.walk(place):
-        for path in (Path(folder, name) for name in (*folders, *files)):
-            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
-                yield path
-        if Path(folder) == of_loggers:
-            folders.clear()
+    for entry in walk(os.path.realpath(place)) if place.is_dir() else ():
+        path = place / entry.path
+        is_loggers_own = of_loggers in path.parents and path.parent != of_loggers
+        if (
+            stat.S_ISLNK(entry.info.st_mode)
+            and not is_loggers_own
+            and not Path(os.path.realpath(path)).is_relative_to(inside)
+        ):
+            yield path

@@ -23,10 +23,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from skylite.processes.file_tree import empty_folder
 from skylite.sandbox.confine import SETUP_BYTES, isolate, lower_limit
 from skylite.sandbox.forked_workers import Copies
 from skylite.sandbox.messages import receive, send
-from skylite.sandbox.scratch import empty
 
 _F_SETSIG = 10
 _ISOLATED = "isolated"
@@ -75,7 +75,7 @@ def _serve(function: Callable[..., Any], copies: Copies, replies: int) -> NoRetu
         if limits is None or arguments is None:
             os._exit(0)
         request = json.loads(limits)
-        if copies.scratch is not None and not empty(copies.scratch):
+        if copies.scratch is not None and empty_folder(copies.scratch) is not None:
             send(replies, ["dirty"])
             continue
         reply = copies.call(request, arguments)
