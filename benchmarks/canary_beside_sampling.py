@@ -26,7 +26,6 @@ from typing import Any
 import httpx
 import lora_sampling
 from command_line import argument_parser
-from damaged_adapters import DAMAGE
 from machine_info import machine_info
 from safetensors.torch import load_file, save_file
 
@@ -41,6 +40,7 @@ from skylite.engine.server_command import BASE_NAME
 from skylite.errors import EngineFailed, SyncFailed
 from skylite.run.files import write_json
 from skylite.run.run_dir import AdapterVersion, adapter_name
+from tests.damaged_adapters import DAMAGE
 
 KINDS = ("right", "base", "before", "half")
 TOKENS = 8

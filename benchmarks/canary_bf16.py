@@ -3,9 +3,10 @@
     python benchmarks/canary_bf16.py RUN --data DATA --raw /tmp/raw.json --out FILE
 
 RUN is a run that kept all its adapters (--set sync.keep_last=1000). vLLM computes in bfloat16; the trainer
-scores the same sequences in float32, from bfloat16 weights, as it does at every publish. damaged_adapters.py
-lists the wrong adapters. --draws canaries are drawn from the sequences, and each goes through all versions of
-the run. The engine serves the right adapters, or wrong ones from version 1 on, or a wrong one just once.
+scores the same sequences in float32, from bfloat16 weights, as it does at every publish.
+tests/damaged_adapters.py lists the wrong adapters. --draws canaries are drawn from the sequences, and each
+goes through all versions of the run. The engine serves the right adapters, or wrong ones from version 1 on,
+or a wrong one just once.
 --raw keeps the logprobs; if the file exists, nothing is scored again.
 """
 
@@ -25,7 +26,6 @@ from typing import Any
 import lora_sampling
 import numpy as np
 from command_line import argument_parser
-from damaged_adapters import DAMAGE
 from machine_info import machine_info
 from safetensors.torch import load_file, save_file
 
@@ -43,6 +43,7 @@ from skylite.model.policy import Policy, load_policy
 from skylite.run.files import write_json
 from skylite.run.run_dir import AdapterVersion, adapter_name
 from skylite.trainer.canary import base_canary_logprobs, canary_logprobs, sequences_of
+from tests.damaged_adapters import DAMAGE
 from tests.small_run import lone_rank
 
 AT_A_TIME = 16

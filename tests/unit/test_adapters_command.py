@@ -46,15 +46,16 @@ def run(tmp_path: Path) -> RunDir:
         run.checkpoint_path(step).mkdir()
     (run.default_adapters / ".policy-v000007.tmp-77").mkdir()
     (run.root / ".status.json.tmp-77").touch()
-    run.metrics_path.write_text(
-        "".join(json.dumps({"step": s, "canary/gap_max": 1e-5 * s}) + "\n" for s in range(1, 7))
-    )
+    steps = [{"step": s, "canary/gap_max": 1e-5 * s, "canary/verified": float(s > 2)} for s in range(1, 7)]
+    run.metrics_path.write_text("".join(json.dumps(step) + "\n" for step in steps))
     return run
 
 
 def test_verify_prints_damaged_adapters_and_exits_1(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     verify(run.root)
-    assert capsys.readouterr().out == "7 of 7 published adapters are intact\n"
+    intact, small = capsys.readouterr().out.splitlines()
+    assert intact == "7 of 7 published adapters are intact"
+    assert small.startswith("too small to tell: 1, 2 (")
     (run.default_adapters / "policy-v000003" / "adapter_model.safetensors").write_bytes(b"weights X")
     (run.default_adapters / "policy-v000005" / "manifest.json").unlink()
     (run.default_adapters / "policy-v000001").rename(run.default_adapters / "policy-v000009")
@@ -74,7 +75,8 @@ def test_list_shows_every_version(run: RunDir, capsys: pytest.CaptureFixture[str
     assert head.split() == ["version", "step", "bytes", "age", "canary", "gap"]
     assert [line.split()[0] for line in lines] == [adapter_name(v) for v in range(7)]
     assert lines[0].split()[1:3] + lines[0].split()[-1:] == ["0", "9", "-"]
-    assert lines[3].split()[-1] == "3.0e-05"
+    assert lines[2].split()[4:] == ["s", "2.0e-05", "too", "small", "to", "tell"]
+    assert lines[3].split()[-2:] == ["3.0e-05", "verified"]
     assert "damaged" in lines[5]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -113,7 +114,7 @@ def test_rounding_takes_at_most_a_share_of_the_limit() -> None:
     assert found.projection_limit == pytest.approx(4 * found.reading.projection_error + 0.05 + 0.6)
 
 
-def paired(limit: float = 0.2, clipped_gap: float = 0.5, **changes: float) -> PairedReading:
+def paired(limit: float = 0.2, clipped_gap: float = 0.5, **changes: Any) -> PairedReading:
     """A reading on the edge of every limit, which passes."""
     edge = CanaryReading(
         gap_max=9.0,
@@ -125,7 +126,7 @@ def paired(limit: float = 0.2, clipped_gap: float = 0.5, **changes: float) -> Pa
     )
     return PairedReading(
         reading=replace(edge, **changes), projection_limit=limit, clipped_gap=clipped_gap, gap_limit=0.5,
-        same_as="", same_tokens={},
+        same_as="", same_tokens={}, is_told_apart=True,
     )  # fmt: skip
 
 

@@ -34,8 +34,8 @@ class RecordingEngine:
         self.events.append(f"{self.name} unload {int(name.removeprefix('policy-v'))}")
 
     async def prompt_logprobs(self, model: str, token_ids: Sequence[int]) -> list[float]:
-        self.events.append(f"{self.name} canary {int(model.removeprefix('policy-v'))}")
-        return self.answers
+        self.events.append(f"{self.name} canary {model.removeprefix('policy-v').lstrip('0') or '0'}")
+        return BASE if model == "base" else self.answers
 
 
 async def take(engines: EnginePool, adapter: AdapterVersion) -> CanaryReading:
@@ -73,7 +73,9 @@ def test_a_refused_load_is_undone_on_the_other_engine_and_retried_once(tmp_path:
         "a load 0",
         "b load 0",
         "a canary 0",
+        "a canary base",
         "b canary 0",
+        "b canary base",
     ]
 
 

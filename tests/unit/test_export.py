@@ -17,10 +17,11 @@ from skylite.adapters.manifest import read_manifest
 from skylite.config.loading import read_run_config
 from skylite.errors import ConfigError, ModelError, RunFailed, SkyliteError, WriteFailed
 from skylite.export import plan as planning
+from skylite.export import weights as export_weights
 from skylite.export.model_card import data_info, results
 from skylite.export.plan import plan_export
 from skylite.export.run import export
-from skylite.export.transformers_model import model_logprobs
+from skylite.export.transformers_model import load_float32, model_logprobs
 from skylite.run.files import sha256_file
 from skylite.run.run_dir import RunDir
 from tests.unit.export_cases import CANARY, SYSTEM, flags, install_converter, make_run, record
@@ -192,6 +193,17 @@ def test_an_export_that_computes_something_else_leaves_nothing(
     with pytest.raises(RunFailed, match=message):
         export(plan_export(flags(run, merge=merge)), check_vllm=False)
     assert list((run.root / "exports").iterdir()) == []
+
+
+def test_a_folder_that_holds_the_base_is_refused_in_16_bits(
+    run: RunDir, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding cannot explain it: what the rounded weights compute is known."""
+    base = Path(read_run_config(run.config_path).resolved.model_path)
+    monkeypatch.setattr(export_weights, "load_float32", lambda _: load_float32(base))
+    with pytest.raises(RunFailed, match="merged weights in bfloat16 compute other logprobs"):
+        export(plan_export(flags(run, out=out, merge=True, dtype="bfloat16")), check_vllm=False)
+    assert not out.exists()
 
 
 def test_a_changed_adapter_is_refused(tiny_llama: Path, tmp_path: Path) -> None:

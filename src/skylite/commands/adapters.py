@@ -12,6 +12,7 @@ from pathlib import Path
 from skylite.adapters.manifest import read_manifest
 from skylite.adapters.retention import clean_up, remove_unfinished_files
 from skylite.config.loading import read_run_config
+from skylite.engine.canary_reading import TOO_SMALL, verdict_of
 from skylite.errors import ModelError
 from skylite.progress_reporting import long_work
 from skylite.run.files import TEMPORARY_MARK
@@ -23,20 +24,36 @@ from skylite.ui.logs import show
 
 
 def verify(target: Path, *, as_json: bool = False) -> None:
-    """Check every published adapter against its hashes and print the damaged ones; exit 1 if any."""
-    _, versions = _published(target)
-    damage = dict[int, str]()
+    """Check every published adapter against its hashes and print the damaged ones; exit 1 if any.
+
+    Also says which versions the canary of the run could not tell from the base or from the version before.
+    """
+    run, versions = _published(target)
+    damage, verdicts = dict[int, str](), _verdicts(run)
     with long_work("verifying", total=len(versions)) as work:
         for published in versions:
             damage[published.version] = damage_of(published)
             work.advance()
     damaged = [text for text in damage.values() if text]
     if as_json:
-        show(json.dumps([{"version": v, "damage": text or None} for v, text in damage.items()]))
+        show(
+            json.dumps(
+                [
+                    {"version": v, "damage": text or None, "canary": verdicts.get(v)}
+                    for v, text in damage.items()
+                ]
+            )
+        )
     else:
         for text in damaged:
             show(f"damaged: {text}")
         show(f"{len(versions) - len(damaged)} of {len(versions)} published adapters are intact")
+        small = [str(v) for v in damage if verdicts.get(v) == TOO_SMALL]
+        if small:
+            show(
+                f"too small to tell: {', '.join(small)} (in the run, the engines' answers with these "
+                "versions differed too little from those with the base or the version before)"
+            )
     if damaged:
         sys.exit(1)
 
@@ -58,15 +75,26 @@ def list_versions(target: Path, *, as_json: bool = False) -> None:
     """Print a line per version: step, bytes, age, and canary gap between trainer and engine."""
     run, versions = _published(target)
     gaps = {m["step"]: m.get("canary/gap_max") for m in read_metrics(run.metrics_path)}
+    verdicts = _verdicts(run)
     if as_json:
-        show(json.dumps([version_facts(adapter, gaps.get(adapter.version)) for adapter in versions]))
+        facts = [version_facts(a, gaps.get(a.version), verdicts.get(a.version)) for a in versions]
+        show(json.dumps(facts))
         return
     show(f"{'version':<16}{'step':>8}{'bytes':>14}{'age':>12}  canary gap")
     for adapter in versions:
-        show(version_line(adapter, gaps.get(adapter.version)))
+        show(version_line(adapter, gaps.get(adapter.version), verdicts.get(adapter.version)))
 
 
-def version_facts(adapter: AdapterVersion, gap: float | None) -> dict[str, object]:
+def _verdicts(run: RunDir) -> dict[int, str]:
+    """Version -> what the canary of the run showed, for those that it checked."""
+    return {
+        m["step"]: verdict_of(m["canary/verified"])
+        for m in read_metrics(run.metrics_path)
+        if isinstance(m.get("canary/verified"), int | float)
+    }
+
+
+def version_facts(adapter: AdapterVersion, gap: float | None, verdict: str | None) -> dict[str, object]:
     """The facts of a version; "damaged" means that files are missing, since only `verify` hashes them."""
     facts: dict[str, object] = {"version": adapter.version, "name": adapter.name, "path": str(adapter.path)}
     try:
@@ -81,10 +109,11 @@ def version_facts(adapter: AdapterVersion, gap: float | None) -> dict[str, objec
         "weights_bytes": manifest.weights_bytes,
         "published_at": datetime.fromtimestamp(published, UTC).isoformat(timespec="seconds"),
         "canary_gap": gap,
+        "canary": verdict,
     }
 
 
-def version_line(adapter: AdapterVersion, gap: float | None) -> str:
+def version_line(adapter: AdapterVersion, gap: float | None, verdict: str | None) -> str:
     """The line of a version. It shows missing files as damage, but only `verify` checks the hashes."""
     try:
         manifest = read_manifest(adapter.path, verify_hash=False)
@@ -92,6 +121,7 @@ def version_line(adapter: AdapterVersion, gap: float | None) -> str:
     except (ModelError, OSError):
         return f"{adapter.name:<16}  damaged: run `skylite adapters verify`"
     canary = "-" if gap is None else f"{gap:.1e}"
+    canary += "" if verdict is None else f" {verdict}"
     return f"{adapter.name:<16}{manifest.step:>8}{manifest.weights_bytes:>14}{_age(age_s):>12}  {canary}"
 
 

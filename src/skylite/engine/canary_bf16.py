@@ -41,6 +41,9 @@ SAME_TOKENS, SAME_AT_LEAST, MOVED_CLEARLY = 0.02, 3, 0.2
 """The same weights give at least the first share of the tokens the same bits, also beside other requests. Two
 adapters give hardly any, and fewer than SAME_AT_LEAST tokens, if their logprobs differ by the last share of
 the rounding. Rounding may hide a smaller difference: then only all bits count."""
+MAX_VISIBLE = 0.5
+"""A version is verified if its scores would show that half its move is missing. Rounding hides smaller faults
+for many steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,8 @@ class PairedReading:
     """"the base" or "the version before" if the engine gave the same bits although the adapter moved."""
     same_tokens: dict[str, float]
     """Share of tokens with the same bits as the base and, if there is one, the version before."""
+    is_told_apart: bool
+    """Whether the adapter differs enough from both for their bits to show."""
 
 
 def joined(scores: Iterable[Scores]) -> Scores:
@@ -127,6 +132,11 @@ def read_paired(scores: Scores) -> PairedReading:
         gap_limit=gap_limit + MOVE_ROUNDING * reading.base_distance,
         same_as=same_as,
         same_tokens=same_tokens,
+        is_told_apart=all(
+            _distance(scores.policy, other) > MOVED_CLEARLY * rounding
+            for other in (scores.base, scores.policy_before)
+            if other is not None
+        ),
     )
 
 
@@ -184,11 +194,16 @@ def _same_as(scores: Scores, same_tokens: dict[str, float], rounding: float) -> 
         policy = policies[name]
         if policy is None or share < max(SAME_TOKENS, min(1, SAME_AT_LEAST / len(policy))):
             continue
-        moves = _differences(scores.policy[: len(policy)], policy)
         least = MOVED if share == 1 else MOVED_CLEARLY
-        if math.sqrt(sum(m * m for m in moves) / len(moves)) > least * rounding:
+        if _distance(scores.policy, policy) > least * rounding:
             return name
     return ""
+
+
+def _distance(policy: Sequence[float], other: Sequence[float]) -> float:
+    """Root mean square of the differences [M] of the first M tokens."""
+    moves = _differences(policy[: len(other)], other)
+    return math.sqrt(sum(m * m for m in moves) / len(moves))
 
 
 def _differences(a: Sequence[float], b: Sequence[float]) -> list[float]:

@@ -21,9 +21,19 @@ class CanaryReading:
     NaN while policy == base. In bfloat16 over the newest scores of all sequences (engine/canary.py).
     """
     rounding: float = math.nan
-    """mean |engine - base| of the base in nats, in bfloat16 only."""
+    """mean |engine - base| of the base in nats: the noise that every reading has."""
     projection_error: float = math.nan
     """Standard error of the projection, in bfloat16 only."""
+    visible: float = math.nan
+    """The smallest share of the adapter's move that would be missed, infinite for no move."""
+    is_verified: bool = False
+    """Whether the adapter is told from the base and from the version before, and faults of parts would be
+    seen. Otherwise the move is too small to tell: nothing is wrong, but little is shown."""
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        return verdict_of(self.is_verified)
 
     def as_metrics(self) -> dict[str, float]:
         """The reading as metrics, without those that are not defined."""
@@ -36,5 +46,18 @@ class CanaryReading:
             "canary/projection": self.projection,
             "canary/rounding": self.rounding,
             "canary/projection_error": self.projection_error,
+            "canary/visible_frac": self.visible,
         }
-        return metrics | {name: value for name, value in optional.items() if not math.isnan(value)}
+        if not math.isnan(self.gap_max):
+            metrics["canary/verified"] = float(self.is_verified)
+        return metrics | {name: value for name, value in optional.items() if math.isfinite(value)}
+
+
+TOO_SMALL = "too small to tell"
+
+
+def verdict_of(verified: float | None) -> str:
+    """What the metric canary/verified says; None or NaN: no reading."""
+    if verified is None or math.isnan(verified):
+        return "not checked"
+    return "verified" if verified else TOO_SMALL

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from skylite.adapters.manifest import read_manifest
 from skylite.engine.canary import EarlierAnswers, verify
@@ -63,7 +63,8 @@ class EnginePool:
             self.loaded.remove(adapter)
             await self._unload_everywhere(adapter)
             raise
-        return max(readings, key=lambda r: r.gap_max)
+        worst = max(readings, key=lambda r: r.gap_max)
+        return replace(worst, is_verified=all(r.is_verified for r in readings))
 
     async def unload_before(self, before: int) -> list[AdapterVersion]:
         """Unload all versions older than `before`, which no request may use. Returns them."""

@@ -1,4 +1,4 @@
-"""Checks an exported model: its logprobs on the run's canary must equal those of the trainer."""
+"""Checks an exported model: its logprobs on the run's canary must be those that its weights should give."""
 
 from __future__ import annotations
 
@@ -7,13 +7,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skylite.adapters.manifest import Canary
-from skylite.engine.canary import compare_logprobs
+from skylite.engine.canary_bf16 import MAX_VISIBLE, Scores
+from skylite.engine.canary_float32 import read_float32
+from skylite.engine.canary_reading import TOO_SMALL
 from skylite.errors import RunFailed
 
 TOLERANCE = 0.002  # as for the engines of a run in float32
-"""Largest difference of a logprob in nats, when weights and arithmetic are float32."""
+"""Largest difference of a logprob in nats, when the arithmetic is float32."""
 ROUNDING_LIMIT = 0.1
-"""Largest mean difference in nats of weights that were rounded to 16 bits."""
+"""Largest mean difference in nats of a program that computes in 16 bits."""
+MAX_STANDARD_ERRORS, SLACK = 4.0, 0.05
+"""How far the projection of such a program may be from 1."""
+KEPT = 0.9
+"""A note says what rounding took if the weights keep less than this share of the adapter's move."""
+
+Rows = Sequence[Sequence[float]]
+"""[S][L - 1] logprobs of the canary's tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +41,8 @@ class Check:
     """mean |trainer - base| in nats: how far training moved the logprobs."""
     projection: float | None
     """How much of that move the export has; None if the adapter did not move them."""
+    is_verified: bool
+    """Whether the export is told from the base. Otherwise the move is too small to tell."""
     note: str = ""
 
     def __str__(self) -> str:
@@ -39,47 +50,92 @@ class Check:
         return (
             f"{self.what}, computed by {self.by}: logprobs of {self.tokens} canary tokens differ from the "
             f"trainer's by {self.gap_mean:.2g} nats on average, {self.gap_max:.2g} at most{moved}"
+            f"{'' if self.is_verified else f' ({TOO_SMALL} from the base)'}"
         )
 
 
 def check_export(
-    what: str, by: str, logprobs: Sequence[Sequence[float]], canary: Canary, *, is_exact: bool
+    what: str,
+    by: str,
+    logprobs: Rows,
+    canary: Canary,
+    *,
+    is_exact: bool,
+    rounded: Rows | None = None,
+    base: Rows | None = None,
 ) -> Check:
-    """Compare logprobs [S][L - 1] with the canary. Raises RunFailed if the export is another model.
+    """Compare an export's logprobs with the right ones. Raises RunFailed if it is another model.
 
-    `is_exact`: weights and arithmetic are float32. Otherwise rounding is allowed for.
+    Args:
+        is_exact: the arithmetic is float32.
+        rounded: what the adapter's weights give once they are rounded to the export's type. So rounding is no
+            difference. None: the weights are not rounded, and the trainer's logprobs are right.
+        base: of the base, computed by the same program. None: not known.
     """
-    own, policy, base = flat(logprobs), flat(canary.policy_logprobs), flat(canary.base_logprobs)
-    reading = compare_logprobs(own, policy, base)
-    has_moved = reading.base_distance > 4 * reading.gap_mean
-    limit = f"{TOLERANCE} at most" if is_exact else f"{ROUNDING_LIMIT} on average"
-    is_near = reading.gap_max <= TOLERANCE if is_exact else reading.gap_mean <= ROUNDING_LIMIT
-    if not is_near or (has_moved and not 0.5 < reading.projection < 1.5):
+    own, policy, start = flat(logprobs), flat(canary.policy_logprobs), flat(canary.base_logprobs)
+    right = policy if rounded is None else flat(rounded)
+    if is_exact and base is not None:
+        fault, is_verified = _compare_with_noise(Scores(
+            engine=own, engine_base=flat(base), policy=right, base=start
+        ))  # fmt: skip
+    else:
+        fault, is_verified = _compare(own, right, start, is_exact)
+    gaps = [abs(a - b) for a, b in zip(own, policy, strict=True)]
+    if fault:
         raise RunFailed(
-            f"The {what} compute other logprobs than the trainer ({by}): {reading.gap_mean:.3g} nats on "
-            f"average, {reading.gap_max:.3g} at most (allowed: {limit}), and {reading.projection:.2f} of the "
-            "adapter's move (expected 1.00). Nothing was written.",
+            f"The {what} compute other logprobs than they should ({by}): {fault}. Nothing was written.",
             "Report this with the versions of torch, transformers and peft.",
         )
-    note = ""
-    if not is_exact and not has_moved and reading.base_distance > 0:
-        note = (
-            f"rounding changes logprobs by {reading.gap_mean:.2g} nats on average, and the adapter by only "
-            f"{reading.base_distance:.2g}: part of the training is lost; --dtype float32 keeps it"
-        )
+    kept = _projection(own, policy, start)
+    lost = rounded is not None and _projection(right, policy, start) < KEPT
     return Check(
         what=what,
         by=by,
         tokens=len(own),
-        gap_max=reading.gap_max,
-        gap_mean=reading.gap_mean,
-        base_distance=reading.base_distance,
-        projection=None if math.isnan(reading.projection) else reading.projection,
-        note=note,
+        gap_max=max(gaps),
+        gap_mean=sum(gaps) / len(gaps),
+        base_distance=sum(abs(p - b) for p, b in zip(policy, start, strict=True)) / len(own),
+        projection=None if math.isnan(kept) else kept,
+        is_verified=is_verified,
+        note=f"the rounded weights keep {100 * kept:.0f} % of the adapter's move; --dtype float32 keeps all"
+        if lost
+        else "",
     )
 
 
-def check_base(logprobs: Sequence[Sequence[float]], canary: Canary) -> None:
+def _compare_with_noise(scores: Scores) -> tuple[str, bool]:
+    """(what is wrong, whether the export is told from the base), by the noise of the base's logprobs."""
+    found = read_float32(scores)
+    reading, moved = found.reading, abs(found.reading.projection - 1)
+    is_near = max(found.base_gap, reading.gap_max) <= TOLERANCE and found.gap_rms <= found.gap_limit
+    fault = "" if is_near and not moved > found.projection_limit else (
+        f"{reading.gap_max:.3g} nats at most, {found.gap_rms:.3g} root mean square (allowed: {TOLERANCE} and "
+        f"{found.gap_limit:.3g}), and {reading.projection:.2f} of the adapter's move (expected 1.00 +- "
+        f"{found.projection_limit:.2g})"
+    )  # fmt: skip
+    return fault, reading.is_verified
+
+
+def _compare(
+    own: Sequence[float], right: Sequence[float], start: Sequence[float], is_exact: bool
+) -> tuple[str, bool]:
+    """The same without the base: the gaps themselves are the noise."""
+    gaps = [a - b for a, b in zip(own, right, strict=True)]
+    mean, largest = sum(map(abs, gaps)) / len(gaps), max(map(abs, gaps))
+    energy = sum((p - b) ** 2 for p, b in zip(right, start, strict=True))
+    error = math.sqrt(sum(g * g for g in gaps) / len(gaps) / energy) if energy > 0 else math.inf
+    limit, projection = MAX_STANDARD_ERRORS * error + SLACK, _projection(own, right, start)
+    is_near = largest <= TOLERANCE if is_exact else mean <= ROUNDING_LIMIT
+    if is_near and not abs(projection - 1) > limit:
+        return "", limit <= MAX_VISIBLE
+    allowed = f"{TOLERANCE} at most" if is_exact else f"{ROUNDING_LIMIT} on average"
+    return (
+        f"{mean:.3g} nats on average, {largest:.3g} at most (allowed: {allowed}), and {projection:.2f} of "
+        f"the adapter's move (expected 1.00 +- {limit:.2g})"
+    ), False
+
+
+def check_base(logprobs: Rows, canary: Canary) -> None:
     """Raise RunFailed unless the base computes what it did for the trainer."""
     own, base = flat(logprobs), flat(canary.base_logprobs)
     gap = max(abs(a - b) for a, b in zip(own, base, strict=True))
@@ -91,5 +147,12 @@ def check_base(logprobs: Sequence[Sequence[float]], canary: Canary) -> None:
         )
 
 
-def flat(rows: Sequence[Sequence[float]]) -> list[float]:
+def _projection(own: Sequence[float], policy: Sequence[float], start: Sequence[float]) -> float:
+    """How much of the way from `start` to `policy` is gone: 1 for `policy`, NaN if they are equal."""
+    energy = sum((p - b) ** 2 for p, b in zip(policy, start, strict=True))
+    seen = sum((o - b) * (p - b) for o, p, b in zip(own, policy, start, strict=True))
+    return seen / energy if energy > 0 else math.nan
+
+
+def flat(rows: Rows) -> list[float]:
     return [x for row in rows for x in row]

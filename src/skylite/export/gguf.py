@@ -15,7 +15,7 @@ from typing import Any
 
 from skylite.adapters.manifest import Canary
 from skylite.errors import ConfigError, RunFailed
-from skylite.export.canary_check import Check, check_export
+from skylite.export.canary_check import Check, Rows, check_export
 from skylite.export.transformers_model import load_float32, model_logprobs, versions
 from skylite.processes.import_path import NEUTRAL_FOLDER
 from skylite.untrusted_text import plain_lines
@@ -68,15 +68,18 @@ def convert_to_gguf(merged: Path, file: Path, dtype: str) -> None:
         )
 
 
-def check_gguf(file: Path, canary: Canary) -> list[Check]:
-    """Check a GGUF file with transformers, and with llama-cpp-python where it is installed."""
+def check_gguf(file: Path, canary: Canary, merged: Rows) -> list[Check]:
+    """Check a GGUF file with transformers, and with llama-cpp-python where it is installed.
+
+    `merged`: logprobs of the canary with the weights that were converted.
+    """
     logprobs = model_logprobs(load_float32(file.parent, gguf_file=file.name), canary.sequences)
     by = f"{versions('transformers')} in float32"
-    checks = [check_export("GGUF weights", by, logprobs, canary, is_exact=False)]
+    checks = [check_export("GGUF weights", by, logprobs, canary, is_exact=False, rounded=merged)]
     if importlib.util.find_spec("llama_cpp") is not None:
         by = versions("llama_cpp_python")
         found = llama_cpp_logprobs(file, canary)
-        checks.append(check_export("GGUF weights", by, found, canary, is_exact=False))
+        checks.append(check_export("GGUF weights", by, found, canary, is_exact=False, rounded=merged))
     return checks
 
 

@@ -67,17 +67,23 @@ async def _check_with_vllm(plan: ExportPlan, folder: Path) -> Check:
     served = None if adapter is None else replace(plan.served, adapter=adapter)
     model_path = folder if plan.merge else plan.base.path
 
-    async def score(engine: Engine) -> list[list[float]]:
+    async def score(engine: Engine) -> tuple[list[list[float]], list[list[float]] | None]:
+        """Of the export, and of the base if the engine has it, too."""
         if adapter is not None:
             await engine.load_adapter(adapter)
-        name = BASE_NAME if adapter is None else adapter.name
-        return [await engine.prompt_logprobs(name, ids) for ids in canary.sequences]
+        found = [
+            [await engine.prompt_logprobs(name, ids) for ids in canary.sequences]
+            for name in ([] if adapter is None else [adapter.name]) + [BASE_NAME]
+        ]
+        return found[0], found[1] if adapter is not None else None
 
     spec = single_engine_spec(config, served, model_path, Path("unused"))
-    logprobs = await run_on_engine(config, lambda uds: replace(spec, uds=uds), score)
+    logprobs, base = await run_on_engine(config, lambda uds: replace(spec, uds=uds), score)
     is_exact = spec.dtype == "float32" and (adapter is not None or plan.dtype == "float32")
     what = "adapter weights" if adapter is not None else f"merged weights in {plan.dtype}"
-    return check_export(what, f"{vllm_version()} in {spec.dtype}", logprobs, canary, is_exact=is_exact)
+    return check_export(
+        what, f"{vllm_version()} in {spec.dtype}", logprobs, canary, is_exact=is_exact, base=base
+    )
 
 
 def vllm_version() -> str:

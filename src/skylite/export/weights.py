@@ -6,6 +6,7 @@ import gc
 import json
 import shutil
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,15 @@ def export_weights(plan: ExportPlan, folder: Path) -> list[Check]:
     if not plan.has_merged_weights:
         write_adapter(plan, folder, plan.base_name)
         with _work(plan, "loading the base model and the adapter in float32"):
-            return [load_adapted(plan, folder)[1]]
+            return [load_adapted(plan, folder).check]
     merged = folder if plan.merge else folder / "merged"
-    checks = write_merged(plan, merged)
+    checks, merged_logprobs = write_merged(plan, merged)
     if plan.gguf:
         file = folder / f"{plan.name}-{plan.dtype}.gguf"
         with _work(plan, "converting to GGUF"):
             convert_to_gguf(merged, file, plan.dtype)
         with _work(plan, "loading the GGUF file"):
-            checks += check_gguf(file, plan.manifest.canary)
+            checks += check_gguf(file, plan.manifest.canary, merged_logprobs)
         if not plan.merge:
             remove_tree(merged)
     return checks
@@ -81,48 +82,74 @@ def copy_prompt_files(plan: ExportPlan, folder: Path) -> None:
         shutil.copyfile(file, copy)
 
 
-def load_adapted(plan: ExportPlan, adapter: Path) -> tuple[Any, Check]:
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """A base model in float32 with an adapter."""
+
+    model: Any
+    base_logprobs: list[list[float]]
+    """Of the canary, without the adapter."""
+    check: Check
+
+
+def load_adapted(plan: ExportPlan, adapter: Path) -> Adapted:
     """The pristine base in float32 with the adapter folder on it, both checked."""
     from peft import PeftModel
 
     model = load_float32(plan.base.path)
     canary = plan.manifest.canary
-    check_base(model_logprobs(model, canary.sequences), canary)
+    base = model_logprobs(model, canary.sequences)
+    check_base(base, canary)
     adapted = PeftModel.from_pretrained(model, str(adapter)).eval()
     logprobs = model_logprobs(adapted, canary.sequences)
     by = f"{versions('transformers', 'peft')} in float32"
-    return adapted, check_export("adapter weights", by, logprobs, canary, is_exact=True)
+    check = check_export("adapter weights", by, logprobs, canary, is_exact=True, base=base)
+    return Adapted(adapted, base, check)
 
 
-def write_merged(plan: ExportPlan, folder: Path) -> list[Check]:
-    """Merge in float32, check, cast, save, and check what was saved."""
+def write_merged(plan: ExportPlan, folder: Path) -> tuple[list[Check], list[list[float]]]:
+    """Merge in float32, check, cast, save, and check what was saved.
+
+    Returns the checks, and the logprobs [S][L - 1] of the canary with the weights as they were cast.
+    """
     import torch
 
     temporary = folder / "adapter"
     try:
         with _work(plan, "loading the base model and the adapter in float32"):
             write_adapter(plan, temporary, str(plan.base.path))
-            adapted, _ = load_adapted(plan, temporary)
+            adapted = load_adapted(plan, temporary)
     finally:
         remove_tree(temporary)
-    canary = plan.manifest.canary
+    canary, base = plan.manifest.canary, adapted.base_logprobs
     by = f"{versions('transformers', 'peft')} in float32"
     with _work(plan, "merging"):
-        merged = adapted.merge_and_unload(safe_merge=True)
+        merged = adapted.model.merge_and_unload(safe_merge=True)
         logprobs = model_logprobs(merged, canary.sequences)
-        checks = [check_export("merged weights before the cast", by, logprobs, canary, is_exact=True)]
-        merged = merged.to(getattr(torch, plan.dtype))
-        merged.save_pretrained(folder)
+        what = "merged weights before the cast"
+        checks = [check_export(what, by, logprobs, canary, is_exact=True, base=base)]
+        dtype = getattr(torch, plan.dtype)
+        for weight in merged.parameters():  # rounded, but still float32: only the weights are under test
+            weight.data = weight.data.to(dtype).float()
+        rounded = model_logprobs(merged, canary.sequences)
+        merged.to(dtype).save_pretrained(folder)
     del adapted, merged
     gc.collect()
     copy_prompt_files(plan, folder)
     with _work(plan, "loading the merged model"):
-        return [*checks, check_folder(plan, folder)]
+        return [*checks, check_folder(plan, folder, rounded, base)], rounded
 
 
-def check_folder(plan: ExportPlan, folder: Path) -> Check:
-    """Load merged weights from their folder and check them."""
+def check_folder(
+    plan: ExportPlan, folder: Path, rounded: list[list[float]], base: list[list[float]]
+) -> Check:
+    """Load merged weights from their folder and check them.
+
+    `rounded`, `base`: logprobs of the canary with the weights that were to be saved, and without the adapter.
+    """
     logprobs = model_logprobs(load_float32(folder), plan.manifest.canary.sequences)
     what, by = f"merged weights in {plan.dtype}", f"{versions('transformers')} in float32"
-    is_exact = plan.dtype == "float32"
-    return check_export(what, by, logprobs, plan.manifest.canary, is_exact=is_exact)
+    canary = plan.manifest.canary
+    if plan.dtype == "float32":
+        return check_export(what, by, logprobs, canary, is_exact=True, base=base)
+    return check_export(what, by, logprobs, canary, is_exact=True, rounded=rounded, base=base)

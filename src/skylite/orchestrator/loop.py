@@ -211,7 +211,7 @@ async def load_adapter(session: Session, version: int) -> tuple[AdapterVersion, 
     adapter = session.adapter(version)
     load_s = await session.engines.load(adapter)
     session.progress.event("adapter_loaded", version=version)
-    session.progress.adapter_version = version
+    session.progress.adapter_version, session.progress.adapter_verified = version, None
     return adapter, load_s
 
 
@@ -220,6 +220,7 @@ async def verify_adapter(session: Session, adapter: AdapterVersion, load_s: floa
     started = time.monotonic()
     canary = await session.engines.verify(adapter)
     session.progress.event("adapter_verified", version=adapter.version)
+    session.progress.adapter_verified = canary.is_verified
     return SyncReport(load_s=load_s, canary_s=time.monotonic() - started, canary=canary)
 
 

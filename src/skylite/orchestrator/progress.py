@@ -28,6 +28,8 @@ class Progress:
     recorded: int = 0
     """The last step whose metrics are in metrics.jsonl."""
     adapter_version: int | None = None
+    adapter_verified: bool | None = None
+    """Whether the canary verified that version, or it moved too little to tell."""
     restarts: dict[str, int] = field(default_factory=dict)
     """Child process name -> number of restarts, over all starts of the trainer."""
 
@@ -42,6 +44,7 @@ class Progress:
                 step=self.step,
                 num_steps=self.num_steps,
                 adapter_version=self.adapter_version,
+                adapter_verified=self.adapter_verified,
                 pids=pids,
                 restarts=self.restarts,
                 error=error,

@@ -23,7 +23,15 @@ from skylite.report.alarm_evidence import (
 from skylite.report.read_run import HeldOut, number
 
 Kind = Literal[
-    "collapse", "reward hacking", "no signal", "drift", "reward fell", "truncated", "mismatch", "skipped"
+    "collapse",
+    "reward hacking",
+    "no signal",
+    "drift",
+    "reward fell",
+    "truncated",
+    "mismatch",
+    "skipped",
+    "unverified",
 ]
 FOLLOWERS: Mapping[Kind, tuple[Kind, ...]] = {
     "collapse": ("reward fell", "no signal", "truncated"),
@@ -102,7 +110,17 @@ def _at(
         [h for h in held_out if h.version <= step],
         {s: r for s, r in repetition.items() if s <= step},
     )
-    rules = (_collapse, _hacking, _no_signal, _drift, _reward_fell, _truncated, _mismatch, _skipped)
+    rules = (
+        _collapse,
+        _hacking,
+        _no_signal,
+        _drift,
+        _reward_fell,
+        _truncated,
+        _mismatch,
+        _skipped,
+        _unverified,
+    )
     found = [Alarm(kind=kind, text=text, since=step) for rule in rules for kind, text in rule(evidence)]
     kinds = {alarm.kind for alarm in found}
     hidden = {follower for kind in kinds for follower in FOLLOWERS.get(kind, ())}
@@ -323,3 +341,14 @@ def _skipped(e: Evidence) -> Iterator[Finding]:
             f"{len(skipped)} steps were not learned from, the last was step {skipped[-1]}: see "
             "rejected_steps/.",
         )
+
+
+def _unverified(e: Evidence) -> Iterator[Finding]:
+    if number(e.metrics[-1], "canary/verified") != 0:
+        return
+    small = sum(number(m, "canary/verified") == 0 for m in e.metrics)
+    yield (
+        "unverified",
+        f"The adapter moves too little to tell whether the engine samples from it: in {small} of "
+        f"{len(e.metrics)} steps, and in the last. See canary/visible_frac.",
+    )

@@ -41,6 +41,8 @@ def summary(facts: RunFacts) -> Facts:
         "peak_memory_bytes": _json_number(number(newest, "mem/rss_peak_bytes")),
         "peak_gpu_memory_bytes": _json_number(number(newest, "mem/gpu_peak_bytes")),
         "adapter_version": None if status is None else status.adapter_version,
+        "adapter_verified": None if status is None else status.adapter_verified,
+        "too_small_to_tell": [int(m["step"]) for m in facts.metrics if number(m, "canary/verified") == 0],
         "updated_at": None if status is None else status.updated_at,
         "age_seconds": None if status is None else _json_number(age_s(status)),
         "error": None if status is None else status.error,

@@ -31,6 +31,8 @@ class Status:
     num_steps: int
     adapter_version: int | None
     """The version that the engines serve; None before the first sync."""
+    adapter_verified: bool | None = None
+    """Whether the canary verified that version; False: it moved too little to tell; None: not checked yet."""
     pids: Mapping[str, int] = field(default_factory=dict)
     """Name -> process id of the parent and its children."""
     restarts: Mapping[str, int] = field(default_factory=dict)
@@ -71,6 +73,7 @@ def _has_right_types(status: Status) -> bool:
         status.phase in get_args(Phase)
         and all(type(n) is int for n in numbers)
         and all(isinstance(t, dict) and all(type(n) is int for n in t.values()) for t in tables)
+        and isinstance(status.adapter_verified, bool | None)
         and isinstance(status.error, str | None)
         and isinstance(status.updated_at, str)
     )

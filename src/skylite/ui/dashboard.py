@@ -11,6 +11,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.live import Live
 
+from skylite.engine.canary_reading import verdict_of
 from skylite.progress_reporting import duration
 from skylite.ui.live_panel import ENDS, CompletionView, LivePanel, ScreenState, seconds_left
 from skylite.ui.logs import ON_PANEL, lines_on_screen, shows_info
@@ -93,7 +94,7 @@ def step_line(history: Sequence[Mapping[str, Any]], num_steps: int) -> str:
             f"sample {m['time/rollout_s']:.1f} s ({m['perf/completion_tokens_per_s']:.0f} tok/s)",
             f"train {m['time/train_s']:.1f} s",
             f"sync {m['time/sync_s']:.2f} s",
-            f"canary {m['canary/gap_max']:.1e}",
+            f"canary {m['canary/gap_max']:.1e} ({verdict_of(m.get('canary/verified'))})",
             f"mismatch {m['mismatch/logprob_diff_mean']:.1e}",
             f"v{m['adapter/version']}",
             *([] if left is None else [f"about {duration(left)} left"]),

@@ -13,6 +13,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.panel import Panel
 from rich.text import Text
 
+from skylite.engine.canary_reading import verdict_of
 from skylite.ui.curve import curve, proportional_widths
 from skylite.untrusted_text import plain
 
@@ -151,8 +152,15 @@ def _metric_rows(state: ScreenState, width: int) -> list[Text]:
         labelled("length", Text(length)),
         labelled("speed", Text(speed)),
         labelled("time", time_split(m, width - LABEL_WIDTH)),
-        labelled("adapter", Text.assemble((f"v{m['adapter/version']}", "bold"), f"  {gaps}")),
+        labelled("adapter", adapter_row(m, gaps)),
     ]
+
+
+def adapter_row(m: Mapping[str, Any], gaps: str) -> Text:
+    """The version, what the canary showed about it, and `gaps`."""
+    verdict = verdict_of(m.get("canary/verified"))
+    style = "green" if verdict == "verified" else "yellow"
+    return Text.assemble((f"v{m['adapter/version']}", "bold"), "  ", (verdict, style), f"  {gaps}")
 
 
 def time_split(m: Mapping[str, Any], width: int) -> Text:

@@ -21,6 +21,7 @@ from skylite.ui.live_panel import (
     TALL_ROWS,
     CompletionView,
     ScreenState,
+    adapter_row,
     completion_lines,
     cropped,
     labelled,
@@ -35,7 +36,7 @@ from skylite.untrusted_text import plain
 KEYS_HELP = "←→ completion  ↑↓ step  b best  w worst  s as stored  n newest  q quit"
 STEP_KEYS = (
     "reward/mean", "reward/right_frac", "policy/entropy", "completion/tokens_mean",
-    "completion/truncated_frac", "perf/completion_tokens_per_s", "canary/gap_max",
+    "completion/truncated_frac", "perf/completion_tokens_per_s", "canary/gap_max", "canary/verified",
     "mismatch/logprob_diff_mean", "time/step_s", "time/rollout_s", "time/train_s", "time/sync_s",
 )  # fmt: skip
 """Metrics that a line or a row shows; nan where a step lacks one."""
@@ -177,8 +178,7 @@ def _last_rows(m: Mapping[str, Any], facts: RunFacts, width: int) -> list[Text]:
     rows = [labelled("speed", Text(speed))]
     if all(math.isfinite(m[key]) for key in ("time/step_s", "time/rollout_s", "time/train_s", "time/sync_s")):
         rows.append(labelled("time", time_split(m, width - LABEL_WIDTH)))
-    gap = f"  canary gap {m['canary/gap_max']:.1e}"
-    rows.append(labelled("adapter", Text.assemble((f"v{m['adapter/version']}", "bold"), gap)))
+    rows.append(labelled("adapter", adapter_row(m, f"canary gap {m['canary/gap_max']:.1e}")))
     return rows
 
 
