@@ -167,8 +167,21 @@ def import_file(path: Path, what: str, sha256: str | None = None) -> ModuleType:
         with user_code():
             exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
     except UserCodeFailed as error:
-        raise DataError(f"The {what} {path} cannot be imported: {error}.", "Fix that file.") from error
+        raise DataError(
+            f"The {what} {path} cannot be imported: {error}.", _import_remedy(path, error.__cause__)
+        ) from error
     return module
+
+
+def _import_remedy(path: Path, cause: BaseException | None) -> str:
+    """What to do about a file that raised; it may not import a module beside it, which nobody checks."""
+    name = (cause.name or "").partition(".")[0] if isinstance(cause, ModuleNotFoundError) else ""
+    if name and ((path.parent / f"{name}.py").is_file() or (path.parent / name).is_dir()):
+        return (
+            f"The file must stand alone: skylite checks its content, not that of {name} beside it. Move what "
+            f"it needs into it, install {name} as a package, or add its folder to sys.path in the file."
+        )
+    return "Fix that file."
 
 
 class UserCodeFailed(Exception):

@@ -178,7 +178,7 @@ BAD_CHATS: dict[str, list[Any]] = {
     "content of prompt\\[0\\] is list, not text": [{"role": "user", "content": [{"type": "image"}]}],
     "content of prompt\\[0\\] is empty": [{"role": "user", "content": " "}],
     "has no user message before the answer": [{"role": "assistant", "content": "x"}],
-    "also has 'tool_calls'": [{"role": "user", "content": "x", "tool_calls": [1]}],
+    "has tool calls": [{"role": "user", "content": "x", "tool_calls": [1]}],
     "system message that is not the first": [*chat("a", "b"), {"role": "system", "content": "s"}, *chat("c")],
 }
 

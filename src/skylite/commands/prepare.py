@@ -71,7 +71,7 @@ def prepare(
         examples = _verifiers_tasks(target, limit, seed)
     elif is_own_data(target):
         _refuse_flags(module_flags, "your own data")
-        examples = own_data_examples(target, own_flags, chosen, where, limit, seed)
+        examples = own_data_examples(target, own_flags, chosen, where, drop_failing, limit, seed)
     else:
         _refuse_flags(file_flags, "a data_prep file, which defines its columns and reward")
         examples = _dataset_module(

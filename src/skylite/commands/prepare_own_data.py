@@ -67,6 +67,7 @@ def own_data_examples(
     flags: OwnFlags,
     chosen: RewardChoice,
     where: Sequence[str],
+    drop_failing: bool,
     limit: int | None,
     seed: int,
 ) -> ExampleSet:
@@ -100,6 +101,7 @@ def own_data_examples(
         system=flags.system,
         few_shot=flags.few_shot,
         where=where,
+        drop_failing=drop_failing,
         limit=limit,
         seed=seed,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -46,12 +47,22 @@ class Row:
         value = self.value(column)
         if isinstance(value, bool) or not isinstance(value, str | int | float | None):
             raise DataError(
-                f"{self.where}: {column!r} is {type(value).__name__}, not text.", "Give a column of texts."
+                f"{self.where}: {column!r} is {type(value).__name__}, not text.",
+                "Give a column of texts. Your own reward gets any other column as it is, by its name: with "
+                "--no-answer such a column needs no text.",
             )
-        text = "" if value is None else str(value).strip()
+        if isinstance(value, float) and is_whole_float(value):
+            value = int(value)
+        is_missing = value is None or (isinstance(value, float) and math.isnan(value))
+        text = "" if is_missing else str(value).strip()
         if not text:
             raise DataError(f"{self.where} has an empty {column!r}.", "Fill it in or delete the row.")
         return text
+
+
+def is_whole_float(value: Any) -> bool:
+    """Whether a number is 51.0: pandas makes floats of whole numbers in a column with a missing value."""
+    return isinstance(value, float) and value.is_integer() and abs(value) < 2**53
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +133,7 @@ def generated_table(rows: Iterable[dict[str, Any]], kind: SourceKind, source: st
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as stream:
+    with path.open(encoding="utf-8-sig") as stream:  # Windows writes a byte order mark
         for number, line in enumerate(stream, start=1):
             if not line.strip():
                 continue

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from skylite.data.chats import read_question
+from skylite.data.chats import chat_value, read_question
 from skylite.data.raw_rows import Row
 from skylite.errors import ConfigError
 
-QUESTIONS = ("question", "problem", "prompt", "messages")
+QUESTIONS = ("question", "problem", "prompt", "messages", "conversations")
 ANSWERS = ("answer",)
 """Columns that are used without a flag."""
 
@@ -54,7 +54,8 @@ def choose_columns(flags: ColumnFlags, first: Row) -> tuple[Columns, list[str]]:
     if missing:
         raise ConfigError(
             f"{flags.target} needs --answer: it has {names}.",
-            "Name the column with the reference answers. For data without them give --no-answer.",
+            f"Name the column with the reference answers{_example(first)}. For data without them give "
+            "--no-answer.",
         )
     answer = next(iter(_named(ANSWERS, first)), None) if flags.answer is None else flags.answer
     notes = []
@@ -69,9 +70,18 @@ def missing_flags(flags: ColumnFlags, first: Row) -> list[str]:
     found = _named(QUESTIONS, first)
     question = found[0] if flags.question is None and len(found) == 1 else flags.question
     has_answer = not flags.has_answers or flags.answer is not None or bool(_named(ANSWERS, first))
-    if not has_answer and question is not None and isinstance(first.value(question), list):
+    if not has_answer and question is not None and isinstance(chat_value(first, question), list):
         has_answer = bool(read_question(first, question).reply)
     return [*(["--question"] if question is None else []), *([] if has_answer else ["--answer"])]
+
+
+def _example(first: Row) -> str:
+    """A column, or a field of one, whose name says that it has answers, as verl's do."""
+    fields = [(n, n) for n in first.values]
+    fields += [(f"{n}.{inner}", inner) for n, v in first.values.items() if isinstance(v, dict) for inner in v]
+    likely = ("ground_truth", "solution", "final_answer", "completion")
+    found = next((path for name in likely for path, last in fields if last == name), None)
+    return f", e.g. --answer {found}" if found else ""
 
 
 def _named(names: Sequence[str], first: Row) -> list[str]:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from skylite.config.rollout import RewardParameters
-from skylite.data.chats import Question, read_question
+from skylite.data.chats import Question, is_chat_as_text, read_answer, read_question
 from skylite.data.examples import SPLITS, Example, ExampleSet, sample_rows
 from skylite.data.prompts import Split
-from skylite.data.raw_rows import READABLE, Row, Table, read_table
+from skylite.data.raw_rows import READABLE, Row, Table, is_whole_float, read_table
 from skylite.data.user_columns import ColumnFlags, Columns, choose_columns
 from skylite.data.user_tables import OwnSource, filter_rows, read_own_tables
 from skylite.errors import ConfigError, DataError
@@ -50,6 +50,8 @@ class OwnData:
     few_shot: str | None = None
     """A number of first training rows, or a file."""
     where: Sequence[str] = ()
+    drop_failing: bool = False
+    """Leave out rows without a question or an answer."""
     limit: int | None = None
     seed: int = 0
 
@@ -60,8 +62,10 @@ def user_file_examples(data: OwnData) -> ExampleSet:
     tables = {split: filter_rows(table, data.where) for split, table in read.splits.items()}
     notes = [*read.notes, *(f"--where {condition}" for condition in data.where)]
     columns, columns_note = choose_columns(data.columns, tables["train"].rows[0])
-    examples, tables["train"] = few_shot_rows(data, tables["train"])
     maker = PromptMaker(data=data, columns=columns, kept=kept_columns(tables, columns, notes))
+    if data.drop_failing:
+        tables = {split: maker.readable(table, notes) for split, table in tables.items()}
+    examples, tables["train"] = few_shot_rows(data, tables["train"])
     if data.find_form is not None:
         few = replace(
             tables["train"], rows=tables["train"].rows[:: max(1, len(tables["train"].rows) // PROBES)]
@@ -167,7 +171,10 @@ def hold_out_missing(
 
 def _key(row: Row, question: str) -> str:
     """What makes two questions equal."""
-    asked = read_question(row, question)
+    return _key_of(read_question(row, question))
+
+
+def _key_of(asked: Question) -> str:
     return asked.turns[0]["content"] if len(asked.turns) == 1 else json.dumps(asked.turns)
 
 
@@ -193,6 +200,26 @@ class PromptMaker:
         """The examples of a split. Raises DataError with file, line and reason."""
         name = self.data.source.name
         return [self._example(row, f"{name}/{split}/{self._id(row)}") for row in table.rows]
+
+    def readable(self, table: Table, notes: list[str]) -> Table:
+        """The rows that have a question and an answer, with a note on the others."""
+        rows, refused = [], []
+        for row in table.rows:
+            try:
+                asked = read_question(row, self.columns.question)
+                if self.data.columns.has_answers:
+                    self._answer(row, asked)
+                rows.append(row)
+            except DataError as error:
+                refused.append(error)
+        if not rows:
+            raise refused[0]
+        if refused:
+            notes.append(
+                f"left out {len(refused)} of {len(table.rows)} rows that cannot be read; "
+                f"the first: {refused[0].what}"
+            )
+        return replace(table, rows=rows)
 
     def check_ids(self, tables: dict[Split, Table]) -> None:
         """Raise DataError if two rows have the same id."""
@@ -233,6 +260,10 @@ class PromptMaker:
             notes.append(f"--system replaces the system message of {own} chats")
         elif own and self.default_system:
             notes.append(f"{own} chats keep their own system message")
+        rows = [row for table in tables.values() for row in table.rows]
+        if texts := sum(is_chat_as_text(row.value(self.columns.question)) for row in rows):
+            notes.append(f"{texts} chats are stored as text; they are read as chats")
+        notes += self._answer_notes(tables)
         if replies:
             notes.append(
                 f"the last turn of {replies} chats is left out; {self.columns.answer!r} has the answers"
@@ -246,12 +277,32 @@ class PromptMaker:
             notes.append(f"{len(self.few_shot) // 2} worked examples (--few-shot {self.data.few_shot})")
         return notes
 
+    def _answer_notes(self, tables: dict[Split, Table]) -> list[str]:
+        """What may surprise in the answers, and in columns that do not reach the prompt."""
+        rows, notes = [row for table in tables.values() for row in table.rows], []
+        column = self.columns.answer
+        if column and (whole := sum(is_whole_float(row.value(column)) for row in rows)):
+            notes.append(f"{whole} answers are whole numbers stored as 51.0; they are read as 51")
+        if self.data.columns.has_answers:
+            answers: dict[str, set[str]] = {}
+            for row in rows:
+                asked = read_question(row, self.columns.question)
+                answers.setdefault(_key_of(asked), set()).add(self._answer(row, asked))
+            if several := sum(len(found) > 1 for found in answers.values()):
+                notes.append(f"warning: {several} questions occur with different answers")
+        if "tools" in self.kept and any(row.values.get("tools") for row in rows):
+            notes.append(
+                "warning: the column 'tools' reaches the reward only; no prompt shows it. For tools that the "
+                "model can call use an environment (docs/how-to/environments.md)"
+            )
+        return notes
+
     def _id(self, row: Row) -> str:
         return str(row.index) if self.columns.id is None else row.text(self.columns.id)
 
     def _answer(self, row: Row, asked: Question) -> str:
         if self.columns.answer is not None:
-            return row.text(self.columns.answer)
+            return read_answer(row, self.columns.answer)
         if not asked.reply and self.data.columns.has_answers:
             raise DataError(
                 f"{row.where}: the chat in {self.columns.question!r} does not end with an assistant message, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,10 @@ from skylite.errors import ConfigError, DataError
 from skylite.processes.file_tree import files_below
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+"""Suffixes of packed files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +61,7 @@ class OwnTables:
 
 def is_own_data(target: str) -> bool:
     """Whether a target of `skylite prepare` is a file with rows, a folder, or a hub id."""
-    if target.endswith(READABLE):
+    if target.endswith((*READABLE, *PACKED)):
         return True
     if is_bare(target) or target.endswith(".py"):
         return False
@@ -65,6 +70,8 @@ def is_own_data(target: str) -> bool:
 
 def read_own_tables(source: OwnSource) -> OwnTables:
     """Read the splits. Raises DataError and ConfigError."""
+    if source.target.endswith(PACKED):
+        raise DataError(*packed_text(Path(source.target)))
     if source.is_file:
         _refuse_split_flags(source)
         return OwnTables({"train": read_table(Path(source.target))}, [f"source: {source.target}"])
@@ -79,8 +86,33 @@ def read_own_tables(source: OwnSource) -> OwnTables:
 def _read_folder(source: OwnSource, folder: Path) -> OwnTables:
     files = files_below(folder)
     found = find_splits(files)
+    if not found:
+        refuse_unreadable(folder, files)
     tables = _read_splits(source, found, lambda file: read_table(folder / file, "folder"))
     return OwnTables(tables, [f"source: folder {folder}", _splits_note(source, found)])
+
+
+def refuse_unreadable(folder: Path, files: Sequence[str]) -> None:
+    """Raise DataError with the remedy for files that hold data in another form."""
+    if any(file.endswith(".arrow") for file in files):
+        path = str(folder)
+        raise DataError(
+            f"{folder} was written by save_to_disk of the library datasets, which skylite does not read.",
+            f"Write its splits as parquet: datasets.load_from_disk({path!r}), then to_parquet of each split.",
+        )
+    if packed := next((file for file in files if file.endswith(PACKED)), None):
+        raise DataError(*packed_text(folder / packed))
+
+
+def packed_text(path: Path) -> tuple[str, str]:
+    """What is wrong with a packed file, and the remedy."""
+    command = {".gz": "gunzip", ".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd", ".zip": "unzip"}[
+        path.suffix
+    ]
+    return (
+        f"{path} is packed, and skylite reads {', '.join(READABLE)} files.",
+        f"Unpack it: {command} {shlex.quote(str(path))}",
+    )
 
 
 def _read_splits(source: OwnSource, found: SplitFiles, read: Callable[[str], Table]) -> dict[Split, Table]:
