@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from skylite.errors import ConfigError, DataError, error_line
+from skylite.untrusted_files import read_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ def program_sha256(spec: str) -> str | None:
     """sha256 of the file that the spec names; None if it cannot be read."""
     path = Path(spec.rpartition(":")[0])
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+        return hashlib.sha256(read_bytes(path)).hexdigest() if path.is_file() else None
     except (OSError, ValueError):
         return None
 
@@ -132,7 +133,7 @@ def check_function(spec: str, kind: FunctionKind) -> None:
     """
     path, name = _find_file(spec, kind)
     try:
-        tree = ast.parse(path.read_bytes())
+        tree = ast.parse(read_bytes(path))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(
             f"The {kind.name} file {path} cannot be imported: {error_line(error)}.",
@@ -158,7 +159,7 @@ def import_file(path: Path, what: str, sha256: str | None = None) -> ModuleType:
         raise DataError(f"The {what} {path} is not a Python file.")
     module = importlib.util.module_from_spec(spec)
     try:
-        source = path.read_bytes()
+        source = read_bytes(path)
     except OSError as error:
         raise DataError(f"The {what} {path} cannot be imported: {error_line(error)}.") from None
     if sha256 is not None and hashlib.sha256(source).hexdigest() != sha256:

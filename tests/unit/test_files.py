@@ -113,7 +113,7 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
 
     def fail(write: Callable[[Path], Any], path: Path) -> None:
         with write(path) as temporary:
-            assert temporary == temporary_sibling(path)
+            assert temporary.parent == path.parent
             (temporary / "x" if temporary.is_dir() else temporary).write_text("half")
             raise KeyError
 
@@ -124,13 +124,10 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
     assert (tmp_path / "old").read_text() == "old"
 
 
-def test_a_published_folder_is_never_overwritten_and_a_leftover_is_replaced(tmp_path: Path) -> None:
+def test_a_published_folder_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "v1").mkdir()
     with pytest.raises(WriteFailed, match="v1 already exists"), atomic_folder(tmp_path / "v1"):
         pass
-    left = temporary_sibling(tmp_path / "v2")
-    left.mkdir()
-    (left / "half").touch()
     with atomic_folder(tmp_path / "v2") as temporary:
         (temporary / "new").touch()
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")) == ["v1", "v2", "v2/new"]
@@ -169,7 +166,23 @@ def test_a_flush_leaves_no_file_open(tmp_path: Path) -> None:
 
 
 def test_a_temporary_name_is_hidden_and_beside_its_target() -> None:
-    assert temporary_sibling(Path("/a/b.json")) == Path(f"/a/.b.json.tmp-{os.getpid()}")
+    one, other = temporary_sibling(Path("/a/b.json")), temporary_sibling(Path("/a/b.json"))
+    assert one.parent == Path("/a")
+    assert one.name.startswith(".b.json.tmp-")
+    assert one != other, "nobody can foresee it"
+
+
+def test_a_planted_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "precious").write_text("mine")
+    planted = tmp_path / ".report.html.tmp-1"
+    planted.symlink_to(tmp_path / "precious")
+    monkeypatch.setattr(files, "temporary_sibling", lambda _: planted)
+    with pytest.raises(WriteFailed), atomic_file(tmp_path / "report.html") as temporary:
+        temporary.write_text("page")
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "precious")
+    with pytest.raises(WriteFailed):
+        append_line(tmp_path / "metrics.jsonl", "more")
+    assert (tmp_path / "precious").read_text() == "mine"
 
 
 class Filling(FileIO):

@@ -50,7 +50,7 @@ LAYERS = (
     ("config",),
     ("user_functions", "types"),
     ("errors",),
-    ("optional_packages", "untrusted_text", "progress_reporting"),
+    ("optional_packages", "untrusted_text", "untrusted_files", "progress_reporting"),
 )
 """From top to bottom. A file imports from its own folder and from the rows below."""
 TRAINER_SIDE = ("trainer", "model", "algorithms")

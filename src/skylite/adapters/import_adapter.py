@@ -18,6 +18,7 @@ from skylite.errors import ConfigError, ModelError
 from skylite.hub.resolve import safetensors_header
 from skylite.run.files import atomic_folder
 from skylite.run.run_dir import RunDir, adapter_name
+from skylite.untrusted_files import read_text, regular
 from skylite.untrusted_text import parse_json
 
 CONFIG, WEIGHTS, MANIFEST = "adapter_config.json", "adapter_model.safetensors", "manifest.json"
@@ -181,7 +182,7 @@ def _plain_lora(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG
     try:
-        peft = parse_json(path.read_text(encoding="utf-8"))
+        peft = parse_json(read_text(path))
         kind, reasons = (
             str(peft["peft_type"]),
             [reason for key, reason in UNSUPPORTED_KEYS.items() if peft.get(key)],
@@ -245,7 +246,7 @@ def _shapes(path: Path) -> dict[str, list[int]]:
 
     safetensors_header(path)  # has a better error message for a truncated file
     try:
-        with safe_open(path, framework="numpy") as tensors:
+        with safe_open(regular(path), framework="numpy") as tensors:
             return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118 -- not a dict
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{path} cannot be read: {error}.", "The folder is damaged.") from None

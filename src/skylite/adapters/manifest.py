@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from skylite.errors import ModelError
 from skylite.run.files import sha256_file
+from skylite.untrusted_files import read_bytes
 
 SEQUENCES_PER_VERSION = 2
 """Sequences in the canary of each trained version. Which ones: trainer/canary.py."""
@@ -53,7 +54,7 @@ def read_manifest(folder: Path, verify_hash: bool = True) -> Manifest:
     """Read the manifest and check the weights against it. Raises ModelError if one is missing or damaged."""
     path, weights = folder / "manifest.json", folder / "adapter_model.safetensors"
     try:
-        manifest = Manifest.model_validate_json(path.read_bytes())
+        manifest = Manifest.model_validate_json(read_bytes(path))
         size = weights.stat().st_size
     except FileNotFoundError as error:
         raise ModelError(

@@ -14,6 +14,7 @@ from skylite.report.png import require_matplotlib, write_png_files
 from skylite.report.read_run import read_facts
 from skylite.run.files import atomic_file
 from skylite.ui.logs import show
+from skylite.untrusted_files import open_file
 
 MARK_BYTES = 2_000
 """The generator's mark is within these first bytes of a page."""
@@ -63,7 +64,7 @@ def require_own_page(out: Path) -> None:
         return
     if not out.is_file():
         raise ConfigError(f"--out {out} is not a file.", "Choose another path.")
-    with out.open("rb") as stream:
+    with open_file(out) as stream:
         if f'content="{GENERATOR}"'.encode() not in stream.read(MARK_BYTES):
             raise ConfigError(
                 f"{out} exists and is not a page of `skylite report`.", "Choose another path with --out."

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from skylite.errors import ConfigError, SkyliteError
+from skylite.errors import ConfigError
 from skylite.report.read_run import age_text, read_facts
 from skylite.report.summary import damaged, summary
 from skylite.ui.logs import show
@@ -32,7 +32,7 @@ def list_runs(target: Path | None, *, as_json: bool = False) -> None:
         where = f"There is no folder {folder} here" if nothing_yet else f"{folder} holds no run"
         show(f"{where}. `skylite train` makes one; for runs elsewhere: skylite runs FOLDER.")
         return
-    for line in table([HEADS, *(row(facts) for facts in found)]):
+    for line in table([HEADS, *map(row_of_any, found)]):
         show(line)
 
 
@@ -48,8 +48,16 @@ def run_folders(folder: Path) -> list[Path]:
 def facts_of(path: Path) -> dict[str, Any]:
     try:
         return summary(read_facts(path)) | {"name": path.name}
-    except SkyliteError as error:
+    except Exception as error:  # noqa: BLE001 one bad run must not hide the others
         return damaged(path.name, str(path), error)
+
+
+def row_of_any(facts: dict[str, Any]) -> tuple[str, ...]:
+    """The cells of a run, whatever numbers it has."""
+    try:
+        return row(facts)
+    except Exception as error:  # noqa: BLE001 one bad run must not hide the others
+        return row(damaged(facts["name"], facts["path"], error))
 
 
 def row(facts: dict[str, Any]) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from skylite.config.rollout import RewardParameters
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.config.yaml_recipe import parse_yaml
 from skylite.errors import ConfigError
+from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json, parse_toml
 from skylite.user_functions import resolve_spec
 
@@ -116,7 +117,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     """A recipe file as a nested dict. Raises ConfigError if it is missing, or not TOML (YAML for .yaml)."""
     is_yaml = path.suffix in YAML_SUFFIXES
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         return parse_yaml(text) if is_yaml else parse_toml(text)
     except FileNotFoundError:
         raise ConfigError(
@@ -142,7 +143,7 @@ def parse_value(text: str) -> Any:
 def read_run_config(path: Path) -> RunConfig:
     """run/config.json. Raises ConfigError if it is missing, damaged or of a version with other settings."""
     try:
-        tree = parse_json(path.read_text(encoding="utf-8"))
+        tree = parse_json(read_text(path))
         return RunConfig.model_validate(tree)
     except FileNotFoundError:
         raise ConfigError(

@@ -11,6 +11,7 @@ from pathlib import Path
 from skylite.config.rollout import DataConfig, TemplateValue
 from skylite.config.train import RunConfig
 from skylite.errors import ConfigError
+from skylite.untrusted_files import open_file
 
 MAX_BYTES = 100_000
 """vLLM's command line holds the template of `skylite serve`, and Linux limits an argument to 128 KiB."""
@@ -40,7 +41,7 @@ def read_template(config: DataConfig) -> ChatTemplate:
             raise ConfigError(
                 f"The chat template {path} is not a file.", "Give a file with a Jinja template."
             )
-        with path.open("rb") as stream:
+        with open_file(path) as stream:
             content = stream.read(MAX_BYTES + 1)
         text = content.decode()
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path, or bytes that are not UTF-8

@@ -37,7 +37,7 @@ def _write_and_swap(folder: Path, prompts: dict[str, list[Prompt]], infos: dict[
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = temporary_sibling(folder)
-    remove_tree(fresh)
+    fresh.mkdir()
     try:
         for split in SPLITS:
             write_prompts(fresh / f"{split}.parquet", prompts[split], infos[split])

@@ -7,16 +7,17 @@ how the file was made (PromptFileInfo).
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from skylite.errors import DataError
 from skylite.run.files import atomic_file
+from skylite.run.parquet_file import read_parquet, read_parquet_schema
 from skylite.types import Message, Prompt
 from skylite.untrusted_text import encodable, parse_json
 
@@ -107,13 +108,13 @@ def write_prompts(path: Path, prompts: Sequence[Prompt], info: PromptFileInfo) -
 
 def read_info(path: Path) -> PromptFileInfo:
     """The footer of a prompt file. Raises DataError."""
-    return _read_info(path, _read_table(path, columns=[]).schema.metadata or {})
+    return _read_info(path, _read(path, read_parquet_schema).metadata or {})
 
 
 def read_prompts(path: Path, difficulty: Sequence[int] = ()) -> tuple[list[Prompt], PromptFileInfo]:
     """The prompts of a split, filtered by `difficulty` when given, and the footer. Raises DataError."""
     try:
-        table = _read_table(path)
+        table = _read(path, read_parquet)
         info = _read_info(path, table.schema.metadata or {})
         _check_columns(path, table.schema)
         rows = table.to_pylist()
@@ -141,11 +142,12 @@ def first_messages(info: PromptFileInfo) -> list[Message]:
     return [*system, *info.few_shot]
 
 
-def _read_table(path: Path, columns: list[str] | None = None) -> pa.Table:
+_T = TypeVar("_T")
+
+
+def _read(path: Path, read: Callable[[Path], _T]) -> _T:
     try:
-        # Not pq.read_table: it makes a column of a parent folder named a=b.
-        with pq.ParquetFile(path) as file:
-            return file.read(columns=columns)
+        return read(path)
     except FileNotFoundError:
         raise DataError(f"{path} does not exist.", "Make it with `skylite prepare`.") from None
     except NotADirectoryError:
@@ -154,7 +156,9 @@ def _read_table(path: Path, columns: list[str] | None = None) -> pa.Table:
             f"{rows} is a file; training needs a folder that skylite prepared.",
             f"Run `skylite prepare {rows}`, and give the folder that it writes.",
         ) from None
-    except (OSError, pa.ArrowException) as error:
+    except UnicodeDecodeError:
+        raise
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise DataError(f"{path} is not a parquet file: {_one_line(error)}", _HINT) from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import random
@@ -15,6 +16,7 @@ from typing import Any
 from skylite.data.prompts import SourceKind
 from skylite.errors import DataError
 from skylite.run.files import sha256_file
+from skylite.untrusted_files import open_file, read_text
 from skylite.untrusted_text import parse_json
 
 READABLE = (".jsonl", ".json", ".csv", ".parquet")
@@ -133,7 +135,7 @@ def generated_table(rows: Iterable[dict[str, Any]], kind: SourceKind, source: st
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8-sig") as stream:  # Windows writes a byte order mark
+    with io.TextIOWrapper(open_file(path), "utf-8-sig") as stream:  # Windows writes a byte order mark
         for number, line in enumerate(stream, start=1):
             if not line.strip():
                 continue
@@ -153,7 +155,7 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
 def _json_rows(path: Path) -> Iterator[Row]:
     """The rows of a list of objects; an object alone is one row."""
     try:
-        values = parse_json(path.read_text(encoding="utf-8-sig"))
+        values = parse_json(read_text(path, "utf-8-sig"))
     except UnicodeDecodeError:
         raise
     except ValueError as error:
@@ -169,7 +171,7 @@ def _json_rows(path: Path) -> Iterator[Row]:
 
 def _csv_rows(path: Path) -> Iterator[Row]:
     # utf-8-sig: spreadsheets write a byte order mark, which would end up in the name of the first column.
-    with path.open(encoding="utf-8-sig", newline="") as stream:
+    with io.TextIOWrapper(open_file(path), "utf-8-sig", newline="") as stream:
         reader = csv.DictReader(stream, strict=True)
         try:
             for index, values in enumerate(reader):
@@ -188,11 +190,12 @@ def _csv_rows(path: Path) -> Iterator[Row]:
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
     import pyarrow as pa
-    import pyarrow.parquet as pq
+
+    from skylite.run.parquet_file import read_parquet
 
     try:
-        rows = pq.read_table(path, partitioning=None).to_pylist()
-    except (pa.ArrowException, UnicodeDecodeError) as error:
+        rows = read_parquet(path).to_pylist()
+    except (pa.ArrowException, ValueError) as error:
         raise DataError(f"{path} is not a parquet file: {first_line(error)}.") from None
     for index, values in enumerate(rows):
         yield Row(index=index, where=f"{path} row {index + 1}", values=values)

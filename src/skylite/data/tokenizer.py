@@ -17,6 +17,7 @@ from skylite.data.render_chats import Job
 from skylite.errors import DataError, ModelError
 from skylite.sandbox.sandbox import CallFailed, Limits, Sandbox
 from skylite.types import Message, Prompt
+from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json
 
 LIMITS = Limits(memory_bytes=2 << 30, cpu_s=60, wall_s=120.0, output_bytes=256 << 20)
@@ -172,7 +173,7 @@ def _stop_token_ids(model_path: Path, eos_token_id: int | None) -> tuple[int, ..
     path = model_path / "generation_config.json"
     if path.exists():
         try:
-            named = parse_json(path.read_text(encoding="utf-8")).get("eos_token_id")
+            named = parse_json(read_text(path)).get("eos_token_id")
         except (OSError, ValueError, AttributeError) as error:
             raise ModelError(
                 f"{path} is not a generation configuration: {error}.", "Download or save the model again."

@@ -11,6 +11,7 @@ from skylite.config.train import TrainConfig
 from skylite.engine.server_command import ENGINE_COMMAND
 from skylite.engine.tensor_parallel import text_section
 from skylite.errors import ConfigError
+from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json
 
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
@@ -47,7 +48,7 @@ def check_context(config: TrainConfig, model_path: Path) -> None:
 
 
 def _sections(model_path: Path) -> tuple[Mapping[str, Any], ...]:
-    config = parse_json((model_path / "config.json").read_text(encoding="utf-8"))
+    config = parse_json(read_text(model_path / "config.json"))
     return config, text_section(config)
 
 

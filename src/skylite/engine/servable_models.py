@@ -24,6 +24,7 @@ from skylite.adapters.target_modules import matches, predict_modules
 from skylite.config.lora import LoraConfig
 from skylite.engine.server_command import ENGINE_COMMAND
 from skylite.errors import ModelError
+from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json
 
 TABLE = Path(__file__).with_name("vllm_models.json")
@@ -54,11 +55,11 @@ def check_lora(model_path: Path, device: str, lora: LoraConfig | None = None) ->
     version = vllm_version()
     if ENGINE_COMMAND in os.environ or version is None:
         return ""
-    config = parse_json((model_path / "config.json").read_text(encoding="utf-8"))
+    config = parse_json(read_text(model_path / "config.json"))
     _check_experts(config, device, version)
     if lora is not None:
         _check_head(model_path, lora)
-    tables = [parse_json(path.read_text(encoding="utf-8")) for path in (TABLE, *OLDER_TABLES)]
+    tables = [parse_json(read_text(path)) for path in (TABLE, *OLDER_TABLES)]
     table = next((t for t in tables if t["vllm"] == version), None)
     if table is None:
         known = tables[0]["vllm"]

@@ -14,6 +14,7 @@ from typing import Any
 
 from skylite.errors import ConfigError
 from skylite.hub.shared_memory_copy import SHARED_MEMORY
+from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json
 
 SETTING = "engine.tensor_parallel"
@@ -40,7 +41,7 @@ def check_divisible(model_path: Path, gpus: int) -> None:
     """Raise ConfigError if vLLM cannot divide the model in this folder among this many GPUs."""
     if gpus == 1:
         return
-    config = text_section(parse_json((model_path / "config.json").read_text(encoding="utf-8")))
+    config = text_section(parse_json(read_text(model_path / "config.json")))
     if reason := next(_obstacles(config, gpus), None):
         possible = [n for n in range(2, gpus) if next(_obstacles(config, n), None) is None]
         raise ConfigError(

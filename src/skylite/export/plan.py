@@ -22,6 +22,7 @@ from skylite.run.files import format_bytes
 from skylite.run.folder_owner import require_own_place
 from skylite.run.held_out_scores import held_out_scores
 from skylite.run.run_dir import RunDir
+from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json
 
 logger = logging.getLogger(__name__)
@@ -196,7 +197,7 @@ def checked_dtype(given: str | None) -> Dtype | None:
 
 def dtype_of(base: Path) -> Dtype:
     """The dtype that the base model names in its config.json; float32 without one."""
-    config = parse_json((base / "config.json").read_text(encoding="utf-8"))
+    config = parse_json(read_text(base / "config.json"))
     named = config.get("dtype") or config.get("torch_dtype")
     return (checked_dtype(named) if named in get_args(Dtype) else None) or "float32"
 

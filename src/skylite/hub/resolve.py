@@ -13,6 +13,7 @@ from skylite.errors import ModelError
 from skylite.hub.download_bar import download_bar
 from skylite.progress_reporting import long_work
 from skylite.run.files import sha256_file
+from skylite.untrusted_files import open_file, read_bytes, read_text
 from skylite.untrusted_text import parse_json
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ def check_folder(path: Path, note: str) -> ResolvedModel:
         raise ModelError(
             f"{path} has no tokenizer (tokenizer.json).", "Save the tokenizer in the same folder."
         )
-    digest = hashlib.sha256((path / "config.json").read_bytes())
+    digest = hashlib.sha256(read_bytes(path / "config.json"))
     for file in weight_files(path):
         digest.update(
             f"{file.name} {file.stat().st_size} ".encode() + safetensors_header(file) + _samples(file)
@@ -137,7 +138,7 @@ def weight_files(path: Path) -> list[Path]:
 def safetensors_header(path: Path) -> bytes:
     """The raw JSON header. Raises ModelError when the file is truncated or not a safetensors file."""
     size = path.stat().st_size
-    with path.open("rb") as stream:
+    with open_file(path) as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = stream.read(length) if 0 < length <= min(size - 8, MAX_HEADER_BYTES) else b""
     try:
@@ -167,7 +168,7 @@ def tensor_shapes(path: Path) -> dict[str, list[int]]:
 
 def _samples(path: Path) -> bytes:
     size = path.stat().st_size
-    with path.open("rb") as stream:
+    with open_file(path) as stream:
         return b"".join(_read_at(stream, size * k // SAMPLES, SAMPLE_BYTES) for k in range(1, SAMPLES))
 
 
@@ -178,7 +179,7 @@ def _read_at(stream: BinaryIO, offset: int, count: int) -> bytes:
 
 def _json_object(path: Path) -> dict[str, Any]:
     try:
-        value = parse_json(path.read_text(encoding="utf-8"))
+        value = parse_json(read_text(path))
     except FileNotFoundError:
         raise ModelError(
             f"{path.parent} is not a model folder: {path.name} is missing.",

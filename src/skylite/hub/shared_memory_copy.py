@@ -19,6 +19,7 @@ from skylite.processes.file_tree import remove_tree
 from skylite.progress_reporting import LongWork, long_work
 from skylite.run.files import TEMPORARY_MARK, convert_os_errors
 from skylite.run.private_folder import OTHERS_MAY_ENTER, is_own_folder, make_own_folder, open_lock
+from skylite.untrusted_files import open_file
 
 SHARED_MEMORY = Path("/dev/shm")
 CHANGE_LOCK, USERS_LOCK = "change.lock", ".users.lock"
@@ -150,7 +151,7 @@ def _copy(model: Path, copy: Path, work: LongWork) -> None:
 
 
 def _copy_file(source: Path, target: Path, work: LongWork) -> None:
-    with source.open("rb") as read, target.open("xb") as written:
+    with open_file(source) as read, target.open("xb") as written:
         while chunk := read.read(COPY_CHUNK):
             written.write(chunk)
             work.advance(len(chunk))

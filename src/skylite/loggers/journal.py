@@ -20,6 +20,7 @@ from typing import Any
 from skylite.errors import DataError
 from skylite.run.files import append_line, convert_os_errors
 from skylite.run.private_folder import open_lock
+from skylite.untrusted_files import read_bytes
 from skylite.untrusted_text import parse_json
 
 FROM_ROLLOUTS = ("reward/", "completion/")
@@ -141,7 +142,7 @@ def logged_steps(path: Path) -> dict[int, str]:
 
 def _read(journal: Journal) -> None:
     path = journal.path
-    for number, text in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else [], 1):
+    for number, text in enumerate(read_bytes(path).split(b"\n")[:-1] if path.exists() else [], 1):
         try:
             journal.replay(parse_json(text))
         except (ValueError, KeyError, TypeError) as error:

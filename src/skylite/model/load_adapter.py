@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from skylite.errors import ModelError
+from skylite.untrusted_files import regular
 
 
 def peft_tensor_name(parameter: str) -> str:
@@ -27,7 +28,7 @@ def load_adapter_file(folder: Path, params: Mapping[str, nn.Parameter]) -> None:
     """
     path = folder / "adapter_model.safetensors"
     try:
-        tensors = load_file(path)
+        tensors = load_file(regular(path))
     except (OSError, SafetensorError) as error:
         raise ModelError(
             f"{path} cannot be read: {error}.", "Give a complete adapter folder to --from-adapter."

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from skylite.errors import ModelError
 from skylite.model.attention_backends import register_backends
 from skylite.model.process_group import Dist
+from skylite.untrusted_files import read_text, regular
 from skylite.untrusted_text import parse_json
 
 
@@ -165,11 +166,11 @@ def _tensor_files(path: Path) -> dict[str, Path]:
     """Tensor name -> the safetensors file with that tensor."""
     index = path / "model.safetensors.index.json"
     if index.exists():
-        return {n: path / f for n, f in parse_json(index.read_text(encoding="utf-8"))["weight_map"].items()}
+        return {n: path / f for n, f in parse_json(read_text(index))["weight_map"].items()}
     file = path / "model.safetensors"
     if not file.exists():
         return {}
-    with safe_open(file, framework="pt") as tensors:
+    with safe_open(regular(file), framework="pt") as tensors:
         return dict.fromkeys(tensors.keys(), file)
 
 
@@ -180,7 +181,7 @@ def read_shard(
 
     `param` is the sharded parameter to read for. Raises ValueError if the stored shape is not its shape.
     """
-    with safe_open(file, framework="pt") as tensors:
+    with safe_open(regular(file), framework="pt") as tensors:
         stored = tensors.get_slice(name)
         if tuple(stored.get_shape()) != tuple(param.shape):
             raise ValueError(

@@ -23,6 +23,7 @@ from skylite.resources.gpu_plan import place_ranks
 from skylite.run.checkpoint_folder import checkpoint_steps, verify_checkpoint
 from skylite.run.files import write_json
 from skylite.run.run_dir import AdapterVersion, RunDir, adapter_name
+from skylite.untrusted_files import regular
 
 TRAINER = "trainer"
 POLL_S = 0.05
@@ -131,7 +132,7 @@ def compare(step: int, start: int, first: Path, second: Path) -> ReplayResult:
     import torch
     from safetensors.torch import load_file
 
-    a, b = load_file(first), load_file(second)
+    a, b = load_file(regular(first)), load_file(regular(second))
     if {n: t.shape for n, t in a.items()} != {n: t.shape for n, t in b.items()}:
         raise ModelError(
             f"{first} and its replay hold different tensors: the run's config.json was changed.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import time
 from collections.abc import Awaitable, Coroutine
@@ -18,6 +19,7 @@ from skylite.orchestrator.progress import Progress
 from skylite.processes.supervisor import Supervisor
 from skylite.run.files import convert_os_errors
 from skylite.run.run_dir import RunDir
+from skylite.untrusted_files import open_to_append
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +113,7 @@ async def run_until_stopped(
 def ask_trainer_to_end(run: RunDir) -> None:
     """Ask the trainer to write a checkpoint of its last step and end. Raises WriteFailed."""
     with convert_os_errors(run.stop_path):
-        run.stop_path.touch()
+        os.close(open_to_append(run.stop_path))
 
 
 async def _stop_trainer(plan: RunPlan, supervisor: Supervisor, progress: Progress, stop: StopRequest) -> None:

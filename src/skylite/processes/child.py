@@ -25,6 +25,7 @@ from skylite.processes.import_path import protected_env
 from skylite.processes.private_folders import cache_env
 from skylite.processes.reaper import MARK, TEMPORARY_FOLDER, remove_leftovers
 from skylite.processes.temporary_folder import TemporaryFolder
+from skylite.untrusted_files import open_file, open_to_append
 from skylite.untrusted_text import plain
 
 REAPER = Path(__file__).with_name("reaper.py")
@@ -93,8 +94,8 @@ def start(spec: ProcessSpec) -> Child:
     # -I -S keeps user code and site packages out of the reaper; the command has its own interpreter flags.
     argv = [sys.executable, "-I", "-S", str(REAPER), str(read_end), *spec.argv]
     try:
-        with spec.log_path.open("ab") as log:
-            log_start = log.tell()
+        with FileIO(open_to_append(spec.log_path), "ab") as log:
+            log_start = log.seek(0, os.SEEK_END)
             process = subprocess.Popen(
                 argv,
                 # Libraries obey files of the working folder, such as ./wandb/settings, .env and matplotlibrc.
@@ -254,7 +255,7 @@ def _drop_traceback(lines: list[str], prefix: str) -> None:
 def raw_log_tail(path: Path, start: int = 0) -> str:
     """The last TAIL_BYTES of a log, from byte `start`, unchanged; "" when the log does not exist."""
     try:
-        with path.open("rb") as stream:
+        with open_file(path) as stream:
             stream.seek(max(start, path.stat().st_size - TAIL_BYTES))
             return stream.read().decode("utf-8", errors="replace")
     except FileNotFoundError:

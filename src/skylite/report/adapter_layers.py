@@ -13,6 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, deserialize
 
 from skylite.errors import ModelError
+from skylite.untrusted_files import read_bytes, read_text
 from skylite.untrusted_text import parse_json
 
 FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
@@ -87,7 +88,7 @@ def _update(name: str, pair: Mapping[str, Matrix], config: Mapping[str, Any]) ->
 
 def _tensors(path: Path) -> list[tuple[str, Matrix]]:
     try:
-        tensors = deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
+        tensors = deserialize(read_bytes(path))  # type: ignore[no-untyped-call]
         return [(name, _array(spec)) for name, spec in tensors]
     except (OSError, SafetensorError, ValueError) as error:
         raise ModelError(
@@ -107,7 +108,7 @@ def _array(spec: Mapping[str, Any]) -> Matrix:
 
 def _config(path: Path) -> Mapping[str, Any]:
     try:
-        config = parse_json(path.read_text(encoding="utf-8"))
+        config = parse_json(read_text(path))
         if not isinstance(config, dict) or not isinstance(config.get("lora_alpha", 1.0), int | float):
             raise ValueError("lora_alpha is not a number")
         return config

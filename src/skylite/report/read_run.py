@@ -20,6 +20,7 @@ from skylite.run.metrics_file import read_metrics
 from skylite.run.rollout_file import read_columns
 from skylite.run.run_dir import RunDir, numbered_paths
 from skylite.run.status import Status
+from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json
 
 ENDED = ("done", "stopped", "failed")
@@ -151,7 +152,7 @@ def _held_out(version: int, label: str, path: Path) -> HeldOut:
     if completions.is_file():
         accuracy = accuracy_of(_rewards_by_prompt(completions))
     else:
-        mean = float(parse_json(path.read_text(encoding="utf-8"))["accuracy"])
+        mean = float(parse_json(read_text(path))["accuracy"])
         accuracy = Accuracy(mean, math.nan, math.nan, 0, is_binary=False)
     return HeldOut(version=version, label=label, accuracy=accuracy, path=completions)
 

@@ -7,7 +7,7 @@ import statistics
 from dataclasses import asdict
 from typing import Any
 
-from skylite.errors import SkyliteError
+from skylite.errors import SkyliteError, error_line
 from skylite.report.alarm_evidence import window
 from skylite.report.alarms import find_alarms
 from skylite.report.read_run import RunFacts, age_s, number
@@ -54,9 +54,10 @@ def summary(facts: RunFacts) -> Facts:
     }
 
 
-def damaged(name: str, path: str, error: SkyliteError) -> Facts:
+def damaged(name: str, path: str, error: Exception) -> Facts:
     """The facts of a run that cannot be read at all."""
-    return {"name": name, "path": path, "phase": "damaged", "unreadable": [error.what]}
+    what = error.what if isinstance(error, SkyliteError) else f"It cannot be read: {error_line(error)}."
+    return {"name": name, "path": path, "phase": "damaged", "unreadable": [what]}
 
 
 def _ends(values: list[float]) -> tuple[float, float]:

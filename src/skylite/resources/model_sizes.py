@@ -14,6 +14,7 @@ from skylite.engine.servable_models import packed_layers
 from skylite.engine.tensor_parallel import text_section
 from skylite.hub.resolve import tensor_shapes
 from skylite.resources.expert_sizes import Experts, experts_of, outside_experts
+from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json
 
 Shapes = Mapping[str, Sequence[int]]
@@ -84,7 +85,7 @@ class Kept:
 
 def model_sizes(model_path: Path, lora: LoraConfig) -> ModelSizes:
     """The sizes of a model folder. Raises ModelError for a damaged file."""
-    config = parse_json((model_path / "config.json").read_text(encoding="utf-8"))
+    config = parse_json(read_text(model_path / "config.json"))
     return sizes_of(tensor_shapes(model_path), config, predict_modules(model_path, lora)[1], lora.rank)
 
 

@@ -28,6 +28,7 @@ from skylite.resources.model_sizes import (
     text_layers,
     with_packed,
 )
+from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json
 
 BY_OUTPUTS = (
@@ -54,7 +55,7 @@ def sizes_per_gpu(sizes: ModelSizes, model_path: Path, lora: LoraConfig, gpus: i
     """`sizes` with what vLLM holds on each of `gpus` GPUs, for its prediction only."""
     if gpus == 1:
         return sizes
-    config = parse_json((model_path / "config.json").read_text(encoding="utf-8"))
+    config = parse_json(read_text(model_path / "config.json"))
     return divided_sizes(sizes, tensor_shapes(model_path), config, predict_modules(model_path, lora)[1], gpus)
 
 

@@ -24,6 +24,7 @@ from skylite.rewards.components import Component, load_components, score_compone
 from skylite.rewards.reward_arguments import Item
 from skylite.run.files import convert_os_errors
 from skylite.types import Score
+from skylite.untrusted_files import open_to_append
 
 _components: tuple[Component, ...] = ()
 """The reward functions of this worker process; empty in the parent."""
@@ -159,7 +160,8 @@ def _start_worker(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(parent)
     if log_path is not None:
-        log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        is_null = log_path == Path(os.devnull)
+        log = os.open(os.devnull, os.O_WRONLY) if is_null else open_to_append(log_path)
         os.dup2(log, 1)
         os.dup2(log, 2)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a worker ends by a kill

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from skylite.errors import ConfigError, ModelError
 from skylite.run.files import sha256_file
 from skylite.run.run_dir import RunDir, numbered_paths
+from skylite.untrusted_files import read_bytes
 
 logger = logging.getLogger(__name__)
 FORMAT = 4
@@ -56,7 +57,7 @@ def verify_checkpoint(folder: Path) -> CheckpointManifest:
     step = int(folder.name.removeprefix("step-"))
     hint = "Resume from an older checkpoint: --resume RUN --at STEP."
     try:
-        manifest = CheckpointManifest.model_validate_json((folder / MANIFEST).read_bytes())
+        manifest = CheckpointManifest.model_validate_json(read_bytes(folder / MANIFEST))
     except FileNotFoundError:
         raise ModelError(
             f"The checkpoint {folder} has no {MANIFEST}: it is damaged or was written by an older skylite.",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from skylite.run.files import append_line
+from skylite.untrusted_files import read_bytes
 from skylite.untrusted_text import parse_json
 
 Event = Literal[
@@ -41,7 +42,7 @@ def append_event(path: Path, event: Event, **facts: int) -> None:
 def read_events(path: Path) -> list[dict[str, Any]]:
     """All events in order. Skips incomplete lines, which a killed writer leaves."""
     events = []
-    for line in path.read_bytes().split(b"\n"):
+    for line in read_bytes(path).split(b"\n"):
         try:
             events.append(parse_json(line))
         except ValueError:

@@ -7,6 +7,7 @@ import errno
 import hashlib
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +17,7 @@ from typing import Any
 
 from skylite.errors import WriteFailed, write_failed
 from skylite.processes.file_tree import remove_tree, walk
+from skylite.untrusted_files import create_new, open_file, open_to_append
 
 TEMPORARY_MARK = ".tmp-"
 """Part of the name of every unfinished file or folder: readers ignore them, and clean-up deletes them."""
@@ -34,8 +36,11 @@ def fsync_path(path: Path) -> None:
 
 
 def temporary_sibling(path: Path) -> Path:
-    """A temporary name in the same folder as `path`, so that renaming it to `path` is atomic."""
-    return path.with_name(f".{path.name}{TEMPORARY_MARK}{os.getpid()}")
+    """A temporary name in the same folder as `path`, so that renaming it to `path` is atomic.
+
+    Random: a stranger's folder could hold a link under a name that can be foreseen.
+    """
+    return path.with_name(f".{path.name}{TEMPORARY_MARK}{secrets.token_hex(8)}")
 
 
 @contextmanager
@@ -55,6 +60,7 @@ def atomic_file(path: Path, num_bytes: int = 0) -> Iterator[Path]:
         if num_bytes:
             require_space(path, num_bytes)
         temporary = temporary_sibling(path)
+        create_new(temporary)
         try:
             yield temporary
             fsync_path(temporary)
@@ -78,7 +84,6 @@ def atomic_folder(path: Path, num_bytes: int = 0) -> Iterator[Path]:
         if num_bytes:
             require_space(path, num_bytes)
         temporary = temporary_sibling(path)
-        remove_tree(temporary)
         temporary.mkdir()
         try:
             yield temporary
@@ -101,7 +106,7 @@ def append_line(path: Path, line: str) -> None:
 
     First cuts off an incomplete last line from a killed writer, so that only the last line can be incomplete.
     """
-    with convert_os_errors(path), FileIO(path, "ab+") as stream:
+    with convert_os_errors(path), FileIO(open_to_append(path), "ab+") as stream:
         old_size = _cut_torn_line(stream)
         data = line.encode() + b"\n"
         try:
@@ -109,7 +114,7 @@ def append_line(path: Path, line: str) -> None:
                 data = data[stream.write(data) :]
             os.fsync(stream.fileno())
         except OSError:
-            os.truncate(path, old_size)
+            os.ftruncate(stream.fileno(), old_size)
             raise
 
 
@@ -168,7 +173,7 @@ def write_json(path: Path, value: Any) -> None:
 def sha256_file(path: Path, *, on_bytes: Callable[[int], None] = lambda _: None) -> str:
     """Hex sha256 of a file. `on_bytes` receives the size of each chunk that is read."""
     digest = hashlib.sha256()
-    with path.open("rb") as stream:
+    with open_file(path) as stream:
         while chunk := stream.read(1 << 20):
             digest.update(chunk)
             on_bytes(len(chunk))

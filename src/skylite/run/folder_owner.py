@@ -15,6 +15,7 @@ from skylite.errors import ConfigError
 from skylite.processes.file_tree import walk
 from skylite.run.files import TEMPORARY_MARK, write_json
 from skylite.run.run_dir import RunDir, published_versions
+from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json
 
 MARK_NAME = "skylite-run.json"
@@ -87,7 +88,7 @@ def _deletable_paths(folder: Path) -> Iterator[Path]:
 def _recorded_run_id(folder: Path) -> object:
     """Run id in the owner file of a folder; None without a valid owner file."""
     try:
-        mark = parse_json((folder / MARK_NAME).read_text(encoding="utf-8"))
+        mark = parse_json(read_text(folder / MARK_NAME))
     except (OSError, ValueError):
         return None
     return mark.get("run_id") if isinstance(mark, dict) else None

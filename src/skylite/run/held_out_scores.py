@@ -9,6 +9,7 @@ from skylite.config.checkpoint import EvalConfig
 from skylite.errors import DataError
 from skylite.run.files import write_json
 from skylite.run.run_dir import RunDir, numbered_paths
+from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json
 
 Label = Literal["before", "step", "after"]
@@ -30,7 +31,7 @@ def held_out_scores(run: RunDir, config: EvalConfig) -> dict[int, float]:
     results = [numbered_paths(run.evals, f"{label}-v", ".json").values() for label in get_args(Label)]
     for path in (p for paths in results for p in paths):
         try:
-            body = parse_json(path.read_text(encoding="utf-8"))
+            body = parse_json(read_text(path))
             if (body["split"], body["limit"]) == (config.split, config.limit):
                 scores[int(body["version"])] = float(body["accuracy"])
         except (OSError, ValueError, KeyError, TypeError) as error:

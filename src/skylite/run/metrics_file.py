@@ -10,6 +10,7 @@ from typing import Any
 
 from skylite.errors import DataError
 from skylite.run.files import append_line, atomic_file
+from skylite.untrusted_files import read_bytes
 from skylite.untrusted_text import parse_json
 
 
@@ -36,7 +37,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     steps: list[dict[str, Any]] = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+    for number, line in enumerate(read_bytes(path).split(b"\n")[:-1], 1):
         metrics = _parse(path, number, line)
         # A repeated step means that the run was resumed there: later steps ran again too.
         while steps and steps[-1]["step"] >= metrics["step"]:
@@ -63,9 +64,17 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
         metrics = parse_json(line)
     except ValueError as error:
         raise DataError(f"{path} line {number} is not JSON: {error}.", "Remove that line.") from None
-    if not isinstance(metrics, dict) or not isinstance(metrics.get("step"), int):
+    if not isinstance(metrics, dict) or type(metrics.get("step")) is not int or abs(metrics["step"]) > 2**53:
         raise DataError(
             f'{path} line {number} is not a JSON object with an integer "step".',
             "Remove that line.",
         )
-    return metrics
+    return {key: None if _is_absurd(value) else value for key, value in metrics.items()}
+
+
+LARGEST = 1e100
+"""Sums of larger numbers and their squares would overflow. They count as missing."""
+
+
+def _is_absurd(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) > LARGEST

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 
 from skylite.errors import DataError
 from skylite.run.files import atomic_file
+from skylite.run.parquet_file import read_parquet
 from skylite.types import Group, Message, Prompt, Sample, Trajectory
 
 ROLLOUT_SCHEMA = pa.schema(
@@ -176,9 +177,7 @@ def _read(path: Path, columns: list[str]) -> list[dict[str, Any]]:
 
 def _read_table(path: Path, schema: pa.Schema) -> pa.Table:
     try:
-        # pq.read_table would turn a parent folder named a=b into a column a.
-        with pq.ParquetFile(path) as file:
-            return file.read(columns=schema.names).select(schema.names).cast(schema)
+        return read_parquet(path, schema.names).cast(schema)
     except (OSError, KeyError, ValueError, pa.ArrowException) as error:
         raise _unusable(path, str(error)) from None
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from skylite.config.train import RunConfig
 from skylite.errors import ConfigError
+from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json, plain
 
 
@@ -211,7 +212,7 @@ class RunDir:
     def read_json(self, path: Path) -> dict[str, Any]:
         """Read a JSON object of the run. Raises ConfigError that names the file."""
         try:
-            value = parse_json(path.read_text(encoding="utf-8"))
+            value = parse_json(read_text(path))
         except FileNotFoundError:
             raise ConfigError(
                 f"{self.root} is not a skylite run: {path.name} is missing.",

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 from skylite.errors import ConfigError
 from skylite.run.files import write_json
+from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json
 
 Phase = Literal[
@@ -49,7 +50,7 @@ def write_status(path: Path, status: Status) -> None:
 def read_status(path: Path) -> Status:
     """Read the status. Raises ConfigError when the file is missing or damaged."""
     try:
-        value = parse_json(path.read_text(encoding="utf-8"))
+        value = parse_json(read_text(path))
         status = Status(**{f.name: value[f.name] for f in fields(Status)})
         if not _has_right_types(status):
             raise ValueError("a value has the wrong type")

@@ -31,6 +31,7 @@ from skylite.run.checkpoint_folder import verify_checkpoint, write_checkpoint_ma
 from skylite.run.files import atomic_folder
 from skylite.run.run_dir import RunDir
 from skylite.trainer.optimizer import FlatAdamW
+from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -91,7 +92,7 @@ def load_checkpoint(folder: Path, optimizers: Sequence[FlatAdamW], dist: Dist) -
     """
     verify_checkpoint(folder)
     try:
-        state = parse_json((folder / "state.json").read_text(encoding="utf-8"))
+        state = parse_json(read_text(folder / "state.json"))
         step, num_ranks = int(state["step"]), int(state["num_ranks"])
         updates = {x.name: int(state["optimizer_updates"][x.name]) for x in optimizers}
         moments = {x.name: _empty_moments(x) if updates[x.name] else {} for x in optimizers}

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 from rich.console import Console
 
 from skylite.config.loading import read_run_config
@@ -18,6 +17,7 @@ from skylite.errors import DataError
 from skylite.evaluation.confidence_interval import accuracy_of
 from skylite.evaluation.summary import score_name
 from skylite.run.metrics_file import null_to_nan, read_metrics
+from skylite.run.parquet_file import read_parquet
 from skylite.run.run_dir import RunDir, numbered_paths
 from skylite.ui.live_panel import CompletionView, LivePanel, ScreenState
 
@@ -64,7 +64,7 @@ def _sample_completion(path: Path) -> CompletionView | None:
     """A correct completion, from a group with wrong ones if possible; None without the file."""
     if not path.is_file():
         return None
-    rows = pq.read_table(path, columns=["group", "question", "completion", "answer", "reward"]).to_pylist()
+    rows = read_parquet(path, ["group", "question", "completion", "answer", "reward"]).to_pylist()
     groups: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault(row["group"], []).append(row)
@@ -80,7 +80,7 @@ def _evaluation(run: RunDir, label: str) -> list[str]:
     found = numbered_paths(run.evals, f"{label}-v", ".parquet")
     if not found:
         return []
-    rows = pq.read_table(found[max(found)], columns=["reward", "answer"])
+    rows = read_parquet(found[max(found)], ["reward", "answer"])
     name = score_name(has_answers=any(rows["answer"].to_pylist()))
     return [f"greedy {name} {accuracy_of([[float(r)] for r in rows['reward'].to_pylist()])}"]
 
