@@ -114,7 +114,7 @@ def append_line(path: Path, line: str) -> None:
                 data = data[stream.write(data) :]
             os.fsync(stream.fileno())
         except OSError:
-            os.ftruncate(stream.fileno(), old_size)
+            os.truncate(path, old_size)
             raise
 
 
