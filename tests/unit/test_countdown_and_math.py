@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -203,3 +204,12 @@ def test_math_by_subject_and_level(tmp_path: Path) -> None:
 )
 def test_the_last_box_is_the_answer(text: str, answer: str | None) -> None:
     assert last_boxed(text) == answer
+
+
+def test_beginnings_without_an_end_take_time_in_proportion_to_the_text() -> None:
+    text = "<answer>" * 200_000
+    started = time.process_time()
+    assert countdown(text, numbers=[1], target=1) == 0.0
+    assert countdown(text + "1</answer><answer>", numbers=[1], target=1) == 0.0
+    assert countdown(text + "</answer><answer> 1</answer><answer>2", numbers=[1], target=1) == 1.0
+    assert time.process_time() - started < 1

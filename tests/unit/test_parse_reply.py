@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -122,3 +123,59 @@ def test_the_template_shows_the_notation(template: str, form: str) -> None:
 def test_reasoning_in_every_notation(text: str) -> None:
     reply = parse_reply(text, "hermes", (), has_tools=False, thinks=False)
     assert (reply.reasoning, reply.content) == ("hm", "yes")
+
+
+HOSTILE: dict[str, tuple[str, str]] = {
+    "glm: a name and spaces": ("glm", "<tool_call>a« »"),
+    "glm: names": ("glm", "«<tool_call>a»"),
+    "glm: keys without a value": ("glm", "<tool_call>a«<arg_key>a</arg_key>»</tool_call>"),
+    "glm: values without an end": ("glm", "<tool_call>a«<arg_key></arg_key><arg_value>»</tool_call>"),
+    "hermes: beginnings": ("hermes", "«<tool_call>»x"),
+    "hermes: spaces": ("hermes", "<tool_call>x« »y"),
+    "hermes: blocks": ("hermes", "«<tool_call>[</tool_call>»"),
+    "harmony: channels": ("harmony", "«<|channel|>»"),
+    "harmony: spaces": ("harmony", "« »"),
+    "harmony: targets": ("harmony", "«to=functions.a»<|channel|>x<|message|>"),
+    "harmony: messages": ("harmony", "«<|channel|><|message|>»"),
+    "qwen-xml: functions without an end": ("qwen-xml", "«<function=a>»"),
+    "qwen-xml: names without an end": ("qwen-xml", "«<function=a»"),
+    "qwen-xml: names over a line": ("qwen-xml", "«<function=a»\n>"),
+    "qwen-xml: spaces": ("qwen-xml", "<tool_call>« »"),
+    "qwen-xml: parameters": ("qwen-xml", "<function=a>«<parameter=a>»</function>"),
+    "qwen-xml: parameters over a line": ("qwen-xml", "<function=a>«<parameter=a»\n></function>"),
+    "gemma: beginnings": ("gemma", "«<|tool_call>call:a{»"),
+    "gemma: ends": ("gemma", "<|tool_call>call:a{«<tool_call|>»"),
+    "gemma: brackets": ("gemma", "<|tool_call>call:a{«} »"),
+    "gemma: spaces": ("gemma", "<|tool_call>call:a{}« »"),
+    "gemma: keys": ("gemma", "<|tool_call>call:a{«, »}<tool_call|>"),
+    "llama: parts": ("llama", "«{}; »"),
+    "llama: brackets": ("llama", "«{»"),
+    "mistral: calls": ("mistral", "«[TOOL_CALLS]»"),
+    "reasoning": ("hermes", "«<think>»"),
+    "special tokens": ("hermes", "«<|»"),
+    "a special token": ("hermes", "<|«a»"),
+}
+"""Name -> notation, and a text whose part between « and » repeats."""
+
+
+def seconds(form: str, text: str) -> float:
+    started = time.process_time()
+    parse_reply(text, form, ("<|x|>",), has_tools=True, thinks=False)
+    return time.process_time() - started
+
+
+def repeated(pattern: str, count: int) -> str:
+    """A text of about so many characters."""
+    head, _, rest = pattern.partition("«")
+    part, _, tail = rest.partition("»")
+    return head + part * (count // len(part)) + tail
+
+
+@pytest.mark.parametrize(("form", "pattern"), HOSTILE.values(), ids=HOSTILE)
+def test_no_text_takes_more_than_its_length_in_time(form: str, pattern: str) -> None:
+    """Twice the text takes at most three times as long, so 256,000 characters a fraction of a second."""
+    before = 0.0
+    for count in (1000 * 2**power for power in range(9)):
+        took = min(seconds(form, repeated(pattern, count)) for _ in range(2))
+        assert took <= 3 * before + 0.03, f"{count} characters took {took:.2f} s, half of them {before:.2f} s"
+        before = took

@@ -15,6 +15,7 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ from skylite.untrusted_text import plain
 
 logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 16 << 20
+LONG_REPLY = 1 << 16
+"""Characters from which on a reply is parsed in a thread: other requests and Ctrl-C do not wait for it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -145,7 +148,8 @@ class OpenAIServer:
             )  # fmt: skip
         sample = await self._sample(log, ids, min(room, rollout.max_completion_tokens, request.limit or room))
         text = await self.renderer.text(sample.completion_token_ids)
-        parsed = parse_reply(text, self.tool_format, self.stops, has_tools=bool(tools), thinks=thinks)
+        parse = partial(parse_reply, text, self.tool_format, self.stops, has_tools=bool(tools), thinks=thinks)
+        parsed = parse() if len(text) < LONG_REPLY else await asyncio.to_thread(parse)
         message = parsed.message(number)
         sample = replace(sample, observed=told_since_reply(messages))
         call = Call(

@@ -3,14 +3,17 @@
 The parsed message is only what the program reads. What the trainer learns from are the sampled token ids.
 In a text of `decode_reply` a special token counts only where its id was sampled. Notations without a token
 of their own count as text.
+
+Every parser takes time in proportion to the text, whatever the model writes: a search of the text never
+starts again before the place that an earlier one has reached.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from skylite.data.decode_reply import as_written
@@ -145,43 +148,131 @@ def _json_calls(text: str) -> list[ToolCall] | None:
     return None if not calls or None in calls else [c for c in calls if c is not None]
 
 
-def _blocks(text: str, pattern: str, read: Callable[[re.Match[str]], Iterable[ToolCall] | None]) -> Parsed:
-    """Take out every block that `read` understands; the others stay text."""
-    calls: list[ToolCall] = []
+@dataclass(slots=True)
+class _Finder:
+    """`str.find` for starts that never decrease: it keeps what it has found, so the total time is linear."""
 
-    def take(match: re.Match[str]) -> str:
-        found = read(match)
-        if found is None:
-            return match[0]
-        calls.extend(found)
-        return ""
+    text: str
+    _found: dict[str, int] = field(default_factory=dict)
 
-    return re.sub(pattern, take, text, flags=re.DOTALL), calls
+    def find(self, needle: str, start: int) -> int:
+        """The first place from `start` on; -1 without one."""
+        found = self._found.get(needle, 0)
+        if 0 <= found < start or needle not in self._found:
+            found = self._found[needle] = self.text.find(needle, start)
+        return found
+
+    def name(self, start: int) -> int:
+        """The end of a name in this line, which a ">" follows; -1 if there is none."""
+        end, line = self.find(">", start), self.find("\n", start)
+        return end if end > start and not start <= line < end else -1
+
+
+Block = tuple[int, int, list[ToolCall] | None]
+"""Start and end of a block, and its calls; None: it stays text."""
+_SPACE = re.compile(r"\s*")
+
+
+def _after_space(text: str, start: int) -> int:
+    found = _SPACE.match(text, start)
+    assert found is not None, "it matches the empty text"
+    return found.end()
+
+
+def _without(text: str, blocks: Iterator[Block]) -> Parsed:
+    """The text without the blocks that are calls, and these."""
+    kept, calls, position = [], [], 0
+    for start, end, found in blocks:
+        if found is not None:
+            kept.append(text[position:start])
+            calls += found
+            position = end
+    return "".join([*kept, text[position:]]), calls
 
 
 def _hermes(text: str) -> Parsed:
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>"""
-    return _blocks(text, r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", lambda m: _json_calls(m[1]))
+
+    def blocks() -> Iterator[Block]:
+        end = 0
+        while (start := text.find("<tool_call>", end)) >= 0:
+            inner = start + len("<tool_call>")
+            close = text.find("</tool_call>", inner)
+            close, end = (close, close + len("</tool_call>")) if close >= 0 else (len(text), len(text))
+            yield start, end, _json_calls(text[inner:close].strip())
+
+    return _without(text, blocks())
 
 
 def _qwen_xml(text: str) -> Parsed:
     """<tool_call><function=NAME><parameter=KEY>value</parameter>...</function></tool_call>"""
 
-    def read(match: re.Match[str]) -> list[ToolCall]:
-        pairs = re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", match[2], re.DOTALL)
-        return [ToolCall(match[1].strip(), _arguments(pairs))]
+    def blocks() -> Iterator[Block]:
+        finder, position, before = _Finder(text), 0, 0
+        while (start := text.find("<function=", position)) >= 0:
+            position = start + len("<function=")
+            if (end := finder.name(position)) < 0:
+                continue
+            if (close := finder.find("</function>", end)) < 0:
+                return
+            call = ToolCall(text[position:end].strip(), _arguments(_qwen_pairs(text[end + 1 : close])))
+            if (head := text[before:start].rstrip()).endswith("<tool_call>"):
+                start = before + len(head) - len("<tool_call>")
+            position = close + len("</function>")
+            if text.startswith("</tool_call>", after := _after_space(text, position)):
+                position = after + len("</tool_call>")
+            before = position
+            yield start, position, [call]
 
-    return _blocks(text, r"(?:<tool_call>\s*)?<function=([^>\n]+)>(.*?)</function>(?:\s*</tool_call>)?", read)
+    return _without(text, blocks())
+
+
+def _qwen_pairs(body: str) -> list[tuple[str, str]]:
+    finder, position, pairs = _Finder(body), 0, []
+    while (start := body.find("<parameter=", position)) >= 0:
+        position = start + len("<parameter=")
+        if (end := finder.name(position)) < 0:
+            continue
+        if (close := finder.find("</parameter>", end)) < 0:
+            break
+        pairs.append((body[position:end], body[end + 1 : close].removeprefix("\n").removesuffix("\n")))
+        position = close + len("</parameter>")
+    return pairs
 
 
 def _glm(text: str) -> Parsed:
     """<tool_call>NAME<arg_key>K</arg_key><arg_value>V</arg_value>...</tool_call>"""
 
-    def read(match: re.Match[str]) -> list[ToolCall]:
-        pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", match[2], re.DOTALL)
-        return [ToolCall(match[1].strip(), _arguments(pairs))]
+    def blocks() -> Iterator[Block]:
+        finder, position = _Finder(text), 0
+        while (start := text.find("<tool_call>", position)) >= 0:
+            position = start + len("<tool_call>")
+            if (close := finder.find("</tool_call>", position)) < 0:
+                return
+            line = finder.find("\n", position)
+            end = min(finder.find("<", position), line if line >= 0 else len(text))
+            if end > position:
+                call = ToolCall(text[position:end].strip(), _arguments(_glm_pairs(text[end:close])))
+                position = close + len("</tool_call>")
+                yield start, position, [call]
 
-    return _blocks(text, r"<tool_call>([^<\n]+)\s*(.*?)</tool_call>", read)
+    return _without(text, blocks())
+
+
+def _glm_pairs(body: str) -> list[tuple[str, str]]:
+    position, pairs = 0, []
+    while (start := body.find("<arg_key>", position)) >= 0:
+        start = position = start + len("<arg_key>")
+        while (close := body.find("</arg_key>", position)) >= 0:  # a key may hold one, unless a value follows
+            position = _after_space(body, close + len("</arg_key>"))
+            if body.startswith("<arg_value>", position):
+                break
+        value = position + len("<arg_value>")
+        if close < 0 or (end := body.find("</arg_value>", value)) < 0:
+            break
+        pairs.append((body[start:close], body[value:end]))
+        position = end + len("</arg_value>")
+    return pairs
 
 
 def _mistral(text: str) -> Parsed:
@@ -209,42 +300,79 @@ def _llama(text: str) -> Parsed:
         return text, []
     if (calls := _json_calls(inside)) is not None:
         return "", calls
-    parts = [_json_calls(part) for part in re.split(r";\s*(?=\{)", inside)]
-    return (text, []) if None in parts else ("", [call for part in parts if part for call in part])
+    calls = []
+    for part in re.split(r";\s*(?=\{)", inside):
+        if (found := _json_calls(part)) is None:
+            return text, []
+        calls += found
+    return "", calls
+
+
+_GEMMA_HEAD = re.compile(r"<\|tool_call>call:([\w.-]+)\s*(?=\{)")
 
 
 def _gemma(text: str) -> Parsed:
     """<|tool_call>call:NAME{key:1,other:<|"|>text<|"|>}<tool_call|>"""
 
-    def read(match: re.Match[str]) -> list[ToolCall] | None:
-        parts = re.split(r'<\|"\|>', match[2])
-        # Each second part is a text; in the others, keys have no quotes.
-        parts[::2] = [re.sub(r"([{,]\s*)([A-Za-z_][\w-]*)\s*:", r'\1"\2":', part) for part in parts[::2]]
-        parts[1::2] = [json.dumps(part, ensure_ascii=False) for part in parts[1::2]]
-        call = _call({"name": match[1], "arguments": "".join(parts)})
-        return None if call is None else [call]
+    def blocks() -> Iterator[Block]:
+        position = 0
+        while (head := _GEMMA_HEAD.search(text, position)) is not None:
+            opening = head.end()
+            position = opening + 1
+            while (end := text.find("<tool_call|>", position)) >= 0:
+                inside, start = text[position:end].rstrip(), position
+                position = end + len("<tool_call|>")
+                if inside.endswith("}"):
+                    break
+            if end < 0:
+                return
+            yield head.start(), position, _gemma_call(head[1], text[opening : start + len(inside)])
 
-    return _blocks(text, r"<\|tool_call>call:([\w.-]+)\s*(\{.*?\})\s*<tool_call\|>", read)
+    return _without(text, blocks())
+
+
+def _gemma_call(name: str, arguments: str) -> list[ToolCall] | None:
+    parts = arguments.split('<|"|>')
+    # Each second part is a text; in the others, keys have no quotes.
+    parts[::2] = [re.sub(r"([{,]\s*)([A-Za-z_][\w-]*)\s*:", r'\1"\2":', part) for part in parts[::2]]
+    parts[1::2] = [json.dumps(part, ensure_ascii=False) for part in parts[1::2]]
+    call = _call({"name": name, "arguments": "".join(parts)})
+    return None if call is None else [call]
+
+
+_HARMONY_END = re.compile(r"<\|(?:end|call|return|start)\|>|\Z")
+_HARMONY_TARGET = re.compile(r"to=functions\.([\w.-]+)")
+_HARMONY_HEAD = re.compile(_HARMONY_TARGET.pattern + r"\s*\Z")
 
 
 def _harmony(text: str) -> ParsedReply:
     """GPT-OSS: <|channel|>analysis|commentary|final [to=functions.NAME] ... <|message|>text<|end|>"""
     reasoning, content, calls = [], [], []
-    pattern = (
-        r"((?:to=functions\.[\w.-]+)?\s*)<\|channel\|>(.*?)<\|message\|>"
-        r"(.*?)(?=<\|end\|>|<\|call\|>|<\|return\|>|<\|start\|>|\Z)"
-    )
-    for before, channel, body in re.findall(pattern, text, re.DOTALL):
-        header = channel + before  # the target stands on either side of the channel
-        target = re.search(r"to=functions\.([\w.-]+)", header)
+    for before, channel, body in _harmony_messages(text):
+        # The target stands on either side of the channel.
+        target = _HARMONY_TARGET.search(channel) or _HARMONY_HEAD.search(before)
         call = _call({"name": target[1], "arguments": body.strip() or "{}"}) if target else None
         if call is not None:
             calls.append(call)
-        elif header.strip().startswith("analysis"):
+        elif channel.strip().startswith("analysis"):
             reasoning.append(body)
         else:
             content.append(body)
     return ParsedReply("".join(content).strip(), "\n".join(reasoning).strip(), tuple(calls))
+
+
+def _harmony_messages(text: str) -> Iterator[tuple[str, str, str]]:
+    """What stands before the channel, the channel, and the text of each message."""
+    position = 0
+    while (channel := text.find("<|channel|>", position)) >= 0:
+        after = channel + len("<|channel|>")
+        if (message := text.find("<|message|>", after)) < 0:
+            return
+        start = message + len("<|message|>")
+        end = _HARMONY_END.search(text, start)
+        assert end is not None, "the end of the text counts"
+        yield text[position:channel], text[after:message], text[start : end.start()]
+        position = end.start()
 
 
 def _arguments(pairs: Sequence[tuple[str, str]]) -> str:

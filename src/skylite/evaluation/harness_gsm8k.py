@@ -15,7 +15,6 @@ STOPS = ("Question:", "</s>", "<|im_end|>")
 """The harness ends an output before the first of these."""
 _STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
 _FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
-_IGNORED = tuple(re.compile(pattern) for pattern in (",", r"\$", "(?s).*#### ", r"\.$"))
 _INVALID = "[invalid]"
 
 
@@ -41,6 +40,5 @@ def _flexible(output: str) -> str:
 
 
 def _normalise(text: str) -> str:
-    for pattern in _IGNORED:
-        text = pattern.sub("", text)
-    return text.lower()
+    text = text.replace(",", "").replace("$", "").rpartition("#### ")[2]
+    return re.sub(r"\.$", "", text).lower()

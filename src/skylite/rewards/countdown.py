@@ -14,7 +14,6 @@ from skylite.errors import DataError
 
 MAX_LENGTH = 200
 """Longest expression in characters, which also limits how deep its parentheses go."""
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _TOKEN = re.compile(r"\s*(?:(\d{1,9})|([-+*/()]))")
 _OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
     "+": lambda a, b: a + b,
@@ -35,14 +34,23 @@ def countdown(completion: str, *, numbers: list[int], target: int) -> float:
             f"{str(numbers)[:80]} and {str(target)[:80]}.",
             "The reward countdown needs a list of integers and an integer.",
         )
-    answers = _ANSWER.findall(completion)
-    if not answers:
+    answer = _last_answer(completion)
+    if answer is None:
         return 0.0
     try:
-        value, used = evaluate(answers[-1])
+        value, used = evaluate(answer)
     except (ValueError, ZeroDivisionError):
         return 0.0
     return float(value == target and Counter(used) == Counter(numbers))
+
+
+def _last_answer(text: str) -> str | None:
+    """In time that grows with the text only: a regex would search the end again for each beginning."""
+    begin, end = "<answer>", "</answer>"
+    answer, start = None, text.find(begin)
+    while start >= 0 and (close := text.find(end, start + len(begin))) >= 0:
+        answer, start = text[start + len(begin) : close], text.find(begin, close + len(end))
+    return answer
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[int]]:
