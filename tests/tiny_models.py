@@ -14,6 +14,7 @@ VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 EOS_TOKEN = "<|im_end|>"
 OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "gemma3": {"sliding_window": 8, "query_pre_attn_scalar": 32},  # shorter than a test's sequences
+    "cohere2": {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "mixtral": {"num_local_experts": 4},
     "deepseek_v3": {
@@ -67,6 +68,7 @@ def tiny_config(family: str) -> Any:
         "deepseek_v3": transformers.DeepseekV3Config,
         "phi3": transformers.Phi3Config,
         "gpt_neox": transformers.GPTNeoXConfig,
+        "cohere2": transformers.Cohere2Config,
     }
     common = {
         "vocab_size": VOCAB_SIZE,

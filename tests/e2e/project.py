@@ -12,6 +12,8 @@ from typing import Any
 
 import psutil
 
+from skylite.engine.server_command import ENGINE_COMMAND
+
 COMMAND = [sys.executable, "-c", "from skylite.entry_point import main; main()"]
 REWARD_FILE = '''
 def letters(prompt, completion):
@@ -51,6 +53,8 @@ class Project:
             "16",
         ]
         more = ["--set", "data.difficulty=[]", "--set", "eval.limit=8", "--lr", "1e-2", "--group-size", "4"]
+        if ENGINE_COMMAND in os.environ:  # the fake engine makes its logprobs up
+            more += ["--set", "sync.rollout_mismatch=warn"]
         return ["train", *named, *settings, *more, "--steps", str(steps), "--run", run, *extra]
 
     def start(self, *args: str) -> subprocess.Popen[str]:

@@ -92,10 +92,13 @@ class Served:
         }
 
     def scored(self, model: str, prompt: list[int]) -> list[dict[str, dict[str, float]] | None]:
-        canary = json.loads((self.folders[model] / "manifest.json").read_bytes())["canary"]
-        logprobs = dict(zip(map(tuple, canary["sequences"]), canary["policy_logprobs"], strict=True))[
-            tuple(prompt)
-        ]
+        which = "base_logprobs" if model == "base" else "policy_logprobs"
+        folders = self.folders.values() if model == "base" else [self.folders[model]]
+        known: dict[tuple[int, ...], list[float]] = {}
+        for folder in list(folders):
+            canary = json.loads((folder / "manifest.json").read_bytes())["canary"]
+            known |= zip(map(tuple, canary["sequences"]), canary[which], strict=True)
+        logprobs = known[tuple(prompt)]
         return [
             None,
             *({str(token): {"logprob": value}} for token, value in zip(prompt[1:], logprobs, strict=True)),

@@ -101,6 +101,7 @@ class Ground:
             f"checkpoint.every={CHECKPOINT_EVERY}",
             "sync.keep_last=400",
             f"trainer.num_ranks={self.num_ranks}",
+            *(["sync.rollout_mismatch=warn"] if self.engine == "fake" else []),
             *self.settings,
         )
         return [word for value in values for word in ("--set", value)]

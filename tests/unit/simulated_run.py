@@ -64,9 +64,9 @@ class FakeEngine:
         self.names.remove(name)
 
     async def prompt_logprobs(self, model: str, token_ids: Sequence[int]) -> list[float]:
-        assert model in self.names
+        assert model in {*self.names, "base"}
         await asyncio.sleep(0.01)
-        return BASE if self.is_wrong(model) else POLICY
+        return BASE if model == "base" or self.is_wrong(model) else POLICY
 
     async def generate(
         self, model: str, ids: list[int], n: int, sampling: Sampling, version: int

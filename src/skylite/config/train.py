@@ -73,6 +73,9 @@ class SyncConfig(Section):
     canary_tolerance: float | None = Field(None, gt=0)
     """Largest allowed |trainer - vLLM| logprob on the canary tokens. none: 0.002 in float32, and in bfloat16
     a rule that tells rounding from another adapter (docs/explanation/adapter-sync.md)."""
+    rollout_mismatch: Literal["stop", "warn"] = "stop"
+    """If engine and trainer disagree about the sampled tokens in two steps on end: stop the run, or only
+    warn. The first such step always warns."""
 
 
 class AnomalyConfig(Section):

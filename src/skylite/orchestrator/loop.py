@@ -12,6 +12,7 @@ import asyncio
 import logging
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from skylite.engine.collect_groups import gather_or_cancel
 from skylite.engine.engine_pool import SyncReport
 from skylite.errors import TrainerLost
 from skylite.orchestrator.held_out import evaluate_at_start, evaluate_held_out, is_evaluated_after
+from skylite.orchestrator.judge_rollouts import RolloutJudge, mean_gap
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.sampling import SampledStep, sample_step
 from skylite.orchestrator.session_resources import Session
@@ -31,7 +33,8 @@ from skylite.orchestrator.step_metrics import (
     step_metrics,
     trainer_metrics,
 )
-from skylite.run.metrics_file import append_metrics
+from skylite.report.read_run import number
+from skylite.run.metrics_file import append_metrics, read_metrics
 from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import AdapterVersion, adapter_name, sampling_version
 
@@ -50,6 +53,8 @@ class TrainerStep:
     """The trainer's shortcuts; only after its start."""
     warnings: list[str]
     """Sentences for the user."""
+    rollout_gaps: Mapping[str, Any] = field(default_factory=dict)
+    """By depth of context, for judge_rollouts.py."""
 
 
 @dataclass(slots=True)
@@ -110,6 +115,7 @@ async def record_steps(session: Session, queues: StepQueues) -> None:
     """Load and verify every adapter that the trainer publishes, and record its step."""
     plan, progress, recorded = session.plan, session.progress, time.monotonic()
     trained: dict[int, Interval] = {}
+    judge = rollout_judge(plan)
     for step in range(plan.first_step, plan.config.num_steps + 1):
         progress.step = step
         progress.phase("sampling", f"step {step} of {plan.config.num_steps}")
@@ -137,9 +143,13 @@ async def record_steps(session: Session, queues: StepQueues) -> None:
         recorded = now
         metrics = step_metrics(step, sampled, trainer_step.metrics, report, times)
         metrics["restarts"] = sum(progress.restarts.values())
+        bins = trainer_step.rollout_gaps.get("bins", ())
+        if bins:
+            metrics["mismatch/judged_gap"], metrics["mismatch/judged_tokens"] = mean_gap(bins)
         append_metrics(plan.run.metrics_path, metrics)
         progress.recorded = step
         progress.screen.step(metrics, completion_view(sampled.groups))
+        judge_rollouts(judge, step, sampled, trainer_step.rollout_gaps, report.canary.rounding)
         if is_evaluated:  # before sampling uses the engines; not counted in any step's time
             await evaluate_held_out(session, "step", version=step)
             queues.versions.put_nowait(adapter)
@@ -152,6 +162,29 @@ async def record_steps(session: Session, queues: StepQueues) -> None:
         ):
             logger.info(str(session.limit))
             await asyncio.Event().wait()  # run_until_stopped sees the limit and cancels this task
+
+
+def rollout_judge(plan: RunPlan) -> RolloutJudge:
+    """Judges the rollouts of this run. After a resume it knows the first step's gap from the metrics."""
+    first = (number(m, "mismatch/judged_gap") for m in read_metrics(plan.run.metrics_path))
+    return RolloutJudge(
+        plan.resolved.dtype,
+        plan.config.rollout.temperature,
+        plan.config.sync.rollout_mismatch,
+        reference=next(filter(math.isfinite, first), math.nan),
+    )
+
+
+def judge_rollouts(
+    judge: RolloutJudge, step: int, sampled: SampledStep, gaps: Mapping[str, Any], noise: float
+) -> None:
+    """Warn of a mismatch, or raise SyncFailed. Says once why the rollouts cannot be judged."""
+    if sampled.stored:  # by the engine of an earlier process, whose noise is not known
+        return
+    if warning := judge.judge(step, gaps["bins"], noise) if "bins" in gaps else "":
+        logger.warning(warning)
+    elif "not_judged" in gaps:
+        judge.say_once(f"the rollouts are not compared with the trainer's logprobs: {gaps['not_judged']}")
 
 
 def step_timings(
@@ -203,7 +236,8 @@ async def wait_for_trainer_step(plan: RunPlan, step: int) -> TrainerStep:
     body = run.read_json(run.trainer_step_path(step))
     started, ended = body["trained"]
     choices, warnings = body.get("choices", []), body.get("warnings", [])
-    return TrainerStep(trainer_metrics(body), (started, ended), choices, warnings)
+    gaps = body.get("rollout_gaps", {})
+    return TrainerStep(trainer_metrics(body), (started, ended), choices, warnings, gaps)
 
 
 async def load_adapter(session: Session, version: int) -> tuple[AdapterVersion, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -91,6 +91,8 @@ class StepResult:
     """What to do about the anomaly, if the rule that found it knows better than `reject_step`."""
     warnings: tuple[str, ...] = ()
     """Sentences for the user."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the step file holds besides metrics."""
 
 
 def train(run: RunDir, run_config: RunConfig, dist: Dist, resume: bool) -> None:
@@ -122,7 +124,7 @@ def train(run: RunDir, run_config: RunConfig, dist: Dist, resume: bool) -> None:
         if step % checkpoint.every == 0 or step == trainer.config.num_steps:
             metrics |= checkpoint_step(trainer, step)
         facts = {"skipped": result.anomaly} if result.anomaly else {}
-        facts |= common_facts(trainer) | {"warnings": result.warnings}
+        facts |= common_facts(trainer) | {"warnings": result.warnings, **result.facts}
         write_step_file(run, dist, step, facts, metrics, result.span)
     checkpoint_step(trainer, done)
 
@@ -215,12 +217,19 @@ def try_step(trainer: Trainer, groups: list[Group], step: int) -> StepResult:
     config, started = trainer.config.anomaly, time.monotonic()
     if anomaly := rollout_anomaly(groups) or reward_collapse(trainer.run, step, config):
         return StepResult({}, anomaly, (started, started))
-    ended = started
+    ended, facts = started, dict[str, Any]()
 
     def compute() -> dict[str, float]:
         nonlocal ended
         metrics = train_step(
-            trainer.policy, trainer.optimizer, groups, step, trainer.config, trainer.dist, trainer.critic
+            trainer.policy,
+            trainer.optimizer,
+            groups,
+            step,
+            trainer.config,
+            trainer.dist,
+            trainer.critic,
+            facts,
         )
         ended = time.monotonic()
         return metrics
@@ -231,7 +240,7 @@ def try_step(trainer: Trainer, groups: list[Group], step: int) -> StepResult:
     metrics, anomaly, hint = train_or_roll_back(
         trainer.optimizers, trainer.dist, compute, find_anomaly, lambda: publish_version(trainer, step)
     )
-    return StepResult(metrics, anomaly, (started, ended), hint)
+    return StepResult(metrics, anomaly, (started, ended), hint, facts=facts)
 
 
 def publish_version(trainer: Trainer, version: int) -> dict[str, float]:

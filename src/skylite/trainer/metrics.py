@@ -27,6 +27,8 @@ class MetricSums:
     num_nodes: int = 0
     worst: Tensor | None = None
     """[4] the largest trainer-engine mismatch: |difference|, token id, engine logprob, trainer logprob."""
+    scored: list[tuple[Tensor, Tensor]] | None = field(default_factory=list)
+    """(keys, trainer - engine) of the first update's tokens; None in later updates. See rollout_gaps.py."""
     grad_norms: list[float] = field(default_factory=list)
     critic_grad_norms: list[float] = field(default_factory=list)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from skylite.trainer.precompute_logprobs import (
     select_tokens,
 )
 from skylite.trainer.process_memory import release_cached_memory
+from skylite.trainer.rollout_gaps import rollout_gaps
 from skylite.types import Group
 
 
@@ -40,8 +42,11 @@ def train_step(
     config: TrainConfig,
     dist: Dist,
     critic: Critic | None = None,
+    facts: dict[str, Any] | None = None,
 ) -> dict[str, float]:
     """Train on a step's groups; every rank gets all of them. Returns metrics, the same on every rank.
+
+    `facts` receives what the step file holds besides metrics.
 
     Up to rounding, the result does not depend on the number of micro-batches or ranks. Raises
     TrainingDiverged, and leaves the weights unchanged, if a gradient is not finite.
@@ -55,9 +60,10 @@ def train_step(
     known = [precompute(policy, critic, micro, config) for micro in micro_batches]
     advantages, returns = assign_advantages(batch, micro_batches, known, config.algorithm, dist)
 
-    sums, first = MetricSums(), 0
+    sums, first, scored = MetricSums(), 0, list[tuple[Tensor, Tensor]]()
     for index, update in enumerate(updates):
         own = slice(first, first + len(update))  # in the lists of all micro-batches
+        sums.scored = scored if index == 0 else None
         choices = select_tokens(policy, update, known[own], advantages[own], config, dist, step, index)
         forward_backward(policy, optimizer, update, known[own], advantages[own], choices, config, sums)
         sums.grad_norms.append(optim_step(optimizer, dist))
@@ -65,6 +71,8 @@ def train_step(
             critic_forward_backward(policy, critic, update, known[own], returns[own], sums)
             sums.critic_grad_norms.append(optim_step(critic.optimizer, dist))
         first = own.stop
+    if facts is not None:
+        facts["rollout_gaps"] = rollout_gaps(batch, scored, step, config, dist)
     return step_metrics(batch, sums, config, dist) | rates
 
 
@@ -125,6 +133,10 @@ def _forward_backward_micro(
         loss.backward()  # type: ignore[no-untyped-call]
     sums.add(found)
     sums.add_mismatch(micro, logprobs.detach())
+    # With dropout, only the precomputed logprobs are those of the version that sampled.
+    without_dropout = logprobs.detach() if config.lora.dropout == 0 else known.old_logprobs
+    if sums.scored is not None and without_dropout is not None:
+        sums.scored.append((micro.keys, without_dropout - micro.rollout_logprobs))
 
 
 def micro_batch_loss(

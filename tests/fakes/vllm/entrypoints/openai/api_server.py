@@ -49,9 +49,12 @@ def choice(index: int, seed: int, max_tokens: int, prompt: list[int]) -> dict[st
 
 
 def canary(name: str, ids: list[int]) -> list[dict[str, Any] | None]:
-    """The trainer's own logprobs out of the adapter's manifest."""
-    known = json.loads((adapters[name] / "manifest.json").read_text())["canary"]
-    row = known["policy_logprobs"][known["sequences"].index(ids)]
+    """The trainer's own logprobs out of the adapter's manifest; of the base, out of any that has them."""
+    which = "base_logprobs" if name == "base" else "policy_logprobs"
+    for folder in list(adapters.values()) if name == "base" else [adapters[name]]:
+        known = json.loads((folder / "manifest.json").read_text())["canary"]
+        if ids in known["sequences"]:
+            row = known[which][known["sequences"].index(ids)]
     return [None, *({str(token): {"logprob": value}} for token, value in zip(ids[1:], row, strict=True))]
 
 
@@ -91,7 +94,7 @@ class Handler(BaseHTTPRequestHandler):
             self.reply({}, 200 if adapters.pop(body["lora_name"], None) else 404)
 
     def complete(self, body: dict[str, Any]) -> None:
-        if body["model"] not in adapters:
+        if body["model"] not in {*adapters, "base"}:
             return self.reply({"error": {"message": f"The model {body['model']} does not exist"}}, 404)
         if "prompt_logprobs" in body:
             state["tokens"] += 1
