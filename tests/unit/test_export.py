@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skylite.adapters.manifest import read_manifest
 from skylite.config.loading import read_run_config
+from skylite.data.tokenizer import load_tokenizer
 from skylite.errors import ConfigError, ModelError, RunFailed, SkyliteError, WriteFailed
 from skylite.export import plan as planning
 from skylite.export import weights as export_weights
@@ -22,6 +23,7 @@ from skylite.export.model_card import data_info, results
 from skylite.export.plan import plan_export
 from skylite.export.run import export
 from skylite.export.transformers_model import load_float32, model_logprobs
+from skylite.hub.resolve import resolve_model
 from skylite.run.files import sha256_file
 from skylite.run.run_dir import RunDir
 from tests.unit.export_cases import CANARY, SYSTEM, flags, install_converter, make_run, record
@@ -173,10 +175,13 @@ def flip_sign(run: RunDir) -> None:
 
 
 def change_base(run: RunDir) -> None:
-    """Another base model where the run's was."""
+    """Another base model where the run's was, with a manifest that fits it: only the canary can notice."""
     model = Path(read_run_config(run.config_path).resolved.model_path)
     tensors = load_file(model / "model.safetensors")
     save_file({k: v * 1.02 for k, v in tensors.items()}, model / "model.safetensors", {"format": "pt"})
+    path = run.default_adapters / "policy-v000002" / "manifest.json"
+    fingerprint = resolve_model(str(model)).fingerprint
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_fingerprint": fingerprint}))
 
 
 @pytest.mark.parametrize(
@@ -193,6 +198,40 @@ def test_an_export_that_computes_something_else_leaves_nothing(
     with pytest.raises(RunFailed, match=message):
         export(plan_export(flags(run, merge=merge)), check_vllm=False)
     assert list((run.root / "exports").iterdir()) == []
+
+
+def test_a_base_with_other_files_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_llama, tmp_path / "model")
+    run = make_run(tmp_path, model)
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(ModelError, match="files of the model changed since the run"):
+        plan_export(flags(run))
+
+
+def test_a_link_to_a_private_key_in_the_base_is_not_exported(tiny_llama: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_llama, tmp_path / "model")
+    (tmp_path / "id_rsa").write_text("PRIVATE KEY")
+    (model / "special_token_key.json").symlink_to(tmp_path / "id_rsa")
+    with pytest.raises(ModelError, match="is a link out of the model folder"):
+        resolve_model(str(model))
+    with pytest.raises(ModelError, match="is a link out of the model folder"):
+        load_tokenizer(model)
+
+
+def test_a_snapshot_of_the_hubs_cache_is_a_model(tiny_llama: Path, tmp_path: Path) -> None:
+    """Its files are links to the blobs of the same repository, and no others."""
+    repository = tmp_path / "models--owner--name"
+    snapshot, blobs = repository / "snapshots" / ("a" * 40), repository / "blobs"
+    shutil.copytree(tiny_llama, blobs)
+    snapshot.mkdir(parents=True)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(Path("..", "..", "blobs", file.name))
+    assert resolve_model(str(snapshot)).fingerprint == resolve_model(str(tiny_llama)).fingerprint
+    (tmp_path / "id_rsa").write_text("PRIVATE KEY")
+    (blobs / "key").symlink_to(tmp_path / "id_rsa")
+    (snapshot / "token.json").symlink_to(Path("..", "..", "blobs", "key"))
+    with pytest.raises(ModelError, match="is a link out of the model folder"):
+        resolve_model(str(snapshot))
 
 
 def test_a_folder_that_holds_the_base_is_refused_in_16_bits(

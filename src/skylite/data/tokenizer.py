@@ -15,6 +15,7 @@ from typing import Any
 from skylite.data.chat_template import ChatTemplate, check_args
 from skylite.data.render_chats import Job
 from skylite.errors import DataError, ModelError
+from skylite.hub.model_files import model_files
 from skylite.sandbox.sandbox import CallFailed, Limits, Sandbox
 from skylite.types import Message, Prompt
 from skylite.untrusted_files import read_text
@@ -70,8 +71,8 @@ def load_tokenizer(model_path: Path, template: ChatTemplate | None = None) -> Ch
     end-of-turn token, ConfigError without a sandbox or for an argument that the template does not use.
     """
     template = template or ChatTemplate()
-    # A folder of the hub's cache links to files elsewhere.
-    readable = [model_path, *(path.resolve() for path in model_path.iterdir())]
+    # A folder of the hub's cache links to its blobs.
+    readable = [model_path, *(path.resolve() for path in model_files(model_path))]
     sandbox = Sandbox(
         "skylite.data.encode_in_sandbox:make_encoder",
         str(model_path.resolve()),

@@ -16,6 +16,7 @@ from skylite.config.loading import read_run_config
 from skylite.config.train import RunConfig
 from skylite.errors import ConfigError, ModelError
 from skylite.export.gguf import find_converter
+from skylite.hub.model_files import model_files
 from skylite.hub.resolve import PROMPT_FILES, ResolvedModel, resolve_model, tensor_shapes
 from skylite.processes.hardware import available_memory
 from skylite.run.files import format_bytes
@@ -150,19 +151,16 @@ def chosen_step(flags: ExportFlags) -> int | None:
 
 
 def recorded_base(run_config: RunConfig, manifest: Manifest) -> ResolvedModel:
-    """The model that the adapter was trained on. Warns if its files are not those of the run.
-
-    The canary decides later if it still computes the same.
-    """
+    """The model that the adapter was trained on. Raises ModelError if its files are not those of the run."""
     resolved = run_config.resolved
     is_here = os.path.isdir(resolved.model_path)
     name = resolved.model_path if is_here else run_config.config.model.name
     base = resolve_model(name, None if is_here else resolved.model_revision)
     if base.fingerprint != manifest.base_fingerprint:
-        logger.warning(
+        raise ModelError(
             f"{base.path} has the fingerprint {base.fingerprint[:12]}, and the adapter was trained on "
-            f"{manifest.base_fingerprint[:12]}: files or the version of skylite changed. The export "
-            "continues only if the model computes the recorded logprobs; export.json has both fingerprints."
+            f"{manifest.base_fingerprint[:12]}: files of the model changed since the run.",
+            "Restore the files of the model.",
         )
     return base
 
@@ -222,7 +220,7 @@ def check_memory(plan: ExportPlan) -> None:
 
 def prompt_files(base: Path) -> list[Path]:
     """Tokenizer, chat templates and generation settings of the base."""
-    return sorted({file for pattern in PROMPT_FILES for file in base.glob(pattern) if file.is_file()})
+    return model_files(base, PROMPT_FILES)
 
 
 def adapter_weights(plan: ExportPlan) -> Path:

@@ -16,6 +16,7 @@ from skylite.export.canary_check import Check, check_base, check_export
 from skylite.export.gguf import check_gguf, convert_to_gguf
 from skylite.export.plan import ExportPlan, adapter_weights, prompt_files
 from skylite.export.transformers_model import load_float32, model_logprobs, versions
+from skylite.hub.resolve import check_folder as check_model_folder
 from skylite.processes.file_tree import remove_tree
 from skylite.progress_reporting import LongWork
 from skylite.run.files import sha256_file
@@ -76,7 +77,10 @@ def write_adapter(plan: ExportPlan, folder: Path, base_name: str) -> None:
 
 def copy_prompt_files(plan: ExportPlan, folder: Path) -> None:
     """Copy tokenizer, chat templates and generation settings of the base as they are."""
-    for file in prompt_files(plan.base.path):
+    files = prompt_files(plan.base.path)
+    if check_model_folder(plan.base.path, "").fingerprint != plan.base.fingerprint:
+        raise ModelError(f"{plan.base.path} changed during the export.", "Export again.")
+    for file in files:
         copy = folder / file.relative_to(plan.base.path)
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(file, copy)

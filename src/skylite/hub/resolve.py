@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 from skylite.errors import ModelError
 from skylite.hub.download_bar import download_bar
+from skylite.hub.model_files import model_files
 from skylite.progress_reporting import long_work
 from skylite.run.files import sha256_file
 from skylite.untrusted_files import open_file, read_bytes, read_text
@@ -81,8 +82,10 @@ def resolve_model(name: str, revision: str | None = None) -> ResolvedModel:
 def check_folder(path: Path, note: str) -> ResolvedModel:
     """Check config, tokenizer and safetensors files of a model folder, and compute its fingerprint.
 
-    Raises ModelError that names the file.
+    Raises ModelError that names the file, also if it is a link out of the folder.
     """
+    if path.is_dir():
+        model_files(path)
     config = _json_object(path / "config.json")
     architectures = config.get("architectures") or []
     names = architectures if isinstance(architectures, list) else []
@@ -108,8 +111,7 @@ def check_folder(path: Path, note: str) -> ResolvedModel:
 
 def _prompt_files(path: Path) -> list[tuple[str, Path]]:
     """Name and path of every file that matches PROMPT_FILES, sorted by name."""
-    found = {f.relative_to(path).as_posix(): f for pattern in PROMPT_FILES for f in path.glob(pattern)}
-    return sorted((name, file) for name, file in found.items() if file.is_file())
+    return [(file.relative_to(path).as_posix(), file) for file in model_files(path, PROMPT_FILES)]
 
 
 def weight_files(path: Path) -> list[Path]:

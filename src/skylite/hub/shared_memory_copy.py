@@ -15,6 +15,7 @@ from io import FileIO
 from pathlib import Path
 
 from skylite.errors import ConfigError
+from skylite.hub.model_files import model_files
 from skylite.processes.file_tree import remove_tree
 from skylite.progress_reporting import LongWork, long_work
 from skylite.run.files import TEMPORARY_MARK, convert_os_errors
@@ -130,7 +131,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 def _copy(model: Path, copy: Path, work: LongWork) -> None:
     ignore = shutil.ignore_patterns(*OTHER_FORMATS)
-    kept = [f for f in model.iterdir() if f.is_file() and f.name not in ignore(str(model), [f.name])]
+    kept = [f for f in model_files(model) if f.name not in ignore(str(model), [f.name])]
     size, free = sum(f.stat().st_size for f in kept), shutil.disk_usage(copy.parent).free
     if size > free:
         raise ConfigError(
