@@ -92,7 +92,7 @@ def judged(name: str, bad: BadRun, folder: Path, data: Path) -> dict[str, Any]:
         "expected": bad.alarm,
         "settings": bad.settings,
         "steps": report["steps"],
-        "held_out": {h.version: h.accuracy.mean for h in facts.held_out},
+        "held_out": {h.version: h.score.mean for h in facts.held_out},
         "metrics": {key: [first.get(key), last.get(key)] for key in SHOWN},
         "alarms": report["alarms"],
     }

@@ -94,7 +94,8 @@ def evaluated(run: RunDir, version: int, kind: str) -> dict[str, float] | None:
     if not path.exists():
         return None
     found = json.loads(path.read_text(encoding="utf-8"))
-    return {k: found[k] for k in ("accuracy", "standard_error", "problems", "completion_tokens_mean")}
+    kept = ("standard_error", "problems", "completion_tokens_mean")
+    return {"accuracy": found["mean"]} | {k: found[k] for k in kept}
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from command_line import SKYLITE, argument_parser, set_flags
 from machine_info import machine_info
 
-from skylite.evaluation.confidence_interval import accuracy_of
+from skylite.evaluation.confidence_interval import mean_score
 from skylite.run.files import write_json
 from skylite.run.metrics_file import read_metrics
 from skylite.run.rollout_file import read_rollouts
@@ -68,7 +68,7 @@ def found(run: RunDir, label: str) -> dict[str, float]:
     """Share of the games, and its interval."""
     (file,) = run.evals.glob(f"{label}-v*.parquet")
     rows = pq.read_table(file).to_pylist()
-    share = accuracy_of([[row["reward"]] for row in rows])
+    share = mean_score([[row["reward"]] for row in rows])
     return {"mean": round(share.mean, 4), "low": round(share.low, 4), "high": round(share.high, 4)}
 
 

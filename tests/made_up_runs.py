@@ -210,6 +210,7 @@ def _metrics(step: int, groups: list[Group], story: Story, t: float, rng: random
         "step": step, "adapter/version": step, "adapter/b_norm": 2 * t,
         "reward/mean": statistics.fmean(rewards), "reward/std": statistics.pstdev(rewards),
         "reward/right_frac": statistics.fmean(reward == 1.0 for reward in rewards),
+        "reward/partial_frac": statistics.fmean(reward not in (0, 1) for reward in rewards),
         "reward/tokens_corr": correlation(rewards, [t.num_tokens for t in all_of]),
         "groups/zero_std_frac": zero_std, "groups/zero_std_sampled_frac": zero_std,
         "completion/tokens_mean": lengths,
@@ -248,7 +249,7 @@ def _write_held_out(
     ]  # fmt: skip
     run.evals.mkdir(exist_ok=True)
     pq.write_table(pa.Table.from_pylist(rows), run.evals / f"{label}-v{version:06d}.parquet")
-    write_score(run, label, version, statistics.fmean(rewards), config.eval)
+    write_score(run, label, version, statistics.fmean(rewards), config.eval, is_binary=set(rewards) <= {0, 1})
 
 
 def _write_adapter(run: RunDir, version: int, t: float) -> None:

@@ -11,6 +11,7 @@ import pyarrow as pa
 from skylite.config.loading import read_run_config
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.errors import ConfigError
+from skylite.run.held_out_scores import held_out_scores
 from skylite.run.metrics_file import read_metrics
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir, published_versions
@@ -46,6 +47,14 @@ class Run:
         lines = read_metrics(self._files.metrics_path)
         names = dict.fromkeys(["step", *(name for line in lines for name in line)])
         return pa.table({name: _column([line.get(name) for line in lines]) for name in names})
+
+    @property
+    def held_out(self) -> dict[int, float]:
+        """Adapter version -> mean held-out score, the accuracy if the reward is 0 or 1; 0 is the start.
+
+        Raises DataError for a damaged file.
+        """
+        return held_out_scores(self._files, self.config.eval)
 
     @property
     def steps(self) -> list[int]:

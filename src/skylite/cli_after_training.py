@@ -201,9 +201,7 @@ def chat(
 
 Best = Annotated[
     bool,
-    typer.Option(
-        "--best", help="The kept version with the highest held-out accuracy.", rich_help_panel=WHICH
-    ),
+    typer.Option("--best", help="The kept version with the highest held-out score.", rich_help_panel=WHICH),
 ]
 Merge = Annotated[
     bool,

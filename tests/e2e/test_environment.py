@@ -61,6 +61,6 @@ def test_an_unchanged_openai_program_trains_and_replays(project: Project) -> Non
         alone = read_held_out(evals / f"policy-v{version:06d}-data-test-greedy.parquet", version)
         assert [c.turns for c in alone] == [c.turns for c in during]
         assert [(len(c.turns), c.reward) for c in alone] == [(3, c.reward) for c in during]
-    accuracies = [r["accuracy"] for r in json.loads(evaluated.stdout)["results"]]
+    accuracies = [r["mean"] for r in json.loads(evaluated.stdout)["results"]]
     assert len(accuracies) == 2, "one for each version"
     assert accuracies[0] != accuracies[1], "two adapters"

@@ -95,7 +95,7 @@ def test_a_finished_run_can_be_evaluated(project: Project, finished: str) -> Non
     assert (result["problems"], result["n"], result["adapter"]) == (4, 2, "policy-v000003")
     rows = pq.read_table(evals / "policy-v000003-data-test-mean2.parquet").to_pylist()
     assert len(rows) == 8
-    assert result["accuracy"] == pytest.approx(sum(r["reward"] for r in rows) / 8)
+    assert result["mean"] == pytest.approx(sum(r["reward"] for r in rows) / 8)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from skylite.commands.prepare import prepare
 from skylite.config.checkpoint import EvalConfig
 from skylite.config.train import AnomalyConfig, RunConfig
 from skylite.errors import SkyliteError
-from skylite.evaluation.confidence_interval import accuracy_of
+from skylite.evaluation.confidence_interval import mean_score
 from skylite.evaluation.evaluate import EvalResult, write_results
 from skylite.hub.bundled_smollm2 import write_converted
 from skylite.hub.shared_memory_copy import model_in_shared_memory
@@ -79,7 +79,7 @@ def results(version: int) -> EvalResult:
     return EvalResult(
         model=f"m{version}",
         temperature=0.0,
-        accuracy=accuracy_of([[1.0, 0.0]]),
+        score=mean_score([[1.0, 0.0]]),
         completion_tokens_mean=1.0,
         truncated_frac=0.0,
         groups=groups(version),
@@ -166,7 +166,7 @@ def small_writers(model: Path) -> dict[str, Callable[[Path, int], Any]]:
         ),
         "model in memory": partial(in_memory, model),
         "named reward": partial(named_reward, model),
-        "score": lambda folder, v: write_score(RunDir(folder), "step", v, 0.5, EvalConfig()),
+        "score": lambda folder, v: write_score(RunDir(folder), "step", v, 0.5, EvalConfig(), is_binary=True),
         "stop": stop,
         "trainer error": trainer_error,
         "update": lambda folder, v: write_json(

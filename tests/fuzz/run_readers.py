@@ -60,7 +60,7 @@ JOURNAL = [
     {"evaluated": 2},
     {"back_to": 1},
 ]
-EVALUATION = {"accuracy": 0.5, "version": 2, "split": "test", "limit": 4}
+EVALUATION = {"mean": 0.5, "is_binary": True, "version": 2, "split": "test", "limit": 4}
 MACHINE = {"versions": {"torch": "2"}, "cpu": {"cores": 2, "name": "x"}}
 STEP_FILES = {
     "micro_batch.json": {"tokens": 64, "reason": "fits", "setting": "auto"},

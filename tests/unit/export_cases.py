@@ -60,8 +60,8 @@ def make_run(root: Path, model: Path, versions: Sequence[int] = (0, 2), scale: f
     for version in versions:
         publish(adapters / adapter_name(version), model, version, scale)
         append_metrics(run.metrics_path, {"step": version + 1, "reward/mean": 0.25 * version})
-    write_score(run, "before", 0, 0.75, config.eval)
-    write_score(run, "after", 2, 0.5, config.eval)
+    write_score(run, "before", 0, 0.75, config.eval, is_binary=True)
+    write_score(run, "after", 2, 0.5, config.eval, is_binary=True)
     return run
 
 

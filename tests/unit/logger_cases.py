@@ -49,7 +49,7 @@ def group(name: str, step: int, reward: float) -> Group:
 def set_accuracy(run: RunDir, version: int, accuracy: float) -> None:
     """The run's own held-out result of a version."""
     run.evals.mkdir(exist_ok=True)
-    body = {"version": version, "split": "test", "limit": 4, "accuracy": accuracy}
+    body = {"version": version, "split": "test", "limit": 4, "mean": accuracy}
     (run.evals / f"step-v{version:06d}.json").write_text(json.dumps(body))
 
 

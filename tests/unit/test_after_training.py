@@ -70,7 +70,7 @@ def test_one_version_is_printed_for_a_person(run: RunDir) -> None:
     done = skylite(run, "eval", "run")
     assert done.returncode == 0, done.stderr
     assert "policy-v000002 on data (test)" in done.stdout
-    assert "pass@1, greedy" in done.stdout
+    assert "accuracy, greedy" in done.stdout
     assert (run.evals / "policy-v000002-data-test-greedy.json").exists()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from skylite.evaluation.confidence_interval import accuracy_of, wilson
+from skylite.evaluation.confidence_interval import mean_score, wilson
 from skylite.report.alarm_evidence import change_of, held_out_gain
 from skylite.report.alarms import constant_reward, find_alarms
 from skylite.report.page_data import read_completions
@@ -40,7 +40,7 @@ def kinds(metrics: list[dict[str, Any]], *args: Any) -> list[str]:
 
 
 def held_out(version: int, correct: int, problems: int = 100) -> HeldOut:
-    return HeldOut(version=version, label="step", accuracy=wilson(correct, problems), path=Path("x"))
+    return HeldOut(version=version, label="step", score=wilson(correct, problems), path=Path("x"))
 
 
 @pytest.mark.parametrize(
@@ -90,6 +90,13 @@ def test_a_change_compares_fifths_by_hand() -> None:
     assert change.rose
     assert not change.fell
     assert change_of([1, 2, 3, 4, 5]) is None
+
+
+def test_one_partial_score_makes_all_means_of_a_run_rewards(tmp_path: Path) -> None:
+    for name, word in (("healthy", "accuracy"), ("length", "mean reward")):
+        facts = read_facts(write_made_up_run(tmp_path, name).root)
+        assert {h.score.name for h in facts.held_out} == {word}
+        assert facts.has_partial_rewards is (word == "mean reward")
 
 
 def test_a_held_out_gain_within_the_noise_is_none() -> None:
@@ -223,8 +230,7 @@ def test_a_reward_of_length_is_hacked_and_truncation_is_no_fault_of_the_limit() 
     assert grown(0.3) == ["drift", "truncated"]
     assert grown(0.95, reward__right_frac=lambda k: k / 40) == ["truncated"], "more right answers"
     partial = [
-        replace(held_out(v, c), accuracy=accuracy_of([[c / 10]] * 9 + [[c / 9]]))
-        for v, c in ((0, 5), (30, 22))
+        replace(held_out(v, c), score=mean_score([[c / 10]] * 9 + [[c / 9]])) for v, c in ((0, 5), (30, 22))
     ]
     metrics = steps(30, completion__tokens_mean=lambda k: 20.0 + k, reward__tokens_corr=lambda k: 0.95)
     assert kinds(metrics, partial) == ["reward hacking"], "a held-out score of the same reward is no witness"

@@ -17,7 +17,7 @@ from skylite.config.loading import load_config
 from skylite.config.rollout import RewardParameters
 from skylite.data.prompts import read_prompts
 from skylite.errors import ConfigError, DataError
-from skylite.evaluation.confidence_interval import accuracy_of
+from skylite.evaluation.confidence_interval import mean_score
 from skylite.orchestrator.plan import RunPlan, plan_run
 from skylite.orchestrator.session_resources import reward_pool
 from skylite.rewards import load_reward, text_rewards
@@ -224,7 +224,7 @@ def test_data_without_reference_answers(here: Path, tiny_llama: Path) -> None:
     flags = EvalFlags(target=None, base=True, model=str(tiny_llama), data=(Path("data"),), split="test",
                       limit=None, n=1, step=None, steps=(), all_steps=False, max_loras=1, seed=0,
                       as_json=False, settings=())  # fmt: skip
-    assert not plan_eval(flags).data[0].has_answers
+    assert plan_eval(flags).data[0].reward == f"{here}/mine.py:judge"
 
 
 @pytest.mark.parametrize(
@@ -294,5 +294,5 @@ def test_a_wrong_signature_is_found_by_a_dry_run(here: Path, tiny_llama: Path) -
 
 
 def test_scores_outside_0_to_1_are_no_percentages() -> None:
-    assert str(accuracy_of([[5.0], [7.0]])) == "6 (95 % interval 4.04 to 7.96, 2 problems)"
-    assert str(accuracy_of([[0.5], [1.0]])) == "0.75 (95 % interval 0.26 to 1, 2 problems)"
+    assert str(mean_score([[5.0], [7.0]])) == "6 (95 % interval 4.04 to 7.96, 2 problems)"
+    assert str(mean_score([[0.5], [1.0]])) == "0.75 (95 % interval 0.26 to 1, 2 problems)"

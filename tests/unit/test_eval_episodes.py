@@ -83,7 +83,7 @@ def test_versions_play_the_same_games_greedily(tmp_path: Path) -> None:
     assert {s.temperature for s in engine.samplings} == {0.0}
     assert {m for m, _ in engine.models} == {"base", "policy-v000004"}
     for result in found.values():
-        assert result.accuracy.mean == pytest.approx(2 / 3), "the first component, not the sum"
+        assert result.score.mean == pytest.approx(2 / 3), "the first component, not the sum"
         assert result.turns_mean == pytest.approx((1 + 2 + 4) / 3)
     seeds = [[t.components["seed"] for g in r.groups for t in g.trajectories] for r in found.values()]
     assert seeds[0] == seeds[1]
@@ -110,16 +110,16 @@ def test_results_keep_every_turn_and_the_end(tmp_path: Path) -> None:
 def test_a_failed_episode_is_left_out_counted_and_not_compared(tmp_path: Path) -> None:
     found, done = evaluate(tmp_path, LoadingEngine(), [Subject(None)], [1, 9], on_error="drop")
     whole, _ = evaluate(tmp_path, LoadingEngine(), [Subject(None)], [1, 0])
-    assert (done, found["base"].left_out, found["base"].accuracy.mean) == (2, 1, 1.0)
+    assert (done, found["base"].left_out, found["base"].score.mean) == (2, 1, 1.0)
     report = Report(
         model="m", difficulty=[], data={"g": "data/g"}, rewards={"g": "guess"},
-        parameters={"g": RewardParameters()}, has_answers={"g": True}, split="test", seed=0,
+        parameters={"g": RewardParameters()}, split="test", seed=0,
     )  # fmt: skip
     subjects = (Subject(None), Subject(AdapterVersion(1, tmp_path)))
     for subject, result in zip(subjects, (found["base"], whole["base"]), strict=True):
         report.add(Scored(subject=subject, data="g", result=result))
     base, later = report.results
-    assert "1 more left out" in "\n".join(lines_of(report.facts_of(base), has_answers=True))
+    assert "1 more left out" in "\n".join(lines_of(report.facts_of(base)))
     compared = report.compared(later)
     assert compared is not None
     assert (compared.difference, compared.only_model, compared.only_baseline) == (0.0, 0, 0)

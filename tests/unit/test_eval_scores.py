@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from skylite.config.rollout import RewardParameters
-from skylite.evaluation.confidence_interval import accuracy_of
+from skylite.evaluation.confidence_interval import mean_score
 from skylite.evaluation.evaluate import EvalResult
 from skylite.evaluation.harness_gsm8k import harness_score
 from skylite.evaluation.paired_test import bootstrap_p, compare, mcnemar_exact
@@ -87,13 +87,13 @@ def test_the_majority_of_exact_match_uses_the_settings_of_the_data() -> None:
         Trajectory(samples=(replace(sample, text=text),), reward=score) for text, score in said
     )
     result = EvalResult(
-        model="m", temperature=1.0, accuracy=accuracy_of([[score for _, score in said]]),
+        model="m", temperature=1.0, score=mean_score([[score for _, score in said]]),
         completion_tokens_mean=1.0, truncated_frac=0.0,
         groups=[Group(prompt=prompt, trajectories=trajectories)],
     )  # fmt: skip
     found = metrics_of(result, "exact_match", RewardParameters(answer_pattern="is (.+)"))
     assert found["majority"]["mean"] == 1.0
-    assert found["accuracy"] == pytest.approx(2 / 3)
+    assert found["mean"] == pytest.approx(2 / 3)
     assert "majority" not in metrics_of(result, "regex", RewardParameters())
 
 

@@ -19,12 +19,13 @@ from skylite.data.tokenizer import load_tokenizer
 from skylite.errors import ConfigError, ModelError, RunFailed, SkyliteError, WriteFailed
 from skylite.export import plan as planning
 from skylite.export import weights as export_weights
-from skylite.export.model_card import data_info, results
+from skylite.export.model_card import results
 from skylite.export.plan import plan_export
 from skylite.export.run import export
 from skylite.export.transformers_model import load_float32, model_logprobs
 from skylite.hub.resolve import resolve_model
 from skylite.run.files import sha256_file
+from skylite.run.held_out_scores import write_score
 from skylite.run.run_dir import RunDir
 from tests.unit.export_cases import CANARY, SYSTEM, flags, install_converter, make_run, record
 from tests.unit.work_cases import recorded_work
@@ -80,27 +81,30 @@ def test_each_part_of_an_export_knows_how_long_it_took_before(
 
 
 def test_the_model_card_describes_the_run(run: RunDir, out: Path) -> None:
-    export(plan_export(flags(run, out=out, best=True, base_name="owner/base")), check_vllm=False)
+    export(plan_export(flags(run, out=out, step=0, base_name="owner/base")), check_vllm=False)
     card = (out / "README.md").read_text(encoding="utf-8")
     assert card.startswith("---\nbase_model: owner/base\nlibrary_name: peft\n")
-    assert "policy after step 0 of 2" in card, "--best: 75 % at step 0, 50 % at step 2"
+    assert "policy after step 0 of 2" in card
     assert "| 0 | 75.0 % |" in card
     assert "data set: `tiny` (generated), 4 training problems" in card
     assert SYSTEM in card
     assert str(run.root.parent) not in card, "no path of this machine"
-    assert "| step | pass@1 |" in card
+    assert "| step | accuracy |" in card
     messages = json.loads((out / "first_messages.json").read_text())
     assert [m["role"] for m in messages] == ["system", "user", "assistant"]
 
 
-def test_a_model_card_names_scores_without_answers_a_mean_reward(run: RunDir, out: Path) -> None:
+def test_best_refuses_the_untrained_start(run: RunDir, out: Path) -> None:
+    with pytest.raises(ConfigError, match=r"version 0.* 75\.0 % \(step 0\), 50\.0 % \(step 2\)"):
+        plan_export(flags(run, out=out, best=True))
+    write_score(run, "after", 2, 0.8, read_run_config(run.config_path).config.eval, is_binary=True)
+    assert plan_export(flags(run, out=out, best=True)).served.adapter.version == 2
+
+
+def test_a_model_card_names_partial_scores_a_mean_reward(run: RunDir, out: Path) -> None:
     plan = plan_export(flags(run, out=out))
-    info = data_info(plan.run_config.config)
-    assert info is not None
-    rewards = replace(plan, accuracies={0: -1.5, 2: 0.25})
-    card = results(rewards, replace(info, has_answers=False))
-    assert "| step | mean reward |\n|---|---|\n| 0 | -1.5 |\n| 2 | 25.0 % |" in card
-    assert "| step | mean score |" in results(rewards, None), "data that is gone may have had answers"
+    card = results(replace(plan, scores={0: -1.5, 2: 0.25}, is_binary=False))
+    assert "| step | mean reward |\n|---|---|\n| 0 | -1.5 |\n| 2 | 0.25 |" in card
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

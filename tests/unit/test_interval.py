@@ -2,7 +2,7 @@
 
 import pytest
 
-from skylite.evaluation.confidence_interval import accuracy_of, clustered, wilson
+from skylite.evaluation.confidence_interval import clustered, mean_score, wilson
 
 
 def test_wilson_matches_a_worked_example() -> None:
@@ -19,7 +19,7 @@ def test_wilson_stays_inside_zero_and_one() -> None:
 
 def test_samples_of_one_problem_count_as_one_observation() -> None:
     # Two problems with means 1 and 0: standard error 0.7071 / sqrt(2) = 0.5 for any number of samples.
-    assert accuracy_of([[1.0] * 50, [0.0] * 50]).standard_error == pytest.approx(
+    assert mean_score([[1.0] * 50, [0.0] * 50]).standard_error == pytest.approx(
         clustered([1.0, 0.0]).standard_error
     )
     wide = clustered([0.9, 0.5, 0.7, 0.3])

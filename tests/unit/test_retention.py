@@ -71,7 +71,7 @@ def test_scores_on_other_problems_do_not_count(tmp_path: Path) -> None:
     run, config = RunDir(tmp_path), TrainConfig().eval.model_copy(update={"limit": 64})
     labels: list[tuple[Label, int]] = [("before", 0), ("step", 10), ("after", 20)]
     for label, version in labels:
-        write_score(run, label, version, 0.1 * version, config)
+        write_score(run, label, version, 0.1 * version, config, is_binary=True)
     (run.evals / "policy-v000010-test-greedy.json").write_text("{}")
     assert held_out_scores(run, config) == {0: 0.0, 10: 1.0, 20: 2.0}
     assert held_out_scores(run, config.model_copy(update={"limit": 32})) == {}
@@ -88,7 +88,7 @@ def test_keep_best_without_scores_is_refused() -> None:
 def test_scores_after_a_version_are_deleted_with_their_completions(tmp_path: Path) -> None:
     run, config = RunDir(tmp_path), TrainConfig().eval
     for label, version in (("before", 0), ("step", 10), ("step", 20), ("after", 30)):
-        write_score(run, label, version, 0.5, config)  # type: ignore[arg-type]
+        write_score(run, label, version, 0.5, config, is_binary=True)  # type: ignore[arg-type]
         (run.evals / f"{label}-v{version:06d}.parquet").touch()
     (run.evals / "policy-v000020-test-greedy.json").touch()
     remove_scores_after(run, 10)

@@ -6,7 +6,7 @@ import io
 import json
 import logging
 import math
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,13 +20,13 @@ from skylite.orchestrator.resume import remove_after
 from skylite.orchestrator.shutdown import TimeLimit
 from skylite.orchestrator.step_metrics import busy_s
 from skylite.run.events import read_events
-from skylite.run.held_out_scores import held_out_scores
+from skylite.run.held_out_scores import held_out_scores, scores_are_binary
 from skylite.run.metrics_file import read_metrics
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir
+from skylite.types import Prompt, Score
 from skylite.ui.dashboard import Screen
 from skylite.ui.logs import configure_logging, run_log
-from tests.unit import simulated_run
 from tests.unit.simulated_run import (
     PROMPTS,
     Broken,
@@ -75,14 +75,33 @@ def test_held_out_problems_are_evaluated_every_eval_every_steps(tmp_path: Path, 
     assert sampled_from(run) == {k: max(0, k - 1 - staleness) for k in range(1, 6)}
 
 
-def test_without_reference_answers_the_score_is_a_mean_reward(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert "evaluation (before): greedy pass@1 " in run_of(tmp_path / "with", 0, 1, eval_every=1)[2]
-    monkeypatch.setattr(simulated_run, "PROMPTS", [replace(p, answer="") for p in simulated_run.PROMPTS])
-    logged = run_of(tmp_path / "without", 0, 1, eval_every=1)[2]
-    assert "greedy mean reward " in logged
-    assert "pass@1" not in logged
+class FromNow:
+    """Scores 1, from the `first` call on 0.25."""
+
+    def __init__(self, first: int) -> None:
+        self.first, self.calls = first, 0
+
+    async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[Score]:
+        self.calls += 1
+        return [Score(0.25 if self.calls >= self.first else 1.0) for _ in items]
+
+
+def test_a_score_is_an_accuracy_until_one_is_partial(tmp_path: Path) -> None:
+    run, _, logged = run_of(tmp_path / "right", 0, 2, eval_every=1)
+    assert "evaluation (before): greedy accuracy 100.0 % " in logged
+    assert scores_are_binary(run)
+    # Two problems before, two prompts in step 1: the first partial score is in the evaluation after it.
+    run, _, logged = run_of(tmp_path / "partial", 0, 3, eval_every=1, scorer=FromNow(5))
+    assert "evaluation (before): greedy accuracy 100.0 % " in logged
+    assert "evaluation (step): step 1: greedy mean reward 0.25 " in logged
+    assert not scores_are_binary(run)
+    assert [m["reward/partial_frac"] for m in read_metrics(run.metrics_path)] == [0, 1, 1]
+
+
+def test_held_out_scores_are_in_the_metrics_of_their_step(tmp_path: Path) -> None:
+    run, _, _ = run_of(tmp_path, 0, 4, eval_every=2)
+    found = [m.get("eval/reward_mean") for m in read_metrics(run.metrics_path)]
+    assert found == [None, 1.0, None, 1.0]
 
 
 @pytest.mark.parametrize(("staleness", "first_step"), [(0, 3), (1, 3), (1, 4)])
@@ -105,7 +124,7 @@ def test_an_interrupted_evaluation_is_repeated_before_sampling(
     assert not set(evaluation) & set(requests["original"])
     assert requests["died"] == evaluation + requests["original"]
     assert scores["died"] == scores["original"]
-    assert "evaluation (step): step 2: greedy pass@1" in logged
+    assert "evaluation (step): step 2: greedy accuracy" in logged
 
 
 def test_a_resumed_run_verifies_its_adapter_before_sampling(tmp_path: Path) -> None:

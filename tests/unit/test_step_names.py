@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> RunDir:
     run.trainer_step_path(10).write_text("{}")
     run.evals.mkdir()
     (run.evals / "step-v000010.json").write_text(
-        '{"accuracy": 0.5, "version": 10, "split": "test", "limit": 4}'
+        '{"mean": 0.5, "is_binary": true, "version": 10, "split": "test", "limit": 4}'
     )
     for end in COPIES:
         shutil.copytree(run.checkpoint_path(10), run.checkpoints / f"step-000010{end}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,17 @@ from rich.console import Console
 
 from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.engine_pool import SyncReport
+from skylite.evaluation.confidence_interval import wilson
 from skylite.orchestrator.sampling import SampledStep
 from skylite.orchestrator.step_metrics import StepTimings, completion_view, step_metrics
+from skylite.report.read_run import HeldOut, read_facts
 from skylite.run.run_dir import RunDir
 from skylite.types import Group, Prompt, Sample, Trajectory
 from skylite.ui.dashboard import Screen, step_line
-from skylite.ui.end_message import finished_text, stopped_text
+from skylite.ui.end_message import finished_text, log_findings, stopped_text
 from skylite.ui.live_panel import CompletionView, LivePanel, ScreenState, clock_time, wrapped
 from skylite.ui.logs import configure_logging
+from tests.made_up_runs import write_made_up_run
 
 logger = logging.getLogger("skylite.test")
 SIZES = [(80, 24), (120, 40), (60, 16), (200, 60), (40, 10)]
@@ -31,7 +35,7 @@ SAMPLE = CompletionView(
     reward=1.0,
     answer="19",
 )
-EVALUATION = "greedy pass@1 31.4 % (95 % interval 27.5 to 35.6, 512 problems)"
+EVALUATION = "greedy accuracy 31.4 % (95 % interval 27.5 to 35.6, 512 problems)"
 
 
 def step(number: int, reward: float = 0.5) -> dict[str, Any]:
@@ -40,6 +44,7 @@ def step(number: int, reward: float = 0.5) -> dict[str, Any]:
         "adapter/version": number,
         "reward/mean": reward,
         "reward/right_frac": reward,
+        "reward/partial_frac": 0.0,
         "completion/tokens_mean": 63.21,
         "completion/truncated_frac": 0.02,
         "perf/completion_tokens_per_s": 812.3,
@@ -152,7 +157,7 @@ def test_without_a_terminal_there_is_one_line_per_step(capsys: pytest.CaptureFix
         logger.info("a note with [brackets] :smile:")
     lines = out.getvalue().splitlines()
     assert lines[0] == "starting vLLM"
-    assert lines[1].startswith("step 1/24  reward 0.500  correct 50.0 %")
+    assert lines[1].startswith("step 1/24  reward 0.500  right 50.0 %")
     assert lines[1].endswith("  v1  about 3 min 50 s left"), "23 steps of 10 s are left"
     assert lines[2:] == [f"evaluation (before): {EVALUATION}", "a note with [brackets] :smile:"]
     assert "\x1b" not in out.getvalue()
@@ -217,25 +222,46 @@ def test_the_panel_finds_every_metric_it_shows() -> None:
         1, SampledStep(groups=[group()]), update, report, StepTimings(rollout_s=5.0, step_s=9.0)
     )
     shown = ScreenState(1, history=[recorded], sample=completion_view([group()]))
-    assert "50.0 % of the completions are correct" in "\n".join(drawn(shown, 80, 24))
+    assert "50.0 % of the completions" in "\n".join(drawn(shown, 80, 24))
 
 
 def test_the_end_message_gives_the_commands(tmp_path: Path) -> None:
     run, adapters = RunDir(tmp_path / "my run"), tmp_path / "adapters"
     (adapters / "policy-v000007").mkdir(parents=True)
     run.checkpoint_path(7).mkdir(parents=True)
-    text = finished_text(run, adapters, {"before": "31 %", "after": "62 %"})
+    text = finished_text(
+        run,
+        adapters,
+        [
+            HeldOut(version=0, label="before", score=wilson(31, 100), path=run.root),
+            HeldOut(version=7, label="after", score=wilson(62, 100), path=run.root),
+        ],
+    )
     quoted = f"'{run.root}'"
     for part in (
         str(adapters / "policy-v000007"),
         f"skylite eval {quoted}",
         f"skylite serve {quoted}",
-        "31 %",
-        "62 %",
+        "accuracy 31.0 %",
+        "accuracy 62.0 %",
         f"skylite train --resume {quoted} --steps N",
     ):
         assert part in text
     assert "Saved: checkpoint step-000007." in stopped_text(run, adapters)
+
+
+def test_the_end_of_a_run_names_its_alarms(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, kinds in (("instant-collapse", ["WARNING"]), ("healthy", [])):
+        caplog.clear()
+        log_findings(read_facts(write_made_up_run(tmp_path, name).root))
+        assert [record.levelname for record in caplog.records] == kinds
+
+
+def test_partial_scores_are_not_called_right() -> None:
+    history = [step(1) | {"reward/partial_frac": 0.4}, step(2)]
+    for lines in (step_line(history, 4), "\n".join(drawn(replace(state(), history=history), 80, 24))):
+        assert "right" not in lines
+    assert "right 50.0 %" in step_line([step(2)], 4)
 
 
 def test_a_run_that_sampled_nothing_advises_no_resume(tmp_path: Path) -> None:

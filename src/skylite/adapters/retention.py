@@ -30,7 +30,7 @@ class Removed:
 
 
 def kept_checkpoints(steps: Iterable[int], config: CheckpointConfig, scores: Mapping[int, float]) -> set[int]:
-    """The newest `keep_last`, and the `keep_best` with the highest held-out accuracy (ties: older first)."""
+    """The newest `keep_last`, and the `keep_best` with the highest held-out score (ties: older first)."""
     ordered = sorted(steps)
     best = sorted((s for s in ordered if s in scores), key=lambda s: (-scores[s], s))[: config.keep_best]
     return {*ordered[-config.keep_last :], *best}

@@ -1,6 +1,6 @@
-"""`skylite eval`: accuracy of adapters or of the base model, sampled with vLLM.
+"""`skylite eval`: scores of adapters or of the base model, sampled with vLLM.
 
-The first of reward.functions alone scores, unweighted, or the data's own reward: it measures accuracy.
+The first of reward.functions alone scores, unweighted, or the data's own reward.
 An environment's episodes score themselves: their first component counts.
 """
 
@@ -85,7 +85,6 @@ def evaluate(flags: EvalFlags) -> None:
         data={d.name: str(d.path) for d in plan.data},
         rewards={d.name: d.reward for d in plan.data},
         parameters={d.name: d.parameters for d in plan.data},
-        has_answers={d.name: d.has_answers for d in plan.data},
         split=flags.split,
         seed=flags.seed,
     )
@@ -242,6 +241,5 @@ def _keep(
     stem = f"{subject.name}-{problems.name}-{flags.split}-{kind_of(flags.n)}"
     write_results(plan.out / f"{stem}.parquet", result)
     write_json(plan.out / f"{stem}.json", report.facts_of(scored))
-    logger.info(
-        f"{subject.name} on {problems.name}: {result.accuracy}; per problem: {plan.out / stem}.parquet"
-    )
+    score = f"{result.score.name} {result.score}"
+    logger.info(f"{subject.name} on {problems.name}: {score}; per problem: {plan.out / stem}.parquet")

@@ -71,7 +71,7 @@ def row(facts: dict[str, Any]) -> tuple[str, ...]:
         facts["model"],
         f"{facts['algorithm']} r{facts['rank']}",
         _change(facts["reward_first"], facts["reward_last"], ".2f"),
-        _change(_percent(facts["held_out_first"]), _percent(facts["held_out_last"]), ".1f", " %"),
+        held_out_change(facts["held_out_first"], facts["held_out_last"]),
         age_text(facts["step_seconds"]) if facts["step_seconds"] else "-",
         "-" if facts["age_seconds"] is None else age_text(facts["age_seconds"]),
         ", ".join(dict.fromkeys(a["kind"] for a in facts["alarms"])) or "-",
@@ -85,10 +85,15 @@ def table(rows: list[tuple[str, ...]]) -> list[str]:
     return ["  ".join(cell.ljust(size) for cell, size in zip(c, sizes, strict=True)).rstrip() for c in cells]
 
 
+def held_out_change(first: dict[str, Any] | None, last: dict[str, Any] | None) -> str:
+    """An accuracy in percent, a mean reward as it is."""
+    found = [score for score in (first, last) if score is not None]
+    is_accuracy = all(score["is_binary"] for score in found)
+    means = [float(score["mean"]) * (100 if is_accuracy else 1) for score in found]
+    before, after = (*means, None, None)[:2]
+    return _change(before, after, ".1f", " %") if is_accuracy else _change(before, after, ".3g")
+
+
 def _change(before: float | None, after: float | None, form: str, unit: str = "") -> str:
     shown = [format(x, form) for x in (before, after) if x is not None]
     return f"{' -> '.join(shown)}{unit}" if shown else "-"
-
-
-def _percent(accuracy: dict[str, Any] | None) -> float | None:
-    return None if accuracy is None else 100 * float(accuracy["mean"])

@@ -168,7 +168,7 @@ def text_lines(watcher: Watcher) -> Iterator[str]:
     """A line for each held-out result, each step and each finding, and the end in words."""
     facts = watcher.facts
     for h in facts.held_out:
-        yield f"held-out, version {h.version}: {h.accuracy}"
+        yield f"held-out {h.score.name}, version {h.version}: {h.score}"
     steps = [filled(metrics) for metrics in facts.metrics]
     for count in range(1, len(steps) + 1):
         yield step_line(steps[max(0, count - RECENT_STEPS) : count], facts.run.config.num_steps)

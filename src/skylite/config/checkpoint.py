@@ -17,7 +17,7 @@ class CheckpointConfig(Section):
     keep_last: int = Field(2, ge=1)
     """Newest checkpoints to keep."""
     keep_best: int = Field(0, ge=0)
-    """Also keep the N checkpoints with the highest held-out accuracy. Needs eval.limit and eval.every."""
+    """Also keep the N checkpoints with the highest held-out score. Needs eval.limit and eval.every."""
 
 
 class StopConfig(Section):

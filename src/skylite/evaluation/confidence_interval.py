@@ -1,4 +1,4 @@
-"""95 % confidence intervals of an accuracy."""
+"""The mean score of an evaluation, what it is called, and its 95 % confidence interval."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Z_95 = 1.959963984540054
 
 
 @dataclass(frozen=True, slots=True)
-class Accuracy:
+class MeanScore:
     """A mean score with its 95 % confidence interval; in [0, 1] if all scores are."""
 
     mean: float
@@ -27,13 +27,11 @@ class Accuracy:
 
     @property
     def name(self) -> str:
-        """What the mean is called."""
-        return "accuracy" if self.is_binary else "mean reward"
+        return score_name(is_binary=self.is_binary)
 
     @property
     def value(self) -> str:
-        """The mean: an accuracy in percent, a reward as it is."""
-        return f"{100 * self.mean:.1f} %" if self.is_binary else f"{self.mean:.3g}"
+        return score_value(self.mean, is_binary=self.is_binary)
 
     def __str__(self) -> str:
         if not self.is_binary:
@@ -43,15 +41,25 @@ class Accuracy:
         return f"{self.value} ({interval}, {self.num_problems} problems)"
 
 
-def wilson(num_correct: int, num_problems: int) -> Accuracy:
+def score_name(*, is_binary: bool) -> str:
+    """What the mean of an evaluation is called, everywhere."""
+    return "accuracy" if is_binary else "mean reward"
+
+
+def score_value(mean: float, *, is_binary: bool) -> str:
+    """An accuracy in percent, a mean reward as it is."""
+    return f"{100 * mean:.1f} %" if is_binary else f"{mean:.3g}"
+
+
+def wilson(num_correct: int, num_problems: int) -> MeanScore:
     """Wilson score interval for one correct-or-wrong answer per problem (Wilson 1927, JASA 22, p. 209)."""
     p, n, z2 = num_correct / num_problems, num_problems, Z_95**2
     centre = (p + z2 / (2 * n)) / (1 + z2 / n)
     half = Z_95 / (1 + z2 / n) * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
-    return Accuracy(p, max(0.0, centre - half), min(1.0, centre + half), n, True)
+    return MeanScore(p, max(0.0, centre - half), min(1.0, centre + half), n, True)
 
 
-def clustered(problem_means: Sequence[float], *, is_binary: bool = False) -> Accuracy:
+def clustered(problem_means: Sequence[float], *, is_binary: bool = False) -> MeanScore:
     """Normal interval over the mean score of each problem: samples of one problem are not independent."""
     n = len(problem_means)
     mean = sum(problem_means) / n
@@ -60,11 +68,11 @@ def clustered(problem_means: Sequence[float], *, is_binary: bool = False) -> Acc
     low, high = mean - half, mean + half
     if all(0 <= x <= 1 for x in problem_means):
         low, high = max(0.0, low), min(1.0, high)
-    return Accuracy(mean, low, high, n, is_binary)
+    return MeanScore(mean, low, high, n, is_binary)
 
 
-def accuracy_of(rewards: Sequence[Sequence[float]]) -> Accuracy:
-    """Accuracy of rewards [problems][samples]: Wilson for one 0/1 score per problem, else clustered."""
+def mean_score(rewards: Sequence[Sequence[float]]) -> MeanScore:
+    """MeanScore of rewards [problems][samples]: Wilson for one 0/1 score per problem, else clustered."""
     is_binary = all(reward in (0.0, 1.0) for row in rewards for reward in row)
     if is_binary and all(len(row) == 1 for row in rewards):
         return wilson(sum(int(row[0]) for row in rewards), len(rewards))

@@ -1,11 +1,11 @@
-"""pass@1 of a served model in an environment."""
+"""The score of a served model in an environment."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from skylite.environments.sample_episodes import EVAL_STEP, Environment, Source
-from skylite.evaluation.confidence_interval import accuracy_of
+from skylite.evaluation.confidence_interval import mean_score
 from skylite.evaluation.evaluate import EvalResult, require_finite_rewards
 from skylite.types import Prompt
 
@@ -17,7 +17,7 @@ async def evaluate_episodes(
     n: int = 1,
     on_problem: Callable[[], None] = lambda: None,
 ) -> EvalResult:
-    """`n` episodes per problem. Accuracy is the mean of the first component, or of the reward.
+    """`n` episodes per problem. The score is the mean of the first component, or of the reward.
 
     `on_problem` is called after each problem, also after one that env.on_error=drop leaves out.
     """
@@ -30,7 +30,7 @@ async def evaluate_episodes(
     return EvalResult(
         model=source.model,
         temperature=source.temperature,
-        accuracy=accuracy_of([[t.first_score for t in g.trajectories] for g in groups]),
+        score=mean_score([[t.first_score for t in g.trajectories] for g in groups]),
         completion_tokens_mean=sum(t.num_tokens for t in trajectories) / len(trajectories),
         truncated_frac=sum(t.is_truncated for t in trajectories) / len(trajectories),
         groups=groups,

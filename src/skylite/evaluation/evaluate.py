@@ -1,4 +1,4 @@
-"""pass@1 of a served model on prepared problems."""
+"""The score of a served model on prepared problems."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from skylite.engine.client import Sampling
 from skylite.engine.collect_groups import Scorer, collect_group, gather_or_cancel, request_seed
 from skylite.engine.retrying_client import Engine
 from skylite.errors import non_finite_reward
-from skylite.evaluation.confidence_interval import Accuracy, accuracy_of
+from skylite.evaluation.confidence_interval import MeanScore, mean_score
 from skylite.run.files import atomic_file
 from skylite.types import Group, Prompt, Trajectory, is_number
 
@@ -28,7 +28,7 @@ class EvalResult:
 
     model: str
     temperature: float
-    accuracy: Accuracy
+    score: MeanScore
     completion_tokens_mean: float
     truncated_frac: float
     groups: Sequence[Group]
@@ -60,7 +60,7 @@ async def evaluate(
 ) -> EvalResult:
     """Sample `n` completions per problem from `model` (temperature 0: greedy) and score them.
 
-    Accuracy is the mean score of the first reward function. `token_ids`: prompt id -> prompt token ids.
+    MeanScore is the mean score of the first reward function. `token_ids`: prompt id -> prompt token ids.
     `on_problem` is called after each problem. Raises RunFailed for a NaN or infinite score.
     """
     slots = asyncio.Semaphore(MAX_REQUESTS_IN_FLIGHT)
@@ -87,7 +87,7 @@ async def evaluate(
     return EvalResult(
         model=model,
         temperature=temperature,
-        accuracy=accuracy_of([[t.first_score for t in g.trajectories] for g in groups]),
+        score=mean_score([[t.first_score for t in g.trajectories] for g in groups]),
         completion_tokens_mean=sum(t.num_tokens for t in trajectories) / len(trajectories),
         truncated_frac=sum(t.is_truncated for t in trajectories) / len(trajectories),
         groups=groups,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from skylite.config.rollout import RewardParameters
+from skylite.evaluation.confidence_interval import score_name
 from skylite.evaluation.evaluate import EvalResult
 from skylite.evaluation.paired_test import Comparison, compare
-from skylite.evaluation.summary import lines_of, metrics_of, percent, scores_of
+from skylite.evaluation.summary import lines_of, metrics_of, scores_of, with_interval
 from skylite.evaluation.versions import Subject
 
 CURVE_WIDTH = 30
@@ -36,8 +37,6 @@ class Report:
     """Name of the data set -> spec of the reward that measures accuracy."""
     parameters: Mapping[str, RewardParameters]
     """Name of the data set -> settings of that reward."""
-    has_answers: Mapping[str, bool]
-    """Name of the data set -> whether it has reference answers; without, scores are rewards."""
     split: str
     seed: int
     results: list[Scored] = field(default_factory=list)
@@ -58,8 +57,14 @@ class Report:
             "split": self.split,
             "difficulty": self.difficulty,
             "seed": self.seed,
-            **metrics_of(scored.result, self.rewards[scored.data], self.parameters[scored.data]),
+            **metrics_of(self.with_one_name(scored), self.rewards[scored.data], self.parameters[scored.data]),
         }
+
+    def with_one_name(self, scored: Scored) -> EvalResult:
+        """The result. One partial score on a data set makes the means of all its results rewards."""
+        same = [found.result.score for found in self.results if found.data == scored.data]
+        is_binary = all(score.is_binary for score in [scored.result.score, *same])
+        return replace(scored.result, score=replace(scored.result.score, is_binary=is_binary))
 
     def as_json(self) -> dict[str, Any]:
         """All results and comparisons."""
@@ -103,7 +108,7 @@ class Report:
         lines: list[str] = []
         for scored in results:
             lines.append(f"{scored.subject.name} on {data} ({self.split})")
-            lines += lines_of(self.facts_of(scored), has_answers=self.has_answers[data])
+            lines += lines_of(self.facts_of(scored))
             if (found := self.compared(scored)) is not None:
                 lines.append(f"  against {self.baseline(data).subject.name}: {found}")
         if len(results) > 2:
@@ -113,11 +118,14 @@ class Report:
     def _curve(self, results: list[Scored]) -> list[str]:
         """The learning curve: a bar and an interval for each version."""
         name = max(len(r.subject.name) for r in results)
-        lines = ["learning curve (accuracy, 95 % interval)"]
+        first = self.facts_of(results[0])
+        is_binary = first["score"] == score_name(is_binary=True)
+        lines = [f"learning curve ({first['score']}, 95 % interval)"]
+        largest = 1.0 if is_binary else max(abs(r.result.score.mean) for r in results) or 1.0
         for scored in results:
             facts = self.facts_of(scored)
-            bar = "█" * round(CURVE_WIDTH * min(1.0, max(0.0, facts["accuracy"])))
-            value = percent({"mean": facts["accuracy"], "low": facts["low"], "high": facts["high"]})
+            bar = "█" * round(CURVE_WIDTH * min(1.0, max(0.0, facts["mean"] / largest)))
+            value = with_interval({k: facts[k] for k in ("mean", "low", "high")}, is_binary)
             lines.append(f"  {scored.subject.name:{name}}  {bar:{CURVE_WIDTH}}  {value}")
         return lines
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from skylite.config.rollout import RewardParameters
-from skylite.evaluation.confidence_interval import Accuracy, accuracy_of
+from skylite.evaluation.confidence_interval import MeanScore, mean_score, score_name
 from skylite.evaluation.evaluate import EvalResult
 from skylite.evaluation.harness_gsm8k import Kind, harness_score
 from skylite.evaluation.scores import answer_of, can_vote, ks_for, majority_score, pass_at_k
@@ -30,10 +30,11 @@ def metrics_of(result: EvalResult, reward: str, parameters: RewardParameters) ->
         "problems": len(scores),
         "n": n,
         "temperature": result.temperature,
-        "accuracy": result.accuracy.mean,
-        "low": result.accuracy.low,
-        "high": result.accuracy.high,
-        "standard_error": result.accuracy.standard_error,
+        "score": result.score.name,
+        "mean": result.score.mean,
+        "low": result.score.low,
+        "high": result.score.high,
+        "standard_error": result.score.standard_error,
         "completion_tokens_mean": result.completion_tokens_mean,
         "truncated_frac": result.truncated_frac,
         "turns_mean": result.turns_mean,
@@ -42,27 +43,23 @@ def metrics_of(result: EvalResult, reward: str, parameters: RewardParameters) ->
     if n > 1:
         found["pass_at"] = {str(k): as_json(_pass_at(scores, k)) for k in ks_for(n)}
     if n > 2 and can_vote(reward):
-        found["majority"] = as_json(accuracy_of([[_majority(g, reward, parameters)] for g in result.groups]))
+        found["majority"] = as_json(mean_score([[_majority(g, reward, parameters)] for g in result.groups]))
     if reward == "gsm8k":
-        found["gsm8k_strict"] = as_json(accuracy_of([_harness(g, "strict") for g in result.groups]))
-        found["gsm8k_flexible"] = as_json(accuracy_of([_harness(g, "flexible") for g in result.groups]))
+        found["gsm8k_strict"] = as_json(mean_score([_harness(g, "strict") for g in result.groups]))
+        found["gsm8k_flexible"] = as_json(mean_score([_harness(g, "flexible") for g in result.groups]))
     return found
 
 
-def as_json(accuracy: Accuracy) -> dict[str, float]:
+def as_json(accuracy: MeanScore) -> dict[str, float]:
     return {"mean": accuracy.mean, "low": accuracy.low, "high": accuracy.high}
 
 
-def score_name(*, has_answers: bool) -> str:
-    """What the mean score of greedy completions is called. Without reference answers nothing is right."""
-    return "pass@1" if has_answers else "mean reward"
-
-
-def lines_of(metrics: dict[str, Any], *, has_answers: bool) -> list[str]:
-    """The metrics for a person. Without reference answers the score is a reward."""
-    n, problems = metrics["n"], metrics["problems"]
-    head = f"{score_name(has_answers=has_answers)}, greedy" if n == 1 else f"mean of {n} samples at T 1"
-    rows = {head: {"mean": metrics["accuracy"], "low": metrics["low"], "high": metrics["high"]}}
+def lines_of(metrics: dict[str, Any]) -> list[str]:
+    """The metrics for a person."""
+    n, problems, name = metrics["n"], metrics["problems"], metrics["score"]
+    is_binary = name == score_name(is_binary=True)
+    head = f"{name}, greedy" if n == 1 else f"{name} of {n} samples at T 1"
+    rows = {head: {"mean": metrics["mean"], "low": metrics["low"], "high": metrics["high"]}}
     rows |= {f"pass@{k}": value for k, value in metrics.get("pass_at", {}).items() if k != "1"}
     names = {
         "majority": f"majority of {n}",
@@ -71,7 +68,7 @@ def lines_of(metrics: dict[str, Any], *, has_answers: bool) -> list[str]:
     }
     rows |= {name: metrics[key] for key, name in names.items() if key in metrics}
     width = max(map(len, rows))
-    lines = [f"  {name:{width}}  {percent(value)}" for name, value in rows.items()]
+    lines = [f"  {row:{width}}  {with_interval(v, is_binary or row != head)}" for row, v in rows.items()]
     turns, left_out = metrics["turns_mean"], metrics["left_out"]
     what = "completion" if turns == 1 else f"episode, {turns:.1f} turns each"
     lines.append(
@@ -83,13 +80,15 @@ def lines_of(metrics: dict[str, Any], *, has_answers: bool) -> list[str]:
     return lines
 
 
-def percent(value: dict[str, float]) -> str:
-    """A mean and its 95 % interval in percent."""
+def with_interval(value: dict[str, float], is_binary: bool) -> str:
+    """A mean and its 95 % interval: an accuracy in percent, a reward as it is."""
+    if not is_binary:
+        return f"{value['mean']:7.3g}  ({value['low']:.3g} to {value['high']:.3g})"
     return f"{100 * value['mean']:5.1f} %  ({100 * value['low']:.1f} to {100 * value['high']:.1f})"
 
 
-def _pass_at(scores: Sequence[Sequence[float]], k: int) -> Accuracy:
-    return accuracy_of([[pass_at_k(len(row), sum(s == 1.0 for s in row), k)] for row in scores])
+def _pass_at(scores: Sequence[Sequence[float]], k: int) -> MeanScore:
+    return mean_score([[pass_at_k(len(row), sum(s == 1.0 for s in row), k)] for row in scores])
 
 
 def _majority(group: Group, reward: str, parameters: RewardParameters) -> float:

@@ -12,7 +12,7 @@ from pathlib import Path
 from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo, read_prompts
 from skylite.errors import DataError
-from skylite.evaluation.summary import score_name
+from skylite.evaluation.confidence_interval import score_name, score_value
 from skylite.export.canary_check import Check
 from skylite.export.plan import ExportPlan
 from skylite.run.metrics_file import read_metrics
@@ -38,7 +38,7 @@ def model_card(plan: ExportPlan, data: PromptFileInfo | None, checks: Sequence[C
         f"# {plan.out.name}\n\n{what_it_is(plan)}",
         f"## Use\n\n{use(plan)}\n\n{about_prompts(data)}",
         f"## Data\n\n{about_data(data)}",
-        f"## Training\n\n{settings_table(plan, config)}\n\n{results(plan, data)}",
+        f"## Training\n\n{settings_table(plan, config)}\n\n{results(plan)}",
         f"## Checks\n\n{about_checks(checks)}",
     ]
     return "\n\n".join(part.strip() for part in parts) + "\n"
@@ -145,32 +145,31 @@ def settings_table(plan: ExportPlan, config: TrainConfig) -> str:
     return "| setting | value |\n|---|---|\n" + "\n".join(f"| {k} | {code(v)} |" for k, v in rows.items())
 
 
-def results(plan: ExportPlan, data: PromptFileInfo | None) -> str:
+def results(plan: ExportPlan) -> str:
     """Held-out scores and the curves up to the exported step."""
     lines = []
-    if plan.accuracies:
+    if plan.scores:
         config = plan.run_config.config.eval
-        # Data that is gone: whether it had reference answers is unknown.
-        name = "mean score" if data is None else score_name(has_answers=data.has_answers)
         lines += [
             f"Held-out problems (greedy, first {config.limit} problems of {config.split}):\n",
-            f"| step | {name} |\n|---|---|",
-            *(f"| {step} | {share(score)} |" for step, score in sorted(plan.accuracies.items())),
+            f"| step | {score_name(is_binary=plan.is_binary)} |\n|---|---|",
+            *(
+                f"| {step} | {score_value(score, is_binary=plan.is_binary)} |"
+                for step, score in sorted(plan.scores.items())
+            ),
             "",
         ]
     steps = [m for m in read_metrics(plan.run.metrics_path) if m["step"] <= plan.served.adapter.version]
+    has_partial = any(number(m.get("reward/partial_frac")) > 0 for m in steps)
     for key, title in CURVES.items():
+        if key == "reward/right_frac" and has_partial:
+            continue
         values = [number(m.get(key)) for m in steps]
         finite = [v for v in values if math.isfinite(v)]
         if len(finite) > 1:
             head = f"{title}: {finite[0]:.4g} at first, {finite[-1]:.4g} at last"
             lines += [head, "", "```text", *curve(values, CURVE_WIDTH, CURVE_HEIGHT), "```", ""]
     return "\n".join(lines)
-
-
-def share(score: float) -> str:
-    """A score in percent. A mean reward may be outside 0 to 1, and stays as it is."""
-    return f"{100 * score:.1f} %" if 0 <= score <= 1 else f"{score:.4g}"
 
 
 def number(value: object) -> float:

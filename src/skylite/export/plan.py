@@ -15,13 +15,14 @@ from skylite.adapters.manifest import Manifest, read_manifest
 from skylite.config.loading import read_run_config
 from skylite.config.train import RunConfig
 from skylite.errors import ConfigError, ModelError
+from skylite.evaluation.confidence_interval import score_name, score_value
 from skylite.export.gguf import find_converter
 from skylite.hub.model_files import model_files
 from skylite.hub.resolve import PROMPT_FILES, ResolvedModel, resolve_model, tensor_shapes
 from skylite.processes.hardware import available_memory
 from skylite.run.files import format_bytes
 from skylite.run.folder_owner import require_own_place
-from skylite.run.held_out_scores import held_out_scores
+from skylite.run.held_out_scores import held_out_scores, scores_are_binary
 from skylite.run.run_dir import RunDir
 from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json
@@ -62,8 +63,10 @@ class ExportPlan:
     base_name: str
     """Hub id of the base, or its local folder."""
     is_base_local: bool
-    accuracies: dict[int, float]
-    """Version -> held-out accuracy that the run recorded."""
+    scores: dict[int, float]
+    """Version -> held-out score that the run recorded."""
+    is_binary: bool
+    """The scores are accuracies."""
     merge: bool
     gguf: bool
     dtype: Dtype
@@ -116,7 +119,8 @@ def plan_export(flags: ExportFlags) -> ExportPlan:
         base=base,
         base_name=base_name,
         is_base_local=is_local,
-        accuracies=held_out_scores(served.run, served.run_config.config.eval),
+        scores=held_out_scores(served.run, served.run_config.config.eval),
+        is_binary=scores_are_binary(served.run),
         merge=flags.merge,
         gguf=flags.gguf,
         dtype=checked_dtype(flags.dtype) or dtype_of(base.path),
@@ -144,10 +148,19 @@ def chosen_step(flags: ExportFlags) -> int | None:
     known = {step: score for step, score in scores.items() if step in kept}
     if not known:
         raise ConfigError(
-            f"--best needs held-out accuracies, and {flags.run} has none of an adapter that it kept.",
+            f"--best needs held-out scores, and {flags.run} has none of an adapter that it kept.",
             "Choose with --step; eval.every and checkpoint.keep_best record and keep them in the next run.",
         )
-    return max(known, key=lambda step: (known[step], -step))
+    best = max(known, key=lambda step: (known[step], -step))
+    if best == 0:
+        is_binary = scores_are_binary(run)
+        shown = [f"{score_value(known[step], is_binary=is_binary)} (step {step})" for step in sorted(known)]
+        raise ConfigError(
+            f"--best would export version 0, the start of the run, which is not trained. Held-out "
+            f"{score_name(is_binary=is_binary)}: {', '.join(shown)}.",
+            "Choose a trained version with --step, or --step 0 for the start.",
+        )
+    return best
 
 
 def recorded_base(run_config: RunConfig, manifest: Manifest) -> ResolvedModel:

@@ -15,7 +15,7 @@ from skylite.loggers.journal import Journal, fingerprint
 from skylite.loggers.own_folder import new_folder
 from skylite.run.files import require_space
 from skylite.run.held_out_scores import held_out_scores
-from skylite.run.metrics_file import read_metrics
+from skylite.run.metrics_file import EVAL_METRIC, read_metrics
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir
 from skylite.types import is_number
@@ -111,9 +111,9 @@ class Follower:
     def _log_evaluations(self) -> None:
         if self.writer is None or not self.recorded.config.eval.limit:
             return
-        for version, accuracy in sorted(held_out_scores(self.run, self.recorded.config.eval).items()):
+        for version, mean in sorted(held_out_scores(self.run, self.recorded.config.eval).items()):
             if version <= self.journal.last_step and version not in self.journal.evaluated:
-                self.writer.log(version, {"eval/accuracy": accuracy})
+                self.writer.log(version, {EVAL_METRIC: mean})
                 self.journal.add_evaluation(version)
 
     def _samples(self, step: int) -> list[LoggedSample]:
@@ -150,12 +150,12 @@ def common_steps(logged: Mapping[int, str], lines: Sequence[Mapping[str, Any]]) 
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The values that make a curve: no texts, and no null, which stands for NaN."""
+    """The values that make a curve: no texts, no null, which stands for NaN, and no held-out score."""
     return {key: float(value) for key, value in metrics.items() if _is_curve(key, value)}
 
 
 def _is_curve(key: str, value: Any) -> bool:
-    return key != "step" and isinstance(value, int | float) and is_number(value)
+    return key not in ("step", EVAL_METRIC) and isinstance(value, int | float) and is_number(value)
 
 
 def flat_settings(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -57,7 +57,7 @@ class Journal:
     steps: dict[int, str] = field(default_factory=dict)
     """Step -> fingerprint, in order."""
     evaluated: set[int] = field(default_factory=set)
-    """Adapter versions whose held-out accuracy is logged."""
+    """Adapter versions whose held-out score is logged."""
 
     @property
     def last_step(self) -> int:
@@ -88,7 +88,7 @@ class Journal:
         self.steps[step] = print_
 
     def add_evaluation(self, version: int) -> None:
-        """The logger has the held-out accuracy of this version."""
+        """The logger has the held-out score of this version."""
         self._append({"evaluated": version})
         self.evaluated.add(version)
 

@@ -45,12 +45,10 @@ class EvalData:
     path: Path
     prompts: list[Prompt]
     reward: str
-    """Spec of what measures accuracy: the first reward function, or the episodes of an environment."""
+    """Spec of what scores: the first reward function, or the episodes of an environment."""
     programs: dict[str, str]
     """FILE.py:function -> sha256 of the file that the user allowed."""
     parameters: RewardParameters
-    has_answers: bool
-    """Whether the data has reference answers."""
 
 
 def read_data(choice: DataChoice, config: TrainConfig) -> list[EvalData]:
@@ -88,7 +86,6 @@ def _read_one(name: str, path: Path, choice: DataChoice, config: TrainConfig) ->
         reward=reward,
         programs=programs,
         parameters=config.reward,
-        has_answers=info.has_answers,
     )
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from skylite.config.train import TrainConfig
 from skylite.data.tokenizer import encode_in_thread
 from skylite.environments.sample_episodes import Source
 from skylite.evaluation.episodes import evaluate_episodes
 from skylite.evaluation.evaluate import EvalResult, evaluate, write_results
-from skylite.evaluation.summary import score_name
 from skylite.orchestrator.session_resources import Session
 from skylite.progress_reporting import long_work
-from skylite.run.held_out_scores import Label, held_out_scores, write_score
+from skylite.run.held_out_scores import Label, held_out_scores, scores_are_binary, write_score
+from skylite.run.metrics_file import EVAL_METRIC, add_to_step
 from skylite.run.run_dir import adapter_name
 
 
@@ -43,10 +44,13 @@ async def evaluate_held_out(session: Session, label: Label, version: int) -> Eva
     session.progress.phase("evaluating", f"{label}: {len(plan.held_out)} held-out problems")
     result = await _evaluate(session, version)
     write_results(plan.run.evals / f"{label}-v{version:06d}.parquet", result)
-    write_score(plan.run, label, version, result.accuracy.mean, plan.config.eval)
+    score = result.score
+    write_score(plan.run, label, version, score.mean, plan.config.eval, is_binary=score.is_binary)
+    add_to_step(plan.run.metrics_path, version, {EVAL_METRIC: score.mean})
     when = f"step {version}: " if label == "step" else ""
-    name = score_name(has_answers=any(p.answer for p in plan.held_out))
-    session.progress.screen.evaluation(label, f"{when}greedy {name} {result.accuracy}")
+    # One partial score so far makes all of them rewards.
+    score = replace(score, is_binary=score.is_binary and scores_are_binary(plan.run))
+    session.progress.screen.evaluation(label, f"{when}greedy {score.name} {score}")
     return result
 
 

@@ -38,11 +38,12 @@ from skylite.processes.file_tree import remove_tree
 from skylite.processes.hardware import threads_per_rank
 from skylite.processes.supervisor import Supervisor
 from skylite.processes.torchrun import trainer_command, trainer_env
+from skylite.report.read_run import read_facts
 from skylite.run.files import convert_os_errors
 from skylite.run.metrics_file import null_to_nan, read_metrics
 from skylite.run.run_dir import adapter_name
 from skylite.ui.dashboard import Screen
-from skylite.ui.end_message import finished_text, stopped_text
+from skylite.ui.end_message import finished_text, log_findings, stopped_text
 
 logger = logging.getLogger(__name__)
 
@@ -148,10 +149,10 @@ async def _supervised(
                 progress.phase("failed", error=str(reason))
             raise reason from None
     progress.phase("done" if finished else "stopped")
+    facts = read_facts(plan.run.root)
+    log_findings(facts)
     logger.info(
-        finished_text(plan.run, adapters, screen.state.evaluations)
-        if finished
-        else stopped_text(plan.run, adapters)
+        finished_text(plan.run, adapters, facts.held_out) if finished else stopped_text(plan.run, adapters)
     )
     return finished
 

@@ -61,6 +61,7 @@ def step_metrics(
         "reward/mean": mean,
         "reward/std": deviation,
         "reward/right_frac": statistics.fmean(t.first_score == 1.0 for t in trajectories),
+        "reward/partial_frac": statistics.fmean(t.first_score not in (0.0, 1.0) for t in trajectories),
         "reward/tokens_corr": correlation([t.reward for t in trajectories], tokens),
         **component_means(trajectories),
         "reward/penalty_mean": statistics.fmean(t.penalty for t in trajectories),

@@ -71,8 +71,8 @@ class HeldOutFall:
     @property
     def share(self) -> float:
         """The lost part of the best score."""
-        best = self.best.accuracy.mean
-        return (best - self.last.accuracy.mean) / max(abs(best), 1e-3)
+        best = self.best.score.mean
+        return (best - self.last.score.mean) / max(abs(best), 1e-3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Evidence:
     @property
     def accuracy_rose(self) -> bool:
         """As `improved`, but only scores of 0 or 1 count: a partial score may be what is gamed."""
-        if len(self.held_out) >= 2 and all(h.accuracy.is_binary for h in self.held_out):
+        if len(self.held_out) >= 2 and all(h.score.is_binary for h in self.held_out):
             return self.improved
         return self._right_rose
 
@@ -150,7 +150,7 @@ class Evidence:
         if len(self.held_out) < 2:
             return None
         *earlier, last = self.held_out
-        best = max(earlier, key=lambda h: h.accuracy.mean)
+        best = max(earlier, key=lambda h: h.score.mean)
         rewards = [(int(m["step"]), r) for m in self.metrics if math.isfinite(r := number(m, "reward/mean"))]
         # Step v + 1 is sampled from version v.
         before = [r for step, r in rewards if step <= best.version + 1][-MIN_WINDOW:]
@@ -189,6 +189,6 @@ def change_of(values: Sequence[float]) -> Change | None:
 
 def held_out_gain(a: HeldOut, b: HeldOut) -> float:
     """The accuracy of b over that of a; 0 if the difference is within the noise or not measurable."""
-    error = math.hypot(a.accuracy.standard_error, b.accuracy.standard_error)
-    gain = b.accuracy.mean - a.accuracy.mean
+    error = math.hypot(a.score.standard_error, b.score.standard_error)
+    gain = b.score.mean - a.score.mean
     return gain if abs(gain) > CLEAR_HELD_OUT * error else 0.0

@@ -178,8 +178,8 @@ def _lost_reward(e: Evidence) -> str:
 def _held_out_text(fall: HeldOutFall) -> str:
     best, last = fall.best, fall.last
     return (
-        f"held-out {best.accuracy.name} fell from {best.accuracy.value} (version {best.version}) to "
-        f"{last.accuracy.value} (version {last.version})"
+        f"held-out {best.score.name} fell from {best.score.value} (version {best.version}) to "
+        f"{last.score.value} (version {last.version})"
     )
 
 

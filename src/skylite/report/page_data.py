@@ -15,7 +15,7 @@ from skylite.errors import ConfigError, DataError, ModelError
 from skylite.report.adapter_layers import layer_updates
 from skylite.report.alarms import find_alarms
 from skylite.report.completions import Completion, read_held_out, read_training
-from skylite.report.plots import REPETITION, time_split, with_components
+from skylite.report.plots import REPETITION, time_split, with_components, with_scores
 from skylite.report.read_run import HeldOut, RunFacts
 from skylite.report.summary import summary
 from skylite.run.run_dir import AdapterVersion, published_versions
@@ -36,7 +36,8 @@ OnFile = Callable[[], None]
 def page_data(runs: Sequence[RunFacts], max_completions: int, on_file: OnFile) -> dict[str, Any]:
     """The data of a page about these runs."""
     labels = unique_names([facts.name for facts in runs])
-    plots = list(dict.fromkeys(p for facts in runs for p in with_components(facts.metrics)))
+    all_plots = dict.fromkeys(p for facts in runs for p in with_components(facts.metrics))
+    plots = with_scores(all_plots, is_binary=not any(facts.has_partial_rewards for facts in runs))
     share = max(1, max_completions // len(runs))
     page: dict[str, Any] = plain_values(
         {
@@ -68,7 +69,7 @@ def run_data(facts: RunFacts, label: str, max_completions: int, on_file: OnFile)
             for a in find_alarms(facts.metrics, facts.held_out, repetition)
         ],
         "metrics": metrics,
-        "held_out": [{"version": h.version, "label": h.label, **asdict(h.accuracy)} for h in facts.held_out],
+        "held_out": [{"version": h.version, "label": h.label, **asdict(h.score)} for h in facts.held_out],
         "time": time_split(facts.metrics),
         "adapters": adapter_data(facts, unreadable, on_file),
         "settings": flat(config.model_dump(mode="json")),

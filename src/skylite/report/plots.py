@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from skylite.evaluation.confidence_interval import score_name
 from skylite.report.read_run import number
 
 
@@ -24,6 +25,8 @@ class Plot:
     log: bool = False
     noisy: bool = True
     """Whether smoothing helps."""
+    needs_binary: bool = False
+    """In percent and called right only where the first reward function returns 0 or 1."""
     divisor: int = 1
     """Converts the metric to `unit`."""
 
@@ -37,12 +40,14 @@ PLOTS = (
         keys=(HELD_OUT,),
         help="Should rise with the reward. The band is the 95 % interval.",
         percent=True,
+        needs_binary=True,
     ),
     Plot(
-        title="Correct completions",
+        title="Right completions",
         keys=("reward/right_frac",),
-        help="Completions of training whose first reward function returns exactly 1.",
+        help="Completions of training whose first reward function returns 1.",
         percent=True,
+        needs_binary=True,
     ),
     Plot(
         title="KL to the reference",
@@ -144,6 +149,18 @@ PLOTS = (
 )
 
 
+def with_scores(plots: Iterable[Plot], *, is_binary: bool) -> tuple[Plot, ...]:
+    """The plots of a run whose first reward function returns other scores than 0 and 1."""
+    if is_binary:
+        return tuple(plots)
+    title = f"Held-out {score_name(is_binary=False)}"
+    return tuple(
+        replace(plot, title=title, percent=False) if plot.keys == (HELD_OUT,) else plot
+        for plot in plots
+        if plot.keys == (HELD_OUT,) or not plot.needs_binary
+    )
+
+
 def component_plot(metrics: Iterable[Mapping[str, Any]], known: frozenset[str]) -> Plot | None:
     """The reward functions of a run with several: `reward/NAME`."""
     names = {k: None for m in metrics for k in m if k.startswith("reward/") and k not in known}
@@ -155,7 +172,7 @@ def component_plot(metrics: Iterable[Mapping[str, Any]], known: frozenset[str]) 
 def with_components(metrics: Iterable[Mapping[str, Any]]) -> tuple[Plot, ...]:
     """PLOTS, and after the first the reward functions if there are several."""
     known = frozenset({"reward/mean", "reward/std", "reward/right_frac", "reward/penalty_mean",
-                       "reward/tokens_corr", "reward/sampled_mean"})  # fmt: skip
+                       "reward/partial_frac", "reward/tokens_corr", "reward/sampled_mean"})  # fmt: skip
     extra = component_plot(metrics, known)
     return PLOTS if extra is None else (PLOTS[0], extra, *PLOTS[1:])
 

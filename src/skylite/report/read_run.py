@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, get_args
@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from skylite.api import Run, load_run
 from skylite.errors import ConfigError, DataError, SkyliteError
-from skylite.evaluation.confidence_interval import Accuracy, accuracy_of
+from skylite.evaluation.confidence_interval import MeanScore, mean_score
 from skylite.run.held_out_scores import Label
 from skylite.run.metrics_file import read_metrics
 from skylite.run.rollout_file import read_columns
@@ -35,7 +35,7 @@ class HeldOut:
     """The adapter version, which is the number of steps it was trained."""
     label: str
     """before, step or after."""
-    accuracy: Accuracy
+    score: MeanScore
     path: Path
     """Parquet file with the completions."""
 
@@ -65,6 +65,12 @@ class RunFacts:
     @property
     def phase(self) -> str:
         return self.status.phase if self.status is not None else "unknown"
+
+    @property
+    def has_partial_rewards(self) -> bool:
+        """Whether a completion got a first score other than 0 and 1: then none is right or wrong."""
+        held_out = any(not h.score.is_binary for h in self.held_out)
+        return held_out or any(x > 0 for x in self.series("reward/partial_frac"))
 
     @property
     def seconds(self) -> float:
@@ -111,7 +117,8 @@ def read_facts(path: Path) -> RunFacts:
             unreadable.append(error.what)
         except (OSError, ValueError, KeyError, TypeError) as error:
             unreadable.append(f"{file} is not a readable held-out result: {type(error).__name__} {error}.")
-    last = {found.version: found for found in held_out}
+    is_binary = all(found.score.is_binary for found in held_out)  # one word for all of a run
+    last = {h.version: replace(h, score=replace(h.score, is_binary=is_binary)) for h in held_out}
     return RunFacts(
         name=run.path.name,
         run=run,
@@ -150,11 +157,11 @@ def _evaluation_files(run: RunDir) -> Iterator[tuple[int, str, Path]]:
 def _held_out(version: int, label: str, path: Path) -> HeldOut:
     completions = path.with_suffix(".parquet")
     if completions.is_file():
-        accuracy = accuracy_of(_rewards_by_prompt(completions))
+        score = mean_score(_rewards_by_prompt(completions))
     else:
-        mean = float(parse_json(read_text(path))["accuracy"])
-        accuracy = Accuracy(mean, math.nan, math.nan, 0, is_binary=False)
-    return HeldOut(version=version, label=label, accuracy=accuracy, path=completions)
+        body = parse_json(read_text(path))
+        score = MeanScore(float(body["mean"]), math.nan, math.nan, 0, is_binary=bool(body["is_binary"]))
+    return HeldOut(version=version, label=label, score=score, path=completions)
 
 
 def _rewards_by_prompt(path: Path) -> list[list[float]]:

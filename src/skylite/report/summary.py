@@ -34,8 +34,8 @@ def summary(facts: RunFacts) -> Facts:
         "seed": config.seed,
         "reward_first": _json_number(first),
         "reward_last": _json_number(last),
-        "held_out_first": _accuracy(held_out, 0),
-        "held_out_last": _accuracy(held_out, -1) if len(held_out) > 1 else None,
+        "held_out_first": _score(held_out, 0),
+        "held_out_last": _score(held_out, -1) if len(held_out) > 1 else None,
         "step_seconds": _json_number(facts.seconds),
         "tokens_per_second": _json_number(statistics.fmean(speeds)) if speeds else None,
         "peak_memory_bytes": _json_number(number(newest, "mem/rss_peak_bytes")),
@@ -69,12 +69,13 @@ def _ends(values: list[float]) -> tuple[float, float]:
     return statistics.fmean(finite[:width]), statistics.fmean(finite[-width:])
 
 
-def _accuracy(held_out: Any, index: int) -> Facts | None:
+def _score(held_out: Any, index: int) -> Facts | None:
     if not held_out:
         return None
     found = held_out[index]
-    numbers = {k: _json_number(v) for k, v in asdict(found.accuracy).items()}
-    return {"version": found.version, **numbers}
+    numbers = {k: _json_number(v) for k, v in asdict(found.score).items()}
+    name = {"name": found.score.name}
+    return {"version": found.version, **name, **numbers}
 
 
 def _json_number(value: float) -> float | None:

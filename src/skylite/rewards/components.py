@@ -13,7 +13,7 @@ from skylite.rewards.call_rewards import RewardFunction, score
 from skylite.rewards.reward_arguments import Item
 from skylite.types import Prompt, Score
 
-OTHER_METRICS = ("mean", "std", "right_frac", "tokens_corr", "penalty_mean", "sampled_mean")
+OTHER_METRICS = ("mean", "std", "right_frac", "partial_frac", "tokens_corr", "penalty_mean", "sampled_mean")
 """`reward/...` metrics of the total. A component, whose metric is `reward/NAME`, has none of these names."""
 
 

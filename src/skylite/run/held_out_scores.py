@@ -1,4 +1,4 @@
-"""The held-out accuracies that a run measured of its own adapters: evals/LABEL-vVERSION.json."""
+"""The held-out scores that a run measured of its own adapters: evals/LABEL-vVERSION.json."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ Label = Literal["before", "step", "after"]
 """When a run evaluates on held-out problems."""
 
 
-def write_score(run: RunDir, label: Label, version: int, accuracy: float, config: EvalConfig) -> None:
-    """Record a held-out accuracy of the run, next to the parquet file with its completions."""
-    body = {"accuracy": accuracy, "version": version, "split": config.split, "limit": config.limit}
+def write_score(
+    run: RunDir, label: Label, version: int, mean: float, config: EvalConfig, *, is_binary: bool
+) -> None:
+    """Record a held-out score of the run, next to the parquet file with its completions."""
+    facts = {"mean": mean, "is_binary": is_binary, "version": version}
+    body = {**facts, "split": config.split, "limit": config.limit}
     write_json(run.evals / f"{label}-v{version:06d}.json", body)
 
 
 def held_out_scores(run: RunDir, config: EvalConfig) -> dict[int, float]:
-    """Version -> held-out accuracy, from the run's own evaluations on the problems of `config`.
+    """Version -> mean score, from the run's own evaluations on the problems of `config`.
 
     Raises DataError for a damaged file.
     """
@@ -33,12 +36,24 @@ def held_out_scores(run: RunDir, config: EvalConfig) -> dict[int, float]:
         try:
             body = parse_json(read_text(path))
             if (body["split"], body["limit"]) == (config.split, config.limit):
-                scores[int(body["version"])] = float(body["accuracy"])
+                scores[int(body["version"])] = float(body["mean"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"{path} is not a valid held-out result: {type(error).__name__} {error}.", "Remove that file."
             ) from None
     return scores
+
+
+def scores_are_binary(run: RunDir) -> bool:
+    """Whether all held-out scores of the run are 0 or 1, so that their means are accuracies."""
+    files = [numbered_paths(run.evals, f"{label}-v", ".json").values() for label in get_args(Label)]
+    for path in (p for paths in files for p in paths):
+        try:
+            if parse_json(read_text(path)).get("is_binary") is not True:
+                return False
+        except (OSError, ValueError, AttributeError):
+            return False
+    return True
 
 
 def remove_scores_after(run: RunDir, version: int) -> None:

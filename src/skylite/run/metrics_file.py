@@ -13,6 +13,9 @@ from skylite.run.files import append_line, atomic_file
 from skylite.untrusted_files import read_bytes
 from skylite.untrusted_text import parse_json
 
+EVAL_METRIC = "eval/reward_mean"
+"""The held-out score of the version that a step published, once it is evaluated."""
+
 
 def append_metrics(path: Path, metrics: dict[str, Any]) -> None:
     """Append one step. NaN and infinity become null, because JSON lacks them.
@@ -26,6 +29,13 @@ def write_metrics(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """Replace the file by these steps. Raises WriteFailed and leaves the file unchanged."""
     with atomic_file(path) as temporary:
         temporary.write_text("".join(f"{metrics_line(metrics)}\n" for metrics in lines), encoding="utf-8")
+
+
+def add_to_step(path: Path, step: int, metrics: Mapping[str, Any]) -> None:
+    """Add metrics to the line of a recorded step; a step without a line stays without. Raises WriteFailed."""
+    lines = read_metrics(path)
+    if any(line["step"] == step for line in lines):
+        write_metrics(path, [{**line, **metrics} if line["step"] == step else line for line in lines])
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

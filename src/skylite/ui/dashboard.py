@@ -13,7 +13,14 @@ from rich.live import Live
 
 from skylite.engine.canary_reading import verdict_of
 from skylite.progress_reporting import duration
-from skylite.ui.live_panel import ENDS, CompletionView, LivePanel, ScreenState, seconds_left
+from skylite.ui.live_panel import (
+    ENDS,
+    CompletionView,
+    LivePanel,
+    ScreenState,
+    has_partial_rewards,
+    seconds_left,
+)
 from skylite.ui.logs import ON_PANEL, lines_on_screen, shows_info
 
 logger = logging.getLogger(__name__)
@@ -69,7 +76,7 @@ class Screen:
         logger.info(step_line(self.state.history, self.state.num_steps), extra=ON_PANEL)
 
     def evaluation(self, label: str, text: str) -> None:
-        """Show a held-out result: evaluation("before", "greedy pass@1 31.4 % ...")."""
+        """Show a held-out result: evaluation("before", "greedy accuracy 31.4 % ...")."""
         self.state.evaluations[label] = text
         logger.info(f"evaluation ({label}): {text}", extra=ON_PANEL)
 
@@ -88,7 +95,7 @@ def step_line(history: Sequence[Mapping[str, Any]], num_steps: int) -> str:
         (
             f"step {m['step']}/{num_steps}",
             f"reward {m['reward/mean']:.3f}",
-            f"correct {100 * m['reward/right_frac']:.1f} %",
+            *([] if has_partial_rewards(history) else [f"right {100 * m['reward/right_frac']:.1f} %"]),
             f"entropy {m['policy/entropy']:.3f}",
             f"tokens {m['completion/tokens_mean']:.1f}",
             f"sample {m['time/rollout_s']:.1f} s ({m['perf/completion_tokens_per_s']:.0f} tok/s)",

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 
+from skylite.report.alarms import find_alarms
+from skylite.report.read_run import HeldOut, RunFacts
 from skylite.run.checkpoint_folder import checkpoint_steps
 from skylite.run.run_dir import RunDir, published_versions
 
+logger = logging.getLogger(__name__)
 
-def finished_text(run: RunDir, adapters: Path, evaluations: Mapping[str, str] | None = None) -> str:
-    """The message of a finished run. `evaluations`: label (before, after) -> held-out result."""
-    results = [f"  {label:<9} {text}" for label, text in (evaluations or {}).items()]
+
+def log_findings(facts: RunFacts) -> None:
+    """Log the alarms of the report as warnings, so that a run that went wrong does not end with "Done."."""
+    for alarm in find_alarms(facts.metrics, facts.held_out):
+        logger.warning(f"{'alarm: ' if alarm.is_alarm else ''}{alarm.text} (since about step {alarm.since})")
+
+
+def finished_text(run: RunDir, adapters: Path, held_out: Sequence[HeldOut] = ()) -> str:
+    """The message of a finished run. `held_out`: its evaluations."""
+    results = [f"  {h.label:<9} {h.score.name} {h.score}" for h in held_out if h.label != "step"]
     return "\n".join(
         [
             "Done.",

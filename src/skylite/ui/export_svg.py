@@ -14,8 +14,7 @@ from rich.console import Console
 
 from skylite.config.loading import read_run_config
 from skylite.errors import DataError
-from skylite.evaluation.confidence_interval import accuracy_of
-from skylite.evaluation.summary import score_name
+from skylite.evaluation.confidence_interval import mean_score
 from skylite.run.metrics_file import null_to_nan, read_metrics
 from skylite.run.parquet_file import read_parquet
 from skylite.run.run_dir import RunDir, numbered_paths
@@ -80,9 +79,9 @@ def _evaluation(run: RunDir, label: str) -> list[str]:
     found = numbered_paths(run.evals, f"{label}-v", ".parquet")
     if not found:
         return []
-    rows = read_parquet(found[max(found)], ["reward", "answer"])
-    name = score_name(has_answers=any(rows["answer"].to_pylist()))
-    return [f"greedy {name} {accuracy_of([[float(r)] for r in rows['reward'].to_pylist()])}"]
+    rows = read_parquet(found[max(found)], ["reward"])
+    score = mean_score([[float(r)] for r in rows["reward"].to_pylist()])
+    return [f"greedy {score.name} {score}"]
 
 
 if __name__ == "__main__":

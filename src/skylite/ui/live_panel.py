@@ -145,10 +145,11 @@ def _metric_rows(state: ScreenState, width: int) -> list[Text]:
         f"{m['completion/tokens_mean']:.1f} tokens per completion, "
         f"{100 * m['completion/truncated_frac']:.0f} % truncated, entropy {m['policy/entropy']:.3f}"
     )
+    right = f"{100 * m['reward/right_frac']:.1f} % of the completions"
     speed = f"{m['perf/completion_tokens_per_s']:.0f} tokens/s sampled, {m['time/step_s']:.1f} s per step"
     gaps = f"canary gap {m['canary/gap_max']:.1e}, logprob mismatch {m['mismatch/logprob_diff_mean']:.1e}"
     return [
-        labelled("accuracy", Text(f"{100 * m['reward/right_frac']:.1f} % of the completions are correct")),
+        *([] if has_partial_rewards(state.history) else [labelled("right", Text(right))]),
         labelled("length", Text(length)),
         labelled("speed", Text(speed)),
         labelled("time", time_split(m, width - LABEL_WIDTH)),
@@ -161,6 +162,11 @@ def adapter_row(m: Mapping[str, Any], gaps: str) -> Text:
     verdict = verdict_of(m.get("canary/verified"))
     style = "green" if verdict == "verified" else "yellow"
     return Text.assemble((f"v{m['adapter/version']}", "bold"), "  ", (verdict, style), f"  {gaps}")
+
+
+def has_partial_rewards(history: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a completion got another first score than 0 and 1: then none is right or wrong."""
+    return any(m["reward/partial_frac"] > 0 for m in history)
 
 
 def time_split(m: Mapping[str, Any], width: int) -> Text:

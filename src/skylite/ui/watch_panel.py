@@ -35,7 +35,7 @@ from skylite.untrusted_text import plain
 
 KEYS_HELP = "←→ completion  ↑↓ step  b best  w worst  s as stored  n newest  q quit"
 STEP_KEYS = (
-    "reward/mean", "reward/right_frac", "policy/entropy", "completion/tokens_mean",
+    "reward/mean", "reward/right_frac", "reward/partial_frac", "policy/entropy", "completion/tokens_mean",
     "completion/truncated_frac", "perf/completion_tokens_per_s", "canary/gap_max", "canary/verified",
     "mismatch/logprob_diff_mean", "time/step_s", "time/rollout_s", "time/train_s", "time/sync_s",
 )  # fmt: skip
@@ -150,12 +150,14 @@ def _held_out_row(held_out: Sequence[HeldOut], num_steps: int, width: int) -> li
     """Accuracies at the columns of their versions."""
     if not held_out:
         return []
-    means = {h.version: 100 * h.accuracy.mean for h in held_out}
-    text = f"  first {means[held_out[0].version]:.1f} %" if len(means) > 1 else ""
+    means = {h.version: h.score.mean for h in held_out}
+    text = f"  first {held_out[0].score.value}" if len(means) > 1 else ""
     room = max(1, width - LABEL_WIDTH - VALUES_WIDTH - 2)
     columns = {min(room - 1, v * room // max(1, num_steps)): mean for v, mean in means.items()}
-    bars = curve([columns.get(k, math.nan) for k in range(room)], room, 1, (0.0, 100.0))[0]
-    last = Text.assemble((f"{means[held_out[-1].version]:.1f} %", "bold"), (text, "dim"))
+    is_share = all(h.score.is_binary for h in held_out)
+    scale = (0.0, 1.0) if is_share else (min(means.values()), max(means.values()))
+    bars = curve([columns.get(k, math.nan) for k in range(room)], room, 1, scale)[0]
+    last = Text.assemble((held_out[-1].score.value, "bold"), (text, "dim"))
     return [labelled("held-out", Text.assemble((bars.ljust(room), "green"), "  ", last))]
 
 

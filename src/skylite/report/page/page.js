@@ -10,11 +10,11 @@ function duration(seconds) {
   return h ? `${h} h ${m} min` : m ? `${m} min ${s % 60} s` : `${s} s`;
 }
 
-function accuracy(found) {
+function heldOut(found) {
   if (!found) return "-";
-  const percent = (x) => (100 * x).toFixed(1);
-  const interval = found.low === null ? "" : ` (${percent(found.low)} to ${percent(found.high)})`;
-  return `${percent(found.mean)} %${interval}`;
+  const form = (x) => found.is_binary ? (100 * x).toFixed(1) : short(x);
+  const interval = found.low === null ? "" : ` (${form(found.low)} to ${form(found.high)})`;
+  return `${form(found.mean)}${found.is_binary ? " %" : ""}${interval}`;
 }
 
 function gib(bytes) {
@@ -39,8 +39,9 @@ function drawRun(run, number) {
   tile("state", run.phase);
   tile("steps", `${run.steps} of ${run.num_steps}`);
   tile("reward, first and last fifth", `${short(run.reward_first)} to ${short(run.reward_last)}`);
-  tile("held-out, before", accuracy(run.held_out_first));
-  tile("held-out, after", accuracy(run.held_out_last));
+  const name = run.held_out_first ? run.held_out_first.name : "score";
+  tile(`held-out ${name}, before`, heldOut(run.held_out_first));
+  tile(`held-out ${name}, after`, heldOut(run.held_out_last));
   tile("time of steps", duration(run.step_seconds || 0));
   tile("tokens/s", short(run.tokens_per_second));
   tile("memory", gib(run.peak_memory_bytes));
