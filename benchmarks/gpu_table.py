@@ -25,9 +25,11 @@ def write_table(page: Path, results: dict[str, Any]) -> None:
 def tables(results: dict[str, Any]) -> str:
     """All tables as Markdown. A dry run counts as not run: its numbers are those of tiny models."""
     parts = {} if results.get("dry_run") else results.get("parts", {})
+    if not parts:
+        return "\n`make gpu-check` has not run on a GPU.\n"
     blocks = [
-        machine_line(results, parts),
-        table(("part", "result"), [[name, outcome(parts.get(name))] for name in parts or ("all",)]),
+        machine_line(results),
+        table(("part", "result"), [[name, outcome(parts[name])] for name in parts]),
         table(
             ("model", "attention", "checkpointing", "packing", "tokens/s", "MFU", "peak GiB"),
             train_rows(parts),
@@ -47,10 +49,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
-def machine_line(results: dict[str, Any], parts: dict[str, Any]) -> str:
+def machine_line(results: dict[str, Any]) -> str:
     """One sentence: device, versions, commit and date."""
-    if not parts:
-        return "`make gpu-check` has not run on a GPU."
     versions = results.get("versions", {})
     names = ", ".join(f"{n} {versions[n]}" for n in ("torch", "transformers", "vllm") if n in versions)
     gpus = ", ".join(results.get("gpus", [])) or "no GPU"

@@ -11,14 +11,17 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from write_or_check import write_or_check
 
 from skylite.config.train import TrainConfig
 from skylite.engine.start_engines import MAX_LORAS
+from skylite.engine.tensor_parallel import check_divisible
 from skylite.errors import ConfigError
 from skylite.processes.gpus import Gpu
 from skylite.resources.gpu_plan import Placement
@@ -26,24 +29,28 @@ from skylite.resources.memory_messages import most_tokens
 from skylite.resources.memory_plan import GPU_BLOCK_SIZE, divide_gpus
 from skylite.resources.model_sizes import ModelSizes, model_sizes
 from skylite.resources.predicted_memory import engine_memory, trainer_memory
+from skylite.resources.sharded_sizes import sizes_per_gpu
 
 PAGE = Path(__file__).resolve().parent / "how-to" / "gpus.md"
 BEGIN, END = "<!-- what-fits: begin -->", "<!-- what-fits: end -->"
 SHAPES = {
-    # hidden, MLP, layers, key-value size, vocabulary, tied LM head, from each config.json
-    "0.5B": (896, 4864, 24, 128, 151936, True),
-    "1.5B": (1536, 8960, 28, 256, 151936, True),
-    "3B": (2048, 11008, 36, 256, 151936, True),
-    "7B": (3584, 18944, 28, 512, 152064, False),
-    "14B": (5120, 13824, 48, 1024, 152064, False),
-    "32B": (5120, 27648, 64, 1024, 152064, False),
+    # hidden, MLP, layers, attention heads, key-value heads, vocabulary, tied LM head, from each config.json
+    "0.5B": (896, 4864, 24, 14, 2, 151936, True),
+    "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
+    "3B": (2048, 11008, 36, 16, 2, 151936, True),
+    "7B": (3584, 18944, 28, 28, 4, 152064, False),
+    "14B": (5120, 13824, 48, 40, 8, 152064, False),
+    "32B": (5120, 27648, 64, 40, 8, 152064, False),
+    "72B": (8192, 29568, 80, 64, 8, 152064, False),
 }
 GPUS = {"24 GB": 24564, "48 GB": 46068, "80 GB": 81559, "141 GB": 143771}
 """MiB as nvidia-smi lists them: RTX 4090, L40S, H100, H200."""
 PROMPT, COMPLETION = 512, 1024
 ENOUGH = 32
 """Sequences at once. With fewer, sampling takes most of the time."""
-TWO_GPUS_SHARE = 0.9
+MANY_GPUS, MANY_MIB = (2, 4, 8), GPUS["80 GB"]
+"""Of the table with several GPUs: half of them train, half sample."""
+OWN_GPU_SHARE = 0.9
 SHARES = (0.45, 0.35, 0.3, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85)
 
 
@@ -59,8 +66,9 @@ class Fit:
 
 
 def write_shapes(folder: Path, shape: str) -> Path:
-    """A model folder with config.json and a file of the right headers and a hole in place of the weights."""
-    hidden, inner, layers, keys, vocabulary, tied = SHAPES[shape]
+    """FOLDER/SHAPE: a model with config.json, and a file of the right headers with a hole for the weights."""
+    hidden, inner, layers, heads, key_value_heads, vocabulary, tied = SHAPES[shape]
+    keys = hidden // heads * key_value_heads
     layer = {
         "input_layernorm.weight": [hidden],
         "post_attention_layernorm.weight": [hidden],
@@ -75,14 +83,20 @@ def write_shapes(folder: Path, shape: str) -> Path:
         "mlp.up_proj.weight": [inner, hidden],
         "mlp.down_proj.weight": [hidden, inner],
     }
+    folder = folder / shape
+    folder.mkdir(exist_ok=True)
     tensors = {"model.embed_tokens.weight": [vocabulary, hidden], "model.norm.weight": [hidden]}
-    tensors |= {f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in layer.items()}
+    tensors |= {f"model.layers.{i}.{name}": size for i in range(layers) for name, size in layer.items()}
     tensors |= {} if tied else {"lm_head.weight": [vocabulary, hidden]}
     header, end = {}, 0
-    for name, sizes in tensors.items():
-        start, end = end, end + 2 * math.prod(sizes)
-        header[name] = {"dtype": "BF16", "shape": sizes, "data_offsets": [start, end]}
-    (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"]}))
+    for name, size in tensors.items():
+        start, end = end, end + 2 * math.prod(size)
+        header[name] = {"dtype": "BF16", "shape": size, "data_offsets": [start, end]}
+    config = {
+        "architectures": ["Qwen2ForCausalLM"], "num_attention_heads": heads, "vocab_size": vocabulary,
+        "num_key_value_heads": key_value_heads, "intermediate_size": inner,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
     text = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
@@ -90,61 +104,109 @@ def write_shapes(folder: Path, shape: str) -> Path:
     return folder
 
 
-def attempts(two_gpus: bool) -> Iterator[dict[str, dict[str, object]]]:
+@dataclass(frozen=True)
+class Layout:
+    """How many GPUs train, and how many sample. One GPU for both: 1, 1, shared."""
+
+    ranks: int = 1
+    engines: int = 1
+    tensor_parallel: int = 1
+    shared: bool = False
+
+    @property
+    def place(self) -> Placement:
+        first = 0 if self.shared else self.ranks
+        engine_gpus = [first + i for i in range(self.engines * self.tensor_parallel)]
+        return Placement(rank_gpus=list(range(self.ranks)), engine_gpus=engine_gpus, notes=[])
+
+
+def attempts(layout: Layout) -> Iterator[dict[str, dict[str, Any]]]:
     """Settings to try, the least intrusive first."""
-    shares = (TWO_GPUS_SHARE,) if two_gpus else SHARES
     for offload in (False, True):
-        for share in shares:
+        for share in SHARES if layout.shared else (OWN_GPU_SHARE,):
             for checkpointing in ("selective", "full"):
                 yield {
-                    "trainer": {"checkpointing": checkpointing, "offload": offload},
-                    "engine": {"gpu_memory_utilization": share},
+                    "trainer": {
+                        "checkpointing": checkpointing,
+                        "offload": offload,
+                        "num_ranks": layout.ranks,
+                    },
+                    "engine": {
+                        "gpu_memory_utilization": share,
+                        "num_engines": layout.engines,
+                        "tensor_parallel": layout.tensor_parallel,
+                    },
                 }
 
 
-def fit(sizes: ModelSizes, mib: int, *, two_gpus: bool) -> Fit | None:
+def fit(folder: Path, mib: int, layouts: Sequence[Layout]) -> Fit | None:
     """The first settings that leave ENOUGH sequences, else those with the most; None if nothing fits."""
-    found = [result for tree in attempts(two_gpus) if (result := fit_with(sizes, mib, tree, two_gpus))]
-    return next(
-        (r for r in found if r.sequences >= ENOUGH), max(found, key=lambda r: r.sequences, default=None)
-    )
+    few: list[Fit] = []
+    tried = ((tree, layout) for layout in layouts for tree in attempts(layout))
+    for found in (fit_with(folder, mib, *settings) for settings in tried):
+        if found is not None and found.sequences >= ENOUGH:
+            return found
+        few += [found] if found is not None else []
+    return max(few, key=lambda f: f.sequences, default=None)
 
 
-def fit_with(sizes: ModelSizes, mib: int, tree: dict[str, dict[str, object]], two_gpus: bool) -> Fit | None:
+def fit_with(folder: Path, mib: int, tree: dict[str, dict[str, Any]], layout: Layout) -> Fit | None:
     """What these settings leave; None if skylite would refuse the run."""
     lengths = {"max_prompt_tokens": PROMPT, "max_completion_tokens": COMPLETION}
     config = TrainConfig.model_validate(tree | {"rollout": lengths})
+    sizes = read_sizes(folder)
     trainer = trainer_memory(sizes, config, "cuda", "bfloat16")
-    engine = engine_memory(sizes, config, "cuda", "bfloat16", max_loras=MAX_LORAS, cpu_lora="auto")
-    gpus = {i: Gpu(i, f"GPU-{i}", "any", 9.0, mib << 20, "", False) for i in range(2 if two_gpus else 1)}
-    place = Placement(rank_gpus=[0], engine_gpus=[1 if two_gpus else 0], notes=[])
     try:
-        budget = divide_gpus(config, trainer, engine, place, gpus)
+        check_divisible(folder, layout.tensor_parallel)
+        part = read_part(folder, layout.tensor_parallel)
+        engine = engine_memory(part, config, "cuda", "bfloat16", max_loras=MAX_LORAS, cpu_lora="auto")
+        count = max([*layout.place.rank_gpus, *layout.place.engine_gpus]) + 1
+        gpus = {i: Gpu(i, f"GPU-{i}", "any", 9.0, mib << 20, "", False) for i in range(count)}
+        budget = divide_gpus(config, trainer, engine, layout.place, gpus)
     except ConfigError:
         return None
     assert budget.trainer_bytes is not None
     assert budget.kv_cache_bytes is not None
-    limit = budget.trainer_bytes + trainer.process
     blocks = budget.kv_cache_bytes // (GPU_BLOCK_SIZE * engine.kv_per_token) - 1
-    tokens = most_tokens(config, trainer, limit)
+    tokens = most_tokens(config, trainer, budget.trainer_bytes + trainer.process)
     if not tokens:
         return None
-    settings = changes(config, two_gpus)
+    settings = changes(config, layout.shared)
     if tokens < config.trainer.tokens_per_micro_batch:
         settings.append(f"trainer.tokens_per_micro_batch={tokens}")
     return Fit(settings, blocks // math.ceil((PROMPT + COMPLETION) / GPU_BLOCK_SIZE), tokens)
 
 
-def changes(config: TrainConfig, two_gpus: bool) -> list[str]:
-    """The settings that differ from their defaults, as for --set. The tables' titles name TWO_GPUS_SHARE."""
+@cache
+def read_sizes(folder: Path) -> ModelSizes:
+    return model_sizes(folder, TrainConfig().lora)
+
+
+@cache
+def read_part(folder: Path, tensor_parallel: int) -> ModelSizes:
+    return sizes_per_gpu(read_sizes(folder), folder, TrainConfig().lora, tensor_parallel)
+
+
+def changes(config: TrainConfig, shared: bool) -> list[str]:
+    """The settings that differ from their defaults, as for --set. The tables' titles name OWN_GPU_SHARE."""
     default = TrainConfig()
-    share = TWO_GPUS_SHARE if two_gpus else default.engine.gpu_memory_utilization
+    share = default.engine.gpu_memory_utilization if shared else OWN_GPU_SHARE
     texts = {
+        "trainer.num_ranks": (config.trainer.num_ranks, default.trainer.num_ranks),
+        "engine.num_engines": (config.engine.num_engines, default.engine.num_engines),
+        "engine.tensor_parallel": (config.engine.tensor_parallel, default.engine.tensor_parallel),
         "trainer.checkpointing": (config.trainer.checkpointing, default.trainer.checkpointing),
         "engine.gpu_memory_utilization": (config.engine.gpu_memory_utilization, share),
         "trainer.offload": (config.trainer.offload, default.trainer.offload),
     }
     return [f"{name}={str(now).lower()}" for name, (now, before) in texts.items() if now != before]
+
+
+def halves(count: int) -> list[Layout]:
+    """Half of the GPUs train. The others sample: as many engines as possible first, then fewer, divided."""
+    half = count // 2
+    sizes = [2**k for k in range(half.bit_length()) if half % 2**k == 0]
+    return [Layout(half, half // size, size) for size in sizes]
 
 
 def cell(found: Fit | None) -> str:
@@ -156,24 +218,29 @@ def cell(found: Fit | None) -> str:
 
 
 def tables() -> str:
-    """Both tables."""
+    """The three tables."""
+    share = f"`engine.gpu_memory_utilization={OWN_GPU_SHARE}`"
     with tempfile.TemporaryDirectory() as text:
-        lora = TrainConfig().lora
-        sizes = {shape: model_sizes(write_shapes(Path(text), shape), lora) for shape in SHAPES}
-    head = f"| model | {' | '.join(GPUS)} |\n|---|{'---|' * len(GPUS)}"
-    parts = []
-    share = f"`engine.gpu_memory_utilization={TWO_GPUS_SHARE}`"
-    titles = {
-        "One GPU for both:": False,
-        f"Two GPUs, one for the trainer and one for vLLM, with {share}:": True,
-    }
-    for title, two in titles.items():
-        rows = [
-            f"| {shape} | {' | '.join(cell(fit(sizes[shape], mib, two_gpus=two)) for mib in GPUS.values())} |"
-            for shape in SHAPES
-        ]
-        parts += [title, "", head, *rows, ""]
-    return "\n".join(parts).rstrip()
+        folders = {shape: write_shapes(Path(text), shape) for shape in SHAPES}
+        several = {f"{n} GPUs": (MANY_MIB, halves(n)) for n in MANY_GPUS}
+        one = {name: (mib, [Layout(shared=True)]) for name, mib in GPUS.items()}
+        two = {name: (mib, [Layout()]) for name, mib in GPUS.items() if mib != MANY_MIB}
+        parts = [
+            "One GPU for both:", table(folders, one),
+            f"GPUs of 80 GB, half of them for the trainer and half for vLLM, with {share}:",
+            table(folders, several),
+            f"Two GPUs of other sizes, one for each, with {share}:", table(folders, two),
+        ]  # fmt: skip
+    return "\n\n".join(parts)
+
+
+def table(folders: dict[str, Path], columns: dict[str, tuple[int, list[Layout]]]) -> str:
+    head = f"| model | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}"
+    rows = [
+        f"| {shape} | {' | '.join(cell(fit(folder, mib, layouts)) for mib, layouts in columns.values())} |"
+        for shape, folder in folders.items()
+    ]
+    return "\n".join([head, *rows])
 
 
 def pages() -> dict[Path, str]:

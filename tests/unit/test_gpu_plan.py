@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,34 @@ def test_engines_take_the_free_gpus_first(
     placed = place(config(ranks, engines), "cuda")
     assert (placed.rank_gpus, placed.engine_gpus) == (rank_gpus, engine_gpus)
     assert "driver 580.95.05, torch 2.13.0 for CUDA 13.0" in placed.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings", "idle"),
+    [
+        (2, config(), []),
+        (4, config(), [2, 3]),
+        (8, config(ranks=2, engines=2), [4, 5, 6, 7]),
+        (8, config(ranks=2, tensor_parallel=2), [4, 5, 6, 7]),
+        (3, config(gpus=[0]), [1, 2]),
+    ],
+)
+def test_idle_gpus_are_named_with_settings_that_use_all(
+    machine: Machine, gpus: int, settings: TrainConfig, idle: list[int]
+) -> None:
+    machine.lists(*[H200] * gpus)
+    machine.has_torch()
+    notes = [note for note in place(settings, "cuda").notes if "idle" in note]
+    assert bool(notes) == bool(idle)
+    if not idle:
+        return
+    (note,) = notes
+    assert note.startswith(f"warning: GPU {', '.join(map(str, idle))} of {gpus} stay idle")
+    values = {name: int(value) for name, value in re.findall(r"(num_\w+)=(\d+)", note)}
+    size = settings.engine.tensor_parallel
+    better = config(values["num_ranks"], values["num_engines"], tensor_parallel=size)
+    placed = place(better, "cuda")
+    assert {*placed.rank_gpus, *placed.engine_gpus} == set(range(gpus))
 
 
 def test_configured_engines_count_visible_gpus(machine: Machine) -> None:

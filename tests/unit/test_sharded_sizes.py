@@ -118,20 +118,18 @@ def test_experts_are_divided_and_routers_and_other_towers_are_not() -> None:
     assert unknown[1] == (16 + 10) + (64 + 16), "embeddings have complete slots"
 
 
-def test_the_documented_72b_fits_eight_gpus_of_80_gb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documented_72b_fits_eight_gpus_of_80_gb(tmp_path: Path) -> None:
     """The command and the sums in docs/how-to/gpus.md."""
     fit = script("generate_gpu_fit")
-    monkeypatch.setitem(fit.SHAPES, "72B", (8192, 29568, 80, 1024, 152064, False))
-    path = fit.write_shapes(tmp_path, "72B") / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_attention_heads": 64}))
+    model = fit.write_shapes(tmp_path, "72B")
     page = Path(fit.PAGE).read_text(encoding="utf-8")
     command = next(line for line in page.replace("\\\n", "").splitlines() if "Qwen2.5-72B-Instruct" in line)
     recipe = Path(fit.PAGE).parents[2] / "recipes" / "gsm8k.toml"
     settings = load_config(recipe, {}, re.findall(r"--set (\S+)", command))
-    sizes = model_sizes(tmp_path, settings.lora)
+    sizes = model_sizes(model, settings.lora)
     trainer = trainer_memory(sizes, settings, "cuda", "bfloat16")
     size = settings.engine.tensor_parallel
-    part = sizes_per_gpu(sizes, tmp_path, settings.lora, size)
+    part = sizes_per_gpu(sizes, model, settings.lora, size)
     engine = engine_memory(part, settings, "cuda", "bfloat16", max_loras=2, cpu_lora="dense")
     gpus = {i: Gpu(i, f"GPU-{i}", "any", 9.0, fit.GPUS["80 GB"] << 20, "", False) for i in range(8)}
     ranks = list(range(settings.trainer.num_ranks))

@@ -61,6 +61,8 @@ def place(config: TrainConfig, device: str) -> Placement:
     notes.append(
         f"rank 0 to {len(ranks) - 1} on GPU {_numbers(ranks)}; {_engines_text(engines, config.engine)}"
     )
+    if idle := [gpu for gpu in gpus if gpu not in ranks and gpu not in engines]:
+        notes.append(idle_note(config, idle, len(gpus)))
     uses = {gpu: memory_in_use(gpu) for gpu in dict.fromkeys([*engines, *ranks])}
     for gpu, use in uses.items():
         check_memory(gpu, use, engines.count(gpu), config.engine.gpu_memory_utilization)
@@ -174,6 +176,17 @@ def users_text(use: GpuUse) -> str:
         f"process {p.pid} ({p.name.rpartition('/')[2]})"
         + (f" uses {p.used_bytes / GIB:.1f} GiB" if p.used_bytes is not None else "")
         for p in use.processes
+    )
+
+
+def idle_note(config: TrainConfig, idle: Sequence[Gpu], num_gpus: int) -> str:
+    """Names the GPUs without work, and settings that give each GPU some: half train, half sample."""
+    size = config.engine.tensor_parallel
+    engines = max(1, num_gpus // 2 // size)
+    return (
+        f"warning: GPU {_numbers(idle)} of {num_gpus} stay idle. This uses all: "
+        f"trainer.num_ranks={num_gpus - engines * size} engine.num_engines={engines} "
+        f"engine.gpu_memory_utilization=0.9. {VISIBLE} hides those that you do not want to use"
     )
 
 
