@@ -20,6 +20,13 @@ class SectionedCommand(TyperCommand):
     A flag that can only be turned on shows that it is off.
     """
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            error.message = _number_expected(error.__cause__) or error.message
+            raise
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         arguments, options = [], []
         for param in self.get_params(ctx):
@@ -33,8 +40,22 @@ class SectionedCommand(TyperCommand):
         _write_sections([*arguments, *options], last="Options", formatter=formatter)
 
 
+ELSEWHERE = {
+    "merge": "export RUN --merge",
+    "resume": "train --resume RUN",
+    "evaluate": "eval RUN",
+    "list": "runs",
+}
+"""Commands that people look for -> where they are."""
+
+
 class SectionedGroup(TyperGroup):
     """Lists the commands under the headings of their `rich_help_panel`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in ELSEWHERE and args[0] not in self.commands and ctx.parent is None:
+            ctx.fail(f"No such command {args[0]!r}. Use `skylite {ELSEWHERE[args[0]]}`.")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         commands = {name: self.commands[name] for name in self.list_commands(ctx)}
@@ -55,6 +76,15 @@ class Commands(typer.Typer):
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:
         return super().command(name, cls=SectionedCommand, rich_help_panel=self.heading, **settings)
+
+
+def _number_expected(error: Any) -> str:
+    """What is wrong with a flag's value that must be a number; empty for other errors of pydantic."""
+    kinds = {"int_parsing": "a whole number", "int_from_float": "a whole number", "float_parsing": "a number"}
+    for problem in error.errors() if hasattr(error, "errors") else ():
+        if problem["type"] in kinds:
+            return f"{problem['input']!r} is not {kinds[problem['type']]}."
+    return ""
 
 
 def _with_default(param: Any, row: Row) -> Row:

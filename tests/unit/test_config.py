@@ -32,6 +32,31 @@ def test_every_problem_is_named_at_once() -> None:
 
 
 @pytest.mark.parametrize(
+    ("setting", "names"),
+    [
+        ("lr=1e-5", ["optim.lr", "critic.lr"]),
+        ("group_size=4", ["rollout.group_size"]),
+        ("optim.lrr=1", ["lr"]),
+    ],
+)
+def test_a_setting_without_its_section_names_where_it_is(setting: str, names: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, {}, [setting])
+    assert f"did you mean {' or '.join(names)}?" in str(caught.value)
+
+
+def test_each_problem_names_who_gave_the_value(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text("num_steps = 0\nlora.rank = 8\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe, {"lora.rank": 0}, ["seed=-1"], {"lora.rank": "--rank"})
+    lines = {line.strip(" -").partition(" ")[0]: line for line in str(caught.value).splitlines()}
+    assert "(--rank)" in lines["lora.rank=0"]
+    assert f"(recipe {recipe})" in lines["num_steps=0"]
+    assert "(--set)" in lines["seed=-1"]
+
+
+@pytest.mark.parametrize(
     ("setting", "reason"),
     [
         ("lora.use_dora=true", "DoRA"),

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import skylite
 from skylite.cli import app
+from skylite.cli_help import ELSEWHERE
 from skylite.config.train import TrainConfig
 from skylite.data.data_prep_file import load_dataset
 from skylite.data.synthetic import DIFFICULTIES
@@ -172,3 +173,25 @@ def test_the_completion_script_can_be_installed(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "_SKYLITE_COMPLETE=complete_bash" in (tmp_path / ".bash_completions" / "skylite.sh").read_text()
     assert "skylite.sh" in (tmp_path / ".bashrc").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (["merge", "runs/x"], "skylite export RUN --merge"),
+        (["resume", "runs/x"], "skylite train --resume RUN"),
+        (["trian"], "'train'"),
+        (["train", "--rank", "16.5"], "'16.5' is not a whole number"),
+        (["train", "--lr", "fast"], "'fast' is not a number"),
+    ],
+)
+def test_what_people_type_leads_to_the_right_command_or_value(words: list[str], remedy: str) -> None:
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2
+    assert remedy in done.output
+
+
+def test_every_command_of_elsewhere_exists() -> None:
+    for name, remedy in ELSEWHERE.items():
+        assert CliRunner().invoke(app, [remedy.split()[0], "--help"]).exit_code == 0
+        assert name not in GROUP.commands

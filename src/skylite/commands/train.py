@@ -30,6 +30,23 @@ from skylite.user_functions import EPISODE, REWARD
 logger = logging.getLogger(__name__)
 
 
+FLAGS = {
+    "model.name": "model",
+    "data.path": "data",
+    "lora.rank": "rank",
+    "lora.alpha": "alpha",
+    "num_steps": "steps",
+    "num_epochs": "epochs",
+    "optim.lr": "lr",
+    "rollout.group_size": "group_size",
+    "seed": "seed",
+    "trainer.max_restarts": "max_restarts",
+    "log.to": "log",
+    "lora.from_adapter": "from_adapter",
+}
+"""Dotted setting -> the flag that sets it, as a field of TrainFlags."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainFlags:
     """The flags of `skylite train` that set one setting each; None if not given."""
@@ -69,21 +86,15 @@ class TrainFlags:
 
     def overrides(self) -> dict[str, Any]:
         """Dotted setting -> value, for the given flags."""
-        named = {
-            "model.name": self.model,
-            "data.path": None if self.data is None else str(self.data),
-            "lora.rank": self.rank,
-            "lora.alpha": self.alpha,
-            "num_steps": self.steps,
-            "num_epochs": self.epochs,
-            "optim.lr": self.lr,
-            "rollout.group_size": self.group_size,
-            "seed": self.seed,
-            "trainer.max_restarts": self.max_restarts,
-            "log.to": None if self.log is None else logger_names(self.log),
-            "lora.from_adapter": None if self.from_adapter is None else str(self.from_adapter),
-        }
-        return {key: value for key, value in named.items() if value is not None}
+        values = {key: getattr(self, name) for key, name in FLAGS.items()}
+        given = {key: value for key, value in values.items() if value is not None}
+        if self.log is not None:
+            given["log.to"] = logger_names(self.log)
+        return {key: str(value) if isinstance(value, Path) else value for key, value in given.items()}
+
+    def names(self) -> dict[str, str]:
+        """Dotted setting -> the flag that gave it, such as lora.rank -> --rank."""
+        return {key: f"--{FLAGS[key].replace('_', '-')}" for key in self.overrides()}
 
 
 def train(
@@ -125,7 +136,7 @@ def _start(flags: TrainFlags, run: Path | None, limit: TimeLimit | None, *, dry_
     from skylite.orchestrator.run_session import run_session
 
     recipe = find_recipe(flags.recipe) if flags.recipe else default_recipe()
-    config = load_config(recipe, flags.overrides(), flags.settings)
+    config = load_config(recipe, flags.overrides(), flags.settings, flags.names())
     run_dir = RunDir((run or _new_run(recipe)).resolve())
     is_default = flags.recipe is None and flags.data is None
     with default_data(config, keep=not dry_run) if is_default else contextlib.nullcontext(config) as readable:

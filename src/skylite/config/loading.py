@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from skylite import __version__
 from skylite.config.rollout import RewardParameters
@@ -25,7 +25,10 @@ LENGTHS = frozenset({"num_steps", "num_epochs"})
 
 
 def load_config(
-    recipe: Path | None, overrides: Mapping[str, Any], settings: Sequence[str] = ()
+    recipe: Path | None,
+    overrides: Mapping[str, Any],
+    settings: Sequence[str] = (),
+    flags: Mapping[str, str] | None = None,
 ) -> TrainConfig:
     """The recipe's settings, overridden by flags, overridden by `--set`.
 
@@ -33,19 +36,20 @@ def load_config(
         recipe: TOML or YAML file; None: the defaults.
         overrides: dotted key -> value, from the flags.
         settings: `a.b=value` from `--set`, in TOML syntax; a bare word is a string.
+        flags: dotted key -> the flag that gave its value, for messages.
 
     Raises:
         ConfigError: lists every unknown key and every bad value.
     """
     if recipe is None:
-        return _validated({}, overrides, settings, "")
+        return _validated({}, overrides, settings, "", flags)
     tree = read_recipe(recipe)
     if len(LENGTHS & tree.keys()) == 2:
         raise ConfigError(
             f"The recipe {recipe} has num_steps and num_epochs, and both set the length of the run.",
             "Remove one of them.",
         )
-    return _validated(tree, overrides, settings, f" (recipe {recipe})")
+    return _validated(tree, overrides, settings, f"recipe {recipe}", flags)
 
 
 def change_config(config: TrainConfig, overrides: Mapping[str, Any], settings: Sequence[str]) -> TrainConfig:
@@ -54,16 +58,23 @@ def change_config(config: TrainConfig, overrides: Mapping[str, Any], settings: S
 
 
 def _validated(
-    tree: dict[str, Any], overrides: Mapping[str, Any], settings: Sequence[str], source: str
+    tree: dict[str, Any],
+    overrides: Mapping[str, Any],
+    settings: Sequence[str],
+    source: str,
+    flags: Mapping[str, str] | None = None,
 ) -> TrainConfig:
+    """`source`: where the tree comes from, for messages about what neither flags nor --set gave."""
     problems: list[str] = []
     given = dict(overrides)
+    origins = dict(flags or {})
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals or not key.strip():
             problems.append(f"--set {setting}: expected a.b=value, e.g. --set rollout.group_size=16")
             continue
         given[key.strip()] = parse_value(text.strip())
+        origins[key.strip()] = "--set"
     _replace_length(tree, given, problems)
     for key, value in given.items():
         _set_key(tree, key, value, problems)
@@ -71,11 +82,10 @@ def _validated(
     try:
         config = TrainConfig.model_validate(tree)
     except ValidationError as error:
-        problems += [_describe(e) for e in error.errors()]
+        problems += [_describe(e, origins, source) for e in error.errors()]
     if problems:
         raise ConfigError(
-            f"The configuration{source} has {len(problems)} problem(s):\n"
-            + "\n".join(f"  - {p}" for p in problems)
+            f"The configuration has {len(problems)} problem(s):\n" + "\n".join(f"  - {p}" for p in problems)
         )
     return config
 
@@ -173,19 +183,38 @@ def _set_key(tree: dict[str, Any], key: str, value: Any, problems: list[str]) ->
     node[leaf] = value
 
 
-def _describe(error: Any) -> str:
-    """One pydantic error in words: the setting, its value, the reason."""
+def _describe(error: Any, origins: Mapping[str, str], source: str) -> str:
+    """One pydantic error in words: the setting, its value, who gave it, the reason."""
     where = ".".join(str(part) for part in error["loc"])
+    near = [key for key in origins if f"{where}.".startswith(f"{key}.") or key.startswith(f"{where}.")]
+    origin = origins[near[0]] if where and near else source
+    by = f" ({origin})" if origin else ""
     if error["type"] == "extra_forbidden":
-        return f"{where}: there is no such setting{_suggestion(error['loc'])}"
+        return f"{where}{by}: there is no such setting{_suggestion(error['loc'])}"
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":
-        return f"{where}: {message}" if where else message
-    return f"{where}={error['input']!r}: {message}"
+        return f"{where}{by}: {message}" if where else message
+    return f"{where}={error['input']!r}{by}: {message}"
+
+
+def setting_names(section: type[BaseModel] = TrainConfig, prefix: str = "") -> list[str]:
+    """The dotted names of all settings, in the order of their declaration."""
+    names = []
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            names += setting_names(kind, f"{prefix}{name}.")
+        else:
+            names.append(prefix + name)
+    return names
 
 
 def _suggestion(location: tuple[str, ...]) -> str:
-    """ ", did you mean KEY?" for a misspelt key; without a similar key, the keys of the section."""
+    """ ", did you mean KEY?" for a misspelt key, or one without its section; else the keys of the section."""
+    elsewhere = [key for key in setting_names() if key.rpartition(".")[2] == location[-1]]
+    elsewhere.sort(key=lambda key: key.startswith("critic."))  # only PPO has one
+    if elsewhere:
+        return f", did you mean {' or '.join(elsewhere)}?"
     section: Any = TrainConfig
     for part in location[:-1]:
         section = section.model_fields[part].annotation
