@@ -79,7 +79,8 @@ def answer(cls: type) -> dict[str, Any]:
     packed = getattr(cls, "packed_modules_mapping", None) or {}
     fused = {name: list(parts) for name, parts in sorted(packed.items()) if list(parts) != [name]}
     embeddings = sorted(getattr(cls, "embedding_modules", None) or {})
-    return {"lora": True, "fused": fused, "embeddings": embeddings}
+    hybrid = {"hybrid": True} if getattr(cls, "is_hybrid", False) else {}
+    return {"lora": True, "fused": fused, "embeddings": embeddings, **hybrid}
 
 
 def text_models(registry: Any) -> Iterator[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +16,30 @@ from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo, write_prompts
 from skylite.orchestrator.plan import plan_run, write_run
 from skylite.run.run_dir import RunDir
+from tests.tiny_models import tiny_tokenizer
 from tests.unit.data_cases import prompt
 
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
 def make_model(folder: Path, seed: int = 0) -> Path:
-    """The files of a model that the parent reads. Nothing loads it."""
+    """The files of a model that the parent reads: one module, and a tokenizer. Nothing loads the model."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-    (folder / "tokenizer.json").write_text("{}")
-    save_file(
-        {"w": np.random.default_rng(seed).random((64, 64), dtype=np.float32)}, folder / "model.safetensors"
+    (folder / "config.json").write_text(
+        json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
     )
+    for name, content in _tokenizer_files().items():
+        (folder / name).write_bytes(content)
+    weight = np.random.default_rng(seed).random((6, 8), dtype=np.float32)
+    save_file({f"{LAYER.removeprefix('base_model.model.')}.weight": weight}, folder / "model.safetensors")
     return folder
+
+
+@functools.cache
+def _tokenizer_files() -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_tokenizer().save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
 def make_adapter(folder: Path, base: str, rank: int = 4, **changes: Any) -> Path:

@@ -211,4 +211,4 @@ def test_an_evaluation_uses_the_template_of_the_run(tmp_path: Path) -> None:
     settings = (f"data.chat_template={own}", "data.template_args.a=2")
     changed = merged(recorded, settings)
     assert chosen_template(adapter, changed, settings) == ChatTemplate(text="{{ messages }}", args={"a": 2})
-    assert chosen_template(None, load_config(None, {}), ()).is_default
+    assert chosen_template(None, load_config(None, {}), ()) == ChatTemplate()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from skylite.processes.child import TAIL_BYTES, log_tail
+from skylite.processes.child import TAIL_BYTES, log_tail, root_cause
 from skylite.processes.torchrun import killed_rank
 
 TORCHRUN = """\
@@ -140,3 +140,26 @@ def test_a_killed_rank_is_named_by_torchruns_summary(
     )
     assert killed_rank(log) == found
     assert killed_rank("nothing of the kind") is None
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        ("fp8", "torch.float32 is not supported for quantization method fp8"),
+        ("lfm2", "Chunked prefill is required for mamba cache mode 'align'"),
+        ("kv", "ValueError: To serve at least one request with the model's max seq len (412)"),
+    ],
+)
+def test_a_real_engine_that_dies_shows_its_cause_and_no_leaks(log: str, cause: str) -> None:
+    """Logs of vLLM 0.32 on a CPU, whose last lines are what Triton's bindings leak at the exit."""
+    path = Path(__file__).parent / "engine_logs" / f"{log}.log"
+    assert "nanobind: leaked" in "\n".join(path.read_text(encoding="utf-8").splitlines()[-40:])
+    tail = log_tail(path, 15)
+    assert cause in tail.splitlines()[-1] or cause in "\n".join(tail.splitlines()[-2:])
+    assert "leaked" not in tail
+    assert cause in root_cause(tail)
+
+
+def test_a_log_without_an_error_has_no_cause() -> None:
+    assert root_cause("starting\nall done") == ""
+    assert root_cause("ValueError\nlater line") == "ValueError"

@@ -230,7 +230,7 @@ def test_a_later_call_repeats_the_earlier_ones_ids() -> None:
 def test_a_prepared_template_is_not_compiled_again() -> None:
     from transformers.utils.chat_template_utils import _compile_jinja_template as compiled
 
-    encoder = Encoder(tokenizer_of(1), {}, has_template=True)
+    encoder = Encoder(tokenizer_of(1), {}, {}, has_template=True)
     for cached in (compiled, special_tokens):
         cached.cache_clear()
     encoder.prepare()

@@ -9,7 +9,7 @@ from pathlib import Path
 from skylite.adapters.import_adapter import read_warm_start
 from skylite.config.loading import read_run_config
 from skylite.config.train import RunConfig
-from skylite.errors import ConfigError
+from skylite.errors import ConfigError, ModelError
 from skylite.run.run_dir import AdapterVersion, RunDir, published_versions
 
 
@@ -72,6 +72,11 @@ def _available(versions: Sequence[AdapterVersion]) -> str:
 
 def _served(adapter: AdapterVersion, run: RunDir | None, config: RunConfig | None) -> ServedAdapter:
     found = read_warm_start(adapter.path)
+    if found.odd_name is not None:
+        raise ModelError(
+            f"{adapter.path} names a matrix {found.odd_name}, as neither PEFT nor vLLM does.",
+            "A run that starts from it (train --from-adapter) publishes it with the usual names.",
+        )
     base_model = config.resolved.model_path if config is not None else found.base_model
     return ServedAdapter(
         adapter=adapter,

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from skylite.config.lora import LoraConfig
+from skylite.errors import ModelError
 from skylite.hub.resolve import tensor_shapes
 
 EXPERTS = ".experts."
 """In the names of weights of experts. transformers joins those of a layer in parameters of one module."""
 ROUTERS = ("mlp.gate", "block_sparse_moe.gate", "mlp.router", "router.layer")
 """Ends of paths of expert routers. transformers computes them without a linear module."""
+
+LM_HEADS = ("lm_head", "embed_out", "output_layer")
+"""The last part of the LM head's path in transformers' models. A head that shares the embedding's weight is
+in no file."""
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
@@ -47,13 +53,53 @@ def predict_modules(model_path: Path, config: LoraConfig) -> tuple[set[str], set
     linear module, and any other matrix to the embedding or LM head. Experts and their routers get no LoRA.
     Raises ModelError for a damaged file.
     """
-    shapes = {name: s for name, s in tensor_shapes(model_path).items() if EXPERTS not in name}
+    shapes = _outside_experts(model_path)
     paths = [name.split(".") for name in shapes]
     modules = {".".join(path[:end]) for path in paths for end in range(1, len(path))}
-    matrices = {n.removesuffix(".weight") for n, s in shapes.items() if n.endswith(".weight") and len(s) == 2}
-    matrices = {name for name in matrices if not matches(name, ROUTERS)}
+    matrices = _matrices(shapes)
     if config.target_modules == "all-linear":
         chosen = {name for name in matrices if any(part.isdigit() for part in name.split("."))}
     else:
         chosen = {name for name in matrices if matches(name, config.target_modules)}
     return modules, {name for name in chosen if not matches(name, config.exclude_modules)}
+
+
+def check_target_names(model_path: Path, config: LoraConfig) -> list[str]:
+    """Raise ModelError for a name in lora.target_modules that matches nothing: PEFT would ignore it.
+
+    Returns a warning for each such name in lora.exclude_modules.
+    """
+    shapes = _outside_experts(model_path)
+    matrices = _matrices(shapes)
+    names = sorted({name.rpartition(".")[2] for name in matrices})
+    targets = [] if config.target_modules == "all-linear" else config.target_modules
+    for target in targets:
+        if not any(matches(name, [target]) for name in (*matrices, *LM_HEADS)):
+            close = difflib.get_close_matches(target, names, n=1)
+            raise ModelError(
+                f"lora.target_modules names {target!r}, which matches no module of {model_path.name} that "
+                "can have LoRA.",
+                f"{f'Did you mean {close[0]!r}? ' if close else ''}Its modules are {', '.join(names)}.",
+            )
+    modules, chosen = predict_modules(model_path, config)
+    if not chosen:
+        raise ModelError(
+            f"lora.target_modules={config.target_modules!r} without "
+            f"lora.exclude_modules={config.exclude_modules!r} leaves no module of {model_path.name}.",
+            f"Use names of its modules: {', '.join(names)}.",
+        )
+    unused = [n for n in config.exclude_modules if not any(matches(m, [n]) for m in (*modules, *LM_HEADS))]
+    return [
+        f"warning: lora.exclude_modules names {name!r}, which matches no module of {model_path.name}"
+        for name in unused
+    ]
+
+
+def _outside_experts(model_path: Path) -> dict[str, list[int]]:
+    return {name: shape for name, shape in tensor_shapes(model_path).items() if EXPERTS not in name}
+
+
+def _matrices(shapes: Mapping[str, Sequence[int]]) -> set[str]:
+    """Paths of modules with a matrix, without routers."""
+    matrices = {n.removesuffix(".weight") for n, s in shapes.items() if n.endswith(".weight") and len(s) == 2}
+    return {name for name in matrices if not matches(name, ROUTERS)}

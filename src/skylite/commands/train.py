@@ -19,6 +19,7 @@ from skylite.config.train import TrainConfig
 from skylite.data.prompt_order import steps_per_epoch
 from skylite.errors import ConfigError
 from skylite.orchestrator.plan import RunPlan
+from skylite.orchestrator.plan_messages import WARNING
 from skylite.orchestrator.shutdown import TimeLimit
 from skylite.run.folder_owner import require_own_folders
 from skylite.run.lock import lock_run
@@ -140,7 +141,7 @@ def _start(flags: TrainFlags, run: Path | None, limit: TimeLimit | None, *, dry_
     run_dir = RunDir((run or _new_run(recipe)).resolve())
     is_default = flags.recipe is None and flags.data is None
     with default_data(config, keep=not dry_run) if is_default else contextlib.nullcontext(config) as readable:
-        plan = plan_run(readable, run_dir, recipe=recipe, settings=flags.settings)
+        plan = plan_run(readable, run_dir, recipe=recipe, settings=flags.settings, flags=flags.overrides())
     steps_per_epoch(len(plan.train), plan.config.rollout.prompts_per_step)  # refuses too few prompts
     check_disk_space(plan.run, plan.config, plan.resolved)
     if dry_run:
@@ -190,8 +191,10 @@ def ready_text(plan: RunPlan) -> str:
     rollout, last = plan.config.rollout, plan.config.num_steps
     steps = f"steps {plan.first_step} to {last}" if plan.resumed else f"{last} steps"
     epochs = last * rollout.prompts_per_step / len(plan.train)
+    warnings = sum(note.startswith(WARNING) for note in plan.resolved.notes)
+    verdict = f"ready, with {warnings} warning(s)" if warnings and not plan.resumed else "ready"
     return (
-        f"ready: {steps}, {len(plan.train)} prompts ({rollout.prompts_per_step} prompts x "
+        f"{verdict}: {steps}, {len(plan.train)} prompts ({rollout.prompts_per_step} prompts x "
         f"{rollout.group_size} completions a step, {epochs:.2g} epochs), {len(plan.held_out)} held out; "
         "without --dry-run this command trains"
     )

@@ -25,6 +25,8 @@ class DataConfig(Section):
     difficulty: list[int] = []
     """Train and evaluate only on prompts of these difficulties (reasoning steps). Empty: all. In a recipe it
     counts for the recipe's own data set only."""
+    filter_overlong_prompts: bool = False
+    """Leave out prompts over rollout.max_prompt_tokens, and print their number. false: refuse them."""
     chat_template: str | None = None
     """File with a chat template (Jinja) for the prompts. none: the model's own."""
     template_args: dict[str, TemplateValue] = {}
@@ -55,7 +57,8 @@ class RolloutConfig(Section):
     top_k: int = Field(0, ge=0)
     """Sample from the k likeliest tokens only. 0: all tokens. Biased as top_p is."""
     max_prompt_tokens: int = Field(1024, ge=1)
-    """Longest prompt in tokens. A longer one stops the run with an error that names the row."""
+    """Longest prompt in tokens. A run with longer ones does not start, unless data.filter_overlong_prompts
+    leaves them out."""
     max_completion_tokens: int = Field(256, ge=1)
     """Longest completion in tokens. A completion that reaches it counts as truncated."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
@@ -117,6 +120,9 @@ class RewardConfig(RewardParameters):
     reward chosen at `skylite prepare`, with the settings given there."""
     weights: list[float] = []
     """Weight of each function; may be negative. Empty: 1 for each."""
+    prefill: str = ""
+    """Text put before each completion that the rewards get, such as "<think>\\n" where the chat template
+    opens this tag at the end of the prompt. Without it the rewards see only what the model sampled."""
     num_workers: int = Field(1, ge=1)
     """Processes that compute rewards. Raise it if the reward is slow."""
     timeout_s: float = Field(600.0, gt=0)

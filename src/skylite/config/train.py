@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -17,6 +18,7 @@ from skylite.config.optim import OptimConfig
 from skylite.config.rollout import DataConfig, RewardConfig, RolloutConfig
 
 LOWEST_USUAL_LR = 5e-6
+HIGHEST_USUAL_LR = 1e-3
 """LoRA hardly learns below this rate; a run with a lower optim.lr prints a warning."""
 
 
@@ -210,6 +212,10 @@ class Resolved(Section):
     """Device of trainer and vLLM."""
     chat_template: str | None = None
     """Text of data.chat_template when the run started; the run and its evaluations use it."""
+    template_time: datetime | None = None
+    """The time that chat templates with strftime_now see in this run and its evaluations: its start."""
+    dropped_prompts: list[str] = []
+    """Ids of the prompts that data.filter_overlong_prompts left out."""
     cpu_lora: CpuLora = "dense"
     """How a CPU engine computes LoRA; not used on a GPU."""
     rank_gpus: list[int] = []

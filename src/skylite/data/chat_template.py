@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
 from skylite.config.rollout import DataConfig, TemplateValue
@@ -24,11 +25,8 @@ class ChatTemplate:
     text: str | None = None
     """None: the model's own template."""
     args: Mapping[str, TemplateValue] = field(default_factory=dict)
-
-    @property
-    def is_default(self) -> bool:
-        """Whether the model's template is used as it is."""
-        return self.text is None and not self.args
+    now: datetime | None = None
+    """The time that the template sees (strftime_now). None: the clock's."""
 
 
 def read_template(config: DataConfig) -> ChatTemplate:
@@ -62,7 +60,11 @@ def run_template(recorded: RunConfig | None) -> ChatTemplate:
     """The template of a run, as it was when the run started. None: no run, and the model's own template."""
     if recorded is None:
         return ChatTemplate()
-    return ChatTemplate(text=recorded.resolved.chat_template, args=recorded.config.data.template_args)
+    return ChatTemplate(
+        text=recorded.resolved.chat_template,
+        args=recorded.config.data.template_args,
+        now=recorded.resolved.template_time,
+    )
 
 
 def template_notes(config: DataConfig) -> list[str]:

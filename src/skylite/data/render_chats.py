@@ -12,7 +12,7 @@ A job that fails gives {"error": text}, the others:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from skylite.data.decode_reply import decode_reply
@@ -31,15 +31,17 @@ class JobRunner:
     tokenizer: Any
     stops: list[str]
     """Texts of the end-of-turn tokens."""
+    clock: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the template that a job does not bring: the run's time."""
 
     def __call__(self, jobs: Sequence[Job]) -> list[Job]:
-        return [_attempt(self.tokenizer, self.stops, job) for job in jobs]
+        return [_attempt(self.tokenizer, self.stops, job | {"clock": self.clock}) for job in jobs]
 
 
 def _attempt(tokenizer: Any, stops: list[str], job: Job) -> Job:
     try:
         if "facts" in job:
-            question = {"messages": [], "tools": None, "arguments": job["facts"]}
+            question = {"messages": [], "tools": None, "arguments": job["facts"], "clock": job["clock"]}
             _render(tokenizer, question, [{"role": "user", "content": "Hello"}])
             return {"template": str(tokenizer.chat_template), "stops": stops}
         if "decode" in job:
@@ -60,6 +62,7 @@ def _render(
         tools=job["tools"],
         add_generation_prompt=generation_prompt,
         tokenize=False,
+        **job["clock"],
         **job["arguments"],
     )
     return text

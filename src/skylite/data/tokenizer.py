@@ -6,7 +6,6 @@ Template and tokenizer are the model's: they run in a sandbox (data/encode_in_sa
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from skylite.data.chat_template import ChatTemplate, check_args
 from skylite.data.render_chats import Job
 from skylite.errors import DataError, ModelError
 from skylite.hub.model_files import model_files
+from skylite.progress_reporting import long_work
 from skylite.sandbox.sandbox import CallFailed, Limits, Sandbox
 from skylite.types import Message, Prompt
 from skylite.untrusted_files import read_text
@@ -33,8 +33,9 @@ out of Jinja's sandbox, it could mix the conversations of this second, but neith
 """
 NO_TEMPLATE = "the model has no chat template, so prompts are plain 'Question: ... Answer:' text"
 
-Encode = Callable[[str, Sequence[Any]], list[list[int]]]
-"""("chats", lists of turns) or ("texts", texts) -> token ids of each."""
+Encode = Callable[[str, Sequence[Any]], Any]
+"""("chats", lists of turns) or ("texts", texts) -> token ids of each. ("ends", lists of turns) -> the last
+characters of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,10 @@ class ChatTokenizer:
     """End its process, also during a call, which then raises ChildDied."""
     run_jobs: Callable[[Sequence[Job]], Any] = lambda _: None
     """Jobs of render_chats.py -> their results, as the sandbox gives them. Raises CallFailed."""
+    template: str = ""
+    """Text of the chat template."""
+    hides_thinking: bool = False
+    """<think> or </think> is a special token, which the text of a completion leaves out."""
 
     def encode_chats(self, chats: Sequence[Sequence[Message]]) -> list[list[int]]:
         """Token ids of the turns of each chat, followed by the generation prompt."""
@@ -61,7 +66,8 @@ class ChatTokenizer:
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of plain texts, without special tokens."""
-        return self.encode("texts", texts)
+        ids: list[list[int]] = self.encode("texts", texts)
+        return ids
 
 
 def load_tokenizer(model_path: Path, template: ChatTemplate | None = None) -> ChatTokenizer:
@@ -78,6 +84,7 @@ def load_tokenizer(model_path: Path, template: ChatTemplate | None = None) -> Ch
         str(model_path.resolve()),
         template.text,
         dict(template.args),
+        None if template.now is None else template.now.isoformat(),
         what=f"the chat template of {model_path}",
         limits=LIMITS,
         readable=readable,
@@ -109,19 +116,36 @@ def load_tokenizer(model_path: Path, template: ChatTemplate | None = None) -> Ch
         note,
         sandbox.close,
         lambda jobs: sandbox.call("jobs", jobs, stops),
+        str(facts["template"]),
+        facts["hides_thinking"] is True,
     )
 
 
-def check_rendering(model_path: Path, template: ChatTemplate, example: Prompt) -> None:
-    """Render a prompt with a template or arguments that the user chose. Raises ConfigError and ModelError."""
-    if template.is_default:
-        return
-    with contextlib.closing(load_tokenizer(model_path, template)) as tokenizer:
-        tokenizer.encode_chats([example.messages])
+def prompt_end(tokenizer: ChatTokenizer, turns: Sequence[Message]) -> str:
+    """The last characters of a rendered prompt, before which a completion begins. Raises ModelError."""
+    return str(tokenizer.encode("ends", [list(turns)])[0])
+
+
+def too_long(tokenizer: ChatTokenizer, prompts: Sequence[Prompt], limit: int) -> dict[str, int]:
+    """Id -> tokens of each prompt with more than `limit`, found without encoding short texts."""
+    if not prompts:
+        return {}
+    # A token takes a byte at least; the tokens of any prompt are more than what the template adds to one.
+    added = len(tokenizer.encode_chats([prompts[0].messages])[0])
+    texts = [(sum(len(m["content"].encode()) for m in p.messages), p) for p in prompts]
+    doubtful = [p for size, p in texts if size + added > limit]
+    with long_work("counting the tokens of prompts", total=len(doubtful)) as work:
+        found: dict[str, int] = {}
+        for start in range(0, len(doubtful), PROMPTS_PER_CALL):
+            part = doubtful[start : start + PROMPTS_PER_CALL]
+            counts = map(len, tokenizer.encode_chats([p.messages for p in part]))
+            found |= {p.id: count for p, count in zip(part, counts, strict=True) if count > limit}
+            work.advance(len(part))
+    return found
 
 
 def _encoder(sandbox: Sandbox, model_path: Path) -> Encode:
-    def encode(what: str, items: Sequence[Any]) -> list[list[int]]:
+    def encode(what: str, items: Sequence[Any]) -> Any:
         try:
             found = sandbox.call(what, list(items), fresh=True)
         except CallFailed as error:
@@ -129,10 +153,9 @@ def _encoder(sandbox: Sandbox, model_path: Path) -> Encode:
                 f"The chat template or tokenizer of {model_path} {error} for {len(items)} prompts.",
                 "Correct its chat_template or data.chat_template, or use another model.",
             ) from None
-        if not _are_token_ids(found, len(items)):
+        if what != "ends" and not _are_token_ids(found, len(items)):
             raise ModelError(f"The tokenizer of {model_path} returned no token ids.", "Use another model.")
-        ids: list[list[int]] = found
-        return ids
+        return found
 
     return encode
 

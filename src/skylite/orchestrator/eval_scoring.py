@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from skylite.config.train import TrainConfig
 from skylite.data.chat_template import ChatTemplate
-from skylite.data.tokenizer import ChatTokenizer, encode_in_thread, load_tokenizer
+from skylite.data.tokenizer import ChatTokenizer, encode_in_thread, load_tokenizer, too_long
 from skylite.environments.running_environment import environment_of_model
 from skylite.evaluation.versions import EpisodeProblems, OneTurnProblems, ProblemSet
 from skylite.orchestrator.eval_data import EvalData
 from skylite.rewards.worker_pool import RewardPool
+
+logger = logging.getLogger(__name__)
 
 
 async def start_problems(
@@ -59,6 +63,8 @@ async def _one_turn(
 ) -> list[OneTurnProblems]:
     """Encode the prompts, in threads so that Ctrl-C is heard, and start the reward workers."""
     longest = config.rollout.max_prompt_tokens
+    if config.data.filter_overlong_prompts:
+        data = [await asyncio.to_thread(_without_long, d, tokenizer, longest) for d in data]
     token_ids = [await encode_in_thread(tokenizer, d.prompts, longest) for d in data]
     pools = []
     for d in data:
@@ -69,6 +75,7 @@ async def _one_turn(
             programs=d.programs,
             log_path=logs / "rewards.log",
             parameters=d.parameters,
+            prefill=config.reward.prefill,
         )
         stack.callback(pool.close)
         pools.append(pool)
@@ -76,3 +83,10 @@ async def _one_turn(
         OneTurnProblems(name=d.name, prompts=d.prompts, token_ids=ids, scorer=pool)
         for d, ids, pool in zip(data, token_ids, pools, strict=True)
     ]
+
+
+def _without_long(data: EvalData, tokenizer: ChatTokenizer, limit: int) -> EvalData:
+    dropped = too_long(tokenizer, data.prompts, limit)
+    if dropped:
+        logger.info(f"{data.name}: {len(dropped)} prompts over {limit} tokens are left out")
+    return replace(data, prompts=[p for p in data.prompts if p.id not in dropped])

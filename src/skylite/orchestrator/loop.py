@@ -20,6 +20,7 @@ from skylite.adapters.retention import clean_up
 from skylite.engine.collect_groups import gather_or_cancel
 from skylite.engine.engine_pool import SyncReport
 from skylite.errors import TrainerLost
+from skylite.orchestrator.equal_rewards import STEPS, EqualRewards
 from skylite.orchestrator.held_out import evaluate_at_start, evaluate_held_out, is_evaluated_after
 from skylite.orchestrator.judge_rollouts import RolloutJudge, mean_gap
 from skylite.orchestrator.plan import RunPlan
@@ -116,6 +117,7 @@ async def record_steps(session: Session, queues: StepQueues) -> None:
     plan, progress, recorded = session.plan, session.progress, time.monotonic()
     trained: dict[int, Interval] = {}
     judge = rollout_judge(plan)
+    equal = EqualRewards()
     for step in range(plan.first_step, plan.config.num_steps + 1):
         progress.step = step
         progress.phase("sampling", f"step {step} of {plan.config.num_steps}")
@@ -147,6 +149,9 @@ async def record_steps(session: Session, queues: StepQueues) -> None:
         if bins:
             metrics["mismatch/judged_gap"], metrics["mismatch/judged_tokens"] = mean_gap(bins)
         append_metrics(plan.run.metrics_path, metrics)
+        if text := equal.after(metrics):
+            logger.warning(f"step {step}: {text}")
+        progress.warning = equal.text(metrics) if equal.steps >= STEPS else None
         progress.recorded = step
         progress.screen.step(metrics, completion_view(sampled.groups))
         judge_rollouts(judge, step, sampled, trainer_step.rollout_gaps, report.canary.rounding)

@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 
 import skylite
-from skylite.adapters.import_adapter import check_warm_start, copy_warm_start, expand_adapter_path
+from skylite.adapters.import_adapter import (
+    adopt_adapter,
+    check_warm_start,
+    copy_warm_start,
+    expand_adapter_path,
+)
+from skylite.adapters.target_modules import check_target_names
 from skylite.config.train import Resolved, RunConfig, TrainConfig
 from skylite.data.chat_template import read_template, template_notes
 from skylite.data.prompts import PromptFileInfo, read_prompts
-from skylite.data.tokenizer import check_rendering
 from skylite.engine.connections import open_files
 from skylite.engine.context_length import check_context
 from skylite.engine.cpu_lora import choose_cpu_lora, engine_notes
 from skylite.engine.servable_models import check_build, check_lora, check_torchvision
+from skylite.engine.trainable_models import check_trainable
 from skylite.environments.episode_spec import check_episode_data
 from skylite.errors import ConfigError
-from skylite.hub.resolve import resolve_model
+from skylite.hub.resolve import ResolvedModel, resolve_model
 from skylite.hub.shared_memory_copy import shared_copy
 from skylite.loggers.interface import require_libraries
 from skylite.orchestrator.allowed_programs import allow_algorithm, allow_episode, allow_rewards
 from skylite.orchestrator.automatic_settings import device_defaults, epochs_to_steps
 from skylite.orchestrator.data_filter import without_foreign_filter
 from skylite.orchestrator.plan_messages import data_note, held_out_note, log_notes, settings_notes
+from skylite.orchestrator.prompt_check import check_prompts
 from skylite.orchestrator.reference_answers import check_references
+from skylite.orchestrator.reward_check import check_calls
 from skylite.orchestrator.reward_settings import apply_reward_settings
 from skylite.processes.build_tools import triton_note
 from skylite.processes.capture_prints import printed_lines
@@ -73,16 +82,23 @@ class RunPlan:
 
 
 def plan_run(
-    config: TrainConfig, run: RunDir, *, recipe: Path | None = None, settings: Sequence[str] = ()
+    config: TrainConfig,
+    run: RunDir,
+    *,
+    recipe: Path | None = None,
+    settings: Sequence[str] = (),
+    flags: Collection[str] = (),
 ) -> RunPlan:
     """Check data, reward, model and machine. Writes nothing. Raises SkyliteError subclasses.
 
     `recipe`: the file that may name programs; None: the user names them. `settings`: the user's --set.
+    `flags`: settings that the user's other flags chose, such as lora.rank.
     """
+    check_folders(config, run)
     config, filter_note = without_foreign_filter(config, recipe, settings)
     train, info = read_split(config, "train")
     held_out = held_out_prompts(config)
-    template = read_template(config.data)
+    template = replace(read_template(config.data), now=datetime.now().replace(microsecond=0))
     rewards: tuple[str, ...] = ()
     reward_notes: list[str] = []
     if config.env.episode:  # its episodes give the rewards
@@ -97,41 +113,69 @@ def plan_run(
         with printed_lines(log_printed):
             components = load_components(rewards, config.reward.weights, train[0], programs, config.reward)
             references = check_references(config.reward, info, train, components, programs)
+            check_calls(rewards, config, train, programs)
         reward_notes = [reward_note, *references]
     programs |= allow_algorithm(config.algorithm, named_by=recipe, settings=settings)
-    config, length_note = epochs_to_steps(config, len(train))
     config, device_notes = device_defaults(config, choose_device())
+    model = choose_model(config)
+    config, adapter_notes = adopt_adapter(config, _chosen(config, recipe, settings, flags), model.path)
+    prompts = check_prompts(config, model.path, template, train, held_out)
+    config, length_note = epochs_to_steps(config, len(prompts.train))
     notes = [
-        *(data_note(config, info, len(train)), filter_note, held_out_note(held_out)),
+        *(data_note(config, info, len(prompts.train)), filter_note, held_out_note(prompts.held_out)),
         *template_notes(config.data),
+        *prompts.notes,
         *reward_notes,
+        *adapter_notes,
         *(length_note, *device_notes),
     ]
-    resolved = resolve_choices(config, run, notes)
-    check_rendering(Path(resolved.model_path), template, train[0])
-    resolved = resolved.model_copy(update={"programs": programs, "chat_template": template.text})
+    resolved = resolve_choices(config, run, model, notes).model_copy(
+        update={
+            "programs": programs,
+            "chat_template": template.text,
+            "template_time": template.now,
+            "dropped_prompts": prompts.dropped,
+        }
+    )
     log_notes(resolved.notes)
     return RunPlan(
         run=run,
         config=config,
         resolved=resolved,
-        train=train,
-        held_out=held_out,
+        train=prompts.train,
+        held_out=prompts.held_out,
         rewards=rewards,
         first_step=1,
     )
 
 
-def resolve_choices(config: TrainConfig, run: RunDir, notes: Sequence[str]) -> Resolved:
-    """Choose device, dtype, model files and folders; add a note on each choice. Raises SkyliteError."""
+def _chosen(
+    config: TrainConfig, recipe: Path | None, settings: Sequence[str], flags: Collection[str]
+) -> set[str]:
+    """The settings of LoRA that the user chose, and not a recipe."""
+    given = {f"lora.{name}" for name in config.lora.model_fields_set}
+    return {name for name in given if recipe is None or name in flags or is_set(settings, name)}
+
+
+def choose_model(config: TrainConfig) -> ResolvedModel:
+    """The model's folder, on a machine that can train it. Raises SkyliteError."""
     device = choose_device()
-    dtype, dtype_note = choose_dtype(config.model.dtype, device)
+    choose_dtype(config.model.dtype, device)
     check_device(config, device)
-    placement = place(config, device)
     check_build(device)
     check_torchvision()
     model = resolve_model(config.model.name)
+    check_trainable(model.path)
+    return model
+
+
+def resolve_choices(config: TrainConfig, run: RunDir, model: ResolvedModel, notes: Sequence[str]) -> Resolved:
+    """Choose dtype, GPUs, memory and folders; add a note on each choice. Raises SkyliteError."""
+    device = choose_device()
+    dtype, dtype_note = choose_dtype(config.model.dtype, device)
+    placement = place(config, device)
     served_note = check_lora(model.path, device, config.lora)
+    target_notes = check_target_names(model.path, config.lora)
     check_context(config, model.path)
     same_bits = config.trainer.deterministic
     cpu_lora = choose_cpu_lora(config.engine.cpu_lora, dtype, model.path, deterministic=same_bits)
@@ -144,6 +188,7 @@ def resolve_choices(config: TrainConfig, run: RunDir, notes: Sequence[str]) -> R
         *settings_notes(config),
         model.note,
         served_note,
+        *target_notes,
         triton_note(device),
         *engine_notes(device, dtype, config.engine.cpu_lora, cpu_lora, deterministic=same_bits),
         *memory.notes,
@@ -214,23 +259,33 @@ def train_data_hash(config: TrainConfig) -> str:
     return sha256_file(Path(config.data.path) / "train.parquet")
 
 
+def check_folders(config: TrainConfig, run: RunDir) -> None:
+    """Raise ConfigError if the folder holds a run or a warm start, or lora_sync_path other adapters."""
+    if run.config_path.exists():
+        raise ConfigError(
+            f"{run.root} holds a run already.",
+            f"Use --resume {run.root} to continue it, or choose another --run folder.",
+        )
+    if run.warm_start.exists():
+        raise ConfigError(
+            f"{run.warm_start} already exists, from an interrupted start.",
+            "Remove it, or choose another --run folder.",
+        )
+    sync = Path(config.lora.lora_sync_path or run.default_adapters).resolve()
+    if published := published_versions(sync):
+        raise ConfigError(
+            f"{sync} holds adapters of another run, such as {published[-1].name}; skylite never overwrites "
+            "them.",
+            "Move them away, or choose another lora.lora_sync_path.",
+        )
+
+
 def write_run(plan: RunPlan) -> None:
     """Create the run directory, its copy of a warm start, and its config.json. The caller holds the locks.
 
-    Raises ConfigError before writing anything if the folder holds a run, or lora_sync_path other adapters.
+    Raises ConfigError before writing anything if another process has taken the folders since the plan.
     """
-    if plan.run.config_path.exists():
-        raise ConfigError(
-            f"{plan.run.root} holds a run already.",
-            f"Use --resume {plan.run.root} to continue it, or choose another --run folder.",
-        )
-    published = published_versions(Path(plan.resolved.lora_sync_path))
-    if published:
-        raise ConfigError(
-            f"{plan.resolved.lora_sync_path} holds adapters of another run, such as {published[-1].name}; "
-            "skylite never overwrites them.",
-            "Move them away, or choose another lora.lora_sync_path.",
-        )
+    check_folders(plan.config, plan.run)
     if plan.config.lora.from_adapter is not None:
         copy_warm_start(expand_adapter_path(plan.config.lora.from_adapter), plan.run)
     for folder in (

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Sequence
 
-from skylite.config.train import LOWEST_USUAL_LR, TrainConfig
+from skylite.config.train import HIGHEST_USUAL_LR, LOWEST_USUAL_LR, TrainConfig
 from skylite.data.prompts import PromptFileInfo
 from skylite.evaluation.confidence_interval import wilson
 from skylite.types import Prompt
@@ -66,6 +66,11 @@ def settings_notes(config: TrainConfig) -> list[str]:
         notes.append(
             f"warning: optim.lr={config.optim.lr:g} is under {LOWEST_USUAL_LR:g}; "
             "LoRA hardly learns at such rates"
+        )
+    if config.optim.lr > HIGHEST_USUAL_LR:
+        notes.append(
+            f"warning: optim.lr={config.optim.lr:g} is over {HIGHEST_USUAL_LR:g}; "
+            "policies collapse at such rates"
         )
     if config.log.to:
         samples = f" and {config.log.samples} completions per step" if config.log.samples else ""

@@ -32,6 +32,8 @@ class Progress:
     """Whether the canary verified that version, or it moved too little to tell."""
     restarts: dict[str, int] = field(default_factory=dict)
     """Child process name -> number of restarts, over all starts of the trainer."""
+    warning: str | None = None
+    """For status.json."""
 
     def phase(self, phase: Phase, detail: str = "", error: str | None = None) -> None:
         """Enter a phase: show it and write status.json."""
@@ -48,6 +50,7 @@ class Progress:
                 pids=pids,
                 restarts=self.restarts,
                 error=error,
+                warning=self.warning,
             ),
         )
 

@@ -28,6 +28,7 @@ from skylite.orchestrator.plan import (
     train_data_hash,
 )
 from skylite.orchestrator.plan_messages import log_notes
+from skylite.orchestrator.prompt_check import without
 from skylite.orchestrator.step_metrics import recovered_metrics, require_numbers
 from skylite.resources.gpu_plan import Placement, place_again
 from skylite.resources.memory_plan import MemoryBudget, plan_memory
@@ -56,7 +57,8 @@ def plan_resume(
     """
     recorded = read_run_config(run.config_path)
     config = change_config(recorded.config, overrides or {}, settings)
-    train, info = read_split(config, "train")
+    everything, info = read_split(config, "train")
+    train = without(everything, recorded.resolved.dropped_prompts)
     config = accept_same_rewards(recorded.config, config, info, settings)
     config, _ = epochs_to_steps(config, len(train))
     check_changes(recorded.config, config)
@@ -85,7 +87,7 @@ def plan_resume(
         config=config,
         resolved=resolved.model_copy(update={"programs": programs}),
         train=train,
-        held_out=held_out_prompts(config),
+        held_out=without(held_out_prompts(config), recorded.resolved.dropped_prompts),
         rewards=rewards,
         first_step=done + 1,
         resumed=True,

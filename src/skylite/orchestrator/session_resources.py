@@ -57,7 +57,14 @@ def reward_pool(plan: RunPlan) -> RewardPool:
     programs = plan.resolved.programs
     log = plan.run.log_path("rewards")
     return RewardPool(
-        plan.rewards, config.weights, config.num_workers, config.timeout_s, programs, log, config
+        plan.rewards,
+        config.weights,
+        config.num_workers,
+        config.timeout_s,
+        programs,
+        log,
+        config,
+        config.prefill,
     )
 
 

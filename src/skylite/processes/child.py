@@ -45,6 +45,12 @@ _SYMPTOM = re.compile(
 )
 """Last line of a traceback that only points to an earlier one. vLLM's processes print up to three of them."""
 
+_LEAKS = re.compile(r"^nanobind: |^ - (leaked |\.\.\. skipped remainder)|^See https://nanobind\.")
+"""What Triton's bindings print at every exit, after the error."""
+_CAUSE = re.compile(r"^(\(\w+ pid=\d+\) )?(?P<text>[A-Za-z_][\w.]*(Error|Exception|Interrupt)(: .*)?)$")
+"""Last line of a traceback."""
+LONGEST_CAUSE = 300
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
@@ -216,21 +222,33 @@ def describe_exit_code(code: int) -> str:
 
 
 def child_died(child: Child, lines: int = 15) -> ChildDied:
-    """The error for an exited child: exit code or signal, path of its log, and the last `lines` lines."""
+    """The error for an exited child: exit code or signal, cause, path of its log, and the last lines."""
     hint = f"Its log is {child.spec.log_path}."
     if poll(child) == -signal.SIGKILL:
         hint = f"The kernel sends SIGKILL when memory runs out. {hint}"
-    return ChildDied(
-        f"{child.name} {describe_exit(child)}.", hint, log_tail(child.spec.log_path, lines, child.log_start)
-    )
+    tail = log_tail(child.spec.log_path, lines, child.log_start)
+    cause = root_cause(tail)
+    return ChildDied(f"{child.name} {describe_exit(child)}{f': {cause}' if cause else ''}.", hint, tail)
+
+
+def root_cause(tail: str) -> str:
+    """The error that the last traceback of a `log_tail` ends with, on one line; empty without one."""
+    lines = tail.split("\n")
+    for number, line in reversed(list(enumerate(lines))):
+        if (found := _CAUSE.match(line)) is not None:
+            # pydantic writes the reason below its error, indented.
+            below = lines[number + 1].strip() if lines[number + 1 : number + 2] else ""
+            reason = below.partition(" [type=")[0] if "validation error" in line else ""
+            return f"{found['text']}{': ' if reason else ''}{reason}"[:LONGEST_CAUSE].rstrip(". ")
+    return ""
 
 
 def log_tail(path: Path, lines: int, start: int = 0) -> str:
     """The last lines of a log, from byte `start`, as plain text.
 
     Removes colours and keeps only the last state of a progress bar. Omits what would hide the error:
-    torchrun's summary, about forty lines after the failed rank's traceback, and tracebacks that only point
-    to an earlier one.
+    torchrun's summary, about forty lines after the failed rank's traceback, tracebacks that only point to an
+    earlier one, and the leaks that Triton reports at an exit.
     """
     kept: list[str] = []
     for raw in raw_log_tail(path, start).split("\n"):
@@ -238,7 +256,7 @@ def log_tail(path: Path, lines: int, start: int = 0) -> str:
         if _TORCHRUN_SUMMARY.search(line):
             break
         line = line if len(line) <= 500 else line[:500] + " ..."
-        if line and not _TORCHRUN_CHATTER.match(line):
+        if line and not _TORCHRUN_CHATTER.match(line) and not _LEAKS.match(line):
             kept.append(line)
         if (symptom := _SYMPTOM.search(line)) is not None:
             _drop_traceback(kept, line[: symptom.start()])

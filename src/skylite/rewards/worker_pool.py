@@ -45,12 +45,13 @@ class RewardPool:
         programs: Mapping[str, str] | None = None,
         log_path: Path | None = None,
         parameters: RewardParameters = DEFAULTS,
+        prefill: str = "",
     ) -> None:
         """Start the workers. Raises ConfigError if a reward cannot be loaded.
 
         `specs`, `weights`, `programs`, `parameters`: as for `load_components`. `timeout_s`: limit for one
         call of `score`. `log_path`: what the workers print is appended to it; None: they print to this
-        process's streams.
+        process's streams. `prefill`: text before each completion that the functions get.
         """
         if log_path is not None:
             with convert_os_errors(log_path.parent):
@@ -89,6 +90,7 @@ class RewardPool:
         self._workers = set(multiprocessing.active_children()) - before
         self._watching: asyncio.AbstractEventLoop | None = None
         self._timeout_s = timeout_s
+        self._prefill = prefill
 
     def watch(self, lost: Callable[[ChildDied], None]) -> None:
         """Until `close`, let the running event loop call `lost` as soon as a worker ends."""
@@ -105,6 +107,7 @@ class RewardPool:
         long, and ChildDied if a worker ended. NaN and infinity are returned.
         """
         loop = asyncio.get_running_loop()
+        items = [(prompt, self._prefill + completion) for prompt, completion in items]
         parts = [items] if self._takes_several else [[item] for item in items]
         try:
             futures = [loop.run_in_executor(self._executor, _score_here, part) for part in parts]

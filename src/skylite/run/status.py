@@ -39,6 +39,8 @@ class Status:
     restarts: Mapping[str, int] = field(default_factory=dict)
     """Name -> number of restarts of a child by this parent."""
     error: str | None = None
+    warning: str | None = None
+    """What is wrong with the run although it goes on."""
     updated_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
 
@@ -76,5 +78,6 @@ def _has_right_types(status: Status) -> bool:
         and all(isinstance(t, dict) and all(type(n) is int for n in t.values()) for t in tables)
         and isinstance(status.adapter_verified, bool | None)
         and isinstance(status.error, str | None)
+        and isinstance(status.warning, str | None)
         and isinstance(status.updated_at, str)
     )

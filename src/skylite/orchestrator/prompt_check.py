@@ -1,0 +1,146 @@
+"""Renders prompts before a run starts: template, stop tokens, lengths, what stands before a completion."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from skylite.config.train import TrainConfig
+from skylite.data.chat_template import ChatTemplate
+from skylite.data.tokenizer import ChatTokenizer, load_tokenizer, prompt_end, too_long
+from skylite.errors import DataError, ModelError
+from skylite.types import Message, Prompt
+
+CLOCK = "strftime_now"
+"""The function with which a chat template reads the time."""
+OPEN_TAG = re.compile(r"(<\w*(?:think|thought|reason)\w*>|\[THINK\])\s*$", re.IGNORECASE)
+"""A tag at the end of a prompt, so that a completion begins inside it."""
+SHOWN = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedPrompts:
+    """The prompts that a run uses."""
+
+    train: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+    dropped: list[str]
+    """Ids that data.filter_overlong_prompts left out, of both."""
+    notes: list[str]
+
+
+def check_prompts(
+    config: TrainConfig,
+    model_path: Path,
+    template: ChatTemplate,
+    train: Sequence[Prompt],
+    held_out: Sequence[Prompt],
+) -> CheckedPrompts:
+    """Render a prompt of each kind, and count the tokens of long ones.
+
+    Raises ModelError if the template refuses them or there is no end-of-turn token, DataError for prompts
+    over rollout.max_prompt_tokens.
+    """
+    with contextlib.closing(load_tokenizer(model_path, template)) as tokenizer:
+        notes = [_clock_note(tokenizer, template)]
+        if config.env.episode:  # its requests decide what is rendered
+            tokenizer.encode_chats([[{"role": "user", "content": "Hello"}]])
+            return CheckedPrompts(train=train, held_out=held_out, dropped=[], notes=[n for n in notes if n])
+        for turns in _kinds([*train, *held_out]):
+            _require_rendered(tokenizer, turns, model_path)
+        notes += completion_notes(
+            prompt_end(tokenizer, train[0].messages), tokenizer.hides_thinking, config.reward.prefill
+        )
+        limit = config.rollout.max_prompt_tokens
+        counts = too_long(tokenizer, train, limit) | too_long(tokenizer, held_out, limit)
+    if counts and not config.data.filter_overlong_prompts:
+        raise _too_long(counts, len(train) + len(held_out), limit)
+    left = without(train, counts), without(held_out, counts)
+    if not left[0]:
+        raise DataError(
+            f"Every training prompt has more than rollout.max_prompt_tokens={limit} tokens.",
+            f"Raise it; the longest has {max(counts.values())}.",
+        )
+    if counts:
+        notes.append(
+            f"{len(train) - len(left[0])} of {len(train)} training prompts and "
+            f"{len(held_out) - len(left[1])} of {len(held_out)} held-out ones have more than "
+            f"rollout.max_prompt_tokens={limit} tokens and are left out (data.filter_overlong_prompts)"
+        )
+    return CheckedPrompts(
+        train=left[0], held_out=left[1], dropped=sorted(counts), notes=[n for n in notes if n]
+    )
+
+
+def without(prompts: Sequence[Prompt], ids: Collection[str]) -> Sequence[Prompt]:
+    """The prompts with other ids."""
+    dropped = set(ids)
+    return [p for p in prompts if p.id not in dropped] if dropped else prompts
+
+
+def completion_notes(end: str, hides_thinking: bool, prefill: str) -> list[str]:
+    """What the rewards of this run see of a completion, and what they do not."""
+    shown = repr(end[-SHOWN:])
+    notes = [f"rewards see what the model samples after {shown}, without special tokens"]
+    if prefill:
+        notes[0] += f", and before it reward.prefill={prefill!r}"
+    tag = OPEN_TAG.search(end)
+    if tag is not None and tag[1] not in prefill:
+        notes.append(
+            f"warning: the chat template opens {tag[1]} at the end of every prompt, so completions begin "
+            f"inside it and rewards see no {tag[1]}; a reward that wants it gives 0 to all (--set "
+            f"'reward.prefill=\"{tag[1]}\\n\"' puts it before each completion)"
+        )
+    if hides_thinking:
+        notes.append(
+            "warning: <think> or </think> is a special token of this model, so rewards never see it; a "
+            "reward that wants it gives 0 to all"
+        )
+    return notes
+
+
+def _clock_note(tokenizer: ChatTokenizer, template: ChatTemplate) -> str:
+    if CLOCK not in tokenizer.template or template.now is None:
+        return ""
+    return (
+        f"the chat template writes the time: it stays {template.now:%Y-%m-%d %H:%M:%S} in this run and its "
+        "evaluations"
+    )
+
+
+def _kinds(prompts: Sequence[Prompt]) -> list[list[Message]]:
+    """A chat of each order of roles: a template may refuse some roles."""
+    return list({tuple(m["role"] for m in p.messages): p.messages for p in reversed(prompts)}.values())
+
+
+def _require_rendered(tokenizer: ChatTokenizer, turns: list[Message], model_path: Path) -> None:
+    try:
+        tokenizer.encode_chats([turns])
+    except ModelError as error:
+        if turns[0]["role"] != "system" or not _renders(tokenizer, turns[1:]):
+            raise
+        raise ModelError(
+            f"The chat template of {model_path} refuses a system message, which the prompts have: "
+            f"{error.what}",
+            "Prepare the data without one (skylite prepare --system ''), or set data.chat_template.",
+        ) from None
+
+
+def _renders(tokenizer: ChatTokenizer, turns: list[Message]) -> bool:
+    try:
+        tokenizer.encode_chats([turns])
+    except ModelError:
+        return False
+    return True
+
+
+def _too_long(counts: Mapping[str, int], total: int, limit: int) -> DataError:
+    longest = max(counts, key=lambda name: counts[name])
+    return DataError(
+        f"{len(counts)} of {total} prompts have more than rollout.max_prompt_tokens={limit} tokens; the "
+        f"longest ({longest}) has {counts[longest]}.",
+        f"Raise it to {counts[longest]}, or leave them out with --set data.filter_overlong_prompts=true.",
+    )

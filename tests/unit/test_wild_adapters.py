@@ -1,0 +1,244 @@
+"""Adapters as other frameworks and versions of PEFT write them: each loads bit-equal or is refused."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from skylite.adapters.folder import find_adapter
+from skylite.adapters.import_adapter import adopt_adapter, copy_warm_start, read_warm_start
+from skylite.config.lora import LoraConfig
+from skylite.config.train import TrainConfig
+from skylite.errors import ConfigError, ModelError
+from skylite.hub.resolve import tensor_shapes
+from skylite.model.policy import load_policy
+from skylite.run.run_dir import RunDir
+from skylite.trainer.publish_adapter import adapter_tensors
+from tests.small_run import lone_rank, resolved
+
+RANK, ALPHA = 8, 16
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+OLD_KEYS = ("base_model_name_or_path", "bias", "inference_mode", "lora_dropout", "r", "lora_alpha",
+            "target_modules", "modules_to_save", "peft_type", "task_type")  # fmt: skip
+
+
+def write(
+    folder: Path,
+    base: Path,
+    names: tuple[str, ...] = LAYERS,
+    dtype: Any = np.float32,
+    layer: str = "",
+    **peft: Any,
+) -> Path:
+    """An adapter as PEFT writes it, with random matrices on the modules `names` of the base."""
+    folder.mkdir(parents=True)
+    random, tensors = np.random.default_rng(1), {}
+    for name, shape in tensor_shapes(base).items():
+        path = name.removesuffix(".weight")
+        if path.rpartition(".")[2] in names and layer in path:
+            key = f"base_model.model.{path}"
+            tensors[f"{key}.lora_A.weight"] = random.normal(size=(RANK, shape[1])).astype(dtype)
+            tensors[f"{key}.lora_B.weight"] = random.normal(size=(shape[0], RANK)).astype(dtype)
+    save_file(tensors, folder / WEIGHTS)
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA, "bias": "none",
+        "base_model_name_or_path": "somewhere/base", "target_modules": list(names), "lora_dropout": 0.0,
+        "inference_mode": True, "modules_to_save": None, "use_dora": False, "use_rslora": False,
+        "rank_pattern": {}, "alpha_pattern": {}, "peft_version": "0.19.0", "init_lora_weights": True,
+    }  # fmt: skip
+    (folder / CONFIG).write_text(json.dumps(config | peft))
+    return folder
+
+
+def renamed(folder: Path, change: Callable[[str], str]) -> Path:
+    save_file({change(k): v for k, v in load_file(folder / WEIGHTS).items()}, folder / WEIGHTS)
+    return folder
+
+
+def with_default(name: str) -> str:
+    return name.replace(".lora_A.", ".lora_A.default.").replace(".lora_B.", ".lora_B.default.")
+
+
+def old_config(folder: Path) -> Path:
+    config = json.loads((folder / CONFIG).read_text())
+    kept = {k: config[k] for k in OLD_KEYS} | {"enable_lora": None, "merge_weights": False}
+    (folder / CONFIG).write_text(json.dumps(kept))
+    return folder
+
+
+REGEX = r"model\.layers\.\d+\.(self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj"
+UNSLOTH: dict[str, Any] = {
+    "base_model_name_or_path": "unsloth/qwen2.5-0.5b-instruct-unsloth-bnb-4bit",
+    "unsloth_fixed": True,
+}
+LOADS: dict[str, tuple[Callable[[Path, Path], Path], dict[str, Any]]] = {
+    "peft03_config_safetensors": (lambda d, b: old_config(write(d, b)), {}),
+    "keys_with_default": (lambda d, b: renamed(write(d, b), with_default), {}),
+    "keys_without_prefix": (
+        lambda d, b: renamed(write(d, b), lambda k: k.removeprefix("base_model.model.")), {},
+    ),
+    "qv_only": (
+        lambda d, b: write(d, b, ("q_proj", "v_proj")), {"target_modules": ["q_proj", "v_proj"]},
+    ),
+    "regex_targets": (lambda d, b: write(d, b, target_modules=REGEX), {}),
+    "alpha_pattern_same": (
+        lambda d, b: write(d, b, alpha_pattern={"layers.1.self_attn.q_proj": ALPHA}), {},
+    ),
+    "fp16_weights": (lambda d, b: write(d, b, dtype=np.float16), {}),
+    "future_peft": (lambda d, b: write(d, b, peft_version="0.99.0", some_new_option=None), {}),
+    "one_layer": (
+        lambda d, b: write(d, b, layer="layers.1.", layers_to_transform=[1]),
+        {"target_modules": sorted(
+            [f"model.layers.1.self_attn.{n}" for n in LAYERS[:4]]
+            + [f"model.layers.1.mlp.{n}" for n in LAYERS[4:]]
+        )},
+    ),
+    "rslora": (lambda d, b: write(d, b, use_rslora=True), {"use_rslora": True}),
+    "alpha_float": (lambda d, b: write(d, b, lora_alpha=16.5), {"alpha": 16.5}),
+    "unsloth_like": (lambda d, b: write(d, b, **UNSLOTH), {}),
+}  # fmt: skip
+"""Name of the case -> how it is made, and the settings that a run takes from it beside rank and alpha."""
+
+
+def settings(adapter: Path, **lora: Any) -> TrainConfig:
+    return TrainConfig.model_validate(
+        {"lora": {"from_adapter": str(adapter), **lora}, "trainer": {"num_threads": 1}}
+    )
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_version_0_has_the_bits_of_the_adapter_and_nobody_types_its_settings(
+    name: str, tmp_path: Path, tiny_llama: Path
+) -> None:
+    make, expected = LOADS[name]
+    adapter = make(tmp_path / "adapter", tiny_llama)
+    config, _ = adopt_adapter(settings(adapter), (), tiny_llama)
+    usual = {"rank": RANK, "alpha": ALPHA, "use_rslora": False, "target_modules": "all-linear"}
+    assert {key: getattr(config.lora, key) for key in usual} == usual | expected
+
+    run = RunDir(tmp_path / "run")
+    copy_warm_start(adapter, run)
+    started = resolved(tiny_llama, tmp_path).model_copy(update={"warm_start": str(run.warm_start)})
+    with lone_rank() as dist:
+        published = adapter_tensors(load_policy(started, config, dist))
+    given = [torch.from_numpy(v.astype(np.float32)) for _, v in sorted(load_file(adapter / WEIGHTS).items())]
+    assert len(published) == len(given)
+    assert all(torch.equal(published[k], v) for k, v in zip(sorted(published), given, strict=True))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "rank_pattern": ({"rank_pattern": {"layers.1.self_attn.q_proj": 4}}, "ranks differ.*merge_and_unload"),
+    "alpha_pattern": (
+        {"alpha_pattern": {"layers.1.self_attn.q_proj": 64}},
+        "alphas differ.*merge_and_unload",
+    ),
+    "modules_to_save": ({"modules_to_save": ["lm_head"]}, "fully trained modules.*merge_and_unload"),
+    "dora": ({"use_dora": True}, "DoRA adapter.*merge_and_unload"),
+    "pissa": ({"init_lora_weights": "pissa_niter_4"}, "PEFT can convert it on saving"),
+    "verl_alpha_zero": ({"lora_alpha": 0}, "lora_alpha 0.*Give --alpha"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_plain_lora_is_refused_with_what_to_do(
+    name: str, tmp_path: Path, tiny_llama: Path
+) -> None:
+    peft, words = REFUSED[name]
+    adapter = write(tmp_path / "adapter", tiny_llama, **peft)
+    with pytest.raises(ModelError, match=f"(?s){words}"):
+        adopt_adapter(settings(adapter), (), tiny_llama)
+
+
+def test_the_alpha_that_verl_did_not_write_can_be_given(tmp_path: Path, tiny_llama: Path) -> None:
+    adapter = write(tmp_path / "adapter", tiny_llama, lora_alpha=0)
+    config, _ = adopt_adapter(settings(adapter, alpha=16), ("lora.alpha",), tiny_llama)
+    assert (config.lora.alpha, config.lora.rank) == (16, RANK)
+
+
+def test_saved_embeddings_and_heads_are_refused(tmp_path: Path, tiny_llama: Path) -> None:
+    saved = write(tmp_path / "saved", tiny_llama)
+    key = "base_model.model.model.embed_tokens.base_layer.weight"
+    save_file(load_file(saved / WEIGHTS) | {key: np.ones((260, 64), np.float32)}, saved / WEIGHTS)
+    with pytest.raises(ModelError, match=r"base_layer\.weight \[260, 64\].*merge_and_unload"):
+        read_warm_start(saved)
+    head = write(tmp_path / "head", tiny_llama, (*LAYERS, "lm_head"), target_modules="all-linear")
+    with pytest.raises(ModelError, match=r"LM head.*train_unembed=False.*merge_and_unload"):
+        adopt_adapter(settings(head), (), tiny_llama)
+
+
+def test_the_command_in_the_message_converts_a_pickle(tmp_path: Path, tiny_llama: Path) -> None:
+    adapter = old_config(write(tmp_path / "adapter", tiny_llama))
+    tensors = load_file(adapter / WEIGHTS)
+    torch.save({k: torch.from_numpy(v) for k, v in tensors.items()}, adapter / "adapter_model.bin")
+    (adapter / WEIGHTS).unlink()
+    with pytest.raises(ModelError) as caught:
+        read_warm_start(adapter)
+    words = shlex.split(caught.value.hint[caught.value.hint.index("python -c") :])
+    subprocess.run([sys.executable, *words[1:3]], cwd=adapter, check=True)
+    assert read_warm_start(adapter).rank == RANK
+    converted = load_file(adapter / WEIGHTS)
+    assert all(np.array_equal(converted[k], v) for k, v in tensors.items())
+
+
+def test_a_folder_of_adapters_names_those_that_can_be_given(tmp_path: Path, tiny_llama: Path) -> None:
+    write(tmp_path / "two" / "default", tiny_llama)
+    shutil.copytree(tmp_path / "two" / "default", tmp_path / "two" / "ref")
+    with pytest.raises(ModelError) as caught:
+        read_warm_start(tmp_path / "two")
+    named = caught.value.hint.split("--from-adapter ")[1].rstrip(".")
+    assert read_warm_start(Path(named)).rank == RANK
+    assert "default, ref" in caught.value.hint
+    with pytest.raises(ModelError, match="hf download owner/name"):
+        read_warm_start(Path("owner/name"))
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path, tiny_llama: Path) -> None:
+    adapter = write(tmp_path / "adapter", tiny_llama, ("q_proj",))
+    wide = renamed(shutil_copy(adapter, tmp_path / "wide"), lambda k: k.replace("q_proj", "down_proj"))
+    with pytest.raises(ModelError, match=r"down_proj.*own base model"):
+        adopt_adapter(settings(wide), (), tiny_llama)
+    other = renamed(adapter, lambda k: k.replace("layers.1.", "layers.7."))
+    with pytest.raises(ModelError, match=r"layers\.7\.self_attn\.q_proj, which .* does not have"):
+        adopt_adapter(settings(other), (), tiny_llama)
+
+
+def shutil_copy(source: Path, target: Path) -> Path:
+    shutil.copytree(source, target)
+    return target
+
+
+def test_settings_of_the_user_that_contradict_the_adapter_are_refused(
+    tmp_path: Path, tiny_llama: Path
+) -> None:
+    adapter = write(tmp_path / "adapter", tiny_llama, ("q_proj", "v_proj"))
+    with pytest.raises(ConfigError, match=r"rank 8, but this run uses 32"):
+        adopt_adapter(settings(adapter), ("lora.rank",), tiny_llama)
+    targets = {"target_modules": ["q_proj"]}
+    with pytest.raises(ConfigError, match=r"leaves out model\.layers\.0\.self_attn\.v_proj"):
+        adopt_adapter(settings(adapter, **targets), ("lora.target_modules",), tiny_llama)
+    config, notes = adopt_adapter(settings(adapter, rank=4, **targets), (), tiny_llama)  # of a recipe
+    assert (config.lora.rank, config.lora.target_modules) == (RANK, ["q_proj", "v_proj"])
+    assert "lora.rank=8" in notes[0]
+    assert adopt_adapter(TrainConfig(), (), tiny_llama) == (TrainConfig(), [])
+    assert LoraConfig().target_modules == "all-linear"
+
+
+def test_serving_such_names_is_refused_because_vllm_does_not_know_them(
+    tmp_path: Path, tiny_llama: Path
+) -> None:
+    adapter = renamed(write(tmp_path / "adapter", tiny_llama), with_default)
+    with pytest.raises(ModelError, match=r"lora_A\.default\.weight.*--from-adapter"):
+        find_adapter(adapter, None)
+    assert find_adapter(write(tmp_path / "usual", tiny_llama), None).rank == RANK
