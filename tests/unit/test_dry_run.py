@@ -220,10 +220,8 @@ def test_steps_of_equal_rewards_are_warned_of_once_and_then_at_each_doubling() -
 # Models
 
 
-def config_only(
-    folder: Path, modules: tuple[str, ...] = ("model.layers.0.self_attn.q_proj",), **config: Any
-) -> Path:
-    """A folder with config.json and one small matrix a module."""
+def config_only(folder: Path, **config: Any) -> Path:
+    """A folder with config.json and two small matrices."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     names = ("model.layers.0.self_attn.q_proj", "model.embed_tokens")
@@ -248,7 +246,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"quantised \(fp8\).*no QLoRA",
     ),
     "compressed": (
-        {"architectures": ["LlamaForCausalLM"], "compression_config": {"format": "int-quantized"}}, "quantised",
+        {"architectures": ["LlamaForCausalLM"], "compression_config": {"format": "int"}}, "quantised",
     ),
     "gemma3_vl": (
         {"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {}}, "inside a multimodal one",
