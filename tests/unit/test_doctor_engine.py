@@ -32,13 +32,14 @@ def probe(monkeypatch: pytest.MonkeyPatch, routes: dict[str, tuple[int, Any]], *
 def test_an_engine_that_fits_is_ok(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_probe, "vllm_version", lambda: "0.32.0")
     found = probe(monkeypatch, ROUTES, "vllm", "serve", "--max-lora-rank=64")
-    assert [f.level for f in found] == ["ok"] * 4
-    assert [f.text for f in found] == [
+    assert [f.level for f in found] == ["ok"] * 4 + ["note"]
+    assert [f.text for f in found[:4]] == [
         "vLLM 0.32.0",
         "LoRA is on; 1 adapter(s) loaded",
         "adapters can be loaded at run time (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1)",
         "LoRA rank up to 64",
     ]
+    assert "`skylite train` cannot use this server" in found[4].text
 
 
 def test_each_fault_of_an_engine_is_found_with_the_command_that_serves(
@@ -47,8 +48,8 @@ def test_each_fault_of_an_engine_is_found_with_the_command_that_serves(
     routes = {k: v for k, v in ROUTES.items() if k in ("/version", "/v1/models")}
     routes["/v1/models"] = (200, {"data": [BASE]})
     found = probe(monkeypatch, routes, "vllm", "serve", "--max-lora-rank", "8")
-    assert [f.level for f in found][1:] == ["bad", "bad", "bad"]
-    assert {f.fix.partition(" --host")[0] for f in found[1:]} == {
+    assert [f.level for f in found][1:4] == ["bad", "bad", "bad"]
+    assert {f.fix.partition(" --host")[0] for f in found[1:4]} == {
         "start it with: VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve '/models/my model'"
     }
     assert "--enable-lora --max-lora-rank " in found[1].fix
@@ -60,8 +61,8 @@ def test_the_command_keeps_the_gpus_of_a_server_on_this_machine(
 ) -> None:
     routes = {k: v for k, v in ROUTES.items() if k in ("/version", "/v1/models")}
     found = probe(monkeypatch, routes, "vllm", "serve", *flag)
-    assert " --tensor-parallel-size 4 " in f"{found[-1].fix} "
-    assert "--tensor-parallel-size" not in probe(monkeypatch, routes, "vllm", "serve")[-1].fix
+    assert " --tensor-parallel-size 4 " in f"{found[-2].fix} "
+    assert "--tensor-parallel-size" not in probe(monkeypatch, routes, "vllm", "serve")[-2].fix
 
 
 def test_a_rank_that_cannot_be_seen_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from skylite.untrusted_text import parse_json
 TIMEOUT_S = 5.0
 LARGEST_ANSWER = 4 << 20
 CHECK = "engine"
+OWN_ENGINES = "`skylite train` cannot use this server: a run starts engines of its own"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,7 @@ def probe_engine(url: str) -> list[Finding]:
             tensor_parallel=1 if local is None else local.tensor_parallel,
         )  # fmt: skip
         facts = [replace(f, fix=f"start it with: {command}") if f.level == "bad" else f for f in facts]
-    return facts
+    return [*facts, note(CHECK, OWN_ENGINES, "stop it before a run that needs its GPUs")]
 
 
 def local_server(host: str, port: int) -> LocalServer | None:
