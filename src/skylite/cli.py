@@ -21,6 +21,7 @@ from skylite.cli_prepare import prepare
 from skylite.cli_runs import adapters_app, runs_app
 from skylite.cli_training import training_app
 from skylite.errors import ConfigError, SkyliteError, write_failed
+from skylite.processes.guarded import run_guarded
 from skylite.processes.import_path import protect_imports
 from skylite.progress_reporting import show_long_work
 from skylite.ui.logs import configure_logging, show, unforeseen_text
@@ -81,6 +82,18 @@ def version_text(*, verbose: bool) -> str:
 def main(begin: Callable[[], None] = lambda: None) -> None:
     """Run `begin`, then the command line. An error becomes one message on stderr and a nonzero exit code."""
     protect_imports()
+    words = [word for word in sys.argv[1:] if not word.startswith("-")]
+    if words[:1] != ["prepare"]:
+        raise SystemExit(_exit_code(begin))  # not sys.exit, which a user's code may have replaced
+    try:
+        code = run_guarded(lambda: _exit_code(begin), "`skylite prepare`")
+    except SkyliteError as error:
+        show(f"skylite: {error}", to_stderr=True)
+        code = error.exit_code
+    raise SystemExit(code)
+
+
+def _exit_code(begin: Callable[[], None]) -> int:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):  # closed, or replaced by a test
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # no print may fail
@@ -88,19 +101,22 @@ def main(begin: Callable[[], None] = lambda: None) -> None:
         begin()
         _check_arguments()
         app()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
     except SkyliteError as error:
         show(f"skylite: {error}", to_stderr=True)
         log_tail = getattr(error, "log_tail", "")
         if log_tail:
             show(f"\nThe last lines of its log:\n{log_tail}", to_stderr=True)
-        sys.exit(error.exit_code)
+        return error.exit_code
     except OSError as error:
         # Nearly all writes raise WriteFailed; this handles the rest, such as creating a folder.
         show(f"skylite: {write_failed(error)}", to_stderr=True)
-        sys.exit(1)
+        return 1
     except Exception as error:  # noqa: BLE001 a sentence for every error; its traceback is saved
         show(f"skylite: {unforeseen_text(error)}", to_stderr=True)
-        sys.exit(1)
+        return 1
+    return 0
 
 
 def _check_arguments() -> None:

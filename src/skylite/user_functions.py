@@ -190,19 +190,37 @@ class UserCodeFailed(Exception):
 
 
 class ProcessExit(BaseException):
-    """A user's code called os._exit, which would end skylite without an error."""
+    """A user's code would end skylite without an error, by os._exit or os.execv."""
 
 
-_real_exit = os._exit
+_real_exit, _real_execv, _real_execve = os._exit, os.execv, os.execve
+_ran_in = 0
+"""The process that has run a user's code."""
 _running = threading.local()
 """`pid`: this process while the thread runs a user's code, else None."""
 
 
 def _exit(code: int) -> NoReturn:
     """Replaces os._exit. A process that the user's code forks still ends."""
-    if getattr(_running, "pid", None) == os.getpid():
-        raise ProcessExit(f"os._exit({code!r})")
+    _refuse(f"os._exit({code!r})")
     _real_exit(code)
+
+
+def _execv(path: Any, argv: Any) -> NoReturn:
+    _refuse(f"os.execv({path!r}, ...)")
+    _real_execv(path, argv)
+
+
+def _execve(path: Any, argv: Any, env: Any) -> NoReturn:
+    _refuse(f"os.execve({path!r}, ...)")
+    _real_execve(path, argv, env)
+
+
+def _refuse(call: str) -> None:
+    """Raise ProcessExit in a user's code. It may have started threads; skylite's threads never call these."""
+    is_users_thread = threading.current_thread() is not threading.main_thread() and _ran_in == os.getpid()
+    if is_users_thread or getattr(_running, "pid", None) == os.getpid():
+        raise ProcessExit(call)
 
 
 @contextmanager
@@ -223,8 +241,10 @@ def user_code(keep: type[Exception] | tuple[()] = ()) -> Iterator[None]:
     hears_ctrl_c = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if hears_ctrl_c:
         signal.signal(signal.SIGINT, on_ctrl_c)
-    os._exit = _exit  # type: ignore[assignment]  # typeshed has another parameter name
-    _running.pid = os.getpid()
+    global _ran_in
+    # typeshed has other parameter names
+    os._exit, os.execv, os.execve = _exit, _execv, _execve  # type: ignore[assignment]
+    _ran_in = _running.pid = os.getpid()
     try:
         yield
     except BaseException as error:
