@@ -15,7 +15,7 @@ from skylite.run.held_out_scores import held_out_scores
 from skylite.run.metrics_file import read_metrics
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir, published_versions
-from skylite.run.status import Status, read_status
+from skylite.run.status import Status, current_status
 from skylite.types import Group
 
 
@@ -35,8 +35,8 @@ class Run:
 
     @property
     def status(self) -> Status:
-        """Phase, step and process ids. Raises ConfigError if the run has not written them yet."""
-        return read_status(self._files.status_path)
+        """Phase ("dead" for a killed run), step and process ids. Raises ConfigError before there are any."""
+        return current_status(self.path)
 
     @property
     def metrics(self) -> pa.Table:

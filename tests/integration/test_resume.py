@@ -97,16 +97,16 @@ def test_the_trainer_refuses_a_checkpoint_damaged_after_the_parents_check(
     straight: RunDir, tmp_path: Path
 ) -> None:
     run = copy_of(straight, tmp_path / "copy")
-    weights_file = run.checkpoint_path(4) / "model-00002-of-00004.safetensors"
+    weights_file = run.checkpoint_path(4) / "policy-exp_avg.safetensors"
     content = bytearray(weights_file.read_bytes())
     content[-1] ^= 1
     weights_file.write_bytes(content)
-    with pytest.raises(ModelError, match="model-00002"):
+    with pytest.raises(ModelError, match="policy-exp_avg"):
         choose_checkpoint(run, 4)
     with trainer(run, 1, resume=True) as process:
         process.communicate(timeout=120)
         assert process.returncode == 1
-    assert "model-00002-of-00004.safetensors has sha256" in run.read_json(run.trainer_error_path)["what"]
+    assert "policy-exp_avg.safetensors has sha256" in run.read_json(run.trainer_error_path)["what"]
 
 
 def test_a_replay_is_equal_unless_the_rollouts_were_changed(

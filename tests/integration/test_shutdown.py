@@ -29,12 +29,17 @@ DEAF = f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{IGNORES}"
 
 
 def stopped(
-    root: Path, mode: str, trainer: str, step_s: float, signals: tuple[float, ...]
+    root: Path,
+    mode: str,
+    trainer: str,
+    step_s: float,
+    signals: tuple[float, ...],
+    number: int = signal.SIGTERM,
 ) -> tuple[float, int]:
-    """Seconds from the first signal to the end of everything, and the last step recorded, of a run whose
-    second step is under way.
+    """Seconds from the last counted signal to the end of everything, and the last step recorded, of a run
+    whose second step is under way.
 
-    `signals`: seconds after the start of the step, each SIGTERM.
+    `signals`: seconds after the start of the step, each `number`.
     """
     run = RunDir(root)
     for folder in (run.trainer_steps, run.logs):
@@ -49,18 +54,18 @@ def stopped(
         rewards=("gsm8k",),
         first_step=1,
     )
-    return asyncio.run(_stopped(plan, trainer, step_s, signals))
+    return asyncio.run(_stopped(plan, trainer, step_s, signals, number))
 
 
 async def _stopped(
-    plan: RunPlan, trainer: str, step_s: float, signals: tuple[float, ...]
+    plan: RunPlan, trainer: str, step_s: float, signals: tuple[float, ...], number: int
 ) -> tuple[float, int]:
     loop, stop = asyncio.get_running_loop(), handle_signals(asyncio.Event())
 
     async def steps() -> None:
         progress.recorded, progress.step = 1, 2
         for wait_s in signals:
-            loop.call_later(wait_s, os.kill, os.getpid(), signal.SIGTERM)
+            loop.call_later(wait_s, os.kill, os.getpid(), number)
         await asyncio.sleep(step_s)
         progress.recorded = 2
         await asyncio.Event().wait()
@@ -82,6 +87,30 @@ async def _stopped(
         supervisor.start(spec)
         assert not await run_until_stopped(steps(), plan, supervisor, progress, stop)
     return time.monotonic() - stop.requested_at, progress.recorded
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_of_timeout_counts_once(tmp_path: Path, number: int) -> None:
+    """`timeout` sends it to its child, and then to the group with that child."""
+    seconds, last = stopped(tmp_path, "finish", OBEYS, 1.0, (0.2, 0.21), number)
+    assert last == 2
+    assert seconds < 3
+    assert (tmp_path / "checkpoint").exists()
+
+
+def test_ctrl_c_finishes_a_step_that_takes_longer_than_the_grace(tmp_path: Path) -> None:
+    """And the trainer has the grace for its checkpoint after the step."""
+    slow = OBEYS.replace("\npathlib", "\ntime.sleep(1)\npathlib")
+    seconds, last = stopped(tmp_path, "finish", slow, GRACE_S + 1, (0.2,), signal.SIGINT)
+    assert last == 2
+    assert seconds < GRACE_S
+    assert (tmp_path / "checkpoint").exists()
+
+
+def test_a_second_ctrl_c_abandons_the_step(tmp_path: Path) -> None:
+    seconds, last = stopped(tmp_path, "finish", DEAF, 600, (0.2, 1.0), signal.SIGINT)
+    assert last == 1
+    assert seconds < 3
 
 
 @pytest.mark.parametrize(("mode", "recorded"), [("finish", 2), ("abandon", 1)])
@@ -110,5 +139,5 @@ def test_an_unfinished_step_leaves_the_trainer_time_for_its_checkpoint(
 
 
 def test_a_second_signal_ends_everything_immediately(tmp_path: Path) -> None:
-    seconds, _ = stopped(tmp_path, "finish", DEAF, step_s=600, signals=(0.2, 0.6))
+    seconds, _ = stopped(tmp_path, "finish", DEAF, step_s=600, signals=(0.2, 1.0))
     assert seconds < 2

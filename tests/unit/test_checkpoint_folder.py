@@ -84,15 +84,15 @@ def test_a_checkpoint_in_another_steps_folder_is_refused(tmp_path: Path) -> None
         verify_checkpoint(run.checkpoint_path(30))
 
 
-@pytest.mark.parametrize("found", [3, 5])
+@pytest.mark.parametrize("found", [4, 6])
 def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path, found: int) -> None:
     run = RunDir(tmp_path)
     make(run, 10)
     path = run.checkpoint_path(10) / "manifest.json"
     tree = json.loads(path.read_text())
-    assert tree["format"] == 4
+    assert tree["format"] == 5
     path.write_text(json.dumps(tree | {"format": found}))
-    with pytest.raises(ModelError, match=rf"has format {found} and step 10, expected format 4 and step 10"):
+    with pytest.raises(ModelError, match=rf"has format {found} and step 10, expected format 5 and step 10"):
         verify_checkpoint(path.parent)
 
 

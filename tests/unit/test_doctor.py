@@ -210,7 +210,7 @@ def test_a_dead_run_is_found_and_a_live_one_is_not(tmp_path: Path) -> None:
     live = write_run(tmp_path / "live", "sampling")
     with lock_folder(live):
         (found,) = dead_runs.check_runs(tmp_path)
-    assert found.text == f"{dead} says 'training' at step 3 of 9, but its processes are dead"
+    assert found.text == f"{dead} was killed at step 3 of 9"
     assert found.fix == f"skylite train --resume '{dead}'"
     assert len(dead_runs.check_runs(tmp_path)) == 2
 

@@ -83,7 +83,7 @@ def follow(
                 await asyncio.sleep(0.05)
             go_on()
             await asyncio.sleep(0.5)
-            stop.on_signal()
+            stop.on_signal(2)
             ending = time.monotonic()
         return time.monotonic() - ending
 

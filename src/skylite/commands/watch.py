@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,10 +15,11 @@ from rich.live import Live
 from skylite.errors import SkyliteError
 from skylite.report.alarms import Alarm, find_alarms
 from skylite.report.completions import Completion, Filter, Order, read_training
-from skylite.report.read_run import ENDED, RunFacts, age_s, age_text, read_facts
-from skylite.run.lock import LOCK_NAME, is_locked
+from skylite.report.read_run import RunFacts, age_s, age_text, read_facts
+from skylite.run.lock import LOCK_NAME
 from skylite.run.metrics_file import metrics_line
-from skylite.run.status import Status
+from skylite.run.status import ENDED
+from skylite.run.status import is_alive as status_is_alive
 from skylite.ui.dashboard import step_line
 from skylite.ui.keys import Keys, terminal_keys
 from skylite.ui.live_panel import RECENT_STEPS
@@ -196,15 +196,17 @@ def has_ended(facts: RunFacts) -> bool:
 
 
 def is_silent(facts: RunFacts) -> bool:
-    """Whether the run has no process on this machine and has not written its status for a while."""
-    return not is_alive(facts) and not silent_s(facts) <= SILENT_S
+    """Whether the run was killed here, or has no process here and has not written its status for a while."""
+    return not is_alive(facts) and (was_killed(facts) or not silent_s(facts) <= SILENT_S)
+
+
+def was_killed(facts: RunFacts) -> bool:
+    """A killed run leaves its lock file, unlocked."""
+    return not is_alive(facts) and (facts.run.path / LOCK_NAME).exists()
 
 
 def is_alive(facts: RunFacts) -> bool:
-    """Whether its parent runs here, or anything holds the run's lock: a container has other process ids."""
-    if facts.status is None:
-        return False
-    return _has_process(facts.status) or is_locked(facts.run.path / LOCK_NAME)
+    return facts.status is not None and status_is_alive(facts.run.path, facts.status)
 
 
 def silent_s(facts: RunFacts) -> float:
@@ -225,19 +227,6 @@ def stalled(facts: RunFacts) -> str:
     elif facts.status is not None and facts.status.pids:
         return "dead" if is_long else "no process here"
     return f"silent for {age_text(seconds)}" if is_long else ""
-
-
-def _has_process(status: Status) -> bool:
-    pid = status.pids.get("skylite", 0)
-    if pid <= 0:
-        return False
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _detail(facts: RunFacts) -> str:

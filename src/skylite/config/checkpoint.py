@@ -12,8 +12,9 @@ from skylite.config.base_section import Section
 class CheckpointConfig(Section):
     """Checkpoints that --resume continues from."""
 
-    every: int = Field(10, ge=1)
-    """Steps between checkpoints. The last step and a clean stop always write one."""
+    every: int | None = Field(None, ge=1)
+    """Steps between checkpoints. None: each step, or as many steps as keep their cost below 2 % of the run's
+    time, measured as it runs. The last step and a clean stop always write one."""
     keep_last: int = Field(2, ge=1)
     """Newest checkpoints to keep."""
     keep_best: int = Field(0, ge=0)
@@ -26,8 +27,8 @@ class StopConfig(Section):
     mode: Literal["finish", "abandon"] = "finish"
     """What the first signal does with the current step. A second signal ends everything immediately."""
     grace_s: float = Field(25.0, ge=5)
-    """Seconds from the signal to the end of all processes: the step has 60 %, step and checkpoint
-    together 80 %. Clusters usually kill 30 s after SIGTERM."""
+    """Seconds from SIGTERM or SIGHUP to the end of all processes: the step has 60 %, step and checkpoint
+    together 80 %. Clusters usually kill 30 s after SIGTERM. Ctrl-C gives the step all the time it needs."""
 
 
 class EvalConfig(Section):

@@ -181,13 +181,13 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def check_keep_best(self) -> Self:
         if self.checkpoint.keep_best and (
-            not self.eval.limit or not self.eval.every or self.eval.every % self.checkpoint.every
+            not self.eval.limit or not self.eval.every or self.eval.every % (self.checkpoint.every or 1)
         ):
             raise ValueError(
                 f"checkpoint.keep_best={self.checkpoint.keep_best} needs a held-out score of checkpoints; "
                 f"eval.limit={self.eval.limit}, eval.every={self.eval.every} and "
-                f"checkpoint.every={self.checkpoint.every} give none. Set eval.limit, and set eval.every to "
-                "a multiple of checkpoint.every."
+                f"checkpoint.every={self.checkpoint.every or 'none'} give none. Set eval.limit, and set "
+                "eval.every, to a multiple of checkpoint.every if that is set."
             )
         return self
 

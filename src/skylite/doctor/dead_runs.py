@@ -14,10 +14,8 @@ from skylite.hub.shared_memory_copy import SHARED_MEMORY, USERS_LOCK
 from skylite.processes.file_tree import tree_bytes
 from skylite.processes.reaper import OPENMP_FILE
 from skylite.processes.temporary_folder import unused_folders
-from skylite.run.lock import LOCK_NAME, is_locked
-from skylite.run.status import read_status
-
-ENDED = ("done", "stopped", "failed")
+from skylite.run.lock import is_locked
+from skylite.run.status import ENDED, is_alive, read_status
 
 
 def check_runs(folder: Path) -> list[Finding]:
@@ -29,11 +27,8 @@ def check_runs(folder: Path) -> list[Finding]:
         except ConfigError as error:
             findings.append(note("runs", error.what, error.hint))
             continue
-        if status.phase not in ENDED and not is_locked(path.parent / LOCK_NAME):
-            text = (
-                f"{path.parent} says {status.phase!r} at step {status.step} of {status.num_steps}, "
-                "but its processes are dead"
-            )
+        if status.phase == "dead" or (status.phase not in ENDED and not is_alive(path.parent, status)):
+            text = f"{path.parent} was killed at step {status.step} of {status.num_steps}"
             findings.append(note("runs", text, f"skylite train --resume {shlex.quote(str(path.parent))}"))
     return findings or [ok("runs", f"no dead run in {folder}")]
 

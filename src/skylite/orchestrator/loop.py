@@ -54,6 +54,8 @@ class TrainerStep:
     """The trainer's shortcuts; only after its start."""
     warnings: list[str]
     """Sentences for the user."""
+    notes: list[str]
+    """What the trainer chose, for the user."""
     rollout_gaps: Mapping[str, Any] = field(default_factory=dict)
     """By depth of context, for judge_rollouts.py."""
 
@@ -119,12 +121,14 @@ async def record_steps(session: Session, queues: StepQueues) -> None:
     judge = rollout_judge(plan)
     equal = EqualRewards()
     for step in range(plan.first_step, plan.config.num_steps + 1):
-        progress.step = step
+        progress.begin_step(step)
         progress.phase("sampling", f"step {step} of {plan.config.num_steps}")
         sampled = await queues.samples.get()
         progress.phase("training", f"step {step} of {plan.config.num_steps}")
         trainer_step = await wait_for_trainer_step(plan, step)
         progress.event("trainer_step_seen", step=step)
+        for note in trainer_step.notes:
+            logger.info(note)
         for warning in trainer_step.warnings:
             logger.warning(warning)
         if "anomaly/reason" in trainer_step.metrics:
@@ -241,8 +245,8 @@ async def wait_for_trainer_step(plan: RunPlan, step: int) -> TrainerStep:
     body = run.read_json(run.trainer_step_path(step))
     started, ended = body["trained"]
     choices, warnings = body.get("choices", []), body.get("warnings", [])
-    gaps = body.get("rollout_gaps", {})
-    return TrainerStep(trainer_metrics(body), (started, ended), choices, warnings, gaps)
+    gaps, notes = body.get("rollout_gaps", {}), body.get("notes", [])
+    return TrainerStep(trainer_metrics(body), (started, ended), choices, warnings, notes, gaps)
 
 
 async def load_adapter(session: Session, version: int) -> tuple[AdapterVersion, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -34,6 +35,12 @@ class Progress:
     """Child process name -> number of restarts, over all starts of the trainer."""
     warning: str | None = None
     """For status.json."""
+
+    step_since: float = field(default_factory=time.monotonic)
+    """When the current step began."""
+
+    def begin_step(self, step: int) -> None:
+        self.step, self.step_since = step, time.monotonic()
 
     def phase(self, phase: Phase, detail: str = "", error: str | None = None) -> None:
         """Enter a phase: show it and write status.json."""

@@ -36,6 +36,7 @@ from skylite.orchestrator.shutdown import (
 from skylite.processes.child import ProcessSpec
 from skylite.processes.file_tree import remove_tree
 from skylite.processes.hardware import threads_per_rank
+from skylite.processes.reaper import RUN
 from skylite.processes.supervisor import Supervisor
 from skylite.processes.torchrun import trainer_command, trainer_env
 from skylite.report.read_run import read_facts
@@ -239,7 +240,8 @@ def _trainer_spec(plan: RunPlan, resume: bool) -> ProcessSpec:
     return ProcessSpec(
         name=TRAINER,
         argv=trainer_command(plan.run.root, plan.run.rendezvous, trainer.num_ranks, resume=resume),
-        env=trainer_env(trainer.num_threads or threads_per_rank(trainer.num_ranks), plan.resolved.rank_gpus),
+        env=trainer_env(trainer.num_threads or threads_per_rank(trainer.num_ranks), plan.resolved.rank_gpus)
+        | {RUN: str(plan.run.root.absolute())},
         log_path=plan.run.log_path(TRAINER),
         is_done=plan.run.trainer_step_path(plan.config.num_steps).exists,
     )

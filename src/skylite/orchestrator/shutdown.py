@@ -1,23 +1,32 @@
-"""Ctrl-C and SIGTERM: the first signal stops the run within stop.grace_s, the second one at once."""
+"""Signals that stop a run: the first one finishes the step, a second one ends everything at once.
+
+Ctrl-C gives the step all the time it needs. SIGTERM comes from a scheduler that kills soon, and SIGHUP from a
+terminal that is gone: they have stop.grace_s.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
+import stat
+import statistics
 import time
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from skylite.errors import ChildDied, RunFailed, TrainerLost
+from skylite.errors import ChildDied, DataError, EngineFailed, RunFailed, TrainerLost
 from skylite.orchestrator.failures import TRAINER
 from skylite.orchestrator.plan import RunPlan
 from skylite.orchestrator.progress import Progress
 from skylite.processes.supervisor import Supervisor
+from skylite.run.checkpoint_folder import checkpoint_steps
 from skylite.run.files import convert_os_errors
+from skylite.run.metrics_file import read_metrics
 from skylite.run.run_dir import RunDir
 from skylite.untrusted_files import open_to_append
 
@@ -28,6 +37,12 @@ FINISH_SHARE, TRAINER_SHARE = 0.6, 0.8
 The remaining time is for ending processes."""
 FAILURE_GRACE_S = 6.0
 """Wait after a failed request, in seconds: if a process has ended, its end explains the failure better."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+REPEAT_S = 0.5
+"""A signal so soon after one is the same: `timeout` sends it to the process and to its group."""
+LATE_SIGNAL_S = 0.5
+"""Wait after a child's end for the signal that may have ended it: a scheduler sends it to every process."""
+RECENT_STEPS = 5
 POLL_S = 0.02
 
 
@@ -42,13 +57,33 @@ class StopRequest:
     requested_at: float = 0.0
     """time.monotonic() of the request; 0 if there is none, or until `remaining_s` is first called."""
 
-    def on_signal(self) -> None:
+    is_patient: bool = False
+    """Ctrl-C: nobody kills the run after a while, so the step may take as long as it needs."""
+    last_signal: float = -math.inf
+
+    def on_signal(self, number: int) -> None:
         """Count one signal."""
-        if self.requested.is_set():
-            self.forced.set()
-        else:
-            self.requested_at = time.monotonic()
+        now, before = time.monotonic(), self.last_signal
+        self.last_signal = now
+        if number == signal.SIGHUP:
+            forget_terminal()
+        if not self.requested.is_set():
+            self.is_patient, self.requested_at = number == signal.SIGINT, now
             self.requested.set()
+        elif self.is_patient and number != signal.SIGINT:
+            self.is_patient, self.requested_at = False, now
+        elif now - before >= REPEAT_S:
+            self.forced.set()
+
+    def step_ended(self) -> None:
+        """Start the grace now, if the step had all the time it needed."""
+        if self.is_patient:
+            self.is_patient, self.requested_at = False, time.monotonic()
+
+    async def out_of_time(self, grace_s: float) -> None:
+        """Return `grace_s` after the request; never while the stop is patient."""
+        while self.is_patient or self.remaining_s(grace_s) > 0:
+            await asyncio.sleep(POLL_S)
 
     def remaining_s(self, grace_s: float) -> float:
         """Seconds left until `grace_s` after the request."""
@@ -57,11 +92,25 @@ class StopRequest:
 
 
 def handle_signals(requested: asyncio.Event) -> StopRequest:
-    """Turn SIGINT and SIGTERM into stop requests. Other code may set `requested` too."""
+    """Turn STOP_SIGNALS into stop requests. Other code may set `requested` too. Obeys nohup."""
     stop = StopRequest(requested)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.on_signal)
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP:
+            asyncio.get_running_loop().add_signal_handler(number, stop.on_signal, number)
     return stop
+
+
+def forget_terminal() -> None:
+    """Send output to /dev/null where it went to a terminal that is gone: each write would fail."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        try:
+            is_file = not stat.S_ISCHR(os.fstat(descriptor).st_mode)
+        except OSError:
+            is_file = False
+        if not is_file:
+            os.dup2(null, descriptor)
+    os.close(null)
 
 
 async def run_until_stopped(
@@ -84,13 +133,11 @@ async def run_until_stopped(
             and plan.config.stop.mode == "finish"
             and progress.recorded < progress.step
         ):
-            logger.info(
-                f"finishing step {progress.step} first (stop.mode=finish); press Ctrl-C again to stop at once"
-            )
-            in_time = stop.remaining_s(plan.config.stop.grace_s * FINISH_SHARE)
-            await _wait_for_first(
-                running, watching, stop.forced.wait(), _recorded(progress, progress.step), timeout_s=in_time
-            )
+            logger.info(_finishing_text(plan, progress, stop))
+            limit_s = plan.config.stop.grace_s * FINISH_SHARE
+            recorded = _recorded(progress, progress.step)
+            await _wait_for_first(running, watching, stop.forced.wait(), recorded, stop.out_of_time(limit_s))
+            stop.step_ended()
         if (
             running.done()
             and isinstance(error := running.exception(), RunFailed)
@@ -98,16 +145,75 @@ async def run_until_stopped(
         ):
             await asyncio.wait({watching}, timeout=FAILURE_GRACE_S)
         for task in (watching, running):
+            if task.done() and await _is_stop(task, plan.run, stop):
+                logger.warning(f"{task.exception()} It ended with the stop.")
+                break
             if task.done():
                 task.result()
-        if running.done():
-            return True
+        else:
+            if running.done():
+                return True
     finally:
         for task in (running, watching):
             task.cancel()
         await asyncio.gather(running, watching, return_exceptions=True)
     await _stop_trainer(plan, supervisor, progress, stop)
+    if text := _lost_text(plan.run, progress):
+        logger.warning(text)
     return False
+
+
+async def _is_stop(task: asyncio.Future[None], run: RunDir, stop: StopRequest) -> bool:
+    """Whether a child ended because a scheduler signalled every process of the run."""
+    if not isinstance(task.exception(), ChildDied | EngineFailed) or run.trainer_error_path.exists():
+        return False
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(stop.requested.wait(), LATE_SIGNAL_S)
+    return stop.requested.is_set()
+
+
+def _finishing_text(plan: RunPlan, progress: Progress, stop: StopRequest) -> str:
+    """How long the stop will take, from the steps so far."""
+    try:
+        lines = read_metrics(plan.run.metrics_path)
+    except DataError:
+        lines = []
+    recent = [s for s in (number_of(line, "time/step_s") for line in lines[-RECENT_STEPS:]) if s is not None]
+    if recent:
+        step_s = statistics.median(recent)
+        left = step_s - (time.monotonic() - progress.step_since)
+        takes = (
+            f"about {max(left, 1):.0f} s more" if left > 0 else f"longer than the {step_s:.0f} s of others"
+        )
+    else:
+        takes = "no step has ended yet, so how long that takes is unknown"
+    limit = "" if stop.is_patient else f", {plan.config.stop.grace_s * FINISH_SHARE:.0f} s at most"
+    again = "; Ctrl-C again abandons the step" if stop.is_patient else ""
+    return f"finishing step {progress.step} first ({takes}{limit}){again}"
+
+
+def number_of(metrics: Mapping[str, Any], key: str) -> float | None:
+    value = metrics.get(key)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _lost_text(run: RunDir, progress: Progress) -> str:
+    """What the stop loses; empty if that is nothing."""
+    texts, steps = [], checkpoint_steps(run)
+    saved = steps[-1] if steps else 0
+    if saved < progress.recorded:
+        span = (
+            f"step {progress.recorded}"
+            if progress.recorded == saved + 1
+            else (f"steps {saved + 1} to {progress.recorded}")
+        )
+        texts.append(f"{span} has no checkpoint yet: a resume trains again on the stored completions")
+    if progress.recorded < progress.step:
+        spent = time.monotonic() - progress.step_since
+        kept = run.rollout_path(progress.step).exists()
+        how = "trains again on its stored completions" if kept else "samples it again"
+        texts.append(f"step {progress.step} is abandoned after {spent:.0f} s: a resume {how}")
+    return "; ".join(texts)
 
 
 def ask_trainer_to_end(run: RunDir) -> None:

@@ -48,6 +48,8 @@ COMMAND_PID = "SKYLITE_COMMAND_PID"
 """Environment variable of the command and its descendants: process id and group id of the command."""
 TEMPORARY_FOLDER = "SKYLITE_TEMPORARY_FOLDER"
 """Environment variable with the folder that is removed after the command and its descendants have ended."""
+RUN = "SKYLITE_RUN"
+"""Environment variable of one child of a run: the folder whose status it ends if the parent is killed."""
 MARK = "SKYLITE_CHILD"
 """Environment variable with a unique value per command, inherited by its descendants.
 
@@ -72,6 +74,7 @@ def main() -> NoReturn:
     _kill_descendants()
     remove_leftovers(os.environ.get(TEMPORARY_FOLDER), os.environ.get(MARK))
     if status is None:
+        _write_dead(os.environ.get(RUN))
         os._exit(1)
     _exit_like(status)
 
@@ -99,6 +102,34 @@ def remove_leftovers(temporary: str | None, mark: str | None) -> None:
         if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
             with contextlib.suppress(OSError):
                 os.unlink(path)
+
+
+def _write_dead(run: str | None) -> None:
+    """Replace the phase in the status of a run whose parent was killed, unless a resume has begun."""
+    if run is None:
+        return
+    import json
+
+    with contextlib.suppress(OSError, ValueError):
+        lock = os.open(f"{run}/.skylite.lock", os.O_RDONLY | os.O_NOFOLLOW)  # missing: the run has ended
+        for _ in range(100):  # the kernel may close the parent's pipe before its lock
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.01)
+        else:
+            return
+        with open(f"{run}/status.json", encoding="utf-8") as file:
+            status = json.load(file)
+        if status["phase"] in ("done", "stopped", "failed"):
+            return
+        temporary = f"{run}/.status.json.tmp-{os.getpid()}"
+        with open(
+            os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w"
+        ) as new:
+            json.dump({**status, "phase": "dead", "pids": {}}, new, indent=1)
+            new.write("\n")
+        os.replace(temporary, f"{run}/status.json")
 
 
 def _prctl(option: int, value: int) -> None:

@@ -19,12 +19,9 @@ from skylite.run.held_out_scores import Label
 from skylite.run.metrics_file import read_metrics
 from skylite.run.rollout_file import read_columns
 from skylite.run.run_dir import RunDir, numbered_paths
-from skylite.run.status import Status
+from skylite.run.status import ENDED, Status, is_alive, read_status
 from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json
-
-ENDED = ("done", "stopped", "failed")
-"""Phases after which a run has no processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +70,14 @@ class RunFacts:
         return held_out or any(x > 0 for x in self.series("reward/partial_frac"))
 
     @property
+    def state(self) -> str:
+        """The phase; "dead" for a run that was killed in any phase."""
+        is_dead = (
+            self.status is not None and self.phase not in ENDED and not is_alive(self.run.path, self.status)
+        )
+        return "dead" if is_dead else self.phase
+
+    @property
     def seconds(self) -> float:
         """The time of all recorded steps together."""
         return math.fsum(x for m in self.metrics if math.isfinite(x := number(m, "time/step_s")))
@@ -103,7 +108,7 @@ def read_facts(path: Path) -> RunFacts:
     metrics: list[dict[str, Any]] = []
     held_out: list[HeldOut] = []
     try:
-        status = run.status
+        status = read_status(RunDir(run.path).status_path)
     except ConfigError as error:
         unreadable.append(error.what)
     try:

@@ -25,7 +25,7 @@ def summary(facts: RunFacts) -> Facts:
     return {
         "name": facts.name,
         "path": str(facts.run.path),
-        "phase": facts.phase,
+        "phase": facts.state,
         "steps": facts.steps_done,
         "num_steps": config.num_steps,
         "model": config.model.name,

@@ -26,6 +26,7 @@ from skylite.run.files import convert_os_errors
 from skylite.types import Score
 from skylite.untrusted_files import open_to_append
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _components: tuple[Component, ...] = ()
 """The reward functions of this worker process; empty in the parent."""
 
@@ -33,7 +34,8 @@ _components: tuple[Component, ...] = ()
 class RewardPool:
     """Worker processes with the reward functions.
 
-    They ignore Ctrl-C, which the parent handles, and die with the parent.
+    The parent handles signals that stop a run: a worker has a session of its own, so `timeout` and Ctrl-C do
+    not reach it, and ignores SIGINT, SIGTERM and SIGHUP that are sent to it. It dies with the parent.
     """
 
     def __init__(
@@ -79,9 +81,11 @@ class RewardPool:
             ),
         )
         before = set(multiprocessing.active_children())
-        # Workers start with SIGINT blocked, because Ctrl-C during their imports would print a traceback.
-        resource_tracker.ensure_running()  # starting it later would unblock SIGINT
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # Workers start with the signals blocked, until they ignore them. The tracker, which unblocks SIGINT
+        # and SIGTERM after it ignores them, keeps SIGHUP blocked.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             for _ in range(num_workers):
                 self._executor.submit(os.getpid)
@@ -135,6 +139,9 @@ class RewardPool:
         for worker in self._workers:
             if self._watching is not None:
                 self._watching.remove_reader(worker.sentinel)
+            if worker.is_alive() and worker.pid is not None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(worker.pid, signal.SIGKILL)  # with the programs that a reward has started
             worker.kill()
             worker.join()
         self._folder.remove()
@@ -160,7 +167,7 @@ def _start_worker(
 ) -> None:
     global _components
     os.chdir(folder)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _leave_signals_to_the_parent()
     die_with_parent(parent)
     if log_path is not None:
         is_null = log_path == Path(os.devnull)
@@ -170,6 +177,23 @@ def _start_worker(
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a worker ends by a kill
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # no print may fail
     _components = load_components(specs, weights, programs=programs, parameters=parameters)
+
+
+def _leave_signals_to_the_parent() -> None:
+    """Also in the programs that a reward starts, which would fail and so change the score.
+
+    They may be terminated by the reward, though: a handler is gone after exec, unlike SIG_IGN.
+    """
+    os.setsid()
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda *_: None)
+    os.register_at_fork(after_in_child=_restore_signals)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def _restore_signals() -> None:
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _score_here(items: Sequence[Item]) -> list[Score]:

@@ -6,6 +6,7 @@ Their `manifest.json` lists every other file with size and sha256.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -16,7 +17,7 @@ from skylite.run.run_dir import RunDir, numbered_paths
 from skylite.untrusted_files import read_bytes
 
 logger = logging.getLogger(__name__)
-FORMAT = 4
+FORMAT = 5
 MANIFEST = "manifest.json"
 
 
@@ -39,10 +40,14 @@ class CheckpointManifest(BaseModel):
     files: dict[str, CheckpointFile]
 
 
-def write_checkpoint_manifest(folder: Path, step: int) -> None:
-    """Write the manifest for all files in a checkpoint folder that is not yet renamed."""
+def write_checkpoint_manifest(folder: Path, step: int, hashes: Mapping[str, str] | None = None) -> None:
+    """Write the manifest for all files in a checkpoint folder that is not yet renamed.
+
+    `hashes`: sha256 of files by name, known from writing them.
+    """
+    known = hashes or {}
     files = {
-        p.name: CheckpointFile(sha256=sha256_file(p), bytes=p.stat().st_size)
+        p.name: CheckpointFile(sha256=known.get(p.name) or sha256_file(p), bytes=p.stat().st_size)
         for p in sorted(folder.iterdir())
     }
     manifest = CheckpointManifest(format=FORMAT, step=step, files=files)

@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, get_args
 
 from skylite.errors import ConfigError
 from skylite.run.files import write_json
+from skylite.run.lock import LOCK_NAME, is_locked
 from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json
 
 Phase = Literal[
-    "starting", "sampling", "training", "syncing", "evaluating", "stopping", "done", "stopped", "failed"
+    "starting",
+    "sampling",
+    "training",
+    "syncing",
+    "evaluating",
+    "stopping",
+    "done",
+    "stopped",
+    "failed",
+    "dead",
 ]
 """starting -> (evaluating) -> sampling -> training -> syncing -> sampling ... -> (evaluating) -> done.
 
-Any phase can lead to stopping, stopped or failed.
+Any phase can lead to stopping, stopped, failed or dead: killed, so that it could not write its end itself.
 """
+ENDED: tuple[Phase, ...] = ("done", "stopped", "failed", "dead")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """State of a run. After done, stopped and failed it has no processes."""
+    """State of a run. After done, stopped, failed and dead it has no processes."""
 
     phase: Phase
     step: int
@@ -67,6 +79,35 @@ def read_status(path: Path) -> Status:
             f"{path} is not a valid run status: {type(error).__name__} {error}.",
             "The run is damaged; start a new one.",
         ) from None
+
+
+def current_status(root: Path) -> Status:
+    """The status of a run, "dead" if its process is gone without an end. Raises as `read_status`."""
+    status = read_status(root / "status.json")
+    return status if status.phase in ENDED or is_alive(root, status) else replace(status, phase="dead")
+
+
+def is_alive(root: Path, status: Status) -> bool:
+    """Whether the run's lock is held: also by a process of another container, which has other process ids.
+
+    Without a lock file, whether its process runs here. A killed run leaves the file, and its process id may
+    belong to another program by now.
+    """
+    lock = root / LOCK_NAME
+    return is_locked(lock) or (not lock.exists() and _has_process(status))
+
+
+def _has_process(status: Status) -> bool:
+    pid = status.pids.get("skylite", 0)
+    if pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _has_right_types(status: Status) -> bool:

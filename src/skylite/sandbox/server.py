@@ -35,7 +35,8 @@ _ISOLATED = "isolated"
 def main(life: int) -> NoReturn:
     """Serve until the parent closes the request pipe. When `life`, a pipe, closes, it ends too."""
     _die_with(life)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the parent decides
     requests, replies = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):

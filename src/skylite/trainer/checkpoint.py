@@ -1,27 +1,20 @@
 """Checkpoints: float32 parameters, AdamW's moments, the random state of every rank, and the step.
 
-torch.distributed.checkpoint stores the tensors as safetensors; the rest is JSON. The adapter is replicated on
+The tensors are safetensors, hashed while they are written; the rest is JSON. The adapter is replicated on
 every rank (model/policy.py), so rank 0 writes everything, and any number of ranks can resume.
 """
 
 from __future__ import annotations
 
 import json
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 import skylite
 from skylite.config.train import TrainConfig
@@ -31,6 +24,7 @@ from skylite.run.checkpoint_folder import verify_checkpoint, write_checkpoint_ma
 from skylite.run.files import atomic_folder
 from skylite.run.run_dir import RunDir
 from skylite.trainer.optimizer import FlatAdamW
+from skylite.trainer.write_safetensors import safetensors_buffers, write_buffers
 from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json
 
@@ -50,8 +44,8 @@ def save_checkpoint(
     if path.exists():
         return
     with atomic_folder(path, checkpoint_bytes(optimizers)) as folder:
-        parts = [part for x in optimizers for part in _parts(x, _moments(x))]
-        save_tensors(folder, [*parts, _prefixed("random", random_state)])
+        files = {k.replace("/", "-"): part for x in optimizers for k, part in _parts(x, _moments(x)).items()}
+        hashes = save_tensors(folder, files | {"random": _prefixed("random", random_state)})
         state = {
             "step": step,
             "adapter_version": step,
@@ -63,7 +57,7 @@ def save_checkpoint(
             "config": config.model_dump(mode="json"),
         }
         (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-        write_checkpoint_manifest(folder, step)
+        write_checkpoint_manifest(folder, step, hashes)
 
 
 def checkpoint_bytes(optimizers: Sequence[FlatAdamW]) -> int:
@@ -97,7 +91,10 @@ def load_checkpoint(folder: Path, optimizers: Sequence[FlatAdamW], dist: Dist) -
         updates = {x.name: int(state["optimizer_updates"][x.name]) for x in optimizers}
         moments = {x.name: _empty_moments(x) if updates[x.name] else {} for x in optimizers}
         tensors = {
-            name: t for x in optimizers for part in _parts(x, moments[x.name]) for name, t in part.items()
+            name: t
+            for x in optimizers
+            for part in _parts(x, moments[x.name]).values()
+            for name, t in part.items()
         }
         own, stored = (
             _prefixed("random", {f"rank-{dist.dp_rank}": _random_state(dist)}),
@@ -124,13 +121,13 @@ def load_checkpoint(folder: Path, optimizers: Sequence[FlatAdamW], dist: Dist) -
     return step
 
 
-def _parts(optimizer: FlatAdamW, moments: Mapping[str, Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """An optimizer's tensors, one dict per file: `policy/weights/PARAMETER`, `policy/exp_avg/PARAMETER`."""
+def _parts(optimizer: FlatAdamW, moments: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    """An optimizer's tensors, a dict per file: `policy/weights`: `policy/weights/PARAMETER`, and so on."""
     weights = {n: p.detach() for n, p in optimizer.params.items()}
-    return [
-        _prefixed(f"{optimizer.name}/{part}", tensors)
+    return {
+        (prefix := f"{optimizer.name}/{part}"): _prefixed(prefix, tensors)
         for part, tensors in {"weights": weights, **moments}.items()
-    ]
+    }
 
 
 def _moments(optimizer: FlatAdamW) -> dict[str, dict[str, Tensor]]:
@@ -186,41 +183,33 @@ def _restore_optimizer(
     optimizer.adamw.load_state_dict({**optimizer.adamw.state_dict(), "state": state})
 
 
-def save_tensors(folder: Path, files: Sequence[Mapping[str, Tensor]]) -> None:
-    """Write `model-0000i-of-0000N.safetensors` for each dict of tensors, and `model.safetensors.index.json`.
+def save_tensors(folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
+    """Write NAME.safetensors for each dict of tensors of one dtype. Returns the sha256 of each file.
 
-    One process writes everything, because nothing in a checkpoint is sharded. Each file is built in memory
-    first. Raises OSError.
+    One process writes everything, because nothing in a checkpoint is sharded. Raises OSError.
     """
-    numbers = {name: number for number, tensors in enumerate(files, start=1) for name in tensors}
-    with _single_process():
-        save(
-            {name: tensor for tensors in files for name, tensor in tensors.items()},
-            storage_writer=HuggingFaceStorageWriter(str(folder), numbers),
-            no_dist=True,
-        )
+    on_cpu = {name: {n: t.detach().cpu() for n, t in tensors.items()} for name, tensors in files.items()}
+    return {
+        f"{name}.safetensors": write_buffers(folder / f"{name}.safetensors", safetensors_buffers(tensors))
+        for name, tensors in on_cpu.items()
+    }
 
 
 def load_tensors(folder: Path, into: Mapping[str, Tensor]) -> None:
-    """Read the tensors named in `into` into its tensors of the same shapes. Raises OSError or ValueError."""
-    with _single_process():
-        load(dict(into), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    """Copy the tensors named in `into` to its tensors of the same shapes. Raises OSError or ValueError."""
+    left = dict(into)
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in left.keys() & set(file.keys()):
+                left.pop(name).data.copy_(file.get_tensor(name))
+    if left:
+        raise ValueError(f"{sorted(left)[0]} is missing")
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor in a folder that `save_tensors` wrote."""
-    stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    return {
-        name: tuple(about.size) for name, about in stored.items() if isinstance(about, TensorStorageMetadata)
-    }
-
-
-@contextmanager
-def _single_process() -> Iterator[None]:
-    """Silence the warning about a single process, and raise the cause of a CheckpointException."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*in a single process")
-        try:
-            yield
-        except CheckpointException as error:  # a BaseException: the handlers of errors would miss it
-            raise next(cause for cause, _ in error.failures.values()) from None
+    found: dict[str, tuple[int, ...]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return found

@@ -37,6 +37,7 @@ from skylite.trainer.canary import (
     wait_for_canary,
 )
 from skylite.trainer.checkpoint import load_checkpoint, random_states, save_checkpoint
+from skylite.trainer.checkpoint_interval import CheckpointInterval
 from skylite.trainer.chosen_algorithm import load_functions
 from skylite.trainer.critic import Critic, make_critic
 from skylite.trainer.micro_batch_memory import resolve_micro_batch_tokens
@@ -99,7 +100,7 @@ def train(run: RunDir, run_config: RunConfig, dist: Dist, resume: bool) -> None:
     """Publish the first version, then train on each rollout file until the last step or a stop request."""
     with half_the_threads():  # vLLM starts at the same time
         trainer = build_trainer(run, run_config, dist)
-    checkpoint = trainer.config.checkpoint
+    interval, printed = CheckpointInterval(trainer.config.checkpoint.every), 0
     done = restore(trainer) if resume else 0
     started = time.monotonic()
     metrics = publish_version(trainer, done)
@@ -121,12 +122,26 @@ def train(run: RunDir, run_config: RunConfig, dist: Dist, resume: bool) -> None:
             metrics |= reject_step(run, trainer.config, dist, step, reason, metrics, save, hint)
             metrics |= publish_version(trainer, step)
         done = step
-        if step % checkpoint.every == 0 or step == trainer.config.num_steps:
+        interval.step_ended(time.monotonic() - waited)
+        notes: list[str] = []
+        if is_checkpointed(trainer, interval, step):
             metrics |= checkpoint_step(trainer, step)
+            interval.written(metrics["time/checkpoint_s"])
+            if interval.every is None and not printed / 2 < interval.steps < 2 * printed:
+                notes, printed = [str(interval)], interval.steps
+        metrics["checkpoint/interval"] = float(interval.steps)
         facts = {"skipped": result.anomaly} if result.anomaly else {}
-        facts |= common_facts(trainer) | {"warnings": result.warnings, **result.facts}
+        facts |= common_facts(trainer) | {"warnings": result.warnings, "notes": notes, **result.facts}
         write_step_file(run, dist, step, facts, metrics, result.span)
     checkpoint_step(trainer, done)
+
+
+def is_checkpointed(trainer: Trainer, interval: CheckpointInterval, step: int) -> bool:
+    """Whether a step that has just ended gets a checkpoint. All ranks call it, and rank 0 decides."""
+    config = trainer.config
+    is_scored = bool(config.checkpoint.keep_best and config.eval.every and step % config.eval.every == 0)
+    is_due = step == config.num_steps or is_scored or interval.is_due(step)
+    return bool(trainer.dist.broadcast_(torch.tensor([float(is_due)], device=trainer.dist.device)).item())
 
 
 def build_trainer(run: RunDir, run_config: RunConfig, dist: Dist) -> Trainer:
