@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from traceback import print_exc
 import pytest
 
 OTHER = 65533
+PR_SET_DUMPABLE = 4
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 
 
@@ -24,6 +26,7 @@ def as_other_user(action: Callable[[], object]) -> int:
             os.setgroups([])
             os.setgid(OTHER)
             os.setuid(OTHER)
+            ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # as after the start of a program
             action()
             code = 0
         except BaseException:  # noqa: BLE001 a forked child must not return into pytest

@@ -174,7 +174,13 @@ def started(flags: ChatFlags, served: ServedAdapter) -> Iterator[httpx.Client]:
         spec = replace(spec, max_model_len=max(context, spec.max_model_len))
         log = folder / "vllm.log"
         argv = [*engine_command(spec), *template_flags(run_template(served.run_config))]
-        process = ProcessSpec(name=spec.name, argv=argv, env=engine_env(spec, {}), log_path=log)
+        process = ProcessSpec(
+            name=spec.name,
+            argv=argv,
+            env=engine_env(spec, {}),
+            log_path=log,
+            own_network=not spec.shared_network,
+        )
         transport = httpx.HTTPTransport(uds=str(spec.uds))
         child = start(process)
         try:

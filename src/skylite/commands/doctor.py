@@ -61,6 +61,7 @@ def machine_checks(runs: Path) -> list[tuple[str, Check]]:
         ("address space", limits.check_address_space),
         ("clock", lambda: machine.check_clock(hub)),
         ("ports", machine.check_ports),
+        ("isolation", machine.check_network),
         ("hub", lambda: machine.check_hub(hub)),
         ("runs", lambda: dead_runs.check_runs(runs)),
         ("leftovers", dead_runs.check_leftovers),

@@ -14,6 +14,7 @@ from skylite.data.chat_template import ChatTemplate, run_template
 from skylite.engine.server_command import BASE_NAME, serve_command, serve_env
 from skylite.engine.single_engine import engine_config, single_engine_spec
 from skylite.hub.resolve import resolve_model
+from skylite.processes.own_network import check_network
 from skylite.ui.logs import show, shows_info
 from skylite.vllm_plugin.api_key import KEY_VARIABLE
 
@@ -25,6 +26,8 @@ def serve(target: Path, *, model: str | None, step: int | None, port: int, setti
     served = find_adapter(target, step)
     config = engine_config(served, settings)
     spec = single_engine_spec(config, served, resolve_model(model or served.base_model).path, Path("unused"))
+    if spec.device == "cuda":
+        check_network(config, ranks=False, isolated=False)
     name = served.adapter.name
     logger.info(f"serving {name} ({served.adapter.path}) and {BASE_NAME} on http://127.0.0.1:{port}/v1")
     template = run_template(served.run_config)

@@ -112,6 +112,10 @@ class TrainConfig(Section):
     rounded up. none: num_steps counts."""
     seed: int = Field(0, ge=0)
     """Seed of data order, sampling and adapter initialisation."""
+    shared_network: bool = False
+    """Let ranks and engines use the machine's loopback interface. They trust whatever connects to them there,
+    such as another user. false: a network namespace of their own. If the machine allows none, several ranks
+    are refused while other users have processes."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     lora: LoraConfig = LoraConfig()

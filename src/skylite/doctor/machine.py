@@ -15,6 +15,7 @@ from skylite.doctor.finding import Finding, bad, note, ok
 from skylite.errors import error_line
 from skylite.hub.shared_memory_copy import SHARED_MEMORY
 from skylite.processes.hardware import available_memory, cpu_cores, total_memory
+from skylite.processes.own_network import REMEDY, other_people, why_shared
 from skylite.run.files import format_bytes, free_bytes
 
 GIB = 1 << 30
@@ -81,6 +82,17 @@ def check_disks(*folders: Path) -> list[Finding]:
         else:
             findings.append(ok("disk", text))
     return findings
+
+
+def check_network() -> Finding:
+    """Ranks and engines get a network that no other user can reach."""
+    reason = why_shared()
+    if not reason:
+        return ok("isolation", "ranks and engines run in a network of their own")
+    text = f"ranks and engines share the loopback interface with every user: {reason}"
+    if other_people() == []:
+        return note("isolation", f"{text}; nobody else has processes here now", REMEDY.strip())
+    return note("isolation", f"{text}; several ranks are refused without shared_network=true", REMEDY.strip())
 
 
 def check_ports() -> Finding:

@@ -27,6 +27,10 @@ from skylite.vllm_plugin import api_key as api_keys
 RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 FLASHINFER_SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
 """vLLM's other sampler. Its kernels are compiled at the start by nvcc, which pip does not install."""
+SERVE_MIDDLEWARE = "skylite.vllm_plugin.serve_middleware.RequireKey"
+"""By its name: the file imports the HTTP server."""
+HEADER_BYTES = 64 << 10
+"""Largest request line with its headers that a server of ours takes."""
 BASE_NAME = "base"
 """Served name of the model without an adapter."""
 CPU_BLOCK_SIZE = 32
@@ -85,6 +89,8 @@ class EngineSpec:
     """GPUs by nvidia-smi's numbers; empty: all that the environment makes visible."""
     tensor_parallel: int = 1
     """GPU only: how many of them share the model."""
+    shared_network: bool = False
+    """TrainConfig.shared_network."""
 
 
 def engine_command(spec: EngineSpec) -> list[str]:
@@ -117,8 +123,10 @@ def serve_command(
         str(port),
         *lora,
         *(template_flags(template) if template is not None else []),
+        "--h11-max-incomplete-event-size",
+        str(HEADER_BYTES),
         "--middleware",
-        f"{api_keys.__name__}.RequireKey",
+        SERVE_MIDDLEWARE,
     ]
 
 

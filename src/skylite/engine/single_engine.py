@@ -23,6 +23,7 @@ from skylite.engine.tensor_parallel import SETTING, check_divisible, check_machi
 from skylite.engine.watchdog import RestartPolicy
 from skylite.processes.gpus import describe, visible_gpus
 from skylite.processes.hardware import choose_device, choose_dtype
+from skylite.processes.own_network import check_network
 from skylite.processes.supervisor import Supervisor
 from skylite.processes.temporary_folder import temporary_folder
 from skylite.run.run_dir import AdapterVersion
@@ -45,6 +46,8 @@ def single_engine_spec(
         logger.info(note)
     check_context(config, model_path)
     dtype = choose_dtype(config.model.dtype, device, lora=adapter is not None)[0]
+    if device == "cuda":
+        check_network(config, ranks=False)
     gpus = _gpus(config.engine.tensor_parallel, model_path) if device == "cuda" else ()
     if device == "cpu" and config.engine.tensor_parallel > 1:
         logger.info(f"{SETTING}={config.engine.tensor_parallel} is for GPUs: one vLLM process uses this CPU")
@@ -65,6 +68,7 @@ def single_engine_spec(
         cpu_lora=choose_cpu_lora(config.engine.cpu_lora, dtype, model_path),
         enable_lora=adapter is not None,
         seed=config.seed,
+        shared_network=config.shared_network,
         gpus=gpus,
         tensor_parallel=max(1, len(gpus)),
     )

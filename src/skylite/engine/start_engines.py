@@ -135,6 +135,7 @@ def engine_spec(run_config: RunConfig, target_modules: list[str], index: int, so
         cpu_lora=resolved.cpu_lora,
         enable_lora=True,
         seed=config.seed,
+        shared_network=config.shared_network,
         kv_cache_bytes=resolved.kv_cache_bytes,
         gpus=tuple(resolved.engine_gpus[index * size : (index + 1) * size]),
         tensor_parallel=size,

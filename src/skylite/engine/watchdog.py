@@ -141,4 +141,5 @@ def _process(spec: EngineSpec, logs: Path) -> ProcessSpec:
         argv=engine_command(spec),
         env=engine_env(spec, {}),
         log_path=logs / f"{spec.name}.log",
+        own_network=not spec.shared_network,
     )

@@ -2,7 +2,7 @@
 
 Each trajectory has its own key. A request becomes token ids once: where it continues a recorded call, the
 sampled ids are kept and only the new messages are rendered. So the trainer learns from the very ids that the
-engine was given and sampled. The server listens on 127.0.0.1 and on a Unix socket.
+engine was given and sampled. The server listens on 127.0.0.1 and on a Unix socket, for this user only.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from starlette.routing import Route
 
 from skylite.config.train import TrainConfig
 from skylite.engine.client import Sampling
+from skylite.engine.server_command import HEADER_BYTES
 from skylite.environments.chat_reply import ChatReply
 from skylite.environments.chat_request import ApiError, ChatMessage, ChatRequest, parse_request
 from skylite.environments.parse_reply import parse_reply
 from skylite.environments.renderer import Renderer
 from skylite.environments.trajectory_log import Call, TrajectoryLog, told_since_reply
 from skylite.errors import SkyliteError
+from skylite.processes.own_peers import OwnPeersProtocol
 from skylite.types import End, Sample
 from skylite.untrusted_text import plain
 
@@ -40,6 +42,8 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 16 << 20
 LONG_REPLY = 1 << 16
 """Characters from which on a reply is parsed in a thread: other requests and Ctrl-C do not wait for it."""
+MAX_CONNECTIONS = 4096
+"""More get status 503."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,6 +86,10 @@ class OpenAIServer:
                 access_log=False,
                 lifespan="off",
                 timeout_keep_alive=600,
+                http=OwnPeersProtocol,
+                ws="none",
+                h11_max_incomplete_event_size=HEADER_BYTES,
+                limit_concurrency=MAX_CONNECTIONS,
             )
             server = _Server(options)
             self.base_url = f"http://127.0.0.1:{tcp.getsockname()[1]}/v1"

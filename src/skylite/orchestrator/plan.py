@@ -42,6 +42,7 @@ from skylite.processes.capture_prints import printed_lines
 from skylite.processes.file_descriptors import raise_file_limit
 from skylite.processes.gpus import why_no_gpu
 from skylite.processes.hardware import choose_device, choose_dtype
+from skylite.processes.own_network import check_network
 from skylite.processes.versions_and_hardware import machine_facts
 from skylite.resources.gpu_plan import place
 from skylite.resources.memory_plan import plan_memory
@@ -162,6 +163,7 @@ def choose_model(config: TrainConfig) -> ResolvedModel:
     device = choose_device()
     choose_dtype(config.model.dtype, device)
     check_device(config, device)
+    check_network(config)
     check_build(device)
     check_torchvision()
     model = resolve_model(config.model.name)

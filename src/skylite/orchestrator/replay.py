@@ -15,6 +15,7 @@ from skylite.errors import ChildDied, ConfigError, ModelError, RunFailed
 from skylite.orchestrator.shutdown import ask_trainer_to_end
 from skylite.processes.child import ProcessSpec
 from skylite.processes.hardware import threads_per_rank
+from skylite.processes.own_network import check_network
 from skylite.processes.supervisor import Supervisor
 from skylite.processes.temporary_folder import temporary_folder
 from skylite.processes.torchrun import trainer_command, trainer_env
@@ -146,6 +147,7 @@ def compare(step: int, start: int, first: Path, second: Path) -> ReplayResult:
 async def _train(run: RunDir, recorded: RunConfig, start: int, step: int) -> None:
     """Run the trainer until it publishes `step`. Raises RunFailed, also if a step exceeds the time limit."""
     trainer = recorded.config.trainer
+    check_network(recorded.config)
     spec = ProcessSpec(
         name=TRAINER,
         argv=trainer_command(run.root, run.rendezvous, trainer.num_ranks, resume=True),
@@ -153,6 +155,7 @@ async def _train(run: RunDir, recorded: RunConfig, start: int, step: int) -> Non
             trainer.num_threads or threads_per_rank(trainer.num_ranks), recorded.resolved.rank_gpus
         ),
         log_path=run.log_path(TRAINER),
+        own_network=not recorded.config.shared_network,
         is_done=run.trainer_step_path(step).exists,
     )
     async with Supervisor() as supervisor:

@@ -30,6 +30,7 @@ from skylite.orchestrator.plan import (
 from skylite.orchestrator.plan_messages import log_notes
 from skylite.orchestrator.prompt_check import without
 from skylite.orchestrator.step_metrics import recovered_metrics, require_numbers
+from skylite.processes.own_network import check_network
 from skylite.resources.gpu_plan import Placement, place_again
 from skylite.resources.memory_plan import MemoryBudget, plan_memory
 from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint
@@ -63,6 +64,7 @@ def plan_resume(
     config, _ = epochs_to_steps(config, len(train))
     check_changes(recorded.config, config)
     check_device(config, recorded.resolved.device)
+    check_network(config)
     placement = place_again(recorded, config)
     log_notes(placement.notes)
     rewards, programs = allow_again(run.config_path, config, info, settings)
@@ -231,6 +233,7 @@ def _relocate(
 
 
 SAFE_CHANGES = (
+    "shared_network",
     "checkpoint", "eval", "anomaly", "sync", "stop", "log", "num_steps", "num_epochs",
     "reward.num_workers", "reward.timeout_s", "trainer.step_timeout_s", "trainer.max_restarts",
     "engine.start_timeout_s", "engine.stall_timeout_s", "engine.max_restarts",

@@ -243,5 +243,6 @@ def _trainer_spec(plan: RunPlan, resume: bool) -> ProcessSpec:
         env=trainer_env(trainer.num_threads or threads_per_rank(trainer.num_ranks), plan.resolved.rank_gpus)
         | {RUN: str(plan.run.root.absolute())},
         log_path=plan.run.log_path(TRAINER),
+        own_network=not plan.config.shared_network,
         is_done=plan.run.trainer_step_path(plan.config.num_steps).exists,
     )

@@ -22,13 +22,13 @@ from pathlib import Path
 from skylite.errors import ChildDied, RunFailed
 from skylite.processes.file_descriptors import private_file
 from skylite.processes.import_path import protected_env
+from skylite.processes.own_network import REAPER, why_shared
 from skylite.processes.private_folders import cache_env
-from skylite.processes.reaper import MARK, TEMPORARY_FOLDER, remove_leftovers
+from skylite.processes.reaper import MARK, OWN_NETWORK, TEMPORARY_FOLDER, remove_leftovers
 from skylite.processes.temporary_folder import TemporaryFolder
 from skylite.untrusted_files import open_file, open_to_append
 from skylite.untrusted_text import plain
 
-REAPER = Path(__file__).with_name("reaper.py")
 LONGEST_TMPDIR = 50
 """A socket's path has 107 bytes at most, and vLLM adds 37 to the temporary folder."""
 TAIL_BYTES = 128 * 1024
@@ -63,6 +63,9 @@ class ProcessSpec:
     """Variables added to the parent's environment. Imports do not see the working folder (import_path.py)."""
     log_path: Path
     """stdout and stderr are appended to it."""
+    own_network: bool = False
+    """Start it in a network of its own, if the machine allows it: only its descendants reach its ports, and
+    it reaches nothing but them. Unix sockets stay."""
     is_done: Callable[[], bool] = lambda: False
     """Whether exit code 0 is expected by now (a trainer after its last step). Any other exit is an error."""
 
@@ -99,6 +102,7 @@ def start(spec: ProcessSpec) -> Child:
     mark, folder = uuid.uuid4().hex, _temporary_folder()
     # -I -S keeps user code and site packages out of the reaper; the command has its own interpreter flags.
     argv = [sys.executable, "-I", "-S", str(REAPER), str(read_end), *spec.argv]
+    network = {OWN_NETWORK: "1" if spec.own_network and not why_shared() else ""}
     try:
         with FileIO(open_to_append(spec.log_path), "ab") as log:
             log_start = log.seek(0, os.SEEK_END)
@@ -106,7 +110,7 @@ def start(spec: ProcessSpec) -> Child:
                 argv,
                 # Libraries obey files of the working folder, such as ./wandb/settings, .env and matplotlibrc.
                 cwd=folder.path,
-                env={**child_env(spec.env, str(folder.path)), MARK: mark},
+                env={**child_env(spec.env, str(folder.path)), **network, MARK: mark},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -1,6 +1,7 @@
 """Run one command, and kill it with all its descendants when the parent dies.
 
     python reaper.py DESCRIPTOR COMMAND [ARGUMENT ...]
+    python reaper.py own-network            (can this machine give a command a network of its own?)
 
 DESCRIPTOR is the read end of a pipe. Only the parent holds the write end, so the pipe closes when the parent
 dies, even by `kill -9`. vLLM's engine processes do not watch their parent, so the reaper does. It runs as a
@@ -38,6 +39,8 @@ import os
 import resource
 import select
 import signal
+import socket
+import struct
 import sys
 import time
 from typing import NoReturn
@@ -55,14 +58,21 @@ MARK = "SKYLITE_CHILD"
 
 The parent finds them by it when the reaper itself was killed.
 """
+OWN_NETWORK = "SKYLITE_OWN_NETWORK"
+"""Environment variable, "1": the command gets a network namespace with nothing but a loopback interface."""
 OPENMP_FILE = "__KMP_REGISTERED_LIB_"
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
+SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 GRACE_S = 0.5
 
 
 def main() -> NoReturn:
+    if sys.argv[1] == "own-network":
+        enter_own_network()
+        os._exit(0)
     parent_pipe, command = int(sys.argv[1]), sys.argv[2:]
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     _prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
@@ -168,10 +178,30 @@ def _execute(command: list[str], parent_pipe: int) -> NoReturn:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
     try:
+        if os.environ.get(OWN_NETWORK) == "1":
+            enter_own_network()
         os.execvp(command[0], command)
     except OSError as error:
         print(f"{command[0]} cannot be started: {error.strerror}", file=sys.stderr, flush=True)
         os._exit(127)
+
+
+def enter_own_network() -> None:
+    """Move this process to a new network namespace, where only its own descendants can be. Raises OSError.
+
+    Without root's rights a user namespace comes with it: the user keeps its number and gains nothing.
+    """
+    libc, uid, gid = ctypes.CDLL(None, use_errno=True), os.geteuid(), os.getegid()
+    if libc.unshare(CLONE_NEWNET) != 0:
+        if libc.unshare(CLONE_NEWUSER | CLONE_NEWNET) != 0:
+            error = ctypes.get_errno()
+            raise OSError(error, f"no network namespace: {os.strerror(error)}")
+        maps = {"setgroups": "deny", "uid_map": f"{uid} {uid} 1", "gid_map": f"{gid} {gid} 1"}
+        for name, text in maps.items():
+            with open(f"/proc/self/{name}", "w") as stream:
+                stream.write(text)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", IFF_UP))
 
 
 def _die_with_pipe(parent_pipe: int) -> None:
