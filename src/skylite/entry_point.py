@@ -1,11 +1,13 @@
 """The `skylite` program. Until the import path is safe, it imports only what Python itself has imported."""
 
 from skylite.processes.import_path import protect_imports
+from skylite.processes.standard_streams import protect_streams
 
 
 def main() -> None:
     """Run the command line, with folders of its own for temporary files and compiled code."""
     protect_imports()
+    protect_streams()
     from skylite.cli import main as run_command
     from skylite.processes.private_folders import use_private_folders
 

@@ -62,7 +62,8 @@ SERVER = READ | {
     "port": 8000,
     "chat_template": "{{ messages }}",
     "default_chat_template_kwargs": {"thinking": False},
-    "middleware": ["skylite.vllm_plugin.api_key.RequireKey"],
+    "h11_max_incomplete_event_size": 65536,
+    "middleware": ["skylite.vllm_plugin.serve_middleware.RequireKey"],
 }
 """Every flag is here, so a flag that vLLM renames or reads otherwise is noticed."""
 

@@ -235,7 +235,7 @@ def test_the_api_key_of_skylite_serve_is_in_no_process_list() -> None:
     assert (env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"], env["VLLM_SERVER_DEV_MODE"]) == ("0", "0")
     served = serve_command(SPEC, adapter_name="policy-v000001", adapter_path=Path("a"), port=8000)
     assert "secret" not in served
-    assert served[served.index("--middleware") + 1] == "skylite.vllm_plugin.api_key.RequireKey"
+    assert served[served.index("--middleware") + 1] == "skylite.vllm_plugin.serve_middleware.RequireKey"
 
 
 def test_a_new_key_does_not_compile_the_model_again() -> None:

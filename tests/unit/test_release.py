@@ -47,11 +47,13 @@ def pins_of(file: str) -> set[str]:
     return {pin.lower().replace("_", "-").replace(".", "-") for pin in found}
 
 
-def test_every_pinned_package_but_torch_has_its_hashes() -> None:
-    assert pins_of("cpu-hashes.txt") == {p for p in pins_of("cpu.txt") if not p.startswith("torch==")}
+def test_every_pinned_package_has_its_hashes() -> None:
+    torch = pins_of("torch.txt")
+    assert {p.partition("==")[0] for p in torch} == {"torch"}
+    assert pins_of("cpu-hashes.txt") | torch == pins_of("cpu.txt")
 
 
-HASHED = ("setup.txt", "cpu-hashes.txt", "peers.txt", "verifiers.txt")
+HASHED = ("torch.txt", "setup.txt", "cpu-hashes.txt", "peers.txt", "verifiers.txt")
 
 
 @pytest.mark.parametrize("file", HASHED)
@@ -64,17 +66,24 @@ def test_every_line_has_a_hash_and_names_no_host(file: str) -> None:
     assert (bare, [line for line in lines if "://" in line]) == ([], [])
 
 
-def test_set_up_installs_nothing_without_a_hash_but_torch_and_on_gpus() -> None:
+def test_ci_takes_actions_by_the_digest_of_a_commit() -> None:
+    used = re.findall(r"uses: (\S+)", (ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    assert used
+    assert [action for action in used if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action)] == []
+
+
+def test_set_up_installs_nothing_without_a_hash_but_on_gpus() -> None:
     text = (ROOT / "Makefile").read_text()
     recipe = text.partition("\n$(READY):")[2].replace("\\\n", " ")
     free = [line.strip() for line in recipe.splitlines() if "pip install" in line]
-    assert [re.sub(r".*--no-deps( --extra-index-url \S+)? ", "", line) for line in free] == [
-        "$(PINS) torch",
+    assert [re.sub(r".*--no-deps ", "", line) for line in free] == [
         "--no-build-isolation -e .",
         '$(BIN)/pip install --quiet --no-build-isolation -e ".[gpu,dev]"',
     ]
     assert "INSTALL := $(BIN)/pip install --quiet --no-deps --no-build-isolation --require-hashes\n" in text
-    assert set(re.findall(r"-r (\S+)", recipe)) == {"$(TOOLS)", "$(HASHES)", "$(PEERS)", "$(VERIFIERS)"}
+    assert set(re.findall(r"-r (\S+)", recipe)) == {
+        "$(TOOLS)", "$(TORCH)", "$(HASHES)", "$(PEERS)", "$(VERIFIERS)"
+    }  # fmt: skip
 
 
 def test_the_hash_files_hold_all_that_skylite_and_its_build_name() -> None:
