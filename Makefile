@@ -58,7 +58,7 @@ help: ## list the targets
 setup: $(READY) ## make .venv with skylite and vLLM (constraints/cpu.txt pins the versions for CPU machines)
 
 lora-gsm8k: $(READY) ## prepare data and train a LoRA adapter (DATA=gsm8k, SOURCE=folder, ARGS="--seed 1")
-	$(BIN)/skylite prepare $(PREPARE) --out $(DATA_DIR)
+	$(BIN)/skylite prepare $(PREPARE) --out $(DATA_DIR) --replace
 	$(BIN)/skylite train --recipe $(RECIPE) --data $(DATA_DIR) --run $(RUN) $(ARGS)
 
 lora-guess: $(READY) ## train a game of several turns (ARGS="--seed 1")

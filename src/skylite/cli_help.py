@@ -21,10 +21,21 @@ class SectionedCommand(TyperCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Names what is expected instead of no number, and the command of a flag that `train` lacks."""
         try:
             return super().parse_args(ctx, args)
         except typer.BadParameter as error:
             error.message = _number_expected(error.__cause__) or error.message
+            raise
+        except Exception as error:
+            flag = getattr(error, "option_name", None)  # typer does not export NoSuchOption
+            commands = getattr(ctx.parent.command, "commands", {}) if ctx.parent is not None else {}
+            prepare = commands.get("prepare")
+            if self.name == "train" and prepare and any(flag in p.opts for p in prepare.params):
+                raise typer.BadParameter(
+                    f"{flag} is no flag of `skylite train`: it becomes part of the data. "
+                    f"Give it to `skylite prepare`."
+                ) from error
             raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

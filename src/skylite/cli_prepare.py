@@ -24,6 +24,14 @@ Out = Annotated[
     Path | None,
     typer.Option(help="Output folder. Default: data/NAME, which is printed.", rich_help_panel=ORIGIN),
 ]
+Replace = Annotated[
+    bool,
+    typer.Option(
+        "--replace",
+        help="Replace a folder that another prepare command made, without asking.",
+        rich_help_panel=ORIGIN,
+    ),
+]
 Source = Annotated[
     Path | None,
     typer.Option(help="Folder with the released files. Default: the hub.", rich_help_panel=ORIGIN),
@@ -171,6 +179,7 @@ Seed = Annotated[int, typer.Option(min=0, help="Seed of generation and splits.",
 def prepare(
     target: Target,
     out: Out = None,
+    replace: Replace = False,
     source: Source = None,
     synthetic: Synthetic = False,
     first_source: FirstSource = False,
@@ -206,7 +215,7 @@ def prepare(
         answer_template=answer_template, best_reward=best_reward,
     )  # fmt: skip
     run(
-        target, out=out, source=source, synthetic=synthetic, first_source=first_source,
+        target, out=out, replace=replace, source=source, synthetic=synthetic, first_source=first_source,
         difficulty=numbers(difficulty), where=tuple(where or ()), drop_failing=drop_failing,
         no_answer=no_answer, settings=tuple(settings or ()),
         limit=limit, seed=seed, as_json=as_json, **own.given(),

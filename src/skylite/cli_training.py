@@ -70,7 +70,10 @@ Alpha = Annotated[float | None, setting(UPDATE, "LoRA alpha.", "32")]
 LearningRate = Annotated[float | None, setting(UPDATE, "Learning rate.", "2e-05")]
 GroupSize = Annotated[int | None, setting(UPDATE, "Completions per prompt.", "8")]
 Seed = Annotated[int | None, setting(UPDATE, "Seed of data order, sampling and initialisation.", "0")]
-Run = Annotated[Path | None, option(RUN, "Folder of the new run.", "runs/RECIPE-DATE")]
+Run = Annotated[
+    Path | None,
+    option(RUN, "Folder of the new run.", "runs/RECIPE-DATE; runs/DATA-DATE with --data and no recipe"),
+]
 Resume = Annotated[
     Path | None, option(RUN, "Resume this run from its newest valid checkpoint.", "start a new run")
 ]

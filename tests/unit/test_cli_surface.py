@@ -13,7 +13,7 @@ FLAGS = {
     "prepare": {
         "--out", "--source", "--synthetic", "--first-source", "--difficulty", "--question", "--answer",
         "--no-answer", "--reward", "--set", "--limit", "--seed", "--config", "--split", "--validation-split",
-        "--test-split", "--id", "--system", "--few-shot", "--answer-template", "--best-reward",
+        "--test-split", "--id", "--system", "--few-shot", "--answer-template", "--best-reward", "--replace",
         "--where", "--drop-failing", "--json", *LOGGING,
     },
     "train": {

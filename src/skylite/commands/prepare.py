@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from skylite.commands.prepare_own_data import OwnFlags, RewardChoice, own_data_examples
+from skylite.commands.prepare_preview import ask_before_replacing, preview
 from skylite.config.loading import read_parameters
 from skylite.data.examples import SPLITS, ExampleSet, check_examples, check_ids, check_or_drop
 from skylite.data.key_value_spec import REASONING_GYM
@@ -50,11 +51,13 @@ def prepare(
     limit: int | None = None,
     seed: int = 0,
     as_json: bool = False,
+    replace: bool = True,
     **own: str | float | None,
 ) -> Path:
     """Prepare a data set, a reasoning-gym task or a user's own data. Returns the folder.
 
-    `own`: the fields of OwnFlags. Raises DataError and ConfigError; nothing is written then.
+    `own`: the fields of OwnFlags. `replace`: without asking, also data that another command made. Raises
+    DataError and ConfigError; nothing is written then.
     """
     own_flags = OwnFlags(**own)  # type: ignore[arg-type]  # the caller names its fields
     chosen = RewardChoice(own_flags.reward, read_parameters(settings), has_answers=not no_answer)
@@ -81,8 +84,14 @@ def prepare(
     folder = out if out is not None else Path("data") / examples.dataset
     drop_failing = drop_failing or examples.drop_failing
     made_by = _command_line(target, flags)
+    if not replace:
+        ask_before_replacing(folder, made_by)
     written = _check_and_write(examples, folder, drop_failing, limit, seed, made_by=made_by)
-    show(_facts(folder, *written) if as_json else _summary(folder, *written))
+    if as_json:
+        show(_facts(folder, *written))
+    else:
+        show(preview(written[0]["train"][0], added=written[1].system))
+        show(_summary(folder, *written))
     return folder
 
 
@@ -93,7 +102,7 @@ def _check_and_write(
     log_notes(examples.notes)
     prompts, dropped = _check(examples, drop_failing=drop_failing)
     log_notes(dropped)
-    described = replace(examples, notes=[*examples.notes, *dropped])
+    described = dataclasses.replace(examples, notes=[*examples.notes, *dropped])
     footers = _footers(described, prompts, limit=limit, seed=seed, made_by=made_by)
     replace_folder(folder, prompts, footers)
     return prompts, described
@@ -149,7 +158,7 @@ def _dataset_module(
         limit=limit,
         seed=seed,
     )
-    return replace(examples, parameters=chosen.parameters)
+    return dataclasses.replace(examples, parameters=chosen.parameters)
 
 
 def _reasoning_gym_task(spec: str, limit: int | None, seed: int) -> ExampleSet:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from skylite.commands.log import logger_names
-from skylite.commands.train_defaults import default_data, default_recipe, find_recipe
+from skylite.commands.own_data_sizes import size_by_data
+from skylite.commands.train_defaults import default_data, default_recipe, find_recipe, is_own_data_recipe
 from skylite.config.loading import load_config, read_run_config
 from skylite.config.train import TrainConfig
 from skylite.data.prompt_order import steps_per_epoch
@@ -136,12 +137,21 @@ def _start(flags: TrainFlags, run: Path | None, limit: TimeLimit | None, *, dry_
     from skylite.orchestrator.plan import plan_run, write_run
     from skylite.orchestrator.run_session import run_session
 
-    recipe = find_recipe(flags.recipe) if flags.recipe else default_recipe()
+    recipe = find_recipe(flags.recipe) if flags.recipe else default_recipe(flags.data)
     config = load_config(recipe, flags.overrides(), flags.settings, flags.names())
-    run_dir = RunDir((run or _new_run(recipe)).resolve())
+    follows_data = is_own_data_recipe(recipe)
+    name = Path(config.data.path).resolve().name if follows_data else recipe.stem
+    run_dir = RunDir((run or _new_run(name)).resolve())
     is_default = flags.recipe is None and flags.data is None
     with default_data(config, keep=not dry_run) if is_default else contextlib.nullcontext(config) as readable:
-        plan = plan_run(readable, run_dir, recipe=recipe, settings=flags.settings, flags=flags.overrides())
+        sizes: list[str] = []
+        if follows_data:
+            from skylite.processes.hardware import choose_device
+
+            readable, sizes = size_by_data(readable, gpu=choose_device() == "cuda")
+        plan = plan_run(
+            readable, run_dir, recipe=recipe, settings=flags.settings, flags=flags.overrides(), notes=sizes
+        )
     steps_per_epoch(len(plan.train), plan.config.rollout.prompts_per_step)  # refuses too few prompts
     check_disk_space(plan.run, plan.config, plan.resolved)
     if dry_run:
@@ -200,8 +210,8 @@ def ready_text(plan: RunPlan) -> str:
     )
 
 
-def _new_run(recipe: Path) -> Path:
-    return Path("runs") / f"{recipe.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+def _new_run(name: str) -> Path:
+    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _refuse_flags_on_resume(flags: TrainFlags, run: Path | None) -> None:

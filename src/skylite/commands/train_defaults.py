@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from skylite.config.bundled import bundled_names, find_file
+from skylite.config.loading import read_recipe
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError
 from skylite.processes.temporary_folder import temporary_folder
@@ -16,6 +17,8 @@ from skylite.processes.temporary_folder import temporary_folder
 logger = logging.getLogger(__name__)
 GPU_RECIPE = "gsm8k"
 CPU_RECIPE = "gsm8k_cpu"
+OWN_DATA = "own_data"
+"""Recipe for data of the user's own on a GPU; without one it ends in _cpu."""
 
 
 def find_recipe(name: str) -> Path:
@@ -27,11 +30,16 @@ def find_recipe(name: str) -> Path:
     return find_file(name, "recipes", ("recipe", "recipe file"), known, ConfigError)
 
 
-def default_recipe() -> Path:
-    """The recipe for this machine. Logs the choice."""
+def default_recipe(data: Path | None) -> Path:
+    """The recipe for this machine and, if it is not the recipe's own, the data. Logs the choice."""
     from skylite.processes.hardware import choose_device
 
-    if choose_device() == "cuda":
+    gpu = choose_device() == "cuda"
+    if data is not None and not _is_data_of(GPU_RECIPE if gpu else CPU_RECIPE, data):
+        name = OWN_DATA if gpu else f"{OWN_DATA}_cpu"
+        logger.info(f"recipe {name}: lengths and steps follow the data, {data}; --recipe FILE chooses them")
+        return find_recipe(name)
+    if gpu:
         logger.info(f"recipe {GPU_RECIPE}: this run uses the GPU")
         return find_recipe(GPU_RECIPE)
     logger.info(
@@ -39,6 +47,17 @@ def default_recipe() -> Path:
         "(GSM8K is too hard for it)"
     )
     return find_recipe(CPU_RECIPE)
+
+
+def _is_data_of(recipe: str, data: Path) -> bool:
+    """Whether the folder is the data set that the recipe was made for."""
+    own = read_recipe(find_recipe(recipe))["data"]["path"]
+    return bool(data.resolve() == Path(own).resolve() or data.resolve().name == Path(own).name)
+
+
+def is_own_data_recipe(recipe: Path) -> bool:
+    """Whether lengths and steps follow the data."""
+    return recipe in (find_recipe(OWN_DATA), find_recipe(f"{OWN_DATA}_cpu"))
 
 
 @contextlib.contextmanager

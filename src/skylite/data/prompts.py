@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -149,7 +150,7 @@ def _read(path: Path, read: Callable[[Path], _T]) -> _T:
     try:
         return read(path)
     except FileNotFoundError:
-        raise DataError(f"{path} does not exist.", "Make it with `skylite prepare`.") from None
+        raise DataError(f"{path} does not exist.", _prepared_beside(path.parent)) from None
     except NotADirectoryError:
         rows = path.parent
         raise DataError(
@@ -160,6 +161,19 @@ def _read(path: Path, read: Callable[[Path], _T]) -> _T:
         raise
     except (OSError, ValueError, pa.ArrowException) as error:
         raise DataError(f"{path} is not a parquet file: {_one_line(error)}", _HINT) from None
+
+
+def _prepared_beside(folder: Path) -> str:
+    """What to do about a folder without data: a similar name, or those that there are."""
+    try:
+        names = sorted(p.parent.name for p in folder.parent.glob("*/train.parquet"))
+    except OSError:
+        names = []
+    near = get_close_matches(folder.name, names, n=1)
+    if near:
+        return f"Did you mean {folder.parent / near[0]}?"
+    there = f" {folder.parent} has {', '.join(names[:8])}." if names else ""
+    return f"Make it with `skylite prepare`.{there}"
 
 
 def _read_info(path: Path, metadata: dict[bytes, bytes]) -> PromptFileInfo:

@@ -89,11 +89,13 @@ def plan_run(
     recipe: Path | None = None,
     settings: Sequence[str] = (),
     flags: Collection[str] = (),
+    notes: Sequence[str] = (),
 ) -> RunPlan:
     """Check data, reward, model and machine. Writes nothing. Raises SkyliteError subclasses.
 
     `recipe`: the file that may name programs; None: the user names them. `settings`: the user's --set.
-    `flags`: settings that the user's other flags chose, such as lora.rank.
+    `flags`: settings that the user's other flags chose, such as lora.rank. `notes`: choices made before, to
+    print and record.
     """
     check_folders(config, run)
     config, filter_note = without_foreign_filter(config, recipe, settings)
@@ -123,6 +125,7 @@ def plan_run(
     prompts = check_prompts(config, model.path, template, train, held_out)
     config, length_note = epochs_to_steps(config, len(prompts.train))
     notes = [
+        *notes,
         *(data_note(config, info, len(prompts.train)), filter_note, held_out_note(prompts.held_out)),
         *template_notes(config.data),
         *prompts.notes,
