@@ -12,10 +12,11 @@ from skylite.cli_help import Commands
 from skylite.cli_options import (
     AsJson,
     ChatTemplateFile,
-    RunFolder,
+    RunOrNewest,
     Settings,
     TemplateArgs,
     Verbose,
+    newest_run,
     numbers,
     template_settings,
 )
@@ -26,7 +27,7 @@ WHICH, PROBLEMS, SAMPLING, FORM, PUBLISH, SERVER = (
 )  # fmt: skip
 
 
-Target = Annotated[Path | None, typer.Argument(help="A run or an adapter folder.")]
+Target = Annotated[Path | None, typer.Argument(help="A run or an adapter folder. Default: the newest run.")]
 Base = Annotated[
     bool,
     typer.Option(
@@ -125,7 +126,8 @@ def evaluate(
 
     run_eval(
         EvalFlags(
-            target=target, base=base, model=model, data=tuple(data or ()), split=split, limit=limit, n=n,
+            target=target or (None if base else newest_run()), base=base, model=model,
+            data=tuple(data or ()), split=split, limit=limit, n=n,
             step=step, steps=numbers(steps), all_steps=all_steps, max_loras=max_loras, seed=seed,
             as_json=as_json,
             settings=(
@@ -254,7 +256,7 @@ Public = Annotated[
 
 @after_training_app.command()
 def export(
-    target: RunFolder,
+    target: RunOrNewest = None,
     step: Step = None,
     best: Best = False,
     merge: Merge = False,
@@ -278,7 +280,7 @@ def export(
 
     run_export(
         ExportFlags(
-            run=target, step=step, best=best, merge=merge, gguf=gguf, dtype=dtype, out=out,
+            run=target or newest_run(), step=step, best=best, merge=merge, gguf=gguf, dtype=dtype, out=out,
             base_name=base_name, check_vllm=check_vllm, push=push, public=public,
         ),
         as_json=as_json,

@@ -37,6 +37,9 @@ Verbose = Annotated[
 ]  # fmt: skip
 """Works before and after the name of a command: the callback sets the level, commands ignore the value."""
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+RunOrNewest = Annotated[
+    Path | None, typer.Argument(metavar="RUN", help="A run folder. Default: the newest in ./runs.")
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option(
@@ -89,3 +92,10 @@ def numbers(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a list of integers like 1,2") from None
+
+
+def newest_run() -> Path:
+    """The run in ./runs that was started last. Prints which. Raises ConfigError without one."""
+    from skylite.commands.newest_run import newest_run as find
+
+    return find()

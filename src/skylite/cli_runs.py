@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from skylite.cli_help import Commands
-from skylite.cli_options import AsJson, RunFolder, Verbose
+from skylite.cli_options import AsJson, RunFolder, RunOrNewest, Verbose, newest_run
 from skylite.errors import ConfigError
 
 runs_app = Commands("Look at runs")
@@ -20,7 +20,7 @@ adapters_app = Commands(
 
 @runs_app.command()
 def watch(
-    target: RunFolder,
+    target: RunOrNewest = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a line of JSON for each step until the run ends.")
     ] = False,
@@ -33,13 +33,18 @@ def watch(
     """
     from skylite.commands.watch import watch as run_watch
 
-    run_watch(target, as_json=as_json)
+    run_watch(target or newest_run(), as_json=as_json)
 
 
 @runs_app.command()
 def report(
-    targets: Annotated[list[Path], typer.Argument(metavar="RUN...", help="One run folder, or several.")],
-    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    targets: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="RUN...", help="One run folder, or several. Default: the newest."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The page to write.", show_default="report-RUN.html")
+    ] = None,
     png: Annotated[
         Path | None,
         typer.Option(
@@ -55,12 +60,12 @@ def report(
     """Write a report of one or several runs. One HTML page that needs no network; several are compared."""
     from skylite.commands.report import report as run_report
 
-    run_report(targets, out=out, png=png, max_completions=completions, as_json=as_json)
+    run_report(targets or [newest_run()], out=out, png=png, max_completions=completions, as_json=as_json)
 
 
 @runs_app.command()
 def samples(
-    target: RunFolder,
+    target: RunOrNewest = None,
     step: Annotated[
         str, typer.Option(help="Steps, e.g. 1,50,100. Default: the newest; with --prompt all.")
     ] = "",
@@ -89,7 +94,7 @@ def samples(
     if best and worst:
         raise ConfigError("--best and --worst exclude each other.", "Give one of them.")
     run_samples(
-        target,
+        target or newest_run(),
         SampleFlags(
             steps=_steps(step),
             held_out=held_out,

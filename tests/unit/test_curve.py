@@ -10,8 +10,10 @@ from skylite.ui.curve import curve, proportional_widths, resample
 def test_a_curve_rises_with_its_values() -> None:
     assert curve([0.0, 0.5, 1.0], 10, 1) == ["▁▄█"]
     assert curve([0.0, 0.5, 1.0], 10, 2) == ["  █", "▁██"]
-    assert curve([-1.0, 3.0], 10, 1) == ["▁█"], "the scale widens"
-    assert curve([math.nan, 1.0], 10, 1) == [" █"]
+    assert curve([-1.0, 3.0], 10, 1) == ["▁█"]
+    assert curve([0.01, 0.02, 0.03], 10, 1) == ["▁▄█"], "small rewards have a curve too"
+    assert curve([0.01, 0.02], 10, 1, (0.0, 1.0)) == ["▁▁"]
+    assert curve([math.nan, 1.0], 10, 1) == [" ▄"], "one value is in the middle"
 
 
 def test_a_long_series_is_averaged_over_its_full_length() -> None:

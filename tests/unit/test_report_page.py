@@ -146,6 +146,49 @@ def test_filters_of_the_completions_and_one_prompt_side_by_side(page: Page, page
 
 
 @needs_browser
+def test_short_and_odd_runs_are_readable(page: Page, tmp_path: Path) -> None:
+    """One point has an axis around it, a partial reward has neutral badges, and no verdict comes early."""
+    runs = {name: write_made_up_run(tmp_path, name, steps=2) for name in ("length", "healthy")}
+    for name, run in runs.items():
+        report([run.root], out=tmp_path / f"{name}.html", png=None, max_completions=50)
+    shown = opened(page, tmp_path / "length.html")
+    assert "No alarm." not in shown.run("document.body.innerText")
+    assert shown.run("document.querySelectorAll('.chip.good, .chip.bad').length") == 0
+    scale = "(({ x, y }) => [x.min, x.max, y.min, y.max])(drawn[1].chart.scales)"
+    low, high, bottom, top = shown.run(scale)
+    (version,), (score,) = shown.run("drawn[1].chart.data.slice(0, 2)")
+    assert low < version < high
+    assert bottom < score < top
+    assert (score - bottom) / (top - bottom) == pytest.approx(0.5, abs=0.2), "in the middle"
+    shown = opened(page, tmp_path / "healthy.html")
+    assert shown.run("document.querySelectorAll('.chip.good').length") > 0
+    assert shown.run("document.querySelectorAll('.chip.bad').length") > 0
+    assert shown.errors() == []
+
+
+@needs_browser
+def test_a_smooth_curve_shows_a_fall_where_it_happened(page: Page, tmp_path: Path) -> None:
+    run = write_made_up_run(tmp_path, "instant-collapse")
+    report([run.root], out=tmp_path / "fall.html", png=None, max_completions=0)
+    shown = opened(page, tmp_path / "fall.html")
+    raw, smooth = shown.run("drawn[0].chart.data.slice(1, 3)")
+    assert raw[0] > 0.3
+    assert smooth[0] > 0.1
+    assert max(smooth[2:]) == 0, "nothing lags behind"
+    visible = "[...drawn[0].chart.root.querySelectorAll('.u-series:not(.hidden)')].length"
+    assert shown.run(visible) == 2, "the step and one entry for the curve"
+
+
+@needs_browser
+def test_settings_fit_on_a_phone(page: Page, pages: dict[str, Path]) -> None:
+    shown = opened(page, pages["one"], width=390, height=800)
+    shown.run("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
+    wide = "[...document.querySelectorAll('#facts .scroll')].filter((e) => e.scrollWidth > e.clientWidth + 1)"
+    assert shown.run(f"{wide}.length") == 0
+    assert shown.run("document.documentElement.scrollWidth") <= 390
+
+
+@needs_browser
 def test_several_runs_are_compared(page: Page, pages: dict[str, Path]) -> None:
     shown = opened(page, pages["two"])
     text = shown.run("document.body.innerText")
@@ -153,7 +196,7 @@ def test_several_runs_are_compared(page: Page, pages: dict[str, Path]) -> None:
     assert "repeat themselves" in text
     assert "Settings that differ (0)" in text
     assert shown.run("drawn[0].chart.series.map((s) => s.label)") == [
-        "step", "healthy", "healthy smooth", "hacked", "hacked smooth",
+        "step", "healthy", "healthy", "hacked", "hacked",
     ]  # fmt: skip
 
 

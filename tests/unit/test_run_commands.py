@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +161,40 @@ def test_report_writes_pictures_and_prints_its_findings(made: Path, tmp_path: Pa
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "png").iterdir())
 
 
+def test_a_report_is_named_after_its_run_and_keeps_that_of_another(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said("report", made / "healthy")
+    said("report", made / "no-signal")
+    said("report", made / "healthy", made / "no-signal")
+    first = Path("report-healthy.html").read_text()
+    assert {p.name for p in Path().iterdir()} == {
+        "report-healthy.html", "report-no-signal.html", "report-healthy-and-1-more.html",
+    }  # fmt: skip
+    said("report", made / "healthy")  # again
+    shutil.copytree(made / "no-signal", "elsewhere/healthy")
+    with pytest.raises(ConfigError, match="is a report of other runs"):
+        said("report", "elsewhere/healthy")
+    assert "No alarm" in first
+
+
+def test_without_a_name_the_newest_run_is_taken(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="No run was named"):
+        said("samples")
+    for age, name in ((200, "no-signal"), (100, "healthy")):
+        shutil.copytree(made / name, Path("runs") / name)
+        then = time.time() - age
+        os.utime(Path("runs") / name / "config.json", (then, then))
+    Path("runs/notes").mkdir()
+    assert [run["label"] for run in said_json("report")["runs"]] == ["healthy"]
+    assert said("watch").splitlines()[-40:-1] == said("watch", "runs/healthy").splitlines()[-40:-1]
+    assert said_json("samples") == said_json("samples", "runs/healthy")
+
+
 def test_report_overwrites_only_its_own_page(made: Path, tmp_path: Path) -> None:
     out = tmp_path / "page.html"
     said("report", made / "no-signal", "--out", out)
@@ -191,7 +227,7 @@ def test_the_commands_of_the_page_run(made: Path, tmp_path: Path, monkeypatch: p
     assert len(lines) == 10
     for line in lines:
         assert said(*shlex.split(line, comments=True)[1:])
-    assert (tmp_path / "report.html").is_file()
+    assert (tmp_path / "report-healthy.html").is_file(), "named after the run, not after the link"
     assert (tmp_path / "both.html").is_file()
 
 

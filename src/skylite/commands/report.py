@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +24,21 @@ MARK_BYTES = 2_000
 
 
 def report(
-    targets: list[Path], *, out: Path, png: Path | None, max_completions: int, as_json: bool = False
+    targets: list[Path], *, out: Path | None, png: Path | None, max_completions: int, as_json: bool = False
 ) -> None:
-    """Write the page, and print its path and what it found."""
-    require_own_page(out)
+    """Write the page, and print its path and what it found. `out` None: named after the runs."""
+    mark = marks_of(targets)
+    if out is None:
+        out = Path(default_name(targets))
+        require_own_page(out, mark)
+    else:
+        require_own_page(out)
     if png is not None:
         require_matplotlib()
     runs = [read_facts(target) for target in targets]
     with long_work("reading the runs", total=sum(map(num_files, runs))) as work:
         page = page_data(runs, max_completions, work.advance)
-    text = page_html(page)
+    text = page_html(page, mark)
     with atomic_file(out, len(text)) as temporary:
         temporary.write_text(text, encoding="utf-8")
     pictures = [] if png is None else write_png_files(page, png)
@@ -58,14 +66,29 @@ def result(out: Path, pictures: list[Path], page: dict[str, Any]) -> dict[str, A
     }
 
 
-def require_own_page(out: Path) -> None:
-    """Raises ConfigError if `out` exists and is no page of ours: a report must not overwrite other files."""
+def default_name(targets: Sequence[Path]) -> str:
+    """Such as report-NAME.html or report-NAME-and-2-more.html."""
+    more = f"-and-{len(targets) - 1}-more" if len(targets) > 1 else ""
+    return f"report-{targets[0].resolve().name}{more}.html"
+
+
+def marks_of(targets: Sequence[Path]) -> str:
+    """Tells the page of these runs from that of others with the same names, without their paths."""
+    paths = "\n".join(str(target.resolve()) for target in targets)
+    return hashlib.sha256(os.fsencode(paths)).hexdigest()[:16]
+
+
+def require_own_page(out: Path, mark: str | None = None) -> None:
+    """Raises ConfigError if `out` exists and is no page of ours, or with a `mark` one about other runs."""
     if not out.exists():
         return
     if not out.is_file():
         raise ConfigError(f"--out {out} is not a file.", "Choose another path.")
     with open_file(out) as stream:
-        if f'content="{GENERATOR}"'.encode() not in stream.read(MARK_BYTES):
-            raise ConfigError(
-                f"{out} exists and is not a page of `skylite report`.", "Choose another path with --out."
-            )
+        head = stream.read(MARK_BYTES)
+    if f'content="{GENERATOR}"'.encode() not in head:
+        raise ConfigError(
+            f"{out} exists and is not a page of `skylite report`.", "Choose another path with --out."
+        )
+    if mark is not None and f'content="{mark}"'.encode() not in head:
+        raise ConfigError(f"{out} exists and is a report of other runs.", "Choose another path with --out.")

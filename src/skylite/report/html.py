@@ -21,8 +21,8 @@ GENERATOR = "skylite report"
 """Marks a page of ours, which a new report may replace."""
 
 
-def page_html(data: Mapping[str, Any]) -> str:
-    """The page. `data` comes from page_data.py."""
+def page_html(data: Mapping[str, Any], mark: str = "") -> str:
+    """The page. `data` comes from page_data.py. `mark` tells it from pages about other runs."""
     script = "\n".join(map(_asset, SCRIPTS))
     style = "\n".join(map(_asset, STYLES))
     title = "skylite: " + ", ".join(run["label"] for run in data["runs"])
@@ -33,6 +33,7 @@ def page_html(data: Mapping[str, Any]) -> str:
     parts = {
         "policy": escape(policy),
         "generator": GENERATOR,
+        "mark": mark,
         "title": escape(title),
         "style": style,
         "script": script,

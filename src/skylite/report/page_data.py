@@ -13,6 +13,7 @@ from skylite import __version__
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError, DataError, ModelError
 from skylite.report.adapter_layers import layer_updates
+from skylite.report.alarm_evidence import MIN_WINDOW
 from skylite.report.alarms import find_alarms
 from skylite.report.completions import Completion, read_held_out, read_training
 from skylite.report.plots import REPETITION, time_split, with_components, with_scores
@@ -68,6 +69,8 @@ def run_data(facts: RunFacts, label: str, max_completions: int, on_file: OnFile)
             {"kind": a.kind, "is_alarm": a.is_alarm, "since": a.since, "text": a.text}
             for a in find_alarms(facts.metrics, facts.held_out, repetition)
         ],
+        "is_judged": len(facts.metrics) >= 2 * MIN_WINDOW,
+        "has_partial_rewards": facts.has_partial_rewards,
         "metrics": metrics,
         "held_out": [{"version": h.version, "label": h.label, **asdict(h.score)} for h in facts.held_out],
         "time": time_split(facts.metrics),

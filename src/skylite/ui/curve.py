@@ -19,15 +19,19 @@ def resample(values: Sequence[float], width: int) -> list[float]:
 
 
 def curve(
-    values: Sequence[float], width: int, height: int, scale: tuple[float, float] = (0.0, 1.0)
+    values: Sequence[float], width: int, height: int, scale: tuple[float, float] | None = None
 ) -> list[str]:
-    """`height` lines, top first, of at most `width` columns. The scale covers `scale` and all values.
+    """`height` lines, top first, of at most `width` columns. The scale covers `scale` and all values;
+    None: from the lowest to the highest value.
 
     The lowest value shows the thinnest bar, so a zero differs from a missing step; nan is blank.
     """
     finite = [v for v in values if math.isfinite(v)]
-    low, high = min([scale[0], *finite]), max([scale[1], *finite])
-    span = high - low or 1.0
+    covered = [*finite, *(scale or ())] or [0.0]
+    low, high = min(covered), max(covered)
+    if low == high:  # one value, or equal ones: in the middle
+        low, high = low - 1, high + 1
+    span = high - low
     levels = [
         max(1, round(8 * height * (v - low) / span)) if math.isfinite(v) else 0
         for v in resample(values, width)

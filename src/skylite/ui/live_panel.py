@@ -131,11 +131,9 @@ def reward_curve(state: ScreenState, width: int, height: int) -> list[Text]:
     )
     drawn = [Text("".join(c * stretch for c in line), "yellow") for line in lines]
     drawn[-1] = Text.assemble(drawn[-1], "  ", summary)
-    labels = (
-        [f"{max(1.0, *rewards):>{LABEL_WIDTH - 1}.3g}", *[""] * (height - 2), "reward"]
-        if height > 1
-        else ["reward"]
-    )
+    low = min(filter(math.isfinite, rewards), default=math.nan)
+    top, bottom = f"{best:>{LABEL_WIDTH - 1}.3g}", f"reward {low:>{LABEL_WIDTH - 8}.2g}"
+    labels = [top, *[""] * (height - 2), bottom] if height > 1 else ["reward"]
     return [labelled(label, line) for label, line in zip(labels, drawn, strict=True)]
 
 

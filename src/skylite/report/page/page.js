@@ -10,6 +10,12 @@ function duration(seconds) {
   return h ? `${h} h ${m} min` : m ? `${m} min ${s % 60} s` : `${s} s`;
 }
 
+function when(date) {
+  const time = new Date(date);
+  if (!date || Number.isNaN(time.getTime())) return "-";
+  return `${time.toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short", timeZone: "UTC" })} UTC`;
+}
+
 function heldOut(found) {
   if (!found) return "-";
   const form = (x) => found.is_binary ? (100 * x).toFixed(1) : short(x);
@@ -31,7 +37,8 @@ function drawRun(run, number) {
       found.is_alarm ? "finding alarm" : "finding");
   }
   if (run.error) add(card, "p", `The run failed: ${run.error}`, "finding alarm");
-  if (run.alarms.length === 0 && run.steps > 0) add(card, "p", "No alarm.", "finding fine");
+  if (!run.is_judged) add(card, "p", `${run.steps} steps are too few for most alarms.`, "hint");
+  else if (run.alarms.length === 0) add(card, "p", "No alarm.", "finding fine");
   if (run.held_out.length < 2) add(card, "p", "Reward hacking cannot be seen: fewer than two held-out evaluations (eval.limit, eval.every).", "hint");
   for (const text of run.unreadable) add(card, "p", text, "finding");
   const tiles = add(card, "dl", null, "tiles");
@@ -39,16 +46,16 @@ function drawRun(run, number) {
   tile("state", run.phase);
   tile("steps", `${run.steps} of ${run.num_steps}`);
   tile("reward, first and last fifth", `${short(run.reward_first)} to ${short(run.reward_last)}`);
-  const name = run.held_out_first ? run.held_out_first.name : "score";
-  tile(`held-out ${name}, before`, heldOut(run.held_out_first));
-  tile(`held-out ${name}, after`, heldOut(run.held_out_last));
+  const score = run.held_out_first ? run.held_out_first.name : "score";
+  tile(`held-out ${score}, before`, heldOut(run.held_out_first));
+  tile(`held-out ${score}, after`, heldOut(run.held_out_last));
   tile("time of steps", duration(run.step_seconds || 0));
   tile("tokens/s", short(run.tokens_per_second));
   tile("memory", gib(run.peak_memory_bytes));
   if (run.peak_gpu_memory_bytes !== null) tile("GPU memory", gib(run.peak_gpu_memory_bytes));
   tile("model", run.model);
   tile("algorithm", `${run.algorithm}, rank ${run.rank}, seed ${run.seed}`);
-  tile("last write", (run.updated_at || "-").replace("T", " ").slice(0, 16));
+  tile("last write", when(run.updated_at));
 }
 
 function drawTime() {
@@ -99,7 +106,7 @@ function drawLayers() {
 function drawTable(parent, title, names, columns, isChanged, open) {
   const details = add(parent, "details"), scroll = (add(details, "summary", title), add(details, "div", null, "scroll"));
   details.open = open;
-  const table = add(scroll, "table"), head = add(table, "tr");
+  const table = add(scroll, "table", null, "facts"), head = add(table, "tr");
   add(head, "th", "");
   for (const run of PAGE_DATA.runs) add(head, "th", run.label);
   for (const name of names) {
@@ -133,7 +140,7 @@ function drawSettings() {
 }
 
 function start() {
-  byId("made").textContent = `made ${PAGE_DATA.made} by skylite ${PAGE_DATA.version}`;
+  byId("made").textContent = `made ${when(PAGE_DATA.made)} by skylite ${PAGE_DATA.version}`;
   PAGE_DATA.runs.forEach(drawRun);
   if (PAGE_DATA.runs.length > 1) PAGE_DATA.runs.forEach((run, k) => add(byId("legend"), "span", run.label).style.setProperty("--series", color(k)));
   const redraw = () => drawPlots(PAGE_DATA, byId("smooth").checked, extraMetrics);

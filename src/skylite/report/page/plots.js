@@ -25,15 +25,29 @@ function short(value) {
   return String(Number(value.toPrecision(3)));
 }
 
-// An exponential mean with bias correction, as tensorboard draws it.
-function smoothed(values, weight) {
-  let mean = 0, norm = 0;
-  return values.map((value) => {
+const SMOOTH_FROM = 20;
+
+// A mean over the step and its neighbours. It follows a sudden fall within a few steps, on both sides of it:
+// an exponential mean lags behind.
+function smoothed(values) {
+  const reach = Math.max(1, Math.round(values.length / 50));
+  return values.map((value, k) => {
     if (value === null) return null;
-    mean = weight * mean + (1 - weight) * value;
-    norm = weight * norm + (1 - weight);
-    return mean / norm;
+    const near = values.slice(Math.max(0, k - reach), k + reach + 1).filter((v) => v !== null);
+    return near.reduce((sum, v) => sum + v, 0) / near.length;
   });
+}
+
+// One value, or equal ones, lie in the middle of an axis of this width.
+function around(low, high) {
+  if (low === null || high === null) return [0, 1];
+  if (low === high) return [low - (Math.abs(low) / 10 || 1), high + (Math.abs(high) / 10 || 1)];
+  const pad = (high - low) / 10;
+  return [low >= 0 ? Math.max(0, low - pad) : low - pad, high + pad];
+}
+
+function aroundSteps(low, high) {
+  return low === high ? [low - 1, high + 1] : [low, high];
 }
 
 // One x axis for curves of several runs: the union of their steps.
@@ -78,13 +92,13 @@ function drawPlot(parent, plot, runs, smooth) {
   for (const curve of curves) {
     const scaled = { ...curve, y: curve.y.map((v) => v === null ? null : plot.percent ? 100 * v : v) };
     const value = (u, v) => short(v);
-    const many = !curve.edge && !curve.points && smooth && plot.noisy && scaled.y.length > 8;
+    const many = !curve.edge && !curve.points && smooth && plot.noisy && scaled.y.length >= SMOOTH_FROM;
     if (many) {
       data.push(scaled);
-      series.push({ label: curve.name, stroke: curve.color + "99", width: 1, dash: curve.dash, value, points: { show: false } });
+      series.push({ label: curve.name, stroke: curve.color + "99", width: 1, dash: curve.dash, value, points: { show: false }, inLegend: false });
     }
-    data.push(many ? { ...scaled, y: smoothed(scaled.y, .6) } : scaled);
-    series.push({ label: many ? curve.name + " smooth" : curve.name, stroke: curve.edge ? curve.color + "44" : curve.color,
+    data.push(many ? { ...scaled, y: smoothed(scaled.y) } : scaled);
+    series.push({ label: curve.name, inLegend: !curve.edge, stroke: curve.edge ? curve.color + "44" : curve.color,
       width: curve.edge ? 1 : 2, dash: curve.dash, value, spanGaps: true,
       points: { show: Boolean(curve.points) || scaled.y.length < 3 } });
     if (curve.edge && bands.length * 3 + 2 < series.length && series.length % 3 === 1) {
@@ -95,10 +109,15 @@ function drawPlot(parent, plot, runs, smooth) {
     ticks: { stroke: () => theme("--line") }, font: "11px system-ui" };
   const width = figure.clientWidth - 32;
   const options = { width, height: 210, series, bands, cursor: { sync: { key: sync.key }, y: false },
-    scales: { x: { time: false }, y: plot.log ? { distr: 3 } : {} },
+    scales: { x: { time: false, range: (u, low, high) => aroundSteps(low, high) },
+      y: plot.log ? { distr: 3 } : { range: (u, low, high) => around(low, high) } },
     axes: [{ ...axis, size: 28, incrs: WHOLE_STEPS }, { ...axis, size: 54, values: (u, ticks) => ticks.map((t) => t === null ? "" : plot.log ? short(t) : String(Number(t.toPrecision(7)))) }],
     legend: { live: true } };
   const chart = new uPlot(options, aligned(data), figure);
+  // The raw curve behind a smooth one and the edges of a band need no entry of their own.
+  series.forEach((one, k) => {
+    if (one.inLegend === false) chart.root.querySelectorAll(".u-series")[k].classList.add("hidden");
+  });
   drawn.push({ chart, figure });
 }
 

@@ -34,11 +34,17 @@ function matching(run) {
   return found;
 }
 
+// Right and wrong have colors. A partial reward has none: it says how much, not whether.
+function mark(reward) {
+  if (PAGE_DATA.runs.some((run) => run.has_partial_rewards)) return "";
+  return reward === 1 ? " good" : reward === 0 ? " bad" : "";
+}
+
 function drawCompletion(parent, c, withQuestion) {
   const card = add(parent, "article", null, "card sample");
   const chips = add(card, "div", null, "chips");
   add(chips, "span", c.source === "training" ? `step ${c.step}` : `held-out, version ${c.step}`, "chip");
-  add(chips, "span", `reward ${short(c.reward)}`, "chip " + (c.reward > 0 ? "good" : "bad"));
+  add(chips, "span", `reward ${short(c.reward)}`, "chip" + mark(c.reward));
   add(chips, "span", `${c.tokens} tokens`, "chip");
   if (c.truncated) add(chips, "span", c.end === "stop" ? "truncated" : `limit of ${c.end}`, "chip bad");
   if (c.turns.length > 1) add(chips, "span", `${c.turns.length} turns`, "chip");
