@@ -46,8 +46,10 @@ function around(low, high) {
   return [low >= 0 ? Math.max(0, low - pad) : low - pad, high + pad];
 }
 
-function aroundSteps(low, high) {
-  return low === high ? [low - 1, high + 1] : [low, high];
+// uPlot gives a single step an axis from it to 100 steps later.
+function aroundSteps(u, low, high) {
+  const [first] = u.data[0];
+  return u.data[0].length === 1 ? [first - 1, first + 1] : [low, high];
 }
 
 // One x axis for curves of several runs: the union of their steps.
@@ -109,7 +111,7 @@ function drawPlot(parent, plot, runs, smooth) {
     ticks: { stroke: () => theme("--line") }, font: "11px system-ui" };
   const width = figure.clientWidth - 32;
   const options = { width, height: 210, series, bands, cursor: { sync: { key: sync.key }, y: false },
-    scales: { x: { time: false, range: (u, low, high) => aroundSteps(low, high) },
+    scales: { x: { time: false, range: aroundSteps },
       y: plot.log ? { distr: 3 } : { range: (u, low, high) => around(low, high) } },
     axes: [{ ...axis, size: 28, incrs: WHOLE_STEPS }, { ...axis, size: 54, values: (u, ticks) => ticks.map((t) => t === null ? "" : plot.log ? short(t) : String(Number(t.toPrecision(7)))) }],
     legend: { live: true } };
