@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from skylite.config.environment import EnvConfig
+from skylite.environments.episode_host import FILE_BYTES
 from skylite.environments.sample_episodes import read_reward
 from skylite.errors import ConfigError, RunFailed
 from tests.unit.environment_cases import (
@@ -203,6 +205,40 @@ def test_a_command_is_an_episode(tmp_path: Path) -> None:
     assert group.trajectories[0].reward == 0.75
     assert to_text(group.trajectories[0].samples[0].completion_token_ids) == "hello<|im_end|>"
     assert "said hello" in (tmp_path / "logs" / "episodes.log").read_text()
+
+
+PRINTS = """
+    import os, subprocess
+
+    async def episode(task, chat):
+        await chat(task.messages)
+        print(("x" * 1000 + chr(10)) * 3000)
+        subprocess.run(["echo", f"{task.id} echoed"], check=True)
+        print(task.id, "has", "printed", end="")
+        return 1.0
+"""
+
+
+def test_a_log_of_a_gigabyte_ends_no_episode(tmp_path: Path) -> None:
+    """It is sparse. A new log begins, and the old one stays beside it."""
+    log = tmp_path / "logs" / "episodes.log"
+    log.parent.mkdir()
+    log.touch()
+    os.truncate(log, FILE_BYTES)
+    groups = sample(tmp_path, PRINTS, ScriptedEngine(), num_prompts=2)
+    assert [group.trajectories[0].reward for group in groups] == [1.0, 1.0]
+    printed = log.read_text()
+    assert printed.count("x") == 6_000_000
+    lines = set(printed.splitlines())
+    assert {"p0 echoed", "p1 echoed", "p0 has printed", "p1 has printed"} <= lines
+    assert log.with_name("episodes.log.1").stat().st_size == FILE_BYTES
+
+
+def test_a_full_disk_takes_no_print_and_ends_no_episode(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "episodes.log").symlink_to("/dev/full")
+    (group,) = sample(tmp_path, PRINTS, ScriptedEngine())
+    assert group.trajectories[0].reward == 1.0
 
 
 def test_a_command_without_a_reward_fails(tmp_path: Path) -> None:

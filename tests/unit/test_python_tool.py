@@ -59,6 +59,12 @@ def test_the_model_reads_what_its_program_printed(
     assert output in found if output[-1] != "\n" else found == output
 
 
+def test_folders_of_any_depth_are_removed(run_python: Callable[[str], str]) -> None:
+    code = "import os\nfor _ in range(1500):\n    os.mkdir('a')\n    os.chdir('a')\nos.mkdir('hidden', 0)"
+    assert run_python(code) == ""
+    assert run_python("import os; print(os.listdir('.'))") == "[]\n"
+
+
 def test_a_program_writes_nothing_outside_its_folder(
     run_python: Callable[[str], str], tmp_path: Path
 ) -> None:

@@ -33,6 +33,7 @@ from typing import Any, NoReturn
 from skylite.environments.chat import BlockingChat, Chat, Endpoint, Task, is_limit
 from skylite.environments.command_episode import NonzeroExit, command_episode
 from skylite.environments.episode_leaks import Leftovers, leftovers, open_descriptors
+from skylite.environments.episode_log import Printed, print_into_pipe
 from skylite.environments.episodes import BUILT_IN
 from skylite.errors import SkyliteError
 from skylite.processes.parent_death import die_with_parent
@@ -41,7 +42,7 @@ from skylite.untrusted_text import encodable_json
 from skylite.user_functions import EPISODE, is_command, is_verifiers, load_function
 
 FILE_BYTES = 1 << 30
-"""Largest file that an episode may write, its log included."""
+"""Largest file that an episode may write. What it prints has no limit (episode_log.py)."""
 RESULT_BYTES = 1 << 18
 """Largest result of an episode."""
 IMPORTS_OF_A_REQUEST = ("anyio._backends._asyncio", "h11", "httpcore")
@@ -59,6 +60,7 @@ class Running:
     pid: int
     pidfd: int
     pipe: int
+    printed: Printed
     started: float = field(default_factory=time.monotonic)
     result: bytearray = field(default_factory=bytearray)
 
@@ -111,7 +113,12 @@ class Host:
         while True:
             for key, _ in self._selector.select():
                 if key.data is not None:
-                    if key.data.id in self._running:  # not ended by an event before this one
+                    if key.data.id not in self._running:  # ended by an event before this one
+                        continue
+                    if key.fd == key.data.printed.pipe:
+                        if not key.data.printed.read():
+                            self._forget(key.fd)
+                    else:
                         self._read_result(key.data, ended=key.fd == key.data.pidfd)
                 elif not self._read_requests():
                     for running in list(self._running.values()):
@@ -134,24 +141,32 @@ class Host:
 
     def _start(self, message: dict[str, Any]) -> None:
         read_end, write_end = os.pipe()
+        printed, printing = print_into_pipe()
         sys.stdout.flush()
         sys.stderr.flush()
         host, pid = os.getpid(), os.fork()
         if pid == 0:
             os.close(read_end)
+            os.close(printed.pipe)
+            for descriptor in (1, 2):
+                os.dup2(printing, descriptor)
+            os.close(printing)
             self._selector.close()
             self._parent.close()
             for other in self._running.values():
                 os.close(other.pipe)
                 os.close(other.pidfd)
+                os.close(other.printed.pipe)
             _run_episode(self._episode, message, write_end, host)
         os.close(write_end)
+        os.close(printing)
         with contextlib.suppress(OSError):  # the child does the same; whoever is first
             os.setpgid(pid, pid)
         os.set_blocking(read_end, False)
-        running = Running(message["id"], pid, os.pidfd_open(pid), read_end)
+        running = Running(message["id"], pid, os.pidfd_open(pid), read_end, printed)
         self._running[running.id] = running
         self._selector.register(running.pipe, selectors.EVENT_READ, running)
+        self._selector.register(printed.pipe, selectors.EVENT_READ, running)
         self._selector.register(running.pidfd, selectors.EVENT_READ, running)
 
     def _read_result(self, running: Running, *, ended: bool) -> None:
@@ -173,6 +188,8 @@ class Host:
         del self._running[running.id]
         kill_tree(running.pid)
         _, status = os.waitpid(running.pid, 0)
+        self._forget(running.printed.pipe)
+        running.printed.finish()  # before the parent names the log in an error
         found = _result(bytes(running.result)) or {"ended": os.waitstatus_to_exitcode(status)}
         self._end_orphans()
         _send(self._parent, {**found, "id": running.id, "seconds": seconds})

@@ -278,7 +278,9 @@ def raw_log_tail(path: Path, start: int = 0) -> str:
     """The last TAIL_BYTES of a log, from byte `start`, unchanged; "" when the log does not exist."""
     try:
         with open_file(path) as stream:
-            stream.seek(max(start, path.stat().st_size - TAIL_BYTES))
+            size = path.stat().st_size
+            first = start if start <= size else 0  # a shorter log is a new one
+            stream.seek(max(first, size - TAIL_BYTES))
             return stream.read().decode("utf-8", errors="replace")
     except FileNotFoundError:
         return ""
