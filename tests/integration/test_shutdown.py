@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -141,3 +142,48 @@ def test_an_unfinished_step_leaves_the_trainer_time_for_its_checkpoint(
 def test_a_second_signal_ends_everything_immediately(tmp_path: Path) -> None:
     seconds, _ = stopped(tmp_path, "finish", DEAF, step_s=600, signals=(0.2, 1.0))
     assert seconds < 2
+
+
+TERMINAL = """
+import asyncio, sys, time
+from pathlib import Path
+from skylite.orchestrator.shutdown import handle_signals
+from skylite.ui.dashboard import Screen
+
+async def main():
+    stop = handle_signals(asyncio.Event())
+    with Screen(9) as screen:
+        screen.phase("training", "step 1 of 9")
+        Path("ready").touch()
+        await stop.requested.wait()
+        for _ in range(20):
+            screen.phase("stopping", "the trainer writes its checkpoint")
+            print("still here", flush=True)
+            await asyncio.sleep(0.05)
+    print("the end", flush=True)
+    Path("ended").touch()
+
+asyncio.run(main())
+"""
+
+
+def test_a_lost_terminal_is_a_stop_and_no_error(tmp_path: Path) -> None:
+    """As when ssh is lost: the terminal is gone, each write to it fails, and SIGHUP comes."""
+    master, terminal = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n{TERMINAL}"],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        cwd=tmp_path,
+        start_new_session=True,
+    )
+    os.close(terminal)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "ready").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.5)  # the screen is drawn
+    os.close(master)
+    assert process.wait(60) == 0
+    assert (tmp_path / "ended").exists()
