@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import signal
 import socket
 import time
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -19,6 +21,7 @@ from safetensors.numpy import load_file
 from tests.e2e.conftest import EXACT
 from tests.e2e.project import Project, descendants
 from tests.e2e.running import DEADLINE_S, check_metrics, places_with, running, wait_for_step, wait_gone
+from tests.other_user import as_other_user
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.dist]
 
@@ -113,6 +116,14 @@ def test_an_export_is_checked_with_vllm(
     assert check["gap_max"] < 0.002 < check["base_distance"]
 
 
+def is_dropped(port: int, key: str) -> None:
+    """The server answers nothing here, even to the key."""
+    with socket.socket() as client, contextlib.suppress(ConnectionError):
+        client.connect(("127.0.0.1", port))
+        client.sendall(f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n\r\n".encode())
+        assert client.recv(1) == b""
+
+
 def test_a_finished_run_can_be_served(project: Project, finished: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -139,6 +150,8 @@ def test_a_finished_run_can_be_served(project: Project, finished: str) -> None:
         assert httpx.post(f"{url}/adapters", json={}, headers=given).status_code == 404, (
             "adapters cannot be loaded, even with the key"
         )
+        if os.geteuid() == 0:  # only root can act as another user
+            assert as_other_user(partial(is_dropped, port, key)) == 0
         children = descendants(process.pid)
         assert places_with(key, project.root, [psutil.Process(process.pid), *children]) == []
         process.send_signal(signal.SIGINT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from skylite.processes.child import ProcessSpec, kill, log_tail, poll, start
 from skylite.processes.own_network import why_shared
 from skylite.processes.torchrun import trainer_command, trainer_env
+from skylite.run.run_dir import RunDir, adapter_name
 from tests.integration.torchrun import TIMEOUT_S, weights
 from tests.rows import random_samples
 from tests.small_run import make_run, settings
@@ -43,22 +45,12 @@ def listening_ports(processes: list[psutil.Process]) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.dist
-@pytest.mark.skipif(bool(why_shared()), reason=f"no network namespace here: {why_shared()}")
-def test_two_ranks_train_where_no_stranger_can_join(
-    tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = settings(num_steps=2, trainer={"num_ranks": 2, "num_threads": 1}, checkpoint={"every": 1})
-    run = make_run(tmp_path / "run", tiny_llama, config, {1: random_samples(0), 2: random_samples(1)})
-    run.rendezvous.mkdir(mode=0o700)
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(FORBID)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
-    monkeypatch.setenv("OBJECTS", str(tmp_path / "objects"))
+def train(run: RunDir, *, resume: bool) -> set[int]:
+    """Train on two ranks in a network of their own. Returns their ports, which nobody else reached."""
     child = start(
         ProcessSpec(
             name="trainer",
-            argv=trainer_command(run.root, run.rendezvous, 2, resume=False),
+            argv=trainer_command(run.root, run.rendezvous, 2, resume=resume),
             env=trainer_env(1),
             log_path=run.log_path("trainer"),
             own_network=True,
@@ -81,6 +73,26 @@ def test_two_ranks_train_where_no_stranger_can_join(
         assert child.process.returncode == 0, log_tail(child.spec.log_path, 30)
     finally:
         kill(child)
+    return ports
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(bool(why_shared()), reason=f"no network namespace here: {why_shared()}")
+def test_two_ranks_train_where_no_stranger_can_join(
+    tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(num_steps=2, trainer={"num_ranks": 2, "num_threads": 1}, checkpoint={"every": 1})
+    run = make_run(tmp_path / "run", tiny_llama, config, {1: random_samples(0), 2: random_samples(1)})
+    run.rendezvous.mkdir(mode=0o700)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(FORBID)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    monkeypatch.setenv("OBJECTS", str(tmp_path / "objects"))
+    ports = train(run, resume=False)
+    shutil.rmtree(run.checkpoint_path(2))  # step 2 again, from the checkpoint of step 1
+    shutil.rmtree(run.default_adapters / adapter_name(2))
+    run.trainer_step_path(2).unlink()
+    ports |= train(run, resume=True)
     assert ports, "gloo listens, but not where others are"
     assert not (tmp_path / "objects").exists(), (tmp_path / "objects").read_text()
     assert weights(run, 2)
