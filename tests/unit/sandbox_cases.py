@@ -95,6 +95,7 @@ def touch_every_way(path: str) -> dict[str, str]:
 def reach_out(path: str, pid: int) -> dict[str, str]:
     """Way -> exception, for sockets, processes and signals. `path`: a listening socket. `pid`: its owner."""
     libc = ctypes.CDLL(None, use_errno=True)
+    x86 = platform.machine() == "x86_64"
 
     def system(number: int, *arguments: int) -> None:
         if libc.syscall(number, *arguments) < 0:
@@ -117,6 +118,11 @@ def reach_out(path: str, pid: int) -> dict[str, str]:
         "priority": lambda: os.setpriority(os.PRIO_PROCESS, pid, 19),
         "mount": lambda: system(165, 0, 0, 0, 0, 0),
         "new system call": lambda: system(466, 0),
+        "program": lambda: os.execv("/bin/true", ["true"]),
+        "program by descriptor": lambda: os.execve(os.open("/usr/bin", os.O_PATH), ["true"], {}),
+        "inotify": lambda: system(294 if x86 else 26, 0),
+        "asynchronous input": lambda: system(206 if x86 else 0, 1, ctypes.addressof(ctypes.c_ulong())),
+        "own filter": lambda: system(317 if x86 else 277, 1, 8, 0),
     }
     return {name: error_of(work) for name, work in ways.items()}
 
@@ -203,6 +209,33 @@ def thread_sum(count: int) -> int:
     for thread in threads:
         thread.join()
     return sum(found)
+
+
+def start_threads(count: int) -> int:
+    """Start threads that stay, with small stacks. Returns how many there are."""
+    threading.stack_size(32768)
+    for number in range(count):
+        try:
+            threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        except RuntimeError:
+            return number
+    return count
+
+
+def hold_deleted_files(count: int, num_bytes: int) -> int:
+    """Write files, map a page of each, and delete them. Returns how many bytes no folder shows."""
+    held = []
+    for number in range(count):
+        try:
+            with open("file", "wb") as file:
+                file.write(bytes(num_bytes))
+                file.flush()
+            with open("file", "rb") as file:
+                held.append(mmap.mmap(file.fileno(), 4096, prot=mmap.PROT_READ))
+            os.unlink("file")
+        except OSError:
+            return number * num_bytes
+    return count * num_bytes
 
 
 def forge(text: str) -> None:

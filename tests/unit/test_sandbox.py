@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 
 from skylite.errors import ChildDied
+from skylite.processes.process_tree import children
 from skylite.sandbox import syscalls
+from skylite.sandbox.count_threads import MOST_THREADS
 from skylite.sandbox.landlock import OLDEST_FOR_WRITING, landlock_version
 from skylite.sandbox.sandbox import CallFailed, Limits, Sandbox
 
@@ -100,6 +102,51 @@ def test_no_network_no_process_and_no_signal(sandbox: Sandbox, tmp_path: Path) -
         ways = sandbox.call("reach_out", str(tmp_path / "socket"), os.getpid())
     assert {name: error for name, error in ways.items() if not error} == {}
     assert sandbox.call("thread_sum", 4) == 6, "threads still work"
+
+
+def test_threads_have_a_limit() -> None:
+    """The memory of 20,000 small stacks would be within the limit of memory."""
+    with Sandbox(RUNNER, limits=Limits(cpu_s=60, wall_s=120.0)) as sandbox:
+        assert sandbox.call("start_threads", 20_000) == MOST_THREADS
+        assert sandbox.call("start_threads", 4) == 4, "the next process may start threads again"
+
+
+@CAN_WRITE
+def test_deleted_files_count() -> None:
+    limits = Limits(file_bytes=8 << 20)
+    with Sandbox(RUNNER, scratch=True, limits=limits) as sandbox:
+        for _ in range(2):
+            assert sandbox.call("hold_deleted_files", 40, 4 << 20) <= 2 * limits.file_bytes
+
+
+def test_the_counting_process_ends_with_the_sandbox() -> None:
+    with Sandbox(RUNNER) as sandbox:
+        sandbox.start()
+        below = children(server_pid(sandbox))
+        assert len(below) == 1
+    for pid in below:
+        wait_until_gone(pid)
+
+
+OLD_KERNEL = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from skylite.sandbox.sandbox import CallFailed, Sandbox
+from skylite.sandbox.seccomp import _complete, _refuse, architecture, install
+from skylite.sandbox.syscalls import numbers
+install(_complete(architecture(), _refuse(numbers("unshare seccomp", architecture()))))
+with Sandbox("tests.unit.sandbox_cases:make_runner", scratch=True) as sandbox:
+    assert sandbox.call("evaluate", "1 + 1") == 2
+    print(sandbox.protection.counts_threads, sandbox.protection.has_bounded_folder)
+    print(sandbox.call("start_threads", 3), sandbox.call("hold_deleted_files", 3, 4096))
+    print(sandbox.call("write_at", "own.txt"))
+"""
+
+
+@CAN_WRITE
+def test_where_the_kernel_cannot_count_there_are_no_threads_and_no_deleted_files() -> None:
+    done = subprocess.run([sys.executable, "-c", OLD_KERNEL], capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "False", "0", "0"], done.stderr
 
 
 def test_the_environment_holds_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,5 +315,6 @@ def test_system_call_numbers_are_those_of_the_kernel(header: str, architecture: 
     if not path.is_file():
         pytest.skip("the kernel's headers are not installed")
     found = dict(re.findall(r"#define\s+__NR(?:3264)?_(\w+)\s+(\d+)", path.read_text()))
+    found |= {"newfstatat": found["fstatat"]} if "fstatat" in found else {}  # its name on 64 bits
     ours = {name: syscalls.numbers(name, architecture) for name in syscalls._TABLE}
     assert ours == {name: [int(found[name])] if name in found else [] for name in ours}

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from skylite.doctor import dead_runs, limits, machine, software
+from skylite.doctor import dead_runs, limits, machine, sandbox_level, software
 from skylite.doctor.engine_probe import probe_engine
 from skylite.doctor.finding import Finding, bad
 from skylite.errors import SkyliteError, error_line
@@ -59,6 +59,7 @@ def machine_checks(runs: Path) -> list[tuple[str, Check]]:
         ("open files", limits.check_open_files),
         ("processes", limits.check_processes),
         ("address space", limits.check_address_space),
+        ("sandbox", sandbox_level.check_sandbox),
         ("clock", lambda: machine.check_clock(hub)),
         ("ports", machine.check_ports),
         ("isolation", machine.check_network),

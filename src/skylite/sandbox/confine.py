@@ -9,6 +9,7 @@ import signal
 import struct
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from skylite.sandbox.landlock import OLDEST_FOR_WRITING, landlock_version, restrict
@@ -25,8 +26,21 @@ _PR_SET_PDEATHSIG = 1
 _CAPABILITIES_VERSION_3 = 0x20080522
 
 
+@dataclass(frozen=True, slots=True)
+class Protection:
+    """What this kernel and container offer. Without one of them, code in the sandbox may do less."""
+
+    landlock: int
+    """Its version. 0: everything that the user may read can be read."""
+    counts_threads: bool
+    """False: calls start no threads."""
+    has_bounded_folder: bool
+    """The scratch folder is a file system of limited size. False: no file can be deleted or renamed in it."""
+
+
 def isolate(readable: Sequence[Path], scratch: Path | None) -> None:
-    """Cut this process and its children off: no network, no other processes, no writing but in `scratch`.
+    """Cut this process and its children off: no network, no other processes, no program, no writing but in
+    `scratch`.
 
     Reading is limited to Python, the system's libraries and `readable`, if the kernel has Landlock.
     Raises OSError if the kernel cannot do it.
@@ -43,7 +57,7 @@ def isolate(readable: Sequence[Path], scratch: Path | None) -> None:
     install(isolation_filter(arch, may_write=scratch is not None))
 
 
-def limit_call(server: int, memory_bytes: int, cpu_s: int, file_bytes: int) -> None:
+def limit_call(server: int, memory_bytes: int, cpu_s: int, file_bytes: int, protection: Protection) -> None:
     """Limit the process of one call: one process, memory, CPU time, files. `server`: its parent's id.
 
     memory_bytes: address space, in bytes. file_bytes: the largest file that it may write.
@@ -58,7 +72,14 @@ def limit_call(server: int, memory_bytes: int, cpu_s: int, file_bytes: int) -> N
     lower_limit(resource.RLIMIT_NOFILE, OPEN_FILES, OPEN_FILES)
     arch = architecture()
     assert arch is not None, "isolate has checked it"
-    install(single_process_filter(arch, os.getpid()))
+    install(
+        single_process_filter(
+            arch,
+            os.getpid(),
+            may_start_threads=protection.counts_threads,
+            may_delete=protection.has_bounded_folder,
+        )
+    )
 
 
 def lower_limit(kind: int, soft: int, hard: int | None = None) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from skylite.sandbox.confine import limit_call
+from skylite.sandbox.confine import Protection, limit_call
 from skylite.sandbox.messages import receive, with_length
 from skylite.sandbox.scratch import is_larger
 
@@ -70,6 +70,9 @@ class Copies:
     private: tuple[int, ...]
     """More descriptors that a copy must not have."""
     scratch: Path | None
+    protection: Protection
+    resets: int | None
+    """A pipe to the process that counts threads (count_threads.py)."""
     _copy: _Copy | None = None
 
     def wait(self) -> None:
@@ -106,12 +109,16 @@ class Copies:
     def _start(self, limits: dict[str, Any]) -> _Copy:
         (requests, own_requests), (own_answers, answers) = os.pipe(), os.pipe()
         pages, server = int(os.pread(self.memory, 64, 0).split()[0]), os.getpid()
+        own = [] if self.resets is None else [self.resets]
+        for counter in own:
+            os.write(counter, b"0")
         pid = os.fork()
         if pid == 0:
-            for descriptor in (self.requests, self.memory, *self.private, own_requests, own_answers):
+            for descriptor in (self.requests, self.memory, *self.private, *own, own_requests, own_answers):
                 os.close(descriptor)
             memory_bytes = pages * os.sysconf("SC_PAGE_SIZE") + limits["memory_bytes"]
-            _serve(self.function, limits | {"memory_bytes": memory_bytes}, requests, answers, server)
+            limits = limits | {"memory_bytes": memory_bytes}
+            _serve(self.function, limits, self.protection, requests, answers, server)
         os.close(requests)
         os.close(answers)
         os.set_blocking(own_requests, False)
@@ -124,11 +131,16 @@ class Copies:
 
 
 def _serve(
-    function: Callable[..., Any], limits: dict[str, Any], requests: int, answers: int, server: int
+    function: Callable[..., Any],
+    limits: dict[str, Any],
+    protection: Protection,
+    requests: int,
+    answers: int,
+    server: int,
 ) -> NoReturn:
     """The copy: limit this process, answer calls until the server ends it."""
     try:
-        limit_call(server, limits["memory_bytes"], limits["cpu_s"], limits["file_bytes"])
+        limit_call(server, limits["memory_bytes"], limits["cpu_s"], limits["file_bytes"], protection)
     except BaseException as error:  # noqa: BLE001  # nothing runs without limits
         _write(answers, _raised(error))
         os._exit(0)

@@ -15,7 +15,7 @@ _PATH_BENEATH = 1
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _TRUNCATE = 1 << 14
 _FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
-_READ = _EXECUTE | _READ_FILE | _READ_DIR
+_READ = _READ_FILE | _READ_DIR
 _NO_SPECIAL_FILES = ~((1 << 6) | (1 << 9) | (1 << 11))  # no character device, socket or block device
 OLDEST_FOR_WRITING = 3
 """The first version (Linux 6.2) that covers truncation. Older ones only limit what may be read."""
@@ -30,8 +30,7 @@ def landlock_version() -> int:
 def restrict(version: int, readable: Sequence[Path], writable: Sequence[Path]) -> None:
     """Leave this process nothing but these files and folders. It cannot be undone.
 
-    `readable` may be executed, too. Paths that do not exist are left out. Raises OSError if the kernel
-    refuses.
+    No program may be executed. Paths that do not exist are left out. Raises OSError if the kernel refuses.
     """
     rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     # struct landlock_ruleset_attr: files, TCP (bind, connect), scopes (abstract sockets, signals).
@@ -42,7 +41,7 @@ def restrict(version: int, readable: Sequence[Path], writable: Sequence[Path]) -
         for path in readable:
             _allow(ruleset, path, _READ)
         for path in writable:
-            _allow(ruleset, path, rights & _NO_SPECIAL_FILES)
+            _allow(ruleset, path, rights & _NO_SPECIAL_FILES & ~_EXECUTE)
         _check(_libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
         _check(_libc().syscall(_RESTRICT, ruleset, 0), "landlock_restrict_self")
     finally:

@@ -39,6 +39,7 @@ from skylite.processes.child import describe_exit_code
 from skylite.processes.file_descriptors import private_file
 from skylite.processes.import_path import NEUTRAL_FOLDER
 from skylite.processes.temporary_folder import TemporaryFolder
+from skylite.sandbox.confine import Protection
 from skylite.sandbox.messages import receive_until, send
 from skylite.untrusted_text import encodable_json
 
@@ -115,6 +116,8 @@ class Sandbox:
         self._readable = [str(path.resolve()) for path in readable]
         self._wants_scratch = scratch
         self._copy_life_s = copy_life_s
+        self.protection: Protection | None = None
+        """Known after the start."""
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._life: FileIO | None = None
@@ -194,6 +197,7 @@ class Sandbox:
             "arguments": self._arguments,
             "readable": self._readable,
             "scratch": None if self._scratch is None else str(self._scratch),
+            "file_bytes": self._limits.file_bytes,
         }
         kind, *details = self._exchange([setup], SETUP_S)
         if kind == "isolated":
@@ -202,6 +206,8 @@ class Sandbox:
                 f"This machine cannot run {self._what} in a sandbox: {details[0]}.",
                 "It needs Linux on x86-64 or AArch64 with seccomp; containers allow that by default.",
             )
+        if kind == "ready":
+            self.protection = Protection(**details[0])
         if kind == "raised":
             self._end()
             raise CallFailed(f"raised {details[0]}: {details[1]}", details[0])

@@ -1,4 +1,4 @@
-"""seccomp filters: system calls that sandboxed code may not make (seccomp(2), Linux 3.17).
+"""seccomp filters: the system calls that sandboxed code may make (seccomp(2), Linux 3.17).
 
 A filter is a small BPF program. The kernel runs it before each system call of the process and of everything
 that the process starts. No filter can be removed. All need no privileges.
@@ -11,17 +11,20 @@ import errno
 import os
 import platform
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from skylite.sandbox.syscalls import (
+    ALLOWED,
     ARCHITECTURES,
     ATTRIBUTES,
+    DELETING,
     MACHINE,
     MEMORY,
     NETWORK,
-    NEWEST,
     OTHER_PROCESSES,
     PROCESSES,
+    PROGRAMS,
     SIGNALS,
     WRITING,
     numbers,
@@ -30,7 +33,7 @@ from skylite.sandbox.syscalls import (
 _LOAD, _AND, _RETURN = 0x20, 0x54, 0x06
 _EQUAL, _GREATER_EQUAL = 0x15, 0x35
 _NUMBER, _ARCHITECTURE = 0, 4  # offsets in struct seccomp_data
-_ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
+_ALLOW, _KILL, _ERROR, _ASK = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000
 _REFUSE = _ERROR | errno.EPERM
 _ABSENT = _ERROR | errno.ENOSYS
 
@@ -43,6 +46,9 @@ _SIGNAL_FCNTLS = (8, 10, 15)
 """F_SETOWN, F_SETSIG, F_SETOWN_EX: a file can then send any signal to any process of the user."""
 _PR_SET_NO_NEW_PRIVS, _PR_SET_PDEATHSIG, _PR_SET_SECCOMP = 38, 1, 22
 _SECCOMP_MODE_FILTER = 2
+_SET_MODE_FILTER, _NEW_LISTENER = 1, 8
+_O_TMPFILE = 0o20000000
+"""Without O_DIRECTORY, which os.O_TMPFILE includes."""
 
 Instruction = tuple[int, int, int, int]
 """code, jump if true, jump if false, k."""
@@ -58,63 +64,102 @@ def architecture() -> int | None:
 
 
 def isolation_filter(arch: int, *, may_write: bool) -> list[Instruction]:
-    """No network, no other processes' memory, no change of the machine; no writing unless `may_write`.
+    """Only ALLOWED calls: no network, no programs, no other processes' memory, no change of the machine.
 
-    With `may_write`, Landlock must limit the folders.
+    No writing unless `may_write`; Landlock must limit the folders then.
     """
-    program = _refuse(numbers(NETWORK + OTHER_PROCESSES + MACHINE + MEMORY + ATTRIBUTES, arch))
-    program += _only_arguments("ioctl", arch, 1, _HARMLESS_IOCTLS)
-    program += _not_arguments("fcntl", arch, 1, _SIGNAL_FCNTLS)
-    program += _only_arguments("prlimit64", arch, 0, [0])
-    program += _only_arguments("sched_setaffinity", arch, 0, [0])
-    program += _without_bits("clone", arch, 0, _CLONE_NAMESPACES)
-    # Their arguments are in memory, where a filter cannot read them. C libraries then use clone and openat.
-    program += _refuse(numbers("clone3 openat2", arch), _ABSENT)
+    rules = _only_arguments("ioctl", arch, 1, _HARMLESS_IOCTLS)
+    rules += _not_arguments("fcntl", arch, 1, _SIGNAL_FCNTLS)
+    rules += _only_arguments("prlimit64", arch, 0, [0])
+    rules += _only_arguments("sched_setaffinity", arch, 0, [0])
+    rules += _without_bits("clone", arch, 0, _CLONE_NAMESPACES)
+    ruled = {"ioctl", "fcntl", "prlimit64", "sched_setaffinity", "clone"}
     if not may_write:
-        program += _refuse(numbers(WRITING, arch))
-        program += _without_bits("open", arch, 1, OPEN_FOR_WRITING)
-        program += _without_bits("openat", arch, 2, OPEN_FOR_WRITING)
-    return _complete(arch, program)
+        rules += _without_bits("open", arch, 1, OPEN_FOR_WRITING)
+        rules += _without_bits("openat", arch, 2, OPEN_FOR_WRITING)
+        ruled |= {"open", "openat"}
+    allowed = [name for name in f"{ALLOWED} {WRITING if may_write else ''}".split() if name not in ruled]
+    refused = f"{NETWORK} {PROGRAMS} {OTHER_PROCESSES} {MACHINE} {MEMORY} {ATTRIBUTES} {WRITING} {SIGNALS}"
+    # The arguments of clone3 and openat2 are in memory, where a filter cannot read them. They are absent, as
+    # all calls that are not listed; C libraries then use clone and openat.
+    program = _answer(numbers(" ".join(allowed), arch), _ALLOW) + rules + _refuse(numbers(refused, arch))
+    return _complete(arch, program, _ABSENT)
 
 
-def single_process_filter(arch: int, pid: int) -> list[Instruction]:
-    """No new processes (threads are allowed), and signals to `pid`, the process itself, only."""
-    program = _refuse(numbers(f"{PROCESSES} {SIGNALS}", arch))
-    program += _needs_bits("clone", arch, 0, _CLONE_THREAD)
+def single_process_filter(
+    arch: int, pid: int, *, may_start_threads: bool, may_delete: bool
+) -> list[Instruction]:
+    """No new processes, and signals to `pid`, the process itself, only.
+
+    Without `may_delete` every file stays in the folder, where the server counts its size.
+    """
+    program = _refuse(numbers(PROCESSES, arch))
+    if may_start_threads:
+        program += _needs_bits("clone", arch, 0, _CLONE_THREAD)
+    else:
+        program += _refuse(numbers("clone", arch))
+    if not may_delete:
+        program += _refuse(numbers(DELETING, arch))
+        program += _without_bits("open", arch, 1, _O_TMPFILE)
+        program += _without_bits("openat", arch, 2, _O_TMPFILE)
     for name in ("kill", "tgkill"):
         program += _only_arguments(name, arch, 0, [pid])
     program += _not_arguments("prctl", arch, 0, [_PR_SET_PDEATHSIG])
     return _complete(arch, program)
 
 
+def thread_filter(arch: int) -> list[Instruction]:
+    """Ask the listener (`install`) before each new thread."""
+    test = [(_AND, 0, 0, _CLONE_THREAD), (_EQUAL, 0, 1, 0), (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _ASK)]
+    return [(_LOAD, 0, 0, _NUMBER), *_rule("clone", arch, 0, test), (_RETURN, 0, 0, _ALLOW)]
+
+
 def install(program: Sequence[Instruction]) -> None:
     """Apply a filter to this process. It cannot be removed. Raises OSError if the kernel refuses."""
+    _install(program, lambda libc, handle: libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, handle, 0, 0))
+
+
+def install_with_listener(program: Sequence[Instruction], arch: int) -> int:
+    """As `install`. Returns a descriptor for the questions of the filter (seccomp_unotify(2), Linux 5.5)."""
+    (number,) = numbers("seccomp", arch)
+    return _install(
+        program, lambda libc, handle: libc.syscall(number, _SET_MODE_FILTER, _NEW_LISTENER, handle)
+    )
+
+
+def _install(program: Sequence[Instruction], call: Callable[[ctypes.CDLL, Any], int]) -> int:
     code = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
     buffer = ctypes.create_string_buffer(code, len(code))
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS) failed")
     handle = _Program(len(program), ctypes.addressof(buffer))
-    if libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(handle), 0, 0) != 0:
+    if (result := call(libc, ctypes.byref(handle))) < 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_SECCOMP) failed")
+    return result
 
 
-def _complete(arch: int, rules: Sequence[Instruction]) -> list[Instruction]:
-    """The program around the rules. A call by another architecture's table (32 bit) kills the process."""
+def _complete(arch: int, rules: Sequence[Instruction], others: int = _ALLOW) -> list[Instruction]:
+    """The program around the rules. A call by another architecture's table (32 bit) kills the process.
+
+    `others`: the answer to calls without a rule.
+    """
     return [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, arch),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER),
-        (_GREATER_EQUAL, 0, 1, NEWEST + 1),
-        (_RETURN, 0, 0, _ABSENT),
         *rules,
-        (_RETURN, 0, 0, _ALLOW),
+        (_RETURN, 0, 0, others),
     ]
 
 
-def _refuse(calls: Iterable[int], answer: int = _REFUSE) -> list[Instruction]:
+def _answer(calls: Iterable[int], answer: int) -> list[Instruction]:
     return [step for number in calls for step in ((_EQUAL, 0, 1, number), (_RETURN, 0, 0, answer))]
+
+
+def _refuse(calls: Iterable[int]) -> list[Instruction]:
+    return _answer(calls, _REFUSE)
 
 
 def _rule(name: str, arch: int, argument: int, body: list[Instruction]) -> list[Instruction]:

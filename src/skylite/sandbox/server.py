@@ -20,13 +20,18 @@ import select
 import signal
 import socket
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
 from skylite.processes.file_tree import empty_folder
-from skylite.sandbox.confine import SETUP_BYTES, isolate, lower_limit
+from skylite.sandbox.bounded_folder import mount_bounded
+from skylite.sandbox.confine import SETUP_BYTES, Protection, isolate, lower_limit
+from skylite.sandbox.count_threads import count_threads
 from skylite.sandbox.forked_workers import Copies
+from skylite.sandbox.landlock import landlock_version
 from skylite.sandbox.messages import receive, send
+from skylite.sandbox.seccomp import architecture
 
 _F_SETSIG = 10
 _ISOLATED = "isolated"
@@ -47,8 +52,14 @@ def main(life: int) -> NoReturn:
     request = json.loads(setup)
     scratch = None if request["scratch"] is None else Path(request["scratch"])
     memory = os.open("/proc/self/statm", os.O_RDONLY)
+    # Twice: the server counts files, too, and says that there are too many. This is the last resort.
+    is_bounded = scratch is not None and mount_bounded(scratch, 2 * request["file_bytes"])
     os.chdir(scratch or "/")
     lower_limit(resource.RLIMIT_AS, SETUP_BYTES)
+    arch, resets = architecture(), None
+    if arch is not None:
+        resets = count_threads(arch, private=(requests, replies, life, memory))
+    protection = Protection(landlock_version(), resets is not None, is_bounded)
     try:
         isolate([Path(p) for p in request["readable"]], scratch)
         _check_isolation(scratch)
@@ -63,8 +74,9 @@ def main(life: int) -> NoReturn:
         os._exit(1)
     gc.collect()
     gc.freeze()  # a collection in a copy would copy every page
-    send(replies, ["ready"])
-    _serve(function, Copies(function, memory, requests, (replies, life), scratch), replies)
+    send(replies, ["ready", asdict(protection)])
+    copies = Copies(function, memory, requests, (replies, life), scratch, protection, resets)
+    _serve(function, copies, replies)
 
 
 def _serve(function: Callable[..., Any], copies: Copies, replies: int) -> NoReturn:
