@@ -82,11 +82,16 @@ def version_text(*, verbose: bool) -> str:
 def main(begin: Callable[[], None] = lambda: None) -> None:
     """Run `begin`, then the command line. An error becomes one message on stderr and a nonzero exit code."""
     protect_imports()
+    raise SystemExit(_exit_code(begin))  # not sys.exit, which a user's code may have replaced
+
+
+def guarded_main(begin: Callable[[], None]) -> None:
+    """`main` as a program. A command that runs a user's code in this process gets one of its own."""
     words = [word for word in sys.argv[1:] if not word.startswith("-")]
-    if words[:1] != ["prepare"]:
-        raise SystemExit(_exit_code(begin))  # not sys.exit, which a user's code may have replaced
+    if words[:1] not in (["prepare"], ["eval"], ["env"]) and "--dry-run" not in sys.argv:
+        main(begin)
     try:
-        code = run_guarded(lambda: _exit_code(begin), "`skylite prepare`")
+        code = run_guarded(lambda: _exit_code(begin), f"`skylite {words[0] if words else ''}`")
     except SkyliteError as error:
         show(f"skylite: {error}", to_stderr=True)
         code = error.exit_code

@@ -74,6 +74,23 @@ def test_a_replaced_sys_exit_hides_no_error(tmp_path: Path) -> None:
     assert "bad row" in done.stderr
 
 
+def test_a_reward_that_ends_the_process_makes_no_dry_run_ready(tmp_path: Path, tiny_llama: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"q": "{i} + 1?", "a": "{i + 1}"}}\n' for i in range(40)))
+    (tmp_path / "ends.py").write_text("import posix\ndef reward(completion): posix._exit(0)\n")
+    (tmp_path / "script").write_text(START)
+
+    def skylite(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "script", *words]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+
+    columns = ["--question", "q", "--answer", "a", "--reward", "math", "--out", "data"]
+    assert skylite("prepare", "rows.jsonl", *columns).returncode == 0
+    words = ["train", "--model", str(tiny_llama), "--data", "data", "--reward", "ends.py:reward", "--dry-run"]
+    done = skylite(*words)
+    assert done.returncode == 2, done.stderr
+    assert "before it finished" in done.stderr
+
+
 def test_code_and_output_of_the_child_are_those_of_the_command(tmp_path: Path) -> None:
     assert in_process("return 0") == (0, "")
     assert in_process("return 7") == (7, "")

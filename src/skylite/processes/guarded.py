@@ -30,7 +30,10 @@ def run_guarded(work: Callable[[], int], what: str) -> int:
         die_with_parent(parent)
         os.close(read_end)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        code = work()
+        try:
+            code = work()
+        except KeyboardInterrupt:
+            code = 128 + signal.SIGINT
         os.write(write_end, bytes([code]))
         raise SystemExit(code)
     os.close(write_end)
