@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import torch
@@ -86,7 +86,12 @@ class EngineServer:
 
 @contextmanager
 def running_server(
-    model_path: Path, *, cpu_lora: CpuLora = "merged", target_modules: list[str] | None = None
+    model_path: Path,
+    *,
+    cpu_lora: CpuLora = "merged",
+    target_modules: list[str] | None = None,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[EngineServer]:
     """Start a server for a tiny model (two adapters in a batch, rank up to 8), yield it when it serves, kill
     it at the end.
@@ -96,7 +101,7 @@ def running_server(
             name="vllm-test",
             model_path=model_path,
             device="cpu",
-            dtype="float32",
+            dtype=dtype,
             uds=Path(folder, "vllm.sock"),
             max_lora_rank=MAX_LORA_RANK,
             target_modules=target_modules or TARGET_MODULES,
@@ -114,7 +119,7 @@ def running_server(
             ProcessSpec(
                 name=spec.name,
                 argv=engine_command(spec),
-                env=engine_env(spec, {}),
+                env=engine_env(spec, env or {}),
                 log_path=Path(folder, "vllm.log"),
             )
         )

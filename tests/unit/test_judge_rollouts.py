@@ -58,6 +58,14 @@ def test_a_low_temperature_stretches_the_noise() -> None:
     assert judge(temperature=2.0).judge(1, [row(0, 5.1 * NOISE)], NOISE) != ""
 
 
+def test_a_large_move_is_rounded_too() -> None:
+    assert judge().judge(1, [row(0, 6 * NOISE)], NOISE) != ""
+    assert judge().judge(1, [row(0, 6 * NOISE)], NOISE, moved=0.02) == ""
+    own = judge("bfloat16", reference=0.004)
+    assert own.judge(2, [row(64, 0.006)], 0.004, moved=0.3) == ""
+    assert own.judge(3, [row(64, 0.006)], 0.004, moved=0.01) != ""
+
+
 def test_a_depth_with_few_tokens_is_not_judged() -> None:
     assert judge().judge(1, [row(64, 1.0, tokens=7)], NOISE) == ""
     assert judge().judge(1, [row(64, 1.0, tokens=8)], NOISE) != ""
@@ -74,9 +82,16 @@ def test_in_bfloat16_gaps_that_grow_after_the_first_step_come_from_the_adapter()
     assert own.reference == 0.05
     assert own.judge(2, [row(64, 0.064)], 0.05) == ""
     assert "0.05 in the first step" in own.judge(3, [row(64, 0.066)], 0.05)
-    with pytest.raises(SyncFailed):
-        own.judge(4, [row(64, 0.066)], 0.05)
+    assert own.judge(4, [row(64, 0.066)], 0.05) != "", "no error rates are measured: it only warns"
     assert own.reference == 0.05
+
+
+def test_in_bfloat16_only_a_gross_mismatch_stops() -> None:
+    own = judge("bfloat16")
+    assert all(own.judge(step, [row(64, 0.5)], 0.05) for step in (1, 2, 3))
+    assert own.judge(4, [row(64, 0.61)], 0.05) != ""
+    with pytest.raises(SyncFailed):
+        own.judge(5, [row(64, 0.61)], 0.05)
 
 
 def test_a_resumed_run_keeps_the_reference() -> None:

@@ -77,7 +77,7 @@ class SyncConfig(Section):
     a rule that tells rounding from another adapter (docs/explanation/adapter-sync.md)."""
     rollout_mismatch: Literal["stop", "warn"] = "stop"
     """If engine and trainer disagree about the sampled tokens in two steps on end: stop the run, or only
-    warn. The first such step always warns."""
+    warn. The first such step always warns, and in bfloat16 only a gross mismatch stops."""
 
 
 class AnomalyConfig(Section):

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skylite.adapters.retention import clean_up
+from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.collect_groups import gather_or_cancel
 from skylite.engine.engine_pool import SyncReport
 from skylite.errors import TrainerLost
@@ -158,7 +159,7 @@ async def record_steps(session: Session, queues: StepQueues) -> None:
         progress.warning = equal.text(metrics) if equal.steps >= STEPS else None
         progress.recorded = step
         progress.screen.step(metrics, completion_view(sampled.groups))
-        judge_rollouts(judge, step, sampled, trainer_step.rollout_gaps, report.canary.rounding)
+        judge_rollouts(judge, step, sampled, trainer_step.rollout_gaps, report.canary)
         if is_evaluated:  # before sampling uses the engines; not counted in any step's time
             await evaluate_held_out(session, "step", version=step)
             queues.versions.put_nowait(adapter)
@@ -185,15 +186,19 @@ def rollout_judge(plan: RunPlan) -> RolloutJudge:
 
 
 def judge_rollouts(
-    judge: RolloutJudge, step: int, sampled: SampledStep, gaps: Mapping[str, Any], noise: float
+    judge: RolloutJudge, step: int, sampled: SampledStep, gaps: Mapping[str, Any], canary: CanaryReading
 ) -> None:
     """Warn of a mismatch, or raise SyncFailed. Says once why the rollouts cannot be judged."""
     if sampled.stored:  # by the engine of an earlier process, whose noise is not known
         return
-    if warning := judge.judge(step, gaps["bins"], noise) if "bins" in gaps else "":
+    if warning := _judged(judge, step, gaps, canary):
         logger.warning(warning)
     elif "not_judged" in gaps:
         judge.say_once(f"the rollouts are not compared with the trainer's logprobs: {gaps['not_judged']}")
+
+
+def _judged(judge: RolloutJudge, step: int, gaps: Mapping[str, Any], canary: CanaryReading) -> str:
+    return judge.judge(step, gaps["bins"], canary.rounding, canary.base_distance) if "bins" in gaps else ""
 
 
 def step_timings(
