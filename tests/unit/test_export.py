@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skylite.adapters.manifest import read_manifest
 from skylite.config.loading import read_run_config
+from skylite.config.train import TrainConfig
 from skylite.data.tokenizer import load_tokenizer
 from skylite.errors import ConfigError, ModelError, RunFailed, SkyliteError, WriteFailed
 from skylite.export import plan as planning
 from skylite.export import weights as export_weights
-from skylite.export.model_card import results
+from skylite.export.model_card import about_data, data_info, results
 from skylite.export.plan import plan_export
 from skylite.export.run import export
 from skylite.export.transformers_model import load_float32, model_logprobs
@@ -92,6 +94,50 @@ def test_the_model_card_describes_the_run(run: RunDir, out: Path) -> None:
     assert "| step | accuracy |" in card
     messages = json.loads((out / "first_messages.json").read_text())
     assert [m["role"] for m in messages] == ["system", "user", "assistant"]
+
+
+def change_config(run: RunDir, **sections: dict[str, Any]) -> None:
+    tree = json.loads(run.config_path.read_text(encoding="utf-8"))
+    for section, values in sections.items():
+        where = tree["resolved"] if section == "resolved" else tree["config"][section]
+        where.update(values)
+    run.config_path.write_text(json.dumps(tree), encoding="utf-8")
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("merge", [False, True])
+def test_an_export_renders_prompts_as_the_run(run: RunDir, out: Path, *, own: bool, merge: bool) -> None:
+    base = AutoTokenizer.from_pretrained(read_run_config(run.config_path).resolved.model_path)
+    args = {"mood": "calm", "loud": False, "tries": 2}
+    text = "{{ mood }} {{ loud }} {{ tries }} {% for m in messages %}{{ m.content }};{% endfor %}"
+    used = text if own else base.chat_template
+    change_config(run, data={"template_args": args}, resolved={"chat_template": text if own else None})
+    export(plan_export(flags(run, out=out, merge=merge)), check_vllm=False)
+    found = AutoTokenizer.from_pretrained(out)
+    chat = [{"role": "user", "content": "1 + 1?"}]
+    expected = base.apply_chat_template(chat, chat_template=used, tokenize=False, **args)
+    assert found.apply_chat_template(chat, tokenize=False) == expected
+    if own:
+        assert expected == "calm False 2 1 + 1?;"
+        assert found.apply_chat_template(chat, tokenize=False, mood="wild").startswith("wild False 2 ")
+
+
+def test_the_card_names_what_scored(run: RunDir) -> None:
+    info = data_info(plan_export(flags(run)).run_config.config)
+    for sections, right, wrong in (
+        ({}, "reward: `gsm8k`", "environment"),
+        ({"reward": {"functions": ["/x/mine.py:style"]}}, "reward: `mine.py:style`", "gsm8k"),
+        ({"env": {"episode": "guess"}}, "environment, which gives the rewards: `guess`", "gsm8k"),
+    ):
+        config = TrainConfig.model_validate(sections)
+        text = about_data(config, info)
+        assert right in text
+        assert wrong not in text
+
+
+def test_all_files_of_an_export_have_one_mode(run: RunDir, out: Path) -> None:
+    export(plan_export(flags(run, out=out, merge=True)), check_vllm=False)
+    assert {p.stat().st_mode & 0o777 for p in out.rglob("*") if p.is_file()} == {0o644}
 
 
 def test_best_refuses_the_untrained_start(run: RunDir, out: Path) -> None:

@@ -37,7 +37,7 @@ def model_card(plan: ExportPlan, data: PromptFileInfo | None, checks: Sequence[C
         front_matter(plan),
         f"# {plan.out.name}\n\n{what_it_is(plan)}",
         f"## Use\n\n{use(plan)}\n\n{about_prompts(data)}",
-        f"## Data\n\n{about_data(data)}",
+        f"## Data\n\n{about_data(config, data)}",
         f"## Training\n\n{settings_table(plan, config)}\n\n{results(plan)}",
         f"## Checks\n\n{about_checks(checks)}",
     ]
@@ -112,17 +112,25 @@ def about_prompts(info: PromptFileInfo | None) -> str:
     )
 
 
-def about_data(info: PromptFileInfo | None) -> str:
+def about_data(config: TrainConfig, info: PromptFileInfo | None) -> str:
     if info is None:
         return "The data folder of the run was not found when this card was written."
     lines = [
         f"- data set: {code(info.dataset)} ({info.source_kind}), {info.count} training problems",
         f"- sha256 of the source: {code(info.source_sha256)}",
-        f"- reward: {code(Path(info.reward).name)}",
+        about_rewards(config, info),
         f"- examples in each prompt: {len(info.few_shot) // 2}",
         f"- system prompt: {code(info.system) if info.system else 'none'}",
     ]
     return "\n".join(lines)
+
+
+def about_rewards(config: TrainConfig, info: PromptFileInfo) -> str:
+    """What scored the completions: the environment, the chosen functions, or the reward of the data."""
+    if config.env.episode:
+        return f"- environment, which gives the rewards: {code(Path(config.env.episode).name)}"
+    names = [code(Path(spec).name) for spec in config.reward.functions or [info.reward]]
+    return f"- reward{'s' if len(names) > 1 else ''}: {', '.join(names)}"
 
 
 def settings_table(plan: ExportPlan, config: TrainConfig) -> str:

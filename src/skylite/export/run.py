@@ -38,6 +38,9 @@ def export(plan: ExportPlan, *, check_vllm: bool) -> list[Check]:
         if data is not None and (messages := first_messages(data)):
             write_json(folder / MESSAGES, messages)
         write_json(folder / RECORD, record_of(plan, folder, checks))
+        mode = (folder / CARD).stat().st_mode & 0o666  # what the user's umask gives
+        for file in (p for p in folder.rglob("*") if p.is_file()):
+            file.chmod(mode)
     return checks
 
 

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from skylite.adapters.import_adapter import CONFIG, WEIGHTS, read_warm_start
+from skylite.data.chat_template import run_template
 from skylite.errors import ModelError
 from skylite.export.canary_check import Check, check_base, check_export
+from skylite.export.chat_template import write_template
 from skylite.export.gguf import check_gguf, convert_to_gguf
 from skylite.export.plan import ExportPlan, adapter_weights, prompt_files
 from skylite.export.transformers_model import load_float32, model_logprobs, versions
@@ -76,7 +78,7 @@ def write_adapter(plan: ExportPlan, folder: Path, base_name: str) -> None:
 
 
 def copy_prompt_files(plan: ExportPlan, folder: Path) -> None:
-    """Copy tokenizer, chat templates and generation settings of the base as they are."""
+    """Copy tokenizer, chat templates and generation settings of the base, with the template of the run."""
     files = prompt_files(plan.base.path)
     if check_model_folder(plan.base.path, "").fingerprint != plan.base.fingerprint:
         raise ModelError(f"{plan.base.path} changed during the export.", "Export again.")
@@ -84,6 +86,7 @@ def copy_prompt_files(plan: ExportPlan, folder: Path) -> None:
         copy = folder / file.relative_to(plan.base.path)
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(file, copy)
+    write_template(run_template(plan.run_config), folder)
 
 
 @dataclass(frozen=True, slots=True)
