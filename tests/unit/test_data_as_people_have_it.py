@@ -174,6 +174,26 @@ def test_content_parts_are_joined_and_images_are_refused() -> None:
         prepared(lines(developer))
 
 
+def test_answers_that_are_no_text_name_the_way_to_use_them() -> None:
+    """Several right answers, true or false: a reward of one's own gets the column as it is."""
+    Path("r.py").write_text("def score(completion, answer): return float(completion in str(answer))")
+    for answer in (["a", "b"], True):
+        source = lines([{"question": f"{i}?", "answer": answer} for i in range(20)])
+        with pytest.raises(DataError) as error:
+            prepared(source)
+        assert "--no-answer" in error.value.hint
+        assert prepared(source, "r.py:score", no_answer=True)[0]["3?"].extra == {"answer": answer}
+
+
+def test_empty_fields_of_messages_are_fine_and_full_ones_are_not_lost() -> None:
+    def row(i: int, **more: Any) -> dict[str, Any]:
+        return {"prompt": [user(f"{i}?") | more], "answer": "1"}
+
+    assert len(prepared(lines([row(i, name=None, tool_calls=None) for i in range(20)]))[0]) == 20
+    with pytest.raises(DataError, match="also has 'reasoning_content', which the prompt would lose"):
+        prepared(lines([row(i, reasoning_content="hm") for i in range(20)]))
+
+
 def test_trl_data_with_tools_says_what_the_prompt_does_not_show() -> None:
     rows: list[dict[str, Any]] = [
         {"prompt": [user(f"{a}+{b}?")], "tools": TOOLS, "answer": str(a + b)} for a, b in SUMS

@@ -124,7 +124,7 @@ def test_prepare_does_not_replace_the_data_of_another_command(monkeypatch: pytes
     assert Path("data/mine/train.parquet").read_bytes() == before
     for answer, code in (("n", 2), ("", 2), ("y", 0)):
         monkeypatch.setattr("skylite.commands.prepare_preview.is_terminal", lambda: True)
-        monkeypatch.setattr("builtins.input", lambda _, said=answer: said)
+        monkeypatch.setattr("builtins.input", lambda said=answer: said)
         assert call(other).code == code
     assert call([*same, "--replace"]).code == 0
     assert Path("data/mine/train.parquet").read_bytes() == before

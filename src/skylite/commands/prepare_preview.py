@@ -50,8 +50,8 @@ def ask_before_replacing(folder: Path, made_by: str) -> None:
     if earlier == made_by:
         return
     if is_terminal():
-        show(f"{folder} holds the data of: {earlier}")
-        if input("Replace it? [y/N] ").strip().lower() in ("y", "yes"):
+        show(f"{folder} holds the data of: {earlier}\nReplace it? [y/N]", to_stderr=True)
+        if input().strip().lower() in ("y", "yes"):
             return
     raise ConfigError(
         f"{folder} holds the data of another command: {earlier}.",

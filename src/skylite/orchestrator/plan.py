@@ -116,7 +116,7 @@ def plan_run(
         with printed_lines(log_printed):
             components = load_components(rewards, config.reward.weights, train[0], programs, config.reward)
             references = check_references(config.reward, info, train, components, programs)
-            check_calls(rewards, config, train, programs)
+            check_calls(rewards, config, train, programs, info.answer_template)
         reward_notes = [reward_note, *references]
     programs |= allow_algorithm(config.algorithm, named_by=recipe, settings=settings)
     config, device_notes = device_defaults(config, choose_device())

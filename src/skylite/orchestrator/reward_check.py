@@ -10,6 +10,7 @@ from pathlib import Path
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError, RunFailed
 from skylite.rewards.built_in import BUILT_IN
+from skylite.rewards.right_completion import ANSWER, fill
 from skylite.rewards.worker_pool import RewardPool
 from skylite.types import Prompt, is_number
 
@@ -19,10 +20,14 @@ WRONG = ("", "I do not know.", "<think>", "12345")
 
 
 def check_calls(
-    rewards: Sequence[str], config: TrainConfig, train: Sequence[Prompt], programs: Mapping[str, str]
+    rewards: Sequence[str],
+    config: TrainConfig,
+    train: Sequence[Prompt],
+    programs: Mapping[str, str],
+    template: str = "",
 ) -> None:
     """Raise ConfigError if a user's reward raises or gives no number. Not finite ones may be skipped
-    (anomaly.action).
+    (anomaly.action). `template`: the form of a right completion that `prepare` found.
 
     Called in a worker process, as in a run.
     """
@@ -30,7 +35,11 @@ def check_calls(
     if not own:
         return
     prompts = train[:PROMPTS]
-    items = [(prompt, completion) for prompt in prompts for completion in (*WRONG, prompt.answer)]
+    items = [
+        (prompt, completion)
+        for prompt in prompts
+        for completion in (*WRONG, fill(template or ANSWER, prompt.answer))
+    ]
     pool = RewardPool(
         own,
         timeout_s=config.reward.timeout_s,
