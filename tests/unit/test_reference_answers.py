@@ -162,7 +162,7 @@ def test_a_few_references_from_all_of_the_data_are_scored_in_a_worker(
 )
 def test_a_reward_that_fails_for_a_reference_is_one_sentence(name: str, reason: str, own: str) -> None:
     with pytest.raises(ConfigError, match=rf"The reward {own}:{name} does not work: .*{reason}") as error:
-        check(f"{own}:{name}", timeout_s=2.0)
+        check(f"{own}:{name}", timeout_s=2.0 if name == "hangs" else 60.0)
     assert "\n" not in str(error.value)
 
 
