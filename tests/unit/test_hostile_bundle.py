@@ -153,6 +153,8 @@ def test_serve_up_to_the_start_of_vllm(bundle: Bundle, target: str, monkeypatch:
     started = []
 
     def stop(file: str, argv: list[str], env: dict[str, str]) -> NoReturn:
+        assert Path.cwd() == Path("/"), "no file of the bundle is in the server's working folder"
+        assert os.path.isdir(argv[argv.index("--model") + 1])
         started.append((file, argv, env))
         raise SystemExit(0)
 

@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 from collections.abc import Sequence
+from contextlib import chdir
 from pathlib import Path
 
 from skylite.adapters.folder import find_adapter
@@ -14,6 +15,8 @@ from skylite.data.chat_template import ChatTemplate, run_template
 from skylite.engine.server_command import BASE_NAME, serve_command, serve_env
 from skylite.engine.single_engine import engine_config, single_engine_spec
 from skylite.hub.resolve import resolve_model
+from skylite.processes.child import absolute_paths
+from skylite.processes.import_path import NEUTRAL_FOLDER
 from skylite.processes.own_network import check_network
 from skylite.ui.logs import show, shows_info
 from skylite.vllm_plugin.api_key import KEY_VARIABLE
@@ -35,10 +38,11 @@ def serve(target: Path, *, model: str | None, step: int | None, port: int, setti
     argv = serve_command(
         spec, adapter_name=name, adapter_path=served.adapter.path, port=port, template=template
     )
-    env = serve_env(spec, os.environ, _api_key())
+    env = serve_env(spec, absolute_paths(os.environ), _api_key())
     if not shows_info():
         env.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.execvpe(argv[0], argv, env)
+    with chdir(NEUTRAL_FOLDER):  # libraries obey files of the working folder
+        os.execvpe(argv[0], argv, env)
 
 
 def log_template(template: ChatTemplate) -> None:
