@@ -121,6 +121,7 @@ def running_server(
                 argv=engine_command(spec),
                 env=engine_env(spec, env or {}),
                 log_path=Path(folder, "vllm.log"),
+                own_network=True,  # as in a run
             )
         )
         transport = httpx.HTTPTransport(uds=str(spec.uds), limits=httpx.Limits(max_connections=None))
