@@ -41,7 +41,7 @@ class TemporaryFolder:
         os.set_inheritable(self._lock, is_inherited)
         with suppress(OSError):  # a file system without locks: then nobody but this process removes it
             fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            self.path.chmod(MODE)  # last: before, clear_unused does not touch it
+            os.fchmod(self._lock, MODE)  # last: before, clear_unused does not touch it
 
     def remove(self) -> None:
         """Remove it with everything in it. What cannot be removed stays."""
