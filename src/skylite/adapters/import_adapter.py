@@ -243,8 +243,8 @@ def _require_files(folder: Path) -> None:
         if (folder / PICKLE).is_file():
             hint = (
                 f"skylite reads no pickles ({PICKLE}), which may hold code. If you trust it, convert it "
-                'there: python -c "import torch, safetensors.torch as s; s.save_file({k: v.contiguous() '
-                f"for k, v in torch.load('{PICKLE}', weights_only=True, map_location='cpu').items()}}, "
+                'there: python -c "import torch as t, safetensors.torch as s; s.save_file({k: v.contiguous() '
+                f"for k, v in t.load('{PICKLE}', weights_only=True, map_location='cpu').items()}}, "
                 f"'{WEIGHTS}')\""
             )
         raise ModelError(f"{what}: {WEIGHTS} is missing.", hint)
