@@ -10,6 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+ENOUGH_PARTS = 10
+"""Parts, or half of them if there are fewer, from which the time left is estimated."""
+
 
 class LongWork:
     """How far some work is. Any thread may change it."""
@@ -59,8 +62,11 @@ class LongWork:
         return f"{self.what}: {', '.join(parts)}" + (f", about {duration(left)} left" if left else "")
 
     def seconds_left(self) -> float | None:
-        """Estimate from the parts done so far, or from the time it took before. None: unknown."""
-        if self.total and self.done:
+        """Estimate from the parts done so far, or from the time it took before. None: unknown.
+
+        Parts run at the same time, and the first ones to end are the short ones: a few say nothing.
+        """
+        if self.total and self.done >= min(ENOUGH_PARTS, (self.total + 1) // 2):
             return self.elapsed_s / self.done * (self.total - self.done)
         if self.expected_s is not None and self.expected_s > self.elapsed_s:
             return self.expected_s - self.elapsed_s

@@ -23,7 +23,7 @@ from skylite.run.run_dir import RunDir
 from skylite.types import Group, Prompt, Sample, Trajectory
 from skylite.ui.dashboard import Screen, step_line
 from skylite.ui.end_message import finished_text, log_findings, stopped_text
-from skylite.ui.live_panel import CompletionView, LivePanel, ScreenState, clock_time, wrapped
+from skylite.ui.live_panel import CompletionView, LivePanel, ScreenState, clock_time, seconds_left, wrapped
 from skylite.ui.logs import configure_logging
 from tests.made_up_runs import write_made_up_run
 
@@ -262,6 +262,15 @@ def test_partial_scores_are_not_called_right() -> None:
     for lines in (step_line(history, 4), "\n".join(drawn(replace(state(), history=history), 80, 24))):
         assert "right" not in lines
     assert "right 50.0 %" in step_line([step(2)], 4)
+
+
+def test_steps_from_stored_completions_say_nothing_about_time() -> None:
+    stored = {"rollout/stored": 1.0, "perf/completion_tokens_per_s": math.nan, "time/step_s": 1.0}
+    line = step_line([step(1) | stored], 8)
+    assert "nan" not in line
+    assert "left" not in line
+    assert seconds_left([step(1) | stored, step(2)], 8) == 6 * 10.0
+    assert "nan" not in "\n".join(drawn(replace(state(), history=[step(1) | stored]), 80, 24))
 
 
 def test_a_run_that_sampled_nothing_advises_no_resume(tmp_path: Path) -> None:

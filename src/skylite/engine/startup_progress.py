@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -9,8 +10,10 @@ from contextlib import contextmanager
 
 from skylite.engine.server_command import ENGINE_COMMAND, EngineSpec
 from skylite.processes.child import Child, raw_log_tail
-from skylite.progress_reporting import long_work
+from skylite.progress_reporting import duration, long_work
 from skylite.run.remembered_durations import remembered_work
+
+logger = logging.getLogger(__name__)
 
 STAGES = (
     (r"Resolved architecture|Using max model len", "reading the model's settings"),
@@ -51,5 +54,6 @@ def engine_starting(spec: EngineSpec, child: Child) -> Iterator[None]:
     what, key = f"{spec.name} starts", f"start {spec.device} {spec.model_path.name}"
     # A command of tests starts at once: its time says nothing about vLLM's.
     is_vllm = ENGINE_COMMAND not in os.environ
-    with remembered_work(what, key, detail=stage) if is_vllm else long_work(what, detail=stage):
+    with remembered_work(what, key, detail=stage) if is_vllm else long_work(what, detail=stage) as work:
         yield
+    logger.info(f"{spec.name} is ready after {duration(work.elapsed_s)}")

@@ -35,6 +35,7 @@ from skylite.orchestrator.step_metrics import (
     step_metrics,
     trainer_metrics,
 )
+from skylite.progress_reporting import long_work
 from skylite.report.read_run import number
 from skylite.run.metrics_file import append_metrics, read_metrics
 from skylite.run.rollout_file import write_rollouts
@@ -121,12 +122,15 @@ async def record_steps(session: Session, queues: StepQueues) -> None:
     trained: dict[int, Interval] = {}
     judge = rollout_judge(plan)
     equal = EqualRewards()
+    train_s: float | None = None
     for step in range(plan.first_step, plan.config.num_steps + 1):
         progress.begin_step(step)
         progress.phase("sampling", f"step {step} of {plan.config.num_steps}")
         sampled = await queues.samples.get()
         progress.phase("training", f"step {step} of {plan.config.num_steps}")
-        trainer_step = await wait_for_trainer_step(plan, step)
+        with long_work(f"training step {step}", expected_s=train_s):
+            trainer_step = await wait_for_trainer_step(plan, step)
+        train_s = trainer_step.trained[1] - trainer_step.trained[0]
         progress.event("trainer_step_seen", step=step)
         for note in trainer_step.notes:
             logger.info(note)

@@ -212,8 +212,9 @@ async def _run(
 
 def record_choices(plan: RunPlan, first: TrainerStep) -> None:
     """Print which shortcuts the trainer chose for the model, and add them to config.json."""
-    for choice in first.choices:
-        logger.info(f"trainer: {choice}")
+    if first.choices:
+        short = ", ".join(choice.partition(";")[0] for choice in first.choices)
+        logger.info(f"trainer: {short} (config.json has the reasons)")
     write_config(replace(plan, resolved=plan.resolved.model_copy(update={"choices": first.choices})))
 
 

@@ -14,6 +14,7 @@ from skylite.engine.client import Sampling
 from skylite.engine.collect_groups import collect_group, gather_or_cancel, request_seed
 from skylite.environments.sample_episodes import Source
 from skylite.orchestrator.session_resources import Session
+from skylite.progress_reporting import long_work
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Group, Prompt
@@ -75,9 +76,15 @@ async def sample_groups(
             engines=session.engines.engines,
             temperature=rollout.temperature,
         )
-        return await session.environment.sample(
-            source, prompts, step=step, first_index=first_index, group_size=rollout.group_size
-        )
+        with long_work(f"sampling step {step}", len(prompts)) as work:
+            return await session.environment.sample(
+                source,
+                prompts,
+                step=step,
+                first_index=first_index,
+                group_size=rollout.group_size,
+                on_group=work.advance,
+            )
     assert session.scorer is not None, "a run without an environment has reward workers"
     penalty = partial(
         overlong_penalty,
@@ -109,7 +116,10 @@ async def sample_groups(
             penalty,
         )
         tasks.append(asyncio.create_task(group))
-    return await gather_or_cancel(tasks)
+    with long_work(f"sampling step {step}", len(prompts)) as work:
+        for task in tasks:
+            task.add_done_callback(lambda _: work.advance())
+        return await gather_or_cancel(tasks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -98,7 +99,9 @@ def step_line(history: Sequence[Mapping[str, Any]], num_steps: int) -> str:
             *([] if has_partial_rewards(history) else [f"right {100 * m['reward/right_frac']:.1f} %"]),
             f"entropy {m['policy/entropy']:.3f}",
             f"tokens {m['completion/tokens_mean']:.1f}",
-            f"sample {m['time/rollout_s']:.1f} s ({m['perf/completion_tokens_per_s']:.0f} tok/s)",
+            "sampled before"
+            if not math.isfinite(m["perf/completion_tokens_per_s"])
+            else f"sample {m['time/rollout_s']:.1f} s ({m['perf/completion_tokens_per_s']:.0f} tok/s)",
             f"train {m['time/train_s']:.1f} s",
             f"sync {m['time/sync_s']:.2f} s",
             f"canary {m['canary/gap_max']:.1e} ({verdict_of(m.get('canary/verified'))})",

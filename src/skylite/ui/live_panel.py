@@ -144,7 +144,9 @@ def _metric_rows(state: ScreenState, width: int) -> list[Text]:
         f"{100 * m['completion/truncated_frac']:.0f} % truncated, entropy {m['policy/entropy']:.3f}"
     )
     right = f"{100 * m['reward/right_frac']:.1f} % of the completions"
-    speed = f"{m['perf/completion_tokens_per_s']:.0f} tokens/s sampled, {m['time/step_s']:.1f} s per step"
+    tokens_per_s = m["perf/completion_tokens_per_s"]
+    sampled = f"{tokens_per_s:.0f} tokens/s sampled" if math.isfinite(tokens_per_s) else "sampled before"
+    speed = f"{sampled}, {m['time/step_s']:.1f} s per step"
     gaps = f"canary gap {m['canary/gap_max']:.1e}, logprob mismatch {m['mismatch/logprob_diff_mean']:.1e}"
     return [
         *([] if has_partial_rewards(state.history) else [labelled("right", Text(right))]),
@@ -221,9 +223,16 @@ def clock(state: ScreenState) -> str:
 
 
 def seconds_left(history: Sequence[Mapping[str, Any]], num_steps: int) -> float | None:
-    """Estimate from the last steps. None: no step is left, or none has a time, as after damage."""
+    """Estimate from the last sampled steps. None: no step is left, or none has a time, as after damage.
+
+    After a resume, steps that were trained from stored completions were short: they do not count.
+    """
     left = num_steps - int(history[-1]["step"]) if history else 0
-    recent = [s for m in history[-RECENT_STEPS:] if math.isfinite(s := m["time/step_s"])]
+    recent = [
+        s
+        for m in history[-RECENT_STEPS:]
+        if math.isfinite(s := m["time/step_s"]) and not m.get("rollout/stored", 0) > 0
+    ]
     return left * sum(recent) / len(recent) if recent and left > 0 else None
 
 

@@ -16,8 +16,8 @@ from skylite.untrusted_text import plain
 logger = logging.getLogger(__name__)
 REDRAW_S = 0.5
 FIRST_LINE_S = 5.0
-LINE_S = 15.0
-"""Between two lines in a log, after the first."""
+LINE_S, LONGEST_LINE_S = 15.0, 300.0
+"""Between two lines in a log, after the first: twice as long each time."""
 _CLEAR = "\r\x1b[K"
 
 
@@ -47,10 +47,10 @@ def show_progress(work: LongWork) -> Iterator[None]:
 
 def _log_lines(finished: threading.Event, work: LongWork) -> None:
     """Log a line now and then. A live terminal does not print them: it shows the redrawn line."""
-    wait_s = FIRST_LINE_S
+    wait_s, next_s = FIRST_LINE_S, LINE_S
     while not finished.wait(wait_s):
         logger.info(work.text(), extra=ON_PANEL)
-        wait_s = LINE_S
+        wait_s, next_s = next_s, min(2 * next_s, LONGEST_LINE_S)
 
 
 def _redraw(finished: threading.Event, work: LongWork, draw: Callable[[str], None]) -> None:
