@@ -12,10 +12,10 @@ from skylite.model import prefix_tree as tree_module
 from skylite.model import tree_attention as tree_attention_module
 from skylite.model.flex_attention import flex_tree_attention
 from skylite.model.packing import pack_tokens
-from skylite.model.prefix_tree import Tree, build_tree, shared_length
+from skylite.model.prefix_tree import Tree, build_tree, shared_length, tree_size
 from skylite.model.tree_attention import ScoreSettings, TreeLayout, tree_attention, tree_layout
 from skylite.trainer.micro_batch_plan import Part, arrange, plan_micro_batches
-from tests.rows import groups_of, random_call_trees, random_samples
+from tests.rows import Row, groups_of, random_call_trees, random_samples
 
 
 def layout_of(tree: Tree) -> TreeLayout:
@@ -44,14 +44,18 @@ def test_shared_tokens_become_one_node():
     assert [p.tolist() for p in tree.paths] == [[0, 1, 2, 3], [0, 1, 2, 4], [0, 1, 5, 6]]
 
 
+@pytest.mark.parametrize("num_groups", [1, 4])
 @pytest.mark.parametrize("call", [tree_module.SCORES_PER_CALL, 0])
-def test_a_node_attends_only_to_itself_and_its_ancestors(call, monkeypatch):
+def test_a_node_attends_only_to_itself_and_its_ancestors(call, num_groups, monkeypatch):
     monkeypatch.setattr(tree_module, "SCORES_PER_CALL", call)
     rng = random.Random(0)
     sequences = [[rng.randrange(3) for _ in range(rng.randrange(1, 9))] for _ in range(20)]
-    tree = build_tree(sequences, groups=[i % 4 for i in range(20)])
+    groups = [i % num_groups for i in range(20)]
+    tree = build_tree(sequences, groups)
+    assert tree_size(sequences, groups) == len(tree.token_ids)
     depth = max(len(p.ancestors) for p in tree.pieces)
-    assert depth > 2 if call == 0 else depth == 1, "cut again only where a call costs nothing"
+    if num_groups == 1:
+        assert depth > 2 if call == 0 else depth == 1, "cut again only where a call costs nothing"
     for window in (None, 1, 3):
         sees = visible_nodes(tree, window)
         for sequence, path in zip(sequences, tree.paths, strict=True):
@@ -159,7 +163,7 @@ def test_a_large_step_is_packed_quickly():
 
 
 def test_a_history_that_branches_every_turn_is_compared_once(monkeypatch):
-    """Whatever its depth: each call with the first one, and with the one before it."""
+    """Whatever its depth: the first call with the last one, and each with the one before it."""
     monkeypatch.setattr(tree_module, "SCORES_PER_CALL", 0)
     compared = []
 
@@ -172,8 +176,63 @@ def test_a_history_that_branches_every_turn_is_compared_once(monkeypatch):
     calls = [[*history[: 20 * turn], -turn, -turn] for turn in range(1, 33)]
     tree = build_tree(calls, groups=[0] * 32)
     assert max(len(p.ancestors) for p in tree.pieces) == 31
-    assert len(compared) == 32 + 31
+    assert len(compared) == 1 + 31
     assert sum(compared) < 2 * sum(map(len, calls))
+
+
+def with_sub_agents(num_groups: int) -> tuple[list[list[int]], list[int]]:
+    """Calls of episodes of two trajectories each: one with the task's system prompt, one of a sub-agent."""
+    rng = random.Random(3)
+    main, sub = ([kind, *(rng.randrange(50) for _ in range(199))] for kind in (100, 200))
+    calls, groups = [], []
+    for group in range(num_groups):
+        question = [rng.randrange(50) for _ in range(20)]
+        for _ in range(2):
+            first = [*main, 60 + group, *question, *(rng.randrange(50) for _ in range(30))]
+            calls += [first, [*sub, 60 + group, *question, *(rng.randrange(50) for _ in range(10))]]
+            groups += [group, group]
+    return calls, groups
+
+
+def test_groups_share_each_system_prompt_though_nothing_is_common_to_all():
+    calls, groups = with_sub_agents(4)
+    tree = build_tree(calls, groups)
+    # Two system prompts of 200; per group and prompt 21 of the question; per trajectory 30 and 10.
+    assert len(tree.token_ids) == 2 * 200 + 2 * 4 * 21 + 8 * (30 + 10)
+    assert tree_size(calls, groups) == len(tree.token_ids)
+    assert [tree.token_ids[path].tolist() for path in tree.paths] == calls
+    sees = visible_nodes(tree, None)
+    for path in tree.paths:
+        for position, node in enumerate(path):
+            assert np.flatnonzero(sees[node]).tolist() == sorted(path[: position + 1].tolist())
+
+
+def test_groups_do_not_share_the_few_words_with_which_two_prompts_begin():
+    tree = build_tree([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 9]], groups=[0, 1, 2])
+    assert len(tree.token_ids) == 1 + 4 + 4 + 1
+
+
+def test_micro_batches_count_what_sub_agents_share():
+    """All calls fit the budget as a tree. One after the other, each system prompt counts again."""
+    calls, groups = with_sub_agents(4)
+    rows = [
+        Row(
+            group=groups[i],
+            prompt_token_ids=[],
+            completion_token_ids=[c[-1] for c in calls[i : i + 2]],
+            rollout_logprobs=[-1.0, -1.0],
+            reward=float(i % 4),
+            calls=tuple((call[:-1], call[-1:]) for call in calls[i : i + 2]),
+        )
+        for i in range(0, len(calls), 2)
+    ]
+    batch, unique = arrange(groups_of(rows), AlgorithmConfig()), tree_size(calls, groups)
+    (micro_batches,) = plan_micro_batches(batch, range(8), unique, 1, "tree", may_cut=True)
+    (parts,) = micro_batches
+    assert sorted(parts) == [Part(number, 0, 2) for number in range(8)]
+    (micro_batches,) = plan_micro_batches(batch, range(8), unique - 1, 1, "tree", may_cut=True)
+    assert len(micro_batches) == 2
+    assert all(size(batch, parts, "tree") < unique for parts in micro_batches)
 
 
 def batch_of(seed, num_groups):

@@ -54,7 +54,8 @@ def pack_tokens(
     """Pack sequences, each a prompt and its completion, into one model call.
 
     Args:
-        groups: the group of each sequence. In a tree, sequences of one group share every common prefix.
+        groups: the group of each sequence. In a tree, sequences of one group share every common prefix, and
+            those of several groups a long one (prefix_tree.py).
         segments: the segment of each sequence, counted from 0; None: each sequence is a segment.
 
     Without sequences, the call has one token and no completion tokens. A rank with an empty micro-batch needs

@@ -1,7 +1,8 @@
 """Builds the prefix tree of token sequences, so that a token that several sequences share is computed once.
 
 Most tokens of a step are shared: all prompts share the few-shot examples, and a group shares its prompt. The
-tree has one shared prefix, followed by blocks, each with sequences of one group. A token of a block sees the
+tree has one shared prefix, followed by blocks: the sequences of a group, or of several that share much more,
+such as all calls of a sub-agent with a system prompt of its own. A token of a block sees the
 shared prefix and its own ancestors in the block, never another block. So attention runs block by block over
 [block, prefix + block] instead of over one [T, T] square that is almost entirely masked
 (model/tree_attention.py). A block with long branches is cut again, into its trunk and its branches, each
@@ -27,6 +28,11 @@ SCORES_PER_CALL = 16384
 The cut buys time at 512 tokens, measured on a busy machine only; at 128 tokens it buys none
 (benchmarks/NOTES.md).
 """
+
+
+SHARED_BY_GROUPS = 64
+"""Sequences of two groups share what follows the prefix of all if it has so many tokens. Two prompts often
+begin with the same few words; sharing those would cost an attention call for each beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +76,16 @@ class Member:
 
 
 def build_tree(sequences: Sequence[Sequence[int]], groups: Sequence[int]) -> Tree:
-    """The prefix tree of `sequences`. Sequences of different groups share only the common prefix of all."""
-    order = sorted(range(len(sequences)), key=lambda i: (groups[i], sequences[i]))
+    """The prefix tree of `sequences`, of which some share nodes (`find_sharing`)."""
     arrays = [np.asarray(s, dtype=np.int64) for s in sequences]
-    prefix = min(shared_length(arrays[order[0]], a) for a in arrays)
+    order, prefix, lengths = find_sharing(arrays, groups)
     paths: list[IntArray] = [np.empty(0, dtype=np.int64)] * len(sequences)
-    lengths = [prefix] * len(sequences)
     ends = np.full(sum(map(len, arrays)), -1, dtype=np.int64)
     tokens, depths, blocks = [arrays[order[0]][:prefix]], [np.arange(prefix)], list[list[int]]()
     num_nodes, previous = prefix, order[0]
     paths[previous] = np.arange(prefix)
     for i in order:
-        same_group = groups[i] == groups[previous] and i != order[0]
-        shared = max(prefix, shared_length(arrays[previous], arrays[i])) if same_group else prefix
-        lengths[i] = shared
+        shared = lengths[i]
         ends[paths[previous][shared:]] = num_nodes
         new = np.arange(num_nodes, num_nodes + len(arrays[i]) - shared)
         paths[i] = np.concatenate([paths[previous][:shared], new])
@@ -99,6 +101,30 @@ def build_tree(sequences: Sequence[Sequence[int]], groups: Sequence[int]) -> Tre
         members = [Member(paths[i], lengths[i]) for i in block]
         pieces += _block_pieces(members, prefix, (0,), len(pieces))
     return Tree(np.concatenate(tokens), np.concatenate(depths), ends, paths, pieces)
+
+
+def tree_size(sequences: Sequence[Sequence[int]], groups: Sequence[int]) -> int:
+    """The number of nodes of `build_tree`, without building it."""
+    arrays = [np.asarray(s, dtype=np.int64) for s in sequences]
+    _, prefix, lengths = find_sharing(arrays, groups)
+    return prefix + sum(len(a) - shared for a, shared in zip(arrays, lengths, strict=True))
+
+
+def find_sharing(arrays: Sequence[IntArray], groups: Sequence[int]) -> tuple[list[int], int, list[int]]:
+    """Depth-first order of the sequences, their common prefix, and what each shares with the one before it.
+
+    All share the prefix. Two neighbours share more if they are of one group, or if it is much.
+    """
+    # Big-endian bytes sort as the numbers do, and far faster than lists.
+    keys = [a.astype(">i8").tobytes() for a in arrays]
+    order = sorted(range(len(arrays)), key=lambda i: (keys[i], groups[i]))
+    prefix = shared_length(arrays[order[0]], arrays[order[-1]])
+    lengths = [prefix] * len(arrays)
+    for before, i in itertools.pairwise(order):
+        shared = shared_length(arrays[before], arrays[i])
+        if groups[before] == groups[i] or shared >= prefix + SHARED_BY_GROUPS:
+            lengths[i] = shared
+    return order, prefix, lengths
 
 
 def shared_length(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:

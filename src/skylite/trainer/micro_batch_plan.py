@@ -6,9 +6,9 @@ micro_batches.py splits the step into updates and makes the tensors.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import numpy as np
 import torch
@@ -18,11 +18,9 @@ from skylite.algorithms.advantages import zero_std_groups
 from skylite.config.algorithm import AlgorithmConfig
 from skylite.errors import DataError
 from skylite.model.packing import Packing
-from skylite.model.prefix_tree import IntArray, shared_length
+from skylite.model.prefix_tree import shared_length, tree_size
 from skylite.trainer.chosen_algorithm import group_advantage
 from skylite.types import Group, Sample, Trajectory
-
-NOTHING: IntArray = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -116,56 +114,71 @@ def _parts(number: int, trajectory: Trajectory, budget: int | None, packing: Pac
     """The trajectory in as few parts as fit the budget, or the longest call if that is longer."""
     if budget is None or len(trajectory.samples) == 1:
         return [Part(number, 0, len(trajectory.samples))]
-    calls = [np.asarray(call, dtype=np.int64) for call in _calls(trajectory.samples)]
+    calls = _calls(trajectory.samples)
     limit = max(budget, *map(len, calls))
-    starts, tokens, longest = [0], 0, 0
-    for index, call in enumerate(calls):
-        longest = max(longest, len(call))
-        if packing == "tree":
-            tokens += _new_tokens([call], before=calls[index - 1] if index else NOTHING)
-        else:
-            tokens = (index - starts[-1] + 1) * longest
-        if tokens > limit:
+    starts = [0]
+    if _size(calls, packing) <= limit:
+        return [Part(number, 0, len(calls))]
+    for index in range(1, len(calls)):
+        if _size(calls[starts[-1] : index + 1], packing) > limit:
             starts.append(index)
-            tokens = longest = len(call)
     return [Part(number, first, last) for first, last in pairwise([*starts, len(calls)])]
+
+
+def _size(calls: Sequence[list[int]], packing: Packing) -> int:
+    """Tokens that the calls of a group compute."""
+    if packing == "tree":
+        return tree_size(calls, [0] * len(calls))
+    return len(calls) * max(map(len, calls))
 
 
 def _tree_bins(items: Sequence[Item], group_size: int, budget: int, dp_size: int) -> list[list[Part]]:
     """Micro-batches of at most `budget` unique tokens, the largest first; a multiple of `dp_size` of them."""
-    prefix = _common_prefix([samples[0].prompt_token_ids for _, samples in items])
-    units = sorted(_units(items, group_size, budget, prefix), key=lambda u: -u[0])
+    calls = {part: _calls(samples) for part, samples in items}
+    units = sorted(_units(calls, group_size, budget), key=lambda u: -u[0])
     num_bins = dp_size
     while True:
-        bins = _fill(units, num_bins)
-        if max(load for load, _ in bins) + prefix <= budget or max(len(content) for _, content in bins) == 1:
+        bins = [
+            (_load([part for unit in bin_ for part in unit], calls, group_size), bin_)
+            for bin_ in _fill(units, num_bins)
+        ]
+        if all(load <= budget or len(bin_) == 1 for load, bin_ in bins):
             break
         num_bins += dp_size
-    return [[i for unit in content for i in unit] for _, content in sorted(bins, key=lambda b: -b[0])]
+    return [[i for unit in bin_ for i in unit] for _, bin_ in sorted(bins, key=lambda b: -b[0])]
 
 
-def _common_prefix(prompts: Sequence[list[int]]) -> int:
-    """Length of the prefix that all prompts share, in tokens."""
-    low, high = min(prompts), max(prompts)
-    differing = (k for k, (a, b) in enumerate(zip(low, high, strict=False)) if a != b)
-    return next(differing, min(len(low), len(high)))
+def _load(parts: Sequence[Part], calls: Mapping[Part, list[list[int]]], group_size: int) -> int:
+    """Unique tokens of the parts' calls."""
+    sequences = [(part.number // group_size, call) for part in parts for call in calls[part]]
+    return tree_size([c for _, c in sequences], [g for g, _ in sequences]) if sequences else 0
 
 
-def _units(items: Sequence[Item], group_size: int, budget: int, prefix: int) -> list[tuple[int, list[Part]]]:
-    """(new tokens, parts) that stay together: a group, or a part of a group over the budget.
+def _units(
+    calls: Mapping[Part, list[list[int]]], group_size: int, budget: int
+) -> list[tuple[int, list[Part]]]:
+    """(unique tokens, parts) that stay together: a group, or a part of a group over the budget.
 
-    New tokens are those that follow the common prefix.
+    The tokens are those that follow the common prefix of all calls.
     """
+    every = [call for sequences in calls.values() for call in sequences]
+    low, high = (np.asarray(call, dtype=np.int64) for call in (min(every), max(every)))
+    prefix = shared_length(low, high)
     units: list[tuple[int, list[Part]]] = []
-    previous, previous_group = NOTHING, None
-    for group, calls, part in sorted((p.number // group_size, _calls(samples), p) for p, samples in items):
-        sequences = [np.asarray(call, dtype=np.int64) for call in calls]
-        new = _new_tokens(sequences, before=previous)
-        if group == previous_group and prefix + units[-1][0] + new <= budget:
-            units[-1] = (units[-1][0] + new, [*units[-1][1], part])
-        else:
-            units.append((_new_tokens(sequences, before=sequences[0][:prefix]), [part]))
-        previous, previous_group = sequences[-1], group
+    ordered = sorted(calls, key=lambda part: (part.number // group_size, calls[part], part))
+    for _, members in groupby(ordered, key=lambda part: part.number // group_size):
+        group = list(members)
+        whole = _load(group, calls, group_size)
+        if whole <= budget:
+            units.append((whole - prefix, group))
+            continue
+        unit: list[Part] = []
+        for part in group:
+            if unit and _load([*unit, part], calls, group_size) > budget:
+                units.append((_load(unit, calls, group_size) - prefix, unit))
+                unit = []
+            unit = [*unit, part]
+        units.append((_load(unit, calls, group_size) - prefix, unit))
     return units
 
 
@@ -174,23 +187,14 @@ def _calls(samples: Sequence[Sample]) -> list[list[int]]:
     return [s.prompt_token_ids + s.completion_token_ids for s in samples]
 
 
-def _new_tokens(sequences: Sequence[IntArray], before: IntArray) -> int:
-    """Tokens that the calls add to the tree, each compared with the previous one (the first: `before`)."""
-    total = 0
-    for sequence in sequences:
-        total += len(sequence) - shared_length(before, sequence)
-        before = sequence
-    return total
-
-
-def _fill(units: list[tuple[int, list[Part]]], num_bins: int) -> list[tuple[int, list[list[Part]]]]:
+def _fill(units: list[tuple[int, list[Part]]], num_bins: int) -> list[list[list[Part]]]:
     """Longest-processing-time rule: each unit, from large to small, goes to the emptiest bin."""
     bins: list[tuple[int, list[list[Part]]]] = [(0, []) for _ in range(num_bins)]
     for size, unit in units:
         index = min(range(num_bins), key=lambda i: bins[i][0])
         load, content = bins[index]
         bins[index] = (load + size, [*content, unit])
-    return bins
+    return [content for _, content in bins]
 
 
 def _row_bins(items: Sequence[Item], group_size: int, budget: int, dp_size: int) -> list[list[Part]]:
