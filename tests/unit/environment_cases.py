@@ -47,7 +47,9 @@ class ScriptedEngine:
         self.samplings.append(sampling)
         self.models.append((model, version))
         await asyncio.sleep(self.delay_s)
-        ids = [*to_ids(self.script(to_text(prompt))), STOP]
+        text = self.script(to_text(prompt))
+        ends = [text.find(stop) + len(stop) for stop in sampling.stop if stop in text]
+        ids = to_ids(text[: min(ends)]) if ends else [*to_ids(text), STOP]
         cut = len(ids) > sampling.max_tokens
         ids = ids[: sampling.max_tokens]
         self.replies.append((list(prompt), ids))

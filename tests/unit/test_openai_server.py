@@ -76,6 +76,32 @@ def test_an_openai_client_works_as_with_openai(tmp_path: Path) -> None:
     visit(tmp_path, body)
 
 
+@pytest.mark.parametrize("stop", ["Observation:", ["nothing", "Observation:"]])
+def test_a_stop_text_ends_the_reply_and_stays_in_what_is_trained(tmp_path: Path, stop: Any) -> None:
+    """Agents in ReAct's form stop the model where the tool's answer follows."""
+
+    async def body(running: Environment) -> None:
+        server = running.server
+        engine = ScriptedEngine(lambda p: "Action: add\nObservation: I make this up")
+        log, key = open_log(server, engine)
+        client: Any = openai.AsyncOpenAI(base_url=server.base_url, api_key=key)
+        reply = await client.chat.completions.create(model="x", messages=HELLO, stop=stop)
+        message = reply.choices[0].message
+        assert (message.content, reply.choices[0].finish_reason) == ("Action: add", "stop")
+        first = log.calls[0].sample
+        assert to_text(first.completion_token_ids) == "Action: add\nObservation:"
+        told = {"role": "user", "content": " 5"}
+        await client.chat.completions.create(
+            model="x", messages=[*HELLO, {"role": "assistant", "content": message.content}, told]
+        )
+        known = [*first.prompt_token_ids, *first.completion_token_ids]
+        assert log.calls[1].sample.prompt_token_ids[: len(known)] == known
+        assert engine.samplings[1].stop == ()
+        await client.close()
+
+    visit(tmp_path, body)
+
+
 def test_the_unix_socket_serves_too(tmp_path: Path) -> None:
     async def body(running: Environment) -> None:
         server = running.server
@@ -105,6 +131,9 @@ def test_the_unix_socket_serves_too(tmp_path: Path) -> None:
         ({"tool_choice": "required"}, 400, "tool_choice"),
         ({"audio": {}}, 400, "audio"),
         ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"stop": ""}, 400, "stop"),
+        ({"stop": [5]}, 400, "stop"),
+        ({"reasoning_effort": "low"}, 400, "reasoning_effort"),
         (b"{" * 5000, 400, "JSON"),
         (b"", 400, "JSON"),
         (b"[1]", 400, ""),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -29,7 +29,6 @@ NEUTRAL: dict[str, Any] = {
     "logit_bias": {},
     "modalities": ["text"],
     "tool_choice": "auto",
-    "stop": [],
 }
 """Parameters that are accepted with this value only."""
 
@@ -92,6 +91,9 @@ class _Tool(_Open):
     function: _FunctionSchema
 
 
+_StopText = Annotated[str, Field(min_length=1)]
+
+
 class ChatRequest(_Open):
     """A valid request."""
 
@@ -101,6 +103,8 @@ class ChatRequest(_Open):
     stream: bool = False
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    stop: _StopText | list[_StopText] | None = None
+    """Texts that end the reply, which does not have them. They change no token's probability."""
     chat_template_kwargs: dict[str, Any] = {}
 
     @model_validator(mode="after")
@@ -125,6 +129,11 @@ class ChatRequest(_Open):
         """The most tokens that the caller wants."""
         given = [n for n in (self.max_tokens, self.max_completion_tokens) if n is not None]
         return min(given, default=None)
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """`stop` as OpenAI's clients send it: a text, or a list."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def fixed_sampling(self) -> list[str]:

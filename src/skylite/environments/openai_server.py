@@ -154,8 +154,9 @@ class OpenAIServer:
                 log, "tokens", f"The prompt has {len(ids)} tokens, and env.max_tokens={limits.max_tokens} "
                 f"and rollout.max_prompt_tokens={rollout.max_prompt_tokens} leave no room for a reply.",
             )  # fmt: skip
-        sample = await self._sample(log, ids, min(room, rollout.max_completion_tokens, request.limit or room))
-        text = await self.renderer.text(sample.completion_token_ids)
+        max_tokens = min(room, rollout.max_completion_tokens, request.limit or room)
+        sample = await self._sample(log, ids, max_tokens, request.stop_texts)
+        text = _before(await self.renderer.text(sample.completion_token_ids), request.stop_texts)
         parse = partial(parse_reply, text, self.tool_format, self.stops, has_tools=bool(tools), thinks=thinks)
         parsed = parse() if len(text) < LONG_REPLY else await asyncio.to_thread(parse)
         message = parsed.message(number)
@@ -201,7 +202,9 @@ class OpenAIServer:
         known = [*sample.prompt_token_ids, *sample.completion_token_ids] if end.follows else []
         return [*known, *end.ids], end.opens_thinking
 
-    async def _sample(self, log: TrajectoryLog, ids: list[int], max_tokens: int) -> Sample:
+    async def _sample(
+        self, log: TrajectoryLog, ids: list[int], max_tokens: int, stop: tuple[str, ...]
+    ) -> Sample:
         rollout = self.config.rollout
         sampling = Sampling(
             temperature=log.temperature,
@@ -209,7 +212,7 @@ class OpenAIServer:
             top_k=rollout.top_k if log.temperature else 0,
             max_tokens=max_tokens,
             stop_token_ids=self.stop_token_ids,
-            stop=tuple(rollout.stop),
+            stop=(*rollout.stop, *stop),
             seed=_call_seed(log, ids),
         )
         return (await log.engine.generate(log.model, ids, 1, sampling, log.version))[0]
@@ -218,6 +221,11 @@ class OpenAIServer:
 async def _no_such_path(request: Request, error: Exception) -> Response:
     text = f"There is no {request.method} {plain(request.url.path)[:200]}, only POST /v1/chat/completions."
     return JSONResponse(ApiError(404, "not_found", text).body(), status_code=404)
+
+
+def _before(text: str, stops: Sequence[str]) -> str:
+    """The text before the first of `stops`. The last token may have brought more than the stop."""
+    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
 
 
 def _ended(log: TrajectoryLog, end: End, message: str) -> ApiError:
