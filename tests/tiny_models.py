@@ -53,7 +53,7 @@ def make_tiny_model(folder: Path, family: str = "llama", seed: int = 0) -> Path:
 
 
 def tiny_config(family: str) -> Any:
-    """The transformers config of a tiny model; Qwen2 and Gemma tie their embeddings, as the real ones do."""
+    """The transformers config of a tiny model. Qwen2, Gemma and Cohere2 tie their embeddings, as usual."""
     import transformers
 
     classes = {
@@ -80,7 +80,7 @@ def tiny_config(family: str) -> Any:
         "head_dim": 32,
         "max_position_embeddings": 2048,
         "initializer_range": 0.1,
-        "tie_word_embeddings": family in ("qwen2", "gemma"),
+        "tie_word_embeddings": family in ("qwen2", "gemma", "cohere2"),
         "bos_token_id": None,
         "eos_token_id": _special_id(EOS_TOKEN),
         "pad_token_id": _special_id("<|pad|>"),
