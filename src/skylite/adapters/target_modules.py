@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import regex
+
 from skylite.config.lora import LoraConfig
-from skylite.errors import ModelError
+from skylite.errors import ConfigError, ModelError
 from skylite.hub.resolve import tensor_shapes
 
 EXPERTS = ".experts."
@@ -21,9 +22,27 @@ LM_HEADS = ("lm_head", "embed_out", "output_layer")
 in no file."""
 
 
+MATCH_TIMEOUT_S = 1.0
+"""Limit for one pattern on one name. Some patterns take exponential time."""
+
+
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a module path matches a pattern: the end of the path, or a regex for the full path."""
-    return any(name == p or name.endswith(f".{p}") or re.fullmatch(p, name) is not None for p in patterns)
+    """Whether a module path matches a pattern: the end of the path, or a regex for the full path.
+
+    Raises ConfigError for a regex that takes longer than MATCH_TIMEOUT_S.
+    """
+    return any(name == p or name.endswith(f".{p}") or _fully_matches(name, p) for p in patterns)
+
+
+def _fully_matches(name: str, pattern: str) -> bool:
+    try:
+        return regex.fullmatch(pattern, name, timeout=MATCH_TIMEOUT_S) is not None
+    except TimeoutError:
+        raise ConfigError(
+            f"The regex {pattern!r} in lora.target_modules or lora.exclude_modules takes longer than "
+            f"{MATCH_TIMEOUT_S:g} s for the module {name}.",
+            "Write it without a repeat inside a repeat, such as (a+)+.",
+        ) from None
 
 
 def short_names(modules: Iterable[str], chosen: Iterable[str]) -> list[str]:

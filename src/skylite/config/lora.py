@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from skylite.config.base_section import Section
+from skylite.config.check_regex import check_regex
 from skylite.errors import ConfigError
 
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -68,6 +69,13 @@ class LoraConfig(Section):
                 f"{rank} is above {VLLM_LORA_RANKS[-1]}, the largest rank that vLLM serves; use a lower one."
             )
         return rank
+
+    @field_validator("target_modules", "exclude_modules")
+    @classmethod
+    def check_modules(cls, modules: str | list[str]) -> str | list[str]:
+        for pattern in modules if isinstance(modules, list) else []:
+            check_regex(pattern)
+        return modules
 
     @field_validator("use_dora")
     @classmethod

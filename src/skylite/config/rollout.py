@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr, field_validator, model_validator
 
 from skylite.config.base_section import Section
+from skylite.config.check_regex import check_regex
 
 TemplateValue = StrictBool | StrictInt | StrictFloat | StrictStr
 TEMPLATE_INPUTS = (
@@ -91,14 +92,8 @@ class RewardParameters(Section):
     @field_validator("answer_pattern", "pattern")
     @classmethod
     def check_pattern(cls, value: str | None) -> str | None:
-        import regex
-
-        try:
-            regex.compile(value or "")
-        except regex.error as error:
-            raise ValueError(
-                f"{value!r} is not a regex: {error}; quote it as a TOML literal, '...'."
-            ) from None
+        if value is not None:
+            check_regex(value)
         return value
 
     @model_validator(mode="after")
