@@ -85,16 +85,18 @@ def check_examples(
 
 
 def _require_right(example: Example, spec: str, value: float, form: RightForm | None) -> None:
-    said = f"{example.where}: the reference answer {_shorten(example.reference or '')!r} scores {value:g} "
+    answer = _shorten(example.reference or "")
     if form is None and value != 1.0:
         raise DataError(
-            f"{said}under the reward {spec}; it must score 1.0.",
+            f"{example.where}: the reference answer {answer!r} scores {value:g} under the reward {spec}; "
+            "it must score 1.0.",
             "Correct the row, choose another reward, leave such rows out with --drop-failing, or the answers "
             "with --no-answer; nothing was written.",
         )
     if form is not None and not form.accepts(value):
         raise DataError(
-            f"{said}under the reward {spec}; those of most other rows score {form.wanted()}.",
+            f"{example.where}: the reference answer {answer!r} scores {value:g} under the reward {spec}; "
+            f"those of most other rows score {form.wanted()}.",
             f"Correct the row, or leave such rows out with --drop-failing. If {value:g} is fine: "
             f"--best-reward {value:g}. Nothing was written.",
         )
