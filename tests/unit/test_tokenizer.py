@@ -64,9 +64,12 @@ def test_the_parent_imports_neither_transformers_nor_torch(tiny_llama: Path) -> 
 
 
 def test_a_folder_of_links_as_in_the_hubs_cache_can_be_read(tiny_llama: Path, tmp_path: Path) -> None:
-    for path in tiny_llama.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    tokenizer = load_tokenizer(tmp_path)
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    shutil.copytree(tiny_llama, blobs)
+    snapshot.mkdir(parents=True)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(path)
+    tokenizer = load_tokenizer(snapshot)
     assert tokenizer.encode_chats(CHATS[:1]) == expected(AutoTokenizer.from_pretrained(tiny_llama), CHATS[:1])
     tokenizer.close()
 
