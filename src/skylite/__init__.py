@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from skylite.api import Run
 
 __version__ = "0.2.0"
+DISTRIBUTION = "skylite-rl"
+"""Name of the package that pip installs. `skylite` on PyPI is another project."""
 
 
 def load_run(path: "str | Path") -> "Run":

@@ -8,6 +8,8 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 
+from skylite import DISTRIBUTION
+
 
 def requirements(package: str, extra: str | None = "") -> Iterator[Requirement]:
     """Requirements of an installed package on this machine; `extra` None: with those of every extra."""
@@ -18,6 +20,6 @@ def requirements(package: str, extra: str | None = "") -> Iterator[Requirement]:
 
 
 def install_command(extra: str) -> str:
-    """`pip install` of the extra's packages by their own names: `skylite` on PyPI is another project."""
-    needed = [r for r in requirements("skylite", extra) if "extra" in str(r.marker or "")]
+    """`pip install` of the extra's packages by their own names: that needs no skylite on PyPI."""
+    needed = [r for r in requirements(DISTRIBUTION, extra) if "extra" in str(r.marker or "")]
     return shlex.join(["pip", "install", *(f"{r.name}{r.specifier}" for r in needed)])

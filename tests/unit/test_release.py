@@ -25,7 +25,9 @@ def test_the_citation_names_the_package_version() -> None:
 
 
 def test_the_quickstart_installs_the_wheel_of_this_version() -> None:
-    wheels = re.findall(r"skylite-([\w.]+)-py3-none-any\.whl", (ROOT / "docs" / "quickstart.md").read_text())
+    wheels = re.findall(
+        r"skylite_rl-([\w.]+)-py3-none-any\.whl", (ROOT / "docs" / "quickstart.md").read_text()
+    )
     assert wheels == [skylite.__version__]
 
 

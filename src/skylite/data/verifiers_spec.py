@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from skylite import DISTRIBUTION
 from skylite.data.key_value_spec import read_settings, split_spec
 from skylite.errors import ConfigError
 from skylite.optional_packages import install_command, requirements
@@ -56,7 +57,7 @@ def check_verifiers(spec: str) -> None:
             f"{spec} needs the package verifiers, which is not installed.",
             f"Run `{install_command('verifiers')}`.",
         ) from None
-    for wanted in requirements("skylite", "verifiers"):
+    for wanted in requirements(DISTRIBUTION, "verifiers"):
         if wanted.name == "verifiers" and not wanted.specifier.contains(found):
             raise ConfigError(
                 f"{spec} needs verifiers{wanted.specifier}, and {found} is installed.",

