@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import subprocess
@@ -68,7 +69,9 @@ async def _stopped(
         for wait_s in signals:
             loop.call_later(wait_s, os.kill, os.getpid(), number)
         await asyncio.sleep(step_s)
+        plan.run.checkpoint_path(2).mkdir(parents=True)
         progress.recorded = 2
+        progress.begin_step(3)
         await asyncio.Event().wait()
 
     spec = ProcessSpec(
@@ -108,10 +111,21 @@ def test_ctrl_c_finishes_a_step_that_takes_longer_than_the_grace(tmp_path: Path)
     assert (tmp_path / "checkpoint").exists()
 
 
-def test_a_second_ctrl_c_abandons_the_step(tmp_path: Path) -> None:
+def test_a_second_ctrl_c_abandons_the_step_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     seconds, last = stopped(tmp_path, "finish", DEAF, 600, (0.2, 1.0), signal.SIGINT)
     assert last == 1
     assert seconds < 3
+    assert [r for r in caplog.records if r.levelno == logging.WARNING and "step 2" in r.message]
+
+
+def test_a_step_that_begins_after_the_stop_is_no_loss(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, last = stopped(tmp_path, "finish", OBEYS, 1.0, (0.2,), signal.SIGINT)
+    assert last == 2
+    assert [r.message for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
 @pytest.mark.parametrize(("mode", "recorded"), [("finish", 2), ("abandon", 1)])

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from skylite.engine.client import VllmClient
+from skylite.errors import EngineFailed
 from skylite.processes.file_descriptors import raise_file_limit
 from tests.unit.bad_server import SAMPLING, choice
 
@@ -64,6 +67,51 @@ def test_thousands_of_prompts_share_few_connections(tmp_path: Path) -> None:
     assert count == PROMPTS
     assert waited < 1.5
     assert 20 <= server.most <= 20 + 4
+
+
+def test_a_request_cancelled_while_its_reply_arrives_leaves_no_error(tmp_path: Path) -> None:
+    """As a stop and a timeout do, in the same round of the event loop."""
+    reported: list[dict[str, Any]] = []
+
+    async def cancel_at_the_reply() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: reported.append(context))
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(str(tmp_path / "s"))
+            listening.listen()
+            client = VllmClient("vllm-0", tmp_path / "s")
+            request = asyncio.ensure_future(client.sample("m", [1], 1, SAMPLING, 1))
+            with (await asyncio.to_thread(listening.accept))[0] as server:
+                while not await asyncio.to_thread(server.recv, 65536):
+                    pass
+                server.sendall(f"HTTP/1.1 200 X\r\nContent-Length: {len(BODY)}\r\n\r\n".encode() + BODY)
+                loop.call_soon(request.cancel)
+                await asyncio.wait({request})
+                await asyncio.sleep(0.05)
+            assert request.cancelled()
+            await client.aclose()
+
+    asyncio.run(cancel_at_the_reply())
+    assert reported == []
+
+
+def test_requests_end_when_their_client_is_closed(tmp_path: Path) -> None:
+    async def close_under_a_request() -> None:
+        async def silence(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+            asked.set()
+            await reader.read()
+
+        asked = asyncio.Event()
+        async with await asyncio.start_unix_server(silence, tmp_path / "s"):
+            client = VllmClient("vllm-0", tmp_path / "s")
+            request = asyncio.ensure_future(client.sample("m", [1], 1, SAMPLING, 1))
+            await asked.wait()
+            await asyncio.sleep(0.05)
+            await client.aclose()
+            with pytest.raises(EngineFailed, match="no complete reply"):
+                await asyncio.wait_for(request, 5)
+
+    asyncio.run(close_under_a_request())
 
 
 RAISE = """

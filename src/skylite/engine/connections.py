@@ -7,6 +7,7 @@ from pathlib import Path
 import httpx
 
 from skylite.config.train import TrainConfig
+from skylite.engine.unix_sockets import UnixSocketTransport
 
 MAX_CONNECTIONS = 128
 """The default of engine.max_num_seqs: more would only wait in the server."""
@@ -25,6 +26,6 @@ def open_files(config: TrainConfig) -> int:
 def connect(socket_path: Path, count: int) -> httpx.AsyncClient:
     """A client with at most `count` connections."""
     limits = httpx.Limits(max_connections=count, max_keepalive_connections=count)
-    transport = httpx.AsyncHTTPTransport(uds=str(socket_path), limits=limits)
+    transport = UnixSocketTransport(str(socket_path), limits)
     # httpx's timeouts count per read, so a slow trickle never expires. `_send` has a deadline per reply.
     return httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=None)

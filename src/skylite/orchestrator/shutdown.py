@@ -128,14 +128,11 @@ async def run_until_stopped(
     running, watching = asyncio.ensure_future(work), asyncio.ensure_future(supervisor.watch())
     try:
         await _wait_for_first(running, watching, stop.requested.wait())
-        if (
-            stop.requested.is_set()
-            and plan.config.stop.mode == "finish"
-            and progress.recorded < progress.step
-        ):
+        step, since = progress.step, progress.step_since  # one that begins later is not lost but not begun
+        if stop.requested.is_set() and plan.config.stop.mode == "finish" and progress.recorded < step:
             logger.info(_finishing_text(plan, progress, stop))
             limit_s = plan.config.stop.grace_s * FINISH_SHARE
-            recorded = _recorded(progress, progress.step)
+            recorded = _recorded(progress, step)
             await _wait_for_first(running, watching, stop.forced.wait(), recorded, stop.out_of_time(limit_s))
             stop.step_ended()
         if (
@@ -157,8 +154,9 @@ async def run_until_stopped(
         for task in (running, watching):
             task.cancel()
         await asyncio.gather(running, watching, return_exceptions=True)
+    spent_s = time.monotonic() - since
     await _stop_trainer(plan, supervisor, progress, stop)
-    if text := _lost_text(plan.run, progress):
+    if text := _lost_text(plan.run, progress.recorded, step, spent_s):
         logger.warning(text)
     return False
 
@@ -197,22 +195,17 @@ def number_of(metrics: Mapping[str, Any], key: str) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def _lost_text(run: RunDir, progress: Progress) -> str:
-    """What the stop loses; empty if that is nothing."""
+def _lost_text(run: RunDir, recorded: int, step: int, spent_s: float) -> str:
+    """What a stop in `step` loses; empty if that is nothing."""
     texts, steps = [], checkpoint_steps(run)
     saved = steps[-1] if steps else 0
-    if saved < progress.recorded:
-        span = (
-            f"step {progress.recorded}"
-            if progress.recorded == saved + 1
-            else (f"steps {saved + 1} to {progress.recorded}")
-        )
+    if saved < recorded:
+        span = f"step {recorded}" if recorded == saved + 1 else f"steps {saved + 1} to {recorded}"
         texts.append(f"{span} has no checkpoint yet: a resume trains again on the stored completions")
-    if progress.recorded < progress.step:
-        spent = time.monotonic() - progress.step_since
-        kept = run.rollout_path(progress.step).exists()
+    if recorded < step:
+        kept = run.rollout_path(step).exists()
         how = "trains again on its stored completions" if kept else "samples it again"
-        texts.append(f"step {progress.step} is abandoned after {spent:.0f} s: a resume {how}")
+        texts.append(f"step {step} is abandoned after {spent_s:.0f} s: a resume {how}")
     return "; ".join(texts)
 
 
