@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -39,17 +40,22 @@ def write_png_files(page: Mapping[str, Any], folder: Path) -> list[Path]:
     """A picture of each plot that has data, named after its title. `page` comes from page_data.py."""
     require_matplotlib()
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     written = []
     for plot in page["plots"]:
         figure = Figure(figsize=(7, 4), layout="constrained")
-        axes = figure.subplots()
+        axes: Any = figure.subplots()
         if not sum(_draw(axes, plot, run, k, len(page["runs"])) for k, run in enumerate(page["runs"])):
             continue
         unit = plot["unit"] or ("%" if plot["percent"] else "")
         axes.set_title(f"{plot['title']} ({unit})" if unit else plot["title"])
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
+        steps = {x for line in axes.get_lines() for x, y in line.get_xydata() if math.isfinite(y)}
+        if len(steps) == 1:  # as on the page; matplotlib would draw ticks between whole steps
+            axes.set_xlim(min(steps) - 1, min(steps) + 1)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if plot["log"]:
             axes.set_yscale("log")
         if len(axes.get_lines()) > 1:
@@ -82,7 +88,8 @@ def _draw(axes: Any, plot: Mapping[str, Any], run: Mapping[str, Any], number: in
             y = [None if v is None else factor * v for v in run["metrics"].get(key, ())]
         if y:
             style = STYLES[(k if num_runs > 1 else 0) % len(STYLES)]
+            is_point = sum(v is not None for v in y) == 1  # a line through it has no length
             axes.plot(x, [float("nan") if v is None else v for v in y], color=color, linestyle=style,
-                      marker="o" if key == HELD_OUT else None, label=name)  # fmt: skip
+                      marker="o" if key == HELD_OUT or is_point else None, label=name)  # fmt: skip
             drawn += 1
     return drawn
