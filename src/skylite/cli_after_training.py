@@ -144,16 +144,30 @@ def serve(
     target: Annotated[Path, typer.Argument(help="A run or an adapter folder.")],
     model: Model = None,
     step: Step = None,
-    port: Annotated[
-        int, typer.Option(min=1, max=65535, help="Port on 127.0.0.1.", rich_help_panel=SERVER)
-    ] = 8000,
+    host: Annotated[
+        str,
+        typer.Option(
+            help="IP address to listen on. Beyond this machine only the API key protects the server, over "
+            "plain HTTP. 0.0.0.0: all addresses.",
+            rich_help_panel=SERVER,
+        ),
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Its port.", rich_help_panel=SERVER)] = 8000,
     settings: Settings = None,
     verbose: Verbose = None,
 ) -> None:
-    """Serve an adapter on 127.0.0.1. Starts vLLM's OpenAI-compatible server and prints a random API key."""
+    """Serve an adapter on 127.0.0.1. Starts vLLM's OpenAI-compatible server and prints a random API key.
+
+    Ends at Ctrl-C or SIGTERM.
+    """
+    from skylite.commands.serve import ServeFlags
     from skylite.commands.serve import serve as run_serve
 
-    run_serve(target, model=model, step=step, port=port, settings=tuple(settings or ()))
+    run_serve(
+        ServeFlags(
+            target=target, model=model, step=step, host=host, port=port, settings=tuple(settings or ())
+        )
+    )
 
 
 @after_training_app.command()

@@ -133,14 +133,17 @@ def test_a_finished_run_can_be_served(project: Project, finished: str) -> None:
         key = next(line.split()[-1] for line in process.stdout if "API key" in line)
         url, given = f"http://127.0.0.1:{port}", {"Authorization": f"Bearer {key}"}
         deadline = time.monotonic() + DEADLINE_S
-        models: list[str] = []
+        models: dict[str, int] = {}
         while not models:
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < deadline
             with contextlib.suppress(httpx.TransportError):
-                models = [m["id"] for m in httpx.get(f"{url}/v1/models", headers=given).json()["data"]]
+                reply = httpx.get(f"{url}/v1/models", headers=given).json()["data"]
+                models = {m["id"]: m["max_model_len"] for m in reply}
             time.sleep(0.5)
-        assert models == ["base", "policy-v000003"]
+        assert list(models) == ["base", "policy-v000003"]
+        context = json.loads((project.model / "config.json").read_text())["max_position_embeddings"]
+        assert models["base"] == context, "of the model, not of the run"
         for path in ("/v1/models", "/metrics", "/version", "/openapi.json"):
             assert httpx.get(url + path).status_code == 401, path
         for path in ("/invocations", "/tokenize", "/adapters", "/v1/load_lora_adapter", "/v1/completions"):
@@ -154,7 +157,10 @@ def test_a_finished_run_can_be_served(project: Project, finished: str) -> None:
             assert as_other_user(partial(is_dropped, port, key)) == 0
         children = descendants(process.pid)
         assert places_with(key, project.root, [psutil.Process(process.pid), *children]) == []
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
         log, _ = process.communicate(timeout=60)
-        assert key not in log, "printed once, before vLLM's own log begins"
+        assert key not in log, "printed once"
+        assert process.returncode == 130
+        assert "Traceback" not in log
+        assert "(APIServer pid=" not in log, "vLLM's own lines are in a file"
     assert wait_gone(children) == []

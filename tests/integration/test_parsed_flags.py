@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,8 @@ READ = {
 }
 ENGINE = READ | {"uds": "vllm-0.sock", "logprobs_mode": "processed_logprobs"}
 SERVER = READ | {
-    "host": "127.0.0.1",
+    "max_model_len": -1,
+    "host": "::",
     "port": 8000,
     "chat_template": "{{ messages }}",
     "default_chat_template_kwargs": {"thinking": False},
@@ -86,7 +88,12 @@ def flags(command: list[str]) -> list[str]:
 def test_vllm_reads_every_flag_of_a_gpu_server_and_starts_in_its_share() -> None:
     template = ChatTemplate(text="{{ messages }}", args={"thinking": False})
     served = serve_command(
-        SPEC, adapter_name="policy", adapter_path=Path("a,b"), port=8000, template=template
+        replace(SPEC, max_model_len=-1),
+        adapter_name="policy",
+        adapter_path=Path("a,b"),
+        port=8000,
+        host="::",
+        template=template,
     )
     commands = [flags(engine_command(SPEC)), flags(served)]
     gib = 2**30

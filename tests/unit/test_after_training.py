@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from typer.testing import CliRunner
 
-from skylite.cli import app
 from skylite.evaluation.versions import Subject, waves
 from skylite.run.run_dir import AdapterVersion, RunDir
 from tests.unit.export_cases import make_run
@@ -169,19 +167,3 @@ def test_an_export_that_cannot_work_is_refused_at_once(
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
     assert not (run.root / "exports").exists()
-
-
-@pytest.mark.parametrize(("words", "level"), [((), None), (("--quiet",), "WARNING")])
-def test_quiet_reaches_the_server_that_replaces_serve(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], level: str | None
-) -> None:
-    started: list[str | None] = []
-    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
-    monkeypatch.setattr(
-        os, "execvpe", lambda _file, _argv, env: started.append(env.get("VLLM_LOGGING_LEVEL"))
-    )
-    done = CliRunner().invoke(app, ["serve", str(run.root), *words])
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
-    CliRunner().invoke(app, ["serve", str(run.root), *words])
-    assert (done.exit_code, started) == (0, [level, "DEBUG"])
-    assert "API key" in done.output, "the key is what the command was asked for"

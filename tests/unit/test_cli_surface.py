@@ -35,7 +35,7 @@ FLAGS = {
         "--public", "--json", *LOGGING,
     },
     "replay": {"--set", "--step", "--json", *LOGGING},
-    "serve": {"--model", "--step", "--port", "--set", *LOGGING},
+    "serve": {"--model", "--step", "--host", "--port", "--set", *LOGGING},
     "adapters": set(),
     "watch": {"--json", *LOGGING},
     "report": {"--out", "--png", "--completions", "--json", *LOGGING},

@@ -15,6 +15,7 @@ import typer
 from skylite.cli import app
 from skylite.commands import watch as watch_command
 from skylite.orchestrator import run_session
+from skylite.processes.child import ProcessSpec
 from skylite.run.run_dir import RunDir
 from tests.hostile_bundle import RUNS, Bundle, Trap, make_bundle, opened_bundle
 from tests.unit.bad_inputs import Reply, call
@@ -150,20 +151,22 @@ def test_a_link_in_place_of_the_evals_of_the_working_folder(bundle: Bundle) -> N
 
 @pytest.mark.parametrize("target", [*(f"run-{kind}" for kind in RUNS), "adapter"])
 def test_serve_up_to_the_start_of_vllm(bundle: Bundle, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    started = []
+    started: list[ProcessSpec] = []
 
-    def stop(file: str, argv: list[str], env: dict[str, str]) -> NoReturn:
-        assert Path.cwd() == Path("/"), "no file of the bundle is in the server's working folder"
-        assert os.path.isdir(argv[argv.index("--model") + 1])
-        started.append((file, argv, env))
+    def stop(spec: ProcessSpec) -> NoReturn:
+        assert os.path.isdir(spec.argv[spec.argv.index("--model") + 1])
+        started.append(spec)
         raise SystemExit(0)
 
-    monkeypatch.setattr("skylite.commands.serve.os.execvpe", stop)
+    monkeypatch.setattr("skylite.commands.serve.start", stop)
+    monkeypatch.setattr("skylite.commands.serve.check_address", lambda *_: "http://127.0.0.1:8000")
     call(["serve", target, "--model", "model"])
-    for file, argv, env in started:
-        assert file == sys.executable, "an absolute path, so that no program of the working folder runs"
-        assert env["PYTHONSAFEPATH"] == "1"
-        assert "--trust-remote-code" not in argv
+    for spec in started:
+        assert spec.argv[0] == sys.executable, (
+            "an absolute path, so that no program of the working folder runs"
+        )
+        assert "--trust-remote-code" not in spec.argv
+        assert bundle.folder not in spec.log_path.parents
     assert len(started) == (target in ("run-programs", "run-outputs", "run-files", "adapter"))
 
 

@@ -17,7 +17,7 @@ import skylite
 from skylite.config.train import TrainConfig
 from skylite.engine.server_command import serve_env
 from skylite.engine.single_engine import single_engine_spec
-from skylite.processes.child import ProcessSpec, absolute_paths, kill, poll, start
+from skylite.processes.child import ProcessSpec, absolute_paths, child_env, kill, poll, start
 from skylite.processes.cuda_check import ask_torch
 from skylite.processes.import_path import protect_imports
 from skylite.rewards.worker_pool import RewardPool
@@ -159,7 +159,6 @@ def test_the_first_process_imports_nothing_from_it_through_pythonpath(hostile: P
 
 
 def test_every_child_inherits_the_protection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`skylite serve` replaces its process by vLLM, with this environment."""
     monkeypatch.setattr(sys, "path", ["", "relative", *sys.path])
     monkeypatch.setenv("PYTHONPATH", "/absolute")
     monkeypatch.setenv("PYTHONSAFEPATH", "")  # to delete what is not set would leave nothing to restore
@@ -167,7 +166,7 @@ def test_every_child_inherits_the_protection(tmp_path: Path, monkeypatch: pytest
     assert all(os.path.isabs(p) for p in sys.path)
     (tmp_path / "config.json").write_text("{}")
     spec = single_engine_spec(TrainConfig(), None, tmp_path, Path("/socket"))
-    env = serve_env(spec, os.environ, "key")
+    env = child_env(serve_env(spec, {}, "key"), str(tmp_path))
     assert (env["PYTHONSAFEPATH"], env["PYTHONPATH"]) == ("1", "/absolute")
 
 

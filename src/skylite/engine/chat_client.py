@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 
@@ -47,6 +48,15 @@ class Chat:
 
 def served_models(http: httpx.Client, url: str) -> list[str]:
     """The names of the server's models. Raises RunFailed."""
+    return [str(model["id"]) for model in _models(http, url)]
+
+
+def longest_sequence(http: httpx.Client, url: str) -> int:
+    """Tokens of the server's longest sequence; 0: it does not say. Raises RunFailed."""
+    return max((int(model.get("max_model_len") or 0) for model in _models(http, url)), default=0)
+
+
+def _models(http: httpx.Client, url: str) -> list[dict[str, Any]]:
     try:
         reply = http.get("/v1/models")
     except httpx.TransportError as error:
@@ -58,7 +68,7 @@ def served_models(http: httpx.Client, url: str) -> list[str]:
             f"{url} refuses the API key.", f"Set {KEY_VARIABLE} to the key that `skylite serve` printed."
         )
     try:
-        return [str(model["id"]) for model in parse_json(reply.content)["data"]]
+        return [dict(model, id=str(model["id"])) for model in parse_json(reply.content)["data"]]
     except (ValueError, KeyError, TypeError):
         raise RunFailed(
             f"{url} sent no list of models ({reply.status_code}).", "Give the address of an OpenAI server."

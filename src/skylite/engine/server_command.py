@@ -73,7 +73,7 @@ class EngineSpec:
     max_cpu_loras: int
     """Adapters kept in CPU memory. More than max_loras, or vLLM reads an evicted adapter from disk again."""
     max_model_len: int
-    """Prompt and completion tokens together."""
+    """Prompt and completion tokens together. -1: what the model was made for and the GPU holds (GPU only)."""
     max_num_seqs: int
     kv_cache_gib: float
     """CPU only."""
@@ -107,9 +107,10 @@ def serve_command(
     adapter_name: str,
     adapter_path: Path,
     port: int,
+    host: str = "127.0.0.1",
     template: ChatTemplate | None = None,
 ) -> list[str]:
-    """The command line of `skylite serve`: one fixed adapter, on 127.0.0.1 with an API key (`serve_env`).
+    """The command line of `skylite serve`: one fixed adapter, behind an API key (`serve_env`).
 
     It keeps vLLM's default kind of logprobs. `template`: how chats are rendered; None: as the model says.
     """
@@ -118,7 +119,7 @@ def serve_command(
     return [
         *_server_command(spec),
         "--host",
-        "127.0.0.1",
+        host,
         "--port",
         str(port),
         *lora,

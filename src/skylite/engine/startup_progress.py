@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from skylite.engine.server_command import ENGINE_COMMAND, EngineSpec
 from skylite.processes.child import Child, raw_log_tail
-from skylite.progress_reporting import duration, long_work
+from skylite.progress_reporting import LongWork, duration, long_work
 from skylite.run.remembered_durations import remembered_work
 
 logger = logging.getLogger(__name__)
@@ -45,8 +45,8 @@ def start_stage(log: str) -> str:
 
 
 @contextmanager
-def engine_starting(spec: EngineSpec, child: Child) -> Iterator[None]:
-    """Show what the server does until the block ends, which is when it serves."""
+def engine_starting(spec: EngineSpec, child: Child, *, is_logged: bool = True) -> Iterator[LongWork]:
+    """Show what the server does until the block ends, which is when it serves. `is_logged`: log that then."""
 
     def stage() -> str:
         return start_stage(raw_log_tail(child.spec.log_path, child.log_start))
@@ -55,5 +55,6 @@ def engine_starting(spec: EngineSpec, child: Child) -> Iterator[None]:
     # A command of tests starts at once: its time says nothing about vLLM's.
     is_vllm = ENGINE_COMMAND not in os.environ
     with remembered_work(what, key, detail=stage) if is_vllm else long_work(what, detail=stage) as work:
-        yield
-    logger.info(f"{spec.name} is ready after {duration(work.elapsed_s)}")
+        yield work
+    if is_logged:
+        logger.info(f"{spec.name} is ready after {duration(work.elapsed_s)}")

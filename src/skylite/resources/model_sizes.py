@@ -89,6 +89,12 @@ def model_sizes(model_path: Path, lora: LoraConfig) -> ModelSizes:
     return sizes_of(tensor_shapes(model_path), config, predict_modules(model_path, lora)[1], lora.rank)
 
 
+def cached_per_token(model_path: Path) -> int | None:
+    """Numbers that the KV cache holds for a token; None: not known. Raises ModelError for a damaged file."""
+    config = parse_json(read_text(model_path / "config.json"))
+    return sizes_of(tensor_shapes(model_path), config, (), 0).cached
+
+
 def sizes_of(shapes: Shapes, config: Mapping[str, Any], adapted: Collection[str], rank: int) -> ModelSizes:
     """The sizes of a model with these tensors and this config.json, and LoRA on the modules `adapted`."""
     layers = text_layers(shapes)

@@ -157,6 +157,11 @@ def shows_info() -> bool:
     return _TERMINAL.level <= logging.INFO
 
 
+def shows_debug() -> bool:
+    """Whether the terminal shows debug messages (--verbose)."""
+    return _TERMINAL.level <= logging.DEBUG
+
+
 @contextmanager
 def run_log(path: Path) -> Iterator[None]:
     """Write log records to `path` too, beginning with those of the command so far.
