@@ -23,6 +23,7 @@ SHARE_VLLM = (
 """Files that use one vLLM server. One test process runs them all."""
 
 LONGEST = (
+    "test_a_day",
     "test_finished_run",
     "test_deaths",
     "test_trainer",

@@ -36,7 +36,7 @@ def test_a_run_survives_a_killed_engine_a_hung_engine_and_a_hung_rank_and_then_f
         "eval.limit=0",
         "engine.stall_timeout_s=15",
         "checkpoint.every=2",
-        "trainer.step_timeout_s=30",
+        "trainer.step_timeout_s=60",  # also the limit of its start, which takes half of it beside other work
     )
     flags = [*(word for setting in settings for word in ("--set", setting)), "--max-restarts", "1"]
     with running(project, *project.train_args("deaths", 90, *flags)) as process:

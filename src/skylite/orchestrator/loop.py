@@ -245,9 +245,9 @@ async def wait_for_trainer_step(plan: RunPlan, step: int) -> TrainerStep:
     deadline = time.monotonic() + timeout_s
     while not run.trainer_step_path(step).exists():
         if time.monotonic() > deadline:
+            what = f"finish step {step}" if step >= plan.first_step else "start"
             raise TrainerLost(
-                f"The trainer did not finish step {step} within {timeout_s:g} s "
-                "(trainer.step_timeout_s): it hangs.",
+                f"The trainer did not {what} within {timeout_s:g} s (trainer.step_timeout_s): it hangs.",
                 f"Read {run.log_path('trainer')}, or raise trainer.step_timeout_s.",
             )
         await asyncio.sleep(POLL_S)
