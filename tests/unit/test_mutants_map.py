@@ -15,8 +15,9 @@ SOURCE = ROOT / "src" / "skylite"
 PLAN = tomllib.loads((ROOT / "benchmarks" / "mutants.toml").read_text())
 FOLDERS = ("algorithms", "adapters", "run")
 FILES = (
-    "engine/canary.py", "engine/canary_bf16.py", "engine/canary_reading.py", "engine/client.py",
-    "engine/hang_detection.py", "engine/retrying_client.py", "engine/collect_groups.py", "trainer/anomaly.py",
+    "engine/canary.py", "engine/canary_bf16.py", "engine/canary_float32.py", "engine/canary_reading.py",
+    "engine/client.py", "engine/hang_detection.py", "engine/retrying_client.py", "engine/collect_groups.py",
+    "orchestrator/judge_rollouts.py", "trainer/anomaly.py", "trainer/rollout_gaps.py",
 )  # fmt: skip
 
 

@@ -42,6 +42,17 @@ def test_rollouts_that_cannot_be_judged_say_so_once(tmp_path: Path) -> None:
     assert "mismatch/judged_gap" not in read_metrics(run.metrics_path)[0]
 
 
+def test_stored_rollouts_are_not_judged_and_the_log_says_so(tmp_path: Path) -> None:
+    """Step 3 was sampled, and perhaps by another engine, before the run was resumed."""
+    run, _, _ = run_of(tmp_path, 0, 3)
+    run.trainer_step_path(3).unlink()
+    run, _, log = run_of(tmp_path, 0, 4, first_step=3, facts=facts(3))
+    assert log.count("those of step 3 were stored") == 1
+    assert "disagree about the sampled tokens" not in log
+    judged = [m["step"] for m in read_metrics(run.metrics_path) if "mismatch/judged_gap" in m]
+    assert judged == [4]
+
+
 def test_status_says_whether_the_canary_verified_the_version(tmp_path: Path) -> None:
     """All versions of the simulated trainer give the same logprobs: none is told from the one before."""
     run, _, _ = run_of(tmp_path, 0, 2)

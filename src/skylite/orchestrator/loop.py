@@ -155,7 +155,7 @@ async def record_steps(session: Session, queues: StepQueues) -> None:
         metrics = step_metrics(step, sampled, trainer_step.metrics, report, times)
         metrics["restarts"] = sum(progress.restarts.values())
         bins = trainer_step.rollout_gaps.get("bins", ())
-        if bins:
+        if bins and not sampled.stored:
             metrics["mismatch/judged_gap"], metrics["mismatch/judged_tokens"] = mean_gap(bins)
         append_metrics(plan.run.metrics_path, metrics)
         if text := equal.after(metrics):
@@ -193,12 +193,13 @@ def judge_rollouts(
     judge: RolloutJudge, step: int, sampled: SampledStep, gaps: Mapping[str, Any], canary: CanaryReading
 ) -> None:
     """Warn of a mismatch, or raise SyncFailed. Says once why the rollouts cannot be judged."""
-    if sampled.stored:  # by the engine of an earlier process, whose noise is not known
-        return
-    if warning := _judged(judge, step, gaps, canary):
+    why_not = gaps.get("not_judged", "")
+    if sampled.stored:
+        why_not = f"those of step {step} were stored: an engine of an earlier process sampled them"
+    if why_not:
+        judge.say_once(f"the rollouts are not compared with the trainer's logprobs: {why_not}")
+    elif warning := _judged(judge, step, gaps, canary):
         logger.warning(warning)
-    elif "not_judged" in gaps:
-        judge.say_once(f"the rollouts are not compared with the trainer's logprobs: {gaps['not_judged']}")
 
 
 def _judged(judge: RolloutJudge, step: int, gaps: Mapping[str, Any], canary: CanaryReading) -> str:
