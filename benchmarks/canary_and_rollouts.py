@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import lora_sampling
+import numpy as np
 import torch
 from canary_bf16 import BASE, in_chunks, prompt_logprobs
 from command_line import argument_parser
@@ -37,10 +38,12 @@ from skylite.model.checked_shortcuts import enable_shortcuts
 from skylite.model.load_adapter import load_adapter_file
 from skylite.model.packing import pack_tokens
 from skylite.model.policy import Policy, load_policy, score
+from skylite.orchestrator.judge_rollouts import MIN_TOKENS, RolloutJudge, mean_gap
 from skylite.run.files import write_json
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import AdapterVersion, RunDir, adapter_name
 from skylite.trainer.canary import base_canary_logprobs, canary_logprobs, sequences_of
+from skylite.trainer.rollout_gaps import CLIP, depth_edges
 from skylite.types import Sample
 from tests.damaged_adapters import DAMAGE
 from tests.small_run import lone_rank
@@ -64,7 +67,14 @@ def main() -> None:
         ]
         raw["runs"] = score_runs(args, samples)
         write_json(args.raw, raw)
-    result = {run: asyncio.run(judged(found, args.dtype)) for run, found in raw["runs"].items()}
+    result: dict[str, Any] = {}
+    for run, found in raw["runs"].items():
+        drawn = Rollouts(found, raw["depths"], args.dtype, args.draws)
+        result[run] = {
+            "canary": asyncio.run(judged(found, args.dtype)),
+            "noise": drawn.noise,
+            "rollouts": {kind: drawn.of_kind(kind) for kind in kinds_of(found)},
+        }
     print(json.dumps(result, indent=1))
     if args.out:
         write_json(args.out, machine_info() | {"dtype": args.dtype} | result)
@@ -78,6 +88,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--kinds", nargs="+", default=list(DAMAGE))
     parser.add_argument("--rollout-steps", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--completions", type=int, default=64)
+    parser.add_argument("--draws", type=int, default=1000, help="of as many completions, with replacement")
     parser.add_argument("--raw", type=Path, required=True)
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
@@ -223,6 +234,76 @@ class Answers:
         answers = self.scored["engine"][BASE] if model == BASE else self.served()
         row: list[float] = answers["canary"][self.scored["canary"].index(list(token_ids))]
         return row
+
+
+class Rollouts:
+    """The mean gaps of steps that draw completions, by depth and over all tokens, as the judge sees them."""
+
+    def __init__(self, scored: dict[str, Any], depths: list[list[int]], dtype: str, draws: int) -> None:
+        self.scored, self.depths, self.dtype, self.draws = scored, depths, dtype, draws
+        base, own = scored["engine"][BASE]["canary"], scored["trainer"][BASE]["canary"]
+        self.noise = float(
+            np.abs(np.concatenate([np.subtract(a, b) for a, b in zip(base, own, strict=True)])).mean()
+        )
+        """mean |engine - trainer| of the base on the canary."""
+
+    def of_kind(self, kind: str) -> dict[str, Any]:
+        """By version: the share of draws over the limits, and the ratios that decide it."""
+        engine, found = Answers(self.scored, kind), dict[str, Any]()
+        for version in self.scored["versions"]:
+            engine.version = version
+            rng = np.random.default_rng(version)
+            first = self.gaps(self.scored["engine"][adapter_name(0)]["rollouts"], 0)
+            gaps = self.gaps(engine.served()["rollouts"], version)
+            trainer = self.scored["trainer"]
+            moved = distance(trainer[adapter_name(version)]["canary"], trainer[BASE]["canary"])
+            growth, depth, warned, stops = list[float](), list[float](), 0, 0
+            for _ in range(self.draws):
+                judge = RolloutJudge(self.dtype, 1.0, "stop")  # type: ignore[arg-type]
+                judge.reference, _ = mean_gap(self.draw(first, rng))
+                bins = self.draw(gaps, rng)
+                fault, is_sure = judge.fault(bins, self.noise, moved)
+                warned += bool(fault)
+                stops += is_sure
+                growth.append(mean_gap(bins)[0] / judge.reference)
+                large = [row["gap_mean"] for row in bins if row["tokens"] >= MIN_TOKENS[self.dtype]]
+                depth.append(max(large, default=0.0) / self.noise)
+            found[str(version)] = {
+                "moved": moved, "warned": warned / self.draws, "could_stop": stops / self.draws,
+                "growth": quantiles(growth), "worst_depth_in_noise": quantiles(depth),
+            }  # fmt: skip
+        return found
+
+    def gaps(self, served: Rows, version: int) -> list[Any]:
+        own = self.scored["trainer"][adapter_name(version)]["rollouts"]
+        return [np.abs(np.subtract(a, b)) for a, b in zip(served, own, strict=True)]
+
+    def draw(self, gaps: list[Any], rng: np.random.Generator) -> list[dict[str, Any]]:
+        """Rows as trainer/rollout_gaps.py makes them."""
+        chosen = rng.integers(len(gaps), size=len(gaps))
+        values = np.concatenate([gaps[k] for k in chosen])
+        depths = np.concatenate([self.depths[k] for k in chosen])
+        clipped = np.minimum(values, CLIP * values.mean())
+        edges = np.array(depth_edges(int(depths.max())))
+        places = np.searchsorted(edges, depths, side="right") - 1
+        rows = []
+        for place in np.unique(places):
+            inside = places == place
+            rows.append({"from": int(edges[place]), "tokens": int(inside.sum()),
+                         "gap_mean": float(clipped[inside].mean()), "gap_max": float(values[inside].max()),
+                         "worst_depth": 0, "worst_prompt": ""})  # fmt: skip
+        return rows
+
+
+def quantiles(values: list[float]) -> dict[str, float]:
+    return {"1 %": float(np.quantile(values, 0.01)), "50 %": float(np.median(values)),
+            "99 %": float(np.quantile(values, 0.99)), "max": max(values)}  # fmt: skip
+
+
+def distance(rows: Rows, others: Rows) -> float:
+    return float(
+        np.abs(np.concatenate([np.subtract(a, b) for a, b in zip(rows, others, strict=True)])).mean()
+    )
 
 
 async def judged(scored: dict[str, Any], dtype: str) -> dict[str, Any]:
