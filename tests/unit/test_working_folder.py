@@ -37,8 +37,6 @@ SCORE = """
 import asyncio, sys
 from skylite.processes.import_path import protect_imports
 from skylite.rewards.worker_pool import RewardPool
-from tests.unit.data_cases import prompt
-from skylite.rewards.worker_pool import RewardPool
 from skylite.types import Prompt
 if __name__ == "__main__":
     protect_imports()
