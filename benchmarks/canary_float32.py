@@ -74,7 +74,8 @@ def of_run(path: Path, args: argparse.Namespace) -> dict[str, Any]:
         for version in args.versions:
             if not (path / "adapters" / adapter_name(version)).exists():
                 continue
-            samples = [s for t in groups_of(path, [version])[0].trajectories for s in t.samples]
+            # Sampled from this version, and not what it was trained on.
+            samples = [s for t in groups_of(path, [version + 1])[0].trajectories for s in t.samples]
             scores = scored(policy, path / "adapters", version, sequences, samples[: args.completions])
             scores[BASE]["canary"] = base
             found[str(version)] = judged(scores, sequences, version, (noise, of_rollouts), args.draws)
