@@ -82,16 +82,16 @@ def test_in_bfloat16_gaps_that_grow_after_the_first_step_come_from_the_adapter()
     assert own.reference == 0.05
     assert own.judge(2, [row(64, 0.064)], 0.05) == ""
     assert "0.05 in the first step" in own.judge(3, [row(64, 0.066)], 0.05)
-    assert own.judge(4, [row(64, 0.066)], 0.05) != "", "no error rates are measured: it only warns"
+    assert own.judge(4, [row(64, 0.066)], 0.05) != "", "a policy that became less certain grows, too"
     assert own.reference == 0.05
 
 
 def test_in_bfloat16_only_a_gross_mismatch_stops() -> None:
     own = judge("bfloat16")
-    assert all(own.judge(step, [row(64, 0.5)], 0.05) for step in (1, 2, 3))
-    assert own.judge(4, [row(64, 0.61)], 0.05) != ""
+    assert all(own.judge(step, [row(64, 0.29)], 0.05) for step in (1, 2, 3))
+    assert own.judge(4, [row(64, 0.31)], 0.05) != ""
     with pytest.raises(SyncFailed):
-        own.judge(5, [row(64, 0.61)], 0.05)
+        own.judge(5, [row(64, 0.31)], 0.05)
 
 
 def test_a_resumed_run_keeps_the_reference() -> None:
