@@ -54,7 +54,7 @@ METRICS: list[dict[str, Any]] = [
 ]
 EVENTS = [{"event": "sampling_started", "step": n, "monotonic": 1.0 + n, "wall": 2.0 + n} for n in range(4)]
 JOURNAL = [
-    {"run_id": "a", "name": "run"},
+    {"run_id": "0123456789ab", "name": "run"},
     {"step": 1, "fingerprint": "f"},
     {"step": 2, "fingerprint": "g"},
     {"evaluated": 2},
@@ -71,7 +71,7 @@ STEP_FILES = {
     },
 }  # fmt: skip
 EVALUATION_FILE = "evals/step-v000002.json"
-CHECKPOINT_FILES = ("state.json", "model.safetensors.index.json", MANIFEST)
+CHECKPOINT_FILES = ("state.json", MANIFEST)
 STEP = "checkpoints/step-000001"
 ONE_RANK = Dist(0, 1, torch.device("cpu"), mesh=cast(Any, None))
 

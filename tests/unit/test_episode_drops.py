@@ -51,7 +51,14 @@ class FakeEnvironment:
         self.fails = fails
 
     async def sample(
-        self, source: Any, prompts: Sequence[Prompt], *, step: int, first_index: int, group_size: int
+        self,
+        source: Any,
+        prompts: Sequence[Prompt],
+        *,
+        step: int,
+        first_index: int,
+        group_size: int,
+        **_: Any,
     ) -> list[Group]:
         sample = Sample(prompt_token_ids=[1], completion_token_ids=[2], rollout_logprobs=[-1.0])
         trajectories = (Trajectory(samples=(sample,), reward=0.0),) * group_size

@@ -81,7 +81,9 @@ def test_keep_best_without_scores_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"checkpoint\.keep_best=1 needs a held-out score"):
         load_config(None, {"checkpoint.keep_best": 1})
     with pytest.raises(ConfigError, match="multiple of checkpoint"):
-        load_config(None, {"checkpoint.keep_best": 1, "eval.limit": 8, "eval.every": 15})
+        load_config(
+            None, {"checkpoint.keep_best": 1, "checkpoint.every": 10, "eval.limit": 8, "eval.every": 15}
+        )
     load_config(None, {"checkpoint.keep_best": 1, "eval.limit": 8, "eval.every": 20})
 
 

@@ -28,6 +28,7 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
                 raise KeyError(f"it has no column {missing!r}")
             schema = pa.schema([schema.field(name) for name in names], schema.metadata)
         batches, size = [], 0
+        _read_first_rows(file)
         for batch in file.iter_batches(_batch_rows(file.metadata), columns=names, use_threads=False):
             batches.append(batch)
             if (size := size + batch.nbytes) > MOST_BYTES:
@@ -39,6 +40,16 @@ def read_parquet_schema(path: Path) -> pa.Schema:
     """The columns and the footer of a file. Raises as `read_parquet`."""
     with open_file(path) as stream, pq.ParquetFile(stream) as file:
         return file.schema_arrow
+
+
+def _read_first_rows(file: pq.ParquetFile) -> None:
+    """Read a row of each column of each row group, so that damaged metadata raises.
+
+    In `_batch_rows` it would end the process: pyarrow catches C++ exceptions only while it reads.
+    """
+    for group in range(file.metadata.num_row_groups):
+        for name in file.schema_arrow.names:
+            next(file.iter_batches(1, row_groups=[group], columns=[name], use_threads=False), None)
 
 
 def _batch_rows(metadata: pq.FileMetaData) -> int:
