@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ class Attempts:
     async def supervised(self, plan, screen, adapters, resume, limit, restarts, stop) -> bool:
         self.seen.append((resume, dict(restarts)))
         if len(self.seen) == self.stops_at:
-            stop.on_signal()
+            stop.on_signal(signal.SIGINT)
         if len(self.seen) <= len(self.failures):
             raise self.failures[len(self.seen) - 1]
         return True

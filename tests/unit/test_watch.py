@@ -164,7 +164,7 @@ def test_lines_follow_a_live_run(tmp_path: Path) -> None:
         "step 4/40",
         "failed  t",
     ]
-    assert "reward 0.750  correct nan %" in printed[4]
+    assert "reward 0.750  right nan %" in printed[4]
     assert "\x1b" not in drawn(watcher, has_keys=False)
 
 

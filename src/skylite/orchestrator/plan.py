@@ -49,6 +49,7 @@ from skylite.resources.memory_plan import plan_memory
 from skylite.rewards.components import load_components
 from skylite.run.files import convert_os_errors, sha256_file, write_json
 from skylite.run.folder_owner import mark_sync_folder
+from skylite.run.lock import refuse_live
 from skylite.run.run_dir import RunDir, published_versions
 from skylite.run.trusted_programs import is_set
 from skylite.sandbox.sandbox import require_sandbox
@@ -97,6 +98,8 @@ def plan_run(
     `flags`: settings that the user's other flags chose, such as lora.rank. `notes`: choices made before, to
     print and record.
     """
+    for folder in (run.root, sync_folder(config, run)):
+        refuse_live(folder)
     check_folders(config, run)
     config, filter_note = without_foreign_filter(config, recipe, settings)
     train, info = read_split(config, "train")
@@ -264,6 +267,10 @@ def train_data_hash(config: TrainConfig) -> str:
     return sha256_file(Path(config.data.path) / "train.parquet")
 
 
+def sync_folder(config: TrainConfig, run: RunDir) -> Path:
+    return Path(config.lora.lora_sync_path or run.default_adapters).resolve()
+
+
 def check_folders(config: TrainConfig, run: RunDir) -> None:
     """Raise ConfigError if the folder holds a run or a warm start, or lora_sync_path other adapters."""
     if run.config_path.exists():
@@ -276,7 +283,7 @@ def check_folders(config: TrainConfig, run: RunDir) -> None:
             f"{run.warm_start} already exists, from an interrupted start.",
             "Remove it, or choose another --run folder.",
         )
-    sync = Path(config.lora.lora_sync_path or run.default_adapters).resolve()
+    sync = sync_folder(config, run)
     if published := published_versions(sync):
         raise ConfigError(
             f"{sync} holds adapters of another run, such as {published[-1].name}; skylite never overwrites "

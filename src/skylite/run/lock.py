@@ -13,6 +13,7 @@ from skylite.config.lora import LoraConfig
 from skylite.errors import ConfigError
 from skylite.run.files import convert_os_errors
 from skylite.run.private_folder import OTHERS_MAY_WRITE, make_own_folder, open_lock, require_own_links
+from skylite.untrusted_files import read_text
 
 LOCK_NAME = ".skylite.lock"
 _HINT = "Choose a new folder, which skylite creates with mode 0700; or make this one yours alone (chmod 700)."
@@ -75,6 +76,21 @@ def is_locked(lock: Path) -> bool:
     return False
 
 
+def refuse_live(folder: Path) -> None:
+    """Raise ConfigError with the pid of the live run that has locked `folder`. Changes nothing."""
+    lock = folder / LOCK_NAME
+    if is_locked(lock):
+        with suppress(OSError):
+            raise _owned(folder, read_text(lock).strip())
+
+
+def _owned(folder: Path, owner: str) -> ConfigError:
+    return ConfigError(
+        f"{folder} belongs to another live run (pid {owner or 'unknown'}).",
+        "Wait for it, stop it, or choose another folder.",
+    )
+
+
 def _locked(path: Path, hint: str) -> FileIO:
     """Open and lock the file. Raises ConfigError when another process holds the lock."""
     while True:
@@ -85,10 +101,7 @@ def _locked(path: Path, hint: str) -> FileIO:
         except BlockingIOError:
             owner = stream.read().decode("ascii", errors="replace").strip()
             stream.close()
-            raise ConfigError(
-                f"{path.parent} belongs to another live run (pid {owner or 'unknown'}).",
-                "Wait for it, stop it, or choose another folder.",
-            ) from None
+            raise _owned(path.parent, owner) from None
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(stream.fileno()), path.stat()):
                 return stream
