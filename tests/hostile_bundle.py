@@ -98,7 +98,9 @@ def opened_bundle(root: Path, model: Path) -> Iterator[Bundle]:
         yield made
     assert not made.trace.exists(), f"code of the bundle ran: {made.trace.read_text()}"
     assert made.snapshot() == before
-    assert {p.name for p in home.iterdir()} <= {"own", "state"}, "only skylite's own folder is new"
+    assert {p.name for p in home.iterdir()} <= {"own", "state", ".cache"}, (
+        "only skylite's own folders are new"
+    )
     assert {p.parent.name for p in home.rglob("*") if p.is_file()} <= {"home", "skylite"}
     assert (home / "own").read_text() == "mine"
     assert sorted(p.name for p in root.iterdir()) == ["download", "home", "precious"]

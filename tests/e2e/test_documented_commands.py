@@ -5,7 +5,6 @@ test_finished_run.py runs `eval` and `serve` with vLLM.
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from skylite.cli import app
+from skylite.processes.child import ProcessSpec
 from tests.e2e.project import Project, make_project
 from tests.e2e.running import DEADLINE_S
 from tests.unit.doc_blocks import ON_A_RUN, PAGES, ROOT, blocks
@@ -78,15 +78,16 @@ def run_line(line: str, project: Project, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def assert_serves(words: list[str], project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything up to the point where vLLM replaces the process."""
+    """Everything up to the start of vLLM."""
     started: list[list[str]] = []
 
-    def replaced(_: str, argv: list[str], __: object) -> None:
-        started.append(argv)
+    def start(spec: ProcessSpec) -> None:
+        started.append(list(spec.argv))
+        raise SystemExit(0)
 
     with monkeypatch.context() as patch:
         patch.chdir(project.root)
-        patch.setattr(os, "execvpe", replaced)
+        patch.setattr("skylite.commands.serve.start", start)
         done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     (argv,) = started

