@@ -5,7 +5,7 @@
 A random Llama (6 layers, width 128) trains in bfloat16 for 12 steps. In place of the engine, transformers'
 plain forward with PEFT computes in bfloat16: other kernels, so other rounding. It samples 16 completions of
 40 tokens for prompts of 24 to 150 tokens from the base, and scores them with every adapter, right or damaged.
-canary_and_rollouts.py does the same with vLLM and a real run; both judge alike.
+canary_and_rollouts.py does the same with vLLM and a real run.
 """
 
 from __future__ import annotations

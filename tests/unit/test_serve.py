@@ -138,7 +138,7 @@ def test_another_address_is_served_with_a_warning_and_asks_for_the_key(run: RunD
     port = free_port()
     with serving(run, "--host", "0.0.0.0", "--port", str(port)) as process:
         said = read_until(process, "ready after")
-        assert "warning: Whoever reaches 0.0.0.0" in said
+        assert "warning: Any machine that reaches 0.0.0.0" in said
         assert httpx.get(f"http://127.0.0.1:{port}/v1/models").status_code == 401
         process.terminate()
         process.communicate(timeout=30)

@@ -119,7 +119,7 @@ def warn_of_network(host: str) -> None:
     """Warn of an address that other machines may reach."""
     if not ipaddress.ip_address(host).is_loopback:
         logger.warning(
-            f"Whoever reaches {host} can connect. Only the API key keeps them from the model, and plain HTTP "
+            f"Any machine that reaches {host} can connect. Only the API key guards the model, and plain HTTP "
             "shows the key and all texts to the network on the way. Put a proxy with TLS in front of it, or "
             "serve on 127.0.0.1 and use an SSH tunnel."
         )

@@ -91,7 +91,7 @@ def check_network() -> Finding:
         return ok("isolation", "ranks and engines run in a network of their own")
     text = f"ranks and engines share the loopback interface with every user: {reason}"
     if other_people() == []:
-        return note("isolation", f"{text}; nobody else has processes here now", REMEDY.strip())
+        return note("isolation", f"{text}; no other user has processes here now", REMEDY.strip())
     return note("isolation", f"{text}; several ranks are refused without shared_network=true", REMEDY.strip())
 
 

@@ -2,7 +2,7 @@
 
 A run may come from another person, and the libraries obey files that they find in their folder: wandb's
 `settings` names the server that gets the API key, MLflow's database says where files are written. So each
-process of a logger makes its folder anew, and reads nothing that it did not write itself.
+process of a logger makes a new folder, and reads nothing that it did not write itself.
 """
 
 from __future__ import annotations
