@@ -111,16 +111,7 @@ def plan_run(
         programs = allow_episode(config.env.episode, named_by=recipe, settings=settings)
         check_episode_data(config.env.episode, info.reward, config.data.path)
     else:
-        config, reward_note = apply_reward_settings(config, info, keep=config.reward.model_fields_set)
-        named_by = None if is_set(settings, REWARD.setting) else recipe
-        rewards, programs = allow_rewards(
-            config.reward.functions, info, Path(config.data.path), named_by=named_by
-        )
-        with printed_lines(log_printed):
-            components = load_components(rewards, config.reward.weights, train[0], programs, config.reward)
-            references = check_references(config.reward, info, train, components, programs)
-            check_calls(rewards, config, train, programs, info.answer_template)
-        reward_notes = [reward_note, *references]
+        config, rewards, programs, reward_notes = plan_rewards(config, info, train, recipe, settings)
     programs |= allow_algorithm(config.algorithm, named_by=recipe, settings=settings)
     config, device_notes = device_defaults(config, choose_device())
     model = choose_model(config)
@@ -154,6 +145,29 @@ def plan_run(
         rewards=rewards,
         first_step=1,
     )
+
+
+def plan_rewards(
+    config: TrainConfig,
+    info: PromptFileInfo,
+    train: Sequence[Prompt],
+    recipe: Path | None,
+    settings: Sequence[str],
+) -> tuple[TrainConfig, tuple[str, ...], dict[str, str], list[str]]:
+    """The config with the rewards' settings, the rewards, hashes of programs, and notes. Calls each reward.
+
+    Raises SkyliteError subclasses.
+    """
+    config, reward_note = apply_reward_settings(config, info, keep=config.reward.model_fields_set)
+    named_by = None if is_set(settings, REWARD.setting) else recipe
+    rewards, programs = allow_rewards(
+        config.reward.functions, info, Path(config.data.path), named_by=named_by
+    )
+    with printed_lines(log_printed):
+        components = load_components(rewards, config.reward.weights, train[0], programs, config.reward)
+        references = check_references(config.reward, info, train, components, programs)
+        check_calls(rewards, config, train, programs, info.answer_template)
+    return config, rewards, programs, [reward_note, *references]
 
 
 def _chosen(
