@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from skylite.engine.canary_reading import CanaryReading
+from skylite.engine.canary_reading import CanaryReading, differences, mean_abs
 from skylite.errors import SyncFailed
 
 CLIP, CLIP_GAPS = 3.0, 10.0
@@ -95,10 +95,10 @@ def joined(scores: Iterable[Scores]) -> Scores:
 
 def read_paired(scores: Scores) -> PairedReading:
     """Compare the engine's move with the trainer's."""
-    gaps = _differences(scores.engine, scores.policy)
-    own = _differences(scores.engine_base, scores.base)
-    moved = _differences(scores.policy, scores.base)
-    rounding, energy = _mean_abs(own), sum(d * d for d in moved)
+    gaps = differences(scores.engine, scores.policy)
+    own = differences(scores.engine_base, scores.base)
+    moved = differences(scores.policy, scores.base)
+    rounding, energy = mean_abs(own), sum(d * d for d in moved)
     projection = error = limit = math.nan
     if energy > 0:
         # (engine - engine_base) - (policy - base): 0 but for two roundings.
@@ -112,8 +112,8 @@ def read_paired(scores: Scores) -> PairedReading:
         limit = MAX_STANDARD_ERRORS * error + SLACK + min(vanished, MOST_ROUNDED_AWAY)
     reading = CanaryReading(
         gap_max=max(map(abs, gaps)),
-        gap_mean=_mean_abs(gaps),
-        base_distance=_mean_abs(moved),
+        gap_mean=mean_abs(gaps),
+        base_distance=mean_abs(moved),
         projection=projection,
         rounding=rounding,
         projection_error=error,
@@ -122,13 +122,13 @@ def read_paired(scores: Scores) -> PairedReading:
     clipped, own = _clipped_at(gaps, clip), _clipped_at(own, clip)
     growth = [abs(gap) - abs(o) for gap, o in zip(clipped, own, strict=True)]
     slack = MAX_GAP_ERRORS * statistics.pstdev(growth) / math.sqrt(len(growth))
-    gap_limit = _mean_abs(own) + max((MAX_GAP_RATIO - 1) * _mean_abs(own), slack)
+    gap_limit = mean_abs(own) + max((MAX_GAP_RATIO - 1) * mean_abs(own), slack)
     same_tokens = _same_tokens(scores)
     same_as = _same_as(scores, same_tokens, rounding)
     return PairedReading(
         reading=reading,
         projection_limit=limit,
-        clipped_gap=_mean_abs(clipped),
+        clipped_gap=mean_abs(clipped),
         gap_limit=gap_limit + MOVE_ROUNDING * reading.base_distance,
         same_as=same_as,
         same_tokens=same_tokens,
@@ -202,16 +202,8 @@ def _same_as(scores: Scores, same_tokens: dict[str, float], rounding: float) -> 
 
 def _distance(policy: Sequence[float], other: Sequence[float]) -> float:
     """Root mean square of the differences [M] of the first M tokens."""
-    moves = _differences(policy[: len(other)], other)
+    moves = differences(policy[: len(other)], other)
     return math.sqrt(sum(m * m for m in moves) / len(moves))
-
-
-def _differences(a: Sequence[float], b: Sequence[float]) -> list[float]:
-    return [x - y for x, y in zip(a, b, strict=True)]
-
-
-def _mean_abs(values: Sequence[float]) -> float:
-    return sum(map(abs, values)) / len(values)
 
 
 def _clipped_at(values: Sequence[float], limit: float) -> list[float]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skylite.engine.canary_bf16 import Scores
-from skylite.engine.canary_reading import CanaryReading
+from skylite.engine.canary_reading import CanaryReading, differences, mean_abs
 from skylite.errors import SyncFailed
 
 MIN_NOISE = 2e-6
@@ -51,24 +51,24 @@ class Float32Reading:
 
 def read_float32(scores: Scores) -> Float32Reading:
     """Compare an engine's logprobs with the trainer's."""
-    gaps = _differences(scores.engine, scores.policy)
-    own = _differences(scores.engine_base, scores.base)
-    move = _differences(scores.policy, scores.base)
+    gaps = differences(scores.engine, scores.policy)
+    own = differences(scores.engine_base, scores.base)
+    move = differences(scores.policy, scores.base)
     noise, size = max(_rms(own), MIN_NOISE), _rms(move)
     gap_limit = MAX_GAPS * noise + ROUNDED * size
     projection_limit = _projection_limit(noise, move)
     before = scores.policy_before or ()
-    change = _differences(before, scores.policy[: len(before)])
+    change = differences(before, scores.policy[: len(before)])
     before_limit = _projection_limit(noise, change)
     visible = gap_limit / size if size > 0 else math.inf
     told = projection_limit < WHOLE and (not before or before_limit < WHOLE)
     reading = CanaryReading(
         gap_max=max(map(abs, gaps)),
-        gap_mean=_mean_abs(gaps),
-        base_distance=_mean_abs(move),
+        gap_mean=mean_abs(gaps),
+        base_distance=mean_abs(move),
         # The base's gaps are subtracted: what both sides always round differently is no move.
-        projection=1 + _along(_differences(gaps, own), move),
-        rounding=_mean_abs(own),
+        projection=1 + _along(differences(gaps, own), move),
+        rounding=mean_abs(own),
         visible=visible,
         is_verified=visible <= MAX_VISIBLE and told,
     )
@@ -78,7 +78,7 @@ def read_float32(scores: Scores) -> Float32Reading:
         gap_rms=_rms(gaps),
         gap_limit=gap_limit,
         projection_limit=projection_limit,
-        towards_before=_along(_differences(gaps, own)[: len(change)], change),
+        towards_before=_along(differences(gaps, own)[: len(change)], change),
         before_limit=before_limit,
     )
 
@@ -132,13 +132,5 @@ def _along(values: Sequence[float], move: Sequence[float]) -> float:
     return sum(v * d for v, d in zip(values, move, strict=True)) / energy if energy > 0 else math.nan
 
 
-def _differences(a: Sequence[float], b: Sequence[float]) -> list[float]:
-    return [x - y for x, y in zip(a, b, strict=True)]
-
-
 def _rms(values: Sequence[float]) -> float:
     return math.sqrt(sum(v * v for v in values) / len(values)) if values else 0.0
-
-
-def _mean_abs(values: Sequence[float]) -> float:
-    return sum(map(abs, values)) / len(values)

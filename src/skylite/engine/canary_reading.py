@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -61,3 +62,12 @@ def verdict_of(verified: float | None) -> str:
     if verified is None or math.isnan(verified):
         return "not checked"
     return "verified" if verified else TOO_SMALL
+
+
+def differences(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    """a - b, element by element. Raises ValueError if their lengths differ."""
+    return [x - y for x, y in zip(a, b, strict=True)]
+
+
+def mean_abs(values: Sequence[float]) -> float:
+    return sum(map(abs, values)) / len(values)
