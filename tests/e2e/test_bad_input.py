@@ -132,7 +132,7 @@ def test_a_damaged_adapter_folder(project: Project, tmp_path: Path) -> None:
 
 
 def test_eval_needs_something_to_evaluate(project: Project) -> None:
-    assert "Nothing to evaluate" in refused(project, "eval")
+    assert "runs holds none" in refused(project, "eval")
 
 
 def test_resume_takes_no_other_settings(project: Project) -> None:
@@ -143,9 +143,8 @@ def test_resume_takes_no_other_settings(project: Project) -> None:
 
 def test_a_warm_start_that_does_not_fit(project: Project, tmp_path: Path) -> None:
     adapter = write_random_adapter(tmp_path / "adapter", project.model, rank=4)
-    assert "Give --rank 4 --alpha 8." in refused(
-        project, *project.train_args("x", 1, "--from-adapter", str(adapter))
-    )
+    message = refused(project, *project.train_args("x", 1, "--from-adapter", str(adapter)))
+    assert "rank 4, but this run uses 8" in message
     assert "not an adapter folder" in refused(
         project, *project.train_args("x", 1, "--from-adapter", str(tmp_path))
     )

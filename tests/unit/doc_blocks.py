@@ -70,7 +70,7 @@ class Block:
         """Its command lines, if it is shell; continued lines are joined."""
         if self.language not in SHELL:
             return []
-        lines = self.text.replace("\\\n", " ").splitlines()
+        lines = self.text.replace("\\\n", " ").replace(" && ", "\n").splitlines()
         lines = [line for line in lines if line.strip() and not line.startswith("#")]
         return lines if lines and program_of(lines[0]) in PROGRAMS else []
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import stat
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ MAX_NAMES = 20
 """Most files and most processes that are named."""
 MAX_CHARACTERS = 200
 """Longest name."""
+_FLAGS, _PF_EXITING = 6, 0x4
+"""Where /proc/PID/stat has the flags, counted from the state, and the flag of a process that ends."""
 
 
 class Leftovers(BaseModel):
@@ -83,9 +86,18 @@ def _file_name(descriptor: int, base_url: str) -> str | None:
 def _living(pid: int) -> Iterator[int]:
     """The descendants of `pid` that have not ended."""
     for child in sorted(children(pid)):
-        if _read(child, "stat").rpartition(")")[2].split()[:1] not in ([], ["Z"]):
+        if not _is_ending(child):
             yield child
         yield from _living(child)
+
+
+def _is_ending(pid: int) -> bool:
+    """Whether it has ended, or was killed and only needs the processor once more to end."""
+    fields = _read(pid, "stat").rpartition(")")[2].split()
+    if not fields or fields[0] == "Z" or int(fields[_FLAGS]) & _PF_EXITING:
+        return True
+    pending = _read(pid, "status").partition("ShdPnd:")[2].split()
+    return bool(pending) and bool(int(pending[0], 16) >> (signal.SIGKILL - 1) & 1)
 
 
 def _command(pid: int) -> str:
