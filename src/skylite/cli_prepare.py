@@ -165,6 +165,13 @@ DropFailing = Annotated[
         rich_help_panel=ROWS,
     ),
 ]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help="Count the prompts' tokens with this model's chat template. Default: only characters.",
+        rich_help_panel=ROWS,
+    ),
+]
 Limit = Annotated[
     int | None,
     typer.Option(
@@ -202,6 +209,7 @@ def prepare(
     drop_failing: DropFailing = False,
     limit: Limit = None,
     seed: Seed = 0,
+    model: Model = None,
     as_json: AsJson = False,
     verbose: Verbose = None,
 ) -> None:
@@ -218,5 +226,5 @@ def prepare(
         target, out=out, replace=replace, source=source, synthetic=synthetic, first_source=first_source,
         difficulty=numbers(difficulty), where=tuple(where or ()), drop_failing=drop_failing,
         no_answer=no_answer, settings=tuple(settings or ()),
-        limit=limit, seed=seed, as_json=as_json, **own.given(),
+        limit=limit, seed=seed, model=model, as_json=as_json, **own.given(),
     )  # fmt: skip

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +16,9 @@ import httpx
 import openai
 import pytest
 
+from skylite.environments import openai_server
 from skylite.environments.openai_server import OpenAIServer, _unless_disconnected
+from skylite.environments.parse_reply import ParsedReply, parse_reply
 from skylite.environments.sample_episodes import Environment
 from skylite.environments.trajectory_log import TrajectoryLog
 from skylite.errors import EngineFailed
@@ -73,6 +78,27 @@ def test_an_openai_client_works_as_with_openai(tmp_path: Path) -> None:
         assert len(log.calls) == 2
         await client.close()
 
+    visit(tmp_path, body)
+
+
+def test_ctrl_c_is_heard_while_a_long_reply_is_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = threading.Event()
+
+    def slow(*args: Any, **options: Any) -> ParsedReply:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert heard.wait(10), "the event loop waits for the parser"
+        return parse_reply(*args, **options)
+
+    async def body(running: Environment) -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, heard.set)
+        _, key = open_log(running.server, ScriptedEngine(lambda p: "good day"))
+        reply = await post(running.server, key, {"model": "x", "messages": HELLO})
+        assert reply.status_code == 200, reply.text
+
+    monkeypatch.setattr(openai_server, "LONG_REPLY", 4)
+    monkeypatch.setattr(openai_server, "parse_reply", slow)
     visit(tmp_path, body)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from skylite.commands.own_data_sizes import size_by_data
 from skylite.commands.prepare import prepare
 from skylite.commands.train_defaults import default_recipe, find_recipe
 from skylite.config.loading import load_config
+from skylite.config.rollout import RolloutConfig
 from skylite.config.train import TrainConfig
 from skylite.errors import DataError
 from tests.unit.bad_inputs import call
@@ -111,6 +113,21 @@ def test_prepare_shows_a_prompt_with_the_system_text_that_it_adds(capsys: pytest
     assert "user: x " in shown
     data(reward="math", answer="", as_json=True)
     json.loads(capsys.readouterr().out)
+
+
+def test_prepare_counts_the_tokens_of_prompts(tiny_llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    question = "why " * 1000
+    count = tokens(tiny_llama, [{"role": "user", "content": f"{question} 0"}])
+    assert count > RolloutConfig().max_prompt_tokens
+    data(rows=100, question=question, model=str(tiny_llama))
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "100 of 100 prompts" in warning
+    assert re.findall(r"max_prompt_tokens=(\d+)", warning) == [f"{count + 1}"], "two digits are two tokens"
+    caplog.clear()
+    data(model=str(tiny_llama))
+    short = tokens(tiny_llama, [{"role": "user", "content": "x 10"}])
+    assert any(message.endswith(f" {short}") for message in caplog.messages)
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
 
 
 def test_prepare_does_not_replace_the_data_of_another_command(monkeypatch: pytest.MonkeyPatch) -> None:

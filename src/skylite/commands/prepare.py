@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from skylite.commands.prepare_own_data import OwnFlags, RewardChoice, own_data_examples
-from skylite.commands.prepare_preview import ask_before_replacing, preview
+from skylite.commands.prepare_preview import ask_before_replacing, length_note, preview
 from skylite.config.loading import read_parameters
 from skylite.data.examples import SPLITS, ExampleSet, check_examples, check_ids, check_or_drop
 from skylite.data.key_value_spec import REASONING_GYM
@@ -52,12 +52,13 @@ def prepare(
     seed: int = 0,
     as_json: bool = False,
     replace: bool = True,
+    model: str | None = None,
     **own: str | float | None,
 ) -> Path:
     """Prepare a data set, a reasoning-gym task or a user's own data. Returns the folder.
 
-    `own`: the fields of OwnFlags. `replace`: without asking, also data that another command made. Raises
-    DataError and ConfigError; nothing is written then.
+    `own`: the fields of OwnFlags. `replace`: without asking, also data that another command made. `model`:
+    whose tokens to count. Raises DataError, ConfigError and ModelError; nothing is written then.
     """
     own_flags = OwnFlags(**own)  # type: ignore[arg-type]  # the caller names its fields
     chosen = RewardChoice(own_flags.reward, read_parameters(settings), has_answers=not no_answer)
@@ -86,7 +87,7 @@ def prepare(
     made_by = _command_line(target, flags)
     if not replace:
         ask_before_replacing(folder, made_by)
-    written = _check_and_write(examples, folder, drop_failing, limit, seed, made_by=made_by)
+    written = _check_and_write(examples, folder, drop_failing, limit, seed, made_by, model)
     if as_json:
         show(_facts(folder, *written))
     else:
@@ -96,12 +97,20 @@ def prepare(
 
 
 def _check_and_write(
-    examples: ExampleSet, folder: Path, drop_failing: bool, limit: int | None, seed: int, *, made_by: str
+    examples: ExampleSet,
+    folder: Path,
+    drop_failing: bool,
+    limit: int | None,
+    seed: int,
+    made_by: str,
+    model: str | None,
 ) -> tuple[dict[str, list[Prompt]], ExampleSet]:
     """The prompts by split, and the examples with all notes."""
     log_notes(examples.notes)
     prompts, dropped = _check(examples, drop_failing=drop_failing)
     log_notes(dropped)
+    if not is_verifiers(examples.reward):
+        log_notes([length_note([prompt for split in SPLITS for prompt in prompts[split]], model)])
     described = dataclasses.replace(examples, notes=[*examples.notes, *dropped])
     footers = _footers(described, prompts, limit=limit, seed=seed, made_by=made_by)
     replace_folder(folder, prompts, footers)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from skylite.config.rollout import DataConfig, RolloutConfig
+from skylite.data.chat_template import read_template
 from skylite.data.prompts import read_info
+from skylite.data.tokenizer import load_tokenizer, too_long
 from skylite.errors import ConfigError, DataError
+from skylite.hub.resolve import resolve_model
 from skylite.types import Message, Prompt
 from skylite.ui.logs import show
 
@@ -34,6 +40,33 @@ def _turn(message: Message, added: str) -> str:
 def _short(text: str) -> str:
     lines = text if len(text) <= SHOWN else f"{text[:SHOWN]} ... ({len(text):,} characters)"
     return lines.replace("\n", "\n    ")
+
+
+def length_note(prompts: Sequence[Prompt], model: str | None) -> str:
+    """How long the prompts are, in tokens of `model` if one is given. Raises ModelError."""
+    longest = max(prompts, key=_characters)
+    if model is None:
+        count = _characters(longest)
+        return f"the longest prompt, {longest.id}, has {count:,} characters; --model NAME counts its tokens"
+    template, limit = read_template(DataConfig()), RolloutConfig().max_prompt_tokens
+    with contextlib.closing(load_tokenizer(resolve_model(model).path, template)) as tokenizer:
+        counts = too_long(tokenizer, prompts, limit)
+        if not counts:
+            tokens = len(tokenizer.encode_chats([longest.messages])[0])
+            return (
+                f"no prompt has more than {limit} tokens of {model}; the longest text, {longest.id}, {tokens}"
+            )
+    name = max(counts, key=lambda prompt: counts[prompt])
+    return (
+        f"warning: {len(counts)} of {len(prompts)} prompts have more than {limit} tokens of {model}, a run's "
+        f"default limit; the longest, {name}, has {counts[name]}. `train` needs --set "
+        f"rollout.max_prompt_tokens={counts[name]}, or leaves them out with --set "
+        "data.filter_overlong_prompts=true"
+    )
+
+
+def _characters(prompt: Prompt) -> int:
+    return sum(len(message["content"]) for message in prompt.messages)
 
 
 def is_terminal() -> bool:
