@@ -65,10 +65,12 @@ lora-guess: $(READY) ## train a game of several turns (ARGS="--seed 1")
 	$(BIN)/skylite prepare guess --synthetic --out data/guess
 	$(BIN)/skylite train --recipe guess_cpu --data data/guess --run $(subst lora-gsm8k,lora-guess,$(RUN)) $(ARGS)
 
-check: $(READY) ## format, lint, types, and whether the pages made from the code are up to date
+check: $(READY) ## format, lint, types, layers, links, and whether pages made from the code are up to date
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/python docs/check_pages.py
 	$(BIN)/python docs/generate_reference.py --check
 	$(BIN)/python docs/generate_gpu_fit.py --check
 
