@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from xdist.scheduler import LoadFileScheduling
 from skylite.ui.logs import set_terminal_level
 from tests.engines import EngineServer, running_server
 from tests.tiny_models import make_tiny_model
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` ignores it, and tests send it
 
 SHARE_VLLM = (
     "test_vllm_bad_adapters",
