@@ -49,7 +49,7 @@ RECIPE := $(if $(GPU),gsm8k,gsm8k_cpu_real)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lora-gsm8k lora-guess check test test-unit test-dist test-vllm test-e2e test-loggers \
+.PHONY: help setup lora-gsm8k lora-guess check test test-all test-dist test-vllm test-e2e test-loggers \
 	gpu-check gpu-results torture fuzz mutants docs docs-reference vllm-models lock clean
 
 help: ## list the targets
@@ -81,11 +81,11 @@ PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(B
 # --no-loadscope-reorder: in the order of tests/conftest.py, not by the number of a file's tests.
 PYTEST_FILES := $(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder
 
-test: $(READY) ## all tests
-	$(PYTEST_FILES) tests
+test: $(READY) ## unit tests and one run with real vLLM and torchrun
+	$(PYTEST_FILES) -m "not slow" tests
 
-test-unit: $(READY) ## unit tests only: no vLLM, no torchrun
-	$(PYTEST_FILES) tests/unit
+test-all: $(READY) ## what make test leaves out: faults, processes, whole runs (half an hour)
+	$(PYTEST_FILES) -m slow tests
 
 test-dist: $(READY) ## tests with torchrun on several processes
 	$(BIN)/python -m pytest -m dist
@@ -172,7 +172,7 @@ lock: $(READY) ## write the package versions in .venv to constraints/cpu.txt (CP
 		{ grep '^#' $$file; cat $(VENV)/hashes; } > $(VENV)/hashes.new && cp $(VENV)/hashes.new $$file; done
 	@touch $(READY)
 	@echo "Wrote $$(grep -c == $(LOCK)) package versions from $(VENV) to $(LOCK)."
-	@echo "Commit the file only if make check and make test passed with these versions."
+	@echo "Commit the file only if make check, make test and make test-all passed with these versions."
 
 clean: ## remove .venv and caches, keep data/ and runs/
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

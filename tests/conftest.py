@@ -49,6 +49,10 @@ LONGEST = (
 )
 """These files run first, so that all test processes end at about the same time."""
 
+SLOW_FOLDERS = ("e2e", "integration")
+REAL_RUN = "test_a_run_stopped_by_ctrl_c_and_resumed_equals_one_that_never_stopped"
+"""The one test of SLOW_FOLDERS in `make test`: a real run with vLLM and torchrun."""
+
 
 class FileScheduling(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
     """`--dist loadfile` that treats SHARE_VLLM as one file.
@@ -68,10 +72,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduli
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """LONGEST first. Refuse a file that would start another server."""
+    """LONGEST first. Mark slow tests. Refuse a file that would start another server."""
     places = {stem: place for place, stem in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     for item in items:
+        is_slow = item.path.parent.name in SLOW_FOLDERS or item.path.stem in LONGEST
+        if is_slow and item.name != REAL_RUN:
+            item.add_marker("slow")
         if "vllm_server" in getattr(item, "fixturenames", ()) and item.path.stem not in SHARE_VLLM:
             raise pytest.UsageError(f"Add {item.path.stem} to SHARE_VLLM in tests/conftest.py.")
 
