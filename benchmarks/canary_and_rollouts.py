@@ -194,7 +194,7 @@ def engine_scores(
                       todo[name] / "adapter_model.safetensors")  # fmt: skip
     for name, source in todo.items():
         served_as = f"{path.name}-{name}"
-        body = {"lora_name": served_as, "lora_path": str(source)}
+        body = {"lora_name": served_as, "lora_path": str(source.resolve())}
         http.post("/v1/load_lora_adapter", json=body).raise_for_status()
         found[name] = score_in_engine(http, served_as, of_run["canary"], samples)
         http.post("/v1/unload_lora_adapter", json={"lora_name": served_as}).raise_for_status()

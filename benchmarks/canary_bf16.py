@@ -151,7 +151,7 @@ def engine_scores(
     ) as http:
         scores = {BASE: prompt_logprobs(http, BASE, sequences)}
         for name, path in folders.items():
-            body = {"lora_name": f"adapter-{name}", "lora_path": str(path)}
+            body = {"lora_name": f"adapter-{name}", "lora_path": str(path.resolve())}
             http.post("/v1/load_lora_adapter", json=body).raise_for_status()
             scores[name] = prompt_logprobs(http, f"adapter-{name}", sequences)
             http.post("/v1/unload_lora_adapter", json={"lora_name": f"adapter-{name}"}).raise_for_status()

@@ -212,7 +212,7 @@ def running(
                     raise SystemExit(f"{child_died(child)}\n{child_died(child).log_tail}")
                 time.sleep(0.5)
             http.post(
-                "/v1/load_lora_adapter", json={"lora_name": ADAPTER, "lora_path": str(adapter)}
+                "/v1/load_lora_adapter", json={"lora_name": ADAPTER, "lora_path": str(adapter.resolve())}
             ).raise_for_status()
             yield http
     finally:
