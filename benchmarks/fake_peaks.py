@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from command_line import argument_parser
+from gpu_sizes import SHAPES, model_config
 from machine_info import machine_info
-from shapes import SHAPES, model_config
 
 from skylite.run.files import write_json
 

@@ -11,8 +11,8 @@ from contextlib import nullcontext
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+import gpu_sizes
 import gpu_train
-import shapes
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +110,7 @@ def flex(report: Report) -> None:
     """
     gpu_train.use_trainer_environment()
     for shape, queries, dtype, gradients, softcap in FLEX:
-        heads, kv_heads = shapes.SHAPES[shape][3:5]
+        heads, kv_heads = gpu_sizes.SHAPES[shape][3:5]
         row: dict[str, Any] = {
             "heads": f"{heads}/{kv_heads}",
             "queries": queries,
@@ -140,7 +140,7 @@ def flex_row(shape: str, queries: int, dtype: str, gradients: bool, softcap: flo
     prompt = list(range(third))
     tree = build_tree([[*prompt, *[token] * third] for token in (-1, -2)], [0, 0])
     layout = tree_layout(tree, *(torch.from_numpy(x).to(device) for x in (tree.depths, tree.ends)))
-    hidden, _, _, heads, kv_heads, *_ = shapes.SHAPES[shape]
+    hidden, _, _, heads, kv_heads, *_ = gpu_sizes.SHAPES[shape]
     size = hidden // heads
     torch.manual_seed(0)
     inputs = [

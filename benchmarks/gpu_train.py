@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import train_phase
-from gpu_sizes import Sizes, sizes_of, varied_groups
-from shapes import model_config
+from gpu_sizes import Sizes, model_config, sizes_of, varied_groups
 
 if TYPE_CHECKING:
     import torch

@@ -220,10 +220,10 @@ def fake_row(row: dict[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def meta_shapes(shape: str) -> dict[str, list[int]]:
-    """The tensors of a model of benchmarks/shapes.py, without memory for them."""
+    """The tensors of a model of benchmarks/gpu_sizes.py, without memory for them."""
     import torch
     import transformers
-    from shapes import model_config
+    from gpu_sizes import model_config
 
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(model_config(shape))
