@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import random
 import statistics
 import tempfile
 import time
@@ -24,8 +25,6 @@ import httpx
 import lora_sampling
 from command_line import argument_parser
 from machine_info import machine_info
-from paired_rounds import MODEL
-from special_paths_sampling import random_prompts, sample
 
 from skylite.engine.server_command import BASE_NAME, engine_command, engine_env
 from skylite.hub.resolve import resolve_model
@@ -33,6 +32,7 @@ from skylite.processes.child import ProcessSpec, child_died, kill, poll, start
 from skylite.run.files import write_json
 
 EAGER = "--enforce-eager"
+MODEL, NUM_PROMPTS, GROUP_SIZE, PROMPT_TOKENS, MAX_TOKENS = "smollm2-135m", 4, 8, 106, 128
 
 
 def main() -> None:
@@ -57,10 +57,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             began = time.perf_counter()
             servers[name] = stack.enter_context(running(name, args.dtype, Path(folder)))
             ready[name] = round(time.perf_counter() - began, 1)
-            sample(servers[name], random_prompts(), BASE_NAME)  # not counted
+            sample(servers[name], random_prompts())  # not counted
         for _ in range(args.rounds):
             for name, http in servers.items():
-                rates[name].append(round(sample(http, random_prompts(), BASE_NAME), 1))
+                rates[name].append(round(sample(http, random_prompts()), 1))
     medians = {name: statistics.median(values) for name, values in rates.items()}
     return {
         "ready_s": ready | {"ratio": round(ready["compiled"] / ready["eager"], 2)},
@@ -88,6 +88,19 @@ def running(name: str, dtype: str, folder: Path) -> Iterator[httpx.Client]:
             yield http
     finally:
         kill(child)
+
+
+def random_prompts() -> list[list[int]]:
+    return [[random.randrange(100, 20000) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)]
+
+
+def sample(http: httpx.Client, prompts: list[list[int]]) -> float:
+    """Completion tokens per second of a step: all groups at once."""
+    body = {"model": BASE_NAME, "prompt": prompts, "n": GROUP_SIZE, "max_tokens": MAX_TOKENS}
+    body |= {"temperature": 1.0, "ignore_eos": True, "logprobs": 0, "return_token_ids": True}
+    started = time.perf_counter()
+    reply = http.post("/v1/completions", json=body).raise_for_status().json()
+    return sum(len(c["token_ids"]) for c in reply["choices"]) / (time.perf_counter() - started)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""TRL's side of step_vs_trl.py and default_job_vs_trl.py: GRPOTrainer with PEFT. The last
-line of its output is JSON, with the times of each step.
+"""TRL's side of step_vs_trl.py: GRPOTrainer with PEFT. The last line of its output is JSON, with the times of
+each step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import transformers
 from trl import GRPOConfig, GRPOTrainer
 
 from skylite.data.prompts import read_prompts
-from skylite.rewards.gsm8k import gsm8k
 
 
 def main() -> None:
@@ -28,18 +27,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--trl-micro", type=int, required=True, help="per_device_train_batch_size")
     parser.add_argument("--trl-checkpointing", action="store_true")
-    parser.add_argument("--batch", type=int, default=32, help="completions per step")
-    parser.add_argument("--completion-tokens", type=int, default=128)
-    parser.add_argument("--lr", type=float, default=1e-4)
-    parser.add_argument("--reward", choices=list(REWARDS), default="length")
-    parser.add_argument("--difficulty", type=int, nargs="*", default=[])
     args = parser.parse_args()
-    prompts, _ = read_prompts(args.data / "train.parquet", args.difficulty)
+    prompts, _ = read_prompts(args.data / "train.parquet")
     clock = Clock()
     TimedTrainer(
         clock,
         model=str(args.model),
-        reward_funcs=REWARDS[args.reward],
+        reward_funcs=length_reward,
         args=trl_config(args),
         train_dataset=datasets.Dataset.from_list([{"prompt": p.messages, "gold": p.answer} for p in prompts]),
         peft_config=peft.LoraConfig(r=32, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
@@ -56,10 +50,10 @@ def trl_config(args: argparse.Namespace) -> GRPOConfig:
         fp16=False,
         gradient_checkpointing=args.trl_checkpointing,
         per_device_train_batch_size=args.trl_micro,
-        gradient_accumulation_steps=args.batch // args.trl_micro,
+        gradient_accumulation_steps=32 // args.trl_micro,
         num_generations=8,
-        max_completion_length=args.completion_tokens,
-        learning_rate=args.lr,
+        max_completion_length=128,
+        learning_rate=1e-4,
         lr_scheduler_type="constant",
         beta=0.0,
         temperature=1.0,
@@ -76,14 +70,6 @@ def length_reward(completions: list[Any], gold: list[str], **_: Any) -> list[flo
     """The same as REWARD in step_vs_trl.py."""
     texts = [c[0]["content"] for c in completions]
     return [1.0 if c.strip() == g else len(c) % 7 / 8 for c, g in zip(texts, gold, strict=True)]
-
-
-def gsm8k_reward(completions: list[Any], gold: list[str], **_: Any) -> list[float]:
-    """skylite's own reward of the default job."""
-    return [gsm8k(c[0]["content"], answer=g) for c, g in zip(completions, gold, strict=True)]
-
-
-REWARDS = {"length": length_reward, "gsm8k": gsm8k_reward}
 
 
 class Clock(transformers.TrainerCallback):  # type: ignore[misc]

@@ -63,7 +63,6 @@ def differences(seed: int, model: Path, dist: Dist) -> dict[int, float]:
 def test_a_random_tree_has_the_gradient_of_padded_rows_for_any_cut(
     seed: int, tiny_llama: Path, dist: Dist
 ) -> None:
-    """`benchmarks/call_trees.py` tries hundreds of seeds."""
     assert max(differences(seed, tiny_llama, dist).values()) < 1e-5
 
 

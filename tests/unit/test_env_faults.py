@@ -45,7 +45,7 @@ LEAVES_A_ZOMBIE = """
 
 
 def test_a_mix_of_faults_harms_no_other_trajectory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hanging episodes are in test_episodes.py; benchmarks/env_faults.py runs a thousand of all."""
+    """Hanging episodes are in test_episodes.py."""
     faults = choose(40, seed=1, without=HANGING)
     found = asyncio.run(run_faults(tmp_path, faults, monkeypatch))
     assert wrong(found) == []
