@@ -5,6 +5,7 @@
 A random Llama (6 layers, width 128) trains in bfloat16 for 12 steps. In place of the engine, transformers'
 plain forward with PEFT computes in bfloat16: other kernels, so other rounding. It samples 16 completions of
 40 tokens for prompts of 24 to 150 tokens from the base, and scores them with every adapter, right or damaged.
+canary_and_rollouts.py does the same with vLLM and a real run.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from canary_and_rollouts import Rollouts, judged, kinds_of, rollout_logprobs
 from canary_bf16 import BASE, in_chunks
 from command_line import argument_parser
 from machine_info import machine_info
@@ -27,20 +28,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from skylite.adapters.manifest import Canary
-from skylite.engine.canary import DEFAULT_TOLERANCE, EarlierAnswers, verify
-from skylite.errors import SyncFailed
 from skylite.model.checked_shortcuts import enable_shortcuts
 from skylite.model.load_adapter import load_adapter_file
-from skylite.model.packing import pack_tokens
-from skylite.model.policy import Policy, load_policy, score
-from skylite.orchestrator.judge_rollouts import MIN_TOKENS, RolloutJudge, mean_gap
+from skylite.model.policy import Policy, load_policy
 from skylite.run.files import write_json
-from skylite.run.run_dir import AdapterVersion, adapter_name
-from skylite.trainer.canary import base_canary_logprobs, canary_logprobs, sequences_of
+from skylite.run.run_dir import adapter_name
+from skylite.trainer.canary import base_canary_logprobs, canary_logprobs
 from skylite.trainer.optimizer import make_optimizer
 from skylite.trainer.publish_adapter import adapter_tensors
-from skylite.trainer.rollout_gaps import CLIP, depth_edges
 from skylite.trainer.step import train_step
 from skylite.types import Sample
 from tests.damaged_adapters import DAMAGE
@@ -50,8 +45,6 @@ from tests.small_run import lone_rank, resolved, settings
 VOCAB, CANARY, VERSIONS, STEPS = 256, 24, [1, 2, 4, 8, 12], 12
 PROMPT_LENGTHS = (24, 60, 100, 150)
 GROUP, TOKENS = 4, 40
-BEFORE, RIGHT = "version-before", "right"
-Rows = list[list[float]]
 
 
 def main() -> None:
@@ -65,11 +58,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="skylite-") as text:
             write_json(args.raw, measured(Path(text), args.lr))
     raw = json.loads(args.raw.read_text())
-    drawn = Rollouts(raw, raw["depths"], args.draws)
+    drawn = Rollouts(raw, raw["depths"], "bfloat16", args.draws)
     result = {
         "lr": args.lr,
         "noise": drawn.noise,
-        "canary": asyncio.run(judged(raw)),
+        "canary": asyncio.run(judged(raw, "bfloat16")),
         "rollouts": {kind: drawn.of_kind(kind) for kind in kinds_of(raw)},
     }
     print(json.dumps(result, indent=1))
@@ -78,7 +71,7 @@ def main() -> None:
 
 
 def measured(folder: Path, lr: float) -> dict[str, Any]:
-    """The raw logprobs of trainer and engine."""
+    """The raw logprobs, as canary_and_rollouts.py keeps them."""
     model = make_model(folder / "model")
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="eager")
     rows = sampled(plain.eval())
@@ -196,149 +189,6 @@ def together_scored(model: Any, rows: Sequence[list[int]]) -> Tensor:
     table = model(ids, use_cache=False).logits[:, :-1].float().log_softmax(dim=-1)
     chosen: Tensor = table.gather(2, ids[:, 1:, None])[..., 0]
     return chosen
-
-
-def rollout_logprobs(policy: Policy, samples: list[Sample]) -> Rows:
-    found: Rows = []
-    with torch.no_grad():
-        for start in range(0, len(samples), 16):
-            part = samples[start : start + 16]
-            tokens = pack_tokens(
-                [s.prompt_token_ids for s in part],
-                [s.completion_token_ids for s in part],
-                range(len(part)),
-                policy.packing,
-                policy.device,
-            )
-            logprobs, _ = score(policy, tokens, 1.0)
-            sizes = [len(s.completion_token_ids) for s in part]
-            found += [row.tolist() for row in torch.split(logprobs, sizes)]
-    return found
-
-
-class Answers:
-    """An engine that serves `kind` in place of each version."""
-
-    name = "engine"
-
-    def __init__(self, scored: dict[str, Any], kind: str) -> None:
-        self.scored, self.kind, self.version = scored, kind, 0
-
-    def served(self) -> dict[str, Rows]:
-        names = {
-            BASE: BASE,
-            RIGHT: adapter_name(self.version),
-            BEFORE: adapter_name(max(0, self.version - 1)),
-        }
-        name = names.get(self.kind, f"{self.kind}-of-{adapter_name(self.version)}")
-        found: dict[str, Rows] = self.scored["engine"][name]
-        return found
-
-    async def prompt_logprobs(self, model: str, token_ids: Sequence[int]) -> list[float]:
-        answers = self.scored["engine"][BASE] if model == BASE else self.served()
-        row: list[float] = answers["canary"][self.scored["canary"].index(list(token_ids))]
-        return row
-
-
-class Rollouts:
-    """The mean gaps of steps that draw completions, by depth and over all tokens, as the judge sees them."""
-
-    def __init__(self, scored: dict[str, Any], depths: list[list[int]], draws: int) -> None:
-        self.scored, self.depths, self.draws = scored, depths, draws
-        base, own = scored["engine"][BASE]["canary"], scored["trainer"][BASE]["canary"]
-        self.noise = float(
-            np.abs(np.concatenate([np.subtract(a, b) for a, b in zip(base, own, strict=True)])).mean()
-        )
-        """mean |engine - trainer| of the base on the canary."""
-
-    def of_kind(self, kind: str) -> dict[str, Any]:
-        """By version: the share of draws over the limits, and the ratios that decide it."""
-        engine, found = Answers(self.scored, kind), dict[str, Any]()
-        for version in self.scored["versions"]:
-            engine.version = version
-            rng = np.random.default_rng(version)
-            first = self.gaps(self.scored["engine"][adapter_name(0)]["rollouts"], 0)
-            gaps = self.gaps(engine.served()["rollouts"], version)
-            trainer = self.scored["trainer"]
-            moved = distance(trainer[adapter_name(version)]["canary"], trainer[BASE]["canary"])
-            growth, depth, warned, stops = list[float](), list[float](), 0, 0
-            for _ in range(self.draws):
-                judge = RolloutJudge("bfloat16", 1.0, "stop")
-                judge.reference, _ = mean_gap(self.draw(first, rng))
-                bins = self.draw(gaps, rng)
-                fault, is_sure = judge.fault(bins, self.noise, moved)
-                warned += bool(fault)
-                stops += is_sure
-                growth.append(mean_gap(bins)[0] / judge.reference)
-                large = [row["gap_mean"] for row in bins if row["tokens"] >= MIN_TOKENS["bfloat16"]]
-                depth.append(max(large, default=0.0) / self.noise)
-            found[str(version)] = {
-                "moved": moved, "warned": warned / self.draws, "could_stop": stops / self.draws,
-                "growth": quantiles(growth), "worst_depth_in_noise": quantiles(depth),
-            }  # fmt: skip
-        return found
-
-    def gaps(self, served: Rows, version: int) -> list[Any]:
-        own = self.scored["trainer"][adapter_name(version)]["rollouts"]
-        return [np.abs(np.subtract(a, b)) for a, b in zip(served, own, strict=True)]
-
-    def draw(self, gaps: list[Any], rng: np.random.Generator) -> list[dict[str, Any]]:
-        """Rows as trainer/rollout_gaps.py makes them."""
-        chosen = rng.integers(len(gaps), size=len(gaps))
-        values = np.concatenate([gaps[k] for k in chosen])
-        depths = np.concatenate([self.depths[k] for k in chosen])
-        clipped = np.minimum(values, CLIP * values.mean())
-        edges = np.array(depth_edges(int(depths.max())))
-        places = np.searchsorted(edges, depths, side="right") - 1
-        rows = []
-        for place in np.unique(places):
-            inside = places == place
-            rows.append({"from": int(edges[place]), "tokens": int(inside.sum()),
-                         "gap_mean": float(clipped[inside].mean()), "gap_max": float(values[inside].max()),
-                         "worst_depth": 0, "worst_prompt": ""})  # fmt: skip
-        return rows
-
-
-def quantiles(values: list[float]) -> dict[str, float]:
-    return {"1 %": float(np.quantile(values, 0.01)), "50 %": float(np.median(values)),
-            "99 %": float(np.quantile(values, 0.99)), "max": max(values)}  # fmt: skip
-
-
-def distance(rows: Rows, others: Rows) -> float:
-    return float(
-        np.abs(np.concatenate([np.subtract(a, b) for a, b in zip(rows, others, strict=True)])).mean()
-    )
-
-
-async def judged(scored: dict[str, Any]) -> dict[str, Any]:
-    """By kind: the first version that the canary refuses, and those that it passes as too small to tell."""
-    return {kind: await canary_of(scored, kind) for kind in kinds_of(scored)}
-
-
-def kinds_of(scored: dict[str, Any]) -> list[str]:
-    damaged = {name.split("-of-")[0] for name in scored["engine"] if "-of-" in name}
-    return [RIGHT, BASE, BEFORE, *(kind for kind in DAMAGE if kind in damaged)]
-
-
-async def canary_of(scored: dict[str, Any], kind: str) -> dict[int, str]:
-    engine, earlier, outcome = Answers(scored, kind), EarlierAnswers(), dict[int, str]()
-    for version in scored["versions"]:
-        engine.version = version
-        chosen = sequences_of(version, len(scored["canary"]))
-        trainer = scored["trainer"]
-        canary = Canary(
-            sequences=[scored["canary"][k] for k in chosen],
-            policy_logprobs=[trainer[adapter_name(version)]["canary"][k] for k in chosen],
-            base_logprobs=[trainer[BASE]["canary"][k] for k in chosen],
-        )
-        adapter = AdapterVersion(version, Path(adapter_name(version)))
-        try:
-            reading = await verify(engine, adapter, canary, DEFAULT_TOLERANCE["bfloat16"], earlier)
-            outcome[version] = f"{reading.verdict} ({reading.visible:.2g})"
-        except SyncFailed as error:
-            outcome[version] = "refused"
-            print(kind, version, error.what, flush=True)
-    return outcome
 
 
 if __name__ == "__main__":

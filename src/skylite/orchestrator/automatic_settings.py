@@ -10,7 +10,7 @@ from skylite.data.prompt_order import steps_per_epoch
 from skylite.processes.hardware import Device, cpu_cores, threads_per_rank
 
 CPU_MICRO_BATCH_TOKENS = 2048
-"""On a CPU larger micro-batches are slower and need more memory (benchmarks/NOTES.md)."""
+"""On a CPU larger micro-batches need more memory and are not faster."""
 
 
 def epochs_to_steps(config: TrainConfig, num_prompts: int) -> tuple[TrainConfig, str]:
