@@ -87,7 +87,7 @@ BASE = {
 }
 
 
-@generated(250)
+@generated(100)
 @given(tree=damaged_tree(BASE), data=st.data())
 def test_recipes(project: Path, tree: Any, data: st.DataObject) -> None:
     text = toml_text(tree if isinstance(tree, dict) else BASE).encode("utf-8", errors="surrogatepass")
@@ -101,7 +101,7 @@ KEYS = [f"{s}.{k}" for s, v in BASE.items() if isinstance(v, dict) for k in v]
 KEYS += ["num_steps", "seed", "lora", "", ".", "a.b.c", "lora.rnk"]
 
 
-@generated(250)
+@generated(100)
 @given(
     settings_=st.lists(
         st.tuples(
