@@ -15,7 +15,9 @@ from skylite.ui.logs import set_terminal_level
 from tests.engines import EngineServer, running_server
 from tests.tiny_models import make_tiny_model
 
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` ignores it, and tests send it
+# Ignored under `nohup` and in a shell's background. Tests send them to processes that inherit that.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARE_VLLM = (
     "test_vllm_bad_adapters",
