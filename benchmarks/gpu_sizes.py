@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from skylite.types import Group
 
 
-# hidden, intermediate, layers, heads, key-value heads, vocabulary, tied LM head, from each config.json
 SHAPES = {
     "tiny": (64, 128, 2, 4, 2, 512, True),
     "qwen2.5-0.5b": (896, 4864, 24, 14, 2, 151936, True),
@@ -19,6 +18,7 @@ SHAPES = {
     "qwen2.5-7b": (3584, 18944, 28, 28, 4, 152064, False),
     "llama3.2-1b": (2048, 8192, 16, 32, 8, 128256, True),
 }
+"""Hidden, intermediate, layers, heads, key-value heads, vocabulary, tied LM head, from each config.json."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,8 @@ def length_note(prompts: Sequence[Prompt], model: str | None) -> str:
         if not counts:
             tokens = len(tokenizer.encode_chats([longest.messages])[0])
             return (
-                f"no prompt has more than {limit} tokens of {model}; the longest text, {longest.id}, {tokens}"
+                f"no prompt has more than {limit} tokens of {model}; that with the longest text, {longest.id}, "
+                f"has {tokens}"
             )
     name = max(counts, key=lambda prompt: counts[prompt])
     return (
