@@ -54,8 +54,7 @@ def length_note(prompts: Sequence[Prompt], model: str | None) -> str:
         if not counts:
             tokens = len(tokenizer.encode_chats([longest.messages])[0])
             return (
-                f"no prompt has more than {limit} tokens of {model}; that with the longest text, {longest.id}, "
-                f"has {tokens}"
+                f"no prompt is over {limit} tokens of {model}; {longest.id}, the longest text, has {tokens}"
             )
     name = max(counts, key=lambda prompt: counts[prompt])
     return (
