@@ -33,7 +33,7 @@ def test_the_setting_wins() -> None:
 
 
 def test_it_follows_what_is_measured_later() -> None:
-    """A first step with the start in it looks long; a disk may become slow."""
+    """Steps may become shorter; a disk may become slow."""
     interval = CheckpointInterval(None)
     interval.step_ended(100)
     interval.written(1)
@@ -44,3 +44,17 @@ def test_it_follows_what_is_measured_later() -> None:
     for _ in range(5):
         interval.written(0.1)
     assert interval.steps == 1
+
+
+def test_a_first_step_that_waited_for_the_start_measures_nothing() -> None:
+    interval = CheckpointInterval(None)
+    interval.step_ended(None)
+    assert interval.is_due(1)
+    interval.written(0.25)
+    assert interval.steps == 1
+    assert not interval.is_measured
+    interval.step_ended(1.25)
+    assert interval.is_measured
+    assert interval.steps == 10
+    assert not interval.is_due(2)
+    assert str(interval).startswith("checkpoints every 10 steps: one takes 0.25 s, a step 1.25 s")

@@ -23,9 +23,10 @@ class CheckpointInterval:
     _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     _cost_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
-    def step_ended(self, seconds: float) -> None:
-        """Note a step that took so long, without its checkpoint."""
-        self._step_s.append(seconds)
+    def step_ended(self, seconds: float | None) -> None:
+        """Note a step that took so long, without its checkpoint. None: it is no measure of other steps."""
+        if seconds is not None:
+            self._step_s.append(seconds)
         self.steps_since += 1
 
     def written(self, seconds: float) -> None:
@@ -34,11 +35,16 @@ class CheckpointInterval:
         self.steps_since = 0
 
     @property
+    def is_measured(self) -> bool:
+        """Whether a step and a checkpoint have been measured."""
+        return bool(self._cost_s and self._step_s)
+
+    @property
     def steps(self) -> int:
         """Steps between checkpoints; 1 before anything was measured."""
         if self.every is not None:
             return self.every
-        if not self._cost_s or not self._step_s:
+        if not self.is_measured:
             return 1
         step_s = max(statistics.median(self._step_s), 1e-9)
         return max(1, math.ceil(statistics.median(self._cost_s) / (MOST_COST * step_s)))

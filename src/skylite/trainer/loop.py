@@ -101,7 +101,7 @@ def train(run: RunDir, run_config: RunConfig, dist: Dist, resume: bool) -> None:
     with half_the_threads():  # vLLM starts at the same time
         trainer = build_trainer(run, run_config, dist)
     interval, printed = CheckpointInterval(trainer.config.checkpoint.every), 0
-    done = restore(trainer) if resume else 0
+    first = done = restore(trainer) if resume else 0
     started = time.monotonic()
     metrics = publish_version(trainer, done)
     facts = {"resumed": done > 0, "choices": trainer.choices}
@@ -122,13 +122,15 @@ def train(run: RunDir, run_config: RunConfig, dist: Dist, resume: bool) -> None:
             metrics |= reject_step(run, trainer.config, dist, step, reason, metrics, save, hint)
             metrics |= publish_version(trainer, step)
         done = step
-        interval.step_ended(time.monotonic() - waited)
+        # The first step has waited for vLLM's start and the first evaluation.
+        interval.step_ended(time.monotonic() - waited if step > first + 1 else None)
         notes: list[str] = []
         if is_checkpointed(trainer, interval, step):
             metrics |= checkpoint_step(trainer, step)
             interval.written(metrics["time/checkpoint_s"])
-            if interval.every is None and not printed / 2 < interval.steps < 2 * printed:
-                notes, printed = [str(interval)], interval.steps
+        is_news = interval.is_measured and not printed / 2 < interval.steps < 2 * printed
+        if interval.every is None and is_news:
+            notes, printed = [str(interval)], interval.steps
         metrics["checkpoint/interval"] = float(interval.steps)
         facts = {"skipped": result.anomaly} if result.anomaly else {}
         facts |= common_facts(trainer) | {"warnings": result.warnings, "notes": notes, **result.facts}
