@@ -68,11 +68,12 @@ class RunFailed(SkyliteError):
 
 
 class ChildDied(RunFailed):
-    """A child process exited; `log_tail` holds the last lines of its log."""
+    """A child process exited; `log_tail` holds the last lines of its log, `child` its name if it has one."""
 
-    def __init__(self, what: str, hint: str = "", log_tail: str = "") -> None:
+    def __init__(self, what: str, hint: str = "", log_tail: str = "", child: str = "") -> None:
         super().__init__(what, hint)
         self.log_tail = log_tail
+        self.child = child
 
 
 class TrainerLost(ChildDied):

@@ -83,7 +83,7 @@ def explain_failure(plan: RunPlan, error: SkyliteError, supervisor: Supervisor) 
 
 
 def _explain_death(plan: RunPlan, error: ChildDied, supervisor: Supervisor) -> SkyliteError:
-    is_trainer, path = error.what.startswith(TRAINER), plan.run.trainer_error_path
+    is_trainer, path = error.child == TRAINER, plan.run.trainer_error_path
     reason = plan.run.read_json(path) if path.exists() else None
     killed = killed_rank(supervisor.recent_log(TRAINER)) if is_trainer else None
     # A killed rank takes the others down. Their errors (a closed connection) do not name the cause. A lack of

@@ -232,7 +232,8 @@ def child_died(child: Child, lines: int = 15) -> ChildDied:
         hint = f"The kernel sends SIGKILL when memory runs out. {hint}"
     tail = log_tail(child.spec.log_path, lines, child.log_start)
     cause = root_cause(tail)
-    return ChildDied(f"{child.name} {describe_exit(child)}{f': {cause}' if cause else ''}.", hint, tail)
+    what = f"{child.name} {describe_exit(child)}{f': {cause}' if cause else ''}."
+    return ChildDied(what, hint, tail, child.name)
 
 
 def root_cause(tail: str) -> str:
