@@ -51,6 +51,54 @@ LONGEST = (
 )
 """These files run first, so that all test processes end at about the same time."""
 
+SLOW_UNITS = (
+    "test_alarms",
+    "test_allocator",
+    "test_api",
+    "test_built_in_episodes",
+    "test_built_in_rewards",
+    "test_call_tree_fuzz",
+    "test_chat_template",
+    "test_child_leftovers",
+    "test_continued_calls",
+    "test_dry_run",
+    "test_env_check",
+    "test_env_faults",
+    "test_episode_ends",
+    "test_episodes",
+    "test_export",
+    "test_file_security",
+    "test_folder_owner",
+    "test_fuzz",
+    "test_guarded",
+    "test_hostile_bundle",
+    "test_hostile_templates",
+    "test_kept_copies",
+    "test_logger_faults",
+    "test_logs",
+    "test_odd_files",
+    "test_openai_server",
+    "test_own_data_recipe",
+    "test_plugin_exits",
+    "test_prepare",
+    "test_private_folders",
+    "test_program_hashes",
+    "test_reasoning_gym_sandbox",
+    "test_recipe_names",
+    "test_reference_answers",
+    "test_report_page",
+    "test_run_commands",
+    "test_run_length",
+    "test_run_order",
+    "test_sampling_ahead",
+    "test_sandbox",
+    "test_tokenizer",
+    "test_trajectories",
+    "test_unforeseen_errors",
+    "test_working_folder",
+)
+"""Files of tests/unit that took over 13 s together: most start skylite, a sandbox or a reward worker."""
+
 SLOW_FOLDERS = ("e2e", "integration")
 REAL_RUN = "test_a_run_stopped_by_ctrl_c_and_resumed_equals_one_that_never_stopped"
 """The one test of SLOW_FOLDERS in `make test`: a real run with vLLM and torchrun."""
@@ -78,7 +126,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {stem: place for place, stem in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     for item in items:
-        is_slow = item.path.parent.name in SLOW_FOLDERS or item.path.stem in LONGEST
+        is_slow = item.path.parent.name in SLOW_FOLDERS or item.path.stem in (*LONGEST, *SLOW_UNITS)
         if is_slow and item.name != REAL_RUN:
             item.add_marker("slow")
         if "vllm_server" in getattr(item, "fixturenames", ()) and item.path.stem not in SHARE_VLLM:
