@@ -97,7 +97,7 @@ SLOW_UNITS = (
     "test_unforeseen_errors",
     "test_working_folder",
 )
-"""Files of tests/unit that took over 13 s together: most start skylite, a sandbox or a reward worker."""
+"""Files of tests/unit whose tests take over 13 s in sum: most start skylite, a sandbox or a reward worker."""
 
 SLOW_FOLDERS = ("e2e", "integration")
 REAL_RUN = "test_a_run_stopped_by_ctrl_c_and_resumed_equals_one_that_never_stopped"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from skylite.config.train import Resolved, RunConfig, TrainConfig
 from skylite.model.process_group import Dist, process_group
@@ -72,5 +73,9 @@ def lone_rank() -> Iterator[Dist]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in env.items():
             patch.setenv(name, str(value))
-        with process_group("cpu") as dist:
-            yield dist
+        try:
+            with process_group("cpu") as dist:
+                yield dist
+        finally:  # a failed test would leave the group to the next one
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()

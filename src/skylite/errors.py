@@ -68,7 +68,7 @@ class RunFailed(SkyliteError):
 
 
 class ChildDied(RunFailed):
-    """A child process exited; `log_tail` holds the last lines of its log, `child` its name if it has one."""
+    """A child process exited. `log_tail`: the last lines of its log. `child`: its name, or empty."""
 
     def __init__(self, what: str, hint: str = "", log_tail: str = "", child: str = "") -> None:
         super().__init__(what, hint)

@@ -24,7 +24,7 @@ class CheckpointInterval:
     _cost_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def step_ended(self, seconds: float | None) -> None:
-        """Note a step that took so long, without its checkpoint. None: it is no measure of other steps."""
+        """Note a step that took so long, without its checkpoint. None: do not measure by this step."""
         if seconds is not None:
             self._step_s.append(seconds)
         self.steps_since += 1

@@ -122,7 +122,7 @@ def train(run: RunDir, run_config: RunConfig, dist: Dist, resume: bool) -> None:
             metrics |= reject_step(run, trainer.config, dist, step, reason, metrics, save, hint)
             metrics |= publish_version(trainer, step)
         done = step
-        # The first step has waited for vLLM's start and the first evaluation.
+        # The first step also waits for vLLM's start and the first evaluation.
         interval.step_ended(time.monotonic() - waited if step > first + 1 else None)
         notes: list[str] = []
         if is_checkpointed(trainer, interval, step):
