@@ -105,13 +105,7 @@ def plan_run(
     train, info = read_split(config, "train")
     held_out = held_out_prompts(config)
     template = replace(read_template(config.data), now=datetime.now().replace(microsecond=0))
-    rewards: tuple[str, ...] = ()
-    reward_notes: list[str] = []
-    if config.env.episode:  # its episodes give the rewards
-        programs = allow_episode(config.env.episode, named_by=recipe, settings=settings)
-        check_episode_data(config.env.episode, info.reward, config.data.path)
-    else:
-        config, rewards, programs, reward_notes = plan_rewards(config, info, train, recipe, settings)
+    config, rewards, programs, reward_notes = plan_rewards(config, info, train, recipe, settings)
     programs |= allow_algorithm(config.algorithm, named_by=recipe, settings=settings)
     config, device_notes = device_defaults(config, choose_device())
     model = choose_model(config)
@@ -158,6 +152,10 @@ def plan_rewards(
 
     Raises SkyliteError subclasses.
     """
+    if config.env.episode:  # its episodes give the rewards
+        programs = allow_episode(config.env.episode, named_by=recipe, settings=settings)
+        check_episode_data(config.env.episode, info.reward, config.data.path)
+        return config, (), programs, []
     config, reward_note = apply_reward_settings(config, info, keep=config.reward.model_fields_set)
     named_by = None if is_set(settings, REWARD.setting) else recipe
     rewards, programs = allow_rewards(
