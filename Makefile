@@ -146,7 +146,7 @@ docs-reference: $(READY) ## write the pages and tables in docs/ that are made fr
 	$(BIN)/python docs/generate_reference.py
 	$(BIN)/python docs/generate_gpu_fit.py
 
-vllm-models: $(READY) ## write engine/vllm_models.json, what vLLM serves with LoRA, from the installed vLLM
+vllm-models: $(READY) ## write engine/vllm/vllm_models.json, what vLLM serves with LoRA, from the installed vLLM
 	$(BIN)/python -m tests.integration.vllm_models
 
 # Versions on stdin -> a list with the sha256 of their files.

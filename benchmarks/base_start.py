@@ -26,7 +26,7 @@ import lora_sampling
 from command_line import argument_parser
 from machine_info import machine_info
 
-from skylite.engine.server_command import BASE_NAME, engine_command, engine_env
+from skylite.engine.vllm.server_command import BASE_NAME, engine_command, engine_env
 from skylite.hub.resolve import resolve_model
 from skylite.processes.child import ProcessSpec, child_died, kill, poll, start
 from skylite.run.files import write_json

@@ -38,7 +38,7 @@ from skylite.model.checked_shortcuts import enable_shortcuts
 from skylite.model.load_adapter import load_adapter_file
 from skylite.model.packing import pack_tokens
 from skylite.model.policy import Policy, load_policy, score
-from skylite.orchestrator.judge_rollouts import MIN_TOKENS, RolloutJudge, mean_gap
+from skylite.rollout.judge_rollouts import MIN_TOKENS, RolloutJudge, mean_gap
 from skylite.run.files import write_json
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import AdapterVersion, RunDir, adapter_name

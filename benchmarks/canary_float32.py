@@ -32,7 +32,7 @@ from skylite.errors import SyncFailed
 from skylite.model.checked_shortcuts import enable_shortcuts
 from skylite.model.load_adapter import load_adapter_file
 from skylite.model.policy import Policy, load_policy
-from skylite.orchestrator.judge_rollouts import RolloutJudge
+from skylite.rollout.judge_rollouts import RolloutJudge
 from skylite.run.files import write_json
 from skylite.run.metrics_file import read_metrics
 from skylite.run.run_dir import AdapterVersion, RunDir, adapter_name

@@ -16,7 +16,7 @@ from skylite.processes.torchrun import trainer_env
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the scripts use helpers of tests/
 
-SKYLITE = [sys.executable, "-c", "from skylite.cli import main; main()"]
+SKYLITE = [sys.executable, "-c", "from skylite.cli.main import main; main()"]
 """The `skylite` command of this Python."""
 
 

@@ -104,7 +104,7 @@ def loop_command(folder: Path, dry_run: bool) -> tuple[list[str], dict[str, str]
     env = os.environ | {"XDG_STATE_HOME": str(folder / "state")}
     last = ["--set", "eval.limit=0", "--set", "engine.max_restarts=2"]
     if dry_run:
-        from skylite.engine.server_command import ENGINE_COMMAND
+        from skylite.engine.vllm.server_command import ENGINE_COMMAND
         from tests.e2e.project import make_project
         from tests.tiny_models import make_tiny_model
         from tests.torture.ground import FAKE_ENGINE_COMMAND

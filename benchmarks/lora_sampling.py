@@ -30,7 +30,7 @@ from command_line import argument_parser
 from machine_info import machine_info
 
 from skylite.config.engine import CpuLora
-from skylite.engine.server_command import BASE_NAME, EngineSpec, engine_command, engine_env
+from skylite.engine.vllm.server_command import BASE_NAME, EngineSpec, engine_command, engine_env
 from skylite.processes.child import ProcessSpec, child_died, kill, poll, start
 from skylite.run.files import write_json
 from skylite.run.run_dir import adapter_name

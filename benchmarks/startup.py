@@ -3,7 +3,7 @@
     python benchmarks/startup.py --out benchmarks/results/startup_cpu.json
 
 Each round starts, one after the other: vLLM's own server until /health answers (`plain`); skylite's server
-module (vllm_plugin/cpu_server.py) with the same flags (`ours`); a run until its first rollout request
+module (engine/vllm/plugin/cpu_server.py) with the same flags (`ours`); a run until its first rollout request
 (events.jsonl). Times count from before Python starts. The run also loads its trainer, publishes version 0,
 loads it and verifies it. Reports medians, ratios, CPU seconds by process, and the median of nine
 `skylite --help`.
@@ -28,15 +28,15 @@ from machine_info import machine_info
 
 from skylite.adapters.target_modules import predict_target_modules
 from skylite.config.train import TrainConfig
-from skylite.engine.client import VllmClient
-from skylite.engine.server_command import engine_command, engine_env
-from skylite.engine.start_engines import engine_spec
-from skylite.orchestrator.plan import plan_run
+from skylite.engine.vllm.client import VllmClient
+from skylite.engine.vllm.plugin import CPU_SERVER, STOCK_SERVER
+from skylite.engine.vllm.server_command import engine_command, engine_env
+from skylite.engine.vllm.start_engines import engine_spec
 from skylite.processes.child import ProcessSpec, kill, start
+from skylite.rollout.plan import plan_run
 from skylite.run.events import read_events
 from skylite.run.files import write_json
 from skylite.run.run_dir import RunDir
-from skylite.vllm_plugin import CPU_SERVER, STOCK_SERVER
 
 DEADLINE_S = 600.0
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import typer
 from pydantic import BaseModel
 
-from skylite.cli import app
+from skylite.cli.main import app
 from skylite.config.train import TrainConfig
 
 ROOT = Path(__file__).parents[1]

@@ -22,7 +22,7 @@ from pydantic_core import PydanticUndefined
 from typer.testing import CliRunner
 from write_or_check import write_or_check
 
-from skylite.cli import app
+from skylite.cli.main import app
 from skylite.config.train import TrainConfig
 from skylite.run.metric_table import Metric, metric_sections
 

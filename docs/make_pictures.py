@@ -14,8 +14,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from skylite.commands.report import report
-from skylite.commands.watch import Watcher
+from skylite.cli.report import report
+from skylite.cli.watch import Watcher
 from skylite.ui.watch_panel import WatchPanel
 
 DOCS = Path(__file__).parent
@@ -47,7 +47,7 @@ def draw_doctor() -> None:
     """Draw what doctor prints in an empty home folder, which stands in the picture as ~."""
     with tempfile.TemporaryDirectory() as home:
         env = {**os.environ, "HOME": home, "TMPDIR": home, "PYTHONPATH": str(DOCS.parent / "src")}
-        command = [sys.executable, "-c", "from skylite.cli import main; main()", "doctor"]
+        command = [sys.executable, "-c", "from skylite.cli.main import main; main()", "doctor"]
         done = subprocess.run(command, env=env, cwd=home, capture_output=True, text=True, check=False)
     console = recorder()
     text = done.stdout.replace(home, "~").replace(sys.prefix, "~/skylite/.venv")

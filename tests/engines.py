@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from skylite.config.engine import CpuLora
-from skylite.engine.server_command import BASE_NAME, EngineSpec, engine_command, engine_env
+from skylite.engine.vllm.server_command import BASE_NAME, EngineSpec, engine_command, engine_env
 from skylite.processes.child import Child, ProcessSpec, child_died, kill, poll, start
 
 TARGET_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -8,7 +8,7 @@ def main() -> None:
     """Run the command line, with folders of its own for temporary files and compiled code."""
     protect_imports()
     protect_streams()
-    from skylite.cli import guarded_main
+    from skylite.cli.main import guarded_main
     from skylite.processes.private_folders import use_private_folders
 
     guarded_main(use_private_folders)

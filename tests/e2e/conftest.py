@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from skylite.engine.server_command import ENGINE_COMMAND
+from skylite.engine.vllm.server_command import ENGINE_COMMAND
 from tests.e2e.project import Project, make_project
 from tests.e2e.running import DEADLINE_S
 from tests.torture.ground import FAKE_ENGINE_COMMAND, ROOT

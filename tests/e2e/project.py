@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from skylite.engine.server_command import ENGINE_COMMAND
+from skylite.engine.vllm.server_command import ENGINE_COMMAND
 
 COMMAND = [sys.executable, "-c", "from skylite.entry_point import main; main()"]
 REWARD_FILE = '''

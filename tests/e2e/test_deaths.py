@@ -11,7 +11,7 @@ from subprocess import Popen
 import psutil
 import pytest
 
-from skylite.vllm_plugin import CPU_SERVER
+from skylite.engine.vllm.plugin import CPU_SERVER
 from tests.e2e.project import Project, descendants, torn
 from tests.e2e.running import (
     DEADLINE_S,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from skylite.cli import app
+from skylite.cli.main import app
 from skylite.processes.child import ProcessSpec
 from tests.e2e.project import Project, make_project
 from tests.e2e.running import DEADLINE_S
@@ -87,7 +87,7 @@ def assert_serves(words: list[str], project: Project, monkeypatch: pytest.Monkey
 
     with monkeypatch.context() as patch:
         patch.chdir(project.root)
-        patch.setattr("skylite.commands.serve.start", start)
+        patch.setattr("skylite.cli.serve.start", start)
         done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     (argv,) = started

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from skylite.engine.server_command import ENGINE_COMMAND
+from skylite.engine.vllm.server_command import ENGINE_COMMAND
 from tests.hostile_bundle import opened_bundle
 from tests.unit.bad_inputs import call
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from skylite.adapters.import_adapter import copy_warm_start
 from skylite.adapters.manifest import Canary
 from skylite.adapters.retention import clean_up
-from skylite.commands.prepare import prepare
+from skylite.cli.prepare import prepare
 from skylite.config.checkpoint import EvalConfig
 from skylite.config.train import AnomalyConfig, RunConfig
 from skylite.errors import SkyliteError
@@ -33,9 +33,9 @@ from skylite.evaluation.evaluate import EvalResult, write_results
 from skylite.hub.bundled_smollm2 import write_converted
 from skylite.hub.shared_memory_copy import model_in_shared_memory
 from skylite.model.policy import Policy
-from skylite.orchestrator.plan import RunPlan, write_run
-from skylite.orchestrator.resume import remove_after
-from skylite.orchestrator.shutdown import ask_trainer_to_end
+from skylite.rollout.plan import RunPlan, write_run
+from skylite.rollout.resume import remove_after
+from skylite.rollout.shutdown import ask_trainer_to_end
 from skylite.run.files import append_line, write_json
 from skylite.run.held_out_scores import write_score
 from skylite.run.lock import lock_folder

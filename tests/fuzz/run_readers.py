@@ -18,10 +18,10 @@ from skylite.errors import DataError
 from skylite.loggers.follow import common_steps, numbers
 from skylite.loggers.journal import open_journal
 from skylite.model.process_group import Dist
-from skylite.orchestrator.resume import recover_metrics
 from skylite.report.html import page_html
 from skylite.report.page_data import page_data
 from skylite.report.read_run import read_facts
+from skylite.rollout.resume import recover_metrics
 from skylite.run.checkpoint_folder import MANIFEST, verify_checkpoint, write_checkpoint_manifest
 from skylite.run.events import read_events
 from skylite.run.folder_owner import MARK_NAME, require_own_folders

@@ -15,16 +15,16 @@ import pytest
 
 from skylite.config.engine import EngineConfig
 from skylite.engine.canary import verify_folder
-from skylite.engine.client import Sampling
 from skylite.engine.engine_pool import EnginePool
 from skylite.engine.retrying_client import Engine
-from skylite.engine.start_engines import serving_engines
+from skylite.engine.vllm.client import Sampling
+from skylite.engine.vllm.plugin import CPU_SERVER
+from skylite.engine.vllm.start_engines import serving_engines
 from skylite.engine.watchdog import RestartPolicy
 from skylite.errors import ChildDied, RunFailed
 from skylite.processes.supervisor import Supervisor
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Sample
-from skylite.vllm_plugin import CPU_SERVER
 from tests.unit.engine_cases import publish
 from tests.unit.test_engine_server import SPEC
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from skylite.data.chat_template import ChatTemplate
-from skylite.engine.server_command import EngineSpec, engine_command, serve_command
+from skylite.engine.vllm.server_command import EngineSpec, engine_command, serve_command
 
 pytestmark = pytest.mark.vllm
 SPEC = EngineSpec(
@@ -65,7 +65,7 @@ SERVER = READ | {
     "chat_template": "{{ messages }}",
     "default_chat_template_kwargs": {"thinking": False},
     "h11_max_incomplete_event_size": 65536,
-    "middleware": ["skylite.vllm_plugin.serve_middleware.RequireKey"],
+    "middleware": ["skylite.engine.vllm.plugin.serve_middleware.RequireKey"],
 }
 """Every flag is here, so a flag that vLLM renames or reads otherwise is noticed."""
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from skylite.commands.replay import replay
+from skylite.cli.replay import replay
 from skylite.errors import ConfigError, ModelError
-from skylite.orchestrator.resume import remove_after
+from skylite.rollout.resume import remove_after
 from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint, verify_checkpoint
 from skylite.run.run_dir import RunDir, published_versions
 from tests.integration.torchrun import finish, largest_difference, trainer, wait_for, weights

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from skylite.config.train import TrainConfig
-from skylite.orchestrator.failures import TRAINER
-from skylite.orchestrator.plan import RunPlan
-from skylite.orchestrator.progress import Progress
-from skylite.orchestrator.shutdown import TRAINER_SHARE, handle_signals, run_until_stopped
 from skylite.processes.child import ProcessSpec
 from skylite.processes.supervisor import Supervisor
+from skylite.rollout.failures import TRAINER
+from skylite.rollout.plan import RunPlan
+from skylite.rollout.progress import Progress
+from skylite.rollout.shutdown import TRAINER_SHARE, handle_signals, run_until_stopped
 from skylite.run.run_dir import RunDir
 from skylite.ui.dashboard import Screen
 from tests.small_run import resolved
@@ -161,7 +161,7 @@ def test_a_second_signal_ends_everything_immediately(tmp_path: Path) -> None:
 TERMINAL = """
 import asyncio, sys, time
 from pathlib import Path
-from skylite.orchestrator.shutdown import handle_signals
+from skylite.rollout.shutdown import handle_signals
 from skylite.ui.dashboard import Screen
 
 async def main():

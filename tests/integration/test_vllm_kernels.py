@@ -19,7 +19,7 @@ def kernels() -> Any:
     from vllm.platforms import current_platform
 
     current_platform.import_kernels()
-    from skylite.vllm_plugin import norm_kernels as kernels
+    from skylite.engine.vllm.plugin import norm_kernels as kernels
 
     return kernels
 
@@ -30,7 +30,7 @@ def norm_of(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.layernorm import RMSNorm
 
-    from skylite.engine.server_command import CPU_CUSTOM_OPS
+    from skylite.engine.vllm.server_command import CPU_CUSTOM_OPS
 
     monkeypatch.setattr(RMSNorm, "forward_cpu", RMSNorm.forward_cpu)  # and back after the test
     kernels.install()

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from skylite.engine.client import Sampling, VllmClient
 from skylite.engine.retrying_client import Engine
+from skylite.engine.vllm.client import Sampling, VllmClient
 from skylite.types import Sample
 from tests.engines import (
     EngineServer,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from skylite.engine.client import VllmClient
 from skylite.engine.retrying_client import Engine
+from skylite.engine.vllm.client import VllmClient
 from skylite.evaluation.evaluate import EvalResult
 from skylite.evaluation.versions import EvalSampling, OneTurnProblems, ProblemSet, Subject, evaluate_subjects
 from skylite.run.run_dir import AdapterVersion

@@ -54,7 +54,7 @@ def merged() -> Any:
     from vllm.platforms import current_platform
 
     current_platform.import_kernels()
-    from skylite.vllm_plugin import merged_weights as merged
+    from skylite.engine.vllm.plugin import merged_weights as merged
 
     return merged
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from skylite.engine.servable_models import TABLE
+from skylite.engine.vllm.servable_models import TABLE
 
 pytestmark = pytest.mark.vllm
 

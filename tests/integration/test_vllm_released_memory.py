@@ -13,7 +13,7 @@ pytestmark = pytest.mark.vllm
 FRAGMENTED = """
 import ctypes
 from pathlib import Path
-from skylite.vllm_plugin.released_memory import release_free_memory
+from skylite.engine.vllm.plugin.released_memory import release_free_memory
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
@@ -41,7 +41,7 @@ def test_a_heap_with_holes_is_released() -> None:
 def test_memory_is_released_after_each_new_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.lora.model_manager import LoRAModelManager
 
-    from skylite.vllm_plugin import released_memory
+    from skylite.engine.vllm.plugin import released_memory
 
     events: list[Any] = []
 

@@ -14,9 +14,9 @@ import pytest
 from skylite.adapters.manifest import read_manifest
 from skylite.engine.canary import DEFAULT_TOLERANCE
 from skylite.engine.canary_reading import CanaryReading
-from skylite.engine.client import VllmClient
 from skylite.engine.engine_pool import EnginePool
 from skylite.engine.retrying_client import Engine
+from skylite.engine.vllm.client import VllmClient
 from skylite.errors import SyncFailed
 from skylite.export.transformers_model import load_float32, model_logprobs
 from skylite.run.files import sha256_file, write_json

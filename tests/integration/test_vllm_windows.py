@@ -13,7 +13,7 @@ import pytest
 from skylite.errors import SyncFailed
 from skylite.model.checked_shortcuts import enable_shortcuts
 from skylite.model.policy import load_policy
-from skylite.orchestrator.judge_rollouts import RolloutJudge
+from skylite.rollout.judge_rollouts import RolloutJudge
 from skylite.run.files import write_json
 from skylite.trainer.canary import base_canary_logprobs
 from skylite.trainer.optimizer import make_optimizer

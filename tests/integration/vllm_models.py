@@ -1,4 +1,4 @@
-"""Write skylite/engine/vllm_models.json: what the installed vLLM can serve with LoRA, by architecture.
+"""Write skylite/engine/vllm/vllm_models.json: what the installed vLLM can serve with LoRA, by architecture.
 
     python -m tests.integration.vllm_models        (or: make vllm-models)
 
@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
-from skylite.engine.servable_models import TABLE, vllm_version
+from skylite.engine.vllm.servable_models import TABLE, vllm_version
 from skylite.hub.resolve import CAUSAL_SUFFIXES
 
 TRANSFORMERS_BACKEND = "TransformersForCausalLM"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
-from skylite.engine.servable_models import TABLE
+from skylite.engine.vllm.servable_models import TABLE
 from tests.integration.vllm_models import describe, render
 
 USERS = ("vllm/compilation/passes/", "vllm/model_executor/")

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import psutil
 
-from skylite.engine.server_command import ENGINE_COMMAND
+from skylite.engine.vllm.plugin import CPU_SERVER
+from skylite.engine.vllm.server_command import ENGINE_COMMAND
 from skylite.run.run_dir import RunDir
 from skylite.run.trusted_programs import remember
-from skylite.vllm_plugin import CPU_SERVER
 from tests.alive import is_alive
 from tests.e2e.project import COMMAND, Project, make_project
 from tests.torture.moments import CHECKPOINT_EVERY

@@ -17,7 +17,7 @@ import pytest
 import typer
 from hypothesis import strategies as st
 
-from skylite import cli
+from skylite.cli import main as cli
 
 ODD_VALUES: list[Any] = [
     None,

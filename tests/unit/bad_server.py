@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from skylite.engine.client import Sampling, VllmClient
+from skylite.engine.vllm.client import Sampling, VllmClient
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=4, stop_token_ids=(), seed=40)
 Behaviour = Callable[[asyncio.StreamWriter, int], Awaitable[None]]

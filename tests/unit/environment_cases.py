@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from skylite.data.tokenizer import ChatTokenizer, load_tokenizer
-from skylite.engine.client import Sampling
+from skylite.engine.vllm.client import Sampling
 from skylite.environments.running_environment import running_environment
 from skylite.environments.sample_episodes import Environment, Source
 from skylite.processes.supervisor import Supervisor

@@ -17,7 +17,7 @@ from skylite.data.prompts import PromptFileInfo, write_prompts
 from skylite.export.plan import ExportFlags
 from skylite.export.transformers_model import load_float32, model_logprobs
 from skylite.hub.resolve import resolve_model
-from skylite.orchestrator.plan import plan_run, write_run
+from skylite.rollout.plan import plan_run, write_run
 from skylite.run.files import sha256_file
 from skylite.run.held_out_scores import write_score
 from skylite.run.metrics_file import append_metrics

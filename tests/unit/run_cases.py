@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from skylite.config.loading import read_run_config
 from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo, write_prompts
-from skylite.orchestrator.plan import plan_run, write_run
+from skylite.rollout.plan import plan_run, write_run
 from skylite.run.run_dir import RunDir
 from tests.tiny_models import tiny_tokenizer
 from tests.unit.data_cases import prompt

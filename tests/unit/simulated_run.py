@@ -17,14 +17,14 @@ from rich.console import Console
 
 from skylite.config.train import Resolved, TrainConfig
 from skylite.data.tokenizer import ChatTokenizer
-from skylite.engine.client import Sampling
 from skylite.engine.collect_groups import Scorer
 from skylite.engine.engine_pool import EnginePool
-from skylite.orchestrator.loop import run_steps
-from skylite.orchestrator.plan import RunPlan
-from skylite.orchestrator.progress import Progress
-from skylite.orchestrator.session_resources import Session
-from skylite.orchestrator.shutdown import TimeLimit
+from skylite.engine.vllm.client import Sampling
+from skylite.rollout.loop import run_steps
+from skylite.rollout.plan import RunPlan
+from skylite.rollout.progress import Progress
+from skylite.rollout.session_resources import Session
+from skylite.rollout.shutdown import TimeLimit
 from skylite.run.events import read_events
 from skylite.run.files import write_json
 from skylite.run.run_dir import AdapterVersion, RunDir

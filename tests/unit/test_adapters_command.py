@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from skylite.adapters.manifest import Canary, Manifest
-from skylite.commands.adapters import gc, list_versions, verify
+from skylite.cli.adapters import gc, list_versions, verify
 from skylite.errors import ConfigError
 from skylite.run.checkpoint_folder import checkpoint_steps
 from skylite.run.files import sha256_file

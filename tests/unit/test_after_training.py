@@ -15,7 +15,7 @@ from skylite.evaluation.versions import Subject, waves
 from skylite.run.run_dir import AdapterVersion, RunDir
 from tests.unit.export_cases import make_run
 
-COMMAND = [sys.executable, "-c", "from skylite.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from skylite.cli.main import main; main()"]
 
 
 @pytest.fixture(scope="module")

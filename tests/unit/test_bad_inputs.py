@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from skylite.adapters.manifest import Manifest, read_manifest
 from skylite.config.loading import load_config, read_run_config
-from skylite.orchestrator.resume import plan_resume
+from skylite.rollout.resume import plan_resume
 from skylite.run.files import sha256_file
 from skylite.run.folder_owner import require_own_folders
 from skylite.run.rollout_file import read_rollouts

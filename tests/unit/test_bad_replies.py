@@ -17,7 +17,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skylite.engine.client import VllmClient
+from skylite.engine.vllm.client import VllmClient
 from skylite.errors import RunFailed
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Sample

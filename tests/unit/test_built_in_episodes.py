@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from skylite.commands.prepare import prepare
+from skylite.cli.prepare import prepare
 from skylite.config.bundled import bundled_folder
 from skylite.config.loading import load_config
 from skylite.data.prompts import read_prompts
 from skylite.environments.episode_spec import check_episode
 from skylite.errors import ConfigError
-from skylite.orchestrator.allowed_programs import allow_episode
+from skylite.rollout.allowed_programs import allow_episode
 from skylite.types import Prompt, Trajectory
 from tests.unit.environment_cases import (
     Script,

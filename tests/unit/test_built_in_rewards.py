@@ -12,16 +12,16 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from skylite.commands.evaluate import EvalFlags, plan_eval
+from skylite.cli.evaluate import EvalFlags, plan_eval
 from skylite.config.loading import load_config
 from skylite.config.rollout import RewardParameters
 from skylite.data.prompts import read_prompts
 from skylite.errors import ConfigError, DataError
 from skylite.evaluation.confidence_interval import mean_score
-from skylite.orchestrator.plan import RunPlan, plan_run
-from skylite.orchestrator.session_resources import reward_pool
 from skylite.rewards import load_reward, text_rewards
 from skylite.rewards.call_rewards import score
+from skylite.rollout.plan import RunPlan, plan_run
+from skylite.rollout.session_resources import reward_pool
 from skylite.run.run_dir import RunDir
 from tests.unit.bad_inputs import Reply, call, printed_json
 from tests.unit.data_cases import prompt

@@ -9,15 +9,15 @@ import pytest
 from transformers import AutoTokenizer
 
 from skylite.adapters.folder import ServedAdapter
-from skylite.commands.evaluate import chosen_template, merged
-from skylite.commands.prepare import prepare
+from skylite.cli.evaluate import chosen_template, merged
+from skylite.cli.prepare import prepare
 from skylite.config.loading import load_config
 from skylite.config.rollout import DataConfig
 from skylite.config.train import Resolved, RunConfig
 from skylite.data.chat_template import MAX_BYTES, ChatTemplate, read_template
 from skylite.data.prompts import read_prompts
 from skylite.data.tokenizer import load_tokenizer
-from skylite.engine.server_command import serve_command
+from skylite.engine.vllm.server_command import serve_command
 from skylite.errors import ConfigError, ModelError
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Message

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from skylite.config.train import TrainConfig
-from skylite.orchestrator.plan import plan_run
 from skylite.processes.child import Child, ProcessSpec, kill, poll, start
 from skylite.processes.temporary_folder import MODE
 from skylite.rewards.worker_pool import RewardPool
+from skylite.rollout.plan import plan_run
 from skylite.run.run_dir import RunDir
 from skylite.ui.logs import configure_logging, run_log
 from tests.unit.data_cases import prompt

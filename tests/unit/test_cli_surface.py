@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from skylite.cli import app
+from skylite.cli.main import app
 
 LOGGING = {"--verbose", "--quiet"}
 FLAGS = {

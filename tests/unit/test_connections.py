@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from skylite.engine.client import VllmClient
+from skylite.engine.vllm.client import VllmClient
 from skylite.errors import EngineFailed
 from skylite.processes.file_descriptors import raise_file_limit
 from tests.unit.bad_server import SAMPLING, choice

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from skylite.engine.context_length import ALLOW_LONGER, check_context, context_length
-from skylite.engine.server_command import ENGINE_COMMAND
+from skylite.engine.vllm.context_length import ALLOW_LONGER, check_context, context_length
+from skylite.engine.vllm.server_command import ENGINE_COMMAND
 from skylite.errors import ConfigError
 from tests.small_run import settings
 from tests.unit.bad_inputs import call

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from skylite.engine.client import Sampling
+from skylite.engine.vllm.client import Sampling
 from skylite.environments.sample_episodes import Environment
 from skylite.environments.trajectory_log import Call, TrajectoryLog
-from skylite.orchestrator.turn_metrics import turn_metrics
+from skylite.rollout.turn_metrics import turn_metrics
 from skylite.types import Sample, Trajectory
 from tests.tiny_models import CHAT_TEMPLATE
 from tests.unit.environment_cases import ScriptedEngine, sample, to_text

@@ -15,7 +15,7 @@ from skylite.config.train import AnomalyConfig
 from skylite.errors import ConfigError, WriteFailed
 from skylite.hub import bundled_smollm2
 from skylite.hub.bundled_smollm2 import CONVERTED_BYTES, GGUF_NAME, cache_folder, converted_folder
-from skylite.orchestrator.disk_check import adapter_bytes, check_disk_space, checkpoint_bytes
+from skylite.rollout.disk_check import adapter_bytes, check_disk_space, checkpoint_bytes
 from skylite.run.files import RESERVE_BYTES, atomic_file, require_space, swap_paths
 from skylite.run.metrics_file import append_metrics
 from skylite.run.run_dir import RunDir

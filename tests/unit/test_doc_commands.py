@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from skylite.cli import app
+from skylite.cli.main import app
 from tests.unit.doc_blocks import (
     FILE,
     ON_A_RUN,

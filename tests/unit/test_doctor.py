@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from skylite.commands.doctor import doctor, line, results
+from skylite.cli.doctor import doctor, line, results
 from skylite.doctor import dead_runs, machine, software
 from skylite.doctor.finding import Finding, bad
 from skylite.doctor.machine import HubAnswer

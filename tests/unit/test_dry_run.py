@@ -15,21 +15,21 @@ import pytest
 from safetensors.numpy import save_file
 
 from skylite.adapters.target_modules import check_target_names
-from skylite.commands.train import ready_text
+from skylite.cli.train import ready_text
 from skylite.config.lora import LoraConfig
 from skylite.config.train import TrainConfig
 from skylite.data.chat_template import ChatTemplate, run_template
 from skylite.data.prompts import PromptFileInfo, write_prompts
 from skylite.data.tokenizer import ChatTokenizer, load_tokenizer
-from skylite.engine import servable_models
-from skylite.engine.servable_models import check_lora
-from skylite.engine.server_command import ENGINE_COMMAND
 from skylite.engine.trainable_models import check_trainable
+from skylite.engine.vllm import servable_models
+from skylite.engine.vllm.servable_models import check_lora
+from skylite.engine.vllm.server_command import ENGINE_COMMAND
 from skylite.errors import ConfigError, DataError, ModelError
-from skylite.orchestrator.equal_rewards import EqualRewards
-from skylite.orchestrator.plan import RunPlan, plan_run, write_run
-from skylite.orchestrator.resume import plan_resume
 from skylite.rewards.worker_pool import RewardPool
+from skylite.rollout.equal_rewards import EqualRewards
+from skylite.rollout.plan import RunPlan, plan_run, write_run
+from skylite.rollout.resume import plan_resume
 from skylite.run.run_dir import RunDir
 from skylite.types import Prompt
 from tests.tiny_models import CHAT_TEMPLATE

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from skylite.engine.client import Sampling
 from skylite.engine.retrying_client import Engine
+from skylite.engine.vllm.client import Sampling
 from skylite.errors import EngineDead, EngineFailed, RunFailed, SyncFailed
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Sample

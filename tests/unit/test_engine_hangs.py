@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from skylite.engine import retrying_client
-from skylite.engine.hang_detection import wait_for_hang
 from skylite.engine.retrying_client import Engine
+from skylite.engine.vllm.hang_detection import wait_for_hang
 from skylite.errors import EngineDead, EngineFailed
 from tests.unit.bad_server import SAMPLING
 

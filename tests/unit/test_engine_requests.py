@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from skylite.engine.client import VllmClient
 from skylite.engine.collect_groups import collect_group, gather_or_cancel, request_seed
 from skylite.engine.retrying_client import Engine
+from skylite.engine.vllm.client import VllmClient
 from skylite.errors import EngineFailed, RunFailed
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Prompt, Score

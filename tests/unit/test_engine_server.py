@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from skylite.config.lora import LoraConfig
-from skylite.engine.cpu_lora import choose_cpu_lora, engine_notes
-from skylite.engine.external_server_command import external_server_command
-from skylite.engine.server_command import (
+from skylite.engine.vllm.cpu_lora import choose_cpu_lora, engine_notes
+from skylite.engine.vllm.external_server_command import external_server_command
+from skylite.engine.vllm.plugin.api_key import RequireKey
+from skylite.engine.vllm.server_command import (
     EngineSpec,
     engine_command,
     engine_env,
@@ -26,7 +27,6 @@ from skylite.engine.server_command import (
 )
 from skylite.errors import ModelError
 from skylite.processes.torchrun import trainer_env
-from skylite.vllm_plugin.api_key import RequireKey
 
 SPEC = EngineSpec(
     name="vllm-0",
@@ -235,7 +235,9 @@ def test_the_api_key_of_skylite_serve_is_in_no_process_list() -> None:
     assert (env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"], env["VLLM_SERVER_DEV_MODE"]) == ("0", "0")
     served = serve_command(SPEC, adapter_name="policy-v000001", adapter_path=Path("a"), port=8000)
     assert "secret" not in served
-    assert served[served.index("--middleware") + 1] == "skylite.vllm_plugin.serve_middleware.RequireKey"
+    assert (
+        served[served.index("--middleware") + 1] == "skylite.engine.vllm.plugin.serve_middleware.RequireKey"
+    )
 
 
 def test_a_new_key_does_not_compile_the_model_again() -> None:

@@ -17,9 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from skylite.engine.vllm.plugin.exit_with_parent import SWITCH
 from skylite.processes.child import Child, ProcessSpec, kill, poll, start
 from skylite.processes.reaper import shared_memory_prefix
-from skylite.vllm_plugin.exit_with_parent import SWITCH
 from tests.alive import is_alive
 
 ENGINE = """
@@ -32,7 +32,7 @@ def worker(folder):
     time.sleep(600)
 
 def core(folder):
-    from skylite.vllm_plugin import register
+    from skylite.engine.vllm.plugin import register
     register()
     queue = shared_memory.SharedMemory(create=True, size=1 << 20)
     for _ in range(2):

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from skylite.cli import app
-from skylite.commands import env_check
-from skylite.commands.env_check import CheckFlags
-from skylite.engine.server_command import ENGINE_COMMAND
+from skylite.cli import env_check
+from skylite.cli.env_check import CheckFlags
+from skylite.cli.main import app
+from skylite.engine.vllm.server_command import ENGINE_COMMAND
 from tests.torture.ground import FAKE_ENGINE_COMMAND, ROOT
 from tests.unit.work_cases import parts, recorded_work
 

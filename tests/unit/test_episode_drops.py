@@ -15,10 +15,10 @@ from skylite.config.train import Resolved, TrainConfig
 from skylite.data.tokenizer import ChatTokenizer
 from skylite.engine.engine_pool import EnginePool
 from skylite.errors import RunFailed
-from skylite.orchestrator.plan import RunPlan
-from skylite.orchestrator.progress import Progress
-from skylite.orchestrator.sampling import SampledStep, sample_step
-from skylite.orchestrator.session_resources import Session
+from skylite.rollout.plan import RunPlan
+from skylite.rollout.progress import Progress
+from skylite.rollout.sampling import SampledStep, sample_step
+from skylite.rollout.session_resources import Session
 from skylite.run.run_dir import AdapterVersion, RunDir
 from skylite.types import Group, Prompt, Sample, Trajectory
 from skylite.ui.dashboard import Screen

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from skylite.engine.client import Sampling
 from skylite.engine.retrying_client import Engine
+from skylite.engine.vllm.client import Sampling
 from skylite.errors import EngineFailed
 from skylite.types import Sample
 from tests.unit.environment_cases import ScriptedEngine, environment, make_prompt, make_source, sample

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from skylite.cli import app
+from skylite.cli.main import app
 from skylite.report.completions import read_training
 from skylite.report.page_data import _completion
 from skylite.run.rollout_file import write_rollouts

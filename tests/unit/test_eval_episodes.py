@@ -15,8 +15,8 @@ from skylite.evaluation.evaluate import EvalResult, write_results
 from skylite.evaluation.results import Report, Scored
 from skylite.evaluation.summary import lines_of
 from skylite.evaluation.versions import EpisodeProblems, EvalSampling, Subject, evaluate_subjects
-from skylite.orchestrator.eval_data import DataChoice, read_data
 from skylite.report.completions import read_held_out
+from skylite.rollout.eval_data import DataChoice, read_data
 from skylite.run.run_dir import AdapterVersion
 from tests.unit.environment_cases import ScriptedEngine, environment, make_prompt
 from tests.unit.export_cases import write_problems

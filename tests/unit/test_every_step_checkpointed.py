@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from skylite.config.loading import read_run_config
-from skylite.orchestrator.resume import remove_after
+from skylite.rollout.resume import remove_after
 from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint, verify_checkpoint
 from skylite.run.run_dir import RunDir
 from skylite.trainer import loop

@@ -13,7 +13,7 @@ import pytest
 from skylite.adapters.retention import clean_up
 from skylite.config.loading import load_config
 from skylite.errors import ConfigError
-from skylite.orchestrator.plan import plan_run, write_run
+from skylite.rollout.plan import plan_run, write_run
 from skylite.run.run_dir import RunDir, published_versions
 from skylite.run.trusted_programs import remember, require_named
 from skylite.user_functions import REWARD

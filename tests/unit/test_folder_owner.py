@@ -11,9 +11,9 @@ import pytest
 from skylite.config.loading import read_run_config
 from skylite.errors import ConfigError
 from skylite.hub.shared_memory_copy import shared_copy
-from skylite.orchestrator.plan import write_config
-from skylite.orchestrator.resume import plan_resume
-from skylite.orchestrator.run_session import clear_control_files
+from skylite.rollout.plan import write_config
+from skylite.rollout.resume import plan_resume
+from skylite.rollout.run_session import clear_control_files
 from skylite.run.folder_owner import MARK_NAME, require_own_folders, require_own_place
 from skylite.run.run_dir import RunDir
 from tests.unit.bad_inputs import Reply, call, snapshot

@@ -16,14 +16,14 @@ import typer
 from typer.testing import CliRunner
 
 import skylite
-from skylite.cli import app
-from skylite.cli_help import ELSEWHERE
+from skylite.cli.main import app
+from skylite.cli.typer_help import ELSEWHERE
 from skylite.config.train import TrainConfig
 from skylite.data.data_prep_file import load_dataset
 from skylite.data.synthetic import DIFFICULTIES
 
 GROUP: Any = typer.main.get_command(app)
-COMMAND = [sys.executable, "-c", "from skylite.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from skylite.cli.main import main; main()"]
 
 
 def commands(group: Any = GROUP, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -123,7 +123,7 @@ def test_no_line_of_a_list_of_commands_is_cut_off(group: tuple[str, ...]) -> Non
 
 
 def test_help_is_plain_text_and_imports_no_rich() -> None:
-    code = "import sys, skylite.cli as c\ntry: c.app(['train', '--help'])\nexcept SystemExit: pass\n"
+    code = "import sys, skylite.cli.main as c\ntry: c.app(['train', '--help'])\nexcept SystemExit: pass\n"
     done = subprocess.run(
         [sys.executable, "-c", code + "print('rich' in sys.modules)"],
         capture_output=True, text=True, check=True,
@@ -159,13 +159,13 @@ def test_a_missing_command_is_an_error() -> None:
 def test_the_shell_completes_commands_and_flags(words: str, expected: list[str]) -> None:
     env = {**os.environ, "_SKYLITE_COMPLETE": "complete_bash", "COMP_WORDS": words}
     env["COMP_CWORD"] = str(len(words.split()) - 1)
-    code = "import sys; sys.argv[0] = 'skylite'; from skylite.cli import main; main()"
+    code = "import sys; sys.argv[0] = 'skylite'; from skylite.cli.main import main; main()"
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.stdout.split() == expected, done.stderr
 
 
 def test_the_completion_script_can_be_installed(tmp_path: Path) -> None:
-    code = "import sys; sys.argv[0] = 'skylite'; from skylite.cli import main; main()"
+    code = "import sys; sys.argv[0] = 'skylite'; from skylite.cli.main import main; main()"
     env = {**os.environ, "HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code, "--install-completion", "bash"],

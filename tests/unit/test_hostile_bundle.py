@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 import pytest
 import typer
 
-from skylite.cli import app
-from skylite.commands import watch as watch_command
-from skylite.orchestrator import run_session
+from skylite.cli import watch as watch_command
+from skylite.cli.main import app
 from skylite.processes.child import ProcessSpec
+from skylite.rollout import run_session
 from skylite.run.run_dir import RunDir
 from tests.hostile_bundle import RUNS, Bundle, Trap, make_bundle, opened_bundle
 from tests.unit.bad_inputs import Reply, call
@@ -157,8 +157,8 @@ def test_serve_up_to_the_start_of_vllm(bundle: Bundle, target: str, monkeypatch:
         started.append(spec)
         raise SystemExit(0)
 
-    monkeypatch.setattr("skylite.commands.serve.start", stop)
-    monkeypatch.setattr("skylite.commands.serve.check_address", lambda *_: "http://127.0.0.1:8000")
+    monkeypatch.setattr("skylite.cli.serve.start", stop)
+    monkeypatch.setattr("skylite.cli.serve.check_address", lambda *_: "http://127.0.0.1:8000")
     call(["serve", target, "--model", "model"])
     for spec in started:
         assert spec.argv[0] == sys.executable, (

@@ -11,8 +11,8 @@ import pytest
 
 from skylite.config.loading import read_run_config
 from skylite.errors import ConfigError
-from skylite.orchestrator.replay import copy_for_replay
-from skylite.orchestrator.resume import recover_metrics
+from skylite.rollout.replay import copy_for_replay
+from skylite.rollout.resume import recover_metrics
 from skylite.run.run_dir import RunDir
 from skylite.trainer.canary import longest_prompt, wait_for_canary
 from skylite.trainer.micro_batch_memory import recorded_tokens

@@ -56,7 +56,7 @@ def home(tmp_path: Path) -> Path:
 
 def refused(home: Path, endpoint: str, **env: str) -> str:
     """What `skylite train --dry-run` prints on stderr. It must be one sentence and exit code 2."""
-    command = [sys.executable, "-c", "from skylite.cli import main; main()"]
+    command = [sys.executable, "-c", "from skylite.cli.main import main; main()"]
     kept = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
     done = subprocess.run(
         [*command, "train", "--recipe", "recipe.toml", "--dry-run"],

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import typer
 
-from skylite.cli import app
+from skylite.cli.main import app
 from tests.unit.doc_blocks import PAGES, ROOT, inline_commands
 
 GROUP: Any = typer.main.get_command(app)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from skylite.errors import SyncFailed
-from skylite.orchestrator.judge_rollouts import RolloutJudge, mean_gap
+from skylite.rollout.judge_rollouts import RolloutJudge, mean_gap
 
 NOISE = 1e-5
 

@@ -15,14 +15,14 @@ from typing import Any, cast
 
 import pytest
 
-from skylite.commands.log import log
+from skylite.cli.log import log
 from skylite.config.loading import read_run_config
 from skylite.errors import RunFailed
 from skylite.loggers import interface, logger_processes
-from skylite.orchestrator import run_loggers
-from skylite.orchestrator.plan import RunPlan
-from skylite.orchestrator.run_loggers import loggers_running
-from skylite.orchestrator.shutdown import StopRequest
+from skylite.rollout import run_loggers
+from skylite.rollout.plan import RunPlan
+from skylite.rollout.run_loggers import loggers_running
+from skylite.rollout.shutdown import StopRequest
 from skylite.run.run_dir import RunDir
 from tests.logs import logged_messages
 from tests.unit.logger_cases import logged_run, set_metrics

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from skylite.commands.log import logger_names
+from skylite.cli.log import logger_names
 from skylite.config.loading import load_config
 from skylite.errors import ConfigError, DataError, WriteFailed
 from skylite.loggers import follow, interface

@@ -12,8 +12,8 @@ import pytest
 from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo, write_prompts
 from skylite.errors import RunFailed
-from skylite.orchestrator.plan import RunPlan
-from skylite.orchestrator.shutdown import TimeLimit
+from skylite.rollout.plan import RunPlan
+from skylite.rollout.shutdown import TimeLimit
 from skylite.ui.logs import configure_logging, run_log
 from tests.unit.bad_inputs import call
 from tests.unit.data_cases import prompt
@@ -156,7 +156,7 @@ def test_quiet_on_the_command_line(train: list[str], flag: str, is_first: bool) 
 def test_verbose_on_the_command_line(train: list[str], flag: str) -> None:
     for arguments in ([flag, *train], [*train, flag], ["--quiet", *train, flag]):
         output = call([*arguments, "--dry-run"]).output
-        said = r"^\d\d:\d\d:\d\d skylite\.orchestrator\.plan_messages: data: t "
+        said = r"^\d\d:\d\d:\d\d skylite\.rollout\.plan_messages: data: t "
         assert re.search(said, output, re.MULTILINE)
 
 
@@ -167,17 +167,17 @@ def test_a_run_and_its_resume_share_one_log_file_and_a_dry_run_writes_none(
         logger.info(f"the session of step {plan.first_step} begins, resume {resume}")
         return True
 
-    monkeypatch.setattr("skylite.orchestrator.run_session.run_session", run_session)
+    monkeypatch.setattr("skylite.rollout.run_session.run_session", run_session)
     assert call([*train, "--dry-run"]).code == 0
     assert not (tmp_path / "run").exists()
     assert call([*train, "--quiet"]).code == 0
     assert call(["train", "--resume", str(tmp_path / "run")]).code == 0
     text = (tmp_path / "run" / "logs" / "skylite.log").read_text()
     for line in (
-        "INFO skylite.orchestrator.plan_messages: data: t (generated: t)",
-        "WARNING skylite.orchestrator.plan_messages: optim.lr=1e-07",
+        "INFO skylite.rollout.plan_messages: data: t (generated: t)",
+        "WARNING skylite.rollout.plan_messages: optim.lr=1e-07",
         "INFO skylite.test: the session of step 1 begins, resume False",
-        f"INFO skylite.orchestrator.resume: resuming {tmp_path / 'run'} after step 0",
+        f"INFO skylite.rollout.resume: resuming {tmp_path / 'run'} after step 0",
         "INFO skylite.test: the session of step 1 begins, resume True",
     ):
         assert text.count(line) == 1, line

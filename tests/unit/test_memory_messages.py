@@ -12,12 +12,12 @@ import pytest
 
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError
-from skylite.orchestrator.plan_messages import log_notes
 from skylite.resources import memory_plan
 from skylite.resources.gpu_plan import place
 from skylite.resources.memory_messages import cpu_remedy
 from skylite.resources.memory_plan import plan_memory
 from skylite.resources.predicted_memory import EngineMemory, TrainerMemory
+from skylite.rollout.plan_messages import log_notes
 from tests.unit.doc_scripts import script
 from tests.unit.gpu_cases import Machine
 

@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from skylite.config.train import RunConfig, TrainConfig
-from skylite.engine.server_command import engine_command
-from skylite.engine.start_engines import engine_spec
+from skylite.engine.vllm.server_command import engine_command
+from skylite.engine.vllm.start_engines import engine_spec
 from skylite.errors import ConfigError
 from skylite.model.chunked_logprobs import BLOCK_ROWS, BLOCK_VOCAB, HEAD_CHUNK_ELEMENTS
 from skylite.processes.gpus import visible_gpus

@@ -15,8 +15,8 @@ from skylite.data.tokenizer import ChatTokenizer
 from skylite.model.packing import PackedTokens
 from skylite.model.policy import Policy, score
 from skylite.model.process_group import Dist
-from skylite.orchestrator.plan import RunPlan
-from skylite.orchestrator.session_resources import LONGEST_PROMPTS, longest_prompt_tokens
+from skylite.rollout.plan import RunPlan
+from skylite.rollout.session_resources import LONGEST_PROMPTS, longest_prompt_tokens
 from skylite.trainer import micro_batch_memory
 from skylite.trainer.micro_batch_memory import SAFETY, longest_completion, measure_micro_batch_tokens
 from tests.cases import policy_of

@@ -16,8 +16,9 @@ PLAN = tomllib.loads((ROOT / "benchmarks" / "mutants.toml").read_text())
 FOLDERS = ("algorithms", "adapters", "run")
 FILES = (
     "engine/canary.py", "engine/canary_bf16.py", "engine/canary_float32.py", "engine/canary_reading.py",
-    "engine/client.py", "engine/hang_detection.py", "engine/retrying_client.py", "engine/collect_groups.py",
-    "orchestrator/judge_rollouts.py", "trainer/anomaly.py", "trainer/rollout_gaps.py",
+    "engine/vllm/client.py", "engine/vllm/hang_detection.py",
+    "engine/retrying_client.py", "engine/collect_groups.py",
+    "rollout/judge_rollouts.py", "trainer/anomaly.py", "trainer/rollout_gaps.py",
 )  # fmt: skip
 
 

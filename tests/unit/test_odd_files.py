@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from skylite.commands import watch as watch_command
+from skylite.cli import watch as watch_command
 from skylite.data.raw_rows import read_table
 from skylite.errors import DataError
 from skylite.run import parquet_file

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from skylite.commands.own_data_sizes import size_by_data
-from skylite.commands.prepare import prepare
-from skylite.commands.train_defaults import default_recipe, find_recipe
+from skylite.cli.own_data_sizes import size_by_data
+from skylite.cli.prepare import prepare
+from skylite.cli.train_defaults import default_recipe, find_recipe
 from skylite.config.loading import load_config
 from skylite.config.rollout import RolloutConfig
 from skylite.config.train import TrainConfig
@@ -95,7 +95,7 @@ def test_the_run_has_the_name_of_the_data(tiny_llama: Path, monkeypatch: pytest.
         seen.update(more, run=run.root)
         raise DataError("stop here")
 
-    monkeypatch.setattr("skylite.orchestrator.plan.plan_run", plan_run)
+    monkeypatch.setattr("skylite.rollout.plan.plan_run", plan_run)
     data()
     assert call(["train", "--data", "data/mine", "--model", str(tiny_llama)]).code == 2
     assert seen["run"].name.startswith("mine-")
@@ -140,7 +140,7 @@ def test_prepare_does_not_replace_the_data_of_another_command(monkeypatch: pytes
     assert (refused.code, "--replace" in refused.output) == (2, True)
     assert Path("data/mine/train.parquet").read_bytes() == before
     for answer, code in (("n", 2), ("", 2), ("y", 0)):
-        monkeypatch.setattr("skylite.commands.prepare_preview.is_terminal", lambda: True)
+        monkeypatch.setattr("skylite.cli.prepare_preview.is_terminal", lambda: True)
         monkeypatch.setattr("builtins.input", lambda said=answer: said)
         assert call(other).code == code
     assert call([*same, "--replace"]).code == 0

@@ -10,8 +10,8 @@ import pytest
 from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo, write_prompts
 from skylite.errors import ConfigError
-from skylite.orchestrator import plan as plan_module
-from skylite.orchestrator.plan import plan_run
+from skylite.rollout import plan as plan_module
+from skylite.rollout.plan import plan_run
 from skylite.run.run_dir import RunDir
 from tests.unit.data_cases import prompt
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from skylite.cli import app
-from skylite.commands.prepare import prepare
+from skylite.cli.main import app
+from skylite.cli.prepare import prepare
 from skylite.data.prompts import PromptFileInfo, read_prompts
 from skylite.data.reasoning_gym import reasoning_gym_examples
 from skylite.errors import ConfigError, DataError, SkyliteError

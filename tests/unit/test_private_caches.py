@@ -33,7 +33,7 @@ print(json.dumps({"tempfile": tempfile.gettempdir(), **{n: os.environ.get(n) for
 ENTRY = """
 import sys
 from skylite.entry_point import main
-from skylite import cli
+from skylite.cli import main as cli
 cli.app = lambda: exec(compile(sys.argv.pop(1), "command", "exec"), {})
 main()
 """

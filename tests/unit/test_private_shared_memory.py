@@ -12,7 +12,7 @@ import pytest
 from skylite.errors import ConfigError
 from skylite.hub import shared_memory_copy
 from skylite.hub.shared_memory_copy import USERS_LOCK, model_in_shared_memory, shared_copy
-from skylite.orchestrator.run_session import provide_model_files
+from skylite.rollout.run_session import provide_model_files
 from tests.small_run import resolved
 
 KEEP = """

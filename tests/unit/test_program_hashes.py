@@ -12,9 +12,9 @@ import pytest
 
 from skylite.config.loading import load_config, read_run_config
 from skylite.errors import ConfigError
-from skylite.orchestrator.plan import plan_run, write_run
-from skylite.orchestrator.resume import plan_resume
-from skylite.orchestrator.session_resources import reward_pool
+from skylite.rollout.plan import plan_run, write_run
+from skylite.rollout.resume import plan_resume
+from skylite.rollout.session_resources import reward_pool
 from skylite.run.run_dir import RunDir
 from skylite.run.trusted_programs import remember, require_named, state_folder
 from skylite.trainer import chosen_algorithm

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from skylite.engine.startup_progress import start_stage
+from skylite.engine.vllm.startup_progress import start_stage
 from skylite.hub.download_bar import download_bar
 from skylite.progress_reporting import LongWork, duration, long_work, show_long_work
 from skylite.run.remembered_durations import remember_s, remembered_s

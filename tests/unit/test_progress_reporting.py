@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from skylite.cli import app
-from skylite.commands.adapters import verify
-from skylite.commands.report import report
+from skylite.cli.adapters import verify
+from skylite.cli.main import app
+from skylite.cli.report import report
 from skylite.errors import ModelError
-from skylite.orchestrator import replay
 from skylite.progress_reporting import LongWork, long_work
+from skylite.rollout import replay
 from skylite.run.remembered_durations import remembered_s, remembered_work
 from skylite.ui import progress_line
 from tests.made_up_runs import write_made_up_run
@@ -95,7 +95,7 @@ def test_json_and_quiet_silence_progress(
             time.sleep(0.1)
 
     monkeypatch.setattr(progress_line, "FIRST_LINE_S", 0.02)
-    monkeypatch.setattr(f"skylite.commands.{function}", slow)
+    monkeypatch.setattr(f"skylite.cli.{function}", slow)
     assert "skylite: waiting: 0 s" in CliRunner().invoke(app, words).stderr
     result = CliRunner().invoke(app, [*words, flag])
     assert (result.exit_code, result.stderr) == (0, "")

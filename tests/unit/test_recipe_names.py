@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from skylite.commands.train_defaults import find_recipe
+from skylite.cli.train_defaults import find_recipe
 from skylite.config.loading import read_recipe
 from skylite.errors import ConfigError
 from tests.unit.bad_inputs import Reply, call

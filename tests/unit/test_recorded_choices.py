@@ -19,8 +19,8 @@ from skylite.model.checked_shortcuts import enable_shortcuts
 from skylite.model.packing import pack_tokens
 from skylite.model.policy import load_policy
 from skylite.model.process_group import Dist
-from skylite.orchestrator.loop import wait_for_trainer_step
-from skylite.orchestrator.run_session import record_choices
+from skylite.rollout.loop import wait_for_trainer_step
+from skylite.rollout.run_session import record_choices
 from skylite.trainer.step_report import write_step_file
 from skylite.ui.dashboard import Screen
 from skylite.ui.logs import configure_logging

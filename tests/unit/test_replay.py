@@ -12,7 +12,7 @@ import pytest
 from skylite.adapters.manifest import Canary, Manifest
 from skylite.config.loading import read_run_config
 from skylite.errors import RunFailed
-from skylite.orchestrator.replay import copy_for_replay, replay_step
+from skylite.rollout.replay import copy_for_replay, replay_step
 from skylite.run.files import sha256_file
 from skylite.run.run_dir import AdapterVersion, RunDir, adapter_name
 from tests.rows import random_samples

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from skylite.cli import app
-from skylite.commands.report import report
+from skylite.cli.main import app
+from skylite.cli.report import report
 from skylite.report.html import page_html, script_json
 from skylite.report.page_data import plain_values
 from skylite.run.files import write_json

@@ -11,8 +11,8 @@ import pytest
 from skylite.config.loading import change_config
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError
-from skylite.orchestrator.plan import plan_run, write_run
-from skylite.orchestrator.resume import check_changes, plan_resume
+from skylite.rollout.plan import plan_run, write_run
+from skylite.rollout.resume import check_changes, plan_resume
 from skylite.run.checkpoint_folder import write_checkpoint_manifest
 from skylite.run.run_dir import RunDir
 from skylite.run.status import Status, write_status

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from skylite.orchestrator.resume import remove_after
+from skylite.rollout.resume import remove_after
 from skylite.run.checkpoint_folder import checkpoint_steps
 from skylite.run.metrics_file import read_metrics
 from skylite.run.run_dir import RunDir

@@ -12,12 +12,12 @@ import pytest
 from skylite.config.loading import load_config
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError, RunFailed
-from skylite.orchestrator.plan import plan_run
-from skylite.orchestrator.sampling import SampledStep
-from skylite.orchestrator.session_resources import reward_pool
-from skylite.orchestrator.step_metrics import component_means, recovered_metrics
 from skylite.rewards.components import OTHER_METRICS, component_names, load_components, score_components
 from skylite.rewards.worker_pool import RewardPool
+from skylite.rollout.plan import plan_run
+from skylite.rollout.sampling import SampledStep
+from skylite.rollout.session_resources import reward_pool
+from skylite.rollout.step_metrics import component_means, recovered_metrics
 from skylite.run.rollout_file import read_rollouts, write_rollouts
 from skylite.run.run_dir import RunDir
 from skylite.trainer.anomaly import rollout_anomaly

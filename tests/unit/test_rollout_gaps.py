@@ -16,7 +16,7 @@ from skylite.engine.canary_float32 import MIN_NOISE
 from skylite.model.checked_shortcuts import enable_shortcuts
 from skylite.model.policy import Policy, load_policy
 from skylite.model.process_group import Dist
-from skylite.orchestrator.judge_rollouts import RolloutJudge
+from skylite.rollout.judge_rollouts import RolloutJudge
 from skylite.trainer.micro_batch_plan import arrange
 from skylite.trainer.micro_batches import KEY_STRIDE
 from skylite.trainer.optimizer import make_optimizer

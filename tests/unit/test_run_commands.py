@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 from typer.testing import CliRunner
 
-from skylite.cli import app
+from skylite.cli.main import app
 from skylite.errors import ConfigError, SkyliteError
 from skylite.report.completions import Completion, Filter, _token_lists, repetition
 from skylite.report.page_data import share_out, spread, unique_names
@@ -254,7 +254,7 @@ def test_token_lists_of_sliced_missing_and_damaged_rows() -> None:
 
 def test_samples_import_no_pandas(made: Path) -> None:
     """pyarrow imports it to convert lists of tokens, which takes longer than the rest of the command."""
-    code = "import atexit, sys; from skylite.cli import main\n"
+    code = "import atexit, sys; from skylite.cli.main import main\n"
     code += "atexit.register(lambda: print('pandas' in sys.modules)); main()"
     words = [sys.executable, "-c", code, "samples", str(made / "healthy"), "--limit", "1"]
     assert subprocess.run(words, capture_output=True, text=True, check=True).stdout.endswith("False\n")

@@ -13,9 +13,9 @@ from skylite.config.loading import change_config, load_config, read_run_config
 from skylite.config.train import TrainConfig
 from skylite.data.prompt_order import prompts_for_step
 from skylite.errors import ConfigError, DataError
-from skylite.orchestrator.automatic_settings import epochs_to_steps
-from skylite.orchestrator.plan import plan_run, write_run
-from skylite.orchestrator.resume import plan_resume
+from skylite.rollout.automatic_settings import epochs_to_steps
+from skylite.rollout.plan import plan_run, write_run
+from skylite.rollout.resume import plan_resume
 from skylite.run.run_dir import RunDir
 from tests.unit.bad_inputs import Reply, call, printed_json
 from tests.unit.run_cases import make_model, publish_adapter_0, write_data

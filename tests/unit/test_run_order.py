@@ -16,9 +16,9 @@ from skylite.config.train import TrainConfig
 from skylite.data.prompt_order import prompts_for_step
 from skylite.engine.collect_groups import request_seed
 from skylite.errors import RunFailed
-from skylite.orchestrator.resume import remove_after
-from skylite.orchestrator.shutdown import TimeLimit
-from skylite.orchestrator.step_metrics import busy_s
+from skylite.rollout.resume import remove_after
+from skylite.rollout.shutdown import TimeLimit
+from skylite.rollout.step_metrics import busy_s
 from skylite.run.events import read_events
 from skylite.run.held_out_scores import held_out_scores, scores_are_binary
 from skylite.run.metrics_file import read_metrics
@@ -160,9 +160,7 @@ def test_a_warning_of_the_trainer_reaches_a_quiet_terminal_the_live_panel_and_th
     assert len(lines) == 1
     assert lines[0].endswith(f"warning: {LESS_MEMORY}")
     assert is_live or out.getvalue() == f"{lines[0]}\n", "the quiet terminal shows nothing else"
-    assert (tmp_path / "run.log").read_text().count(
-        f" WARNING skylite.orchestrator.loop: {LESS_MEMORY}\n"
-    ) == 1
+    assert (tmp_path / "run.log").read_text().count(f" WARNING skylite.rollout.loop: {LESS_MEMORY}\n") == 1
 
 
 def test_a_nan_reward_reaches_the_trainer_and_is_null_in_the_metrics(tmp_path: Path) -> None:

@@ -16,13 +16,13 @@ from rich.console import Console
 from skylite.config.train import Resolved, TrainConfig
 from skylite.data.tokenizer import ChatTokenizer
 from skylite.engine.canary_reading import CanaryReading
-from skylite.engine.client import Sampling
 from skylite.engine.engine_pool import EnginePool, SyncReport
-from skylite.orchestrator.plan import RunPlan
-from skylite.orchestrator.progress import Progress
-from skylite.orchestrator.sampling import SampledStep, overlong_penalty, replace_zero_std_groups, sample_step
-from skylite.orchestrator.session_resources import Session
-from skylite.orchestrator.step_metrics import StepTimings, completion_view, step_metrics
+from skylite.engine.vllm.client import Sampling
+from skylite.rollout.plan import RunPlan
+from skylite.rollout.progress import Progress
+from skylite.rollout.sampling import SampledStep, overlong_penalty, replace_zero_std_groups, sample_step
+from skylite.rollout.session_resources import Session
+from skylite.rollout.step_metrics import StepTimings, completion_view, step_metrics
 from skylite.run.rollout_file import read_rollouts, write_rollouts
 from skylite.run.run_dir import AdapterVersion, RunDir
 from skylite.types import Group, Prompt, Sample, Score, Trajectory

@@ -14,9 +14,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from skylite.config.lora import LoraConfig
-from skylite.engine import servable_models
-from skylite.engine.servable_models import check_build, check_lora, check_torchvision
-from skylite.engine.server_command import ENGINE_COMMAND
+from skylite.engine.vllm import servable_models
+from skylite.engine.vllm.servable_models import check_build, check_lora, check_torchvision
+from skylite.engine.vllm.server_command import ENGINE_COMMAND
 from skylite.errors import ModelError
 
 ATTENTION = ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.o_proj"]

@@ -18,10 +18,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from skylite.commands.serve import check_address, model_length
+from skylite.cli.serve import check_address, model_length
 from skylite.config.train import TrainConfig
-from skylite.engine.server_command import EngineSpec, serve_command
-from skylite.engine.single_engine import single_engine_spec
+from skylite.engine.vllm.server_command import EngineSpec, serve_command
+from skylite.engine.vllm.single_engine import single_engine_spec
 from skylite.errors import ConfigError
 from skylite.run.run_dir import RunDir
 from tests.unit.export_cases import make_run
@@ -49,11 +49,11 @@ except BaseException:
 """
 DRIVER = """
 import os, sys
-from skylite.commands import serve
+from skylite.cli import serve
 serve.serve_command = lambda spec, *, host, port, **_: [
     sys.executable, "-c", os.environ["SERVER"], host, str(port), os.environ["WORD"]
 ]
-from skylite.cli import main
+from skylite.cli.main import main
 main()
 """
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from skylite.vllm_plugin import cpu_server as server
-from skylite.vllm_plugin import fork_server
-from skylite.vllm_plugin.exit_with_parent import SWITCH
+from skylite.engine.vllm.plugin import cpu_server as server
+from skylite.engine.vllm.plugin import fork_server
+from skylite.engine.vllm.plugin.exit_with_parent import SWITCH
 from tests.alive import is_alive
 
 FIT = {SWITCH: "1", "LD_PRELOAD": "/lib/libiomp5.so", "VLLM_CPU_OMP_THREADS_BIND": "0,2"}
@@ -61,8 +61,8 @@ def test_openmp_settings_for_given_cores() -> None:
 PROGRAM = """
 import os, sys, time
 import setproctitle
-from skylite.vllm_plugin import fork_server
-from skylite.vllm_plugin.exit_with_parent import die_with_starter
+from skylite.engine.vllm.plugin import fork_server
+from skylite.engine.vllm.plugin.exit_with_parent import die_with_starter
 
 def child():
     die_with_starter()

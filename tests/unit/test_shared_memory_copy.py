@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from skylite.config.train import TrainConfig
-from skylite.engine.server_command import engine_command
-from skylite.engine.start_engines import engine_spec
+from skylite.engine.vllm.server_command import engine_command
+from skylite.engine.vllm.start_engines import engine_spec
 from skylite.errors import ConfigError
 from skylite.hub import shared_memory_copy
 from skylite.hub.shared_memory_copy import model_in_shared_memory
 from skylite.model.policy import load_policy
-from skylite.orchestrator.plan import RunPlan
+from skylite.rollout.plan import RunPlan
 from skylite.run.files import TEMPORARY_MARK
 from skylite.run.run_dir import RunDir
 from tests.small_run import lone_rank, resolved, settings

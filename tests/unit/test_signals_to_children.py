@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from skylite.api import load_run
-from skylite.commands.runs import facts_of
+from skylite.cli.runs import facts_of
 from skylite.doctor.dead_runs import check_runs
 from skylite.run.lock import LOCK_NAME, lock_folder
 from skylite.run.status import current_status

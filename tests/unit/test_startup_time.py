@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from skylite.engine.server_command import ENGINE_COMMAND
-from skylite.engine.startup_progress import engine_starting
+from skylite.engine.vllm.server_command import ENGINE_COMMAND
+from skylite.engine.vllm.startup_progress import engine_starting
 from skylite.processes.child import ProcessSpec, kill, start
 from skylite.run.remembered_durations import remember_s, remembered_s
 from tests.unit.test_engine_server import SPEC

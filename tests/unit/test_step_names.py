@@ -11,8 +11,8 @@ from skylite.adapters.retention import clean_up
 from skylite.api import load_run
 from skylite.config.checkpoint import EvalConfig
 from skylite.config.loading import read_run_config
-from skylite.orchestrator.replay import copy_for_replay
-from skylite.orchestrator.resume import remove_after
+from skylite.rollout.replay import copy_for_replay
+from skylite.rollout.resume import remove_after
 from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint, write_checkpoint_manifest
 from skylite.run.held_out_scores import held_out_scores
 from skylite.run.run_dir import RunDir

@@ -19,7 +19,7 @@ from skylite.data.decode_reply import special_tokens
 from skylite.data.encode_in_sandbox import Encoder
 from skylite.environments.trajectory_log import TrajectoryLog
 from skylite.model.packing import pack_tree
-from skylite.orchestrator.turn_metrics import turn_metrics
+from skylite.rollout.turn_metrics import turn_metrics
 from skylite.run.rollout_file import read_rollouts, write_rollouts
 from skylite.trainer.micro_batch_plan import arrange
 from skylite.types import Group, Prompt, Trajectory

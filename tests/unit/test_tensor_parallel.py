@@ -12,11 +12,12 @@ import pytest
 
 from skylite.adapters.folder import ServedAdapter
 from skylite.config.train import RunConfig, TrainConfig
-from skylite.engine import single_engine, tensor_parallel
-from skylite.engine.server_command import engine_command, engine_env
-from skylite.engine.single_engine import engine_config, single_engine_spec
-from skylite.engine.start_engines import engine_spec
+from skylite.engine import tensor_parallel
 from skylite.engine.tensor_parallel import check_divisible
+from skylite.engine.vllm import single_engine
+from skylite.engine.vllm.server_command import engine_command, engine_env
+from skylite.engine.vllm.single_engine import engine_config, single_engine_spec
+from skylite.engine.vllm.start_engines import engine_spec
 from skylite.errors import ConfigError
 from skylite.resources.gpu_plan import place
 from skylite.resources.memory_plan import plan_memory

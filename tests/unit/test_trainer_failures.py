@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from skylite.errors import ChildDied, OutOfMemory, RunFailed, SkyliteError, TrainerLost
-from skylite.orchestrator import run_session
-from skylite.orchestrator.failures import TRAINER, explain_failure, may_resume
-from skylite.orchestrator.plan import RunPlan
 from skylite.processes.child import ProcessSpec
 from skylite.processes.supervisor import Supervisor
+from skylite.rollout import run_session
+from skylite.rollout.failures import TRAINER, explain_failure, may_resume
+from skylite.rollout.plan import RunPlan
 from tests.logs import logged_messages
 from tests.unit.simulated_run import plan_of
 

@@ -14,11 +14,11 @@ import torch
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.model import process_group
 from skylite.model.process_group import Dist
-from skylite.orchestrator import plan as plan_module
-from skylite.orchestrator.plan import plan_run, write_run
-from skylite.orchestrator.resume import plan_resume
 from skylite.resources.gpu_plan import place
 from skylite.resources.memory_plan import plan_memory
+from skylite.rollout import plan as plan_module
+from skylite.rollout.plan import plan_run, write_run
+from skylite.rollout.resume import plan_resume
 from skylite.run.run_dir import RunDir
 from skylite.trainer import loop
 from skylite.trainer.process_memory import limit_gpu_memory

@@ -16,9 +16,9 @@ from rich.console import Console
 from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.engine_pool import SyncReport
 from skylite.evaluation.confidence_interval import wilson
-from skylite.orchestrator.sampling import SampledStep
-from skylite.orchestrator.step_metrics import StepTimings, completion_view, step_metrics
 from skylite.report.read_run import HeldOut, read_facts
+from skylite.rollout.sampling import SampledStep
+from skylite.rollout.step_metrics import StepTimings, completion_view, step_metrics
 from skylite.run.run_dir import RunDir
 from skylite.types import Group, Prompt, Sample, Trajectory
 from skylite.ui.dashboard import Screen, step_line

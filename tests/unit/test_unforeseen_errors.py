@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from skylite.errors import error_line
-from skylite.orchestrator import run_session
+from skylite.rollout import run_session
 from skylite.run.run_dir import RunDir
 from skylite.run.status import Status, read_status, write_status
 from tests.unit.bad_inputs import call
@@ -93,7 +93,7 @@ def test_other_commands_print_one_sentence_and_save_the_traceback(
         raise LookupError("ours\x1b[2J\nmore")
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setattr("skylite.commands.adapters.verify", fails)
+    monkeypatch.setattr("skylite.cli.adapters.verify", fails)
     reply = call(["adapters", "verify", str(tmp_path)])
     saved = tmp_path / "state" / "skylite" / "last-error.log"
     assert reply.code == 1

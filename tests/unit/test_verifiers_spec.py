@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from skylite.commands.prepare import prepare
+from skylite.cli.prepare import prepare
 from skylite.config.environment import EnvConfig
 from skylite.data.prompts import PromptFileInfo
 from skylite.data.verifiers_spec import check_verifiers, parse_verifiers
@@ -17,7 +17,7 @@ from skylite.environments.episode_spec import check_episode_data
 from skylite.environments.sample_episodes import read_reward
 from skylite.environments.verifiers_episode import VerifiersFailed, read_episode
 from skylite.errors import ConfigError
-from skylite.orchestrator.allowed_programs import allow_episode, allow_rewards
+from skylite.rollout.allowed_programs import allow_episode, allow_rewards
 from skylite.user_functions import is_program, is_verifiers
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from skylite.vllm_plugin.lora_math import BASE, add_expanded, add_lora, group_rows, merge_slices
+from skylite.engine.vllm.plugin.lora_math import BASE, add_expanded, add_lora, group_rows, merge_slices
 
 SLOTS = {
     "one adapter": [0, 0, 0, 0, 0],
@@ -121,7 +121,8 @@ def test_groups_contain_every_adapter_row_once_and_consecutive_rows_as_slices() 
 def test_register_imports_nothing_while_switched_off() -> None:
     """vLLM loads the plugin in every process: when off, it must cost and change nothing."""
     code = (
-        "import os, sys; os.environ.pop('SKYLITE_CPU_LORA', None); import skylite.vllm_plugin as plugin; "
+        "import os, sys; os.environ.pop('SKYLITE_CPU_LORA', None); "
+        "import skylite.engine.vllm.plugin as plugin; "
         "plugin.register(); "
         "print({'vllm', 'torch'} & set(sys.modules))"
     )

@@ -12,14 +12,14 @@ from safetensors.numpy import save_file
 
 from skylite.adapters.import_adapter import copy_warm_start, read_warm_start
 from skylite.adapters.manifest import Canary, Manifest
-from skylite.commands.train import TrainFlags, train
+from skylite.cli.train import TrainFlags, train
 from skylite.config.loading import read_run_config
 from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo, write_prompts
 from skylite.errors import ConfigError, ModelError
 from skylite.hub.resolve import check_folder
-from skylite.orchestrator.plan import plan_run, write_run
-from skylite.orchestrator.resume import plan_resume
+from skylite.rollout.plan import plan_run, write_run
+from skylite.rollout.resume import plan_resume
 from skylite.run.files import sha256_file
 from skylite.run.run_dir import RunDir
 from tests.logs import logged_messages

@@ -23,8 +23,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from typer.testing import CliRunner
 
-from skylite.cli import app
-from skylite.commands.watch import Watcher, is_silent, json_lines, print_lines, text_lines
+from skylite.cli.main import app
+from skylite.cli.watch import Watcher, is_silent, json_lines, print_lines, text_lines
 from skylite.errors import ConfigError
 from skylite.run.lock import lock_folder
 from skylite.run.metrics_file import append_metrics, read_metrics
@@ -252,7 +252,7 @@ def test_a_real_terminal_with_keys(hacked: RunDir) -> None:
     parent, child = pty.openpty()
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
     before = termios.tcgetattr(child)
-    code = "from skylite.cli import main; main()"
+    code = "from skylite.cli.main import main; main()"
     process = subprocess.Popen(
         [sys.executable, "-c", code, "watch", str(hacked.root)], stdin=child, stdout=child, stderr=child,
         env={**os.environ, "TERM": "xterm-256color"},

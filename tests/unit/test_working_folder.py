@@ -15,8 +15,8 @@ import pytest
 
 import skylite
 from skylite.config.train import TrainConfig
-from skylite.engine.server_command import serve_env
-from skylite.engine.single_engine import single_engine_spec
+from skylite.engine.vllm.server_command import serve_env
+from skylite.engine.vllm.single_engine import single_engine_spec
 from skylite.processes.child import ProcessSpec, absolute_paths, child_env, kill, poll, start
 from skylite.processes.cuda_check import ask_torch
 from skylite.processes.import_path import protect_imports

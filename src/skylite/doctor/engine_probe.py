@@ -12,9 +12,9 @@ import httpx
 
 from skylite.config.train import TrainConfig
 from skylite.doctor.finding import Finding, bad, note, ok
-from skylite.engine.external_server_command import external_server_command
-from skylite.engine.servable_models import vllm_version
-from skylite.engine.server_command import RUNTIME_LORA
+from skylite.engine.vllm.external_server_command import external_server_command
+from skylite.engine.vllm.servable_models import vllm_version
+from skylite.engine.vllm.server_command import RUNTIME_LORA
 from skylite.errors import ConfigError, error_line
 from skylite.untrusted_text import parse_json
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from skylite.config.train import TrainConfig
 from skylite.doctor.finding import Finding, bad, ok
-from skylite.engine.connections import open_files
+from skylite.engine.vllm.connections import open_files
 from skylite.processes.hardware import cpu_cores
 
 THREADS, THREADS_PER_CORE = 128, 16

@@ -14,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 
 from skylite import DISTRIBUTION
 from skylite.doctor.finding import Finding, bad, note, ok
-from skylite.engine.servable_models import check_build, vllm_version
+from skylite.engine.vllm.servable_models import check_build, vllm_version
 from skylite.errors import SkyliteError
 from skylite.optional_packages import install_command, requirements
 from skylite.processes.build_tools import c_compiler, missing_for_triton

@@ -19,7 +19,7 @@ from skylite.engine.canary_bf16 import (
 )
 from skylite.engine.canary_float32 import check_float32, read_float32
 from skylite.engine.canary_reading import CanaryReading
-from skylite.engine.server_command import BASE_NAME
+from skylite.engine.vllm.server_command import BASE_NAME
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Prompt
 

@@ -7,8 +7,8 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-from skylite.engine.client import Sampling
 from skylite.engine.retrying_client import Engine
+from skylite.engine.vllm.client import Sampling
 from skylite.types import Group, Prompt, Score, Trajectory
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from skylite.engine.client import Sampling, VllmClient
+from skylite.engine.vllm.client import Sampling, VllmClient
 from skylite.errors import EngineFailed, RunFailed
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Sample

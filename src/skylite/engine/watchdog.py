@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from skylite.config.engine import EngineConfig
-from skylite.engine.client import VllmClient
-from skylite.engine.hang_detection import wait_for_hang
 from skylite.engine.retrying_client import Engine
-from skylite.engine.server_command import EngineSpec, engine_command, engine_env
-from skylite.engine.startup_progress import engine_starting
+from skylite.engine.vllm.client import VllmClient
+from skylite.engine.vllm.hang_detection import wait_for_hang
+from skylite.engine.vllm.server_command import EngineSpec, engine_command, engine_env
+from skylite.engine.vllm.startup_progress import engine_starting
 from skylite.errors import ChildDied, RunFailed
 from skylite.processes.child import Child, ProcessSpec, child_died, log_tail, poll
 from skylite.processes.supervisor import POLL_S, Supervisor

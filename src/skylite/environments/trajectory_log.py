@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from skylite.engine.client import Sampling
+from skylite.engine.vllm.client import Sampling
 from skylite.environments.chat_request import ChatMessage
 from skylite.types import End, Sample
 from skylite.untrusted_text import parse_json

@@ -11,9 +11,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from skylite.engine.client import Sampling
 from skylite.engine.collect_groups import Scorer, collect_group, gather_or_cancel, request_seed
 from skylite.engine.retrying_client import Engine
+from skylite.engine.vllm.client import Sampling
 from skylite.errors import non_finite_reward
 from skylite.evaluation.confidence_interval import MeanScore, mean_score
 from skylite.run.files import atomic_file

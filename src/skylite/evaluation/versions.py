@@ -12,7 +12,7 @@ from typing import Protocol
 
 from skylite.engine.collect_groups import Scorer, gather_or_cancel
 from skylite.engine.retrying_client import Engine
-from skylite.engine.server_command import BASE_NAME
+from skylite.engine.vllm.server_command import BASE_NAME
 from skylite.environments.sample_episodes import Environment, Source
 from skylite.evaluation.episodes import evaluate_episodes
 from skylite.evaluation.evaluate import EvalResult, evaluate

@@ -11,8 +11,8 @@ from typing import Any
 import skylite
 from skylite.data.prompts import first_messages
 from skylite.engine.retrying_client import Engine
-from skylite.engine.server_command import BASE_NAME
-from skylite.engine.single_engine import run_on_engine, single_engine_spec
+from skylite.engine.vllm.server_command import BASE_NAME
+from skylite.engine.vllm.single_engine import run_on_engine, single_engine_spec
 from skylite.export.canary_check import Check, check_export
 from skylite.export.model_card import MESSAGES, data_info, model_card
 from skylite.export.plan import ExportPlan

@@ -98,7 +98,7 @@ def remove_leftovers(temporary: str | None, mark: str | None) -> None:
     """Remove the temporary folder of the command, and what dead processes left in shared memory.
 
     A killed process does not remove its files: the queues of vLLM's workers
-    (vllm_plugin/shared_memory_names.py) and a file of Intel's OpenMP for each process.
+    (engine/vllm/plugin/shared_memory_names.py) and a file of Intel's OpenMP for each process.
     """
     if temporary:
         from skylite.processes.file_tree import remove_tree  # not before the end: a reaper stays small

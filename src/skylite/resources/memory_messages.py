@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from skylite.config.train import TrainConfig
-from skylite.engine.server_command import CPU_BLOCK_SIZE
+from skylite.engine.vllm.server_command import CPU_BLOCK_SIZE
 from skylite.resources.attention_memory import full_copies, limits_of, worst_copies
 from skylite.resources.predicted_memory import EngineMemory, TrainerMemory
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from skylite.config.engine import CpuLora
 from skylite.config.train import TrainConfig
-from skylite.engine.start_engines import MAX_LORAS
 from skylite.engine.tensor_parallel import check_divisible
+from skylite.engine.vllm.start_engines import MAX_LORAS
 from skylite.errors import ConfigError
 from skylite.processes.gpus import Gpu, visible_gpus
 from skylite.processes.hardware import available_memory

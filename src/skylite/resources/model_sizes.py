@@ -10,8 +10,8 @@ from typing import Any
 
 from skylite.adapters.target_modules import predict_modules
 from skylite.config.lora import LoraConfig
-from skylite.engine.servable_models import packed_layers
 from skylite.engine.tensor_parallel import text_section
+from skylite.engine.vllm.servable_models import packed_layers
 from skylite.hub.resolve import tensor_shapes
 from skylite.resources.expert_sizes import Experts, experts_of, outside_experts
 from skylite.untrusted_files import read_text

@@ -10,8 +10,8 @@ from typing import Literal
 
 from skylite.config.engine import CpuLora
 from skylite.config.train import TrainConfig
-from skylite.engine.cpu_lora import MERGED_MEMORY
-from skylite.engine.server_command import CPU_BATCHED_TOKENS
+from skylite.engine.vllm.cpu_lora import MERGED_MEMORY
+from skylite.engine.vllm.server_command import CPU_BATCHED_TOKENS
 from skylite.resources.model_sizes import ModelSizes
 
 FLOAT32 = 4

@@ -16,8 +16,8 @@ from typing import Any
 
 from skylite.adapters.target_modules import LM_HEADS, predict_modules
 from skylite.config.lora import LoraConfig
-from skylite.engine.servable_models import packed_layers
 from skylite.engine.tensor_parallel import HEADS, padded_vocabulary, text_section
+from skylite.engine.vllm.servable_models import packed_layers
 from skylite.hub.resolve import tensor_shapes
 from skylite.resources.model_sizes import (
     FUSED_QKV,

@@ -1,4 +1,4 @@
-"""`rollouts/step-000012.parquet`: the orchestrator's input to the trainer. One row is one engine call."""
+"""`rollouts/step-000012.parquet`: the parent's input to the trainer. One row is one engine call."""
 
 from __future__ import annotations
 

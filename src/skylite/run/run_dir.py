@@ -185,7 +185,7 @@ class RunDir:
         return self.default_adapters.resolve() if is_default else Path(recorded.resolved.lora_sync_path)
 
     def rollout_path(self, step: int) -> Path:
-        """Scored completions of a step, from orchestrator to trainer."""
+        """Scored completions of a step, from the parent to the trainer."""
         return self.rollouts / f"step-{step:06d}.parquet"
 
     def stored_rollouts(self) -> dict[int, Path]:
@@ -193,7 +193,7 @@ class RunDir:
         return numbered_paths(self.rollouts, "step-", ".parquet")
 
     def trainer_step_path(self, step: int) -> Path:
-        """Metrics of an optimizer step, from trainer to orchestrator, written after its adapter is published.
+        """Metrics of an optimizer step, from the trainer to the parent, written after its adapter.
 
         Step 0 is the start of the trainer.
         """

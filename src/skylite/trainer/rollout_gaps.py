@@ -1,7 +1,7 @@
 """How far the sampled tokens' logprobs are from the engine's, by depth of context.
 
 The step's first pass scores each token with the adapter version that sampled it. So the gaps are those of a
-large canary: other contexts than the fixed one, and longer. orchestrator/judge_rollouts.py judges them.
+large canary: other contexts than the fixed one, and longer. rollout/judge_rollouts.py judges them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,212 @@
+"""`skylite chat`: a conversation with an adapter in the terminal."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from skylite.adapters.folder import ServedAdapter, find_adapter
+from skylite.data.chat_template import run_template
+from skylite.data.prompts import first_messages, read_prompts
+from skylite.engine.vllm.chat_client import Chat, load_adapter, served_models
+from skylite.engine.vllm.context_length import context_length
+from skylite.engine.vllm.plugin.api_key import KEY_VARIABLE
+from skylite.engine.vllm.server_command import BASE_NAME, engine_command, engine_env, template_flags
+from skylite.engine.vllm.single_engine import engine_config, single_engine_spec
+from skylite.engine.vllm.startup_progress import engine_starting
+from skylite.errors import ConfigError, DataError, RunFailed
+from skylite.hub.resolve import resolve_model
+from skylite.processes.child import Child, ProcessSpec, child_died, kill, poll, start
+from skylite.processes.temporary_folder import temporary_folder
+from skylite.types import Message
+from skylite.ui.logs import show
+from skylite.untrusted_text import plain, plain_lines
+
+logger = logging.getLogger(__name__)
+MAX_CONTEXT = 4096
+"""Tokens of a conversation, if the model allows as many."""
+TIMEOUT_S = 600.0
+QUIT, RESET = "/quit", "/reset"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatFlags:
+    """The flags of `skylite chat`."""
+
+    target: Path | None
+    model: str | None
+    step: int | None
+    base: bool
+    url: str | None
+    system: str | None
+    temperature: float
+    max_tokens: int
+    settings: tuple[str, ...]
+
+
+def chat(flags: ChatFlags) -> None:
+    """Answer lines from stdin until /quit or the end of the input."""
+    if flags.url is not None and flags.target is None:
+        with connected(flags) as http:
+            talk(Chat(http=http, model=served_model(http, flags), **sampling(flags)), opening(flags, None))
+        return
+    if flags.target is None:
+        raise ConfigError("Nothing to chat with: no run, no adapter folder, no --url.", "Give a run.")
+    served = find_adapter(flags.target, flags.step)
+    messages = opening(flags, served)
+    name = BASE_NAME if flags.base else served.adapter.name
+    if flags.url is not None:
+        with connected(flags) as http:
+            require_model(http, name, flags.url)
+            talk(Chat(http=http, model=name, **sampling(flags)), messages)
+        return
+    with started(flags, served) as http:
+        talk(Chat(http=http, model=name, **sampling(flags)), messages)
+
+
+def talk(chat: Chat, opening: list[Message]) -> None:
+    """Read questions, print answers. An error of one answer does not end the chat."""
+    show(f"chatting with {chat.model}; {QUIT} ends, {RESET} forgets the conversation", to_stderr=True)
+    messages = list(opening)
+    while True:
+        try:
+            question = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            sys.stdout.write("\n")
+            return
+        if question == QUIT:
+            return
+        if question == RESET:
+            messages = list(opening)
+        elif question:
+            messages = respond(chat, [*messages, Message(role="user", content=question)])
+
+
+def respond(chat: Chat, messages: list[Message]) -> list[Message]:
+    """Print the answer as it comes; the conversation after it. Ctrl-C keeps what was said so far."""
+    pieces: list[str] = []
+    try:
+        for text in chat.answer(messages):
+            pieces.append(text)
+            sys.stdout.write(plain_lines(text))
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        logger.info("stopped")
+    except RunFailed as error:
+        show(f"skylite: {error} {RESET} starts again.", to_stderr=True)
+        return messages[:-1]
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    return [*messages, Message(role="assistant", content="".join(pieces))]
+
+
+def opening(flags: ChatFlags, served: ServedAdapter | None) -> list[Message]:
+    """The turns before the first question: --system, or those of the training data."""
+    if flags.system is not None:
+        return [Message(role="system", content=flags.system)]
+    if served is None or served.run_config is None:
+        return []
+    path = Path(served.run_config.config.data.path) / "train.parquet"
+    try:
+        info = read_prompts(path)[1]
+    except DataError as error:
+        logger.warning(f"{error.what} The chat starts without the system prompt of the training data.")
+        return []
+    if start := first_messages(info):
+        logger.info(
+            f"the chat starts as the training prompts did: system prompt {info.system or 'none'!r}, "
+            f"{len(info.few_shot) // 2} examples; --system replaces both"
+        )
+    return start
+
+
+@contextmanager
+def connected(flags: ChatFlags) -> Iterator[httpx.Client]:
+    """A client of --url, with the key in VLLM_API_KEY."""
+    assert flags.url is not None, "the caller checks this"
+    key = os.environ.get(KEY_VARIABLE)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        url = httpx.URL(flags.url.rstrip("/").removesuffix("/v1"))
+    except httpx.InvalidURL:
+        url = httpx.URL("")
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ConfigError(f"--url {flags.url} is not an http address.", "E.g. http://127.0.0.1:8000.")
+    with httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S) as http:
+        yield http
+
+
+def served_model(http: httpx.Client, flags: ChatFlags) -> str:
+    """The server's adapter, or its base with --base or without an adapter. Raises RunFailed."""
+    names = served_models(http, str(flags.url))
+    adapters = [name for name in names if name != BASE_NAME]
+    chosen = [BASE_NAME] if flags.base else adapters or names
+    if not chosen or chosen[0] not in names:
+        raise RunFailed(f"{flags.url} serves {', '.join(map(plain, names)) or 'no model'}, not {BASE_NAME}.")
+    return chosen[0]
+
+
+def require_model(http: httpx.Client, name: str, url: str) -> None:
+    if name not in (names := served_models(http, url)):
+        raise RunFailed(
+            f"{url} serves {', '.join(map(plain, names)) or 'no model'}, and not {name}.",
+            "Leave out the run to chat with what is served, or choose --step.",
+        )
+
+
+@contextmanager
+def started(flags: ChatFlags, served: ServedAdapter) -> Iterator[httpx.Client]:
+    """A vLLM server with the adapter, on a Unix socket; it ends with the block."""
+    config = engine_config(served, flags.settings)
+    model = resolve_model(flags.model or served.base_model).path
+    with temporary_folder() as folder:
+        spec = single_engine_spec(config, served, model, folder / "vllm.sock")
+        context = min(MAX_CONTEXT, context_length(model) or 0)
+        spec = replace(spec, max_model_len=max(context, spec.max_model_len))
+        log = folder / "vllm.log"
+        argv = [*engine_command(spec), *template_flags(run_template(served.run_config))]
+        process = ProcessSpec(
+            name=spec.name,
+            argv=argv,
+            env=engine_env(spec, {}),
+            log_path=log,
+            own_network=not spec.shared_network,
+        )
+        transport = httpx.HTTPTransport(uds=str(spec.uds))
+        child = start(process)
+        try:
+            with httpx.Client(transport=transport, base_url="http://engine", timeout=TIMEOUT_S) as http:
+                with engine_starting(spec, child):
+                    wait_ready(child, http, config.engine.start_timeout_s)
+                load_adapter(http, served.adapter)
+                yield http
+        finally:
+            kill(child)
+
+
+def wait_ready(child: Child, http: httpx.Client, timeout_s: float) -> None:
+    """Wait until the server answers. Raises ChildDied or RunFailed."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if poll(child) is not None:
+            raise child_died(child)
+        try:
+            if http.get("/health").status_code == httpx.codes.OK:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+    raise RunFailed(f"vLLM did not serve within {timeout_s:.0f} s.", "Raise engine.start_timeout_s.")
+
+
+def sampling(flags: ChatFlags) -> dict[str, Any]:
+    return {"temperature": flags.temperature, "max_tokens": flags.max_tokens}

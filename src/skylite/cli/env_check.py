@@ -1,0 +1,226 @@
+"""`skylite env check`: run a few episodes, print what happens, and compare two runs with the same seed.
+
+A scripted model plays first, if there are replies. The real one plays if it was named or there are none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skylite.config.loading import load_config
+from skylite.config.train import TrainConfig
+from skylite.data.chat_template import read_template
+from skylite.data.prompts import read_prompts
+from skylite.data.tokenizer import load_tokenizer
+from skylite.engine.retrying_client import Engine
+from skylite.engine.vllm.server_command import BASE_NAME
+from skylite.engine.vllm.single_engine import run_on_engine, single_engine_spec
+from skylite.environments.episode_leaks import Leftovers
+from skylite.environments.episode_pool import EpisodeEnd
+from skylite.environments.episode_spec import check_episode_data
+from skylite.environments.running_environment import environment_of_model
+from skylite.environments.sample_episodes import Environment, Source
+from skylite.environments.scripted_engine import ScriptedEngine
+from skylite.environments.trajectory_log import Sampler
+from skylite.hub.resolve import resolve_model
+from skylite.processes.temporary_folder import temporary_folder
+from skylite.progress_reporting import long_work
+from skylite.rollout.allowed_programs import allow_episode
+from skylite.rollout.turn_metrics import turn_metrics
+from skylite.types import Prompt, Trajectory
+from skylite.ui.logs import show
+from skylite.untrusted_text import plain, plain_lines
+
+SCRIPTED = "scripted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckFlags:
+    """The flags of `skylite env check`."""
+
+    episode: str
+    data: Path
+    model: str | None
+    episodes: int
+    replies: tuple[str, ...]
+    """Replies of the scripted model."""
+    as_json: bool
+    settings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """One episode, run twice with the same seed."""
+
+    trajectory: Trajectory
+    end: EpisodeEnd
+    conversation: str
+    """The last call as text, with the chat template's special tokens."""
+    is_repeated: bool
+    """Whether the second run gave the same tokens and the same reward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """The episodes with one model."""
+
+    model: str
+    start_seconds: float
+    """Until the first episode started."""
+    episodes: Sequence[Checked]
+
+
+def check(flags: CheckFlags) -> None:
+    """Raises SkyliteError subclasses."""
+    overrides: dict[str, Any] = {"env.episode": flags.episode, "data.path": str(flags.data)}
+    if flags.model is not None:
+        overrides["model.name"] = flags.model
+    config = load_config(None, overrides, flags.settings)
+    programs = allow_episode(config.env.episode)
+    train, info = read_prompts(flags.data / "train.parquet")
+    check_episode_data(config.env.episode, info.reward, str(flags.data))
+    prompts = train[: flags.episodes]
+    models = [SCRIPTED] if flags.replies else []
+    if flags.model is not None or not flags.replies:
+        models.append(config.model.name)
+    facts = []
+    for model in models:
+        replies = flags.replies if model == SCRIPTED else ()
+        played = asyncio.run(_play(config, programs, prompts, model, replies))
+        facts.append(_facts(played))
+        if not flags.as_json:
+            show(_text(played))
+    if flags.as_json:
+        show(json.dumps({"models": facts}, indent=1))
+
+
+async def _play(
+    config: TrainConfig,
+    programs: dict[str, str],
+    prompts: Sequence[Prompt],
+    name: str,
+    replies: Sequence[str],
+) -> Played:
+    """Play with the model `name`, or with a scripted one if there are replies."""
+    began = time.monotonic()
+    model = resolve_model(config.model.name)
+    template = read_template(config.data)
+    tokenizer = await asyncio.to_thread(load_tokenizer, model.path, template)
+
+    async def on(engine: Sampler) -> Played:
+        with temporary_folder() as folder:
+            async with environment_of_model(config, tokenizer, model.path, programs, folder) as environment:
+                start_seconds = time.monotonic() - began
+                episodes = await _run_twice(environment, engine, prompts)
+                return Played(model=name, start_seconds=start_seconds, episodes=episodes)
+
+    async def on_vllm(engine: Engine) -> Played:
+        return await on(engine)
+
+    with contextlib.closing(tokenizer):
+        if replies:
+            scripted = await asyncio.to_thread(tokenizer.encode_texts, replies)
+            return await on(ScriptedEngine(scripted, tokenizer.stop_token_ids[0]))
+        return await run_on_engine(
+            config, lambda uds: single_engine_spec(config, None, model.path, uds), on_vllm
+        )
+
+
+async def _run_twice(environment: Environment, engine: Sampler, prompts: Sequence[Prompt]) -> list[Checked]:
+    source = Source(
+        model=BASE_NAME, version=0, engines=[engine], temperature=environment.config.rollout.temperature
+    )
+    ends: list[EpisodeEnd] = []
+    with long_work("playing every episode twice", total=2 * len(prompts)) as work:
+
+        def on_end(end: EpisodeEnd) -> None:
+            ends.append(end)
+            work.advance()
+
+        environment.pool.on_end = on_end
+        first, second = [
+            await environment.sample(source, prompts, step=1, first_index=0, group_size=1) for _ in range(2)
+        ]
+    end_of = {end.task_id: end for end in reversed(ends)}  # of the first run
+    again = {g.prompt.id: g.trajectories[0] for g in second}
+    checked = []
+    for group in first:
+        (trajectory,) = group.trajectories
+        last = trajectory.samples[-1]
+        ids = last.prompt_token_ids + last.completion_token_ids
+        checked.append(
+            Checked(
+                trajectory=trajectory,
+                end=end_of[group.prompt.id],
+                conversation=await environment.server.renderer.text(ids),
+                is_repeated=_outcome(trajectory) == _outcome(again.get(group.prompt.id)),
+            )
+        )
+    return checked
+
+
+def _outcome(trajectory: Trajectory | None) -> Any:
+    if trajectory is None:
+        return None
+    samples = [(s.prompt_token_ids, s.completion_token_ids) for s in trajectory.samples]
+    return trajectory.reward, dict(trajectory.components), trajectory.turn_rewards, trajectory.end, samples
+
+
+def _facts(played: Played) -> dict[str, Any]:
+    episodes = played.episodes
+    return {
+        "model": played.model,
+        "episodes": [
+            {
+                "prompt": c.end.task_id,
+                "reward": c.trajectory.reward,
+                "components": dict(c.trajectory.components),
+                "end": c.trajectory.end,
+                "turns": len(c.trajectory.samples),
+                "sampled_tokens": c.trajectory.num_tokens,
+                "seconds": c.end.seconds,
+                "left_open": c.end.left.files,
+                "left_running": c.end.left.processes,
+                "repeated": c.is_repeated,
+            }
+            for c in episodes
+        ],
+        "repeated": sum(c.is_repeated for c in episodes),
+        "with_leaks": sum(c.end.left != Leftovers() for c in episodes),
+        "reward_mean": sum(c.trajectory.reward for c in episodes) / len(episodes),
+        "start_seconds": played.start_seconds,
+        **turn_metrics([c.trajectory for c in episodes]),
+    }
+
+
+def _text(played: Played) -> str:
+    facts = _facts(played)
+    episodes = "\n\n".join(_episode_text(c) for c in played.episodes)
+    return (
+        f"{episodes}\n\n"
+        f"{plain(played.model)}: {len(played.episodes)} episodes, twice each, after a start of "
+        f"{played.start_seconds:.1f} s. {facts['repeated']} gave the same tokens and reward again. "
+        f"{facts['with_leaks']} left something open or running. "
+        f"{100 * facts['turns/reused_frac']:.0f} % of the later prompts' tokens were reused, "
+        f"{facts['turns/branches_mean']:.1f} branches a trajectory."
+    )
+
+
+def _episode_text(found: Checked) -> str:
+    trajectory, end = found.trajectory, found.end
+    parts = "".join(f", {name} {value:g}" for name, value in trajectory.components.items())
+    head = (
+        f"--- {end.task_id}: reward {trajectory.reward:g}{parts}, {len(trajectory.samples)} turns, "
+        f"{trajectory.num_tokens} sampled tokens, {end.seconds:.2f} s, end: {trajectory.end}"
+        f"{'' if found.is_repeated else ', NOT the same with the same seed'}"
+    )
+    left = [f"left open: {name}" for name in end.left.files]
+    left += [f"left running: {name}" for name in end.left.processes]
+    return "\n".join([plain(head), *map(plain, left), plain_lines(found.conversation)])

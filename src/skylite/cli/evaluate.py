@@ -1,0 +1,245 @@
+"""`skylite eval`: scores of adapters or of the base model, sampled with vLLM.
+
+The first of reward.functions alone scores, unweighted, or the data's own reward.
+An environment's episodes score themselves: their first component counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from skylite.adapters.folder import ServedAdapter, available_steps, find_adapter, find_versions
+from skylite.config.loading import load_config
+from skylite.config.train import TrainConfig
+from skylite.data.chat_template import ChatTemplate, read_template, run_template
+from skylite.engine.retrying_client import Engine
+from skylite.engine.vllm.connections import open_files
+from skylite.engine.vllm.single_engine import run_on_engine, single_engine_spec
+from skylite.errors import ConfigError
+from skylite.evaluation.evaluate import EvalResult, write_results
+from skylite.evaluation.results import Report, Scored
+from skylite.evaluation.versions import EvalSampling, ProblemSet, Subject, evaluate_subjects
+from skylite.hub.resolve import resolve_model
+from skylite.processes.file_descriptors import raise_file_limit
+from skylite.progress_reporting import long_work
+from skylite.rollout.eval_data import DataChoice, EvalData, read_data
+from skylite.rollout.eval_scoring import start_problems
+from skylite.run.files import write_json
+from skylite.run.folder_owner import require_own_place
+from skylite.run.trusted_programs import is_set
+from skylite.ui.logs import show
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalFlags:
+    """The flags of `skylite eval`."""
+
+    target: Path | None
+    base: bool
+    model: str | None
+    data: tuple[Path, ...]
+    split: str
+    limit: int | None
+    n: int
+    step: int | None
+    steps: tuple[int, ...]
+    all_steps: bool
+    max_loras: int
+    seed: int
+    as_json: bool
+    settings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalPlan:
+    """A checked evaluation."""
+
+    adapters: list[ServedAdapter]
+    subjects: list[Subject]
+    """The base first, if it is evaluated, then the adapters by step."""
+    model_name: str
+    config: TrainConfig
+    template: ChatTemplate
+    data: list[EvalData]
+    out: Path
+    """Folder of the results."""
+
+
+def evaluate(flags: EvalFlags) -> None:
+    """Evaluate with the first reward function and print the metrics.
+
+    Writes results to RUN/evals, or to ./evals without a run.
+    """
+    plan = plan_eval(flags)
+    report = Report(
+        model=plan.model_name,
+        difficulty=plan.config.data.difficulty,
+        data={d.name: str(d.path) for d in plan.data},
+        rewards={d.name: d.reward for d in plan.data},
+        parameters={d.name: d.parameters for d in plan.data},
+        split=flags.split,
+        seed=flags.seed,
+    )
+    asyncio.run(run_eval(plan, flags, report))
+    facts = report.as_json()
+    if len(plan.subjects) * len(plan.data) > 1:
+        path = plan.out / f"compared-{flags.split}-{kind_of(flags.n)}.json"
+        write_json(path, facts)
+        logger.info(f"all results: {path}")
+    show(json.dumps(facts, indent=1) if flags.as_json else report.text())
+
+
+def kind_of(n: int) -> str:
+    """Part of the result files' names."""
+    return "greedy" if n == 1 else f"mean{n}"
+
+
+def plan_eval(flags: EvalFlags) -> EvalPlan:
+    """Check the flags, the adapters and the data. Raises SkyliteError subclasses."""
+    adapters = find_adapters(flags)
+    newest = adapters[-1] if adapters else None
+    out = results_folder(newest)
+    recorded = newest.run_config.config if newest is not None and newest.run_config is not None else None
+    config = load_config(None, {}, flags.settings) if recorded is None else merged(recorded, flags.settings)
+    subjects = [Subject(found.adapter) for found in adapters]
+    if flags.base:
+        subjects.insert(0, Subject(None))
+    if flags.base and adapters and config.engine.cpu_lora == "stock":
+        raise ConfigError(
+            "engine.cpu_lora=stock samples the base wrongly next to adapters, and --base asks for that.",
+            "Remove --base, or set engine.cpu_lora=dense.",
+        )
+    choice = DataChoice(
+        paths=flags.data or (Path(config.data.path),),
+        split=flags.split,
+        limit=flags.limit,
+        settings=flags.settings,
+        named_by=flags.target,
+        is_own=recorded is not None and not flags.data,
+    )
+    return EvalPlan(
+        adapters=adapters,
+        subjects=subjects,
+        model_name=flags.model or (newest.base_model if newest is not None else config.model.name),
+        config=config,
+        template=chosen_template(newest, config, flags.settings),
+        data=read_data(choice, config),
+        out=out,
+    )
+
+
+def results_folder(newest: ServedAdapter | None) -> Path:
+    """RUN/evals, or ./evals without a run. Raises ConfigError if a link there leads elsewhere."""
+    run = newest.run if newest is not None else None
+    root, out = (Path.cwd(), Path("evals")) if run is None else (run.root, run.evals)
+    require_own_place(root, out)
+    return out
+
+
+def find_adapters(flags: EvalFlags) -> list[ServedAdapter]:
+    """The adapters that the flags choose, by step. Raises ConfigError or ModelError."""
+    choices = [flags.step is not None, bool(flags.steps), flags.all_steps]
+    if flags.target is None:
+        if not flags.base:
+            raise ConfigError(
+                "Nothing to evaluate: no run, no adapter folder, no --base.",
+                "E.g. `skylite eval runs/my-run`.",
+            )
+        if any(choices):
+            raise ConfigError(
+                "--step, --steps and --all choose versions of a run, but no run was given.",
+                "Give the run folder, or remove the flag.",
+            )
+        return []
+    if sum(choices) > 1:
+        raise ConfigError("--step, --steps and --all exclude each other.", "Give one of them.")
+    if flags.steps or flags.all_steps:
+        return find_versions(flags.target, flags.steps or available_steps(flags.target))
+    return [find_adapter(flags.target, flags.step)]
+
+
+def merged(recorded: TrainConfig, settings: tuple[str, ...]) -> TrainConfig:
+    """The recorded settings of a run, overridden by --set."""
+    flat: dict[str, Any] = {}
+    for section, value in recorded.model_dump(mode="json").items():
+        flat |= (
+            {f"{section}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {section: value}
+        )
+    return load_config(None, flat, settings)
+
+
+def chosen_template(
+    adapter: ServedAdapter | None, config: TrainConfig, settings: tuple[str, ...]
+) -> ChatTemplate:
+    """The template of the run, unless --set names another file."""
+    recorded = adapter.run_config if adapter is not None else None
+    if recorded is None or is_set(settings, "data.chat_template"):
+        return read_template(config.data)
+    return replace(run_template(recorded), args=config.data.template_args)
+
+
+async def run_eval(plan: EvalPlan, flags: EvalFlags, report: Report) -> None:
+    """Start one engine, sample and score into `report`, and end the engine."""
+    subjects = ", ".join(s.name for s in plan.subjects)
+    problems = sum(len(d.prompts) for d in plan.data)
+    logger.info(f"evaluating {subjects} of {plan.model_name} on {problems} problems; starting vLLM")
+    raise_file_limit(open_files(plan.config))
+    model = resolve_model(plan.model_name)
+    max_loras = max(1, min(flags.max_loras, len(plan.adapters)))
+    newest = plan.adapters[-1] if plan.adapters else None
+    async with AsyncExitStack() as stack:
+        problem_sets, stops = await start_problems(
+            stack, plan.data, plan.config, plan.template, model.path, seed=flags.seed, logs=plan.out
+        )
+        rollout = plan.config.rollout
+        sampling = EvalSampling(
+            n=flags.n,
+            max_tokens=rollout.max_completion_tokens,
+            stop_token_ids=stops,
+            stop=tuple(rollout.stop),
+            seed=flags.seed,
+        )
+
+        async def work(engine: Engine) -> None:
+            with long_work("evaluating", problems * len(plan.subjects)) as line:
+                await evaluate_subjects(
+                    engine,
+                    plan.subjects,
+                    problem_sets,
+                    sampling,
+                    max_loras=max_loras,
+                    on_problem=line.advance,
+                    on_result=lambda *found: _keep(plan, flags, report, *found),
+                )
+
+        await run_on_engine(
+            plan.config,
+            lambda uds: single_engine_spec(plan.config, newest, model.path, uds, max_loras=max_loras),
+            work,
+        )
+
+
+def _keep(
+    plan: EvalPlan,
+    flags: EvalFlags,
+    report: Report,
+    subject: Subject,
+    problems: ProblemSet,
+    result: EvalResult,
+) -> None:
+    """Write the result of a subject on a data set at once: an interrupted evaluation keeps it."""
+    scored = Scored(subject=subject, data=problems.name, result=result)
+    report.add(scored)
+    stem = f"{subject.name}-{problems.name}-{flags.split}-{kind_of(flags.n)}"
+    write_results(plan.out / f"{stem}.parquet", result)
+    write_json(plan.out / f"{stem}.json", report.facts_of(scored))
+    score = f"{result.score.name} {result.score}"
+    logger.info(f"{subject.name} on {problems.name}: {score}; per problem: {plan.out / stem}.parquet")

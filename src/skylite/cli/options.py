@@ -1,0 +1,101 @@
+"""Flags and arguments that several commands share."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from skylite.ui.logs import set_terminal_level
+
+
+def set_level(verbose: bool | None) -> bool | None:
+    """What the terminal shows: --verbose, --quiet, or unchanged for None."""
+    if verbose is not None:
+        set_terminal_level(logging.DEBUG if verbose else logging.WARNING)
+    return verbose
+
+
+def silence_for_json(as_json: bool) -> bool:
+    """Show only warnings and errors, on stderr, beside the JSON."""
+    if as_json:
+        set_terminal_level(logging.WARNING)
+    return as_json
+
+
+SETTINGS = "More settings"
+"""The heading of these flags in --help."""
+
+Verbose = Annotated[
+    bool | None,
+    typer.Option("--verbose/--quiet", "-v/-q", callback=set_level,
+                 help="-v: also debug messages and times. -q: only warnings and errors. "
+                 "Default: neither."),
+]  # fmt: skip
+"""Works before and after the name of a command: the callback sets the level, commands ignore the value."""
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+RunOrNewest = Annotated[
+    Path | None, typer.Argument(metavar="RUN", help="A run folder. Default: the newest in ./runs.")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="A.B=VALUE",
+        help="Any other setting, in TOML syntax. Repeatable. Default: the values of the recipe or run.",
+        rich_help_panel=SETTINGS,
+    ),
+]
+Loggers = Annotated[
+    str | None,
+    typer.Option(
+        help="Loggers, e.g. tensorboard,wandb (also trackio, mlflow, swanlab). Default: those of the recipe.",
+        rich_help_panel=SETTINGS,
+    ),
+]
+AsJson = Annotated[
+    bool,
+    typer.Option("--json", callback=silence_for_json, help="Print JSON instead, for programs."),
+]
+"""Commands get the value; the callback silences progress."""
+
+TemplateArgs = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE",
+        help="Argument of the chat template, e.g. enable_thinking=false for Qwen3. Repeatable. "
+        "Default: those of the recipe or run.",
+        rich_help_panel=SETTINGS,
+    ),
+]
+ChatTemplateFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="File with a chat template (Jinja). Default: that of the recipe or run, else the model's.",
+        rich_help_panel=SETTINGS,
+    ),
+]
+
+
+def template_settings(path: Path | None, arguments: list[str] | None) -> list[str]:
+    """--chat-template and --template-arg as --set."""
+    settings = [] if path is None else [f"data.chat_template={json.dumps(str(path))}"]
+    return settings + [f"data.template_args.{argument}" for argument in arguments or ()]
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """The integers in a text like 1,2. Raises BadParameter."""
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a list of integers like 1,2") from None
+
+
+def newest_run() -> Path:
+    """The run in ./runs that was started last. Prints which. Raises ConfigError without one."""
+    from skylite.cli.newest_run import newest_run as find
+
+    return find()

@@ -1,0 +1,311 @@
+"""`skylite prepare`: raw rows to train, validation and test parquet files, with every row checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from skylite.cli.prepare_own_data import OwnFlags, RewardChoice, own_data_examples
+from skylite.cli.prepare_preview import ask_before_replacing, length_note, preview
+from skylite.config.loading import read_parameters
+from skylite.data.examples import SPLITS, ExampleSet, check_examples, check_ids, check_or_drop
+from skylite.data.key_value_spec import REASONING_GYM
+from skylite.data.prompt_folder import replace_folder
+from skylite.data.prompts import PromptFileInfo
+from skylite.data.user_tables import is_own_data
+from skylite.errors import ConfigError, DataError, RunFailed
+from skylite.progress_reporting import long_work
+from skylite.rewards import load_reward
+from skylite.rewards.built_in import BUILT_IN, without_extraction
+from skylite.rewards.call_rewards import RewardFunction, finite_scores
+from skylite.rewards.right_completion import PROBES, RightForm, form_of_scores
+from skylite.run.trusted_programs import remember
+from skylite.types import Prompt
+from skylite.ui.logs import show
+from skylite.user_functions import is_verifiers
+
+logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+WARNING = "warning: "
+CHECK_CHUNK = 64
+"""Rows between two updates of the progress bar."""
+
+
+def prepare(
+    target: str,
+    *,
+    out: Path | None = None,
+    source: Path | None = None,
+    synthetic: bool = False,
+    first_source: bool = False,
+    difficulty: Sequence[int] = (),
+    where: Sequence[str] = (),
+    drop_failing: bool = False,
+    no_answer: bool = False,
+    settings: Sequence[str] = (),
+    limit: int | None = None,
+    seed: int = 0,
+    as_json: bool = False,
+    replace: bool = True,
+    model: str | None = None,
+    **own: str | float | None,
+) -> Path:
+    """Prepare a data set, a reasoning-gym task or a user's own data. Returns the folder.
+
+    `own`: the fields of OwnFlags. `replace`: without asking, also data that another command made. `model`:
+    whose tokens to count. Raises DataError, ConfigError and ModelError; nothing is written then.
+    """
+    own_flags = OwnFlags(**own)  # type: ignore[arg-type]  # the caller names its fields
+    chosen = RewardChoice(own_flags.reward, read_parameters(settings), has_answers=not no_answer)
+    module_flags: dict[str, object] = {"--source": source, "--synthetic": synthetic}
+    module_flags |= {"--first-source": first_source, "--difficulty": difficulty}
+    file_flags = own_flags.by_name()
+    reward_flags: dict[str, object] = {"--no-answer": no_answer, "--set": tuple(settings)}
+    row_flags: dict[str, object] = {"--where": where, "--drop-failing": drop_failing}
+    if target.startswith(REASONING_GYM):
+        _refuse_flags(module_flags | file_flags | reward_flags | row_flags, "a reasoning-gym task")
+        examples = _reasoning_gym_task(target, limit, seed)
+    elif is_verifiers(target):
+        _refuse_flags(module_flags | file_flags | reward_flags | row_flags, "an environment of verifiers")
+        examples = _verifiers_tasks(target, limit, seed)
+    elif is_own_data(target):
+        _refuse_flags(module_flags, "your own data")
+        examples = own_data_examples(target, own_flags, chosen, where, drop_failing, limit, seed)
+    else:
+        _refuse_flags(file_flags, "a data_prep file, which defines its columns and reward")
+        examples = _dataset_module(
+            target, source, synthetic, first_source, difficulty, where, chosen, limit, seed
+        )
+    flags = module_flags | file_flags | reward_flags | row_flags | {"--limit": limit, "--seed": seed}
+    folder = out if out is not None else Path("data") / examples.dataset
+    drop_failing = drop_failing or examples.drop_failing
+    made_by = _command_line(target, flags)
+    if not replace:
+        ask_before_replacing(folder, made_by)
+    written = _check_and_write(examples, folder, drop_failing, limit, seed, made_by, model)
+    if as_json:
+        show(_facts(folder, *written))
+    else:
+        show(preview(written[0]["train"][0], added=written[1].system))
+        show(_summary(folder, *written))
+    return folder
+
+
+def _check_and_write(
+    examples: ExampleSet,
+    folder: Path,
+    drop_failing: bool,
+    limit: int | None,
+    seed: int,
+    made_by: str,
+    model: str | None,
+) -> tuple[dict[str, list[Prompt]], ExampleSet]:
+    """The prompts by split, and the examples with all notes."""
+    log_notes(examples.notes)
+    prompts, dropped = _check(examples, drop_failing=drop_failing)
+    log_notes(dropped)
+    if not is_verifiers(examples.reward):
+        log_notes([length_note([prompt for split in SPLITS for prompt in prompts[split]], model)])
+    described = dataclasses.replace(examples, notes=[*examples.notes, *dropped])
+    footers = _footers(described, prompts, limit=limit, seed=seed, made_by=made_by)
+    replace_folder(folder, prompts, footers)
+    return prompts, described
+
+
+def _facts(folder: Path, prompts: dict[str, list[Prompt]], examples: ExampleSet) -> str:
+    facts = {
+        "folder": str(folder),
+        "dataset": examples.dataset,
+        "reward": examples.reward,
+        "rows": {split: len(prompts[split]) for split in SPLITS},
+        "notes": list(examples.notes),
+    }
+    return json.dumps(facts, ensure_ascii=False, indent=1)
+
+
+def _summary(folder: Path, prompts: dict[str, list[Prompt]], examples: ExampleSet) -> str:
+    counts = ", ".join(f"{len(prompts[split])} {split}" for split in SPLITS)
+    if is_verifiers(examples.reward):
+        return f"wrote {folder}: {counts}; train on it with --env {shlex.quote(examples.reward)}"
+    if examples.splits["train"][0].reference is None:
+        return f"wrote {folder}: {counts}; the reward {examples.reward} uses no reference answers"
+    best = "1.0" if examples.form is None or examples.form.best == 1.0 else examples.form.wanted()
+    return (
+        f"wrote {folder}: {counts}; every reference answer scores {best} under the reward {examples.reward}"
+    )
+
+
+def _dataset_module(
+    target: str,
+    source: Path | None,
+    synthetic: bool,
+    first_source: bool,
+    difficulties: Sequence[int],
+    where: Sequence[str],
+    chosen: RewardChoice,
+    limit: int | None,
+    seed: int,
+) -> ExampleSet:
+    from skylite.data.data_prep_file import load_dataset, module_examples
+
+    if synthetic and (source is not None or first_source):
+        raise ConfigError(
+            "--synthetic cannot be combined with --source or --first-source.", "Remove one of them."
+        )
+    examples = module_examples(
+        load_dataset(target, has_answers=chosen.has_answers),
+        source=source,
+        synthetic=synthetic,
+        first_source=first_source,
+        difficulties=difficulties,
+        where=where,
+        limit=limit,
+        seed=seed,
+    )
+    return dataclasses.replace(examples, parameters=chosen.parameters)
+
+
+def _reasoning_gym_task(spec: str, limit: int | None, seed: int) -> ExampleSet:
+    from skylite.data.reasoning_gym import reasoning_gym_examples
+
+    remember("reasoning-gym")
+    return reasoning_gym_examples(spec, limit=limit, seed=seed, show_progress=_show_progress)
+
+
+def _verifiers_tasks(spec: str, limit: int | None, seed: int) -> ExampleSet:
+    from skylite.data.verifiers_tasks import verifiers_examples
+
+    remember(spec)
+    with long_work(f"reading the tasks of {spec}"):
+        return verifiers_examples(spec, limit=limit, seed=seed)
+
+
+def _check(examples: ExampleSet, *, drop_failing: bool) -> tuple[dict[str, list[Prompt]], list[str]]:
+    """Split -> prompts, and a note on the rows that were left out.
+
+    Raises DataError for a row whose reference does not score as it must, unless such rows are left out.
+    """
+    check_ids(examples)
+    if is_verifiers(examples.reward):  # its episodes give the rewards
+        return {split: [e.prompt for e in examples.splits[split]] for split in SPLITS}, []
+    spec, first = examples.reward, examples.splits["train"][0]
+    parameters = without_extraction(spec, examples.parameters)
+    reward = load_reward(spec, parameters, first.prompt if first.reference is None else None)
+    form = examples.form if examples.form is not None else _form_of_references(examples, reward)
+    prompts: dict[str, list[Prompt]] = {split: [] for split in SPLITS}
+    chunks = [
+        (split, rows[start : start + CHECK_CHUNK])
+        for split, rows in examples.splits.items()
+        for start in range(0, len(rows), CHECK_CHUNK)
+    ]
+    dropped: list[str] = []
+    for split, chunk in _show_progress(chunks, "checking every row"):
+        prompts[split] += (
+            check_or_drop(chunk, spec, reward, dropped, form)
+            if drop_failing
+            else check_examples(chunk, spec, reward, form)
+        )
+    for split in (split for split, kept in prompts.items() if not kept):
+        raise DataError(
+            f"No row of {split} has a reference answer that scores as it must. E.g.: {dropped[0]}"
+        )
+    if not dropped:
+        return prompts, []
+    total = len(dropped) + sum(map(len, prompts.values()))
+    return prompts, [
+        f"left out {len(dropped)} of {total} rows, whose reference answers do not score as they must; "
+        f"the first: {dropped[0]}"
+    ]
+
+
+def _form_of_references(examples: ExampleSet, reward: RewardFunction) -> RightForm | None:
+    """What a data_prep file's own reward gives its references; None for a built-in reward."""
+    rows = [example for example in examples.splits["train"] if example.reference is not None]
+    if examples.reward in BUILT_IN or not rows:
+        return None
+    probed = rows[:: max(1, len(rows) // PROBES)][:PROBES]
+    try:
+        right = finite_scores(examples.reward, reward, [(e.prompt, e.reference or "") for e in probed])
+        empty = finite_scores(examples.reward, reward, [(e.prompt, "") for e in probed])
+    except RunFailed:
+        return None  # the check of every row names the row
+    better = sum(right) > sum(empty)
+    return form_of_scores(right, floor=max(empty)) if better or max(right) > 0 else None
+
+
+def _footers(
+    examples: ExampleSet,
+    prompts: dict[str, list[Prompt]],
+    *,
+    limit: int | None,
+    seed: int,
+    made_by: str,
+) -> dict[str, PromptFileInfo]:
+    return {
+        split: PromptFileInfo(
+            dataset=examples.dataset,
+            source_kind=table.kind,
+            source=table.source,
+            source_sha256=table.sha256,
+            count=len(prompts[split]),
+            seed=seed,
+            split=split,
+            reward=examples.reward,
+            system=examples.system,
+            few_shot=examples.few_shot,
+            limit=limit if split == "train" else None,
+            made_by=made_by,
+            notes="; ".join(examples.notes),
+            has_answers=examples.has_answers,
+            reward_settings=examples.parameters.model_dump(exclude_unset=True),
+            answer_template=examples.form.template if examples.form is not None else "",
+            best_reward=examples.form.best if examples.form is not None else 1.0,
+        )
+        for split in SPLITS
+        for table in [examples.tables[split]]
+    }
+
+
+def log_notes(notes: Sequence[str]) -> None:
+    """Log the choices that prepare made. A note that begins with "warning: " is logged as a warning."""
+    for note in notes:
+        if note.startswith(WARNING):
+            logger.warning(note.removeprefix(WARNING))
+        else:
+            logger.info(note)
+
+
+def _refuse_flags(flags: dict[str, object], what: str) -> None:
+    given = [name for name, value in flags.items() if value not in (None, False, ()) and value != []]
+    if given:
+        raise ConfigError(
+            f"{' and '.join(given)} cannot be used with {what}.",
+            "Remove it." if len(given) == 1 else "Remove them.",
+        )
+
+
+def _command_line(target: str, flags: dict[str, object]) -> str:
+    words = [f"skylite prepare {shlex.quote(target)}"]
+    for name, value in flags.items():
+        if value is True:
+            words.append(name)
+        elif name in ("--where", "--set") and isinstance(value, tuple | list):
+            words += [f"{name} {shlex.quote(str(condition))}" for condition in value]
+        elif isinstance(value, tuple | list) and value:
+            words.append(f"{name} {','.join(map(str, value))}")
+        elif value is not None and not isinstance(value, bool | tuple | list):
+            words.append(f"{name} {shlex.quote(str(value))}")
+    return " ".join(words)
+
+
+def _show_progress(items: Sequence[_T], description: str) -> Iterator[_T]:
+    """The items, while long work is shown."""
+    with long_work(description, total=len(items)) as work:
+        for item in items:
+            yield item
+            work.advance()

@@ -1,0 +1,62 @@
+"""`skylite replay`: train a stored step again and compare the adapters."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from skylite.config.loading import change_config, read_run_config
+from skylite.errors import ConfigError
+from skylite.rollout.allowed_programs import allow_algorithm
+from skylite.rollout.replay import ReplayResult, replay_step
+from skylite.run.run_dir import RunDir
+from skylite.ui.logs import show
+
+
+def replay(target: Path, step: int, settings: Sequence[str] = (), *, as_json: bool = False) -> None:
+    """Train the step again and print equal or different; different exits 1. Raises SkyliteError subclasses.
+
+    `settings`: the user's --set. They name programs of the run that may run, and change nothing.
+    """
+    run = RunDir(target.resolve())
+    programs = allow_programs(run, settings)
+    replayed = asyncio.run(replay_step(run, step, programs))
+    if as_json:
+        show(json.dumps({"equal": not replayed.differences, **asdict(replayed)}))
+    else:
+        show(replay_text(replayed))
+    if replayed.differences:
+        sys.exit(1)
+
+
+def allow_programs(run: RunDir, settings: Sequence[str]) -> dict[str, str]:
+    """Check that advantage and policy loss may run. Returns spec -> sha256 of their files.
+
+    Raises ConfigError if they may not, or if --set changes a setting.
+    """
+    recorded = read_run_config(run.config_path).config
+    if change_config(recorded, {}, settings) != change_config(recorded, {}, ()):
+        raise ConfigError(
+            f"skylite replay uses the run's own settings, and --set {' --set '.join(settings)} changes them.",
+            "Leave it out; here --set only names a program that the run uses.",
+        )
+    return allow_algorithm(recorded.algorithm, named_by=run.config_path, settings=settings)
+
+
+def replay_text(replayed: ReplayResult) -> str:
+    """The result as text, with the largest difference of every tensor that differs, largest first."""
+    start = f"checkpoint step-{replayed.start:06d}" if replayed.start else "the start of the run"
+    over = f"step {replayed.step} again from {start}"
+    if not replayed.differences:
+        return f"equal: {over} gives the published adapter bit for bit ({replayed.num_tensors} tensors)"
+    worst = sorted(replayed.differences.items(), key=lambda item: -item[1])
+    lines = [f"  {difference:.3e}  {name}" for name, difference in worst]
+    head = (
+        f"different: {over} changes {len(worst)} of {replayed.num_tensors} tensors, "
+        f"by at most {worst[0][1]:.3e}"
+    )
+    return "\n".join([head, *lines])

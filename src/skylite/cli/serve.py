@@ -1,0 +1,245 @@
+"""`skylite serve`: vLLM's OpenAI-compatible server with a trained adapter, in the foreground."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+
+import httpx
+
+from skylite.adapters.folder import ServedAdapter, find_adapter
+from skylite.cli.chat import wait_ready
+from skylite.data.chat_template import ChatTemplate, run_template
+from skylite.engine.vllm.chat_client import longest_sequence
+from skylite.engine.vllm.context_length import context_length
+from skylite.engine.vllm.plugin.api_key import KEY_VARIABLE
+from skylite.engine.vllm.server_command import BASE_NAME, CPU_BLOCK_SIZE, EngineSpec, serve_command, serve_env
+from skylite.engine.vllm.single_engine import engine_config, single_engine_spec
+from skylite.engine.vllm.startup_progress import engine_starting
+from skylite.errors import ConfigError
+from skylite.hub.resolve import resolve_model
+from skylite.processes.child import Child, ProcessSpec, child_died, kill, poll, start
+from skylite.processes.own_network import check_network
+from skylite.progress_reporting import duration
+from skylite.resources.model_sizes import cached_per_token
+from skylite.resources.predicted_memory import DTYPE_BYTES
+from skylite.run.trusted_programs import state_folder
+from skylite.ui.logs import show, shows_debug
+from skylite.untrusted_files import open_file
+
+logger = logging.getLogger(__name__)
+LOOPBACK = "127.0.0.1"
+POLL_S = 0.2
+STOPPED = 130
+"""Exit code after a stop by a signal, as of `train`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeFlags:
+    """The flags of `skylite serve`."""
+
+    target: Path
+    model: str | None
+    step: int | None
+    host: str
+    port: int
+    settings: tuple[str, ...]
+
+
+def serve(flags: ServeFlags) -> None:
+    """Serve the adapter version, and `base` without adapter, until a signal or the server's own end.
+
+    Raises ChildDied when the server ends by itself.
+    """
+    url = check_address(flags.host, flags.port)
+    served = find_adapter(flags.target, flags.step)
+    config = engine_config(served, flags.settings)
+    model = resolve_model(flags.model or served.base_model).path
+    spec = single_engine_spec(config, served, model, Path("unused"))
+    if spec.device == "cuda":
+        check_network(config, ranks=False, isolated=False)
+    spec = replace(spec, max_model_len=model_length(spec))
+    warn_of_network(flags.host)
+    key = _api_key()
+    process = process_spec(flags, served, spec, key)
+    headers = {"Authorization": f"Bearer {key}"}
+    with ended_by_signals(), httpx.Client(base_url=url, headers=headers, trust_env=False) as http:
+        child = start(process)
+        try:
+            with log_shown(child):
+                with engine_starting(spec, child, is_logged=False) as work:
+                    wait_ready(child, http, config.engine.start_timeout_s)
+                logger.info(
+                    f"ready after {duration(work.elapsed_s)}: {url}/v1 serves {served.adapter.name} and "
+                    f"{BASE_NAME}, sequences of up to {longest_sequence(http, url):,} tokens. vLLM's log is "
+                    f"{process.log_path}. Ctrl-C ends it."
+                )
+                while poll(child) is None:
+                    time.sleep(POLL_S)
+            raise child_died(child)
+        finally:
+            kill(child)
+
+
+def process_spec(flags: ServeFlags, served: ServedAdapter, spec: EngineSpec, key: str) -> ProcessSpec:
+    """vLLM's process, whose log is a new file in the user's state folder."""
+    template = run_template(served.run_config)
+    log_template(template)
+    log = state_folder() / f"serve-{flags.host}-{flags.port}.log"
+    log.unlink(missing_ok=True)
+    return ProcessSpec(
+        name=spec.name,
+        argv=serve_command(
+            spec,
+            adapter_name=served.adapter.name,
+            adapter_path=served.adapter.path,
+            host=flags.host,
+            port=flags.port,
+            template=template,
+        ),
+        env=serve_env(spec, {}, key),
+        log_path=log,
+    )
+
+
+def warn_of_network(host: str) -> None:
+    """Warn of an address that other machines may reach."""
+    if not ipaddress.ip_address(host).is_loopback:
+        logger.warning(
+            f"Any machine that reaches {host} can connect. Only the API key guards the model, and plain HTTP "
+            "shows the key and all texts to the network on the way. Put a proxy with TLS in front of it, or "
+            "serve on 127.0.0.1 and use an SSH tunnel."
+        )
+
+
+def check_address(host: str, port: int) -> str:
+    """The URL at which this machine reaches it. Raises ConfigError if it is taken or not this machine's.
+
+    vLLM would notice half a minute later.
+    """
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        raise ConfigError(
+            f"--host {host} is not an IP address.",
+            "Give one of this machine's addresses, or 0.0.0.0 for all of them.",
+        ) from None
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    try:
+        with socket.create_server((host, port), family=family):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"Nothing can listen on {host}, port {port}: {os.strerror(error.errno or 0)}.",
+            "Choose another --port, or an address of this machine for --host.",
+        ) from None
+    if address.is_unspecified:
+        address = ipaddress.ip_address(LOOPBACK if address.version == 4 else "::1")
+    return f"http://{address if address.version == 4 else f'[{address}]'}:{port}"
+
+
+def model_length(spec: EngineSpec) -> int:
+    """Tokens of the longest sequence: what the model was made for, as far as the KV cache holds them.
+
+    -1: vLLM finds out. On a CPU it cannot, because its batches must be as long, and they get a size at the
+    start. A run's own limit always holds.
+    """
+    if spec.device == "cuda":
+        return -1
+    context, cached = context_length(spec.model_path), cached_per_token(spec.model_path)
+    if not context or not cached:
+        return spec.max_model_len
+    block = cached * DTYPE_BYTES[spec.dtype] * CPU_BLOCK_SIZE
+    fitting = (int(spec.kv_cache_gib * 2**30) // block - 1) * CPU_BLOCK_SIZE  # vLLM keeps one for itself
+    length = max(spec.max_model_len, min(context, fitting))
+    if length < context:
+        logger.info(
+            f"sequences of up to {length:,} tokens: engine.kv_cache_gib={spec.kv_cache_gib:g} holds no more, "
+            f"though the model was made for {context:,}"
+        )
+    return length
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """In this block Ctrl-C, SIGTERM and SIGHUP raise SystemExit(STOPPED), once. Obeys nohup."""
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)  # a second one must not leave processes behind
+        sys.exit(STOPPED)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) != signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def log_shown(child: Child) -> Iterator[None]:
+    """With -v, print the lines of the child's log as they come."""
+    if not shows_debug():
+        yield
+        return
+    ended = threading.Event()
+    thread = threading.Thread(target=_follow, args=(child.spec.log_path, child.log_start, ended), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _follow(path: Path, position: int, ended: threading.Event) -> None:
+    with open_file(path) as log:
+        log.seek(position)
+        is_last = False
+        while not is_last:
+            is_last = ended.wait(POLL_S)
+            if new := log.read():
+                show(new.decode("utf-8", errors="replace").rstrip("\n"), to_stderr=True)
+
+
+def log_template(template: ChatTemplate) -> None:
+    """Log how chats are rendered, if not as the model says."""
+    if template.text is not None:
+        logger.info("chats are rendered with the run's own chat template")
+    if template.args:
+        logger.info(
+            f"arguments of the chat template, as in training: {json.dumps(dict(template.args))}; "
+            "chat_template_kwargs of a request override them"
+        )
+
+
+def _api_key() -> str:
+    """The key from the environment, else a random one: every user of this machine can reach 127.0.0.1."""
+    given = os.environ.get(KEY_VARIABLE)
+    if given:
+        logger.info(f"the API key is the value of {KEY_VARIABLE}")
+        return given
+    key = secrets.token_urlsafe(24)
+    # Printed, not logged: the key is a secret, and --quiet must not hide it.
+    show(
+        f"skylite: API key for `Authorization: Bearer KEY` (set {KEY_VARIABLE} to choose your own): {key}",
+        to_stderr=True,
+    )
+    return key

@@ -1,0 +1,229 @@
+"""`skylite train`: check the flags, plan the run, run it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skylite.cli.log import logger_names
+from skylite.cli.own_data_sizes import size_by_data
+from skylite.cli.train_defaults import default_data, default_recipe, find_recipe, is_own_data_recipe
+from skylite.config.loading import load_config, read_run_config
+from skylite.config.train import TrainConfig
+from skylite.data.prompt_order import steps_per_epoch
+from skylite.errors import ConfigError
+from skylite.rollout.plan import RunPlan
+from skylite.rollout.plan_messages import WARNING
+from skylite.rollout.shutdown import TimeLimit
+from skylite.run.folder_owner import require_own_folders
+from skylite.run.lock import lock_run
+from skylite.run.run_dir import RunDir
+from skylite.run.trusted_programs import is_set
+from skylite.ui.logs import run_log, show, show_printed
+from skylite.user_functions import EPISODE, REWARD
+
+logger = logging.getLogger(__name__)
+
+
+FLAGS = {
+    "model.name": "model",
+    "data.path": "data",
+    "lora.rank": "rank",
+    "lora.alpha": "alpha",
+    "num_steps": "steps",
+    "num_epochs": "epochs",
+    "optim.lr": "lr",
+    "rollout.group_size": "group_size",
+    "seed": "seed",
+    "trainer.max_restarts": "max_restarts",
+    "log.to": "log",
+    "lora.from_adapter": "from_adapter",
+}
+"""Dotted setting -> the flag that sets it, as a field of TrainFlags."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainFlags:
+    """The flags of `skylite train` that set one setting each; None if not given."""
+
+    recipe: str | None
+    model: str | None
+    data: Path | None
+    rank: int | None
+    alpha: float | None
+    steps: int | None
+    epochs: float | None
+    lr: float | None
+    group_size: int | None
+    seed: int | None
+    from_adapter: Path | None
+    max_restarts: int | None
+    log: str | None
+    reward: tuple[str, ...]
+    env: str | None
+    set_flags: tuple[str, ...]
+    """--set"""
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """--set, with --reward and --env among them: all are the user's own word for a program."""
+        given = self.set_flags
+        if self.env is not None:
+            given = (*given, f"{EPISODE.setting}={json.dumps(self.env, ensure_ascii=False)}")
+        if not self.reward:
+            return given
+        if is_set(self.set_flags, REWARD.setting):
+            raise ConfigError(
+                f"--reward and --set {REWARD.setting} both choose the reward functions.",
+                "Remove one of them.",
+            )
+        return (*given, f"{REWARD.setting}={json.dumps(self.reward, ensure_ascii=False)}")
+
+    def overrides(self) -> dict[str, Any]:
+        """Dotted setting -> value, for the given flags."""
+        values = {key: getattr(self, name) for key, name in FLAGS.items()}
+        given = {key: value for key, value in values.items() if value is not None}
+        if self.log is not None:
+            given["log.to"] = logger_names(self.log)
+        return {key: str(value) if isinstance(value, Path) else value for key, value in given.items()}
+
+    def names(self) -> dict[str, str]:
+        """Dotted setting -> the flag that gave it, such as lora.rank -> --rank."""
+        return {key: f"--{FLAGS[key].replace('_', '-')}" for key in self.overrides()}
+
+
+def train(
+    flags: TrainFlags,
+    *,
+    run: Path | None,
+    resume: Path | None,
+    dry_run: bool,
+    at: int | None = None,
+    max_hours: float | None = None,
+) -> None:
+    """Train, or resume a run. Raises SkyliteError subclasses.
+
+    Exits 130 after a clean stop by Ctrl-C, and 0 after a stop by --max-hours.
+    """
+    if resume is not None:
+        _refuse_flags_on_resume(flags, run)
+    elif at is not None:
+        raise ConfigError(
+            f"--at {at} chooses a checkpoint of the run to resume, but --resume is missing.",
+            "Add --resume RUN, or remove --at.",
+        )
+    limit = TimeLimit(max_hours) if max_hours is not None else None
+    if dry_run:
+        show_printed()
+    if resume is not None:
+        finished = _resume(flags, RunDir(resume.resolve()), at, limit, dry_run=dry_run)
+    else:
+        finished = _start(flags, run, limit, dry_run=dry_run)
+    if not finished and not (limit is not None and limit.reached):
+        sys.exit(130)
+
+
+def _start(flags: TrainFlags, run: Path | None, limit: TimeLimit | None, *, dry_run: bool) -> bool:
+    """Start a new run. Returns whether it finished."""
+    from skylite.rollout.disk_check import check_disk_space
+    from skylite.rollout.failures import failures_recorded
+    from skylite.rollout.plan import plan_run, write_run
+    from skylite.rollout.run_session import run_session
+
+    recipe = find_recipe(flags.recipe) if flags.recipe else default_recipe(flags.data)
+    config = load_config(recipe, flags.overrides(), flags.settings, flags.names())
+    follows_data = is_own_data_recipe(recipe)
+    name = Path(config.data.path).resolve().name if follows_data else recipe.stem
+    run_dir = RunDir((run or _new_run(name)).resolve())
+    is_default = flags.recipe is None and flags.data is None
+    with default_data(config, keep=not dry_run) if is_default else contextlib.nullcontext(config) as readable:
+        sizes: list[str] = []
+        if follows_data:
+            from skylite.processes.hardware import choose_device
+
+            readable, sizes = size_by_data(readable, gpu=choose_device() == "cuda")
+        plan = plan_run(
+            readable, run_dir, recipe=recipe, settings=flags.settings, flags=flags.overrides(), notes=sizes
+        )
+    steps_per_epoch(len(plan.train), plan.config.rollout.prompts_per_step)  # refuses too few prompts
+    check_disk_space(plan.run, plan.config, plan.resolved)
+    if dry_run:
+        shown = plan.config.data.model_copy(update={"path": config.data.path})
+        print_settings(plan.config.model_copy(update={"data": shown}))
+        logger.info(ready_text(plan))
+        return True
+    # Lock before writing: of two processes that start at once, one must see the lock of the other.
+    with lock_run(plan.run.root, Path(plan.resolved.lora_sync_path), config.lora):
+        write_run(plan)
+        with failures_recorded(plan), run_log(plan.run.log_path("skylite")):
+            return asyncio.run(run_session(plan, resume=False, limit=limit))
+
+
+def _resume(
+    flags: TrainFlags, run: RunDir, at: int | None, limit: TimeLimit | None, *, dry_run: bool
+) -> bool:
+    """Resume an existing run. Returns whether it finished."""
+    from skylite.rollout.disk_check import check_disk_space
+    from skylite.rollout.failures import failures_recorded
+    from skylite.rollout.resume import plan_resume
+    from skylite.rollout.run_session import run_session
+
+    recorded = read_run_config(run.config_path)
+    require_own_folders(run, recorded)
+    with contextlib.ExitStack() as locks:
+        if not dry_run:  # before reading the run: a live one may write a newer checkpoint at any moment
+            locks.enter_context(lock_run(run.root, run.adapters(recorded), recorded.config.lora))
+        plan = plan_resume(run, overrides=flags.overrides(), settings=flags.settings, at=at)
+        if dry_run:
+            print_settings(plan.config)
+            logger.info(ready_text(plan))
+            return True
+        check_disk_space(plan.run, plan.config, plan.resolved)
+        with failures_recorded(plan), run_log(plan.run.log_path("skylite")):
+            return asyncio.run(run_session(plan, resume=True, limit=limit))
+
+
+def print_settings(config: TrainConfig) -> None:
+    """Print the resolved settings as JSON on stdout."""
+    # json.dumps escapes control characters, which `show` would replace by spaces.
+    show(json.dumps(config.model_dump(mode="json"), indent=1))
+
+
+def ready_text(plan: RunPlan) -> str:
+    """The verdict of --dry-run: what the same command without it would do."""
+    rollout, last = plan.config.rollout, plan.config.num_steps
+    steps = f"steps {plan.first_step} to {last}" if plan.resumed else f"{last} steps"
+    epochs = last * rollout.prompts_per_step / len(plan.train)
+    warnings = sum(note.startswith(WARNING) for note in plan.resolved.notes)
+    verdict = f"ready, with {warnings} warning(s)" if warnings and not plan.resumed else "ready"
+    return (
+        f"{verdict}: {steps}, {len(plan.train)} prompts ({rollout.prompts_per_step} prompts x "
+        f"{rollout.group_size} completions a step, {epochs:.2g} epochs), {len(plan.held_out)} held out; "
+        "without --dry-run this command trains"
+    )
+
+
+def _new_run(name: str) -> Path:
+    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _refuse_flags_on_resume(flags: TrainFlags, run: Path | None) -> None:
+    """Refuse flags that start a new run. rollout/resume.py checks the settings."""
+    if flags.from_adapter is not None:
+        raise ConfigError(
+            "--from-adapter starts a new run and --resume continues one; they cannot be combined.",
+            "Remove one of them.",
+        )
+    given = (["--recipe"] if flags.recipe else []) + (["--run"] if run else [])
+    if given:
+        raise ConfigError(
+            f"--resume continues a run with its recipe and folder, but {', '.join(given)} was given too.",
+            "Remove it.",
+        )

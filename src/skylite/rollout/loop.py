@@ -1,0 +1,283 @@
+"""The step loop of the parent process: sample, hand over to the trainer, load and verify the adapter, record.
+
+Two tasks run side by side. `sample_steps` samples each step once its adapter version is verified, and writes
+the rollout file for the trainer. `record_steps` loads and verifies each new adapter and records the step.
+On-policy, they take turns. With rollout.max_staleness = 1, the version for step k + 1 is verified before step
+k is trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from skylite.adapters.retention import clean_up
+from skylite.engine.canary_reading import CanaryReading
+from skylite.engine.collect_groups import gather_or_cancel
+from skylite.engine.engine_pool import SyncReport
+from skylite.errors import TrainerLost
+from skylite.progress_reporting import long_work
+from skylite.report.read_run import number
+from skylite.rollout.equal_rewards import STEPS, EqualRewards
+from skylite.rollout.held_out import evaluate_at_start, evaluate_held_out, is_evaluated_after
+from skylite.rollout.judge_rollouts import RolloutJudge, mean_gap
+from skylite.rollout.plan import RunPlan
+from skylite.rollout.sampling import SampledStep, sample_step
+from skylite.rollout.session_resources import Session
+from skylite.rollout.step_metrics import (
+    Interval,
+    StepTimings,
+    busy_s,
+    completion_view,
+    step_metrics,
+    trainer_metrics,
+)
+from skylite.run.metrics_file import append_metrics, read_metrics
+from skylite.run.rollout_file import write_rollouts
+from skylite.run.run_dir import AdapterVersion, adapter_name, sampling_version
+
+logger = logging.getLogger(__name__)
+POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerStep:
+    """The trainer's report on a step, whose adapter is published."""
+
+    metrics: dict[str, Any]
+    trained: Interval
+    """When the trainer computed the step."""
+    choices: list[str]
+    """The trainer's shortcuts; only after its start."""
+    warnings: list[str]
+    """Sentences for the user."""
+    notes: list[str]
+    """What the trainer chose, for the user."""
+    rollout_gaps: Mapping[str, Any] = field(default_factory=dict)
+    """By depth of context, for judge_rollouts.py."""
+
+
+@dataclass(slots=True)
+class StepQueues:
+    """What `sample_steps` and `record_steps` pass to each other."""
+
+    versions: asyncio.Queue[AdapterVersion] = field(default_factory=asyncio.Queue)
+    """Verified versions in order, for `sample_steps`."""
+    samples: asyncio.Queue[SampledStep] = field(default_factory=asyncio.Queue)
+    """Steps with a written rollout file, in order, for `record_steps`."""
+    sampling: dict[int, Interval] = field(default_factory=dict)
+    """Step -> when it was sampled; the end is inf until sampling ends."""
+
+
+async def run_steps(session: Session) -> None:
+    """Run every remaining step, and the evaluations before, between and after the steps."""
+    queues, plan = StepQueues(), session.plan
+    await wait_for_trainer_step(plan, plan.first_step - 1)
+    versions = initial_versions(session)
+    for version in versions:
+        adapter, load_s = await load_adapter(session, version)
+        await verify_adapter(session, adapter, load_s)
+        queues.versions.put_nowait(adapter)
+    await evaluate_at_start(session, versions)
+    # A run that died after its last step has only the final evaluation left.
+    if plan.first_step <= plan.config.num_steps:
+        tasks = (sample_steps(session, queues), record_steps(session, queues))
+        await gather_or_cancel([asyncio.create_task(task) for task in tasks])
+    await unload_before(session, before=plan.config.num_steps)
+    await evaluate_held_out(session, "after", version=plan.config.num_steps)
+
+
+async def sample_steps(session: Session, queues: StepQueues) -> None:
+    """Sample every step in order, and write its rollout file."""
+    plan, progress = session.plan, session.progress
+    source = await queues.versions.get()
+    for step in range(plan.first_step, plan.config.num_steps + 1):
+        while source.version < sampling_version(step, plan.config.rollout.max_staleness):
+            source = await queues.versions.get()
+        version, started = source.version, time.monotonic()
+        queues.sampling[step] = (started, math.inf)
+        progress.event("sampling_started", step=step, version=version)
+        # No request uses an older version any more: those belonged to earlier steps.
+        sampled, _ = await asyncio.gather(
+            sample_step(session, step, source), unload_before(session, before=version)
+        )
+        queues.sampling[step] = (started, time.monotonic())
+        progress.event("sampling_ended", step=step, version=version)
+        if not sampled.stored:
+            write_rollouts(plan.run.rollout_path(step), sampled.groups)
+        progress.event("rollouts_written", step=step, version=version)
+        queues.samples.put_nowait(sampled)
+    # The last version is still to come; the one before it may be evaluated.
+    await unload_before(session, before=plan.config.num_steps - 1)
+
+
+async def record_steps(session: Session, queues: StepQueues) -> None:
+    """Load and verify every adapter that the trainer publishes, and record its step."""
+    plan, progress, recorded = session.plan, session.progress, time.monotonic()
+    trained: dict[int, Interval] = {}
+    judge = rollout_judge(plan)
+    equal = EqualRewards()
+    train_s: float | None = None
+    for step in range(plan.first_step, plan.config.num_steps + 1):
+        progress.begin_step(step)
+        progress.phase("sampling", f"step {step} of {plan.config.num_steps}")
+        sampled = await queues.samples.get()
+        progress.phase("training", f"step {step} of {plan.config.num_steps}")
+        with long_work(f"training step {step}", expected_s=train_s):
+            trainer_step = await wait_for_trainer_step(plan, step)
+        train_s = trainer_step.trained[1] - trainer_step.trained[0]
+        progress.event("trainer_step_seen", step=step)
+        for note in trainer_step.notes:
+            logger.info(note)
+        for warning in trainer_step.warnings:
+            logger.warning(warning)
+        if "anomaly/reason" in trainer_step.metrics:
+            reason = trainer_step.metrics["anomaly/reason"]
+            logger.warning(
+                f"step {step} is skipped, {adapter_name(step)} equals the adapter before it: {reason} "
+                f"(its inputs are in {plan.run.rejected_steps})"
+            )
+        progress.phase("syncing", adapter_name(step))
+        adapter, load_s = await load_adapter(session, step)
+        sync_s = time.monotonic() - trainer_step.trained[1]
+        report = await verify_adapter(session, adapter, load_s)
+        is_evaluated = is_evaluated_after(plan.config, step)
+        if not is_evaluated:
+            queues.versions.put_nowait(adapter)
+        trained[step], now = trainer_step.trained, time.monotonic()
+        times = step_timings((recorded, now), queues.sampling, trained, step, sync_s)
+        recorded = now
+        metrics = step_metrics(step, sampled, trainer_step.metrics, report, times)
+        metrics["restarts"] = sum(progress.restarts.values())
+        bins = trainer_step.rollout_gaps.get("bins", ())
+        if bins and not sampled.stored:
+            metrics["mismatch/judged_gap"], metrics["mismatch/judged_tokens"] = mean_gap(bins)
+        append_metrics(plan.run.metrics_path, metrics)
+        if text := equal.after(metrics):
+            logger.warning(f"step {step}: {text}")
+        progress.warning = equal.text(metrics) if equal.steps >= STEPS else None
+        progress.recorded = step
+        progress.screen.step(metrics, completion_view(sampled.groups))
+        judge_rollouts(judge, step, sampled, trainer_step.rollout_gaps, report.canary)
+        if is_evaluated:  # before sampling uses the engines; not counted in any step's time
+            await evaluate_held_out(session, "step", version=step)
+            queues.versions.put_nowait(adapter)
+            recorded = time.monotonic()
+        await asyncio.to_thread(clean_up, plan.run, session.adapters, step, plan.config)
+        if (
+            session.limit is not None
+            and step < plan.config.num_steps
+            and session.limit.step_ended(times.step_s)
+        ):
+            logger.info(str(session.limit))
+            await asyncio.Event().wait()  # run_until_stopped sees the limit and cancels this task
+
+
+def rollout_judge(plan: RunPlan) -> RolloutJudge:
+    """Judges the rollouts of this run. After a resume it knows the first step's gap from the metrics."""
+    first = (number(m, "mismatch/judged_gap") for m in read_metrics(plan.run.metrics_path))
+    return RolloutJudge(
+        plan.resolved.dtype,
+        plan.config.rollout.temperature,
+        plan.config.sync.rollout_mismatch,
+        reference=next(filter(math.isfinite, first), math.nan),
+    )
+
+
+def judge_rollouts(
+    judge: RolloutJudge, step: int, sampled: SampledStep, gaps: Mapping[str, Any], canary: CanaryReading
+) -> None:
+    """Warn of a mismatch, or raise SyncFailed. Says once why the rollouts cannot be judged."""
+    why_not = gaps.get("not_judged", "")
+    if sampled.stored:
+        why_not = f"those of step {step} were stored: an engine of an earlier process sampled them"
+    if why_not:
+        judge.say_once(f"the rollouts are not compared with the trainer's logprobs: {why_not}")
+    elif warning := _judged(judge, step, gaps, canary):
+        logger.warning(warning)
+
+
+def _judged(judge: RolloutJudge, step: int, gaps: Mapping[str, Any], canary: CanaryReading) -> str:
+    return judge.judge(step, gaps["bins"], canary.rounding, canary.base_distance) if "bins" in gaps else ""
+
+
+def step_timings(
+    window: Interval, sampling: dict[int, Interval], trained: dict[int, Interval], step: int, sync_s: float
+) -> StepTimings:
+    """Timings of a step. `window`: from the record of the step before to the record of this one."""
+    busy = [interval for steps in (sampling, trained) for k, interval in steps.items() if k >= step - 1]
+    return StepTimings(
+        rollout_s=sampling[step][1] - sampling[step][0],
+        step_s=window[1] - window[0],
+        sync_s=sync_s,
+        overlap_s=busy_s(sampling[step], trained.values()),
+        overhead_s=window[1] - window[0] - busy_s(window, busy),
+    )
+
+
+def initial_versions(session: Session) -> list[int]:
+    """Versions to load before the first step, oldest first: the one it is sampled from, and the newest.
+
+    They differ after a resume with rollout.max_staleness = 1. If the older one is gone (lora_sync_path
+    in memory, after a reboot), the first step is sampled from the newest; its rollouts record that.
+    """
+    newest = session.plan.first_step - 1
+    source = sampling_version(session.plan.first_step, session.plan.config.rollout.max_staleness)
+    if not session.adapter(source).path.exists():
+        logger.warning(
+            f"{adapter_name(source)} is missing in {session.adapters}: step {newest + 1} is sampled from "
+            f"{adapter_name(newest)} instead, unlike in an uninterrupted run"
+        )
+        source = newest
+    return sorted({source, newest})
+
+
+async def wait_for_trainer_step(plan: RunPlan, step: int) -> TrainerStep:
+    """Wait until the trainer has finished `step` and published its adapter.
+
+    Raises TrainerLost after trainer.step_timeout_s. If the trainer dies instead, the supervisor raises.
+    """
+    run, timeout_s = plan.run, plan.config.trainer.step_timeout_s
+    deadline = time.monotonic() + timeout_s
+    while not run.trainer_step_path(step).exists():
+        if time.monotonic() > deadline:
+            what = f"finish step {step}" if step >= plan.first_step else "start"
+            raise TrainerLost(
+                f"The trainer did not {what} within {timeout_s:g} s (trainer.step_timeout_s): it hangs.",
+                f"Read {run.log_path('trainer')}, or raise trainer.step_timeout_s.",
+            )
+        await asyncio.sleep(POLL_S)
+    body = run.read_json(run.trainer_step_path(step))
+    started, ended = body["trained"]
+    choices, warnings = body.get("choices", []), body.get("warnings", [])
+    gaps, notes = body.get("rollout_gaps", {}), body.get("notes", [])
+    return TrainerStep(trainer_metrics(body), (started, ended), choices, warnings, notes, gaps)
+
+
+async def load_adapter(session: Session, version: int) -> tuple[AdapterVersion, float]:
+    """Load a published version on every engine. Returns it, and the seconds."""
+    adapter = session.adapter(version)
+    load_s = await session.engines.load(adapter)
+    session.progress.event("adapter_loaded", version=version)
+    session.progress.adapter_version, session.progress.adapter_verified = version, None
+    return adapter, load_s
+
+
+async def verify_adapter(session: Session, adapter: AdapterVersion, load_s: float) -> SyncReport:
+    """Verify hash and canary. Raises SyncFailed or ModelError."""
+    started = time.monotonic()
+    canary = await session.engines.verify(adapter)
+    session.progress.event("adapter_verified", version=adapter.version)
+    session.progress.adapter_verified = canary.is_verified
+    return SyncReport(load_s=load_s, canary_s=time.monotonic() - started, canary=canary)
+
+
+async def unload_before(session: Session, before: int) -> None:
+    """Unload versions older than `before`, which no request uses any more."""
+    for adapter in await session.engines.unload_before(before):
+        session.progress.event("adapter_unloaded", version=adapter.version)

@@ -1,0 +1,334 @@
+"""From settings to a run directory. Everything is checked here, before a process starts."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+import skylite
+from skylite.adapters.import_adapter import (
+    adopt_adapter,
+    check_warm_start,
+    copy_warm_start,
+    expand_adapter_path,
+)
+from skylite.adapters.target_modules import check_target_names
+from skylite.config.train import Resolved, RunConfig, TrainConfig
+from skylite.data.chat_template import read_template, template_notes
+from skylite.data.prompts import PromptFileInfo, read_prompts
+from skylite.engine.trainable_models import check_trainable
+from skylite.engine.vllm.connections import open_files
+from skylite.engine.vllm.context_length import check_context
+from skylite.engine.vllm.cpu_lora import choose_cpu_lora, engine_notes
+from skylite.engine.vllm.servable_models import check_build, check_lora, check_torchvision
+from skylite.environments.episode_spec import check_episode_data
+from skylite.errors import ConfigError
+from skylite.hub.resolve import ResolvedModel, resolve_model
+from skylite.hub.shared_memory_copy import shared_copy
+from skylite.loggers.interface import require_libraries
+from skylite.processes.build_tools import triton_note
+from skylite.processes.capture_prints import printed_lines
+from skylite.processes.file_descriptors import raise_file_limit
+from skylite.processes.gpus import why_no_gpu
+from skylite.processes.hardware import choose_device, choose_dtype
+from skylite.processes.own_network import check_network
+from skylite.processes.versions_and_hardware import machine_facts
+from skylite.resources.gpu_plan import place
+from skylite.resources.memory_plan import plan_memory
+from skylite.rewards.components import load_components
+from skylite.rollout.allowed_programs import allow_algorithm, allow_episode, allow_rewards
+from skylite.rollout.automatic_settings import device_defaults, epochs_to_steps
+from skylite.rollout.data_filter import without_foreign_filter
+from skylite.rollout.plan_messages import data_note, held_out_note, log_notes, settings_notes
+from skylite.rollout.prompt_check import check_prompts
+from skylite.rollout.reference_answers import check_references
+from skylite.rollout.reward_check import check_calls
+from skylite.rollout.reward_settings import apply_reward_settings
+from skylite.run.files import convert_os_errors, sha256_file, write_json
+from skylite.run.folder_owner import mark_sync_folder
+from skylite.run.lock import refuse_live
+from skylite.run.run_dir import RunDir, published_versions
+from skylite.run.trusted_programs import is_set
+from skylite.sandbox.sandbox import require_sandbox
+from skylite.types import Prompt
+from skylite.ui.logs import log_printed
+from skylite.user_functions import REWARD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """A checked run: all that the parent needs to start it."""
+
+    run: RunDir
+    config: TrainConfig
+    resolved: Resolved
+    train: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+    """The first eval.limit problems of eval.split."""
+    rewards: tuple[str, ...]
+    """Specs of the reward functions. Empty with an environment."""
+    first_step: int
+    """1, or the step after the checkpoint a resumed run continues from."""
+    resumed: bool = False
+    """Continues an existing run, from a checkpoint or, if there is none, from its start."""
+    reuse_rollouts: bool = False
+    """Train again on the stored rollouts of steps after the checkpoint."""
+
+    @property
+    def run_config(self) -> RunConfig:
+        """What config.json holds."""
+        return RunConfig(skylite_version=skylite.__version__, config=self.config, resolved=self.resolved)
+
+
+def plan_run(
+    config: TrainConfig,
+    run: RunDir,
+    *,
+    recipe: Path | None = None,
+    settings: Sequence[str] = (),
+    flags: Collection[str] = (),
+    notes: Sequence[str] = (),
+) -> RunPlan:
+    """Check data, reward, model and machine. Writes nothing. Raises SkyliteError subclasses.
+
+    `recipe`: the file that may name programs; None: the user names them. `settings`: the user's --set.
+    `flags`: settings that the user's other flags chose, such as lora.rank. `notes`: choices made before, to
+    print and record.
+    """
+    for folder in (run.root, sync_folder(config, run)):
+        refuse_live(folder)
+    check_folders(config, run)
+    config, filter_note = without_foreign_filter(config, recipe, settings)
+    train, info = read_split(config, "train")
+    held_out = held_out_prompts(config)
+    template = replace(read_template(config.data), now=datetime.now().replace(microsecond=0))
+    config, rewards, programs, reward_notes = plan_rewards(config, info, train, recipe, settings)
+    programs |= allow_algorithm(config.algorithm, named_by=recipe, settings=settings)
+    config, device_notes = device_defaults(config, choose_device())
+    model = choose_model(config)
+    config, adapter_notes = adopt_adapter(config, _chosen(config, recipe, settings, flags), model.path)
+    prompts = check_prompts(config, model.path, template, train, held_out)
+    config, length_note = epochs_to_steps(config, len(prompts.train))
+    notes = [
+        *notes,
+        *(data_note(config, info, len(prompts.train)), filter_note, held_out_note(prompts.held_out)),
+        *template_notes(config.data),
+        *prompts.notes,
+        *reward_notes,
+        *adapter_notes,
+        *(length_note, *device_notes),
+    ]
+    resolved = resolve_choices(config, run, model, notes).model_copy(
+        update={
+            "programs": programs,
+            "chat_template": template.text,
+            "template_time": template.now,
+            "dropped_prompts": prompts.dropped,
+        }
+    )
+    log_notes(resolved.notes)
+    return RunPlan(
+        run=run,
+        config=config,
+        resolved=resolved,
+        train=prompts.train,
+        held_out=prompts.held_out,
+        rewards=rewards,
+        first_step=1,
+    )
+
+
+def plan_rewards(
+    config: TrainConfig,
+    info: PromptFileInfo,
+    train: Sequence[Prompt],
+    recipe: Path | None,
+    settings: Sequence[str],
+) -> tuple[TrainConfig, tuple[str, ...], dict[str, str], list[str]]:
+    """The config with the rewards' settings, the rewards, hashes of programs, and notes. Calls each reward.
+
+    Raises SkyliteError subclasses.
+    """
+    if config.env.episode:  # its episodes give the rewards
+        programs = allow_episode(config.env.episode, named_by=recipe, settings=settings)
+        check_episode_data(config.env.episode, info.reward, config.data.path)
+        return config, (), programs, []
+    config, reward_note = apply_reward_settings(config, info, keep=config.reward.model_fields_set)
+    named_by = None if is_set(settings, REWARD.setting) else recipe
+    rewards, programs = allow_rewards(
+        config.reward.functions, info, Path(config.data.path), named_by=named_by
+    )
+    with printed_lines(log_printed):
+        components = load_components(rewards, config.reward.weights, train[0], programs, config.reward)
+        references = check_references(config.reward, info, train, components, programs)
+        check_calls(rewards, config, train, programs, info.answer_template)
+    return config, rewards, programs, [reward_note, *references]
+
+
+def _chosen(
+    config: TrainConfig, recipe: Path | None, settings: Sequence[str], flags: Collection[str]
+) -> set[str]:
+    """The settings of LoRA that the user chose, and not a recipe."""
+    given = {f"lora.{name}" for name in config.lora.model_fields_set}
+    return {name for name in given if recipe is None or name in flags or is_set(settings, name)}
+
+
+def choose_model(config: TrainConfig) -> ResolvedModel:
+    """The model's folder, on a machine that can train it. Raises SkyliteError."""
+    device = choose_device()
+    choose_dtype(config.model.dtype, device)
+    check_device(config, device)
+    check_network(config)
+    check_build(device)
+    check_torchvision()
+    model = resolve_model(config.model.name)
+    check_trainable(model.path)
+    return model
+
+
+def resolve_choices(config: TrainConfig, run: RunDir, model: ResolvedModel, notes: Sequence[str]) -> Resolved:
+    """Choose dtype, GPUs, memory and folders; add a note on each choice. Raises SkyliteError."""
+    device = choose_device()
+    dtype, dtype_note = choose_dtype(config.model.dtype, device)
+    placement = place(config, device)
+    served_note = check_lora(model.path, device, config.lora)
+    target_notes = check_target_names(model.path, config.lora)
+    check_context(config, model.path)
+    same_bits = config.trainer.deterministic
+    cpu_lora = choose_cpu_lora(config.engine.cpu_lora, dtype, model.path, deterministic=same_bits)
+    memory = plan_memory(config, model.path, device, dtype, cpu_lora, placement)
+    notes = [
+        *notes,
+        why_no_gpu() if device == "cpu" else "",
+        *placement.notes,
+        dtype_note,
+        *settings_notes(config),
+        model.note,
+        served_note,
+        *target_notes,
+        triton_note(device),
+        *engine_notes(device, dtype, config.engine.cpu_lora, cpu_lora, deterministic=same_bits),
+        *memory.notes,
+    ]
+    if config.lora.from_adapter is not None:
+        notes += check_warm_start(config, model.path, model.fingerprint)
+    return Resolved(
+        model_path=str(model.path),
+        shm_path=shm_path(config, model.fingerprint),
+        model_revision=model.revision,
+        model_fingerprint=model.fingerprint,
+        data_sha256=train_data_hash(config),
+        dtype=dtype,
+        device=device,
+        cpu_lora=cpu_lora,
+        rank_gpus=placement.rank_gpus,
+        engine_gpus=placement.engine_gpus,
+        kv_cache_bytes=memory.kv_cache_bytes,
+        engine_share=memory.engine_share,
+        trainer_memory_bytes=memory.trainer_bytes,
+        lora_sync_path=str(Path(config.lora.lora_sync_path or run.default_adapters).resolve()),
+        run_id=uuid.uuid4().hex,
+        warm_start=str(run.warm_start) if config.lora.from_adapter is not None else None,
+        notes=[text for text in notes if text],
+    )
+
+
+def check_device(config: TrainConfig, device: str) -> None:
+    """Raise ConfigError for settings that need a GPU if there is none, or more open files than allowed.
+
+    ConfigError also without a sandbox or a logger's library. Raises the soft limit on open files.
+    """
+    require_libraries(config.log.to)
+    raise_file_limit(open_files(config))
+    require_sandbox("the model's chat template")
+    if config.trainer.attention == "flex" and device == "cpu":
+        raise ConfigError(
+            "trainer.attention=flex has no backward pass on a CPU, and this run has no GPU.",
+            "Use trainer.attention=sdpa.",
+        )
+    if config.trainer.offload and device == "cpu":
+        raise ConfigError(
+            "trainer.offload=true moves tensors off a GPU, and this run has no GPU.",
+            "Use trainer.offload=false.",
+        )
+
+
+def shm_path(config: TrainConfig, fingerprint: str) -> str | None:
+    """Shared memory folder for the model (model.use_shm), else None.
+
+    Always computed, never read from config.json, because the last run that uses the folder deletes it.
+    """
+    return str(shared_copy(fingerprint)) if config.model.use_shm else None
+
+
+def read_split(config: TrainConfig, split: str) -> tuple[list[Prompt], PromptFileInfo]:
+    """Prompts of a split at the configured difficulty. Raises DataError."""
+    return read_prompts(Path(config.data.path) / f"{split}.parquet", difficulty=tuple(config.data.difficulty))
+
+
+def held_out_prompts(config: TrainConfig) -> list[Prompt]:
+    """The first eval.limit problems of eval.split. Raises DataError."""
+    return read_split(config, config.eval.split)[0][: config.eval.limit] if config.eval.limit else []
+
+
+def train_data_hash(config: TrainConfig) -> str:
+    """sha256 of the training split: a resumed run needs the same prompts in the same order."""
+    return sha256_file(Path(config.data.path) / "train.parquet")
+
+
+def sync_folder(config: TrainConfig, run: RunDir) -> Path:
+    return Path(config.lora.lora_sync_path or run.default_adapters).resolve()
+
+
+def check_folders(config: TrainConfig, run: RunDir) -> None:
+    """Raise ConfigError if the folder holds a run or a warm start, or lora_sync_path other adapters."""
+    if run.config_path.exists():
+        raise ConfigError(
+            f"{run.root} holds a run already.",
+            f"Use --resume {run.root} to continue it, or choose another --run folder.",
+        )
+    if run.warm_start.exists():
+        raise ConfigError(
+            f"{run.warm_start} already exists, from an interrupted start.",
+            "Remove it, or choose another --run folder.",
+        )
+    sync = sync_folder(config, run)
+    if published := published_versions(sync):
+        raise ConfigError(
+            f"{sync} holds adapters of another run, such as {published[-1].name}; skylite never overwrites "
+            "them.",
+            "Move them away, or choose another lora.lora_sync_path.",
+        )
+
+
+def write_run(plan: RunPlan) -> None:
+    """Create the run directory, its copy of a warm start, and its config.json. The caller holds the locks.
+
+    Raises ConfigError before writing anything if another process has taken the folders since the plan.
+    """
+    check_folders(plan.config, plan.run)
+    if plan.config.lora.from_adapter is not None:
+        copy_warm_start(expand_adapter_path(plan.config.lora.from_adapter), plan.run)
+    for folder in (
+        plan.run.rollouts,
+        plan.run.trainer_steps,
+        plan.run.checkpoints,
+        plan.run.logs,
+        Path(plan.resolved.lora_sync_path),
+    ):
+        with convert_os_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+    write_config(plan)
+
+
+def write_config(plan: RunPlan) -> None:
+    """Write config.json, which the child processes read, and mark a lora_sync_path that the user chose.
+
+    Records the machine too (machine.json).
+    """
+    write_json(plan.run.machine_path, machine_facts())
+    write_json(plan.run.config_path, plan.run_config.model_dump(mode="json"))
+    mark_sync_folder(plan.run_config)

@@ -1,0 +1,299 @@
+"""Resume a run: choose the checkpoint, check changed settings, remove everything written after it.
+
+SAFE_CHANGES and ROUNDING_CHANGES name the settings that may change.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import skylite
+from skylite.adapters.retention import remove_folder, remove_unfinished_files
+from skylite.config.loading import change_config, read_run_config
+from skylite.config.train import Resolved, RunConfig, TrainConfig
+from skylite.errors import ConfigError, DataError
+from skylite.hub.resolve import check_folder, resolve_model
+from skylite.processes.own_network import check_network
+from skylite.resources.gpu_plan import Placement, place_again
+from skylite.resources.memory_plan import MemoryBudget, plan_memory
+from skylite.rollout.allowed_programs import accept_same_rewards, allow_again
+from skylite.rollout.automatic_settings import epochs_to_steps
+from skylite.rollout.plan import (
+    RunPlan,
+    check_device,
+    held_out_prompts,
+    read_split,
+    shm_path,
+    train_data_hash,
+)
+from skylite.rollout.plan_messages import log_notes
+from skylite.rollout.prompt_check import without
+from skylite.rollout.step_metrics import recovered_metrics, require_numbers
+from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint
+from skylite.run.files import fsync_path
+from skylite.run.held_out_scores import remove_scores_after
+from skylite.run.metrics_file import read_metrics, write_metrics
+from skylite.run.rollout_file import read_rollouts
+from skylite.run.run_dir import RunDir, published_versions
+from skylite.run.status import read_status
+
+logger = logging.getLogger(__name__)
+
+
+def plan_resume(
+    run: RunDir,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    settings: Sequence[str] = (),
+    at: int | None = None,
+) -> RunPlan:
+    """Plan an existing run from its newest undamaged checkpoint, or from the checkpoint of step `at`.
+
+    Writes nothing. Raises ConfigError if a change would alter the run's result, if data or model differ,
+    or if no work is left.
+    """
+    recorded = read_run_config(run.config_path)
+    config = change_config(recorded.config, overrides or {}, settings)
+    everything, info = read_split(config, "train")
+    train = without(everything, recorded.resolved.dropped_prompts)
+    config = accept_same_rewards(recorded.config, config, info, settings)
+    config, _ = epochs_to_steps(config, len(train))
+    check_changes(recorded.config, config)
+    check_device(config, recorded.resolved.device)
+    check_network(config)
+    placement = place_again(recorded, config)
+    log_notes(placement.notes)
+    rewards, programs = allow_again(run.config_path, config, info, settings)
+    recorded = _check_inputs(recorded, config)
+    done = choose_checkpoint(run, at)
+    _require_work(run, config, done)
+    resolved = recorded.resolved
+    memory = plan_memory(
+        config, Path(resolved.model_path), resolved.device, resolved.dtype, resolved.cpu_lora, placement
+    )
+    log_notes(memory.notes)
+    logger.info(
+        f"resuming {run.root} after step {done} of {config.num_steps}" + ("" if done else ", from its start")
+    )
+    if recorded.skylite_version != skylite.__version__:
+        logger.warning(
+            f"the run was started with skylite {recorded.skylite_version}, and this is {skylite.__version__}"
+        )
+    resolved = _relocate(run, recorded, config, placement, memory)
+    return RunPlan(
+        run=run,
+        config=config,
+        resolved=resolved.model_copy(update={"programs": programs}),
+        train=train,
+        held_out=without(held_out_prompts(config), recorded.resolved.dropped_prompts),
+        rewards=rewards,
+        first_step=done + 1,
+        resumed=True,
+        reuse_rollouts=at is None,
+    )
+
+
+def remove_after(run: RunDir, lora_sync_path: Path, step: int, *, reuse_rollouts: bool) -> int:
+    """Remove everything after `step` and unfinished files. Returns the number of recorded steps removed.
+
+    With `reuse_rollouts`, later rollouts are kept: a step depends only on its rollouts, so nothing is
+    sampled twice. The trainer's file of `step` is removed too: the resumed trainer writes it again once
+    its adapter is published, and the parent waits for it.
+    """
+    lines = read_metrics(run.metrics_path)
+    before = [line for line in lines if line["step"] <= step]
+    recovered = recover_metrics(run, before[-1]["step"] if before else 0, step)
+    kept = reusable_rollouts(run, step) if reuse_rollouts else 0
+    # A kill or a power cut may interrupt this anywhere. Checkpoints go first, newest first, so that the next
+    # resume never finds a checkpoint whose files are gone. Metrics are written before their sources go.
+    for later in sorted((s for s in checkpoint_steps(run) if s > step), reverse=True):
+        remove_folder(run.checkpoint_path(later))
+    if run.checkpoints.exists():
+        fsync_path(run.checkpoints)
+    for adapter in reversed([a for a in published_versions(lora_sync_path) if a.version > step]):
+        remove_folder(adapter.path)
+    write_metrics(run.metrics_path, [*before, *recovered])
+    for paths, first in ((run.stored_trainer_steps(), step), (run.stored_rollouts(), step + 1 + kept)):
+        for path in (p for k, p in paths.items() if k >= first):
+            path.unlink()
+    remove_scores_after(run, step)
+    remove_unfinished_files(run, lora_sync_path)
+    if kept:
+        logger.info(f"training steps {step + 1} to {step + kept} again from their stored rollouts")
+    return len(lines) - len(before)
+
+
+def recover_metrics(run: RunDir, recorded: int, done: int) -> list[dict[str, Any]]:
+    """Metrics of steps `recorded` + 1 to `done`, which are in the checkpoint but were not recorded."""
+    steps = [k for k in range(recorded + 1, done + 1) if run.rollout_path(k).exists()]
+    return [recovered_metrics(k, read_rollouts(run.rollout_path(k)), _stored_update(run, k)) for k in steps]
+
+
+def _stored_update(run: RunDir, step: int) -> dict[str, Any]:
+    """The trainer's report on a finished step; empty if the file is missing or a power cut emptied it."""
+    if not run.trainer_step_path(step).exists():
+        return {}
+    try:
+        update = run.read_json(run.trainer_step_path(step))
+        require_numbers(update, run.trainer_step_path(step))
+        return update
+    except ConfigError as error:
+        logger.warning(f"{error.what} The trainer's metrics of step {step} are unknown.")
+        return {}
+
+
+def reusable_rollouts(run: RunDir, step: int) -> int:
+    """Number of steps right after `step` with an undamaged rollout file. A rejected step is sampled again."""
+    count = 0
+    while (path := run.rollout_path(step + count + 1)).exists() and not (
+        run.rejected_steps / path.stem
+    ).exists():
+        try:
+            read_rollouts(path)
+        except DataError as error:
+            logger.warning(f"{error.what} It is sampled again.")
+            break
+        count += 1
+    return count
+
+
+def _with_model(recorded: RunConfig) -> RunConfig:
+    """The run with a model folder that exists: a hub model that left the cache is downloaded again."""
+    resolved, name = recorded.resolved, recorded.config.model.name
+    if resolved.model_revision is None or Path(resolved.model_path).is_dir():
+        return recorded
+    path = str(resolve_model(name, resolved.model_revision).path)
+    return recorded.model_copy(update={"resolved": resolved.model_copy(update={"model_path": path})})
+
+
+def _check_inputs(recorded: RunConfig, config: TrainConfig) -> RunConfig:
+    """Raise ConfigError unless data and model are the same as at the start of the run.
+
+    Returns the run with a model folder that exists.
+    """
+    recorded = _with_model(recorded)
+    resolved = recorded.resolved
+    if resolved.data_sha256 is not None and train_data_hash(config) != resolved.data_sha256:
+        raise ConfigError(
+            f"{Path(config.data.path) / 'train.parquet'} is not the file that the run was trained on "
+            "(its sha256 differs).",
+            "Point --data to the folder it was moved to, or prepare it again in the same way.",
+        )
+    if check_folder(Path(resolved.model_path), "").fingerprint != resolved.model_fingerprint:
+        raise ConfigError(
+            f"The model in {resolved.model_path} is not the one that the run was trained on "
+            "(its fingerprint differs: weights, config, tokenizer, chat template or generation_config).",
+            "Restore the original files, or start a new run.",
+        )
+    return recorded
+
+
+def _require_work(run: RunDir, config: TrainConfig, done: int) -> None:
+    """Raise ConfigError if every step and the final evaluation are done."""
+    is_finished = done == config.num_steps and _status_is_done(run)
+    if done > config.num_steps or is_finished:
+        raise ConfigError(
+            f"{run.root} is at step {done} of {config.num_steps} already.",
+            f"Set more steps, e.g. --steps {done + 10}.",
+        )
+
+
+def _status_is_done(run: RunDir) -> bool:
+    """Whether status.json has phase "done". False if a power cut emptied it."""
+    if not run.status_path.exists():
+        return False
+    try:
+        return read_status(run.status_path).phase == "done"
+    except ConfigError as error:
+        logger.warning(f"{error.what} The final evaluation is repeated.")
+        return False
+
+
+def _relocate(
+    run: RunDir, recorded: RunConfig, config: TrainConfig, placement: Placement, memory: MemoryBudget
+) -> Resolved:
+    """Update paths and GPUs: the run may have been moved, with its adapters and its copy of a warm start."""
+    old = recorded.resolved
+    update = {
+        "warm_start": str(run.warm_start) if old.warm_start else None,
+        "lora_sync_path": str(run.adapters(recorded)),
+        "shm_path": shm_path(config, old.model_fingerprint),
+        "run_id": old.run_id or uuid.uuid4().hex,
+        "rank_gpus": placement.rank_gpus,
+        "engine_gpus": placement.engine_gpus,
+        "kv_cache_bytes": memory.kv_cache_bytes,
+        "engine_share": memory.engine_share,
+        "trainer_memory_bytes": memory.trainer_bytes,
+    }
+    return old.model_copy(update=update)
+
+
+SAFE_CHANGES = (
+    "shared_network",
+    "checkpoint", "eval", "anomaly", "sync", "stop", "log", "num_steps", "num_epochs",
+    "reward.num_workers", "reward.timeout_s", "trainer.step_timeout_s", "trainer.max_restarts",
+    "engine.start_timeout_s", "engine.stall_timeout_s", "engine.max_restarts",
+    "data.path", "model.use_shm", "trainer.offload",
+)  # fmt: skip
+"""Sections and fields that do not change any result. data.path: the file is compared by its hash.
+model.use_shm and trainer.offload only change where the model and the AdamW moments are stored."""
+ROUNDING_CHANGES = (
+    "trainer.num_ranks",
+    "trainer.num_threads",
+    "trainer.tokens_per_micro_batch",
+    "trainer.checkpointing",
+    "trainer.attention",
+    "trainer.deterministic",
+    "engine.num_engines",
+    "engine.max_num_seqs",
+    "engine.kv_cache_gib",
+    "engine.gpu_memory_utilization",
+    "engine.gpus",
+    "engine.tensor_parallel",
+)
+"""Settings that change how a step is computed: its result stays the same up to rounding."""
+
+
+def check_changes(old: TrainConfig, new: TrainConfig) -> None:
+    """Raise ConfigError for changes that alter the result, naming both values; log changes of rounding."""
+    before, after = _flatten(old.model_dump(mode="json")), _flatten(new.model_dump(mode="json"))
+    changed = [key for key in after if before.get(key) != after[key]]
+    refused = [key for key in changed if not _is_under(key, (*SAFE_CHANGES, *ROUNDING_CHANGES))]
+    if old.optim.schedule != "constant" and "num_steps" in changed:
+        refused.append("num_steps")
+    if refused:
+        changes = "; ".join(
+            f"{key} is {_text(before.get(key))} and was given as {_text(after[key])}" for key in refused
+        )
+        why = f" (optim.schedule={old.optim.schedule} ends at num_steps)" if "num_steps" in refused else ""
+        raise ConfigError(
+            f"--resume continues a run unchanged, and this would change its result: {changes}{why}.",
+            "Drop the change, or start a new run with --from-adapter.",
+        )
+    for key in changed:
+        if _is_under(key, ROUNDING_CHANGES):
+            logger.info(
+                f"{key} changes from {_text(before.get(key))} to {_text(after[key])}: "
+                "the result is the same up to rounding"
+            )
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested sections to dotted names."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def _is_under(key: str, names: tuple[str, ...]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def _text(value: Any) -> str:
+    """The value as typed on the command line."""
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

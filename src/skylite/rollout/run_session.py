@@ -1,0 +1,249 @@
+"""Start the resources of a run (screen, engines, trainer, reward workers), run all steps, clean up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from skylite.adapters.manifest import read_manifest
+from skylite.adapters.target_modules import predict_target_modules
+from skylite.config.train import Resolved
+from skylite.engine.canary import DEFAULT_TOLERANCE, verify_folder
+from skylite.engine.engine_pool import EnginePool
+from skylite.engine.vllm.start_engines import engines_for_modules, start_engines
+from skylite.engine.watchdog import RestartPolicy
+from skylite.errors import OutOfMemory, SkyliteError, TrainerLost, WriteFailed, write_failed
+from skylite.hub.shared_memory_copy import model_in_shared_memory, remove_unused_copies
+from skylite.processes.child import ProcessSpec
+from skylite.processes.file_tree import remove_tree
+from skylite.processes.hardware import threads_per_rank
+from skylite.processes.reaper import RUN
+from skylite.processes.supervisor import Supervisor
+from skylite.processes.torchrun import trainer_command, trainer_env
+from skylite.report.read_run import read_facts
+from skylite.rollout.failures import TRAINER, explain_failure, may_resume, with_next_commands
+from skylite.rollout.loop import TrainerStep, run_steps, wait_for_trainer_step
+from skylite.rollout.plan import RunPlan, write_config
+from skylite.rollout.progress import Progress
+from skylite.rollout.resume import plan_resume, remove_after
+from skylite.rollout.run_loggers import loggers_running
+from skylite.rollout.session_resources import Session, start_environment, start_scorer, start_tokenizer
+from skylite.rollout.shutdown import (
+    TRAINER_SHARE,
+    StopRequest,
+    TimeLimit,
+    handle_signals,
+    run_until_stopped,
+)
+from skylite.run.files import convert_os_errors
+from skylite.run.metrics_file import null_to_nan, read_metrics
+from skylite.run.run_dir import adapter_name
+from skylite.ui.dashboard import Screen
+from skylite.ui.end_message import finished_text, log_findings, stopped_text
+
+logger = logging.getLogger(__name__)
+
+
+async def run_session(plan: RunPlan, *, resume: bool, limit: TimeLimit | None = None) -> bool:
+    """Run all steps, in folders that the caller has locked. Raises RunFailed subclasses.
+
+    Returns whether the run finished: False after a clean stop, by a signal or by `limit`.
+
+    If the trainer is lost, the run resumes from its last checkpoint (trainer.max_restarts). The engines
+    restart too: vLLM keys its prefix cache by adapter name and path, and the same versions are written again.
+    """
+    adapters = Path(plan.resolved.lora_sync_path)
+    stop = handle_signals(limit.stop if limit is not None else asyncio.Event())
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(provide_model_files(plan.resolved))
+        screen = stack.enter_context(Screen(plan.config.num_steps))
+        await stack.enter_async_context(loggers_running(plan, stop))
+        restarts: dict[str, int] = {}
+        while True:
+            roll_back(plan, adapters) if resume else clear_control_files(plan)
+            screen.state.history = tuple(null_to_nan(m) for m in read_metrics(plan.run.metrics_path))
+            try:
+                return await _supervised(plan, screen, adapters, resume, limit, restarts, stop)
+            except TrainerLost as error:
+                if not may_resume(plan, error, restarts.get(TRAINER, 0), stop.requested.is_set()):
+                    raise
+                allowed = ""
+                if not isinstance(error, OutOfMemory):
+                    restarts[TRAINER] = restarts.get(TRAINER, 0) + 1
+                    allowed = (
+                        f" (restart {restarts[TRAINER]} of "
+                        f"trainer.max_restarts={plan.config.trainer.max_restarts})"
+                    )
+                logger.warning(f"{error.what} The run resumes from its last checkpoint{allowed}.")
+            plan, resume = plan_resume(plan.run), True
+
+
+def provide_model_files(resolved: Resolved) -> AbstractContextManager[None]:
+    """Keep the model's files where trainer and engines read them (model.use_shm).
+
+    Every start removes the copies that killed runs left, also without model.use_shm.
+    """
+    if resolved.shm_path is None:
+        remove_unused_copies()
+        return contextlib.nullcontext()
+    return model_in_shared_memory(Path(resolved.model_path), Path(resolved.shm_path))
+
+
+def clear_control_files(plan: RunPlan) -> None:
+    """Remove the stop request, the trainer's error and the rendezvous of an earlier attempt."""
+    with convert_os_errors(plan.run.root):
+        plan.run.stop_path.unlink(missing_ok=True)
+        plan.run.trainer_error_path.unlink(missing_ok=True)
+    with convert_os_errors(plan.run.rendezvous):  # recreated, so that it is a folder that this user owns
+        if problem := remove_tree(plan.run.rendezvous):
+            raise problem
+        plan.run.rendezvous.mkdir(mode=0o700)
+
+
+def roll_back(plan: RunPlan, adapters: Path) -> None:
+    """Restore the run directory to the checkpoint from which the plan resumes."""
+    clear_control_files(plan)
+    write_config(plan)
+    remove_after(plan.run, adapters, plan.first_step - 1, reuse_rollouts=plan.reuse_rollouts)
+
+
+async def _supervised(
+    plan: RunPlan,
+    screen: Screen,
+    adapters: Path,
+    resume: bool,
+    limit: TimeLimit | None,
+    restarts: dict[str, int],
+    stop: StopRequest,
+) -> bool:
+    """Run under a supervisor until the run is done, stopped or failed."""
+    end_s = plan.config.stop.grace_s * (1 - TRAINER_SHARE)
+    async with Supervisor(stop_timeout_s=end_s, skip_wait=stop.forced.is_set) as supervisor:
+        start = plan.first_step - 1
+        progress = Progress(
+            plan.run,
+            plan.config.num_steps,
+            screen,
+            supervisor.pids,
+            step=start,
+            recorded=start,
+            restarts=restarts,
+        )
+        try:
+            finished = await run_until_stopped(
+                _run(plan, supervisor, progress, resume, limit), plan, supervisor, progress, stop
+            )
+        except (SkyliteError, OSError) as error:
+            reason = explain_failure(
+                plan, write_failed(error) if isinstance(error, OSError) else error, supervisor
+            )
+            if may_resume(plan, reason, restarts.get(TRAINER, 0), stop.requested.is_set()):
+                raise reason from None
+            reason = with_next_commands(plan, reason)
+            # If status.json cannot be written either, the user must still see why the run ended.
+            with contextlib.suppress(WriteFailed):
+                progress.phase("failed", error=str(reason))
+            raise reason from None
+    progress.phase("done" if finished else "stopped")
+    facts = read_facts(plan.run.root)
+    log_findings(facts)
+    logger.info(
+        finished_text(plan.run, adapters, facts.held_out) if finished else stopped_text(plan.run, adapters)
+    )
+    return finished
+
+
+async def _run(
+    plan: RunPlan, supervisor: Supervisor, progress: Progress, resume: bool, limit: TimeLimit | None
+) -> None:
+    """Start engines, trainer and reward workers side by side, then run every step."""
+    progress.event("run_started")
+    progress.phase(
+        "starting",
+        f"vLLM: {plan.config.engine.num_engines} engine(s); trainer: {plan.config.trainer.num_ranks} rank(s)",
+    )
+    plan.run.canary_path.unlink(missing_ok=True)  # the trainer waits for the new one
+    async with contextlib.AsyncExitStack() as stack:
+        modules = predict_target_modules(Path(plan.resolved.model_path), plan.config.lora)
+        tolerance = plan.config.sync.canary_tolerance or DEFAULT_TOLERANCE[plan.resolved.dtype]
+        restarts = RestartPolicy(
+            config=plan.config.engine,
+            verify=partial(verify_folder, tolerance=tolerance),
+            counts=progress.restarts,
+        )
+        starting = start_engines(plan.run_config, plan.run.logs, modules, supervisor, restarts)
+        watchdogs = await stack.enter_async_context(starting)
+        progress.event("engines_started")
+        supervisor.start(_trainer_spec(plan, resume))
+        progress.event("trainer_started")
+        tokenizer = await start_tokenizer(plan, stack)
+        progress.event("tokenizer_ready")
+        scorer = start_scorer(plan, stack, supervisor)
+        environment = await start_environment(plan, stack, tokenizer, supervisor)
+        record_choices(plan, await wait_for_trainer_step(plan, plan.first_step - 1))
+        ready = await stack.enter_async_context(
+            engines_for_modules(
+                plan.run_config,
+                plan.run.logs,
+                watchdogs,
+                supervisor,
+                started_for=modules,
+                wanted=_published_modules(plan),
+            )
+        )
+        progress.event("engines_ready")
+        session = Session(
+            plan=plan,
+            engines=EnginePool(ready, tolerance),
+            scorer=scorer,
+            tokenizer=tokenizer,
+            progress=progress,
+            limit=limit,
+            environment=environment,
+        )
+        await run_steps(session)
+        await wait_for_trainer_exit(plan, supervisor)
+
+
+def record_choices(plan: RunPlan, first: TrainerStep) -> None:
+    """Print which shortcuts the trainer chose for the model, and add them to config.json."""
+    if first.choices:
+        short = ", ".join(choice.partition(";")[0] for choice in first.choices)
+        logger.info(f"trainer: {short} (config.json has the reasons)")
+    write_config(replace(plan, resolved=plan.resolved.model_copy(update={"choices": first.choices})))
+
+
+def _published_modules(plan: RunPlan) -> list[str]:
+    """Target modules of the adapter that the first step starts from."""
+    adapter = Path(plan.resolved.lora_sync_path) / adapter_name(plan.first_step - 1)
+    return read_manifest(adapter, verify_hash=False).target_modules
+
+
+async def wait_for_trainer_exit(plan: RunPlan, supervisor: Supervisor) -> None:
+    """Wait until the trainer ends after its last step. Raises ChildDied; TrainerLost if it hangs."""
+    timeout_s = plan.config.trainer.step_timeout_s
+    try:
+        await asyncio.wait_for(supervisor.wait_exit(TRAINER), timeout_s)
+    except TimeoutError:
+        raise TrainerLost(
+            f"The trainer did not end within {timeout_s:g} s (trainer.step_timeout_s) "
+            "after its last step: it hangs."
+        ) from None
+
+
+def _trainer_spec(plan: RunPlan, resume: bool) -> ProcessSpec:
+    trainer = plan.config.trainer
+    return ProcessSpec(
+        name=TRAINER,
+        argv=trainer_command(plan.run.root, plan.run.rendezvous, trainer.num_ranks, resume=resume),
+        env=trainer_env(trainer.num_threads or threads_per_rank(trainer.num_ranks), plan.resolved.rank_gpus)
+        | {RUN: str(plan.run.root.absolute())},
+        log_path=plan.run.log_path(TRAINER),
+        own_network=not plan.config.shared_network,
+        is_done=plan.run.trainer_step_path(plan.config.num_steps).exists,
+    )

@@ -1,0 +1,121 @@
+"""The resources that the step loop uses, and how a run starts them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from skylite.data.chat_template import run_template
+from skylite.data.tokenizer import ChatTokenizer, load_tokenizer
+from skylite.engine.canary import canary_sequences
+from skylite.engine.collect_groups import Scorer
+from skylite.engine.engine_pool import EnginePool
+from skylite.environments.running_environment import running_environment
+from skylite.environments.sample_episodes import Environment
+from skylite.processes.supervisor import Supervisor
+from skylite.rewards.worker_pool import RewardPool
+from skylite.rollout.plan import RunPlan
+from skylite.rollout.progress import Progress
+from skylite.rollout.shutdown import TimeLimit
+from skylite.run.files import write_json
+from skylite.run.run_dir import AdapterVersion, adapter_name
+
+logger = logging.getLogger(__name__)
+LONGEST_PROMPTS = 16
+"""Prompts to encode for the longest one. The longest text need not have the most tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """Plan, engines, reward workers, tokenizer and progress. run_session.py creates and closes them."""
+
+    plan: RunPlan
+    engines: EnginePool
+    scorer: Scorer | None
+    """None with an environment, whose episodes give the rewards."""
+    tokenizer: ChatTokenizer
+    progress: Progress
+    limit: TimeLimit | None = None
+    environment: Environment | None = None
+
+    @property
+    def adapters(self) -> Path:
+        """The folder into which the trainer publishes adapters."""
+        return Path(self.plan.resolved.lora_sync_path)
+
+    def adapter(self, version: int) -> AdapterVersion:
+        """An adapter version, published or not yet."""
+        return AdapterVersion(version, self.adapters / adapter_name(version))
+
+
+def reward_pool(plan: RunPlan) -> RewardPool:
+    """The reward workers. Raises ConfigError if a reward cannot be loaded."""
+    config = plan.config.reward
+    programs = plan.resolved.programs
+    log = plan.run.log_path("rewards")
+    return RewardPool(
+        plan.rewards,
+        config.weights,
+        config.num_workers,
+        config.timeout_s,
+        programs,
+        log,
+        config,
+        config.prefill,
+    )
+
+
+def start_scorer(
+    plan: RunPlan, stack: contextlib.AsyncExitStack, supervisor: Supervisor
+) -> RewardPool | None:
+    """The reward workers, which `stack` ends; None with an environment."""
+    if plan.config.env.episode:
+        return None
+    pool = reward_pool(plan)
+    stack.callback(pool.close)
+    pool.watch(supervisor.fail)
+    return pool
+
+
+async def start_environment(
+    plan: RunPlan, stack: contextlib.AsyncExitStack, tokenizer: ChatTokenizer, supervisor: Supervisor
+) -> Environment | None:
+    """The environment of env.episode, which `stack` ends."""
+    if not plan.config.env.episode:
+        return None
+    return await stack.enter_async_context(
+        running_environment(
+            plan.config,
+            tokenizer,
+            Path(plan.resolved.model_path),
+            plan.resolved.programs,
+            plan.run.logs,
+            supervisor,
+        )
+    )
+
+
+async def start_tokenizer(plan: RunPlan, stack: contextlib.AsyncExitStack) -> ChatTokenizer:
+    """Load the tokenizer and write the canary sequences, for which the trainer waits. `stack` closes it."""
+    tokenizer = await asyncio.to_thread(
+        load_tokenizer, Path(plan.resolved.model_path), run_template(plan.run_config)
+    )
+    stack.callback(tokenizer.close)
+    if tokenizer.note:
+        logger.info(tokenizer.note)
+    longest = await asyncio.to_thread(longest_prompt_tokens, tokenizer, plan)
+    sequences = await asyncio.to_thread(canary_sequences, tokenizer, plan.train, plan.resolved.dtype)
+    write_json(plan.run.canary_path, {"sequences": sequences, "longest_prompt_tokens": longest})
+    return tokenizer
+
+
+def longest_prompt_tokens(tokenizer: ChatTokenizer, plan: RunPlan) -> int:
+    """Tokens of the longest training prompt that is sampled, judged by the prompts with the longest text."""
+    # In bytes: a Chinese character takes as many tokens as several English ones.
+    by_text = sorted(plan.train, key=lambda p: -sum(len(m["content"].encode()) for m in p.messages))
+    tokens = map(len, tokenizer.encode_chats([p.messages for p in by_text[:LONGEST_PROMPTS]]))
+    limit = plan.config.rollout.max_prompt_tokens
+    return max((count for count in tokens if count <= limit), default=limit)
