@@ -27,9 +27,6 @@ LOGGERS := tensorboard,wandb,trackio,mlflow,swanlab
 # Builds the site, in an environment of its own: nothing else needs it.
 ZENSICAL := zensical==0.0.73
 SITE := build/docs
-# Its operators make the mutants. It stays out of site-packages, because its dependencies would change
-# versions there.
-MUTATION := cosmic-ray==8.7.0
 DATA ?=
 SOURCE ?=
 PACKAGES ?=
@@ -50,7 +47,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lora-gsm8k lora-guess check test test-all test-dist test-vllm test-e2e test-loggers \
-	gpu-check gpu-results torture fuzz mutants docs docs-reference vllm-models lock clean
+	gpu-check gpu-results torture fuzz docs docs-reference vllm-models lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -127,11 +124,6 @@ torture: $(READY) ## kills, bad inputs, a long run (1 to 2 hours); benchmarks/re
 
 fuzz: $(READY) ## read 10,000 damaged files with every reader, results in benchmarks/results/fuzz.json
 	$(BIN)/python benchmarks/fuzz.py --out benchmarks/results/fuzz.json
-
-# Results in benchmarks/results/mutants.json. ARGS="--minutes 30" ends it earlier.
-mutants: $(READY) ## change one token at a time: does a unit test fail?
-	$(BIN)/pip install --quiet --no-compile --upgrade --target $(VENV)/mutants $(MUTATION)
-	PYTHONPATH=$(VENV)/mutants $(BIN)/python benchmarks/mutants.py $(ARGS) --out benchmarks/results/mutants.json
 
 docs: ## build the site in build/docs/site; a broken link or anchor fails
 	@test -x $(VENV)/zensical/bin/pip || $(PYTHON) -m venv $(VENV)/zensical

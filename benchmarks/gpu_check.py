@@ -62,11 +62,11 @@ class Part:
 # each in a minute or more.
 PARTS = {
     "machine": Part("gpu_loop", "machine", 15),
-    "collectives": Part("gpu_collectives", "collectives", 15),
+    "collectives": Part("gpu_train", "collectives", 15),
     "loop": Part("gpu_loop", "loop", 230),
     "train 7b": Part("gpu_train", "train", 105, {"shape": "qwen2.5-7b"}),
     "profile 7b": Part("gpu_train", "profile", 35, {"shape": "qwen2.5-7b"}),
-    "out of memory": Part("gpu_memory", "out_of_memory", 25, {"shape": "qwen2.5-0.5b"}),
+    "out of memory": Part("gpu_train", "out_of_memory", 25, {"shape": "qwen2.5-0.5b"}),
     "train 0.5b": Part("gpu_train", "train", 35, {"shape": "qwen2.5-0.5b"}),
     "flex": Part("gpu_kernels", "flex", 30),
     "attention": Part("gpu_kernels", "attention", 20),

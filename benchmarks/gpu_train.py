@@ -1,12 +1,14 @@
-"""Parts of `make gpu-check` that train: random models of real shapes, completions of varied lengths."""
+"""Parts of `make gpu-check` that train: the process group, random models of real shapes, lack of memory."""
 
 from __future__ import annotations
 
 import gc
 import os
+import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -33,6 +35,11 @@ STEPS = 3
 RANK = 32
 GRADIENT_TOLERANCE = 0.02
 """Largest relative difference of a gradient norm between two kinds of attention in bfloat16."""
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+SUMMED = 1 << 20
+SPARE_GIB = 3
+"""Memory that the trainer may still take. A micro-batch of 16,384 tokens takes 16 GiB."""
+DRY_RUN_TOKENS = 25
 
 
 def train(report: Report, shape: str) -> None:
@@ -195,6 +202,95 @@ def profile(report: Report, shape: str) -> None:
     report.put("busy_s", round(spent.total() / 1e6, 3))
     report.put("tokens_computed", metrics["tokens/unique"])
     report.put("operations", rows)
+
+
+def collectives(report: Report) -> None:
+    """The group of one rank as the trainer makes it, and a sum over it: NCCL on a GPU, else gloo.
+
+    Raises RuntimeError if the sum is wrong.
+    """
+    use_trainer_environment()
+    os.environ.update(TORCHRUN, TORCHELASTIC_RUN_ID="gpu-check")
+    import torch
+
+    from skylite.model.process_group import process_group
+
+    on_gpu = torch.cuda.is_available()
+    started = time.perf_counter()
+    with (
+        tempfile.TemporaryDirectory(prefix="skylite-") as folder,
+        process_group("cuda" if on_gpu else "cpu", Path(folder)) as dist,
+    ):
+        report.put("backend", torch.distributed.get_backend())
+        if on_gpu:
+            report.put("nccl", torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+        values = torch.ones(SUMMED, device=dist.device)
+        report.put("memory_before", memory_of(dist.device))
+        total = float(dist.all_reduce_sum_(values).sum())
+        report.put("seconds", round(time.perf_counter() - started, 3))
+        report.put("memory_after", memory_of(dist.device))
+    if total != SUMMED:
+        raise RuntimeError(f"the sum over one rank is {total}, not {SUMMED}")
+
+
+def out_of_memory(report: Report, shape: str) -> None:
+    """Two steps with too little memory: the first must halve the micro-batches until it fits."""
+    use_trainer_environment()  # the imports below load torch
+    from skylite.config.train import Resolved, RunConfig
+    from skylite.run.run_dir import RunDir
+    from skylite.trainer import loop
+    from skylite.trainer.optimizer import make_optimizer
+
+    shape, sizes = sizes_of(shape, report.dry_run)
+    config, policy, choices, dist = build(shape, sizes, "sdpa", "selective", "tree")
+    resolved = Resolved(
+        model_path="", model_fingerprint="", dtype="bfloat16", device=policy.device.type, lora_sync_path=""
+    )
+    optimizer = make_optimizer("policy", policy.lora, config.optim.lr, 1.0, config.optim)
+    setattr(loop, "publish_version", lambda *_: {})  # noqa: B010 -- no engine waits for it
+    with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
+        trainer = loop.Trainer(
+            run=RunDir(Path(folder)),
+            run_config=RunConfig(skylite_version="gpu-check", config=config, resolved=resolved),
+            dist=dist,
+            policy=policy,
+            optimizer=optimizer,
+            critic=None,
+            canary_sequences=[],
+            base_logprobs=[],
+            choices=choices,
+        )
+        take_memory(policy)
+        for step in (1, 2):
+            trainer, result = loop.try_until_it_fits(trainer, varied_groups(sizes, step), step)
+            tokens = trainer.config.trainer.tokens_per_micro_batch
+            grad_norm = result.metrics.get("optim/grad_norm")
+            row = {"step": step, "tokens_per_micro_batch": tokens, "grad_norm": grad_norm}
+            row |= memory_of(policy.device)
+            report.add("steps", row | {"warnings": list(result.warnings), "anomaly": result.anomaly})
+    if not report.found["steps"][0]["warnings"]:
+        raise RuntimeError("the first step did not run out of memory")
+
+
+def take_memory(policy: Policy) -> None:
+    """Leave the trainer SPARE_GIB on a GPU; on a CPU, fail for more than DRY_RUN_TOKENS tokens."""
+    import torch
+
+    from skylite.trainer import step
+
+    if policy.device.type == "cuda":
+        total = torch.cuda.get_device_properties(policy.device).total_memory
+        limit = torch.cuda.memory_reserved(policy.device) + SPARE_GIB * 2**30
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), policy.device)
+        return
+    right = step.micro_batch_loss
+
+    def limited(micro: Any, *args: Any) -> Any:
+        if len(micro.token_weights) > DRY_RUN_TOKENS:
+            raise MemoryError("a dry run's memory is full")
+        return right(micro, *args)
+
+    setattr(step, "micro_batch_loss", limited)  # noqa: B010
 
 
 def build(

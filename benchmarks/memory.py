@@ -7,7 +7,7 @@
 The prediction is resources/predicted_memory.py. A pass is a forward and backward pass over one group, in a
 process of its own; its bytes are the growth of the resident set. --engines also starts a vLLM server and sums
 the memory that its processes share or own (PSS). --runs compares with the largest resident set of the trainer
-that each run recorded. --fake compares with the peaks of benchmarks/fake_peaks.py.
+that each run recorded. --fake compares with peaks of fake tensors (benchmarks/README.md).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--engines", nargs="*", default=[], help="dtypes of the servers to start")
     parser.add_argument("--engine-models", nargs="*", type=Path, help="folders; default: --model")
     parser.add_argument("--runs", nargs="*", type=Path, default=[], help="folders of runs on a CPU, one rank")
-    parser.add_argument("--fake", type=Path, help="results of benchmarks/fake_peaks.py")
+    parser.add_argument("--fake", type=Path, help="the file of peaks of fake tensors")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
@@ -198,7 +198,7 @@ def compare_engine(model: Path, dtype: str) -> dict[str, Any]:
 
 
 def fake_row(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of fake_peaks.py: weights, LoRA with its gradients, and the pass; no moments, no process."""
+    """A row of the fake tensors: weights, LoRA with its gradients, and the pass; no moments, no process."""
     prompt, group, nodes = row["prompt"], row["group"], row["nodes"]
     config = settings(nodes, row["checkpointing"], row["attention"], prompt, group)
     any_length = settings(prompt + 2048 * group, row["checkpointing"], row["attention"], prompt, group)

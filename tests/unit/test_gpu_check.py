@@ -219,8 +219,8 @@ def test_results_name_no_folder_of_the_machine(module: Any, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("name", "function"),
     [
-        *(("gpu_train", "train"), ("gpu_train", "profile"), ("gpu_memory", "out_of_memory")),
-        *(("gpu_collectives", "collectives"), ("gpu_kernels", "flex")),
+        *(("gpu_train", "train"), ("gpu_train", "profile"), ("gpu_train", "out_of_memory")),
+        *(("gpu_train", "collectives"), ("gpu_kernels", "flex")),
     ],
 )
 def test_a_part_that_trains_sets_its_environment_before_it_imports_torch(name: str, function: str) -> None:
