@@ -5,7 +5,7 @@ SkyliteError              bad input or a broken environment; printed as one sent
 |- DataError              a data set, row or parquet file
 |- ModelError             a model or adapter folder
 '- RunFailed              a started run stopped; exit code 1
-   |- ChildDied           vLLM or a trainer rank exited; carries the last lines of its log
+   |- ChildDied           an engine or a trainer rank exited; carries the last lines of its log
    |  '- TrainerLost      the trainer crashed or hangs; a restart may succeed
    |- EngineFailed        an engine sent no usable answer in time; a retry may succeed
    |  '- EngineDead       the server reports that its engine is dead
@@ -92,7 +92,7 @@ class EngineFailed(RunFailed):
 
 
 class EngineDead(EngineFailed):
-    """A vLLM server reports that its engine is dead."""
+    """An engine reports that it is dead."""
 
 
 class SyncFailed(RunFailed):

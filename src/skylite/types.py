@@ -50,7 +50,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One call of the engine. The token ids are vLLM's; text is never tokenized again."""
+    """One call of the engine. The token ids are the engine's; text is never tokenized again."""
 
     prompt_token_ids: list[int]
     """[P] the engine's input."""

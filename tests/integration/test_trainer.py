@@ -123,7 +123,7 @@ def test_both_ranks_skip_a_bad_step_and_train_the_next(
     assert largest_difference(weights(run, 2), weights(run, 1)) == 0.0
     assert largest_difference(weights(run, 3), weights(run, 2)) > 0.0
     skipped = run.read_json(run.trainer_step_path(2))
-    assert skipped["skipped"].startswith("vLLM's logprob of token 0 in turn 0 of trajectory 0")
+    assert skipped["skipped"].startswith("the engine's logprob of token 0 in turn 0 of trajectory 0")
     assert "skipped" not in run.read_json(run.trainer_step_path(3))
     assert (run.rejected_steps / "step-000002" / "rollouts.parquet").read_bytes() == run.rollout_path(
         2

@@ -111,7 +111,7 @@ def test_processes_that_leave_too_little_memory_are_named(machine: Machine) -> N
     machine.has_torch()
     with pytest.raises(ConfigError) as error:
         place(config(), "cuda")
-    assert "GPU 0 (Tesla T4) has 5.0 of 15.0 GiB free, and vLLM takes 6.8 GiB" in error.value.what
+    assert "GPU 0 (Tesla T4) has 5.0 of 15.0 GiB free, and the engine takes 6.8 GiB" in error.value.what
     assert "process 4711 (python3) uses 9.0 GiB, process 4712 (jupyter)." in error.value.what
 
 

@@ -67,7 +67,7 @@ def test_hidden_gpus_mean_the_cpu_and_a_note(machine: Machine, setting: str) -> 
         ("GPU-ff", "names 'GPU-ff', which is no GPU"),
         ("0,0", "names '0', more than once"),
         ("0,", "names '', which is no GPU"),
-        ("MIG-c7-11", "vLLM does not support MIG"),
+        ("MIG-c7-11", "engines do not support MIG"),
         ("all", "names 'all', which is no GPU"),
     ],
 )
@@ -163,7 +163,7 @@ def test_no_type_can_be_used_below_8(
     machine.lists(H200, T4)
     with pytest.raises(ConfigError) as error:
         choose_dtype(setting, "cuda")
-    assert "Tesla T4 has compute capability 7.5, and bfloat16 needs 8.0 or newer. vLLM's" in error.value.what
+    assert "T4 has compute capability 7.5, and bfloat16 needs 8.0 or newer. Engines'" in error.value.what
     assert error.value.hint.startswith(
         "Choose a GPU of compute capability 8.0 or newer with CUDA_VISIBLE_DEVI"
     )

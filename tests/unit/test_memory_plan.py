@@ -257,7 +257,7 @@ def test_the_kv_cache_gets_what_is_left_of_a_small_share(machine: Machine, tmp_p
             T4,
             100,
             {"engine": {"gpu_memory_utilization": 0.1}},
-            r"vLLM does not fit: .*=0.1 of 15.0 GiB is 1.5 GiB; weights",
+            r"The engine does not fit: .*=0.1 of 15.0 GiB is 1.5 GiB; weights",
         ),
         (
             T4,

@@ -90,7 +90,7 @@ def test_a_cache_of_unknown_size_is_refused_in_words(layer: Shapes) -> None:
     found = sizes(stack(1, attention(64, 4, 2, 16)) | stack(1, layer, first=1), {})
     assert found.cached is None
     engine = engine_memory(found, TrainConfig(), "cuda", "bfloat16", max_loras=2, cpu_lora="dense")
-    with pytest.raises(ConfigError, match=r"vLLM's KV cache cannot be predicted: .* \(k_proj; a fused"):
+    with pytest.raises(ConfigError, match=r"The engine's KV cache cannot be predicted: .* \(k_proj; a fused"):
         kv_cache_bytes(TrainConfig(), engine, 80 * GIB)
 
 

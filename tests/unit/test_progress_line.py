@@ -172,7 +172,7 @@ def test_the_panel_shows_the_long_work_that_a_run_waits_for(monkeypatch: pytest.
     console = Console(file=io.StringIO(), force_terminal=True, width=100, height=30)
     configure_logging()
     with Screen(3, console) as screen:
-        screen.phase("starting", "vLLM: 1 engine(s)")
+        screen.phase("starting", "1 engine(s); trainer")
         with long_work("vllm-0 starts", detail=lambda: "loading weights, file 1 of 2"):
             time.sleep(0.2)
             assert (
@@ -180,4 +180,4 @@ def test_the_panel_shows_the_long_work_that_a_run_waits_for(monkeypatch: pytest.
                 .plain[2:]
                 .startswith("starting  vllm-0 starts: loading weights, file 1 of 2, 0 s")
             )
-        assert "vLLM: 1 engine(s)" in panel_lines(screen.state, 90, 20)[0].plain
+        assert "1 engine(s); trainer" in panel_lines(screen.state, 90, 20)[0].plain

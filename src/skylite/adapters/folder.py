@@ -30,7 +30,7 @@ class ServedAdapter:
 def find_adapter(target: Path, step: int | None) -> ServedAdapter:
     """The newest adapter of a run, its adapter of `step`, or an adapter folder.
 
-    Checks the adapter files as far as possible without the base model; vLLM would find errors only after its
+    Checks the adapter files as far as possible without the base model; an engine would find errors after its
     start. Raises ConfigError or ModelError.
     """
     if (target / "adapter_config.json").is_file():
@@ -74,7 +74,7 @@ def _served(adapter: AdapterVersion, run: RunDir | None, config: RunConfig | Non
     found = read_warm_start(adapter.path)
     if found.odd_name is not None:
         raise ModelError(
-            f"{adapter.path} names a matrix {found.odd_name}, as neither PEFT nor vLLM does.",
+            f"{adapter.path} names a matrix {found.odd_name}, as neither PEFT nor an engine does.",
             "A run that starts from it (train --from-adapter) publishes it with the usual names.",
         )
     base_model = config.resolved.model_path if config is not None else found.base_model

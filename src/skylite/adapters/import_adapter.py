@@ -75,7 +75,7 @@ class WarmStart:
     shapes: dict[str, list[int]]
     """Shape of each matrix, by PEFT's name."""
     odd_name: str | None
-    """A name of a matrix that vLLM does not read; None if it reads all."""
+    """A name of a matrix that engines do not read; None if they read all."""
     manifest: Manifest | None
     """None for an adapter that skylite did not publish."""
 
@@ -259,7 +259,7 @@ def _adapted_paths(found: WarmStart, model_path: Path) -> set[str]:
         path, is_a = match["path"].removeprefix(PREFIX), match["side"] == "A"
         if path.rpartition(".")[2] in LM_HEADS:
             raise ModelError(
-                f"The adapter {found.folder} has LoRA on the LM head ({path}), which vLLM leaves out of "
+                f"The adapter {found.folder} has LoRA on the LM head ({path}), which engines leave out of "
                 "prompt log-probabilities (vllm#51594), so no adapter could be verified.",
                 "Train it without the head (Tinker: train_unembed=False), or merge it into its base with "
                 "PEFT's merge_and_unload and start from that model.",
@@ -383,7 +383,7 @@ def _rank_of(name: str, shape: Sequence[int]) -> int:
 
 
 def _shapes(path: Path) -> dict[str, list[int]]:
-    """Shape of every tensor, read by the same library as in vLLM and the trainer. Raises ModelError."""
+    """Shape of every tensor, read by the library that trainer and engine use. Raises ModelError."""
     from safetensors import SafetensorError, safe_open
 
     safetensors_header(path)  # has a better error message for a truncated file

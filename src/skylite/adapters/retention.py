@@ -51,7 +51,7 @@ def kept_adapters(
 def clean_up(run: RunDir, lora_sync_path: Path, newest: int, config: TrainConfig) -> Removed:
     """Delete the adapters and checkpoints that the rules do not keep. `newest`: the newest version in use.
 
-    keep_last is at least 2, so this never deletes an adapter that an engine may still read: vLLM re-reads an
+    keep_last is at least 2, so this never deletes an adapter that an engine may still read: one re-reads an
     evicted adapter from its folder, and a missing folder kills the engine.
     """
     steps = checkpoint_steps(run)

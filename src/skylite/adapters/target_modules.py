@@ -1,4 +1,4 @@
-"""Names of modules that get LoRA: match patterns, and the short names in adapter_config.json and vLLM."""
+"""Names of modules that get LoRA: match patterns, and their short names."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def short_names(modules: Iterable[str], chosen: Iterable[str]) -> list[str]:
 
 
 def predict_target_modules(model_path: Path, config: LoraConfig) -> list[str]:
-    """The target_modules that the trainer's manifest will most likely contain, so that vLLM can start first.
+    """The target_modules that the trainer's manifest will most likely contain, so that engines start first.
 
     Callers must compare the result with the manifest. Raises ModelError for a damaged file.
     """

@@ -1,7 +1,7 @@
-"""Importance weights: they correct for vLLM's probabilities, which differ slightly from the trainer's.
+"""Importance weights: they correct for the engine's probabilities, which differ slightly from the trainer's.
 
 Truncated importance sampling: Ionides (2008); Yao et al., "Your efficient RL framework secretly brings you
-off-policy RL training" (2025). Masking instead of capping: IcePop (2025). With top-p or top-k, vLLM's
+off-policy RL training" (2025). Masking instead of capping: IcePop (2025). With top-p or top-k, the engine's
 logprobs are those of the truncated distribution, and the same weights correct for the truncation.
 """
 

@@ -1,4 +1,4 @@
-"""`skylite eval`: scores of adapters or of the base model, sampled with vLLM.
+"""`skylite eval`: scores of adapters or of the base model, sampled by an engine.
 
 The first of reward.functions alone scores, unweighted, or the data's own reward.
 An environment's episodes score themselves: their first component counts.
@@ -190,7 +190,7 @@ async def run_eval(plan: EvalPlan, flags: EvalFlags, report: Report) -> None:
     """Start one engine, sample and score into `report`, and end the engine."""
     subjects = ", ".join(s.name for s in plan.subjects)
     problems = sum(len(d.prompts) for d in plan.data)
-    logger.info(f"evaluating {subjects} of {plan.model_name} on {problems} problems; starting vLLM")
+    logger.info(f"evaluating {subjects} of {plan.model_name} on {problems} problems; starting the engine")
     raise_file_limit(open_files(plan.config))
     model = resolve_model(plan.model_name)
     max_loras = max(1, min(flags.max_loras, len(plan.adapters)))

@@ -20,7 +20,7 @@ def doctor(
         str | None,
         typer.Option(
             metavar="URL",
-            help="Check a running vLLM server instead, e.g. http://127.0.0.1:8000. Default: this machine.",
+            help="Check a running engine instead, e.g. http://127.0.0.1:8000. Default: this machine.",
         ),
     ] = None,
     as_json: AsJson = False,

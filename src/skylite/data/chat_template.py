@@ -15,7 +15,7 @@ from skylite.errors import ConfigError
 from skylite.untrusted_files import open_file
 
 MAX_BYTES = 100_000
-"""vLLM's command line holds the template of `skylite serve`, and Linux limits an argument to 128 KiB."""
+"""An engine's command line holds the template of `skylite serve`, and Linux limits an argument to 128 KiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,11 +93,11 @@ def _cgroup_mend(unit: str) -> str:
 
 
 def check_address_space() -> Finding:
-    """Nothing limits the address space: torch and vLLM reserve more than they use."""
+    """Nothing limits the address space: torch and engines reserve more than they use."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     if soft == resource.RLIM_INFINITY:
         return ok("address space", "unlimited")
     is_raised = hard == resource.RLIM_INFINITY
     fix = "ulimit -v unlimited" if is_raised else "limits.conf: `* hard as unlimited`, then log in again"
-    text = f"ulimit -v is {soft >> 10} KiB; torch and vLLM reserve more than they use"
+    text = f"ulimit -v is {soft >> 10} KiB; torch and engines reserve more than they use"
     return bad("address space", text, fix)

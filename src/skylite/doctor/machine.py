@@ -23,7 +23,7 @@ LEAST_MEMORY, GOOD_MEMORY = 2 * GIB, 6 * GIB
 """Free memory that the smallest run needs, and that the default run on a CPU needs."""
 LEAST_DISK, GOOD_DISK = 2 * GIB, 10 * GIB
 LEAST_SHM = GIB // 4
-"""Containers have 64 MiB unless told otherwise; torch and vLLM hand data over there."""
+"""Containers have 64 MiB unless told otherwise; torch and engines hand data over there."""
 SERVE_PORT = 8000
 HUB_TIMEOUT_S = 3.0
 LARGEST_SKEW_S = 300.0

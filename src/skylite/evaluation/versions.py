@@ -28,7 +28,7 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """The model name in requests to vLLM, and the name of the results."""
+        """The model name in requests to the engine, and the name of the results."""
         return BASE_NAME if self.adapter is None else self.adapter.name
 
     @property

@@ -1,6 +1,6 @@
 """GGUF by llama.cpp's own converter, which the user installs: it brings a `gguf` package of its own.
 
-That package would replace the one that vLLM and transformers use here.
+That package would replace the one that the engine and transformers use here.
 """
 
 from __future__ import annotations

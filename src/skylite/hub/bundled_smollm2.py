@@ -83,7 +83,7 @@ def convert(gguf: Path, folder: Path) -> None:
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, trust_remote_code=False)
     tokenizer = AutoTokenizer.from_pretrained(**source, trust_remote_code=False)
-    # The weights are dequantized now. With these fields, save_pretrained and vLLM would treat them as
+    # The weights are dequantized now. With these fields, save_pretrained and the engine would treat them as
     # quantized.
     del model.config.quantization_config
     model.hf_quantizer = None

@@ -60,7 +60,7 @@ class Policy:
     """Attention over a tree, a key of attention_backends.BACKENDS."""
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """In bfloat16, autocast rounds the float32 LoRA matrices to bfloat16, as publishing and vLLM do."""
+        """In bfloat16, autocast rounds the float32 LoRA matrices to bfloat16, as publishing does."""
         return (
             torch.autocast(self.device.type, torch.bfloat16)
             if self.dtype == torch.bfloat16

@@ -107,7 +107,7 @@ def set_threads(num_threads: int | None) -> None:
 def half_the_threads() -> Iterator[None]:
     """Use half of the CPU threads while other work shares the cores.
 
-    Such work is vLLM's start. The threads of a matrix product wait for each other by spinning, which wastes
+    Such work is an engine's start. Threads of a matrix product wait for each other by spinning, which wastes
     cores while one of them waits for the scheduler. Buys 9 s of start.
     """
     num_threads = torch.get_num_threads()

@@ -34,7 +34,7 @@ def missing_for_triton() -> tuple[str, str] | None:
         return None
     lacking = " and no ".join(what for what, _ in missing)
     return (
-        f"there is no {lacking}, and Triton compiles launchers of vLLM's and torch's kernels at run time; "
+        f"there is no {lacking}, and Triton compiles launchers of GPU kernels at run time; "
         "only those in its cache work",
         f"sudo apt-get install {' '.join(package for _, package in missing)}",
     )

@@ -30,7 +30,7 @@ from skylite.untrusted_files import open_file, open_to_append
 from skylite.untrusted_text import plain
 
 LONGEST_TMPDIR = 50
-"""A socket's path has 107 bytes at most, and vLLM adds 37 to the temporary folder."""
+"""A socket's path has 107 bytes at most, and an engine adds 37 to the temporary folder."""
 TAIL_BYTES = 128 * 1024
 KILL_S = 2.0
 """Time for a reaper to kill its process tree before it is killed itself."""
@@ -43,7 +43,7 @@ _SYMPTOM = re.compile(
     r"(?<![\w.])[\w.]*(Error|Exception): .*"
     r"(See root cause above|See stack trace (\(above\) )?for (the )?root cause)"
 )
-"""Last line of a traceback that only points to an earlier one. vLLM's processes print up to three of them."""
+"""Last line of a traceback that only points to an earlier one. An engine prints up to three of them."""
 
 _LEAKS = re.compile(r"^nanobind: |^ - (leaked |\.\.\. skipped remainder)|^See https://nanobind\.")
 """What Triton's bindings print at every exit, after the error."""

@@ -1,8 +1,8 @@
 """How many compiled matrix products a process on a CPU keeps.
 
 oneDNN compiles a bfloat16 product for each new shape, about 0.5 MB of code. It keeps 1,024 of them, and torch
-keeps as many again. Each micro-batch of the trainer, and each size of a batch in vLLM, brings new shapes.
-Without a bound a trainer took 2.2 GiB after 20 steps (with it 1.8), and vLLM 2.7 (with it 2.25).
+keeps as many again. Each micro-batch of the trainer, and each size of an engine's batch, brings new shapes.
+Without a bound a trainer took 2.2 GiB after 20 steps (with it 1.8), and the engine 2.7 (with it 2.25).
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def visible_gpus() -> list[Gpu]:
     chosen = select_gpus(found, setting) if setting is not None and found else found
     if divided := next((g for g in chosen if g.mig), None):
         raise ConfigError(
-            f"GPU {divided.index} ({divided.name}) is divided by MIG, and vLLM does not support its parts.",
+            f"GPU {divided.index} ({divided.name}) is divided by MIG, and engines do not support its parts.",
             f"Choose another GPU with {VISIBLE}, or switch MIG off (nvidia-smi -i {divided.index} -mig 0).",
         )
     return chosen
@@ -112,7 +112,7 @@ def select_gpus(found: Sequence[Gpu], setting: str) -> list[Gpu]:
             break
         if name.startswith("MIG-"):
             raise ConfigError(
-                f"{VISIBLE}={setting} names a part of a GPU ({name}), and vLLM does not support MIG.",
+                f"{VISIBLE}={setting} names a part of a GPU ({name}), and engines do not support MIG.",
                 f"Name a complete GPU, or {USE_CPU}.",
             )
         named = [g for g in found if name == str(g.index) or _is_uuid(name, g.uuid)]

@@ -21,7 +21,7 @@ CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """x86 and Arm flags of the instructions for fast bfloat16 matrix products."""
 BF16_CAPABILITY = 8.0
-"""Minimum CUDA compute capability for bfloat16 in vLLM (Ampere)."""
+"""Minimum CUDA compute capability for bfloat16 in the engines (Ampere)."""
 LOOPBACK_ONLY = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Environment of processes that torch.distributed connects.
 
@@ -77,10 +77,10 @@ def choose_dtype(
 ) -> tuple[Dtype, str]:
     """The compute dtype, and a note on an automatic choice or a slow setting (empty for another setting).
 
-    `lora`: vLLM serves adapters. Raises ConfigError for a type that vLLM does not compute on this GPU.
+    `lora`: the engine serves adapters. Raises ConfigError for a type that it does not compute on this GPU.
     """
     if setting == "auto" and device == "cpu":
-        # In bfloat16, vLLM rounds small updates away, and the canary can take that for a wrong adapter.
+        # In bfloat16, the engine rounds small updates away, and the canary can take that for a wrong adapter.
         return "float32", "dtype float32: on a CPU, every sync is checked exactly"
     missing = _without_bf16(device)
     if device == "cuda":
@@ -95,16 +95,16 @@ def choose_dtype(
 
 
 def _check_gpu_dtype(setting: str, missing: str, *, lora: bool) -> None:
-    """Raise ConfigError for a type that vLLM has no kernels for. Its LoRA kernels refuse float32 inputs."""
+    """Raise ConfigError for a type that engines have no kernels for: for LoRA, they refuse float32 inputs."""
     if lora and missing:
         raise ConfigError(
-            f"This GPU cannot compute LoRA: {missing}. vLLM's LoRA kernels do not take float32, and skylite "
+            f"This GPU cannot compute LoRA: {missing}. Engines' LoRA kernels take no float32, and skylite "
             "has no float16, in which small gradients become 0.",
             f"Choose a GPU of compute capability {BF16_CAPABILITY} or newer with {VISIBLE}, or {USE_CPU}.",
         )
     if lora and setting == "float32":
         raise ConfigError(
-            "model.dtype=float32 cannot be used on a GPU: vLLM's LoRA kernels do not take it.",
+            "model.dtype=float32 cannot be used on a GPU: engines' LoRA kernels take no float32.",
             f"Use model.dtype=bfloat16, or {USE_CPU}.",
         )
     if setting == "bfloat16" and missing:

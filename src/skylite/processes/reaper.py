@@ -4,7 +4,7 @@
     python reaper.py own-network            (can this machine give a command a network of its own?)
 
 DESCRIPTOR is the read end of a pipe. Only the parent holds the write end, so the pipe closes when the parent
-dies, even by `kill -9`. vLLM's engine processes do not watch their parent, so the reaper does. It runs as a
+dies, even by `kill -9`. An engine's processes do not watch their parent, so the reaper does. It runs as a
 script and imports only the standard library while the command runs, so that it starts fast and takes little
 memory.
 
@@ -15,7 +15,7 @@ Four mechanisms ensure that no order of deaths leaves a process behind:
 - The command leads its own process group and keeps the read end of the pipe open. The kernel sends SIGKILL to
   that group when the pipe closes (O_ASYNC, F_SETSIG). This also works while the reaper is stopped, or when it
   dies together with the parent.
-- Processes in other sessions (torchrun's ranks) and processes that may outlive the command (vLLM's engine
+- Processes in other sessions (torchrun's ranks) and processes that may outlive the command (an engine's
   core) ask the kernel to kill them with their own parent (PR_SET_PDEATHSIG). They check their parent against
   COMMAND_PID.
 - The kernel wakes a stopped reaper when the parent dies (PR_SET_PDEATHSIG with SIGCONT); the reaper then
@@ -97,7 +97,7 @@ def shared_memory_prefix(mark: str) -> str:
 def remove_leftovers(temporary: str | None, mark: str | None) -> None:
     """Remove the temporary folder of the command, and what dead processes left in shared memory.
 
-    A killed process does not remove its files: the queues of vLLM's workers
+    A killed process does not remove its files: the queues of an engine's workers
     (engine/vllm/plugin/shared_memory_names.py) and a file of Intel's OpenMP for each process.
     """
     if temporary:

@@ -140,7 +140,7 @@ PLOTS = (
     Plot(
         title="GPU memory",
         keys=("mem/gpu_peak_bytes",),
-        help="Largest memory of a trainer rank's tensors on its GPU so far, without vLLM's.",
+        help="Largest memory of a trainer rank's tensors on its GPU so far, without the engine's.",
         unit="GiB",
         divisor=2**30,
         noisy=False,

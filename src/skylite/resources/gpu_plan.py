@@ -160,7 +160,7 @@ def check_memory(gpu: Gpu, use: GpuUse, num_engines: int, share: float) -> None:
     if wanted > free:
         raise ConfigError(
             f"GPU {gpu.index} ({gpu.name}) has {free / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB free, and "
-            f"vLLM takes {wanted / GIB:.1f} GiB (engine.gpu_memory_utilization={share:g}"
+            f"the engine takes {wanted / GIB:.1f} GiB (engine.gpu_memory_utilization={share:g}"
             f"{f' x {num_engines} engines' if num_engines > 1 else ''}); "
             f"{users_text(use) or 'the driver uses the rest'}.",
             f"End those processes, choose another GPU ({VISIBLE}), or lower engine.gpu_memory_utilization.",

@@ -108,7 +108,7 @@ def rank_settings(config: TrainConfig, engines: int) -> str:
             "trainer.checkpointing=full": config.trainer.checkpointing != "full",
             "a lower engine.gpu_memory_utilization": engines > 0,
             shorter(config): True,
-            "a GPU of its own for vLLM": engines > 0,
+            "a GPU of its own for the engine": engines > 0,
             "more ranks, each on its own GPU (trainer.num_ranks)": True,
             "trainer.offload=true": not config.trainer.offload,
         }

@@ -33,7 +33,7 @@ from skylite.resources.sharded_sizes import sizes_per_gpu
 MARGIN = 1.1
 """A prediction is refused if it exceeds the memory by more than its own error."""
 GPU_BLOCK_SIZE = 64
-"""Tokens of vLLM's largest KV cache block on GPUs."""
+"""Tokens of an engine's largest KV cache block on GPUs."""
 SHARE_STEPS = 10_000
 """An engine's share of a GPU is a multiple of 1 / SHARE_STEPS."""
 
@@ -82,7 +82,7 @@ def divide_gpus(
     totals = {index: gpu.total_bytes for index, gpu in gpus.items() if gpu.total_bytes is not None}
     if not totals.keys() >= {*placement.engine_gpus, *placement.rank_gpus}:
         return unlimited(
-            "warning: memory: nvidia-smi does not tell the size of a GPU, so vLLM and the trainer may take "
+            "warning: memory: nvidia-smi does not tell the size of a GPU, so engine and trainer may take "
             "more than it has"
         )
     sizes = [totals[i] for i in placement.engine_gpus]
@@ -112,7 +112,7 @@ def unlimited(note: str) -> MemoryBudget:
 def engine_share(engine: EngineMemory, kv_cache: int, largest: int) -> float:
     """The gpu-memory-utilization of an engine with a KV cache of a set size, rounded down.
 
-    vLLM refuses to start unless this share of the GPU is free, even though it does not use the share then.
+    An engine refuses to start unless this share of the GPU is free, even if it does not use the share then.
     When it asks, it already holds a part of its `process` bytes. The largest GPU gives the smallest share.
     """
     asked = engine.before_kv() - engine.process + kv_cache
@@ -126,7 +126,7 @@ def kv_cache_bytes(config: TrainConfig, engine: EngineMemory, total: int) -> int
     """
     if not engine.kv_per_token:
         raise ConfigError(
-            "The size of vLLM's KV cache cannot be predicted: the model has layers without an attention that "
+            "The engine's KV cache cannot be predicted: the model has layers without an attention that "
             "skylite knows (k_proj; a fused projection with num_attention_heads in config.json; the latent "
             "attention of DeepSeek V2 and V3).",
             "Use another model, or train on the CPU.",
@@ -137,7 +137,7 @@ def kv_cache_bytes(config: TrainConfig, engine: EngineMemory, total: int) -> int
     left = int(share * total) - engine.before_kv()
     if left < smallest:
         raise ConfigError(
-            f"vLLM does not fit: engine.gpu_memory_utilization={share:g} of {gib(total)} is "
+            f"The engine does not fit: engine.gpu_memory_utilization={share:g} of {gib(total)} is "
             f"{gib(share * total)}; {engine_parts(engine)}, and one sequence of {longest} tokens needs a KV "
             f"cache of {gib(smallest)}.",
             "Raise engine.gpu_memory_utilization, lower rollout.max_completion_tokens, divide the model "

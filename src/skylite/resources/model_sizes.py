@@ -22,7 +22,7 @@ OTHER_TOWERS = ("vision", "visual", "image", "audio", "mm_")
 """In the names of layers that see no text tokens."""
 FUSED_QKV = ("qkv_proj", "query_key_value", "Wqkv", "c_attn")
 LATENT_CACHE = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "pangu_ultra_moe")
-"""Model types for which vLLM caches one latent vector per token and layer (vLLM's is_deepseek_mla)."""
+"""Model types for which the engine caches one latent vector per token and layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class ModelSizes:
     lora_per_rank: int
     """The same of rank 1."""
     slots_per_rank: int
-    """The same with all parts of a layer that vLLM packs: it gives each part its slots."""
+    """The same with all parts of a layer that the engine packs: it gives each part its slots."""
     kept: int
     """Elements per token that a forward pass keeps over all layers, if norms and activations are recomputed
     (trainer.checkpointing=selective)."""
@@ -61,7 +61,7 @@ class ModelSizes:
     """Elements per token of one layer's queries."""
     keys: int
     cached: int | None
-    """Elements per token of vLLM's KV cache, over all layers. None: not known."""
+    """Elements per token of the engine's KV cache, over all layers. None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ def _lora_elements(shapes: Shapes, adapted: Collection[str]) -> int:
 
 
 def with_packed(shapes: Shapes, adapted: Iterable[str], packed: Sequence[Sequence[str]]) -> set[str]:
-    """The adapted modules, and those that vLLM packs with one of them."""
+    """The adapted modules, and those that the engine packs with one of them."""
     found = set(adapted)
     for path in adapted:
         parent, _, name = path.rpartition(".")

@@ -34,13 +34,13 @@ HEAD_KEEPS = 3
 TRAINER_PROCESS = {"cpu": 400 << 20, "cuda": 1 << 30}
 """CPU: Python and its libraries. GPU: CUDA context, NCCL, cuBLAS and fragments; an estimate, not measured."""
 ENGINE_PROCESS = {"cpu": 5 << 28, "cuda": 2 << 30}
-"""CPU: vLLM's processes, which share their imports. GPU: with CUDA graphs; an estimate, not measured."""
+"""CPU: an engine's processes, which share their imports. GPU: with CUDA graphs; an estimate, not measured."""
 TENSOR_PARALLEL_BUFFERS = 1 << 30
-"""More of the process with several GPUs: NCCL and vLLM's all-reduce; an estimate, not measured."""
+"""More of the process with several GPUs: NCCL and an all-reduce; an estimate, not measured."""
 VLLM_BATCHED_TOKENS = {"cpu": CPU_BATCHED_TOKENS, "cuda": 8192}
-"""Tokens of vLLM's largest forward pass."""
+"""Tokens of the engine's largest forward pass."""
 LOGIT_COPIES = 3
-"""float32 copies of the logits while vLLM samples."""
+"""float32 copies of the logits while the engine samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +84,11 @@ class TrainerMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """Predicted bytes of one vLLM server, on each of its GPUs."""
+    """Predicted bytes of one engine, on each of its GPUs."""
 
     weights: int
     lora_slots: int
-    """max_loras slots of A and B for every adapted matrix: vLLM's create_lora_weights."""
+    """max_loras slots of A and B for every adapted matrix."""
     activations: int
     process: int
     kv_per_token: int
@@ -99,7 +99,7 @@ class EngineMemory:
         return self.weights + self.lora_slots + self.activations + self.process
 
     def kv_cache(self, tokens: int, block_size: int, sequences: int = 1) -> int:
-        """For sequences of so many tokens: vLLM gives each full blocks and holds one more back for itself."""
+        """For sequences of so many tokens: each has full blocks, and an engine holds one for itself."""
         return (sequences * -(-tokens // block_size) + 1) * block_size * self.kv_per_token
 
 
@@ -173,7 +173,7 @@ def _head_scratch(sizes: ModelSizes, device: str, dtype: str) -> int:
 
 
 def _expert_buffers(sizes: ModelSizes) -> int:
-    """Elements per token of the two buffers of vLLM's experts (TritonExperts.workspace_shapes)."""
+    """Elements per token of the two buffers of the engine's experts (TritonExperts.workspace_shapes)."""
     inner, hidden = sizes.expert_intermediate, sizes.hidden
     return sizes.experts_per_token * (max(inner, hidden) + max(2 * inner, hidden))
 

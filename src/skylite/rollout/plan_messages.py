@@ -49,7 +49,7 @@ def held_out_note(held_out: Sequence[Prompt]) -> str:
 
 
 def settings_notes(config: TrainConfig) -> list[str]:
-    """Notes on unusual settings, on the scale of LoRA, and on its rank, which vLLM rounds up."""
+    """Notes on unusual settings, on the scale of LoRA, and on its rank, which the engine rounds up."""
     notes = []
     if config.lora.vllm_rank != config.lora.rank:
         notes.append(

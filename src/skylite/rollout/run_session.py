@@ -55,7 +55,7 @@ async def run_session(plan: RunPlan, *, resume: bool, limit: TimeLimit | None = 
     Returns whether the run finished: False after a clean stop, by a signal or by `limit`.
 
     If the trainer is lost, the run resumes from its last checkpoint (trainer.max_restarts). The engines
-    restart too: vLLM keys its prefix cache by adapter name and path, and the same versions are written again.
+    restart too: they key their prefix cache by adapter name, and the same versions are written again.
     """
     adapters = Path(plan.resolved.lora_sync_path)
     stop = handle_signals(limit.stop if limit is not None else asyncio.Event())
@@ -165,7 +165,7 @@ async def _run(
     progress.event("run_started")
     progress.phase(
         "starting",
-        f"vLLM: {plan.config.engine.num_engines} engine(s); trainer: {plan.config.trainer.num_ranks} rank(s)",
+        f"{plan.config.engine.num_engines} engine(s); trainer: {plan.config.trainer.num_ranks} rank(s)",
     )
     plan.run.canary_path.unlink(missing_ok=True)  # the trainer waits for the new one
     async with contextlib.AsyncExitStack() as stack:

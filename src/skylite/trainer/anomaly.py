@@ -1,6 +1,6 @@
 """Anomalies: find bad numbers in a step, roll its updates back, save its inputs, and skip it or stop.
 
-NaN is caught here (rewards, vLLM's logprobs, metrics, parameters) and, as TrainingDiverged, in optimizer.py
+NaN is caught here (rewards, sampling logprobs, metrics, parameters) and, as TrainingDiverged, in optimizer.py
 (gradients) and trainer/loop.py (canary). A user's loss or advantage that makes NaN ends the run in
 chosen_algorithm.py, which names the function.
 """
@@ -136,7 +136,7 @@ def rollout_anomaly(groups: Sequence[Group]) -> str:
             for turn, sample in enumerate(trajectory.samples):
                 for place, logprob in enumerate(sample.rollout_logprobs):
                     if not math.isfinite(logprob):
-                        return f"vLLM's logprob of token {place} in turn {turn} of {name} is {logprob}"
+                        return f"the engine's logprob of token {place} in turn {turn} of {name} is {logprob}"
     return ""
 
 

@@ -98,7 +98,7 @@ class StepResult:
 
 def train(run: RunDir, run_config: RunConfig, dist: Dist, resume: bool) -> None:
     """Publish the first version, then train on each rollout file until the last step or a stop request."""
-    with half_the_threads():  # vLLM starts at the same time
+    with half_the_threads():  # the engine starts at the same time
         trainer = build_trainer(run, run_config, dist)
     interval, printed = CheckpointInterval(trainer.config.checkpoint.every), 0
     first = done = restore(trainer) if resume else 0
@@ -122,7 +122,7 @@ def train(run: RunDir, run_config: RunConfig, dist: Dist, resume: bool) -> None:
             metrics |= reject_step(run, trainer.config, dist, step, reason, metrics, save, hint)
             metrics |= publish_version(trainer, step)
         done = step
-        # The first step also waits for vLLM's start and the first evaluation.
+        # The first step also waits for the engine's start and the first evaluation.
         interval.step_ended(time.monotonic() - waited if step > first + 1 else None)
         notes: list[str] = []
         if is_checkpointed(trainer, interval, step):

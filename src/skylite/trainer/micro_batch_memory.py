@@ -24,7 +24,7 @@ MAX_TOKENS_PER_PASS = 65536
 SAFETY = 0.85
 """Share of the free memory to use. Other shapes, the optimizer's state and fragmentation need the rest."""
 CPU_SHARE = 0.5
-"""Share of the machine's free memory to use. vLLM starts at the same time, and other users need memory."""
+"""Share of the machine's free memory to use. An engine starts at the same time, and others need memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ class MicroBatch:
     num_update_tokens: int
     """Tokens in the loss of its optimizer update, over all micro-batches and ranks."""
     rollout_logprobs: Tensor
-    """[C] as vLLM reported them."""
+    """[C] as the engine reported them."""
 
     @property
     def counted(self) -> Tensor:

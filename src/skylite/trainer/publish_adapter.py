@@ -31,7 +31,7 @@ class Published:
 
 
 def adapter_tensors(policy: Policy) -> dict[str, Tensor]:
-    """The trainable parameters by PEFT's tensor names, on the CPU, in vLLM's compute dtype.
+    """The trainable parameters by PEFT's tensor names, on the CPU, in the engine's compute dtype.
 
     LoRA is replicated on every rank, so nothing is gathered. Copies only if the device or dtype differs.
     """
@@ -92,7 +92,7 @@ def _manifest(
 
 
 def _peft_json(policy: Policy, run_config: RunConfig) -> str:
-    """adapter_config.json with only the fields that PEFT and vLLM need, so that no PEFT default is frozen."""
+    """adapter_config.json with only the fields that are needed, so that no PEFT default is frozen."""
     lora = run_config.config.lora
     return json.dumps(
         {

@@ -47,7 +47,7 @@ class ScreenState:
     phase: str = "starting"
     detail: str = ""
     work: str = ""
-    """Long work that the run waits for, such as the start of vLLM."""
+    """Long work that the run waits for, such as the start of an engine."""
     stalled: str = ""
     """Why no step is expected although the run has not ended, such as "dead"; shown instead of the phase."""
     started: float = field(default_factory=time.monotonic)
