@@ -13,6 +13,7 @@ Raise DataError with `row.where` in its text, so that the user finds a bad row.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import islice
 from math import ceil
@@ -95,5 +96,5 @@ def to_prompt(row: Row, prompt_id: str) -> Prompt:
 
 
 def reference(row: Row) -> str:
-    """The worked answer of the data set."""
-    return row.text("answer")
+    """The worked answer of the data set, without the calculator annotations <<...>>."""
+    return re.sub("<<.*?>>", "", row.text("answer"))

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from skylite.data.prompts import PromptFileInfo, write_prompts
+from skylite.data.prompts import PromptFileInfo, write_rows
 from skylite.run.files import sha256_file
 from skylite.run.folder_owner import MARK_NAME
 from skylite.run.run_dir import RunDir
@@ -189,7 +189,7 @@ def _make_data(bundle: Bundle) -> None:
         prompts = [prompt(id=f"t/train/{i}", answer=code, extra={"entry": entry}) for i in range(40)]
         (bundle.folder / name).mkdir()
         for split in ("train", "test"):
-            write_prompts(bundle.folder / name / f"{split}.parquet", prompts, info)
+            write_rows(bundle.folder / name / f"{split}.parquet", prompts, info)
 
 
 def _make_recipe(bundle: Bundle) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from skylite.adapters.manifest import Canary, Manifest
 from skylite.config.loading import read_run_config
 from skylite.config.train import TrainConfig
-from skylite.data.prompts import PromptFileInfo, write_prompts
+from skylite.data.prompts import PromptFileInfo, write_rows
 from skylite.export.plan import ExportFlags
 from skylite.export.transformers_model import load_float32, model_logprobs
 from skylite.hub.resolve import resolve_model
@@ -38,7 +38,7 @@ def write_problems(folder: Path, split: str = "train", count: int = 4, **info: A
     }  # fmt: skip
     footer = PromptFileInfo(**{**facts, **info}, split=split, count=count)  # type: ignore[arg-type]
     rows = [prompt(id=f"t/{split}/{i}", answer=str(i)) for i in range(count)]
-    write_prompts(folder / f"{split}.parquet", rows, footer)
+    write_rows(folder / f"{split}.parquet", rows, footer)
 
 
 def make_run(root: Path, model: Path, versions: Sequence[int] = (0, 2), scale: float = 0.02) -> RunDir:

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from skylite.config.loading import read_run_config
 from skylite.config.train import TrainConfig
-from skylite.data.prompts import PromptFileInfo, write_prompts
+from skylite.data.prompts import PromptFileInfo, write_rows
 from skylite.rollout.plan import plan_run, write_run
 from skylite.run.run_dir import RunDir
 from tests.tiny_models import tiny_tokenizer
@@ -74,7 +74,7 @@ def write_data(folder: Path, count: int) -> None:
         system="",
         few_shot=[],
     )
-    write_prompts(folder / "train.parquet", [prompt(id=f"t/train/{i}") for i in range(count)], info)
+    write_rows(folder / "train.parquet", [prompt(id=f"t/train/{i}") for i in range(count)], info)
 
 
 def begin(root: Path, name: str = "run", **lora: Any) -> RunDir:

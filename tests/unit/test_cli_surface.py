@@ -14,7 +14,7 @@ FLAGS = {
         "--out", "--source", "--synthetic", "--first-source", "--difficulty", "--question", "--answer",
         "--no-answer", "--reward", "--set", "--limit", "--seed", "--config", "--split", "--validation-split",
         "--test-split", "--id", "--system", "--few-shot", "--answer-template", "--best-reward", "--replace",
-        "--model",
+        "--model", "--sft", "--pairs",
         "--where", "--drop-failing", "--json", *LOGGING,
     },
     "train": {

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from skylite.data.prompts import FOOTER_KEY, PROMPT_SCHEMA, PromptFileInfo, read_prompts, write_prompts
+from skylite.data.prompts import FOOTER_KEY, PROMPT_SCHEMA, PromptFileInfo, read_prompts, write_rows
 from skylite.data.raw_rows import hold_out, read_table
 from skylite.errors import DataError
 from skylite.types import Prompt
@@ -31,7 +31,7 @@ PROMPTS = [prompt(id="t/0", difficulty=1, extra={"k": [1, None, "\u00e9"]}), pro
 
 
 def written(path: Path, prompts: list[Prompt] = PROMPTS, info: PromptFileInfo = INFO) -> Path:
-    write_prompts(path, prompts, info)
+    write_rows(path, prompts, info)
     return path
 
 
@@ -105,7 +105,7 @@ def test_a_folder_is_not_a_prompt_file(tmp_path: Path) -> None:
 
 def test_wrong_count_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="count is 3"):
-        write_prompts(tmp_path / "train.parquet", PROMPTS, replace(INFO, count=3))
+        write_rows(tmp_path / "train.parquet", PROMPTS, replace(INFO, count=3))
     assert not list(tmp_path.iterdir())
 
 

@@ -19,7 +19,7 @@ from skylite.cli.train import ready_text
 from skylite.config.lora import LoraConfig
 from skylite.config.train import TrainConfig
 from skylite.data.chat_template import ChatTemplate, run_template
-from skylite.data.prompts import PromptFileInfo, write_prompts
+from skylite.data.prompts import PromptFileInfo, write_rows
 from skylite.data.tokenizer import ChatTokenizer, load_tokenizer
 from skylite.engine.trainable_models import check_trainable
 from skylite.engine.vllm import servable_models
@@ -49,7 +49,7 @@ def write_data(folder: Path, prompts: list[Prompt]) -> Path:
         dataset="t", source_kind="generated", source="t", source_sha256="0", count=len(prompts), seed=0,
         split="train", reward="math", system="", few_shot=[],
     )  # fmt: skip
-    write_prompts(folder / "train.parquet", prompts, info)
+    write_rows(folder / "train.parquet", prompts, info)
     return folder
 
 

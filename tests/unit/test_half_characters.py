@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skylite.data.prompts import PromptFileInfo, write_prompts
+from skylite.data.prompts import PromptFileInfo, write_rows
 from skylite.environments.chat_request import parse_request
 from skylite.errors import DataError, RunFailed
 from skylite.rewards.worker_pool import RewardPool
@@ -134,8 +134,8 @@ def test_prepared_data_cannot_hold_it(tmp_path: Path) -> None:
         dataset="x", source_kind="file", source="x", source_sha256="", count=1, seed=0, split="train",
         reward="gsm8k", system="", few_shot=[],
     )  # fmt: skip
-    with pytest.raises(DataError, match="prompt p3 has half a character"):
-        write_prompts(tmp_path / "train.parquet", [prompt], info)
+    with pytest.raises(DataError, match="row p3 has half a character"):
+        write_rows(tmp_path / "train.parquet", [prompt], info)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -15,7 +15,7 @@ import pytest
 from skylite.adapters.import_adapter import read_warm_start
 from skylite.adapters.manifest import read_manifest
 from skylite.config.loading import load_config, parse_value, read_recipe, read_run_config
-from skylite.data.prompts import FOOTER_KEY, PromptFileInfo, read_prompts, write_prompts
+from skylite.data.prompts import FOOTER_KEY, PromptFileInfo, read_prompts, write_rows
 from skylite.data.raw_rows import read_table
 from skylite.errors import SkyliteError
 from skylite.hub.resolve import check_folder, safetensors_header
@@ -43,7 +43,7 @@ def footer(**changes: Any) -> dict[str, Any]:
 
 
 def prompt_file(path: Path, raw: bytes) -> Path:
-    write_prompts(path, [prompt()], PromptFileInfo(**footer()))
+    write_rows(path, [prompt()], PromptFileInfo(**footer()))
     table = pq.read_table(path).replace_schema_metadata({FOOTER_KEY: raw})
     pq.write_table(table, path)
     return path
@@ -166,7 +166,7 @@ def test_parquet_whose_names_or_texts_are_not_utf8_is_a_sentence(
         groups = groups_of(random_samples(1))
         write_rollouts(path, [replace(g, prompt=replace(g.prompt, answer="value")) for g in groups])
     else:
-        write_prompts(path, [prompt(answer="value")], PromptFileInfo(**footer()))
+        write_rows(path, [prompt(answer="value")], PromptFileInfo(**footer()))
     # Uncompressed, so that the text is there as it is. The Arrow schema would repeat the names in base64.
     table = pq.read_table(path)
     pq.write_table(table, path, compression="none", use_dictionary=False, store_schema=False)
@@ -191,7 +191,7 @@ def test_architectures_that_are_no_list_of_names_are_a_sentence(value: Any, tmp_
 @pytest.mark.parametrize("extra", [NESTED, "[]", "7"])
 def test_a_bad_extra_is_a_sentence(extra: str, tmp_path: Path) -> None:
     path = tmp_path / "train.parquet"
-    write_prompts(path, [prompt()], PromptFileInfo(**footer()))
+    write_rows(path, [prompt()], PromptFileInfo(**footer()))
     table = pq.read_table(path)
     position = table.schema.get_field_index("extra")
     pq.write_table(table.set_column(position, table.schema.field(position), [[extra]]), path)

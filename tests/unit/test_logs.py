@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from skylite.config.train import TrainConfig
-from skylite.data.prompts import PromptFileInfo, write_prompts
+from skylite.data.prompts import PromptFileInfo, write_rows
 from skylite.errors import RunFailed
 from skylite.rollout.plan import RunPlan
 from skylite.rollout.shutdown import TimeLimit
@@ -131,7 +131,7 @@ def train(tmp_path: Path) -> list[str]:
         dataset="t", source_kind="generated", source="t", source_sha256="0", count=9, seed=0, split="train",
         reward="math", system="", few_shot=[],
     )  # fmt: skip
-    write_prompts(tmp_path / "data" / "train.parquet", [prompt(id=f"t/{i}") for i in range(9)], info)
+    write_rows(tmp_path / "data" / "train.parquet", [prompt(id=f"t/{i}") for i in range(9)], info)
     for split in ("validation", "test"):
         shutil.copyfile(tmp_path / "data" / "train.parquet", tmp_path / "data" / f"{split}.parquet")
     (tmp_path / "recipe.toml").write_text("")

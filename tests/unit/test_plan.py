@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from skylite.config.train import TrainConfig
-from skylite.data.prompts import PromptFileInfo, write_prompts
+from skylite.data.prompts import PromptFileInfo, write_rows
 from skylite.errors import ConfigError
 from skylite.rollout import plan as plan_module
 from skylite.rollout.plan import plan_run
@@ -29,7 +29,7 @@ def config_with_data(folder: Path, **sections: Any) -> TrainConfig:
         system="",
         few_shot=[],
     )
-    write_prompts(folder / "train.parquet", [prompt()], info)
+    write_rows(folder / "train.parquet", [prompt()], info)
     return TrainConfig.model_validate({"data": {"path": str(folder)}, "eval": {"limit": 0}} | sections)
 
 

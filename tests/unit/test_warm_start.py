@@ -15,7 +15,7 @@ from skylite.adapters.manifest import Canary, Manifest
 from skylite.cli.train import TrainFlags, train
 from skylite.config.loading import read_run_config
 from skylite.config.train import TrainConfig
-from skylite.data.prompts import PromptFileInfo, write_prompts
+from skylite.data.prompts import PromptFileInfo, write_rows
 from skylite.errors import ConfigError, ModelError
 from skylite.hub.resolve import check_folder
 from skylite.rollout.plan import plan_run, write_run
@@ -64,7 +64,7 @@ def root(tmp_path: Path) -> Path:
         system="",
         few_shot=[],
     )
-    write_prompts(tmp_path / "data" / "train.parquet", [prompt()], info)
+    write_rows(tmp_path / "data" / "train.parquet", [prompt()], info)
     return tmp_path
 
 

@@ -13,10 +13,9 @@ from typing import TypeVar
 from skylite.cli.prepare_own_data import OwnFlags, RewardChoice, own_data_examples
 from skylite.cli.prepare_preview import ask_before_replacing, length_note, preview
 from skylite.config.loading import read_parameters
-from skylite.data.examples import SPLITS, ExampleSet, check_examples, check_ids, check_or_drop
+from skylite.data.examples import ExampleSet, check_examples, check_ids, check_or_drop, prepared_row
 from skylite.data.key_value_spec import REASONING_GYM
-from skylite.data.prompt_folder import replace_folder
-from skylite.data.prompts import PromptFileInfo
+from skylite.data.prompts import SPLITS, Kind, PromptFileInfo, replace_folder
 from skylite.data.user_tables import is_own_data
 from skylite.errors import ConfigError, DataError, RunFailed
 from skylite.progress_reporting import long_work
@@ -32,6 +31,8 @@ from skylite.user_functions import is_verifiers
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 WARNING = "warning: "
+ALGORITHMS = {"sft": "sft", "pairs": "dpo"}
+"""Kind of data -> the algorithm that trains on it."""
 CHECK_CHUNK = 64
 """Rows between two updates of the progress bar."""
 
@@ -47,6 +48,8 @@ def prepare(
     where: Sequence[str] = (),
     drop_failing: bool = False,
     no_answer: bool = False,
+    sft: bool = False,
+    pairs: bool = False,
     settings: Sequence[str] = (),
     limit: int | None = None,
     seed: int = 0,
@@ -67,21 +70,36 @@ def prepare(
     file_flags = own_flags.by_name()
     reward_flags: dict[str, object] = {"--no-answer": no_answer, "--set": tuple(settings)}
     row_flags: dict[str, object] = {"--where": where, "--drop-failing": drop_failing}
+    kind_flags: dict[str, object] = {"--sft": sft, "--pairs": pairs}
+    kind = _kind(kind_flags)
+    if pairs and not is_own_data(target):
+        _refuse_flags({"--pairs": pairs}, f"{target}, which has no rejected replies")
+    if kind != "prompts":
+        no_reward = {
+            name: file_flags[name]
+            for name in ("--reward", "--few-shot", "--answer-template", "--best-reward")
+        }
+        _refuse_flags(
+            no_reward | reward_flags | {"--model": model}, f"--{kind}, which needs no reward and no lengths"
+        )
     if target.startswith(REASONING_GYM):
         _refuse_flags(module_flags | file_flags | reward_flags | row_flags, "a reasoning-gym task")
         examples = _reasoning_gym_task(target, limit, seed)
     elif is_verifiers(target):
-        _refuse_flags(module_flags | file_flags | reward_flags | row_flags, "an environment of verifiers")
+        refused = module_flags | file_flags | reward_flags | row_flags | kind_flags
+        _refuse_flags(refused, "an environment of verifiers")
         examples = _verifiers_tasks(target, limit, seed)
     elif is_own_data(target):
         _refuse_flags(module_flags, "your own data")
-        examples = own_data_examples(target, own_flags, chosen, where, drop_failing, limit, seed)
+        examples = own_data_examples(target, own_flags, chosen, where, drop_failing, limit, seed, kind)
     else:
         _refuse_flags(file_flags, "a data_prep file, which defines its columns and reward")
         examples = _dataset_module(
             target, source, synthetic, first_source, difficulty, where, chosen, limit, seed
         )
-    flags = module_flags | file_flags | reward_flags | row_flags | {"--limit": limit, "--seed": seed}
+    examples = dataclasses.replace(examples, kind=kind)
+    flags = module_flags | file_flags | reward_flags | row_flags | kind_flags
+    flags |= {"--limit": limit, "--seed": seed}
     folder = out if out is not None else Path("data") / examples.dataset
     drop_failing = drop_failing or examples.drop_failing
     made_by = _command_line(target, flags)
@@ -91,7 +109,8 @@ def prepare(
     if as_json:
         show(_facts(folder, *written))
     else:
-        show(preview(written[0]["train"][0], added=written[1].system))
+        examples = written[1]
+        show(preview(prepared_row(examples, examples.splits["train"][0]), added=examples.system))
         show(_summary(folder, *written))
     return folder
 
@@ -109,11 +128,17 @@ def _check_and_write(
     log_notes(examples.notes)
     prompts, dropped = _check(examples, drop_failing=drop_failing)
     log_notes(dropped)
-    if not is_verifiers(examples.reward):
+    if examples.kind == "prompts" and not is_verifiers(examples.reward):
         log_notes([length_note([prompt for split in SPLITS for prompt in prompts[split]], model)])
-    described = dataclasses.replace(examples, notes=[*examples.notes, *dropped])
+    ids = {split: {prompt.id for prompt in part} for split, part in prompts.items()}
+    described = dataclasses.replace(
+        examples,
+        notes=[*examples.notes, *dropped],
+        splits={s: [e for e in part if e.prompt.id in ids[s]] for s, part in examples.splits.items()},
+    )
     footers = _footers(described, prompts, limit=limit, seed=seed, made_by=made_by)
-    replace_folder(folder, prompts, footers)
+    rows = {split: [prepared_row(described, e) for e in part] for split, part in described.splits.items()}
+    replace_folder(folder, rows, footers)
     return prompts, described
 
 
@@ -132,6 +157,8 @@ def _summary(folder: Path, prompts: dict[str, list[Prompt]], examples: ExampleSe
     counts = ", ".join(f"{len(prompts[split])} {split}" for split in SPLITS)
     if is_verifiers(examples.reward):
         return f"wrote {folder}: {counts}; train on it with --env {shlex.quote(examples.reward)}"
+    if examples.kind != "prompts":
+        return f"wrote {folder}: {counts}; train on it with --set algorithm.name={ALGORITHMS[examples.kind]}"
     if examples.splits["train"][0].reference is None:
         return f"wrote {folder}: {counts}; the reward {examples.reward} uses no reference answers"
     best = "1.0" if examples.form is None or examples.form.best == 1.0 else examples.form.wanted()
@@ -191,7 +218,7 @@ def _check(examples: ExampleSet, *, drop_failing: bool) -> tuple[dict[str, list[
     Raises DataError for a row whose reference does not score as it must, unless such rows are left out.
     """
     check_ids(examples)
-    if is_verifiers(examples.reward):  # its episodes give the rewards
+    if not examples.reward or is_verifiers(examples.reward):  # none, or its episodes give them
         return {split: [e.prompt for e in examples.splits[split]] for split in SPLITS}, []
     spec, first = examples.reward, examples.splits["train"][0]
     parameters = without_extraction(spec, examples.parameters)
@@ -265,6 +292,7 @@ def _footers(
             reward_settings=examples.parameters.model_dump(exclude_unset=True),
             answer_template=examples.form.template if examples.form is not None else "",
             best_reward=examples.form.best if examples.form is not None else 1.0,
+            kind=examples.kind,
         )
         for split in SPLITS
         for table in [examples.tables[split]]
@@ -278,6 +306,12 @@ def log_notes(notes: Sequence[str]) -> None:
             logger.warning(note.removeprefix(WARNING))
         else:
             logger.info(note)
+
+
+def _kind(flags: dict[str, object]) -> Kind:
+    if flags["--sft"] and flags["--pairs"]:
+        raise ConfigError("--sft and --pairs make different data.", "Remove one of them.")
+    return "sft" if flags["--sft"] else "pairs" if flags["--pairs"] else "prompts"
 
 
 def _refuse_flags(flags: dict[str, object], what: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from skylite.config.rollout import RewardParameters
 from skylite.data.examples import ExampleSet
+from skylite.data.prompts import Kind
 from skylite.data.user_columns import ColumnFlags, missing_flags
 from skylite.data.user_tables import OwnSource, read_own_tables
 from skylite.errors import ConfigError, RunFailed
@@ -70,6 +71,7 @@ def own_data_examples(
     drop_failing: bool,
     limit: int | None,
     seed: int,
+    kind: Kind = "prompts",
 ) -> ExampleSet:
     """Read the data and make prompts. Raises DataError and ConfigError."""
     from skylite.data.user_examples import OwnData, user_file_examples
@@ -88,6 +90,12 @@ def own_data_examples(
         has_answers=chosen.has_answers,
         id=flags.id,
     )
+    if kind != "prompts":
+        data = OwnData(
+            source=source, columns=columns, reward="", kind=kind, system=flags.system, where=where,
+            drop_failing=drop_failing, limit=limit, seed=seed,
+        )  # fmt: skip
+        return user_file_examples(data)
     spec, reward = _checked_reward(source, columns, chosen)
     _check_form_flags(flags, chosen)
     own = spec not in BUILT_IN and chosen.has_answers

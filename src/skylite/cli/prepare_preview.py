@@ -9,7 +9,7 @@ from pathlib import Path
 
 from skylite.config.rollout import DataConfig, RolloutConfig
 from skylite.data.chat_template import read_template
-from skylite.data.prompts import read_info
+from skylite.data.prompts import Chat, Pair, PreparedRow, read_info
 from skylite.data.tokenizer import load_tokenizer, too_long
 from skylite.errors import ConfigError, DataError
 from skylite.hub.resolve import resolve_model
@@ -22,13 +22,19 @@ TURNS = 3
 """Messages to show at each end of a long prompt."""
 
 
-def preview(prompt: Prompt, added: str) -> str:
-    """The first training prompt as the model gets it, and its answer. `added`: the data set's system text."""
-    turns = [_turn(message, added) for message in prompt.messages]
+def preview(row: PreparedRow, added: str) -> str:
+    """The first training row as the model gets it, and its answer. `added`: the data set's system text."""
+    turns = [_turn(message, added) for message in row.messages]
     if len(turns) > 2 * TURNS:
         turns = [*turns[:TURNS], f"  ... {len(turns) - 2 * TURNS} more messages ...", *turns[-TURNS:]]
-    answer = [f"  right answer: {_short(prompt.answer)}"] if prompt.answer else []
-    return "\n".join(["the first training prompt:", *turns, *answer])
+    answers: dict[str, str] = {}
+    if isinstance(row, Prompt):
+        answers = {"right answer": row.answer}
+    elif isinstance(row, Pair):
+        answers = {"chosen": row.chosen, "rejected": row.rejected}
+    shown = [f"  {name}: {_short(text)}" for name, text in answers.items() if text]
+    what = "chat" if isinstance(row, Chat) else "prompt"
+    return "\n".join([f"the first training {what}:", *turns, *shown])
 
 
 def _turn(message: Message, added: str) -> str:

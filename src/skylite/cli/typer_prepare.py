@@ -102,6 +102,22 @@ NoAnswer = Annotated[
         rich_help_panel=COLUMNS,
     ),
 ]
+Sft = Annotated[
+    bool,
+    typer.Option(
+        "--sft",
+        help="Chats to learn: messages, conversations, or prompt and completion. For algorithm.name=sft.",
+        rich_help_panel=COLUMNS,
+    ),
+]
+Pairs = Annotated[
+    bool,
+    typer.Option(
+        "--pairs",
+        help="Pairs of replies: chosen and rejected, with a prompt. For algorithm.name=dpo.",
+        rich_help_panel=COLUMNS,
+    ),
+]
 Reward = Annotated[
     str | None,
     typer.Option(
@@ -199,6 +215,8 @@ def prepare(
     answer: Answer = None,
     no_answer: NoAnswer = False,
     id_: Id = None,
+    sft: Sft = False,
+    pairs: Pairs = False,
     reward: Reward = None,
     settings: RewardSettings = None,
     system: System = None,
@@ -225,6 +243,6 @@ def prepare(
     run(
         target, out=out, replace=replace, source=source, synthetic=synthetic, first_source=first_source,
         difficulty=numbers(difficulty), where=tuple(where or ()), drop_failing=drop_failing,
-        no_answer=no_answer, settings=tuple(settings or ()),
+        no_answer=no_answer, sft=sft, pairs=pairs, settings=tuple(settings or ()),
         limit=limit, seed=seed, model=model, as_json=as_json, **own.given(),
     )  # fmt: skip

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import dataclass
-from typing import Any, get_args, get_type_hints
+from itertools import takewhile
+from typing import Any, Literal, get_args, get_type_hints
 
 from skylite.data.raw_rows import Row
 from skylite.errors import DataError
@@ -16,6 +17,7 @@ ROLES: tuple[str, ...] = get_args(get_type_hints(Message)["role"])
 SHAREGPT = {"human": "user", "gpt": "assistant"}
 """Names of roles in ShareGPT's chats, whose messages have 'from' and 'value'."""
 _CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*(['"])(role|content|from|value)\1\s*:""")
+_HH_RLHF = re.compile(r"\n\n(Human|Assistant):")
 _TOOLS = (
     "Delete the row. Tool calls are not supported in data; an environment has tools "
     "(docs/how-to/environments.md)."
@@ -63,6 +65,10 @@ def read_question(row: Row, column: str) -> Question:
     if not isinstance(value, list):
         return Question("", [{"role": "user", "content": row.text(column)}], "")
     turns = [_message(row, f"{column}[{i}]", turn) for i, turn in enumerate(value)]
+    return _question(row, f"the chat in {column!r}", turns)
+
+
+def _question(row: Row, what: str, turns: list[Message]) -> Question:
     system = ""
     if turns and turns[0]["role"] == "system":
         system = turns.pop(0)["content"]
@@ -71,15 +77,74 @@ def read_question(row: Row, column: str) -> Question:
         reply = turns.pop()["content"]
     if not turns or turns[-1]["role"] != "user":
         raise DataError(
-            f"{row.where}: the chat in {column!r} has no user message before the answer.",
+            f"{row.where}: {what} has no user message before the answer.",
             "A chat ends with a user message, or with the assistant's reference answer after one.",
         )
     if any(turn["role"] == "system" for turn in turns):
         raise DataError(
-            f"{row.where}: the chat in {column!r} has a system message that is not the first.",
+            f"{row.where}: {what} has a system message that is not the first.",
             "Put it first, or delete the row.",
         )
     return Question(system, turns, reply)
+
+
+def read_pair(row: Row, column: str | None) -> tuple[Question, str]:
+    """The prompt of a pair with the chosen reply, and the rejected reply. Raises DataError.
+
+    Chosen and rejected are texts, or chats whose common beginning belongs to the prompt. `column`: of the
+    prompt; None: only that beginning.
+    """
+    chosen, rejected = (_turns(row, name, "assistant") for name in ("chosen", "rejected"))
+    begin = [
+        one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
+    ]
+    replies = chosen[len(begin) :], rejected[len(begin) :]
+    if [[turn["role"] for turn in reply] for reply in replies] != [["assistant"]] * 2:
+        raise DataError(
+            f"{row.where}: 'chosen' and 'rejected' do not differ in exactly their last assistant message.",
+            "Correct or delete the row.",
+        )
+    if column is None and not begin:
+        raise DataError(
+            f"{row.where}: 'chosen' and 'rejected' have no common beginning, which is the prompt.",
+            "Name the column with the prompt: --question COLUMN.",
+        )
+    turns = begin if column is None else _joined(row, column, _turns(row, column, "user"), begin)
+    where = "the prompt" if column is None else f"the prompt in {column!r}"
+    asked = _question(row, where, [*turns, *replies[0]])
+    return asked, replies[1][0]["content"]
+
+
+def _joined(row: Row, column: str, prompt: list[Message], begin: list[Message]) -> list[Message]:
+    """The turns of a prompt, which `begin` may repeat."""
+    texts = [(turn["role"], turn["content"].strip()) for turn in begin]
+    asked = [(turn["role"], turn["content"].strip()) for turn in prompt]
+    if any(texts[i : i + len(asked)] == asked for i in range(len(texts))):
+        return begin
+    if any(role != "assistant" for role, _ in texts):
+        raise DataError(
+            f"{row.where}: 'chosen' and 'rejected' begin with another prompt than {column!r}.",
+            "Correct or delete the row, or rename the column.",
+        )
+    return [*prompt, *begin]
+
+
+def _turns(row: Row, column: str, role: Literal["user", "assistant"]) -> list[Message]:
+    """The messages of a column; a text is one message of `role`, or a conversation as in hh-rlhf."""
+    value = chat_value(row, column)
+    if isinstance(value, list):
+        return [_message(row, f"{column}[{i}]", turn) for i, turn in enumerate(value)]
+    text = row.text(column)
+    if not text.startswith("Human: ") or "\n\nAssistant:" not in text:
+        return [{"role": role, "content": text}]
+    _, *words = _HH_RLHF.split("\n\n" + text)
+    turns = [
+        {"role": "user" if name == "Human" else "assistant", "content": said.strip()}
+        for name, said in zip(words[::2], words[1::2], strict=True)
+    ]
+    if role == "user" and not turns[-1]["content"]:
+        turns.pop()  # "Assistant:" at the end of a prompt
+    return [_message(row, f"{column}[{i}]", turn) for i, turn in enumerate(turns)]
 
 
 def read_answer(row: Row, column: str) -> str:

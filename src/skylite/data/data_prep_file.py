@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from skylite.config.bundled import bundled_names, find_file
-from skylite.data.examples import SPLITS, Example, ExampleSet, sample_rows
+from skylite.data.examples import Example, ExampleSet, sample_rows
 from skylite.data.hub import HubError
+from skylite.data.prompts import SPLITS
 from skylite.data.raw_rows import Row, Table
 from skylite.data.user_tables import filter_rows
 from skylite.errors import ConfigError, DataError, SkyliteError

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from skylite.config.rollout import RewardParameters
-from skylite.data.prompts import Split
+from skylite.data.prompts import Chat, Kind, Pair, PreparedRow
 from skylite.data.raw_rows import Table
 from skylite.errors import DataError, RunFailed
 from skylite.rewards.built_in import DEFAULTS
@@ -16,7 +16,6 @@ from skylite.rewards.call_rewards import RewardFunction, check_columns, finite_s
 from skylite.rewards.right_completion import RightForm
 from skylite.types import Message, Prompt
 
-SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 _T = TypeVar("_T")
 _HINT = "Correct or delete the row; nothing was written."
 ShowProgress = Callable[[Sequence[_T], str], Iterable[_T]]
@@ -29,9 +28,11 @@ class Example:
 
     prompt: Prompt
     reference: str | None
-    """A right completion; None: none is known, or the data has no reference answers."""
+    """A right completion, or the reply to learn; None: none is known, or the data has no answers."""
     where: str
     """The row in its source, e.g. "train.jsonl line 17", for error messages."""
+    rejected: str | None = None
+    """Of pairs only: the worse reply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,7 @@ class ExampleSet:
 
     dataset: str
     reward: str
-    """A built-in reward (rewards/built_in.py) or FILE.py:function."""
+    """A built-in reward (rewards/built_in.py) or FILE.py:function; empty for --sft and --pairs."""
     system: str
     few_shot: list[Message]
     """Worked examples in every prompt: alternating user and assistant turns."""
@@ -56,6 +57,21 @@ class ExampleSet:
     """What the user's own function gives a right completion; None: 1.0, as the built-in rewards do."""
     drop_failing: bool = False
     """Leave out examples whose reference does not score as it must, instead of raising DataError."""
+    kind: Kind = "prompts"
+
+
+def prepared_row(examples: ExampleSet, example: Example) -> PreparedRow:
+    """The row of the file. Raises DataError for a chat to learn without a reply."""
+    prompt, reply = example.prompt, example.reference
+    if examples.kind == "prompts":
+        return prompt
+    if reply is None:
+        raise DataError(f"{example.where} has no reply to learn.", "Use --sft with data that has answers.")
+    if examples.kind == "pairs":
+        assert example.rejected is not None, "a pair has both"
+        return Pair(id=prompt.id, messages=prompt.messages, chosen=reply, rejected=example.rejected)
+    turns = [turn for turn in prompt.messages if turn not in examples.few_shot]  # to learn, not to show
+    return Chat(id=prompt.id, messages=[*turns, {"role": "assistant", "content": reply}])
 
 
 def check_examples(

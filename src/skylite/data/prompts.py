@@ -1,13 +1,17 @@
-"""train.parquet, validation.parquet and test.parquet of a prepared data set: one prompt per row.
+"""train.parquet, validation.parquet and test.parquet of a prepared data set, of one of three kinds.
 
-Columns: id, prompt (list of role and content), answer, source, difficulty, extra (JSON). The footer records
-how the file was made (PromptFileInfo).
+prompts    for RL: id, prompt (list of role and content), answer, source, difficulty, extra (JSON)
+sft        chats to learn: id, messages (list of role and content; the last message is the assistant's)
+pairs      for DPO: id, messages (the prompt), chosen, rejected (texts of the assistant)
+
+The footer records the kind and how the file was made (PromptFileInfo).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,27 +20,20 @@ from typing import Any, Literal, TypeVar, get_args
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from skylite.errors import DataError
-from skylite.run.files import atomic_file
+from skylite.errors import DataError, WriteFailed
+from skylite.processes.file_tree import remove_tree
+from skylite.run.files import atomic_file, fsync_path, swap_paths, temporary_sibling
 from skylite.run.parquet_file import read_parquet, read_parquet_schema
 from skylite.types import Message, Prompt
 from skylite.untrusted_text import encodable, parse_json
 
 SCHEMA_VERSION = 2
 FOOTER_KEY = b"skylite"
-PROMPT_SCHEMA = pa.schema(
-    [
-        ("id", pa.string()),
-        ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
-        ("answer", pa.string()),
-        ("source", pa.string()),
-        ("difficulty", pa.int32()),
-        ("extra", pa.string()),
-    ]
-)
 _HINT = "Prepare it again with `skylite prepare`."
 
+Kind = Literal["prompts", "sft", "pairs"]
 Split = Literal["train", "validation", "test"]
+SPLITS: tuple[Split, ...] = get_args(Split)
 SourceKind = Literal["hub", "folder", "synthetic", "generated", "file"]
 
 
@@ -73,60 +70,135 @@ class PromptFileInfo:
     """What the user's own reward takes for a right completion, with {answer}; empty for built-in rewards."""
     best_reward: float | None = 1.0
     """What a right completion scores; None: that differs between rows."""
+    kind: Kind = "prompts"
     schema_version: int = SCHEMA_VERSION
 
 
-def write_prompts(path: Path, prompts: Sequence[Prompt], info: PromptFileInfo) -> None:
-    """Write one split atomically.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """A row to learn by SFT."""
 
-    Raises ValueError when `info.count` is not the number of prompts, DataError for half a character.
-    """
-    if info.count != len(prompts):
-        raise ValueError(f"info.count is {info.count} but there are {len(prompts)} prompts")
-    rows = [
-        {
-            "id": p.id,
-            "prompt": p.messages,
-            "answer": p.answer,
-            "source": p.source,
-            "difficulty": p.difficulty,
-            "extra": json.dumps(p.extra, ensure_ascii=False),
-        }
-        for p in prompts
+    id: str
+    messages: list[Message]
+    """The last message is the assistant's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A row for DPO: a prompt, and two replies of the assistant to it."""
+
+    id: str
+    messages: list[Message]
+    """The prompt. The last message is the user's."""
+    chosen: str
+    rejected: str
+
+
+PreparedRow = Prompt | Chat | Pair
+_TURNS = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+PROMPT_SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("prompt", _TURNS),
+        ("answer", pa.string()),
+        ("source", pa.string()),
+        ("difficulty", pa.int32()),
+        ("extra", pa.string()),
     ]
-    for row in rows:
+)
+_CHAT = [("id", pa.string()), ("messages", _TURNS)]
+SCHEMAS: dict[Kind, pa.Schema] = {
+    "prompts": PROMPT_SCHEMA,
+    "sft": pa.schema(_CHAT),
+    "pairs": pa.schema([*_CHAT, ("chosen", pa.string()), ("rejected", pa.string())]),
+}
+_USES: dict[Kind, tuple[str, str]] = {
+    "prompts": ("prompts for RL", "skylite prepare FILE --reward REWARD"),
+    "sft": ("chats for algorithm.name=sft", "skylite prepare FILE --sft"),
+    "pairs": ("pairs for algorithm.name=dpo", "skylite prepare FILE --pairs"),
+}
+"""What a file of a kind holds, and the command that makes it."""
+
+
+def write_rows(path: Path, rows: Sequence[PreparedRow], info: PromptFileInfo) -> None:
+    """Write one split atomically. The rows are of `info.kind`.
+
+    Raises ValueError when `info.count` is not the number of rows, DataError for half a character.
+    """
+    if info.count != len(rows):
+        raise ValueError(f"info.count is {info.count} but there are {len(rows)} rows")
+    columns = [_prompt_columns(row) if isinstance(row, Prompt) else asdict(row) for row in rows]
+    for row in columns:
         text = json.dumps(row, ensure_ascii=False)
         if encodable(text) is not text:
             raise DataError(
-                f"The prompt {encodable(str(row['id']))} has half a character (a lone surrogate).",
+                f"The row {encodable(str(row['id']))} has half a character (a lone surrogate).",
                 "No file can hold it: correct or delete the row.",
             )
     footer = {FOOTER_KEY: json.dumps(asdict(info), ensure_ascii=False).encode()}
-    table = pa.Table.from_pylist(rows, schema=PROMPT_SCHEMA.with_metadata(footer))
+    table = pa.Table.from_pylist(columns, schema=SCHEMAS[info.kind].with_metadata(footer))
     with atomic_file(path, table.nbytes) as temporary:
         pq.write_table(table, temporary, compression="zstd")
 
 
+def replace_folder(
+    folder: Path,
+    rows: Mapping[str, Sequence[PreparedRow]],
+    infos: Mapping[str, PromptFileInfo],
+) -> None:
+    """Replace the three files of `folder` atomically. Raises DataError, and leaves the folder as it was."""
+    files = {f"{split}.parquet" for split in SPLITS}
+    if folder.exists() and not folder.is_dir():
+        raise DataError(f"{folder} is a file, not a folder.", "Choose another --out.")
+    foreign = sorted(p.name for p in folder.iterdir() if p.name not in files) if folder.is_dir() else []
+    if foreign:
+        raise DataError(
+            f"{folder} contains other files ({', '.join(foreign[:3])}), which prepare would delete.",
+            "Choose another --out.",
+        )
+    folder = folder.absolute()
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        fresh = temporary_sibling(folder)
+        fresh.mkdir()
+        try:
+            for split in SPLITS:
+                write_rows(fresh / f"{split}.parquet", rows[split], infos[split])
+            fsync_path(fresh)
+            if folder.exists():
+                swap_paths(fresh, folder)
+            else:
+                os.rename(fresh, folder)
+            fsync_path(folder.parent)
+        finally:
+            remove_tree(fresh)
+    except (OSError, WriteFailed) as error:
+        reason = (error.strerror or str(error)) if isinstance(error, OSError) else error.what.rstrip(".")
+        raise DataError(
+            f"{folder} cannot be written: {reason}.", "Choose another --out or free space."
+        ) from None
+
+
+def _prompt_columns(prompt: Prompt) -> dict[str, Any]:
+    return {
+        "id": prompt.id,
+        "prompt": prompt.messages,
+        "answer": prompt.answer,
+        "source": prompt.source,
+        "difficulty": prompt.difficulty,
+        "extra": json.dumps(prompt.extra, ensure_ascii=False),
+    }
+
+
 def read_info(path: Path) -> PromptFileInfo:
-    """The footer of a prompt file. Raises DataError."""
+    """The footer of a prepared file of any kind. Raises DataError."""
     return _read_info(path, _read(path, read_parquet_schema).metadata or {})
 
 
 def read_prompts(path: Path, difficulty: Sequence[int] = ()) -> tuple[list[Prompt], PromptFileInfo]:
     """The prompts of a split, filtered by `difficulty` when given, and the footer. Raises DataError."""
-    try:
-        table = _read(path, read_parquet)
-        info = _read_info(path, table.schema.metadata or {})
-        _check_columns(path, table.schema)
-        rows = table.to_pylist()
-    except UnicodeDecodeError as error:  # names of columns, or texts
-        raise DataError(f"{path} is damaged: {_one_line(error)}", _HINT) from None
-    if not rows:
-        raise DataError(f"{path} has no rows.", _HINT)
-    if len(rows) != info.count:
-        raise DataError(f"{path} has {len(rows)} rows, but its footer says {info.count}.", _HINT)
+    rows, info = _read_rows(path, "prompts")
     prompts = [_to_prompt(path, number, row) for number, row in enumerate(rows, start=1)]
-    _check_ids(path, prompts)
     chosen = [p for p in prompts if p.difficulty in difficulty] if difficulty else prompts
     if not chosen:
         available = sorted({p.difficulty for p in prompts})
@@ -137,6 +209,21 @@ def read_prompts(path: Path, difficulty: Sequence[int] = ()) -> tuple[list[Promp
     return chosen, info
 
 
+def read_chats(path: Path) -> tuple[list[Chat], PromptFileInfo]:
+    """The chats of a split that was prepared with --sft, and the footer. Raises DataError."""
+    rows, info = _read_rows(path, "sft")
+    for number, row in enumerate(rows, start=1):
+        if row["messages"][-1]["role"] != "assistant":
+            raise DataError(f"{path} row {number} does not end with an assistant message.", _HINT)
+    return [Chat(**row) for row in rows], info
+
+
+def read_pairs(path: Path) -> tuple[list[Pair], PromptFileInfo]:
+    """The pairs of a split that was prepared with --pairs, and the footer. Raises DataError."""
+    rows, info = _read_rows(path, "pairs")
+    return [Pair(**row) for row in rows], info
+
+
 def first_messages(info: PromptFileInfo) -> list[Message]:
     """The turns before the question of every training prompt."""
     system = [Message(role="system", content=info.system)] if info.system else []
@@ -144,6 +231,35 @@ def first_messages(info: PromptFileInfo) -> list[Message]:
 
 
 _T = TypeVar("_T")
+
+
+def _read_rows(path: Path, kind: Kind) -> tuple[list[dict[str, Any]], PromptFileInfo]:
+    """The checked rows of a file of this kind, without other columns. Raises DataError."""
+    try:
+        table = _read(path, read_parquet)
+        info = _read_info(path, table.schema.metadata or {})
+        if info.kind != kind:
+            raise DataError(
+                f"{path} holds {_USES[info.kind][0]}, not {_USES[kind][0]}.",
+                f"Choose the algorithm that fits the data, or prepare it again: {_USES[kind][1]}.",
+            )
+        _check_columns(path, table.schema, SCHEMAS[kind])
+        rows = table.select(SCHEMAS[kind].names).to_pylist()
+    except UnicodeDecodeError as error:  # names of columns, or texts
+        raise DataError(f"{path} is damaged: {_one_line(error)}", _HINT) from None
+    if not rows:
+        raise DataError(f"{path} has no rows.", _HINT)
+    if len(rows) != info.count:
+        raise DataError(f"{path} has {len(rows)} rows, but its footer says {info.count}.", _HINT)
+    turns = "prompt" if kind == "prompts" else "messages"
+    for number, row in enumerate(rows, start=1):
+        empty = next((name for name, value in row.items() if value is None), None)
+        if not row[turns] or any(turn is None or None in turn.values() for turn in row[turns]):
+            empty = empty or turns
+        if empty is not None:
+            raise DataError(f"{path} row {number} has an empty {empty}.", _HINT)
+    _check_ids(path, [row["id"] for row in rows])
+    return rows, info
 
 
 def _read(path: Path, read: Callable[[Path], _T]) -> _T:
@@ -200,6 +316,7 @@ def _read_info(path: Path, metadata: dict[bytes, bytes]) -> PromptFileInfo:
         "reward_settings",
         "answer_template",
         "best_reward",
+        "kind",
     }
     required = known - optional
     if not isinstance(footer, dict) or not known >= footer.keys() >= required or not _has_right_types(footer):
@@ -215,6 +332,7 @@ def _has_right_types(footer: dict[str, Any]) -> bool:
         all(isinstance(footer.get(name, ""), str) for name in texts)
         and footer["source_kind"] in get_args(SourceKind)
         and footer["split"] in get_args(Split)
+        and footer.get("kind", "prompts") in get_args(Kind)
         and all(type(n) is int for n in (footer["count"], footer["seed"], 0 if limit is None else limit))
         and isinstance(turns, list)
         and all(isinstance(turn, dict) and turn.keys() == {"role", "content"} for turn in turns)
@@ -225,8 +343,8 @@ def _has_right_types(footer: dict[str, Any]) -> bool:
     )
 
 
-def _check_columns(path: Path, schema: pa.Schema) -> None:
-    for column in PROMPT_SCHEMA:
+def _check_columns(path: Path, schema: pa.Schema, right: pa.Schema) -> None:
+    for column in right:
         if column.name not in schema.names:
             raise DataError(f"{path} has no column {column.name!r}.", _HINT)
         found = schema.field(column.name).type
@@ -237,9 +355,6 @@ def _check_columns(path: Path, schema: pa.Schema) -> None:
 
 
 def _to_prompt(path: Path, number: int, row: dict[str, Any]) -> Prompt:
-    empty = [name for name in PROMPT_SCHEMA.names if row[name] is None]
-    if empty or not row["prompt"] or any(turn is None or None in turn.values() for turn in row["prompt"]):
-        raise DataError(f"{path} row {number} has an empty {empty[0] if empty else 'prompt'}.", _HINT)
     try:
         extra = parse_json(row["extra"])
         if not isinstance(extra, dict):
@@ -258,11 +373,11 @@ def _to_prompt(path: Path, number: int, row: dict[str, Any]) -> Prompt:
     )
 
 
-def _check_ids(path: Path, prompts: Sequence[Prompt]) -> None:
+def _check_ids(path: Path, ids: Sequence[str]) -> None:
     rows: dict[str, int] = {}
-    for number, prompt in enumerate(prompts, start=1):
-        if (first := rows.setdefault(prompt.id, number)) != number:
-            raise DataError(f"{path} rows {first} and {number} have the same id {prompt.id!r}.", _HINT)
+    for number, name in enumerate(ids, start=1):
+        if (first := rows.setdefault(name, number)) != number:
+            raise DataError(f"{path} rows {first} and {number} have the same id {name!r}.", _HINT)
 
 
 def _one_line(error: Exception) -> str:

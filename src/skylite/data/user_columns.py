@@ -12,13 +12,17 @@ from skylite.errors import ConfigError
 QUESTIONS = ("question", "problem", "prompt", "messages", "conversations")
 ANSWERS = ("answer",)
 """Columns that are used without a flag."""
+CHATS = ("messages", "conversations")
+REPLIES = ("completion", "answer")
+"""Columns for --sft without a flag: a chat that ends with the reply, or else a reply to one of QUESTIONS."""
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
     """The columns that make a prompt."""
 
-    question: str
+    question: str | None
+    """None: pairs, of which the chats have the prompt."""
     answer: str | None
     """None: the last turn of the chat is the answer, or there are no answers."""
     id: str | None
@@ -63,6 +67,38 @@ def choose_columns(flags: ColumnFlags, first: Row) -> tuple[Columns, list[str]]:
         text = f"column {answer!r}" if answer else "the last turn of the chat"
         notes.append(f"question: column {question!r}; answer: {text}")
     return Columns(question, answer, flags.id), notes
+
+
+def choose_sft_columns(flags: ColumnFlags, first: Row) -> tuple[Columns, list[str]]:
+    """The columns for --sft: by flag, a chat that ends with a reply, or question and reply."""
+    question = flags.question or next(iter(_named((*CHATS, *QUESTIONS), first)), None)
+    answer = flags.answer
+    if question is not None and answer is None and not read_question(first, question).reply:
+        answer = next(iter(_named(REPLIES, first)), None)
+        if answer is None:
+            question = question if flags.question else None
+    names = ", ".join(map(repr, first.values))
+    if question is None:
+        raise ConfigError(
+            f"{flags.target} needs chats that end with an assistant message in a column "
+            f"{' or '.join(CHATS)}, or prompt and completion: it has {names}.",
+            "Name the columns: --question COLUMN, and --answer COLUMN for the replies.",
+        )
+    text = f"column {answer!r}" if answer else "the last turn of the chat"
+    return Columns(question, answer, flags.id), [f"prompt: column {question!r}; reply: {text}"]
+
+
+def choose_pair_columns(flags: ColumnFlags, first: Row) -> tuple[Columns, list[str]]:
+    """The columns for --pairs, which has the replies in chosen and rejected. Raises ConfigError."""
+    if missing := [name for name in ("chosen", "rejected") if name not in first.values]:
+        names = ", ".join(map(repr, first.values))
+        raise ConfigError(
+            f"{flags.target} has no column {' and '.join(missing)}: it has {names}.",
+            "Rename the columns with the better and the worse reply to chosen and rejected.",
+        )
+    question = flags.question or next(iter(_named(("prompt", "question", "problem"), first)), None)
+    text = f"column {question!r}" if question else "the common beginning of chosen and rejected"
+    return Columns(question, "chosen", flags.id), [f"prompt: {text}"]
 
 
 def missing_flags(flags: ColumnFlags, first: Row) -> list[str]:

@@ -10,11 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from skylite.config.rollout import RewardParameters
-from skylite.data.chats import Question, is_chat_as_text, read_answer, read_question
-from skylite.data.examples import SPLITS, Example, ExampleSet, sample_rows
-from skylite.data.prompts import Split
+from skylite.data.chats import Question, is_chat_as_text, read_answer, read_pair, read_question
+from skylite.data.examples import Example, ExampleSet, sample_rows
+from skylite.data.prompts import SPLITS, Kind, Split
 from skylite.data.raw_rows import READABLE, Row, Table, is_whole_float, read_table
-from skylite.data.user_columns import ColumnFlags, Columns, choose_columns
+from skylite.data.user_columns import (
+    ColumnFlags,
+    Columns,
+    choose_columns,
+    choose_pair_columns,
+    choose_sft_columns,
+)
 from skylite.data.user_tables import OwnSource, filter_rows, read_own_tables
 from skylite.errors import ConfigError, DataError
 from skylite.rewards.built_in import DEFAULTS, reference_answer, reference_completion
@@ -38,6 +44,8 @@ class OwnData:
     source: OwnSource
     columns: ColumnFlags
     reward: str
+    """Empty for sft and pairs."""
+    kind: Kind = "prompts"
     parameters: RewardParameters = DEFAULTS
     """Settings of a built-in reward."""
     find_form: Callable[[Sequence[Prompt]], tuple[RightForm, list[str]]] | None = None
@@ -61,8 +69,13 @@ def user_file_examples(data: OwnData) -> ExampleSet:
     read = read_own_tables(data.source)
     tables = {split: filter_rows(table, data.where) for split, table in read.splits.items()}
     notes = [*read.notes, *(f"--where {condition}" for condition in data.where)]
-    columns, columns_note = choose_columns(data.columns, tables["train"].rows[0])
-    maker = PromptMaker(data=data, columns=columns, kept=kept_columns(tables, columns, notes))
+    choose = {"prompts": choose_columns, "sft": choose_sft_columns, "pairs": choose_pair_columns}[data.kind]
+    columns, columns_note = choose(data.columns, tables["train"].rows[0])
+    maker = PromptMaker(
+        data=data,
+        columns=columns,
+        kept=kept_columns(tables, columns, notes) if data.kind == "prompts" else set(),
+    )
     if data.drop_failing:
         tables = {split: maker.readable(table, notes) for split, table in tables.items()}
     examples, tables["train"] = few_shot_rows(data, tables["train"])
@@ -74,7 +87,7 @@ def user_file_examples(data: OwnData) -> ExampleSet:
         maker, notes = replace(maker, form=form), [*notes, *form_notes]
     maker = replace(maker, few_shot=[turn for row in examples for turn in maker.worked_example(row)])
     maker.check_ids(tables)
-    full = hold_out_missing(tables, columns.question, data.seed, notes)
+    full = hold_out_missing(tables, maker.key, data.seed, notes)
     full["train"] = sample_rows(full["train"], data.limit, data.seed)
     splits = {split: maker.examples(split, full[split]) for split in SPLITS}
     sizes = ", ".join(f"{len(rows)} {split}" for split, rows in splits.items())
@@ -89,6 +102,7 @@ def user_file_examples(data: OwnData) -> ExampleSet:
         parameters=data.parameters,
         has_answers=data.columns.has_answers,
         form=maker.form,
+        kind=data.kind,
     )
 
 
@@ -113,7 +127,7 @@ def few_shot_rows(data: OwnData, train: Table) -> tuple[Sequence[Row], Table]:
 
 def kept_columns(tables: dict[Split, Table], columns: Columns, notes: list[str]) -> set[str]:
     """The other columns, which the reward gets. Adds a note on those that JSON cannot hold."""
-    used = {columns.question} | ({"answer"} if columns.answer == "answer" else set())
+    used = {str(columns.question)} | ({"answer"} if columns.answer == "answer" else set())
     refused: dict[str, str] = {}
     names: dict[str, None] = {}
     for row in (row for table in tables.values() for row in table.rows):
@@ -135,14 +149,14 @@ def _is_json(value: Any) -> bool:
 
 
 def hold_out_missing(
-    tables: dict[Split, Table], question: str, seed: int, notes: list[str]
+    tables: dict[Split, Table], key: Callable[[Row], str], seed: int, notes: list[str]
 ) -> dict[Split, Table]:
     """All three splits. Those without rows get about 5 % of the distinct training questions, at least one.
 
     Rows with the same question stay in one split.
     """
     train = tables["train"]
-    keys = [_key(row, question) for row in train.rows]
+    keys = [key(row) for row in train.rows]
     distinct = sorted(set(keys))
     missing = [split for split in SPLITS if split not in tables]
     if len(distinct) <= len(missing):
@@ -163,15 +177,10 @@ def hold_out_missing(
     if missing:
         notes.append(f"{' and '.join(missing)}: held out of train at random (seed {seed}), by question")
     for split in set(tables) - {"train"}:
-        shared = sum(split_of.get(_key(row, question)) == "train" for row in tables[split].rows)
+        shared = sum(split_of.get(key(row)) == "train" for row in tables[split].rows)
         if shared:
             notes.append(f"warning: {shared} questions of {split} are in train too")
     return full
-
-
-def _key(row: Row, question: str) -> str:
-    """What makes two questions equal."""
-    return _key_of(read_question(row, question))
 
 
 def _key_of(asked: Question) -> str:
@@ -196,6 +205,10 @@ class PromptMaker:
         given = self.data.system
         return SYSTEMS.get(self.data.reward, "") if given is None else given
 
+    def key(self, row: Row) -> str:
+        """What makes two questions equal."""
+        return _key_of(self._read(row)[0])
+
     def examples(self, split: Split, table: Table) -> list[Example]:
         """The examples of a split. Raises DataError with file, line and reason."""
         name = self.data.source.name
@@ -206,7 +219,7 @@ class PromptMaker:
         rows, refused = [], []
         for row in table.rows:
             try:
-                asked = read_question(row, self.columns.question)
+                asked = self._read(row)[0]
                 if self.data.columns.has_answers:
                     self._answer(row, asked)
                 rows.append(row)
@@ -234,7 +247,7 @@ class PromptMaker:
 
     def worked_example(self, row: Row) -> list[Message]:
         """The turns of a row and a perfect completion. Raises DataError."""
-        asked = read_question(row, self.columns.question)
+        asked = self._read(row)[0]
         answer = self._answer(row, asked)
         reply = self._right(answer) or asked.reply or answer
         if self.form is not None and is_made_up(self.form.template):
@@ -252,16 +265,20 @@ class PromptMaker:
 
     def notes(self, tables: dict[Split, Table]) -> list[str]:
         """What the rows' own system messages and last turns became."""
-        asked = [read_question(r, self.columns.question) for t in tables.values() for r in t.rows]
+        rows = [row for table in tables.values() for row in table.rows]
+        asked = [self._read(row)[0] for row in rows]
         own = sum(bool(question.system) for question in asked)
         replies = sum(bool(question.reply) for question in asked) if self.columns.answer else 0
+        if self.data.kind == "pairs":
+            replies = 0
         notes = []
         if own and self.data.system is not None:
             notes.append(f"--system replaces the system message of {own} chats")
         elif own and self.default_system:
             notes.append(f"{own} chats keep their own system message")
-        rows = [row for table in tables.values() for row in table.rows]
-        if texts := sum(is_chat_as_text(row.value(self.columns.question)) for row in rows):
+        if (column := self.columns.question) and (
+            texts := sum(is_chat_as_text(row.value(column)) for row in rows)
+        ):
             notes.append(f"{texts} chats are stored as text; they are read as chats")
         notes += self._answer_notes(tables)
         if replies:
@@ -283,16 +300,17 @@ class PromptMaker:
         column = self.columns.answer
         if column and (whole := sum(is_whole_float(row.value(column)) for row in rows)):
             notes.append(f"{whole} answers are whole numbers stored as 51.0; they are read as 51")
-        if self.data.columns.has_answers:
+        if self.data.columns.has_answers and self.data.kind == "prompts":
             answers: dict[str, set[str]] = {}
             for row in rows:
-                asked = read_question(row, self.columns.question)
+                asked = self._read(row)[0]
                 answers.setdefault(_key_of(asked), set()).add(self._answer(row, asked))
             if several := sum(len(found) > 1 for found in answers.values()):
                 notes.append(f"warning: {several} questions occur with different answers")
-        if "tools" in self.kept and any(row.values.get("tools") for row in rows):
+        if any(row.values.get("tools") for row in rows):
+            use = "reaches the reward only" if self.data.kind == "prompts" else "is left out"
             notes.append(
-                "warning: the column 'tools' reaches the reward only; no prompt shows it. For tools that the "
+                f"warning: the column 'tools' {use}; no prompt shows it. For tools that the "
                 "model can call use an environment (docs/how-to/environments.md)"
             )
         return notes
@@ -300,32 +318,43 @@ class PromptMaker:
     def _id(self, row: Row) -> str:
         return str(row.index) if self.columns.id is None else row.text(self.columns.id)
 
+    def _read(self, row: Row) -> tuple[Question, str | None]:
+        """What the row asks, and the rejected reply of a pair."""
+        if self.data.kind == "pairs":
+            return read_pair(row, self.columns.question)
+        assert self.columns.question is not None, "only pairs may have no such column"
+        return read_question(row, self.columns.question), None
+
     def _answer(self, row: Row, asked: Question) -> str:
+        if self.data.kind == "pairs":
+            return asked.reply
         if self.columns.answer is not None:
             return read_answer(row, self.columns.answer)
         if not asked.reply and self.data.columns.has_answers:
             raise DataError(
                 f"{row.where}: the chat in {self.columns.question!r} does not end with an assistant message, "
-                "the reference answer.",
+                f"the {'reference answer' if self.data.kind == 'prompts' else 'reply to learn'}.",
                 "Correct or delete the row, or name a column with --answer.",
             )
         return asked.reply
 
     def _right(self, answer: str) -> str | None:
         """A right completion; None if the reward looks at something else than the answer."""
+        if self.data.kind != "prompts":
+            return answer
         if self.form is not None:
             return fill(self.form.template, answer)
         return reference_completion(self.data.reward, answer, self.data.parameters)
 
     def _example(self, row: Row, prompt_id: str) -> Example:
-        asked = read_question(row, self.columns.question)
+        asked, rejected = self._read(row)
         text = self._answer(row, asked) if self.data.columns.has_answers else ""
         system = (asked.system if self.data.system is None else "") or self.default_system
         messages: list[Message] = [{"role": "system", "content": system}] if system else []
         prompt = Prompt(
             id=prompt_id,
             messages=[*messages, *self.few_shot, *asked.turns],
-            answer=reference_answer(self.data.reward, text, self.data.parameters),
+            answer=reference_answer(self.data.reward, text, self.data.parameters) if self.data.reward else "",
             source=self.data.source.name,
             extra=dict.fromkeys(self.data.empty_answers, "")
             | {name: value for name, value in row.values.items() if name in self.kept},
@@ -333,4 +362,4 @@ class PromptMaker:
         reference = None
         if self.data.columns.has_answers:
             reference = self._right(text)
-        return Example(prompt=prompt, reference=reference, where=row.where)
+        return Example(prompt=prompt, reference=reference, where=row.where, rejected=rejected)

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from skylite.config.bundled import is_bare
-from skylite.data.examples import SPLITS
 from skylite.data.hub import find_repository
-from skylite.data.prompts import Split
+from skylite.data.prompts import SPLITS, Split
 from skylite.data.raw_rows import READABLE, Table, join_tables, read_table
 from skylite.data.split_files import SplitFiles, choose_files, find_splits, split_names
 from skylite.errors import ConfigError, DataError
