@@ -153,7 +153,7 @@ def test_settings_of_prepare_reach_the_run_and_eval(here: Path, tiny_llama: Path
     ready = plan(tiny_llama, "reward.ignore_case=false")
     reward = ready.config.reward
     assert (reward.answer_pattern, reward.ignore_case) == (TAGS, False), "--set wins"
-    assert f"from the data: reward.answer_pattern={TAGS!r}" in ready.resolved.notes
+    assert f"from the data: reward.answer_pattern={TAGS!r}" in map(str, ready.resolved.notes)
     replaced = plan(tiny_llama, 'reward.functions=["format"]').config.reward
     assert replaced.answer_pattern is None, "the settings belong to the data's own reward"
     flags = EvalFlags(target=None, base=True, model=str(tiny_llama), data=(Path("data"),), split="test",

@@ -62,7 +62,7 @@ def test_the_choices_are_in_config_json(tmp_path: Path) -> None:
     run: RunDir = begin(tmp_path)
     recorded = read_run_config(run.config_path)
     assert recorded.config.trainer.tokens_per_micro_batch == 2048
-    notes = "\n".join(recorded.resolved.notes)
+    notes = "\n".join(map(str, recorded.resolved.notes))
     for part in (
         "tokens_per_micro_batch=2048: larger",
         "CPU threads per rank: ",

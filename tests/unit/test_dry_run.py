@@ -149,12 +149,12 @@ def test_a_template_that_writes_the_time_sees_the_start_of_the_run(tmp_path: Pat
         assert job["ids"] == chat
         assert "strftime_now" in facts["template"]
     begun = plan(tmp_path, model)
-    assert any("the chat template writes the time" in note for note in begun.resolved.notes)
+    assert any("the chat template writes the time" in str(note) for note in begun.resolved.notes)
     write_run(begun)
     again = run_template(plan_resume(begun.run).run_config)
     assert again.now == begun.resolved.template_time is not None
     quiet = plan(tmp_path / "other", tiny_llama)
-    assert not any("writes the time" in note for note in quiet.resolved.notes)
+    assert not any("writes the time" in str(note) for note in quiet.resolved.notes)
 
 
 # Rewards
@@ -195,11 +195,12 @@ def test_a_run_says_that_its_prompts_end_inside_a_tag_and_a_setting_shows_it_to_
     (tmp_path / "mine.py").write_text(OWN)
     spec = f"{tmp_path}/mine.py:wants_tag"
     model = with_template(tiny_llama, tmp_path / "thinks", THINKING)
-    notes = plan(tmp_path, model, reward={"functions": [spec]}).resolved.notes
+    notes = [*map(str, plan(tmp_path, model, reward={"functions": [spec]}).resolved.notes)]
     assert [n for n in notes if n.startswith("warning: the chat template opens <think>")]
-    shown = plan(tmp_path / "b", model, reward={"functions": [spec], "prefill": "<think>\n"}).resolved.notes
+    prefilled = plan(tmp_path / "b", model, reward={"functions": [spec], "prefill": "<think>\n"})
+    shown = [*map(str, prefilled.resolved.notes)]
     assert not [n for n in shown if "opens <think>" in n]
-    assert not [n for n in plan(tmp_path / "c", tiny_llama).resolved.notes if "opens <think>" in n]
+    assert not [n for n in map(str, plan(tmp_path / "c", tiny_llama).resolved.notes) if "opens <think>" in n]
 
     for prefill, reward in (("", 0.0), ("<think>\n", 1.0)):
         pool = RewardPool([spec], prefill=prefill)
@@ -330,7 +331,8 @@ def test_targets_that_match_are_accepted_and_an_unused_exclusion_is_said(tiny_ll
     ):
         assert check_target_names(tiny_llama, LoraConfig.model_validate({"target_modules": targets})) == []
     (note,) = check_target_names(tiny_llama, LoraConfig(exclude_modules=["up_proj", "dwn_proj", "lm_head"]))
-    assert "'dwn_proj'" in note
+    assert note.is_warning
+    assert "'dwn_proj'" in note.text
     with pytest.raises(ModelError, match="leaves no module"):
         check_target_names(tiny_llama, LoraConfig(exclude_modules=[".*"]))
 
@@ -352,7 +354,7 @@ def test_a_folder_that_holds_a_run_is_refused_before_the_start(tmp_path: Path, t
 
 def test_the_verdict_counts_warnings_such_as_an_unusual_rate(tmp_path: Path, tiny_llama: Path) -> None:
     usual, high = (plan(tmp_path / str(lr), tiny_llama, optim={"lr": lr}) for lr in (1e-4, 0.1))
-    assert [n for n in high.resolved.notes if "optim.lr=0.1 is over" in n]
-    counts = [sum(n.startswith("warning: ") for n in p.resolved.notes) for p in (usual, high)]
+    assert [n for n in map(str, high.resolved.notes) if "optim.lr=0.1 is over" in n]
+    counts = [sum(n.is_warning for n in p.resolved.notes) for p in (usual, high)]
     assert counts[1] == counts[0] + 1
     assert ready_text(high).startswith(f"ready, with {counts[1]} warning(s)")

@@ -123,7 +123,9 @@ def test_engines_return_sampling_logprobs_and_skylite_serve_keeps_vllms_default(
 def test_switching_the_kernels_off_overrides_the_environment() -> None:
     spec = dataclasses.replace(SPEC, cpu_lora="stock")
     assert engine_env(spec, {"SKYLITE_CPU_LORA": "merged"})["SKYLITE_CPU_LORA"] == "stock"
-    assert any("cpu_lora=stock" in note for note in engine_notes("cpu", "float32", "stock", "stock"))
+    assert any(
+        "cpu_lora=stock" in note for note in map(str, engine_notes("cpu", "float32", "stock", "stock"))
+    )
 
 
 def test_auto_does_not_merge_weights_in_deterministic_runs(tmp_path: Path) -> None:
@@ -133,7 +135,7 @@ def test_auto_does_not_merge_weights_in_deterministic_runs(tmp_path: Path) -> No
     assert choose_cpu_lora("merged", "float32", tmp_path, deterministic=True) == "merged"
     assert any(
         "trainer.deterministic" in note
-        for note in engine_notes("cpu", "float32", "auto", "dense", deterministic=True)
+        for note in map(str, engine_notes("cpu", "float32", "auto", "dense", deterministic=True))
     )
 
 
@@ -162,7 +164,7 @@ def test_openmp_is_preloaded_before_the_users_libraries(
     (tmp_path / "lib").mkdir()
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     assert engine_env(SPEC, {"LD_PRELOAD": "/lib/own.so"}).get("LD_PRELOAD") == "/lib/own.so"
-    assert any("intel-openmp" in note for note in engine_notes("cpu", "float32", "auto", "merged"))
+    assert any("intel-openmp" in note for note in map(str, engine_notes("cpu", "float32", "auto", "merged")))
     library = tmp_path / "lib" / "libiomp5.so"
     library.touch()
     assert engine_env(SPEC, {"LD_PRELOAD": "/lib/own.so"})["LD_PRELOAD"] == f"{library}:/lib/own.so"

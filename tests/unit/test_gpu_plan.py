@@ -44,7 +44,7 @@ def test_engines_take_the_free_gpus_first(
     machine.has_torch()
     placed = place(config(ranks, engines), "cuda")
     assert (placed.rank_gpus, placed.engine_gpus) == (rank_gpus, engine_gpus)
-    assert "driver 580.95.05, torch 2.13.0 for CUDA 13.0" in placed.notes[0]
+    assert "driver 580.95.05, torch 2.13.0 for CUDA 13.0" in placed.notes[0].text
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_idle_gpus_are_named_with_settings_that_use_all(
 ) -> None:
     machine.lists(*[H200] * gpus)
     machine.has_torch()
-    notes = [note for note in place(settings, "cuda").notes if "idle" in note]
+    notes = [str(note) for note in place(settings, "cuda").notes if "idle" in note.text]
     assert bool(notes) == bool(idle)
     if not idle:
         return
@@ -81,7 +81,7 @@ def test_configured_engines_count_visible_gpus(machine: Machine) -> None:
     machine.sees("3,1")
     placed = place(config(1, 2, gpus=[0, 1]), "cuda")
     assert (placed.rank_gpus, placed.engine_gpus) == ([3], [3, 1])
-    assert placed.notes[1] == "rank 0 to 0 on GPU 3; engine 0 to 1 on GPU 3, 1"
+    assert placed.notes[1].text == "rank 0 to 0 on GPU 3; engine 0 to 1 on GPU 3, 1"
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_others_on_the_gpu_give_a_warning(
 ) -> None:
     machine.lists(H200, used_mib=used, processes=processes)
     machine.has_torch()
-    warnings = [n for n in place(config(), "cuda").notes if n.startswith("warning: ")]
+    warnings = [str(n) for n in place(config(), "cuda").notes if n.is_warning]
     expected = [f"warning: GPU 0 (NVIDIA H200) is not free: {warned}"] if warned else []
     assert warnings == expected
 

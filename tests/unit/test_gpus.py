@@ -11,6 +11,7 @@ from typing import Literal
 import pytest
 
 from skylite.errors import ConfigError
+from skylite.notes import Note
 from skylite.processes import gpus
 from skylite.processes.cuda_check import ask_torch
 from skylite.processes.gpus import cuda_env, visible_gpus, why_no_gpu
@@ -21,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_a_machine_without_gpus_uses_the_cpu(machine: Machine) -> None:
-    assert (choose_device(), why_no_gpu()) == ("cpu", "")
+    assert (choose_device(), why_no_gpu()) == ("cpu", None)
 
 
 def test_a_gpu_that_torch_can_use_is_used(machine: Machine) -> None:
@@ -55,7 +56,7 @@ def test_hidden_gpus_mean_the_cpu_and_a_note(machine: Machine, setting: str) -> 
     machine.lists(H200)
     machine.sees(setting)
     assert choose_device() == "cpu"
-    assert f"CUDA_VISIBLE_DEVICES={setting} hides all" in why_no_gpu()
+    assert f"CUDA_VISIBLE_DEVICES={setting} hides all" in str(why_no_gpu())
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,9 @@ def test_a_setting_that_cuda_would_misread_is_refused(machine: Machine, setting:
 def test_a_named_gpu_on_a_machine_without_any_gives_a_warning(machine: Machine) -> None:
     machine.sees("0")
     assert choose_device() == "cpu"
-    assert why_no_gpu().startswith("warning: CUDA_VISIBLE_DEVICES=0 names a GPU, but this machine has none")
+    assert str(why_no_gpu()).startswith(
+        "warning: CUDA_VISIBLE_DEVICES=0 names a GPU, but this machine has none"
+    )
 
 
 def test_a_gpu_in_mig_mode_is_refused_unless_another_is_chosen(machine: Machine) -> None:
@@ -99,7 +102,7 @@ def test_a_gpu_in_mig_mode_is_refused_unless_another_is_chosen(machine: Machine)
 def test_a_driver_without_gpus_means_the_cpu_and_a_note(machine: Machine, text: str, code: int) -> None:
     machine.lists(text=text, code=code)
     assert choose_device() == "cpu"
-    assert why_no_gpu() == "no GPU is used: nvidia-smi lists none"
+    assert str(why_no_gpu()) == "no GPU is used: nvidia-smi lists none"
 
 
 @pytest.mark.parametrize(
@@ -174,8 +177,8 @@ def test_a_gpu_computes_in_bfloat16_only(machine: Machine) -> None:
     machine.lists(H200, T4)
     machine.sees("0")
     note = "dtype bfloat16: this GPU computes it natively"
-    assert choose_dtype("auto", "cuda") == ("bfloat16", note)
-    assert choose_dtype("bfloat16", "cuda") == ("bfloat16", "")
+    assert choose_dtype("auto", "cuda") == ("bfloat16", Note(note))
+    assert choose_dtype("bfloat16", "cuda") == ("bfloat16", None)
     with pytest.raises(
         ConfigError, match=r"float32 cannot be used on a GPU: .* Use model.dtype=bfloat16, or"
     ):
@@ -184,9 +187,9 @@ def test_a_gpu_computes_in_bfloat16_only(machine: Machine) -> None:
 
 def test_a_base_model_without_lora_may_compute_in_float32(machine: Machine) -> None:
     machine.lists(T4)
-    assert choose_dtype("float32", "cuda", lora=False) == ("float32", "")
+    assert choose_dtype("float32", "cuda", lora=False) == ("float32", None)
     dtype, note = choose_dtype("auto", "cuda", lora=False)
-    assert (dtype, "Tesla T4 has compute capability 7.5" in note) == ("float32", True)
+    assert (dtype, "Tesla T4 has compute capability 7.5" in str(note)) == ("float32", True)
     with pytest.raises(ConfigError, match=r"model.dtype=bfloat16 .* Use model.dtype=float32"):
         choose_dtype("bfloat16", "cuda", lora=False)
 

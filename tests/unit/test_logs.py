@@ -156,7 +156,7 @@ def test_quiet_on_the_command_line(train: list[str], flag: str, is_first: bool) 
 def test_verbose_on_the_command_line(train: list[str], flag: str) -> None:
     for arguments in ([flag, *train], [*train, flag], ["--quiet", *train, flag]):
         output = call([*arguments, "--dry-run"]).output
-        said = r"^\d\d:\d\d:\d\d skylite\.rollout\.plan_messages: data: t "
+        said = r"^\d\d:\d\d:\d\d skylite\.notes: data: t "
         assert re.search(said, output, re.MULTILINE)
 
 
@@ -175,7 +175,7 @@ def test_a_run_and_its_resume_share_one_log_file_and_a_dry_run_writes_none(
     text = (tmp_path / "run" / "logs" / "skylite.log").read_text()
     for line in (
         "INFO skylite.rollout.plan_messages: data: t (generated: t)",
-        "WARNING skylite.rollout.plan_messages: optim.lr=1e-07",
+        "WARNING skylite.notes: optim.lr=1e-07",
         "INFO skylite.test: the session of step 1 begins, resume False",
         f"INFO skylite.rollout.resume: resuming {tmp_path / 'run'} after step 0",
         "INFO skylite.test: the session of step 1 begins, resume True",

@@ -12,12 +12,12 @@ import pytest
 
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError
+from skylite.notes import Note, log_notes
 from skylite.resources import memory_plan
 from skylite.resources.gpu_plan import place
 from skylite.resources.memory_messages import cpu_remedy
 from skylite.resources.memory_plan import plan_memory
 from skylite.resources.predicted_memory import EngineMemory, TrainerMemory
-from skylite.rollout.plan_messages import log_notes
 from tests.unit.doc_scripts import script
 from tests.unit.gpu_cases import Machine
 
@@ -30,13 +30,18 @@ def settings(**sections: Any) -> TrainConfig:
     return TrainConfig.model_validate({"rollout": SMALL} | sections)
 
 
-def note_of_7b(machine: Machine, folder: Path, config: TrainConfig, *cards: str) -> str:
-    """What a run with Qwen2.5-7B's shapes prints about a rank on these GPUs."""
+def rank_note_of_7b(machine: Machine, folder: Path, config: TrainConfig, *cards: str) -> Note:
+    """The note on a rank of a run with Qwen2.5-7B's shapes on these GPUs."""
     machine.lists(*cards)
     machine.has_torch()
     folder.mkdir(exist_ok=True)
     model = script("generate_gpu_fit").write_shapes(folder, "7B")
     return plan_memory(config, model, "cuda", "bfloat16", "dense", place(config, "cuda")).notes[1]
+
+
+def note_of_7b(machine: Machine, folder: Path, config: TrainConfig, *cards: str) -> str:
+    """What a run with Qwen2.5-7B's shapes prints about a rank on these GPUs."""
+    return str(rank_note_of_7b(machine, folder, config, *cards))
 
 
 def test_a_micro_batch_that_will_not_fit_is_a_warning(
@@ -53,7 +58,7 @@ def test_a_micro_batch_that_will_not_fit_is_a_warning(
         note,
     ), note
     caplog.set_level(logging.INFO)
-    log_notes([note])
+    log_notes([rank_note_of_7b(machine, tmp_path / "m", config, H100)])
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
@@ -111,7 +116,7 @@ def cpu_note(patch: pytest.MonkeyPatch, folder: Path, free_gib: float, **section
     model, config = script("generate_gpu_fit").write_shapes(folder, "0.5B"), settings(**sections)
     budget = plan_memory(config, model, "cpu", "float32", "dense", place(config, "cpu"))
     assert (budget.kv_cache_bytes, budget.trainer_bytes) == (None, None)
-    return budget.notes[0]
+    return str(budget.notes[0])
 
 
 def test_a_cpu_run_tells_what_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def test_engine_and_trainer_together_fit_the_gpu(machine: Machine, tmp_path: Pat
     assert budget.kv_cache_bytes == (128 * 4 + 1) * 64 * engine.kv_per_token
     used = engine.before_kv() + budget.kv_cache_bytes
     assert budget.trainer_bytes + trainer.process == FREE - (used if gpus == 1 else 0)
-    assert budget.notes[0].startswith(f"memory of an engine: {used / GIB:.1f} GiB (weights ")
+    assert str(budget.notes[0]).startswith(f"memory of an engine: {used / GIB:.1f} GiB (weights ")
 
 
 def test_one_sequence_fits_beside_the_block_that_vllm_holds_back(tmp_path: Path) -> None:
@@ -222,7 +222,9 @@ def test_a_rank_gets_what_others_and_the_driver_leave_free(
     machine.lists(*[H200] * gpus, used_mib=used, reserved_mib=600, processes=["41, 29000, python3"])
     placement = place(config(), "cuda")
     beside = plan_memory(config(), folder, "cuda", "bfloat16", "dense", placement)
-    assert "warning: GPU 0 (NVIDIA H200) is not free: process 41 (python3) uses 28.3 GiB" in placement.notes
+    assert "warning: GPU 0 (NVIDIA H200) is not free: process 41 (python3) uses 28.3 GiB" in map(
+        str, placement.notes
+    )
     assert alone.trainer_bytes is not None
     assert beside.trainer_bytes == alone.trainer_bytes - (30_000 - 4 + 600) * 2**20
     assert beside.kv_cache_bytes == alone.kv_cache_bytes
@@ -280,7 +282,7 @@ def test_a_run_that_cannot_fit_is_refused(
 def test_a_gpu_of_unknown_size_has_no_budget(machine: Machine, tmp_path: Path) -> None:
     budget = plan(machine, ["NVIDIA GB10, 12.1, [N/A], 580.95.05, [N/A]"], model(tmp_path / "m"), config())
     assert (budget.kv_cache_bytes, budget.trainer_bytes) == (None, None)
-    assert budget.notes[0].startswith("warning: memory: nvidia-smi does not tell the size of a GPU")
+    assert str(budget.notes[0]).startswith("warning: memory: nvidia-smi does not tell the size of a GPU")
 
 
 def test_vllm_is_started_with_the_budget(machine: Machine, tmp_path: Path) -> None:

@@ -35,7 +35,8 @@ def data(rows: int = 100, question: str = "x", answer: str = "y", **flags: Any) 
 def sized(model: Path, folder: Path, *settings: str, gpu: bool = False) -> tuple[TrainConfig, list[str]]:
     recipe = find_recipe("own_data" if gpu else "own_data_cpu")
     config = load_config(recipe, {"model.name": str(model), "data.path": str(folder)}, settings)
-    return size_by_data(config, gpu=gpu)
+    config, notes = size_by_data(config, gpu=gpu)
+    return config, [*map(str, notes)]
 
 
 def tokens(model: Path, turns: list[dict[str, str]] | str) -> int:
@@ -99,7 +100,9 @@ def test_the_run_has_the_name_of_the_data(tiny_llama: Path, monkeypatch: pytest.
     data()
     assert call(["train", "--data", "data/mine", "--model", str(tiny_llama)]).code == 2
     assert seen["run"].name.startswith("mine-")
-    assert any("rollout.max_completion_tokens=32" in note for note in seen["notes"]), "recorded in the run"
+    assert any("rollout.max_completion_tokens=32" in note.text for note in seen["notes"]), (
+        "recorded in the run"
+    )
 
 
 # What prepare shows and asks, and what train says about data

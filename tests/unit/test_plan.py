@@ -10,6 +10,7 @@ import pytest
 from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo, write_rows
 from skylite.errors import ConfigError
+from skylite.notes import warning
 from skylite.rollout import plan as plan_module
 from skylite.rollout.plan import plan_run
 from skylite.run.run_dir import RunDir
@@ -47,8 +48,8 @@ def test_gpu_settings_are_refused_without_a_gpu(trainer: dict[str, Any], tmp_pat
 def test_a_plan_tells_what_triton_lacks(
     tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_module, "triton_note", lambda device: f"warning: asked for {device}")
+    monkeypatch.setattr(plan_module, "triton_note", lambda device: warning(f"asked for {device}"))
     config = config_with_data(
         tmp_path / "data", model={"name": str(tiny_llama)}, rollout={"prompts_per_step": 1}
     )
-    assert "warning: asked for cpu" in plan_run(config, RunDir(tmp_path / "run")).resolved.notes
+    assert "warning: asked for cpu" in map(str, plan_run(config, RunDir(tmp_path / "run")).resolved.notes)

@@ -92,7 +92,7 @@ def check(
     texts = [str(i) for i in range(80)] if answers is None else answers
     train: list[Prompt] = [prompt(id=f"t/train/{i}", answer=text) for i, text in enumerate(texts)]
     components = load_components(functions, config.weights, parameters=config)
-    return check_references(config, info, train, components, {})
+    return [*map(str, check_references(config, info, train, components, {}))]
 
 
 @pytest.mark.parametrize("name", ["zero", "penalty"])

@@ -101,7 +101,9 @@ def run(tmp_path: Path, machine: object) -> RunDir:
 def test_the_run_records_epochs_steps_and_why(run: RunDir) -> None:
     recorded = read_run_config(run.config_path)
     assert (recorded.config.num_epochs, recorded.config.num_steps) == (0.5, 2)
-    assert any(n.startswith("num_steps=2: num_epochs=0.5, and an epoch") for n in recorded.resolved.notes)
+    assert any(
+        n.startswith("num_steps=2: num_epochs=0.5, and an epoch") for n in map(str, recorded.resolved.notes)
+    )
 
 
 def test_a_resume_keeps_the_length_or_takes_a_new_total(run: RunDir) -> None:

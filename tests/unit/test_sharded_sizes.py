@@ -134,7 +134,7 @@ def test_the_documented_72b_fits_eight_gpus_of_80_gb(tmp_path: Path) -> None:
     gpus = {i: Gpu(i, f"GPU-{i}", "any", 9.0, fit.GPUS["80 GB"] << 20, "", False) for i in range(8)}
     ranks = list(range(settings.trainer.num_ranks))
     placement = Placement(rank_gpus=ranks, engine_gpus=list(range(len(ranks), len(ranks) + size)), notes=[])
-    notes = divide_gpus(settings, trainer, engine, placement, gpus).notes
+    notes = [*map(str, divide_gpus(settings, trainer, engine, placement, gpus).notes)]
     found = [re.search(r"(?:GPUs: |about )(\S+) GiB", note) for note in notes]
     sums = [match[1] for match in found if match]
     assert f"{sums[0]} GiB on each GPU of the engine, and\n{sums[1]} GiB on each of the trainer" in page

@@ -62,7 +62,7 @@ def test_the_plan_shows_which_gpus_share_a_model(machine: Machine) -> None:
     machine.has_torch()
     engine = {"num_engines": 2, "tensor_parallel": 2, "gpus": [5, 4, 0, 3]}
     placed = place(config(engine=engine), "cuda")
-    assert placed.notes[1] == (
+    assert placed.notes[1].text == (
         "rank 0 to 0 on GPU 0; engine 0 to 1 on GPU 5+4, 0+3 (tensor parallel, 2 GPUs each)"
     )
 
@@ -185,7 +185,7 @@ def test_ranks_and_a_divided_engine_share_their_gpus(machine: Machine, tmp_path:
     assert budget.kv_cache_bytes == (128 * 4 + 1) * 64 * engine.kv_per_token, "blocks of 64 tokens"
     assert budget.trainer_bytes is not None
     assert budget.trainer_bytes + (1 << 30) == FREE - engine.before_kv() - budget.kv_cache_bytes
-    assert budget.notes[0].startswith("memory of an engine on each of its 2 GPUs: ")
+    assert budget.notes[0].text.startswith("memory of an engine on each of its 2 GPUs: ")
 
 
 def test_a_run_whose_model_cannot_be_divided_is_refused(machine: Machine, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from skylite.config.lora import LoraConfig
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError, ModelError
 from skylite.hub.resolve import safetensors_header, tensor_shapes
+from skylite.notes import Note, warning
 from skylite.run.files import atomic_folder
 from skylite.run.run_dir import RunDir, adapter_name
 from skylite.untrusted_files import read_text, regular
@@ -124,23 +125,25 @@ def adopt_adapter(
     return config.model_copy(update={"lora": fresh}), notes if changed else []
 
 
-def check_warm_start(config: TrainConfig, model_path: Path, fingerprint: str) -> list[str]:
+def check_warm_start(config: TrainConfig, model_path: Path, fingerprint: str) -> list[Note]:
     """Check lora.from_adapter against the base model. Returns notes on it.
 
     Raises ConfigError or ModelError.
     """
     assert config.lora.from_adapter is not None, "the caller checks this"
     found = read_warm_start(expand_adapter_path(config.lora.from_adapter))
-    notes = check_base_model(found, config.model.name, model_path, fingerprint)
+    notes = [Note(text) for text in check_base_model(found, config.model.name, model_path, fingerprint)]
     version = (
         adapter_name(found.manifest.version) if found.manifest is not None else "not published by skylite"
     )
     alpha = config.lora.alpha
-    notes.append(f"warm start from {found.folder} (rank {found.rank}, alpha {alpha:g}, {version})")
+    notes.append(Note(f"warm start from {found.folder} (rank {found.rank}, alpha {alpha:g}, {version})"))
     if config.algorithm.uses_ref and config.algorithm.kl_ref == "base":
         notes.append(
-            "warning: algorithm.kl_ref=base pulls a warm start back to the base model; "
-            "set it to init to stay near the warm start"
+            warning(
+                "algorithm.kl_ref=base pulls a warm start back to the base model; "
+                "set it to init to stay near the warm start"
+            )
         )
     return notes
 

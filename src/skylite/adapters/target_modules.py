@@ -11,6 +11,7 @@ import regex
 from skylite.config.lora import LoraConfig
 from skylite.errors import ConfigError, ModelError
 from skylite.hub.resolve import tensor_shapes
+from skylite.notes import Note, warning
 
 EXPERTS = ".experts."
 """In the names of weights of experts. transformers joins those of a layer in parameters of one module."""
@@ -83,7 +84,7 @@ def predict_modules(model_path: Path, config: LoraConfig) -> tuple[set[str], set
     return modules, {name for name in chosen if not matches(name, config.exclude_modules)}
 
 
-def check_target_names(model_path: Path, config: LoraConfig) -> list[str]:
+def check_target_names(model_path: Path, config: LoraConfig) -> list[Note]:
     """Raise ModelError for a name in lora.target_modules that matches nothing: PEFT would ignore it.
 
     Returns a warning for each such name in lora.exclude_modules.
@@ -109,7 +110,7 @@ def check_target_names(model_path: Path, config: LoraConfig) -> list[str]:
         )
     unused = [n for n in config.exclude_modules if not any(matches(m, [n]) for m in (*modules, *LM_HEADS))]
     return [
-        f"warning: lora.exclude_modules names {name!r}, which matches no module of {model_path.name}"
+        warning(f"lora.exclude_modules names {name!r}, which matches no module of {model_path.name}")
         for name in unused
     ]
 

@@ -14,6 +14,7 @@ from skylite.data.tokenizer import ChatTokenizer, load_tokenizer
 from skylite.data.user_examples import SYSTEMS
 from skylite.engine.vllm.context_length import context_length
 from skylite.hub.resolve import resolve_model
+from skylite.notes import Note, notes_of
 from skylite.progress_reporting import long_work
 from skylite.rewards.right_completion import ANSWER, fill, is_made_up
 from skylite.types import Prompt
@@ -37,7 +38,7 @@ class Limits:
 CPU, GPU = Limits((20, 50), 32, 128), Limits((50, 200), 128, 512)
 
 
-def size_by_data(config: TrainConfig, *, gpu: bool) -> tuple[TrainConfig, list[str]]:
+def size_by_data(config: TrainConfig, *, gpu: bool) -> tuple[TrainConfig, list[Note]]:
     """Set the lengths and steps that nobody set, with a note on each. Raises DataError and ModelError."""
     limits = GPU if gpu else CPU
     train, info = read_prompts(Path(config.data.path) / "train.parquet", tuple(config.data.difficulty))
@@ -74,7 +75,7 @@ def size_by_data(config: TrainConfig, *, gpu: bool) -> tuple[TrainConfig, list[s
         steps = min(max(epoch, least), most)
         update["num_steps"] = steps
         notes.append(f"num_steps={steps}: one epoch has {epoch}; at least {least}, at most {most} (--steps)")
-    return config.model_copy(update=update), notes
+    return config.model_copy(update=update), notes_of(*notes)
 
 
 def _longest_prompt(tokenizer: ChatTokenizer, train: Sequence[Prompt]) -> int:

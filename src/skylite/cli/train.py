@@ -19,8 +19,8 @@ from skylite.config.loading import load_config, read_run_config
 from skylite.config.train import TrainConfig
 from skylite.data.prompt_order import steps_per_epoch
 from skylite.errors import ConfigError
+from skylite.notes import Note
 from skylite.rollout.plan import RunPlan
-from skylite.rollout.plan_messages import WARNING
 from skylite.rollout.shutdown import TimeLimit
 from skylite.run.folder_owner import require_own_folders
 from skylite.run.lock import lock_run
@@ -144,7 +144,7 @@ def _start(flags: TrainFlags, run: Path | None, limit: TimeLimit | None, *, dry_
     run_dir = RunDir((run or _new_run(name)).resolve())
     is_default = flags.recipe is None and flags.data is None
     with default_data(config, keep=not dry_run) if is_default else contextlib.nullcontext(config) as readable:
-        sizes: list[str] = []
+        sizes: list[Note] = []
         if follows_data:
             from skylite.processes.hardware import choose_device
 
@@ -201,7 +201,7 @@ def ready_text(plan: RunPlan) -> str:
     rollout, last = plan.config.rollout, plan.config.num_steps
     steps = f"steps {plan.first_step} to {last}" if plan.resumed else f"{last} steps"
     epochs = last * rollout.prompts_per_step / len(plan.train)
-    warnings = sum(note.startswith(WARNING) for note in plan.resolved.notes)
+    warnings = sum(note.is_warning for note in plan.resolved.notes)
     verdict = f"ready, with {warnings} warning(s)" if warnings and not plan.resumed else "ready"
     return (
         f"{verdict}: {steps}, {len(plan.train)} prompts ({rollout.prompts_per_step} prompts x "

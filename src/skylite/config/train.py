@@ -16,6 +16,7 @@ from skylite.config.log import LogConfig
 from skylite.config.lora import LoraConfig
 from skylite.config.optim import OptimConfig
 from skylite.config.rollout import DataConfig, RewardConfig, RolloutConfig
+from skylite.notes import Note
 
 LOWEST_USUAL_LR = 5e-6
 HIGHEST_USUAL_LR = 1e-3
@@ -247,7 +248,7 @@ class Resolved(Section):
     """The run's own copy of lora.from_adapter."""
     choices: list[str] = []
     """Which shortcuts the trainer uses for this model, and why (model/checked_shortcuts.py)."""
-    notes: list[str] = []
+    notes: list[Note] = []
     """The choices and substitutions that skylite printed at the start."""
 
     @property

@@ -74,12 +74,12 @@ def check_gpus() -> Finding:
 
 
 def _no_gpu() -> Finding:
-    text = why_no_gpu().removeprefix("warning: ")
-    if not text:
+    reason = why_no_gpu()
+    if reason is None:
         return ok("gpu", "no GPU: runs use the CPU")
     if VISIBLE in os.environ:
-        return note("gpu", text, f"unset {VISIBLE}")
-    return note("gpu", text, "containers: `docker run --gpus all`; else `sudo modprobe nvidia`")
+        return note("gpu", reason.text, f"unset {VISIBLE}")
+    return note("gpu", reason.text, "containers: `docker run --gpus all`; else `sudo modprobe nvidia`")
 
 
 def check_triton() -> list[Finding]:

@@ -8,6 +8,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from skylite.notes import Note, warning
+
 PYTHON_PACKAGE = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
 
 
@@ -40,7 +42,7 @@ def missing_for_triton() -> tuple[str, str] | None:
     )
 
 
-def triton_note(device: str) -> str:
-    """A warning for the plan of a run; empty on a CPU and if nothing is missing."""
+def triton_note(device: str) -> Note | None:
+    """A warning for the plan of a run; None on a CPU and if nothing is missing."""
     missing = missing_for_triton() if device == "cuda" else None
-    return "" if missing is None else f"warning: {missing[0]}: `{missing[1]}`"
+    return None if missing is None else warning(f"{missing[0]}: `{missing[1]}`")

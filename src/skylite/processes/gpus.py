@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skylite.errors import ConfigError
+from skylite.notes import Note, warning
 
 SMI = "nvidia-smi"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -131,14 +132,14 @@ def describe(gpus: Sequence[Gpu]) -> str:
     return ", ".join(f"GPU {g.index}: {g.name}" for g in gpus)
 
 
-def why_no_gpu() -> str:
-    """Why this run uses no GPU although something names one; empty for a machine without GPUs."""
+def why_no_gpu() -> Note | None:
+    """Why this run uses no GPU although something names one; None for a machine without GPUs."""
     setting = os.environ.get(VISIBLE)
     if hides_all(setting):
-        return f"no GPU is used: {VISIBLE}={setting} hides all"
+        return Note(f"no GPU is used: {VISIBLE}={setting} hides all")
     if setting is not None:
-        return f"warning: {VISIBLE}={setting} names a GPU, but this machine has none; this run uses the CPU"
-    return "" if shutil.which(SMI) is None else "no GPU is used: nvidia-smi lists none"
+        return warning(f"{VISIBLE}={setting} names a GPU, but this machine has none; this run uses the CPU")
+    return None if shutil.which(SMI) is None else Note("no GPU is used: nvidia-smi lists none")
 
 
 def memory_in_use(gpu: Gpu) -> GpuUse:

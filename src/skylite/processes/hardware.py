@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from skylite.errors import ConfigError
+from skylite.notes import Note, warning
 from skylite.processes.cuda_check import check_cuda
 from skylite.processes.gpus import USE_CPU, VISIBLE, visible_gpus
 
@@ -74,24 +75,24 @@ def choose_device() -> Device:
 
 def choose_dtype(
     setting: Literal["auto", "bfloat16", "float32"], device: Device, *, lora: bool = True
-) -> tuple[Dtype, str]:
-    """The compute dtype, and a note on an automatic choice or a slow setting (empty for another setting).
+) -> tuple[Dtype, Note | None]:
+    """The compute dtype, and a note on an automatic choice or a slow setting (None for another setting).
 
     `lora`: the engine serves adapters. Raises ConfigError for a type that it does not compute on this GPU.
     """
     if setting == "auto" and device == "cpu":
         # In bfloat16, the engine rounds small updates away, and the canary can take that for a wrong adapter.
-        return "float32", "dtype float32: on a CPU, every sync is checked exactly"
+        return "float32", Note("dtype float32: on a CPU, every sync is checked exactly")
     missing = _without_bf16(device)
     if device == "cuda":
         _check_gpu_dtype(setting, missing, lora=lora)
     if setting == "auto":
         if missing:
-            return "float32", f"dtype float32: {missing}"
-        return "bfloat16", "dtype bfloat16: this GPU computes it natively"
+            return "float32", Note(f"dtype float32: {missing}")
+        return "bfloat16", Note("dtype bfloat16: this GPU computes it natively")
     if setting == "bfloat16" and missing:
-        return setting, f"warning: dtype is bfloat16, but {missing}; float32 is several times faster here"
-    return setting, ""
+        return setting, warning(f"dtype is bfloat16, but {missing}; float32 is several times faster here")
+    return setting, None
 
 
 def _check_gpu_dtype(setting: str, missing: str, *, lora: bool) -> None:

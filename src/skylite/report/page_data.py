@@ -78,7 +78,7 @@ def run_data(facts: RunFacts, label: str, max_completions: int, on_file: OnFile)
         "settings": flat(config.model_dump(mode="json")),
         "defaults": flat(TrainConfig(num_steps=config.num_steps).model_dump(mode="json")),
         "machine": machine_data(facts, unreadable),
-        "choices": [*resolved.notes, *resolved.choices],
+        "choices": [*map(str, resolved.notes), *resolved.choices],
         "skylite_version": facts.run.run_config.skylite_version,
         "num_completions": sum(map(len, completions)),
         "completions": [_completion(c) for part in shown for c in part],

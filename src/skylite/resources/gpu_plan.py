@@ -9,6 +9,7 @@ from skylite.config.engine import EngineConfig
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.engine.tensor_parallel import check_machine
 from skylite.errors import ConfigError
+from skylite.notes import Note, notes_of, warning
 from skylite.processes.cuda_check import check_cuda
 from skylite.processes.gpus import (
     VISIBLE,
@@ -34,7 +35,7 @@ class Placement:
     """Of rank 0, 1, ..."""
     engine_gpus: list[int]
     """Of engine 0, 1, ..., engine.tensor_parallel for each."""
-    notes: list[str]
+    notes: list[Note]
     free_bytes: dict[int, int] = field(default_factory=dict)
     """By GPU; without those whose free memory is unknown."""
     others: dict[int, str] = field(default_factory=dict)
@@ -57,9 +58,9 @@ def place(config: TrainConfig, device: str) -> Placement:
     check_machine(config.engine.tensor_parallel, len(gpus), describe(gpus))
     engines = [gpus[i] for i in engine_positions(config, len(gpus))]
     torch = check_cuda(gpus)
-    notes = [f"{describe(gpus)}; driver {gpus[0].driver}, torch {torch.version} for CUDA {torch.cuda}"]
-    notes.append(
-        f"rank 0 to {len(ranks) - 1} on GPU {_numbers(ranks)}; {_engines_text(engines, config.engine)}"
+    notes = notes_of(
+        f"{describe(gpus)}; driver {gpus[0].driver}, torch {torch.version} for CUDA {torch.cuda}",
+        f"rank 0 to {len(ranks) - 1} on GPU {_numbers(ranks)}; {_engines_text(engines, config.engine)}",
     )
     if idle := [gpu for gpu in gpus if gpu not in ranks and gpu not in engines]:
         notes.append(idle_note(config, idle, len(gpus)))
@@ -68,7 +69,7 @@ def place(config: TrainConfig, device: str) -> Placement:
         check_memory(gpu, use, engines.count(gpu), config.engine.gpu_memory_utilization)
     others = {gpu.index: text for gpu, use in uses.items() if (text := users_text(use))}
     notes += [
-        f"warning: GPU {g.index} ({g.name}) is not free: {others[g.index]}" for g in uses if g.index in others
+        warning(f"GPU {g.index} ({g.name}) is not free: {others[g.index]}") for g in uses if g.index in others
     ]
     return Placement(
         rank_gpus=[g.index for g in ranks],
@@ -89,7 +90,7 @@ def place_again(recorded: RunConfig, config: TrainConfig) -> Placement:
         if choose_device() == "cpu":
             raise ConfigError(
                 "The run was started on a GPU, and this machine has none that may be used. "
-                f"{why_no_gpu()}".strip(),
+                f"{why_no_gpu() or ''}".strip(),
                 "Continue it on a machine with a GPU: a CPU would round differently.",
             )
         choose_dtype(dtype, device)
@@ -179,12 +180,12 @@ def users_text(use: GpuUse) -> str:
     )
 
 
-def idle_note(config: TrainConfig, idle: Sequence[Gpu], num_gpus: int) -> str:
+def idle_note(config: TrainConfig, idle: Sequence[Gpu], num_gpus: int) -> Note:
     """Names the GPUs without work, and settings that give each GPU some: half train, half sample."""
     size = config.engine.tensor_parallel
     engines = max(1, num_gpus // 2 // size)
-    return (
-        f"warning: GPU {_numbers(idle)} of {num_gpus} stay idle. This uses all: "
+    return warning(
+        f"GPU {_numbers(idle)} of {num_gpus} stay idle. This uses all: "
         f"trainer.num_ranks={num_gpus - engines * size} engine.num_engines={engines} "
         f"engine.gpu_memory_utilization=0.9. {VISIBLE} hides those that you do not want to use"
     )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from skylite.config.train import TrainConfig
 from skylite.engine.vllm.server_command import CPU_BLOCK_SIZE
+from skylite.notes import Note, warning
 from skylite.resources.attention_memory import full_copies, limits_of, worst_copies
 from skylite.resources.predicted_memory import EngineMemory, TrainerMemory
 
@@ -13,7 +14,7 @@ GIB = 2**30
 HALVED = "run out of memory, and skylite will then halve the micro-batches"
 
 
-def cpu_note(config: TrainConfig, trainer: TrainerMemory, engine: EngineMemory, free: int) -> str:
+def cpu_note(config: TrainConfig, trainer: TrainerMemory, engine: EngineMemory, free: int) -> Note:
     """The prediction for a CPU run, and a warning if the machine has less."""
     tokens = micro_batch_tokens(config)
     kv_cache = int(config.engine.kv_cache_gib * GIB)
@@ -25,9 +26,9 @@ def cpu_note(config: TrainConfig, trainer: TrainerMemory, engine: EngineMemory, 
         f"({trainer_parts(trainer, tokens)})"
     )
     if total <= free:
-        return f"memory: about {gib(total)} of {gib(free)} free; {parts}"
-    return (
-        f"warning: memory: the run needs about {gib(total)}, more than the {gib(free)} that are free "
+        return Note(f"memory: about {gib(total)} of {gib(free)} free; {parts}")
+    return warning(
+        f"memory: the run needs about {gib(total)}, more than the {gib(free)} that are free "
         f"({parts}), so it will probably run out of memory; {cpu_remedy(config, trainer, engine, free)}"
     )
 
@@ -56,17 +57,17 @@ def cpu_remedy(config: TrainConfig, trainer: TrainerMemory, engine: EngineMemory
     return f"use {some_of(helps)}"
 
 
-def engine_note(config: TrainConfig, engine: EngineMemory, kv_cache: int) -> str:
+def engine_note(config: TrainConfig, engine: EngineMemory, kv_cache: int) -> Note:
     """The prediction for an engine on GPUs."""
     tokens, size = kv_cache // max(1, engine.kv_per_token), config.engine.tensor_parallel
     where = f" on each of its {size} GPUs" if size > 1 else ""
-    return (
+    return Note(
         f"memory of an engine{where}: {gib(engine.before_kv() + kv_cache)} ({engine_parts(engine)}, "
         f"KV cache {gib(kv_cache)} for {tokens} tokens)"
     )
 
 
-def rank_note(config: TrainConfig, trainer: TrainerMemory, limit: int, engines: int) -> str:
+def rank_note(config: TrainConfig, trainer: TrainerMemory, limit: int, engines: int) -> Note:
     """The prediction for a rank on a GPU with this many engines, and a warning if it exceeds `limit`."""
     tokens = micro_batch_tokens(config)
     limits = limits_of(config)
@@ -74,19 +75,19 @@ def rank_note(config: TrainConfig, trainer: TrainerMemory, limit: int, engines: 
     needed, worst = trainer.total(tokens, copies), trainer.total(tokens, worst_copies(tokens, limits))
     parts = trainer_parts(trainer, tokens, copies)
     short = "if many completions are short"
-    warning = f"warning: memory of a rank: a micro-batch of {tokens} tokens needs about {gib(needed)}"
+    risk = f"memory of a rank: a micro-batch of {tokens} tokens needs about {gib(needed)}"
     remedy = rank_remedy(config, trainer, limit, engines)
     if needed > limit:
         end = HALVED if tokens > config.max_sequence_tokens else "run out of memory"
-        return (
-            f"{warning}, more than the {gib(limit)} that it has ({parts}), so a step will probably {end}; "
+        return warning(
+            f"{risk}, more than the {gib(limit)} that it has ({parts}), so a step will probably {end}; "
             f"{remedy}"
         )
     if worst > limit:
-        return (
-            f"{warning} of {gib(limit)} ({parts}), but {gib(worst)} {short}, so a step may {HALVED}; {remedy}"
+        return warning(
+            f"{risk} of {gib(limit)} ({parts}), but {gib(worst)} {short}, so a step may {HALVED}; {remedy}"
         )
-    return (
+    return Note(
         f"memory of a rank: about {gib(needed)} of {gib(limit)} at {tokens} tokens per micro-batch ({parts})"
         + (f", up to {gib(worst)} {short}" if worst > needed else "")
     )

@@ -14,6 +14,7 @@ from skylite.config.train import TrainConfig
 from skylite.engine.tensor_parallel import check_divisible
 from skylite.engine.vllm.start_engines import MAX_LORAS
 from skylite.errors import ConfigError
+from skylite.notes import Note, warning
 from skylite.processes.gpus import Gpu, visible_gpus
 from skylite.processes.hardware import available_memory
 from skylite.resources.gpu_plan import Placement
@@ -48,7 +49,7 @@ class MemoryBudget:
     """Share of its GPUs that an engine asks for when it starts."""
     trainer_bytes: int | None
     """What torch may allocate on a rank's GPU."""
-    notes: list[str]
+    notes: list[Note]
 
 
 def plan_memory(
@@ -82,8 +83,10 @@ def divide_gpus(
     totals = {index: gpu.total_bytes for index, gpu in gpus.items() if gpu.total_bytes is not None}
     if not totals.keys() >= {*placement.engine_gpus, *placement.rank_gpus}:
         return unlimited(
-            "warning: memory: nvidia-smi does not tell the size of a GPU, so engine and trainer may take "
-            "more than it has"
+            warning(
+                "memory: nvidia-smi does not tell the size of a GPU, so engine and trainer may take more "
+                "than it has"
+            )
         )
     sizes = [totals[i] for i in placement.engine_gpus]
     kv_cache = kv_cache_bytes(config, engine, min(sizes))
@@ -104,7 +107,7 @@ def divide_gpus(
     )
 
 
-def unlimited(note: str) -> MemoryBudget:
+def unlimited(note: Note) -> MemoryBudget:
     """No budgets, for the reason in the note."""
     return MemoryBudget(kv_cache_bytes=None, engine_share=None, trainer_bytes=None, notes=[note])
 

@@ -29,6 +29,7 @@ from skylite.errors import ConfigError
 from skylite.hub.resolve import ResolvedModel, resolve_model
 from skylite.hub.shared_memory_copy import shared_copy
 from skylite.loggers.interface import require_libraries
+from skylite.notes import Note, log_notes, notes_of
 from skylite.processes.build_tools import triton_note
 from skylite.processes.capture_prints import printed_lines
 from skylite.processes.file_descriptors import raise_file_limit
@@ -42,7 +43,7 @@ from skylite.rewards.components import load_components
 from skylite.rollout.allowed_programs import allow_algorithm, allow_episode, allow_rewards
 from skylite.rollout.automatic_settings import device_defaults, epochs_to_steps
 from skylite.rollout.data_filter import without_foreign_filter
-from skylite.rollout.plan_messages import data_note, held_out_note, log_notes, settings_notes
+from skylite.rollout.plan_messages import data_note, held_out_note, settings_notes
 from skylite.rollout.prompt_check import check_prompts
 from skylite.rollout.reference_answers import check_references
 from skylite.rollout.reward_check import check_calls
@@ -90,7 +91,7 @@ def plan_run(
     recipe: Path | None = None,
     settings: Sequence[str] = (),
     flags: Collection[str] = (),
-    notes: Sequence[str] = (),
+    notes: Sequence[Note] = (),
 ) -> RunPlan:
     """Check data, reward, model and machine. Writes nothing. Raises SkyliteError subclasses.
 
@@ -112,7 +113,7 @@ def plan_run(
     config, adapter_notes = adopt_adapter(config, _chosen(config, recipe, settings, flags), model.path)
     prompts = check_prompts(config, model.path, template, train, held_out)
     config, length_note = epochs_to_steps(config, len(prompts.train))
-    notes = [
+    notes = notes_of(
         *notes,
         *(data_note(config, info, len(prompts.train)), filter_note, held_out_note(prompts.held_out)),
         *template_notes(config.data),
@@ -120,7 +121,7 @@ def plan_run(
         *reward_notes,
         *adapter_notes,
         *(length_note, *device_notes),
-    ]
+    )
     resolved = resolve_choices(config, run, model, notes).model_copy(
         update={
             "programs": programs,
@@ -147,7 +148,7 @@ def plan_rewards(
     train: Sequence[Prompt],
     recipe: Path | None,
     settings: Sequence[str],
-) -> tuple[TrainConfig, tuple[str, ...], dict[str, str], list[str]]:
+) -> tuple[TrainConfig, tuple[str, ...], dict[str, str], list[Note]]:
     """The config with the rewards' settings, the rewards, hashes of programs, and notes. Calls each reward.
 
     Raises SkyliteError subclasses.
@@ -165,7 +166,7 @@ def plan_rewards(
         components = load_components(rewards, config.reward.weights, train[0], programs, config.reward)
         references = check_references(config.reward, info, train, components, programs)
         check_calls(rewards, config, train, programs, info.answer_template)
-    return config, rewards, programs, [reward_note, *references]
+    return config, rewards, programs, notes_of(reward_note, *references)
 
 
 def _chosen(
@@ -189,7 +190,9 @@ def choose_model(config: TrainConfig) -> ResolvedModel:
     return model
 
 
-def resolve_choices(config: TrainConfig, run: RunDir, model: ResolvedModel, notes: Sequence[str]) -> Resolved:
+def resolve_choices(
+    config: TrainConfig, run: RunDir, model: ResolvedModel, notes: Sequence[Note]
+) -> Resolved:
     """Choose dtype, GPUs, memory and folders; add a note on each choice. Raises SkyliteError."""
     device = choose_device()
     dtype, dtype_note = choose_dtype(config.model.dtype, device)
@@ -200,9 +203,9 @@ def resolve_choices(config: TrainConfig, run: RunDir, model: ResolvedModel, note
     same_bits = config.trainer.deterministic
     cpu_lora = choose_cpu_lora(config.engine.cpu_lora, dtype, model.path, deterministic=same_bits)
     memory = plan_memory(config, model.path, device, dtype, cpu_lora, placement)
-    notes = [
+    notes = notes_of(
         *notes,
-        why_no_gpu() if device == "cpu" else "",
+        why_no_gpu() if device == "cpu" else None,
         *placement.notes,
         dtype_note,
         *settings_notes(config),
@@ -212,7 +215,7 @@ def resolve_choices(config: TrainConfig, run: RunDir, model: ResolvedModel, note
         triton_note(device),
         *engine_notes(device, dtype, config.engine.cpu_lora, cpu_lora, deterministic=same_bits),
         *memory.notes,
-    ]
+    )
     if config.lora.from_adapter is not None:
         notes += check_warm_start(config, model.path, model.fingerprint)
     return Resolved(
@@ -232,7 +235,7 @@ def resolve_choices(config: TrainConfig, run: RunDir, model: ResolvedModel, note
         lora_sync_path=str(Path(config.lora.lora_sync_path or run.default_adapters).resolve()),
         run_id=uuid.uuid4().hex,
         warm_start=str(run.warm_start) if config.lora.from_adapter is not None else None,
-        notes=[text for text in notes if text],
+        notes=notes,
     )
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 
 from skylite.config.train import HIGHEST_USUAL_LR, LOWEST_USUAL_LR, TrainConfig
 from skylite.data.prompts import PromptFileInfo
 from skylite.evaluation.confidence_interval import wilson
+from skylite.notes import Note, notes_of, warning
 from skylite.types import Prompt
 
-logger = logging.getLogger(__name__)
-WARNING = "warning: "
-"""Prefix of a note in config.json that is a warning."""
 ENOUGH_HELD_OUT = 50
 """With fewer problems, an accuracy has a 95 % interval of more than 13 points on either side."""
 
@@ -35,22 +32,22 @@ def rewards_text(config: TrainConfig, info: PromptFileInfo) -> str:
     return f"reward{'s' if len(names) > 1 else ''} {', '.join(names)}"
 
 
-def held_out_note(held_out: Sequence[Prompt]) -> str:
-    """A warning if the held-out problems are too few to show what training changes; else empty."""
+def held_out_note(held_out: Sequence[Prompt]) -> Note | None:
+    """A warning if the held-out problems are too few to show what training changes."""
     count = len(held_out)
     if not 0 < count < ENOUGH_HELD_OUT or not any(prompt.answer for prompt in held_out):
-        return ""
+        return None
     interval = wilson(count // 2, count)
     points = 50 * (interval.high - interval.low)
-    return (
-        f"{WARNING}{count} held-out problem(s) are too few to see what training changes: an accuracy near "
+    return warning(
+        f"{count} held-out problem(s) are too few to see what training changes: an accuracy near "
         f"50 % is known to +-{points:.0f} points only (95 % interval); raise eval.limit, or prepare more rows"
     )
 
 
-def settings_notes(config: TrainConfig) -> list[str]:
+def settings_notes(config: TrainConfig) -> list[Note]:
     """Notes on unusual settings, on the scale of LoRA, and on its rank, which the engine rounds up."""
-    notes = []
+    notes: list[Note | str] = []
     if config.lora.vllm_rank != config.lora.rank:
         notes.append(
             f"vLLM is started for LoRA rank {config.lora.vllm_rank}, the smallest rank it allows "
@@ -64,24 +61,17 @@ def settings_notes(config: TrainConfig) -> list[str]:
     )
     if config.optim.lr < LOWEST_USUAL_LR:
         notes.append(
-            f"warning: optim.lr={config.optim.lr:g} is under {LOWEST_USUAL_LR:g}; "
-            "LoRA hardly learns at such rates"
+            warning(
+                f"optim.lr={config.optim.lr:g} is under {LOWEST_USUAL_LR:g}; LoRA hardly learns at such rates"
+            )
         )
     if config.optim.lr > HIGHEST_USUAL_LR:
         notes.append(
-            f"warning: optim.lr={config.optim.lr:g} is over {HIGHEST_USUAL_LR:g}; "
-            "policies collapse at such rates"
+            warning(
+                f"optim.lr={config.optim.lr:g} is over {HIGHEST_USUAL_LR:g}; policies collapse at such rates"
+            )
         )
     if config.log.to:
         samples = f" and {config.log.samples} completions per step" if config.log.samples else ""
         notes.append(f"settings, metrics{samples} are logged to {', '.join(config.log.to)} (log.to)")
-    return notes
-
-
-def log_notes(notes: Sequence[str]) -> None:
-    """Log the notes of config.json. A note that begins with "warning: " is logged as a warning."""
-    for text in notes:
-        if text.startswith(WARNING):
-            logger.warning(text.removeprefix(WARNING))
-        else:
-            logger.info(text)
+    return notes_of(*notes)

@@ -12,6 +12,7 @@ from skylite.config.train import TrainConfig
 from skylite.data.chat_template import ChatTemplate
 from skylite.data.tokenizer import ChatTokenizer, load_tokenizer, prompt_end, too_long
 from skylite.errors import DataError, ModelError
+from skylite.notes import Note, notes_of, warning
 from skylite.types import Message, Prompt
 
 CLOCK = "strftime_now"
@@ -29,7 +30,7 @@ class CheckedPrompts:
     held_out: Sequence[Prompt]
     dropped: list[str]
     """Ids that data.filter_overlong_prompts left out, of both."""
-    notes: list[str]
+    notes: list[Note]
 
 
 def check_prompts(
@@ -45,10 +46,10 @@ def check_prompts(
     over rollout.max_prompt_tokens.
     """
     with contextlib.closing(load_tokenizer(model_path, template)) as tokenizer:
-        notes = [_clock_note(tokenizer, template)]
+        notes = notes_of(_clock_note(tokenizer, template))
         if config.env.episode:  # its requests decide what is rendered
             tokenizer.encode_chats([[{"role": "user", "content": "Hello"}]])
-            return CheckedPrompts(train=train, held_out=held_out, dropped=[], notes=[n for n in notes if n])
+            return CheckedPrompts(train=train, held_out=held_out, dropped=[], notes=notes)
         for turns in _kinds([*train, *held_out]):
             _require_rendered(tokenizer, turns, model_path)
         notes += completion_notes(
@@ -65,14 +66,12 @@ def check_prompts(
             f"Raise it; the longest has {max(counts.values())}.",
         )
     if counts:
-        notes.append(
+        notes += notes_of(
             f"{len(train) - len(left[0])} of {len(train)} training prompts and "
             f"{len(held_out) - len(left[1])} of {len(held_out)} held-out ones have more than "
             f"rollout.max_prompt_tokens={limit} tokens and are left out (data.filter_overlong_prompts)"
         )
-    return CheckedPrompts(
-        train=left[0], held_out=left[1], dropped=sorted(counts), notes=[n for n in notes if n]
-    )
+    return CheckedPrompts(train=left[0], held_out=left[1], dropped=sorted(counts), notes=notes)
 
 
 def without(prompts: Sequence[Prompt], ids: Collection[str]) -> Sequence[Prompt]:
@@ -81,23 +80,26 @@ def without(prompts: Sequence[Prompt], ids: Collection[str]) -> Sequence[Prompt]
     return [p for p in prompts if p.id not in dropped] if dropped else prompts
 
 
-def completion_notes(end: str, hides_thinking: bool, prefill: str) -> list[str]:
+def completion_notes(end: str, hides_thinking: bool, prefill: str) -> list[Note]:
     """What the rewards of this run see of a completion, and what they do not."""
     shown = repr(end[-SHOWN:])
-    notes = [f"rewards see what the model samples after {shown}, without special tokens"]
-    if prefill:
-        notes[0] += f", and before it reward.prefill={prefill!r}"
+    before = f", and before it reward.prefill={prefill!r}" if prefill else ""
+    notes = [Note(f"rewards see what the model samples after {shown}, without special tokens{before}")]
     tag = OPEN_TAG.search(end)
     if tag is not None and tag[1] not in prefill:
         notes.append(
-            f"warning: the chat template opens {tag[1]} at the end of every prompt, so completions begin "
-            f"inside it and rewards see no {tag[1]}; a reward that wants it gives 0 to all (--set "
-            f"'reward.prefill=\"{tag[1]}\\n\"' puts it before each completion)"
+            warning(
+                f"the chat template opens {tag[1]} at the end of every prompt, so completions begin inside "
+                f"it and rewards see no {tag[1]}; a reward that wants it gives 0 to all (--set "
+                f"'reward.prefill=\"{tag[1]}\\n\"' puts it before each completion)"
+            )
         )
     if hides_thinking:
         notes.append(
-            "warning: <think> or </think> is a special token of this model, so rewards never see it; a "
-            "reward that wants it gives 0 to all"
+            warning(
+                "<think> or </think> is a special token of this model, so rewards never see it; a reward "
+                "that wants it gives 0 to all"
+            )
         )
     return notes
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from skylite.config.rollout import RewardConfig
 from skylite.data.prompts import PromptFileInfo
 from skylite.errors import ConfigError, RunFailed
+from skylite.notes import Note, warning
 from skylite.rewards.built_in import BUILT_IN, NEEDS_ANSWER, reference_completion, without_extraction
 from skylite.rewards.components import Component
 from skylite.rewards.reward_arguments import Item
@@ -27,7 +28,7 @@ def check_references(
     train: Sequence[Prompt],
     components: Sequence[Component],
     programs: Mapping[str, str],
-) -> list[str]:
+) -> list[Note]:
     """Warnings on rewards under which no reference answer scores above 0, or above a wrong one.
 
     Raises ConfigError where that is certainly wrong: for a built-in reward that compares with the answer, and
@@ -45,15 +46,17 @@ def check_references(
             continue
         if scores:
             warnings.append(
-                f"warning: the reward {spec} asks for the answer, but gives a right one no more than a wrong "
-                "one in any usual form"
+                warning(
+                    f"the reward {spec} asks for the answer, but gives a right one no more than a wrong one "
+                    "in any usual form"
+                )
             )
             continue
         what = f"of {len(references)} reference answers scores above 0 under the reward {spec}"
         if _must_score(spec, component, is_first=component is components[0], prepared_for=info.reward):
             raise _scores_nothing(f"None {what}", spec, info, references[0])
         warnings.append(
-            f"warning: none {what}; that is right for a penalty, or if it does not look at the answer"
+            warning(f"none {what}; that is right for a penalty, or if it does not look at the answer")
         )
     return warnings
 

@@ -17,6 +17,7 @@ from skylite.config.loading import change_config, read_run_config
 from skylite.config.train import Resolved, RunConfig, TrainConfig
 from skylite.errors import ConfigError, DataError
 from skylite.hub.resolve import check_folder, resolve_model
+from skylite.notes import log_notes
 from skylite.processes.own_network import check_network
 from skylite.resources.gpu_plan import Placement, place_again
 from skylite.resources.memory_plan import MemoryBudget, plan_memory
@@ -30,7 +31,6 @@ from skylite.rollout.plan import (
     shm_path,
     train_data_hash,
 )
-from skylite.rollout.plan_messages import log_notes
 from skylite.rollout.prompt_check import without
 from skylite.rollout.step_metrics import recovered_metrics, require_numbers
 from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint

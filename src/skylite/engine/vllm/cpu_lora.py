@@ -8,6 +8,7 @@ from typing import Literal
 
 from skylite.config.engine import CpuLora
 from skylite.engine.vllm.server_command import ENGINE_COMMAND
+from skylite.notes import Note, notes_of, warning
 from skylite.processes.hardware import total_memory
 from skylite.processes.preload_libraries import INTEL_OPENMP, has_library
 
@@ -47,15 +48,15 @@ def engine_notes(
     chosen: CpuLora,
     *,
     deterministic: bool = False,
-) -> list[str]:
-    """Messages about what makes sampling slower than it could be, and about a replaced engine."""
-    notes = []
+) -> list[Note]:
+    """Notes on what makes sampling slower than it could be, and about a replaced engine."""
+    notes: list[Note | str] = []
     if command := os.environ.get(ENGINE_COMMAND):
         notes.append(
-            f"warning: {ENGINE_COMMAND} is set, so {command} samples instead of vLLM; this is for tests only"
+            warning(f"{ENGINE_COMMAND} is set, so {command} samples instead of vLLM; this is for tests only")
         )
     if device != "cpu":
-        return notes
+        return notes_of(*notes)
     if not has_library(INTEL_OPENMP):
         notes.append(
             f"{INTEL_OPENMP} was not found, so vLLM starts without it and may sample slower; "
@@ -82,4 +83,4 @@ def engine_notes(
             "engine.cpu_lora=stock: LoRA sampling is several times slower, "
             "and base requests in a mixed batch are wrong."
         )
-    return notes
+    return notes_of(*notes)
