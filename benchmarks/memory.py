@@ -4,7 +4,7 @@
     python benchmarks/memory.py --runs RUN_FOLDERS
     python benchmarks/memory.py --fake benchmarks/results/fake_peaks.json
 
-The prediction is resources/predicted_memory.py. A pass is a forward and backward pass over one group, in a
+The prediction is resources/gpu_memory_plan.py. A pass is a forward and backward pass over one group, in a
 process of its own; its bytes are the growth of the resident set. --engines also starts a vLLM server and sums
 the memory that its processes share or own (PSS). --runs compares with the largest resident set of the trainer
 that each run recorded. --fake compares with peaks of fake tensors (benchmarks/README.md).
@@ -29,8 +29,7 @@ from machine_info import machine_info
 
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.processes.torchrun import trainer_env
-from skylite.resources import predicted_memory
-from skylite.resources.attention_memory import limits_of, worst_copies
+from skylite.resources import gpu_memory_plan
 from skylite.resources.model_sizes import model_sizes, sizes_of
 from skylite.run.files import write_json
 from skylite.run.metrics_file import read_metrics
@@ -104,7 +103,7 @@ def compare_pass(model: Path, dtype: str, tokens: int, checkpointing: str) -> di
     measured = json.loads(done.stdout.splitlines()[-1])
     config = settings(tokens, checkpointing)
     sizes = model_sizes(model, config.lora)
-    trainer = predicted_memory.trainer_memory(sizes, config, "cpu", dtype)
+    trainer = gpu_memory_plan.trainer_memory(sizes, config, "cpu", dtype)
     names = {"what": "pass", "dtype": dtype, "checkpointing": checkpointing, "tokens": measured["tokens"]}
     return names | {
         **ratio("pass", trainer.total(measured["tokens"]) - trainer.state(), measured["pass_bytes"]),
@@ -118,7 +117,7 @@ def compare_run(folder: Path) -> dict[str, Any]:
     run_config = RunConfig.model_validate_json(run.config_path.read_text(encoding="utf-8"))
     config, dtype = run_config.config, run_config.resolved.dtype
     sizes = model_sizes(Path(run_config.resolved.model_path), config.lora)
-    trainer = predicted_memory.trainer_memory(sizes, config, "cpu", dtype)
+    trainer = gpu_memory_plan.trainer_memory(sizes, config, "cpu", dtype)
     tokens, last = config.trainer.tokens_per_micro_batch, read_metrics(run.metrics_path)[-1]
     assert isinstance(tokens, int)
     names = {"what": "run", "dtype": dtype, "checkpointing": config.trainer.checkpointing, "tokens": tokens}
@@ -178,7 +177,7 @@ def compare_engine(model: Path, dtype: str) -> dict[str, Any]:
     config = settings(512, "selective")
     sizes = model_sizes(model, config.lora)
     variant = lora_sampling.Variant("engine", cpu_lora="merged" if dtype == "float32" else "dense")
-    engine = predicted_memory.engine_memory(
+    engine = gpu_memory_plan.engine_memory(
         sizes, config, "cpu", dtype, max_loras=2, cpu_lora=variant.cpu_lora
     )
     args = argparse.Namespace(model=model, dtype=dtype, rank=32)
@@ -205,12 +204,12 @@ def fake_row(row: dict[str, Any]) -> dict[str, Any]:
     tensors = meta_shapes(row["shape"])
     adapted = {n.removesuffix(".weight") for n, s in tensors.items() if ".layers." in n and len(s) == 2}
     sizes = sizes_of(tensors, {"architectures": ["Qwen2ForCausalLM"]}, adapted, config.lora.rank)
-    trainer = predicted_memory.trainer_memory(sizes, config, "cuda", "bfloat16")
-    without = trainer.process + 5 * predicted_memory.FLOAT32 * sizes.lora
+    trainer = gpu_memory_plan.trainer_memory(sizes, config, "cuda", "bfloat16")
+    without = trainer.process + 5 * gpu_memory_plan.FLOAT32 * sizes.lora
     names = {k: row[k] for k in ("shape", "checkpointing", "attention", "nodes", "prompt", "group")}
     exact, worst = (
         trainer.total(nodes, group * prompt),
-        trainer.total(nodes, worst_copies(nodes, limits_of(any_length))),
+        trainer.total(nodes, gpu_memory_plan.worst_copies(nodes, any_length)),
     )
     return {"what": "fake", **names} | {
         **ratio("rank", exact - without, row["peak"]),

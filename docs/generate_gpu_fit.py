@@ -3,7 +3,7 @@
     python docs/generate_gpu_fit.py        (or: make docs-reference)
     python docs/generate_gpu_fit.py --check        writes nothing, fails if the tables are stale
 
-Nothing here runs on a GPU. The shapes are those of Qwen2.5; the sums are resources/memory_plan.py's.
+Nothing here runs on a GPU. The shapes are those of Qwen2.5; the sums are resources/gpu_memory_plan.py's.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ from skylite.engine.tensor_parallel import check_divisible
 from skylite.engine.vllm.start_engines import MAX_LORAS
 from skylite.errors import ConfigError
 from skylite.processes.gpus import Gpu
-from skylite.resources.gpu_plan import Placement
-from skylite.resources.memory_messages import most_tokens
-from skylite.resources.memory_plan import GPU_BLOCK_SIZE, divide_gpus
+from skylite.resources.gpu_memory_plan import (
+    GPU_BLOCK_SIZE,
+    divide_gpus,
+    engine_memory,
+    most_tokens,
+    trainer_memory,
+)
+from skylite.resources.gpu_placement import Placement
 from skylite.resources.model_sizes import ModelSizes, model_sizes
-from skylite.resources.predicted_memory import engine_memory, trainer_memory
-from skylite.resources.sharded_sizes import sizes_per_gpu
 
 PAGE = Path(__file__).resolve().parent / "how-to" / "gpus.md"
 BEGIN, END = "<!-- what-fits: begin -->", "<!-- what-fits: end -->"
@@ -158,8 +161,7 @@ def fit_with(folder: Path, mib: int, tree: dict[str, dict[str, Any]], layout: La
     trainer = trainer_memory(sizes, config, "cuda", "bfloat16")
     try:
         check_divisible(folder, layout.tensor_parallel)
-        part = read_part(folder, layout.tensor_parallel)
-        engine = engine_memory(part, config, "cuda", "bfloat16", max_loras=MAX_LORAS, cpu_lora="auto")
+        engine = engine_memory(sizes, config, "cuda", "bfloat16", max_loras=MAX_LORAS, cpu_lora="auto")
         count = max([*layout.place.rank_gpus, *layout.place.engine_gpus]) + 1
         gpus = {i: Gpu(i, f"GPU-{i}", "any", 9.0, mib << 20, "", False) for i in range(count)}
         budget = divide_gpus(config, trainer, engine, layout.place, gpus)
@@ -180,11 +182,6 @@ def fit_with(folder: Path, mib: int, tree: dict[str, dict[str, Any]], layout: La
 @cache
 def read_sizes(folder: Path) -> ModelSizes:
     return model_sizes(folder, TrainConfig().lora)
-
-
-@cache
-def read_part(folder: Path, tensor_parallel: int) -> ModelSizes:
-    return sizes_per_gpu(read_sizes(folder), folder, TrainConfig().lora, tensor_parallel)
 
 
 def changes(config: TrainConfig, shared: bool) -> list[str]:

@@ -25,8 +25,8 @@ from skylite.config.train import TrainConfig
 from skylite.model.chunked_logprobs import HEAD_CHUNK_ELEMENTS
 from skylite.model.policy import score
 from skylite.model.tree_attention import ROW_ELEMENTS
+from skylite.resources.gpu_memory_plan import TrainerMemory, trainer_memory
 from skylite.resources.model_sizes import sizes_of
-from skylite.resources.predicted_memory import TrainerMemory, trainer_memory
 from skylite.trainer.critic import make_critic
 from skylite.trainer.metrics import MetricSums
 from skylite.trainer.micro_batch_plan import Batch, arrange

@@ -10,8 +10,8 @@ import pytest
 
 from skylite.config.lora import LoraConfig
 from skylite.config.train import TrainConfig
+from skylite.resources.gpu_memory_plan import engine_memory
 from skylite.resources.model_sizes import model_sizes
-from skylite.resources.predicted_memory import engine_memory
 from tests.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.vllm

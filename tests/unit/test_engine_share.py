@@ -11,10 +11,16 @@ import pytest
 
 from skylite.config.train import TrainConfig
 from skylite.processes.gpus import Gpu
-from skylite.resources.gpu_plan import Placement
-from skylite.resources.memory_plan import MemoryBudget, divide_gpus
+from skylite.resources.gpu_memory_plan import (
+    EngineMemory,
+    MemoryBudget,
+    TrainerMemory,
+    divide_gpus,
+    engine_memory,
+    trainer_memory,
+)
+from skylite.resources.gpu_placement import Placement
 from skylite.resources.model_sizes import model_sizes
-from skylite.resources.predicted_memory import EngineMemory, TrainerMemory, engine_memory, trainer_memory
 from tests.unit.doc_scripts import script
 
 MIB = 2**20

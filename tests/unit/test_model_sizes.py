@@ -12,9 +12,8 @@ from skylite.adapters import target_modules
 from skylite.config.lora import LoraConfig
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError
-from skylite.resources.memory_plan import kv_cache_bytes
+from skylite.resources.gpu_memory_plan import engine_memory, kv_cache_bytes, trainer_memory
 from skylite.resources.model_sizes import ModelSizes, sizes_of
-from skylite.resources.predicted_memory import engine_memory, trainer_memory
 
 GIB = 2**30
 Shapes = dict[str, tuple[int, ...]]

@@ -19,14 +19,12 @@ from skylite.engine.vllm.server_command import engine_command, engine_env
 from skylite.engine.vllm.single_engine import engine_config, single_engine_spec
 from skylite.engine.vllm.start_engines import engine_spec
 from skylite.errors import ConfigError
-from skylite.resources.gpu_plan import place
-from skylite.resources.memory_plan import plan_memory
+from skylite.resources.gpu_memory_plan import engine_memory, plan_memory
+from skylite.resources.gpu_placement import place
 from skylite.resources.model_sizes import model_sizes
-from skylite.resources.predicted_memory import engine_memory
-from skylite.resources.sharded_sizes import sizes_per_gpu
 from skylite.run.run_dir import AdapterVersion
 from tests.unit.gpu_cases import H200, RESOLVED, Machine
-from tests.unit.test_memory_plan import FREE, RANK, config
+from tests.unit.test_gpu_memory_plan import FREE, RANK, config
 from tests.unit.test_sharded_sizes import headed
 
 QWEN_72B = {
@@ -180,8 +178,8 @@ def test_ranks_and_a_divided_engine_share_their_gpus(machine: Machine, tmp_path:
     folder = headed(tmp_path / "m", 40, num_attention_heads=320, num_key_value_heads=160)
     placement = place(settings, "cuda")
     budget = plan_memory(settings, folder, "cuda", "bfloat16", "dense", placement)
-    part = sizes_per_gpu(model_sizes(folder, settings.lora), folder, settings.lora, 2)
-    engine = engine_memory(part, settings, "cuda", "bfloat16", max_loras=2, cpu_lora="dense")
+    sizes = model_sizes(folder, settings.lora)
+    engine = engine_memory(sizes, settings, "cuda", "bfloat16", max_loras=2, cpu_lora="dense")
     assert budget.kv_cache_bytes == (128 * 4 + 1) * 64 * engine.kv_per_token, "blocks of 64 tokens"
     assert budget.trainer_bytes is not None
     assert budget.trainer_bytes + (1 << 30) == FREE - engine.before_kv() - budget.kv_cache_bytes

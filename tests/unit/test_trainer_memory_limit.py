@@ -14,8 +14,8 @@ import torch
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.model import process_group
 from skylite.model.process_group import Dist
-from skylite.resources.gpu_plan import place
-from skylite.resources.memory_plan import plan_memory
+from skylite.resources.gpu_memory_plan import plan_memory
+from skylite.resources.gpu_placement import place
 from skylite.rollout import plan as plan_module
 from skylite.rollout.plan import plan_run, write_run
 from skylite.rollout.resume import plan_resume

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from skylite.adapters.target_modules import predict_modules
+from skylite.adapters.target_modules import EXPERTS, predict_modules
 from skylite.config.lora import LoraConfig
-from skylite.engine.tensor_parallel import text_section
+from skylite.engine.tensor_parallel import HEADS, text_section
 from skylite.engine.vllm.servable_models import packed_layers
 from skylite.hub.resolve import tensor_shapes
-from skylite.resources.expert_sizes import Experts, experts_of, outside_experts
 from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json
 
@@ -21,8 +20,17 @@ Shapes = Mapping[str, Sequence[int]]
 OTHER_TOWERS = ("vision", "visual", "image", "audio", "mm_")
 """In the names of layers that see no text tokens."""
 FUSED_QKV = ("qkv_proj", "query_key_value", "Wqkv", "c_attn")
+DIVIDED_INPUTS = ("o_proj", "down_proj", "fc2", "w2", "dense", "dense_4h_to_h", "out_proj", "c_proj")
+"""Layers whose inputs the engine divides among several GPUs; it divides the outputs of the others."""
 LATENT_CACHE = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "pangu_ultra_moe")
 """Model types for which the engine caches one latent vector per token and layer."""
+EXPERTS_PER_TOKEN = (
+    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts"),
+    *("moe_topk", "moe_top_k", "moe_k"),
+)
+"""Names in config.json for the number of experts that compute a token."""
+EXPERT_INDICES = 4
+"""int64 numbers that a token keeps for each of its experts: orders of rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +49,6 @@ class ModelSizes:
     """0 without experts."""
     expert_intermediate: int
     """Inner size of one expert."""
-    expert_work: int
-    """Elements per token that the backward pass of one layer's experts holds."""
     num_layers: int
     lora: int
     """Parameters of an adapter of the run's rank."""
@@ -50,22 +56,37 @@ class ModelSizes:
     """The same of rank 1."""
     slots_per_rank: int
     """The same with all parts of a layer that the engine packs: it gives each part its slots."""
+    slots_divided: int
+    """Those that several GPUs divide. The others are on each."""
     kept: int
     """Elements per token that a forward pass keeps over all layers, if norms and activations are recomputed
     (trainer.checkpointing=selective)."""
     recomputed: int
     """Elements per token that checkpointing=none keeps in addition."""
     kept_float32: int
-    """float32 elements per token: scales of norms, normalizers of attention."""
+    """float32 elements per token: scales of norms, normalizers of attention, the router's probabilities."""
     queries: int
     """Elements per token of one layer's queries."""
     keys: int
     cached: int | None
-    """Elements per token of the engine's KV cache, over all layers. None: not known."""
+    """Elements per token of the engine's KV cache, over all layers. None: unknown."""
+    cached_heads: int
+    """Key-value heads, which several GPUs divide. 1: each GPU has the complete cache."""
+
+    def per_gpu(self, gpus: int) -> ModelSizes:
+        """The part of each of `gpus` GPUs, but for small copies of norms, routers and paddings."""
+        heads = min(gpus, self.cached_heads)
+        return replace(
+            self,
+            parameters=math.ceil(self.parameters / gpus),
+            intermediate=math.ceil(self.intermediate / gpus),
+            expert_intermediate=math.ceil(self.expert_intermediate / gpus),
+            slots_per_rank=self.slots_per_rank - self.slots_divided + math.ceil(self.slots_divided / gpus),
+            cached=None if self.cached is None else math.ceil(self.cached / heads),
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class Attention:
+class Attention(NamedTuple):
     """Elements per token of one layer."""
 
     queries: int
@@ -74,8 +95,17 @@ class Attention:
     cached: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
+class Experts(NamedTuple):
+    """The routed experts of one layer. All 0 in a layer without."""
+
+    number: int = 0
+    per_token: int = 0
+    """Experts that compute a token: all if config.json does not tell."""
+    inner: int = 0
+    """Inner size of one."""
+
+
+class Kept(NamedTuple):
     """Elements per token of one layer, see ModelSizes."""
 
     kept: int
@@ -90,7 +120,7 @@ def model_sizes(model_path: Path, lora: LoraConfig) -> ModelSizes:
 
 
 def cached_per_token(model_path: Path) -> int | None:
-    """Numbers that the KV cache holds for a token; None: not known. Raises ModelError for a damaged file."""
+    """Numbers that the KV cache holds for a token; None: unknown. Raises ModelError for a damaged file."""
     config = parse_json(read_text(model_path / "config.json"))
     return sizes_of(tensor_shapes(model_path), config, (), 0).cached
 
@@ -102,32 +132,35 @@ def sizes_of(shapes: Shapes, config: Mapping[str, Any], adapted: Collection[str]
     section = text_section(config)
     attentions = [attention_of(layer, section) for layer in layers.values()]
     experts = [experts_of(layer, section, hidden) for layer in layers.values()]
-    per_rank = _lora_elements(shapes, adapted)
-    kept = [
-        _kept(outside_experts(layer), attention, routed, hidden, rank * _count(prefix, layer, adapted))
-        for (prefix, layer), attention, routed in zip(layers.items(), attentions, experts, strict=True)
-    ]
+    dense = [{n: s for n, s in layer.items() if EXPERTS not in f".{n}"} for layer in layers.values()]
+    shrunk = [rank * sum(_path(prefix + n) in adapted for n in layer) for prefix, layer in layers.items()]
+    kept = [_kept(*parts, hidden) for parts in zip(dense, attentions, experts, shrunk, strict=True)]
+    slots = {path: shapes[f"{path}.weight"] for path in _packed(shapes, adapted, packed_layers(config))}
+    in_layers = [_elements(layer) for layer in layers.values()]
+    lora = sum(sum(shape) for name, shape in shapes.items() if _path(name) in adapted)
+    first = attentions[0] if attentions else Attention(0, 0, 0, None)
     cached = [a.cached for a in attentions]
     return ModelSizes(
         parameters=_elements(shapes),
-        largest_layer=max(map(_elements, layers.values()), default=0),
-        outside_layers=_elements(shapes) - sum(map(_elements, layers.values())),
+        largest_layer=max(in_layers, default=0),
+        outside_layers=_elements(shapes) - sum(in_layers),
         vocabulary=vocabulary,
         hidden=hidden,
-        intermediate=max((_mlp(outside_experts(layer)) for layer in layers.values()), default=0),
+        intermediate=max(map(_mlp, dense), default=0),
         experts_per_token=max((e.per_token for e in experts), default=0),
         expert_intermediate=max((e.inner for e in experts), default=0),
-        expert_work=max((e.work(hidden) for e in experts), default=0),
         num_layers=len(layers),
-        lora=rank * per_rank,
-        lora_per_rank=per_rank,
-        slots_per_rank=_lora_elements(shapes, with_packed(shapes, adapted, packed_layers(config))),
+        lora=rank * lora,
+        lora_per_rank=lora,
+        slots_per_rank=sum(map(sum, slots.values())),
+        slots_divided=sum(shape[path.rpartition(".")[2] in DIVIDED_INPUTS] for path, shape in slots.items()),
         kept=sum(k.kept for k in kept),
         recomputed=sum(k.recomputed for k in kept),
         kept_float32=sum(k.float32 for k in kept),
         queries=max((a.queries for a in attentions), default=0),
         keys=max((a.keys for a in attentions), default=0),
         cached=None if None in cached or not cached else sum(c or 0 for c in cached),
+        cached_heads=_key_value_heads(first, section),
     )
 
 
@@ -145,20 +178,38 @@ def text_layers(shapes: Shapes) -> dict[str, dict[str, Sequence[int]]]:
 
 def attention_of(layer: Shapes, config: Mapping[str, Any]) -> Attention:
     """From the layer's own matrices. config.json tells what these do not show."""
-    outputs = _output(layer, "o_proj"), _input(layer, "o_proj")
     latent, rope = config.get("kv_lora_rank"), config.get("qk_rope_head_dim")
-    if latent and _output(layer, "kv_a_proj_with_mqa"):
-        queries = _output(layer, "q_b_proj", "q_proj")
-        known = config.get("model_type") in LATENT_CACHE and rope and "index_head_dim" not in config
-        return Attention(queries, queries, outputs[1], latent + rope if known else None)
-    if keys := _output(layer, "k_proj"):
-        values = _output(layer, "v_proj") or keys
-        return Attention(_output(layer, "q_proj"), keys, values, keys + values)
-    fused, queries = _output(layer, *FUSED_QKV), _query_size(config)
+    if latent and _matrix(layer, "kv_a_proj_with_mqa")[0]:
+        queries, values = _matrix(layer, "q_b_proj", "q_proj")[0], _matrix(layer, "o_proj")[1]
+        cached = config.get("model_type") in LATENT_CACHE and rope and "index_head_dim" not in config
+        return Attention(queries, queries, values, latent + rope if cached else None)
+    if keys := _matrix(layer, "k_proj")[0]:
+        values = _matrix(layer, "v_proj")[0] or keys
+        return Attention(_matrix(layer, "q_proj")[0], keys, values, keys + values)
+    fused, queries = _matrix(layer, *FUSED_QKV)[0], _query_size(config)
     keys = (fused - queries) // 2
     if not fused or not queries or keys <= 0:
         return Attention(queries, 0, 0, None)
     return Attention(queries, keys, keys, 2 * keys)
+
+
+def experts_of(layer: Shapes, config: Mapping[str, Any], hidden: int) -> Experts:
+    """The experts among a layer's tensors.
+
+    transformers computes the experts of a token in one grouped product (integrations/moe.py). Files hold
+    their matrices apart (`experts.5.gate_proj`, or w1), or those of a layer in one (`experts.gate_up_proj`).
+    """
+    tensors = {name: shape for name, shape in layer.items() if EXPERTS in f".{name}"}
+    if not tensors:
+        return Experts()
+    fused = next((shape for name, shape in tensors.items() if "gate_up_proj" in name and len(shape) == 3), ())
+    if fused:  # [experts, 2 inner, hidden], or the last two exchanged
+        count, inner = fused[0], math.prod(fused[1:]) // hidden // 2
+    else:
+        count = len({f".{name}".partition(EXPERTS)[2].partition(".")[0] for name in tensors})
+        inner = _matrix(tensors, "gate_proj", "w1")[0]
+    per_token = next((n for name in EXPERTS_PER_TOKEN if isinstance(n := config.get(name), int) and n), count)
+    return Experts(count, min(per_token, count), inner)
 
 
 def _query_size(config: Mapping[str, Any]) -> int:
@@ -168,70 +219,64 @@ def _query_size(config: Mapping[str, Any]) -> int:
     return int(heads * (config.get("head_dim") or hidden // heads)) if heads else 0
 
 
-def _kept(layer: Shapes, attention: Attention, experts: Experts, hidden: int, shrunk: int) -> Kept:
-    """What the backward pass of one layer needs.
+def _key_value_heads(attention: Attention, config: Mapping[str, Any]) -> int:
+    heads = next((n for name in HEADS if isinstance(n := config.get(name), int)), 0)
+    if config.get("kv_lora_rank") or not attention.queries:
+        return 1
+    return max(1, attention.keys * heads // attention.queries)
+
+
+def _kept(layer: Shapes, attention: Attention, experts: Experts, shrunk: int, hidden: int) -> Kept:
+    """What the backward pass of one layer needs. `layer` is without routed experts.
 
     model/fused_ops.py, lora_linear.py and tree_attention.py save: each norm's input and scale, queries, keys,
-    values and attention's output, gate and up, and x A^T of each LoRA layer. Experts and their router are
-    frozen, so they need no input of theirs.
+    values and attention's output, gate and up, and x A^T of each LoRA layer (`shrunk`). Of each expert of a
+    token: gate, up, product, output and weight; the router's probabilities, and indices of 8 bytes. Experts
+    and their router are frozen, so they need no input of theirs.
     """
-    queries, keys = attention.queries, attention.keys
-    gate, up = _output(layer, "gate_proj"), _output(layer, "up_proj")
-    gate, up = (gate, up) if gate else (_output(layer, "gate_up_proj") // 2,) * 2
+    queries, keys, values, _ = attention
+    gate = _matrix(layer, "gate_proj")[0] or _matrix(layer, "gate_up_proj")[0] // 2
     norms = [name for name, shape in layer.items() if len(shape) == 1 and "norm" in name]
-    head_norms = {"q_norm": queries, "k_norm": keys}
-    norm_inputs = sum(
-        next((size for mark, size in head_norms.items() if mark in name), hidden) for name in norms
-    )
+    norm_inputs = sum(queries if "q_norm" in n else keys if "k_norm" in n else hidden for n in norms)
     head_size = next((shape[0] for name, shape in layer.items() if "q_norm" in name), 64)
-    kept = norm_inputs + 2 * queries + keys + attention.values + gate + up + shrunk
-    recomputed = (1 if experts.count and not gate else 2) * hidden + gate
-    float32 = len(norms) + queries // head_size
-    return Kept(kept + experts.kept(hidden), recomputed, float32 + experts.kept_float32())
+    routed = experts.per_token * (3 * experts.inner + hidden + 1)
+    return Kept(
+        norm_inputs + 2 * queries + keys + values + 2 * gate + shrunk + routed,
+        (1 if experts.number and not gate else 2) * hidden + gate,
+        len(norms) + queries // head_size + experts.number + 2 * EXPERT_INDICES * experts.per_token,
+    )
 
 
 def _mlp(layer: Shapes) -> int:
-    return _output(layer, "gate_proj", "up_proj", "fc1", "w1", "dense_h_to_4h") or (
-        _output(layer, "gate_up_proj") // 2
-    )
+    """Inner size."""
+    one = _matrix(layer, "gate_proj", "up_proj", "fc1", "w1", "dense_h_to_4h")[0]
+    return one or _matrix(layer, "gate_up_proj")[0] // 2
 
 
-def _lora_elements(shapes: Shapes, adapted: Collection[str]) -> int:
-    """Of A and B at rank 1."""
-    return sum(sum(shape) for name, shape in shapes.items() if name.removesuffix(".weight") in adapted)
-
-
-def with_packed(shapes: Shapes, adapted: Iterable[str], packed: Sequence[Sequence[str]]) -> set[str]:
+def _packed(shapes: Shapes, adapted: Iterable[str], packed: Sequence[Sequence[str]]) -> set[str]:
     """The adapted modules, and those that the engine packs with one of them."""
-    found = set(adapted)
+    modules = set(adapted)
     for path in adapted:
         parent, _, name = path.rpartition(".")
         siblings = {f"{parent}.{other}" for parts in packed if name in parts for other in parts}
-        found |= {sibling for sibling in siblings if f"{sibling}.weight" in shapes}
-    return found
+        modules |= {sibling for sibling in siblings if f"{sibling}.weight" in shapes}
+    return modules
 
 
-def _count(prefix: str, layer: Shapes, adapted: Collection[str]) -> int:
-    """Number of the layer's modules with LoRA."""
-    return sum(1 for name in layer if f"{prefix}{name}".removesuffix(".weight") in adapted)
-
-
-def _output(layer: Shapes, *names: str) -> int:
-    """Output size of the first linear layer that has one of these names; 0 if there is none."""
-    return next((shape[0] for shape in _matrices(layer, *names)), 0)
-
-
-def _input(layer: Shapes, *names: str) -> int:
-    return next((shape[1] for shape in _matrices(layer, *names)), 0)
-
-
-def _matrices(layer: Shapes, *names: str) -> Iterable[Sequence[int]]:
-    return (
+def _matrix(layer: Shapes, *names: str) -> Sequence[int]:
+    """Output and input size of the first linear layer that has one of these names; (0, 0) without."""
+    matrices = (
         shape
         for name in names
         for key, shape in layer.items()
         if f".{key}".endswith(f".{name}.weight") and len(shape) == 2
     )
+    return next(matrices, (0, 0))
+
+
+def _path(tensor: str) -> str:
+    """Of the tensor's module."""
+    return tensor.removesuffix(".weight")
 
 
 def _elements(tensors: Shapes) -> int:

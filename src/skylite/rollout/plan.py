@@ -37,8 +37,8 @@ from skylite.processes.gpus import why_no_gpu
 from skylite.processes.hardware import choose_device, choose_dtype
 from skylite.processes.own_network import check_network
 from skylite.processes.versions_and_hardware import machine_facts
-from skylite.resources.gpu_plan import place
-from skylite.resources.memory_plan import plan_memory
+from skylite.resources.gpu_memory_plan import plan_memory
+from skylite.resources.gpu_placement import place
 from skylite.rewards.components import load_components
 from skylite.rollout.allowed_programs import allow_algorithm, allow_episode, allow_rewards
 from skylite.rollout.automatic_settings import device_defaults, epochs_to_steps

@@ -19,7 +19,7 @@ from skylite.processes.supervisor import Supervisor
 from skylite.processes.temporary_folder import temporary_folder
 from skylite.processes.torchrun import trainer_command, trainer_env
 from skylite.progress_reporting import long_work
-from skylite.resources.gpu_plan import place_ranks
+from skylite.resources.gpu_placement import place_ranks
 from skylite.rollout.shutdown import ask_trainer_to_end
 from skylite.run.checkpoint_folder import checkpoint_steps, verify_checkpoint
 from skylite.run.files import write_json

@@ -19,8 +19,8 @@ from skylite.errors import ConfigError, DataError
 from skylite.hub.resolve import check_folder, resolve_model
 from skylite.notes import log_notes
 from skylite.processes.own_network import check_network
-from skylite.resources.gpu_plan import Placement, place_again
-from skylite.resources.memory_plan import MemoryBudget, plan_memory
+from skylite.resources.gpu_memory_plan import MemoryBudget, plan_memory
+from skylite.resources.gpu_placement import Placement, place_again
 from skylite.rollout.allowed_programs import accept_same_rewards, allow_again
 from skylite.rollout.automatic_settings import epochs_to_steps
 from skylite.rollout.plan import (

@@ -12,7 +12,7 @@ from skylite.config.train import RunConfig, TrainConfig
 from skylite.engine.vllm.server_command import engine_env
 from skylite.engine.vllm.start_engines import engine_spec
 from skylite.errors import ConfigError
-from skylite.resources.gpu_plan import Placement, place, place_again, place_ranks
+from skylite.resources.gpu_placement import Placement, place, place_again, place_ranks
 from tests.unit.gpu_cases import H200, RESOLVED, T4, Machine
 
 

@@ -17,16 +17,18 @@ from skylite.engine.vllm.start_engines import engine_spec
 from skylite.errors import ConfigError
 from skylite.model.chunked_logprobs import BLOCK_ROWS, BLOCK_VOCAB, HEAD_CHUNK_ELEMENTS
 from skylite.processes.gpus import visible_gpus
-from skylite.resources.gpu_plan import place
-from skylite.resources.memory_plan import MemoryBudget, kv_cache_bytes, plan_memory
-from skylite.resources.model_sizes import model_sizes
-from skylite.resources.predicted_memory import (
+from skylite.resources.gpu_memory_plan import (
     HEAD_BLOCK_ROWS,
     HEAD_BLOCK_VOCAB,
     HEAD_CHUNK,
+    MemoryBudget,
     engine_memory,
+    kv_cache_bytes,
+    plan_memory,
     trainer_memory,
 )
+from skylite.resources.gpu_placement import place
+from skylite.resources.model_sizes import model_sizes
 from tests.unit.gpu_cases import H200, RESOLVED, T4, Machine
 
 HIDDEN, INNER, KEYS, VOCAB, LAYERS, RANK = 64, 192, 32, 500, 3, 4

@@ -1,0 +1,483 @@
+"""How trainer and engines share memory, fixed before anything starts: one plan of bytes.
+
+The bytes of weights, LoRA, KV cache and activations follow from the shapes in the model's files. On GPUs the
+engines get a KV cache of a set size, and each rank gets a limit. Together they fit, so neither the order of
+the starts nor the restart of an engine matters. A run that cannot fit is refused here. What a prediction
+misses, the trainer's probe (`tokens_per_micro_batch=auto`) and its halving of micro-batches catch.
+benchmarks/memory.py compares the prediction with passes on a CPU and with fake tensors of GPU shapes.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from skylite.config.engine import CpuLora
+from skylite.config.train import TrainConfig
+from skylite.engine.tensor_parallel import check_divisible
+from skylite.engine.vllm.cpu_lora import MERGED_MEMORY
+from skylite.engine.vllm.server_command import CPU_BATCHED_TOKENS
+from skylite.engine.vllm.start_engines import MAX_LORAS
+from skylite.errors import ConfigError
+from skylite.notes import Note, warning
+from skylite.processes.gpus import Gpu, visible_gpus
+from skylite.processes.hardware import available_memory
+from skylite.resources.gpu_placement import Placement
+from skylite.resources.model_sizes import ModelSizes, model_sizes
+
+Device = Literal["cpu", "cuda"]
+GIB = 2**30
+FLOAT32 = 4
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+ADAPTER_COPIES = 4
+"""float32 copies of each trained parameter: itself, its gradient and AdamW's two moments."""
+ROLLBACK_COPIES = 3
+"""More copies during an update (trainer/anomaly.py): parameter and moments as they were before."""
+MOMENTS = 2
+"""Copies among each of these that trainer.offload keeps in the machine's memory, but for AdamW's step."""
+HEAD_CHUNK = {"cpu": 1 << 22, "cuda": 1 << 26}
+HEAD_BLOCK_ROWS, HEAD_BLOCK_VOCAB = 512, 2048
+"""Those of model/chunked_logprobs.py: logits of a chunk, and the size of a block."""
+HEAD_BUFFERS = 4
+"""float32 buffers of one chunk or block."""
+MLP_BACKWARD = {"none": 8, "selective": 9, "full": 9}
+"""Tensors of the MLP's inner size that its backward pass holds besides the kept ones, by checkpointing."""
+HEAD_KEEPS = 3
+"""Tensors of the hidden size that the last norm and the head keep."""
+SCORES_PER_CALL = 16384
+"""That of model/prefix_tree.py, which the parent does not import."""
+TRAINER_PROCESS = {"cpu": 400 << 20, "cuda": 1 << 30}
+"""CPU: Python and its libraries. GPU: CUDA context, NCCL, cuBLAS and fragments; an estimate, not measured."""
+ENGINE_PROCESS = {"cpu": 5 << 28, "cuda": 2 << 30}
+"""CPU: an engine's processes, which share their imports. GPU: with CUDA graphs; an estimate, not measured."""
+TENSOR_PARALLEL_BUFFERS = 1 << 30
+"""More of the process with several GPUs: NCCL and an all-reduce; an estimate, not measured."""
+ENGINE_BATCHED_TOKENS = {"cpu": CPU_BATCHED_TOKENS, "cuda": 8192}
+"""Tokens of the engine's largest forward pass."""
+LOGIT_COPIES = 3
+"""float32 copies of the logits while the engine samples."""
+MARGIN = 1.1
+"""A prediction is refused if it exceeds the memory by more than its own error."""
+GPU_BLOCK_SIZE = 64
+"""Tokens of an engine's largest KV cache block on GPUs."""
+SHARE_STEPS = 10_000
+"""An engine's share of a GPU is a multiple of 1 / SHARE_STEPS."""
+MOST_TOKENS = 1 << 22
+"""No micro-batch has more."""
+HALVED = "run out of memory, and skylite will then halve the micro-batches"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerMemory:
+    """Predicted bytes of one rank."""
+
+    weights: int
+    adapter: int
+    """Parameters, gradients, moments, and the copies during an update."""
+    cast: int
+    """The adapter in bfloat16, from the forward pass to the backward pass. checkpointing=full casts it again,
+    layer by layer."""
+    kept: float
+    """Per token of a micro-batch, from its forward pass to its backward pass."""
+    work: float
+    """Per token, while backward computes one layer."""
+    kept_copy: float
+    """As `kept`, per token whose keys and values attention copies for another piece of a prefix tree."""
+    work_copy: float
+    """As `work`."""
+    mask: int
+    """Attention's mask for the longest trajectory, which all layers share."""
+    head: int
+    """Scratch of the LM head, or of AdamW's step with offloaded moments, while no layer is computed."""
+    process: int
+    keeps_freed: bool
+    """Whether the allocator keeps freed blocks by their size, as TBB's does on a CPU: the blocks of the head
+    and of the layers then add up."""
+
+    def state(self) -> int:
+        """Between two passes."""
+        return self.weights + self.adapter + self.process
+
+    def total(self, tokens: int, copies: float = 0) -> int:
+        """At the peak of a pass of `tokens` tokens and `copies` copied ones. One trajectory has no copies."""
+        kept = self.cast + self.kept * tokens + self.kept_copy * copies
+        work = self.work * tokens + self.work_copy * copies
+        scratch = self.head + work if self.keeps_freed else max(self.head, work)
+        return int(self.state() + self.mask + kept + scratch)
+
+    def parts(self, tokens: int, copies: float = 0) -> str:
+        return (
+            f"weights {gib(self.weights)}, adapter and optimizer {gib(self.adapter)}, activations and head "
+            f"{gib(self.total(tokens, copies) - self.state())}, process {gib(self.process)}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMemory:
+    """Predicted bytes of one engine, on each of its GPUs."""
+
+    weights: int
+    lora_slots: int
+    """max_loras slots of A and B for every adapted matrix."""
+    activations: int
+    process: int
+    kv_per_token: int
+    """0: unknown."""
+
+    def before_kv(self) -> int:
+        """Everything but the KV cache."""
+        return self.weights + self.lora_slots + self.activations + self.process
+
+    def kv_cache(self, tokens: int, block_size: int, sequences: int = 1) -> int:
+        """For sequences of so many tokens: each has full blocks, and an engine holds one for itself."""
+        return (sequences * -(-tokens // block_size) + 1) * block_size * self.kv_per_token
+
+    def parts(self) -> str:
+        return (
+            f"weights {gib(self.weights)}, LoRA slots {gib(self.lora_slots)}, "
+            f"activations {gib(self.activations)}, process {gib(self.process)}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBudget:
+    """What the engines and the trainer may use. None on a CPU, or if the size of a GPU is unknown."""
+
+    kv_cache_bytes: int | None = None
+    """Of each engine, on each of its GPUs."""
+    engine_share: float | None = None
+    """Share of its GPUs that an engine asks for when it starts."""
+    trainer_bytes: int | None = None
+    """What torch may allocate on a rank's GPU."""
+    notes: list[Note]
+
+
+def plan_memory(
+    config: TrainConfig, model_path: Path, device: str, dtype: str, cpu_lora: CpuLora, placement: Placement
+) -> MemoryBudget:
+    """Predict and divide the memory. Raises ConfigError if the run cannot fit on its GPUs."""
+    sizes = model_sizes(model_path, config.lora)
+    if device == "cpu":
+        trainer = trainer_memory(sizes, config, "cpu", dtype)
+        engine = engine_memory(sizes, config, "cpu", dtype, max_loras=MAX_LORAS, cpu_lora=cpu_lora)
+        return MemoryBudget(notes=[cpu_note(config, trainer, engine, available_memory())])
+    gpus = {gpu.index: gpu for gpu in visible_gpus()}
+    trainer = trainer_memory(sizes, config, "cuda", dtype)
+    check_divisible(model_path, config.engine.tensor_parallel)
+    engine = engine_memory(sizes, config, "cuda", dtype, max_loras=MAX_LORAS, cpu_lora=cpu_lora)
+    return divide_gpus(config, trainer, engine, placement, gpus)
+
+
+def trainer_memory(sizes: ModelSizes, config: TrainConfig, device: Device, dtype: str) -> TrainerMemory:
+    """Predict a rank's memory."""
+    item = DTYPE_BYTES[dtype]
+    adapters = sizes.lora + (config.critic.rank * sizes.lora_per_rank if config.algorithm.uses_critic else 0)
+    offload, full = config.trainer.offload, config.trainer.checkpointing == "full"
+    sdpa = config.trainer.attention == "sdpa"
+    # Autograd keeps keys and values for each head and piece. On a CPU it keeps them once.
+    copy = 2 * sizes.queries * item if sdpa and device == "cuda" else 0
+    layer = _layers_bytes(sizes, config, device, item)
+    inner = MLP_BACKWARD[config.trainer.checkpointing] * sizes.intermediate
+    # Of an expert: outputs, or gates and products.
+    expert = max(3 * sizes.hidden, 7 * sizes.expert_intermediate - sizes.hidden)
+    work = float(max(inner, sizes.experts_per_token * expert) * item)
+    return TrainerMemory(
+        weights=_weight_bytes(sizes, config, item),
+        adapter=adapters * (ADAPTER_COPIES + ROLLBACK_COPIES - (2 * MOMENTS if offload else 0)) * FLOAT32,
+        cast=sizes.lora * item if item < FLOAT32 and not full else 0,
+        kept=(sizes.hidden * sizes.num_layers * item if full else layer) + HEAD_KEEPS * sizes.hidden * item,
+        work=work + (layer / max(1, sizes.num_layers) if full else 0),  # one layer's forward pass again
+        kept_copy=0 if full else copy * sizes.num_layers,
+        work_copy=copy if full else 0,
+        mask=config.max_sequence_tokens**2 * item if sdpa else 0,
+        head=max(_head_scratch(sizes, device, dtype), MOMENTS * adapters * FLOAT32 if offload else 0),
+        process=TRAINER_PROCESS[device],
+        keeps_freed=device == "cpu",
+    )
+
+
+def _weight_bytes(sizes: ModelSizes, config: TrainConfig, item: int) -> int:
+    """Of a rank's shard, and of what FSDP gathers from all: two layers, and all that is outside of layers."""
+    ranks, offload = config.trainer.num_ranks, config.trainer.offload
+    # A float32 model is stored in bfloat16 on one rank if that loses nothing (model/bf16_weights.py).
+    stored = 2 if ranks == 1 else item
+    shard = 0 if offload else sizes.parameters * stored // ranks
+    gathered = (2 * sizes.largest_layer + sizes.outside_layers) * item if ranks > 1 or offload else 0
+    return shard + gathered
+
+
+def _layers_bytes(sizes: ModelSizes, config: TrainConfig, device: Device, item: int) -> float:
+    """Bytes per token that all layers keep without checkpointing=full."""
+    kept = float(sizes.kept * item + sizes.kept_float32 * FLOAT32)
+    if device == "cuda" and config.trainer.attention == "sdpa":
+        # Keys and values for each head, of all tokens and joined for each piece, and the joined outputs.
+        kept += (2 * sizes.queries * 2 + sizes.queries - 2 * sizes.keys) * sizes.num_layers * item
+    return kept + (sizes.recomputed * item if config.trainer.checkpointing == "none" else 0)
+
+
+def _head_scratch(sizes: ModelSizes, device: Device, dtype: str) -> int:
+    """Buffers of one chunk of logits. In float32 of one block, and the widened weights of its tokens."""
+    if dtype == "float32":
+        block = HEAD_BUFFERS * HEAD_BLOCK_ROWS * HEAD_BLOCK_VOCAB + HEAD_BLOCK_VOCAB * sizes.hidden
+        return block * FLOAT32
+    return HEAD_BUFFERS * HEAD_CHUNK[device] * FLOAT32
+
+
+def engine_memory(
+    sizes: ModelSizes, config: TrainConfig, device: Device, dtype: str, *, max_loras: int, cpu_lora: CpuLora
+) -> EngineMemory:
+    """Predict an engine's memory, on each of its GPUs."""
+    item, tokens, gpus = DTYPE_BYTES[dtype], ENGINE_BATCHED_TOKENS[device], config.engine.tensor_parallel
+    part = sizes.per_gpu(gpus)
+    inner, hidden = part.expert_intermediate, part.hidden
+    # The two buffers of the engine's experts (TritonExperts.workspace_shapes).
+    experts = part.experts_per_token * (max(inner, hidden) + max(2 * inner, hidden))
+    logits = config.engine.max_num_seqs * part.vocabulary * FLOAT32 * LOGIT_COPIES
+    merged = MERGED_MEMORY * DTYPE_BYTES["bfloat16"] if device == "cpu" and cpu_lora == "merged" else 0
+    return EngineMemory(
+        weights=int(part.parameters * (item + merged)),
+        lora_slots=max_loras * config.lora.vllm_rank * part.slots_per_rank * item,
+        activations=tokens * (2 * part.intermediate + 4 * hidden + experts) * item + logits,
+        process=ENGINE_PROCESS[device] + (TENSOR_PARALLEL_BUFFERS if gpus > 1 else 0),
+        kv_per_token=(part.cached or 0) * item,
+    )
+
+
+def divide_gpus(
+    config: TrainConfig,
+    trainer: TrainerMemory,
+    engine: EngineMemory,
+    placement: Placement,
+    gpus: dict[int, Gpu],
+) -> MemoryBudget:
+    """The smallest GPU of the engines fixes the KV cache, the fullest GPU of the ranks fixes their limit.
+
+    The ranks divide what other processes leave free; gpu_placement.py has checked that the engines fit.
+    """
+    totals = {index: gpu.total_bytes for index, gpu in gpus.items() if gpu.total_bytes is not None}
+    if not totals.keys() >= {*placement.engine_gpus, *placement.rank_gpus}:
+        unknown = (
+            "nvidia-smi does not tell the size of a GPU, so engine and trainer may take more than it has"
+        )
+        return MemoryBudget(notes=[warning(f"memory: {unknown}")])
+    sizes = [totals[i] for i in placement.engine_gpus]
+    kv_cache = kv_cache_bytes(config, engine, min(sizes))
+    limits = [
+        placement.free_bytes.get(i, totals[i])
+        - placement.engine_gpus.count(i) * (engine.before_kv() + kv_cache)
+        for i in placement.rank_gpus
+    ]
+    limit = min(limits)
+    fullest = placement.rank_gpus[limits.index(limit)]
+    require_trainer(config, trainer, limit, gpus[fullest], placement)
+    beside = placement.engine_gpus.count(fullest)
+    return MemoryBudget(
+        kv_cache_bytes=kv_cache,
+        engine_share=engine_share(engine, kv_cache, max(sizes)),
+        trainer_bytes=limit - trainer.process,
+        notes=[engine_note(config, engine, kv_cache), rank_note(config, trainer, limit, beside)],
+    )
+
+
+def engine_share(engine: EngineMemory, kv_cache: int, largest: int) -> float:
+    """The gpu-memory-utilization of an engine with a KV cache of a set size, rounded down.
+
+    An engine refuses to start unless this share of the GPU is free, even if it does not use the share then.
+    When it asks, it already holds a part of its `process` bytes. The largest GPU gives the smallest share.
+    """
+    asked = engine.before_kv() - engine.process + kv_cache
+    return max(1, SHARE_STEPS * asked // largest) / SHARE_STEPS
+
+
+def kv_cache_bytes(config: TrainConfig, engine: EngineMemory, total: int) -> int:
+    """What remains of an engine's share, at most what max_num_seqs of the longest sequences fill.
+
+    Raises ConfigError if one sequence does not fit, or if the size of a token is unknown.
+    """
+    if not engine.kv_per_token:
+        raise ConfigError(
+            "The engine's KV cache cannot be predicted: the model has layers without an attention that "
+            "skylite knows (k_proj; a fused projection with num_attention_heads in config.json; the latent "
+            "attention of DeepSeek V2 and V3).",
+            "Use another model, or train on the CPU.",
+        )
+    longest = config.max_sequence_tokens
+    smallest = engine.kv_cache(longest, GPU_BLOCK_SIZE)
+    share = config.engine.gpu_memory_utilization
+    left = int(share * total) - engine.before_kv()
+    if left < smallest:
+        raise ConfigError(
+            f"The engine does not fit: engine.gpu_memory_utilization={share:g} of {gib(total)} is "
+            f"{gib(share * total)}; {engine.parts()}, and one sequence of {longest} tokens needs a KV "
+            f"cache of {gib(smallest)}.",
+            "Raise engine.gpu_memory_utilization, lower rollout.max_completion_tokens, divide the model "
+            "among more GPUs (engine.tensor_parallel), or use a smaller model.",
+        )
+    return min(left, engine.kv_cache(longest, GPU_BLOCK_SIZE, config.engine.max_num_seqs))
+
+
+def require_trainer(
+    config: TrainConfig, trainer: TrainerMemory, limit: int, gpu: Gpu, placement: Placement
+) -> None:
+    """Raise ConfigError if the trainer cannot compute its longest trajectory in `limit` bytes."""
+    longest = config.max_sequence_tokens
+    needed = trainer.total(longest)
+    if needed > limit * MARGIN:
+        beside = placement.engine_gpus.count(gpu.index)
+        engines = f" beside {beside} engine(s)" if beside else ""
+        others = placement.others.get(gpu.index)
+        raise ConfigError(
+            f"The trainer does not fit on GPU {gpu.index} ({gpu.name}){engines}: a trajectory of {longest} "
+            f"tokens needs about {gib(needed)} ({trainer.parts(longest)}), "
+            f"and {gib(limit)} are left{f'; {others}' if others else ''}.",
+            f"Use {_helpful_settings(config, beside)}.",
+        )
+
+
+def worst_copies(tokens: int, config: TrainConfig) -> float:
+    """The most tokens whose keys and values a micro-batch copies, over all lengths of completions.
+
+    A prefix tree copies for each piece the tokens above it. Completions that are just long enough to become
+    pieces of their own (model/prefix_tree.py) give most pieces, with prompts that share no token, or all but
+    one. A lone group, and single completions of prompts that share all, are pieces at any length.
+    """
+    prompt, group = config.rollout.max_prompt_tokens, config.rollout.group_size
+    pieces = max(group if group > 1 else 0, config.rollout.prompts_per_step)
+    alone = pieces * max(0, min(prompt, tokens - pieces))
+    several = max(1, group - 1)
+    lengths = {
+        shared: max(1, (math.sqrt((prompt - shared) ** 2 + 4 * several * SCORES_PER_CALL) - prompt + shared))
+        for shared in (0, prompt - 1)
+    }
+    return max(alone, *(copies(tokens, config, length / 2 / several, s) for s, length in lengths.items()))
+
+
+def copies(tokens: int, config: TrainConfig, completion: float, shared: int = 0) -> float:
+    """Copied tokens with the longest prompts, which share `shared` tokens, and completions of one length."""
+    prompt, group = config.rollout.max_prompt_tokens, config.rollout.group_size
+    size = prompt - shared + group * max(1, completion)
+    groups = min(config.rollout.prompts_per_step, max(0, tokens - shared) / size)
+    return groups * (shared + (group * prompt if group > 1 else 0))
+
+
+def most_tokens(config: TrainConfig, trainer: TrainerMemory, limit: int) -> int:
+    """Tokens of the largest micro-batch that fits into `limit` bytes at all lengths of completions.
+
+    Two digits, downwards: a prediction is no better. 0 if the longest trajectory does not fit.
+    """
+    longest = config.max_sequence_tokens
+    fitting = bisect.bisect_right(
+        range(MOST_TOKENS), limit, lo=longest, key=lambda n: trainer.total(n, worst_copies(n, config))
+    ) - 1  # fmt: skip
+    if fitting < longest:
+        return 0
+    digits: int = 10 ** max(0, len(str(fitting)) - 2)
+    return max(longest, fitting // digits * digits)
+
+
+def micro_batch_tokens(config: TrainConfig) -> int:
+    """The tokens of a micro-batch; for "auto", which is measured later, those of the longest trajectory."""
+    tokens = config.trainer.tokens_per_micro_batch
+    longest = config.max_sequence_tokens
+    return longest if tokens == "auto" else max(tokens, longest)
+
+
+def cpu_note(config: TrainConfig, trainer: TrainerMemory, engine: EngineMemory, free: int) -> Note:
+    """The prediction for a CPU run, and a warning if the machine has less."""
+    tokens = micro_batch_tokens(config)
+    kv_cache = int(config.engine.kv_cache_gib * GIB)
+    ranks, engines = config.trainer.num_ranks, config.engine.num_engines
+    of_engines = engines * (engine.before_kv() + kv_cache)
+    total = ranks * trainer.total(tokens) + of_engines
+    parts = (
+        f"{engines} engine(s) of {gib(engine.before_kv() + kv_cache)} ({engine.parts()}, KV cache "
+        f"{gib(kv_cache)}), {ranks} rank(s) of {gib(trainer.total(tokens))} at {tokens} tokens "
+        f"({trainer.parts(tokens)})"
+    )
+    if total <= free:
+        return Note(f"memory: about {gib(total)} of {gib(free)} free; {parts}")
+    fitting = most_tokens(config, trainer, (free - of_engines) // ranks)
+    longest = config.max_sequence_tokens
+    helps = {
+        "trainer.checkpointing=full": config.trainer.checkpointing != "full",
+        f"trainer.tokens_per_micro_batch={longest}": tokens > longest,
+        "a smaller engine.kv_cache_gib": True,
+        _shorter(config): True,
+        "fewer ranks (trainer.num_ranks)": ranks > 1,
+        "fewer engines (engine.num_engines)": engines > 1,
+        "a smaller model": True,
+    }
+    remedy = f"set trainer.tokens_per_micro_batch={fitting}" if fitting else f"use {_any_of(helps)}"
+    return warning(
+        f"memory: the run needs about {gib(total)}, more than the {gib(free)} that are free "
+        f"({parts}), so it will probably run out of memory; {remedy}"
+    )
+
+
+def engine_note(config: TrainConfig, engine: EngineMemory, kv_cache: int) -> Note:
+    """The prediction for an engine on GPUs."""
+    tokens, size = kv_cache // max(1, engine.kv_per_token), config.engine.tensor_parallel
+    where = f" on each of its {size} GPUs" if size > 1 else ""
+    return Note(
+        f"memory of an engine{where}: {gib(engine.before_kv() + kv_cache)} ({engine.parts()}, "
+        f"KV cache {gib(kv_cache)} for {tokens} tokens)"
+    )
+
+
+def rank_note(config: TrainConfig, trainer: TrainerMemory, limit: int, engines: int) -> Note:
+    """The prediction for a rank on a GPU with this many engines, and a warning if it exceeds `limit`."""
+    tokens = micro_batch_tokens(config)
+    longest = config.max_sequence_tokens
+    full = copies(tokens, config, longest - config.rollout.max_prompt_tokens)
+    needed, worst = trainer.total(tokens, full), trainer.total(tokens, worst_copies(tokens, config))
+    parts, short = trainer.parts(tokens, full), "if many completions are short"
+    if worst <= limit:
+        return Note(
+            f"memory of a rank: about {gib(needed)} of {gib(limit)} at {tokens} tokens per micro-batch "
+            f"({parts})" + (f", up to {gib(worst)} {short}" if worst > needed else "")
+        )
+    setting = "trainer.tokens_per_micro_batch"
+    if fitting := most_tokens(config, trainer, limit):
+        remedy = f"set {setting}={fitting}, which fits at all lengths of completions, or auto, which measures"
+    else:
+        smaller = f"{setting}={longest}, " if tokens > longest else ""
+        remedy = f"use {smaller}{_helpful_settings(config, engines)}"
+    if needed > limit:
+        end = HALVED if tokens > longest else "run out of memory"
+        reason = f", more than the {gib(limit)} that it has ({parts}), so a step will probably {end}"
+    else:
+        reason = f" of {gib(limit)} ({parts}), but {gib(worst)} {short}, so a step may {HALVED}"
+    batch = f"a micro-batch of {tokens} tokens needs about {gib(needed)}"
+    return warning(f"memory of a rank: {batch}{reason}; {remedy}")
+
+
+def _helpful_settings(config: TrainConfig, engines: int) -> str:
+    """The settings with which a rank needs less or has more memory, beside this many engines on its GPU."""
+    return _any_of(
+        {
+            "trainer.checkpointing=full": config.trainer.checkpointing != "full",
+            "a lower engine.gpu_memory_utilization": engines > 0,
+            _shorter(config): True,
+            "a GPU of its own for the engine": engines > 0,
+            "more ranks, each on its own GPU (trainer.num_ranks)": True,
+            "trainer.offload=true": not config.trainer.offload,
+        }
+    )
+
+
+def _shorter(config: TrainConfig) -> str:
+    """The setting that makes trajectories shorter."""
+    return "a smaller env.max_tokens" if config.env.episode else "a shorter rollout.max_completion_tokens"
+
+
+def _any_of(helps: dict[str, bool]) -> str:
+    """Those that help, joined by "or"."""
+    *most, last = [text for text, yes in helps.items() if yes]
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def gib(count: float) -> str:
+    return f"{count / GIB:.1f} GiB"
