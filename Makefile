@@ -174,7 +174,7 @@ INSTALL := $(BIN)/pip install --quiet --no-deps --no-build-isolation --require-h
 
 ifneq ($(GPU),)
 $(READY): $(INSTALLED)
-	$(BIN)/python -P -m skylite.processes.cuda_check
+	$(BIN)/python -P -m skylite.processes.gpus
 	touch $@
 endif
 

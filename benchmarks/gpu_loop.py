@@ -47,7 +47,7 @@ def machine(report: Report) -> None:
     """nvidia-smi, what torch and vLLM see, and what Triton needs."""
     import torch
 
-    from skylite.processes.build_tools import c_compiler, python_header
+    from skylite.processes.hardware import c_compiler, python_header
 
     if shutil.which("nvidia-smi"):
         done = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20, check=False)

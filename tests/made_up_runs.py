@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from safetensors.numpy import save_file
 
 from skylite.config.train import Resolved, RunConfig, TrainConfig
-from skylite.processes.versions_and_hardware import machine_facts
+from skylite.processes.hardware import machine_facts
 from skylite.rollout.step_metrics import correlation
 from skylite.run.files import write_json
 from skylite.run.held_out_scores import Label, write_score

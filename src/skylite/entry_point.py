@@ -1,7 +1,7 @@
 """The `skylite` program. Until the import path is safe, it imports only what Python itself has imported."""
 
 from skylite.processes.import_path import protect_imports
-from skylite.processes.standard_streams import protect_streams
+from skylite.processes.streams import protect_streams
 
 
 def main() -> None:

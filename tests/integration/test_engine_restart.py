@@ -22,7 +22,7 @@ from skylite.engine.vllm.plugin import CPU_SERVER
 from skylite.engine.vllm.start_engines import serving_engines
 from skylite.engine.watchdog import RestartPolicy
 from skylite.errors import ChildDied, RunFailed
-from skylite.processes.supervisor import Supervisor
+from skylite.processes.child import Supervisor
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Sample
 from tests.unit.engine_cases import publish

@@ -16,8 +16,7 @@ import psutil
 import pytest
 
 from skylite.errors import ChildDied
-from skylite.processes.child import Child, ProcessSpec, kill, log_tail, poll, start
-from skylite.processes.supervisor import Supervisor
+from skylite.processes.child import Child, ProcessSpec, Supervisor, kill, log_tail, poll, start
 
 TREE = """
 import os, subprocess, sys, time
@@ -35,7 +34,7 @@ import os, subprocess, sys, time
 # As vLLM's core: a child in our group. As torchrun's rank: one in a new session that has the kernel
 # watch us.
 sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
-rank = "import os, time; from skylite.processes.parent_death import *; "
+rank = "import os, time; from skylite.processes.reaper import *; "
 rank += "die_with_parent(int(os.environ[COMMAND_PID])); "
 rank += "print(1, flush=True); time.sleep(600)"
 last = subprocess.Popen([sys.executable, "-c", rank], start_new_session=True, stdout=-1)

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from skylite.config.train import TrainConfig
-from skylite.processes.child import ProcessSpec
-from skylite.processes.supervisor import Supervisor
+from skylite.processes.child import ProcessSpec, Supervisor
 from skylite.rollout.failures import TRAINER
 from skylite.rollout.plan import RunPlan
 from skylite.rollout.progress import Progress

@@ -17,7 +17,7 @@ from skylite.data.tokenizer import ChatTokenizer, load_tokenizer
 from skylite.engine.vllm.client import Sampling
 from skylite.environments.running_environment import running_environment
 from skylite.environments.sample_episodes import Environment, Source
-from skylite.processes.supervisor import Supervisor
+from skylite.processes.child import Supervisor
 from skylite.types import Group, Prompt, Sample
 from tests.small_run import settings
 from tests.tiny_models import CHAT_TEMPLATE, tiny_tokenizer

@@ -10,7 +10,7 @@ import pytest
 
 from skylite.config.train import Resolved
 from skylite.engine import tensor_parallel
-from skylite.processes import cuda_check, gpus
+from skylite.processes import gpus
 
 H200 = "NVIDIA H200, 9.0, 143771, 580.95.05, Disabled"
 T4 = "Tesla T4, 7.5, 15360, 580.95.05, [N/A]"
@@ -89,7 +89,7 @@ class Machine:
         package.mkdir(parents=True, exist_ok=True)
         (package / "__init__.py").write_text(TORCH.format(version=version, cuda=cuda, error=error))
         self.patch.setenv("PYTHONPATH", str(package.parent))
-        cuda_check.ask_torch.cache_clear()
+        gpus.ask_torch.cache_clear()
 
     def sees(self, setting: str) -> None:
         """CUDA_VISIBLE_DEVICES."""

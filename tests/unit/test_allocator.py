@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from skylite.processes import preload_libraries
-from skylite.processes.preload_libraries import TBB_MALLOC, has_library, preload_env
+from skylite.processes import child_env
+from skylite.processes.child_env import TBB_MALLOC, has_library, preload_env
 from skylite.processes.torchrun import trainer_env
 from skylite.trainer.process_memory import release_cached_memory
 
@@ -99,12 +99,12 @@ def test_a_missing_temporary_folder_is_logged(
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "with space"))
     (tmp_path / "with space" / "lib").mkdir(parents=True)
     (tmp_path / "with space" / "lib" / "libx.so").touch()
-    monkeypatch.setattr(preload_libraries, "_LINK_FOLDERS", ("/nonexistent",))
+    monkeypatch.setattr(child_env, "_LINK_FOLDERS", ("/nonexistent",))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "with space"))
-    preload_libraries.link_folder.cache_clear()
+    child_env.link_folder.cache_clear()
     try:
         with caplog.at_level("WARNING"):
             assert preload_env(["libx.so"], {"LD_PRELOAD": "/lib/own.so"}) == {}
     finally:
-        preload_libraries.link_folder.cache_clear()
+        child_env.link_folder.cache_clear()
     assert f"{tmp_path}/with space/lib/libx.so is not preloaded" in caplog.text

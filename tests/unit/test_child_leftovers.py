@@ -17,7 +17,7 @@ import pytest
 
 from skylite.config.train import TrainConfig
 from skylite.processes.child import Child, ProcessSpec, kill, poll, start
-from skylite.processes.temporary_folder import MODE
+from skylite.processes.private_folders import MODE
 from skylite.rewards.worker_pool import RewardPool
 from skylite.rollout.plan import plan_run
 from skylite.run.run_dir import RunDir

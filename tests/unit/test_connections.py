@@ -15,7 +15,7 @@ import pytest
 
 from skylite.engine.vllm.client import VllmClient
 from skylite.errors import EngineFailed
-from skylite.processes.file_descriptors import raise_file_limit
+from skylite.processes.streams import raise_file_limit
 from tests.unit.bad_server import SAMPLING, choice
 
 PROMPTS = 600
@@ -117,7 +117,7 @@ def test_requests_end_when_their_client_is_closed(tmp_path: Path) -> None:
 RAISE = """
 import resource, sys
 from skylite.errors import ConfigError
-from skylite.processes.file_descriptors import raise_file_limit
+from skylite.processes.streams import raise_file_limit
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))
 try:
     raise_file_limit(int(sys.argv[3]))

@@ -1,4 +1,4 @@
-"""`python -m skylite.processes.cuda_check`, and what make does with its answer."""
+"""`python -m skylite.processes.gpus`, and what make does with its answer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 import skylite
-from skylite.processes.cuda_check import main
+from skylite.processes.gpus import main
 from tests.unit.gpu_cases import H200, T4, Machine
 
 ROOT = Path(__file__).parents[2]
-CHECKED = "-P -m skylite.processes.cuda_check"
+CHECKED = "-P -m skylite.processes.gpus"
 
 
 def test_gpus_that_torch_can_use_are_printed(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:

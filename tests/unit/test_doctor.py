@@ -19,8 +19,8 @@ from skylite.doctor import dead_runs, machine, software
 from skylite.doctor.finding import Finding, bad
 from skylite.doctor.machine import HubAnswer
 from skylite.optional_packages import install_command
-from skylite.processes import build_tools, temporary_folder
-from skylite.processes.temporary_folder import TemporaryFolder
+from skylite.processes import hardware, private_folders
+from skylite.processes.private_folders import TemporaryFolder
 from skylite.run.lock import lock_folder
 from skylite.run.status import Phase, Status, write_status
 from tests.unit.gpu_cases import H200, Machine
@@ -106,20 +106,20 @@ def test_gpus_that_work_are_named(computer: Machine) -> None:
 def test_a_gpu_machine_without_what_triton_needs_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, computer: Machine
 ) -> None:
-    monkeypatch.setattr(build_tools, "c_compiler", lambda: None)
+    monkeypatch.setattr(hardware, "c_compiler", lambda: None)
     assert software.check_triton() == [], "no GPU"
     computer.lists(H200)
     (found,) = software.check_triton()
     assert (found.level, found.fix) == ("bad", "sudo apt-get install gcc")
     assert found.text.startswith("there is no C compiler, and Triton compiles launchers")
-    monkeypatch.setattr(build_tools, "python_header", lambda: None)
+    monkeypatch.setattr(hardware, "python_header", lambda: None)
     (found,) = software.check_triton()
     assert found.text.startswith("there is no C compiler and no Python.h, and Triton")
     assert (
         found.fix == f"sudo apt-get install gcc python{sys.version_info.major}.{sys.version_info.minor}-dev"
     )
-    monkeypatch.setattr(build_tools, "c_compiler", lambda: "/usr/bin/gcc")
-    monkeypatch.setattr(build_tools, "python_header", lambda: Path("Python.h"))
+    monkeypatch.setattr(hardware, "c_compiler", lambda: "/usr/bin/gcc")
+    monkeypatch.setattr(hardware, "python_header", lambda: Path("Python.h"))
     (found,) = software.check_triton()
     assert found.level == "ok"
 
@@ -225,7 +225,7 @@ def test_leftovers_of_dead_processes_are_found(tmp_path: Path) -> None:
     temporary.mkdir()
     living = TemporaryFolder(parent=temporary)
     (temporary / "skylite-dry-run-abcd1234").mkdir(mode=0o700)
-    (temporary / "skylite-dry-run-abcd1234").chmod(temporary_folder.MODE)
+    (temporary / "skylite-dry-run-abcd1234").chmod(private_folders.MODE)
     found = dead_runs.check_leftovers(memory, temporary)
     living.remove()
     assert found.text == "dead processes left 3 file(s) or folder(s), 0.0 MB"

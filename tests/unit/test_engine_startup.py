@@ -11,7 +11,7 @@ from skylite.config.train import Resolved, TrainConfig
 from skylite.engine.vllm.client import VllmClient
 from skylite.engine.vllm.start_engines import engines_for_modules, start_engines
 from skylite.engine.watchdog import RestartPolicy
-from skylite.processes.supervisor import Supervisor
+from skylite.processes.child import Supervisor
 from skylite.rollout.plan import RunPlan
 from skylite.run.run_dir import AdapterVersion, RunDir
 from tests.logs import logged_messages

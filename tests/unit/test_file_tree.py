@@ -16,7 +16,7 @@ from skylite.adapters.retention import remove_folder
 from skylite.doctor.dead_runs import check_leftovers
 from skylite.processes.child import ProcessSpec, kill, poll, start
 from skylite.processes.file_tree import empty_folder, files_below, remove_tree, tree_bytes, walk
-from skylite.processes.temporary_folder import MODE, TemporaryFolder, clear_unused
+from skylite.processes.private_folders import MODE, TemporaryFolder, clear_unused
 from skylite.sandbox.scratch import is_larger
 from tests.unit.test_child_leftovers import wait_until
 

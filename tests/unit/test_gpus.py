@@ -13,8 +13,7 @@ import pytest
 from skylite.errors import ConfigError
 from skylite.notes import Note
 from skylite.processes import gpus
-from skylite.processes.cuda_check import ask_torch
-from skylite.processes.gpus import cuda_env, visible_gpus, why_no_gpu
+from skylite.processes.gpus import ask_torch, cuda_env, visible_gpus, why_no_gpu
 from skylite.processes.hardware import choose_device, choose_dtype
 from tests.unit.gpu_cases import H200, T4, Machine
 

@@ -8,9 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from skylite.processes import build_tools
-from skylite.processes.build_tools import c_compiler, python_header, triton_note
-from skylite.processes.hardware import choose_dtype, cpu_cores, cpu_has_bf16
+from skylite.processes import hardware
+from skylite.processes.hardware import (
+    c_compiler,
+    choose_dtype,
+    cpu_cores,
+    cpu_has_bf16,
+    python_header,
+    triton_note,
+)
 
 
 @pytest.mark.parametrize(
@@ -58,10 +64,10 @@ def test_python_h_is_looked_for_where_triton_looks(tmp_path: Path, monkeypatch: 
 
 
 def test_a_run_on_a_gpu_warns_of_what_triton_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_tools, "python_header", lambda: Path("Python.h"))
-    monkeypatch.setattr(build_tools, "c_compiler", lambda: "gcc")
+    monkeypatch.setattr(hardware, "python_header", lambda: Path("Python.h"))
+    monkeypatch.setattr(hardware, "c_compiler", lambda: "gcc")
     assert triton_note("cuda") is None
-    monkeypatch.setattr(build_tools, "c_compiler", lambda: None)
+    monkeypatch.setattr(hardware, "c_compiler", lambda: None)
     assert triton_note("cpu") is None
     note = str(triton_note("cuda"))
     assert note.startswith("warning: there is no C compiler, and Triton compiles")

@@ -15,8 +15,13 @@ import pytest
 
 from skylite.errors import ConfigError
 from skylite.processes.child import ProcessSpec, kill, poll, start
-from skylite.processes.private_folders import LIBRARY_CACHES, OTHER_FOLDERS, OWN_CACHES, cache_env
-from skylite.processes.temporary_folder import clear_unused
+from skylite.processes.private_folders import (
+    LIBRARY_CACHES,
+    OTHER_FOLDERS,
+    OWN_CACHES,
+    cache_env,
+    clear_unused,
+)
 from tests.other_user import OTHER, as_other_user, as_root, folder_of_all
 
 COMPILE = """

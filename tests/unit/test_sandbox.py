@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from skylite.errors import ChildDied
-from skylite.processes.process_tree import children
+from skylite.processes.reaper import children
 from skylite.sandbox import syscalls
 from skylite.sandbox.count_threads import MOST_THREADS
 from skylite.sandbox.landlock import OLDEST_FOR_WRITING, landlock_version

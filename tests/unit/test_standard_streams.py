@@ -11,7 +11,7 @@ import pytest
 
 COMMAND = [sys.executable, "-c", "from skylite.entry_point import main; main()"]
 PRINT = (
-    "from skylite.processes.standard_streams import protect_streams; protect_streams(); import os, sys\n"
+    "from skylite.processes.streams import protect_streams; protect_streams(); import os, sys\n"
     "file = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY)\n"
     "os.write(1, b'from C')\n"
     "print(chr(0xe9) * 100_000, flush=True)\n"
@@ -73,7 +73,7 @@ def test_a_full_disk_is_still_an_error() -> None:
 
 def test_a_program_that_replaces_the_command_has_the_streams_too() -> None:
     code = (
-        "from skylite.processes.standard_streams import protect_streams; protect_streams(); import os, sys\n"
+        "from skylite.processes.streams import protect_streams; protect_streams(); import os, sys\n"
         "os.execv(sys.executable, [sys.executable, '-c', 'import os; [os.fstat(n) for n in (0, 1, 2)]'])\n"
     )
     assert shell('"$@" <&- >&- 2>&-', sys.executable, "-c", code).returncode == 0

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from skylite.processes.temporary_folder import MODE, TemporaryFolder, clear_unused, temporary_folder
+from skylite.processes.private_folders import MODE, TemporaryFolder, clear_unused, temporary_folder
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from skylite.processes.temporary_folder import TemporaryFolder
+from skylite.processes.private_folders import TemporaryFolder
 folders = [TemporaryFolder(kind, Path(sys.argv[1])) for kind in ("", "lib-", "dry-run-")]
 (folders[0].path / "closed").mkdir(mode=0o300)
 (folders[0].path / "closed" / "file").touch()

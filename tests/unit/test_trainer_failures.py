@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from skylite.errors import ChildDied, OutOfMemory, RunFailed, SkyliteError, TrainerLost
-from skylite.processes.child import ProcessSpec
-from skylite.processes.supervisor import Supervisor
+from skylite.processes.child import ProcessSpec, Supervisor
 from skylite.rollout import run_session
 from skylite.rollout.failures import TRAINER, explain_failure, may_resume
 from skylite.rollout.plan import RunPlan

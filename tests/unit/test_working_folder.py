@@ -17,8 +17,9 @@ import skylite
 from skylite.config.train import TrainConfig
 from skylite.engine.vllm.server_command import serve_env
 from skylite.engine.vllm.single_engine import single_engine_spec
-from skylite.processes.child import ProcessSpec, absolute_paths, child_env, kill, poll, start
-from skylite.processes.cuda_check import ask_torch
+from skylite.processes.child import ProcessSpec, kill, poll, start
+from skylite.processes.child_env import absolute_paths, child_env
+from skylite.processes.gpus import ask_torch
 from skylite.processes.import_path import protect_imports
 from skylite.rewards.worker_pool import RewardPool
 from tests.unit.data_cases import prompt

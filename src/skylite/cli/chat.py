@@ -26,7 +26,7 @@ from skylite.engine.vllm.startup_progress import engine_starting
 from skylite.errors import ConfigError, DataError, RunFailed
 from skylite.hub.resolve import resolve_model
 from skylite.processes.child import Child, ProcessSpec, child_died, kill, poll, start
-from skylite.processes.temporary_folder import temporary_folder
+from skylite.processes.private_folders import temporary_folder
 from skylite.types import Message
 from skylite.ui.logs import show
 from skylite.untrusted_text import plain, plain_lines

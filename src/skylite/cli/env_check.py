@@ -30,7 +30,7 @@ from skylite.environments.sample_episodes import Environment, Source
 from skylite.environments.scripted_engine import ScriptedEngine
 from skylite.environments.trajectory_log import Sampler
 from skylite.hub.resolve import resolve_model
-from skylite.processes.temporary_folder import temporary_folder
+from skylite.processes.private_folders import temporary_folder
 from skylite.progress_reporting import long_work
 from skylite.rollout.allowed_programs import allow_episode
 from skylite.rollout.turn_metrics import turn_metrics

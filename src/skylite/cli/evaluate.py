@@ -26,7 +26,7 @@ from skylite.evaluation.evaluate import EvalResult, write_results
 from skylite.evaluation.results import Report, Scored
 from skylite.evaluation.versions import EvalSampling, ProblemSet, Subject, evaluate_subjects
 from skylite.hub.resolve import resolve_model
-from skylite.processes.file_descriptors import raise_file_limit
+from skylite.processes.streams import raise_file_limit
 from skylite.progress_reporting import long_work
 from skylite.rollout.eval_data import DataChoice, EvalData, read_data
 from skylite.rollout.eval_scoring import start_problems

@@ -73,7 +73,7 @@ def version_text(*, verbose: bool) -> str:
     """The version in one line, or a line for each library."""
     if not verbose:
         return f"skylite {__version__}"
-    from skylite.processes.versions_and_hardware import library_versions
+    from skylite.processes.hardware import library_versions
 
     versions = {"skylite": __version__, "python": platform.python_version()} | library_versions()
     return "\n".join(f"{name} {found}" for name, found in versions.items())

@@ -12,7 +12,7 @@ from skylite.config.bundled import bundled_names, find_file
 from skylite.config.loading import read_recipe
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError
-from skylite.processes.temporary_folder import temporary_folder
+from skylite.processes.private_folders import temporary_folder
 
 logger = logging.getLogger(__name__)
 GPU_RECIPE = "gsm8k"

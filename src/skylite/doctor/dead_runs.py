@@ -12,8 +12,8 @@ from skylite.doctor.finding import Finding, note, ok
 from skylite.errors import ConfigError
 from skylite.hub.shared_memory_copy import SHARED_MEMORY, USERS_LOCK
 from skylite.processes.file_tree import tree_bytes
+from skylite.processes.private_folders import unused_folders
 from skylite.processes.reaper import OPENMP_FILE
-from skylite.processes.temporary_folder import unused_folders
 from skylite.run.lock import is_locked
 from skylite.run.status import ENDED, is_alive, read_status
 

@@ -17,9 +17,8 @@ from skylite.doctor.finding import Finding, bad, note, ok
 from skylite.engine.vllm.servable_models import check_build, vllm_version
 from skylite.errors import SkyliteError
 from skylite.optional_packages import install_command, requirements
-from skylite.processes.build_tools import c_compiler, missing_for_triton
-from skylite.processes.cuda_check import check_cuda
-from skylite.processes.gpus import VISIBLE, describe, visible_gpus, why_no_gpu
+from skylite.processes.gpus import VISIBLE, check_cuda, describe, visible_gpus, why_no_gpu
+from skylite.processes.hardware import c_compiler, missing_for_triton
 from skylite.processes.import_path import NEUTRAL_FOLDER, protected_env
 
 IMPORT_TIMEOUT_S = 300.0

@@ -19,8 +19,7 @@ from skylite.engine.vllm.hang_detection import wait_for_hang
 from skylite.engine.vllm.server_command import EngineSpec, engine_command, engine_env
 from skylite.engine.vllm.startup_progress import engine_starting
 from skylite.errors import ChildDied, RunFailed
-from skylite.processes.child import Child, ProcessSpec, child_died, log_tail, poll
-from skylite.processes.supervisor import POLL_S, Supervisor
+from skylite.processes.child import POLL_S, Child, ProcessSpec, Supervisor, child_died, log_tail, poll
 from skylite.run.run_dir import AdapterVersion
 
 logger = logging.getLogger(__name__)

@@ -36,8 +36,7 @@ from skylite.environments.episode_leaks import Leftovers, leftovers, open_descri
 from skylite.environments.episode_log import Printed, print_into_pipe
 from skylite.environments.episodes import BUILT_IN
 from skylite.errors import SkyliteError
-from skylite.processes.parent_death import die_with_parent
-from skylite.processes.process_tree import adopt_orphans, children, kill_tree
+from skylite.processes.reaper import adopt_orphans, children, die_with_parent, kill_tree
 from skylite.untrusted_text import encodable_json
 from skylite.user_functions import EPISODE, is_command, is_verifiers, load_function
 

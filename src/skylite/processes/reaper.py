@@ -1,4 +1,4 @@
-"""Run one command, and kill it with all its descendants when the parent dies.
+"""No process outlives its parent: what the kernel offers, and a program that uses it for one command.
 
     python reaper.py DESCRIPTOR COMMAND [ARGUMENT ...]
     python reaper.py own-network            (can this machine give a command a network of its own?)
@@ -43,16 +43,18 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
 from typing import NoReturn
 
 F_SETSIG = 10
 """Linux fcntl command that sets the signal O_ASYNC sends."""
 COMMAND_PID = "SKYLITE_COMMAND_PID"
-"""Environment variable of the command and its descendants: process id and group id of the command."""
+"""Environment variable of the command and its descendants: process id and group id of the command.
+
+A direct child of the command compares it with its parent to see whether the command is still alive.
+"""
 TEMPORARY_FOLDER = "SKYLITE_TEMPORARY_FOLDER"
 """Environment variable with the folder that is removed after the command and its descendants have ended."""
-RUN = "SKYLITE_RUN"
-"""Environment variable of one child of a run: the folder whose status it ends if the parent is killed."""
 MARK = "SKYLITE_CHILD"
 """Environment variable with a unique value per command, inherited by its descendants.
 
@@ -67,6 +69,8 @@ CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 GRACE_S = 0.5
+STOP_ROUNDS = 10
+"""Looks for new descendants while they are stopped. Two do, unless they start each other very fast."""
 
 
 def main() -> NoReturn:
@@ -74,7 +78,7 @@ def main() -> NoReturn:
         enter_own_network()
         os._exit(0)
     parent_pipe, command = int(sys.argv[1]), sys.argv[2:]
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     _prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
     signals = _signal_pipe()
     pid = _start(command, parent_pipe)
@@ -84,7 +88,6 @@ def main() -> NoReturn:
     _kill_descendants()
     remove_leftovers(os.environ.get(TEMPORARY_FOLDER), os.environ.get(MARK))
     if status is None:
-        _write_dead(os.environ.get(RUN))
         os._exit(1)
     _exit_like(status)
 
@@ -114,32 +117,73 @@ def remove_leftovers(temporary: str | None, mark: str | None) -> None:
                 os.unlink(path)
 
 
-def _write_dead(run: str | None) -> None:
-    """Replace the phase in the status of a run whose parent was killed, unless a resume has begun."""
-    if run is None:
-        return
-    import json
+def die_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when its parent ends; exit now if it has ended already.
 
-    with contextlib.suppress(OSError, ValueError):
-        lock = os.open(f"{run}/.skylite.lock", os.O_RDONLY | os.O_NOFOLLOW)  # missing: the run has ended
-        for _ in range(100):  # the kernel may close the parent's pipe before its lock
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            time.sleep(0.01)
-        else:
-            return
-        with open(f"{run}/status.json", encoding="utf-8") as file:
-            status = json.load(file)
-        if status["phase"] in ("done", "stopped", "failed"):
-            return
-        temporary = f"{run}/.status.json.tmp-{os.getpid()}"
-        with open(
-            os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w"
-        ) as new:
-            json.dump({**status, "phase": "dead", "pids": {}}, new, indent=1)
-            new.write("\n")
-        os.replace(temporary, f"{run}/status.json")
+    `parent`: process id of this process's parent. Raises OSError when the kernel refuses.
+    """
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent ended before prctl
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Let descendants whose parent ends become children of this process."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def kill_tree(root: int) -> None:
+    """Kill a process with its group and its descendants, all stopped first: a stopped one starts no other."""
+    stopped: list[int] = []
+    for _ in range(STOP_ROUNDS):
+        new = [pid for pid in (root, *descendants(root)) if pid not in stopped]
+        if not new:
+            break
+        for pid in new:
+            _signal(os.kill, pid, signal.SIGSTOP)
+        stopped += new
+    _signal(os.killpg, root, signal.SIGKILL)
+    for pid in stopped:
+        _signal(os.kill, pid, signal.SIGKILL)
+
+
+def children(pid: int) -> set[int]:
+    """Process ids of the children of a process, zombies too."""
+    return set(_children_of_all().get(pid, ()))
+
+
+def descendants(root: int) -> list[int]:
+    """Process ids of the children of a process, of their children, and so on."""
+    below = _children_of_all()
+    pids = list(below.get(root, ()))
+    for pid in pids:
+        pids += below.get(pid, ())
+    return pids
+
+
+def _children_of_all() -> dict[int, list[int]]:
+    below: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            below.setdefault(_parent_of(name), []).append(int(name))
+    return below
+
+
+def _parent_of(pid: str) -> int:
+    """Process id of the parent; 0 when the process is gone.
+
+    In /proc/PID/stat it follows the process name, which may contain spaces and brackets.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stream:
+            return int(stream.read().rpartition(b")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
+def _signal(send: Callable[[int, int], None], pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        send(pid, number)
 
 
 def _prctl(option: int, value: int) -> None:
@@ -258,35 +302,9 @@ def _kill_descendants() -> None:
     Orphans become children of the reaper, so each round reaches deeper.
     """
     while _wait_any(os.WNOHANG) is not None:
-        for pid in _descendants(os.getpid()):
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        for pid in descendants(os.getpid()):
+            _signal(os.kill, pid, signal.SIGKILL)
         time.sleep(0.005)
-
-
-def _descendants(root: int) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            children.setdefault(_parent_of(name), []).append(int(name))
-    found = list(children.get(root, ()))
-    for pid in found:
-        found += children.get(pid, ())
-    return found
-
-
-def _parent_of(pid: str) -> int:
-    """Parent pid; 0 when the process is gone.
-
-    In /proc/PID/stat it follows the process name, which may contain spaces and brackets.
-    """
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stream:
-            return int(stream.read().rpartition(b")")[2].split()[1])
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
 
 
 def _exit_like(status: int) -> NoReturn:

@@ -8,10 +8,8 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from skylite.processes.compiled_products import FEW_PRODUCTS
+from skylite.processes.child_env import FEW_PRODUCTS, LOOPBACK_ONLY, TBB_MALLOC, preload_env
 from skylite.processes.gpus import cuda_env
-from skylite.processes.hardware import LOOPBACK_ONLY
-from skylite.processes.preload_libraries import TBB_MALLOC, preload_env
 
 
 def trainer_command(run: Path, rendezvous: Path, num_ranks: int, *, resume: bool) -> list[str]:

@@ -10,11 +10,11 @@ from skylite.config.train import RunConfig, TrainConfig
 from skylite.engine.tensor_parallel import check_machine
 from skylite.errors import ConfigError
 from skylite.notes import Note, notes_of, warning
-from skylite.processes.cuda_check import check_cuda
 from skylite.processes.gpus import (
     VISIBLE,
     Gpu,
     GpuUse,
+    check_cuda,
     describe,
     memory_in_use,
     visible_gpus,

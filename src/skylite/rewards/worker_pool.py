@@ -16,9 +16,9 @@ from pathlib import Path
 
 from skylite.config.rollout import RewardParameters
 from skylite.errors import ChildDied, RunFailed
-from skylite.processes.capture_prints import printed_lines
-from skylite.processes.parent_death import die_with_parent
-from skylite.processes.temporary_folder import TemporaryFolder
+from skylite.processes.private_folders import TemporaryFolder
+from skylite.processes.reaper import die_with_parent
+from skylite.processes.streams import printed_lines
 from skylite.rewards.built_in import DEFAULTS
 from skylite.rewards.components import Component, load_components, score_components
 from skylite.rewards.reward_arguments import Item

@@ -18,7 +18,7 @@ from skylite.errors import (
     error_line,
     write_failed,
 )
-from skylite.processes.supervisor import Supervisor
+from skylite.processes.child import Supervisor
 from skylite.processes.torchrun import killed_rank
 from skylite.rollout.plan import RunPlan
 from skylite.run.status import Status, read_status, write_status

@@ -30,13 +30,10 @@ from skylite.hub.resolve import ResolvedModel, resolve_model
 from skylite.hub.shared_memory_copy import shared_copy
 from skylite.loggers.interface import require_libraries
 from skylite.notes import Note, log_notes, notes_of
-from skylite.processes.build_tools import triton_note
-from skylite.processes.capture_prints import printed_lines
-from skylite.processes.file_descriptors import raise_file_limit
 from skylite.processes.gpus import why_no_gpu
-from skylite.processes.hardware import choose_device, choose_dtype
+from skylite.processes.hardware import choose_device, choose_dtype, machine_facts, triton_note
 from skylite.processes.own_network import check_network
-from skylite.processes.versions_and_hardware import machine_facts
+from skylite.processes.streams import printed_lines, raise_file_limit
 from skylite.resources.gpu_memory_plan import plan_memory
 from skylite.resources.gpu_placement import place
 from skylite.rewards.components import load_components

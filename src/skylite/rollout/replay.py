@@ -12,11 +12,10 @@ from skylite.adapters.manifest import read_manifest
 from skylite.config.loading import read_run_config
 from skylite.config.train import RunConfig
 from skylite.errors import ChildDied, ConfigError, ModelError, RunFailed
-from skylite.processes.child import ProcessSpec
+from skylite.processes.child import ProcessSpec, Supervisor
 from skylite.processes.hardware import threads_per_rank
 from skylite.processes.own_network import check_network
-from skylite.processes.supervisor import Supervisor
-from skylite.processes.temporary_folder import temporary_folder
+from skylite.processes.private_folders import temporary_folder
 from skylite.processes.torchrun import trainer_command, trainer_env
 from skylite.progress_reporting import long_work
 from skylite.resources.gpu_placement import place_ranks

@@ -19,11 +19,9 @@ from skylite.engine.vllm.start_engines import engines_for_modules, start_engines
 from skylite.engine.watchdog import RestartPolicy
 from skylite.errors import OutOfMemory, SkyliteError, TrainerLost, WriteFailed, write_failed
 from skylite.hub.shared_memory_copy import model_in_shared_memory, remove_unused_copies
-from skylite.processes.child import ProcessSpec
+from skylite.processes.child import ProcessSpec, Supervisor
 from skylite.processes.file_tree import remove_tree
 from skylite.processes.hardware import threads_per_rank
-from skylite.processes.reaper import RUN
-from skylite.processes.supervisor import Supervisor
 from skylite.processes.torchrun import trainer_command, trainer_env
 from skylite.report.read_run import read_facts
 from skylite.rollout.failures import TRAINER, explain_failure, may_resume, with_next_commands
@@ -241,8 +239,7 @@ def _trainer_spec(plan: RunPlan, resume: bool) -> ProcessSpec:
     return ProcessSpec(
         name=TRAINER,
         argv=trainer_command(plan.run.root, plan.run.rendezvous, trainer.num_ranks, resume=resume),
-        env=trainer_env(trainer.num_threads or threads_per_rank(trainer.num_ranks), plan.resolved.rank_gpus)
-        | {RUN: str(plan.run.root.absolute())},
+        env=trainer_env(trainer.num_threads or threads_per_rank(trainer.num_ranks), plan.resolved.rank_gpus),
         log_path=plan.run.log_path(TRAINER),
         own_network=not plan.config.shared_network,
         is_done=plan.run.trainer_step_path(plan.config.num_steps).exists,

@@ -15,7 +15,7 @@ from skylite.engine.collect_groups import Scorer
 from skylite.engine.engine_pool import EnginePool
 from skylite.environments.running_environment import running_environment
 from skylite.environments.sample_episodes import Environment
-from skylite.processes.supervisor import Supervisor
+from skylite.processes.child import Supervisor
 from skylite.rewards.worker_pool import RewardPool
 from skylite.rollout.plan import RunPlan
 from skylite.rollout.progress import Progress

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skylite.errors import ChildDied, DataError, EngineFailed, RunFailed, TrainerLost
-from skylite.processes.supervisor import Supervisor
+from skylite.processes.child import Supervisor
 from skylite.rollout.failures import TRAINER
 from skylite.rollout.plan import RunPlan
 from skylite.rollout.progress import Progress

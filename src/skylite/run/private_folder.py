@@ -13,8 +13,8 @@ from io import FileIO
 from pathlib import Path
 
 from skylite.errors import ConfigError
-from skylite.processes.file_descriptors import private_file
 from skylite.processes.private_folders import walk
+from skylite.processes.streams import private_file
 from skylite.run.files import convert_os_errors
 
 OTHERS_MAY_ENTER, OTHERS_MAY_WRITE = 0o077, 0o022

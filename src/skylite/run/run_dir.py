@@ -85,7 +85,7 @@ class RunDir:
 
     @property
     def machine_path(self) -> Path:
-        """Library versions and hardware of the run's last start (processes/versions_and_hardware.py)."""
+        """Library versions and hardware of the run's last start (processes/hardware.py)."""
         return self.root / "machine.json"
 
     @property

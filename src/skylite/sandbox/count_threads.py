@@ -13,7 +13,7 @@ import select
 import struct
 from typing import NoReturn
 
-from skylite.processes.parent_death import die_with_parent
+from skylite.processes.reaper import die_with_parent
 from skylite.sandbox.seccomp import install_with_listener, thread_filter
 
 MOST_THREADS = 1000

@@ -36,9 +36,9 @@ from typing import Any, Self
 
 from skylite.errors import ChildDied, ConfigError
 from skylite.processes.child import describe_exit_code
-from skylite.processes.file_descriptors import private_file
 from skylite.processes.import_path import NEUTRAL_FOLDER
-from skylite.processes.temporary_folder import TemporaryFolder
+from skylite.processes.private_folders import TemporaryFolder
+from skylite.processes.streams import private_file
 from skylite.sandbox.confine import Protection
 from skylite.sandbox.messages import receive_until, send
 from skylite.untrusted_text import encodable_json

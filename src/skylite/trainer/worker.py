@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from skylite.config.loading import read_run_config
 from skylite.errors import OutOfMemory, SkyliteError, WriteFailed
-from skylite.processes.parent_death import COMMAND_PID, die_with_parent
+from skylite.processes.reaper import COMMAND_PID, die_with_parent
 from skylite.run.files import write_json
 from skylite.run.run_dir import RunDir
 

@@ -9,8 +9,8 @@ from typing import Literal
 from skylite.config.engine import CpuLora
 from skylite.engine.vllm.server_command import ENGINE_COMMAND
 from skylite.notes import Note, notes_of, warning
+from skylite.processes.child_env import INTEL_OPENMP, has_library
 from skylite.processes.hardware import total_memory
-from skylite.processes.preload_libraries import INTEL_OPENMP, has_library
 
 MERGED_MEMORY = 3.0
 """Bytes that merged weights need per byte of a bfloat16 model's files.

@@ -19,10 +19,9 @@ from skylite.data.chat_template import ChatTemplate
 from skylite.engine.vllm.plugin import CPU_SERVER, STOCK_SERVER, SWITCH, exit_with_parent
 from skylite.engine.vllm.plugin import api_key as api_keys
 from skylite.errors import ModelError
-from skylite.processes.compiled_products import FEW_PRODUCTS
+from skylite.processes.child_env import FEW_PRODUCTS, INTEL_OPENMP, LOOPBACK_ONLY, preload_env
 from skylite.processes.gpus import cuda_env
-from skylite.processes.hardware import LOOPBACK_ONLY, cpu_cores
-from skylite.processes.preload_libraries import INTEL_OPENMP, preload_env
+from skylite.processes.hardware import cpu_cores
 
 RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 FLASHINFER_SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"

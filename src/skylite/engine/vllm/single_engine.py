@@ -21,11 +21,11 @@ from skylite.engine.vllm.servable_models import check_build, check_lora, check_t
 from skylite.engine.vllm.server_command import EngineSpec
 from skylite.engine.vllm.start_engines import serving_engines
 from skylite.engine.watchdog import RestartPolicy
+from skylite.processes.child import Supervisor
 from skylite.processes.gpus import describe, visible_gpus
 from skylite.processes.hardware import choose_device, choose_dtype
 from skylite.processes.own_network import check_network
-from skylite.processes.supervisor import Supervisor
-from skylite.processes.temporary_folder import temporary_folder
+from skylite.processes.private_folders import temporary_folder
 from skylite.run.run_dir import AdapterVersion
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from skylite.config.train import RunConfig
 from skylite.engine.retrying_client import Engine
 from skylite.engine.vllm.server_command import EngineSpec
 from skylite.engine.watchdog import RestartPolicy, Watchdog
-from skylite.processes.supervisor import Supervisor
-from skylite.processes.temporary_folder import temporary_folder
+from skylite.processes.child import Supervisor
+from skylite.processes.private_folders import temporary_folder
 
 logger = logging.getLogger(__name__)
 MAX_LORAS = 2

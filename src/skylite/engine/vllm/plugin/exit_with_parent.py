@@ -10,7 +10,7 @@ import multiprocessing
 import os
 from multiprocessing import forkserver, util
 
-from skylite.processes.parent_death import die_with_parent
+from skylite.processes.reaper import die_with_parent
 
 SWITCH = "SKYLITE_ENGINE"
 """Environment variable, "1" in servers that skylite starts; other vLLM programs stay unchanged."""

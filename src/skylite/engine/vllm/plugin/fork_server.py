@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from multiprocessing import context, forkserver, resource_tracker, util
 from typing import Any
 
-from skylite.processes.parent_death import die_with_parent
+from skylite.processes.reaper import die_with_parent
 
 TITLE = "skylite: fork server"
 """Process title. Without it, `ps` would show the command line of the API server."""
