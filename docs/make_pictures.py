@@ -58,7 +58,7 @@ def draw_doctor() -> None:
 def draw_report(picture: Path, runs: list[Path]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder, "report.html")
-        report(runs, out=page, png=None, max_completions=100)
+        report(runs, out=page, png=None, completions=100)
         look = ["--hide-scrollbars", f"--window-size={WINDOW}", "--virtual-time-budget=3000"]
         browser = ["chromium", "--headless", "--no-sandbox", f"--user-data-dir={folder}/profile"]
         subprocess.run([*browser, *look, f"--screenshot={picture}", page.as_uri()], check=True)

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from skylite.adapters.import_adapter import copy_warm_start
 from skylite.adapters.manifest import Canary
 from skylite.adapters.retention import clean_up
-from skylite.cli.prepare import prepare
+from skylite.cli.prepare import prepare_data as prepare
 from skylite.config.checkpoint import EvalConfig
 from skylite.config.train import AnomalyConfig, RunConfig
 from skylite.errors import SkyliteError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from skylite.cli.prepare import prepare
+from skylite.cli.prepare import prepare_data as prepare
 from skylite.config.bundled import bundled_folder
 from skylite.config.loading import load_config
 from skylite.data.prompts import read_prompts

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from skylite.cli.evaluate import EvalFlags, plan_eval
+from skylite.cli.eval import EvalFlags, plan_eval
 from skylite.config.loading import load_config
 from skylite.config.rollout import RewardParameters
 from skylite.data.prompts import read_prompts

@@ -9,8 +9,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from skylite.adapters.folder import ServedAdapter
-from skylite.cli.evaluate import chosen_template, merged
-from skylite.cli.prepare import prepare
+from skylite.cli.eval import chosen_template, merged
+from skylite.cli.prepare import prepare_data as prepare
 from skylite.config.loading import load_config
 from skylite.config.rollout import DataConfig
 from skylite.config.train import Resolved, RunConfig

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from skylite.cli.prepare import prepare
+from skylite.cli.prepare import prepare_data as prepare
 from skylite.data.prompts import read_prompts
 from skylite.errors import DataError, SkyliteError
 from skylite.rewards.countdown import countdown, evaluate

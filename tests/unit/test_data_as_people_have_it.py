@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from skylite.cli.prepare import prepare
+from skylite.cli.prepare import prepare_data as prepare
 from skylite.data.prompts import PromptFileInfo, read_prompts
 from skylite.errors import ConfigError, DataError
 from skylite.types import Prompt

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from skylite.cli import env_check
-from skylite.cli.env_check import CheckFlags
+from skylite.cli import env as env_check
+from skylite.cli.env import CheckFlags
 from skylite.cli.main import app
 from skylite.engine.vllm.server_command import ENGINE_COMMAND
 from tests.torture.ground import FAKE_ENGINE_COMMAND, ROOT

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from skylite.cli.prepare import prepare
+from skylite.cli.prepare import prepare_data as prepare
 from skylite.data.prompts import read_prompts
 from skylite.errors import DataError, SkyliteError
 from tests.unit.work_cases import parts, recorded_work

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from skylite.cli.own_data_sizes import size_by_data
-from skylite.cli.prepare import prepare
+from skylite.cli.prepare import prepare_data as prepare
 from skylite.cli.train_defaults import default_recipe, find_recipe
 from skylite.config.loading import load_config
 from skylite.config.rollout import RolloutConfig

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from skylite.cli.main import app
-from skylite.cli.prepare import prepare
+from skylite.cli.prepare import prepare_data as prepare
 from skylite.data.prompts import PromptFileInfo, read_prompts
 from skylite.data.reasoning_gym import reasoning_gym_examples
 from skylite.errors import ConfigError, DataError, SkyliteError

@@ -42,7 +42,7 @@ def test_verify_and_report_count_what_they_read(tmp_path: Path) -> None:
     with recorded_work() as found:
         with pytest.raises(SystemExit):  # the made-up adapters lack true hashes
             verify(run.root)
-        report([run.root, run.root], out=tmp_path / "report.html", png=None, max_completions=10)
+        report([run.root, run.root], out=tmp_path / "report.html", png=None, completions=10)
     # 12 files of completions, evaluations of versions 0 and 10, and 8 of the 12 adapters; twice.
     assert parts(found) == [("verifying", 13, 13), ("reading the runs", 44, 44)]
 
@@ -78,13 +78,13 @@ def test_work_is_expected_to_take_as_long_as_the_last_time(
 @pytest.mark.parametrize(
     ("words", "function"),
     [
-        (("adapters", "verify", "RUN"), "adapters.verify"),
-        (("replay", "RUN", "--step", "1"), "replay.replay"),
-        (("env", "check", "guess", "--data", "data"), "env_check.check"),
-        (("report", "RUN"), "report.report"),
-        (("eval", "RUN"), "evaluate.evaluate"),
-        (("export", "RUN"), "export.export"),
-        (("doctor",), "doctor.doctor"),
+        (("adapters", "verify", "RUN"), "adapters._published"),
+        (("replay", "RUN", "--step", "1"), "replay.allow_programs"),
+        (("env", "check", "guess", "--data", "data"), "env.run_check"),
+        (("report", "RUN"), "report.marks_of"),
+        (("eval", "RUN"), "eval.evaluate"),
+        (("export", "RUN"), "export.plan_export"),
+        (("doctor",), "doctor.machine_checks"),
     ],
 )
 def test_json_and_quiet_silence_progress(
@@ -93,6 +93,7 @@ def test_json_and_quiet_silence_progress(
     def slow(*_: object, **__: object) -> None:
         with long_work("waiting"):
             time.sleep(0.1)
+        raise SystemExit(0)
 
     monkeypatch.setattr(progress_line, "FIRST_LINE_S", 0.02)
     monkeypatch.setattr(f"skylite.cli.{function}", slow)

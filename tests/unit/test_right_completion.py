@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from skylite.cli.prepare import prepare
+from skylite.cli.prepare import prepare_data as prepare
 from skylite.data.prompts import PromptFileInfo, read_prompts
 from skylite.errors import ConfigError, DataError
 from skylite.rewards.reward_arguments import Item

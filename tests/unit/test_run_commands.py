@@ -127,7 +127,7 @@ def test_samples_follow_a_prompt_over_steps_and_evaluations(made: Path) -> None:
     [
         (["--step", "41"], r"no rollouts of step 41 \(stored: 1 to 40\)"),
         (["--held-out", "--step", "5"], r"no held-out evaluation of version 5 \(stored: 0, 10, 20, 30, 40\)"),
-        (["--step", "x"], "'x' is not a list of steps"),
+        (["--step", "x"], "'x' is not a list of integers"),
         (["--best", "--worst"], "exclude each other"),
     ],
 )

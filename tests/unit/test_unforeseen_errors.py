@@ -93,7 +93,7 @@ def test_other_commands_print_one_sentence_and_save_the_traceback(
         raise LookupError("ours\x1b[2J\nmore")
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setattr("skylite.cli.adapters.verify", fails)
+    monkeypatch.setattr("skylite.cli.adapters._published", fails)
     reply = call(["adapters", "verify", str(tmp_path)])
     saved = tmp_path / "state" / "skylite" / "last-error.log"
     assert reply.code == 1

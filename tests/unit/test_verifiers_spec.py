@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from skylite.cli.prepare import prepare
+from skylite.cli.prepare import prepare_data as prepare
 from skylite.config.environment import EnvConfig
 from skylite.data.prompts import PromptFileInfo
 from skylite.data.verifiers_spec import check_verifiers, parse_verifiers

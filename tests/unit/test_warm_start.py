@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from skylite.adapters.import_adapter import copy_warm_start, read_warm_start
 from skylite.adapters.manifest import Canary, Manifest
-from skylite.cli.train import TrainFlags, train
+from skylite.cli.train import train
 from skylite.config.loading import read_run_config
 from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo, write_rows
@@ -244,25 +244,6 @@ def test_existing_files_in_place_of_the_copy_are_never_deleted(root: Path) -> No
     assert [p.name for p in run.root.rglob("*")] == ["warm_start", "mine"]
 
 
-def test_from_adapter_is_an_ordinary_setting(tmp_path: Path) -> None:
-    flags = TrainFlags(
-        recipe=None,
-        model=None,
-        data=None,
-        env=None,
-        epochs=None,
-        log=None,
-        rank=None,
-        alpha=None,
-        steps=None,
-        lr=None,
-        group_size=None,
-        seed=None,
-        max_restarts=None,
-        from_adapter=tmp_path / "adapter",
-        reward=(),
-        set_flags=(),
-    )
-    assert flags.overrides() == {"lora.from_adapter": str(tmp_path / "adapter")}
+def test_a_resume_takes_no_adapter_to_start_from(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--from-adapter starts a new run .* they cannot be combined"):
-        train(flags, run=None, resume=tmp_path / "run", dry_run=False)
+        train(from_adapter=tmp_path / "adapter", resume=tmp_path / "run")

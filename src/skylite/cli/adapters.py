@@ -1,4 +1,4 @@
-"""`skylite adapters list|verify|gc`: the published adapters of a run."""
+"""List, verify or clean up the published adapters of a run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 
 from skylite.adapters.manifest import read_manifest
 from skylite.adapters.retention import clean_up, remove_unfinished_files
+from skylite.cli.help import Commands
+from skylite.cli.options import AsJson, RunFolder, Verbose
 from skylite.config.loading import read_run_config
 from skylite.engine.canary_reading import TOO_SMALL, verdict_of
 from skylite.errors import ModelError
@@ -22,9 +24,12 @@ from skylite.run.metrics_file import read_metrics
 from skylite.run.run_dir import AdapterVersion, RunDir, published_versions
 from skylite.ui.logs import show
 
+adapters = Commands()
 
-def verify(target: Path, *, as_json: bool = False) -> None:
-    """Check every published adapter against its hashes and print the damaged ones; exit 1 if any.
+
+@adapters.command()
+def verify(target: RunFolder, as_json: AsJson = False, verbose: Verbose = None) -> None:
+    """Check every published adapter against its hashes. Exits 1 if one is damaged.
 
     Also says which versions the canary of the run could not tell from the base or from the version before.
     """
@@ -71,8 +76,9 @@ def damage_of(adapter: AdapterVersion) -> str:
     )
 
 
-def list_versions(target: Path, *, as_json: bool = False) -> None:
-    """Print a line per version: step, bytes, age, and canary gap between trainer and engine."""
+@adapters.command("list")
+def list_versions(target: RunFolder, as_json: AsJson = False, verbose: Verbose = None) -> None:
+    """List the published adapters: step, bytes, age, canary gap."""
     run, versions = _published(target)
     gaps = {m["step"]: m.get("canary/gap_max") for m in read_metrics(run.metrics_path)}
     verdicts = _verdicts(run)
@@ -125,10 +131,11 @@ def version_line(adapter: AdapterVersion, gap: float | None, verdict: str | None
     return f"{adapter.name:<16}{manifest.step:>8}{manifest.weights_bytes:>14}{_age(age_s):>12}  {canary}"
 
 
-def gc(target: Path, *, as_json: bool = False) -> None:
-    """Delete adapters and checkpoints that the keep rules of the run do not need, and unfinished files.
+@adapters.command()
+def gc(target: RunFolder, as_json: AsJson = False, verbose: Verbose = None) -> None:
+    """Delete old adapters and checkpoints. Removes what the keep rules do not need, and unfinished files.
 
-    Raises ConfigError while the run is live.
+    Refused while the run is live.
     """
     run, versions = _published(target)
     recorded = read_run_config(run.config_path)

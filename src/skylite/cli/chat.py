@@ -1,4 +1,7 @@
-"""`skylite chat`: a conversation with an adapter in the terminal."""
+"""Chat with an adapter in the terminal. Starts vLLM, or talks to a running server with --url.
+
+/quit ends, /reset forgets the conversation.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
+import typer
 
 from skylite.adapters.folder import ServedAdapter, find_adapter
+from skylite.cli.options import WHICH, Model, Settings, Step, Verbose
 from skylite.data.chat_template import run_template
 from skylite.data.prompts import first_messages, read_prompts
 from skylite.engine.vllm.chat_client import Chat, load_adapter, served_models
@@ -38,6 +43,47 @@ TIMEOUT_S = 600.0
 QUIT, RESET = "/quit", "/reset"
 
 
+SAMPLING = "Sampling"
+
+
+def chat(
+    target: Annotated[
+        Path | None, typer.Argument(help="A run or an adapter folder. Not needed with --url.")
+    ] = None,
+    model: Model = None,
+    step: Step = None,
+    base: Annotated[
+        bool,
+        typer.Option("--base", help="Chat with the base model, without the adapter.", rich_help_panel=WHICH),
+    ] = False,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="Talk to a running `skylite serve`, e.g. http://127.0.0.1:8000. Default: start vLLM.",
+            rich_help_panel=WHICH,
+        ),
+    ] = None,
+    system: Annotated[
+        str | None,
+        typer.Option(
+            help="System prompt. Default: system prompt and examples of the training data.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.", rich_help_panel=SAMPLING)] = 0.7,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.", rich_help_panel=SAMPLING)] = 512,
+    settings: Settings = None,
+    verbose: Verbose = None,
+) -> None:
+    """The flags of `skylite chat`."""
+    run_chat(
+        ChatFlags(
+            target=target, model=model, step=step, base=base, url=url, system=system,
+            temperature=temperature, max_tokens=max_tokens, settings=tuple(settings or ()),
+        )
+    )  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatFlags:
     """The flags of `skylite chat`."""
@@ -53,7 +99,7 @@ class ChatFlags:
     settings: tuple[str, ...]
 
 
-def chat(flags: ChatFlags) -> None:
+def run_chat(flags: ChatFlags) -> None:
     """Answer lines from stdin until /quit or the end of the input."""
     if flags.url is not None and flags.target is None:
         with connected(flags) as http:

@@ -1,4 +1,7 @@
-"""`skylite doctor`: check this machine, and print how to fix what is wrong."""
+"""Check this machine: versions, GPUs, memory, disks, network. Also limits and dead runs.
+
+Each problem comes with its remedy. Exits 1 if a check fails.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from skylite.cli.options import AsJson, Verbose
 from skylite.doctor import dead_runs, limits, machine, sandbox_level, software
 from skylite.doctor.engine_probe import probe_engine
 from skylite.doctor.finding import Finding, bad
@@ -22,7 +29,18 @@ MARKS = {"ok": "ok  ", "note": "note", "bad": "BAD "}
 Check = Callable[[], Finding | Iterable[Finding]]
 
 
-def doctor(*, runs: Path, engine: str | None, as_json: bool) -> None:
+def doctor(
+    runs: Annotated[Path, typer.Option(help="Folder with runs, to find dead ones.")] = Path("runs"),
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Check a running engine instead, e.g. http://127.0.0.1:8000. Default: this machine.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    verbose: Verbose = None,
+) -> None:
     """Print a line per check. Exits 1 if something must be fixed."""
     if engine is not None:
         findings = probe_engine(engine)

@@ -1,14 +1,24 @@
-"""`skylite export`: a trained adapter as a folder for other programs, checked, described, and pushed."""
+"""Export an adapter as a PEFT folder, merged weights or GGUF.
+
+Adds a model card. Loads the result again and compares its logprobs with the trainer's. Writes a complete
+folder or nothing.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from skylite.cli.options import WHICH, AsJson, RunOrNewest, Step, Verbose, newest_run
 from skylite.errors import ConfigError
 from skylite.export.plan import ExportFlags, plan_export
-from skylite.export.push import check_push, push
+from skylite.export.push import check_push
+from skylite.export.push import push as upload
 from skylite.export.run import export as write_export
 from skylite.processes.file_tree import tree_bytes
 from skylite.run.remembered_durations import remembered_work
@@ -17,15 +27,87 @@ from skylite.ui.logs import show
 logger = logging.getLogger(__name__)
 
 
-def export(flags: ExportFlags, *, as_json: bool = False) -> None:
+FORM, PUBLISH = "What to write", "Check and upload"
+Best = Annotated[
+    bool,
+    typer.Option("--best", help="The kept version with the highest held-out score.", rich_help_panel=WHICH),
+]
+Merge = Annotated[
+    bool,
+    typer.Option(
+        "--merge",
+        help="Merged weights instead of a PEFT adapter. Merged in float32.",
+        rich_help_panel=FORM,
+    ),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        help="Of merged weights: float32, bfloat16 or float16. Default: the base model's.",
+        rich_help_panel=FORM,
+    ),
+]
+Gguf = Annotated[
+    bool,
+    typer.Option(
+        "--gguf",
+        help="A GGUF file of the merged weights, by llama.cpp's converter.",
+        rich_help_panel=FORM,
+    ),
+]
+Out = Annotated[
+    Path | None, typer.Option(help="Folder to write. Default: RUN/exports/NAME.", rich_help_panel=FORM)
+]
+BaseName = Annotated[
+    str | None,
+    typer.Option(
+        help="Hub id that the export names as its base, for a local base model. Default: the run's base.",
+        rich_help_panel=FORM,
+    ),
+]
+CheckVllm = Annotated[
+    bool, typer.Option("--check-vllm", help="Also check the export in vLLM.", rich_help_panel=PUBLISH)
+]
+Push = Annotated[
+    str | None,
+    typer.Option(
+        metavar="OWNER/NAME",
+        help="Upload to the hub, with the token in HF_TOKEN. Default: no upload.",
+        rich_help_panel=PUBLISH,
+    ),
+]
+Public = Annotated[
+    bool, typer.Option("--public", help="Create the repository public.", rich_help_panel=PUBLISH)
+]
+
+
+def export(
+    target: RunOrNewest = None,
+    step: Step = None,
+    best: Best = False,
+    merge: Merge = False,
+    dtype: Dtype = None,
+    gguf: Gguf = False,
+    out: Out = None,
+    base_name: BaseName = None,
+    check_vllm: CheckVllm = False,
+    push: Push = None,
+    public: Public = False,
+    as_json: AsJson = False,
+    verbose: Verbose = None,
+) -> None:
     """Write the folder, print what its checks measured, and push it if asked."""
-    if flags.check_vllm and flags.gguf and not flags.merge:
+    flags = ExportFlags(
+        run=target or newest_run(), step=step, best=best, merge=merge, gguf=gguf, dtype=dtype, out=out,
+        base_name=base_name, check_vllm=check_vllm, push=push, public=public,
+    )  # fmt: skip
+    if check_vllm and gguf and not merge:
         raise ConfigError("--check-vllm cannot check a GGUF file.", "Remove it, or add --merge.")
-    token = check_push(flags.push) if flags.push is not None else ""
+    token = check_push(push) if push is not None else ""
     plan = plan_export(flags)
     form = "merged weights" if plan.has_merged_weights else "the adapter"
     logger.info(f"exporting {form} of {plan.name} for {plan.base_name} to {plan.out}")
-    checks = write_export(plan, check_vllm=flags.check_vllm)
+    checks = write_export(plan, check_vllm=check_vllm)
     for check in checks:
         logger.info(str(check))
         if check.note:
@@ -33,13 +115,13 @@ def export(flags: ExportFlags, *, as_json: bool = False) -> None:
     facts = {"name": plan.name, "folder": str(plan.out), "checks": [asdict(check) for check in checks]}
     if not as_json:
         show(f"exported {plan.name} to {plan.out}")
-    if flags.push is not None:
+    if push is not None:
         message = f"{plan.name} of a skylite run ({plan.out.name})"
         size = tree_bytes(plan.out)
         # The rate of small pushes says nothing about large ones: remember it by the digits of the size.
         key = f"push a byte of a size of {len(str(size))} digits"
-        with remembered_work(f"pushing {size / 1e6:.0f} MB to {flags.push}", key, size):
-            address = push(plan.out, flags.push, token, public=flags.public, message=message)
+        with remembered_work(f"pushing {size / 1e6:.0f} MB to {push}", key, size):
+            address = upload(plan.out, push, token, public=public, message=message)
         facts["pushed_to"] = address
         if not as_json:
             show(f"pushed to {address}")

@@ -1,12 +1,15 @@
-"""`skylite log`: log a run, finished or not, to an experiment logger."""
+"""Log a run to experiment loggers afterwards. Logs each step once, however often you call it."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Mapping
-from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from skylite.cli.options import AsJson, RunFolder, Verbose
 from skylite.config.loading import read_run_config
 from skylite.config.log import LOGGER_NAMES, LoggerName
 from skylite.errors import ConfigError, RunFailed
@@ -23,7 +26,12 @@ from skylite.ui.logs import show
 POLL_S = 0.1
 
 
-def log(target: Path, to: str, *, as_json: bool = False) -> None:
+def log(
+    target: RunFolder,
+    to: Annotated[str, typer.Option(help="Loggers, e.g. tensorboard,wandb (also trackio, mlflow, swanlab).")],
+    as_json: AsJson = False,
+    verbose: Verbose = None,
+) -> None:
     """Log what the run has, and what each logger has not yet. Raises SkyliteError subclasses."""
     names, run = logger_names(to), RunDir(target.resolve())
     read_run_config(run.config_path)

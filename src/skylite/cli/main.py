@@ -1,4 +1,4 @@
-"""The command line: maps flags to commands. The commands do the heavy imports, so that --help is fast."""
+"""The command line: its verbs, and what every command does at its start and on an error."""
 
 from __future__ import annotations
 
@@ -12,14 +12,8 @@ from typing import Annotated
 import typer
 
 from skylite import __version__
+from skylite.cli.help import Commands, Program
 from skylite.cli.options import Verbose, set_level
-from skylite.cli.typer_after_training import after_training_app
-from skylite.cli.typer_env import env_app
-from skylite.cli.typer_help import Commands
-from skylite.cli.typer_machine import machine_app
-from skylite.cli.typer_prepare import prepare
-from skylite.cli.typer_runs import adapters_app, runs_app
-from skylite.cli.typer_training import training_app
 from skylite.errors import ConfigError, SkyliteError, write_failed
 from skylite.processes.guarded import run_guarded
 from skylite.processes.import_path import protect_imports
@@ -28,20 +22,25 @@ from skylite.ui.logs import configure_logging, show, unforeseen_text
 from skylite.ui.progress_line import show_progress
 from skylite.untrusted_text import encodable
 
+
+class Skylite(Program):
+    """Each verb is a function in the file of its name; the file's docstring is its help."""
+
+    headings = {
+        "Train": ("prepare", "train", "replay", "env"),
+        "Look at runs": ("watch", "report", "samples", "runs", "adapters"),
+        "Use an adapter": ("eval", "serve", "chat", "export"),
+        "Machine and loggers": ("doctor", "log"),
+    }
+
+
 app = Commands(
-    "Train",
+    cls=Skylite,
     name="skylite",
     help="Train a LoRA adapter with reinforcement learning on one machine: "
     "FSDP2 trains, vLLM samples, and every adapter sync is verified.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
+    add_completion=True,
 )
-app.add_typer(training_app)
-app.add_typer(env_app, name="env", rich_help_panel="Train")
-app.add_typer(runs_app)
-app.add_typer(adapters_app, name="adapters", rich_help_panel="Look at runs")
-app.add_typer(after_training_app)
-app.add_typer(machine_app)
 
 
 @app.callback(invoke_without_command=True)
@@ -64,9 +63,6 @@ def start(
     show_long_work(show_progress)
     configure_logging(info_on_stdout=context.invoked_subcommand == "prepare")
     set_level(verbose)
-
-
-app.command(name="prepare")(prepare)
 
 
 def version_text(*, verbose: bool) -> str:

@@ -9,7 +9,12 @@ from typing import Annotated
 
 import typer
 
+from skylite.errors import ConfigError
 from skylite.ui.logs import set_terminal_level
+
+logger = logging.getLogger(__name__)
+RUNS = Path("runs")
+"""Where `skylite train` makes new runs."""
 
 
 def set_level(verbose: bool | None) -> bool | None:
@@ -36,6 +41,15 @@ Verbose = Annotated[
                  "Default: neither."),
 ]  # fmt: skip
 """Works before and after the name of a command: the callback sets the level, commands ignore the value."""
+WHICH = "Which adapter"
+Model = Annotated[
+    str | None,
+    typer.Option(help="Base model. Default: that of the run or adapter.", rich_help_panel=WHICH),
+]
+Step = Annotated[
+    int | None,
+    typer.Option(help="Adapter version of the run. Default: the newest.", rich_help_panel=WHICH),
+]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 RunOrNewest = Annotated[
     Path | None, typer.Argument(metavar="RUN", help="A run folder. Default: the newest in ./runs.")
@@ -95,7 +109,13 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def newest_run() -> Path:
-    """The run in ./runs that was started last. Prints which. Raises ConfigError without one."""
-    from skylite.cli.newest_run import newest_run as find
+    """The run in ./runs that was started last; logs its name. Raises ConfigError without one."""
+    from skylite.run.run_dir import RunDir  # here, so that --help stays fast
 
-    return find()
+    folders = RUNS.iterdir() if RUNS.is_dir() else ()
+    started = {p.stat().st_mtime_ns: p.parent for f in folders if (p := RunDir(f).config_path).is_file()}
+    if not started:
+        raise ConfigError(f"No run was named, and {RUNS} holds none.", "Name a run folder.")
+    newest = started[max(started)]
+    logger.info(f"{newest}: the newest run in {RUNS}")
+    return newest

@@ -1,4 +1,4 @@
-"""`skylite replay`: train a stored step again and compare the adapters."""
+"""Replay a stored step. Trains it again and compares the adapters: exit 0 if equal, 1 if different."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from skylite.cli.options import AsJson, RunFolder, Verbose
 from skylite.config.loading import change_config, read_run_config
 from skylite.errors import ConfigError
 from skylite.rollout.allowed_programs import allow_algorithm
@@ -17,13 +20,24 @@ from skylite.run.run_dir import RunDir
 from skylite.ui.logs import show
 
 
-def replay(target: Path, step: int, settings: Sequence[str] = (), *, as_json: bool = False) -> None:
-    """Train the step again and print equal or different; different exits 1. Raises SkyliteError subclasses.
-
-    `settings`: the user's --set. They name programs of the run that may run, and change nothing.
-    """
+def replay(
+    target: RunFolder,
+    step: Annotated[int, typer.Option(min=1, help="The step to train again.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="A.B=VALUE",
+            help="Name a program that the run uses. Changes no setting. Default: the programs that you named "
+            "for earlier runs.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    verbose: Verbose = None,
+) -> None:
+    """Train the step again and print equal or different. Raises SkyliteError subclasses."""
     run = RunDir(target.resolve())
-    programs = allow_programs(run, settings)
+    programs = allow_programs(run, settings or ())
     replayed = asyncio.run(replay_step(run, step, programs))
     if as_json:
         show(json.dumps({"equal": not replayed.differences, **asdict(replayed)}))

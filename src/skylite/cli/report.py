@@ -1,4 +1,4 @@
-"""`skylite report`: one self-contained HTML page about one or several runs, and PNG files of its curves."""
+"""Write a report of one or several runs. One HTML page that needs no network; several are compared."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from skylite.cli.options import AsJson, Verbose, newest_run
 from skylite.errors import ConfigError
 from skylite.progress_reporting import long_work
 from skylite.report.html import GENERATOR, page_html
@@ -24,9 +27,27 @@ MARK_BYTES = 2_000
 
 
 def report(
-    targets: list[Path], *, out: Path | None, png: Path | None, max_completions: int, as_json: bool = False
+    targets: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="RUN...", help="One run folder, or several. Default: the newest."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The page to write.", show_default="report-RUN.html")
+    ] = None,
+    png: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Also write each curve as a PNG file into FOLDER. Default: no PNG files."
+        ),
+    ] = None,
+    completions: Annotated[
+        int, typer.Option(min=0, help="Maximum completions in the page, over all runs.")
+    ] = 4000,
+    as_json: AsJson = False,
+    verbose: Verbose = None,
 ) -> None:
-    """Write the page, and print its path and what it found. `out` None: named after the runs."""
+    """Write the page, and print its path and what it found."""
+    targets = targets or [newest_run()]
     mark = marks_of(targets)
     if out is None:
         out = Path(default_name(targets))
@@ -37,7 +58,7 @@ def report(
         require_matplotlib()
     runs = [read_facts(target) for target in targets]
     with long_work("reading the runs", total=sum(map(num_files, runs))) as work:
-        page = page_data(runs, max_completions, work.advance)
+        page = page_data(runs, completions, work.advance)
     text = page_html(page, mark)
     with atomic_file(out, len(text)) as temporary:
         temporary.write_text(text, encoding="utf-8")

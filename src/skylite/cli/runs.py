@@ -1,11 +1,14 @@
-"""`skylite runs`: the runs in a folder and their results."""
+"""List runs and their results, the newest first."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from skylite.cli.options import RUNS, AsJson, Verbose
 from skylite.errors import ConfigError
 from skylite.report.read_run import age_text, read_facts
 from skylite.report.summary import damaged, summary
@@ -16,13 +19,16 @@ CONFIG_NAME = "config.json"
 HEADS = ("run", "state", "steps", "model", "algorithm", "reward", "held-out", "time", "age", "findings")
 
 
-DEFAULT = Path("runs")
-
-
-def list_runs(target: Path | None, *, as_json: bool = False) -> None:
-    """Print a line per run, the newest first. A damaged run is a line, too. None: the folder of new runs."""
-    folder = target or DEFAULT
-    nothing_yet = target is None and not folder.exists()
+def runs(
+    folder: Annotated[
+        Path | None, typer.Argument(help="A folder with runs, or one run.", show_default="runs")
+    ] = None,
+    as_json: AsJson = False,
+    verbose: Verbose = None,
+) -> None:
+    """Print a line per run. A damaged run is a line, too."""
+    nothing_yet = folder is None and not RUNS.exists()
+    folder = folder or RUNS
     found = [] if nothing_yet else [facts_of(path) for path in run_folders(folder)]
     found.sort(key=lambda facts: str(facts.get("updated_at") or ""), reverse=True)
     if as_json:

@@ -1,45 +1,67 @@
-"""`skylite samples`: completions of a run with their rewards."""
+"""Print completions of a run with their rewards."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from skylite.cli.options import AsJson, RunOrNewest, Verbose, newest_run, numbers
 from skylite.errors import ConfigError
 from skylite.report.completions import Completion, Filter, read_held_out, read_training
 from skylite.report.read_run import RunFacts, read_facts
 from skylite.ui.logs import show
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleFlags:
-    """The flags of `skylite samples`."""
-
-    steps: tuple[int, ...]
-    """Empty: the newest step, or with a prompt every step."""
-    held_out: bool
-    filter: Filter
-    limit: int
-    as_json: bool
-
-
-def samples(target: Path, flags: SampleFlags) -> None:
+def samples(
+    target: RunOrNewest = None,
+    step: Annotated[
+        str, typer.Option(help="Steps, e.g. 1,50,100. Default: the newest; with --prompt all.")
+    ] = "",
+    held_out: Annotated[
+        bool, typer.Option("--held-out", help="Answers to held-out problems; --step is the adapter version.")
+    ] = False,
+    prompt: Annotated[
+        str | None, typer.Option(help="Only this prompt id, or parts of it: train/12. Default: all prompts.")
+    ] = None,
+    contains: Annotated[
+        str | None, typer.Option(help="Only where question or completion contains this. Default: all.")
+    ] = None,
+    min_reward: Annotated[float, typer.Option(help="Lowest reward.", show_default="any")] = -math.inf,
+    max_reward: Annotated[float, typer.Option(help="Highest reward.", show_default="any")] = math.inf,
+    best: Annotated[bool, typer.Option("--best", help="Best rewards first.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Worst rewards first.")] = False,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum completions to print.")] = 5,
+    as_json: AsJson = False,
+    verbose: Verbose = None,
+) -> None:
     """Print the completions that the filters accept, at most `limit`."""
-    facts = read_facts(target)
-    found = flags.filter.apply(_read(facts, flags))
-    shown = found[: flags.limit]
-    if flags.as_json:
+    if best and worst:
+        raise ConfigError("--best and --worst exclude each other.", "Give one of them.")
+    chosen = Filter(
+        prompt=prompt,
+        contains=contains,
+        min_reward=min_reward,
+        max_reward=max_reward,
+        order="best" if best else "worst" if worst else "stored",
+    )
+    facts = read_facts(target or newest_run())
+    matching = chosen.apply(_read(facts, numbers(step), held_out=held_out, every_step=prompt is not None))
+    shown = matching[:limit]
+    if as_json:
         show(json.dumps([_json(c) for c in shown]))
         return
     for completion in shown:
         show(completion_text(completion))
-    if not found:
+    if not matching:
         show("No completion matches.")
-    elif len(found) > len(shown):
-        show(f"{len(shown)} of {len(found)} completions; --limit shows more.")
+    elif len(matching) > len(shown):
+        show(f"{len(shown)} of {len(matching)} completions; --limit shows more.")
 
 
 def completion_text(c: Completion) -> str:
@@ -54,22 +76,23 @@ def completion_text(c: Completion) -> str:
     return "\n".join([head, f"question: {c.question}", f"answer: {c.answer}", c.text, ""])
 
 
-def _read(facts: RunFacts, flags: SampleFlags) -> Iterator[Completion]:
-    reader: Callable[[Path, int], list[Completion]] = read_held_out if flags.held_out else read_training
-    if flags.held_out:
+def _read(facts: RunFacts, steps: Sequence[int], *, held_out: bool, every_step: bool) -> Iterator[Completion]:
+    """The completions of `steps`; of no steps: of the newest, or of every one."""
+    reader: Callable[[Path, int], list[Completion]] = read_held_out if held_out else read_training
+    if held_out:
         stored = {h.version: h.path for h in facts.held_out if h.path.is_file()}
         kind = "held-out evaluation of version"
     else:
         stored, kind = facts.files.stored_rollouts(), "rollouts of step"
     if not stored:
         raise ConfigError(f"{facts.run.path} has no {kind.split(' of ')[0]} yet.", "Wait for its first step.")
-    for step in flags.steps:
+    for step in steps:
         if step not in stored:
             raise ConfigError(
                 f"{facts.run.path} has no {kind} {step} (stored: {_ranges(list(stored))}).",
                 "Choose one of those.",
             )
-    chosen = flags.steps or (tuple(stored) if flags.filter.prompt is not None else (max(stored),))
+    chosen = steps or (tuple(stored) if every_step else (max(stored),))
     for step in sorted(set(chosen)):
         yield from reader(stored[step], step)
 

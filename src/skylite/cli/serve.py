@@ -1,4 +1,7 @@
-"""`skylite serve`: vLLM's OpenAI-compatible server with a trained adapter, in the foreground."""
+"""Serve an adapter on 127.0.0.1. Starts vLLM's OpenAI-compatible server and prints a random API key.
+
+Ends at Ctrl-C or SIGTERM.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,17 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import Annotated
 
 import httpx
+import typer
 
 from skylite.adapters.folder import ServedAdapter, find_adapter
 from skylite.cli.chat import wait_ready
+from skylite.cli.options import Model, Settings, Step, Verbose
 from skylite.data.chat_template import ChatTemplate, run_template
 from skylite.engine.vllm.chat_client import longest_sequence
 from skylite.engine.vllm.context_length import context_length
@@ -47,34 +53,40 @@ STOPPED = 130
 """Exit code after a stop by a signal, as of `train`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeFlags:
-    """The flags of `skylite serve`."""
-
-    target: Path
-    model: str | None
-    step: int | None
-    host: str
-    port: int
-    settings: tuple[str, ...]
+SERVER = "Server"
 
 
-def serve(flags: ServeFlags) -> None:
+def serve(
+    target: Annotated[Path, typer.Argument(help="A run or an adapter folder.")],
+    model: Model = None,
+    step: Step = None,
+    host: Annotated[
+        str,
+        typer.Option(
+            help="IP address to listen on. Beyond this machine only the API key protects the server, over "
+            "plain HTTP. 0.0.0.0: all addresses.",
+            rich_help_panel=SERVER,
+        ),
+    ] = LOOPBACK,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Its port.", rich_help_panel=SERVER)] = 8000,
+    settings: Settings = None,
+    verbose: Verbose = None,
+) -> None:
     """Serve the adapter version, and `base` without adapter, until a signal or the server's own end.
 
     Raises ChildDied when the server ends by itself.
     """
-    url = check_address(flags.host, flags.port)
-    served = find_adapter(flags.target, flags.step)
-    config = engine_config(served, flags.settings)
-    model = resolve_model(flags.model or served.base_model).path
-    spec = single_engine_spec(config, served, model, Path("unused"))
+    url = check_address(host, port)
+    served = find_adapter(target, step)
+    config = engine_config(served, settings or ())
+    model_path = resolve_model(model or served.base_model).path
+    spec = single_engine_spec(config, served, model_path, Path("unused"))
     if spec.device == "cuda":
         check_network(config, ranks=False, isolated=False)
     spec = replace(spec, max_model_len=model_length(spec))
-    warn_of_network(flags.host)
+    warn_of_network(host)
     key = _api_key()
-    process = process_spec(flags, served, spec, key)
+    process = process_spec(host, port, served, spec, key)
     headers = {"Authorization": f"Bearer {key}"}
     with ended_by_signals(), httpx.Client(base_url=url, headers=headers, trust_env=False) as http:
         child = start(process)
@@ -94,11 +106,11 @@ def serve(flags: ServeFlags) -> None:
             kill(child)
 
 
-def process_spec(flags: ServeFlags, served: ServedAdapter, spec: EngineSpec, key: str) -> ProcessSpec:
+def process_spec(host: str, port: int, served: ServedAdapter, spec: EngineSpec, key: str) -> ProcessSpec:
     """vLLM's process, whose log is a new file in the user's state folder."""
     template = run_template(served.run_config)
     log_template(template)
-    log = state_folder() / f"serve-{flags.host}-{flags.port}.log"
+    log = state_folder() / f"serve-{host}-{port}.log"
     log.unlink(missing_ok=True)
     return ProcessSpec(
         name=spec.name,
@@ -106,8 +118,8 @@ def process_spec(flags: ServeFlags, served: ServedAdapter, spec: EngineSpec, key
             spec,
             adapter_name=served.adapter.name,
             adapter_path=served.adapter.path,
-            host=flags.host,
-            port=flags.port,
+            host=host,
+            port=port,
             template=template,
         ),
         env=serve_env(spec, {}, key),

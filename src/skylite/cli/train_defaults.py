@@ -83,8 +83,8 @@ def default_data(config: TrainConfig, *, keep: bool) -> Iterator[TrainConfig]:
 
 
 def _prepare_default(path: Path) -> None:
-    from skylite.cli.prepare import prepare
+    from skylite.cli.prepare import prepare_data
     from skylite.processes.hardware import choose_device
 
     gpu = choose_device() == "cuda"
-    prepare("gsm8k", out=path, synthetic=not gpu, first_source=gpu)
+    prepare_data("gsm8k", out=path, synthetic=not gpu, first_source=gpu)

@@ -1,4 +1,8 @@
-"""`skylite watch`: the live screen of any run, from its folder alone; lines where there is no terminal."""
+"""Watch a run, live or finished. Shows progress, curves, warnings and completions from its folder.
+
+Keys: arrows choose completion and step, b best first, w worst first, s stored order, n newest, q quits.
+Prints lines where there is no terminal.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.live import Live
 
+from skylite.cli.options import RunOrNewest, Verbose, newest_run
 from skylite.errors import SkyliteError
 from skylite.report.alarms import Alarm, find_alarms
 from skylite.report.completions import Completion, Filter, Order, read_training
@@ -113,10 +120,16 @@ class Watcher:
         return step, Filter(order=self.order).apply(self._loaded[1])
 
 
-def watch(target: Path, console: Console | None = None, *, as_json: bool = False) -> None:
+def watch(
+    target: RunOrNewest = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a line of JSON for each step until the run ends.")
+    ] = False,
+    verbose: Verbose = None,
+) -> None:
     """Show the run until q or Ctrl-C; without a terminal, or as JSON, print its steps until it ends."""
-    console = console or Console()
-    watcher = Watcher(target)
+    console = Console()
+    watcher = Watcher(target or newest_run())
     try:
         if console.is_terminal and not as_json:
             _watch_screen(watcher, console)

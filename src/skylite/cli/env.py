@@ -1,7 +1,4 @@
-"""`skylite env check`: run a few episodes, print what happens, and compare two runs with the same seed.
-
-A scripted model plays first, if there are replies. The real one plays if it was named or there are none.
-"""
+"""Try the episodes of an environment."""
 
 from __future__ import annotations
 
@@ -12,8 +9,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from skylite.cli.help import Commands
+from skylite.cli.options import SETTINGS, AsJson, Verbose
 from skylite.config.loading import load_config
 from skylite.config.train import TrainConfig
 from skylite.data.chat_template import read_template
@@ -39,6 +40,75 @@ from skylite.ui.logs import show
 from skylite.untrusted_text import plain, plain_lines
 
 SCRIPTED = "scripted"
+
+
+env = Commands()
+EPISODES = "Episodes and model"
+Episode = Annotated[
+    str,
+    typer.Argument(
+        help="guess, calculator, reasoning-gym, FILE.py:function, 'command:PROGRAM ARGUMENTS' or "
+        "verifiers:NAME."
+    ),
+]
+Data = Annotated[Path, typer.Option(help="Folder written by `skylite prepare`.", rich_help_panel=EPISODES)]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help="Hub id, local folder, or smollm2-135m. With --reply: play with this one too, afterwards. "
+        "Default: smollm2-135m; with --reply only the scripted model.",
+        rich_help_panel=EPISODES,
+    ),
+]
+NumEpisodes = Annotated[
+    int, typer.Option(min=1, help="Episodes to run, each twice.", rich_help_panel=EPISODES)
+]
+Replies = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A reply of a scripted model, which needs no vLLM. Repeatable: the seed chooses one. "
+        "Default: no scripted model.",
+        rich_help_panel=EPISODES,
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="A.B=VALUE",
+        help="Any other setting, in TOML syntax. Repeatable. Default: each setting's own.",
+        rich_help_panel=SETTINGS,
+    ),
+]
+
+
+@env.callback()
+def group() -> None:
+    """Keep `check` a command of its own, although it is the only one."""
+
+
+@env.command()
+def check(
+    episode: Episode,
+    data: Data,
+    model: Model = None,
+    episodes: NumEpisodes = 4,
+    reply: Replies = None,
+    as_json: AsJson = False,
+    settings: Settings = None,
+    verbose: Verbose = None,
+) -> None:
+    """Run a few episodes and print their conversations and rewards.
+
+    Also prints tokens, seconds, and the files and processes that an episode leaves open or running. Runs each
+    twice with the same seed and prints where the results differ.
+    """
+    run_check(
+        CheckFlags(
+            episode=episode, data=data, model=model, episodes=episodes, replies=tuple(reply or ()),
+            as_json=as_json, settings=tuple(settings or ()),
+        )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +147,11 @@ class Played:
     episodes: Sequence[Checked]
 
 
-def check(flags: CheckFlags) -> None:
-    """Raises SkyliteError subclasses."""
+def run_check(flags: CheckFlags) -> None:
+    """Play with a scripted model if there are replies, then with the real one if named or without replies.
+
+    Raises SkyliteError subclasses.
+    """
     overrides: dict[str, Any] = {"env.episode": flags.episode, "data.path": str(flags.data)}
     if flags.model is not None:
         overrides["model.name"] = flags.model

@@ -1,9 +1,15 @@
-"""Help texts in sections, without rich: importing it would double the time of `skylite --help`."""
+"""The program's verbs, each loaded when it runs, and help texts in sections.
+
+Without rich: importing it would double the time of `skylite --help`.
+"""
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -29,9 +35,7 @@ class SectionedCommand(TyperCommand):
             raise
         except Exception as error:
             flag = getattr(error, "option_name", None)  # typer does not export NoSuchOption
-            commands = getattr(ctx.parent.command, "commands", {}) if ctx.parent is not None else {}
-            prepare = commands.get("prepare")
-            if self.name == "train" and prepare and any(flag in p.opts for p in prepare.params):
+            if flag and self.name == "train" and _takes(ctx.parent.command.commands["prepare"], flag):
                 raise typer.BadParameter(
                     f"{flag} is no flag of `skylite train`: it becomes part of the data. "
                     f"Give it to `skylite prepare`."
@@ -69,24 +73,79 @@ class SectionedGroup(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        commands = {name: self.commands[name] for name in self.list_commands(ctx)}
+        commands: dict[str, Any] = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
         width = formatter.width - 6 - max(map(len, commands))
         rows = [
-            (getattr(command, "rich_help_panel", "") or "Commands", (name, command.get_short_help_str(width)))
+            (command.rich_help_panel or "Commands", (name, command.get_short_help_str(width)))
             for name, command in commands.items()
         ]
         _write_sections(rows, last="Commands", formatter=formatter)
 
 
 class Commands(typer.Typer):
-    """The commands of one subject. `skylite --help` lists them under `heading`."""
+    """A group of commands, such as those of `skylite adapters`."""
 
-    def __init__(self, heading: str, **settings: Any) -> None:
-        super().__init__(rich_markup_mode=None, cls=SectionedGroup, **settings)
-        self.heading = heading
+    def __init__(self, **settings: Any) -> None:
+        usual: dict[str, Any] = {"cls": SectionedGroup, "no_args_is_help": True, "add_completion": False}
+        super().__init__(rich_markup_mode=None, pretty_exceptions_enable=False, **usual | settings)
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:
-        return super().command(name, cls=SectionedCommand, rich_help_panel=self.heading, **settings)
+        return super().command(name, cls=SectionedCommand, **settings)
+
+
+class Verbs(Mapping[str, Any]):
+    """Verb -> its command. Importing the files of all verbs would take seconds, so each waits for its use."""
+
+    def __init__(self, headings: Mapping[str, Sequence[str]]) -> None:
+        self.heading_of = {verb: heading for heading, verbs in headings.items() for verb in verbs}
+
+    def __getitem__(self, verb: str) -> Any:
+        """The command: the function, or the `Commands`, that has the verb's name in the verb's file."""
+        if verb not in self.heading_of:
+            raise KeyError(verb)
+        entry = getattr(import_module(f"skylite.cli.{verb}"), verb)
+        if not isinstance(entry, Commands):
+            function, entry = entry, Commands()
+            entry.command(verb, help=_docstring(verb))(function)
+        command = typer.main.get_command(entry)
+        command.name, command.help = verb, _docstring(verb)
+        return command
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.heading_of)
+
+    def __len__(self) -> int:
+        return len(self.heading_of)
+
+    def outline(self, verb: str) -> TyperCommand:
+        """What a list of commands shows, without importing the verb's file."""
+        return TyperCommand(verb, help=_docstring(verb), rich_help_panel=self.heading_of[verb])
+
+
+class Program(SectionedGroup):
+    """`skylite`: the verbs under their headings. A list of them imports none of their files."""
+
+    headings: Mapping[str, Sequence[str]]
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands: Any = Verbs(self.headings)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.commands)  # not its items, which would import every verb
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        return self.commands.outline(name) if name in self.commands.heading_of else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        verb, command, rest = super().resolve_command(ctx, args)
+        return verb, command and self.commands[verb], rest
+
+
+def _docstring(verb: str) -> str:
+    """The docstring at the top of the verb's file, which is its help."""
+    text = Path(__file__).with_name(f"{verb}.py").read_text(encoding="utf-8")
+    return inspect.cleandoc(text.split('"""')[1])
 
 
 def _number_expected(error: Any) -> str:
@@ -96,6 +155,10 @@ def _number_expected(error: Any) -> str:
         if problem["type"] in kinds:
             return f"{problem['input']!r} is not {kinds[problem['type']]}."
     return ""
+
+
+def _takes(command: Any, flag: str) -> bool:
+    return any(flag in param.opts for param in command.params)
 
 
 def _with_default(param: Any, row: Row) -> Row:

@@ -1,7 +1,6 @@
-"""`skylite eval`: scores of adapters or of the base model, sampled by an engine.
+"""Evaluate adapters or the base model on held-out problems. Prints accuracies with 95 % intervals.
 
-The first of reward.functions alone scores, unweighted, or the data's own reward.
-An environment's episodes score themselves: their first component counts.
+Writes per-problem results to RUN/evals, or to ./evals without a run.
 """
 
 from __future__ import annotations
@@ -12,9 +11,24 @@ import logging
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from skylite.adapters.folder import ServedAdapter, available_steps, find_adapter, find_versions
+from skylite.cli.options import (
+    WHICH,
+    AsJson,
+    ChatTemplateFile,
+    Model,
+    Settings,
+    Step,
+    TemplateArgs,
+    Verbose,
+    newest_run,
+    numbers,
+    template_settings,
+)
 from skylite.config.loading import load_config
 from skylite.config.train import TrainConfig
 from skylite.data.chat_template import ChatTemplate, read_template, run_template
@@ -36,6 +50,108 @@ from skylite.run.trusted_programs import is_set
 from skylite.ui.logs import show
 
 logger = logging.getLogger(__name__)
+
+
+PROBLEMS = "Problems and samples"
+Target = Annotated[Path | None, typer.Argument(help="A run or an adapter folder. Default: the newest run.")]
+Base = Annotated[
+    bool,
+    typer.Option(
+        "--base",
+        help="Evaluate the base model; with a run, compare its adapters with it.",
+        rich_help_panel=WHICH,
+    ),
+]
+Data = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="Folder written by `skylite prepare`. Repeatable. Default: that of the run.",
+        rich_help_panel=PROBLEMS,
+    ),
+]
+Episode = Annotated[
+    str | None,
+    typer.Option(
+        "--env",
+        help="Episodes of several turns, as of `skylite train --env`. Default: those of the run.",
+        rich_help_panel=PROBLEMS,
+    ),
+]
+Split = Annotated[str, typer.Option(help="train, validation or test.", rich_help_panel=PROBLEMS)]
+Limit = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Evaluate the first N problems of each data set only. Default: all.",
+        rich_help_panel=PROBLEMS,
+    ),
+]
+N = Annotated[
+    int,
+    typer.Option(
+        "--n",
+        min=1,
+        help="Samples per problem. 1: greedy. More: temperature 1, with pass@k.",
+        rich_help_panel=PROBLEMS,
+    ),
+]
+Steps = Annotated[
+    str,
+    typer.Option(
+        help="Several versions on one engine, e.g. 0,50,100. Compares with the first. Default: one version.",
+        rich_help_panel=WHICH,
+    ),
+]
+AllSteps = Annotated[
+    bool, typer.Option("--all", help="All versions that the run keeps.", rich_help_panel=WHICH)
+]
+MaxLoras = Annotated[
+    int,
+    typer.Option(min=1, help="Adapters in the engine at once. More need more memory.", rich_help_panel=WHICH),
+]
+Seed = Annotated[
+    int, typer.Option(min=0, help="Seed of sampling and of the bootstrap.", rich_help_panel=PROBLEMS)
+]
+
+
+def eval(
+    target: Target = None,
+    base: Base = False,
+    model: Model = None,
+    data: Data = None,
+    env: Episode = None,
+    split: Split = "test",
+    limit: Limit = None,
+    n: N = 1,
+    step: Step = None,
+    steps: Steps = "",
+    all_steps: AllSteps = False,
+    max_loras: MaxLoras = 4,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+    chat_template: ChatTemplateFile = None,
+    template_arg: TemplateArgs = None,
+    settings: Settings = None,
+    verbose: Verbose = None,
+) -> None:
+    """The flags of `skylite eval`.
+
+    The first of reward.functions alone scores, unweighted, or the data's own reward. An environment's
+    episodes score themselves: their first component counts.
+    """
+    evaluate(
+        EvalFlags(
+            target=target or (None if base else newest_run()), base=base, model=model,
+            data=tuple(data or ()), split=split, limit=limit, n=n,
+            step=step, steps=numbers(steps), all_steps=all_steps, max_loras=max_loras, seed=seed,
+            as_json=as_json,
+            settings=(
+                *template_settings(chat_template, template_arg),
+                *([] if env is None else [f"env.episode={json.dumps(env)}"]),
+                *(settings or ()),
+            ),
+        )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
