@@ -53,7 +53,16 @@ def test_every_option_shows_its_default(path: tuple[str, ...], command: Any) -> 
 
 def test_a_flag_that_is_off_says_so() -> None:
     found = re.findall(r"^  (--[\w-]+) .*\[default: off\]$", help_text("prepare"), re.M)
-    flags = {"--synthetic", "--first-source", "--no-answer", "--drop-failing", "--replace", "--json"}
+    flags = {
+        "--synthetic",
+        "--first-source",
+        "--no-answer",
+        "--drop-failing",
+        "--replace",
+        "--json",
+        "--sft",
+        "--pairs",
+    }
     assert set(found) == flags
 
 
