@@ -63,7 +63,7 @@ def varied_groups(sizes: Sizes, seed: int) -> list[Group]:
                 group=group,
                 prompt_token_ids=prompt,
                 completion_token_ids=tokens(length),
-                rollout_logprobs=[-10.0] * length,
+                sampling_logprobs=[-10.0] * length,
                 reward=float(index == 0),
             )
             rows.append(row)

@@ -183,7 +183,7 @@ def settings(
 
 def random_groups(args: argparse.Namespace, seed: int) -> list[Group]:
     """Groups of random tokens. One trajectory per group has reward 1, so that every group has a gradient."""
-    from skylite.types import Group, Prompt, Sample, Trajectory
+    from skylite.types import Call, Group, Prompt, Trajectory
 
     rng = random.Random(seed)
     groups = []
@@ -194,11 +194,11 @@ def random_groups(args: argparse.Namespace, seed: int) -> list[Group]:
         ]
         trajectories = tuple(
             Trajectory(
-                samples=(
-                    Sample(
+                calls=(
+                    Call(
                         prompt_token_ids=prompt,
                         completion_token_ids=completion,
-                        rollout_logprobs=[-10.0] * len(completion),
+                        sampling_logprobs=[-10.0] * len(completion),
                     ),
                 ),
                 reward=float(index == 0),

@@ -30,7 +30,7 @@ from skylite.run.metrics_file import append_metrics
 from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import RunDir, adapter_name
 from skylite.run.status import Phase, Status, write_status
-from skylite.types import Group, Message, Prompt, Sample, Trajectory
+from skylite.types import Call, Group, Message, Prompt, Trajectory
 
 STEPS, PROMPTS, GROUP, HELD_OUT = 40, 8, 8, 100
 RANK, HIDDEN, LAYERS = 4, 16, 3
@@ -186,11 +186,11 @@ def _group(number: int, step: int, story: Story, t: float, rng: random.Random) -
         score = score if story.score is None else story.score(length)
         tokens = _completion(length, story.repeats(t), rng)
         text = " ".join(f"w{token}" for token in tokens)
-        sample = Sample(
-            prompt_token_ids=[1, 2, 3], completion_token_ids=tokens, rollout_logprobs=[-0.5] * len(tokens),
+        sample = Call(
+            prompt_token_ids=[1, 2, 3], completion_token_ids=tokens, sampling_logprobs=[-0.5] * len(tokens),
             adapter_version=step - 1, text=text, finish_reason="length" if is_cut else "stop",
         )  # fmt: skip
-        trajectories.append(Trajectory(samples=(sample,), reward=score, components={"math": score}))
+        trajectories.append(Trajectory(calls=(sample,), reward=score, components={"math": score}))
     # Each prompt comes again every second step.
     prompt = f"made-up/train/{PROMPTS * (step % 2) + number}"
     question = [Message(role="user", content=f"What is {number} + {step % 2}?")]

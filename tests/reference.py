@@ -149,7 +149,7 @@ def reference_loss(
         }[a.aggregation]
         losses = _token_losses(policy, before[i].old, torch.tensor(advantages[i]), chosen.get(i), a)
         losses = losses * _importance(
-            before[i].old, torch.tensor(samples[i].rollout_logprobs), config.importance
+            before[i].old, torch.tensor(samples[i].sampling_logprobs), config.importance
         )
         losses = losses * (entropy.detach().double() >= threshold)
         if a.uses_ref and a.kl_in == "loss":

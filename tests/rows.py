@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from skylite.run.rollout_file import write_rollouts
-from skylite.types import Group, Message, Prompt, Sample, Trajectory
+from skylite.types import Call, Group, Message, Prompt, Trajectory
 
 VOCAB = 256
 
@@ -20,7 +20,7 @@ class Row:
     group: int
     prompt_token_ids: list[int]
     completion_token_ids: list[int]
-    rollout_logprobs: list[float]
+    sampling_logprobs: list[float]
     reward: float
     truncated: bool = False
     prompt_id: str = ""
@@ -52,16 +52,16 @@ def groups_of(rows: Sequence[Row]) -> list[Group]:
 
 
 def trajectory_of(row: Row) -> Trajectory:
-    logprobs, samples = iter(row.rollout_logprobs), []
+    logprobs, samples = iter(row.sampling_logprobs), []
     for prompt, completion in row.all_calls:
-        sample = Sample(
+        sample = Call(
             prompt_token_ids=prompt,
             completion_token_ids=completion,
-            rollout_logprobs=[next(logprobs) for _ in completion] if row.calls else row.rollout_logprobs,
+            sampling_logprobs=[next(logprobs) for _ in completion] if row.calls else row.sampling_logprobs,
             finish_reason="length" if row.truncated else "stop",
         )
         samples.append(sample)
-    return Trajectory(samples=tuple(samples), reward=row.reward)
+    return Trajectory(calls=tuple(samples), reward=row.reward)
 
 
 def random_samples(seed: int, num_groups: int = 4, group_size: int = 4, shared: int = 12) -> list[Row]:
@@ -83,7 +83,7 @@ def random_samples(seed: int, num_groups: int = 4, group_size: int = 4, shared: 
                     group=group,
                     prompt_token_ids=prompt,
                     completion_token_ids=completion,
-                    rollout_logprobs=logprobs,
+                    sampling_logprobs=logprobs,
                     reward=reward,
                     truncated=group == 2 and index == 1,
                 )
@@ -120,7 +120,7 @@ def _row_of_calls(
         group=group,
         prompt_token_ids=calls[0][0],
         completion_token_ids=sampled,
-        rollout_logprobs=[-5.0 + rng.uniform(-2, 2) for _ in sampled],
+        sampling_logprobs=[-5.0 + rng.uniform(-2, 2) for _ in sampled],
         reward=reward,
         calls=tuple(calls),
     )

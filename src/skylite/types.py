@@ -1,4 +1,4 @@
-"""The data of a run: prompts, samples, trajectories and groups.
+"""The data of a run: prompts, calls, trajectories and groups.
 
 Parent and trainer import it, so it must not import torch.
 """
@@ -49,14 +49,14 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class Call:
     """One call of the engine. The token ids are the engine's; text is never tokenized again."""
 
     prompt_token_ids: list[int]
     """[P] the engine's input."""
     completion_token_ids: list[int]
     """[C] the sampled tokens, including the end-of-turn token if it was sampled."""
-    rollout_logprobs: list[float]
+    sampling_logprobs: list[float]
     """[C] in nats, under the sampling policy at the sampling temperature."""
     finish_reason: Literal["stop", "length"] = "stop"
     adapter_version: int = 0
@@ -70,7 +70,7 @@ class Sample:
 class Trajectory:
     """The calls of one episode, in the order of its turns, and their reward. One turn is one call."""
 
-    samples: tuple[Sample, ...]
+    calls: tuple[Call, ...]
     """At least one. The prompt of a later call may contain tokens of an earlier call."""
     reward: float
     """The weighted sum of `components`. May be NaN or infinite: trainer/anomaly.py handles that."""
@@ -79,7 +79,7 @@ class Trajectory:
     penalty: float = 0.0
     """At most 0. Part of the training reward, but not of any reported score."""
     turn_rewards: tuple[float, ...] = ()
-    """One for each sample; their sum is `reward`. Empty if the episode gave a single reward."""
+    """One for each call; their sum is `reward`. Empty if the episode gave a single reward."""
     end: End = "stop"
 
     @property
@@ -95,18 +95,18 @@ class Trajectory:
     @property
     def num_tokens(self) -> int:
         """Sampled tokens of all calls."""
-        return sum(len(s.completion_token_ids) for s in self.samples)
+        return sum(len(s.completion_token_ids) for s in self.calls)
 
     @property
     def text(self) -> str:
         """All that was said, see `transcript`."""
-        turns, observed = [s.text for s in self.samples], [s.observed for s in self.samples]
+        turns, observed = [s.text for s in self.calls], [s.observed for s in self.calls]
         return transcript(turns, observed, self.turn_rewards)
 
     @property
     def is_truncated(self) -> bool:
         """Whether a limit ended the last call or the episode."""
-        return self.end != "stop" or self.samples[-1].finish_reason == "length"
+        return self.end != "stop" or self.calls[-1].finish_reason == "length"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

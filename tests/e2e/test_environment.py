@@ -38,13 +38,13 @@ def test_an_unchanged_openai_program_trains_and_replays(project: Project) -> Non
         groups = read_rollouts(project.root / "agent" / "rollouts" / f"step-{step:06d}.parquet")
         assert [len(g.trajectories) for g in groups] == [2] * 2
         for trajectory in (t for g in groups for t in g.trajectories):
-            assert (len(trajectory.samples), trajectory.end) == (3, "stop")
+            assert (len(trajectory.calls), trajectory.end) == (3, "stop")
             assert list(trajectory.components) == ["letters", "right"]
-            for before, after in zip(trajectory.samples, trajectory.samples[1:], strict=False):
+            for before, after in zip(trajectory.calls, trajectory.calls[1:], strict=False):
                 known = before.prompt_token_ids + before.completion_token_ids
                 assert after.prompt_token_ids[: len(known)] == known
-            assert {s.adapter_version for s in trajectory.samples} == {step - 1}
-            assert [s.observed for s in trajectory.samples[1:]] == ["user: Are you sure?"] * 2
+            assert {s.adapter_version for s in trajectory.calls} == {step - 1}
+            assert [s.observed for s in trajectory.calls[1:]] == ["user: Are you sure?"] * 2
 
     replayed = project.run("replay", "agent", "--step", "2", "--json", timeout_s=DEADLINE_S)
     assert replayed.returncode == 0, replayed.stderr

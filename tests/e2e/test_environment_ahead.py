@@ -38,8 +38,8 @@ def test_episodes_are_played_while_the_step_before_is_trained(project: Project, 
         groups = read_rollouts(run.rollout_path(step))
         assert [len(g.trajectories) for g in groups] == [4] * 2
         for trajectory in (t for g in groups for t in g.trajectories):
-            assert len(trajectory.samples) == 3
-            assert {s.adapter_version for s in trajectory.samples} == {version}, f"step {step}"
+            assert len(trajectory.calls) == 3
+            assert {s.adapter_version for s in trajectory.calls} == {version}, f"step {step}"
     assert [m["staleness/max"] for m in project.metrics("episodes-ahead")] == [0, 1, 1, 1, 1]
     order = [(e["event"], e["step"]) for e in read_events(run.events_path) if "step" in e]
     for step in (2, 3, 5):  # 4 is the first step of the resumed run

@@ -71,7 +71,7 @@ def group_batch(config: TrainConfig, vocab: int = VOCAB) -> Batch:
             group=0,
             prompt_token_ids=prompt,
             completion_token_ids=[index, *(rng.randrange(vocab) for _ in range(COMPLETION - 1))],
-            rollout_logprobs=[-1.0] * COMPLETION,
+            sampling_logprobs=[-1.0] * COMPLETION,
             reward=float(index == 0),
         )
         for index in range(GROUP)

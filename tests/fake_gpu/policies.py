@@ -76,5 +76,5 @@ def fake_policy(
 def micro_batch(batch: Batch, numbers: Sequence[int], policy: Policy, config: TrainConfig) -> MicroBatch:
     """The micro-batch of these trajectories, as `pack` makes it."""
     size = BatchSize(1000, len(numbers), config.rollout.max_completion_tokens)
-    parts = [Part(n, 0, len(batch.trajectory(n).samples)) for n in numbers]
+    parts = [Part(n, 0, len(batch.trajectory(n).calls)) for n in numbers]
     return _micro_batch(batch, parts, size, policy, config.algorithm)

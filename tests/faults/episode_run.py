@@ -98,7 +98,7 @@ def _unread(engine: ScriptedEngine, faults: list[str], kept: dict[int, Trajector
     given = Counter(json.dumps(r) for r in engine.replies if reply_to(to_text(r[0]))[8:-1] in names)
     held = Counter(
         json.dumps((s.prompt_token_ids, s.completion_token_ids))
-        for n, t in kept.items() if f"p{n}" in names for s in t.samples
+        for n, t in kept.items() if f"p{n}" in names for s in t.calls
     )  # fmt: skip
     return sum((given - held).values()) + sum((held - given).values())
 
@@ -132,7 +132,7 @@ def wrong(found: Found) -> list[str]:
 
 def _wrong_trajectory(number: int, fault: str, trajectory: Trajectory) -> list[str]:
     lines = []
-    for sample in trajectory.samples:
+    for sample in trajectory.calls:
         text = to_text(sample.prompt_token_ids + sample.completion_token_ids)
         names = set(re.findall(r"(?:am|still|are) (p\d+)\.", text))
         if names != {f"p{number}"}:
@@ -140,8 +140,8 @@ def _wrong_trajectory(number: int, fault: str, trajectory: Trajectory) -> list[s
     expected = "time" if fault in HANGING else "turns" if fault == "flood" else "stop"
     if trajectory.end != expected:
         lines.append(f"end {trajectory.end}")
-    if len(trajectory.samples) != CALLS.get(fault, 2):
-        lines.append(f"{len(trajectory.samples)} calls")
+    if len(trajectory.calls) != CALLS.get(fault, 2):
+        lines.append(f"{len(trajectory.calls)} calls")
     if trajectory.reward != (0.0 if expected != "stop" else 1.0):
         lines.append(f"reward {trajectory.reward}")
     return lines

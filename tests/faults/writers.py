@@ -49,7 +49,7 @@ from skylite.trainer.checkpoint import save_checkpoint
 from skylite.trainer.optimizer import FlatAdamW
 from skylite.trainer.publish_adapter import publish
 from skylite.trainer.worker import report_error
-from skylite.types import Group, Prompt, Sample, Trajectory
+from skylite.types import Call, Group, Prompt, Trajectory
 from tests.cases import optimizer_of, policy_of
 from tests.engines import write_random_adapter
 from tests.forks import in_a_fork
@@ -64,14 +64,14 @@ def groups(version: int) -> list[Group]:
         id=f"p/{version}", messages=[{"role": "user", "content": "say x"}], answer="x", source="test"
     )
     ids = [(i * 7919 + version) % 256 for i in range(2000)]
-    sample = Sample(
+    sample = Call(
         prompt_token_ids=[1, 2],
         completion_token_ids=ids,
-        rollout_logprobs=[-i / 7 for i in range(2000)],
+        sampling_logprobs=[-i / 7 for i in range(2000)],
         adapter_version=version,
         text="x",
     )
-    trajectories = tuple(Trajectory(samples=(sample,), reward=reward) for reward in (1.0, 0.0))
+    trajectories = tuple(Trajectory(calls=(sample,), reward=reward) for reward in (1.0, 0.0))
     return [Group(prompt=prompt, trajectories=trajectories)] * 4
 
 

@@ -24,7 +24,7 @@ from skylite.engine.watchdog import RestartPolicy
 from skylite.errors import ChildDied, RunFailed
 from skylite.processes.child import Supervisor
 from skylite.run.run_dir import AdapterVersion
-from skylite.types import Sample
+from skylite.types import Call
 from tests.unit.engine_cases import publish
 from tests.unit.test_engine_server import SPEC
 
@@ -81,7 +81,7 @@ async def load_verified(engines: list[Engine], adapter: AdapterVersion) -> None:
     await everyone.verify(adapter)
 
 
-async def sample(engine: Engine, adapter: AdapterVersion) -> list[Sample]:
+async def sample(engine: Engine, adapter: AdapterVersion) -> list[Call]:
     return await engine.generate(adapter.name, [1, 2], 3, SAMPLING, adapter.version)
 
 
@@ -101,7 +101,7 @@ def test_after_a_restart_the_adapter_is_verified_again_and_the_request_gets_the_
 ) -> None:
     adapter = publish(scene.folder, 3)
 
-    async def run() -> tuple[list[Sample], list[Sample]]:
+    async def run() -> tuple[list[Call], list[Call]]:
         async with Supervisor() as supervisor, scene.engines(supervisor) as engines:
             await load_verified(engines, adapter)
             before = await sample(engines[0], adapter)
@@ -178,7 +178,7 @@ def test_an_adapter_that_the_new_server_ignores_is_never_used(scene: Scene) -> N
 def test_missing_samples_of_a_group_are_requested_with_their_own_seeds(scene: Scene) -> None:
     adapter = publish(scene.folder, 3)
 
-    async def run() -> tuple[list[Sample], list[Sample]]:
+    async def run() -> tuple[list[Call], list[Call]]:
         async with Supervisor() as supervisor, scene.engines(supervisor) as engines:
             await load_verified(engines, adapter)
             full = await sample(engines[0], adapter)

@@ -115,7 +115,7 @@ def test_a_gradient_that_is_not_finite_ends_both_ranks_with_the_reason(
 def test_both_ranks_skip_a_bad_step_and_train_the_next(
     straight: RunDir, tmp_path: Path, tiny_llama: Path
 ) -> None:
-    poisoned = [replace(s, rollout_logprobs=[float("nan")] * len(s.rollout_logprobs)) for s in STEPS[2]]
+    poisoned = [replace(s, sampling_logprobs=[float("nan")] * len(s.sampling_logprobs)) for s in STEPS[2]]
     run = make_run(
         tmp_path / "skipped", tiny_llama, settings(anomaly={"action": "skip"}), {**STEPS, 2: poisoned}
     )

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from skylite.engine.retrying_client import Engine
 from skylite.engine.vllm.client import Sampling, VllmClient
-from skylite.types import Sample
+from skylite.types import Call
 from tests.engines import (
     EngineServer,
 )
@@ -21,10 +21,10 @@ from tests.integration.adapter_versions import DIFFERENT, FLOAT_NOISE, PROMPT
 pytestmark = pytest.mark.vllm
 
 
-def sampled(server: EngineServer, sampling: Sampling) -> list[Sample]:
+def sampled(server: EngineServer, sampling: Sampling) -> list[Call]:
     """Eight completions of the base, through the client that runs use."""
 
-    async def ask() -> list[Sample]:
+    async def ask() -> list[Call]:
         client = Engine(VllmClient("vllm-test", server.uds))
         try:
             return await client.generate(server.base, PROMPT, 8, sampling, version=0)
@@ -34,7 +34,7 @@ def sampled(server: EngineServer, sampling: Sampling) -> list[Sample]:
     return asyncio.run(ask())
 
 
-def logits_of(model_path: Path, completion: Sample) -> torch.Tensor:
+def logits_of(model_path: Path, completion: Call) -> torch.Tensor:
     """[C, vocabulary] that the completion's tokens were drawn from, as transformers computes them."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     with torch.no_grad():
@@ -70,7 +70,7 @@ def test_logprobs_are_of_the_distribution_that_tokens_were_sampled_from(
             torch.tensor(completion.completion_token_ids)[:, None],
         )
         drawn_from = logits / temperature if top_k == 0 else cut(logits / temperature, top_p, top_k)
-        logprobs = torch.tensor(completion.rollout_logprobs)
+        logprobs = torch.tensor(completion.sampling_logprobs)
         torch.testing.assert_close(
             logprobs, torch.log_softmax(drawn_from, dim=1).gather(1, tokens)[:, 0], atol=FLOAT_NOISE, rtol=0
         )
@@ -106,7 +106,7 @@ def test_a_stop_text_ends_the_completion_and_keeps_its_token_ids(server: EngineS
         short = sampled(server, dataclasses.replace(free, stop=(stop,)))[index]
         end = len(short.completion_token_ids)
         assert short.completion_token_ids == whole.completion_token_ids[:end]
-        assert short.rollout_logprobs == pytest.approx(whole.rollout_logprobs[:end], abs=FLOAT_NOISE)
+        assert short.sampling_logprobs == pytest.approx(whole.sampling_logprobs[:end], abs=FLOAT_NOISE)
         assert short.text == whole.text[: whole.text.index(stop) + len(stop)]
         assert short.finish_reason == "stop"
         assert end < len(whole.completion_token_ids)

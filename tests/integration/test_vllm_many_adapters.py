@@ -38,7 +38,7 @@ def results(server: EngineServer, subjects: list[Subject], max_loras: int) -> di
     found: dict[str, list[list[int]]] = {}
 
     def keep(subject: Subject, _: ProblemSet, result: EvalResult) -> None:
-        found[subject.name] = [g.trajectories[0].samples[0].completion_token_ids for g in result.groups]
+        found[subject.name] = [g.trajectories[0].calls[0].completion_token_ids for g in result.groups]
 
     async def run() -> None:
         engine = Engine(VllmClient("vllm-test", server.uds))

@@ -45,7 +45,7 @@ def sample(server: EngineServer) -> list[Group]:
                 group=group,
                 prompt_token_ids=PROMPTS[group],
                 completion_token_ids=choice["token_ids"],
-                rollout_logprobs=choice["logprobs"]["token_logprobs"],
+                sampling_logprobs=choice["logprobs"]["token_logprobs"],
                 reward=float(choice["index"]),
             )
             for choice in choices

@@ -18,7 +18,7 @@ from skylite.engine.vllm.client import Sampling
 from skylite.environments.running_environment import running_environment
 from skylite.environments.sample_episodes import Environment, Source
 from skylite.processes.child import Supervisor
-from skylite.types import Group, Prompt, Sample
+from skylite.types import Call, Group, Prompt
 from tests.small_run import settings
 from tests.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
 
@@ -41,7 +41,7 @@ class ScriptedEngine:
 
     async def generate(
         self, model: str, prompt: Sequence[int], n: int, sampling: Sampling, version: int
-    ) -> list[Sample]:
+    ) -> list[Call]:
         assert n == 1
         self.prompts.append(list(prompt))
         self.samplings.append(sampling)
@@ -54,10 +54,10 @@ class ScriptedEngine:
         ids = ids[: sampling.max_tokens]
         self.replies.append((list(prompt), ids))
         return [
-            Sample(
+            Call(
                 prompt_token_ids=list(prompt),
                 completion_token_ids=ids,
-                rollout_logprobs=[-0.5] * len(ids),
+                sampling_logprobs=[-0.5] * len(ids),
                 finish_reason="length" if cut else "stop",
                 adapter_version=version,
                 text=to_text(ids[:-1]),

@@ -13,7 +13,7 @@ from skylite.loggers.interface import LoggedSample, LoggerRun, NewFolder, Writer
 from skylite.loggers.journal import open_journal
 from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import RunDir
-from skylite.types import Group, Message, Prompt, Sample, Trajectory
+from skylite.types import Call, Group, Message, Prompt, Trajectory
 from tests.small_run import make_run, settings
 
 
@@ -39,11 +39,11 @@ def set_metrics(run: RunDir, rewards: Sequence[float], seconds: float = 1.0) -> 
 
 
 def group(name: str, step: int, reward: float) -> Group:
-    sample = Sample(
-        prompt_token_ids=[1], completion_token_ids=[2], rollout_logprobs=[-1.0], text=f"<b>{name}{step}</b>"
+    sample = Call(
+        prompt_token_ids=[1], completion_token_ids=[2], sampling_logprobs=[-1.0], text=f"<b>{name}{step}</b>"
     )
     prompt = Prompt(id=name, messages=[Message(role="user", content=f"Why {name}?")], answer="42", source="")
-    return Group(prompt=prompt, trajectories=(Trajectory(samples=(sample,), reward=reward),) * 2)
+    return Group(prompt=prompt, trajectories=(Trajectory(calls=(sample,), reward=reward),) * 2)
 
 
 def set_accuracy(run: RunDir, version: int, accuracy: float) -> None:

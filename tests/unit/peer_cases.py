@@ -176,7 +176,7 @@ def ours(case: Case, importance: dict[str, Any] | None = None, **algorithm: Any)
         keys=torch.arange(size.num_tokens),
         token_weights=weights[case.sequences],
         num_update_tokens=size.num_tokens,
-        rollout_logprobs=case.rollout[mask],
+        sampling_logprobs=case.rollout[mask],
     )
     known, advantages = Precomputed(old_logprobs=case.old[mask]), case.advantages[case.sequences]
     weights, selected = micro.token_weights, None
@@ -238,7 +238,7 @@ def samples_of(case: Case) -> list[Row]:
             group=group,
             prompt_token_ids=[5],
             completion_token_ids=[1000 + n] * length,
-            rollout_logprobs=logprobs[keep].tolist(),
+            sampling_logprobs=logprobs[keep].tolist(),
             reward=reward,
             truncated=length % 2 == 1,
         )

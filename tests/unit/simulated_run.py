@@ -28,7 +28,7 @@ from skylite.rollout.shutdown import TimeLimit
 from skylite.run.events import read_events
 from skylite.run.files import write_json
 from skylite.run.run_dir import AdapterVersion, RunDir
-from skylite.types import Prompt, Sample, Score
+from skylite.types import Call, Prompt, Score
 from skylite.ui.dashboard import Screen
 from tests.logs import logged_messages
 from tests.unit.data_cases import prompt
@@ -70,7 +70,7 @@ class FakeEngine:
 
     async def generate(
         self, model: str, ids: list[int], n: int, sampling: Sampling, version: int
-    ) -> list[Sample]:
+    ) -> list[Call]:
         assert model in self.names
         assert model.endswith(str(version))
         self.requests.append((model, ids[0], sampling.seed))
@@ -78,10 +78,10 @@ class FakeEngine:
         await asyncio.sleep(self.sample_s)
         self.in_flight[model] -= 1
         return [
-            Sample(
+            Call(
                 prompt_token_ids=list(ids),
                 completion_token_ids=[7],
-                rollout_logprobs=[-0.5],
+                sampling_logprobs=[-0.5],
                 adapter_version=version,
             )
         ] * n

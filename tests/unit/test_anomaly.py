@@ -51,7 +51,7 @@ def numbers_of(optimizer: FlatAdamW) -> list[torch.Tensor]:
 
 def with_nan(samples: list[Row]) -> list[Row]:
     return [
-        replace(samples[0], rollout_logprobs=[float("nan")] * len(samples[0].rollout_logprobs)),
+        replace(samples[0], sampling_logprobs=[float("nan")] * len(samples[0].sampling_logprobs)),
         *samples[1:],
     ]
 
@@ -175,11 +175,11 @@ def test_the_first_matrix_that_is_not_finite_is_named(tiny_llama: Path, dist: Di
 def test_an_input_that_is_not_finite_is_named() -> None:
     samples = random_samples(0)
     assert rollout_anomaly(groups_of(samples)) == ""
-    samples[5] = replace(samples[5], completion_token_ids=[1, 2], rollout_logprobs=[-1.0, float("-inf")])
+    samples[5] = replace(samples[5], completion_token_ids=[1, 2], sampling_logprobs=[-1.0, float("-inf")])
     expected = "vLLM's logprob of token 1 in turn 0 of trajectory 1 of group 1 is -inf"
     assert rollout_anomaly(groups_of(samples)) == expected
     rows = random_episodes(0)
-    rows[1].rollout_logprobs[len(rows[1].all_calls[0][1])] = float("nan")
+    rows[1].sampling_logprobs[len(rows[1].all_calls[0][1])] = float("nan")
     expected = "vLLM's logprob of token 0 in turn 1 of trajectory 1 of group 0 is nan"
     assert rollout_anomaly(groups_of(rows)) == expected
     for reward in ("nan", "inf", "-inf", "1e+39"):

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from skylite.engine.vllm.client import VllmClient
 from skylite.errors import RunFailed
 from skylite.run.run_dir import AdapterVersion
-from skylite.types import Sample
+from skylite.types import Call
 from tests.unit.bad_inputs import damaged_bytes, damaged_json
 from tests.unit.bad_server import Behaviour, ask_for, choice, talk
 from tests.unit.fuzzing import FACTOR, generated
@@ -97,10 +97,10 @@ def test_replies(tmp_path_factory: Any, asked: str, data: st.DataObject, pause_s
 def usable(asked: str, answer: Any) -> bool:
     """Whether the answer has the requested form."""
     if asked == "sample":
-        found: list[Sample] = list(answer.values())
+        found: list[Call] = list(answer.values())
         return set(answer) <= {0, 1} and all(
-            len(c.completion_token_ids) == len(c.rollout_logprobs)
-            and all(map(math.isfinite, c.rollout_logprobs))
+            len(c.completion_token_ids) == len(c.sampling_logprobs)
+            and all(map(math.isfinite, c.sampling_logprobs))
             for c in found
         )
     if asked == "score":

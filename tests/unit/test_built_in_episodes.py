@@ -47,8 +47,8 @@ def test_the_calculator_computes_and_the_answer_is_scored(tmp_path: Path) -> Non
     prompt = make_prompt(0, answer="20")
     trajectory = play(tmp_path, "calculator", prompt, script, max_tokens=2000, weights={"calls": 0.0})
     assert dict(trajectory.components) == {"right": 1.0, "calls": 1.0}
-    assert (trajectory.reward, len(trajectory.samples)) == (1.0, 2)
-    first, second = trajectory.samples
+    assert (trajectory.reward, len(trajectory.calls)) == (1.0, 2)
+    first, second = trajectory.calls
     result = to_text(second.prompt_token_ids[len(first.prompt_token_ids + first.completion_token_ids) :])
     assert "20" in result
 
@@ -82,7 +82,7 @@ def test_reasoning_gym_gives_three_tries(tmp_path: Path, right_at: int, componen
     prompt = make_prompt(0, answer="7", extra={"task": "chain_sum", "entry": ENTRY})
     trajectory = play(tmp_path, "reasoning-gym", prompt, script, max_tokens=2000)
     assert dict(trajectory.components) == pytest.approx(components, abs=0.02)
-    assert len(trajectory.samples) == min(right_at, 3)
+    assert len(trajectory.calls) == min(right_at, 3)
 
 
 def test_reasoning_gym_needs_the_users_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from skylite.engine.vllm.client import Sampling
 from skylite.environments.sample_episodes import Environment
-from skylite.environments.trajectory_log import Call, TrajectoryLog
+from skylite.environments.trajectory_log import AnsweredRequest, TrajectoryLog
 from skylite.rollout.turn_metrics import turn_metrics
-from skylite.types import Sample, Trajectory
+from skylite.types import Call, Trajectory
 from tests.tiny_models import CHAT_TEMPLATE
 from tests.unit.environment_cases import ScriptedEngine, sample, to_text
 from tests.unit.test_openai_server import HELLO, open_log, post, visit
@@ -60,10 +60,10 @@ def test_a_call_with_other_tools_is_rendered_anew(
         said = reply.json()["choices"][0]["message"]
         later = {"messages": [*HELLO, said, {"role": "user", "content": "on"}], **second}
         assert (await post(running.server, key, later)).status_code == 200
-        samples = tuple(call.sample for call in log.calls)
+        samples = tuple(answered.call for answered in log.calls)
         known = samples[0].prompt_token_ids + samples[0].completion_token_ids
         prompt = samples[1].prompt_token_ids
-        branches = turn_metrics([Trajectory(samples=samples, reward=0.0)])["turns/branches_mean"]
+        branches = turn_metrics([Trajectory(calls=samples, reward=0.0)])["turns/branches_mean"]
         if begin is None:
             assert (prompt[: len(known)], branches) == (known, 0.0)
         else:
@@ -78,7 +78,7 @@ class Uneven(ScriptedEngine):
 
     async def generate(
         self, model: str, prompt: Sequence[int], n: int, sampling: Sampling, version: int
-    ) -> list[Sample]:
+    ) -> list[Call]:
         await asyncio.sleep(1.5 if "slow" in to_text(prompt) else 0.0)
         return await super().generate(model, prompt, n, sampling, version)
 
@@ -99,7 +99,7 @@ def test_parallel_calls_stay_in_the_order_in_which_they_were_asked(tmp_path: Pat
     (group,) = sample(tmp_path, source, engine)
     (trajectory,) = group.trajectories
     assert ["slow" in to_text(prompt) for prompt, _ in engine.replies] == [False, True]
-    assert ["slow" in to_text(s.prompt_token_ids) for s in trajectory.samples] == [True, False]
+    assert ["slow" in to_text(s.prompt_token_ids) for s in trajectory.calls] == [True, False]
     assert trajectory.turn_rewards == (1.0, 2.0)
 
 
@@ -108,8 +108,10 @@ def log_of(*replies: dict[str, Any]) -> TrajectoryLog:
     engine: Any = ScriptedEngine()
     log = TrajectoryLog(name="p0", model="m", version=1, engine=engine, seed=1, temperature=1.0)
     for number, reply in enumerate(replies, 1):
-        empty = Sample(prompt_token_ids=[1], completion_token_ids=[2], rollout_logprobs=[0.0])
-        log.record(Call(number=number, messages=HELLO, tools=None, arguments={}, reply=reply, sample=empty))
+        empty = Call(prompt_token_ids=[1], completion_token_ids=[2], sampling_logprobs=[0.0])
+        log.record(
+            AnsweredRequest(number=number, messages=HELLO, tools=None, arguments={}, reply=reply, call=empty)
+        )
     return log
 
 

@@ -14,7 +14,7 @@ from skylite.engine.retrying_client import Engine
 from skylite.engine.vllm.client import Sampling
 from skylite.errors import EngineDead, EngineFailed, RunFailed, SyncFailed
 from skylite.run.run_dir import AdapterVersion
-from skylite.types import Sample
+from skylite.types import Call
 from tests.unit.bad_server import SAMPLING, Behaviour, ask_for, choice, talk
 
 
@@ -113,7 +113,7 @@ def test_completions_that_vllm_aborted_are_left_out(tmp_path: Path) -> None:
     aborted = {"index": 0, "text": "", "token_ids": [], "logprobs": None, "finish_reason": "abort"}
     found = asyncio.run(talk(tmp_path, sampled(aborted, choice(1)), ask_for(2)))
     assert list(found) == [1]
-    assert (found[1].completion_token_ids, found[1].rollout_logprobs, found[1].adapter_version) == (
+    assert (found[1].completion_token_ids, found[1].sampling_logprobs, found[1].adapter_version) == (
         [1, 2],
         [-1.0, -2.0],
         3,
@@ -230,12 +230,12 @@ class LosingClient:
 
     async def sample(
         self, model: str, prompt_token_ids: list[int], n: int, sampling: Sampling, version: int
-    ) -> dict[int, Sample]:
+    ) -> dict[int, Call]:
         self.asked.append((n, sampling.seed))
         return {
-            i: Sample(
+            i: Call(
                 prompt_token_ids=prompt_token_ids, completion_token_ids=[sampling.seed + i],
-                rollout_logprobs=[-1.0], finish_reason="stop", adapter_version=version, text="",
+                sampling_logprobs=[-1.0], finish_reason="stop", adapter_version=version, text="",
             )
             for i in self.found.pop(0)
         }  # fmt: skip

@@ -183,7 +183,7 @@ def test_a_group_holds_score_and_penalty_of_each_completion() -> None:
     assert [(t.reward, t.penalty, dict(t.components)) for t in group.trajectories] == [
         (0.0, -0.5, {"a": 0}), (1.0, -0.5, {"a": 1}),
     ]  # fmt: skip
-    assert [t.samples[0].adapter_version for t in group.trajectories] == [3, 3]
+    assert [t.calls[0].adapter_version for t in group.trajectories] == [3, 3]
     plain = asyncio.run(
         collect_group(Engine(LosingClient({0}), ()), "m", 3, prompt(), [7], 1, SAMPLING, Scorer())  # type: ignore[arg-type]
     )

@@ -20,7 +20,7 @@ from skylite.rollout.progress import Progress
 from skylite.rollout.sampling import SampledStep, sample_step
 from skylite.rollout.session_resources import Session
 from skylite.run.run_dir import AdapterVersion, RunDir
-from skylite.types import Group, Prompt, Sample, Trajectory
+from skylite.types import Call, Group, Prompt, Trajectory
 from skylite.ui.dashboard import Screen
 from tests.unit.environment_cases import ScriptedEngine, environment, make_prompt, make_source
 
@@ -60,8 +60,8 @@ class FakeEnvironment:
         group_size: int,
         **_: Any,
     ) -> list[Group]:
-        sample = Sample(prompt_token_ids=[1], completion_token_ids=[2], rollout_logprobs=[-1.0])
-        trajectories = (Trajectory(samples=(sample,), reward=0.0),) * group_size
+        sample = Call(prompt_token_ids=[1], completion_token_ids=[2], sampling_logprobs=[-1.0])
+        trajectories = (Trajectory(calls=(sample,), reward=0.0),) * group_size
         return [
             Group(prompt=prompt, trajectories=trajectories)
             for place, prompt in enumerate(prompts, first_index)

@@ -12,7 +12,7 @@ import pytest
 from skylite.engine.retrying_client import Engine
 from skylite.engine.vllm.client import Sampling
 from skylite.errors import EngineFailed
-from skylite.types import Sample
+from skylite.types import Call
 from tests.unit.environment_cases import ScriptedEngine, environment, make_prompt, make_source, sample
 from tests.unit.test_episodes import THREE_TURNS
 
@@ -44,7 +44,7 @@ class Restarting:
 
     async def sample(
         self, model: str, prompt: list[int], n: int, sampling: Sampling, version: int
-    ) -> dict[int, Sample]:
+    ) -> dict[int, Call]:
         self.num_requests += 1
         if self.num_requests == self.fails_at:
             self.engine.pause()
@@ -76,7 +76,7 @@ def test_the_wait_for_an_engine_that_restarts_does_not_count(tmp_path: Path, fai
     """Neither against env.timeout_s, nor as a timeout of the chat."""
     client = Restarting(fails_at)
     trajectory = episode_with(client, tmp_path, THREE_TURNS)
-    assert (trajectory.end, trajectory.reward, len(trajectory.samples)) == ("stop", 0.25, 3)
+    assert (trajectory.end, trajectory.reward, len(trajectory.calls)) == ("stop", 0.25, 3)
     assert client.num_requests == 4
     assert 4.5 < client.engine._lost_s < 8
 

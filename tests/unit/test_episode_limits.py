@@ -50,7 +50,7 @@ OPENAI = """
 def test_an_exception_that_a_limit_gives_ends_the_trajectory(tmp_path: Path, source: str) -> None:
     (group,) = sample(tmp_path, source, ScriptedEngine(), max_turns=2, limit_reward=-1.0)
     (trajectory,) = group.trajectories
-    assert (len(trajectory.samples), trajectory.end, trajectory.reward) == (2, "turns", -1.0)
+    assert (len(trajectory.calls), trajectory.end, trajectory.reward) == (2, "turns", -1.0)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def test_functions_become_tools_and_run(tmp_path: Path) -> None:
 
     (group,) = sample(tmp_path, source, ScriptedEngine(script), max_completion_tokens=200)
     assert group.trajectories[0].reward == 42.0
-    first, second = group.trajectories[0].samples
+    first, second = group.trajectories[0].calls
     known = first.prompt_token_ids + first.completion_token_ids
     assert second.prompt_token_ids[: len(known)] == known
 

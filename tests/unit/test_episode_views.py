@@ -14,15 +14,15 @@ from skylite.cli.main import app
 from skylite.report.completions import read_training
 from skylite.report.page_data import _completion
 from skylite.run.rollout_file import write_rollouts
-from skylite.types import Group, Prompt, Sample, Trajectory
+from skylite.types import Call, Group, Prompt, Trajectory
 from tests.made_up_runs import write_made_up_run
 
 PROMPT = Prompt(id="p7", messages=[{"role": "user", "content": "which?"}], answer="4", source="guess")
-FIRST = Sample(prompt_token_ids=[1], completion_token_ids=[2, 3], rollout_logprobs=[-1.0, -1.0], text="nine")
+FIRST = Call(prompt_token_ids=[1], completion_token_ids=[2, 3], sampling_logprobs=[-1.0, -1.0], text="nine")
 SECOND = replace(FIRST, prompt_token_ids=[1, 2, 3, 4], text="four", observed="user: lower\ntool: \x1b[2J5")
 TRAJECTORIES = (
-    Trajectory(samples=(FIRST, SECOND), reward=0.75, turn_rewards=(0.25, 0.5)),
-    Trajectory(samples=(FIRST, SECOND), reward=0.0, end="turns"),
+    Trajectory(calls=(FIRST, SECOND), reward=0.75, turn_rewards=(0.25, 0.5)),
+    Trajectory(calls=(FIRST, SECOND), reward=0.0, end="turns"),
 )
 
 

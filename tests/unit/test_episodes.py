@@ -34,16 +34,16 @@ def test_each_call_continues_the_sampled_tokens(tmp_path: Path) -> None:
     (group,) = sample(tmp_path, THREE_TURNS, engine)
     (trajectory,) = group.trajectories
     assert (trajectory.reward, trajectory.end, trajectory.is_truncated) == (0.25, "stop", False)
-    assert [to_text(s.completion_token_ids) for s in trajectory.samples] == [
+    assert [to_text(s.completion_token_ids) for s in trajectory.calls] == [
         "turn 1<|im_end|>", "turn 2<|im_end|>", "turn 3<|im_end|>",
     ]  # fmt: skip
-    assert to_text(trajectory.samples[2].prompt_token_ids) == (
+    assert to_text(trajectory.calls[2].prompt_token_ids) == (
         "<|im_start|>user\nquestion 0<|im_end|>\n<|im_start|>assistant\nturn 1<|im_end|>\n"
         "<|im_start|>user\nagain 0<|im_end|>\n<|im_start|>assistant\nturn 2<|im_end|>\n"
         "<|im_start|>user\nagain 1<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert [s.observed for s in trajectory.samples] == ["user: question 0", "user: again 0", "user: again 1"]
-    for before, after in zip(trajectory.samples, trajectory.samples[1:], strict=False):
+    assert [s.observed for s in trajectory.calls] == ["user: question 0", "user: again 0", "user: again 1"]
+    for before, after in zip(trajectory.calls, trajectory.calls[1:], strict=False):
         known = before.prompt_token_ids + before.completion_token_ids
         assert after.prompt_token_ids[: len(known)] == known
 
@@ -52,10 +52,7 @@ def test_trained_ids_are_the_ids_that_the_engine_saw_and_gave(tmp_path: Path) ->
     engine = ScriptedEngine(lambda prompt: f" {len(prompt)}  odd\tspaces ")
     groups = sample(tmp_path, THREE_TURNS, engine, num_prompts=3, group_size=4)
     recorded = [
-        (s.prompt_token_ids, s.completion_token_ids)
-        for g in groups
-        for t in g.trajectories
-        for s in t.samples
+        (s.prompt_token_ids, s.completion_token_ids) for g in groups for t in g.trajectories for s in t.calls
     ]
     assert len(recorded) == 36
     assert sorted(recorded) == sorted(engine.replies)
@@ -82,7 +79,7 @@ def _fresh(tmp_path: Path, number: int) -> Path:
 def test_a_cut_reply_is_closed_before_the_next_turn(tmp_path: Path) -> None:
     engine = ScriptedEngine(lambda prompt: "x" * 100)
     (group,) = sample(tmp_path, THREE_TURNS, engine)
-    first, second, _ = group.trajectories[0].samples
+    first, second, _ = group.trajectories[0].calls
     assert first.finish_reason == "length"
     assert to_text(second.prompt_token_ids[len(first.prompt_token_ids) + 64 :]).startswith(
         "<|im_end|>\n<|im_start|>user"
@@ -109,7 +106,7 @@ def test_a_turn_limit_ends_the_trajectory(tmp_path: Path, source: str, calls: in
     engine = ScriptedEngine()
     (group,) = sample(tmp_path, source, engine, max_turns=2, limit_reward=-1.0)
     (trajectory,) = group.trajectories
-    assert (len(trajectory.samples), trajectory.end, trajectory.reward) == (calls, "turns", reward)
+    assert (len(trajectory.calls), trajectory.end, trajectory.reward) == (calls, "turns", reward)
     assert trajectory.is_truncated
 
 
@@ -120,7 +117,7 @@ def test_a_token_limit_ends_the_trajectory(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     long = THREE_TURNS.replace('f"again {turn}"', '"z" * 500')
     (group,) = sample(tmp_path / "b", long, engine, max_tokens=520)
-    assert (group.trajectories[0].end, len(group.trajectories[0].samples)) == ("tokens", 1)
+    assert (group.trajectories[0].end, len(group.trajectories[0].calls)) == ("tokens", 1)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +201,7 @@ def test_a_command_is_an_episode(tmp_path: Path) -> None:
     engine = ScriptedEngine(lambda p: "hello")
     (group,) = sample(tmp_path, "", engine, episode=f"command:{sys.executable} {program}")
     assert group.trajectories[0].reward == 0.75
-    assert to_text(group.trajectories[0].samples[0].completion_token_ids) == "hello<|im_end|>"
+    assert to_text(group.trajectories[0].calls[0].completion_token_ids) == "hello<|im_end|>"
     assert "said hello" in (tmp_path / "logs" / "episodes.log").read_text()
 
 

@@ -16,7 +16,7 @@ from skylite.evaluation.harness_gsm8k import harness_score
 from skylite.evaluation.paired_test import bootstrap_p, compare, mcnemar_exact
 from skylite.evaluation.scores import answer_of, boxed, can_vote, ks_for, majority_score, pass_at_k
 from skylite.evaluation.summary import metrics_of
-from skylite.types import Group, Prompt, Sample, Trajectory
+from skylite.types import Call, Group, Prompt, Trajectory
 
 
 def test_pass_at_k_by_hand() -> None:
@@ -80,11 +80,11 @@ def test_votes_of_exact_match_follow_its_settings(
 
 def test_the_majority_of_exact_match_uses_the_settings_of_the_data() -> None:
     """Two of three say 7, one as " 7": the vote is right, and the mean of the scores is 2/3."""
-    sample = Sample(prompt_token_ids=[1], completion_token_ids=[2], rollout_logprobs=[-1.0], text="")
+    sample = Call(prompt_token_ids=[1], completion_token_ids=[2], sampling_logprobs=[-1.0], text="")
     prompt = Prompt(id="a", messages=[], answer="7", source="")
     said = (("it is 7", 1.0), ("it is  7", 1.0), ("it is 8", 0.0))
     trajectories = tuple(
-        Trajectory(samples=(replace(sample, text=text),), reward=score) for text, score in said
+        Trajectory(calls=(replace(sample, text=text),), reward=score) for text, score in said
     )
     result = EvalResult(
         model="m", temperature=1.0, score=mean_score([[score for _, score in said]]),

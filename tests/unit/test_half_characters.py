@@ -80,7 +80,7 @@ def test_the_model_reads_what_its_program_printed(tmp_path: Path) -> None:
     (group,) = sample(tmp_path, TOOL, engine, max_completion_tokens=200)
     (trajectory,) = group.trajectories
     assert trajectory.reward == 1.0
-    assert trajectory.samples[1].observed == "tool: \ufffdprinted\n"
+    assert trajectory.calls[1].observed == "tool: \ufffdprinted\n"
 
 
 def test_an_episode_may_print_ask_and_return_it(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def meta_micro_batch() -> MicroBatch:
         keys=torch.empty_like(tokens.rows),
         token_weights=floats,
         num_update_tokens=10,
-        rollout_logprobs=floats,
+        sampling_logprobs=floats,
     )
 
 

@@ -64,7 +64,7 @@ def test_an_openai_client_works_as_with_openai(tmp_path: Path) -> None:
         assert reply.choices[0].message.content == "good day"
         assert (reply.model, reply.choices[0].finish_reason) == ("policy-v000003", "stop")
         assert reply.usage is not None
-        assert reply.usage.completion_tokens == len(log.calls[0].sample.completion_token_ids)
+        assert reply.usage.completion_tokens == len(log.calls[0].call.completion_token_ids)
         stream = await client.chat.completions.create(
             model="x",
             messages=HELLO,
@@ -114,14 +114,14 @@ def test_a_stop_text_ends_the_reply_and_stays_in_what_is_trained(tmp_path: Path,
         reply = await client.chat.completions.create(model="x", messages=HELLO, stop=stop)
         message = reply.choices[0].message
         assert (message.content, reply.choices[0].finish_reason) == ("Action: add", "stop")
-        first = log.calls[0].sample
+        first = log.calls[0].call
         assert to_text(first.completion_token_ids) == "Action: add\nObservation:"
         told = {"role": "user", "content": " 5"}
         await client.chat.completions.create(
             model="x", messages=[*HELLO, {"role": "assistant", "content": message.content}, told]
         )
         known = [*first.prompt_token_ids, *first.completion_token_ids]
-        assert log.calls[1].sample.prompt_token_ids[: len(known)] == known
+        assert log.calls[1].call.prompt_token_ids[: len(known)] == known
         assert engine.samplings[1].stop == ()
         await client.close()
 
@@ -311,12 +311,12 @@ def test_rewritten_history_makes_a_branch(tmp_path: Path) -> None:
         await post(running.server, key, {"messages": HELLO})
         changed = {"role": "assistant", "content": "a summary"}
         await post(running.server, key, {"messages": [*HELLO, changed, {"role": "user", "content": "on"}]})
-        first, second = (c.sample for c in log.calls)
+        first, second = (c.call for c in log.calls)
         assert "a summary<|im_end|>" in to_text(second.prompt_token_ids)
         assert "first answer" not in to_text(second.prompt_token_ids)
         same = {"role": "assistant", "content": "first answer"}
         await post(running.server, key, {"messages": [*HELLO, same, {"role": "user", "content": "on"}]})
-        third, known = log.calls[2].sample, first.prompt_token_ids + first.completion_token_ids
+        third, known = log.calls[2].call, first.prompt_token_ids + first.completion_token_ids
         assert third.prompt_token_ids[: len(known)] == known
 
     visit(tmp_path, body)

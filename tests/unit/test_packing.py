@@ -57,7 +57,7 @@ def sample(group: int) -> Row:
         group=group,
         prompt_token_ids=[1],
         completion_token_ids=[2],
-        rollout_logprobs=[-1.0],
+        sampling_logprobs=[-1.0],
         reward=0.0,
         truncated=False,
     )

@@ -100,7 +100,7 @@ def micro_for(case: Case, values: Tensor | None) -> tuple[MicroBatch, Precompute
         keys=torch.arange(count),
         token_weights=torch.ones(count),
         num_update_tokens=count,
-        rollout_logprobs=case.rollout[case.mask],
+        sampling_logprobs=case.rollout[case.mask],
     )
     return micro, Precomputed(kl_penalty=0.1 * (case.old - case.ref)[case.mask], values=values)
 

@@ -220,7 +220,7 @@ def test_micro_batches_count_what_sub_agents_share():
             group=groups[i],
             prompt_token_ids=[],
             completion_token_ids=[c[-1] for c in calls[i : i + 2]],
-            rollout_logprobs=[-1.0, -1.0],
+            sampling_logprobs=[-1.0, -1.0],
             reward=float(i % 4),
             calls=tuple((call[:-1], call[-1:]) for call in calls[i : i + 2]),
         )
@@ -244,7 +244,7 @@ def size(batch, parts, packing):
     samples = [
         (p.number // batch.group_size, s)
         for p in parts
-        for s in batch.trajectory(p.number).samples[p.first : p.last]
+        for s in batch.trajectory(p.number).calls[p.first : p.last]
     ]
     prompts, completions = (
         [s.prompt_token_ids for _, s in samples],
@@ -279,10 +279,10 @@ def test_a_trajectory_over_the_budget_is_cut_between_its_calls(dp_size, budget, 
     plan = plan_micro_batches(batch, range(len(trajectories)), budget, dp_size, packing, may_cut=True)
     parts = sorted(p for rank in plan for micro in rank for p in micro)
     calls = [(p.number, call) for p in parts for call in range(p.first, p.last)]
-    assert calls == [(n, call) for n, t in enumerate(trajectories) for call in range(len(t.samples))]
+    assert calls == [(n, call) for n, t in enumerate(trajectories) for call in range(len(t.calls))]
     assert len(parts) > len(trajectories) or budget > 16, "some are cut"
     for part in parts:
-        samples = trajectories[part.number].samples
+        samples = trajectories[part.number].calls
         longest = max(len(s.prompt_token_ids + s.completion_token_ids) for s in samples)
         assert size(batch, [part], packing) <= max(budget, longest)
         if (part.first, part.last) != (0, len(samples)):

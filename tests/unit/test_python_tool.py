@@ -79,7 +79,7 @@ def test_an_episode_offers_the_tool_and_the_model_reads_its_result(tmp_path: Pat
     (group,) = sample(tmp_path, EPISODE, ScriptedEngine(reply_to), max_completion_tokens=200)
     (trajectory,) = group.trajectories
     assert trajectory.reward == 1.0
-    assert [s.observed for s in trajectory.samples] == ["user: question 0", "tool: 42\n"]
+    assert [s.observed for s in trajectory.calls] == ["user: question 0", "tool: 42\n"]
 
 
 def test_a_machine_without_a_sandbox_is_no_answer_for_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

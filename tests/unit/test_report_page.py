@@ -16,7 +16,7 @@ from skylite.report.page_data import plain_values
 from skylite.run.files import write_json
 from skylite.run.metrics_file import read_metrics, write_metrics
 from skylite.run.rollout_file import write_rollouts
-from skylite.types import Group, Message, Prompt, Sample, Trajectory
+from skylite.types import Call, Group, Message, Prompt, Trajectory
 from tests.browser import CHROMIUM, Page, browser
 from tests.made_up_runs import STEPS, write_made_up_run
 
@@ -51,17 +51,17 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def evil_group() -> Group:
-    sample = Sample(
+    sample = Call(
         prompt_token_ids=[1],
         completion_token_ids=[2],
-        rollout_logprobs=[-1.0],
+        sampling_logprobs=[-1.0],
         text=EVIL,
         finish_reason="stop",
     )
     prompt = Prompt(id=EVIL, messages=[Message(role="user", content=EVIL)], answer=EVIL, source="")
     return Group(
         prompt=prompt,
-        trajectories=(Trajectory(samples=(sample,), reward=1.0, components={EVIL: 1.0, "b": 0.0}),),
+        trajectories=(Trajectory(calls=(sample,), reward=1.0, components={EVIL: 1.0, "b": 0.0}),),
     )
 
 

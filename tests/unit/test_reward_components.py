@@ -21,7 +21,7 @@ from skylite.rollout.step_metrics import component_means, recovered_metrics
 from skylite.run.rollout_file import read_rollouts, write_rollouts
 from skylite.run.run_dir import RunDir
 from skylite.trainer.anomaly import rollout_anomaly
-from skylite.types import Group, Sample, Score, Trajectory
+from skylite.types import Call, Group, Score, Trajectory
 from tests.unit.data_cases import prompt
 from tests.unit.run_cases import make_model, write_data
 from tests.unit.test_sampling import metrics_of
@@ -145,7 +145,7 @@ def group(*scores: Score) -> Group:
         prompt=prompt(),
         trajectories=tuple(
             Trajectory(
-                samples=(Sample(prompt_token_ids=[1], completion_token_ids=[2], rollout_logprobs=[-1.0]),),
+                calls=(Call(prompt_token_ids=[1], completion_token_ids=[2], sampling_logprobs=[-1.0]),),
                 reward=score.reward,
                 components=score.components,
             )

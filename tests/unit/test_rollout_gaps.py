@@ -22,7 +22,7 @@ from skylite.trainer.micro_batches import KEY_STRIDE
 from skylite.trainer.optimizer import make_optimizer
 from skylite.trainer.rollout_gaps import depth_edges, rollout_gaps
 from skylite.trainer.step import train_step
-from skylite.types import Group, Sample
+from skylite.types import Call, Group
 from tests.rows import Row, groups_of
 from tests.small_run import lone_rank, resolved, settings
 from tests.tiny_models import make_tiny_model
@@ -48,7 +48,7 @@ def rows(prompts: list[int], completion: int = 4) -> list[Row]:
             group=group,
             prompt_token_ids=[65 + k % 26 for k in range(length)],
             completion_token_ids=[97 + (7 * k + column) % 26 for k in range(completion)],
-            rollout_logprobs=[-1.0] * completion,
+            sampling_logprobs=[-1.0] * completion,
             reward=float(column),
         )
         for group, length in enumerate(prompts)
@@ -90,11 +90,11 @@ def test_tokens_of_an_older_version_are_left_out(dist: Dist) -> None:
     gaps = {0: [1.0] * 4, 1: [3.0] * 4}
     assert "older version" in found(groups, gaps, dist, step=2)["not_judged"]
 
-    def newer(sample: Sample) -> Sample:
+    def newer(sample: Call) -> Call:
         return replace(sample, adapter_version=1)
 
     old, new = groups[0].trajectories
-    mixed = replace(groups[0], trajectories=(old, replace(new, samples=tuple(map(newer, new.samples)))))
+    mixed = replace(groups[0], trajectories=(old, replace(new, calls=tuple(map(newer, new.calls)))))
     assert {b["gap_mean"] for b in found([mixed], gaps, dist, step=2)["bins"]} == {3.0}
 
 
@@ -137,7 +137,7 @@ def test_a_window_that_the_engine_lacks_is_found_where_it_begins(
     rollout = {"prompts_per_step": 4, "group_size": 2, "temperature": temperature}
     config, policy = settings(rollout=rollout), policy_of(cohere2, tmp_path, dist)
     given = [
-        replace(r, rollout_logprobs=engine_logprobs(cohere2, r, window, temperature))
+        replace(r, sampling_logprobs=engine_logprobs(cohere2, r, window, temperature))
         for r in rows([20, 40, 90, 130], completion=24)
     ]
     optimizer = make_optimizer("policy", policy.lora, 1e-3, 1e9, config.optim)

@@ -25,7 +25,7 @@ from skylite.rollout.session_resources import Session
 from skylite.rollout.step_metrics import StepTimings, completion_view, step_metrics
 from skylite.run.rollout_file import read_rollouts, write_rollouts
 from skylite.run.run_dir import AdapterVersion, RunDir
-from skylite.types import Group, Prompt, Sample, Score, Trajectory
+from skylite.types import Call, Group, Prompt, Score, Trajectory
 from skylite.ui.dashboard import Screen
 from tests.logs import logged_messages
 from tests.unit.data_cases import prompt
@@ -35,9 +35,9 @@ PROMPTS = [prompt(id=str(i), messages=[{"role": "user", "content": str(i)}]) for
 
 def group(name: str, *rewards: float, penalties: Sequence[float] = (), tokens: int = 1) -> Group:
     """A group of prompt `name` with these rewards."""
-    sample = Sample(prompt_token_ids=[1], completion_token_ids=[2] * tokens, rollout_logprobs=[-0.5] * tokens)
+    sample = Call(prompt_token_ids=[1], completion_token_ids=[2] * tokens, sampling_logprobs=[-0.5] * tokens)
     trajectories = tuple(
-        Trajectory(samples=(sample,), reward=reward, penalty=penalty)
+        Trajectory(calls=(sample,), reward=reward, penalty=penalty)
         for reward, penalty in itertools.zip_longest(rewards, penalties, fillvalue=0.0)
     )
     return Group(prompt=prompt(id=name), trajectories=trajectories)
@@ -139,13 +139,13 @@ class FakeEngine:
 
     async def generate(
         self, model: str, ids: list[int], n: int, sampling: Sampling, version: int
-    ) -> list[Sample]:
+    ) -> list[Call]:
         self.requests.append((ids[0], sampling))
         tokens = [7] * (ids[0] + 1)
-        completion = Sample(
+        completion = Call(
             prompt_token_ids=list(ids),
             completion_token_ids=tokens,
-            rollout_logprobs=[-0.5] * len(tokens),
+            sampling_logprobs=[-0.5] * len(tokens),
             adapter_version=version,
         )
         return [completion] * n

@@ -62,7 +62,7 @@ def micro_batch(x: list[float], weights: list[float]) -> MicroBatch:
         keys=count,
         token_weights=torch.tensor(weights),
         num_update_tokens=3,
-        rollout_logprobs=-torch.tensor(x),
+        sampling_logprobs=-torch.tensor(x),
     )
 
 

@@ -79,7 +79,7 @@ def hold(number: int, conversation: Any, history: str = "sampled") -> tuple[Any,
 
 def branches(log: TrajectoryLog, tokenizer: Any = None) -> int:
     """With a tokenizer: of the texts, so that another tokenization of the same text is no branch."""
-    samples = [c.sample for c in log.calls]
+    samples = [c.call for c in log.calls]
     if tokenizer is not None:
         samples = [
             replace(
@@ -89,16 +89,16 @@ def branches(log: TrajectoryLog, tokenizer: Any = None) -> int:
             )
             for s in samples
         ]
-    trajectory = Trajectory(samples=tuple(samples), reward=0.0)
+    trajectory = Trajectory(calls=tuple(samples), reward=0.0)
     return round(turn_metrics([trajectory])["turns/branches_mean"])
 
 
 def trained(log: TrajectoryLog, path: Path) -> list[tuple[list[int], list[int]]]:
     """(prompt, completion) of each call as the trainer packs them, read back from the rollout file."""
-    samples = tuple(c.sample for c in log.calls)
+    samples = tuple(c.call for c in log.calls)
     prompt = Prompt(id="p0", messages=[QUESTION], answer="42", source="")
-    write_rollouts(path, [Group(prompt=prompt, trajectories=(Trajectory(samples=samples, reward=1.0),))])
-    calls = arrange(read_rollouts(path), AlgorithmConfig()).trajectory(0).samples
+    write_rollouts(path, [Group(prompt=prompt, trajectories=(Trajectory(calls=samples, reward=1.0),))])
+    calls = arrange(read_rollouts(path), AlgorithmConfig()).trajectory(0).calls
     prompts, completions = [c.prompt_token_ids for c in calls], [c.completion_token_ids for c in calls]
     packed = pack_tree(prompts, completions, [0] * len(calls), range(len(calls)), torch.device("cpu"))
     nodes, found = packed.inputs["input_ids"][0].tolist(), []
@@ -155,7 +155,7 @@ def test_every_call_shows_the_system_text(number: int) -> None:
     _, log = hold(number, with_system)
     assert len(log.calls) == 3
     for call in log.calls:
-        assert SYSTEM in tokenizer_of(number).decode(call.sample.prompt_token_ids)
+        assert SYSTEM in tokenizer_of(number).decode(call.call.prompt_token_ids)
 
 
 @pytest.mark.parametrize("number", range(len(FAMILIES)), ids=name_of)
@@ -165,7 +165,7 @@ def test_a_continued_prompt_is_the_text_that_the_template_writes(number: int) ->
     _, sampled = hold(number, plain)
     _, anew = hold(number, plain, "template")
     for ours, theirs in zip(sampled.calls, anew.calls, strict=True):
-        text, expected = (tokenizer.decode(c.sample.prompt_token_ids) for c in (ours, theirs))
+        text, expected = (tokenizer.decode(c.call.prompt_token_ids) for c in (ours, theirs))
         for before, after in SAMPLED_OTHERWISE.get(family.name, ()):
             text = text.replace(before, after)
         assert text == expected
@@ -205,7 +205,7 @@ def _results(number: int) -> str:
         _, log = hold(number, tools)
     except Refused:
         return "refused"
-    texts = [tokenizer_of(number).decode(c.sample.prompt_token_ids) for c in log.calls]
+    texts = [tokenizer_of(number).decode(c.call.prompt_token_ids) for c in log.calls]
     shown = ["result 0" in texts[1], "result 0" in texts[3], "result 1" in texts[3]]
     if all(shown):
         return "shown"

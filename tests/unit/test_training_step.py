@@ -127,7 +127,7 @@ def test_metrics_equal_the_reference(tiny_llama: Path, dist: Dist):
     plain, samples = plain_model(tiny_llama, policy, config), random_samples(0)
     with torch.no_grad():
         gaps = torch.cat(
-            [reference_logprobs(plain, s, 1.0) - torch.tensor(s.rollout_logprobs) for s in samples]
+            [reference_logprobs(plain, s, 1.0) - torch.tensor(s.sampling_logprobs) for s in samples]
         ).abs()
     assert metrics["mismatch/logprob_diff_mean"] == pytest.approx(float(gaps.mean()), rel=1e-4)
     assert metrics["mismatch/logprob_diff_max"] == pytest.approx(float(gaps.max()), rel=1e-4)
@@ -196,7 +196,7 @@ def test_a_non_finite_gradient_stops_the_run_and_keeps_the_weights(tiny_llama: P
     config = settings()
     policy = policy_of(tiny_llama, config, dist)
     samples = random_samples(0)
-    samples[0] = replace(samples[0], rollout_logprobs=[float("nan")] * len(samples[0].rollout_logprobs))
+    samples[0] = replace(samples[0], sampling_logprobs=[float("nan")] * len(samples[0].sampling_logprobs))
     before = copy.deepcopy(adapter_tensors(policy))
     with pytest.raises(TrainingDiverged, match=r"gradient of the policy is not finite \(norm nan\)"):
         train_rows(policy, optimizer_of(policy, config), samples, 7, config, dist)

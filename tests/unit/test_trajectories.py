@@ -67,7 +67,7 @@ def episode(*calls: tuple[list[int], list[int]], reward: float, group: int = 0) 
         group=group,
         prompt_token_ids=calls[0][0],
         completion_token_ids=sampled,
-        rollout_logprobs=[-1.0 - i for i in range(len(sampled))],
+        sampling_logprobs=[-1.0 - i for i in range(len(sampled))],
         reward=reward,
         calls=calls,
     )
@@ -180,9 +180,9 @@ def test_rollout_files_keep_every_call(tmp_path: Path) -> None:
     groups, path = groups_of(EPISODES), tmp_path / "step-000001.parquet"
     write_rollouts(path, groups)
     again = read_rollouts(path)
-    assert [[t.samples for t in g.trajectories] for g in again] == [
+    assert [[t.calls for t in g.trajectories] for g in again] == [
         [
-            tuple(replace(s, rollout_logprobs=_as_float32(s.rollout_logprobs)) for s in t.samples)
+            tuple(replace(s, sampling_logprobs=_as_float32(s.sampling_logprobs)) for s in t.calls)
             for t in g.trajectories
         ]
         for g in groups
@@ -224,7 +224,7 @@ def test_the_order_of_the_rows_in_a_file_does_not_matter(tmp_path: Path) -> None
         ("group", 3, 2, "must have the same number"),
         ("completion_token_ids", 1, [], "0 completion tokens"),
         ("prompt_token_ids", 1, [], "0 prompt tokens"),
-        ("rollout_logprobs", 1, [-1.0], "logprobs"),
+        ("sampling_logprobs", 1, [-1.0], "logprobs"),
         ("reward", 2, None, "without a value"),
     ],
 )

@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 
 from skylite.rollout.turn_metrics import turn_metrics
-from skylite.types import Sample, Trajectory
+from skylite.types import Call, Trajectory
 
 
 def trajectory(*calls: tuple[list[int], list[int]]) -> Trajectory:
     samples = [
-        Sample(
+        Call(
             prompt_token_ids=prompt,
             completion_token_ids=completion,
-            rollout_logprobs=[-1.0] * len(completion),
+            sampling_logprobs=[-1.0] * len(completion),
         )
         for prompt, completion in calls
     ]
-    return Trajectory(samples=tuple(samples), reward=0.0)
+    return Trajectory(calls=tuple(samples), reward=0.0)
 
 
 ONCE = trajectory(([1, 2], [3]))

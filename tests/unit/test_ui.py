@@ -20,7 +20,7 @@ from skylite.report.read_run import HeldOut, read_facts
 from skylite.rollout.sampling import SampledStep
 from skylite.rollout.step_metrics import StepTimings, completion_view, step_metrics
 from skylite.run.run_dir import RunDir
-from skylite.types import Group, Prompt, Sample, Trajectory
+from skylite.types import Call, Group, Prompt, Trajectory
 from skylite.ui.dashboard import Screen, step_line
 from skylite.ui.end_message import finished_text, log_findings, stopped_text
 from skylite.ui.live_panel import CompletionView, LivePanel, ScreenState, clock_time, seconds_left, wrapped
@@ -299,11 +299,11 @@ def group() -> Group:
     texts = (("nothing", 0.0), ("#### 19", 1.0))
     trajectories = [
         Trajectory(
-            samples=(
-                Sample(
+            calls=(
+                Call(
                     prompt_token_ids=[1],
                     completion_token_ids=[2],
-                    rollout_logprobs=[-0.5],
+                    sampling_logprobs=[-0.5],
                     adapter_version=1,
                     text=text,
                 ),

@@ -88,8 +88,8 @@ def test_each_episode_is_its_rows_task(tmp_path: Path, prompts: list[Prompt]) ->
             "short": 0.25,
             "metric/letters": len(text_of(trajectory)),
         }
-        assert (trajectory.reward, trajectory.end, len(trajectory.samples)) == (1.25, "stop", 1)
-        (sample,) = trajectory.samples
+        assert (trajectory.reward, trajectory.end, len(trajectory.calls)) == (1.25, "stop", 1)
+        (sample,) = trajectory.calls
         assert to_text(sample.prompt_token_ids) == (
             "<|im_start|>system\nAdd.<|im_end|>\n"
             f"<|im_start|>user\n{prompt.messages[-1]['content']}<|im_end|>\n<|im_start|>assistant\n"
@@ -97,7 +97,7 @@ def test_each_episode_is_its_rows_task(tmp_path: Path, prompts: list[Prompt]) ->
 
 
 def text_of(trajectory: Trajectory) -> str:
-    return trajectory.samples[-1].text
+    return trajectory.calls[-1].text
 
 
 def test_an_endless_environment_with_worked_examples(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_an_endless_environment_with_worked_examples(tmp_path: Path) -> None:
     (trajectory,) = play(tmp_path, prompts[:1], lambda prompt: "3", spec)
     turns = [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in prompts[0].messages]
     assert len(turns) == 4
-    assert to_text(trajectory.samples[0].prompt_token_ids) == "".join(turns) + "<|im_start|>assistant\n"
+    assert to_text(trajectory.calls[0].prompt_token_ids) == "".join(turns) + "<|im_start|>assistant\n"
 
 
 def test_tools_answer_over_mcp_and_a_limit_leaves_the_scoring(tmp_path: Path, prompts: list[Prompt]) -> None:
@@ -122,11 +122,11 @@ def test_tools_answer_over_mcp_and_a_limit_leaves_the_scoring(tmp_path: Path, pr
 
     (trajectory,) = play(tmp_path, [prompts[0]], script, f"{SPEC} taskset.task.tool=true", max_turns=4)
     answers = ["the sum is 5", "there is no tool 'open'; there are sums_add", "validation error"]
-    for before, after, answer in zip(trajectory.samples, trajectory.samples[1:], answers, strict=False):
+    for before, after, answer in zip(trajectory.calls, trajectory.calls[1:], answers, strict=False):
         known = before.prompt_token_ids + before.completion_token_ids
         assert after.prompt_token_ids[: len(known)] == known
         assert answer in to_text(after.prompt_token_ids[len(known) :])
-    assert (trajectory.end, len(trajectory.samples)) == ("turns", 4)
+    assert (trajectory.end, len(trajectory.calls)) == ("turns", 4)
     assert set(trajectory.components) == {"right", "short", "metric/letters"}
 
 
@@ -184,8 +184,8 @@ def test_the_example_plays_textarena(tmp_path: Path) -> None:
         tmp_path, [prompt], bisect, "verifiers:textarena-number", max_tokens=3000, max_prompt_tokens=900
     )
     assert trajectory.components["won"] == 1.0
-    assert trajectory.components["metric/replies"] == len(trajectory.samples)
-    for before, after in zip(trajectory.samples, trajectory.samples[1:], strict=False):
+    assert trajectory.components["metric/replies"] == len(trajectory.calls)
+    for before, after in zip(trajectory.calls, trajectory.calls[1:], strict=False):
         known = before.prompt_token_ids + before.completion_token_ids
         assert after.prompt_token_ids[: len(known)] == known
 

@@ -17,7 +17,7 @@ from skylite.config.algorithm import ImportanceConfig
 
 def importance_weights(
     old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
+    sampling_logprobs: Tensor,
     segments: Tensor,
     num_segments: int,
     config: ImportanceConfig,
@@ -26,12 +26,12 @@ def importance_weights(
 
     The log weight is old - rollout logprob, of the token or summed over its segment (a trajectory).
     """
-    log_ratio = (old_logprobs - rollout_logprobs).detach()
+    log_ratio = (old_logprobs - sampling_logprobs).detach()
     if config.level == "sequence":
         log_ratio = segment_sum(log_ratio, segments, num_segments)[segments]
     ratio = torch.exp(log_ratio)
     weights, changed = _bounded(ratio, config)
-    mismatch = k3(rollout_logprobs, old_logprobs.detach())
+    mismatch = k3(sampling_logprobs, old_logprobs.detach())
     metrics = {
         "mismatch/kl": mismatch.sum(),
         "mismatch/importance_changed_frac": changed.sum(),

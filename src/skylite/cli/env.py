@@ -226,7 +226,7 @@ async def _run_twice(environment: Environment, engine: Sampler, prompts: Sequenc
     checked = []
     for group in first:
         (trajectory,) = group.trajectories
-        last = trajectory.samples[-1]
+        last = trajectory.calls[-1]
         ids = last.prompt_token_ids + last.completion_token_ids
         checked.append(
             Checked(
@@ -242,8 +242,8 @@ async def _run_twice(environment: Environment, engine: Sampler, prompts: Sequenc
 def _outcome(trajectory: Trajectory | None) -> Any:
     if trajectory is None:
         return None
-    samples = [(s.prompt_token_ids, s.completion_token_ids) for s in trajectory.samples]
-    return trajectory.reward, dict(trajectory.components), trajectory.turn_rewards, trajectory.end, samples
+    calls = [(s.prompt_token_ids, s.completion_token_ids) for s in trajectory.calls]
+    return trajectory.reward, dict(trajectory.components), trajectory.turn_rewards, trajectory.end, calls
 
 
 def _facts(played: Played) -> dict[str, Any]:
@@ -256,7 +256,7 @@ def _facts(played: Played) -> dict[str, Any]:
                 "reward": c.trajectory.reward,
                 "components": dict(c.trajectory.components),
                 "end": c.trajectory.end,
-                "turns": len(c.trajectory.samples),
+                "turns": len(c.trajectory.calls),
                 "sampled_tokens": c.trajectory.num_tokens,
                 "seconds": c.end.seconds,
                 "left_open": c.end.left.files,
@@ -290,7 +290,7 @@ def _episode_text(found: Checked) -> str:
     trajectory, end = found.trajectory, found.end
     parts = "".join(f", {name} {value:g}" for name, value in trajectory.components.items())
     head = (
-        f"--- {end.task_id}: reward {trajectory.reward:g}{parts}, {len(trajectory.samples)} turns, "
+        f"--- {end.task_id}: reward {trajectory.reward:g}{parts}, {len(trajectory.calls)} turns, "
         f"{trajectory.num_tokens} sampled tokens, {end.seconds:.2f} s, end: {trajectory.end}"
         f"{'' if found.is_repeated else ', NOT the same with the same seed'}"
     )

@@ -45,16 +45,16 @@ async def collect_group(
 
     `penalty`: number of sampled tokens -> penalty in the training reward, at most 0.
     """
-    samples = await client.generate(model, prompt_token_ids, n, sampling, version)
-    scores = await scorer.score([(prompt, s.text) for s in samples])
+    calls = await client.generate(model, prompt_token_ids, n, sampling, version)
+    scores = await scorer.score([(prompt, call.text) for call in calls])
     trajectories = [
         Trajectory(
-            samples=(sample,),
+            calls=(call,),
             reward=score.reward,
             components=score.components,
-            penalty=penalty(len(sample.completion_token_ids)),
+            penalty=penalty(len(call.completion_token_ids)),
         )
-        for sample, score in zip(samples, scores, strict=True)
+        for call, score in zip(calls, scores, strict=True)
     ]
     return Group(prompt=prompt, trajectories=tuple(trajectories))
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 from skylite.engine.vllm.client import Sampling, VllmClient
 from skylite.errors import EngineFailed, RunFailed
 from skylite.run.run_dir import AdapterVersion
-from skylite.types import Sample
+from skylite.types import Call
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class Engine:
 
     async def generate(
         self, model: str, prompt_token_ids: Sequence[int], n: int, sampling: Sampling, version: int
-    ) -> list[Sample]:
+    ) -> list[Call]:
         """`n` completions of one prompt. Requests missing completions again, each with its own seed.
 
         Raises RunFailed if some stay missing, SyncFailed if the reply names another model, and EngineFailed
@@ -117,7 +117,7 @@ class Engine:
 
     async def _sample(
         self, model: str, prompt_token_ids: Sequence[int], n: int, sampling: Sampling, version: int
-    ) -> dict[int, Sample]:
+    ) -> dict[int, Call]:
         return await self._with_retries(
             lambda client: client.sample(model, prompt_token_ids, n, sampling, version)
         )

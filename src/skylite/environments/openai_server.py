@@ -32,10 +32,10 @@ from skylite.environments.chat_reply import ChatReply
 from skylite.environments.chat_request import ApiError, ChatMessage, ChatRequest, parse_request
 from skylite.environments.parse_reply import parse_reply
 from skylite.environments.renderer import Renderer
-from skylite.environments.trajectory_log import Call, TrajectoryLog, told_since_reply
+from skylite.environments.trajectory_log import AnsweredRequest, TrajectoryLog, told_since_reply
 from skylite.errors import SkyliteError
 from skylite.processes.own_peers import OwnPeersProtocol
-from skylite.types import End, Sample
+from skylite.types import Call, End
 from skylite.untrusted_text import plain
 
 logger = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class OpenAIServer:
             raise ApiError(401, "invalid_api_key", "This key belongs to no running trajectory.")
         return log
 
-    async def _answer(self, log: TrajectoryLog, request: ChatRequest) -> tuple[Call, ChatReply]:
+    async def _answer(self, log: TrajectoryLog, request: ChatRequest) -> tuple[AnsweredRequest, ChatReply]:
         limits, rollout = self.config.env, self.config.rollout
         if log.num_started >= limits.max_turns:
             raise _ended(
@@ -155,28 +155,28 @@ class OpenAIServer:
                 f"and rollout.max_prompt_tokens={rollout.max_prompt_tokens} leave no room for a reply.",
             )  # fmt: skip
         max_tokens = min(room, rollout.max_completion_tokens, request.limit or room)
-        sample = await self._sample(log, ids, max_tokens, request.stop_texts)
-        text = _before(await self.renderer.text(sample.completion_token_ids), request.stop_texts)
+        call = await self._sample(log, ids, max_tokens, request.stop_texts)
+        text = _before(await self.renderer.text(call.completion_token_ids), request.stop_texts)
         parse = partial(parse_reply, text, self.tool_format, self.stops, has_tools=bool(tools), thinks=thinks)
         parsed = parse() if len(text) < LONG_REPLY else await asyncio.to_thread(parse)
         message = parsed.message(number)
-        sample = replace(sample, observed=told_since_reply(messages))
-        call = Call(
+        call = replace(call, observed=told_since_reply(messages))
+        answered = AnsweredRequest(
             number=number,
             messages=messages,
             tools=tools,
             arguments=request.chat_template_kwargs,
             reply=message,
-            sample=sample,
+            call=call,
         )
-        reason = "tool_calls" if parsed.tool_calls else sample.finish_reason
-        return call, ChatReply(
+        reason = "tool_calls" if parsed.tool_calls else call.finish_reason
+        return answered, ChatReply(
             id=f"chatcmpl-{number}",
             model=log.model,
             message=message,
             finish_reason=reason,
             prompt_tokens=len(ids),
-            completion_tokens=len(sample.completion_token_ids),
+            completion_tokens=len(call.completion_token_ids),
         )
 
     async def _prompt(
@@ -191,20 +191,20 @@ class OpenAIServer:
         It is a recorded call and what follows it, or the conversation rendered again.
         """
         config = self.config
-        call = log.continued(messages, tools, arguments) if config.env.history == "sampled" else None
+        earlier = log.continued(messages, tools, arguments) if config.env.history == "sampled" else None
         arguments = {**config.data.template_args, **arguments}
-        if call is None:
+        if earlier is None:
             rendered = await self.renderer.prompt(messages, tools, arguments)
             return rendered.ids, rendered.opens_thinking
-        sample = call.sample
-        ended = sample.completion_token_ids[-1] in self.stop_token_ids  # and not at a text of rollout.stop
-        end = await self.renderer.prompt(messages, tools, arguments, len(call.messages), ended=ended)
-        known = [*sample.prompt_token_ids, *sample.completion_token_ids] if end.follows else []
-        return [*known, *end.ids], end.opens_thinking
+        call = earlier.call
+        ended = call.completion_token_ids[-1] in self.stop_token_ids  # and not at a text of rollout.stop
+        end = await self.renderer.prompt(messages, tools, arguments, len(earlier.messages), ended=ended)
+        before = [*call.prompt_token_ids, *call.completion_token_ids] if end.follows else []
+        return [*before, *end.ids], end.opens_thinking
 
     async def _sample(
         self, log: TrajectoryLog, ids: list[int], max_tokens: int, stop: tuple[str, ...]
-    ) -> Sample:
+    ) -> Call:
         rollout = self.config.rollout
         sampling = Sampling(
             temperature=log.temperature,
@@ -251,8 +251,8 @@ async def _body(request: Request) -> bytes:
 
 
 async def _unless_disconnected(
-    request: Request, answer: Coroutine[Any, Any, tuple[Call, ChatReply]]
-) -> tuple[Call, ChatReply] | None:
+    request: Request, answer: Coroutine[Any, Any, tuple[AnsweredRequest, ChatReply]]
+) -> tuple[AnsweredRequest, ChatReply] | None:
     """The answer; None if the client goes away first, which cancels it: what nobody reads is not recorded."""
     task = asyncio.ensure_future(answer)
     gone = asyncio.ensure_future(request.receive())  # the body is read: all that can come is the end

@@ -132,7 +132,7 @@ class Environment:
         except ValueError as error:
             raise self._failed(log, str(error)) from None
         return Trajectory(
-            samples=tuple(call.sample for call in log.calls),
+            calls=tuple(answered.call for answered in log.calls),
             reward=reward.total,
             components=reward.components,
             turn_rewards=reward.turns,

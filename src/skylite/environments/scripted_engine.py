@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skylite.engine.vllm.client import Sampling
-from skylite.types import Sample
+from skylite.types import Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,19 +19,19 @@ class ScriptedEngine:
 
     async def generate(
         self, model: str, prompt_token_ids: Sequence[int], n: int, sampling: Sampling, version: int
-    ) -> list[Sample]:
+    ) -> list[Call]:
         """`n` equal completions; a long reply is cut at the limit."""
         ids = [*self.replies[sampling.seed % len(self.replies)], self.stop_token_id]
         cut = len(ids) > sampling.max_tokens
         ids = ids[: sampling.max_tokens]
-        sample = Sample(
+        call = Call(
             prompt_token_ids=list(prompt_token_ids),
             completion_token_ids=ids,
-            rollout_logprobs=[0.0] * len(ids),
+            sampling_logprobs=[0.0] * len(ids),
             finish_reason="length" if cut else "stop",
             adapter_version=version,
         )
-        return [sample] * n
+        return [call] * n
 
     def lost_s(self) -> float:
         """It always answers."""

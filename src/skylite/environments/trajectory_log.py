@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from skylite.engine.vllm.client import Sampling
 from skylite.environments.chat_request import ChatMessage
-from skylite.types import End, Sample
+from skylite.types import Call, End
 from skylite.untrusted_text import parse_json
 
 
@@ -20,7 +20,7 @@ class Sampler(Protocol):
 
     async def generate(
         self, model: str, prompt_token_ids: Sequence[int], n: int, sampling: Sampling, version: int
-    ) -> list[Sample]:
+    ) -> list[Call]:
         """`n` completions of one prompt."""
 
     def lost_s(self) -> float:
@@ -28,7 +28,7 @@ class Sampler(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class AnsweredRequest:
     """One answered request."""
 
     number: int
@@ -41,7 +41,7 @@ class Call:
     """The request's own arguments of the chat template."""
     reply: ChatMessage
     """What the OpenAI server answered."""
-    sample: Sample
+    call: Call
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class TrajectoryLog:
     engine: Sampler
     seed: int
     temperature: float
-    calls: list[Call] = field(default_factory=list)
+    calls: list[AnsweredRequest] = field(default_factory=list)
     """In the order in which they were asked for; `record` adds one."""
     num_started: int = 0
     """Requests that count against env.max_turns."""
@@ -68,7 +68,7 @@ class TrajectoryLog:
     prompt_seeds: dict[tuple[int, ...], int] = field(default_factory=dict)
     """Prompt -> requests with exactly this prompt so far."""
 
-    def record(self, call: Call) -> None:
+    def record(self, call: AnsweredRequest) -> None:
         """Keep an answered call. Parallel calls may be answered in another order than they were asked."""
         bisect.insort(self.calls, call, key=lambda c: c.number)
 
@@ -77,7 +77,7 @@ class TrajectoryLog:
         messages: Sequence[ChatMessage],
         tools: Sequence[dict[str, Any]] | None,
         arguments: dict[str, Any],
-    ) -> Call | None:
+    ) -> AnsweredRequest | None:
         """The call with the longest conversation whose reply `messages` continue.
 
         With other tools or arguments the template would have written its prompt otherwise, so it does not
@@ -101,7 +101,7 @@ class TrajectoryLog:
         self.failed.set()
 
 
-def _continues(messages: Sequence[ChatMessage], call: Call) -> bool:
+def _continues(messages: Sequence[ChatMessage], call: AnsweredRequest) -> bool:
     count = len(call.messages)
     return (
         len(messages) > count
@@ -137,7 +137,7 @@ def _canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def _num_same_reasoning(messages: Sequence[ChatMessage], call: Call) -> int:
+def _num_same_reasoning(messages: Sequence[ChatMessage], call: AnsweredRequest) -> int:
     known = [*call.messages, call.reply]
     return sum(
         a.get("reasoning_content") == b.get("reasoning_content")

@@ -39,7 +39,7 @@ class EvalResult:
     def turns_mean(self) -> float:
         """Calls of the model per trajectory."""
         trajectories = [t for g in self.groups for t in g.trajectories]
-        return sum(len(t.samples) for t in trajectories) / len(trajectories)
+        return sum(len(t.calls) for t in trajectories) / len(trajectories)
 
 
 async def evaluate(
@@ -99,7 +99,7 @@ def require_finite_rewards(group: Group) -> None:
     for t in group.trajectories:
         if not is_number(t.first_score):
             name = next(iter(t.components), "reward")
-            raise non_finite_reward(name, repr(t.first_score), group.prompt.id, t.samples[-1].text)
+            raise non_finite_reward(name, repr(t.first_score), group.prompt.id, t.calls[-1].text)
 
 
 def write_results(path: Path, result: EvalResult) -> None:
@@ -111,15 +111,15 @@ def write_results(path: Path, result: EvalResult) -> None:
 
 
 def _row(result: EvalResult, prompt: Prompt, trajectory: Trajectory) -> dict[str, Any]:
-    last = trajectory.samples[-1]
+    last = trajectory.calls[-1]
     return {
         "prompt_id": prompt.id,
         "difficulty": prompt.difficulty,
         "question": prompt.messages[-1]["content"],
         "answer": prompt.answer,
         "completion": last.text,
-        "turns": [sample.text for sample in trajectory.samples],
-        "observed": [sample.observed for sample in trajectory.samples],
+        "turns": [call.text for call in trajectory.calls],
+        "observed": [call.observed for call in trajectory.calls],
         "end": trajectory.end,
         "reward": trajectory.first_score,
         "tokens": trajectory.num_tokens,

@@ -92,9 +92,9 @@ def _pass_at(scores: Sequence[Sequence[float]], k: int) -> MeanScore:
 
 
 def _majority(group: Group, reward: str, parameters: RewardParameters) -> float:
-    answers = [answer_of(reward, t.samples[-1].text, parameters) for t in group.trajectories]
+    answers = [answer_of(reward, t.calls[-1].text, parameters) for t in group.trajectories]
     return majority_score(answers, [t.first_score for t in group.trajectories])
 
 
 def _harness(group: Group, kind: Kind) -> list[float]:
-    return [harness_score(kind, t.samples[-1].text, group.prompt.answer) for t in group.trajectories]
+    return [harness_score(kind, t.calls[-1].text, group.prompt.answer) for t in group.trajectories]

@@ -53,7 +53,7 @@ def step_metrics(
     num_sampled = sum(tokens) + sum(t.num_tokens for t in left_out)
     mean, deviation = mean_and_std([t.reward for t in trajectories])
     sampled_mean, _ = mean_and_std([t.reward for t in trajectories + left_out])
-    staleness = [step - 1 - s.adapter_version for t in trajectories for s in t.samples]
+    staleness = [step - 1 - s.adapter_version for t in trajectories for s in t.calls]
     trainer_canary_s = update["time/canary_s"]
     return {
         "step": step,
@@ -93,7 +93,7 @@ def step_metrics(
 
 def has_turns(trajectories: Sequence[Trajectory]) -> bool:
     """Whether the trajectories show that an environment made them."""
-    return any(len(t.samples) > 1 or t.end != "stop" for t in trajectories)
+    return any(len(t.calls) > 1 or t.end != "stop" for t in trajectories)
 
 
 def component_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -24,8 +24,8 @@ def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     prompt_tokens, reused_tokens, branches, rerendered_tokens = 0, 0, 0, 0
     for trajectory in trajectories:
         earlier: list[TokenArray] = []
-        for sample in trajectory.samples:
-            prompt = np.asarray(sample.prompt_token_ids, dtype=np.int64)
+        for call in trajectory.calls:
+            prompt = np.asarray(call.prompt_token_ids, dtype=np.int64)
             if earlier:
                 shared = [(common_prefix(prompt, call), len(call)) for call in earlier]
                 longest, known = max(shared)
@@ -34,10 +34,10 @@ def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
                 if all(length < total for length, total in shared):
                     branches += 1
                     rerendered_tokens += min(len(prompt), known) - longest
-            earlier.append(np.append(prompt, sample.completion_token_ids))
+            earlier.append(np.append(prompt, call.completion_token_ids))
     return {
-        "turns/mean": statistics.fmean(len(t.samples) for t in trajectories),
-        "turns/max": float(max(len(t.samples) for t in trajectories)),
+        "turns/mean": statistics.fmean(len(t.calls) for t in trajectories),
+        "turns/max": float(max(len(t.calls) for t in trajectories)),
         "turns/reused_frac": reused_tokens / prompt_tokens if prompt_tokens else 1.0,
         "turns/branches_mean": branches / len(trajectories),
         "turns/rerendered_tokens": rerendered_tokens / len(trajectories),

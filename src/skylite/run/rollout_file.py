@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from skylite.errors import DataError
 from skylite.run.files import atomic_file
 from skylite.run.parquet_file import read_parquet
-from skylite.types import Group, Message, Prompt, Sample, Trajectory
+from skylite.types import Call, Group, Message, Prompt, Trajectory
 
 ROLLOUT_SCHEMA = pa.schema(
     [
@@ -24,7 +24,7 @@ ROLLOUT_SCHEMA = pa.schema(
         ("prompt_id", pa.string()),
         ("prompt_token_ids", pa.list_(pa.int32())),
         ("completion_token_ids", pa.list_(pa.int32())),
-        ("rollout_logprobs", pa.list_(pa.float32())),
+        ("sampling_logprobs", pa.list_(pa.float32())),
         ("finish_reason", pa.string()),
         ("adapter_version", pa.int32()),
         # Reward, penalty and components belong to the trajectory and are equal in all of its rows.
@@ -85,17 +85,17 @@ def mean_reward(path: Path) -> float:
 def _rows_of(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
     for number, group in enumerate(groups):
         for index, trajectory in enumerate(group.trajectories):
-            for turn, sample in enumerate(trajectory.samples):
+            for turn, call in enumerate(trajectory.calls):
                 yield {
                     "group": number,
                     "trajectory": index,
                     "turn": turn,
                     "prompt_id": group.prompt.id,
-                    "prompt_token_ids": sample.prompt_token_ids,
-                    "completion_token_ids": sample.completion_token_ids,
-                    "rollout_logprobs": sample.rollout_logprobs,
-                    "finish_reason": sample.finish_reason,
-                    "adapter_version": sample.adapter_version,
+                    "prompt_token_ids": call.prompt_token_ids,
+                    "completion_token_ids": call.completion_token_ids,
+                    "sampling_logprobs": call.sampling_logprobs,
+                    "finish_reason": call.finish_reason,
+                    "adapter_version": call.adapter_version,
                     "reward": trajectory.reward,
                     "penalty": trajectory.penalty,
                     "components": dict(trajectory.components),
@@ -103,8 +103,8 @@ def _rows_of(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
                     "turn_reward": trajectory.turn_rewards[turn] if trajectory.turn_rewards else 0.0,
                     "has_turn_rewards": bool(trajectory.turn_rewards),
                     "question": group.prompt.messages[-1]["content"],
-                    "completion": sample.text,
-                    "observed": sample.observed,
+                    "completion": call.text,
+                    "observed": call.observed,
                     "answer": group.prompt.answer,
                 }
 
@@ -128,7 +128,7 @@ def _trajectory(path: Path, rows: list[dict[str, Any]]) -> Trajectory:
     if len({repr([row[name] for name in TRAJECTORY_COLUMNS]) for row in rows}) != 1:
         raise _unusable(path, f"the turns of {place} have different rewards, which belong to the trajectory")
     return Trajectory(
-        samples=tuple(_sample(path, place, row) for row in rows),
+        calls=tuple(_call(path, place, row) for row in rows),
         reward=first["reward"],
         penalty=first["penalty"],
         components=dict(first["components"]),
@@ -137,18 +137,18 @@ def _trajectory(path: Path, rows: list[dict[str, Any]]) -> Trajectory:
     )
 
 
-def _sample(path: Path, place: str, row: dict[str, Any]) -> Sample:
+def _call(path: Path, place: str, row: dict[str, Any]) -> Call:
     num_tokens = len(row["completion_token_ids"])
-    if not row["prompt_token_ids"] or not num_tokens or len(row["rollout_logprobs"]) != num_tokens:
+    if not row["prompt_token_ids"] or not num_tokens or len(row["sampling_logprobs"]) != num_tokens:
         raise _unusable(
             path,
             f"{place} has a call with {len(row['prompt_token_ids'])} prompt tokens, "
-            f"{num_tokens} completion tokens and {len(row['rollout_logprobs'])} logprobs",
+            f"{num_tokens} completion tokens and {len(row['sampling_logprobs'])} logprobs",
         )
-    return Sample(
+    return Call(
         prompt_token_ids=row["prompt_token_ids"],
         completion_token_ids=row["completion_token_ids"],
-        rollout_logprobs=row["rollout_logprobs"],
+        sampling_logprobs=row["sampling_logprobs"],
         finish_reason=row["finish_reason"],
         adapter_version=row["adapter_version"],
         text=row["completion"],

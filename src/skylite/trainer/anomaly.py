@@ -133,8 +133,8 @@ def rollout_anomaly(groups: Sequence[Group]) -> str:
             name = f"trajectory {column} of group {row}"
             if not is_number(trajectory.train_reward):
                 return f"the reward of {name} (prompt {group.prompt.id}) is {trajectory.train_reward:g}"
-            for turn, sample in enumerate(trajectory.samples):
-                for place, logprob in enumerate(sample.rollout_logprobs):
+            for turn, sample in enumerate(trajectory.calls):
+                for place, logprob in enumerate(sample.sampling_logprobs):
                     if not math.isfinite(logprob):
                         return f"the engine's logprob of token {place} in turn {turn} of {name} is {logprob}"
     return ""

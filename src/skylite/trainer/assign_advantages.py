@@ -120,7 +120,7 @@ def _rewarded_tokens(trajectories: Sequence[Trajectory]) -> tuple[list[int], lis
     """Numbers of the sampled tokens that get a reward, and these rewards."""
     positions, given, end = [], [], 0
     for trajectory in trajectories:
-        for turn, sample in enumerate(trajectory.samples):
+        for turn, sample in enumerate(trajectory.calls):
             end += len(sample.completion_token_ids)
             if trajectory.turn_rewards:
                 positions.append(end - 1)

@@ -44,9 +44,9 @@ class MetricSums:
         self.num_nodes += micro.tokens.num_nodes
         if not len(logprobs):
             return
-        gaps = (logprobs - micro.rollout_logprobs).abs()
+        gaps = (logprobs - micro.sampling_logprobs).abs()
         rows = torch.stack(
-            [x.double() for x in (gaps, micro.tokens.targets, micro.rollout_logprobs, logprobs)]
+            [x.double() for x in (gaps, micro.tokens.targets, micro.sampling_logprobs, logprobs)]
         )
         found = rows.index_select(1, gaps.argmax()[None])[:, 0]
         worst = _no_mismatch(found.device) if self.worst is None else self.worst
@@ -96,7 +96,7 @@ def _batch_metrics(batch: Batch, config: TrainConfig) -> dict[str, float]:
         for row, group in enumerate(batch.groups)
         for trajectory in group.trajectories
     ]
-    samples = [s for t in batch.trajectories for s in t.samples]
+    samples = [s for t in batch.trajectories for s in t.calls]
     num_sampled = sum(len(s.completion_token_ids) for s in samples)
     return {
         "groups/zero_std_frac": sum(batch.zero_std) / len(batch.groups),
@@ -153,5 +153,5 @@ def _mean_entropy(batch: Batch, config: AlgorithmConfig, entropy_sum: float) -> 
     """
     computed = {number for update in computed_numbers(batch, config) for number in update}
     left_out = [t for number, t in enumerate(batch.trajectories) if number not in computed]
-    skipped = -sum(x for t in left_out for s in t.samples for x in s.rollout_logprobs)
+    skipped = -sum(x for t in left_out for s in t.calls for x in s.sampling_logprobs)
     return (entropy_sum + skipped) / sum(t.num_tokens for t in batch.trajectories)

@@ -20,7 +20,7 @@ from skylite.errors import DataError
 from skylite.model.packing import Packing
 from skylite.model.prefix_tree import shared_length, tree_size
 from skylite.trainer.chosen_algorithm import group_advantage
-from skylite.types import Group, Sample, Trajectory
+from skylite.types import Call, Group, Trajectory
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -32,7 +32,7 @@ class Part:
     last: int
 
 
-Item = tuple[Part, tuple[Sample, ...]]
+Item = tuple[Part, tuple[Call, ...]]
 """A part, and its calls."""
 
 
@@ -100,7 +100,7 @@ def plan_micro_batches(
     if not numbers:
         return [[] for _ in range(dp_size)]
     items = [
-        (part, trajectory.samples[part.first : part.last])
+        (part, trajectory.calls[part.first : part.last])
         for number in numbers
         for trajectory in [batch.trajectory(number)]
         for part in _parts(number, trajectory, budget if may_cut else None, packing)
@@ -112,9 +112,9 @@ def plan_micro_batches(
 
 def _parts(number: int, trajectory: Trajectory, budget: int | None, packing: Packing) -> list[Part]:
     """The trajectory in as few parts as fit the budget, or the longest call if that is longer."""
-    if budget is None or len(trajectory.samples) == 1:
-        return [Part(number, 0, len(trajectory.samples))]
-    calls = _calls(trajectory.samples)
+    if budget is None or len(trajectory.calls) == 1:
+        return [Part(number, 0, len(trajectory.calls))]
+    calls = _calls(trajectory.calls)
     limit = max(budget, *map(len, calls))
     starts = [0]
     if _size(calls, packing) <= limit:
@@ -182,7 +182,7 @@ def _units(
     return units
 
 
-def _calls(samples: Sequence[Sample]) -> list[list[int]]:
+def _calls(samples: Sequence[Call]) -> list[list[int]]:
     """The token sequence of each call."""
     return [s.prompt_token_ids + s.completion_token_ids for s in samples]
 

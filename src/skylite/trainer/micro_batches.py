@@ -41,7 +41,7 @@ class MicroBatch:
     """[C] factor on a token's loss; 0 if the token is not in the loss."""
     num_update_tokens: int
     """Tokens in the loss of its optimizer update, over all micro-batches and ranks."""
-    rollout_logprobs: Tensor
+    sampling_logprobs: Tensor
     """[C] as the engine reported them."""
 
     @property
@@ -134,16 +134,16 @@ def _micro_batch(
 ) -> MicroBatch:
     numbers, device = [p.number for p in parts], policy.device
     trajectories = [_calls_of(batch.trajectory(p.number), p) for p in parts]
-    calls = [(index, s) for index, t in enumerate(trajectories) for s in t.samples]
+    calls = [(index, s) for index, t in enumerate(trajectories) for s in t.calls]
     samples = [s for _, s in calls]
     lengths = np.array([t.num_tokens for t in trajectories], dtype=np.int64)
     before = [
-        sum(len(s.completion_token_ids) for s in batch.trajectory(p.number).samples[: p.first]) for p in parts
+        sum(len(s.completion_token_ids) for s in batch.trajectory(p.number).calls[: p.first]) for p in parts
     ]
     starts = np.array(numbers, dtype=np.int64) * KEY_STRIDE + np.array(before, dtype=np.int64)
     weights = np.array([_token_weight(batch, n, size, config) for n in numbers], dtype=np.float32)
-    rollout = np.array([x for s in samples for x in s.rollout_logprobs], dtype=np.float32)
-    keys, token_weights, rollout_logprobs = upload(
+    rollout = np.array([x for s in samples for x in s.sampling_logprobs], dtype=np.float32)
+    keys, token_weights, sampling_logprobs = upload(
         [
             np.repeat(starts, lengths) + np.concatenate([NO_TOKENS, *map(np.arange, lengths)]),
             np.repeat(weights, lengths),
@@ -166,15 +166,15 @@ def _micro_batch(
         keys=keys,
         token_weights=token_weights,
         num_update_tokens=size.num_tokens,
-        rollout_logprobs=rollout_logprobs,
+        sampling_logprobs=sampling_logprobs,
     )
 
 
 def _calls_of(trajectory: Trajectory, part: Part) -> Trajectory:
     """The trajectory with the part's calls only. A cut one needs no rewards: see _joins_tokens."""
-    if part.last - part.first == len(trajectory.samples):
+    if part.last - part.first == len(trajectory.calls):
         return trajectory
-    return replace(trajectory, samples=trajectory.samples[part.first : part.last], turn_rewards=())
+    return replace(trajectory, calls=trajectory.calls[part.first : part.last], turn_rewards=())
 
 
 def _token_weight(batch: Batch, number: int, size: BatchSize, config: AlgorithmConfig) -> float:

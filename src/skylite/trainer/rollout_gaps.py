@@ -67,7 +67,7 @@ def rollout_gaps(
 
 def _of_tokens(batch: Batch, number: int) -> tuple[Ints, Ints]:
     """Depth in the context, and adapter version, of a trajectory's tokens."""
-    samples = batch.trajectory(number).samples
+    samples = batch.trajectory(number).calls
     depths = [len(s.prompt_token_ids) + np.arange(len(s.completion_token_ids)) for s in samples]
     versions = [np.full(len(s.completion_token_ids), s.adapter_version) for s in samples]
     return np.concatenate(depths), np.concatenate(versions)

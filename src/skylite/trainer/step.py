@@ -136,7 +136,7 @@ def _forward_backward_micro(
     # With dropout, only the precomputed logprobs are those of the version that sampled.
     without_dropout = logprobs.detach() if config.lora.dropout == 0 else known.old_logprobs
     if sums.scored is not None and without_dropout is not None:
-        sums.scored.append((micro.keys, without_dropout - micro.rollout_logprobs))
+        sums.scored.append((micro.keys, without_dropout - micro.sampling_logprobs))
 
 
 def micro_batch_loss(
@@ -163,7 +163,7 @@ def micro_batch_loss(
         selected=selected,
     )
     importance, sums = importance_weights(
-        x.old_logprobs, micro.rollout_logprobs, x.segments, x.num_segments, config.importance
+        x.old_logprobs, micro.sampling_logprobs, x.segments, x.num_segments, config.importance
     )
     loss = (policy_loss(algorithm.policy_loss)(x, algorithm) * importance * weights).sum()
     sums |= {
@@ -171,7 +171,7 @@ def micro_batch_loss(
         "policy/entropy": entropies.detach().sum(),
         "policy/ratio_mean": ratio_of(x, algorithm).detach().sum(),
         "policy/clipped_frac": is_clipped(x, algorithm).sum(),
-        "mismatch/logprob_diff_mean": (logprobs - micro.rollout_logprobs).detach().abs().sum(),
+        "mismatch/logprob_diff_mean": (logprobs - micro.sampling_logprobs).detach().abs().sum(),
     }
     if ref is not None:
         kl = KL_ESTIMATORS[algorithm.kl_estimator](logprobs, ref)

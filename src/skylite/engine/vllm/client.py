@@ -20,7 +20,7 @@ from skylite.engine.vllm.completions_reply import Choice, SampleReply, ScoreRepl
 from skylite.engine.vllm.connections import MAX_CONNECTIONS, STATUS_CONNECTIONS, connect
 from skylite.errors import EngineDead, EngineFailed, RunFailed, SyncFailed
 from skylite.run.run_dir import AdapterVersion
-from skylite.types import Sample
+from skylite.types import Call
 
 REQUEST_TIMEOUT_S = 1800.0
 """Long, because a group may queue behind others on a slow engine. The watchdog detects hangs earlier."""
@@ -115,7 +115,7 @@ class VllmClient:
 
     async def sample(
         self, model: str, prompt_token_ids: Sequence[int], n: int, sampling: Sampling, version: int
-    ) -> dict[int, Sample]:
+    ) -> dict[int, Call]:
         """Up to `n` completions of one prompt, by sample index. Completions that vLLM aborted are missing.
 
         Args:
@@ -235,7 +235,7 @@ class VllmClient:
 
     def _to_sample(
         self, choice: Choice, prompt_token_ids: Sequence[int], sampling: Sampling, version: int
-    ) -> Sample:
+    ) -> Call:
         """Convert a choice. Raises EngineFailed if its prompt or its lengths do not fit the request."""
         tokens, logprobs = choice.token_ids, choice.logprobs.token_logprobs
         if choice.prompt_token_ids != list(prompt_token_ids):
@@ -248,10 +248,10 @@ class VllmClient:
                 f"{self.name} returned a completion of {len(tokens)} tokens with {len(logprobs)} logprobs "
                 f"for max_tokens={sampling.max_tokens}."
             )
-        return Sample(
+        return Call(
             prompt_token_ids=choice.prompt_token_ids,
             completion_token_ids=tokens,
-            rollout_logprobs=logprobs,
+            sampling_logprobs=logprobs,
             finish_reason=choice.finish_reason,
             adapter_version=version,
             text=choice.text,
