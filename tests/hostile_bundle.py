@@ -261,7 +261,7 @@ def _name_sync_folder(bundle: Bundle, run: RunDir) -> None:
     tree = json.loads(run.config_path.read_text())
     tree["config"]["lora"]["lora_sync_path"] = str(bundle.precious)
     tree["resolved"] |= {
-        "lora_sync_path": str(bundle.precious), "run_id": None, "shm_path": str(bundle.precious),
+        "lora_sync_path": str(bundle.precious), "run_id": None,
         "warm_start": str(bundle.precious / "policy-v000000"),
     }  # fmt: skip
     run.config_path.write_text(json.dumps(tree))

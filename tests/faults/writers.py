@@ -7,7 +7,6 @@ exception class}. A fault kills or fails only the fork, so torch is imported onc
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import gc
 import json
 import os
@@ -31,7 +30,6 @@ from skylite.errors import SkyliteError
 from skylite.evaluation.confidence_interval import mean_score
 from skylite.evaluation.evaluate import EvalResult, write_results
 from skylite.hub.bundled_smollm2 import write_converted
-from skylite.hub.shared_memory_copy import model_in_shared_memory
 from skylite.model.policy import Policy
 from skylite.rollout.plan import RunPlan, write_run
 from skylite.rollout.resume import remove_after
@@ -164,7 +162,6 @@ def small_writers(model: Path) -> dict[str, Callable[[Path, int], Any]]:
         "micro-batch": lambda folder, v: write_json(
             RunDir(folder).micro_batch_path, {"tokens": v, "reason": "x" * 9000}
         ),
-        "model in memory": partial(in_memory, model),
         "named reward": partial(named_reward, model),
         "score": lambda folder, v: write_score(RunDir(folder), "step", v, 0.5, EvalConfig(), is_binary=True),
         "stop": stop,
@@ -204,18 +201,6 @@ def clean(folder: Path, v: int) -> None:
     for version in range(5) if v == 1 else ():
         write_json(folder / adapter_name(version) / "x.json", version)
     clean_up(RunDir(folder), folder, newest=2 + v, config=settings(sync={"keep_last": 3}))
-
-
-def in_memory(model: Path, folder: Path, v: int) -> None:
-    if v == 1:
-        folder.chmod(0o700)
-        for name in ("change.lock", "copy-1.users.lock", "copy-2.users.lock"):
-            (folder / name).touch()
-    with contextlib.ExitStack() as other_runs:  # they use both copies, so that these stay
-        for name in ("copy-1.users.lock", "copy-2.users.lock"):
-            fcntl.flock(other_runs.enter_context((folder / name).open()), fcntl.LOCK_SH)
-        with model_in_shared_memory(model, folder / f"copy-{v}"):
-            pass
 
 
 def stop(folder: Path, v: int) -> None:

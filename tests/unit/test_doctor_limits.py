@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from skylite.doctor import limits
+from skylite.doctor import checks
 
 UNLIMITED = resource.RLIM_INFINITY
 
 
 def test_a_low_limit_on_open_files_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 100))
-    found = limits.check_open_files()
+    found = checks.check_open_files()
     assert found.level == "bad"
     assert re.match(r"ulimit -n is 100 at most, and a run needs \d+", found.text)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, UNLIMITED))
-    assert limits.check_open_files().level == "ok"
+    assert checks.check_open_files().level == "ok"
 
 
 @pytest.mark.parametrize(
@@ -35,11 +35,11 @@ def test_a_low_limit_on_processes_is_found(
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: soft_and_hard)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    found = limits.check_processes(tmp_path, tmp_path / "none")
+    found = checks.check_processes(tmp_path, tmp_path / "none")
     assert (found.level, found.fix) == ("bad", fix)
     assert re.match(r"ulimit -u is 100, of which \d+ are used; a run needs \d+", found.text)
     monkeypatch.setattr(os, "geteuid", lambda: 0)  # the kernel does not apply it to root
-    assert limits.check_processes(tmp_path, tmp_path / "none").text == "unlimited"
+    assert checks.check_processes(tmp_path, tmp_path / "none").text == "unlimited"
 
 
 @pytest.mark.parametrize(
@@ -60,19 +60,19 @@ def test_a_low_limit_of_a_cgroup_is_found(tmp_path: Path, line: str, folder: str
     place.mkdir(parents=True)
     (place / "pids.current").write_text("40\n")
     (place / "pids.max").write_text("150\n")
-    found = limits.check_processes(tmp_path / "groups", own)
+    found = checks.check_processes(tmp_path / "groups", own)
     assert (found.level, found.fix) == ("bad", fix)
     assert found.text.startswith(f"{place}/pids.max is 150, of which 40 are used; a run needs ")
     for enough in ("100000", "max"):
         (place / "pids.max").write_text(enough)
-        assert limits.check_processes(tmp_path / "groups", own).level == "ok"
+        assert checks.check_processes(tmp_path / "groups", own).level == "ok"
 
 
 def test_a_limited_address_space_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for hard, fix in ((UNLIMITED, "ulimit -v unlimited"), (1 << 30, "limits.conf: `* hard as unlimited`")):
         monkeypatch.setattr(resource, "getrlimit", lambda _, hard=hard: (1 << 30, hard))
-        found = limits.check_address_space()
+        found = checks.check_address_space()
         assert (found.level, found.text.startswith("ulimit -v is 1048576 KiB")) == ("bad", True)
         assert found.fix.startswith(fix)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (UNLIMITED, UNLIMITED))
-    assert limits.check_address_space().level == "ok"
+    assert checks.check_address_space().level == "ok"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from skylite.adapters.retention import remove_folder
-from skylite.doctor.dead_runs import check_leftovers
+from skylite.doctor.checks import check_leftovers
 from skylite.processes.child import ProcessSpec, kill, poll, start
 from skylite.processes.file_tree import empty_folder, files_below, remove_tree, tree_bytes, walk
 from skylite.processes.private_folders import MODE, TemporaryFolder, clear_unused

@@ -10,7 +10,6 @@ import pytest
 
 from skylite.config.loading import read_run_config
 from skylite.errors import ConfigError
-from skylite.hub.shared_memory_copy import shared_copy
 from skylite.rollout.plan import write_config
 from skylite.rollout.resume import plan_resume
 from skylite.rollout.run_session import clear_control_files
@@ -39,14 +38,6 @@ def refused_by_all(run: RunDir, outside: Path) -> list[str]:
     assert [r.code for r in replies] == [2, 2], [r.output for r in replies]
     assert (snapshot(run.root), snapshot(outside)) == before
     return [r.output for r in replies]
-
-
-def test_a_recorded_in_memory_copy_is_never_trusted(tmp_path: Path) -> None:
-    run = begin(tmp_path)
-    claim(run, shm_path=str(tmp_path / "data"))
-    assert plan_resume(run).resolved.shm_path is None
-    plan = plan_resume(run, settings=["model.use_shm=true"])
-    assert plan.resolved.shm_path == str(shared_copy(plan.resolved.model_fingerprint))
 
 
 @pytest.mark.parametrize("whose", ["another run's", "a run's that marked it", "a killed writer's"])

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from skylite.config.train import TrainConfig
-from skylite.doctor import machine
+from skylite.doctor import checks
 from skylite.errors import ConfigError
 from skylite.processes import own_network
 from skylite.processes.child import Child, ProcessSpec, kill, start
@@ -149,6 +149,6 @@ def test_a_server_with_several_gpus_is_never_isolated(monkeypatch: pytest.Monkey
 def test_doctor_shows_what_is_active(
     reason: str, people: list[int], level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "why_shared", lambda: reason)
-    monkeypatch.setattr(machine, "other_people", lambda: people)
-    assert machine.check_network().level == level
+    monkeypatch.setattr(checks, "why_shared", lambda: reason)
+    monkeypatch.setattr(checks, "other_people", lambda: people)
+    assert checks.check_network().level == level

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,8 @@ from tests.small_run import make_run, settings
 
 
 def finished_run(root: Path, **sections: Any) -> RunDir:
-    """A run that published version 1 from an in-memory model that is gone now."""
+    """A run that published version 1."""
     run = make_run(root, root.parent / "model", settings(**sections), {1: random_samples(1)})
-    tree = json.loads(run.config_path.read_text())
-    tree["resolved"]["shm_path"] = str(root.parent / "gone")
-    run.config_path.write_text(json.dumps(tree))
     adapter = AdapterVersion(1, run.default_adapters / adapter_name(1))
     adapter.path.mkdir()
     adapter.weights_path.write_bytes(b"weights")
@@ -44,12 +40,6 @@ def finished_run(root: Path, **sections: Any) -> RunDir:
     )
     adapter.manifest_path.write_text(manifest.model_dump_json())
     return run
-
-
-def test_the_model_is_read_from_disk_and_not_from_released_memory(tmp_path: Path) -> None:
-    run = finished_run(tmp_path / "run")
-    again = copy_for_replay(run, read_run_config(run.config_path), RunDir(tmp_path / "again"), 0, 1)
-    assert read_run_config(again.config_path).resolved.load_path == str(tmp_path / "model")
 
 
 def test_micro_batches_are_the_same_as_in_the_run(tmp_path: Path) -> None:

@@ -144,7 +144,6 @@ def test_gpu_settings_are_also_refused_on_resume(run: RunDir) -> None:
         "checkpoint.every=3",
         "sync.keep_every=5",
         "engine.start_timeout_s=9",
-        "model.use_shm=true",
     ],
 )
 def test_settings_that_do_not_change_the_result_are_accepted(run: RunDir, setting: str) -> None:

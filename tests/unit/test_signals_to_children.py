@@ -14,7 +14,7 @@ import pytest
 
 from skylite.api import load_run
 from skylite.cli.runs import facts_of
-from skylite.doctor.dead_runs import check_runs
+from skylite.doctor.checks import check_runs
 from skylite.run.lock import LOCK_NAME, lock_folder
 from skylite.run.status import current_status
 from tests.made_up_runs import write_made_up_run

@@ -47,7 +47,7 @@ def fail_in(where: str, error: BaseException, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(run_session, where, fails_later if where == "_run" else fails)
 
 
-@pytest.mark.parametrize("where", ["_run", "roll_back", "provide_model_files"])
+@pytest.mark.parametrize("where", ["_run", "roll_back"])
 @pytest.mark.parametrize("error", ERRORS, ids=lambda e: f"{type(e).__name__}{e.args[:1]}")
 def test_a_resumed_run_that_fails_unforeseen_is_recorded_as_failed(
     run: RunDir, where: str, error: BaseException, monkeypatch: pytest.MonkeyPatch

@@ -18,9 +18,9 @@ from typing import Annotated
 import typer
 
 from skylite.cli.options import AsJson, Verbose
-from skylite.doctor import dead_runs, limits, machine, sandbox_level, software
+from skylite.doctor import checks
+from skylite.doctor.checks import Finding, bad
 from skylite.doctor.engine_probe import probe_engine
-from skylite.doctor.finding import Finding, bad
 from skylite.errors import SkyliteError, error_line
 from skylite.progress_reporting import long_work
 from skylite.ui.logs import show
@@ -46,9 +46,9 @@ def doctor(
         findings = probe_engine(engine)
     else:
         findings = []
-        checks = machine_checks(runs)
-        with long_work("checking this machine", total=len(checks)) as work:
-            for name, check in checks:
+        todo = machine_checks(runs)
+        with long_work("checking this machine", total=len(todo)) as work:
+            for name, check in todo:
                 work.detail = partial(str, name)
                 findings += results(name, check)
                 work.advance()
@@ -63,27 +63,27 @@ def doctor(
 def machine_checks(runs: Path) -> list[tuple[str, Check]]:
     """Name and function of every check, the quick ones first."""
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache")
-    hub = machine.ask_hub()
+    hub = checks.ask_hub()
     return [
-        ("python", software.check_python),
-        ("packages", software.check_packages),
-        ("vllm", software.check_vllm),
-        ("gpu", software.check_gpus),
-        ("triton", software.check_triton),
-        ("torchvision", software.check_torchvision),
-        ("memory", machine.check_memory),
-        ("shared memory", machine.check_shared_memory),
-        ("disk", lambda: machine.check_disks(Path.cwd(), home, Path(tempfile.gettempdir()))),
-        ("open files", limits.check_open_files),
-        ("processes", limits.check_processes),
-        ("address space", limits.check_address_space),
-        ("sandbox", sandbox_level.check_sandbox),
-        ("clock", lambda: machine.check_clock(hub)),
-        ("ports", machine.check_ports),
-        ("isolation", machine.check_network),
-        ("hub", lambda: machine.check_hub(hub)),
-        ("runs", lambda: dead_runs.check_runs(runs)),
-        ("leftovers", dead_runs.check_leftovers),
+        ("python", checks.check_python),
+        ("packages", checks.check_packages),
+        ("vllm", checks.check_vllm),
+        ("gpu", checks.check_gpus),
+        ("triton", checks.check_triton),
+        ("torchvision", checks.check_torchvision),
+        ("memory", checks.check_memory),
+        ("shared memory", checks.check_shared_memory),
+        ("disk", lambda: checks.check_disks(Path.cwd(), home, Path(tempfile.gettempdir()))),
+        ("open files", checks.check_open_files),
+        ("processes", checks.check_processes),
+        ("address space", checks.check_address_space),
+        ("sandbox", checks.check_sandbox),
+        ("clock", lambda: checks.check_clock(hub)),
+        ("ports", checks.check_ports),
+        ("isolation", checks.check_network),
+        ("hub", lambda: checks.check_hub(hub)),
+        ("runs", lambda: checks.check_runs(runs)),
+        ("leftovers", checks.check_leftovers),
     ]
 
 

@@ -32,10 +32,6 @@ class ModelConfig(Section):
     """Compute type of trainer and engine. auto: bfloat16 on a GPU, float32 on a CPU. A GPU needs bfloat16:
     the engine's LoRA kernels take no float32."""
 
-    use_shm: bool = False
-    """Copy the model to /dev/shm during the run, so that all ranks and engines together read the disk once.
-    Use it if the disk is slow and memory suffices."""
-
 
 class TrainerConfig(Section):
     """The trainer processes."""
@@ -202,8 +198,6 @@ class Resolved(Section):
 
     model_path: str
     """Local folder with config, tokenizer and safetensors."""
-    shm_path: str | None = None
-    """Copy of `model_path` in memory (model.use_shm); None: there is none."""
     model_revision: str | None = None
     """Commit of a model from the hub. A resume that finds `model_path` gone downloads this commit."""
     model_fingerprint: str
@@ -250,11 +244,6 @@ class Resolved(Section):
     """Which shortcuts the trainer uses for this model, and why (model/checked_shortcuts.py)."""
     notes: list[Note] = []
     """The choices and substitutions that skylite printed at the start."""
-
-    @property
-    def load_path(self) -> str:
-        """Folder that trainer and engines read the model from."""
-        return self.shm_path or self.model_path
 
 
 class RunConfig(Section):

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from skylite.config.train import TrainConfig
-from skylite.doctor.finding import Finding, bad, note, ok
+from skylite.doctor.checks import Finding, bad, note, ok
 from skylite.engine.vllm.external_server_command import external_server_command
 from skylite.engine.vllm.servable_models import vllm_version
 from skylite.engine.vllm.server_command import RUNTIME_LORA

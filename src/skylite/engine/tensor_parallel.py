@@ -13,7 +13,7 @@ from shutil import disk_usage
 from typing import Any
 
 from skylite.errors import ConfigError
-from skylite.hub.shared_memory_copy import SHARED_MEMORY
+from skylite.processes.hardware import SHARED_MEMORY
 from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json
 

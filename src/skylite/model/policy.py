@@ -74,7 +74,7 @@ def load_policy(resolved: Resolved, config: TrainConfig, dist: Dist) -> Policy:
     Raises ModelError if the model cannot be loaded or adapted, or if the warm-start adapter does not fit.
     """
     dtype = torch.float32 if resolved.dtype == "float32" else torch.bfloat16
-    base, how = load_base(resolved.load_path, dtype, dist, config.trainer.offload)
+    base, how = load_base(resolved.model_path, dtype, dist, config.trainer.offload)
     if dist.is_main:
         print(how, file=sys.stderr, flush=True)
     modules = adapted_modules(base, config.lora)

@@ -20,6 +20,7 @@ from skylite.processes.gpus import USE_CPU, VISIBLE, check_cuda, visible_gpus
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["bfloat16", "float32"]
 
+SHARED_MEMORY = Path("/dev/shm")
 CPUINFO = Path("/proc/cpuinfo")
 MEMINFO = Path("/proc/meminfo")
 CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")

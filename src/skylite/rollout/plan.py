@@ -27,7 +27,6 @@ from skylite.engine.vllm.servable_models import check_build, check_lora, check_t
 from skylite.environments.episode_spec import check_episode_data
 from skylite.errors import ConfigError
 from skylite.hub.resolve import ResolvedModel, resolve_model
-from skylite.hub.shared_memory_copy import shared_copy
 from skylite.loggers.interface import require_libraries
 from skylite.notes import Note, log_notes, notes_of
 from skylite.processes.gpus import why_no_gpu
@@ -217,7 +216,6 @@ def resolve_choices(
         notes += check_warm_start(config, model.path, model.fingerprint)
     return Resolved(
         model_path=str(model.path),
-        shm_path=shm_path(config, model.fingerprint),
         model_revision=model.revision,
         model_fingerprint=model.fingerprint,
         data_sha256=train_data_hash(config),
@@ -254,14 +252,6 @@ def check_device(config: TrainConfig, device: str) -> None:
             "trainer.offload=true moves tensors off a GPU, and this run has no GPU.",
             "Use trainer.offload=false.",
         )
-
-
-def shm_path(config: TrainConfig, fingerprint: str) -> str | None:
-    """Shared memory folder for the model (model.use_shm), else None.
-
-    Always computed, never read from config.json, because the last run that uses the folder deletes it.
-    """
-    return str(shared_copy(fingerprint)) if config.model.use_shm else None
 
 
 def read_split(config: TrainConfig, split: str) -> tuple[list[Prompt], PromptFileInfo]:

@@ -109,7 +109,6 @@ def copy_for_replay(run: RunDir, recorded: RunConfig, replay: RunDir, start: int
     update = {
         "lora_sync_path": str(replay.default_adapters),
         "warm_start": str(run.warm_start) if recorded.resolved.warm_start else None,
-        "shm_path": None,  # deleted when the run ended; model_path holds the same files
     }
     config = recorded.model_copy(update={"resolved": recorded.resolved.model_copy(update=update)})
     write_json(replay.config_path, config.model_dump(mode="json"))

@@ -28,7 +28,6 @@ from skylite.rollout.plan import (
     check_device,
     held_out_prompts,
     read_split,
-    shm_path,
     train_data_hash,
 )
 from skylite.rollout.prompt_check import without
@@ -221,7 +220,6 @@ def _relocate(
     update = {
         "warm_start": str(run.warm_start) if old.warm_start else None,
         "lora_sync_path": str(run.adapters(recorded)),
-        "shm_path": shm_path(config, old.model_fingerprint),
         "run_id": old.run_id or uuid.uuid4().hex,
         "rank_gpus": placement.rank_gpus,
         "engine_gpus": placement.engine_gpus,
@@ -237,10 +235,10 @@ SAFE_CHANGES = (
     "checkpoint", "eval", "anomaly", "sync", "stop", "log", "num_steps", "num_epochs",
     "reward.num_workers", "reward.timeout_s", "trainer.step_timeout_s", "trainer.max_restarts",
     "engine.start_timeout_s", "engine.stall_timeout_s", "engine.max_restarts",
-    "data.path", "model.use_shm", "trainer.offload",
+    "data.path", "trainer.offload",
 )  # fmt: skip
 """Sections and fields that do not change any result. data.path: the file is compared by its hash.
-model.use_shm and trainer.offload only change where the model and the AdamW moments are stored."""
+trainer.offload only changes where the base and the AdamW moments are stored."""
 ROUNDING_CHANGES = (
     "trainer.num_ranks",
     "trainer.num_threads",

@@ -5,20 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from skylite.adapters.manifest import read_manifest
 from skylite.adapters.target_modules import predict_target_modules
-from skylite.config.train import Resolved
 from skylite.engine.canary import DEFAULT_TOLERANCE, verify_folder
 from skylite.engine.engine_pool import EnginePool
 from skylite.engine.vllm.start_engines import engines_for_modules, start_engines
 from skylite.engine.watchdog import RestartPolicy
 from skylite.errors import OutOfMemory, SkyliteError, TrainerLost, WriteFailed, write_failed
-from skylite.hub.shared_memory_copy import model_in_shared_memory, remove_unused_copies
 from skylite.processes.child import ProcessSpec, Supervisor
 from skylite.processes.file_tree import remove_tree
 from skylite.processes.hardware import threads_per_rank
@@ -58,7 +55,6 @@ async def run_session(plan: RunPlan, *, resume: bool, limit: TimeLimit | None = 
     adapters = Path(plan.resolved.lora_sync_path)
     stop = handle_signals(limit.stop if limit is not None else asyncio.Event())
     async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(provide_model_files(plan.resolved))
         screen = stack.enter_context(Screen(plan.config.num_steps))
         await stack.enter_async_context(loggers_running(plan, stop))
         restarts: dict[str, int] = {}
@@ -79,17 +75,6 @@ async def run_session(plan: RunPlan, *, resume: bool, limit: TimeLimit | None = 
                     )
                 logger.warning(f"{error.what} The run resumes from its last checkpoint{allowed}.")
             plan, resume = plan_resume(plan.run), True
-
-
-def provide_model_files(resolved: Resolved) -> AbstractContextManager[None]:
-    """Keep the model's files where trainer and engines read them (model.use_shm).
-
-    Every start removes the copies that killed runs left, also without model.use_shm.
-    """
-    if resolved.shm_path is None:
-        remove_unused_copies()
-        return contextlib.nullcontext()
-    return model_in_shared_memory(Path(resolved.model_path), Path(resolved.shm_path))
 
 
 def clear_control_files(plan: RunPlan) -> None:

@@ -120,7 +120,7 @@ def engine_spec(run_config: RunConfig, target_modules: list[str], index: int, so
     size = config.engine.tensor_parallel
     return EngineSpec(
         name=f"vllm-{index}",
-        model_path=Path(resolved.load_path),
+        model_path=Path(resolved.model_path),
         device=resolved.device,
         dtype=resolved.dtype,
         uds=sockets / f"vllm-{index}.sock",
