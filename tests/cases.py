@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
-from skylite.config.algorithm import PRESETS
+from skylite.config.algorithm import PRESETS, SOURCES
 from skylite.config.train import TrainConfig
 from skylite.model.checked_shortcuts import enable_shortcuts
 from skylite.model.packing import Packing
@@ -31,7 +31,7 @@ from tests.small_run import resolved
 PROBE = list(range(20, 40))
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
-    **{name: {"name": name} for name in PRESETS if name not in ("ppo", "clip_cov", "kl_cov", "dapo")},
+    **{n: {"name": n} for n in PRESETS if n not in ("ppo", "clip_cov", "kl_cov", "dapo", *SOURCES)},
     "dapo": {"name": "dapo", "zero_std_groups": "drop", "mask_truncated": True},
     "grpo paper": {"aggregation": "seq-mean-token-mean", "kl_coef": 0.1, "kl_estimator": "k1"},
     "dual_clip": {"policy_loss": "dual_clip", "dual_clip": 1.5},

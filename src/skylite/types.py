@@ -10,6 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+
 End = Literal["stop", "turns", "tokens", "time"]
 """How a trajectory ended: by itself, or at env.max_turns, env.max_tokens or env.timeout_s."""
 FLOAT32_MAX = 3.4028234663852886e38
@@ -125,6 +131,42 @@ class Group:
         """
         rewards = [t.train_reward for t in self.trajectories]
         return all(map(is_number, rewards)) and len(set(array("f", rewards))) == 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainingExample:
+    """What the trainer learns from: the tokens of one call, or of a prepared chat or reply.
+
+    Calls of one trajectory and trajectories of one group stand together; of a pair, the chosen reply is
+    trajectory 0 and the rejected one trajectory 1.
+    """
+
+    token_ids: IntArray
+    """[L] what the model reads, and what it is trained to write."""
+    weights: FloatArray
+    """[L] factor on the token's loss. 0: context. The first token has no context, so its weight is 0."""
+    sampling_logprobs: FloatArray | None = None
+    """[L] of the sampling policy; 0 for context. None: not sampled."""
+    advantages: FloatArray | None = None
+    """[L] if the source knows them; None: the algorithm computes them from the rewards."""
+    group: int
+    trajectory: int = 0
+    turn: int = 0
+    reward: float = 0.0
+    """What the call's last token earned. The sum over a trajectory's calls is its reward."""
+    is_truncated: bool = False
+    """Whether a limit ended the trajectory."""
+    version: int = 0
+    """The policy's version that sampled it."""
+    prompt_id: str = ""
+    """Shown in errors and metrics."""
+    extras: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """Other values of the tokens [L], such as logprobs of a teacher."""
+
+    @property
+    def scored(self) -> IntArray:
+        """[C] places of the tokens with a weight."""
+        return np.flatnonzero(self.weights)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,8 @@ DEFAULTS = AlgorithmConfig().model_dump()
         ("ppo", {"advantage": "gae"}),
         ("clip_cov", {"policy_loss": "clip_cov"}),
         ("kl_cov", {"policy_loss": "kl_cov"}),
+        ("sft", {}),
+        ("dpo", {}),
     ],
 )
 def test_the_name_sets_its_row_and_nothing_else(name, row):
@@ -50,7 +52,7 @@ def test_the_name_sets_its_row_and_nothing_else(name, row):
 
 
 def test_every_preset_and_choice_is_implemented():
-    assert len(PRESETS) == 15
+    assert len(PRESETS) == 17
     for name in PRESETS:
         config = AlgorithmConfig(name=name)
         assert config.policy_loss in POLICY_LOSSES
@@ -74,8 +76,8 @@ def test_an_unknown_name_is_refused_and_the_known_ones_listed():
 
 def test_what_each_algorithm_requires():
     needs_groups = {name for name in PRESETS if AlgorithmConfig(name=name).compares_groups}
-    assert set(PRESETS) - needs_groups == {"ppo", "reinforce++"}
+    assert set(PRESETS) - needs_groups == {"ppo", "reinforce++", "sft", "dpo"}
     assert {name for name in PRESETS if AlgorithmConfig(name=name).uses_critic} == {"ppo"}
     assert {name for name in PRESETS if AlgorithmConfig(name=name).selects_by_cov} == {"clip_cov", "kl_cov"}
-    assert not any(AlgorithmConfig(name=name).uses_ref for name in PRESETS)
+    assert {name for name in PRESETS if AlgorithmConfig(name=name).uses_ref} == {"dpo"}
     assert AlgorithmConfig(kl_coef=0.1).uses_ref

@@ -52,7 +52,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     # arXiv 2505.22617: tokens whose logprob and advantage vary together drive the loss of entropy.
     "clip_cov": {"policy_loss": "clip_cov"},
     "kl_cov": {"policy_loss": "kl_cov"},
+    # The mean negative log-likelihood of the assistant's tokens of prepared chats. No engine samples.
+    "sft": {},
+    # arXiv 2305.18290: the chosen reply of a prepared pair against the rejected one. No engine samples.
+    "dpo": {},
 }
+Source = Literal["rollouts", "chats", "pairs"]
+SOURCES: dict[str, Source] = {"sft": "chats", "dpo": "pairs"}
+"""Algorithm -> what its examples come from, if that is prepared data."""
 
 
 class AlgorithmConfig(Section):
@@ -60,7 +67,7 @@ class AlgorithmConfig(Section):
 
     name: str = "grpo"
     """Preset that fills in the other fields of this section: grpo, bnpo, dr_grpo, dapo, gspo, cispo, sapo,
-    rloo, reinforce++, reinforce++-baseline, maxrl, opo, ppo, clip_cov or kl_cov."""
+    rloo, reinforce++, reinforce++-baseline, maxrl, opo, ppo, clip_cov, kl_cov, sft or dpo."""
     advantage: Advantage | str = "grpo"
     """Formula that turns rewards into advantages (algorithms/advantages.py), or your own as FILE.py:function.
     gae needs a critic."""
@@ -88,6 +95,8 @@ class AlgorithmConfig(Section):
     """clip_cov selects only tokens with a covariance below this."""
     kl_cov_coef: float = Field(1.0, ge=0)
     """Weight of kl_cov's penalty |policy logprob - old logprob| on the selected tokens."""
+    beta: float = Field(0.1, gt=0)
+    """DPO's factor on log(policy / reference): the higher, the closer the policy stays to its reference."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount per token. Used by the advantages reinforce++ and gae."""
     gae_lambda: float = Field(1.0, ge=0, le=1)
@@ -159,7 +168,12 @@ class AlgorithmConfig(Section):
     @property
     def compares_groups(self) -> bool:
         """Whether the advantage compares a completion with its group. One from a file counts as such."""
-        return self.advantage not in ("gae", "reinforce++")
+        return self.source == "rollouts" and self.advantage not in ("gae", "reinforce++")
+
+    @property
+    def source(self) -> Source:
+        """What the examples come from: rollouts of the engine, or prepared chats or pairs."""
+        return SOURCES.get(self.name, "rollouts")
 
     @property
     def uses_critic(self) -> bool:
@@ -168,13 +182,13 @@ class AlgorithmConfig(Section):
 
     @property
     def uses_ref(self) -> bool:
-        """Whether the KL to the reference policy is computed."""
-        return self.kl_coef > 0
+        """Whether the loss needs the reference policy: for a KL, or for DPO."""
+        return self.kl_coef > 0 or self.name == "dpo"
 
     @property
     def kl_in_reward(self) -> bool:
         """Whether the KL to the reference is subtracted from the rewards."""
-        return self.uses_ref and self.kl_in == "reward"
+        return self.kl_coef > 0 and self.kl_in == "reward"
 
     @property
     def selects_tokens(self) -> bool:

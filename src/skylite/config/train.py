@@ -171,7 +171,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def check_max_kl(self) -> Self:
-        if self.anomaly.max_kl is not None and not self.algorithm.uses_ref:
+        if self.anomaly.max_kl is not None and not self.algorithm.kl_coef:
             raise ValueError(
                 f"anomaly.max_kl={self.anomaly.max_kl:g} limits the KL to the reference policy, which "
                 "algorithm.kl_coef=0 does not measure; "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from skylite.model.float32_arithmetic import row_dot
-from skylite.model.prefix_tree import IntArray
+from skylite.types import IntArray
 
 ROW_CHUNK_ELEMENTS = 1 << 24
 """Logits that `token_logprobs` handles at once: 64 MiB of float32 scratch for any vocabulary."""

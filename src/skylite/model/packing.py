@@ -11,8 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from skylite.model.prefix_tree import IntArray, build_tree
+from skylite.model.prefix_tree import build_tree
 from skylite.model.tree_attention import TreeLayout, tree_layout
+from skylite.types import IntArray
 
 NO_TOKENS: IntArray = np.zeros(0, dtype=np.int64)
 Packing = Literal["tree", "padded"]

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int64]
+from skylite.types import IntArray
+
 SCORES_PER_CALL = 16384
 """Overhead of one attention call, as the number of attention scores that cost the same time.
 
