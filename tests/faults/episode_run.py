@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from skylite.environments.sample_episodes import Environment
+from skylite.environments.episodes_source import Episodes
 from skylite.environments.trajectory_log import TrajectoryLog
 from skylite.errors import RunFailed
 from skylite.types import Group, Prompt, Trajectory
 from tests.faults.episodes import FAULTS
-from tests.unit.environment_cases import ScriptedEngine, environment, make_prompt, make_source, to_text
+from tests.unit.environment_cases import ScriptedEngine, environment, make_prompt, make_request, to_text
 
 PROGRAM = Path(__file__).with_name("episodes.py")
 MAX_TURNS = 4
@@ -86,7 +86,7 @@ async def run_faults(folder: Path, faults: list[str], patch: pytest.MonkeyPatch,
     async with environment(folder, "", episode=f"{PROGRAM}:episode", **options) as running:
         leave_ended_keys(running, notes.with_suffix(".keys"))
         prompts = [prompt_of(n, fault) for n, fault in enumerate(faults)]
-        groups = await running.sample(make_source(engine), prompts, step=1, first_index=0, group_size=1)
+        groups = await running.sample(prompts, make_request(engine))
         await asyncio.sleep(0.1)
     by_number = {int(g.prompt.id[1:]): g.trajectories[0] for g in groups}
     answers = [json.loads(line) for line in notes.read_text(encoding="utf-8").splitlines()]
@@ -103,7 +103,7 @@ def _unread(engine: ScriptedEngine, faults: list[str], kept: dict[int, Trajector
     return sum((given - held).values()) + sum((held - given).values())
 
 
-def leave_ended_keys(running: Environment, path: Path) -> None:
+def leave_ended_keys(running: Episodes, path: Path) -> None:
     engine: Any = ScriptedEngine()
     keys = []
     for number in range(2):
@@ -181,9 +181,7 @@ async def reasons_of_stops(folder: Path, patch: pytest.MonkeyPatch) -> dict[str,
         for number, fault in enumerate(FAILING):
             prompts = [prompt_of(number, fault)]
             try:
-                groups: list[Group] = await running.sample(
-                    make_source(engine), prompts, step=1, first_index=0, group_size=1
-                )
+                groups: list[Group] = await running.sample(prompts, make_request(engine))
                 reasons[fault] = f"no error but {groups}"
             except RunFailed as error:
                 reasons[fault] = error.what

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from skylite.config.train import TrainConfig
+from skylite.data.tokenizer import ChatTokenizer
 from skylite.engine.retrying_client import Engine
 from skylite.engine.vllm.client import VllmClient
+from skylite.environments.single_turn import SingleTurn
 from skylite.evaluation.evaluate import EvalResult
-from skylite.evaluation.versions import EvalSampling, OneTurnProblems, ProblemSet, Subject, evaluate_subjects
+from skylite.evaluation.versions import ProblemSet, Subject, evaluate_subjects
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Prompt, Score
 from tests.engines import EngineServer, write_random_adapter
@@ -30,11 +33,11 @@ class Length:
 
 def results(server: EngineServer, subjects: list[Subject], max_loras: int) -> dict[str, list[list[int]]]:
     """Subject -> sampled tokens of each problem."""
-    prompts = [Prompt(id=str(i), messages=[{"role": "user", "content": ""}], answer="", source="t")
+    prompts = [Prompt(id=str(i), messages=[{"role": "user", "content": str(i)}], answer="", source="t")
                for i in range(6)]  # fmt: skip
-    problems = OneTurnProblems(
-        name="t", prompts=prompts, token_ids={p.id: PROMPT[int(p.id) :] for p in prompts}, scorer=Length()
-    )
+    config = TrainConfig.model_validate({"rollout": {"max_completion_tokens": 12}})
+    tokenizer = ChatTokenizer(lambda _, chats: [PROMPT[int(c[0]["content"]) :] for c in chats], (), "")
+    problems = ProblemSet(name="t", prompts=prompts, source=SingleTurn(config, tokenizer, Length()))
     found: dict[str, list[list[int]]] = {}
 
     def keep(subject: Subject, _: ProblemSet, result: EvalResult) -> None:
@@ -42,11 +45,8 @@ def results(server: EngineServer, subjects: list[Subject], max_loras: int) -> di
 
     async def run() -> None:
         engine = Engine(VllmClient("vllm-test", server.uds))
-        sampling = EvalSampling(n=1, max_tokens=12, stop_token_ids=(), seed=0)
         try:
-            await evaluate_subjects(
-                engine, subjects, [problems], sampling, max_loras=max_loras, on_result=keep
-            )
+            await evaluate_subjects(engine, subjects, [problems], 1, max_loras=max_loras, on_result=keep)
         finally:
             await engine.aclose()
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from skylite.data.tokenizer import ChatTokenizer, load_tokenizer
 from skylite.engine.vllm.client import Sampling
-from skylite.environments.running_environment import running_environment
-from skylite.environments.sample_episodes import Environment, Source
+from skylite.environments.episodes_source import Episodes, episodes_running
+from skylite.environments.source import GroupRequest
 from skylite.processes.child import Supervisor
 from skylite.types import Call, Group, Prompt
 from tests.small_run import settings
@@ -101,7 +101,7 @@ def make_prompt(number: int = 0, **fields: Any) -> Prompt:
 @contextlib.asynccontextmanager
 async def environment(
     folder: Path, source: str, *, template: str = CHAT_TEMPLATE, name: str = "episode", **env: Any
-) -> AsyncIterator[Environment]:
+) -> AsyncIterator[Episodes]:
     """The environment of an episode with this source code."""
     program = folder / "program.py"
     program.write_text(textwrap.dedent(source), encoding="utf-8")
@@ -111,7 +111,7 @@ async def environment(
     config = settings(env={"episode": spec, **env}, rollout=rollout)
     async with (
         Supervisor() as supervisor,
-        running_environment(
+        episodes_running(
             config, shared_tokenizer(template), folder, {}, folder / "logs", supervisor
         ) as running,
     ):
@@ -142,13 +142,12 @@ def sample(
     async def run() -> list[Group]:
         async with environment(folder, source, **env) as running:
             prompts = [make_prompt(i) for i in range(num_prompts)]
-            return await running.sample(
-                make_source(engine), prompts, step=1, first_index=0, group_size=group_size
-            )
+            return await running.sample(prompts, make_request(engine, group_size=group_size))
 
     return asyncio.run(run())
 
 
-def make_source(engine: ScriptedEngine) -> Source:
-    engines: Any = [engine]
-    return Source(model="policy-v000003", version=3, engines=engines, temperature=1.0)
+def make_request(engine: ScriptedEngine, step: int = 1, **place: int) -> GroupRequest:
+    return GroupRequest(
+        model="policy-v000003", version=3, engines=[engine], temperature=1.0, step=step, **place
+    )

@@ -17,9 +17,9 @@ from rich.console import Console
 
 from skylite.config.train import Resolved, TrainConfig
 from skylite.data.tokenizer import ChatTokenizer
-from skylite.engine.collect_groups import Scorer
 from skylite.engine.engine_pool import EnginePool
 from skylite.engine.vllm.client import Sampling
+from skylite.environments.single_turn import Scorer, SingleTurn
 from skylite.rollout.loop import run_steps
 from skylite.rollout.plan import RunPlan
 from skylite.rollout.progress import Progress
@@ -153,8 +153,7 @@ def run_of(
     session = Session(
         plan=plan,
         engines=EnginePool([engine], 0.002),  # type: ignore[list-item]
-        scorer=scorer or Half(),
-        tokenizer=ChatTokenizer(encode_numbers, (5,), ""),
+        source=SingleTurn(plan.config, ChatTokenizer(encode_numbers, (5,), ""), scorer or Half()),
         progress=Progress(plan.run, num_steps, Screen(num_steps, Console(file=io.StringIO())), dict),
         limit=limit,
     )

@@ -17,7 +17,7 @@ from skylite.algorithms.advantages import (
     whiten,
     zero_std_groups,
 )
-from skylite.rollout.sampling import overlong_penalty
+from skylite.environments.single_turn import overlong_penalty
 
 # Rewards of completions with 1, 1, 2 and 4 tokens: mean 2, sample variance (36 + 4 + 4 + 4) / 3 = 16.
 REWARDS, LENGTHS = [8.0, 0.0, 0.0, 0.0], [1.0, 1.0, 2.0, 4.0]

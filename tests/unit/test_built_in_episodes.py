@@ -21,7 +21,7 @@ from tests.unit.environment_cases import (
     ScriptedEngine,
     environment,
     make_prompt,
-    make_source,
+    make_request,
     to_text,
 )
 
@@ -33,8 +33,8 @@ def play(folder: Path, episode: str, prompt: Prompt, script: Script, **env: Any)
 
     async def run() -> Trajectory:
         async with environment(folder, "", episode=episode, max_completion_tokens=100, **env) as running:
-            source = make_source(ScriptedEngine(script))
-            (group,) = await running.sample(source, [prompt], step=1, first_index=0, group_size=1)
+            request = make_request(ScriptedEngine(script))
+            (group,) = await running.sample([prompt], request)
             return group.trajectories[0]
 
     return asyncio.run(run())

@@ -21,7 +21,7 @@ from skylite.evaluation.confidence_interval import mean_score
 from skylite.rewards import load_reward, text_rewards
 from skylite.rewards.call_rewards import score
 from skylite.rollout.plan import RunPlan, plan_run
-from skylite.rollout.session_resources import reward_pool
+from skylite.rollout.sources import reward_pool
 from skylite.run.run_dir import RunDir
 from tests.unit.bad_inputs import Reply, call, printed_json
 from tests.unit.data_cases import prompt
@@ -159,7 +159,7 @@ def test_settings_of_prepare_reach_the_run_and_eval(here: Path, tiny_llama: Path
     flags = EvalFlags(target=None, base=True, model=str(tiny_llama), data=(Path("data"),), split="test",
                       limit=None, n=1, step=None, steps=(), all_steps=False, max_loras=1, seed=0,
                       as_json=False, settings=())  # fmt: skip
-    assert plan_eval(flags).data[0].parameters.answer_pattern == TAGS
+    assert plan_eval(flags).data[0].scored.config.reward.answer_pattern == TAGS
 
 
 def test_the_workers_of_a_run_get_the_settings(here: Path, tiny_llama: Path) -> None:
@@ -168,7 +168,8 @@ def test_the_workers_of_a_run_get_the_settings(here: Path, tiny_llama: Path) -> 
         prepare("--answer", "a", "--reward", "exact_match", "--set", f"reward.answer_pattern='{TAGS}'").code
         == 0
     )
-    pool = reward_pool(plan(tiny_llama))
+    planned = plan(tiny_llama)
+    pool = reward_pool(planned.scored, planned.run.logs)
     try:
         scores = asyncio.run(
             pool.score([(prompt(answer="C1"), f"<answer>{c}</answer>") for c in ("C1", "C2")])

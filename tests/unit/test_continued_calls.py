@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from skylite.engine.vllm.client import Sampling
-from skylite.environments.sample_episodes import Environment
+from skylite.environments.episodes_source import Episodes
 from skylite.environments.trajectory_log import AnsweredRequest, TrajectoryLog
 from skylite.rollout.turn_metrics import turn_metrics
 from skylite.types import Call, Trajectory
@@ -54,7 +54,7 @@ def test_a_call_with_other_tools_is_rendered_anew(
 ) -> None:
     """And counted as a branch. `begin`: of its prompt; None where it continues the first call."""
 
-    async def body(running: Environment) -> None:
+    async def body(running: Episodes) -> None:
         log, key = open_log(running.server, ScriptedEngine(lambda p: "hi"))
         reply = await post(running.server, key, {"messages": HELLO, **first})
         said = reply.json()["choices"][0]["message"]

@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
-from skylite.engine.collect_groups import collect_group, gather_or_cancel, request_seed
+from skylite.config.train import TrainConfig
+from skylite.data.tokenizer import ChatTokenizer
 from skylite.engine.retrying_client import Engine
 from skylite.engine.vllm.client import VllmClient
+from skylite.environments.single_turn import SingleTurn
+from skylite.environments.source import GroupRequest, gather_or_cancel, request_seed
 from skylite.errors import EngineFailed, RunFailed
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Prompt, Score
@@ -174,20 +177,19 @@ def test_a_group_holds_score_and_penalty_of_each_completion() -> None:
         async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[Score]:
             return [Score(reward=float(n), components={"a": n}) for n, _ in enumerate(items)]
 
-    group = asyncio.run(
-        collect_group(
-            Engine(LosingClient({0, 1}), ()), "m", 3, prompt(), [7], 2, SAMPLING, Scorer(),  # type: ignore[arg-type]
-            penalty=lambda length: -0.5 * length,
-        )
+    config = TrainConfig.model_validate(
+        {"rollout": {"max_completion_tokens": 2}, "algorithm": {"overlong_buffer_frac": 1.0}}
+    )
+    source = SingleTurn(config, ChatTokenizer(lambda what, items: [[7]] * len(items), (5,), ""), Scorer())
+    request = GroupRequest(
+        model="m", version=3, temperature=1.0, group_size=2,
+        engines=[Engine(LosingClient({0, 1}), ())],  # type: ignore[arg-type]
     )  # fmt: skip
+    (group,) = asyncio.run(source.sample([prompt()], request))
     assert [(t.reward, t.penalty, dict(t.components)) for t in group.trajectories] == [
         (0.0, -0.5, {"a": 0}), (1.0, -0.5, {"a": 1}),
     ]  # fmt: skip
     assert [t.calls[0].adapter_version for t in group.trajectories] == [3, 3]
-    plain = asyncio.run(
-        collect_group(Engine(LosingClient({0}), ()), "m", 3, prompt(), [7], 1, SAMPLING, Scorer())  # type: ignore[arg-type]
-    )
-    assert plain.trajectories[0].penalty == 0.0
 
 
 def test_the_first_failure_cancels_the_other_tasks() -> None:

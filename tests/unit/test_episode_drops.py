@@ -6,14 +6,13 @@ import asyncio
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 
 from skylite.config.train import Resolved, TrainConfig
-from skylite.data.tokenizer import ChatTokenizer
 from skylite.engine.engine_pool import EnginePool
+from skylite.environments.source import GroupRequest, OnGroup
 from skylite.errors import RunFailed
 from skylite.rollout.plan import RunPlan
 from skylite.rollout.progress import Progress
@@ -22,7 +21,7 @@ from skylite.rollout.session_resources import Session
 from skylite.run.run_dir import AdapterVersion, RunDir
 from skylite.types import Call, Group, Prompt, Trajectory
 from skylite.ui.dashboard import Screen
-from tests.unit.environment_cases import ScriptedEngine, environment, make_prompt, make_source
+from tests.unit.environment_cases import ScriptedEngine, environment, make_prompt, make_request
 
 RAISES = """
     async def episode(task, chat):
@@ -32,39 +31,30 @@ RAISES = """
 
 
 def test_only_the_first_groups_of_a_step_stop_the_run_if_all_fail(tmp_path: Path) -> None:
-    async def run() -> int:
+    async def run() -> None:
         async with environment(tmp_path, RAISES, on_error="drop") as running:
-            source = make_source(ScriptedEngine())
-            more = await running.sample(source, [make_prompt()], step=1, first_index=4, group_size=1)
-            assert more == []
+            later = make_request(ScriptedEngine(), first_index=4)
+            assert await running.sample([make_prompt()], later) == []
             with pytest.raises(RunFailed, match="Step 1 has no trajectories"):
-                await running.sample(source, [make_prompt()], step=1, first_index=0, group_size=1)
-            return running.dropped
+                await running.sample([make_prompt()], make_request(ScriptedEngine()))
 
-    assert asyncio.run(run()) == 2
+    asyncio.run(run())
 
 
-class FakeEnvironment:
+class FakeSource:
     """Groups of equal rewards. The episodes of every prompt whose place is in `fails` fail."""
 
     def __init__(self, fails: set[int]) -> None:
         self.fails = fails
 
     async def sample(
-        self,
-        source: Any,
-        prompts: Sequence[Prompt],
-        *,
-        step: int,
-        first_index: int,
-        group_size: int,
-        **_: Any,
+        self, prompts: Sequence[Prompt], request: GroupRequest, on_group: OnGroup = lambda _: None
     ) -> list[Group]:
         sample = Call(prompt_token_ids=[1], completion_token_ids=[2], sampling_logprobs=[-1.0])
-        trajectories = (Trajectory(calls=(sample,), reward=0.0),) * group_size
+        trajectories = (Trajectory(calls=(sample,), reward=0.0),) * request.group_size
         return [
             Group(prompt=prompt, trajectories=trajectories)
-            for place, prompt in enumerate(prompts, first_index)
+            for place, prompt in enumerate(prompts, request.first_index)
             if place not in self.fails
         ]
 
@@ -86,9 +76,7 @@ def sampled(folder: Path, fails: set[int]) -> SampledStep:
     session = Session(
         plan=plan,
         engines=EnginePool([], 0.1),
-        scorer=None,
-        environment=FakeEnvironment(fails),  # type: ignore[arg-type]
-        tokenizer=ChatTokenizer(lambda what, items: [], (5,), ""),
+        source=FakeSource(fails),
         progress=Progress(run, 9, Screen(9, Console(file=io.StringIO())), dict),
     )
     return asyncio.run(sample_step(session, 3, AdapterVersion(2, folder)))

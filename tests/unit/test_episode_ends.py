@@ -13,7 +13,7 @@ from skylite.engine.retrying_client import Engine
 from skylite.engine.vllm.client import Sampling
 from skylite.errors import EngineFailed
 from skylite.types import Call
-from tests.unit.environment_cases import ScriptedEngine, environment, make_prompt, make_source, sample
+from tests.unit.environment_cases import ScriptedEngine, environment, make_prompt, make_request, sample
 from tests.unit.test_episodes import THREE_TURNS
 
 
@@ -63,9 +63,7 @@ def episode_with(client: Restarting, folder: Path, source: str) -> Any:
     async def run() -> Any:
         async with environment(folder, source, timeout_s=3.0) as running:
             engines: Any = client.engine
-            (group,) = await running.sample(
-                make_source(engines), [make_prompt()], step=1, first_index=0, group_size=1
-            )
+            (group,) = await running.sample([make_prompt()], make_request(engines))
             return group.trajectories[0]
 
     return asyncio.run(run())
@@ -154,9 +152,7 @@ def test_what_the_file_started_at_its_import_stays(tmp_path: Path) -> None:
         async with environment(tmp_path, source) as running:
             found = []
             for step in (1, 2):
-                groups = await running.sample(
-                    make_source(ScriptedEngine()), [make_prompt()], step=step, first_index=0, group_size=1
-                )
+                groups = await running.sample([make_prompt()], make_request(ScriptedEngine(), step))
                 found.append(groups[0].trajectories[0].reward)
             return found
 

@@ -11,7 +11,7 @@ import pytest
 
 from skylite.config.environment import EnvConfig
 from skylite.environments.episode_host import FILE_BYTES
-from skylite.environments.sample_episodes import read_reward
+from skylite.environments.episodes_source import read_reward
 from skylite.errors import ConfigError, RunFailed
 from tests.unit.environment_cases import (
     ScriptedEngine,

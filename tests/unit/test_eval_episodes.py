@@ -14,7 +14,7 @@ from skylite.errors import ConfigError
 from skylite.evaluation.evaluate import EvalResult, write_results
 from skylite.evaluation.results import Report, Scored
 from skylite.evaluation.summary import lines_of
-from skylite.evaluation.versions import EpisodeProblems, EvalSampling, Subject, evaluate_subjects
+from skylite.evaluation.versions import ProblemSet, Subject, evaluate_subjects
 from skylite.report.completions import read_held_out
 from skylite.rollout.eval_data import DataChoice, read_data
 from skylite.run.run_dir import AdapterVersion
@@ -56,15 +56,13 @@ def evaluate(
 
     async def run() -> None:
         async with environment(folder, GAME, **env) as running:
-            problems = EpisodeProblems(
-                name="g", prompts=[make_prompt(i) for i in numbers], environment=running
-            )
+            problems = ProblemSet(name="g", prompts=[make_prompt(i) for i in numbers], source=running)
             any_engine: Any = engine
             await evaluate_subjects(
                 any_engine,
                 subjects,
                 [problems],
-                EvalSampling(n=n, max_tokens=8, stop_token_ids=(), seed=0),
+                n,
                 max_loras=1,
                 on_problem=lambda: done.append(None),
                 on_result=lambda subject, _, result: found.update({subject.name: result}),
@@ -147,4 +145,4 @@ def test_an_episode_function_that_only_a_run_names_is_refused(tmp_path: Path) ->
     with pytest.raises(ConfigError, match=r"theirs\.py"):
         data_of(tmp_path, spec, run=tmp_path / "run")
     own = data_of(tmp_path, spec, f'env.episode="{spec}"', run=tmp_path / "run")
-    assert list(own.programs) == [spec]
+    assert list(own.scored.programs) == [spec]

@@ -127,7 +127,7 @@ def test_the_card_names_what_scored(run: RunDir) -> None:
     for sections, right, wrong in (
         ({}, "reward: `gsm8k`", "environment"),
         ({"reward": {"functions": ["/x/mine.py:style"]}}, "reward: `mine.py:style`", "gsm8k"),
-        ({"env": {"episode": "guess"}}, "environment, which gives the rewards: `guess`", "gsm8k"),
+        ({"env": {"episode": "guess"}}, "environment: `guess`", "gsm8k"),
     ):
         config = TrainConfig.model_validate(sections)
         text = about_data(config, info)

@@ -84,7 +84,7 @@ def test_a_trajectory_that_hardly_fits_names_only_settings_that_help(
         if "more than" in note:
             break
     assert note.endswith(
-        "), so a step will probably run out of memory; use a shorter rollout.max_completion_tokens, more "
+        "), so a step will probably run out of memory; use a smaller rollout.max_completion_tokens, more "
         "ranks, each on its own GPU (trainer.num_ranks) or trainer.offload=true"
     ), note
 
@@ -96,7 +96,7 @@ def test_a_refused_run_names_only_settings_that_help(machine: Machine, tmp_path:
     assert "Use trainer.checkpointing=full, a lower engine.gpu_memory_utilization, " in str(shared.value)
     with pytest.raises(ConfigError) as alone:
         note_of_7b(machine, tmp_path / "m", settings(rollout=rollout), H100, H100)
-    assert "Use trainer.checkpointing=full, a shorter rollout.max_completion_tokens, more" in str(alone.value)
+    assert "Use trainer.checkpointing=full, a smaller rollout.max_completion_tokens, more" in str(alone.value)
 
 
 def test_a_refused_episode_names_its_own_limit(machine: Machine, tmp_path: Path) -> None:
@@ -141,5 +141,5 @@ def test_a_cpu_run_that_no_single_setting_saves_names_all_that_help(
     note = cpu_note(monkeypatch, tmp_path / "m", 2)
     assert note.endswith(
         "; use trainer.checkpointing=full, trainer.tokens_per_micro_batch=1536, a smaller "
-        "engine.kv_cache_gib, a shorter rollout.max_completion_tokens or a smaller model"
+        "engine.kv_cache_gib, a smaller rollout.max_completion_tokens or a smaller model"
     ), note

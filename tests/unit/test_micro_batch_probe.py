@@ -18,7 +18,7 @@ from skylite.model.process_group import Dist
 from skylite.rollout.plan import RunPlan
 from skylite.rollout.session_resources import LONGEST_PROMPTS, longest_prompt_tokens
 from skylite.trainer import micro_batch_memory
-from skylite.trainer.micro_batch_memory import SAFETY, longest_completion, measure_micro_batch_tokens
+from skylite.trainer.micro_batch_memory import SAFETY, measure_micro_batch_tokens
 from tests.cases import policy_of
 from tests.small_run import lone_rank, resolved, settings
 from tests.unit.data_cases import prompt
@@ -143,9 +143,9 @@ def test_on_a_gpu_the_rest_of_the_ranks_share_is_free(
 def test_an_episode_is_probed_at_its_full_length() -> None:
     """All calls of an episode are one trajectory, of env.max_tokens tokens at most."""
     config = settings(rollout={"max_prompt_tokens": 100, "max_completion_tokens": 64})
-    assert longest_completion(config, 50) == 64
+    assert config.source.completion_after(50) == 64
     env = config.env.model_copy(update={"episode": "calculator", "max_tokens": 3000})
-    assert longest_completion(config.model_copy(update={"env": env}), 50) == 2950
+    assert config.model_copy(update={"env": env}).source.completion_after(50) == 2950
 
 
 def test_the_measured_pass_is_one_group_of_real_length(

@@ -17,16 +17,16 @@ import openai
 import pytest
 
 from skylite.environments import openai_server
+from skylite.environments.episodes_source import Episodes
 from skylite.environments.openai_server import OpenAIServer, _unless_disconnected
 from skylite.environments.parse_reply import ParsedReply, parse_reply
-from skylite.environments.sample_episodes import Environment
 from skylite.environments.trajectory_log import TrajectoryLog
 from skylite.errors import EngineFailed
 from tests.unit.environment_cases import ScriptedEngine, environment, to_text
 
 NOTHING = "async def episode(task, chat): return 0.0"
 HELLO = [{"role": "user", "content": "hello"}]
-Visit = Callable[[Environment], Awaitable[None]]
+Visit = Callable[[Episodes], Awaitable[None]]
 
 
 def visit(folder: Path, body: Visit, **env: Any) -> None:
@@ -55,7 +55,7 @@ async def post(server: OpenAIServer, key: str, body: Any, **options: Any) -> htt
 
 
 def test_an_openai_client_works_as_with_openai(tmp_path: Path) -> None:
-    async def body(running: Environment) -> None:
+    async def body(running: Episodes) -> None:
         server, engine = running.server, ScriptedEngine(lambda p: "good day")
         log, key = open_log(server, engine)
         client: Any = openai.AsyncOpenAI(base_url=server.base_url, api_key=key)
@@ -91,7 +91,7 @@ def test_ctrl_c_is_heard_while_a_long_reply_is_parsed(
         assert heard.wait(10), "the event loop waits for the parser"
         return parse_reply(*args, **options)
 
-    async def body(running: Environment) -> None:
+    async def body(running: Episodes) -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, heard.set)
         _, key = open_log(running.server, ScriptedEngine(lambda p: "good day"))
         reply = await post(running.server, key, {"model": "x", "messages": HELLO})
@@ -106,7 +106,7 @@ def test_ctrl_c_is_heard_while_a_long_reply_is_parsed(
 def test_a_stop_text_ends_the_reply_and_stays_in_what_is_trained(tmp_path: Path, stop: Any) -> None:
     """Agents in ReAct's form stop the model where the tool's answer follows."""
 
-    async def body(running: Environment) -> None:
+    async def body(running: Episodes) -> None:
         server = running.server
         engine = ScriptedEngine(lambda p: "Action: add\nObservation: I make this up")
         log, key = open_log(server, engine)
@@ -129,7 +129,7 @@ def test_a_stop_text_ends_the_reply_and_stays_in_what_is_trained(tmp_path: Path,
 
 
 def test_the_unix_socket_serves_too(tmp_path: Path) -> None:
-    async def body(running: Environment) -> None:
+    async def body(running: Episodes) -> None:
         server = running.server
         _, key = open_log(server, ScriptedEngine())
         transport = httpx.AsyncHTTPTransport(uds=str(server.socket_path))
@@ -241,7 +241,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_a_reply_that_nobody_reads_is_not_recorded(tmp_path: Path) -> None:
-    async def body(running: Environment) -> None:
+    async def body(running: Episodes) -> None:
         engine = ScriptedEngine(delay_s=3.0)
         log, key = open_log(running.server, engine)
         with pytest.raises(httpx.ReadTimeout):
@@ -271,7 +271,7 @@ def test_a_reply_that_is_ready_when_its_reader_goes_is_not_recorded() -> None:
 
 
 def test_a_failed_engine_fails_the_trajectory(tmp_path: Path) -> None:
-    async def body(running: Environment) -> None:
+    async def body(running: Episodes) -> None:
         def fail(prompt: str) -> str:
             raise EngineFailed("vllm-0 is gone.")
 
@@ -287,7 +287,7 @@ def test_a_failed_engine_fails_the_trajectory(tmp_path: Path) -> None:
 def test_parallel_calls_get_seeds_of_their_prompts(tmp_path: Path) -> None:
     """The order of arrival does not matter; a repeated prompt gets another seed."""
 
-    async def body(running: Environment) -> None:
+    async def body(running: Episodes) -> None:
         found = []
         for order in ((0, 1, 2), (2, 0, 1)):
             engine = ScriptedEngine()
@@ -305,7 +305,7 @@ def test_parallel_calls_get_seeds_of_their_prompts(tmp_path: Path) -> None:
 
 
 def test_rewritten_history_makes_a_branch(tmp_path: Path) -> None:
-    async def body(running: Environment) -> None:
+    async def body(running: Episodes) -> None:
         engine = ScriptedEngine(lambda p: "first answer")
         log, key = open_log(running.server, engine)
         await post(running.server, key, {"messages": HELLO})

@@ -21,7 +21,7 @@ import httpx
 import pytest
 import uvicorn
 
-from skylite.environments.sample_episodes import Environment
+from skylite.environments.episodes_source import Episodes
 from skylite.processes import own_peers
 from skylite.processes.own_peers import OwnPeersProtocol, may_connect, peer_uid
 from tests.other_user import OTHER, as_other_user, as_root, folder_of_all
@@ -119,7 +119,7 @@ def test_idle_connections_of_another_user_take_no_descriptors(tcp: socket.socket
 def test_headers_are_bounded_before_the_key_is_checked(tmp_path: Path) -> None:
     """The fault: a client without a key filled the memory with one endless header."""
 
-    async def body(running: Environment) -> None:
+    async def body(running: Episodes) -> None:
         port = int(running.server.base_url.rpartition(":")[2].partition("/")[0])
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nX: ")

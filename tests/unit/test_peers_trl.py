@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from skylite.config.train import TrainConfig
-from skylite.rollout.sampling import overlong_penalty
+from skylite.environments.single_turn import overlong_penalty
 from skylite.trainer.assign_advantages import assign_advantages
 from skylite.trainer.micro_batch_plan import arrange
 from skylite.trainer.micro_batches import pack

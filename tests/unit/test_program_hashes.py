@@ -14,7 +14,7 @@ from skylite.config.loading import load_config, read_run_config
 from skylite.errors import ConfigError
 from skylite.rollout.plan import plan_run, write_run
 from skylite.rollout.resume import plan_resume
-from skylite.rollout.session_resources import reward_pool
+from skylite.rollout.sources import reward_pool
 from skylite.run.run_dir import RunDir
 from skylite.run.trusted_programs import remember, require_named, state_folder
 from skylite.trainer import chosen_algorithm
@@ -80,14 +80,14 @@ def test_the_workers_run_the_content_that_was_checked(here: Path, tiny_llama: Pa
         None, {"model.name": str(tiny_llama), "data.path": "data"}, ["rollout.prompts_per_step=2"]
     )
     plan = plan_run(config, RunDir(here / "run"))
-    pool = reward_pool(plan)
+    pool = reward_pool(plan.scored, plan.run.logs)
     try:
         assert asyncio.run(pool.score([(prompt(), "x")]))[0].reward == 1.0
     finally:
         pool.close()
     (here / "own.py").write_text(BAD)
     with pytest.raises(ConfigError, match=r"own\.py has changed since skylite checked it"):
-        reward_pool(plan)
+        reward_pool(plan.scored, plan.run.logs)
     assert not (here / "ran").exists()
 
 

@@ -16,7 +16,7 @@ from skylite.rewards.components import OTHER_METRICS, component_names, load_comp
 from skylite.rewards.worker_pool import RewardPool
 from skylite.rollout.plan import plan_run
 from skylite.rollout.sampling import SampledStep
-from skylite.rollout.session_resources import reward_pool
+from skylite.rollout.sources import reward_pool
 from skylite.rollout.step_metrics import component_means, recovered_metrics
 from skylite.run.rollout_file import read_rollouts, write_rollouts
 from skylite.run.run_dir import RunDir
@@ -110,7 +110,7 @@ def test_a_run_scores_with_the_reward_list_of_its_settings(own: str, tmp_path: P
     }
     plan = plan_run(TrainConfig.model_validate(tree), RunDir(tmp_path / "run"))
     assert plan.rewards == ("math", f"{own}:length")
-    pool = reward_pool(plan)
+    pool = reward_pool(plan.scored, plan.run.logs)
     try:
         assert scores_of(pool, "7") == [Score(1.5, {"math": 1.0, "length": 1.0})]
     finally:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from skylite.config.train import TrainConfig
 from skylite.data.prompt_order import prompts_for_step
-from skylite.engine.collect_groups import request_seed
+from skylite.environments.source import request_seed
 from skylite.errors import RunFailed
 from skylite.rollout.resume import remove_after
 from skylite.rollout.shutdown import TimeLimit

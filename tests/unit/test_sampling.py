@@ -18,9 +18,10 @@ from skylite.data.tokenizer import ChatTokenizer
 from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.engine_pool import EnginePool, SyncReport
 from skylite.engine.vllm.client import Sampling
+from skylite.environments.single_turn import SingleTurn, overlong_penalty
 from skylite.rollout.plan import RunPlan
 from skylite.rollout.progress import Progress
-from skylite.rollout.sampling import SampledStep, overlong_penalty, replace_zero_std_groups, sample_step
+from skylite.rollout.sampling import SampledStep, replace_zero_std_groups, sample_step
 from skylite.rollout.session_resources import Session
 from skylite.rollout.step_metrics import StepTimings, completion_view, step_metrics
 from skylite.run.rollout_file import read_rollouts, write_rollouts
@@ -185,8 +186,7 @@ def sampled_step(
     session = Session(
         plan=plan,
         engines=EnginePool([engine], 0.1),  # type: ignore[list-item]
-        scorer=FakeScorer(informative),
-        tokenizer=ChatTokenizer(encode_numbers, (5,), ""),
+        source=SingleTurn(config, ChatTokenizer(encode_numbers, (5,), ""), FakeScorer(informative)),
         progress=Progress(run, 9, screen, dict),
     )
     with logged_messages() as logged:

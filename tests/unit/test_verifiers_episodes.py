@@ -21,7 +21,7 @@ from tests.unit.environment_cases import (
     ScriptedEngine,
     environment,
     make_prompt,
-    make_source,
+    make_request,
     to_text,
 )
 from tests.unit.verifiers_cases import add_verifiers, prepare, refusals
@@ -57,8 +57,8 @@ def play(
     async def run() -> list[Trajectory]:
         env.setdefault("max_tokens", 2000)
         async with environment(folder, "", episode=spec, max_completion_tokens=100, **env) as running:
-            source = make_source(ScriptedEngine(script))
-            groups = await running.sample(source, prompts, step=1, first_index=0, group_size=1)
+            request = make_request(ScriptedEngine(script))
+            groups = await running.sample(prompts, request)
             return [group.trajectories[0] for group in groups]
 
     return asyncio.run(run())

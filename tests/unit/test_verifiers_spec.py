@@ -14,7 +14,7 @@ from skylite.config.environment import EnvConfig
 from skylite.data.prompts import PromptFileInfo
 from skylite.data.verifiers_spec import check_verifiers, parse_verifiers
 from skylite.environments.episode_spec import check_episode_data
-from skylite.environments.sample_episodes import read_reward
+from skylite.environments.episodes_source import read_reward
 from skylite.environments.verifiers_episode import VerifiersFailed, read_episode
 from skylite.errors import ConfigError
 from skylite.rollout.allowed_programs import allow_episode, allow_rewards

@@ -26,11 +26,11 @@ from skylite.engine.vllm.single_engine import run_on_engine, single_engine_spec
 from skylite.environments.episode_leaks import Leftovers
 from skylite.environments.episode_pool import EpisodeEnd
 from skylite.environments.episode_spec import check_episode_data
-from skylite.environments.running_environment import environment_of_model
-from skylite.environments.sample_episodes import Environment, Source
+from skylite.environments.episodes_source import Episodes, episodes_running
 from skylite.environments.scripted_engine import ScriptedEngine
-from skylite.environments.trajectory_log import Sampler
+from skylite.environments.source import GroupRequest, Sampler
 from skylite.hub.resolve import resolve_model
+from skylite.processes.child import Supervisor
 from skylite.processes.private_folders import temporary_folder
 from skylite.progress_reporting import long_work
 from skylite.rollout.allowed_programs import allow_episode
@@ -189,9 +189,12 @@ async def _play(
 
     async def on(engine: Sampler) -> Played:
         with temporary_folder() as folder:
-            async with environment_of_model(config, tokenizer, model.path, programs, folder) as environment:
+            async with (
+                Supervisor() as supervisor,
+                episodes_running(config, tokenizer, model.path, programs, folder, supervisor) as source,
+            ):
                 start_seconds = time.monotonic() - began
-                episodes = await _run_twice(environment, engine, prompts)
+                episodes = await _run_twice(source, engine, prompts)
                 return Played(model=name, start_seconds=start_seconds, episodes=episodes)
 
     async def on_vllm(engine: Engine) -> Played:
@@ -206,10 +209,9 @@ async def _play(
         )
 
 
-async def _run_twice(environment: Environment, engine: Sampler, prompts: Sequence[Prompt]) -> list[Checked]:
-    source = Source(
-        model=BASE_NAME, version=0, engines=[engine], temperature=environment.config.rollout.temperature
-    )
+async def _run_twice(source: Episodes, engine: Sampler, prompts: Sequence[Prompt]) -> list[Checked]:
+    temperature = source.config.rollout.temperature
+    request = GroupRequest(model=BASE_NAME, version=0, engines=[engine], temperature=temperature, step=1)
     ends: list[EpisodeEnd] = []
     with long_work("playing every episode twice", total=2 * len(prompts)) as work:
 
@@ -217,10 +219,8 @@ async def _run_twice(environment: Environment, engine: Sampler, prompts: Sequenc
             ends.append(end)
             work.advance()
 
-        environment.pool.on_end = on_end
-        first, second = [
-            await environment.sample(source, prompts, step=1, first_index=0, group_size=1) for _ in range(2)
-        ]
+        source.pool.on_end = on_end
+        first, second = [await source.sample(prompts, request) for _ in range(2)]
     end_of = {end.task_id: end for end in reversed(ends)}  # of the first run
     again = {g.prompt.id: g.trajectories[0] for g in second}
     checked = []
@@ -232,7 +232,7 @@ async def _run_twice(environment: Environment, engine: Sampler, prompts: Sequenc
             Checked(
                 trajectory=trajectory,
                 end=end_of[group.prompt.id],
-                conversation=await environment.server.renderer.text(ids),
+                conversation=await source.server.renderer.text(ids),
                 is_repeated=_outcome(trajectory) == _outcome(again.get(group.prompt.id)),
             )
         )

@@ -38,7 +38,7 @@ from skylite.engine.vllm.single_engine import run_on_engine, single_engine_spec
 from skylite.errors import ConfigError
 from skylite.evaluation.evaluate import EvalResult, write_results
 from skylite.evaluation.results import Report, Scored
-from skylite.evaluation.versions import EvalSampling, ProblemSet, Subject, evaluate_subjects
+from skylite.evaluation.versions import ProblemSet, Subject, evaluate_subjects
 from skylite.hub.resolve import resolve_model
 from skylite.processes.streams import raise_file_limit
 from skylite.progress_reporting import long_work
@@ -200,7 +200,7 @@ def evaluate(flags: EvalFlags) -> None:
         difficulty=plan.config.data.difficulty,
         data={d.name: str(d.path) for d in plan.data},
         rewards={d.name: d.reward for d in plan.data},
-        parameters={d.name: d.parameters for d in plan.data},
+        parameters={d.name: d.scored.config.reward for d in plan.data},
         split=flags.split,
         seed=flags.seed,
     )
@@ -312,16 +312,8 @@ async def run_eval(plan: EvalPlan, flags: EvalFlags, report: Report) -> None:
     max_loras = max(1, min(flags.max_loras, len(plan.adapters)))
     newest = plan.adapters[-1] if plan.adapters else None
     async with AsyncExitStack() as stack:
-        problem_sets, stops = await start_problems(
-            stack, plan.data, plan.config, plan.template, model.path, seed=flags.seed, logs=plan.out
-        )
-        rollout = plan.config.rollout
-        sampling = EvalSampling(
-            n=flags.n,
-            max_tokens=rollout.max_completion_tokens,
-            stop_token_ids=stops,
-            stop=tuple(rollout.stop),
-            seed=flags.seed,
+        problem_sets = await start_problems(
+            stack, plan.data, plan.template, model.path, seed=flags.seed, logs=plan.out
         )
 
         async def work(engine: Engine) -> None:
@@ -330,7 +322,7 @@ async def run_eval(plan: EvalPlan, flags: EvalFlags, report: Report) -> None:
                     engine,
                     plan.subjects,
                     problem_sets,
-                    sampling,
+                    flags.n,
                     max_loras=max_loras,
                     on_problem=line.advance,
                     on_result=lambda *found: _keep(plan, flags, report, *found),

@@ -56,7 +56,7 @@ def size_by_data(config: TrainConfig, *, gpu: bool) -> tuple[TrainConfig, list[N
             rollout["max_prompt_tokens"] = _round_up(longest * 9 // 8, 64)
             limit = rollout["max_prompt_tokens"]
             notes.append(f"rollout.max_prompt_tokens={limit}: the longest prompt has {longest} tokens")
-        if "max_completion_tokens" not in given and not config.env.episode:
+        if "max_completion_tokens" not in given and config.source.max_completion_tokens is not None:
             answer = _longest_answer(tokenizer, train, info)
             room = _room(limits, info)
             tokens = max(room, _round_up(2 * answer, 32))

@@ -16,6 +16,7 @@ from skylite.config.log import LogConfig
 from skylite.config.lora import LoraConfig
 from skylite.config.optim import OptimConfig
 from skylite.config.rollout import DataConfig, RewardConfig, RolloutConfig
+from skylite.config.source import SourceFacts, source_of
 from skylite.notes import Note
 
 LOWEST_USUAL_LR = 5e-6
@@ -163,11 +164,14 @@ class TrainConfig(Section):
         return self
 
     @property
+    def source(self) -> SourceFacts:
+        """Where the groups come from."""
+        return source_of(self)
+
+    @property
     def max_sequence_tokens(self) -> int:
         """Longest sequence of a call: prompt and completion."""
-        if self.env.episode:
-            return self.env.max_tokens
-        return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens
+        return self.source.max_sequence_tokens
 
     @model_validator(mode="after")
     def check_max_kl(self) -> Self:

@@ -7,24 +7,12 @@ import bisect
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from skylite.engine.vllm.client import Sampling
 from skylite.environments.chat_request import ChatMessage
+from skylite.environments.source import Sampler
 from skylite.types import Call, End
 from skylite.untrusted_text import parse_json
-
-
-class Sampler(Protocol):
-    """What replies are sampled from: an engine of the run, or scripted_engine.py."""
-
-    async def generate(
-        self, model: str, prompt_token_ids: Sequence[int], n: int, sampling: Sampling, version: int
-    ) -> list[Call]:
-        """`n` completions of one prompt."""
-
-    def lost_s(self) -> float:
-        """Seconds so far in which it could not answer, which no episode is to blame for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +10,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from skylite.engine.collect_groups import Scorer, collect_group, gather_or_cancel, request_seed
-from skylite.engine.retrying_client import Engine
-from skylite.engine.vllm.client import Sampling
+from skylite.environments.source import GroupRequest, RolloutSource
 from skylite.errors import non_finite_reward
 from skylite.evaluation.confidence_interval import MeanScore, mean_score
 from skylite.run.files import atomic_file
 from skylite.types import Group, Prompt, Trajectory, is_number
-
-MAX_REQUESTS_IN_FLIGHT = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,54 +38,31 @@ class EvalResult:
 
 
 async def evaluate(
-    clients: Sequence[Engine],
-    model: str,
-    version: int,
+    source: RolloutSource,
     prompts: Sequence[Prompt],
-    token_ids: dict[str, list[int]],
-    scorer: Scorer,
-    *,
-    n: int,
-    temperature: float,
-    max_tokens: int,
-    stop_token_ids: tuple[int, ...],
-    stop: Sequence[str],
-    seed: int,
+    request: GroupRequest,
     on_problem: Callable[[], None] = lambda: None,
 ) -> EvalResult:
-    """Sample `n` completions per problem from `model` (temperature 0: greedy) and score them.
+    """Sample groups of the problems (temperature 0: greedily) and average their first scores.
 
-    MeanScore is the mean score of the first reward function. `token_ids`: prompt id -> prompt token ids.
     `on_problem` is called after each problem. Raises RunFailed for a NaN or infinite score.
     """
-    slots = asyncio.Semaphore(MAX_REQUESTS_IN_FLIGHT)
 
-    async def one(index: int, prompt: Prompt) -> Group:
-        sampling = Sampling(
-            temperature=temperature,
-            top_p=1.0,
-            top_k=0,
-            max_tokens=max_tokens,
-            stop_token_ids=stop_token_ids,
-            stop=tuple(stop),
-            seed=request_seed(seed, -1, index),
-        )
-        engine, ids = clients[index % len(clients)], token_ids[prompt.id]
-        async with slots:
-            group = await collect_group(engine, model, version, prompt, ids, n, sampling, scorer)
-        require_finite_rewards(group)
+    def check(group: Group | None) -> None:
+        if group is not None:
+            require_finite_rewards(group)
         on_problem()
-        return group
 
-    groups = await gather_or_cancel([asyncio.create_task(one(i, p)) for i, p in enumerate(prompts)])
+    groups = await source.sample(prompts, request, check)
     trajectories = [t for g in groups for t in g.trajectories]
     return EvalResult(
-        model=model,
-        temperature=temperature,
+        model=request.model,
+        temperature=request.temperature,
         score=mean_score([[t.first_score for t in g.trajectories] for g in groups]),
         completion_tokens_mean=sum(t.num_tokens for t in trajectories) / len(trajectories),
         truncated_frac=sum(t.is_truncated for t in trajectories) / len(trajectories),
         groups=groups,
+        left_out=len(prompts) - len(groups),
     )
 
 

@@ -127,10 +127,8 @@ def about_data(config: TrainConfig, info: PromptFileInfo | None) -> str:
 
 def about_rewards(config: TrainConfig, info: PromptFileInfo) -> str:
     """What scored the completions: the environment, the chosen functions, or the reward of the data."""
-    if config.env.episode:
-        return f"- environment, which gives the rewards: {code(Path(config.env.episode).name)}"
-    names = [code(Path(spec).name) for spec in config.reward.functions or [info.reward]]
-    return f"- reward{'s' if len(names) > 1 else ''}: {', '.join(names)}"
+    names = [code(Path(spec).name) for spec in config.source.scorers or [info.reward]]
+    return f"- {config.source.scored_by}{'s' if len(names) > 1 else ''}: {', '.join(names)}"
 
 
 def settings_table(plan: ExportPlan, config: TrainConfig) -> str:

@@ -405,7 +405,7 @@ def cpu_note(config: TrainConfig, trainer: TrainerMemory, engine: EngineMemory, 
         "trainer.checkpointing=full": config.trainer.checkpointing != "full",
         f"trainer.tokens_per_micro_batch={longest}": tokens > longest,
         "a smaller engine.kv_cache_gib": True,
-        _shorter(config): True,
+        f"a smaller {config.source.shorter}": True,
         "fewer ranks (trainer.num_ranks)": ranks > 1,
         "fewer engines (engine.num_engines)": engines > 1,
         "a smaller model": True,
@@ -460,17 +460,12 @@ def _helpful_settings(config: TrainConfig, engines: int) -> str:
         {
             "trainer.checkpointing=full": config.trainer.checkpointing != "full",
             "a lower engine.gpu_memory_utilization": engines > 0,
-            _shorter(config): True,
+            f"a smaller {config.source.shorter}": True,
             "a GPU of its own for the engine": engines > 0,
             "more ranks, each on its own GPU (trainer.num_ranks)": True,
             "trainer.offload=true": not config.trainer.offload,
         }
     )
-
-
-def _shorter(config: TrainConfig) -> str:
-    """The setting that makes trajectories shorter."""
-    return "a smaller env.max_tokens" if config.env.episode else "a shorter rollout.max_completion_tokens"
 
 
 def _any_of(helps: dict[str, bool]) -> str:

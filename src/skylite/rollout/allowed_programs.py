@@ -75,23 +75,6 @@ def allow_episode(spec: str, *, named_by: Path | None = None, settings: Sequence
     return require_named([spec], EPISODE, named_by)
 
 
-def allow_again(
-    named_by: Path, config: TrainConfig, info: PromptFileInfo, settings: Sequence[str]
-) -> tuple[tuple[str, ...], dict[str, str]]:
-    """For a resume: specs of the rewards, and the hashes of all programs that `named_by` names.
-
-    Raises ConfigError for one that the user does not allow.
-    """
-    rewards: tuple[str, ...] = ()
-    if config.env.episode:
-        programs = allow_episode(config.env.episode, named_by=named_by, settings=settings)
-    else:
-        rewards, programs = allow_rewards(
-            config.reward.functions, info, Path(config.data.path), named_by=named_by
-        )
-    return rewards, programs | allow_algorithm(config.algorithm, named_by=named_by, settings=settings)
-
-
 def accept_same_rewards(
     recorded: TrainConfig, config: TrainConfig, info: PromptFileInfo, settings: Sequence[str]
 ) -> TrainConfig:

@@ -9,14 +9,12 @@ from pathlib import Path
 from skylite.config.rollout import RewardParameters
 from skylite.config.train import TrainConfig
 from skylite.data.prompts import read_info, read_prompts
-from skylite.environments.episode_spec import check_episode_data
 from skylite.errors import ConfigError
-from skylite.rollout.allowed_programs import allow_episode, allow_rewards
+from skylite.notes import log_notes
 from skylite.rollout.data_filter import fit_difficulty
-from skylite.rollout.reward_settings import apply_reward_settings
+from skylite.rollout.sources import ScoredData, source_for
 from skylite.run.trusted_programs import is_set
 from skylite.types import Prompt
-from skylite.user_functions import REWARD
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +42,13 @@ class EvalData:
     """Name of its folder."""
     path: Path
     prompts: list[Prompt]
-    reward: str
-    """Spec of what scores: the first reward function, or the episodes of an environment."""
-    programs: dict[str, str]
-    """FILE.py:function -> sha256 of the file that the user allowed."""
-    parameters: RewardParameters
+    scored: ScoredData
+    """The first of its rewards alone scores."""
+
+    @property
+    def reward(self) -> str:
+        """Spec of what scores."""
+        return self.scored.rewards[0]
 
 
 def read_data(choice: DataChoice, config: TrainConfig) -> list[EvalData]:
@@ -67,26 +67,20 @@ def _read_one(name: str, path: Path, choice: DataChoice, config: TrainConfig) ->
     file = path / f"{choice.split}.parquet"
     config = _without_foreign_filter(file, choice, config)
     prompts, info = read_prompts(file, difficulty=tuple(config.data.difficulty))
-    if not choice.is_own:
-        given = {key for key in RewardParameters.model_fields if is_set(choice.settings, f"reward.{key}")}
-        config, note = apply_reward_settings(config, info, keep=given)
-        if note:
-            logger.info(note)
-    if config.env.episode:
-        reward = config.env.episode
-        programs = allow_episode(reward, named_by=choice.named_by, settings=choice.settings)
-        check_episode_data(reward, info.reward, str(path))
-    else:
-        named_by = None if is_set(choice.settings, REWARD.setting) else choice.named_by
-        (reward,), programs = allow_rewards(config.reward.functions[:1], info, path, named_by=named_by)
-    return EvalData(
-        name=name,
-        path=path,
-        prompts=prompts[: choice.limit],
-        reward=reward,
-        programs=programs,
-        parameters=config.reward,
+    keep = [
+        k for k in RewardParameters.model_fields if choice.is_own or is_set(choice.settings, f"reward.{k}")
+    ]
+    first = config.reward.model_copy(update={"functions": config.reward.functions[:1], "weights": []})
+    scored = source_for(config).allow(
+        config.model_copy(update={"reward": first}),
+        info,
+        data=path,
+        named_by=choice.named_by,
+        settings=choice.settings,
+        keep=keep,
     )
+    log_notes(scored.notes)
+    return EvalData(name=name, path=path, prompts=prompts[: choice.limit], scored=scored)
 
 
 def _without_foreign_filter(file: Path, choice: DataChoice, config: TrainConfig) -> TrainConfig:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from skylite.config.train import TrainConfig
-from skylite.data.tokenizer import encode_in_thread
-from skylite.environments.sample_episodes import Source
-from skylite.evaluation.episodes import evaluate_episodes
+from skylite.environments.source import GroupRequest
 from skylite.evaluation.evaluate import EvalResult, evaluate, write_results
 from skylite.progress_reporting import long_work
 from skylite.rollout.session_resources import Session
@@ -55,28 +53,8 @@ async def evaluate_held_out(session: Session, label: Label, version: int) -> Eva
 
 
 async def _evaluate(session: Session, version: int) -> EvalResult:
-    with long_work("evaluating", len(session.plan.held_out)) as work:
-        return await _sampled(session, version, work.advance)
-
-
-async def _sampled(session: Session, version: int, on_problem: Callable[[], None]) -> EvalResult:
-    plan, name = session.plan, adapter_name(version)
-    if session.environment is not None:
-        source = Source(model=name, version=version, engines=session.engines.engines, temperature=0.0)
-        return await evaluate_episodes(session.environment, source, plan.held_out, on_problem=on_problem)
-    assert session.scorer is not None, "a run without an environment has reward workers"
-    return await evaluate(
-        session.engines.engines,
-        name,
-        version,
-        plan.held_out,
-        await encode_in_thread(session.tokenizer, plan.held_out, plan.config.rollout.max_prompt_tokens),
-        session.scorer,
-        n=1,
-        temperature=0.0,
-        max_tokens=plan.config.rollout.max_completion_tokens,
-        stop_token_ids=session.tokenizer.stop_token_ids,
-        stop=plan.config.rollout.stop,
-        seed=plan.config.seed,
-        on_problem=on_problem,
+    request = GroupRequest(
+        model=adapter_name(version), version=version, engines=session.engines.engines, temperature=0.0
     )
+    with long_work("evaluating", len(session.plan.held_out)) as work:
+        return await evaluate(session.source, session.plan.held_out, request, work.advance)

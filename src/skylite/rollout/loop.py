@@ -18,8 +18,8 @@ from typing import Any
 
 from skylite.adapters.retention import clean_up
 from skylite.engine.canary_reading import CanaryReading
-from skylite.engine.collect_groups import gather_or_cancel
 from skylite.engine.engine_pool import SyncReport
+from skylite.environments.source import gather_or_cancel
 from skylite.errors import TrainerLost
 from skylite.progress_reporting import long_work
 from skylite.report.read_run import number

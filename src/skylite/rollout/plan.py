@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -19,12 +20,12 @@ from skylite.adapters.target_modules import check_target_names
 from skylite.config.train import Resolved, RunConfig, TrainConfig
 from skylite.data.chat_template import read_template, template_notes
 from skylite.data.prompts import PromptFileInfo, read_prompts
+from skylite.data.tokenizer import load_tokenizer
 from skylite.engine.trainable_models import check_trainable
 from skylite.engine.vllm.connections import open_files
 from skylite.engine.vllm.context_length import check_context
 from skylite.engine.vllm.cpu_lora import choose_cpu_lora, engine_notes
 from skylite.engine.vllm.servable_models import check_build, check_lora, check_torchvision
-from skylite.environments.episode_spec import check_episode_data
 from skylite.errors import ConfigError
 from skylite.hub.resolve import ResolvedModel, resolve_model
 from skylite.loggers.interface import require_libraries
@@ -32,18 +33,15 @@ from skylite.notes import Note, log_notes, notes_of
 from skylite.processes.gpus import why_no_gpu
 from skylite.processes.hardware import choose_device, choose_dtype, machine_facts, triton_note
 from skylite.processes.own_network import check_network
-from skylite.processes.streams import printed_lines, raise_file_limit
+from skylite.processes.streams import raise_file_limit
 from skylite.resources.gpu_memory_plan import plan_memory
 from skylite.resources.gpu_placement import place
-from skylite.rewards.components import load_components
-from skylite.rollout.allowed_programs import allow_algorithm, allow_episode, allow_rewards
+from skylite.rollout.allowed_programs import allow_algorithm
 from skylite.rollout.automatic_settings import device_defaults, epochs_to_steps
 from skylite.rollout.data_filter import without_foreign_filter
 from skylite.rollout.plan_messages import data_note, held_out_note, settings_notes
-from skylite.rollout.prompt_check import check_prompts
-from skylite.rollout.reference_answers import check_references
-from skylite.rollout.reward_check import check_calls
-from skylite.rollout.reward_settings import apply_reward_settings
+from skylite.rollout.prompt_check import clock_note
+from skylite.rollout.sources import ScoredData, source_for
 from skylite.run.files import convert_os_errors, sha256_file, write_json
 from skylite.run.folder_owner import mark_sync_folder
 from skylite.run.lock import refuse_live
@@ -51,8 +49,6 @@ from skylite.run.run_dir import RunDir, published_versions
 from skylite.run.trusted_programs import is_set
 from skylite.sandbox.sandbox import require_sandbox
 from skylite.types import Prompt
-from skylite.ui.logs import log_printed
-from skylite.user_functions import REWARD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,13 +62,18 @@ class RunPlan:
     held_out: Sequence[Prompt]
     """The first eval.limit problems of eval.split."""
     rewards: tuple[str, ...]
-    """Specs of the reward functions. Empty with an environment."""
+    """Specs of what scores: reward functions, or the episodes of an environment."""
     first_step: int
     """1, or the step after the checkpoint a resumed run continues from."""
     resumed: bool = False
     """Continues an existing run, from a checkpoint or, if there is none, from its start."""
     reuse_rollouts: bool = False
     """Train again on the stored rollouts of steps after the checkpoint."""
+
+    @property
+    def scored(self) -> ScoredData:
+        """What scores the completions."""
+        return ScoredData(config=self.config, rewards=self.rewards, programs=self.resolved.programs)
 
     @property
     def run_config(self) -> RunConfig:
@@ -102,17 +103,30 @@ def plan_run(
     train, info = read_split(config, "train")
     held_out = held_out_prompts(config)
     template = replace(read_template(config.data), now=datetime.now().replace(microsecond=0))
-    config, rewards, programs, reward_notes = plan_rewards(config, info, train, recipe, settings)
-    programs |= allow_algorithm(config.algorithm, named_by=recipe, settings=settings)
+    source = source_for(config)
+    scored = source.allow(
+        config,
+        info,
+        data=Path(config.data.path),
+        named_by=recipe,
+        settings=settings,
+        keep=config.reward.model_fields_set,
+    )
+    reward_notes = [*scored.notes, *source.check_rewards(scored, info, train)]
+    config = scored.config
+    programs = scored.programs | allow_algorithm(config.algorithm, named_by=recipe, settings=settings)
     config, device_notes = device_defaults(config, choose_device())
     model = choose_model(config)
     config, adapter_notes = adopt_adapter(config, _chosen(config, recipe, settings, flags), model.path)
-    prompts = check_prompts(config, model.path, template, train, held_out)
+    with contextlib.closing(load_tokenizer(model.path, template)) as tokenizer:
+        prompts = source.check_prompts(tokenizer, config, model.path, train, held_out)
+        template_note = clock_note(tokenizer, template)
     config, length_note = epochs_to_steps(config, len(prompts.train))
     notes = notes_of(
         *notes,
         *(data_note(config, info, len(prompts.train)), filter_note, held_out_note(prompts.held_out)),
         *template_notes(config.data),
+        template_note,
         *prompts.notes,
         *reward_notes,
         *adapter_notes,
@@ -133,36 +147,9 @@ def plan_run(
         resolved=resolved,
         train=prompts.train,
         held_out=prompts.held_out,
-        rewards=rewards,
+        rewards=scored.rewards,
         first_step=1,
     )
-
-
-def plan_rewards(
-    config: TrainConfig,
-    info: PromptFileInfo,
-    train: Sequence[Prompt],
-    recipe: Path | None,
-    settings: Sequence[str],
-) -> tuple[TrainConfig, tuple[str, ...], dict[str, str], list[Note]]:
-    """The config with the rewards' settings, the rewards, hashes of programs, and notes. Calls each reward.
-
-    Raises SkyliteError subclasses.
-    """
-    if config.env.episode:  # its episodes give the rewards
-        programs = allow_episode(config.env.episode, named_by=recipe, settings=settings)
-        check_episode_data(config.env.episode, info.reward, config.data.path)
-        return config, (), programs, []
-    config, reward_note = apply_reward_settings(config, info, keep=config.reward.model_fields_set)
-    named_by = None if is_set(settings, REWARD.setting) else recipe
-    rewards, programs = allow_rewards(
-        config.reward.functions, info, Path(config.data.path), named_by=named_by
-    )
-    with printed_lines(log_printed):
-        components = load_components(rewards, config.reward.weights, train[0], programs, config.reward)
-        references = check_references(config.reward, info, train, components, programs)
-        check_calls(rewards, config, train, programs, info.answer_template)
-    return config, rewards, programs, notes_of(reward_note, *references)
 
 
 def _chosen(

@@ -24,12 +24,10 @@ def data_note(config: TrainConfig, info: PromptFileInfo, count: int) -> str:
 
 def rewards_text(config: TrainConfig, info: PromptFileInfo) -> str:
     """What scores the completions: the environment, the chosen functions, or the reward of the data."""
-    if config.env.episode:
-        return f"rewards of the environment {config.env.episode}"
-    functions = config.reward.functions or [info.reward]
-    weights = [f" (weight {weight:g})" for weight in config.reward.weights] or [""] * len(functions)
-    names = [f"{spec}{weight}" for spec, weight in zip(functions, weights, strict=True)]
-    return f"reward{'s' if len(names) > 1 else ''} {', '.join(names)}"
+    specs = config.source.scorers or [info.reward]
+    weights = [f" (weight {weight:g})" for weight in config.source.weights] or [""] * len(specs)
+    names = [f"{spec}{weight}" for spec, weight in zip(specs, weights, strict=True)]
+    return f"{config.source.scored_by}{'s' if len(names) > 1 else ''} {', '.join(names)}"
 
 
 def held_out_note(held_out: Sequence[Prompt]) -> Note | None:

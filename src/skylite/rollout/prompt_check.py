@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from skylite.config.train import TrainConfig
 from skylite.data.chat_template import ChatTemplate
-from skylite.data.tokenizer import ChatTokenizer, load_tokenizer, prompt_end, too_long
+from skylite.data.tokenizer import ChatTokenizer, prompt_end, too_long
 from skylite.errors import DataError, ModelError
 from skylite.notes import Note, notes_of, warning
 from skylite.types import Message, Prompt
@@ -28,35 +27,20 @@ class CheckedPrompts:
 
     train: Sequence[Prompt]
     held_out: Sequence[Prompt]
-    dropped: list[str]
+    dropped: list[str] = field(default_factory=list)
     """Ids that data.filter_overlong_prompts left out, of both."""
-    notes: list[Note]
+    notes: list[Note] = field(default_factory=list)
 
 
 def check_prompts(
-    config: TrainConfig,
-    model_path: Path,
-    template: ChatTemplate,
-    train: Sequence[Prompt],
-    held_out: Sequence[Prompt],
+    tokenizer: ChatTokenizer, config: TrainConfig, train: Sequence[Prompt], held_out: Sequence[Prompt]
 ) -> CheckedPrompts:
-    """Render a prompt of each kind, and count the tokens of long ones.
-
-    Raises ModelError if the template refuses them or there is no end-of-turn token, DataError for prompts
-    over rollout.max_prompt_tokens.
-    """
-    with contextlib.closing(load_tokenizer(model_path, template)) as tokenizer:
-        notes = notes_of(_clock_note(tokenizer, template))
-        if config.env.episode:  # its requests decide what is rendered
-            tokenizer.encode_chats([[{"role": "user", "content": "Hello"}]])
-            return CheckedPrompts(train=train, held_out=held_out, dropped=[], notes=notes)
-        for turns in _kinds([*train, *held_out]):
-            _require_rendered(tokenizer, turns, model_path)
-        notes += completion_notes(
-            prompt_end(tokenizer, train[0].messages), tokenizer.hides_thinking, config.reward.prefill
-        )
-        limit = config.rollout.max_prompt_tokens
-        counts = too_long(tokenizer, train, limit) | too_long(tokenizer, held_out, limit)
+    """The prompts that fit, counted by their tokens. Raises DataError for long ones."""
+    notes = completion_notes(
+        prompt_end(tokenizer, train[0].messages), tokenizer.hides_thinking, config.reward.prefill
+    )
+    limit = config.rollout.max_prompt_tokens
+    counts = too_long(tokenizer, train, limit) | too_long(tokenizer, held_out, limit)
     if counts and not config.data.filter_overlong_prompts:
         raise _too_long(counts, len(train) + len(held_out), limit)
     left = without(train, counts), without(held_out, counts)
@@ -104,7 +88,8 @@ def completion_notes(end: str, hides_thinking: bool, prefill: str) -> list[Note]
     return notes
 
 
-def _clock_note(tokenizer: ChatTokenizer, template: ChatTemplate) -> str:
+def clock_note(tokenizer: ChatTokenizer, template: ChatTemplate) -> str:
+    """What a chat template that writes the time writes in this run; empty for others."""
     if CLOCK not in tokenizer.template or template.now is None:
         return ""
     return (
@@ -113,9 +98,10 @@ def _clock_note(tokenizer: ChatTokenizer, template: ChatTemplate) -> str:
     )
 
 
-def _kinds(prompts: Sequence[Prompt]) -> list[list[Message]]:
-    """A chat of each order of roles: a template may refuse some roles."""
-    return list({tuple(m["role"] for m in p.messages): p.messages for p in reversed(prompts)}.values())
+def require_chats(tokenizer: ChatTokenizer, model_path: Path, prompts: Sequence[Prompt]) -> None:
+    """Render a chat of each order of roles: a template may refuse some roles. Raises ModelError."""
+    for turns in {tuple(m["role"] for m in p.messages): p.messages for p in reversed(prompts)}.values():
+        _require_rendered(tokenizer, turns, model_path)
 
 
 def _require_rendered(tokenizer: ChatTokenizer, turns: list[Message], model_path: Path) -> None:

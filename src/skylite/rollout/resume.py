@@ -14,6 +14,7 @@ from typing import Any
 import skylite
 from skylite.adapters.retention import remove_folder, remove_unfinished_files
 from skylite.config.loading import change_config, read_run_config
+from skylite.config.rollout import RewardParameters
 from skylite.config.train import Resolved, RunConfig, TrainConfig
 from skylite.errors import ConfigError, DataError
 from skylite.hub.resolve import check_folder, resolve_model
@@ -21,7 +22,7 @@ from skylite.notes import log_notes
 from skylite.processes.own_network import check_network
 from skylite.resources.gpu_memory_plan import MemoryBudget, plan_memory
 from skylite.resources.gpu_placement import Placement, place_again
-from skylite.rollout.allowed_programs import accept_same_rewards, allow_again
+from skylite.rollout.allowed_programs import accept_same_rewards, allow_algorithm
 from skylite.rollout.automatic_settings import epochs_to_steps
 from skylite.rollout.plan import (
     RunPlan,
@@ -31,6 +32,7 @@ from skylite.rollout.plan import (
     train_data_hash,
 )
 from skylite.rollout.prompt_check import without
+from skylite.rollout.sources import source_for
 from skylite.rollout.step_metrics import recovered_metrics, require_numbers
 from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint
 from skylite.run.files import fsync_path
@@ -66,7 +68,15 @@ def plan_resume(
     check_network(config)
     placement = place_again(recorded, config)
     log_notes(placement.notes)
-    rewards, programs = allow_again(run.config_path, config, info, settings)
+    scored = source_for(config).allow(
+        config,
+        info,
+        data=Path(config.data.path),
+        named_by=run.config_path,
+        settings=settings,
+        keep=RewardParameters.model_fields,  # the run has recorded them
+    )
+    programs = allow_algorithm(config.algorithm, named_by=run.config_path, settings=settings)
     recorded = _check_inputs(recorded, config)
     done = choose_checkpoint(run, at)
     _require_work(run, config, done)
@@ -86,10 +96,10 @@ def plan_resume(
     return RunPlan(
         run=run,
         config=config,
-        resolved=resolved.model_copy(update={"programs": programs}),
+        resolved=resolved.model_copy(update={"programs": scored.programs | programs}),
         train=train,
         held_out=without(held_out_prompts(config), recorded.resolved.dropped_prompts),
-        rewards=rewards,
+        rewards=scored.rewards,
         first_step=done + 1,
         resumed=True,
         reuse_rollouts=at is None,

@@ -27,7 +27,7 @@ from skylite.rollout.plan import RunPlan, write_config
 from skylite.rollout.progress import Progress
 from skylite.rollout.resume import plan_resume, remove_after
 from skylite.rollout.run_loggers import loggers_running
-from skylite.rollout.session_resources import Session, start_environment, start_scorer, start_tokenizer
+from skylite.rollout.session_resources import Session, start_tokenizer
 from skylite.rollout.shutdown import (
     TRAINER_SHARE,
     StopRequest,
@@ -35,6 +35,7 @@ from skylite.rollout.shutdown import (
     handle_signals,
     run_until_stopped,
 )
+from skylite.rollout.sources import source_for
 from skylite.run.files import convert_os_errors
 from skylite.run.metrics_file import null_to_nan, read_metrics
 from skylite.run.run_dir import adapter_name
@@ -166,8 +167,10 @@ async def _run(
         progress.event("trainer_started")
         tokenizer = await start_tokenizer(plan, stack)
         progress.event("tokenizer_ready")
-        scorer = start_scorer(plan, stack, supervisor)
-        environment = await start_environment(plan, stack, tokenizer, supervisor)
+        running = source_for(plan.config).running(
+            plan.scored, tokenizer, Path(plan.resolved.model_path), plan.run.logs, supervisor
+        )
+        source = await stack.enter_async_context(running)
         record_choices(plan, await wait_for_trainer_step(plan, plan.first_step - 1))
         ready = await stack.enter_async_context(
             engines_for_modules(
@@ -183,11 +186,9 @@ async def _run(
         session = Session(
             plan=plan,
             engines=EnginePool(ready, tolerance),
-            scorer=scorer,
-            tokenizer=tokenizer,
+            source=source,
             progress=progress,
             limit=limit,
-            environment=environment,
         )
         await run_steps(session)
         await wait_for_trainer_exit(plan, supervisor)

@@ -6,13 +6,9 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from skylite.data.prompt_order import prompts_for_round, prompts_for_step
-from skylite.data.tokenizer import encode_in_thread
-from skylite.engine.collect_groups import collect_group, gather_or_cancel, request_seed
-from skylite.engine.vllm.client import Sampling
-from skylite.environments.sample_episodes import Source
+from skylite.environments.source import GroupRequest
 from skylite.progress_reporting import long_work
 from skylite.rollout.session_resources import Session
 from skylite.run.rollout_file import read_rollouts
@@ -36,7 +32,7 @@ async def sample_step(session: Session, step: int, adapter: AdapterVersion) -> S
     first = await sample_groups(
         session, step, adapter, prompts_for_step(train, step, per_step, config.seed), first_index=0
     )
-    dropped = 0 if session.environment is None else per_step - len(first)
+    dropped = per_step - len(first)
     if algorithm.zero_std_groups != "resample":
         return SampledStep(groups=first, dropped=dropped)
 
@@ -68,58 +64,18 @@ async def sample_groups(
 
     `first_index`: number of the first prompt within the step. The request seeds depend on the prompt numbers.
     """
-    plan, rollout = session.plan, session.plan.config.rollout
-    if session.environment is not None:
-        source = Source(
-            model=adapter.name,
-            version=adapter.version,
-            engines=session.engines.engines,
-            temperature=rollout.temperature,
-        )
-        with long_work(f"sampling step {step}", len(prompts)) as work:
-            return await session.environment.sample(
-                source,
-                prompts,
-                step=step,
-                first_index=first_index,
-                group_size=rollout.group_size,
-                on_group=work.advance,
-            )
-    assert session.scorer is not None, "a run without an environment has reward workers"
-    penalty = partial(
-        overlong_penalty,
-        max_completion_tokens=rollout.max_completion_tokens,
-        buffer_frac=plan.config.algorithm.overlong_buffer_frac,
+    rollout = session.plan.config.rollout
+    request = GroupRequest(
+        model=adapter.name,
+        version=adapter.version,
+        engines=session.engines.engines,
+        temperature=rollout.temperature,
+        group_size=rollout.group_size,
+        step=step,
+        first_index=first_index,
     )
-    token_ids = await encode_in_thread(session.tokenizer, prompts, rollout.max_prompt_tokens)
-    tasks = []
-    for index, prompt in enumerate(prompts, first_index):
-        sampling = Sampling(
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            max_tokens=rollout.max_completion_tokens,
-            stop_token_ids=session.tokenizer.stop_token_ids,
-            stop=tuple(rollout.stop),
-            seed=request_seed(plan.config.seed, step, index),
-        )
-        client, ids = session.engines.engine_for(index), token_ids[prompt.id]
-        group = collect_group(
-            client,
-            adapter.name,
-            adapter.version,
-            prompt,
-            ids,
-            rollout.group_size,
-            sampling,
-            session.scorer,
-            penalty,
-        )
-        tasks.append(asyncio.create_task(group))
     with long_work(f"sampling step {step}", len(prompts)) as work:
-        for task in tasks:
-            task.add_done_callback(lambda _: work.advance())
-        return await gather_or_cancel(tasks)
+        return await session.source.sample(prompts, request, lambda _: work.advance())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,13 +125,3 @@ async def replace_zero_std_groups(
             left_out.append(groups[position])
             groups[position] = group
     return SampledStep(groups=groups, left_out=left_out, missing=sum(g.is_zero_std for g in groups))
-
-
-def overlong_penalty(length: int, max_completion_tokens: int, buffer_frac: float) -> float:
-    """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13).
-
-    0 up to the last `buffer_frac` of `max_completion_tokens`, then linear down to -1.
-    """
-    buffer = buffer_frac * max_completion_tokens
-    over = length - (max_completion_tokens - buffer)
-    return -min(1.0, over / buffer) if buffer > 0 and over > 0 else 0.0

@@ -11,12 +11,8 @@ from pathlib import Path
 from skylite.data.chat_template import run_template
 from skylite.data.tokenizer import ChatTokenizer, load_tokenizer
 from skylite.engine.canary import canary_sequences
-from skylite.engine.collect_groups import Scorer
 from skylite.engine.engine_pool import EnginePool
-from skylite.environments.running_environment import running_environment
-from skylite.environments.sample_episodes import Environment
-from skylite.processes.child import Supervisor
-from skylite.rewards.worker_pool import RewardPool
+from skylite.environments.source import RolloutSource
 from skylite.rollout.plan import RunPlan
 from skylite.rollout.progress import Progress
 from skylite.rollout.shutdown import TimeLimit
@@ -30,16 +26,13 @@ LONGEST_PROMPTS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """Plan, engines, reward workers, tokenizer and progress. run_session.py creates and closes them."""
+    """Plan, engines, rollout source and progress. run_session.py creates and closes them."""
 
     plan: RunPlan
     engines: EnginePool
-    scorer: Scorer | None
-    """None with an environment, whose episodes give the rewards."""
-    tokenizer: ChatTokenizer
+    source: RolloutSource
     progress: Progress
     limit: TimeLimit | None = None
-    environment: Environment | None = None
 
     @property
     def adapters(self) -> Path:
@@ -49,53 +42,6 @@ class Session:
     def adapter(self, version: int) -> AdapterVersion:
         """An adapter version, published or not yet."""
         return AdapterVersion(version, self.adapters / adapter_name(version))
-
-
-def reward_pool(plan: RunPlan) -> RewardPool:
-    """The reward workers. Raises ConfigError if a reward cannot be loaded."""
-    config = plan.config.reward
-    programs = plan.resolved.programs
-    log = plan.run.log_path("rewards")
-    return RewardPool(
-        plan.rewards,
-        config.weights,
-        config.num_workers,
-        config.timeout_s,
-        programs,
-        log,
-        config,
-        config.prefill,
-    )
-
-
-def start_scorer(
-    plan: RunPlan, stack: contextlib.AsyncExitStack, supervisor: Supervisor
-) -> RewardPool | None:
-    """The reward workers, which `stack` ends; None with an environment."""
-    if plan.config.env.episode:
-        return None
-    pool = reward_pool(plan)
-    stack.callback(pool.close)
-    pool.watch(supervisor.fail)
-    return pool
-
-
-async def start_environment(
-    plan: RunPlan, stack: contextlib.AsyncExitStack, tokenizer: ChatTokenizer, supervisor: Supervisor
-) -> Environment | None:
-    """The environment of env.episode, which `stack` ends."""
-    if not plan.config.env.episode:
-        return None
-    return await stack.enter_async_context(
-        running_environment(
-            plan.config,
-            tokenizer,
-            Path(plan.resolved.model_path),
-            plan.resolved.programs,
-            plan.run.logs,
-            supervisor,
-        )
-    )
 
 
 async def start_tokenizer(plan: RunPlan, stack: contextlib.AsyncExitStack) -> ChatTokenizer:

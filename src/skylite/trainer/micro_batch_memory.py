@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from skylite.config.train import Resolved, RunConfig, TrainConfig
+from skylite.config.train import Resolved, RunConfig
 from skylite.model.packing import pack_tokens
 from skylite.model.policy import Policy, score
 from skylite.model.process_group import Dist
@@ -54,7 +54,7 @@ def measure_micro_batch_tokens(
     The measured passes have the longest prompt and the longest completions: attention's memory grows with
     both. The second pass has no more completions than certainly fit.
     """
-    device, completion = policy.device, longest_completion(run_config.config, longest_prompt)
+    device, completion = policy.device, run_config.config.source.completion_after(longest_prompt)
     sizes = PROBE_TOKENS[device.type]
     fewest = max(1, sizes[0] // completion)
     limit = -_largest(-SAFETY * _free_bytes(device, run_config.resolved, dist.dp_size), dist)
@@ -70,13 +70,6 @@ def measure_micro_batch_tokens(
     tokens = -int(_largest(-memory.max_tokens(limit), dist))
     reason = f"{passes} took {memory.per_token / 2**20:.2f} MiB per token; {limit / 2**30:.1f} GiB are free"
     return tokens, reason
-
-
-def longest_completion(config: TrainConfig, longest_prompt: int) -> int:
-    """The most tokens after a prompt of this length: of one call, or of an episode's calls together."""
-    if config.env.episode:
-        return max(1, config.max_sequence_tokens - longest_prompt)
-    return config.rollout.max_completion_tokens
 
 
 def _most_sequences(count: int, peak: float, limit: float, dist: Dist) -> int:

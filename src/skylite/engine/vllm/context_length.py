@@ -36,14 +36,9 @@ def check_context(config: TrainConfig, model_path: Path) -> None:
         return
     if any(factor for section in sections for factor in _factors(section)):
         return
-    if config.env.episode:
-        settings, remedy = f"env.max_tokens={needed} allows", "Lower it."
-    else:
-        prompt, completion = config.rollout.max_prompt_tokens, config.rollout.max_completion_tokens
-        settings = f"rollout.max_prompt_tokens={prompt} and rollout.max_completion_tokens={completion} allow"
-        remedy = "Lower one of them."
     raise ConfigError(
-        f"{settings} {needed:,} tokens, and {model_path.name} was made for {longest:,}.", remedy
+        f"{config.source.limits} {needed:,} tokens, and {model_path.name} was made for {longest:,}.",
+        "Lower the limit.",
     )
 
 

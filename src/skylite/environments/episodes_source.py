@@ -1,39 +1,49 @@
-"""Groups of episodes: each trajectory of a prompt, with its reward and its calls from the OpenAI server."""
+"""Groups of episodes: each trajectory of a prompt, with its reward and its calls from the OpenAI server.
+
+`episodes_running` starts what they need: the server and the process that runs the episodes.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from skylite.config.environment import EnvConfig
 from skylite.config.train import TrainConfig
-from skylite.engine.collect_groups import gather_or_cancel, request_seed
+from skylite.data.tokenizer import ChatTokenizer
 from skylite.environments.chat import METRIC, Endpoint, Task
-from skylite.environments.episode_pool import EpisodeFailed, EpisodePool, EpisodeTooLong
+from skylite.environments.episode_pool import (
+    EpisodeFailed,
+    EpisodePool,
+    EpisodeTooLong,
+    running_episodes,
+)
 from skylite.environments.openai_server import OpenAIServer
-from skylite.environments.trajectory_log import Sampler, TrajectoryLog
+from skylite.environments.parse_reply import tool_format
+from skylite.environments.renderer import Renderer
+from skylite.environments.source import (
+    EVAL_STEP,
+    GroupRequest,
+    OnGroup,
+    Sampler,
+    gather_or_cancel,
+    request_seed,
+)
+from skylite.environments.trajectory_log import TrajectoryLog
 from skylite.errors import RunFailed
+from skylite.processes.child import Supervisor
+from skylite.processes.private_folders import temporary_folder
 from skylite.types import Group, Prompt, Trajectory
 
 logger = logging.getLogger(__name__)
 TRAJECTORY_SEEDS = 1 << 20
 """Distance between the seeds of two trajectories of a prompt."""
-EVAL_STEP = -1
-"""Takes the place of a step in the seeds of an evaluation."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """What the episodes of a step sample from."""
-
-    model: str
-    version: int
-    engines: Sequence[Sampler]
-    temperature: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +60,12 @@ class GroupDropped(Exception):
 
 
 @dataclass(slots=True)
-class Environment:
-    """Runs the episodes of a run."""
+class Episodes:
+    """Groups of episodes."""
 
     config: TrainConfig
     server: OpenAIServer
     pool: EpisodePool
-    dropped: int = 0
-    """Groups left out since the start, because an episode failed."""
     _slots: asyncio.Semaphore = field(init=False)
     _noted: set[str] = field(default_factory=set)
 
@@ -65,60 +73,48 @@ class Environment:
         self._slots = asyncio.Semaphore(self.config.env.max_concurrent)
 
     async def sample(
-        self,
-        source: Source,
-        prompts: Sequence[Prompt],
-        *,
-        step: int,
-        first_index: int,
-        group_size: int,
-        on_group: Callable[[], None] = lambda: None,
+        self, prompts: Sequence[Prompt], request: GroupRequest, on_group: OnGroup = lambda _: None
     ) -> list[Group]:
-        """One group a prompt, without the groups that env.on_error=drop leaves out.
-
-        `step`, `first_index`: as for the seeds of one-turn requests. `on_group` is called at the end of each
-        group. Raises RunFailed if all first groups of a step are left out.
-        """
+        """See RolloutSource. Raises RunFailed if all first groups of a step are left out."""
 
         async def one(prompt: Prompt, index: int) -> Group | None:
-            group = await self._group(source, prompt, step, index, group_size)
-            on_group()
+            group = await self._group(request, prompt, index)
+            on_group(group)
             return group
 
-        tasks = [asyncio.create_task(one(prompt, index)) for index, prompt in enumerate(prompts, first_index)]
+        numbered = enumerate(prompts, request.first_index)
+        tasks = [asyncio.create_task(one(prompt, index)) for index, prompt in numbered]
         groups = [group for group in await gather_or_cancel(tasks) if group is not None]
-        self.dropped += len(prompts) - len(groups)
-        if not groups and first_index == 0:
+        if not groups and request.first_index == 0:
             raise RunFailed(
-                f"{_named(step).capitalize()} has no trajectories: an episode of each of its {len(prompts)} "
-                "groups failed, and env.on_error=drop left them out.",
+                f"{_named(request.step).capitalize()} has no trajectories: an episode of each of its "
+                f"{len(prompts)} groups failed, and env.on_error=drop left them out.",
                 f"Read {self.pool.log_path}.",
             )
         return groups
 
-    async def _group(self, source: Source, prompt: Prompt, step: int, index: int, size: int) -> Group | None:
-        seed = request_seed(self.config.seed, step, index)
-        engine = source.engines[index % len(source.engines)]  # always the same: its prefix cache is reused
+    async def _group(self, request: GroupRequest, prompt: Prompt, index: int) -> Group | None:
+        seed, engine = request_seed(self.config.seed, request.step, index), request.engine(index)
         tasks = [
-            asyncio.create_task(self._trajectory(source, engine, prompt, seed + i * TRAJECTORY_SEEDS, i))
-            for i in range(size)
+            asyncio.create_task(self._trajectory(request, engine, prompt, seed + i * TRAJECTORY_SEEDS, i))
+            for i in range(request.group_size)
         ]
         try:
             return Group(prompt=prompt, trajectories=tuple(await gather_or_cancel(tasks)))
         except GroupDropped as error:
-            logger.warning(f"{_named(step)}: the group of prompt {prompt.id} is left out: {error}")
+            logger.warning(f"{_named(request.step)}: the group of prompt {prompt.id} is left out: {error}")
             return None
 
     async def _trajectory(
-        self, source: Source, engine: Sampler, prompt: Prompt, seed: int, number: int
+        self, request: GroupRequest, engine: Sampler, prompt: Prompt, seed: int, number: int
     ) -> Trajectory:
         log = TrajectoryLog(
             name=f"prompt {prompt.id}, trajectory {number}",
-            model=source.model,
-            version=source.version,
+            model=request.model,
+            version=request.version,
             engine=engine,
             seed=seed,
-            temperature=source.temperature,
+            temperature=request.temperature,
         )
         async with self._slots:
             value = await self._run(log, prompt)
@@ -219,3 +215,42 @@ def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"returned {value!r}, which is no reward")
     return float(value)
+
+
+@contextlib.asynccontextmanager
+async def episodes_running(
+    config: TrainConfig,
+    tokenizer: ChatTokenizer,
+    model_path: Path,
+    programs: Mapping[str, str],
+    logs: Path,
+    supervisor: Supervisor,
+) -> AsyncIterator[Episodes]:
+    """The source of env.episode.
+
+    Args:
+        tokenizer: the model's; the caller closes it afterwards.
+        programs: FILE.py:function -> sha256 that the user allowed.
+
+    Raises SkyliteError subclasses.
+    """
+    spec, settings = config.env.episode, config.env
+    async with contextlib.AsyncExitStack() as stack:
+        folder = stack.enter_context(temporary_folder())  # its sockets are for this user only
+        renderer = Renderer(tokenizer.run_jobs, model_path)
+        facts = await renderer.facts(config.data.template_args)
+        server = OpenAIServer(
+            config=config,
+            renderer=renderer,
+            stop_token_ids=tokenizer.stop_token_ids,
+            stops=facts.stops,
+            tool_format=tool_format(facts.template)
+            if settings.tool_format == "auto"
+            else settings.tool_format,
+            socket_path=folder / "openai.sock",
+        )
+        await stack.enter_async_context(server.serving())
+        pool = await stack.enter_async_context(
+            running_episodes(spec, programs.get(spec), folder, logs, supervisor)
+        )
+        yield Episodes(config, server, pool)

@@ -1,0 +1,100 @@
+"""One request a prompt: the engine samples its whole group, which the rewards score on arrival."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from skylite.config.train import TrainConfig
+from skylite.data.tokenizer import ChatTokenizer, encode_in_thread
+from skylite.engine.vllm.client import Sampling
+from skylite.environments.source import EVAL_STEP, GroupRequest, OnGroup, gather_or_cancel, request_seed
+from skylite.types import Group, Prompt, Score, Trajectory
+
+MAX_EVALUATED_AT_ONCE = 64
+"""Requests in flight of an evaluation, which may have thousands of prompts."""
+
+
+class Scorer(Protocol):
+    """Scores completions: rewards/worker_pool.py, or a fake in tests."""
+
+    async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[Score]:
+        """One score for each (prompt, completion text)."""
+
+
+@dataclass(slots=True)
+class SingleTurn:
+    """Groups of one-turn trajectories."""
+
+    config: TrainConfig
+    tokenizer: ChatTokenizer
+    scorer: Scorer
+    _encoded: dict[str, list[int]] = field(default_factory=dict)
+    """Conversations of evaluations, which repeat, as token ids."""
+
+    async def sample(
+        self, prompts: Sequence[Prompt], request: GroupRequest, on_group: OnGroup = lambda _: None
+    ) -> list[Group]:
+        """See RolloutSource. Raises DataError for a prompt over rollout.max_prompt_tokens."""
+        token_ids = await self._encode(prompts, keep=request.step == EVAL_STEP)
+        slots = asyncio.Semaphore(MAX_EVALUATED_AT_ONCE if request.step == EVAL_STEP else len(prompts))
+
+        async def one(index: int, prompt: Prompt, ids: list[int]) -> Group:
+            async with slots:
+                group = await self._group(request, index, prompt, ids)
+            on_group(group)
+            return group
+
+        numbered = enumerate(zip(prompts, token_ids, strict=True), request.first_index)
+        return await gather_or_cancel([asyncio.create_task(one(i, p, ids)) for i, (p, ids) in numbered])
+
+    async def _encode(self, prompts: Sequence[Prompt], *, keep: bool) -> list[list[int]]:
+        """The token ids of each prompt, kept for the next time if asked."""
+        new = [p for p in prompts if str(p.messages) not in self._encoded]
+        encoded = await encode_in_thread(self.tokenizer, new, self.config.rollout.max_prompt_tokens)
+        by_text = {**self._encoded, **{str(p.messages): encoded[p.id] for p in new}}
+        if keep:
+            self._encoded = by_text
+        return [by_text[str(p.messages)] for p in prompts]
+
+    async def _group(self, request: GroupRequest, index: int, prompt: Prompt, ids: list[int]) -> Group:
+        rollout = self.config.rollout
+        sampling = Sampling(
+            temperature=request.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            max_tokens=rollout.max_completion_tokens,
+            stop_token_ids=self.tokenizer.stop_token_ids,
+            stop=tuple(rollout.stop),
+            seed=request_seed(self.config.seed, request.step, index),
+        )
+        calls = await request.engine(index).generate(
+            request.model, ids, request.group_size, sampling, request.version
+        )
+        scores = await self.scorer.score([(prompt, call.text) for call in calls])
+        trajectories = [
+            Trajectory(
+                calls=(call,),
+                reward=score.reward,
+                components=score.components,
+                penalty=overlong_penalty(
+                    len(call.completion_token_ids),
+                    max_completion_tokens=rollout.max_completion_tokens,
+                    buffer_frac=self.config.algorithm.overlong_buffer_frac,
+                ),
+            )
+            for call, score in zip(calls, scores, strict=True)
+        ]
+        return Group(prompt=prompt, trajectories=tuple(trajectories))
+
+
+def overlong_penalty(length: int, max_completion_tokens: int, buffer_frac: float) -> float:
+    """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13).
+
+    0 up to the last `buffer_frac` of `max_completion_tokens`, then linear down to -1.
+    """
+    buffer = buffer_frac * max_completion_tokens
+    over = length - (max_completion_tokens - buffer)
+    return -min(1.0, over / buffer) if buffer > 0 and over > 0 else 0.0

@@ -1,0 +1,223 @@
+"""The rollout source of a run: what it checks before a run starts, and how it starts.
+
+Consumes: settings and data. Waits for: nothing. Produces: the source that turns prompts into groups.
+Unblocks: sampling and evaluation, which do not ask which source it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from skylite.config.train import TrainConfig
+from skylite.data.prompts import PromptFileInfo
+from skylite.data.tokenizer import ChatTokenizer
+from skylite.environments.episode_spec import check_episode_data
+from skylite.environments.episodes_source import episodes_running
+from skylite.environments.single_turn import SingleTurn
+from skylite.environments.source import RolloutSource
+from skylite.notes import Note, notes_of
+from skylite.processes.child import Supervisor
+from skylite.processes.streams import printed_lines
+from skylite.rewards.components import load_components
+from skylite.rewards.worker_pool import RewardPool
+from skylite.rollout.allowed_programs import allow_episode, allow_rewards
+from skylite.rollout.prompt_check import CheckedPrompts, check_prompts, require_chats
+from skylite.rollout.reference_answers import check_references
+from skylite.rollout.reward_check import check_calls
+from skylite.rollout.reward_settings import apply_reward_settings
+from skylite.run.trusted_programs import is_set
+from skylite.types import Prompt
+from skylite.ui.logs import log_printed
+from skylite.user_functions import REWARD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredData:
+    """What scores the data of a run, allowed by the user."""
+
+    config: TrainConfig
+    """With the settings of the reward that came with the data."""
+    rewards: tuple[str, ...]
+    """Specs of what scores; the first one decides what is right."""
+    programs: dict[str, str] = field(default_factory=dict)
+    """FILE.py:function -> sha256 of the file that the user allowed."""
+    notes: Sequence[Note] = ()
+
+
+class Source(Protocol):
+    """A rollout source before it runs."""
+
+    def allow(
+        self,
+        config: TrainConfig,
+        info: PromptFileInfo,
+        *,
+        data: Path,
+        named_by: Path | None,
+        settings: Sequence[str],
+        keep: Collection[str],
+    ) -> ScoredData:
+        """Check that the user allows what scores `data`.
+
+        Args:
+            data: the folder that `info` is from.
+            named_by: the file that names programs; None: the user names them.
+            settings: the user's --set, which may name programs.
+            keep: settings of the section reward that data does not change.
+
+        Raises ConfigError or DataError.
+        """
+
+    def check_rewards(self, scored: ScoredData, info: PromptFileInfo, train: Sequence[Prompt]) -> list[Note]:
+        """Call what scores, where that is cheap. Returns notes. Raises SkyliteError subclasses."""
+
+    def check_prompts(
+        self,
+        tokenizer: ChatTokenizer,
+        config: TrainConfig,
+        model_path: Path,
+        train: Sequence[Prompt],
+        held_out: Sequence[Prompt],
+    ) -> CheckedPrompts:
+        """The prompts that fit. Raises ModelError if the template refuses one, DataError for long ones."""
+
+    def running(
+        self,
+        scored: ScoredData,
+        tokenizer: ChatTokenizer,
+        model_path: Path,
+        logs: Path,
+        supervisor: Supervisor,
+    ) -> AbstractAsyncContextManager[RolloutSource]:
+        """The source, whose processes end with the block. The caller closes `tokenizer` afterwards."""
+
+
+class SingleTurnSource:
+    """One completion a trajectory, scored by reward functions."""
+
+    def allow(
+        self,
+        config: TrainConfig,
+        info: PromptFileInfo,
+        *,
+        data: Path,
+        named_by: Path | None,
+        settings: Sequence[str],
+        keep: Collection[str],
+    ) -> ScoredData:
+        config, note = apply_reward_settings(config, info, keep)
+        named_by = None if is_set(settings, REWARD.setting) else named_by
+        rewards, programs = allow_rewards(config.reward.functions, info, data, named_by=named_by)
+        return ScoredData(config=config, rewards=rewards, programs=programs, notes=notes_of(note))
+
+    def check_rewards(self, scored: ScoredData, info: PromptFileInfo, train: Sequence[Prompt]) -> list[Note]:
+        config, rewards, programs = scored.config, scored.rewards, scored.programs
+        with printed_lines(log_printed):
+            components = load_components(rewards, config.reward.weights, train[0], programs, config.reward)
+            notes = check_references(config.reward, info, train, components, programs)
+            check_calls(rewards, config, train, programs, info.answer_template)
+        return notes
+
+    def check_prompts(
+        self,
+        tokenizer: ChatTokenizer,
+        config: TrainConfig,
+        model_path: Path,
+        train: Sequence[Prompt],
+        held_out: Sequence[Prompt],
+    ) -> CheckedPrompts:
+        require_chats(tokenizer, model_path, [*train, *held_out])
+        return check_prompts(tokenizer, config, train, held_out)
+
+    @contextlib.asynccontextmanager
+    async def running(
+        self,
+        scored: ScoredData,
+        tokenizer: ChatTokenizer,
+        model_path: Path,
+        logs: Path,
+        supervisor: Supervisor,
+    ) -> AsyncIterator[RolloutSource]:
+        pool = reward_pool(scored, logs)
+        try:
+            pool.watch(supervisor.fail)
+            yield SingleTurn(scored.config, tokenizer, pool)
+        finally:
+            pool.close()
+
+
+class EpisodesSource:
+    """Programs that talk to the model in turns and give the reward themselves."""
+
+    def allow(
+        self,
+        config: TrainConfig,
+        info: PromptFileInfo,
+        *,
+        data: Path,
+        named_by: Path | None,
+        settings: Sequence[str],
+        keep: Collection[str],
+    ) -> ScoredData:
+        spec = config.env.episode
+        programs = allow_episode(spec, named_by=named_by, settings=settings)
+        check_episode_data(spec, info.reward, str(data))
+        return ScoredData(config=config, rewards=(spec,), programs=programs)
+
+    def check_rewards(self, scored: ScoredData, info: PromptFileInfo, train: Sequence[Prompt]) -> list[Note]:
+        """Episodes are not called: they need a model."""
+        return []
+
+    def check_prompts(
+        self,
+        tokenizer: ChatTokenizer,
+        config: TrainConfig,
+        model_path: Path,
+        train: Sequence[Prompt],
+        held_out: Sequence[Prompt],
+    ) -> CheckedPrompts:
+        """All prompts: the episodes' requests decide what is rendered."""
+        tokenizer.encode_chats([[{"role": "user", "content": "Hello"}]])
+        return CheckedPrompts(train=train, held_out=held_out)
+
+    @contextlib.asynccontextmanager
+    async def running(
+        self,
+        scored: ScoredData,
+        tokenizer: ChatTokenizer,
+        model_path: Path,
+        logs: Path,
+        supervisor: Supervisor,
+    ) -> AsyncIterator[RolloutSource]:
+        async with episodes_running(
+            scored.config, tokenizer, model_path, scored.programs, logs, supervisor
+        ) as source:
+            yield source
+
+
+SOURCES: Mapping[str, Source] = {"single-turn": SingleTurnSource(), "episodes": EpisodesSource()}
+
+
+def source_for(config: TrainConfig) -> Source:
+    """The source that the settings choose."""
+    return SOURCES[config.source.name]
+
+
+def reward_pool(scored: ScoredData, logs: Path) -> RewardPool:
+    """The reward workers. Raises ConfigError if a reward cannot be loaded."""
+    config = scored.config.reward
+    return RewardPool(
+        scored.rewards,
+        config.weights,
+        config.num_workers,
+        config.timeout_s,
+        scored.programs,
+        logs / "rewards.log",
+        config,
+        config.prefill,
+    )
