@@ -16,7 +16,7 @@ from rich.console import Console
 
 from skylite.cli.report import report
 from skylite.cli.watch import Watcher
-from skylite.ui.watch_panel import WatchPanel
+from skylite.ui.live_panel import LivePanel
 
 DOCS = Path(__file__).parent
 COLUMNS, ROWS = 100, 32
@@ -25,7 +25,7 @@ WINDOW = "1100,1000"
 
 def main(run: Path, other: Path) -> None:
     console = recorder(ROWS)
-    console.print(WatchPanel(Watcher(run).state(has_keys=True)))
+    console.print(LivePanel(Watcher(run).state(has_keys=True), fills_screen=True))
     console.save_svg(str(DOCS / "watch.svg"), title="skylite watch runs/NAME")
     draw_doctor()
     draw_report(DOCS / "report.png", [run])
@@ -58,7 +58,7 @@ def draw_doctor() -> None:
 def draw_report(picture: Path, runs: list[Path]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder, "report.html")
-        report(runs, out=page, png=None, completions=100)
+        report(runs, out=page, completions=100)
         look = ["--hide-scrollbars", f"--window-size={WINDOW}", "--virtual-time-budget=3000"]
         browser = ["chromium", "--headless", "--no-sandbox", f"--user-data-dir={folder}/profile"]
         subprocess.run([*browser, *look, f"--screenshot={picture}", page.as_uri()], check=True)

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from safetensors.numpy import save_file
 
 from skylite.config.train import Resolved, RunConfig, TrainConfig
+from skylite.notes import Note
 from skylite.processes.hardware import machine_facts
 from skylite.rollout.step_metrics import correlation
 from skylite.run.files import write_json
@@ -153,7 +154,7 @@ def _write_config(run: RunDir) -> TrainConfig:
     config = TrainConfig.model_validate(tree)
     resolved = Resolved(
         model_path="model", model_fingerprint="f", dtype="float32", device="cpu",
-        lora_sync_path=str(run.default_adapters), notes=["data: made up"],
+        lora_sync_path=str(run.default_adapters), notes=[Note("data: made up")],
     )  # fmt: skip
     whole = RunConfig(skylite_version="test", config=config, resolved=resolved)
     write_json(run.config_path, whole.model_dump(mode="json"))

@@ -39,7 +39,7 @@ FLAGS = {
     "serve": {"--model", "--step", "--host", "--port", "--set", *LOGGING},
     "adapters": set(),
     "watch": {"--json", *LOGGING},
-    "report": {"--out", "--png", "--completions", "--json", *LOGGING},
+    "report": {"--out", "--completions", "--json", *LOGGING},
     "samples": {
         "--step", "--held-out", "--prompt", "--contains", "--min-reward", "--max-reward", "--best", "--worst",
         "--limit", "--json", *LOGGING,

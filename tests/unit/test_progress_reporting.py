@@ -42,7 +42,7 @@ def test_verify_and_report_count_what_they_read(tmp_path: Path) -> None:
     with recorded_work() as found:
         with pytest.raises(SystemExit):  # the made-up adapters lack true hashes
             verify(run.root)
-        report([run.root, run.root], out=tmp_path / "report.html", png=None, completions=10)
+        report([run.root, run.root], out=tmp_path / "report.html", completions=10)
     # 12 files of completions, evaluations of versions 0 and 10, and 8 of the 12 adapters; twice.
     assert parts(found) == [("verifying", 13, 13), ("reading the runs", 44, 44)]
 

@@ -116,7 +116,7 @@ def test_the_memory_of_a_gpu_is_shown_where_a_run_has_it(
     run = write_made_up_run(tmp_path, "healthy", steps=2)
     steps = [m | {"mem/gpu_peak_bytes": 3.0 * 2**30} for m in read_metrics(run.metrics_path)]
     write_metrics(run.metrics_path, steps)
-    report([run.root], out=tmp_path / "gpu.html", png=None, completions=10)
+    report([run.root], out=tmp_path / "gpu.html", completions=10)
     shown = opened(page, tmp_path / "gpu.html")
     tiles = "[...document.querySelectorAll('.tiles div')].map((d) => d.textContent)"
     assert {"memory2.0 GiB", "GPU memory3.0 GiB"} <= set(shown.run(tiles))
@@ -150,7 +150,7 @@ def test_short_and_odd_runs_are_readable(page: Page, tmp_path: Path) -> None:
     """One point has an axis around it, a partial reward has neutral badges, and no verdict comes early."""
     runs = {name: write_made_up_run(tmp_path, name, steps=2) for name in ("length", "healthy")}
     for name, run in runs.items():
-        report([run.root], out=tmp_path / f"{name}.html", png=None, completions=50)
+        report([run.root], out=tmp_path / f"{name}.html", completions=50)
     shown = opened(page, tmp_path / "length.html")
     assert "No alarm." not in shown.run("document.body.innerText")
     assert shown.run("document.querySelectorAll('.chip.good, .chip.bad').length") == 0
@@ -169,7 +169,7 @@ def test_short_and_odd_runs_are_readable(page: Page, tmp_path: Path) -> None:
 @needs_browser
 def test_a_smooth_curve_shows_a_fall_where_it_happened(page: Page, tmp_path: Path) -> None:
     run = write_made_up_run(tmp_path, "instant-collapse")
-    report([run.root], out=tmp_path / "fall.html", png=None, completions=0)
+    report([run.root], out=tmp_path / "fall.html", completions=0)
     shown = opened(page, tmp_path / "fall.html")
     raw, smooth = shown.run("drawn[0].chart.data.slice(1, 3)")
     assert raw[0] > 0.3

@@ -30,8 +30,7 @@ from skylite.run.lock import lock_folder
 from skylite.run.metrics_file import append_metrics, read_metrics
 from skylite.run.run_dir import RunDir
 from skylite.run.status import read_status, write_status
-from skylite.ui.live_panel import clock_time
-from skylite.ui.watch_panel import WatchPanel
+from skylite.ui.live_panel import LivePanel, clock_time
 from tests.made_up_runs import write_made_up_run
 
 TIMEOUT_S = 120.0
@@ -44,7 +43,7 @@ def hacked(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 def drawn(watcher: Watcher, width: int = 100, height: int = 40, *, has_keys: bool = True) -> str:
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
-    console.print(WatchPanel(watcher.state(has_keys=has_keys)))
+    console.print(LivePanel(watcher.state(has_keys=has_keys), fills_screen=True))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

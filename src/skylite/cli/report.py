@@ -16,7 +16,6 @@ from skylite.errors import ConfigError
 from skylite.progress_reporting import long_work
 from skylite.report.html import GENERATOR, page_html
 from skylite.report.page_data import num_files, page_data
-from skylite.report.png import require_matplotlib, write_png_files
 from skylite.report.read_run import read_facts
 from skylite.run.files import atomic_file
 from skylite.ui.logs import show
@@ -34,12 +33,6 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="The page to write.", show_default="report-RUN.html")
     ] = None,
-    png: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER", help="Also write each curve as a PNG file into FOLDER. Default: no PNG files."
-        ),
-    ] = None,
     completions: Annotated[
         int, typer.Option(min=0, help="Maximum completions in the page, over all runs.")
     ] = 4000,
@@ -54,35 +47,29 @@ def report(
         require_own_page(out, mark)
     else:
         require_own_page(out)
-    if png is not None:
-        require_matplotlib()
     runs = [read_facts(target) for target in targets]
     with long_work("reading the runs", total=sum(map(num_files, runs))) as work:
         page = page_data(runs, completions, work.advance)
     text = page_html(page, mark)
     with atomic_file(out, len(text)) as temporary:
         temporary.write_text(text, encoding="utf-8")
-    pictures = [] if png is None else write_png_files(page, png)
     if as_json:
-        show(json.dumps(result(out, pictures, page)))
+        show(json.dumps(result(out, page)))
         return
     for run in page["runs"]:
         for alarm in run["alarms"]:
             show(f"{run['label']}: {'alarm' if alarm['is_alarm'] else 'warning'}: {alarm['text']}")
         for line in run["unreadable"]:
             show(f"{run['label']}: not read: {line}")
-    if pictures:
-        show(f"{len(pictures)} pictures are in {png}")
     show(f"{out} ({len(text) / 1e6:.1f} MB): open it in a browser")
 
 
-def result(out: Path, pictures: list[Path], page: dict[str, Any]) -> dict[str, Any]:
+def result(out: Path, page: dict[str, Any]) -> dict[str, Any]:
     """What `--json` prints."""
     keys = ("label", "phase", "steps", "num_steps", "reward_first", "reward_last", "held_out_first",
             "held_out_last", "alarms", "unreadable")  # fmt: skip
     return {
         "html": str(out),
-        "png": [str(path) for path in pictures],
         "runs": [{key: run[key] for key in keys} for run in page["runs"]],
     }
 

@@ -29,9 +29,8 @@ from skylite.run.status import ENDED
 from skylite.run.status import is_alive as status_is_alive
 from skylite.ui.dashboard import step_line
 from skylite.ui.keys import Keys, terminal_keys
-from skylite.ui.live_panel import RECENT_STEPS
+from skylite.ui.live_panel import RECENT_STEPS, CompletionView, LivePanel, ScreenState
 from skylite.ui.logs import show
-from skylite.ui.watch_panel import WatchPanel, WatchState, filled
 
 REFRESH_S = 0.25
 LINES_REFRESH_S = 1.0
@@ -39,6 +38,7 @@ SILENT_S = 600.0
 """A run without a process here and without a write for this long has died, or runs elsewhere and hangs."""
 SILENT_STEPS = 3
 """A live run is silent only after this many of its recent steps."""
+KEYS_HELP = "←→ completion  ↑↓ step  b best  w worst  s as stored  n newest  q quit"
 ORDERS: dict[str, Order] = {"b": "best", "w": "worst", "s": "stored"}
 
 
@@ -69,20 +69,39 @@ class Watcher:
         self._seen = signature
         return True
 
-    def state(self, *, has_keys: bool) -> WatchState:
+    def state(self, *, has_keys: bool) -> ScreenState:
         """What to draw now."""
-        step, completions = self._completions()
-        self.index = min(self.index, max(0, len(completions) - 1))
-        return WatchState(
-            facts=self.facts,
+        facts = self.facts
+        return ScreenState(
+            facts.run.config.num_steps,
+            name=facts.name,
+            phase=facts.phase,
+            detail=_detail(facts),
+            stalled=stalled(facts),
+            started=time.monotonic() - _elapsed(facts),
+            history=facts.metrics,
             alarms=self.alarms,
-            detail=_detail(self.facts),
-            seconds=_elapsed(self.facts),
-            stalled=stalled(self.facts),
-            completions=completions,
-            index=self.index,
-            choice=f"step {step}, {'as stored' if self.order == 'stored' else f'{self.order} first'}",
-            has_keys=has_keys,
+            unreadable=facts.unreadable,
+            held_out=facts.held_out,
+            sample=self._completion(),
+            footer=KEYS_HELP if has_keys else "",
+        )
+
+    def _completion(self) -> CompletionView | None:
+        """The chosen one."""
+        step, completions = self._completions()
+        if not completions:
+            return None
+        self.index = min(self.index, len(completions) - 1)
+        chosen = completions[self.index]
+        order = "as stored" if self.order == "stored" else f"{self.order} first"
+        return CompletionView(
+            question=chosen.question,
+            completion=chosen.text,
+            reward=chosen.reward,
+            answer=chosen.answer,
+            place=f"step {step}, {order}: {self.index + 1} of {len(completions)}, {chosen.prompt_id}, "
+            f"{chosen.tokens} tokens",
         )
 
     def press(self, key: str) -> bool:
@@ -146,7 +165,8 @@ def _watch_screen(watcher: Watcher, console: Console) -> None:
     ):
         while True:
             watcher.refresh()
-            live.update(WatchPanel(watcher.state(has_keys=keys is not None)), refresh=True)
+            panel = LivePanel(watcher.state(has_keys=keys is not None), fills_screen=True)
+            live.update(panel, refresh=True)
             if not watcher.press(_next_key(keys)):
                 return
 
@@ -182,9 +202,8 @@ def text_lines(watcher: Watcher) -> Iterator[str]:
     facts = watcher.facts
     for h in facts.held_out:
         yield f"held-out {h.score.name}, version {h.version}: {h.score}"
-    steps = [filled(metrics) for metrics in facts.metrics]
-    for count in range(1, len(steps) + 1):
-        yield step_line(steps[max(0, count - RECENT_STEPS) : count], facts.run.config.num_steps)
+    for count in range(1, len(facts.metrics) + 1):
+        yield step_line(facts.metrics[max(0, count - RECENT_STEPS) : count], facts.run.config.num_steps)
     for alarm in watcher.alarms:
         yield f"{'alarm' if alarm.is_alarm else 'warning'}: {alarm.text}"
     for text in facts.unreadable:

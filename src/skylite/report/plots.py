@@ -1,4 +1,4 @@
-"""The curves of a run: the same list for the page, the PNG files and the live screen."""
+"""The curves of the page."""
 
 from __future__ import annotations
 

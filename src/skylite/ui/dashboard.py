@@ -14,6 +14,7 @@ from rich.live import Live
 
 from skylite.engine.canary_reading import verdict_of
 from skylite.progress_reporting import duration
+from skylite.report.read_run import number
 from skylite.ui.live_panel import (
     ENDS,
     CompletionView,
@@ -21,6 +22,7 @@ from skylite.ui.live_panel import (
     ScreenState,
     has_partial_rewards,
     seconds_left,
+    version_name,
 )
 from skylite.ui.logs import ON_PANEL, lines_on_screen, shows_info
 
@@ -39,7 +41,7 @@ class Screen:
         self, num_steps: int, console: Console | None = None, history: Sequence[Mapping[str, Any]] = ()
     ) -> None:
         self.console = console or Console(stderr=True)
-        self.state = ScreenState(num_steps, history=tuple(history))
+        self.state = ScreenState(num_steps, name="GRPO + LoRA", history=tuple(history))
         self._is_live = self.console.is_interactive and shows_info()
         self._stack = ExitStack()
         self._live = Live(
@@ -92,21 +94,22 @@ class Screen:
 def step_line(history: Sequence[Mapping[str, Any]], num_steps: int) -> str:
     """The last step of `history` in one line, for logs, with the time left when it ended."""
     m, left = history[-1], seconds_left(history, num_steps)
+    tokens = number(m, "perf/completion_tokens_per_s")
+    sample = f"sample {number(m, 'time/rollout_s'):.1f} s ({tokens:.0f} tok/s)"
+    right = f"right {100 * number(m, 'reward/right_frac'):.1f} %"
     return "  ".join(
         (
             f"step {m['step']}/{num_steps}",
-            f"reward {m['reward/mean']:.3f}",
-            *([] if has_partial_rewards(history) else [f"right {100 * m['reward/right_frac']:.1f} %"]),
-            f"entropy {m['policy/entropy']:.3f}",
-            f"tokens {m['completion/tokens_mean']:.1f}",
-            "sampled before"
-            if not math.isfinite(m["perf/completion_tokens_per_s"])
-            else f"sample {m['time/rollout_s']:.1f} s ({m['perf/completion_tokens_per_s']:.0f} tok/s)",
-            f"train {m['time/train_s']:.1f} s",
-            f"sync {m['time/sync_s']:.2f} s",
-            f"canary {m['canary/gap_max']:.1e} ({verdict_of(m.get('canary/verified'))})",
-            f"mismatch {m['mismatch/logprob_diff_mean']:.1e}",
-            f"v{m['adapter/version']}",
+            f"reward {number(m, 'reward/mean'):.3f}",
+            *([] if has_partial_rewards(history) else [right]),
+            f"entropy {number(m, 'policy/entropy'):.3f}",
+            f"tokens {number(m, 'completion/tokens_mean'):.1f}",
+            sample if math.isfinite(tokens) else "sampled before",
+            f"train {number(m, 'time/train_s'):.1f} s",
+            f"sync {number(m, 'time/sync_s'):.2f} s",
+            f"canary {number(m, 'canary/gap_max'):.1e} ({verdict_of(m.get('canary/verified'))})",
+            f"mismatch {number(m, 'mismatch/logprob_diff_mean'):.1e}",
+            version_name(m),
             *([] if left is None else [f"about {duration(left)} left"]),
         )
     )

@@ -1,4 +1,4 @@
-"""The live panel of a run: progress, reward curve, metrics, one completion. Its lines never wrap."""
+"""The panel of a run, for `train` and `watch`: progress, findings, curves, one completion. No line wraps."""
 
 from __future__ import annotations
 
@@ -14,19 +14,34 @@ from rich.panel import Panel
 from rich.text import Text
 
 from skylite.engine.canary_reading import verdict_of
+from skylite.report.alarms import Alarm
+from skylite.report.read_run import HeldOut, number
 from skylite.ui.curve import curve, proportional_widths
 from skylite.untrusted_text import plain
 
-LABEL_WIDTH = 11
+LABEL_WIDTH, VALUES_WIDTH = 11, 26
 MAX_ROWS = 34
-COMPLETION_ROWS = 9
+"""Of a panel that does not fill the screen."""
+COMPLETION_ROWS, MIN_COMPLETION_ROWS = 9, 3
+FINDING_LINES = 2
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
-TALL_ROWS = 30
+TALL_ROWS = 27
 """Above this height the reward curve gets several lines."""
 RECENT_STEPS = 5
 """The remaining time is estimated from this many steps."""
 STALLED = ("✘", "bold red")
 ENDS = {"done": ("✔", "bold green"), "stopped": ("■", "bold yellow"), "failed": ("✘", "bold red")}
+CURVES = (
+    ("KL", "policy/kl_ref", "{:.3g}", 1),
+    ("entropy", "policy/entropy", "{:.3f}", 1),
+    ("mismatch", "mismatch/logprob_diff_mean", "{:.1e}", 1),
+    ("length", "completion/tokens_mean", "{:.1f}", 1),
+    ("truncated", "completion/truncated_frac", "{:.0f} %", 100),
+    ("no signal", "groups/zero_std_sampled_frac", "{:.0f} %", 100),
+)
+"""Label, metric, form and factor. A curve without a value is left out."""
+PARTS = {"sample": "time/rollout_s", "train": "time/train_s", "sync": "time/sync_s"}
+PART_STYLES = ("cyan", "magenta", "green", "grey50")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +52,8 @@ class CompletionView:
     completion: str
     reward: float
     answer: str
+    place: str = ""
+    """Which one it is, such as `step 4, best first: 1 of 64`."""
 
 
 @dataclass(slots=True)
@@ -44,6 +61,8 @@ class ScreenState:
     """What the panel shows."""
 
     num_steps: int
+    name: str = ""
+    """Of the run, in the title."""
     phase: str = "starting"
     detail: str = ""
     work: str = ""
@@ -53,9 +72,13 @@ class ScreenState:
     started: float = field(default_factory=time.monotonic)
     history: Sequence[Mapping[str, Any]] = ()
     """Metrics of every step so far."""
-    sample: CompletionView | None = None
+    alarms: Sequence[Alarm] = ()
+    unreadable: Sequence[str] = ()
+    held_out: Sequence[HeldOut] = ()
     evaluations: dict[str, str] = field(default_factory=dict)
     """Label (before, after) -> result."""
+    sample: CompletionView | None = None
+    footer: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,36 +86,45 @@ class LivePanel:
     """Draws a state to the size of the console, one row less than its height: nothing scrolls."""
 
     state: ScreenState
+    fills_screen: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width, rows = options.max_width - 4, min(console.size.height - 1, MAX_ROWS) - 2
-        lines = panel_lines(self.state, width, rows)
-        title = Text.assemble(("skylite", "bold"), ("  GRPO + LoRA", "dim"))
+        width, height = options.max_width - 4, console.size.height - 1
+        rows = max(4, height if self.fills_screen else min(height, MAX_ROWS)) - 2
+        lines = panel_lines(self.state, width, rows, rows if self.fills_screen else COMPLETION_ROWS)
         # Crop each line: rich would wrap it, and a panel that changes its height flickers.
         yield Panel(
             Text("\n").join(cropped(line, width) for line in lines[:rows]),
-            title=title,
+            title=Text.assemble(("skylite", "bold"), (f"  {plain(self.state.name)}".rstrip(), "dim")),
             title_align="left",
             border_style="blue",
         )
 
 
-def panel_lines(state: ScreenState, width: int, rows: int) -> list[Text]:
+def panel_lines(
+    state: ScreenState, width: int, rows: int, completion_rows: int = COMPLETION_ROWS
+) -> list[Text]:
     """At most `rows` lines of at most `width` columns."""
     lines = [status_line(state, width), progress_bar(state, width)]
+    for alarm in state.alarms:
+        style = "bold red" if alarm.is_alarm else "yellow"
+        lines += [Text(line, style) for line in wrapped(f"! {alarm.text}", width)[:FINDING_LINES]]
+    lines += [Text(plain(text), "red") for text in state.unreadable]
     if state.history:
         lines += [
-            Text(),
-            *reward_curve(state, width, 5 if rows + 3 > TALL_ROWS else 1),
-            *_metric_rows(state, width),
+            *reward_curve(state, width, 4 if rows > TALL_ROWS else 1),
+            *_held_out_row(state, width),
+            *(line for key in CURVES for line in _curve_row(state, *key, width=width)),
+            *_last_rows(state, width),
         ]
     lines += [labelled(label, Text(plain(text), "green")) for label, text in state.evaluations.items()]
-    room = min(COMPLETION_ROWS, rows - len(lines) - 1)
-    if state.sample is not None and room >= 3:
+    footer = [Text(state.footer, "dim")] if state.footer else []
+    room = min(completion_rows, rows - len(lines) - len(footer))
+    if state.sample is not None and room >= MIN_COMPLETION_ROWS:
         shown = completion_lines(state.sample, width, room)
         # Pad, so that the panel keeps its height.
-        lines += [Text(), *shown, *[Text()] * (room - len(shown))]
-    return lines
+        lines += [*shown, *[Text()] * (room - len(shown))]
+    return [*lines[: rows - len(footer)], *footer]
 
 
 def status_line(state: ScreenState, width: int) -> Text:
@@ -117,19 +149,13 @@ def progress_bar(state: ScreenState, width: int) -> Text:
 
 def reward_curve(state: ScreenState, width: int, height: int) -> list[Text]:
     """The mean reward of each step. The full width stands for all steps, so the curve grows to the right."""
-    rewards = [float(m["reward/mean"]) for m in state.history]
+    rewards = [number(m, "reward/mean") for m in state.history]
     best = max(filter(math.isfinite, rewards), default=math.nan)
     summary = Text.assemble(
         (f"{rewards[-1]:.3f}", "bold yellow"), (f"  first {rewards[0]:.3f}  best {best:.3f}", "dim")
     )
     room = max(1, width - LABEL_WIDTH - summary.cell_len - 2)
-    stretch = max(1, room // state.num_steps)
-    lines = curve(
-        rewards,
-        max(1, min(room, room * len(rewards) // state.num_steps)) if stretch == 1 else len(rewards),
-        height,
-    )
-    drawn = [Text("".join(c * stretch for c in line), "yellow") for line in lines]
+    drawn = [Text(line, "yellow") for line in stretched(rewards, room, state.num_steps, height)]
     drawn[-1] = Text.assemble(drawn[-1], "  ", summary)
     low = min(filter(math.isfinite, rewards), default=math.nan)
     top, bottom = f"{best:>{LABEL_WIDTH - 1}.3g}", f"reward {low:>{LABEL_WIDTH - 8}.2g}"
@@ -137,56 +163,94 @@ def reward_curve(state: ScreenState, width: int, height: int) -> list[Text]:
     return [labelled(label, line) for label, line in zip(labels, drawn, strict=True)]
 
 
-def _metric_rows(state: ScreenState, width: int) -> list[Text]:
+def _held_out_row(state: ScreenState, width: int) -> list[Text]:
+    """Scores at the columns of their versions."""
+    held_out = state.held_out
+    if not held_out:
+        return []
+    means = {h.version: h.score.mean for h in held_out}
+    first = f"  first {held_out[0].score.value}" if len(means) > 1 else ""
+    room = max(1, width - LABEL_WIDTH - VALUES_WIDTH - 2)
+    columns = {min(room - 1, v * room // max(1, state.num_steps)): mean for v, mean in means.items()}
+    is_share = all(h.score.is_binary for h in held_out)
+    scale = (0.0, 1.0) if is_share else (min(means.values()), max(means.values()))
+    bars = curve([columns.get(k, math.nan) for k in range(room)], room, 1, scale)[0]
+    last = Text.assemble((held_out[-1].score.value, "bold"), (first, "dim"))
+    return [labelled("held-out", Text.assemble((bars.ljust(room), "green"), "  ", last))]
+
+
+def _curve_row(state: ScreenState, label: str, key: str, form: str, factor: float, width: int) -> list[Text]:
+    """A curve on its own scale. As in the reward's, the full width stands for all steps."""
+    values = [factor * number(m, key) for m in state.history]
+    finite = [v for v in values if math.isfinite(v)]
+    if not finite:
+        return []
+    room = max(1, width - LABEL_WIDTH - VALUES_WIDTH - 2)
+    bars = stretched(values, room, state.num_steps, 1)[0][:room].ljust(room)
+    last, first = form.format(finite[-1]), f"  first {form.format(finite[0])}"
+    return [labelled(label, Text.assemble((bars, "cyan"), "  ", (last, "bold"), (first, "dim")))]
+
+
+def stretched(values: Sequence[float], room: int, num_steps: int, height: int) -> list[str]:
+    """A curve of the steps so far, in as many columns of `room` as they are of all steps."""
+    stretch = max(1, room // num_steps)
+    columns = max(1, min(room, room * len(values) // num_steps)) if stretch == 1 else len(values)
+    return ["".join(c * stretch for c in line) for line in curve(values, columns, height)]
+
+
+def _last_rows(state: ScreenState, width: int) -> list[Text]:
     m = state.history[-1]
-    length = (
-        f"{m['completion/tokens_mean']:.1f} tokens per completion, "
-        f"{100 * m['completion/truncated_frac']:.0f} % truncated, entropy {m['policy/entropy']:.3f}"
-    )
-    right = f"{100 * m['reward/right_frac']:.1f} % of the completions"
-    tokens_per_s = m["perf/completion_tokens_per_s"]
-    sampled = f"{tokens_per_s:.0f} tokens/s sampled" if math.isfinite(tokens_per_s) else "sampled before"
-    speed = f"{sampled}, {m['time/step_s']:.1f} s per step"
-    gaps = f"canary gap {m['canary/gap_max']:.1e}, logprob mismatch {m['mismatch/logprob_diff_mean']:.1e}"
+    right, tokens = number(m, "reward/right_frac"), number(m, "perf/completion_tokens_per_s")
+    speed = f"{tokens:.0f} tokens/s sampled" if math.isfinite(tokens) else "sampled before"
+    speed += f", {number(m, 'time/step_s'):.1f} s per step"
+    for key, what in (("mem/rss_peak_bytes", "peak memory"), ("mem/gpu_peak_bytes", "on the GPU")):
+        if math.isfinite(memory := number(m, key)):
+            speed += f", {memory / 2**30:.1f} GiB {what}"
+    has_right = math.isfinite(right) and not has_partial_rewards(state.history)
+    verdict = verdict_of(m.get("canary/verified"))
+    adapter = Text.assemble(
+        (version_name(m), "bold"), "  ", (verdict, "green" if verdict == "verified" else "yellow"),
+        f"  canary gap {number(m, 'canary/gap_max'):.1e}",
+    )  # fmt: skip
     return [
-        *([] if has_partial_rewards(state.history) else [labelled("right", Text(right))]),
-        labelled("length", Text(length)),
+        *([labelled("right", Text(f"{100 * right:.1f} % of the completions"))] if has_right else []),
         labelled("speed", Text(speed)),
-        labelled("time", time_split(m, width - LABEL_WIDTH)),
-        labelled("adapter", adapter_row(m, gaps)),
+        *time_split(m, width - LABEL_WIDTH),
+        labelled("adapter", adapter),
     ]
 
 
-def adapter_row(m: Mapping[str, Any], gaps: str) -> Text:
-    """The version, what the canary showed about it, and `gaps`."""
-    verdict = verdict_of(m.get("canary/verified"))
-    style = "green" if verdict == "verified" else "yellow"
-    return Text.assemble((f"v{m['adapter/version']}", "bold"), "  ", (verdict, style), f"  {gaps}")
+def version_name(m: Mapping[str, Any]) -> str:
+    """Such as v12."""
+    version = number(m, "adapter/version")
+    return f"v{int(version)}" if math.isfinite(version) else "v?"
 
 
 def has_partial_rewards(history: Sequence[Mapping[str, Any]]) -> bool:
     """Whether a completion got another first score than 0 and 1: then none is right or wrong."""
-    return any(m["reward/partial_frac"] > 0 for m in history)
+    return any(number(m, "reward/partial_frac") > 0 for m in history)
 
 
-def time_split(m: Mapping[str, Any], width: int) -> Text:
-    """A bar with a legend: sample, train, sync and the rest as parts of the step."""
-    sync = m["time/sync_s"]
-    known = {"sample": m["time/rollout_s"], "train": m["time/train_s"], "sync": sync}
-    parts = {**known, "other": max(0.0, m["time/step_s"] - sum(known.values()))}
-    styles = dict(zip(parts, ("cyan", "magenta", "green", "grey50"), strict=True))
+def time_split(m: Mapping[str, Any], width: int) -> list[Text]:
+    """A bar with a legend: sample, train, sync and the rest as parts of the step; none without times."""
+    seconds, step = {name: number(m, key) for name, key in PARTS.items()}, number(m, "time/step_s")
+    if not all(map(math.isfinite, (step, *seconds.values()))):
+        return []
+    parts = {**seconds, "other": max(0.0, step - sum(seconds.values()))}
     total = sum(parts.values()) or 1.0
     legend = Text("  ").join(
-        Text(f"{name} {100 * value / total:.0f} %", styles[name]) for name, value in parts.items()
+        Text(f"{name} {100 * part / total:.0f} %", style)
+        for (name, part), style in zip(parts.items(), PART_STYLES, strict=True)
     )
     columns = proportional_widths(list(parts.values()), max(0, min(60, width - legend.cell_len - 2)))
-    bar = Text.assemble(*(("█" * n, styles[name]) for name, n in zip(parts, columns, strict=True)))
-    return Text.assemble(bar, "  ", legend)
+    bar = Text.assemble(*(("█" * n, style) for n, style in zip(columns, PART_STYLES, strict=True)))
+    return [labelled("time", Text.assemble(bar, "  ", legend))]
 
 
 def completion_lines(sample: CompletionView, width: int, rows: int) -> list[Text]:
     """At most `rows` lines: a heading, the end of the question, the completion without its middle if long."""
-    heading = Text(f"── a completion: reward {sample.reward:g}, answer {plain(sample.answer)} ", "dim")
+    place = plain(sample.place or "a completion")
+    heading = Text(f"── {place}: reward {sample.reward:g}, answer {plain(sample.answer)} ", "dim")
     heading.append("─" * max(0, width - heading.cell_len), "dim")
     body = rows - 1
     answer = wrapped(sample.completion, width)
@@ -231,7 +295,7 @@ def seconds_left(history: Sequence[Mapping[str, Any]], num_steps: int) -> float 
     recent = [
         s
         for m in history[-RECENT_STEPS:]
-        if math.isfinite(s := m["time/step_s"]) and not m.get("rollout/stored", 0) > 0
+        if math.isfinite(s := number(m, "time/step_s")) and not number(m, "rollout/stored") > 0
     ]
     return left * sum(recent) / len(recent) if recent and left > 0 else None
 
