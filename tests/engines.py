@@ -21,6 +21,7 @@ from skylite.engine.vllm.server_command import BASE_NAME, EngineSpec, engine_com
 from skylite.processes.child import Child, ProcessSpec, child_died, kill, poll, start
 
 TARGET_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+EMBEDDING_AND_HEAD = ["embed_tokens", "lm_head"]
 MAX_LORA_RANK = 8
 START_TIMEOUT_S = 300.0
 

@@ -17,7 +17,7 @@ from tests.torture.evidence import digests, finished_steps
 from tests.torture.ground import SETTINGS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.dist]
-STEPS = 6
+STEPS = 4
 EPISODE = """
 import os
 
@@ -39,8 +39,8 @@ async def episode(task, chat):
 
 @pytest.fixture
 def args(project: Project, monkeypatch: pytest.MonkeyPatch, fake_engine: None) -> Callable[[str], list[str]]:
-    """The words of a run on three-turn episodes; every completion takes 0.2 s."""
-    monkeypatch.setenv("ENGINE_DELAY_S", "0.2")
+    """The words of a run on three-turn episodes; every completion takes 0.1 s."""
+    monkeypatch.setenv("ENGINE_DELAY_S", "0.1")
     (project.root / "game.py").write_text(EPISODE)
     chosen = (*SETTINGS, "eval.limit=0", "checkpoint.every=1", "sync.keep_last=100", "env.max_tokens=400")
     settings = [word for setting in chosen for word in ("--set", setting)]

@@ -1,4 +1,4 @@
-"""The examples: the notebook with real vLLM and torchrun, the warm start as far as the dry run."""
+"""The examples: the notebook on the fake engine with torchrun, the warm start as far as the dry run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 TINY = (
     "--set rollout.prompts_per_step=2 --group-size 4 --set eval.limit=0 --set engine.kv_cache_gib=0.25 "
     "--set rollout.max_prompt_tokens=900 --set rollout.max_completion_tokens=12 --set engine.max_num_seqs=8 "
-    "--lr 1e-2 --set algorithm.entropy_coef=0.1"
+    "--lr 1e-2 --set algorithm.entropy_coef=0.1 --set sync.rollout_mismatch=warn"
 )
 """A random model solves no problem: the entropy bonus gives it a gradient."""
 
@@ -52,8 +52,8 @@ def run_cell(source: str, names: dict[str, Any]) -> str:
 
 
 @pytest.mark.e2e
-@pytest.mark.vllm
 @pytest.mark.dist
+@pytest.mark.usefixtures("fake_engine")
 def test_the_notebook(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", os.environ["PATH"])

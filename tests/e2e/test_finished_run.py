@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import time
@@ -18,6 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import load_file
 
+from skylite.run.events import read_events
+from skylite.run.run_dir import RunDir
 from tests.e2e.conftest import EXACT
 from tests.e2e.project import Project, descendants
 from tests.e2e.running import DEADLINE_S, check_metrics, places_with, running, wait_for_step, wait_gone
@@ -62,16 +63,18 @@ def test_a_run_stopped_by_ctrl_c_and_resumed_equals_one_that_never_stopped(
     assert "gives the published adapter bit for bit" in replayed.stdout
 
 
-def test_a_second_stage_starts_from_the_first_stages_adapter(
-    project: Project, finished: str, request: pytest.FixtureRequest
+def test_a_second_stage_starts_from_the_first_stages_adapter_and_samples_ahead(
+    project: Project, finished: str
 ) -> None:
-    """Warm start at another temperature: the trainer's logprobs equal vLLM's. The first run can go."""
-    shutil.copytree(project.root / finished, project.root / "stage-one")
-    given = project.root / "stage-one" / "adapters" / "policy-v000003"
-    settings = ("--set", "eval.limit=0", "--set", "rollout.temperature=0.7", "--set", "checkpoint.every=1")
-    second = project.run(
-        *project.train_args("stage-two", 1, "--from-adapter", str(given), *settings), timeout_s=DEADLINE_S
-    )
+    """Warm start at another temperature: the trainer's logprobs equal vLLM's, which has two versions loaded.
+
+    test_warm_start.py resumes without the first run, test_environment_ahead.py while it samples ahead.
+    """
+    given = project.root / finished / "adapters" / "policy-v000003"
+    chosen = ("eval.limit=0", "rollout.temperature=0.7", "rollout.max_staleness=1", "sync.keep_last=9")
+    settings = [word for setting in chosen for word in ("--set", setting)]
+    args = project.train_args("stage-two", 3, "--from-adapter", str(given), *settings)
+    second = project.run(*args, timeout_s=DEADLINE_S)
     assert second.returncode == 0, second.stderr
     assert f"warm start from {given} (rank 8, alpha 16, policy-v000003)" in second.stderr
     start, end = (
@@ -81,16 +84,23 @@ def test_a_second_stage_starts_from_the_first_stages_adapter(
     assert start.keys() == end.keys()
     assert all((start[name] == end[name]).all() for name in end)
 
-    check_metrics(project, "stage-two")
+    run = RunDir(project.root / "stage-two")
+    versions = [set(pq.read_table(run.rollout_path(k))["adapter_version"].to_pylist()) for k in (1, 2, 3)]
+    assert versions == [{0}, {0}, {1}]
+    metrics = project.metrics("stage-two")
+    assert [m["staleness/max"] for m in metrics] == [0, 1, 1]
+    assert all(m["canary/gap_max"] < 0.002 for m in metrics)
+    # Step 3's completions are stale: their logprobs must differ from the trainer's.
+    assert metrics[0]["mismatch/logprob_diff_mean"] < 1e-3 < metrics[2]["mismatch/logprob_diff_mean"]
+    order = [(e["event"], e["step"]) for e in read_events(run.events_path) if "step" in e]
+    assert order.index(("sampling_started", 2)) < order.index(("trainer_step_seen", 1))
 
-    shutil.rmtree(project.root / "stage-one")
-    request.getfixturevalue("fake_engine")  # what it samples does not matter here
-    resumed = project.run("train", "--resume", "stage-two", "--steps", "2", timeout_s=DEADLINE_S)
-    assert resumed.returncode == 0, resumed.stderr
-    assert len(project.metrics("stage-two")) == 2
 
-
-def test_a_finished_run_can_be_evaluated(project: Project, finished: str) -> None:
+def test_a_finished_run_can_be_evaluated(
+    project: Project, finished: str, request: pytest.FixtureRequest
+) -> None:
+    """test_hostile_bundle.py evaluates with vLLM."""
+    request.getfixturevalue("fake_engine")  # after `finished`, which samples from vLLM
     evaluated = project.run("eval", finished, "--limit", "4", "--n", "2", timeout_s=DEADLINE_S)
     assert evaluated.returncode == 0, evaluated.stderr
     evals = project.root / finished / "evals"
@@ -101,18 +111,13 @@ def test_a_finished_run_can_be_evaluated(project: Project, finished: str) -> Non
     assert result["mean"] == pytest.approx(sum(r["reward"] for r in rows) / 8)
 
 
-@pytest.mark.parametrize(
-    ("flags", "what"), [((), "adapter weights"), (("--merge",), "merged weights in float32")]
-)
-def test_an_export_is_checked_with_vllm(
-    project: Project, finished: str, tmp_path: Path, flags: tuple[str, ...], what: str
-) -> None:
+def test_merged_weights_are_checked_with_vllm(project: Project, finished: str, tmp_path: Path) -> None:
+    """vLLM loads the adapter itself in each step of a run, and in test_load_the_adapter.py."""
     out = tmp_path / "export"
-    command = ["export", finished, *flags, "--out", str(out), "--check-vllm"]
-    done = project.run(*command, timeout_s=DEADLINE_S)
+    done = project.run("export", finished, "--merge", "--out", str(out), "--check-vllm", timeout_s=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     (check,) = [c for c in json.loads((out / "export.json").read_text())["checks"] if "vllm" in c["by"]]
-    assert check["what"] == what
+    assert check["what"] == "merged weights in float32"
     assert check["gap_max"] < 0.002 < check["base_distance"]
 
 

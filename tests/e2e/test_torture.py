@@ -16,7 +16,6 @@ CASES = [
     Case("engine", "sampling", "KILL"),
     Case("rank-0", "publish", "KILL"),
     Case("engine", "load", "STOP"),
-    Case("parent", "scoring", "KILL"),
     Case("reaper-engine", "published", "STOP"),
     Case("reaper-trainer", "checkpoint", "STOP+KILL"),
 ]

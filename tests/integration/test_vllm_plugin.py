@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 
@@ -13,25 +12,16 @@ import httpx
 import pytest
 
 from tests.engines import (
+    EMBEDDING_AND_HEAD,
     MAX_LORA_RANK,
     TARGET_MODULES,
     Answer,
     Ask,
     EngineServer,
-    running_server,
 )
 from tests.integration.adapter_versions import DIFFERENT, PROMPT, gap, publish, same
 
 pytestmark = pytest.mark.vllm
-EMBEDDING_AND_HEAD = ["embed_tokens", "lm_head"]
-MAX_ROUNDS = 8
-
-
-@pytest.fixture(scope="module")
-def stock_server(tiny_llama: Path) -> Iterator[EngineServer]:
-    """The same server with vLLM's own LoRA kernels."""
-    with running_server(tiny_llama, cpu_lora="stock") as stock:
-        yield stock
 
 
 def mixed_and_alone(server: EngineServer, models: list[str]) -> tuple[list[Answer], list[Answer]]:
@@ -55,44 +45,14 @@ def test_mixed_batch_gives_each_request_what_it_gets_alone(server: EngineServer,
     assert min(gap(base, first), gap(base, second), gap(first, second)) > DIFFERENT
 
 
-def test_stock_kernels_give_base_requests_an_adapters_answer(
-    stock_server: EngineServer, tmp_path: Path
-) -> None:
-    """The vLLM fault that the plugin corrects. When this fails, vLLM is fixed and the plugin only adds speed.
-
-    Several rounds: the server's timing decides whether a base request meets an adapter's in a step.
-    """
-    one, two = publish(stock_server, tmp_path, seed=1), publish(stock_server, tmp_path, seed=2)
-    wrong_base = False
-    for _ in range(MAX_ROUNDS):
-        mixed, alone = mixed_and_alone(stock_server, [stock_server.base, one.name, two.name])
-        wrong = [gap(m, a) > DIFFERENT for m, a in zip(mixed, alone, strict=True)]
-        assert not any(wrong[1::3] + wrong[2::3])
-        wrong_base = wrong_base or any(wrong[0::3])
-        if wrong_base:
-            break
-    assert wrong_base, "no base request was changed by the adapters it shared batches with"
-
-
-def test_plugin_and_stock_kernels_agree_on_one_adapter(
-    server: EngineServer, stock_server: EngineServer, tmp_path: Path
-) -> None:
-    ours, theirs = (
-        publish(server, tmp_path / "ours", seed=3),
-        publish(stock_server, tmp_path / "theirs", seed=3),
-    )
-    assert same(server.ask(Ask(ours.name, PROMPT)), stock_server.ask(Ask(theirs.name, PROMPT)))
-
-
-def test_embedding_and_head_adapters_in_a_mixed_batch(tiny_llama: Path, tmp_path: Path) -> None:
-    """A server with LoRA on every layer. The second adapter changes only the embedding and the LM head."""
-    with running_server(tiny_llama, target_modules=[*TARGET_MODULES, *EMBEDDING_AND_HEAD]) as server:
-        one = publish(server, tmp_path, seed=1)
-        two = publish(server, tmp_path, seed=2, target_modules=EMBEDDING_AND_HEAD)
-        three = publish(server, tmp_path, seed=3, target_modules=EMBEDDING_AND_HEAD[1:])
-        answers = [server.ask(Ask(name, PROMPT)) for name in (server.base, one.name, two.name, three.name)]
-        assert min(gap(one, other) for one, other in combinations(answers, 2)) > DIFFERENT
-        mixed, alone = mixed_and_alone(server, [server.base, one.name, two.name])
+def test_embedding_and_head_adapters_in_a_mixed_batch(server: EngineServer, tmp_path: Path) -> None:
+    """The second adapter changes only the embedding and the LM head."""
+    one = publish(server, tmp_path, seed=1, target_modules=[*TARGET_MODULES, *EMBEDDING_AND_HEAD])
+    two = publish(server, tmp_path, seed=2, target_modules=EMBEDDING_AND_HEAD)
+    mixed, alone = mixed_and_alone(server, [server.base, one.name, two.name])
+    three = publish(server, tmp_path, seed=3, target_modules=EMBEDDING_AND_HEAD[1:])
+    answers = [*alone[:3], server.ask(Ask(three.name, PROMPT[:40], max_tokens=64))]
+    assert min(gap(one, other) for one, other in combinations(answers, 2)) > DIFFERENT
     assert all(same(m, a) for m, a in zip(mixed, alone, strict=True)), [
         gap(m, a) for m, a in zip(mixed, alone, strict=True)
     ]
