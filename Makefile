@@ -120,7 +120,7 @@ torture: $(READY) ## kills, bad inputs, a long run (1 to 2 hours); benchmarks/re
 	$(BIN)/python benchmarks/torture.py --ranks 2 --matrix --kinds rank-1 --random 20 --seed 2
 	$(BIN)/python benchmarks/torture.py --engine vllm --matrix --kinds engine-core --random 20 --seed 1
 	$(BIN)/python benchmarks/torture.py --engine vllm --soak 300
-	$(BIN)/python benchmarks/torture.py --bad-inputs 1
+	$(BIN)/python benchmarks/torture.py --bad-inputs 4
 
 fuzz: $(READY) ## read 10,000 damaged files with every reader, results in benchmarks/results/fuzz.json
 	$(BIN)/python benchmarks/fuzz.py --out benchmarks/results/fuzz.json

@@ -96,7 +96,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--random", type=int, default=0, help="number of signals at random moments")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--bad-inputs", type=float, default=0, help="how many times the thousand inputs of the unit tests"
+        "--bad-inputs", type=float, default=0, help="how many times the 300 inputs of the unit tests"
     )
     parser.add_argument("--soak", type=int, default=0, help="steps of the soak")
     parser.add_argument(
