@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 from skylite.cli.main import app
 from skylite.data.chat_template import ChatTemplate
 from skylite.data.tokenizer import ChatTokenizer, load_tokenizer
-from skylite.hub import resolve
+from skylite.hub import bundled_smollm2
 from tests.unit.doc_blocks import (
     FILE,
     ON_A_RUN,
@@ -61,7 +61,7 @@ def shared() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in ("cli.own_data_sizes", "cli.prepare_preview", "rollout.prompt_check"):
             patch.setattr(f"skylite.{module}.load_tokenizer", load)
-        patch.setattr(resolve, "converted_folder", cache(resolve.converted_folder))
+        patch.setattr(bundled_smollm2, "converted_folder", cache(bundled_smollm2.converted_folder))
         yield
     for tokenizer in kept.values():
         tokenizer.close()
