@@ -1,6 +1,6 @@
-"""A day in a user's hands: own data, an R1-style reward, three kinds of stop, a logger, report and export.
+"""A day in a user's hands: own data, an R1-style reward, two kinds of stop, a logger, report and export.
 
-The fake engine samples. test_finished_run.py stops and resumes a run with vLLM.
+The fake engine samples. test_finished_run.py stops a run with vLLM by Ctrl-C.
 
 Run `pytest -s` to see how long each part takes. With wandb installed the run is logged by the real library,
 offline; otherwise a stand-in takes its place, and pytest's summary says so.
@@ -182,32 +182,26 @@ def test_nothing_is_lost_on_a_day_with_stops(day: Day, tiny_llama: Path) -> None
             *("prepare", "sums.jsonl", "--question", "question", "--answer", "answer"),
             *("--reward", "reward.py:r1", "--out", "data"),
         )
-    with day.part("train, Ctrl-C"):
+    with day.part("train, TERM by timeout"):
         words = (*COMMAND, "train", *train, *settings, *logged, *fake, "--rank", "8", "--group-size", "4")
-        pressed: list[float] = []
+        stopped: list[float] = []
 
-        def ctrl_c(process: subprocess.Popen[str]) -> None:
-            pressed.append(time.monotonic())
-            process.send_signal(signal.SIGINT)
+        def stop(process: subprocess.Popen[str]) -> None:
+            stopped.append(time.monotonic())
+            os.kill(process.pid, signal.SIGTERM)
 
-        code, output = day.interrupt(words, 1, ctrl_c)
+        code, output = day.interrupt(("timeout", "600", *words), 1, stop)
         assert (code, day.phase()) == (130, "stopped"), output
-        finished = [e for e in read_events(day.run.events_path) if e["monotonic"] > pressed[0]]
+        finished = [e for e in read_events(day.run.events_path) if e["monotonic"] > stopped[0]]
         assert "adapter_verified" in [e["event"] for e in finished], "the step in flight was finished"
-        rollouts = hashes(day.run)
-    with day.part("resume, TERM by timeout"):
-        code, output = day.interrupt(
-            ("timeout", "600", *COMMAND, *resume), 1, lambda process: os.kill(process.pid, signal.SIGTERM)
-        )
-        assert (code, day.phase()) == (130, "stopped"), output
-        assert rollouts.items() <= hashes(day.run).items(), "no completions were sampled twice"
         rollouts = hashes(day.run)
     with day.part("resume, kill -9"):
         code, output = day.interrupt((*COMMAND, *resume), 1, lambda process: process.kill())
         assert code == -signal.SIGKILL
         assert day.phase() == "dead"
         assert json.loads(day.skylite("runs", ".", "--json"))[0]["phase"] == "dead"
-        rollouts = rollouts | hashes(day.run)
+        assert rollouts.items() <= hashes(day.run).items(), "no completions were sampled twice"
+        rollouts = hashes(day.run)
     with day.part("resume to the end"):
         day.skylite(*resume)
         assert day.phase() == "done"

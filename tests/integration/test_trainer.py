@@ -21,7 +21,15 @@ from skylite.processes.torchrun import trainer_command, trainer_env
 from skylite.run.files import write_json
 from skylite.run.run_dir import RunDir, adapter_name
 from tests.alive import is_alive
-from tests.integration.torchrun import TIMEOUT_S, finish, largest_difference, trainer, wait_for, weights
+from tests.integration.torchrun import (
+    TIMEOUT_S,
+    ended,
+    finish,
+    largest_difference,
+    trainer,
+    wait_for,
+    weights,
+)
 from tests.rows import random_samples
 from tests.small_run import make_run, settings
 
@@ -84,24 +92,11 @@ def test_peft_loads_a_published_adapter_and_gives_the_manifests_logprobs(
     assert canary.policy_logprobs != canary.base_logprobs
 
 
-def test_a_stop_request_writes_a_checkpoint_and_exits_with_0(tmp_path: Path, tiny_llama: Path) -> None:
-    run = make_run(tmp_path / "stopped", tiny_llama, settings(), {1: STEPS[1]})
-    with trainer(run, 2) as process:
-        wait_for(run.trainer_step_path(1), process)
-        run.stop_path.touch()
-        output, _ = process.communicate(timeout=TIMEOUT_S)
-        assert process.returncode == 0, output
-    assert [p.name for p in run.checkpoints.iterdir()] == ["step-000001"]
-    assert not run.trainer_step_path(2).exists()
-
-
 def test_a_gradient_that_is_not_finite_ends_both_ranks_with_the_reason(
     tmp_path: Path, tiny_llama: Path
 ) -> None:
     run = make_run(tmp_path / "diverged", tiny_llama, settings(optim={"lr": 1e30}), STEPS)
-    with trainer(run, 2) as process:
-        process.communicate(timeout=TIMEOUT_S)
-        assert process.returncode == 1
+    assert ended(run, 2) == 1
     reason = json.loads(run.trainer_error_path.read_text())
     assert "not finite" in reason["what"]
     assert "optim.lr" in reason["hint"]
@@ -137,22 +132,39 @@ def test_a_missing_model_is_reported_in_one_sentence(tmp_path: Path, tiny_llama:
         update={"resolved": config.resolved.model_copy(update={"model_path": str(tmp_path / "nowhere")})}
     )
     write_json(run.config_path, missing.model_dump(mode="json"))
-    with trainer(run, 1) as process:
-        process.communicate(timeout=TIMEOUT_S)
-        assert process.returncode == 1
+    assert ended(run, 1) == 1
     assert "nowhere" in json.loads(run.trainer_error_path.read_text())["what"]
 
 
-def test_ranks_die_with_a_killed_torchrun(tmp_path: Path, tiny_llama: Path) -> None:
-    run = make_run(tmp_path / "orphans", tiny_llama, settings(), {1: STEPS[1]})
+def test_a_stop_request_writes_a_checkpoint_and_ranks_die_with_a_killed_torchrun(
+    tmp_path: Path, tiny_llama: Path
+) -> None:
+    run = make_run(tmp_path / "stopped", tiny_llama, settings(), {1: STEPS[1]})
     with trainer(run, 2) as process:
         wait_for(run.trainer_step_path(1), process)
+        run.stop_path.touch()
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == 0, output
+    assert [p.name for p in run.checkpoints.iterdir()] == ["step-000001"]
+    assert not run.trainer_step_path(2).exists()
+
+    run.stop_path.unlink()
+    with trainer(run, 2, resume=True) as process:
+        wait_for_ranks(process, 2)
         ranks = psutil.Process(process.pid).children(recursive=True)
-        assert len(ranks) >= 2
         process.kill()
         process.wait()
         _, alive = psutil.wait_procs(ranks, timeout=15)
     assert list(filter(is_alive, alive)) == []
+
+
+def wait_for_ranks(process: subprocess.Popen[str], count: int) -> None:
+    """Until torchrun has started its ranks."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(psutil.Process(process.pid).children(recursive=True)) < count:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 UNEXPECTED = """
@@ -246,11 +258,9 @@ def test_a_step_that_runs_out_of_memory_is_computed_again_with_smaller_micro_bat
 def test_two_ranks_end_and_resume_with_smaller_micro_batches(tmp_path: Path, tiny_llama: Path) -> None:
     loss = hungry(tmp_path, 23)
     run = short_run(tmp_path / "two", tiny_llama, 1, 50, algorithm={"policy_loss": loss})
-    with trainer(run, 2) as process:
-        output, _ = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 1, output
+    assert ended(run, 2) == 1
     reason = run.read_json(run.trainer_error_path)
-    assert (reason["final"], reason["out_of_memory"]) == (False, True), output
+    assert (reason["final"], reason["out_of_memory"]) == (False, True), reason
     assert reason["what"].endswith("computed again with trainer.tokens_per_micro_batch=25.")
     finish(run, 2, resume=True)
     assert run.read_json(run.trainer_step_path(1))["tokens_per_micro_batch"] == 25

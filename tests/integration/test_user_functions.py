@@ -1,4 +1,4 @@
-"""FILE.py:function as advantage and policy loss under real torchrun: the same adapter, and one sentence."""
+"""FILE.py:function as advantage and policy loss in real ranks: the same adapter, and one sentence."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from skylite.run.run_dir import RunDir
-from tests.integration.torchrun import TIMEOUT_S, finish, largest_difference, trainer, weights
+from tests.integration.torchrun import ended, finish, largest_difference, weights
 from tests.rows import random_samples
 from tests.small_run import make_run, settings
 from tests.unit.test_user_functions import OWN
@@ -44,9 +44,7 @@ def test_a_broken_file_ends_both_ranks_with_one_sentence(
     own = tmp_path / "mine.py"
     own.write_text(text, encoding="utf-8")
     run = make(tmp_path / "run", tiny_llama, advantage=f"{own}:mine")
-    with trainer(run, 2) as process:
-        process.communicate(timeout=TIMEOUT_S)
-        assert process.returncode == 1
+    assert ended(run, 2) == 1
     reason = run.read_json(run.trainer_error_path)
     assert reason["what"].startswith(what.format(file=own))
     assert reason["final"], "it is not started again"

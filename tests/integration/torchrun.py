@@ -1,11 +1,16 @@
-"""Start the trainer under torchrun, and read what it published."""
+"""Start the trainer, under torchrun or as warm ranks, and read what it published."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
+import json
 import os
+import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,11 +44,38 @@ def trainer(run: RunDir, num_ranks: int, resume: bool = False) -> Iterator[subpr
         process.wait()
 
 
+@functools.cache
+def warm_ranks() -> subprocess.Popen[str]:
+    """The process of warm_ranks.py, for all tests of this process."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.integration.warm_ranks"],
+        env={**os.environ, **trainer_env(1)},
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    atexit.register(process.kill)
+    return process
+
+
 def finish(run: RunDir, num_ranks: int, resume: bool = False) -> None:
-    """Run the trainer to its end; it must end well."""
-    with trainer(run, num_ranks, resume) as process:
-        output, _ = process.communicate(timeout=TIMEOUT_S)
-        assert process.returncode == 0, output
+    """Run the trainer's ranks to their end, without torchrun; they must end well."""
+    assert (code := ended(run, num_ranks, resume)) == 0, f"{code}\n{run.log_path('trainer').read_text()}"
+
+
+def ended(run: RunDir, num_ranks: int, resume: bool = False) -> int:
+    """The first exit code that is not 0 of the trainer's ranks, run without torchrun."""
+    run.rendezvous.mkdir(exist_ok=True)
+    server, log = warm_ranks(), run.log_path("trainer")
+    assert server.stdin is not None
+    assert server.stdout is not None
+    words = [str(run.root), *(["--resume"] if resume else [])]
+    server.stdin.write(json.dumps({"words": words, "ranks": num_ranks, "log": str(log)}) + "\n")
+    server.stdin.flush()
+    is_answered, _, _ = select.select([server.stdout], [], [], TIMEOUT_S)
+    assert is_answered, log.read_text()
+    return next((code for code in json.loads(server.stdout.readline()) if code), 0)
 
 
 def weights(run: RunDir, version: int) -> dict[str, np.ndarray]:
