@@ -36,7 +36,7 @@ PAGES = sorted(
     ]
 )
 CHECKED_ELSEWHERE = {ROOT / "docs" / "how-to" / "coming-from.md"}
-"""Has settings of other programs too: tests/unit/test_coming_from.py."""
+"""Has settings of other programs too."""
 GENERATED = {ROOT / "docs" / "reference" / "cli.md"}
 MAX_README_LINES = 90
 MAX_COLUMNS = 110

@@ -1,4 +1,7 @@
-"""Three hundred generated bad inputs: exit code 2 and one sentence, no traceback, hang or change on disk."""
+"""Generated bad inputs for commands: exit code 2 and one sentence, no traceback, hang or change on disk.
+
+test_fuzz.py gives damaged files to every reader.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skylite.adapters.manifest import Manifest, read_manifest
+from skylite.adapters.manifest import Manifest
 from skylite.config.loading import load_config, read_run_config
 from skylite.rollout.resume import plan_resume
 from skylite.run.files import sha256_file
 from skylite.run.folder_owner import require_own_folders
-from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir
 from tests.engines import write_random_adapter
 from tests.rows import random_samples
@@ -32,9 +34,7 @@ from tests.unit.bad_inputs import (
     call,
     damaged_bytes,
     damaged_json,
-    damaged_tree,
     snapshot,
-    toml_text,
 )
 from tests.unit.fuzzing import FACTOR, accepted_or_refused, count, counts, generated, refused
 
@@ -85,16 +85,6 @@ BASE = {
     "engine": {"num_engines": 1, "kv_cache_gib": 0.25},
     "eval": {"split": "test", "limit": 4},
 }
-
-
-@generated(30)
-@given(tree=damaged_tree(BASE), data=st.data())
-def test_recipes(project: Path, tree: Any, data: st.DataObject) -> None:
-    text = toml_text(tree if isinstance(tree, dict) else BASE).encode("utf-8", errors="surrogatepass")
-    if not isinstance(tree, dict) or data.draw(st.booleans()):
-        text = data.draw(damaged_bytes(text))
-    Path("recipe.toml").write_bytes(text)
-    refused(["train", "--recipe", "recipe.toml", "--model", "model", "--run", "new", "--dry-run"], project)
 
 
 KEYS = [f"{s}.{k}" for s, v in BASE.items() if isinstance(v, dict) for k in v]
@@ -153,23 +143,6 @@ def test_data_files(project: Path, kind: str, data: st.DataObject) -> None:
     assert {k: v for k, v in after.items() if k != "."} == before
 
 
-@generated(30)
-@given(data=st.data(), split=st.sampled_from(["train", "test"]))
-def test_prepared_data(project: Path, data: st.DataObject, split: str) -> None:
-    folder = project / "bad-data"
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(project / "data", folder)
-    path = folder / f"{split}.parquet"
-    table = pq.read_table(path)
-    if data.draw(st.booleans()):
-        footer = data.draw(damaged_json(json.loads(table.schema.metadata[b"skylite"])))
-        pq.write_table(table.replace_schema_metadata({b"skylite": footer}), path)
-    else:
-        path.write_bytes(data.draw(damaged_bytes(path.read_bytes())))
-    words = ["--data", "bad-data", "--set", "eval.limit=3", "--set", "data.difficulty=[]"]
-    refused([*DRY_RUN.split(), *words], project)
-
-
 def bad_adapter(project: Path, data: st.DataObject, damage: str) -> Path:
     """A damaged copy of the good adapter."""
     folder = project / "bad-adapter"
@@ -213,14 +186,6 @@ DAMAGES = st.sampled_from(["config", "weights", "header", "pickle", "name"])
 
 
 @generated(45)
-@given(data=st.data(), damage=DAMAGES)
-def test_adapter_folders(project: Path, data: st.DataObject, damage: str) -> None:
-    bad_adapter(project, data, damage)
-    words = ["--data", "data", "--set", "data.difficulty=[]", "--rank", "4", "--alpha", "8"]
-    refused([*DRY_RUN.split(), *words, "--from-adapter", "bad-adapter"], project)
-
-
-@generated(45)
 @given(data=st.data(), damage=DAMAGES, has_manifest=st.booleans())
 def test_adapter_folders_for_serve_and_eval(
     project: Path, data: st.DataObject, damage: str, has_manifest: bool
@@ -239,16 +204,6 @@ def test_adapter_folders_for_serve_and_eval(
     ):
         output = refused(command, project)
         assert "nosuch" not in output or not is_told, output
-
-
-@generated(30)
-@given(data=st.data())
-def test_manifests(project: Path, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = project / "published"
-    folder.mkdir(exist_ok=True)
-    (folder / "adapter_model.safetensors").write_bytes(b"weights")
-    (folder / "manifest.json").write_bytes(data.draw(damaged_json(MANIFEST)))
-    accepted_or_refused(lambda: read_manifest(folder))
 
 
 @generated(45)
@@ -270,16 +225,7 @@ def test_run_configs(project: Path, data: st.DataObject) -> None:
         path.write_bytes(good)
 
 
-@generated(30)
-@given(data=st.data())
-def test_rollout_files(project: Path, data: st.DataObject) -> None:
-    good = (project / "run" / "rollouts" / "step-000001.parquet").read_bytes()
-    path = project / "bad-rollouts.parquet"
-    path.write_bytes(data.draw(damaged_bytes(good)))
-    accepted_or_refused(lambda: read_rollouts(path))
-
-
-def test_at_least_three_hundred_inputs_were_bad(project: Path) -> None:
+def test_most_inputs_were_bad(project: Path) -> None:
     print(f"bad inputs: {counts['refused']} refused with a reason, {counts['accepted']} accepted as valid")
-    assert counts["refused"] >= 300 * min(FACTOR, 1)
+    assert counts["refused"] >= 200 * min(FACTOR, 1)
     assert load_config(None, {}, ()) is not None

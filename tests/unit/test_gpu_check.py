@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
-import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
-from torch import Tensor
 
-from skylite.model import flex_attention
 from tests.unit.gpu_cases import Machine
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +24,11 @@ BENCHMARKS = ROOT / "benchmarks"
 def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module
+
+
+@pytest.fixture
+def gpu_train(module: Any) -> Any:
+    return module("gpu_train")
 
 
 class Clock:
@@ -81,121 +78,6 @@ def test_a_part_may_use_the_time_that_earlier_ones_left(module: Any, monkeypatch
     assert given["profile 7b"] == limits["profile 7b"], "7B used the spare time"
 
 
-class Report:
-    """What a part reports, without files."""
-
-    dry_run = True
-    end = float("inf")
-
-    def __init__(self) -> None:
-        self.found: dict[str, Any] = {}
-
-    def put(self, name: str, value: Any, *, show: bool = True) -> None:
-        self.found[name] = value
-
-    def add(self, name: str, row: Any) -> None:
-        self.put(name, [*self.found.get(name, []), row])
-
-
-def ends_well() -> None:
-    pass
-
-
-def fails() -> None:
-    raise RuntimeError("skylite train ended")
-
-
-def is_terminated() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(10)
-
-
-@pytest.mark.parametrize("ends", [ends_well, fails, is_terminated])
-def test_the_loop_reports_its_logs_however_it_ends(
-    module: Any, monkeypatch: pytest.MonkeyPatch, ends: Callable[[], None]
-) -> None:
-    gpu_loop, report = module("gpu_loop"), Report()
-
-    def watch(report: Report, command: list[str], env: dict[str, str], run: Path) -> None:
-        log = run / "logs" / "vllm-0.log"
-        log.parent.mkdir(parents=True)
-        log.write_text("old\n" * 9000 + "Using FLASH_ATTN\n 10%\r100%\nGraph capturing took 3 s\n")
-        (log.parent / "trainer.log").write_text("older\n" * 9000 + "CUDA error\n")
-        (log.parent / "skylite.log").write_text("step 1\n")
-        ends()
-
-    monkeypatch.setattr(gpu_loop, "watch", watch)
-    monkeypatch.setattr(gpu_loop, "resume", lambda *_: "ok")
-    monkeypatch.setattr(gpu_loop, "loop_command", lambda folder, dry_run: ([], {}))
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with contextlib.suppress(RuntimeError, SystemExit):
-            gpu_loop.loop(report)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert report.found["engine_log"][-3:] == ["Using FLASH_ATTN", "100%", "Graph capturing took 3 s"]
-    assert 19_990 < len("\n".join(report.found["engine_log"])) <= 20_000
-    assert set(report.found["engine_log"][:-3]) == {"old"}, "no part of a line"
-    assert list(report.found["logs"]) == ["skylite.log", "trainer.log"]
-    assert report.found["logs"]["skylite.log"] == ["step 1"]
-    assert report.found["logs"]["trainer.log"][-2:] == ["older", "CUDA error"]
-    assert 5_980 < len("\n".join(report.found["logs"]["trainer.log"])) <= 6_000
-
-
-def test_a_process_that_ends_while_the_engine_is_looked_for_is_passed_over(module: Any) -> None:
-    with subprocess.Popen(["sleep", "100"]) as child:
-        process = psutil.Process(child.pid)
-        child.kill()
-    assert module("gpu_loop").words_of(process) == ""
-
-
-def test_a_loop_whose_engine_never_started_has_an_empty_log(module: Any, tmp_path: Path) -> None:
-    report = Report()
-    module("gpu_loop").report_logs(report, tmp_path / "logs")
-    assert report.found == {"engine_log": [], "logs": {}}
-
-
-def test_a_zombie_does_not_hide_the_engine(module: Any) -> None:
-    code = """if True:
-        import subprocess, sys, time
-        zombie = subprocess.Popen(["true"])
-        time.sleep(0.5)
-        code = "import time; print(flush=True); time.sleep(20)  # tests.fakes.engine"
-        subprocess.Popen([sys.executable, "-c", code]).wait()"""
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
-        parent.stdout.readline()
-        assert module("gpu_loop").kill_the_engine(parent.pid).endswith("# tests.fakes.engine")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "code", "result"),
-    [
-        (60, "open('metrics.jsonl', 'a').write('{\"step\": 4}\\n')", "ok"),
-        (60, "raise SystemExit(3)", "failed: exit code 3 after N s and step 3"),
-        (60, "pass", "done: exit code 0 after N s and step 3"),
-        (12.0, "import time; time.sleep(60)", "out of time: exit code -15 after N s and step 3"),
-        (
-            10.5,
-            "raise SystemExit(3)",
-            "not tried: 0 s left, and the first start took 1 s until its first step",
-        ),
-    ],
-)
-def test_a_resume_is_tried_if_its_start_fits(
-    module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seconds: float, code: str, result: str
-) -> None:
-    gpu_loop, report, run = module("gpu_loop"), Report(), tmp_path / "run"
-    run.mkdir()
-    (run / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3)))
-    report.found["steps"] = [{"step": step, "seconds_since_start": step} for step in (1, 2, 3)]
-    report.end = time.monotonic() + seconds
-    monkeypatch.setattr(gpu_loop, "SKYLITE", [sys.executable, "-c", f"import os; os.chdir('run'); {code}"])
-    found = gpu_loop.resume(report, dict(os.environ), run)
-    assert re.sub(r"after \d+ s", "after N s", found) == result
-    assert [step["step"] for step in report.found["steps"]] == [1, 2, 3, *([4] if result == "ok" else [])]
-
-
 def test_results_name_no_folder_of_the_machine(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     machine_info = module("machine_info")
     monkeypatch.setenv("HOME", "/home/someone")
@@ -233,28 +115,6 @@ def test_a_part_that_trains_sets_its_environment_before_it_imports_torch(name: s
     subprocess.run([sys.executable, "-c", code], cwd=BENCHMARKS, check=True)
 
 
-def test_flex_that_is_wrong_or_does_not_compile_is_a_row(
-    module: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernels, report, right = module("gpu_kernels"), Report(), flex_attention.flex_tree_attention
-
-    def wrong(query: Tensor, *rest: Any) -> Tensor:
-        if query.dtype == torch.float32:
-            raise RuntimeError("NoValidChoicesError: no choices | to select")
-        return right(query, *rest) * 1.5
-
-    monkeypatch.setattr(flex_attention, "flex_tree_attention", wrong)
-    monkeypatch.setattr(module("gpu_train"), "use_trainer_environment", lambda: None)
-    kernels.flex(report)
-    rows = module("gpu_table").kernel_rows({"flex": {"found": report.found}})
-    assert [row[0] for row in rows][1:3] == [
-        "flex, 32/8 heads, float32",
-        "flex, 32/8 heads, bfloat16, softcap",
-    ]
-    assert all(row[2].startswith("differs from sdpa by ") for row in (rows[0], *rows[2:])), rows
-    assert rows[1][1:] == [45, "RuntimeError: NoValidChoicesError: no choices / to select", ""]
-
-
 @pytest.mark.parametrize("target", ["gpu-check", "gpu-results"])
 def test_a_folder_of_packages_is_used_without_installing(tmp_path: Path, target: str) -> None:
     words = ["make", "-n", target, f"PACKAGES={tmp_path / 'site'}", "PYTHON=python9"]
@@ -277,22 +137,44 @@ def test_results_are_kept_on_a_machine_without_git_and_with_a_broken_driver(
     assert found["gpus"][0].startswith("nvidia-smi failed: ")
 
 
-def test_attention_that_cudnn_refuses_is_a_row_and_not_the_end(
-    module: Any, monkeypatch: pytest.MonkeyPatch
+def test_the_largest_shape_has_micro_batches_that_fit(gpu_train: Any) -> None:
+    sizes = {shape: gpu_train.sizes_of(shape, False)[1].budget for shape in gpu_train.MODES}
+    assert sizes == {"qwen2.5-7b": 8192, "qwen2.5-0.5b": 16384, "qwen2.5-1.5b": 16384}
+    assert gpu_train.sizes_of("qwen2.5-7b", True)[0] == "tiny"
+
+
+def row(attention: str, norms: list[float], **fields: Any) -> dict[str, Any]:
+    mode = {"attention": attention, "checkpointing": "selective", "packing_wanted": "tree"}
+    return {**mode, "packing": "tree", "grad_norms": norms, **fields}
+
+
+def test_flex_must_have_the_gradient_of_sdpa(gpu_train: Any) -> None:
+    sdpa = row("sdpa", [2.0, 7.0])
+    same = gpu_train.flex_gradient([sdpa, row("flex", [2.039, 9.0])])
+    assert same == {"sdpa": 2.0, "flex": 2.039, "difference": 0.0195}
+    other = gpu_train.flex_gradient([sdpa, row("sdpa", [9.0], checkpointing="full"), row("flex", [1.9])])
+    assert other["failed"] == "flex's gradient norm differs from sdpa's by 5.0%"
+    assert gpu_train.flex_gradient([sdpa, row("flex", [float("nan")])])["failed"]
+    missing = {"failed": "no gradient of a prefix tree with flex"}
+    assert gpu_train.flex_gradient([sdpa]) == missing
+    assert gpu_train.flex_gradient([sdpa, {**row("flex", [2.0]), "packing": "padded"}]) == missing
+    part = {"status": "done", "seconds": 9.0, "found": {"flex_gradient": other}}
+    outcome = importlib.import_module("gpu_table").outcome(part)
+    assert outcome == "done, 9.0 s: flex's gradient norm differs from sdpa's by 5.0%"
+
+
+def test_a_row_has_the_memory_inside_and_outside_of_torch(
+    gpu_train: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels, report = module("gpu_kernels"), Report()
-
-    def refuse(*_: Any) -> Any:
-        raise RuntimeError("No available kernel | Aborting execution.")
-
-    monkeypatch.setattr(kernels, "first_and_median", refuse)
-    kernels.attention(report)
-    rows = report.found["rows"]
-    assert len(rows) == 2 * len(kernels.SHAPES)
-    table = module("gpu_table").kernel_rows({"attention": {"found": {"rows": rows}}})
-    assert table[-1] == [
-        "with cuDNN, 65 queries",
-        73,
-        "RuntimeError: No available kernel / Aborting execution.",
-        "",
-    ]
+    """No GPU is used here: torch's own counts are replaced."""
+    counts = {"max_memory_allocated": 3 << 30, "max_memory_reserved": 5 << 30, "memory_reserved": 4 << 30}
+    for name, count in counts.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, count=count: count)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 << 30, 15 << 30))
+    assert gpu_train.memory_of(torch.device("cuda", 0)) == {
+        "peak_gib": 3.0,
+        "peak_reserved_bytes": 5 << 30,
+        "reserved_bytes": 4 << 30,
+        "outside_torch_bytes": 1 << 30,
+    }
+    assert list(gpu_train.memory_of(torch.device("cpu"))) == ["peak_gib"]
