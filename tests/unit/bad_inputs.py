@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,18 +60,34 @@ COMMANDS = typer.main.get_command(cli.app)
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """How a command ended and what it printed, both streams together."""
+    """How a command ended and what it printed."""
 
     code: int
     output: str
+    """Both streams together."""
+    out: str = ""
+    """What went to stdout."""
 
 
-def call(args: list[str]) -> Reply:
+class Stdout(io.StringIO):
+    """Standard output that is written to `both` too."""
+
+    def __init__(self, both: io.StringIO) -> None:
+        super().__init__()
+        self.both = both
+
+    def write(self, text: str) -> int:
+        self.both.write(text)
+        return super().write(text)
+
+
+def call(args: Sequence[str]) -> Reply:
     """`skylite ARGS` through its own `main`, in this process."""
     output = io.StringIO()
+    stdout = Stdout(output)
     with (
         pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(output),
+        contextlib.redirect_stdout(stdout),
         contextlib.redirect_stderr(output),
     ):
         patch.setattr(sys, "argv", ["skylite", *args])
@@ -81,10 +98,10 @@ def call(args: list[str]) -> Reply:
         try:
             cli.main()
         except SystemExit as end:
-            return Reply(int(end.code or 0), output.getvalue())
+            return Reply(int(end.code or 0), output.getvalue(), stdout.getvalue())
         except Exception:  # noqa: BLE001 what a user would see as a traceback is the finding
             return Reply(-1, output.getvalue() + traceback.format_exc())
-    return Reply(0, output.getvalue())
+    return Reply(0, output.getvalue(), stdout.getvalue())
 
 
 def printed_json(reply: Reply) -> Any:

@@ -1,4 +1,4 @@
-"""`skylite eval`, `chat` and `export` as processes, with the fake engine in place of vLLM."""
+"""`skylite eval`, `chat` and `export`, with the fake engine in place of vLLM."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 from skylite.evaluation.versions import Subject, waves
 from skylite.run.run_dir import AdapterVersion, RunDir
+from tests.unit.bad_inputs import call
 from tests.unit.export_cases import make_run
 
 COMMAND = [sys.executable, "-c", "from skylite.cli.main import main; main()"]
@@ -23,26 +24,24 @@ def run(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     return make_run(tmp_path_factory.mktemp("eval"), tiny_llama, versions=(0, 1, 2))
 
 
-def skylite(run: RunDir, *args: str, text: str = "") -> subprocess.CompletedProcess[str]:
-    engine = f"{sys.executable} -m tests.fakes.engine"
+@pytest.fixture(autouse=True)
+def on_the_fake_engine(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root / "src"), str(root)])
-    return subprocess.run(
-        [*COMMAND, *args],
-        cwd=run.root.parent,
-        env={**os.environ, "SKYLITE_ENGINE_COMMAND": engine, "PYTHONPATH": path},
-        input=text,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    monkeypatch.setenv("SKYLITE_ENGINE_COMMAND", f"{sys.executable} -m tests.fakes.engine")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(root / "src"), str(root)]))
+    monkeypatch.chdir(run.root.parent)
+
+
+def skylite(*args: str, text: str) -> subprocess.CompletedProcess[str]:
+    """A process that reads `text`."""
+    return subprocess.run([*COMMAND, *args], input=text, capture_output=True, text=True, timeout=300)
 
 
 def test_many_versions_and_the_base_are_evaluated_and_compared(run: RunDir) -> None:
-    done = skylite(run, "eval", "run", "--steps", "0,2", "--base", "--n", "4", "--max-loras", "1", "--json")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    facts = json.loads(done.stdout)
+    done = call(["eval", "run", "--steps", "0,2", "--base", "--n", "4", "--max-loras", "1", "--json"])
+    assert done.code == 0, done.output
+    assert done.output == done.out
+    facts = json.loads(done.out)
     assert [r["adapter"] for r in facts["results"]] == ["base", "policy-v000000", "policy-v000002"]
     assert [r["version"] for r in facts["results"]] == [None, 0, 2]
     assert [(c["adapter"], c["baseline"], c["test"]) for c in facts["comparisons"]] == [
@@ -65,34 +64,32 @@ def test_many_versions_and_the_base_are_evaluated_and_compared(run: RunDir) -> N
 
 
 def test_one_version_is_printed_for_a_person(run: RunDir) -> None:
-    done = skylite(run, "eval", "run")
-    assert done.returncode == 0, done.stderr
-    assert "policy-v000002 on data (test)" in done.stdout
-    assert "accuracy, greedy" in done.stdout
+    done = call(["eval", "run"])
+    assert done.code == 0, done.output
+    assert "policy-v000002 on data (test)" in done.out
+    assert "accuracy, greedy" in done.out
     assert (run.evals / "policy-v000002-data-test-greedy.json").exists()
 
 
 def test_the_base_alone_and_every_kept_version(run: RunDir, tiny_llama: Path) -> None:
     settings = ("--set", "rollout.max_completion_tokens=8")
-    done = skylite(run, "eval", "--base", "--model", str(tiny_llama), "--data", "data", *settings)
-    assert done.returncode == 0, done.stderr
+    done = call(["eval", "--base", "--model", str(tiny_llama), "--data", "data", *settings])
+    assert done.code == 0, done.output
     assert (run.root.parent / "evals" / "base-data-test-greedy.json").exists()
-    every = skylite(run, "eval", "run", "--all")
-    assert every.returncode == 0, every.stderr
-    assert [f"policy-v{v:06d} on data (test)" in every.stdout for v in range(3)] == [True] * 3
-    assert "against policy-v000000: " in every.stdout
-    assert "learning curve" in every.stdout
+    every = call(["eval", "run", "--all"])
+    assert every.code == 0, every.output
+    assert [f"policy-v{v:06d} on data (test)" in every.out for v in range(3)] == [True] * 3
+    assert "against policy-v000000: " in every.out
+    assert "learning curve" in every.out
 
 
 def test_the_base_plays_the_episodes_of_an_environment(run: RunDir, tiny_llama: Path) -> None:
-    prepared = skylite(run, "prepare", "guess", "--synthetic", "--out", "guess")
-    assert prepared.returncode == 0, prepared.stderr
+    prepared = call(["prepare", "guess", "--synthetic", "--out", "guess"])
+    assert prepared.code == 0, prepared.output
     words = ("--base", "--model", str(tiny_llama), "--env", "guess", "--data", "guess", "--limit", "2")
-    done = skylite(
-        run, "eval", *words, "--set", "env.max_turns=3", "--set", "rollout.max_completion_tokens=8"
-    )
-    assert done.returncode == 0, done.stderr
-    assert "base on guess (test)" in done.stdout
+    done = call(["eval", *words, "--set", "env.max_turns=3", "--set", "rollout.max_completion_tokens=8"])
+    assert done.code == 0, done.output
+    assert "base on guess (test)" in done.out
     rows = pq.read_table(run.root.parent / "evals" / "base-guess-test-greedy.parquet").to_pylist()
     assert [len(row["turns"]) for row in rows] == [3, 3], "a byte model names no number"
     assert all(row["observed"][1].startswith("user: ") for row in rows)
@@ -108,10 +105,10 @@ def test_the_base_plays_the_episodes_of_an_environment(run: RunDir, tiny_llama: 
     ],
 )
 def test_bad_flags_are_one_sentence(run: RunDir, args: tuple[str, ...], message: str) -> None:
-    done = skylite(run, "eval", *args)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    done = call(["eval", *args])
+    assert (done.code, done.out) == (2, "")
+    assert message in done.output
+    assert "Traceback" not in done.output
 
 
 def test_waves_hold_at_most_so_many_adapters_and_the_base_needs_no_place() -> None:
@@ -122,7 +119,7 @@ def test_waves_hold_at_most_so_many_adapters_and_the_base_needs_no_place() -> No
 
 
 def test_a_chat_begins_as_the_training_prompts_and_remembers(run: RunDir) -> None:
-    done = skylite(run, "chat", "run", "--step", "1", text="hello\nagain\n/reset\nnew\n/quit\nignored\n")
+    done = skylite("chat", "run", "--step", "1", text="hello\nagain\n/reset\nnew\n/quit\nignored\n")
     assert done.returncode == 0, done.stderr
     # System prompt and one example are three messages; each turn adds two.
     assert "policy-v000001 4 hello" in done.stdout
@@ -133,26 +130,26 @@ def test_a_chat_begins_as_the_training_prompts_and_remembers(run: RunDir) -> Non
 
 
 def test_a_chat_with_the_base_and_another_system_prompt(run: RunDir) -> None:
-    done = skylite(run, "chat", "run", "--base", "--system", "Be brief.", text="hello\n")
+    done = skylite("chat", "run", "--base", "--system", "Be brief.", text="hello\n")
     assert "base 2 hello" in done.stdout, "it ends with the input"
 
 
 def test_a_server_that_is_not_there_is_a_sentence(run: RunDir) -> None:
-    done = skylite(run, "chat", "--url", "http://127.0.0.1:9")
-    assert done.returncode == 1
-    assert "does not answer" in done.stderr
-    assert skylite(run, "chat", "--url", "nonsense").returncode == 2
+    done = call(["chat", "--url", "http://127.0.0.1:9"])
+    assert done.code == 1
+    assert "does not answer" in done.output
+    assert call(["chat", "--url", "nonsense"]).code == 2
 
 
 @pytest.mark.parametrize("form", [("--step", "1"), ("--merge", "--dtype", "bfloat16")])
 def test_an_export_prints_what_its_check_measured(run: RunDir, tmp_path: Path, form: tuple[str, ...]) -> None:
-    done = skylite(run, "export", "run", *form, "--out", str(tmp_path / "out"))
-    assert done.returncode == 0, done.stderr
-    assert "canary tokens differ from the trainer's by" in done.stderr
-    assert done.stdout.startswith("exported policy-v00000")
+    done = call(["export", "run", *form, "--out", str(tmp_path / "out")])
+    assert done.code == 0, done.output
+    assert "canary tokens differ from the trainer's by" in done.output
+    assert done.out.startswith("exported policy-v00000")
     assert (tmp_path / "out" / "README.md").exists()
-    done = skylite(run, "export", "run", *form, "--out", str(tmp_path / "again"), "--json")
-    found = json.loads(done.stdout)
+    done = call(["export", "run", *form, "--out", str(tmp_path / "again"), "--json"])
+    found = json.loads(done.out)
     assert (found["folder"], found["checks"][0]["tokens"] > 0) == (str(tmp_path / "again"), True)
 
 
@@ -167,7 +164,7 @@ def test_an_export_prints_what_its_check_measured(run: RunDir, tmp_path: Path, f
 def test_an_export_that_cannot_work_is_refused_at_once(
     run: RunDir, form: tuple[str, ...], message: str
 ) -> None:
-    done = skylite(run, "export", "run", *form)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
+    done = call(["export", "run", *form])
+    assert (done.code, done.out) == (2, "")
+    assert message in done.output
     assert not (run.root / "exports").exists()
