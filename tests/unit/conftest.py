@@ -2,11 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.unit.gpu_cases import Machine
+from tests.unit.shared_tokenizers import shared_tokenizers
+
+SHARE_TOKENIZERS = {
+    "test_after_training",
+    "test_bad_inputs",
+    "test_built_in_rewards",
+    "test_chat_template",
+    "test_context_length",
+    "test_data_as_people_have_it",
+    "test_device_defaults",
+    "test_doc_commands",
+    "test_dry_run",
+    "test_folder_owner",
+    "test_guarded",
+    "test_logs",
+    "test_own_data",
+    "test_own_data_recipe",
+    "test_plugin_exits",
+    "test_prepare",
+    "test_program_hashes",
+    "test_recipe_names",
+    "test_reference_answers",
+    "test_resume",
+    "test_resume_cleanup",
+    "test_reward_components",
+    "test_right_completion",
+    "test_run_length",
+    "test_run_order",
+    "test_servable_models",
+    "test_warm_start",
+}
+"""Files that plan many runs, and are not about the process of a tokenizer."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tokenizers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Shared by the files of SHARE_TOKENIZERS."""
+    if request.path.stem not in SHARE_TOKENIZERS:
+        yield
+        return
+    with shared_tokenizers():
+        yield
 
 
 @pytest.fixture

@@ -15,19 +15,12 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from skylite.cli.main import app
-from skylite.data.chat_template import ChatTemplate
-from skylite.data.tokenizer import ChatTokenizer, load_tokenizer
-from skylite.hub import bundled_smollm2
 from tests.unit.doc_blocks import (
     FILE,
     ON_A_RUN,
@@ -45,26 +38,6 @@ from tests.unit.verifiers_cases import add_verifiers
 
 BY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 WITH_PACKAGES = [p for p in PAGES if any(block.note.startswith(RUN_WITH) for block in blocks(p))]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared() -> Iterator[None]:
-    """One sandbox for each tokenizer and template, and one check of the model's files, for all commands."""
-    kept: dict[str, Any] = {}
-
-    def load(model: Path, template: ChatTemplate | None = None) -> ChatTokenizer:
-        key = f"{model} {template and (template.text, template.args)}"
-        if key not in kept:
-            kept[key] = load_tokenizer(model, template)
-        return replace(kept[key], close=lambda: None)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for module in ("cli.own_data_sizes", "cli.prepare_preview", "rollout.prompt_check"):
-            patch.setattr(f"skylite.{module}.load_tokenizer", load)
-        patch.setattr(bundled_smollm2, "converted_folder", cache(bundled_smollm2.converted_folder))
-        yield
-    for tokenizer in kept.values():
-        tokenizer.close()
 
 
 @pytest.fixture(scope="module")
