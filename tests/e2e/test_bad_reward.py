@@ -62,16 +62,3 @@ def test_a_run_stops_at_a_nan_reward_and_continues_without_the_step(project: Pro
 
     replayed = project.run("replay", "none", "--step", "2")
     assert (replayed.returncode, replayed.stdout[:6]) == (0, "equal:"), replayed.stdout + replayed.stderr
-
-
-@pytest.mark.usefixtures("fake_engine")
-def test_a_run_whose_groups_have_equal_rewards_says_that_it_learns_nothing(project: Project) -> None:
-    (project.root / "same.py").write_text("def score(completion):\n    return 0.5\n")
-    settings = ("--set", 'reward.functions=["same.py:score"]', "--set", "eval.limit=0")
-    done = project.run(*project.train_args("same", 3, *settings))
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("the policy learns nothing") == 1
-    status = json.loads(RunDir(project.root / "same").status_path.read_text())
-    assert status["phase"] == "done"
-    assert "last 3 steps all rewards within a group were equal, 0.5 on average" in status["warning"]
-    assert "ready" in project.run(*project.train_args("other", 3, *settings, "--dry-run")).stderr

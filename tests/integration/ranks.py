@@ -1,4 +1,4 @@
-"""`torchrun -m tests.integration.ranks MODEL OUT`: writes each algorithm's gradient on these ranks to OUT."""
+"""`torchrun -m tests.integration.ranks MODEL OUT CASE...`: writes the gradient of each case to OUT."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def rows_of(name: str) -> list[Row]:
     return random_episodes(0) if name.startswith(SEVERAL_TURNS) else random_samples(0)
 
 
-def main(model: Path, out: Path) -> None:
+def main(model: Path, out: Path, names: list[str]) -> None:
     set_threads(1)
     with process_group("cpu") as dist:
         found = {}
-        for name, sections in CASES.items():
-            config = settings(**{"trainer": {"tokens_per_micro_batch": 60}, **sections})
+        for name in names:
+            config = settings(**{"trainer": {"tokens_per_micro_batch": 60}, **CASES[name]})
             policy = policy_of(model, config, dist)
             optimizer, critic = optimizer_of(policy, config), None
             if config.algorithm.uses_critic:
@@ -65,4 +65,4 @@ def main(model: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

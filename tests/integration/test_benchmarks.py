@@ -39,8 +39,7 @@ def dry_run(out: Path, *parts: str) -> dict[str, Any]:
 
 
 def test_every_part_runs_after_parts_that_fail_and_hang(tmp_path: Path) -> None:
-    names = ["machine", "collectives", "train 0.5b", "flex", "attention", "profile 7b", "liger"]
-    names.append("out of memory")
+    names = ["machine", "collectives", "train 0.5b", "flex", "profile 7b", "out of memory", "loop"]
     # "hangs" is first: a later part could use the time that earlier ones left.
     parts = dry_run(tmp_path / "gpu.json", "hangs", "fails", *names)
     fails, hangs = parts["fails"], parts["hangs"]
@@ -60,7 +59,6 @@ def test_every_part_runs_after_parts_that_fail_and_hang(tmp_path: Path) -> None:
         assert row["seconds"]
         assert row["mfu"] > 0
         assert any(choice.startswith("packing: tree") for choice in row["choices"])
-    assert len(parts["attention"]["found"]["rows"]) == 24
     assert "no gradient" in parts["train 0.5b"]["found"]["flex_gradient"]["failed"]
     assert parts["collectives"]["found"]["backend"] == "gloo"
     kernels = parts["flex"]["found"]["rows"]
@@ -71,13 +69,11 @@ def test_every_part_runs_after_parts_that_fail_and_hang(tmp_path: Path) -> None:
     assert first["warnings"]
     assert first["tokens_per_micro_batch"] < 256
     assert second["grad_norm"] > 0
-    assert parts["liger"]["found"]["off"]["norm"]["ms"] > 0
+    check_loop(parts["loop"]["found"])
 
 
-def test_the_loop_continues_after_its_engine_was_killed(tmp_path: Path) -> None:
-    loop = dry_run(tmp_path / "gpu.json", "loop")["loop"]
-    assert loop["status"] == "done", loop
-    found = loop["found"]
+def check_loop(found: dict[str, Any]) -> None:
+    """It continues after its engine was killed."""
     assert [step["step"] for step in found["steps"]] == [1, 2, 3, 4]
     assert found["resume"] == "ok"
     assert found["engine_killed"]["process"] != "no engine found"

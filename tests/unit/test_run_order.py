@@ -175,6 +175,20 @@ def test_a_nan_reward_reaches_the_trainer_and_is_null_in_the_metrics(tmp_path: P
     assert "step 2/3  reward nan" in logged
 
 
+class Same:
+    """Scores every completion alike."""
+
+    async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[Score]:
+        return [Score(0.5)] * len(items)
+
+
+def test_a_run_whose_groups_have_equal_rewards_says_that_it_learns_nothing(tmp_path: Path) -> None:
+    run, _, logged = run_of(tmp_path, 0, 4, scorer=Same())
+    assert logged.count("the policy learns nothing") == 1
+    status = json.loads(run.status_path.read_text())
+    assert "steps all rewards within a group were equal, 0.5 on average" in status["warning"]
+
+
 def test_a_nan_held_out_score_is_refused_and_names_the_problem(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="returned nan for prompt 1 "):
         run_of(tmp_path, 0, 3, eval_every=1, scorer=Broken("1"))
